@@ -1,0 +1,269 @@
+"""What two ranks say to each other: typed messages, one tagged union, unknown fields refused.
+
+P is a rank that prefills and sends, D a rank that decodes and receives. D dials and P answers, so
+that no request id can make a P connect anywhere. A transfer is named by (key, attempt), where the
+attempt is D's own serial number of this asking; every message is bound to the incarnation of the
+connection that carried it, which the handshake proves, so it need not be repeated here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 1 << 20
+MAX_PIECES = 4096
+
+Key = Annotated[str, Meta(min_length=1, max_length=512)]
+Count = Annotated[int, Meta(ge=0, le=1 << 40)]
+Small = Annotated[int, Meta(ge=0, le=1 << 20)]
+Positive = Annotated[int, Meta(ge=1, le=1 << 20)]
+Serial = Annotated[int, Meta(ge=0, le=1 << 53)]
+Transfers = Annotated[tuple[tuple[Key, Serial], ...], Meta(max_length=4096)]
+Name = Annotated[str, Meta(max_length=512)]
+Reason = Annotated[str, Meta(max_length=2048)]
+Place = Annotated[str, Meta(min_length=3, max_length=300)]
+Incarnation = Annotated[str, Meta(min_length=8, max_length=64)]
+Blob = Annotated[bytes, Meta(max_length=4096)]
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True, array_like=False, tag=True, tag_field="t"):
+    """The base of every message; the tag is the class's name."""
+
+
+class Cache(Struct, frozen=True, forbid_unknown_fields=True):
+    """One engine's KV cache, as far as a peer must know it.
+
+    Attributes:
+        layers: KV layers held by each pipeline stage, in order; their sum is the model's.
+        kv_heads: KV heads of the whole model, before tensor parallelism.
+        tp: tensor-parallel size; world rank = stage * tp + tp rank, as in vLLM.
+        row_bytes: bytes of one (layer, head, unit) row on the wire.
+        unit_tokens: tokens in a row: 1 where the content is dense, the block size where a kernel
+            packs tokens together and only whole pages travel.
+        dtype: element type, torch's name without the prefix.
+        codec: how the bytes of a row are arranged; rows travel only between equal codecs.
+        layer_names: digest of the names of all layers, in order.
+    """
+
+    layers: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=1024)]
+    kv_heads: Positive
+    tp: Positive
+    row_bytes: Annotated[int, Meta(ge=1, le=1 << 30)]
+    unit_tokens: Positive
+    dtype: Name
+    codec: Name
+    layer_names: Name
+
+
+class Hello(Message, frozen=True):
+    """Who I am and what my cache looks like: the first message of a connection, and its answer.
+
+    `address` is where this rank listens, `addresses` those of all ranks of its engine in the order
+    of their ranks, `to` what the dialer dialed. `incarnation` is random per start of a rank.
+    """
+
+    version: Small
+    incarnation: Incarnation
+    role: Literal["P", "D"]
+    rank: Small
+    to: Place
+    address: Place
+    addresses: Annotated[tuple[Place, ...], Meta(min_length=1, max_length=16384)]
+    model: Name
+    weights: Name
+    cache: Cache
+    link: Name
+
+
+class Welcome(Message, frozen=True):
+    """Your Hello is accepted; `hello` is mine, `plan` the hash of our common plan."""
+
+    you: Incarnation
+    hello: Hello
+    plan: Name
+
+
+class Refuse(Message, frozen=True):
+    """Your Hello is refused for good, and why, for a person."""
+
+    you: Incarnation
+    reason: Reason
+
+
+class Stranger(Message, frozen=True):
+    """I have no Hello of this connection (I may have restarted): say Hello again."""
+
+
+class Inspect(Message, frozen=True):
+    """Anybody who may connect: what do you hold now?"""
+
+
+class Report(Message, frozen=True):
+    """The answer to Inspect: counters and gauges of this rank, by name."""
+
+    values: dict[Name, int | float | str]
+
+
+class LinkInvite(Message, frozen=True):
+    """P to D: let us build link number `link`; `blob` is the factory's."""
+
+    link: Small
+    blob: Blob
+
+
+class LinkAccept(Message, frozen=True):
+    """D to P: my end of link number `link` is up, with room for `window` bytes; `blob` is the factory's."""
+
+    link: Small
+    window: Annotated[int, Meta(ge=1, le=1 << 40)]
+    blob: Blob
+
+
+class LinkDown(Message, frozen=True):
+    """Either way: I have aborted link number `link`."""
+
+    link: Small
+    reason: Reason
+
+
+class Waiting(Message, frozen=True):
+    """D to P, every beat: these transfers are still wanted or queued here. Renews P's leases."""
+
+    transfers: Transfers
+
+
+class Holding(Message, frozen=True):
+    """P to D, the answer: these I know (or may still learn of in the step that runs), these I do not."""
+
+    held: Transfers
+    unknown: Transfers
+
+
+class Offer(Message, frozen=True):
+    """P to D: the prefill of this prompt has begun."""
+
+    key: Key
+    attempt: Serial
+    tokens: Count
+    digest: Annotated[bytes, Meta(max_length=64)]
+
+
+class Want(Message, frozen=True):
+    """D to P: send me the KV of tokens [start, stop); an empty range releases P."""
+
+    key: Key
+    attempt: Serial
+    start: Count
+    stop: Count
+
+
+class Piece(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A rectangle of KV: global layers [layer, layer_stop) x tokens [start, stop), all heads of the edge."""
+
+    layer: Small
+    layer_stop: Small
+    start: Count
+    stop: Count
+
+
+class Chunk(Message, frozen=True):
+    """P to D: message number `chunk` of this transfer is ready to be gathered; may I send it?"""
+
+    key: Key
+    attempt: Serial
+    chunk: Small
+    nbytes: Annotated[int, Meta(ge=1, le=1 << 32)]
+    pieces: Annotated[tuple[Piece, ...], Meta(min_length=1, max_length=MAX_PIECES)]
+
+
+class Grant(Message, frozen=True):
+    """D to P: the receive of this chunk is posted on link number `link`, at `landing`. Grants are
+    obeyed in order, and each one is obeyed, with filler if the transfer has ended meanwhile."""
+
+    key: Key
+    attempt: Serial
+    chunk: Small
+    link: Small
+    landing: Annotated[int, Meta(ge=0, le=1 << 62)]
+
+
+class Sent(Message, frozen=True):
+    """P to D: this chunk has gone out on the link. `void`: what went out is filler, drop it."""
+
+    key: Key
+    attempt: Serial
+    chunk: Small
+    void: bool
+
+
+class Done(Message, frozen=True):
+    """D to P: every byte that I wanted from you is in my pages."""
+
+    key: Key
+    attempt: Serial
+
+
+class Failed(Message, frozen=True):
+    """P to D: this transfer will not complete, and why."""
+
+    key: Key
+    attempt: Serial
+    reason: Reason
+
+
+class Cancel(Message, frozen=True):
+    """D to P: I do not want this transfer any more, and why."""
+
+    key: Key
+    attempt: Serial
+    reason: Reason
+
+
+AnyMessage = (
+    Hello
+    | Welcome
+    | Refuse
+    | Stranger
+    | Inspect
+    | Report
+    | LinkInvite
+    | LinkAccept
+    | LinkDown
+    | Waiting
+    | Holding
+    | Offer
+    | Want
+    | Chunk
+    | Grant
+    | Sent
+    | Done
+    | Failed
+    | Cancel
+)
+
+
+class BadMessage(ValueError):
+    """What a peer sent is no message of this protocol."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """The bytes of one message (msgpack)."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | memoryview) -> AnyMessage:
+    """The message in `data`. Raises BadMessage, and nothing else, for whatever is not one."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise BadMessage(f"a control message of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
+        raise BadMessage(f"not a p2pkv message: {error}") from None
