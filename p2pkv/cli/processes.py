@@ -1,0 +1,211 @@
+"""One server process with its children: start, wait until healthy, freeze, stop, and never leave one behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_POLL_SECONDS = 0.1
+
+
+class ServerFailed(Exception):
+    """A server ended, or did not get healthy in time; the text holds the end of its log."""
+
+
+class ServerProcess:
+    """A program in a process group of its own, so that its children can be reached and ended with it.
+
+    A context manager: entering starts the program (without waiting, so that several can start side by
+    side), leaving stops it. All methods are for one thread.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], *, health_url: str, log_path: Path, env: Mapping[str, str]
+    ) -> None:
+        self.name = name
+        self.command = list(command)
+        self.log_path = log_path
+        self._health_url = health_url
+        self._env = dict(env)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_at = 0.0
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the program, which is also the id of its process group."""
+        assert self._process is not None, f"{self.name} has not been started"
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start the program; `wait_ready` tells when it serves. May be called again after a stop."""
+        assert self._process is None, f"{self.name} runs already"
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._env,
+                start_new_session=True,
+            )
+        self._started_at = time.monotonic()
+
+    def wait_ready(self, timeout_seconds: float = 180.0) -> float:
+        """Wait until the health page answers 200; returns the seconds since the start.
+
+        Raises ServerFailed as soon as the program ends, or when the time is over.
+        """
+        while time.monotonic() - self._started_at < timeout_seconds:
+            if not self.running():
+                raise ServerFailed(f"{self.name} ended before it served anything.\n{self.log_tail()}")
+            if answers_ok(self._health_url):
+                return time.monotonic() - self._started_at
+            time.sleep(_POLL_SECONDS)
+        raise ServerFailed(f"{self.name} did not serve within {timeout_seconds:g} s.\n{self.log_tail()}")
+
+    def running(self) -> bool:
+        """Whether the program itself still runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self, grace_seconds: float = 20.0) -> None:
+        """End the program and its children: politely, and after `grace_seconds` by force. Idempotent."""
+        if self._process is None:
+            return
+        try:
+            self._signal(signal.SIGCONT)
+            self._process.terminate()
+            self._wait_empty(grace_seconds)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the program and its children at once (SIGKILL), and wait until all are gone. Idempotent."""
+        if self._process is None:
+            return
+        self._signal(signal.SIGKILL)
+        if not self._wait_empty(30.0):
+            raise ServerFailed(f"{self.name}: processes {group_members(self.pid)} survive SIGKILL")
+        self._process = None
+
+    def freeze(self) -> None:
+        """Stop the program and its children in their tracks (SIGSTOP); their sockets stay open."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let them run on after `freeze`."""
+        self._signal(signal.SIGCONT)
+
+    def log_tail(self, lines: int = 40) -> str:
+        """The end of the log, under a line that names it."""
+        try:
+            text = self.log_path.read_text(errors="replace")
+        except FileNotFoundError:
+            text = "(no log)"
+        return f"--- end of {self.log_path}\n" + "\n".join(text.splitlines()[-lines:])
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def _wait_empty(self, timeout_seconds: float) -> bool:
+        """Reap the program and wait for its children to be gone; False when the time is over."""
+        assert self._process is not None
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            ended = self._process.poll() is not None
+            if ended and not group_members(self.pid):
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS / 2)
+
+
+def group_members(group: int) -> list[int]:
+    """Ids of the processes in a process group, without those that have ended and only wait to be reaped."""
+    members = []
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = Path(entry.path, "stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        # pid (name, which may hold anything) state ppid pgrp ...
+        state, _parent, pgrp = stat[stat.rindex(")") + 2 :].split()[:3]
+        if int(pgrp) == group and state not in ("Z", "X"):
+            members.append(int(entry.name))
+    return members
+
+
+def answers_ok(url: str, timeout_seconds: float = 2.0) -> bool:
+    """Whether a GET of this page ends with status 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_seconds) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def wait_until(true: Callable[[], bool], what: str, timeout_seconds: float = 30.0) -> None:
+    """Poll `true` until it holds. Raises TimeoutError that says `what` did not come."""
+    deadline = time.monotonic() + timeout_seconds
+    while not true():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {timeout_seconds:g} s")
+        time.sleep(_POLL_SECONDS)
+
+
+def stop_all(servers: Iterable[ServerProcess]) -> None:
+    """Stop several servers; every one is stopped even if stopping another fails."""
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.stop)
+
+
+_handed_out: set[int] = set()
+
+
+def free_ports(count: int = 1) -> int:
+    """The first of `count` consecutive TCP ports that nobody listens on now, never the same twice here.
+
+    They lie below the range from which the kernel takes ports for outgoing connections, where another
+    process's connection could take one between this call and its use.
+    """
+    start = 20000 + (os.getpid() * 37) % 8000
+    for offset in range(0, 12000, count):
+        first = 20000 + (start - 20000 + offset) % 12000
+        ports = range(first, first + count)
+        if not _handed_out.intersection(ports) and all(map(_is_free, ports)):
+            _handed_out.update(ports)
+            return first
+    raise RuntimeError(f"no {count} consecutive free ports between 20000 and 32000")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
