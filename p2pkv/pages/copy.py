@@ -1,0 +1,72 @@
+"""Moving rows between an arena and a dense buffer: numpy on a CPU, torch's index kernels elsewhere.
+
+Why numpy on a CPU: this runs in a thread beside vLLM's forward. numpy's take and put copy in the
+calling thread and let go of the GIL meanwhile, whereas torch's would start a second OpenMP team on
+cores that the forward owns, and the number of its threads cannot be set for one thread alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from p2pkv.pages.rows import Rows
+
+
+class Arena(Protocol):
+    """One storage that layers lie in, as flat bytes. Keeps the storage alive."""
+
+    def take(self, rows: Rows, out: torch.Tensor) -> None:
+        """Copy the rows, in their order, to `out`: uint8, contiguous, same device, exactly as large."""
+        ...
+
+    def put(self, rows: Rows, src: torch.Tensor) -> None:
+        """Copy `src` (as `out` in take) to the rows, in their order."""
+        ...
+
+
+def arena_of(tensor: torch.Tensor) -> Arena:
+    """The arena of the storage that `tensor` is a view of."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return HostArena(flat) if tensor.device.type == "cpu" else DeviceArena(flat)
+
+
+class HostArena:
+    """An arena in CPU memory. The copies have ended when the calls return."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._flat: NDArray[Any] = flat.numpy()
+
+    def take(self, rows: Rows, out: torch.Tensor) -> None:
+        # "raise" would copy through a buffer; the index comes from checked block ids.
+        np.take(self._grid(rows), rows.index, axis=0, out=out.numpy().reshape(-1, rows.atom), mode="clip")
+
+    def put(self, rows: Rows, src: torch.Tensor) -> None:
+        self._grid(rows)[rows.index] = src.numpy().reshape(-1, rows.atom)
+
+    def _grid(self, rows: Rows) -> NDArray[Any]:
+        count = (self._flat.size - rows.base) // rows.atom
+        return self._flat[rows.base : rows.base + count * rows.atom].reshape(count, rows.atom)
+
+
+class DeviceArena:
+    """An arena on an accelerator. The copies are queued on the current stream when the calls return."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._flat = flat
+
+    def take(self, rows: Rows, out: torch.Tensor) -> None:
+        torch.index_select(self._grid(rows), 0, self._index(rows), out=out.view(-1, rows.atom))
+
+    def put(self, rows: Rows, src: torch.Tensor) -> None:
+        self._grid(rows).index_copy_(0, self._index(rows), src.view(-1, rows.atom))
+
+    def _index(self, rows: Rows) -> torch.Tensor:
+        return torch.from_numpy(rows.index).to(self._flat.device, non_blocking=True)
+
+    def _grid(self, rows: Rows) -> torch.Tensor:
+        count = (self._flat.numel() - rows.base) // rows.atom
+        return self._flat[rows.base : rows.base + count * rows.atom].view(count, rows.atom)

@@ -1,0 +1,157 @@
+"""Address arithmetic: which stretches of memory make up a rectangle of KV, in the wire's order.
+
+A rectangle on the wire is [layer, unit, head, row_bytes]. Its memory is described as rows of one
+size, `atom`, on a regular grid, so that a gather is one "take these rows" and a scatter one "put
+these rows", whatever the layout: the atom is as large as the layout, the heads and the token range
+allow (a whole block where heads lie inside tokens and all are wanted, one (token, head) where not).
+
+Everything is in bytes unless it says units or blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+from numpy.typing import NDArray
+
+Index = NDArray[np.int64]
+Interval = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """Where the rows of one layer lie: byte offsets into the arena (storage) numbered `arena`.
+
+    The row of (kernel block k, unit u in it, head h) starts at
+    `offset + k * block_stride + u * unit_stride + h * head_stride`.
+
+    Attributes:
+        arena: which storage; layers of one storage can be copied together.
+        group: which block table is this layer's.
+        blocks: logical blocks in the layer.
+        ratio: kernel blocks in a logical block; block b is kernel blocks [b * ratio, (b + 1) * ratio).
+        units: units in a kernel block.
+    """
+
+    arena: int
+    group: int
+    blocks: int
+    ratio: int
+    units: int
+    block_stride: int
+    unit_stride: int
+    head_stride: int
+    offset: int
+
+    def lies_like(self, other: LayerPages) -> bool:
+        """Whether the two differ in nothing but their offset."""
+        return self._form() == other._form()
+
+    @property
+    def block_units(self) -> int:
+        """Units in a logical block."""
+        return self.ratio * self.units
+
+    @property
+    def even_units(self) -> int:
+        """Units, from the start of a logical block, that are one unit_stride apart."""
+        return self.block_units if self.block_stride == self.units * self.unit_stride else self.units
+
+    def _form(self) -> tuple[int, ...]:
+        return (
+            self.arena,
+            self.group,
+            self.blocks,
+            self.ratio,
+            self.units,
+            self.block_stride,
+            self.unit_stride,
+            self.head_stride,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """Consecutive layers [first, stop) that differ in nothing but their offset.
+
+    Attributes:
+        pages: the first layer's.
+        steps: int64 [stop - first], each layer's offset from the first one's.
+        grain: the greatest common divisor of `steps`, 0 for a single layer.
+    """
+
+    first: int
+    stop: int
+    pages: LayerPages
+    steps: Index
+    grain: int
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of a flat arena: number i is bytes [base + i * atom, base + (i + 1) * atom).
+
+    `index` is int64 [rows], in the wire's order.
+    """
+
+    atom: int
+    base: int
+    index: Index
+
+
+def spans_of(layers: list[LayerPages]) -> list[Span]:
+    """Cut layers into the longest spans, in order."""
+    spans: list[Span] = []
+    first = 0
+    for stop in range(1, len(layers) + 1):
+        if stop == len(layers) or not layers[stop].lies_like(layers[first]):
+            steps = np.array([layer.offset - layers[first].offset for layer in layers[first:stop]], np.int64)
+            spans.append(Span(first, stop, layers[first], steps, int(np.gcd.reduce(steps))))
+            first = stop
+    return spans
+
+
+def locate(
+    span: Span, layers: Interval, units: Interval, heads: Interval, row_bytes: int, table: Index
+) -> Rows:
+    """The rows of a rectangle that is not empty.
+
+    Args:
+        layers: within the span, counted as the cache counts them.
+        table: logical block ids, int64; entry 0 is the block of the first unit.
+    """
+    pages = span.pages
+    beside = heads[1] - heads[0]
+    joined = beside == 1 or pages.head_stride == row_bytes
+    run = beside * row_bytes if joined else row_bytes
+    stride = 1
+    if joined and run == pages.unit_stride:
+        stride = gcd(units[0], units[1], pages.even_units)
+        run *= stride
+    atom = gcd(run, pages.block_stride, stride * pages.unit_stride, span.grain)
+    if not joined:
+        atom = gcd(atom, pages.head_stride)
+
+    first = pages.offset + int(span.steps[layers[0] - span.first]) + heads[0] * pages.head_stride
+    lift = span.steps[layers[0] - span.first : layers[1] - span.first] - span.steps[layers[0] - span.first]
+    index = (lift // atom + first // atom)[:, None] + _unit_rows(pages, units, stride, atom, table)
+    if not joined:
+        index = index[..., None] + np.arange(beside) * (pages.head_stride // atom)
+    if run > atom:
+        index = index[..., None] + np.arange(run // atom)
+    return Rows(atom, first % atom, index.reshape(-1))
+
+
+def _unit_rows(pages: LayerPages, units: Interval, stride: int, atom: int, table: Index) -> Index:
+    """Row numbers of every `stride`-th unit from the layer's start, int64 [ceil(units / stride)]."""
+    whole = pages.block_units
+    if stride == whole:
+        return table * (pages.ratio * pages.block_stride // atom)
+    unit = np.arange(units[0] % whole, units[1] - units[0] + units[0] % whole, stride)
+    block, inside = np.divmod(unit, whole)
+    kernel, rest = np.divmod(inside, pages.units)
+    kernel += table[block] * pages.ratio
+    result: Index = kernel * (pages.block_stride // atom) + rest * pages.unit_stride // atom
+    return result
