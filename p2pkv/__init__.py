@@ -2,4 +2,11 @@
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    __version__ = version("p2pkv")
+except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "0+source"
+
+__all__ = ["__version__"]
