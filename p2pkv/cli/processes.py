@@ -1,4 +1,4 @@
-"""One server process with its children: start, wait until healthy, freeze, stop, and never leave one behind."""
+"""One server process with its children: start it, wait until it serves, stop it, leave nothing behind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -209,3 +209,24 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+@contextlib.contextmanager
+def ending_on_signals() -> Iterator[None]:
+    """Turn the first SIGINT, SIGTERM or SIGHUP into an exception, so that servers are stopped on the way out.
+
+    Later ones are ignored, because they would interrupt that very clean-up. For the main thread.
+    """
+    watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def end(number: int, _frame: object) -> None:
+        for each in watched:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = [(number, signal.signal(number, end)) for number in watched]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)

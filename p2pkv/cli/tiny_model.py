@@ -232,7 +232,7 @@ def _write_tokenizer(spec: TinyLlama, directory: Path) -> list[int]:
         "chat_template": _CHAT_TEMPLATE,
     }
     _write_json(directory / "tokenizer_config.json", settings)
-    return [i for i in range(spec.vocab) if not _readable(tokenizer.id_to_token(i))]
+    return [i for i in range(spec.vocab) if not _readable(tokenizer.id_to_token(i) or "")]
 
 
 def _readable(token: str) -> bool:
