@@ -52,9 +52,10 @@ def unpack(page: torch.Tensor, codec: str, head_dim: int) -> torch.Tensor:
         raise ValueError(f"codec {codec!r} cannot be undone; known are page:vec, page:vec16 and page:amx")
     keys, values = page.view(heads, 2, tokens * head_dim).unbind(1)
     if codec == "page:amx":
-        if page.element_size() != 2 or tokens % 16 or head_dim % 16:
+        if page.element_size() != 2 or tokens % 32 or head_dim % 32:
             raise ValueError(
-                f"page:amx holds 2-byte elements in tiles of 16 x 16, not {page.dtype} {list(page.shape)}"
+                f"page:amx holds 2-byte elements, with tokens and head_dim in multiples of 32, "
+                f"not {page.dtype} {list(page.shape)}"
             )
         k = keys.view(heads, tokens // 16, head_dim // 2, 16, 2).permute(0, 1, 3, 2, 4)
         v = values.view(heads, head_dim // 16, tokens // 2, 16, 2).permute(0, 2, 4, 1, 3)

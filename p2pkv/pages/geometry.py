@@ -88,6 +88,8 @@ class PagedCache:
             raise ValueError(
                 f"{len(tensors)} KV layers and {len(groups)} group numbers: expected one each, and layers"
             )
+        if min(groups) < 0:
+            raise ValueError(f"group number {min(groups)}: block tables are numbered from 0")
         paged = is_paged(codec)
         for number, tensor in enumerate(tensors):
             _check_layer(number, tensor, tensors[0], block_size, paged)
@@ -232,7 +234,8 @@ def _check_layer(
     if (heads, content, tensor.dtype) != (first.shape[1], first.shape[3], first.dtype):
         raise ValueError(
             f"KV layer {number} has {heads} heads of {content} x {tensor.dtype}, layer 0 has "
-            f"{first.shape[1]} of {first.shape[3]} x {first.dtype}; models whose layers differ are not supported yet"
+            f"{first.shape[1]} of {first.shape[3]} x {first.dtype}; models whose layers differ are "
+            f"not supported yet"
         )
     if tensor.device != first.device:
         raise ValueError(
