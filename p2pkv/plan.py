@@ -1,0 +1,185 @@
+"""Two engines' shapes in, who sends what to whom out.
+
+A plan is pure: P and D compute it alike from the two handshakes, and compare its digest. It holds no
+addresses, tokens or leases; those are bound to it later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cached_property, lru_cache
+from heapq import heapreplace
+
+import msgspec
+from msgspec import Struct
+
+from p2pkv.sharding import Interval, Overlap, Shape, ShardingError, overlaps
+
+MAX_EDGES = 1 << 20
+"""An edge is a link between two processes; a plan with more is an error in somebody's configuration."""
+
+_FORMAT = 1
+"""Part of every digest: another number when the same shapes give other edges than before."""
+
+
+_Need = tuple[Overlap, Overlap]
+
+
+class PlanError(ShardingError):
+    """Two shapes between which no KV can move, with a sentence that says why."""
+
+
+class Edge(Struct, frozen=True, array_like=True):
+    """What one P rank sends to one D rank: a rectangle of global layers and heads, for all tokens.
+
+    A plan has at most one edge for each (source, target). Which tokens travel is not an edge's
+    business, so that several holders of the same rectangle could later share its tokens among them.
+
+    Attributes:
+        source, target: world rank on P and on D.
+        layers, heads: global intervals, never empty.
+        source_layer, source_head: where the rectangle starts in the source's own cache.
+        target_layer, target_head: where it starts in the target's.
+    """
+
+    source: int
+    target: int
+    layers: Interval
+    heads: Interval
+    source_layer: int
+    target_layer: int
+    source_head: int
+    target_head: int
+
+    @property
+    def cells(self) -> int:
+        """(layer, head) pairs in the rectangle: what an edge weighs."""
+        return len(self.layers) * len(self.heads)
+
+
+class Plan(Struct, frozen=True, dict=True):
+    """Everything that a D engine needs from a P engine: each (layer, head) cell of each D rank once.
+
+    `edges` are ordered by source, then target.
+    """
+
+    prefill: Shape
+    decode: Shape
+    edges: tuple[Edge, ...]
+
+    def from_source(self, rank: int) -> tuple[Edge, ...]:
+        """What P's `rank` sends, ordered by target; empty if other ranks send in its stead."""
+        return self._by_source[_known(rank, self.prefill)]
+
+    def to_target(self, rank: int) -> tuple[Edge, ...]:
+        """What D's `rank` receives, ordered by source."""
+        return self._by_target[_known(rank, self.decode)]
+
+    @cached_property
+    def digest(self) -> str:
+        """64 hex digits, equal in every process that computed the same plan from the same shapes."""
+        return hashlib.sha256(
+            msgspec.msgpack.encode((_FORMAT, self.prefill, self.decode, self.edges))
+        ).hexdigest()
+
+    @cached_property
+    def _by_source(self) -> tuple[tuple[Edge, ...], ...]:
+        return _grouped(((edge.source, edge) for edge in self.edges), self.prefill.world)
+
+    @cached_property
+    def _by_target(self) -> tuple[tuple[Edge, ...], ...]:
+        return _grouped(((edge.target, edge) for edge in self.edges), self.decode.world)
+
+
+def _known(rank: int, shape: Shape) -> int:
+    if not 0 <= rank < shape.world:
+        raise PlanError(f"rank {rank} is none of the {shape.world} ranks of {shape}")
+    return rank
+
+
+def _grouped(edges: Iterable[tuple[int, Edge]], world: int) -> tuple[tuple[Edge, ...], ...]:
+    groups: tuple[list[Edge], ...] = tuple([] for _ in range(world))
+    for rank, edge in edges:
+        groups[rank].append(edge)
+    return tuple(tuple(group) for group in groups)
+
+
+@lru_cache(maxsize=64)
+def make_plan(prefill: Shape, decode: Shape) -> Plan:
+    """The plan from a P engine of one shape to a D engine of another; the same object when asked again.
+
+    Raises PlanError if the two do not hold the same model's cache.
+    """
+    totals = {
+        "KV layers": (sum(prefill.layers), sum(decode.layers)),
+        "KV heads": (prefill.kv_heads, decode.kv_heads),
+    }
+    for what, (ours, theirs) in totals.items():
+        if ours != theirs:
+            raise PlanError(
+                f"the prefill instance has {ours} {what}, the decode instance {theirs}: "
+                "expected the same model on both"
+            )
+    return Plan(prefill, decode, tuple(sorted(_edges(prefill, decode), key=_order)))
+
+
+def _order(edge: Edge) -> tuple[int, int]:
+    return edge.source, edge.target
+
+
+def _edges(prefill: Shape, decode: Shape) -> Iterator[Edge]:
+    """Every rectangle that a D rank needs, from one of the P ranks that hold it."""
+    for (layer_part, head_part), needs in _needs(prefill, decode).items():
+        stages = prefill.stage_layers.holders[layer_part]
+        ranks = prefill.rank_heads.holders[head_part]
+        holders = [stage * prefill.tp + rank for stage in stages for rank in ranks]
+        for source, (layer, head) in _spread(holders, needs):
+            yield Edge(
+                source=source,
+                target=layer.target * decode.tp + head.target,
+                layers=layer.cells,
+                heads=head.cells,
+                source_layer=layer.in_source,
+                target_layer=layer.in_target,
+                source_head=head.in_source,
+                target_head=head.in_target,
+            )
+
+
+def _needs(prefill: Shape, decode: Shape) -> dict[tuple[int, int], list[_Need]]:
+    """What D's ranks need, in order of rank, by P's rectangle: (part of the layers, part of the heads)."""
+    layers = tuple(overlaps(prefill.stage_layers, decode.stage_layers))
+    heads = tuple(overlaps(prefill.rank_heads, decode.rank_heads))
+    if len(layers) * len(heads) > MAX_EDGES:
+        raise PlanError(
+            f"{prefill} and {decode} would need {len(layers) * len(heads)} links between their ranks, more "
+            f"than {MAX_EDGES}: divide the layers or the heads of the two more alike"
+        )
+    needs: dict[tuple[int, int], list[_Need]] = defaultdict(list)
+    for layer in layers:
+        for head in heads:
+            needs[layer.part, head.part].append((layer, head))
+    return needs
+
+
+def _spread(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need]]:
+    """Give each need to one holder: the largest first, to whoever has least so far.
+
+    So the busiest holder has at most the mean and one need more. Ties go by rank, which also gives
+    rank r of D to rank r of P when both are divided alike.
+    """
+    if len(holders) == 1:
+        yield from ((holders[0], need) for need in needs)
+        return
+    loads = [(0, holder) for holder in holders]
+    for need in sorted(needs, key=_weight, reverse=True):
+        load, holder = loads[0]
+        heapreplace(loads, (load + _weight(need), holder))
+        yield holder, need
+
+
+def _weight(need: _Need) -> int:
+    layer, head = need
+    return len(layer.cells) * len(head.cells)

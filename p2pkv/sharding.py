@@ -1,0 +1,199 @@
+"""Who owns which interval of an axis, and where two ownerships meet.
+
+A tensor that moves is a product of axes; a layer axis and a head axis here. The ranks of a group own
+intervals of a global axis: disjoint ones that cover it (the axis is split), equal ones (it is
+replicated), or equal ones in groups (split, and every part replicated). Sizes need not divide each
+other, and two ownerships of the same axis need have nothing in common.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Self
+
+from msgspec import Struct
+
+MAX_RANKS = 16384
+
+
+class ShardingError(ValueError):
+    """A way to divide a model that cannot be, with a sentence that says why."""
+
+
+class Interval(Struct, frozen=True, order=True, array_like=True):
+    """The integers from `start` to `stop`, half open. An empty one is false.
+
+    Raises ShardingError unless 0 <= start <= stop.
+    """
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ShardingError(f"[{self.start}, {self.stop}) is no interval: expected 0 <= start <= stop")
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __contains__(self, item: int) -> bool:
+        return self.start <= item < self.stop
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.stop))
+
+    def __str__(self) -> str:
+        return f"[{self.start}, {self.stop})"
+
+    def intersect(self, other: Interval) -> Interval:
+        """What both hold; empty, at the later start, if they do not meet."""
+        start = max(self.start, other.start)
+        return Interval(start, max(start, min(self.stop, other.stop)))
+
+    def shift(self, by: int) -> Interval:
+        """The same length, `by` further on."""
+        return Interval(self.start + by, self.stop + by)
+
+
+class Ownership(Struct, frozen=True, dict=True):
+    """The interval of one global axis that each rank of a group holds.
+
+    Intervals of two ranks are equal or disjoint, and together they cover the axis from 0 without a
+    gap; ranks may hold nothing. `ranks[r]` is rank r's. Raises ShardingError for anything else.
+    """
+
+    ranks: tuple[Interval, ...]
+
+    def __post_init__(self) -> None:
+        covered = 0
+        for part in self.parts:
+            if part.start != covered:
+                raise ShardingError(f"these intervals leave a gap or overlap at {covered}: {self.parts}")
+            covered = part.stop
+
+    @classmethod
+    def in_parts(cls, counts: Sequence[int]) -> Self:
+        """Rank r holds the `counts[r]` cells after those of the ranks before it."""
+        stops = tuple(accumulate(counts))
+        return cls(tuple(Interval(stop - count, stop) for count, stop in zip(counts, stops, strict=True)))
+
+    @classmethod
+    def evenly(cls, size: int, ranks: int) -> Self:
+        """Cells 0 to `size` in `ranks` equal parts, or, if there are more ranks than cells, one cell
+        to each group of consecutive ranks.
+
+        Raises ShardingError unless the smaller divides the larger, as vLLM does.
+        """
+        if size < 1 or ranks < 1 or (size % ranks and ranks % size):
+            raise ShardingError(
+                f"{size} cannot be divided over {ranks} ranks: expected one to be a multiple of the other"
+            )
+        held = max(1, size // ranks)
+        starts = (rank * size // ranks for rank in range(ranks))
+        return cls(tuple(Interval(start, start + held) for start in starts))
+
+    @cached_property
+    def parts(self) -> tuple[Interval, ...]:
+        """The different intervals that some rank holds, in order; empty ones left out."""
+        return tuple(sorted({part for part in self.ranks if part}))
+
+    @cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """For each of `parts`, the ranks that hold it, in order."""
+        ranks: dict[Interval, list[int]] = {part: [] for part in self.parts}
+        for rank, interval in enumerate(self.ranks):
+            if interval:
+                ranks[interval].append(rank)
+        return tuple(tuple(held) for held in ranks.values())
+
+    @property
+    def size(self) -> int:
+        """The length of the whole axis."""
+        return self.parts[-1].stop if self.parts else 0
+
+
+class Overlap(Struct, frozen=True, array_like=True):
+    """Where, on one axis, a rank of the target's side meets a part of the source's side.
+
+    Attributes:
+        part: index of the source's interval in its `Ownership.parts`.
+        target: the target's rank.
+        cells: what both hold, in global coordinates; never empty.
+        in_source, in_target: where `cells` starts within the interval that each side holds.
+    """
+
+    part: int
+    target: int
+    cells: Interval
+    in_source: int
+    in_target: int
+
+
+def overlaps(source: Ownership, target: Ownership) -> Iterator[Overlap]:
+    """Every meeting of two ownerships of one axis, ordered by the target's rank, then by place.
+
+    The overlaps of one target rank cover what it holds exactly once.
+    """
+    starts = [part.start for part in source.parts]
+    for rank, wanted in enumerate(target.ranks):
+        if not wanted:
+            continue
+        for index in range(bisect_right(starts, wanted.start) - 1, bisect_left(starts, wanted.stop)):
+            cells = source.parts[index].intersect(wanted)
+            yield Overlap(
+                index, rank, cells, cells.start - source.parts[index].start, cells.start - wanted.start
+            )
+
+
+class Shape(Struct, frozen=True, array_like=True, dict=True):
+    """How one engine divides a model's KV cache over its ranks: world rank = stage * tp + tp rank.
+
+    Attributes:
+        layers: layers with a KV cache, per pipeline stage, in order; their sum is the model's.
+        kv_heads: KV heads of the whole model (1 for MLA, whose cache every rank holds).
+        tp: tensor-parallel size; with more ranks than KV heads, groups of ranks hold the same head.
+
+    Raises ShardingError for sizes that vLLM itself would refuse.
+    """
+
+    layers: tuple[int, ...]
+    kv_heads: int
+    tp: int
+
+    def __post_init__(self) -> None:
+        if not self.layers or min(self.layers) < 0 or sum(self.layers) < 1:
+            raise ShardingError(f"layers per stage are {self.layers}: expected at least one KV layer in all")
+        if self.kv_heads < 1 or self.tp < 1:
+            raise ShardingError(
+                f"{self.kv_heads} KV heads, tensor-parallel size {self.tp}: expected 1 or more"
+            )
+        if self.world > MAX_RANKS:
+            raise ShardingError(f"{self} has {self.world} ranks: p2pkv handles up to {MAX_RANKS}")
+        if self.kv_heads % self.tp and self.tp % self.kv_heads:
+            raise ShardingError(
+                f"{self.kv_heads} KV heads cannot be divided over tensor-parallel size {self.tp}: expected "
+                "one to be a multiple of the other; choose another --tensor-parallel-size"
+            )
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.layers) * self.tp
+
+    @cached_property
+    def stage_layers(self) -> Ownership:
+        """Global KV layers that each stage holds."""
+        return Ownership.in_parts(self.layers)
+
+    @cached_property
+    def rank_heads(self) -> Ownership:
+        """Global KV heads that each rank of a stage holds."""
+        return Ownership.evenly(self.kv_heads, self.tp)
+
+    def __str__(self) -> str:
+        return (
+            f"PP {len(self.layers)} x TP {self.tp} ({sum(self.layers)} KV layers, {self.kv_heads} KV heads)"
+        )

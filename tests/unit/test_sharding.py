@@ -1,0 +1,137 @@
+"""Intervals, ownerships of an axis, and where two of them meet."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2pkv.sharding import Interval, Ownership, Shape, ShardingError, overlaps
+
+budget = settings(deadline=None, max_examples=200)
+intervals = st.builds(
+    lambda start, length: Interval(start, start + length), st.integers(0, 50), st.integers(0, 50)
+)
+
+
+@st.composite
+def ownerships(draw: st.DrawFn, size: int) -> Ownership:
+    """Any ownership of an axis: unequal parts, each held by one rank or by several, in any order."""
+    cuts = sorted(draw(st.sets(st.integers(1, size - 1), max_size=8))) if size > 1 else []
+    parts = [Interval(start, stop) for start, stop in zip([0, *cuts], [*cuts, size], strict=True)]
+    replicas = draw(st.lists(st.sampled_from([*parts, Interval(0, 0)]), max_size=6))
+    return Ownership(tuple(draw(st.permutations(parts + replicas))))
+
+
+@st.composite
+def two_ownerships(draw: st.DrawFn) -> tuple[Ownership, Ownership]:
+    size = draw(st.integers(1, 40))
+    return draw(ownerships(size)), draw(ownerships(size))
+
+
+class TestInterval:
+    @given(one=intervals, two=intervals)
+    @budget
+    def test_intersect_is_the_set_intersection(self, one: Interval, two: Interval) -> None:
+        assert set(one.intersect(two)) == set(one) & set(two) == set(two.intersect(one))
+
+    @given(one=intervals, by=st.integers(0, 50))
+    @budget
+    def test_shift_moves_every_member(self, one: Interval, by: int) -> None:
+        assert list(one.shift(by)) == [item + by for item in one]
+        assert one.shift(by).shift(-by) == one
+
+    def test_half_open(self) -> None:
+        three = Interval(2, 5)
+        assert (len(three), list(three), 2 in three, 5 in three) == (3, [2, 3, 4], True, False)
+        assert not Interval(4, 4)
+
+    @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2)])
+    def test_refused(self, start: int, stop: int) -> None:
+        with pytest.raises(ShardingError, match="no interval"):
+            Interval(start, stop)
+
+
+class TestOwnership:
+    def test_split(self) -> None:
+        assert Ownership.evenly(8, 4).ranks == tuple(Interval(2 * rank, 2 * rank + 2) for rank in range(4))
+
+    def test_replicated_to_consecutive_ranks_as_vllm_does(self) -> None:
+        owned = Ownership.evenly(2, 8)
+        assert [interval.start for interval in owned.ranks] == [0, 0, 0, 0, 1, 1, 1, 1]
+        assert owned.holders == ((0, 1, 2, 3), (4, 5, 6, 7))
+
+    def test_parts_of_any_length(self) -> None:
+        owned = Ownership.in_parts((3, 0, 2))
+        assert owned.ranks == (Interval(0, 3), Interval(3, 3), Interval(3, 5))
+        assert (owned.parts, owned.holders) == ((Interval(0, 3), Interval(3, 5)), ((0,), (2,)))
+        assert owned.size == 5
+
+    @pytest.mark.parametrize(("size", "ranks"), [(8, 3), (3, 8), (0, 1), (1, 0)])
+    def test_what_cannot_be_divided(self, size: int, ranks: int) -> None:
+        with pytest.raises(ShardingError, match=rf"{size} cannot be divided over {ranks} ranks"):
+            Ownership.evenly(size, ranks)
+
+    @pytest.mark.parametrize("ranks", [((0, 2), (3, 4)), ((0, 3), (2, 4)), ((1, 2),)])
+    def test_gaps_and_overlaps_are_refused(self, ranks: tuple[tuple[int, int], ...]) -> None:
+        with pytest.raises(ShardingError, match="gap or overlap"):
+            Ownership(tuple(Interval(start, stop) for start, stop in ranks))
+
+
+class TestOverlaps:
+    @given(sides=two_ownerships())
+    @budget
+    def test_each_target_cell_is_met_once_at_the_right_places(
+        self, sides: tuple[Ownership, Ownership]
+    ) -> None:
+        source, target = sides
+        met: dict[int, list[int]] = {rank: [] for rank in range(len(target.ranks))}
+        for overlap in overlaps(source, target):
+            for offset, cell in enumerate(overlap.cells):
+                assert source.parts[overlap.part].start + overlap.in_source + offset == cell
+                assert target.ranks[overlap.target].start + overlap.in_target + offset == cell
+                met[overlap.target].append(cell)
+        assert met == {rank: list(owned) for rank, owned in enumerate(target.ranks)}
+
+    @pytest.mark.parametrize(
+        ("source", "target", "size", "expected"),
+        [
+            (3, 2, 6, [(0, 0, 0, 2), (1, 0, 2, 3), (1, 1, 3, 4), (2, 1, 4, 6)]),
+            (4, 6, 12, [(0, 0, 0, 2), (0, 1, 2, 3), (1, 1, 3, 4), (1, 2, 4, 6)]),
+        ],
+    )
+    def test_sizes_that_do_not_divide_each_other(
+        self, source: int, target: int, size: int, expected: list[tuple[int, int, int, int]]
+    ) -> None:
+        found = list(overlaps(Ownership.evenly(size, source), Ownership.evenly(size, target)))
+        seen = [(each.part, each.target, each.cells.start, each.cells.stop) for each in found]
+        assert seen[:4] == expected
+
+
+class TestShape:
+    def test_ranks_are_numbered_stage_by_stage(self) -> None:
+        shape = Shape((5, 3), kv_heads=4, tp=2)
+        assert shape.world == 4
+        assert shape.stage_layers.ranks == (Interval(0, 5), Interval(5, 8))
+        assert shape.rank_heads.ranks == (Interval(0, 2), Interval(2, 4))
+
+    @pytest.mark.parametrize(
+        ("layers", "kv_heads", "tp", "told"),
+        [
+            ((8,), 8, 3, "8 KV heads cannot be divided over tensor-parallel size 3"),
+            ((8,), 3, 8, "3 KV heads cannot be divided over tensor-parallel size 8"),
+            ((), 8, 1, "at least one KV layer"),
+            ((0, 0), 8, 1, "at least one KV layer"),
+            ((4, -1), 8, 1, "at least one KV layer"),
+            ((4,), 0, 1, "expected 1 or more"),
+            ((4,), 1, 0, "expected 1 or more"),
+            ((1,) * 1024, 1, 1024, "1048576 ranks"),
+        ],
+    )
+    def test_refused(self, layers: tuple[int, ...], kv_heads: int, tp: int, told: str) -> None:
+        with pytest.raises(ShardingError, match=told):
+            Shape(layers, kv_heads, tp)
+
+    def test_equal_shapes_are_one_key(self) -> None:
+        assert hash(Shape((2, 1), 4, 2)) == hash(Shape((2, 1), 4, 2))
+        assert Shape((2, 1), 4, 2) != Shape((1, 2), 4, 2)
