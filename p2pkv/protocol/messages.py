@@ -20,6 +20,7 @@ MAX_PIECES = 4096
 Key = Annotated[str, Meta(min_length=1, max_length=512)]
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 Small = Annotated[int, Meta(ge=0, le=1 << 20)]
+ChunkBytes = Annotated[int, Meta(ge=1, le=1 << 32)]
 Positive = Annotated[int, Meta(ge=1, le=1 << 20)]
 Serial = Annotated[int, Meta(ge=0, le=1 << 53)]
 Transfers = Annotated[tuple[tuple[Key, Serial], ...], Meta(max_length=4096)]
@@ -176,7 +177,7 @@ class Chunk(Message, frozen=True):
     key: Key
     attempt: Serial
     chunk: Small
-    nbytes: Annotated[int, Meta(ge=1, le=1 << 32)]
+    nbytes: ChunkBytes
     pieces: Annotated[tuple[Piece, ...], Meta(min_length=1, max_length=MAX_PIECES)]
 
 
@@ -187,6 +188,7 @@ class Grant(Message, frozen=True):
     key: Key
     attempt: Serial
     chunk: Small
+    nbytes: ChunkBytes
     link: Small
     landing: Annotated[int, Meta(ge=0, le=1 << 62)]
 

@@ -1,0 +1,133 @@
+"""The first words of two ranks: D dials and says Hello until P answers; each side judges the other.
+
+P never dials. A request id, which a client may have forged, can therefore make D open one connection
+that says Hello, and can make P do nothing at all.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from p2pkv.plan import Plan, PlanError, Shape, make_plan
+from p2pkv.protocol.machine import Machine
+from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
+
+FIRST_RETRY = 0.05
+LAST_RETRY = 1.0
+"""Seconds between Hellos: the first interval, doubled up to the last."""
+
+REFUSED_FOR = 5.0
+"""Seconds after which a refused peer may be asked again, since a restart may have mended it."""
+
+
+class Refused(Exception):
+    """These two ranks cannot work together; the message says why, with both values."""
+
+
+def shape(cache: Cache) -> Shape:
+    """What the planner must know of a cache."""
+    return Shape(cache.layers, cache.kv_heads, cache.tp)
+
+
+def judge(mine: Hello, theirs: Hello) -> Plan:
+    """The common plan of a P and a D. Raises Refused with a sentence that names both values."""
+    if theirs.version != PROTOCOL_VERSION or mine.version != PROTOCOL_VERSION:
+        raise Refused(_differ("protocol versions", mine, theirs, mine.version, theirs.version) + "; install the same p2pkv")
+    if mine.role == theirs.role:
+        raise Refused(
+            f"both {mine.address} and {theirs.address} have role {mine.role}: "
+            "a producer (kv_producer) pairs with a consumer (kv_consumer) only"
+        )
+    if theirs.rank >= len(theirs.addresses):
+        raise Refused(f"{theirs.address} says it is rank {theirs.rank} of {len(theirs.addresses)}")
+    same = [
+        ("weights", mine.weights, theirs.weights, f"serve the same model (here {mine.model}, there {theirs.model})"),
+        ("links", mine.link, theirs.link, "set the same `link` option"),
+        ("cache element types", mine.cache.dtype, theirs.cache.dtype, "set the same --kv-cache-dtype and --dtype"),
+        ("cache codecs", mine.cache.codec, theirs.cache.codec, "use hosts and block sizes with the same attention layout"),
+        ("tokens per row", mine.cache.unit_tokens, theirs.cache.unit_tokens, "set the same --block-size"),
+        ("bytes per row", mine.cache.row_bytes, theirs.cache.row_bytes, "serve the same model with the same cache type"),
+        ("KV layers", mine.cache.layer_names, theirs.cache.layer_names, "serve the same model"),
+    ]
+    for what, here, there, advice in same:
+        if here != there:
+            raise Refused(f"{_differ(what, mine, theirs, here, there)}; {advice}")
+    prefill, decode = (mine, theirs) if mine.role == "P" else (theirs, mine)
+    try:
+        return make_plan(shape(prefill.cache), shape(decode.cache))
+    except PlanError as error:
+        raise Refused(f"{mine.address} and {theirs.address}: {error}") from None
+
+
+def _differ(what: str, mine: Hello, theirs: Hello, here: object, there: object) -> str:
+    return f"{what} differ: {here} at {mine.address}, {there} at {theirs.address}"
+
+
+class Dial(Enum):
+    ASKING = auto()
+    OPEN = auto()
+    REFUSED = auto()
+
+
+class On(Enum):
+    WELCOME = auto()
+    REFUSE = auto()
+    LOST = auto()
+    RETRY = auto()
+
+
+DIAL = {
+    Dial.ASKING: {On.WELCOME: Dial.OPEN, On.REFUSE: Dial.REFUSED, On.LOST: Dial.ASKING},
+    Dial.OPEN: {On.WELCOME: Dial.OPEN, On.REFUSE: Dial.REFUSED, On.LOST: Dial.ASKING},
+    Dial.REFUSED: {On.LOST: Dial.REFUSED, On.RETRY: Dial.ASKING, On.REFUSE: Dial.REFUSED},
+}
+
+
+class Dialing:
+    """D's view of one P rank: when to say Hello, and what came of it."""
+
+    def __init__(self, address: str, now: float) -> None:
+        self.address = address
+        self.machine = Machine(f"dial {address}", DIAL, Dial.ASKING)
+        self.reason = ""
+        self._next = now
+        self._pause = FIRST_RETRY
+
+    @property
+    def open(self) -> bool:
+        return self.machine.state is Dial.OPEN
+
+    @property
+    def refused(self) -> bool:
+        return self.machine.state is Dial.REFUSED
+
+    def due(self, now: float) -> bool:
+        """Whether to say Hello now; the next time is then set, with a growing pause."""
+        if self.open or now < self._next:
+            return False
+        if self.refused:
+            self.machine.local(On.RETRY)
+        self._next = now + self._pause
+        self._pause = min(2 * self._pause, LAST_RETRY)
+        return True
+
+    @property
+    def deadline(self) -> float | None:
+        """When `due` may next be true; None while nobody need ask."""
+        return self._next if self.machine.state is Dial.ASKING else None
+
+    def welcomed(self) -> None:
+        self.machine.remote(On.WELCOME)
+        self._pause = FIRST_RETRY
+
+    def refuse(self, reason: str, now: float) -> None:
+        self.machine.remote(On.REFUSE)
+        self.reason = reason
+        self._next = now + REFUSED_FOR
+        self._pause = FIRST_RETRY
+
+    def lost(self, now: float) -> None:
+        """The peer does not know us any more, or is gone: start over."""
+        if not self.refused:
+            self._next = now
+        self.machine.local(On.LOST)

@@ -1,0 +1,62 @@
+"""States that move by a table: every legal move is written down as data, everything else is an error.
+
+What we did wrong and what a peer did wrong are two errors: a LocalProtocolError is a bug of ours, a
+RemoteProtocolError ends the peer's transfer and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+
+class ProtocolError(Exception):
+    """A move that the table does not allow."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This side asked for an illegal move."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer sent what it may not send in this state, or something that makes no sense."""
+
+
+Table = Mapping[Enum, Mapping[Enum, Enum]]
+
+
+class Machine:
+    """One state and the table by which it moves."""
+
+    __slots__ = ("name", "state", "table")
+
+    def __init__(self, name: str, table: Table, start: Enum) -> None:
+        self.name = name
+        self.table = table
+        self.state = start
+
+    @property
+    def ended(self) -> bool:
+        """Whether no move leads out of this state."""
+        return not self.table[self.state]
+
+    def local(self, event: Enum) -> None:
+        """Move by something that this side does. Raises LocalProtocolError."""
+        self._move(event, LocalProtocolError)
+
+    def remote(self, event: Enum) -> None:
+        """Move by something that the peer did. Raises RemoteProtocolError."""
+        self._move(event, RemoteProtocolError)
+
+    def may(self, event: Enum) -> bool:
+        """Whether the table allows `event` now."""
+        return event in self.table[self.state]
+
+    def _move(self, event: Enum, error: type[ProtocolError]) -> None:
+        to = self.table[self.state].get(event)
+        if to is None:
+            raise error(f"{self.name}: {event.name} in state {self.state.name}")
+        self.state = to
+
+    def __repr__(self) -> str:
+        return f"{self.name}:{self.state.name}"

@@ -1,0 +1,234 @@
+"""D's side of one transfer: a prompt whose KV this rank wants from the ranks of one P.
+
+    transfer:  WAITING -> OFFERED -> LOADING -> DONE         (any) -> ENDED
+
+The Receiver follows the request, one Source for each P rank what that rank owes. The sources are
+known once P's shape is; until then the lease runs on the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from p2pkv.plan import Edge
+from p2pkv.protocol.effects import Effect, Finished, Offered, Post, Tell
+from p2pkv.protocol.machine import Machine, RemoteProtocolError
+from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Offer, Piece, Sent, Want
+from p2pkv.protocol.pieces import Coverage, Window
+
+MAX_CHUNKS = 256
+"""Chunks of one source that may be announced and not yet have come; more is a broken peer."""
+
+
+class Load(Enum):
+    WAITING = auto()  # P has not begun
+    OFFERED = auto()  # every source has begun
+    LOADING = auto()  # D has said what it wants
+    DONE = auto()  # all of it is in D's pages
+    ENDED = auto()  # failed or cancelled
+
+
+class On(Enum):
+    OFFERED = auto()
+    WANT = auto()
+    NOTHING = auto()
+    COMPLETE = auto()
+    END = auto()
+
+
+LOAD = {
+    Load.WAITING: {On.OFFERED: Load.OFFERED, On.NOTHING: Load.DONE, On.END: Load.ENDED},
+    Load.OFFERED: {On.WANT: Load.LOADING, On.NOTHING: Load.DONE, On.END: Load.ENDED},
+    Load.LOADING: {On.COMPLETE: Load.DONE, On.END: Load.ENDED},
+    Load.DONE: {},
+    Load.ENDED: {},
+}
+
+
+@dataclass
+class _Source:
+    """What one P rank owes."""
+
+    edge: Edge
+    heard: float
+    offered: bool = False
+    coverage: Coverage | None = None
+    chunks: dict[int, tuple[Chunk, bool]] = field(default_factory=dict)
+    """Announced chunks, and whether a receive is posted for each."""
+
+
+class Receiver:
+    """One prompt on one D rank."""
+
+    def __init__(
+        self, key: str, attempt: int, tokens: int, digest: bytes, row_bytes: int, unit: int, lease: float, now: float
+    ) -> None:
+        self.key = key
+        self.attempt = attempt
+        self.tokens = tokens
+        self.digest = digest
+        self.row_bytes = row_bytes
+        self.unit = unit
+        self.lease = lease
+        self.load = Machine(f"load {key}", LOAD, Load.WAITING)
+        self.sources: dict[int, _Source] = {}
+        self._began = now
+
+    # What D's own engine does.
+
+    def attach(self, edges: Mapping[int, Edge], now: float) -> None:
+        """P's shape is known: these of its ranks hold what this rank needs."""
+        if not self.sources:
+            self.sources = {rank: _Source(edge, now) for rank, edge in edges.items()}
+
+    def want(self, start: int, stop: int, now: float) -> list[Effect]:
+        """The request has its pages: load tokens [start, stop); nothing if empty, which releases P."""
+        if self.load.ended:
+            return []
+        if stop <= start:
+            self.load.local(On.NOTHING)
+            tells = [Tell(rank, Want(self.key, self.attempt, start, start)) for rank in self.sources]
+            return [*tells, Finished(True)]
+        self.load.local(On.WANT)
+        out: list[Effect] = []
+        for rank, source in self.sources.items():
+            layers, row = source.edge.layers, len(source.edge.heads) * self.row_bytes
+            source.coverage = Coverage(Window(layers.start, layers.stop, start, stop, self.unit, row))
+            source.heard = now
+            out.append(Tell(rank, Want(self.key, self.attempt, start, stop)))
+        return out
+
+    def cancel(self, reason: str) -> list[Effect]:
+        """D does not want it any more. What is on its way will be received and dropped."""
+        return self._end(reason, Cancel(self.key, self.attempt, reason))
+
+    # What a P rank says.
+
+    def offer(self, rank: int, message: Offer, now: float) -> list[Effect]:
+        source = self._source(rank, message.attempt)
+        if source is None or source.offered:
+            return []
+        if message.tokens != self.tokens or message.digest != self.digest:
+            return self.cancel(
+                f"P's prompt ({message.tokens} tokens) is not D's ({self.tokens} tokens): "
+                "both must get the same prompt, model, adapter and cache salt"
+            )
+        source.offered, source.heard = True, now
+        if self.load.state is Load.WAITING and all(each.offered for each in self.sources.values()):
+            self.load.remote(On.OFFERED)
+            return [Offered()]
+        return []
+
+    def held(self, rank: int, now: float) -> None:
+        """P's rank vouches that it knows this transfer."""
+        if rank in self.sources:
+            self.sources[rank].heard = now
+
+    def chunk(self, rank: int, message: Chunk, now: float) -> list[Effect]:
+        source = self._source(rank, message.attempt)
+        if source is None:
+            return []
+        if source.coverage is None:
+            raise RemoteProtocolError(f"{self.key}: a chunk before anything was asked for")
+        if message.chunk in source.chunks or len(source.chunks) >= MAX_CHUNKS:
+            raise RemoteProtocolError(f"{self.key}: chunk {message.chunk} is announced twice, or is one too many")
+        nbytes = source.coverage.reserve(message.pieces)
+        if nbytes != message.nbytes:
+            raise RemoteProtocolError(f"{self.key}: chunk of {message.nbytes} bytes whose pieces make {nbytes}")
+        source.heard = now
+        source.chunks[message.chunk] = (message, False)
+        return [Post(rank, message)]
+
+    def sent(self, rank: int, message: Sent, now: float) -> None:
+        """P has sent this chunk. A void one may be announced again under another number."""
+        source = self._source(rank, message.attempt)
+        if source is None:
+            return
+        chunk, posted = source.chunks.get(message.chunk, (None, False))
+        if chunk is None or not posted:
+            raise RemoteProtocolError(f"{self.key}: chunk {message.chunk} was sent without a grant")
+        source.heard = now
+        if message.void:
+            assert source.coverage is not None
+            source.coverage.give_back(chunk.pieces)
+            del source.chunks[message.chunk]
+
+    def failed(self, rank: int, message: Failed) -> list[Effect]:
+        if self._source(rank, message.attempt) is None:
+            return []
+        return self._end(message.reason, Cancel(self.key, self.attempt, "another rank of P failed"), but=rank)
+
+    def lost(self, reason: str) -> list[Effect]:
+        """P is gone, has refused us, or broke the protocol."""
+        return self.cancel(reason)
+
+    # What the engine reports back.
+
+    def posted(self, rank: int, message: Chunk, link: int, landing: int) -> list[Effect]:
+        """A receive is posted for this chunk; the grant goes out, whatever has happened meanwhile."""
+        source = self._source(rank, message.attempt)
+        if source is not None:
+            source.chunks[message.chunk] = (message, True)
+        return [Tell(rank, Grant(self.key, message.attempt, message.chunk, message.nbytes, link, landing))]
+
+    def pieces(self, rank: int, attempt: int, chunk: int) -> tuple[Piece, ...]:
+        """Where the bytes of an arrived chunk belong; () if nobody wants them now (late or void)."""
+        source = self._source(rank, attempt)
+        return source.chunks[chunk][0].pieces if source is not None and chunk in source.chunks else ()
+
+    def scattered(self, rank: int, chunk: int, now: float) -> list[Effect]:
+        """The bytes of this chunk are in D's pages."""
+        source = self.sources[rank]
+        message, _ = source.chunks.pop(chunk)
+        assert source.coverage is not None
+        source.coverage.filled(message.nbytes)
+        source.heard = now
+        if source.coverage.left:
+            return []
+        out: list[Effect] = [Tell(rank, Done(self.key, self.attempt))]
+        if not any(each.coverage is None or each.coverage.left for each in self.sources.values()):
+            self.load.local(On.COMPLETE)
+            out.append(Finished(True))
+        return out
+
+    # Time.
+
+    @property
+    def deadline(self) -> float | None:
+        """The end of the earliest lease; None when there is nothing to wait for."""
+        if self.load.ended:
+            return None
+        heard = [source.heard for source in self.sources.values() if not self._satisfied(source)]
+        return min(heard, default=self._began) + self.lease
+
+    def tick(self, now: float) -> list[Effect]:
+        deadline = self.deadline
+        if deadline is None or now < deadline:
+            return []
+        return self.cancel(f"P has not confirmed this request for {self.lease:g} s; it is dead, or never got it")
+
+    # Inside.
+
+    def _satisfied(self, source: _Source) -> bool:
+        return source.coverage is not None and not source.coverage.left
+
+    def _source(self, rank: int, attempt: int) -> _Source | None:
+        """The source that a message comes from; None if the message is stale."""
+        if self.load.ended or attempt != self.attempt:
+            return None
+        source = self.sources.get(rank)
+        if source is None:
+            raise RemoteProtocolError(f"{self.key}: rank {rank} of P owes this rank nothing")
+        return source
+
+    def _end(self, reason: str, farewell: Cancel, but: int | None = None) -> list[Effect]:
+        if self.load.ended:
+            return []
+        self.load.local(On.END)
+        tells = [Tell(rank, farewell) for rank in self.sources if rank != but]
+        return [*tells, Finished(False, reason)]
+
+    def __repr__(self) -> str:
+        return f"<{self.load} attempt {self.attempt} sources {sorted(self.sources)}>"

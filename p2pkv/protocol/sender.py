@@ -1,0 +1,354 @@
+"""P's side of one transfer: a prompt whose KV this rank computes and pushes to the ranks of one D.
+
+The Sender follows the prompt; one Leg for each D rank follows the conversation with it. All moves go
+through the two tables below.
+
+    prompt:  HELD -> OFFERED <-> COMPUTED -> RELEASED        (any) -> ENDED
+    leg:     CLAIMED -> SENDING -> DRAINED -> DONE           (any) -> ENDED
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from p2pkv.plan import Edge
+from p2pkv.protocol.effects import Effect, Finished, Released, Tell, Transmit
+from p2pkv.protocol.machine import Machine, RemoteProtocolError
+from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Offer, Piece, Sent, Want
+from p2pkv.protocol.pieces import Cutter, Window
+
+MAX_ANNOUNCED = 64
+"""Chunks of one leg that may be announced and not yet sent; bounds what D has to remember."""
+
+
+class Prompt(Enum):
+    HELD = auto()  # in P's queue
+    OFFERED = auto()  # its prefill has begun
+    COMPUTED = auto()  # all its tokens are in the pages
+    RELEASED = auto()  # nothing will be read from the pages any more
+    ENDED = auto()  # failed, aborted or cancelled
+
+
+class Of(Enum):
+    OFFER = auto()
+    COMPLETE = auto()
+    REVOKE = auto()
+    RELEASE = auto()
+    END = auto()
+
+
+PROMPT = {
+    Prompt.HELD: {Of.OFFER: Prompt.OFFERED, Of.REVOKE: Prompt.HELD, Of.END: Prompt.ENDED},
+    Prompt.OFFERED: {
+        Of.OFFER: Prompt.OFFERED,
+        Of.COMPLETE: Prompt.COMPUTED,
+        Of.REVOKE: Prompt.OFFERED,
+        Of.RELEASE: Prompt.RELEASED,
+        Of.END: Prompt.ENDED,
+    },
+    Prompt.COMPUTED: {
+        Of.OFFER: Prompt.COMPUTED,
+        Of.COMPLETE: Prompt.COMPUTED,
+        Of.REVOKE: Prompt.OFFERED,
+        Of.RELEASE: Prompt.RELEASED,
+        Of.END: Prompt.ENDED,
+    },
+    Prompt.RELEASED: {},
+    Prompt.ENDED: {},
+}
+
+
+class Leg(Enum):
+    CLAIMED = auto()  # D's rank waits for this prompt
+    SENDING = auto()  # it said which tokens it wants
+    DRAINED = auto()  # all of them have been read from the pages
+    DONE = auto()  # and are in D's pages
+    ENDED = auto()  # failed or cancelled
+
+
+class On(Enum):
+    WANT = auto()
+    NOTHING = auto()
+    DRAIN = auto()
+    DONE = auto()
+    END = auto()
+
+
+LEG = {
+    Leg.CLAIMED: {On.WANT: Leg.SENDING, On.NOTHING: Leg.DONE, On.END: Leg.ENDED},
+    Leg.SENDING: {On.DRAIN: Leg.DRAINED, On.END: Leg.ENDED},
+    Leg.DRAINED: {On.DONE: Leg.DONE, On.END: Leg.ENDED},
+    Leg.DONE: {},
+    Leg.ENDED: {},
+}
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What holds for every transfer of a rank.
+
+    Attributes:
+        row_bytes, unit: of one (layer, head, unit) row, and tokens in a unit.
+        chunk_bytes: what a message is filled up to.
+        lease: seconds for which pages wait for a D that says nothing.
+        whole: push nothing before the whole prompt is computed.
+    """
+
+    row_bytes: int
+    unit: int
+    chunk_bytes: int
+    lease: float
+    whole: bool = False
+
+
+@dataclass
+class _Leg:
+    """The conversation with one D rank."""
+
+    edge: Edge
+    attempt: int
+    limit: int
+    heard: float
+    machine: Machine
+    cutter: Cutter | None = None
+    chunks: int = 0
+    announced: dict[int, tuple[int, tuple[Piece, ...]]] = field(default_factory=dict)
+    granted: set[int] = field(default_factory=set)
+
+
+class Sender:
+    """One prompt on one P rank.
+
+    `expects` is set by the engine once D's shape is known: the D ranks that this rank serves.
+    """
+
+    def __init__(self, key: str, layers: int, terms: Terms) -> None:
+        self.key = key
+        self.terms = terms
+        self.prompt = Machine(f"prompt {key}", PROMPT, Prompt.HELD)
+        self.legs: dict[int, _Leg] = {}
+        self.expects: frozenset[int] | None = None
+        self.tokens = 0
+        self.digest = b""
+        self.reason = ""
+        self._computed = [0] * layers
+        self._since: float | None = None
+
+    # What P's own engine does.
+
+    def offer(self, tokens: int, digest: bytes) -> list[Effect]:
+        """The prefill begins: `tokens` in the prompt."""
+        self.prompt.local(Of.OFFER)
+        self.tokens, self.digest = tokens, digest
+        return [self._offer(rank, leg) for rank, leg in self._open()]
+
+    def computed(self, layer: int, layer_stop: int, stop: int, now: float) -> list[Effect]:
+        """Local layers [layer, layer_stop) now hold KV for the prompt's tokens [0, stop)."""
+        for index in range(layer, layer_stop):
+            self._computed[index] = max(self._computed[index], stop)
+        if self.prompt.may(Of.COMPLETE) and min(self._computed) >= self.tokens:
+            self.prompt.local(Of.COMPLETE)
+            self._since = now
+            return self.flush()
+        return self._announce_all(flush=False)
+
+    def flush(self) -> list[Effect]:
+        """The step is over: announce what is ready even if it does not fill a message."""
+        return self._announce_all(flush=True) + self._settle()
+
+    def revoke(self) -> None:
+        """The pages have been taken back (preemption); what was granted goes out void."""
+        if not self.prompt.ended:
+            self.prompt.local(Of.REVOKE)
+        self._computed = [0] * len(self._computed)
+        self._since = None
+
+    def abort(self, reason: str) -> list[Effect]:
+        """End the transfer towards every D rank; the pages are free."""
+        if self.prompt.ended:
+            return []
+        self.prompt.local(Of.END)
+        self.reason = reason
+        out: list[Effect] = []
+        for rank, leg in self._open():
+            leg.machine.local(On.END)
+            out.append(Tell(rank, Failed(self.key, leg.attempt, reason)))
+        return [*out, Released(), Finished(False, reason)]
+
+    # What a D rank says.
+
+    def claim(self, rank: int, edge: Edge, attempt: int, limit: int, now: float) -> list[Effect]:
+        """D's rank waits for this prompt (said again and again); `limit`: the most bytes of one chunk."""
+        leg = self.legs.get(rank)
+        if leg is not None and leg.attempt == attempt:
+            leg.heard = now
+            return []
+        if leg is not None and not leg.machine.ended:
+            raise RemoteProtocolError(f"{self.key}: attempt {attempt} while attempt {leg.attempt} is under way")
+        leg = _Leg(edge, attempt, limit, now, Machine(f"leg {self.key}/{rank}", LEG, Leg.CLAIMED))
+        self.legs[rank] = leg
+        if self.prompt.state in (Prompt.OFFERED, Prompt.COMPUTED):
+            return [self._offer(rank, leg)]
+        return []
+
+    def want(self, rank: int, message: Want, now: float) -> list[Effect]:
+        leg = self._leg(rank, message.attempt)
+        if leg is None:
+            return []
+        leg.heard = now
+        if message.stop <= message.start:
+            leg.machine.remote(On.NOTHING)
+            return self._settle()
+        if self.prompt.state is Prompt.HELD or message.stop > self.tokens:
+            raise RemoteProtocolError(f"{self.key}: {message} goes beyond the {self.tokens} tokens of the offer")
+        row = len(leg.edge.heads) * self.terms.row_bytes
+        layers = leg.edge.layers
+        window = Window(layers.start, layers.stop, message.start, message.stop, self.terms.unit, row)
+        leg.machine.remote(On.WANT)
+        leg.cutter = Cutter(window)
+        return self._announce(rank, leg, flush=self.prompt.state is Prompt.COMPUTED)
+
+    def grant(self, rank: int, message: Grant, now: float) -> list[Effect]:
+        """A receive is posted for this chunk. It is obeyed even by an ended transfer: void then."""
+        leg = self._leg(rank, message.attempt)
+        if leg is None:
+            return [Transmit(rank, message, ())]
+        announced = leg.announced.get(message.chunk)
+        if announced is None or announced[0] != message.nbytes or message.chunk in leg.granted:
+            raise RemoteProtocolError(f"{message} grants what was not announced, or grants it twice")
+        leg.heard = now
+        leg.granted.add(message.chunk)
+        return [Transmit(rank, message, announced[1])]
+
+    def done(self, rank: int, message: Done, now: float) -> list[Effect]:
+        leg = self._leg(rank, message.attempt)
+        if leg is None:
+            return []
+        leg.heard = now
+        leg.machine.remote(On.DONE)
+        return self._settle()
+
+    def cancel(self, rank: int, message: Cancel) -> list[Effect]:
+        leg = self._leg(rank, message.attempt)
+        if leg is None:
+            return []
+        leg.machine.remote(On.END)
+        self.reason = self.reason or f"D cancelled: {message.reason}"
+        return self._settle()
+
+    def lost(self, rank: int, reason: str) -> list[Effect]:
+        """D's rank is gone, or broke the protocol; nothing of it may be waited for."""
+        leg = self.legs.get(rank)
+        if leg is None or leg.machine.ended:
+            return []
+        leg.machine.local(On.END)
+        self.reason = self.reason or reason
+        return [Tell(rank, Failed(self.key, leg.attempt, reason)), *self._settle()]
+
+    # What the engine reports back.
+
+    def readable(self, order: Transmit) -> bool:
+        """Whether the pages still hold what was announced and granted."""
+        leg = self._leg(order.rank, order.grant.attempt)
+        if leg is None or leg.cutter is None or order.void:
+            return False
+        window = leg.cutter.window
+        return all(window.sendable(min(self._slice(leg, piece))) >= piece.stop for piece in order.pieces)
+
+    def sent(self, order: Transmit, void: bool) -> list[Effect]:
+        """This chunk has been gathered (unless `void`) and handed to the link."""
+        grant = order.grant
+        out: list[Effect] = [Tell(order.rank, Sent(self.key, grant.attempt, grant.chunk, void))]
+        leg = self._leg(order.rank, grant.attempt)
+        if leg is None or leg.cutter is None:
+            return out
+        _, pieces = leg.announced.pop(grant.chunk)
+        leg.granted.remove(grant.chunk)
+        if void:
+            leg.cutter.put_back(pieces)
+        flush = self.prompt.state is Prompt.COMPUTED
+        return out + self._announce(order.rank, leg, flush) + self._settle()
+
+    # Time.
+
+    @property
+    def deadline(self) -> float | None:
+        """When to call `tick`: the end of the earliest lease, None while no lease runs."""
+        if self.prompt.ended:
+            return None
+        ends = [leg.heard + self.terms.lease for leg in self.legs.values() if not leg.machine.ended]
+        if self._since is not None and not self._all_claimed():
+            ends.append(max([self._since, *(leg.heard for leg in self.legs.values())]) + self.terms.lease)
+        return min(ends, default=None)
+
+    def tick(self, now: float) -> list[Effect]:
+        """End what has outlived its lease."""
+        deadline = self.deadline
+        if deadline is None or now < deadline:
+            return []
+        return self.abort(
+            f"no word from D about this request for {self.terms.lease:g} s; P has let its KV go"
+        )
+
+    # Inside.
+
+    def _open(self) -> list[tuple[int, _Leg]]:
+        return [(rank, leg) for rank, leg in self.legs.items() if not leg.machine.ended]
+
+    def _leg(self, rank: int, attempt: int) -> _Leg | None:
+        """The live leg that a message means; None for a stale one."""
+        leg = self.legs.get(rank)
+        return leg if leg is not None and leg.attempt == attempt and not leg.machine.ended else None
+
+    def _offer(self, rank: int, leg: _Leg) -> Effect:
+        return Tell(rank, Offer(self.key, leg.attempt, self.tokens, self.digest))
+
+    def _slice(self, leg: _Leg, piece: Piece) -> list[int]:
+        shift = leg.edge.source_layer - leg.edge.layers.start
+        return self._computed[piece.layer + shift : piece.layer_stop + shift]
+
+    def _announce_all(self, flush: bool) -> list[Effect]:
+        out: list[Effect] = []
+        for rank, leg in self._open():
+            out += self._announce(rank, leg, flush)
+        return out
+
+    def _announce(self, rank: int, leg: _Leg, flush: bool) -> list[Effect]:
+        """Chunks that are worth a message now: full ones, and with `flush` the rest."""
+        if leg.machine.state is not Leg.SENDING or leg.cutter is None:
+            return []
+        if self.terms.whole and self.prompt.state is not Prompt.COMPUTED:
+            return []
+        out: list[Effect] = []
+        first = leg.edge.source_layer
+        computed = self._computed[first : first + len(leg.edge.layers)]
+        limit = min(self.terms.chunk_bytes, leg.limit)
+        ready = leg.cutter.pending(computed)
+        while ready and (flush or ready >= limit) and len(leg.announced) < MAX_ANNOUNCED:
+            pieces = leg.cutter.cut(computed, limit)
+            nbytes = sum(map(leg.cutter.window.size, pieces))
+            out.append(Tell(rank, Chunk(self.key, leg.attempt, leg.chunks, nbytes, pieces)))
+            leg.announced[leg.chunks] = (nbytes, pieces)
+            leg.chunks += 1
+            ready -= nbytes
+        return out
+
+    def _settle(self) -> list[Effect]:
+        """Note which legs need the pages no more, and whether any does."""
+        for _, leg in self._open():
+            if leg.machine.state is Leg.SENDING and leg.cutter and not leg.cutter.left and not leg.announced:
+                leg.machine.local(On.DRAIN)
+        if self.prompt.state not in (Prompt.OFFERED, Prompt.COMPUTED) or not self._all_claimed():
+            return []
+        if any(leg.machine.state in (Leg.CLAIMED, Leg.SENDING) for leg in self.legs.values()):
+            return []
+        self.prompt.local(Of.RELEASE)
+        failed = any(leg.machine.state is Leg.ENDED for leg in self.legs.values())
+        return [Released(), Finished(not failed, self.reason if failed else "")]
+
+    def _all_claimed(self) -> bool:
+        return self.expects is not None and self.expects <= self.legs.keys()
+
+    def __repr__(self) -> str:
+        return f"<{self.prompt} {' '.join(map(repr, (leg.machine for leg in self.legs.values())))}>"
