@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from p2pkv.cli import answers, client
-from p2pkv.cli.processes import ServerFailed, ending_on_signals, wait_until
+from p2pkv.cli.processes import ServerFailed, ending_on_signals
 from p2pkv.cli.servers import ProxyServer, Role, VllmServer
 from p2pkv.cli.tiny_model import TinyLlama, ensure_model
 
@@ -103,18 +103,9 @@ def _wait_ready(vllm: list[VllmServer], proxy: ProxyServer, timeout_seconds: flo
     _say(f"starting {', '.join(server.name for server in vllm)} and the proxy; half a minute or more ...")
     for server in vllm:
         _say(f"  {server.name} serves after {server.wait_ready(timeout_seconds):.0f} s (pid {server.pid})")
-    proxy.wait_ready(30.0)
-    wait_until(
-        lambda: _lists_model(proxy.base_url), "the proxy lists P's and D's model (have they pinged it?)", 60.0
-    )
-    _say("  the proxy has found both")
-
-
-def _lists_model(base_url: str) -> bool:
-    try:
-        return _SERVED_NAME in client.get(f"{base_url}/v1/models")
-    except (client.RequestFailed, OSError):
-        return False
+    # Its health page says 503 until it has found a P and a D.
+    proxy.wait_ready(60.0)
+    _say("  the proxy has found prefill and decode")
 
 
 def _compare_answers(

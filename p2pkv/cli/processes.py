@@ -71,11 +71,12 @@ class ServerProcess:
         self._started_at = time.monotonic()
 
     def wait_ready(self, timeout_seconds: float = 180.0) -> float:
-        """Wait until the health page answers 200; returns the seconds since the start.
+        """Wait until the health page answers 200; returns the seconds since the program was started.
 
-        Raises ServerFailed as soon as the program ends, or when the time is over.
+        Raises ServerFailed as soon as the program ends, or `timeout_seconds` after this call.
         """
-        while time.monotonic() - self._started_at < timeout_seconds:
+        deadline = time.monotonic() + timeout_seconds
+        while time.monotonic() < deadline:
             if not self.running():
                 raise ServerFailed(f"{self.name} ended before it served anything.\n{self.log_tail()}")
             if answers_ok(self._health_url):

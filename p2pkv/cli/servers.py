@@ -121,11 +121,10 @@ class ProxyServer(ServerProcess):
         self.discovery_port = discovery_port or free_ports()
         self.base_url = f"http://{LOOPBACK}:{self.http_port}"
         name = f"proxy-{self.http_port}"
-        start = "import sys; from p2pkv_proxy.cli import main; sys.exit(main())"
         super().__init__(
             name,
             [
-                *(sys.executable, "-c", start),
+                *(sys.executable, "-m", "p2pkv_proxy"),
                 *("--host", LOOPBACK, "--port", str(self.http_port)),
                 *("--discovery", f"{LOOPBACK}:{self.discovery_port}", "--dispatch", dispatch),
                 *extra_args,
