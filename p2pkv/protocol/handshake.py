@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from p2pkv.plan import Plan, PlanError, Shape, make_plan
-from p2pkv.protocol.machine import Machine
+from p2pkv.plan import Plan, PlanError, make_plan
+from p2pkv.protocol.machine import Machine, Table
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
+from p2pkv.sharding import Shape
 
 FIRST_RETRY = 0.05
 LAST_RETRY = 1.0
@@ -32,7 +33,10 @@ def shape(cache: Cache) -> Shape:
 def judge(mine: Hello, theirs: Hello) -> Plan:
     """The common plan of a P and a D. Raises Refused with a sentence that names both values."""
     if theirs.version != PROTOCOL_VERSION or mine.version != PROTOCOL_VERSION:
-        raise Refused(_differ("protocol versions", mine, theirs, mine.version, theirs.version) + "; install the same p2pkv")
+        raise Refused(
+            _differ("protocol versions", mine, theirs, mine.version, theirs.version)
+            + "; install the same p2pkv"
+        )
     if mine.role == theirs.role:
         raise Refused(
             f"both {mine.address} and {theirs.address} have role {mine.role}: "
@@ -41,12 +45,32 @@ def judge(mine: Hello, theirs: Hello) -> Plan:
     if theirs.rank >= len(theirs.addresses):
         raise Refused(f"{theirs.address} says it is rank {theirs.rank} of {len(theirs.addresses)}")
     same = [
-        ("weights", mine.weights, theirs.weights, f"serve the same model (here {mine.model}, there {theirs.model})"),
+        (
+            "weights",
+            mine.weights,
+            theirs.weights,
+            f"serve the same model (here {mine.model}, there {theirs.model})",
+        ),
         ("links", mine.link, theirs.link, "set the same `link` option"),
-        ("cache element types", mine.cache.dtype, theirs.cache.dtype, "set the same --kv-cache-dtype and --dtype"),
-        ("cache codecs", mine.cache.codec, theirs.cache.codec, "use hosts and block sizes with the same attention layout"),
+        (
+            "cache element types",
+            mine.cache.dtype,
+            theirs.cache.dtype,
+            "set the same --kv-cache-dtype and --dtype",
+        ),
+        (
+            "cache codecs",
+            mine.cache.codec,
+            theirs.cache.codec,
+            "use hosts and block sizes with the same attention layout",
+        ),
         ("tokens per row", mine.cache.unit_tokens, theirs.cache.unit_tokens, "set the same --block-size"),
-        ("bytes per row", mine.cache.row_bytes, theirs.cache.row_bytes, "serve the same model with the same cache type"),
+        (
+            "bytes per row",
+            mine.cache.row_bytes,
+            theirs.cache.row_bytes,
+            "serve the same model with the same cache type",
+        ),
         ("KV layers", mine.cache.layer_names, theirs.cache.layer_names, "serve the same model"),
     ]
     for what, here, there, advice in same:
@@ -76,7 +100,7 @@ class On(Enum):
     RETRY = auto()
 
 
-DIAL = {
+DIAL: Table[Dial, On] = {
     Dial.ASKING: {On.WELCOME: Dial.OPEN, On.REFUSE: Dial.REFUSED, On.LOST: Dial.ASKING},
     Dial.OPEN: {On.WELCOME: Dial.OPEN, On.REFUSE: Dial.REFUSED, On.LOST: Dial.ASKING},
     Dial.REFUSED: {On.LOST: Dial.REFUSED, On.RETRY: Dial.ASKING, On.REFUSE: Dial.REFUSED},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from typing import Generic, TypeVar
 
 
 class ProtocolError(Exception):
@@ -22,15 +23,19 @@ class RemoteProtocolError(ProtocolError):
     """The peer sent what it may not send in this state, or something that makes no sense."""
 
 
-Table = Mapping[Enum, Mapping[Enum, Enum]]
+State = TypeVar("State", bound=Enum)
+Event = TypeVar("Event", bound=Enum)
+
+Table = Mapping[State, Mapping[Event, State]]
+"""For each state, the events that are legal in it and the states that they lead to."""
 
 
-class Machine:
+class Machine(Generic[State, Event]):
     """One state and the table by which it moves."""
 
     __slots__ = ("name", "state", "table")
 
-    def __init__(self, name: str, table: Table, start: Enum) -> None:
+    def __init__(self, name: str, table: Table[State, Event], start: State) -> None:
         self.name = name
         self.table = table
         self.state = start
@@ -40,19 +45,19 @@ class Machine:
         """Whether no move leads out of this state."""
         return not self.table[self.state]
 
-    def local(self, event: Enum) -> None:
+    def local(self, event: Event) -> None:
         """Move by something that this side does. Raises LocalProtocolError."""
         self._move(event, LocalProtocolError)
 
-    def remote(self, event: Enum) -> None:
+    def remote(self, event: Event) -> None:
         """Move by something that the peer did. Raises RemoteProtocolError."""
         self._move(event, RemoteProtocolError)
 
-    def may(self, event: Enum) -> bool:
+    def may(self, event: Event) -> bool:
         """Whether the table allows `event` now."""
         return event in self.table[self.state]
 
-    def _move(self, event: Enum, error: type[ProtocolError]) -> None:
+    def _move(self, event: Event, error: type[ProtocolError]) -> None:
         to = self.table[self.state].get(event)
         if to is None:
             raise error(f"{self.name}: {event.name} in state {self.state.name}")

@@ -14,7 +14,7 @@ from enum import Enum, auto
 
 from p2pkv.plan import Edge
 from p2pkv.protocol.effects import Effect, Finished, Offered, Post, Tell
-from p2pkv.protocol.machine import Machine, RemoteProtocolError
+from p2pkv.protocol.machine import Machine, RemoteProtocolError, Table
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Offer, Piece, Sent, Want
 from p2pkv.protocol.pieces import Coverage, Window
 
@@ -38,7 +38,7 @@ class On(Enum):
     END = auto()
 
 
-LOAD = {
+LOAD: Table[Load, On] = {
     Load.WAITING: {On.OFFERED: Load.OFFERED, On.NOTHING: Load.DONE, On.END: Load.ENDED},
     Load.OFFERED: {On.WANT: Load.LOADING, On.NOTHING: Load.DONE, On.END: Load.ENDED},
     Load.LOADING: {On.COMPLETE: Load.DONE, On.END: Load.ENDED},
@@ -63,7 +63,15 @@ class Receiver:
     """One prompt on one D rank."""
 
     def __init__(
-        self, key: str, attempt: int, tokens: int, digest: bytes, row_bytes: int, unit: int, lease: float, now: float
+        self,
+        key: str,
+        attempt: int,
+        tokens: int,
+        digest: bytes,
+        row_bytes: int,
+        unit: int,
+        lease: float,
+        now: float,
     ) -> None:
         self.key = key
         self.attempt = attempt
@@ -133,10 +141,14 @@ class Receiver:
         if source.coverage is None:
             raise RemoteProtocolError(f"{self.key}: a chunk before anything was asked for")
         if message.chunk in source.chunks or len(source.chunks) >= MAX_CHUNKS:
-            raise RemoteProtocolError(f"{self.key}: chunk {message.chunk} is announced twice, or is one too many")
+            raise RemoteProtocolError(
+                f"{self.key}: chunk {message.chunk} is announced twice, or is one too many"
+            )
         nbytes = source.coverage.reserve(message.pieces)
         if nbytes != message.nbytes:
-            raise RemoteProtocolError(f"{self.key}: chunk of {message.nbytes} bytes whose pieces make {nbytes}")
+            raise RemoteProtocolError(
+                f"{self.key}: chunk of {message.nbytes} bytes whose pieces make {nbytes}"
+            )
         source.heard = now
         source.chunks[message.chunk] = (message, False)
         return [Post(rank, message)]
@@ -207,7 +219,9 @@ class Receiver:
         deadline = self.deadline
         if deadline is None or now < deadline:
             return []
-        return self.cancel(f"P has not confirmed this request for {self.lease:g} s; it is dead, or never got it")
+        return self.cancel(
+            f"P has not confirmed this request for {self.lease:g} s; it is dead, or never got it"
+        )
 
     # Inside.
 

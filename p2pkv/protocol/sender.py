@@ -14,7 +14,7 @@ from enum import Enum, auto
 
 from p2pkv.plan import Edge
 from p2pkv.protocol.effects import Effect, Finished, Released, Tell, Transmit
-from p2pkv.protocol.machine import Machine, RemoteProtocolError
+from p2pkv.protocol.machine import Machine, RemoteProtocolError, Table
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Offer, Piece, Sent, Want
 from p2pkv.protocol.pieces import Cutter, Window
 
@@ -38,7 +38,7 @@ class Of(Enum):
     END = auto()
 
 
-PROMPT = {
+PROMPT: Table[Prompt, Of] = {
     Prompt.HELD: {Of.OFFER: Prompt.OFFERED, Of.REVOKE: Prompt.HELD, Of.END: Prompt.ENDED},
     Prompt.OFFERED: {
         Of.OFFER: Prompt.OFFERED,
@@ -75,7 +75,7 @@ class On(Enum):
     END = auto()
 
 
-LEG = {
+LEG: Table[Leg, On] = {
     Leg.CLAIMED: {On.WANT: Leg.SENDING, On.NOTHING: Leg.DONE, On.END: Leg.ENDED},
     Leg.SENDING: {On.DRAIN: Leg.DRAINED, On.END: Leg.ENDED},
     Leg.DRAINED: {On.DONE: Leg.DONE, On.END: Leg.ENDED},
@@ -110,7 +110,7 @@ class _Leg:
     attempt: int
     limit: int
     heard: float
-    machine: Machine
+    machine: Machine[Leg, On]
     cutter: Cutter | None = None
     chunks: int = 0
     announced: dict[int, tuple[int, tuple[Piece, ...]]] = field(default_factory=dict)
@@ -185,7 +185,9 @@ class Sender:
             leg.heard = now
             return []
         if leg is not None and not leg.machine.ended:
-            raise RemoteProtocolError(f"{self.key}: attempt {attempt} while attempt {leg.attempt} is under way")
+            raise RemoteProtocolError(
+                f"{self.key}: attempt {attempt} while attempt {leg.attempt} is under way"
+            )
         leg = _Leg(edge, attempt, limit, now, Machine(f"leg {self.key}/{rank}", LEG, Leg.CLAIMED))
         self.legs[rank] = leg
         if self.prompt.state in (Prompt.OFFERED, Prompt.COMPUTED):
@@ -201,7 +203,9 @@ class Sender:
             leg.machine.remote(On.NOTHING)
             return self._settle()
         if self.prompt.state is Prompt.HELD or message.stop > self.tokens:
-            raise RemoteProtocolError(f"{self.key}: {message} goes beyond the {self.tokens} tokens of the offer")
+            raise RemoteProtocolError(
+                f"{self.key}: {message} goes beyond the {self.tokens} tokens of the offer"
+            )
         row = len(leg.edge.heads) * self.terms.row_bytes
         layers = leg.edge.layers
         window = Window(layers.start, layers.stop, message.start, message.stop, self.terms.unit, row)
