@@ -1,0 +1,94 @@
+"""The discovery ping: how an instance tells a proxy that it exists. Messages only, no IO.
+
+A ping is one msgpack map in one frame. Its first three fields are the classic ones, which every
+proxy of the original connector reads; the next three satisfy vllm-router's MoRIIO mode; the rest is
+ours. Fields that a reader does not know are ignored, so each side may be older than the other.
+
+A ping carries no authority: it says where to look, and the ranks' handshake proves who is there.
+
+Goodbye is a ping with `leaving` set, not a message of another type: the original proxy's discovery
+thread dies of an unknown type. An old router takes it for one more ping and forgets the instance a
+few seconds later than ours does.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from p2pkv.pairing import Address
+
+DISCOVERY_VERSION = 1
+PING_INTERVAL = 3.0
+MAX_PING_BYTES = 4096
+
+_AddressText = Annotated[str, Meta(min_length=3, max_length=300)]
+_Text = Annotated[str, Meta(max_length=512)]
+_Size = Annotated[int, Meta(ge=1, le=1 << 16)]
+
+
+class Ping(Struct, frozen=True, kw_only=True):
+    """One instance, as it presents itself every few seconds. Raises ValueError on a malformed address.
+
+    Attributes:
+        type: "P" prefills, "D" decodes.
+        http_address: host:port of the instance's OpenAI API.
+        zmq_address: host:port of its rank 0, the address that goes into request ids.
+        dp_size: data-parallel replicas behind `http_address`.
+        tp_size: tensor-parallel size.
+        transfer_mode: always "WRITE": P pushes.
+        version: of this message; 0 is a classic ping.
+        incarnation: random per start of the instance; "" if it does not say.
+        model: a name under which the instance serves its model; "" if it does not say.
+        dp_rank: which of the replicas this is.
+        leaving: a clean stop; no more requests, please.
+    """
+
+    type: Literal["P", "D"]
+    http_address: _AddressText
+    zmq_address: _AddressText
+    dp_size: _Size = 1
+    tp_size: _Size = 1
+    transfer_mode: _Text = "WRITE"
+    version: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
+    incarnation: Annotated[str, Meta(max_length=64)] = ""
+    model: _Text = ""
+    dp_rank: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0
+    leaving: bool = False
+
+    def __post_init__(self) -> None:
+        for field, text in (("http_address", self.http_address), ("zmq_address", self.zmq_address)):
+            try:
+                Address.parse(text)
+            except ValueError as error:
+                raise ValueError(f"{field} of a discovery ping: {error}") from None
+
+
+class BadPing(ValueError):
+    """What arrived on the discovery socket is no ping."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Ping)
+
+
+def encode_ping(ping: Ping) -> bytes:
+    """The frame of one ping."""
+    return _encoder.encode(ping)
+
+
+def decode_ping(frame: bytes | memoryview) -> Ping:
+    """The ping in `frame`. Raises BadPing, and nothing else, for whatever is not one."""
+    if len(frame) > MAX_PING_BYTES:
+        raise BadPing(f"a discovery ping of {len(frame)} bytes exceeds {MAX_PING_BYTES}")
+    try:
+        return _decoder.decode(frame)
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
+        raise BadPing(f"not a discovery ping: {error}") from None
+
+
+def goodbye(ping: Ping) -> Ping:
+    """The last ping of an instance that stops."""
+    return msgspec.structs.replace(ping, leaving=True)

@@ -1,0 +1,1 @@
+"""The p2pkv proxy: one OpenAI endpoint in front of vLLM instances that prefill and instances that decode."""

@@ -1,0 +1,217 @@
+"""Serving one request: by P and D at once, by P and then D, or by D alone.
+
+The rules, wherever a leg fails:
+
+- Before D's first token nothing has gone to the client, so any failure becomes a whole error response.
+- P's failure then cancels D: it would wait for KV that never comes.
+- D's first token proves that it has the KV of its prompt. From there on P's fate does not matter,
+  unless the request has several prompts; then the stream ends with an error event.
+- D's failure cancels P. So does the client when it leaves, which cancels the handler.
+- A P that is still busy when D has answered is given a moment to end by itself, then closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import aiohttp
+from aiohttp import web
+
+from p2pkv.pairing import mint
+
+from .bodies import Body, returned_params
+from .errors import error_response
+from .headers import Headers, to_instance
+from .registry import Instance
+from .relay import Relay, Scrubber, refusal
+from .routing import Choice
+from .upstream import Call, CallFailed, Refused, Reply, first_words, read_whole
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# How long P may go on after D's answer is complete: its own last step and response.
+_GRACE_SECONDS = 10.0
+
+
+class PrefillFailed(Exception):
+    """P did not do its part. `reply` is its own error, if the client's request caused it."""
+
+    def __init__(self, why: str, reply: Reply | None = None) -> None:
+        super().__init__(f"The prefill instance failed: {why}.")
+        self.reply = reply
+
+
+@dataclass(frozen=True)
+class Answer:
+    """D's answer, begun: a success with the start of its body, which holds the first token."""
+
+    response: aiohttp.ClientResponse
+    head: bytes
+
+
+@dataclass
+class Exchange:
+    """One client's request and who serves it.
+
+    Attributes:
+        unique: 32 hex digits, made here.
+        lingering: P's calls that may outlive their exchange.
+        complete: the client has got the whole answer.
+    """
+
+    session: aiohttp.ClientSession
+    request: web.Request
+    body: Body
+    choice: Choice
+    unique: str
+    lingering: set[asyncio.Task[Reply]]
+    complete: bool = False
+    request_id: str = field(init=False)
+    scrubber: Scrubber = field(init=False)
+
+    def __post_init__(self) -> None:
+        prefill, decode = self.choice.prefill, self.choice.decode
+        self.request_id = (
+            mint(prefill.zmq_address, decode.zmq_address, self.unique) if prefill else self.unique
+        )
+        self.scrubber = Scrubber(self.choice, self.request_id, self.unique)
+
+    async def prefill(self) -> Reply:
+        """P's whole answer. Raises PrefillFailed."""
+        instance = self.choice.prefill
+        assert instance is not None
+        call = Call(self.session, instance, self.request.path)
+        try:
+            return await call.whole(self.body.for_prefill(), self._headers(instance))
+        except CallFailed as error:
+            logger.warning("%s %s (%r)", instance, error, error.__cause__)
+            raise PrefillFailed(f"it {error}") from error
+        except Refused as error:
+            logger.warning("%s answered %d", instance, error.reply.status)
+            theirs = 400 <= error.reply.status < 500
+            raise PrefillFailed(str(error), error.reply if theirs else None) from error
+        finally:
+            call.close()
+
+    @contextmanager
+    def decode_call(self) -> Iterator[Call]:
+        """The call to D, closed at the end whatever happens."""
+        call = Call(self.session, self.choice.decode, self.request.path)
+        try:
+            yield call
+        finally:
+            call.close()
+
+    async def decode(self, call: Call, kv_transfer_params: dict[str, Any] | None = None) -> Answer:
+        """D's answer from its first token on. Raises Refused or CallFailed."""
+        body = self.body.for_decode(kv_transfer_params)
+        response = await call.open(body, self._headers(call.instance))
+        if not 200 <= response.status < 300:
+            raise Refused(await read_whole(response))
+        return Answer(response, await first_words(response))
+
+    def see_off(self, prefilling: asyncio.Task[Reply]) -> None:
+        """Ends P's part: at once if the exchange has failed, else by itself, within a deadline."""
+        if not self.complete:
+            prefilling.cancel()
+        elif not prefilling.done():
+            self.lingering.add(prefilling)
+            prefilling.add_done_callback(self.lingering.discard)
+            asyncio.get_running_loop().call_later(_GRACE_SECONDS, prefilling.cancel)
+
+    def _headers(self, instance: Instance) -> Headers:
+        return to_instance(self.request.headers, instance, self.request_id)
+
+
+async def alone(exchange: Exchange) -> web.StreamResponse:
+    """D serves the request as if it were an ordinary instance."""
+    with exchange.decode_call() as call:
+        return await _answered(exchange, exchange.decode(call))
+
+
+async def sequential(exchange: Exchange) -> web.StreamResponse:
+    """P to its end, then D, which gets the kv_transfer_params that P has returned, if any."""
+    try:
+        reply = await exchange.prefill()
+    except PrefillFailed as failure:
+        return _prefill_failed(exchange, failure)
+    with exchange.decode_call() as call:
+        return await _answered(exchange, exchange.decode(call, returned_params(reply.body)))
+
+
+async def concurrent(exchange: Exchange) -> web.StreamResponse:
+    """P and D at once; D waits for P's KV by itself."""
+    with exchange.decode_call() as call, ExitStack() as cleanup:
+        prefilling = _task(exchange.prefill())
+        cleanup.callback(exchange.see_off, prefilling)
+        decoding = _task(exchange.decode(call))
+        cleanup.callback(decoding.cancel)
+        try:
+            await _first_token(prefilling, decoding)
+        except PrefillFailed as failure:
+            return _prefill_failed(exchange, failure)
+        return await _answered(exchange, decoding, prefilling)
+
+
+async def _first_token(prefilling: asyncio.Task[Reply], decoding: asyncio.Task[Answer]) -> None:
+    """Until D's part is settled, either way. Raises PrefillFailed if P fails before D succeeds."""
+    await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
+    if prefilling.done() and not (decoding.done() and decoding.exception() is None):
+        prefilling.result()
+    await asyncio.wait((decoding,))
+
+
+async def _answered(
+    exchange: Exchange, decoding: Awaitable[Answer], prefilling: asyncio.Task[Reply] | None = None
+) -> web.StreamResponse:
+    """The response to the client, once D's part is settled."""
+    try:
+        answer = await decoding
+    except Refused as refused:
+        logger.info("%s answered %d", exchange.choice.decode, refused.reply.status)
+        return _refused(exchange, "decode", refused.reply)
+    except CallFailed as error:
+        logger.warning("%s %s (%r)", exchange.choice.decode, error, error.__cause__)
+        return error_response(502, f"The decode instance {error}.")
+    relay = Relay(exchange.request, answer.response, answer.head, exchange.scrubber)
+    if prefilling is not None and not exchange.body.one_prompt:
+        prefilling.add_done_callback(partial(_interrupt, relay))
+    response = await relay.run()
+    exchange.complete = relay.complete
+    return response
+
+
+def _interrupt(relay: Relay, prefilling: asyncio.Task[Reply]) -> None:
+    error = None if prefilling.cancelled() else prefilling.exception()
+    if error is not None:
+        relay.interrupt(str(error))
+
+
+def _prefill_failed(exchange: Exchange, failure: PrefillFailed) -> web.Response:
+    if failure.reply is None:
+        return error_response(502, str(failure))
+    return _refused(exchange, "prefill", failure.reply)
+
+
+def _refused(exchange: Exchange, name: str, reply: Reply) -> web.Response:
+    """An instance's own error. A redirection is none: it would send the client to the instance."""
+    if reply.status < 400:
+        return error_response(
+            502, f"The {name} instance answered {reply.status}, which is no answer to a request."
+        )
+    return refusal(reply, exchange.scrubber)
+
+
+def _task(coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """A task whose failure may go unread, because another one's came first."""
+    task = asyncio.create_task(coroutine)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task

@@ -1,0 +1,81 @@
+"""Errors as OpenAI's clients expect them: JSON with one object `error`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+
+logger = logging.getLogger(__name__)
+
+# One ping interval: by then an instance that lives has been heard of.
+RETRY_AFTER = {"Retry-After": "3"}
+
+_KINDS = {
+    400: "invalid_request_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    502: "bad_gateway_error",
+    503: "service_unavailable_error",
+}
+_SENTENCES = {
+    404: "There is no {path} here; this proxy serves POST /v1/completions, POST /v1/chat/completions, "
+    "GET /v1/models and GET /health.",
+    405: "{path} does not take {method}; it takes {allowed}.",
+    413: "The request body is larger than the {limit} bytes that this proxy takes.",
+}
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Failure(Exception):
+    """A request that ends with an error of this proxy's own."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def error_json(status: int, message: str) -> bytes:
+    """The body of an error response."""
+    kind = _KINDS.get(status, "internal_error")
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
+
+
+def error_event(status: int, message: str) -> bytes:
+    """The same as a server-sent event, for an answer that has already begun."""
+    return b"data: " + error_json(status, message) + b"\n\n"
+
+
+def error_response(status: int, message: str) -> web.Response:
+    headers = RETRY_AFTER if status == 503 else None
+    body = error_json(status, message)
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turns what a handler raises into a response; what nobody foresaw becomes a 500 that tells nothing."""
+    try:
+        return await handler(request)
+    except Failure as failure:
+        return error_response(failure.status, str(failure))
+    except web.HTTPException as error:
+        return error_response(error.status, _sentence(request, error))
+    except ConnectionError:
+        raise  # the client's own connection; there is nobody to answer
+    except Exception:
+        logger.exception("%s %s failed", request.method, request.path)
+        return error_response(500, "The proxy itself failed; its log says how.")
+
+
+def _sentence(request: web.Request, error: web.HTTPException) -> str:
+    allowed = ", ".join(sorted(error.allowed_methods)) if isinstance(error, web.HTTPMethodNotAllowed) else ""
+    limit = request.client_max_size
+    template = _SENTENCES.get(error.status)
+    if template is None:
+        return error.text or error.reason
+    return template.format(path=request.path[:200], method=request.method, allowed=allowed, limit=limit)

@@ -1,0 +1,144 @@
+"""Which instances exist, as their pings and their /health tell. No IO, no clock: `now` is an argument.
+
+All `now` are seconds of one monotonic clock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from p2pkv.control.discovery import PING_INTERVAL, Ping, goodbye
+from p2pkv.pairing import Address
+
+logger = logging.getLogger(__name__)
+
+# Three lost pings and a little: an instance whose ping is merely late stays.
+LIFE = 3 * PING_INTERVAL + 1.0
+MAX_INSTANCES = 4096
+
+Role = Literal["P", "D"]
+Key = tuple[Role, Address, int]
+
+
+@dataclass(eq=False)
+class Instance:
+    """One living instance. A restart makes a new one.
+
+    Attributes:
+        ping: its latest ping; all its pings are equal.
+        last_seen: when that came.
+        healthy: its /health has answered 200, and nobody has found its port closed since.
+        names: model names under which it answers; empty while unknown, and then it may serve any.
+        in_flight: requests that this proxy has open there.
+        turn: the number of the latest choice that fell on it.
+    """
+
+    ping: Ping
+    last_seen: float
+    healthy: bool = False
+    names: frozenset[str] = frozenset()
+    in_flight: int = 0
+    turn: int = 0
+
+    def __post_init__(self) -> None:
+        if self.ping.model:
+            self.names = frozenset((self.ping.model,))
+
+    @property
+    def role(self) -> Role:
+        return self.ping.type
+
+    @property
+    def key(self) -> Key:
+        return self.ping.type, Address.parse(self.ping.http_address), self.ping.dp_rank
+
+    @property
+    def url(self) -> str:
+        return f"http://{Address.parse(self.ping.http_address)}"
+
+    @property
+    def zmq_address(self) -> Address:
+        return Address.parse(self.ping.zmq_address)
+
+    def serves(self, model: str | None) -> bool:
+        """Whether it may serve `model`, None being whatever it has."""
+        return model is None or not self.names or model in self.names
+
+    def matches(self, other: Instance) -> bool:
+        """Whether one request's `model` can mean the same to both."""
+        return not self.names or not other.names or not self.names.isdisjoint(other.names)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Counts one request as in flight here."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+    def __str__(self) -> str:
+        kind = "prefill" if self.role == "P" else "decode"
+        return f"{kind} instance {self.ping.http_address}"
+
+
+class Registry:
+    """The living instances, one for each (role, HTTP address, data-parallel rank).
+
+    Args:
+        life: seconds without a ping after which an instance is gone.
+    """
+
+    def __init__(self, life: float = LIFE, capacity: int = MAX_INSTANCES) -> None:
+        self._life = life
+        self._capacity = capacity
+        self._instances: dict[Key, Instance] = {}
+
+    def observe(self, ping: Ping, now: float) -> Instance | None:
+        """Takes one ping in. Returns the instance if it is new, or new again after a restart."""
+        newcomer = Instance(ping, now)
+        known = self._instances.get(newcomer.key)
+        if ping.leaving:
+            self._leave(known, ping)
+            return None
+        if known is not None and known.ping == ping:
+            known.last_seen = max(known.last_seen, now)
+            return None
+        if known is None and len(self._instances) >= self._capacity:
+            logger.warning("%s ignored: %d instances are known already", newcomer, self._capacity)
+            return None
+        self._instances[newcomer.key] = newcomer
+        logger.info("%s %s", newcomer, "registered" if known is None else "has restarted")
+        return newcomer
+
+    def _leave(self, known: Instance | None, ping: Ping) -> None:
+        """A goodbye counts for the incarnation that says it, not for its successor."""
+        if known is not None and goodbye(known.ping) == ping:
+            del self._instances[known.key]
+            logger.info("%s said goodbye", known)
+
+    def expire(self, now: float) -> list[Instance]:
+        """Removes and returns the instances whose life has ended."""
+        dead = [instance for instance in self._instances.values() if not self._alive(instance, now)]
+        for instance in dead:
+            del self._instances[instance.key]
+            logger.warning("%s removed: no ping for %.0f s", instance, self._life)
+        return dead
+
+    def unready(self) -> list[Instance]:
+        """Those whose /health has yet to answer."""
+        return [instance for instance in self._instances.values() if not instance.healthy]
+
+    def known(self, role: Role) -> list[Instance]:
+        return [instance for instance in self._instances.values() if instance.role == role]
+
+    def routable(self, role: Role, now: float) -> list[Instance]:
+        """Those that ping and are healthy."""
+        return [i for i in self.known(role) if i.healthy and self._alive(i, now)]
+
+    def _alive(self, instance: Instance, now: float) -> bool:
+        return now - instance.last_seen <= self._life

@@ -1,0 +1,135 @@
+"""What the client gets to see of D's answer: all of it, as it comes, except ids and addresses."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import aiohttp
+from aiohttp import web
+
+from .errors import error_event
+from .headers import Headers, to_client
+from .rewriter import Rewriter
+from .routing import Choice
+from .upstream import EVENT_STREAM, Reply
+
+logger = logging.getLogger(__name__)
+
+
+class ClientGone(Exception):
+    """The client's connection broke while we wrote to it."""
+
+
+@dataclass(frozen=True)
+class Scrubber:
+    """Takes out of an answer what names instances.
+
+    Attributes:
+        request_id: the id that the instances know this request by.
+        unique: what the client sees in its place.
+    """
+
+    choice: Choice
+    request_id: str
+    unique: str
+
+    def rewriter(self) -> Rewriter:
+        """For the body of a success, which is the model's: nothing but the id is replaced."""
+        return Rewriter(self.request_id.encode(), self.unique.encode())
+
+    def text(self, text: str) -> str:
+        """For headers and errors: the id and the addresses are replaced."""
+        text = text.replace(self.request_id, self.unique)
+        for name, instance in (("prefill", self.choice.prefill), ("decode", self.choice.decode)):
+            if instance is not None:
+                for address in (
+                    instance.ping.http_address,
+                    instance.ping.zmq_address,
+                    str(instance.zmq_address),
+                ):
+                    text = text.replace(address, f"({name} instance)")
+        return text
+
+    def headers(self, headers: Headers) -> Headers:
+        return type(headers)((name, self.text(value)) for name, value in headers.items())
+
+
+def refusal(reply: Reply, scrubber: Scrubber) -> web.Response:
+    """An instance's own error, with its status."""
+    headers = scrubber.headers(to_client(reply.headers))
+    body = scrubber.text(reply.body.decode("utf-8", "replace")).encode()
+    return web.Response(status=reply.status, headers=headers, body=body)
+
+
+class Relay:
+    """One successful answer on its way to the client; `run` it once.
+
+    Args:
+        head: the part of the answer's body that has been read already.
+
+    Attributes:
+        complete: the client has got all of it.
+    """
+
+    def __init__(
+        self, request: web.Request, answer: aiohttp.ClientResponse, head: bytes, scrubber: Scrubber
+    ) -> None:
+        self._request = request
+        self._answer = answer
+        self._head = head
+        self._rewriter = scrubber.rewriter()
+        self._response = web.StreamResponse(
+            status=answer.status, headers=scrubber.headers(to_client(answer.headers))
+        )
+        self._last_bytes = b""
+        self._why = "The decode instance died in the middle of its answer."
+        self.complete = False
+
+    def interrupt(self, why: str) -> None:
+        """Breaks the answer off with an error, for a reason that lies elsewhere."""
+        self._why = why
+        self._answer.close()
+
+    async def run(self) -> web.StreamResponse:
+        """Relays the answer to its end, or until either side breaks."""
+        try:
+            await self._send(self._rewriter.feed(self._head))
+            if await self._relay_rest():
+                await self._send(self._rewriter.flush())
+                self.complete = True
+            else:
+                await self._break_off()
+        except ClientGone:
+            logger.debug("a client left in the middle of its answer")
+        return self._response
+
+    async def _relay_rest(self) -> bool:
+        """Whether D's answer came to its end. Raises ClientGone."""
+        try:
+            async for chunk in self._answer.content.iter_any():
+                await self._send(self._rewriter.feed(chunk))
+        except (aiohttp.ClientError, OSError) as error:
+            logger.warning("an answer broke off: %s (%r)", self._why, error)
+            return False
+        return True
+
+    async def _send(self, data: bytes) -> None:
+        try:
+            if not self._response.prepared:
+                await self._response.prepare(self._request)
+            if data:
+                await self._response.write(data)
+        except (aiohttp.ClientError, OSError) as error:
+            raise ClientGone from error
+        self._last_bytes = (self._last_bytes + data)[-4:]
+
+    async def _break_off(self) -> None:
+        """An event stream ends with an error event. Any other body is left visibly unfinished."""
+        if self._answer.content_type != EVENT_STREAM:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            return
+        await self._send(self._rewriter.flush())
+        between_events = self._last_bytes.endswith((b"\n\n", b"\r\n\r\n"))
+        await self._send((b"" if between_events else b"\n\n") + error_event(502, self._why))

@@ -1,0 +1,127 @@
+"""One request to one instance, which can be ended at any moment."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import aiohttp
+from multidict import CIMultiDictProxy
+
+from .headers import Headers
+from .registry import Instance
+
+# vLLM's server closes a connection that was idle for 5 s; one that it may be closing is not used again.
+_KEEPALIVE_SECONDS = 3.0
+_CONNECT_SECONDS = 5.0
+# Errors, lists of models, P's single tokens; and comments before an event stream's first data.
+_MAX_WHOLE_BYTES = 64 << 20
+_MAX_WORDS_BYTES = 64 << 10
+
+EVENT_STREAM = "text/event-stream"
+
+
+def open_session() -> aiohttp.ClientSession:
+    """The one session of a proxy: a connection for every request, and no deadline on an answer."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=("User-Agent", "Accept"),
+    )
+
+
+class CallFailed(Exception):
+    """An instance gave no whole answer. The message is for the client; the log has the details."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A whole answer."""
+
+    status: int
+    headers: CIMultiDictProxy[str]
+    body: bytes
+
+    @property
+    def ok(self) -> bool:
+        return 200 <= self.status < 300
+
+
+class Refused(Exception):
+    """An instance answered, but not with success."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(f"it answered {reply.status}")
+        self.reply = reply
+
+
+class Call:
+    """One POST to one instance. Closing the connection is the way to abort it, so `close` does that.
+
+    Attributes:
+        instance: who is asked.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, instance: Instance, path: str) -> None:
+        self.instance = instance
+        self._session = session
+        self._url = instance.url + path
+        self._response: aiohttp.ClientResponse | None = None
+        self._cleanup = ExitStack()
+
+    async def open(self, body: bytes, headers: Headers) -> aiohttp.ClientResponse:
+        """Sends the request and waits for the answer's head. Raises CallFailed."""
+        self._cleanup.enter_context(self.instance.busy())
+        try:
+            self._response = await self._session.post(
+                self._url, data=body, headers=headers, allow_redirects=False
+            )
+        except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
+            self.instance.healthy = False  # until its /health answers again
+            raise CallFailed("could not be reached") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise CallFailed("closed the connection before it answered") from error
+        return self._response
+
+    async def whole(self, body: bytes, headers: Headers) -> Reply:
+        """The whole answer. Raises CallFailed, or Refused if it is no success."""
+        response = await self.open(body, headers)
+        reply = await read_whole(response)
+        if not reply.ok:
+            raise Refused(reply)
+        return reply
+
+    def close(self) -> None:
+        """Ends the call. A connection whose answer was read to its end is kept for others. Idempotent."""
+        if self._response is not None:
+            self._response.close()
+        self._cleanup.close()
+
+
+async def read_whole(response: aiohttp.ClientResponse) -> Reply:
+    """The rest of an answer. Raises CallFailed."""
+    body = bytearray()
+    try:
+        async for chunk in response.content.iter_any():
+            body += chunk
+            if len(body) > _MAX_WHOLE_BYTES:
+                raise CallFailed("answered with too many bytes")
+        return Reply(response.status, response.headers, bytes(body))
+    except (aiohttp.ClientError, OSError) as error:
+        raise CallFailed("died in the middle of its answer") from error
+
+
+async def first_words(response: aiohttp.ClientResponse) -> bytes:
+    """The start of a successful answer, as far as it proves that generation has begun: the first bytes,
+    or in an event stream everything up to the first data. Raises CallFailed if nothing comes."""
+    streamed = response.content_type == EVENT_STREAM
+    head = b""
+    try:
+        while chunk := await response.content.readany():
+            head += chunk
+            if not streamed or b"data:" in head or len(head) > _MAX_WORDS_BYTES:
+                return head
+    except (aiohttp.ClientError, OSError) as error:
+        raise CallFailed("died before its first token") from error
+    raise CallFailed("ended its answer without a token")
