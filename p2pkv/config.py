@@ -1,0 +1,352 @@
+"""Every option of p2pkv: its default, its unit, what it means; and the sentences for bad ones.
+
+Options are written in `--kv-transfer-config`, under `kv_connector_extra_config`. Old names of the
+connector that p2pkv succeeds are understood.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import math
+import os
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from p2pkv.pairing import Address, PairingError, normal_host
+
+Role = Literal["P", "D"]
+LinkChoice = Literal["auto", "nccl", "host"]
+Discovery = Literal["plain"]
+
+MIB = 1 << 20
+DEFAULT_KV_PORT = 21001
+SECRET_VARIABLE = "P2PKV_SECRET"
+
+_ROLES: dict[str, Role] = {"kv_producer": "P", "kv_consumer": "D"}
+
+
+class ConfigError(ValueError):
+    """An option that cannot be used: what was given, what was expected, what to do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How one instance runs. Numbers are checked when it is made; raises ConfigError."""
+
+    role: Role
+    """`P` (kv_role kv_producer: prefills and sends) or `D` (kv_consumer: receives and decodes)."""
+
+    host: str
+    """Default: the IP address that vLLM would choose. What this instance binds and advertises, so one
+    that its peers can reach; no wildcard."""
+
+    kv_port: int = DEFAULT_KV_PORT
+    """Default 21001; from kv_port beside the options. TCP port of rank 0; rank r listens on kv_port + r."""
+
+    proxy_ip: str | None = None
+    """Default none. Host of the proxy to register with; needs proxy_port and http_port."""
+
+    proxy_port: int | None = None
+    """Default none. TCP port of the proxy's discovery socket."""
+
+    http_port: int | None = None
+    """Default none. Port of this instance's HTTP API, advertised to the proxy."""
+
+    link: LinkChoice = "auto"
+    """Default auto. What carries the KV: `nccl` (GPUs), `host` (shared memory or TCP), or `auto`: the
+    best one that both ends of a pair have."""
+
+    staging_bytes: int = 64 * MIB
+    """Default 512 MiB with a GPU, 64 MiB without; bytes. Send and receive slots of one rank together:
+    what is in flight at once."""
+
+    chunk_bytes: int = 8 * MIB
+    """Default 8 MiB; bytes. What a message is filled up to; at most staging_bytes."""
+
+    lease_seconds: float = 30.0
+    """Default 30; seconds. A transfer that makes no progress for this long ends, and frees its pages."""
+
+    stall_seconds: float = 120.0
+    """Default 120; seconds. An engine that has work and stays this long in one step counts as hung."""
+
+    discovery: Discovery = "plain"
+    """Default plain. How the proxy is pinged: unencrypted, the only way of this version."""
+
+    max_links: int = 64
+    """Default 64; links. Idle ones beyond this number are closed."""
+
+    allow_insecure: bool = False
+    """Default false. Says that traffic off loopback may go unauthenticated and unencrypted; the note
+    about it is then a reminder instead of a warning to act on."""
+
+    whole_request: bool = False
+    """Default false. Announce the KV when the whole prompt is done instead of layer by layer: the
+    benchmark's baseline, slower."""
+
+    nccl_num_channels: int = 8
+    """Default 8; channels. Channels of each NCCL communicator; more of them take more GPU memory."""
+
+    notes: tuple[str, ...] = ()
+    """Not an option: what the person who wrote the options should read once at start, a sentence each."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "host", _own_host("host", self.host))
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ConfigError(f"{name} is {value}: expected {low} to {high}; choose a number in between")
+        if self.chunk_bytes > self.staging_bytes:
+            raise ConfigError(
+                f"chunk_bytes is {self.chunk_bytes} and staging_bytes only {self.staging_bytes}: expected a "
+                "chunk to fit; raise staging_bytes or lower chunk_bytes"
+            )
+        self._check_proxy()
+
+    def _check_proxy(self) -> None:
+        if (self.proxy_ip is None) != (self.proxy_port is None):
+            given, missing = ("proxy_ip", "proxy_port") if self.proxy_ip else ("proxy_port", "proxy_ip")
+            raise ConfigError(
+                f"{given} is set and {missing} is not: expected both, or neither; add {missing} to "
+                f"kv_connector_extra_config, or remove {given} to run without a proxy"
+            )
+        if self.proxy_ip is not None and self.http_port is None:
+            raise ConfigError(
+                "proxy_ip and proxy_port are set and http_port is not: the proxy must be told where to send "
+                "requests; add http_port, the number given to --port, to kv_connector_extra_config"
+            )
+
+    @property
+    def address(self) -> Address:
+        """Where rank 0 listens."""
+        return Address(self.host, self.kv_port)
+
+    @property
+    def proxy(self) -> Address | None:
+        """The proxy's discovery socket, or None to run without a proxy."""
+        if self.proxy_ip is None or self.proxy_port is None:
+            return None
+        return Address(self.proxy_ip, self.proxy_port)
+
+    @property
+    def http_address(self) -> Address | None:
+        """Where requests reach this instance, as the proxy is told; None without http_port."""
+        return None if self.http_port is None else Address(self.host, self.http_port)
+
+    @classmethod
+    def from_extra(
+        cls,
+        extra: Mapping[str, object],
+        *,
+        role: str,
+        kv_port: int | None,
+        default_host: str,
+        has_gpu: bool,
+        environ: Mapping[str, str] = os.environ,
+    ) -> Options:
+        """The options in `extra` (kv_connector_extra_config), defaults for the rest.
+
+        `role` is vLLM's kv_role; `kv_port` may be None for the default. null and "" stand for an
+        option that is not set. Raises ConfigError for whatever cannot be used.
+        """
+        given = {name: value for name, value in extra.items() if value is not None and value != ""}
+        _refuse_unknown(extra)
+        _refuse_security(given, environ)
+        values: dict[str, Any] = {"host": default_host, "staging_bytes": (512 if has_gpu else 64) * MIB}
+        values |= {name: read(name, given[name]) for name, read in _READERS.items() if name in given}
+        port = DEFAULT_KV_PORT if kv_port is None else _whole("kv_port", kv_port)
+        options = cls(role=_role(role), kv_port=port, **values)
+        if options.link == "nccl" and not has_gpu:
+            raise ConfigError(
+                "link is 'nccl', which needs a CUDA device, and there is none; use 'auto' or 'host'"
+            )
+        return replace(options, notes=(*_old_notes(given, options), *_notes(options)))
+
+
+_PORT = (1, 65535)
+_SECONDS = (0.001, 1e9)
+_RANGES: dict[str, tuple[float, float]] = {
+    "kv_port": _PORT,
+    "proxy_port": _PORT,
+    "http_port": _PORT,
+    "staging_bytes": (1024, 1 << 40),
+    "chunk_bytes": (1024, 1 << 30),
+    "lease_seconds": _SECONDS,
+    "stall_seconds": _SECONDS,
+    "max_links": (1, 1 << 16),
+    "nccl_num_channels": (1, 64),
+}
+
+
+_short = reprlib.Repr()
+_short.maxstring = 80
+
+
+def _shown(value: object) -> str:
+    return _short.repr(value)
+
+
+def _whole(name: str, value: object) -> int:
+    number = _number(name, value, "a whole number")
+    if number != int(number):
+        raise ConfigError(f"{name} is {_shown(value)}: expected a whole number; leave out the fraction")
+    return int(number)
+
+
+def _number(name: str, value: object, expected: str = "a number") -> float:
+    """An int stays one, however large; strings are read as numbers."""
+    try:
+        if isinstance(value, str):
+            number = float(value) if set(value) & set(".eEn") else int(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            number = value
+        else:
+            raise TypeError
+        if not math.isfinite(number):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(
+            f'{name} is {_shown(value)}: expected {expected}, as 8 or as "8"; correct it'
+        ) from None
+    return number
+
+
+def _flag(name: str, value: object) -> bool:
+    known = {"true": True, "false": False}
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in known:
+        return known[value.lower()]
+    raise ConfigError(f"{name} is {_shown(value)}: expected true or false; correct it")
+
+
+def _host(name: str, value: object) -> str:
+    try:
+        return normal_host(str(value))
+    except PairingError as error:
+        raise ConfigError(
+            f"{name}: {error}; write the host alone, its port is an option of its own"
+        ) from None
+
+
+def _own_host(name: str, value: object) -> str:
+    host = _host(name, value)
+    if host in ("0.0.0.0", "::"):
+        raise ConfigError(
+            f"{name} is {_shown(value)}: expected an address that peers can connect to, since it is "
+            "advertised to them; write this machine's own address"
+        )
+    return host
+
+
+def _one_of(*known: str) -> Callable[[str, object], str]:
+    def read(name: str, value: object) -> str:
+        if value in known:
+            return str(value)
+        raise ConfigError(
+            f"{name} is {_shown(value)}: expected one of {', '.join(known)}; choose one of them"
+        )
+
+    return read
+
+
+_READERS: dict[str, Callable[[str, object], object]] = {
+    "host": _own_host,
+    "proxy_ip": _host,
+    "proxy_port": _whole,
+    "http_port": _whole,
+    "link": _one_of("auto", "nccl", "host"),
+    "staging_bytes": _whole,
+    "chunk_bytes": _whole,
+    "lease_seconds": _number,
+    "stall_seconds": _number,
+    "discovery": _one_of("plain"),
+    "max_links": _whole,
+    "allow_insecure": _flag,
+    "whole_request": _flag,
+    "nccl_num_channels": _whole,
+}
+_OLD: dict[str, Callable[[str, object], object]] = {
+    "mem_pool_size_gb": _number,
+    "send_type": _one_of("PUT", "GET", "PUT_ASYNC"),
+}
+_KNOWN = (*_READERS, *_OLD, "secret_file")
+
+
+def _role(role: str) -> Role:
+    if role == "kv_both":
+        raise ConfigError(
+            "kv_role is 'kv_both': an instance of p2pkv either prefills or decodes; start one instance with "
+            "kv_producer and another one with kv_consumer"
+        )
+    if role not in _ROLES:
+        raise ConfigError(
+            f"kv_role is {_shown(role)}: expected kv_producer or kv_consumer; choose one of them"
+        )
+    return _ROLES[role]
+
+
+def _refuse_unknown(extra: Mapping[str, object]) -> None:
+    for name in extra:
+        if name not in _KNOWN:
+            closest = difflib.get_close_matches(name.lower(), _KNOWN, n=1, cutoff=0.0)[0]
+            raise ConfigError(
+                f"{_shown(name)} in kv_connector_extra_config is no option of p2pkv: did you mean "
+                f"{closest!r}? There are {', '.join(_KNOWN)}; correct or remove it"
+            )
+
+
+def _refuse_security(given: Mapping[str, object], environ: Mapping[str, str]) -> None:
+    """An option that promises secrecy must not be accepted and do nothing."""
+    asked = "secret_file" if "secret_file" in given else None
+    if environ.get(SECRET_VARIABLE):
+        asked = f"{SECRET_VARIABLE} in the environment"
+    if given.get("discovery") == "curve":
+        asked = "discovery 'curve'"
+    if asked is not None:
+        raise ConfigError(
+            f"{asked} asks for encryption, and this version of p2pkv does not encrypt or authenticate yet: "
+            "remove it, and keep the instances on loopback or on a network that only they can reach"
+        )
+
+
+def _old_notes(given: Mapping[str, object], options: Options) -> Iterator[str]:
+    values = {name: read(name, given[name]) for name, read in _OLD.items() if name in given}
+    if "mem_pool_size_gb" in values:
+        yield (
+            "mem_pool_size_gb is an option of the former connector and has no effect: there is no pool, a "
+            f"prompt's KV waits in P's own pages; what is in flight is bounded by staging_bytes "
+            f"({options.staging_bytes} here)"
+        )
+    if "send_type" in values:
+        yield (
+            f"send_type {values['send_type']} is an option of the former connector and has no effect: P "
+            "always pushes while the prefill runs; whole_request is the switch for pushing at the end instead"
+        )
+
+
+def _notes(options: Options) -> Iterator[str]:
+    if options.http_port is not None and options.proxy is None:
+        yield "http_port has no effect without proxy_ip and proxy_port: this instance registers with no proxy"
+    if _is_loopback(options.host):
+        return
+    plain = (
+        f"traffic to and from {options.address} is unauthenticated and unencrypted: whoever reaches it can "
+    )
+    if options.allow_insecure:
+        yield f"{plain}read and alter KV (allow_insecure is set)"
+    else:
+        yield (
+            f"{plain}read and alter KV; keep it on a network of its own, and set allow_insecure to say that "
+            "this is meant: a later version will refuse to start without it or a secret"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    """By its spelling alone: a name may mean anything."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

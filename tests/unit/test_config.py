@@ -1,0 +1,230 @@
+"""Options: defaults, numbers as strings, the former connector's names, and a sentence for each bad one."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2pkv import config
+from p2pkv.config import MIB, ConfigError, Options
+from p2pkv.pairing import Address
+
+
+def options(extra: dict[str, Any] | None = None, **changes: Any) -> Options:
+    arguments: dict[str, Any] = {
+        "role": "kv_producer",
+        "kv_port": None,
+        "default_host": "127.0.0.1",
+        "has_gpu": False,
+        "environ": {},
+    }
+    return Options.from_extra(extra or {}, **(arguments | changes))
+
+
+def refused(extra: dict[str, Any] | None = None, **changes: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        options(extra, **changes)
+    return str(caught.value)
+
+
+class TestDefaults:
+    def test_are_those_of_the_design(self) -> None:
+        made = options()
+        assert (made.role, made.address, made.proxy, made.http_address) == (
+            "P",
+            Address("127.0.0.1", 21001),
+            None,
+            None,
+        )
+        assert (made.link, made.discovery, made.max_links) == ("auto", "plain", 64)
+        assert (made.staging_bytes, made.chunk_bytes) == (64 * MIB, 8 * MIB)
+        assert (made.lease_seconds, made.stall_seconds) == (30, 120)
+        assert (made.allow_insecure, made.whole_request, made.notes) == (False, False, ())
+
+    def test_a_gpu_gets_more_staging(self) -> None:
+        assert options(has_gpu=True).staging_bytes == 512 * MIB
+        assert options({"staging_bytes": 16 * MIB}, has_gpu=True).staging_bytes == 16 * MIB
+
+    def test_null_and_empty_mean_not_set(self) -> None:
+        assert options({"proxy_ip": "", "proxy_port": "", "http_port": None, "host": None}) == options()
+
+    def test_every_field_says_what_it_is(self) -> None:
+        body = ast.parse(inspect.getsource(config)).body
+        (made,) = (node for node in body if isinstance(node, ast.ClassDef) and node.name == "Options")
+        said = {
+            node.target.id
+            for node, after in zip(made.body, made.body[1:], strict=False)
+            if isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+            and len(str(after.value.value)) > 20
+        }
+        assert said == {field.name for field in fields(Options)}
+
+    def test_frozen(self) -> None:
+        with pytest.raises(FrozenInstanceError):
+            options().kv_port = 5  # type: ignore[misc]
+
+
+class TestReading:
+    def test_numbers_may_be_strings(self) -> None:
+        extra = {
+            "host": "[::1]",
+            "proxy_ip": "127.0.0.1",
+            "proxy_port": "30001",
+            "http_port": "8100",
+            "staging_bytes": "33554432",
+            "chunk_bytes": 1048576.0,
+            "lease_seconds": "2.5",
+            "stall_seconds": 60,
+            "max_links": "8",
+            "whole_request": "True",
+            "allow_insecure": False,
+            "link": "host",
+            "discovery": "plain",
+        }
+        made = options(extra, role="kv_consumer", kv_port="22001")
+        assert (made.role, made.address) == ("D", Address("::1", 22001))
+        assert (made.proxy, made.http_address) == (Address("127.0.0.1", 30001), Address("::1", 8100))
+        assert (made.staging_bytes, made.chunk_bytes, made.max_links) == (32 * MIB, MIB, 8)
+        assert (made.lease_seconds, made.stall_seconds, made.link) == (2.5, 60, "host")
+        assert (made.whole_request, made.allow_insecure, made.notes) == (True, False, ())
+
+    @given(value=st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists))
+    @settings(deadline=None, max_examples=100)
+    def test_any_value_is_understood_or_refused(self, value: object) -> None:
+        for field in fields(Options):
+            if field.name not in ("role", "kv_port", "notes"):
+                try:
+                    options({field.name: value})
+                except ConfigError as error:
+                    assert field.name in str(error)
+
+
+class TestFormerNames:
+    def test_what_a_user_of_the_former_connector_wrote_still_works(self) -> None:
+        made = options(
+            {
+                "proxy_ip": "127.0.0.1",
+                "proxy_port": "30001",
+                "http_port": "20001",
+                "send_type": "PUT_ASYNC",
+                "nccl_num_channels": "16",
+                "mem_pool_size_gb": "32",
+            }
+        )
+        assert (made.proxy, made.nccl_num_channels) == (Address("127.0.0.1", 30001), 16)
+        assert len(made.notes) == 2
+        assert "mem_pool_size_gb" in made.notes[0] and "staging_bytes" in made.notes[0]
+        assert "send_type" in made.notes[1] and "whole_request" in made.notes[1]
+
+    def test_bad_values_of_former_names(self) -> None:
+        assert "PUT_ASYNC" in refused({"send_type": "SHOVE"})
+        assert "mem_pool_size_gb is 'lots'" in refused({"mem_pool_size_gb": "lots"})
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("name", "closest"),
+        [("stagin_bytes", "staging_bytes"), ("proxyport", "proxy_port"), ("LINK", "link")],
+    )
+    def test_unknown_names(self, name: str, closest: str) -> None:
+        for value in (None, 5):
+            said = refused({name: value})
+            assert repr(name) in said and f"did you mean {closest!r}" in said
+
+    @pytest.mark.parametrize("name", ["proxy_port", "http_port"])
+    @pytest.mark.parametrize("value", [0, -1, 65536, "70000"])
+    def test_ports_out_of_range(self, name: str, value: object) -> None:
+        extra = {"proxy_ip": "127.0.0.1", "proxy_port": 1, "http_port": 1} | {name: value}
+        assert f"{name} is {value}: expected 1 to 65535" in refused(extra)
+
+    def test_ports_that_are_no_number(self) -> None:
+        for value in ("eighty", "80.5", True, [80], "nan", float("inf"), 10**400, "9" * 5000):
+            for said in (refused({"http_port": value}), refused(kv_port=value)):
+                assert re.match("(http|kv)_port is .*: expected", said)
+                assert len(said) < 200
+
+    def test_kv_port_out_of_range(self) -> None:
+        assert "kv_port is 65536: expected 1 to 65535" in refused(kv_port=65536)
+
+    @pytest.mark.parametrize("name", ["lease_seconds", "stall_seconds"])
+    @pytest.mark.parametrize("value", [0, -3, "-1", "inf", "soon"])
+    def test_seconds(self, name: str, value: object) -> None:
+        assert refused({name: value}).startswith(f"{name} is ")
+
+    def test_half_a_proxy(self) -> None:
+        assert "proxy_ip is set and proxy_port is not" in refused({"proxy_ip": "127.0.0.1", "http_port": 1})
+        assert "proxy_port is set and proxy_ip is not" in refused({"proxy_port": 30001, "http_port": 1})
+        assert "http_port is not" in refused({"proxy_ip": "127.0.0.1", "proxy_port": 30001})
+
+    def test_http_port_alone_is_pointed_out(self) -> None:
+        (note,) = options({"http_port": 8100}).notes
+        assert "no proxy" in note
+
+    def test_chunks_must_fit_into_staging(self) -> None:
+        said = refused({"staging_bytes": MIB, "chunk_bytes": 2 * MIB})
+        assert str(MIB) in said and str(2 * MIB) in said
+
+    def test_links(self) -> None:
+        assert "expected one of auto, nccl, host" in refused({"link": "rdma"})
+        assert "needs a CUDA device" in refused({"link": "nccl"})
+        assert options({"link": "nccl"}, has_gpu=True).link == "nccl"
+
+    @pytest.mark.parametrize(
+        ("role", "told"),
+        [("kv_both", "either prefills or decodes"), ("", "expected kv_producer"), ("P", "kv_role is 'P'")],
+    )
+    def test_roles(self, role: str, told: str) -> None:
+        assert told in refused(role=role)
+
+    @pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]"])
+    def test_a_wildcard_cannot_be_advertised(self, host: str) -> None:
+        assert "advertised" in refused({"host": host})
+
+    @pytest.mark.parametrize("host", ["a b", "10.0.0.1:5", "300.1.1.1", 7.5])
+    def test_hosts(self, host: object) -> None:
+        assert refused({"host": host}).startswith("host: ")
+
+    def test_made_by_hand_it_checks_itself_too(self) -> None:
+        assert Options(role="D", host="LOCALHOST").address == Address("localhost", 21001)
+        with pytest.raises(ConfigError, match="max_links is 0"):
+            Options(role="D", host="localhost", max_links=0)
+
+
+class TestSecurity:
+    @pytest.mark.parametrize(
+        ("extra", "environ", "name"),
+        [
+            ({"secret_file": "/etc/p2pkv"}, {}, "secret_file"),
+            ({}, {"P2PKV_SECRET": "hush"}, "P2PKV_SECRET"),
+            ({"discovery": "curve"}, {}, "curve"),
+        ],
+    )
+    def test_what_would_do_nothing_is_refused(
+        self, extra: dict[str, Any], environ: dict[str, str], name: str
+    ) -> None:
+        said = refused(extra, environ=environ)
+        assert name in said and "does not encrypt" in said
+        assert "hush" not in said
+
+    def test_off_loopback_is_said_plainly(self) -> None:
+        (warned,) = options(default_host="10.0.0.1").notes
+        assert "10.0.0.1:21001 is unauthenticated" in warned and "set allow_insecure" in warned
+        (reminded,) = options({"allow_insecure": True}, default_host="10.0.0.1").notes
+        assert "unauthenticated" in reminded and "set allow_insecure" not in reminded
+
+    @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+    def test_loopback_needs_no_note(self, host: str) -> None:
+        assert options({"host": host}).notes == ()
+
+    def test_a_name_is_not_taken_for_loopback(self) -> None:
+        assert len(options({"host": "localhost.example"}).notes) == 1
