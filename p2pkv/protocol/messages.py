@@ -262,10 +262,18 @@ def encode(message: AnyMessage) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> AnyMessage:
-    """The message in `data`. Raises BadMessage, and nothing else, for whatever is not one."""
+    """The message in `data`. Raises BadMessage, and nothing else, for whatever is not one.
+
+    Every message has one form only, so that nobody reads two messages out of the same bytes.
+    """
     if len(data) > MAX_MESSAGE_BYTES:
         raise BadMessage(f"a control message of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")
     try:
-        return _decoder.decode(data)
+        message = _decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
-        raise BadMessage(f"not a p2pkv message: {error}") from None
+        raise BadMessage(f"not a p2pkv message: {str(error)[:200]}") from None
+    if encode(message) != data:
+        raise BadMessage(
+            f"a {type(message).__name__} in another form than p2pkv writes: is a field there twice?"
+        )
+    return message

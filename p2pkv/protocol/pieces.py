@@ -35,7 +35,8 @@ class Window:
         assert self.layer < self.layer_stop and self.unit > 0 and self.row > 0
         if self.start % self.unit:
             raise RemoteProtocolError(
-                f"tokens from {self.start} on are wanted, but rows of this cache begin at multiples of {self.unit}"
+                f"tokens from {self.start} on are wanted, "
+                f"but rows of this cache begin at multiples of {self.unit}"
             )
 
     @property
@@ -128,7 +129,7 @@ class Cutter:
     def _fit(self, piece: Piece, room: int, first: bool) -> Piece | None:
         """The largest part of `piece` that fits: whole layers, or else some units of one layer."""
         units = (piece.stop - piece.start) // self.window.unit
-        layers = min(piece.layer_stop - piece.layer, room // (units * self.window.row))
+        layers = min(piece.layer_stop - piece.layer, max(0, room) // (units * self.window.row))
         if layers:
             return Piece(piece.layer, piece.layer + layers, piece.start, piece.stop)
         if not first:
@@ -159,30 +160,38 @@ class Coverage:
     def __init__(self, window: Window) -> None:
         self.window = window
         self.left = window.nbytes
-        self._taken: list[list[tuple[int, int]]] = [[] for _ in range(window.layer_stop - window.layer)]
+        self._taken = [0] * (window.layer_stop - window.layer)
+        """For each layer, a bit for each unit: so a peer cannot make it grow."""
 
     def reserve(self, pieces: tuple[Piece, ...]) -> int:
         """Note announced pieces; bytes of them. Raises RemoteProtocolError for foreign or repeated rows."""
         total = self.window.check(pieces)
         for done, piece in enumerate(pieces):
-            if any(self._overlaps(layer, piece) for layer in range(piece.layer, piece.layer_stop)):
+            rows, layers = self._rows(piece), self._layers(piece)
+            if any(self._taken[layer] & rows for layer in layers):
                 self.give_back(pieces[:done])
                 raise RemoteProtocolError(f"{piece} was announced twice")
-            for layer in range(piece.layer, piece.layer_stop):
-                self._taken[layer - self.window.layer].append((piece.start, piece.stop))
+            for layer in layers:
+                self._taken[layer] |= rows
         return total
 
     def give_back(self, pieces: tuple[Piece, ...]) -> None:
         """These pieces came void: they may be announced again."""
         for piece in pieces:
-            for layer in range(piece.layer, piece.layer_stop):
-                self._taken[layer - self.window.layer].remove((piece.start, piece.stop))
+            rows = self._rows(piece)
+            for layer in self._layers(piece):
+                assert self._taken[layer] & rows == rows
+                self._taken[layer] ^= rows
 
     def filled(self, nbytes: int) -> None:
         """So many bytes have been scattered."""
         self.left -= nbytes
         assert self.left >= 0
 
-    def _overlaps(self, layer: int, piece: Piece) -> bool:
-        spans = self._taken[layer - self.window.layer]
-        return any(start < piece.stop and piece.start < stop for start, stop in spans)
+    def _layers(self, piece: Piece) -> range:
+        return range(piece.layer - self.window.layer, piece.layer_stop - self.window.layer)
+
+    def _rows(self, piece: Piece) -> int:
+        first = (piece.start - self.window.start) // self.window.unit
+        count = (piece.stop - piece.start) // self.window.unit
+        return ((1 << count) - 1) << first

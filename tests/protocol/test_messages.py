@@ -1,0 +1,262 @@
+"""Bytes from the network: a message of the protocol, or BadMessage; never anything else."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import inspect
+
+from p2pkv.protocol import messages
+from p2pkv.protocol.messages import (
+    MAX_MESSAGE_BYTES,
+    AnyMessage,
+    BadMessage,
+    Cancel,
+    Chunk,
+    Piece,
+    Report,
+    Waiting,
+    decode,
+    encode,
+)
+
+budget = settings(deadline=None, max_examples=100)
+KINDS: tuple[type[Any], ...] = get_args(AnyMessage)
+HUGE = {
+    "array": b"\xdd\xff\xff\xff\xff",
+    "map": b"\xdf\xff\xff\xff\xff",
+    "str": b"\xdb\xff\xff\xff\xff",
+    "bin": b"\xc6\xff\xff\xff\xff",
+    "ext": b"\xc9\xff\xff\xff\xff\x01",
+    "int": b"\xcf\xff\xff\xff\xff\xff\xff\xff\xff",
+    "negative": b"\xd3\x80\x00\x00\x00\x00\x00\x00\x00",
+    "never used": b"\xc1",
+    "1,000 arrays": b"\x91" * 1000 + b"\x90",
+    "1,000 maps": b"\x81\xa1k" * 1000 + b"\x80",
+    "100,000 arrays": b"\x91" * 100_000 + b"\x90",
+}
+
+
+def values(info: inspect.Type) -> st.SearchStrategy[Any]:
+    """What the declared type allows, as msgspec itself reads the declaration."""
+    match info:
+        case inspect.IntType(ge=ge, le=le):
+            return st.integers(-(1 << 63) if ge is None else ge, (1 << 63) - 1 if le is None else le)
+        case inspect.StrType(min_length=low, max_length=high):
+            return st.text(max_size=min(20, high or 20), min_size=low or 0)
+        case inspect.BytesType(max_length=high):
+            return st.binary(max_size=min(20, high or 20))
+        case inspect.BoolType():
+            return st.booleans()
+        case inspect.FloatType():
+            return st.floats()
+        case inspect.LiteralType(values=allowed):
+            return st.sampled_from(allowed)
+        case inspect.VarTupleType(item_type=item, min_length=low):
+            return st.lists(values(item), min_size=low or 0, max_size=4).map(tuple)
+        case inspect.TupleType(item_types=items):
+            return st.tuples(*map(values, items))
+        case inspect.DictType(key_type=key, value_type=value):
+            return st.dictionaries(values(key), values(value), max_size=4)
+        case inspect.UnionType(types=types):
+            return st.one_of(*map(values, types))
+        case inspect.StructType(cls=cls, fields=fields):
+            return st.builds(cls, *(values(field.type) for field in fields))
+    raise AssertionError(f"messages have a type that this test does not know: {info}")
+
+
+any_message: st.SearchStrategy[AnyMessage] = st.one_of(*(values(inspect.type_info(kind)) for kind in KINDS))
+
+
+def example(kind: type[Any]) -> AnyMessage:
+    """One valid message of this kind, the same each time."""
+    return _least(inspect.type_info(kind))  # type: ignore[no-any-return]
+
+
+def _least(info: inspect.Type) -> Any:
+    match info:
+        case inspect.IntType(ge=ge):
+            return ge or 0
+        case inspect.StrType(min_length=low):
+            return "x" * max(1, low or 0)
+        case inspect.BytesType():
+            return b"x"
+        case inspect.BoolType():
+            return True
+        case inspect.LiteralType(values=allowed):
+            return allowed[0]
+        case inspect.VarTupleType(item_type=item):
+            return (_least(item),)
+        case inspect.TupleType(item_types=items):
+            return tuple(map(_least, items))
+        case inspect.DictType():
+            return {"a": 1, "b": 2.5, "c": "d"}
+        case inspect.StructType(cls=cls, fields=fields):
+            return cls(*(_least(field.type) for field in fields))
+    raise AssertionError(f"messages have a type that this test does not know: {info}")
+
+
+def raw(message: AnyMessage) -> dict[str, bytes]:
+    """The fields of a message and the bytes of their values, in order; the tag is the first."""
+    packed: dict[str, msgspec.Raw] = msgspec.msgpack.decode(encode(message), type=dict[str, msgspec.Raw])
+    return {name: bytes(value) for name, value in packed.items()}
+
+
+def join(fields: list[tuple[str, bytes]]) -> bytes:
+    assert len(fields) < 16
+    return bytes([0x80 + len(fields)]) + b"".join(
+        msgspec.msgpack.encode(name) + value for name, value in fields
+    )
+
+
+def parse(data: bytes) -> AnyMessage | None:
+    """The message, or None if it is refused in the one way that is allowed."""
+    try:
+        message = decode(data)
+    except BadMessage as error:
+        assert len(str(error)) < 400
+        return None
+    assert encode(message) == data
+    return message
+
+
+@given(any_message)
+@budget
+def test_every_message_survives_the_wire(message: AnyMessage) -> None:
+    data = encode(message)
+    again = decode(memoryview(data))
+    assert type(again) is type(message) and encode(again) == data
+    if not isinstance(message, Report):  # a NaN is not equal to itself
+        assert again == message
+
+
+@given(any_message)
+@budget
+def test_every_truncation_is_refused(message: AnyMessage) -> None:
+    data = encode(message)
+    assert [parse(data[:length]) for length in range(len(data))] == [None] * len(data)
+    assert parse(data + b"\x00") is None and parse(data + data) is None
+
+
+@given(any_message, st.data())
+@budget
+def test_mutations_are_messages_or_refused(message: AnyMessage, data: st.DataObject) -> None:
+    wire = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, max(0, len(wire) - 1)))
+        match data.draw(st.sampled_from(["set", "insert", "delete", "double"])):
+            case "set":
+                wire[at : at + 1] = bytes([data.draw(st.integers(0, 255))])
+            case "insert":
+                wire[at:at] = data.draw(
+                    st.one_of(st.binary(max_size=8), st.sampled_from(sorted(HUGE.values())))
+                )
+            case "delete":
+                del wire[at : at + data.draw(st.integers(1, 8))]
+            case "double":
+                wire[at:at] = wire[at : at + 12]
+    parse(bytes(wire))
+
+
+@given(st.binary(max_size=200))
+@budget
+def test_noise_is_refused(data: bytes) -> None:
+    assert parse(data) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tag_is_the_name_of_the_class(kind: type[Any]) -> None:
+    message = example(kind)
+    assert parse(encode(message)) == message
+    assert next(iter(raw(message).items())) == ("t", msgspec.msgpack.encode(kind.__name__))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_field_is_needed_once_and_no_other_is_known(kind: type[Any]) -> None:
+    fields = list(raw(example(kind)).items())
+    assert parse(join(fields)) is not None
+    for index, field in enumerate(fields):
+        assert parse(join([*fields[:index], *fields[index + 1 :]])) is None, f"without {field[0]}"
+        assert parse(join([*fields, field])) is None, f"twice {field[0]}"
+    assert parse(join([*fields, ("another", b"\x01")])) is None
+    assert parse(join([("t", msgspec.msgpack.encode("Shutdown")), *fields[1:]])) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("what", HUGE)
+def test_huge_and_deep_values_are_refused_wherever_they_stand(kind: type[Any], what: str) -> None:
+    fields = list(raw(example(kind)).items())
+    for index, (name, _) in enumerate(fields):
+        assert parse(join([*fields[:index], (name, HUGE[what]), *fields[index + 1 :]])) is None, name
+    assert parse(join([("another", HUGE[what]), *fields])) is None
+    assert parse(HUGE[what]) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_bound_is_kept(kind: type[Any]) -> None:
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType)
+    message = example(kind)
+    for field in info.fields:
+        for beyond in _beyond(field.type):
+            broken = msgspec.structs.replace(message, **{field.name: beyond})
+            assert parse(encode(broken)) is None, f"{field.name} = {str(beyond)[:40]}"
+
+
+def _beyond(info: inspect.Type) -> list[Any]:
+    """Values just outside of what is declared; every number and every length must be declared."""
+    match info:
+        case inspect.IntType(ge=int() as ge, le=int() as le):
+            return [ge - 1, le + 1]
+        case inspect.StrType(max_length=int() as high):
+            return ["x" * (high + 1)]
+        case inspect.BytesType(max_length=int() as high):
+            return [b"x" * (high + 1)]
+        case inspect.VarTupleType(item_type=item, max_length=int() as high, min_length=low):
+            inner = [(value,) for value in _beyond(item)]
+            return [*inner, (_least(item),) * (high + 1), *([()] if low else [])]
+        case inspect.TupleType(item_types=items):
+            least = tuple(map(_least, items))
+            return [
+                (*least[:at], value, *least[at + 1 :])
+                for at, item in enumerate(items)
+                for value in _beyond(item)
+            ]
+        case inspect.StructType(fields=fields) as struct:
+            least = _least(struct)
+            return [
+                msgspec.structs.replace(least, **{field.name: value})
+                for field in fields
+                for value in _beyond(field.type)
+            ]
+        case inspect.DictType(key_type=key):
+            return [{value: 1} for value in _beyond(key)] + [{"a": None}, {1: 1}]
+        case inspect.BoolType() | inspect.LiteralType():
+            return [None, 7]
+    raise AssertionError(f"a field without bounds: {info}")
+
+
+def test_pieces_are_bounded_in_number_and_messages_in_size() -> None:
+    most = Chunk("k", 1, 1, 1, (Piece(1 << 20, 1 << 20, 1 << 40, 1 << 40),) * messages.MAX_PIECES)
+    assert len(encode(most)) < MAX_MESSAGE_BYTES and parse(encode(most)) == most
+    large = Report({"x": "y" * (MAX_MESSAGE_BYTES - 100)})
+    assert parse(encode(large)) == large
+    with pytest.raises(BadMessage, match=f"of {MAX_MESSAGE_BYTES + 1} bytes exceeds {MAX_MESSAGE_BYTES}"):
+        decode(b"\x00" * (MAX_MESSAGE_BYTES + 1))
+
+
+def test_what_is_refused_is_not_repeated_at_length() -> None:
+    with pytest.raises(BadMessage) as error:
+        decode(join([*raw(example(Cancel)).items(), ("x" * 100_000, b"\x01")]))
+    assert len(str(error.value)) < 300
+
+
+def test_numbers_in_a_longer_form_than_needed_are_refused() -> None:
+    fields = raw(example(Waiting)) | {"transfers": b"\x91\x92\xa1k\xcd\x00\x07"}
+    assert parse(join(list(fields.items()))) is None
+    fields["transfers"] = b"\x91\x92\xa1k\x07"
+    assert parse(join(list(fields.items()))) == Waiting((("k", 7),))
