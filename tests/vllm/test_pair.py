@@ -1,0 +1,199 @@
+"""A pair of real servers answers as a single server does, from KV that really moved."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from vllm_support import (
+    BLOCK,
+    CHUNK,
+    MODEL_NAME,
+    Fleet,
+    Traffic,
+    ask_all,
+    assert_at_rest,
+    assert_same,
+    kv_bytes,
+    tokens,
+)
+
+from p2pkv.cli import answers, client
+
+DISPATCHES = ("concurrent", "sequential")
+LENGTHS = {
+    "one-token": 1,
+    "block-1": BLOCK - 1,
+    "block": BLOCK,
+    "block+1": BLOCK + 1,
+    "three-chunks": 2 * CHUNK + CHUNK // 2,
+}
+
+each_dispatch = pytest.mark.parametrize("dispatch", DISPATCHES)
+
+
+@pytest.fixture(autouse=True)
+def left_as_found(fleet: Fleet) -> Iterator[None]:
+    """After every test P and D hold nothing."""
+    yield
+    assert_at_rest(fleet)
+
+
+def assert_moved(traffic: Traffic, *spans: tuple[int, int]) -> None:
+    """What D wrote are the tokens [first, past) of each span, or at most the whole blocks around them."""
+    least = sum(kv_bytes(*span) for span in spans)
+    most = sum(kv_bytes(*span, whole_blocks=True) for span in spans)
+    assert traffic.scattered(at_least=least) <= most
+
+
+@each_dispatch
+@pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS.keys())
+def test_a_prompt_of_each_length(fleet: Fleet, dispatch: str, length: int) -> None:
+    prompt = tokens(length, f"length {length} {dispatch}")
+    traffic = Traffic(fleet)
+    pair = answers.complete(fleet.proxy(dispatch).base_url, MODEL_NAME, prompt)
+    assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt), pair)
+    # D computes the last token by itself.
+    assert_moved(traffic, (0, length - 1))
+
+
+@each_dispatch
+def test_a_prompt_half_cached_on_p(fleet: Fleet, dispatch: str) -> None:
+    length = 2 * CHUNK + CHUNK // 2
+    prompt = tokens(length, f"cached on P {dispatch}")
+    answers.complete(fleet.p.base_url, MODEL_NAME, prompt[: 5 * BLOCK], max_tokens=1)
+    traffic = Traffic(fleet)
+    hits = client.metrics(fleet.p.base_url)["vllm:prefix_cache_hits_total"]
+    pair = answers.complete(fleet.proxy(dispatch).base_url, MODEL_NAME, prompt)
+    assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt), pair)
+    assert_moved(traffic, (0, length - 1))
+    assert client.metrics(fleet.p.base_url)["vllm:prefix_cache_hits_total"] - hits >= 4 * BLOCK
+
+
+@each_dispatch
+def test_a_prompt_half_cached_on_d(fleet: Fleet, dispatch: str) -> None:
+    length = 2 * CHUNK + CHUNK // 2
+    cached = 5 * BLOCK
+    prompt = tokens(length, f"cached on D {dispatch}")
+    answers.complete(fleet.d.base_url, MODEL_NAME, [*prompt[:cached], 299], max_tokens=1)
+    traffic = Traffic(fleet)
+    pair = answers.complete(fleet.proxy(dispatch).base_url, MODEL_NAME, prompt)
+    assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt), pair)
+    assert_moved(traffic, (cached, length - 1))
+
+
+@each_dispatch
+def test_the_same_prompt_again_moves_only_what_d_forgot(fleet: Fleet, dispatch: str) -> None:
+    length = 3 * BLOCK + 5
+    prompt = tokens(length, f"again {dispatch}")
+    first = answers.complete(fleet.proxy(dispatch).base_url, MODEL_NAME, prompt)
+    traffic = Traffic(fleet)
+    second = answers.complete(fleet.proxy(dispatch).base_url, MODEL_NAME, prompt)
+    assert_same(first, second)
+    assert_moved(traffic, (3 * BLOCK, length - 1))
+
+
+@each_dispatch
+def test_a_list_of_prompts(fleet: Fleet, dispatch: str) -> None:
+    lengths = (BLOCK + 3, CHUNK + 7, 9)
+    prompts = [tokens(length, f"list {length} {dispatch}") for length in lengths]
+    traffic = Traffic(fleet)
+    pair = answers.complete(fleet.proxy(dispatch).base_url, MODEL_NAME, prompts)
+    assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompts), pair)
+    assert_moved(traffic, *((0, length - 1) for length in lengths))
+
+
+@each_dispatch
+def test_two_children_of_one_prompt(fleet: Fleet, dispatch: str) -> None:
+    prompt = tokens(CHUNK + 40, f"children {dispatch}")
+    # vLLM refuses n > 1 with temperature 0; top_k 1 is as greedy.
+    children = {"n": 2, "temperature": 1.0, "top_k": 1}
+    traffic = Traffic(fleet)
+    pair = answers.complete(fleet.proxy(dispatch).base_url, MODEL_NAME, prompt, **children)
+    single = answers.complete(fleet.single.base_url, MODEL_NAME, prompt, **children)
+    assert len(pair) == 2
+    assert_same(single, pair)
+    # The first child loads, its sibling takes D's prefix cache.
+    assert_moved(traffic, (0, len(prompt) - 1))
+
+
+@each_dispatch
+def test_chat(fleet: Fleet, dispatch: str) -> None:
+    story = "".join(chr(97 + token % 26) for token in tokens(200, f"chat {dispatch}"))
+    messages = [{"role": "user", "content": story}]
+    traffic = Traffic(fleet)
+    pair = answers.chat(fleet.proxy(dispatch).base_url, MODEL_NAME, messages)
+    assert_same(answers.chat(fleet.single.base_url, MODEL_NAME, messages), pair)
+    assert traffic.scattered(at_least=kv_bytes(0, 2 * BLOCK)) > 0
+
+
+@each_dispatch
+def test_streaming(fleet: Fleet, dispatch: str) -> None:
+    prompt = tokens(CHUNK + 11, f"stream {dispatch}")
+    (single,) = answers.complete(fleet.single.base_url, MODEL_NAME, prompt)
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 16, **answers.GREEDY}
+    traffic = Traffic(fleet)
+    events = list(client.stream(f"{fleet.proxy(dispatch).base_url}/v1/completions", body))
+    choices = [event["choices"][0] for event in events if event["choices"]]
+    assert len(choices) > 1, "the answer came in one piece"
+    streamed = answers.Answer(
+        text="".join(choice["text"] for choice in choices),
+        tokens=tuple(token for choice in choices for token in choice["token_ids"]),
+        margins=single.margins,
+    )
+    assert_same([single], [streamed])
+    assert_moved(traffic, (0, len(prompt) - 1))
+
+
+@each_dispatch
+def test_32_requests_at_once(fleet: Fleet, dispatch: str) -> None:
+    lengths = [7 + 23 * index % 300 for index in range(32)]
+    prompts = [tokens(length, f"crowd {index} {dispatch}") for index, length in enumerate(lengths)]
+    traffic = Traffic(fleet)
+    pair = ask_all(fleet.proxy(dispatch).base_url, prompts, at_once=32)
+    assert_same(ask_all(fleet.single.base_url, prompts, at_once=32), pair)
+    assert_moved(traffic, *((0, length - 1) for length in lengths))
+
+
+PARAMS = {
+    "plain": ({}, {}),
+    # What routers of the NIXL style add to the bodies of P and of D.
+    "nixl-style": (
+        {
+            "kv_transfer_params": {
+                "do_remote_decode": True,
+                "do_remote_prefill": False,
+                "remote_engine_id": None,
+            }
+        },
+        {"kv_transfer_params": None},
+    ),
+    # What vllm-router adds in its MoRIIO mode.
+    "transfer-id": (
+        {"kv_transfer_params": {"do_remote_decode": True, "transfer_id": "tx-4be1f0"}},
+        {"kv_transfer_params": {"do_remote_prefill": True, "transfer_id": "tx-4be1f0"}},
+    ),
+}
+
+
+@pytest.mark.parametrize(("on_p", "on_d"), PARAMS.values(), ids=PARAMS.keys())
+def test_p_to_its_end_then_d_by_hand(
+    fleet: Fleet, on_p: dict[str, object], on_d: dict[str, object], request: pytest.FixtureRequest
+) -> None:
+    prompt = tokens(CHUNK + 60, f"by hand {request.node.name}")
+    pair_id = f"___prefill_addr_{fleet.p.zmq_address}___decode_addr_{fleet.d.zmq_address}_{uuid.uuid4().hex}"
+    headers = {"X-Request-Id": pair_id}
+    traffic = Traffic(fleet)
+    answers.complete(fleet.p.base_url, MODEL_NAME, prompt, max_tokens=1, headers=headers, **on_p)
+    pair = answers.complete(fleet.d.base_url, MODEL_NAME, prompt, headers=headers, **on_d)
+    assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt), pair)
+    assert_moved(traffic, (0, len(prompt) - 1))
+
+
+def test_a_request_without_a_pair_is_served_by_d_alone(fleet: Fleet) -> None:
+    prompt = tokens(CHUNK + 5, "no pair")
+    traffic = Traffic(fleet)
+    local = answers.complete(fleet.d.base_url, MODEL_NAME, prompt)
+    assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt), local)
+    assert traffic.scattered(at_least=0) == 0

@@ -1,0 +1,201 @@
+"""The servers that the end-to-end tests share, and what the tests ask of them."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import zmq
+
+from p2pkv.cli import answers, client
+from p2pkv.cli.answers import Answer
+from p2pkv.cli.processes import ServerProcess, free_ports, wait_until
+from p2pkv.cli.servers import LOOPBACK, ProxyServer, VllmServer
+from p2pkv.cli.tiny_model import TinyLlama
+
+MODEL_NAME = "tiny"
+MODEL = TinyLlama()
+BLOCK = 32
+CHUNK = 128
+"""Prompt tokens that an instance computes in one step."""
+
+SETTINGS = (
+    *("--served-model-name", MODEL_NAME, "--dtype", MODEL.dtype, "--max-model-len", "2048"),
+    *("--block-size", str(BLOCK), "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "64"),
+    "--enable-prefix-caching",
+)
+
+
+class PingRelay:
+    """Takes the pings of instances and passes each on to several proxies, unchanged.
+
+    An instance pings one address; with this in between, two proxies know the same instances.
+    """
+
+    def __init__(self, proxies: Sequence[tuple[str, int]]) -> None:
+        self.port = free_ports()
+        self._proxies = proxies
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ping relay", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(5.0)
+
+    def _run(self) -> None:
+        with zmq.Context() as context, ExitStack() as stack:
+            router = stack.enter_context(context.socket(zmq.ROUTER))
+            router.bind(f"tcp://{LOOPBACK}:{self.port}")
+            out = []
+            for host, port in self._proxies:
+                dealer = stack.enter_context(context.socket(zmq.DEALER))
+                dealer.linger = 0
+                dealer.connect(f"tcp://{host}:{port}")
+                out.append(dealer)
+            while not self._stop.is_set():
+                if router.poll(100):
+                    _identity, ping = router.recv_multipart()
+                    for dealer in out:
+                        dealer.send(ping)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """One P, one D, a proxy of each dispatch over the two, and a single server that knows the answers."""
+
+    p: VllmServer
+    d: VllmServer
+    single: VllmServer
+    concurrent: ProxyServer
+    sequential: ProxyServer
+
+    @property
+    def servers(self) -> tuple[ServerProcess, ...]:
+        return self.p, self.d, self.single, self.concurrent, self.sequential
+
+    def proxy(self, dispatch: str) -> ProxyServer:
+        return {"concurrent": self.concurrent, "sequential": self.sequential}[dispatch]
+
+
+def start_fleet(model: Path, logs: Path, stack: ExitStack) -> Fleet:
+    """Start all five side by side and wait until each serves; `stack` stops them."""
+    concurrent = ProxyServer(dispatch="concurrent", log_path=logs / "proxy-concurrent.log")
+    sequential = ProxyServer(dispatch="sequential", log_path=logs / "proxy-sequential.log")
+    relay = stack.enter_context(PingRelay([concurrent.discovery, sequential.discovery]))
+    discovery = (LOOPBACK, relay.port)
+    fleet = Fleet(
+        VllmServer(model, role="P", proxy=discovery, extra_args=SETTINGS, name="P", log_path=logs / "P.log"),
+        VllmServer(model, role="D", proxy=discovery, extra_args=SETTINGS, name="D", log_path=logs / "D.log"),
+        VllmServer(model, extra_args=SETTINGS, name="single", log_path=logs / "single.log"),
+        concurrent,
+        sequential,
+    )
+    for server in fleet.servers:
+        stack.enter_context(server)
+    for server in fleet.servers:
+        server.wait_ready()
+    return fleet
+
+
+def tokens(count: int, seed: int | str) -> list[int]:
+    """A prompt of `count` token ids, different for every seed, so that no cache knows it."""
+    draw = random.Random(f"{seed}")
+    return [draw.randrange(300, MODEL.vocab) for _ in range(count)]
+
+
+def ask_all(
+    base_url: str, prompts: Sequence[answers.Prompt], *, at_once: int, max_tokens: int = 16
+) -> list[Answer]:
+    """One request for each prompt, `at_once` of them under way at any time; the answers in order."""
+
+    def ask(prompt: answers.Prompt) -> Answer:
+        return answers.complete(base_url, MODEL_NAME, prompt, max_tokens=max_tokens)[0]
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(ask, prompts))
+
+
+def assert_same(expected: Sequence[Answer], got: Sequence[Answer]) -> None:
+    """Fail, saying which answer differs where, unless all are the same but for ties."""
+    assert len(expected) == len(got)
+    wrong = {index: answers.difference(*pair) for index, pair in enumerate(zip(expected, got, strict=True))}
+    wrong = {index: sentence for index, sentence in wrong.items() if sentence}
+    assert not wrong, "\n".join(f"answer {index}: {sentence}" for index, sentence in wrong.items())
+
+
+class Traffic:
+    """What P has sent and D has written since this was made, by their own counters, in bytes."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._before = self._now()
+
+    def _now(self) -> tuple[float, float]:
+        on_p, on_d = client.metrics(self._fleet.p.base_url), client.metrics(self._fleet.d.base_url)
+        return on_p.get("p2pkv_bytes_sent_total", 0.0), on_d.get("p2pkv_bytes_scattered_total", 0.0)
+
+    def scattered(self, at_least: int) -> int:
+        """Wait until D has written that much and all that P has sent; how much D has written."""
+        moved = (0.0, 0.0)
+
+        def settled() -> bool:
+            nonlocal moved
+            sent, scattered = (now - before for now, before in zip(self._now(), self._before, strict=True))
+            moved = (sent, scattered)
+            return sent == scattered >= at_least
+
+        try:
+            wait_until(settled, "the counters", 15.0)
+        except TimeoutError:
+            raise AssertionError(
+                f"P sent {moved[0]:.0f} bytes, D wrote {moved[1]:.0f}, at least {at_least} were expected"
+            ) from None
+        return int(moved[1])
+
+
+def kv_bytes(first: int, past: int, *, whole_blocks: bool = False) -> int:
+    """Bytes of KV of the prompt's tokens [first, past), or of the blocks that hold them."""
+    if past <= first:
+        return 0
+    if whole_blocks:
+        first, past = first // BLOCK * BLOCK, -(-past // BLOCK) * BLOCK
+    return (past - first) * MODEL.kv_bytes_per_token
+
+
+def assert_at_rest(fleet: Fleet) -> None:
+    """P and D hold no blocks, run nothing, and have nothing staged; waits until it is so."""
+    for server in (fleet.p, fleet.d):
+        busy: dict[str, float] = {}
+
+        def at_rest(server: VllmServer = server, busy: dict[str, float] = busy) -> bool:
+            busy.clear()
+            busy.update(
+                (name, value) for name, value in client.metrics(server.base_url).items() if _held(name, value)
+            )
+            return not busy
+
+        try:
+            wait_until(at_rest, "rest", 20.0)
+        except TimeoutError:
+            raise AssertionError(f"{server.name} is not back at its baseline: {busy}") from None
+
+
+_AT_REST_ZERO = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+
+
+def _held(name: str, value: float) -> bool:
+    # p2pkv's gauges are 0 at the baseline; its counters end in _total.
+    ours = name.startswith("p2pkv_") and not name.endswith(
+        ("_total", "_created", "_bucket", "_sum", "_count")
+    )
+    return value != 0 and (ours or name in _AT_REST_ZERO)
