@@ -1,0 +1,161 @@
+"""Server processes: started, waited for, frozen, and gone with all their children."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from p2pkv.cli.processes import (
+    ServerFailed,
+    ServerProcess,
+    answers_ok,
+    free_ports,
+    group_members,
+    stop_all,
+    wait_until,
+)
+
+# Serves /, with a child that does not listen to SIGTERM.
+SERVER = """
+import http.server, signal, subprocess, sys
+deaf = "from signal import *; signal(SIGTERM, SIG_IGN); print('deaf', flush=True); pause()"
+child = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE)
+child.stdout.readline()
+print("serving", flush=True)
+http.server.test(http.server.SimpleHTTPRequestHandler, port=int(sys.argv[1]), bind="127.0.0.1")
+"""
+
+
+def process(tmp_path: Path, code: str, *arguments: str, port: int = 1) -> ServerProcess:
+    return ServerProcess(
+        "demo server",
+        [sys.executable, "-c", code, *arguments],
+        health_url=f"http://127.0.0.1:{port}/",
+        log_path=tmp_path / "logs" / "server.log",
+        env=os.environ,
+    )
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    port = free_ports()
+    server = process(tmp_path, SERVER, str(port), port=port)
+    with server:
+        server.wait_ready(30.0)
+        yield server
+        server.stop(grace_seconds=0.2)
+
+
+def test_stop_takes_the_children_along(server: ServerProcess) -> None:
+    group = server.pid
+    assert len(group_members(group)) == 2
+    server.stop(grace_seconds=0.5)
+    assert group_members(group) == []
+    assert not server.running()
+    server.stop()
+
+
+def test_kill_is_at_once_and_the_server_can_start_again(server: ServerProcess) -> None:
+    group = server.pid
+    begun = time.monotonic()
+    server.kill()
+    assert group_members(group) == []
+    assert time.monotonic() - begun < 5.0
+    server.start()
+    server.wait_ready(30.0)
+    assert server.pid != group
+
+
+def test_a_frozen_server_answers_again_when_thawed(server: ServerProcess) -> None:
+    url = server._health_url
+    server.freeze()
+    assert not answers_ok(url, timeout_seconds=0.3)
+    server.thaw()
+    wait_until(lambda: answers_ok(url), "an answer", 10.0)
+
+
+def test_a_frozen_server_can_be_stopped(server: ServerProcess) -> None:
+    group = server.pid
+    server.freeze()
+    server.stop(grace_seconds=0.5)
+    assert group_members(group) == []
+
+
+def test_a_server_that_ends_early_is_reported_with_its_log(tmp_path: Path) -> None:
+    with (
+        process(tmp_path, "print('no such model'); raise SystemExit(3)") as server,
+        pytest.raises(ServerFailed, match=r"(?s)ended before it served.*no such model"),
+    ):
+        server.wait_ready(30.0)
+
+
+def test_a_server_that_never_serves_is_reported(tmp_path: Path) -> None:
+    with (
+        process(tmp_path, "import time; time.sleep(600)") as server,
+        pytest.raises(ServerFailed, match=r"did not serve within 0\.3 s"),
+    ):
+        server.wait_ready(0.3)
+    assert not server.running()
+
+
+def test_stop_all_stops_the_rest_when_one_fails(tmp_path: Path) -> None:
+    class Stubborn(ServerProcess):
+        def stop(self, grace_seconds: float = 20.0) -> None:
+            super().stop(grace_seconds)
+            raise ServerFailed("it would not")
+
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    servers = [
+        kind(
+            kind.__name__, sleep, health_url="http://127.0.0.1:1/", log_path=tmp_path / "log", env=os.environ
+        )
+        for kind in (ServerProcess, Stubborn)
+    ]
+    for each in servers:
+        each.start()
+    with pytest.raises(ServerFailed, match="it would not"):
+        stop_all(servers)
+    assert not any(each.running() for each in servers)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_the_servers_on_the_way_out(tmp_path: Path, number: signal.Signals) -> None:
+    code = f"""
+import os, sys, time
+from pathlib import Path
+from p2pkv.cli.processes import ServerProcess, ending_on_signals
+with ending_on_signals():
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    log = Path({str(tmp_path / "log")!r})
+    with ServerProcess("s", sleep, health_url="", log_path=log, env=os.environ) as server:
+        print(server.pid, flush=True)
+        time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        group = int(demo.stdout.readline())
+        demo.send_signal(number)
+        assert demo.wait(30.0) == 128 + number
+    assert group_members(group) == []
+
+
+def test_free_ports_are_consecutive_free_and_never_given_twice() -> None:
+    firsts = [free_ports(4) for _ in range(5)]
+    ports = [first + offset for first in firsts for offset in range(4)]
+    assert len(set(ports)) == 20
+    for port in ports:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+
+
+def test_wait_until_names_what_did_not_come() -> None:
+    with pytest.raises(TimeoutError, match="the tide: not within 0"):
+        wait_until(lambda: False, "the tide", 0.0)
