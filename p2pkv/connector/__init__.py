@@ -1,0 +1,5 @@
+"""The plug-in's vLLM side: the only part of p2pkv that imports vLLM."""
+
+from p2pkv.connector.connector import P2pKvConnector, P2pNcclConnector
+
+__all__ = ["P2pKvConnector", "P2pNcclConnector"]

@@ -1,0 +1,232 @@
+"""P2pKvConnector: vLLM's KV connector interface, handed on to the parts that do the work.
+
+When vLLM calls what, and in which order, is written down in docs/design.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from p2pkv.connector.consuming import Consuming
+from p2pkv.connector.describe import Layers, codec_of, hello_of, options_of, refuse_what_cannot_move
+from p2pkv.connector.identity import Pairs
+from p2pkv.connector.metadata import StepMetadata, WorkerNews
+from p2pkv.connector.producing import Producing
+from p2pkv.connector.stats import P2pKvMetrics, P2pKvStats
+from p2pkv.connector.worker import Worker
+from p2pkv.control.discovery import Ping
+from p2pkv.control.pinger import Pinger
+from p2pkv.engine.rank import Rank
+from p2pkv.links import make_factory
+from p2pkv.pages.geometry import PagedCache
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger("p2pkv")
+
+
+class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
+    """P pushes its KV layer by layer to D. One instance in the scheduler, one in each worker."""
+
+    _cache_hit_source = CacheHitSource.P2P
+    supports_sleep_mode = False
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        _log_as_vllm_does()
+        self.options = options_of(vllm_config)
+        refuse_what_cannot_move(kv_cache_config)
+        self._producing: Producing | None = None
+        self._consuming: Consuming | None = None
+        self._worker: Worker | None = None
+        self._pinger: Pinger | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._schedule()
+
+    def _schedule(self) -> None:
+        for note in self.options.notes:
+            log.warning("%s", note)
+        pairs = Pairs(self.options.address, self.options.role)
+        if self.options.role == "P":
+            self._producing = Producing(pairs)
+            return
+        transfer, parallel = self._vllm_config.kv_transfer_config, self._vllm_config.parallel_config
+        world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self._consuming = Consuming(pairs, world, transfer.kv_load_failure_policy == "recompute")
+
+    # Scheduler side.
+
+    def on_new_request(self, request: Request) -> None:
+        if self._producing is not None:
+            self._producing.new(request)
+        elif self._consuming is not None:
+            self._consuming.new(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._consuming is None:
+            return 0, False
+        return self._consuming.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        if self._consuming is not None:
+            self._consuming.allocated(request, blocks, num_external_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        half = self._producing or self._consuming
+        assert half is not None
+        return half.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self._consuming is not None:
+            news = connector_output.kv_connector_worker_meta
+            assert news is None or isinstance(news, WorkerNews)
+            self._consuming.heard(news, set(connector_output.finished_recving or ()))
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if self._producing is not None:
+            return self._producing.finished(request), None
+        if self._consuming is not None:
+            self._consuming.finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, [])
+
+    # Worker side.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Start this rank: it listens from here on, and pings the proxy if it is the first."""
+        from vllm.distributed.parallel_state import get_world_group
+
+        config, options = self._vllm_config, self.options
+        layers = Layers(kv_caches, self._kv_cache_config)
+        codec = codec_of(config, layers.names)
+        cache = PagedCache.from_tensors(
+            layers.tensors, block_size=config.cache_config.block_size, codec=codec, groups=layers.groups
+        )
+        number = get_world_group().rank_in_group
+        links = make_factory(options.link, host=options.host, staging_bytes=options.staging_bytes)
+        hello = hello_of(config, options, cache, layers, number, links.kind)
+        self._worker = Worker(Rank(hello, options, cache, links), layers.places, cache.device)
+        log.info(
+            "%s rank %d listens at %s; %d layers, %d KV heads here, rows of %d bytes, codec %s, link %s",
+            options.role,
+            number,
+            hello.address,
+            cache.layers,
+            cache.heads,
+            cache.row_bytes,
+            codec,
+            links.kind,
+        )
+        if number == 0 and options.proxy is not None and options.http_address is not None:
+            model = self._vllm_config.model_config.served_model_name
+            ping = Ping(
+                type=options.role,
+                http_address=str(options.http_address),
+                zmq_address=str(options.address),
+                tp_size=config.parallel_config.tensor_parallel_size,
+                version=1,
+                incarnation=hello.incarnation,
+                model=model if isinstance(model, str) else model[0],
+            )
+            self._pinger = Pinger(str(options.proxy), ping)
+            self._pinger.start()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, StepMetadata)
+        if self._worker is not None:
+            self._worker.preempt(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepMetadata)
+        if self._worker is not None:
+            self._worker.begin(connector_metadata)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Nothing: loads were handed over in bind_connector_metadata, before the forward."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request is not scheduled before all of its layers have come."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        if self._worker is not None:
+            self._worker.layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        """The sweep. Sources are kept until they are reported free, so nothing is waited for."""
+        if self._worker is not None:
+            self._worker.end()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self._worker.results() if self._worker is not None else KVConnectorTransferResults()
+
+    def build_connector_worker_meta(self) -> WorkerNews | None:
+        return self._worker.news() if self._worker is not None else None
+
+    def get_kv_connector_stats(self) -> P2pKvStats | None:
+        return self._worker.stats() if self._worker is not None else None
+
+    def shutdown(self) -> None:
+        if self._pinger is not None:
+            self._pinger.stop()
+        if self._worker is not None:
+            self._worker.stop()
+
+    # For vLLM's front end.
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> P2pKvStats:
+        return P2pKvStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> P2pKvMetrics:
+        return P2pKvMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+class P2pNcclConnector(P2pKvConnector):
+    """The name under which users of vLLM's removed connector know it."""
+
+
+def _log_as_vllm_does() -> None:
+    """Our messages go where vLLM's go, in its format."""
+    mine, vllm = logging.getLogger("p2pkv"), logging.getLogger("vllm")
+    if not mine.handlers and vllm.handlers:
+        mine.handlers = list(vllm.handlers)
+        mine.setLevel(vllm.getEffectiveLevel())
+        mine.propagate = False

@@ -1,0 +1,80 @@
+"""What the scheduler's side and the workers' side tell each other, step by step.
+
+vLLM carries these objects between its own processes. Requests are named by vLLM's request id where
+vLLM is to hear of them, and by the transfer key everywhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from p2pkv.engine.commands import Expect, Hold, Load, OfferPrompt, Pages
+
+
+@dataclass
+class Prefill:
+    """P: what this step computes of one prompt.
+
+    Attributes:
+        cached: tokens that were in P's pages before this step and have not been said yet.
+        stop: tokens of the prompt that are in the pages after this step.
+    """
+
+    pages: Pages
+    cached: int
+    stop: int
+
+
+@dataclass
+class Ended:
+    """A request that has ended: `report` if vLLM waits for word that its pages are free."""
+
+    request_id: str
+    key: str
+    reason: str
+    report: bool
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """Scheduler to workers, each step."""
+
+    work: bool = False
+    """Whether this step computes anything."""
+
+    # P
+    holds: list[Hold] = field(default_factory=list)
+    offers: list[OfferPrompt] = field(default_factory=list)
+    prefills: list[Prefill] = field(default_factory=list)
+    revoked: list[str] = field(default_factory=list)
+    sent: list[Ended] = field(default_factory=list)
+
+    # D
+    expects: list[tuple[str, Expect]] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    drops: list[Ended] = field(default_factory=list)
+
+
+@dataclass
+class WorkerNews(KVConnectorWorkerMetadata):
+    """Workers to scheduler, each step: requests of D by vLLM's id.
+
+    Attributes:
+        begun: how many ranks have heard that P has begun.
+        failed: transfers that failed before D had pages for them, and why.
+    """
+
+    begun: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
+        assert isinstance(other, WorkerNews)
+        begun = dict(self.begun)
+        for request_id, ranks in other.begun.items():
+            begun[request_id] = begun.get(request_id, 0) + ranks
+        return WorkerNews(begun, {**self.failed, **other.failed})

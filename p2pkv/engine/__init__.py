@@ -1,0 +1,1 @@
+"""One rank's runtime: a thread that owns the sockets, the links and the copies of one rank."""

@@ -1,0 +1,154 @@
+"""What the forward thread tells the engine thread, and what it hears back.
+
+Commands are small and frozen; handing one over is an append to a deque.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from p2pkv.pages.device import Fence
+from p2pkv.pairing import Address
+
+Blocks = tuple[list[int], ...]
+"""A request's block table, for each KV cache group."""
+
+
+# To P's engine.
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """P's scheduler has this request in its queue."""
+
+    key: str
+    decode: Address
+
+
+@dataclass(frozen=True, slots=True)
+class OfferPrompt:
+    """Its prefill begins."""
+
+    key: str
+    decode: Address
+    tokens: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Where the prompt's tokens lie, from this step on."""
+
+    key: str
+    blocks: Blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Local layers [layer, layer_stop) hold the prompts' tokens [0, stop) once `fence` is ready."""
+
+    prompts: tuple[tuple[str, int], ...]
+    layer: int
+    layer_stop: int
+    fence: Fence
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """The step is over for these prompts."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Revoked:
+    """The pages of this prompt were taken back; see Rank.revoke."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """P's request has ended before its prefill has: give up the transfer."""
+
+    key: str
+    reason: str
+
+
+# To D's engine.
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """D's scheduler has this request in its queue; P, which has rank 0 at `prefill`, computes its KV."""
+
+    key: str
+    prefill: Address
+    tokens: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The request has pages: load tokens [start, stop); an empty range releases P."""
+
+    key: str
+    start: int
+    stop: int
+    blocks: Blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """D's request has ended: load nothing more into its pages."""
+
+    key: str
+    reason: str
+
+
+# To either.
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The forward thread will not speak of this key again."""
+
+    key: str
+
+
+Command = Hold | OfferPrompt | Pages | Computed | Flush | Revoked | Abort | Expect | Load | Drop | Forget
+
+
+# What the forward thread hears back.
+
+
+@dataclass(frozen=True, slots=True)
+class PagesFree:
+    """P: nothing reads this prompt's pages any more."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """D: P has begun to compute this prompt."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """D: all that was asked for is in the pages."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """D: it will not come; nothing is written to the pages any more."""
+
+    key: str
+    reason: str
+
+
+Event = PagesFree | Begun | Loaded | LoadFailed

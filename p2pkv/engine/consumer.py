@@ -1,0 +1,465 @@
+"""D's half of a rank: dials the ranks of P, and writes what they push into its requests' pages."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from p2pkv.control.endpoint import Line
+from p2pkv.engine import commands as do
+from p2pkv.engine.context import Context, log
+from p2pkv.links.base import Inbound, LinkError
+from p2pkv.links.base import Receive as Landing
+from p2pkv.pairing import Address
+from p2pkv.plan import Edge, Plan
+from p2pkv.protocol import messages as m
+from p2pkv.protocol.effects import Effect, Finished, Offered, Post, Tell
+from p2pkv.protocol.handshake import Dialing, Refused, judge
+from p2pkv.protocol.machine import RemoteProtocolError
+from p2pkv.protocol.receiver import Load, Receiver
+
+IDLE_SECONDS = 60.0
+"""A dialed rank of P that nobody has asked for anything for so long is hung up on."""
+
+
+@dataclass
+class Posted:
+    """A receive that waits for its bytes."""
+
+    landing: Landing
+    key: str
+    chunk: m.Chunk
+    since: float
+    said: m.Sent | None = None
+
+
+@dataclass(eq=False)
+class Peer:
+    """One rank of a P, and the link from it."""
+
+    line: Line
+    dialing: Dialing
+    used: float
+    hello: m.Hello | None = None
+    plan: Plan | None = None
+    edge: Edge | None = None
+    link: int = -1
+    inbound: Inbound | None = None
+    asked: deque[tuple[str, m.Chunk]] = field(default_factory=deque)
+    """Announced chunks that wait for room."""
+    posted: deque[Posted] = field(default_factory=deque)
+
+    @property
+    def address(self) -> str:
+        return self.dialing.address
+
+
+@dataclass
+class Entry:
+    """One request that D's scheduler has told us of."""
+
+    expect: do.Expect
+    receiver: Receiver
+    peers: dict[int, Peer] = field(default_factory=dict)
+    """The ranks of P that owe something, once all are connected."""
+    blocks: do.Blocks = ()
+    reason: str = ""
+
+
+class Consumer:
+    def __init__(self, context: Context) -> None:
+        self._ctx = context
+        self._entries: dict[str, Entry] = {}
+        self._peers: dict[str, Peer] = {}
+        self._attempt = 0
+        self._next_beat = 0.0
+        self._window = max(1, context.options.staging_bytes // 2)
+        context.counters.gauges |= {
+            "requests": lambda: len(self._entries),
+            "loads": lambda: sum(1 for e in self._entries.values() if e.receiver.load.state is Load.LOADING),
+            "staging_bytes": self._staged,
+            "receives_posted": lambda: sum(len(peer.posted) for peer in self._peers.values()),
+            "receives_asked": lambda: sum(len(peer.asked) for peer in self._peers.values()),
+            "peers": lambda: len(self._peers),
+        }
+
+    # The forward thread.
+
+    def command(self, command: do.Command, now: float) -> None:
+        match command:
+            case do.Expect():
+                self._expect(command, now)
+            case do.Load(key, start, stop, blocks):
+                if entry := self._entries.get(key):
+                    self._load(entry, start, stop, blocks, now)
+                else:
+                    self._ctx.emit(do.LoadFailed(key, "this request was not announced to the engine"))
+            case do.Drop(key, reason):
+                if entry := self._entries.get(key):
+                    self._run(entry, entry.receiver.cancel(reason), now)
+            case do.Forget(key):
+                self._entries.pop(key, None)
+            case _:
+                raise AssertionError(f"{command} is not for a D")
+
+    def _expect(self, expect: do.Expect, now: float) -> None:
+        if expect.key in self._entries:
+            return
+        self._attempt += 1
+        cache, options = self._ctx.cache, self._ctx.options
+        receiver = Receiver(
+            expect.key,
+            self._attempt,
+            expect.tokens,
+            expect.digest,
+            cache.row_bytes,
+            cache.unit_tokens,
+            options.lease_seconds,
+            now,
+        )
+        entry = self._entries[expect.key] = Entry(expect, receiver)
+        self._connect(entry, now)
+
+    def _load(self, entry: Entry, start: int, stop: int, blocks: do.Blocks, now: float) -> None:
+        entry.blocks = blocks
+        if entry.receiver.load.ended:
+            if stop > start:
+                self._ctx.emit(do.LoadFailed(entry.expect.key, entry.reason or "its transfer has ended"))
+            return
+        self._guard(entry, lambda: entry.receiver.want(start, stop, now), now)
+
+    # The peers.
+
+    def receive(self, line: Line, message: m.AnyMessage, now: float) -> None:
+        if isinstance(message, m.Hello):
+            reason = f"{self._ctx.hello.address} is a consumer: consumers dial producers, nobody dials them"
+            self._ctx.tell(line, m.Refuse(message.incarnation, reason))
+            return
+        peer = line.tag
+        if not isinstance(peer, Peer):
+            return
+        match message:
+            case m.Welcome():
+                self._welcome(peer, message, now)
+            case m.Refuse(_, reason):
+                self._refuse(peer, reason, now)
+            case m.Stranger():
+                if peer.dialing.open:
+                    self._lost(peer, f"{peer.address} does not know this connection any more", now)
+            case m.Holding(held, _):
+                self._holding(peer, held, now)
+            case m.LinkInvite():
+                self._invited(peer, message, now)
+            case m.LinkDown(link, reason):
+                if link == peer.link:
+                    self._link_lost(peer, f"{peer.address} aborted the link: {reason}", now, tell=False)
+            case m.Offer(key) | m.Chunk(key) | m.Sent(key) | m.Failed(key):
+                self._about(peer, key, message, now)
+            case _:
+                raise RemoteProtocolError(f"{type(message).__name__} is not for a D")
+
+    def _peer(self, address: Address, now: float) -> Peer:
+        peer = self._peers.get(str(address))
+        if peer is None:
+            line = self._ctx.endpoint.dial(address)
+            peer = Peer(line, Dialing(str(address), now), now)
+            line.tag = self._peers[str(address)] = peer
+        peer.used = now
+        self._hello(peer, now)
+        return peer
+
+    def _hello(self, peer: Peer, now: float) -> None:
+        if peer.dialing.due(now):
+            self._ctx.tell(peer.line, msgspec.structs.replace(self._ctx.hello, to=peer.address))
+
+    def _welcome(self, peer: Peer, message: m.Welcome, now: float) -> None:
+        mine = self._ctx.hello
+        if message.you != mine.incarnation or (
+            peer.hello is not None
+            and peer.hello.incarnation == message.hello.incarnation
+            and peer.dialing.open
+        ):
+            return
+        try:
+            plan = judge(mine, message.hello)
+        except Refused as refused:
+            self._refuse(peer, str(refused), now)
+            return
+        peer.dialing.welcomed()
+        peer.hello, peer.plan = message.hello, plan
+        peer.edge = next(
+            (edge for edge in plan.to_target(mine.rank) if edge.source == message.hello.rank), None
+        )
+        log.info("P rank %d at %s is connected", message.hello.rank, peer.address)
+        for entry in list(self._entries.values()):
+            self._connect(entry, now)
+
+    def _refuse(self, peer: Peer, reason: str, now: float) -> None:
+        self._ctx.counters.add("messages_refused")
+        log.warning("no transfers from %s: %s", peer.address, reason)
+        peer.dialing.refuse(reason, now)
+        self._fail(peer, f"{peer.address} and this instance do not fit: {reason}", now)
+
+    def _connect(self, entry: Entry, now: float) -> None:
+        """Connect the request to all the ranks that owe it something; then say that it waits."""
+        if entry.peers or entry.receiver.load.ended:
+            return
+        first = self._peer(entry.expect.prefill, now)
+        if first.dialing.refused:
+            reason = f"{first.address} and this instance do not fit: {first.dialing.reason}"
+            self._run(entry, entry.receiver.lost(reason), now)
+            return
+        if not first.dialing.open or first.hello is None or first.plan is None:
+            return
+        edges = {edge.source: edge for edge in first.plan.to_target(self._ctx.hello.rank)}
+        peers = {rank: self._peer(Address.parse(first.hello.addresses[rank]), now) for rank in edges}
+        if not all(peer.dialing.open for peer in peers.values()):
+            return
+        entry.peers = peers
+        entry.receiver.attach(edges, now)
+        for peer in peers.values():
+            self._ctx.tell(peer.line, m.Waiting(((entry.expect.key, entry.receiver.attempt),)))
+
+    def _holding(self, peer: Peer, held: m.Transfers, now: float) -> None:
+        for key, attempt in held:
+            entry = self._entries.get(key)
+            if entry is not None and entry.receiver.attempt == attempt and peer.hello is not None:
+                entry.receiver.held(peer.hello.rank, now)
+
+    def _about(
+        self, peer: Peer, key: str, message: m.Offer | m.Chunk | m.Sent | m.Failed, now: float
+    ) -> None:
+        if isinstance(message, m.Sent):
+            self._note_sent(peer, message)
+        entry = self._entries.get(key)
+        if entry is None or peer.hello is None:
+            return
+        rank, receiver = peer.hello.rank, entry.receiver
+
+        def step() -> list[Effect]:
+            match message:
+                case m.Offer():
+                    return receiver.offer(rank, message, now)
+                case m.Chunk():
+                    return receiver.chunk(rank, message, now)
+                case m.Failed():
+                    return receiver.failed(rank, message)
+                case m.Sent():
+                    receiver.sent(rank, message, now)
+                    return []
+
+        self._guard(entry, step, now)
+
+    def _note_sent(self, peer: Peer, message: m.Sent) -> None:
+        for posted in peer.posted:
+            if (posted.key, posted.chunk.attempt, posted.chunk.chunk) == (
+                message.key,
+                message.attempt,
+                message.chunk,
+            ):
+                posted.said = message
+                return
+
+    def _guard(self, entry: Entry, step: Callable[[], list[Effect]], now: float) -> None:
+        """Run a step of the receiver; a peer's breach of the protocol ends this transfer only."""
+        try:
+            effects = step()
+        except RemoteProtocolError as error:
+            self._ctx.counters.add("messages_refused")
+            effects = entry.receiver.lost(f"P broke the protocol: {error}")
+        self._run(entry, effects, now)
+
+    # The links.
+
+    def _invited(self, peer: Peer, message: m.LinkInvite, now: float) -> None:
+        if peer.inbound is not None:
+            self._link_lost(peer, f"{peer.address} builds its link anew", now, tell=False)
+        try:
+            peer.inbound, blob = self._ctx.links.accept(message.blob, self._window)
+        except LinkError as error:
+            self._ctx.tell(peer.line, m.LinkDown(message.link, str(error)))
+            self._fail(peer, f"no link from {peer.address}: {error}", now)
+            return
+        peer.link = message.link
+        self._ctx.tell(peer.line, m.LinkAccept(message.link, self._window, blob))
+
+    def _link_lost(self, peer: Peer, reason: str, now: float, tell: bool = True) -> None:
+        log.warning("%s", reason)
+        if tell:
+            self._ctx.tell(peer.line, m.LinkDown(peer.link, reason))
+        self._close_link(peer)
+        self._fail(peer, reason, now, only_loading=True)
+
+    def _close_link(self, peer: Peer) -> None:
+        if peer.inbound is not None:
+            self._ctx.counters.add("links_aborted")
+            peer.inbound.abort()
+        peer.inbound, peer.link = None, -1
+        peer.asked.clear()
+        peer.posted.clear()
+
+    def _lost(self, peer: Peer, reason: str, now: float) -> None:
+        """This incarnation of a P rank is gone; ask whether there is another."""
+        log.warning("%s", reason)
+        self._close_link(peer)
+        peer.dialing.lost(now)
+        peer.hello = peer.plan = peer.edge = None
+        self._fail(peer, reason, now)
+        self._hello(peer, now)
+
+    def _fail(self, peer: Peer, reason: str, now: float, only_loading: bool = False) -> None:
+        for entry in list(self._entries.values()):
+            concerns = peer in entry.peers.values() or str(entry.expect.prefill) == peer.address
+            if concerns and (not only_loading or entry.receiver.load.state is Load.LOADING):
+                self._run(entry, entry.receiver.lost(reason), now)
+
+    # The data.
+
+    def pump(self, now: float) -> bool:
+        """Move what can be moved now; whether to come back soon."""
+        for peer in list(self._peers.values()):
+            if peer.inbound is None:
+                continue
+            try:
+                peer.inbound.poll()
+                self._post(peer, peer.inbound, now)
+                self._land(peer, now)
+            except LinkError as error:
+                self._link_lost(peer, f"the link from {peer.address} broke: {error}", now)
+        return any(peer.posted for peer in self._peers.values())
+
+    def _post(self, peer: Peer, inbound: Inbound, now: float) -> None:
+        """Post receives for announced chunks while there is room; each peer gets one a turn."""
+        while peer.asked:
+            key, chunk = peer.asked[0]
+            entry = self._entries.get(key)
+            if entry is None or not entry.receiver.pieces(peer_rank(peer), chunk.attempt, chunk.chunk):
+                peer.asked.popleft()
+                continue
+            if self._staged() + chunk.nbytes > self._ctx.options.staging_bytes or not inbound.ready():
+                return
+            landing = inbound.post(chunk.nbytes)
+            if landing is None:
+                return
+            peer.asked.popleft()
+            peer.posted.append(Posted(landing, key, chunk, now))
+            self._run(entry, entry.receiver.posted(peer_rank(peer), chunk, peer.link, landing.landing), now)
+            if any(other.asked for other in self._peers.values() if other is not peer):
+                return
+
+    def _land(self, peer: Peer, now: float) -> None:
+        """Take the oldest receive, if its bytes are here and P has said what they are."""
+        if not peer.posted or peer.posted[0].said is None or not peer.posted[0].landing.done():
+            return
+        posted = peer.posted.popleft()
+        assert posted.said is not None
+        entry = self._entries.get(posted.key)
+        rank, chunk = peer_rank(peer), posted.chunk
+        pieces = () if entry is None else entry.receiver.pieces(rank, chunk.attempt, chunk.chunk)
+        if entry is None or not pieces or posted.said.void:
+            self._ctx.counters.add("chunks_dropped")
+            posted.landing.release()
+            return
+        try:
+            self._scatter(entry, peer, pieces, posted.landing)
+        except ValueError as error:
+            self._run(entry, entry.receiver.cancel(f"D cannot write its pages: {error}"), now)
+            return
+        finally:
+            posted.landing.release()
+        self._ctx.counters.add("bytes_scattered", chunk.nbytes)
+        self._ctx.counters.add("chunks_scattered")
+        self._run(entry, entry.receiver.scattered(rank, chunk.chunk, now), now)
+
+    def _scatter(self, entry: Entry, peer: Peer, pieces: tuple[m.Piece, ...], landing: Landing) -> None:
+        cache, edge, offset = self._ctx.cache, peer.edge, 0
+        assert edge is not None
+        shift = edge.target_layer - edge.layers.start
+        heads = (edge.target_head, edge.target_head + len(edge.heads))
+        for piece in pieces:
+            layers = (piece.layer + shift, piece.layer_stop + shift)
+            size = cache.nbytes(layers[1] - layers[0], piece.start, piece.stop, len(edge.heads))
+            part = landing.buffer[offset : offset + size]
+            cache.scatter(part, layers, (piece.start, piece.stop), heads, entry.blocks)
+            offset += size
+
+    def _staged(self) -> int:
+        return sum(peer.inbound.used for peer in self._peers.values() if peer.inbound is not None)
+
+    # Time.
+
+    def tick(self, now: float) -> None:
+        for entry in list(self._entries.values()):
+            self._run(entry, entry.receiver.tick(now), now)
+            self._connect(entry, now)
+        lease = self._ctx.options.lease_seconds
+        for peer in list(self._peers.values()):
+            if peer.posted and now - peer.posted[0].since > lease:
+                self._link_lost(peer, f"{peer.address} has not sent what was granted for {lease:g} s", now)
+            wanted = any(peer in entry.peers.values() for entry in self._entries.values())
+            if not wanted and not peer.posted and now - peer.used > max(IDLE_SECONDS, lease):
+                self._hang_up(peer)
+        if now >= self._next_beat and not self._ctx.steps.stalled(now):
+            self._next_beat = now + self._ctx.beat
+            self._say_waiting(now)
+
+    def _say_waiting(self, now: float) -> None:
+        waiting: dict[str, list[tuple[str, int]]] = {}
+        for key, entry in self._entries.items():
+            if not entry.receiver.load.ended:
+                for peer in entry.peers.values():
+                    peer.used = now
+                    waiting.setdefault(peer.address, []).append((key, entry.receiver.attempt))
+        for address, transfers in waiting.items():
+            peer = self._peers[address]
+            for first in range(0, len(transfers), 1024):
+                if not self._ctx.tell(peer.line, m.Waiting(tuple(transfers[first : first + 1024]))):
+                    self._lost(peer, f"the connection to {address} is gone", now)
+                    break
+
+    def _hang_up(self, peer: Peer) -> None:
+        self._close_link(peer)
+        self._ctx.endpoint.hang_up(peer.line)
+        del self._peers[peer.address]
+
+    def close(self) -> None:
+        for peer in list(self._peers.values()):
+            if peer.inbound is not None:
+                self._ctx.tell(peer.line, m.LinkDown(peer.link, "D is shutting down"))
+            self._close_link(peer)
+
+    # Inside.
+
+    def _run(self, entry: Entry, effects: list[Effect], now: float) -> None:
+        for effect in effects:
+            match effect:
+                case Tell(rank, message):
+                    peer = entry.peers.get(rank)
+                    if peer is not None and not self._ctx.tell(peer.line, message):
+                        self._lost(peer, f"the connection to {peer.address} is gone", now)
+                case Post(rank, chunk):
+                    if rank in entry.peers:
+                        entry.peers[rank].asked.append((entry.expect.key, chunk))
+                case Offered():
+                    self._ctx.emit(do.Begun(entry.expect.key))
+                case Finished(ok, reason):
+                    self._finished(entry, ok, reason)
+
+    def _finished(self, entry: Entry, ok: bool, reason: str) -> None:
+        key = entry.expect.key
+        entry.reason = reason
+        self._ctx.counters.add("transfers_loaded" if ok else "transfers_failed")
+        if ok:
+            self._ctx.emit(do.Loaded(key))
+        else:
+            log.warning("transfer %s failed: %s", key, reason)
+            self._ctx.emit(do.LoadFailed(key, reason))
+
+
+def peer_rank(peer: Peer) -> int:
+    """The rank of a peer that has been welcomed."""
+    assert peer.hello is not None
+    return peer.hello.rank

@@ -1,0 +1,75 @@
+"""What the parts of one rank share."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from p2pkv.config import Options
+from p2pkv.control.endpoint import Endpoint, Line
+from p2pkv.engine.commands import Event
+from p2pkv.engine.counters import Counters
+from p2pkv.engine.steps import Steps
+from p2pkv.links.base import LinkFactory
+from p2pkv.pages.geometry import PagedCache
+from p2pkv.protocol.messages import AnyMessage, Hello, encode
+
+log = logging.getLogger("p2pkv")
+
+
+@dataclass
+class Context:
+    """One rank's belongings. `hello.to` is empty; whoever dials fills it in."""
+
+    hello: Hello
+    options: Options
+    cache: PagedCache
+    links: LinkFactory
+    endpoint: Endpoint
+    steps: Steps
+    emit: Callable[[Event], None]
+    counters: Counters = field(default_factory=Counters)
+    reading: threading.Lock = field(default_factory=threading.Lock)
+    """Held while pages are gathered: who holds it knows that no gather is under way."""
+    revoked: Counter[str] = field(default_factory=Counter)
+    """Prompts whose pages were taken back, until the engine thread has been told; under `reading`."""
+
+    def tell(self, line: Line, message: AnyMessage) -> bool:
+        return line.send(encode(message))
+
+    @property
+    def beat(self) -> float:
+        """Seconds between two signs of life about a transfer."""
+        return min(1.0, self.options.lease_seconds / 6)
+
+
+class Ends:
+    """Keys that have ended, and why, for a while: bounded in number and in time."""
+
+    MOST = 1024
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._reasons: dict[str, str] = {}
+        self._order: deque[tuple[float, str]] = deque()
+
+    def add(self, key: str, reason: str, now: float) -> None:
+        self._reasons[key] = reason
+        self._order.append((now, key))
+        self.expire(now)
+
+    def get(self, key: str) -> str | None:
+        return self._reasons.get(key)
+
+    def discard(self, key: str) -> None:
+        self._reasons.pop(key, None)
+
+    def expire(self, now: float) -> None:
+        while self._order and (len(self._order) > self.MOST or now - self._order[0][0] > self.seconds):
+            self._reasons.pop(self._order.popleft()[1], None)
+
+    def __len__(self) -> int:
+        return len(self._reasons)

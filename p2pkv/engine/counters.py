@@ -1,0 +1,36 @@
+"""What a rank counts. Counters only grow; gauges return to 0 when nothing is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class Counters:
+    """Named numbers of one rank; written by the engine thread, read by anybody."""
+
+    NAMES = (
+        "bytes_sent",  # KV bytes gathered and handed to a link
+        "bytes_early",  # of those, taken by D before P had computed the whole prompt
+        "bytes_scattered",  # KV bytes received and written to pages
+        "chunks_sent",
+        "chunks_void",  # granted, but sent as filler
+        "chunks_scattered",
+        "chunks_dropped",  # received for a transfer that had ended
+        "transfers_sent",
+        "transfers_loaded",
+        "transfers_failed",
+        "messages_bad",  # not messages of this protocol
+        "messages_refused",  # messages that the protocol does not allow
+        "links_aborted",
+    )
+
+    def __init__(self) -> None:
+        self.values = dict.fromkeys(self.NAMES, 0)
+        self.gauges: dict[str, Callable[[], int]] = {}
+
+    def add(self, name: str, value: int = 1) -> None:
+        self.values[name] += value
+
+    def snapshot(self) -> dict[str, int]:
+        """All counters and gauges now."""
+        return self.values | {name: read() for name, read in self.gauges.items()}

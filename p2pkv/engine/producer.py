@@ -1,0 +1,435 @@
+"""P's half of a rank: answers the ranks of D, and pushes to them what its prompts' pages hold."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from p2pkv.control.endpoint import Line
+from p2pkv.engine import commands as do
+from p2pkv.engine.context import Context, Ends, log
+from p2pkv.links.base import LinkError, Outbound, Send
+from p2pkv.plan import Edge, Plan
+from p2pkv.protocol import messages as m
+from p2pkv.protocol.effects import Effect, Finished, Released, Tell, Transmit
+from p2pkv.protocol.handshake import Refused, judge
+from p2pkv.protocol.machine import RemoteProtocolError
+from p2pkv.protocol.sender import Prompt, Sender, Terms
+
+MAX_EARLY = 4096
+"""Claims for prompts that P has not heard of yet."""
+
+
+Place = tuple[str, int]
+"""A rank of a D: the address of the engine's rank 0, and the rank."""
+
+
+@dataclass
+class Flight:
+    """A send that D has not taken yet."""
+
+    send: Send
+    key: str
+    nbytes: int
+    since: float
+
+
+@dataclass(eq=False)
+class Peer:
+    """One rank of a D that has said Hello, and the link to it."""
+
+    line: Line
+    hello: m.Hello
+    plan: Plan
+    edge: Edge | None
+    link: int = 0
+    invitation: bytes = b""
+    outbound: Outbound | None = None
+    window: int = 0
+    up: bool = False
+    since: float = 0.0
+    orders: deque[tuple[str, Transmit]] = field(default_factory=deque)
+    flights: deque[Flight] = field(default_factory=deque)
+
+    @property
+    def rank(self) -> int:
+        return self.hello.rank
+
+    @property
+    def place(self) -> Place:
+        return self.hello.addresses[0], self.hello.rank
+
+
+@dataclass
+class Entry:
+    """One prompt that P's scheduler has told us of."""
+
+    sender: Sender
+    decode: str
+    blocks: do.Blocks = ()
+    free: bool = False
+
+
+class Producer:
+    def __init__(self, context: Context) -> None:
+        self._ctx = context
+        options, cache = context.options, context.cache
+        self._terms = Terms(
+            cache.row_bytes,
+            cache.unit_tokens,
+            options.chunk_bytes,
+            options.lease_seconds,
+            options.whole_request,
+        )
+        self._entries: dict[str, Entry] = {}
+        self._peers: dict[Place, Peer] = {}
+        self._early: dict[str, dict[Place, tuple[int, float]]] = {}
+        self._ends = Ends(options.lease_seconds)
+        context.counters.gauges |= {
+            "prompts": lambda: len(self._entries),
+            "pages_held": lambda: sum(1 for entry in self._entries.values() if not entry.free),
+            "early_claims": lambda: len(self._early),
+            "tombstones": lambda: len(self._ends),
+            "staging_bytes": lambda: sum(
+                peer.outbound.used for peer in self._peers.values() if peer.outbound
+            ),
+            "sends_under_way": lambda: sum(
+                len(peer.orders) + len(peer.flights) for peer in self._peers.values()
+            ),
+            "peers": lambda: len(self._peers),
+        }
+
+    # The forward thread.
+
+    def command(self, command: do.Command, now: float) -> None:
+        match command:
+            case do.Hold(key, decode):
+                self._entry(key, str(decode), now)
+            case do.OfferPrompt(key, decode, tokens, digest):
+                self._offer(self._entry(key, str(decode), now), tokens, digest, now)
+            case do.Pages(key, blocks):
+                for entry in self._live(key):
+                    entry.blocks = blocks
+            case do.Computed(prompts, layer, layer_stop, _):
+                for key, stop in prompts:
+                    for entry in self._live(key):
+                        self._run(entry, entry.sender.computed(layer, layer_stop, stop, now), now)
+            case do.Flush(keys):
+                for entry in self._live(*keys):
+                    self._run(entry, entry.sender.flush(), now)
+            case do.Revoked(key):
+                self._revoke(key)
+            case do.Abort(key, reason):
+                for entry in self._live(key):
+                    self._run(entry, entry.sender.abort(reason), now)
+            case do.Forget(key):
+                self._entries.pop(key, None)
+            case _:
+                raise AssertionError(f"{command} is not for a P")
+
+    def _offer(self, entry: Entry, tokens: int, digest: bytes, now: float) -> None:
+        if not entry.sender.prompt.ended:
+            self._run(entry, entry.sender.offer(tokens, digest), now)
+
+    def _revoke(self, key: str) -> None:
+        for entry in self._live(key):
+            entry.sender.revoke()
+        with self._ctx.reading:
+            self._ctx.revoked.subtract([key])
+            self._ctx.revoked = +self._ctx.revoked
+
+    # The peers.
+
+    def receive(self, line: Line, message: m.AnyMessage, now: float) -> None:
+        if isinstance(message, m.Hello):
+            self._hello(line, message, now)
+            return
+        peer = line.tag
+        if not isinstance(peer, Peer) or self._peers.get(peer.place) is not peer:
+            self._ctx.tell(line, m.Stranger())
+            return
+        match message:
+            case m.Waiting(transfers):
+                self._waiting(peer, transfers, now)
+            case m.LinkAccept():
+                self._accept(peer, message, now)
+            case m.LinkDown(link, reason):
+                if link == peer.link:
+                    self._link_lost(peer, f"{peer.hello.address} aborted the link: {reason}", now, tell=False)
+            case m.Want(key) | m.Grant(key) | m.Done(key) | m.Cancel(key):
+                self._about(peer, key, message, now)
+            case _:
+                raise RemoteProtocolError(f"{type(message).__name__} is not for a P")
+
+    def _hello(self, line: Line, hello: m.Hello, now: float) -> None:
+        mine = self._ctx.hello
+        try:
+            if hello.to != mine.address:
+                raise Refused(
+                    f"{hello.address} dialed {hello.to}, but this rank is {mine.address}: "
+                    "use the address that the instance advertises"
+                )
+            plan = judge(mine, hello)
+        except Refused as refused:
+            log.warning("refused %s: %s", hello.address, refused)
+            self._ctx.counters.add("messages_refused")
+            self._ctx.tell(line, m.Refuse(hello.incarnation, str(refused)))
+            return
+        old = self._peers.get((hello.addresses[0], hello.rank))
+        known = old is not None and old.line is line and old.hello.incarnation == hello.incarnation
+        if old is not None and not known:
+            self._drop(old, f"{hello.address} has restarted or reconnected", now)
+        self._ctx.tell(line, m.Welcome(hello.incarnation, mine, plan.digest))
+        if known:
+            return
+        edges = {edge.target: edge for edge in plan.from_source(mine.rank)}
+        peer = Peer(line, hello, plan, edges.get(hello.rank))
+        line.tag = self._peers[peer.place] = peer
+        log.info("D rank %d at %s is connected", hello.rank, hello.address)
+        if peer.edge is not None:
+            self._invite(peer, now)
+
+    def _waiting(self, peer: Peer, transfers: m.Transfers, now: float) -> None:
+        held: list[tuple[str, int]] = []
+        unknown: list[tuple[str, int]] = []
+        for key, attempt in transfers:
+            reason = self._ends.get(key)
+            entry = self._entries.get(key)
+            if reason is not None or (entry is not None and entry.decode != peer.hello.addresses[0]):
+                reason = (
+                    reason or f"P has this request paired with another D, {entry.decode if entry else ''}"
+                )
+                self._ctx.tell(peer.line, m.Failed(key, attempt, reason))
+                continue
+            known = self._claim(peer, key, attempt, now)
+            (held if known or self._ctx.steps.busy else unknown).append((key, attempt))
+        if not self._ctx.steps.stalled(now):
+            self._ctx.tell(peer.line, m.Holding(tuple(held), tuple(unknown)))
+
+    def _claim(self, peer: Peer, key: str, attempt: int, now: float) -> bool:
+        """Note that D's rank waits for this prompt; whether P knows it. Kept for later if P does not."""
+        entry = self._entries.get(key)
+        if entry is None or not peer.up or peer.edge is None:
+            if key in self._early or len(self._early) < MAX_EARLY:
+                self._early.setdefault(key, {})[peer.place] = (attempt, now)
+            return entry is not None
+        sender = entry.sender
+        sender.expects = frozenset(edge.target for edge in peer.plan.from_source(self._ctx.hello.rank))
+        if not sender.prompt.ended:
+            effects = sender.claim(peer.rank, peer.edge, attempt, peer.window // 2, now)
+            self._run(entry, effects, now)
+        return True
+
+    def _claim_early(self, key: str, now: float) -> None:
+        for place, (attempt, since) in list(self._early.get(key, {}).items()):
+            peer = self._peers.get(place)
+            if peer is not None and peer.up:
+                del self._early[key][place]
+                self._claim(peer, key, attempt, since)
+        if not self._early.get(key, True):
+            del self._early[key]
+
+    def _about(self, peer: Peer, key: str, message: m.Want | m.Grant | m.Done | m.Cancel, now: float) -> None:
+        entry = self._entries.get(key)
+        if entry is None:
+            if isinstance(message, m.Grant) and message.link == peer.link:
+                peer.orders.append((key, Transmit(peer.rank, message, ())))
+            return
+        sender = entry.sender
+        try:
+            match message:
+                case m.Want():
+                    effects = sender.want(peer.rank, message, now)
+                case m.Grant():
+                    effects = sender.grant(peer.rank, message, now)
+                case m.Done():
+                    effects = sender.done(peer.rank, message, now)
+                case m.Cancel():
+                    effects = sender.cancel(peer.rank, message)
+        except RemoteProtocolError as error:
+            self._ctx.counters.add("messages_refused")
+            log.warning("%s: %s", peer.hello.address, error)
+            effects = sender.lost(peer.rank, str(error))
+        self._run(entry, effects, now)
+
+    # The links.
+
+    def _invite(self, peer: Peer, now: float) -> None:
+        peer.link += 1
+        peer.invitation = self._ctx.links.invite()
+        peer.since = now
+        self._ctx.tell(peer.line, m.LinkInvite(peer.link, peer.invitation))
+
+    def _accept(self, peer: Peer, message: m.LinkAccept, now: float) -> None:
+        if message.link != peer.link or peer.outbound is not None:
+            return
+        try:
+            peer.outbound = self._ctx.links.complete(peer.invitation, message.blob)
+        except LinkError as error:
+            self._link_lost(peer, f"no link to {peer.hello.address}: {error}", now)
+            return
+        peer.window = message.window
+
+    def _link_lost(self, peer: Peer, reason: str, now: float, tell: bool = True) -> None:
+        """This link is of no use any more. What it carried fails; a new one is made."""
+        log.warning("%s", reason)
+        if tell:
+            self._ctx.tell(peer.line, m.LinkDown(peer.link, reason))
+        self._close_link(peer)
+        self._lose(peer, reason, now)
+        self._invite(peer, now)
+
+    def _close_link(self, peer: Peer) -> None:
+        if peer.outbound is not None:
+            self._ctx.counters.add("links_aborted")
+            peer.outbound.abort()
+        peer.outbound, peer.up = None, False
+        peer.orders.clear()
+        peer.flights.clear()
+
+    def _drop(self, peer: Peer, reason: str, now: float) -> None:
+        """This incarnation of a D rank is gone."""
+        self._close_link(peer)
+        self._peers.pop(peer.place, None)
+        self._ctx.endpoint.hang_up(peer.line)
+        self._lose(peer, reason, now)
+
+    def _lose(self, peer: Peer, reason: str, now: float) -> None:
+        for entry in list(self._entries.values()):
+            if entry.decode == peer.hello.addresses[0]:
+                self._run(entry, entry.sender.lost(peer.rank, reason), now)
+
+    # The data.
+
+    def pump(self, now: float) -> bool:
+        """Move what can be moved now; whether to come back soon."""
+        for peer in list(self._peers.values()):
+            try:
+                self._pump(peer, now)
+            except LinkError as error:
+                self._link_lost(peer, f"the link to {peer.hello.address} broke: {error}", now)
+        return any(peer.orders or peer.flights for peer in self._peers.values())
+
+    def _pump(self, peer: Peer, now: float) -> None:
+        if peer.outbound is None:
+            return
+        peer.outbound.poll()
+        if not peer.up and peer.outbound.ready():
+            peer.up = True
+            for key in [key for key, claims in self._early.items() if peer.place in claims]:
+                self._claim_early(key, now)
+        while peer.flights and peer.flights[0].send.done():
+            self._taken(peer.flights.popleft())
+        if peer.orders and peer.up:
+            key, order = peer.orders[0]
+            send = peer.outbound.reserve(order.grant.nbytes, order.grant.landing)
+            if send is not None:
+                peer.orders.popleft()
+                self._transmit(peer, key, order, send, now)
+
+    def _transmit(self, peer: Peer, key: str, order: Transmit, send: Send, now: float) -> None:
+        """Fill one send from the pages, under the lock that keeps them from being taken back meanwhile."""
+        entry = self._entries.get(key)
+        wrong = ""
+        with self._ctx.reading:
+            void = entry is None or not entry.sender.readable(order) or key in self._ctx.revoked
+            if entry is not None and peer.edge is not None and not void:
+                try:
+                    self._gather(entry, peer.edge, order, send)
+                except ValueError as error:
+                    void, wrong = True, str(error)
+        send.commit()
+        peer.flights.append(Flight(send, key, 0 if void else order.grant.nbytes, now))
+        self._ctx.counters.add("chunks_void" if void else "chunks_sent")
+        if not void:
+            self._ctx.counters.add("bytes_sent", order.grant.nbytes)
+        if entry is not None:
+            if wrong:
+                self._run(entry, entry.sender.abort(f"P cannot read its pages: {wrong}"), now)
+            self._run(entry, entry.sender.sent(order, void), now)
+        else:
+            self._ctx.tell(peer.line, m.Sent(key, order.grant.attempt, order.grant.chunk, True))
+
+    def _gather(self, entry: Entry, edge: Edge, order: Transmit, send: Send) -> None:
+        cache, offset = self._ctx.cache, 0
+        shift = edge.source_layer - edge.layers.start
+        heads = (edge.source_head, edge.source_head + len(edge.heads))
+        for piece in order.pieces:
+            layers = (piece.layer + shift, piece.layer_stop + shift)
+            size = cache.nbytes(layers[1] - layers[0], piece.start, piece.stop, len(edge.heads))
+            cache.gather(
+                send.buffer[offset : offset + size], layers, (piece.start, piece.stop), heads, entry.blocks
+            )
+            offset += size
+
+    def _taken(self, flight: Flight) -> None:
+        entry = self._entries.get(flight.key)
+        if entry is not None and entry.sender.prompt.state is Prompt.OFFERED:
+            self._ctx.counters.add("bytes_early", flight.nbytes)
+
+    # Time.
+
+    def tick(self, now: float) -> None:
+        for entry in list(self._entries.values()):
+            self._run(entry, entry.sender.tick(now), now)
+        lease = self._ctx.options.lease_seconds
+        for key, claims in list(self._early.items()):
+            for place in [place for place, (_, since) in claims.items() if now - since > lease]:
+                del claims[place]
+            if not claims:
+                del self._early[key]
+        for peer in list(self._peers.values()):
+            if peer.flights and now - peer.flights[0].since > lease:
+                self._link_lost(peer, f"{peer.hello.address} has taken nothing for {lease:g} s", now)
+            elif peer.edge is not None and not peer.up and now - peer.since > lease:
+                self._link_lost(peer, f"the link to {peer.hello.address} did not come up in {lease:g} s", now)
+        self._ends.expire(now)
+
+    def close(self) -> None:
+        for peer in list(self._peers.values()):
+            self._ctx.tell(peer.line, m.LinkDown(peer.link, "P is shutting down"))
+            self._close_link(peer)
+
+    # Inside.
+
+    def _entry(self, key: str, decode: str, now: float) -> Entry:
+        entry = self._entries.get(key)
+        if entry is None:
+            self._ends.discard(key)
+            entry = self._entries[key] = Entry(Sender(key, self._ctx.cache.layers, self._terms), decode)
+            self._claim_early(key, now)
+        return entry
+
+    def _live(self, *keys: str) -> Iterator[Entry]:
+        """The entries of these keys that have not ended."""
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is not None and not entry.sender.prompt.ended:
+                yield entry
+
+    def _run(self, entry: Entry, effects: list[Effect], now: float) -> None:
+        for effect in effects:
+            match effect:
+                case Tell(rank, message):
+                    peer = self._peers.get((entry.decode, rank))
+                    if peer is not None and not self._ctx.tell(peer.line, message):
+                        self._drop(peer, f"the connection to {peer.hello.address} is gone", now)
+                case Transmit():
+                    peer = self._peers.get((entry.decode, effect.rank))
+                    if peer is not None and effect.grant.link == peer.link:
+                        peer.orders.append((entry.sender.key, effect))
+                case Released():
+                    entry.free = True
+                    self._ctx.emit(do.PagesFree(entry.sender.key))
+                case Finished(ok, reason):
+                    self._finished(entry, ok, reason, now)
+
+    def _finished(self, entry: Entry, ok: bool, reason: str, now: float) -> None:
+        key = entry.sender.key
+        self._ctx.counters.add("transfers_sent" if ok else "transfers_failed")
+        if ok:
+            log.debug("sent %s", key)
+        else:
+            self._ends.add(key, reason, now)
+            log.warning("transfer %s was not sent: %s", key, reason)

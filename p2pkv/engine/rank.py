@@ -1,0 +1,160 @@
+"""One rank at work: its thread, what the forward thread may call, and what it hears back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+
+from p2pkv.config import Options
+from p2pkv.control.endpoint import Endpoint, Line
+from p2pkv.engine.commands import Command, Computed, Event, Revoked
+from p2pkv.engine.consumer import Consumer
+from p2pkv.engine.context import Context, log
+from p2pkv.engine.producer import Producer
+from p2pkv.engine.steps import Steps
+from p2pkv.links.base import LinkFactory
+from p2pkv.pages.geometry import PagedCache
+from p2pkv.pairing import Address
+from p2pkv.protocol.machine import RemoteProtocolError
+from p2pkv.protocol.messages import BadMessage, Hello, Inspect, Report, decode
+
+TICK = 0.02
+"""Seconds between two looks at deadlines."""
+
+SOON = 0.001
+"""Seconds to sleep while a link has something under way; messages end the sleep at once."""
+
+STOP_SECONDS = 5.0
+
+
+class Rank:
+    """Listens from the start on; `stop` it. Raises PortTaken with a sentence.
+
+    `do`, `revoke`, `events` and `steps` are for the forward thread; none of them waits for the
+    network, and only `revoke` waits for anything: the gather that is under way, if any.
+    """
+
+    def __init__(self, hello: Hello, options: Options, cache: PagedCache, links: LinkFactory) -> None:
+        self.steps = Steps(options.stall_seconds)
+        self._events: deque[Event] = deque()
+        self._commands: deque[Command] = deque()
+        endpoint = Endpoint(Address.parse(hello.address))
+        self._ctx = Context(hello, options, cache, links, endpoint, self.steps, self._events.append)
+        self._half = Producer(self._ctx) if hello.role == "P" else Consumer(self._ctx)
+        self.counters = self._ctx.counters
+        self._asleep = False
+        self._stopping = False
+        self._thread = threading.Thread(
+            target=self._main, name=f"p2pkv-{hello.role}{hello.rank}", daemon=True
+        )
+        self._thread.start()
+
+    # The forward thread.
+
+    def do(self, command: Command) -> None:
+        """Hand over one command; commands are carried out in order."""
+        self._commands.append(command)
+        if self._asleep:
+            self._ctx.endpoint.wake()
+
+    def revoke(self, keys: Iterable[str]) -> None:
+        """These prompts' pages will be overwritten: on return nothing reads them, and nothing will."""
+        keys = list(keys)
+        if not keys:
+            return
+        with self._ctx.reading:
+            self._ctx.revoked.update(keys)
+        for key in keys:
+            self.do(Revoked(key))
+
+    def events(self) -> list[Event]:
+        """What has happened since the last call."""
+        out: list[Event] = []
+        while self._events:
+            out.append(self._events.popleft())
+        return out
+
+    def stop(self) -> None:
+        """End the thread, the sockets and the links, by a deadline. Idempotent."""
+        self._stopping = True
+        self._ctx.endpoint.wake()
+        self._thread.join(STOP_SECONDS)
+        if self._thread.is_alive():
+            log.error("the thread %s did not end in %g s", self._thread.name, STOP_SECONDS)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    # The engine thread.
+
+    def _main(self) -> None:
+        soon, next_tick = False, 0.0
+        while not self._stopping:
+            try:
+                self._sleep(soon, next_tick)
+                now = time.monotonic()
+                self._listen(now)
+                self._obey(now)
+                soon = self._half.pump(now)
+                if now >= next_tick:
+                    next_tick = now + TICK
+                    self._half.tick(now)
+            except Exception:
+                # A fault of ours in one round must not end the thread: leases end what it broke.
+                log.exception("an error in p2pkv's engine thread; it goes on")
+                soon = False
+        self._close()
+
+    def _sleep(self, soon: bool, next_tick: float) -> None:
+        self._asleep = True
+        if self._commands:
+            seconds = SOON if self._blocked() else 0.0
+        else:
+            seconds = SOON if soon else max(0.0, next_tick - time.monotonic())
+        self._ctx.endpoint.wait(seconds)
+        self._asleep = False
+
+    def _listen(self, now: float) -> None:
+        for line, data in self._ctx.endpoint.receive():
+            try:
+                message = decode(data)
+                if isinstance(message, Inspect):
+                    self._inspect(line)
+                elif not isinstance(message, Report):
+                    self._half.receive(line, message, now)
+            except BadMessage as error:
+                self._ctx.counters.add("messages_bad")
+                log.debug("dropped: %s", error)
+            except RemoteProtocolError as error:
+                self._ctx.counters.add("messages_refused")
+                log.debug("dropped: %s", error)
+
+    def _inspect(self, line: Line) -> None:
+        hello = self._ctx.hello
+        values: dict[str, int | float | str] = {**self.counters.snapshot()}
+        values |= {
+            "role": hello.role,
+            "rank": hello.rank,
+            "incarnation": hello.incarnation,
+            "model": hello.model,
+        }
+        self._ctx.tell(line, Report(values))
+
+    def _blocked(self) -> bool:
+        """Whether the next command waits for the device."""
+        head = self._commands[0]
+        return isinstance(head, Computed) and not head.fence.ready()
+
+    def _obey(self, now: float) -> None:
+        while self._commands and not self._blocked():
+            self._half.command(self._commands.popleft(), now)
+
+    def _close(self) -> None:
+        for step in (self._half.close, self._ctx.links.close, self._ctx.endpoint.close):
+            try:
+                step()
+            except Exception:
+                log.exception("while closing")

@@ -1,0 +1,231 @@
+"""Ranks with made-up pages, for tests that need engines but no vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from p2pkv.config import Options
+from p2pkv.engine import commands as do
+from p2pkv.engine.rank import Rank
+from p2pkv.links.base import LinkFactory
+from p2pkv.pages.device import make_recorder
+from p2pkv.pages.geometry import PagedCache
+from p2pkv.pairing import Address
+from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
+
+READY = make_recorder(torch.device("cpu"))()
+
+
+def free_ports(number: int) -> int:
+    """The first of `number` TCP ports in a row that nobody listened at a moment ago."""
+    while True:
+        with contextlib.ExitStack() as stack:
+            first = stack.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            try:
+                for offset in range(1, number):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
+            except OSError:
+                continue
+            return port
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 20.0, what: str = "the condition") -> None:
+    """Poll until `condition()` is true. Raises AssertionError after `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not come true in {seconds:g} s"
+        time.sleep(0.002)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """One engine's cache: KV heads and layers of the whole model, and how it spreads them."""
+
+    layers: tuple[int, ...] = (4,)
+    kv_heads: int = 2
+    tp: int = 1
+    block: int = 16
+    content: int = 8
+    blocks: int = 64
+
+    @property
+    def world(self) -> int:
+        return self.tp * len(self.layers)
+
+    def heads(self, rank: int) -> range:
+        """The global KV heads on a rank, as vLLM spreads or replicates them."""
+        place = rank % self.tp
+        if self.tp >= self.kv_heads:
+            head = place * self.kv_heads // self.tp
+            return range(head, head + 1)
+        each = self.kv_heads // self.tp
+        return range(place * each, (place + 1) * each)
+
+    def layer_span(self, rank: int) -> range:
+        stage = rank // self.tp
+        first = sum(self.layers[:stage])
+        return range(first, first + self.layers[stage])
+
+
+@dataclass
+class TestRank:
+    """One rank and its pages, float32 [layer][block, head, token, content]."""
+
+    geometry: Geometry
+    rank: Rank
+    pages: list[torch.Tensor]
+    seen: list[do.Event] = field(default_factory=list)
+
+    def heard(self, event: do.Event) -> bool:
+        self.seen += self.rank.events()
+        return event in self.seen
+
+    def events(self, kind: type) -> list[do.Event]:
+        self.seen += self.rank.events()
+        return [event for event in self.seen if isinstance(event, kind)]
+
+
+def make_rank(
+    role: str, geometry: Geometry, rank: int, port: int, links: LinkFactory, fill: float = 0.0, **options: object
+) -> TestRank:
+    values = {"lease_seconds": 5.0, "staging_bytes": 1 << 20, "chunk_bytes": 4096, **options}
+    opts = Options(role=role, host="127.0.0.1", kv_port=port, **values)  # type: ignore[arg-type]
+    shape = (geometry.blocks, len(geometry.heads(rank)), geometry.block, geometry.content)
+    pages = [torch.full(shape, fill) for _ in geometry.layer_span(rank)]
+    cache = PagedCache.from_tensors(pages, block_size=geometry.block)
+    place = Address("127.0.0.1", port)
+    hello = Hello(
+        version=PROTOCOL_VERSION,
+        incarnation=uuid.uuid4().hex,
+        role=role,  # type: ignore[arg-type]
+        rank=rank,
+        to="none",
+        address=str(place.shifted(rank)),
+        addresses=tuple(str(place.shifted(each)) for each in range(geometry.world)),
+        model="made-up",
+        weights="made-up",
+        cache=Cache(
+            geometry.layers, geometry.kv_heads, geometry.tp, cache.row_bytes, 1, "float32", cache.codec, "x"
+        ),
+        link=links.kind,
+    )
+    return TestRank(geometry, Rank(hello, opts, cache, links), pages)
+
+
+@dataclass
+class Engine:
+    """All ranks of one engine, in this process."""
+
+    address: Address
+    geometry: Geometry
+    ranks: list[TestRank]
+
+    def do(self, command: do.Command) -> None:
+        for each in self.ranks:
+            each.rank.do(command)
+
+    def all_heard(self, event: do.Event) -> bool:
+        return all([each.heard(event) for each in self.ranks])
+
+    def wait(self, event: do.Event, seconds: float = 20.0) -> None:
+        wait_for(lambda: self.all_heard(event), seconds, f"{event} on all ranks of {self.address}")
+
+    def stop(self) -> None:
+        stoppers = [threading.Thread(target=each.rank.stop) for each in self.ranks]
+        for stopper in stoppers:
+            stopper.start()
+        for stopper in stoppers:
+            stopper.join()
+
+
+def make_engine(role: str, geometry: Geometry, links: Callable[[int], LinkFactory], **options: object) -> Engine:
+    port = free_ports(geometry.world)
+    fill = 0.0 if role == "P" else -1.0
+    ranks = [make_rank(role, geometry, r, port, links(r), fill, **options) for r in range(geometry.world)]
+    return Engine(Address("127.0.0.1", port), geometry, ranks)
+
+
+def truth(layer: int, token: int, head: int, content: int, salt: int = 0) -> torch.Tensor:
+    """The KV that a made-up model computes: every number differs from every other."""
+    base = ((salt * 64 + layer) * 4096 + token) * 64 + head
+    return torch.arange(content) / 64 + float(base)
+
+
+def compute(rank: TestRank, blocks: list[int], layer: int, start: int, stop: int, salt: int = 0) -> None:
+    """What a forward does: write tokens [start, stop) of one local layer into the pages."""
+    geometry = rank.geometry
+    heads = geometry.heads(rank.rank._ctx.hello.rank)
+    span = geometry.layer_span(rank.rank._ctx.hello.rank)
+    for token in range(start, stop):
+        block = blocks[token // geometry.block]
+        for local, head in enumerate(heads):
+            value = truth(span[layer], token, head, geometry.content, salt)
+            rank.pages[layer][block, local, token % geometry.block] = value
+
+
+def wrong_cells(rank: TestRank, blocks: list[int], start: int, stop: int, salt: int = 0) -> list[tuple[int, ...]]:
+    """(layer, token, head) of this rank whose pages do not hold the truth."""
+    geometry = rank.geometry
+    number = rank.rank._ctx.hello.rank
+    wrong = []
+    for layer, name in enumerate(geometry.layer_span(number)):
+        for token in range(start, stop):
+            cell = rank.pages[layer][blocks[token // geometry.block], :, token % geometry.block]
+            for local, head in enumerate(geometry.heads(number)):
+                if not torch.equal(cell[local], truth(name, token, head, geometry.content, salt)):
+                    wrong.append((name, token, head))
+    return wrong
+
+
+def prefill(engine: Engine, key: str, decode: Address, tokens: int, blocks: list[int], chunk: int, salt: int = 0) -> None:
+    """A whole chunked prefill, layer by layer, with all the hooks."""
+    engine.do(do.OfferPrompt(key, decode, tokens, b"digest"))
+    for start in range(0, tokens, chunk):
+        step(engine, key, blocks, start, min(tokens, start + chunk), salt)
+
+
+def step(engine: Engine, key: str, blocks: list[int], start: int, stop: int, salt: int = 0) -> None:
+    engine.do(do.Pages(key, (blocks,)))
+    for rank in engine.ranks:
+        for layer in range(len(rank.pages)):
+            compute(rank, blocks, layer, start, stop, salt)
+            rank.rank.do(do.Computed(((key, stop),), layer, layer + 1, READY))
+        rank.rank.do(do.Flush((key,)))
+
+
+@contextlib.contextmanager
+def engines(
+    prefill_side: Geometry, decode_side: Geometry, links: Callable[[str, int], LinkFactory], **options: object
+) -> Iterator[tuple[Engine, Engine]]:
+    """A P and a D, stopped at the end."""
+    p = make_engine("P", prefill_side, lambda rank: links("P", rank), **options)
+    try:
+        d = make_engine("D", decode_side, lambda rank: links("D", rank), **options)
+        try:
+            yield p, d
+        finally:
+            d.stop()
+    finally:
+        p.stop()
+
+
+BUSY = (
+    "prompts", "pages_held", "early_claims", "requests", "loads", "staging_bytes",
+    "sends_under_way", "receives_posted", "receives_asked",
+)  # fmt: skip
+
+
+def at_baseline(engine: Engine) -> bool:
+    """No pages held, staging empty, nothing under way."""
+    snapshots = [each.rank.counters.snapshot() for each in engine.ranks]
+    return not any(snapshot.get(name, 0) for snapshot in snapshots for name in BUSY)
