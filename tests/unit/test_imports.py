@@ -1,0 +1,217 @@
+"""Who may import whom, read from every module's own source, so that a rule cannot rot unseen."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import p2pkv
+
+ROOT = Path(p2pkv.__file__).parents[1]
+
+# Each part, and the parts below it that it may import. A part may import itself.
+GROUND = {"pairing", "config", "protocol.messages"}
+BELOW = {
+    "": set(),
+    "pairing": set(),
+    "config": {"pairing"},
+    "protocol.messages": set(),
+    "sharding": set(),
+    "plan": {"sharding"},
+    "protocol": {"plan", "sharding"} | GROUND,
+    "links": {"protocol", "plan", "sharding"} | GROUND,
+    "pages": {"protocol", "plan", "sharding"} | GROUND,
+    "control": {"protocol", "plan", "sharding"} | GROUND,
+    "engine": {"links", "pages", "control", "protocol", "plan", "sharding"} | GROUND,
+    "connector": {"engine", "links", "pages", "control", "protocol", "plan", "sharding"} | GROUND,
+    "plugin": set(),
+    "cli": {"engine", "links", "pages", "control", "protocol", "plan", "sharding", "plugin"} | GROUND,
+}
+CLOCKS = {"time", "datetime", "asyncio", "sched"}
+HEAVY = {"torch", "zmq", "vllm", "cupy"}
+PURE = ("sharding", "plan", "protocol", "protocol.messages", "pairing")
+PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name, absolute; `late` if it is inside a function; where it stands."""
+
+    name: str
+    late: bool
+    where: str
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(source: str, module: str, package: bool) -> Iterator[Import]:
+    """Every import in `source`, late ones and those for type checkers included.
+
+    `from a import b` is given as a.b, since b may be a module.
+    """
+    tree = ast.parse(source)
+    inside = {
+        child
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            parents = module.split(".") if package else module.split(".")[:-1]
+            base = parents[: len(parents) - node.level + 1] if node.level else []
+            names = [".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names]
+        for name in names:
+            yield Import(name, node in inside, f"{module}:{node.lineno}")
+
+
+def read_all(folder: str) -> dict[str, list[Import]]:
+    return {
+        module_name(path): list(imports_of(path.read_text(), module_name(path), path.name == "__init__.py"))
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
+
+
+def part_of(name: str) -> str | None:
+    """The part of p2pkv that an absolute name belongs to, the most specific one; None for other packages."""
+    words = name.split(".")
+    if words[0] != "p2pkv":
+        return None
+    inner = words[1:]
+    while inner and ".".join(inner) not in BELOW:
+        inner.pop()
+    return ".".join(inner)
+
+
+def wrong_direction(modules: dict[str, list[Import]]) -> list[str]:
+    wrong = []
+    for module, imports in modules.items():
+        here = part_of(module)
+        assert here is not None
+        for each in imports:
+            there = part_of(each.name)
+            # The package itself holds nothing but its version.
+            if there not in (None, "", here) and there not in BELOW[here]:
+                wrong.append(f"{each.where} imports {each.name}")
+    return wrong
+
+
+def importing(modules: dict[str, list[Import]], names: set[str]) -> list[Import]:
+    return [each for imports in modules.values() for each in imports if each.name.split(".")[0] in names]
+
+
+OURS = read_all("p2pkv")
+PROXY = read_all("proxy")
+
+
+def test_every_module_belongs_to_a_part_that_the_design_names() -> None:
+    strays = [name for name in OURS if part_of(name) == "" and name != "p2pkv"]
+    assert len(OURS) > 5 and strays == []
+
+
+def test_imports_go_downwards_only() -> None:
+    assert wrong_direction(OURS) == []
+
+
+def test_the_pure_parts_import_nothing_heavy_and_read_no_clock() -> None:
+    pure = {name: found for name, found in OURS.items() if part_of(name) in PURE}
+    assert len(pure) >= len(PURE) - 1
+    assert importing(pure, HEAVY | CLOCKS) == []
+
+
+def test_only_the_connector_imports_vllm_and_the_plugin_late() -> None:
+    outside = {name: found for name, found in OURS.items() if part_of(name) != "connector"}
+    late = [each.where.split(":")[0] for each in importing(outside, {"vllm"}) if each.late]
+    early = [each for each in importing(outside, {"vllm"}) if not each.late]
+    assert early == []
+    assert set(late) <= {"p2pkv.plugin"}
+
+
+def test_nothing_is_pickled() -> None:
+    assert importing(OURS | PROXY, PICKLES) == []
+
+
+def test_the_proxy_imports_only_pairing_and_discovery_of_p2pkv() -> None:
+    allowed = ("p2pkv.pairing", "p2pkv.control.discovery")
+    found = importing(PROXY, {"p2pkv"})
+    assert [each for each in found if not f"{each.name}.".startswith(tuple(f"{a}." for a in allowed))] == []
+    assert importing(PROXY, {"torch", "vllm"}) == []
+
+
+LIGHT = ["p2pkv", "p2pkv.pairing", "p2pkv.plan", "p2pkv.config", "p2pkv.plugin", "p2pkv.control.discovery"]
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_light_modules_load_neither_torch_nor_vllm(module: str) -> None:
+    """In a fresh process, so that what they import in turn counts too."""
+    heavy = {"torch", "vllm"} | ({"zmq"} if module != "p2pkv.control.discovery" else set())
+    code = f"import sys, {module}\nprint(sorted({heavy!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+class TestTheReader:
+    """The rules are only as good as what reads the imports."""
+
+    def test_every_form_is_seen(self) -> None:
+        source = """
+import torch.cuda, os
+from . import base
+from ..plan import make_plan
+from p2pkv import engine
+def later():
+    import vllm
+"""
+        found = {(each.name, each.late) for each in imports_of(source, "p2pkv.links.host", package=False)}
+        assert found == {
+            ("torch.cuda", False),
+            ("os", False),
+            ("p2pkv.links.base", False),
+            ("p2pkv.plan.make_plan", False),
+            ("p2pkv.engine", False),
+            ("vllm", True),
+        }
+
+    def test_relative_imports_of_a_package(self) -> None:
+        (found,) = imports_of("from .base import Link", "p2pkv.links", package=True)
+        assert found.name == "p2pkv.links.base.Link"
+
+    @pytest.mark.parametrize(
+        ("module", "name"),
+        [
+            ("p2pkv.plan", "p2pkv.protocol.machine"),
+            ("p2pkv.links.host", "p2pkv.pages.geometry"),
+            ("p2pkv.protocol.sender", "p2pkv.links.base"),
+            ("p2pkv.protocol.messages", "p2pkv.protocol.machine"),
+            ("p2pkv.engine.loop", "p2pkv.connector"),
+            ("p2pkv.pairing", "p2pkv.config"),
+            ("p2pkv.plugin", "p2pkv.connector"),
+        ],
+    )
+    def test_upwards_and_sideways_are_seen(self, module: str, name: str) -> None:
+        assert wrong_direction({module: [Import(name, False, "here")]}) == [f"here imports {name}"]
+
+    def test_downwards_is_allowed(self) -> None:
+        downwards = {
+            "p2pkv.connector.worker": [Import("p2pkv.engine.rank", False, "")],
+            "p2pkv.engine.rank": [
+                Import("p2pkv.links.host", False, ""),
+                Import("p2pkv.config.Options", False, ""),
+            ],
+            "p2pkv.protocol.sender": [Import("p2pkv.protocol.messages.Offer", False, "")],
+            "p2pkv.cli": [Import("p2pkv.__version__", False, "")],
+        }
+        assert wrong_direction(downwards) == []
