@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from p2pkv.plan import Plan, PlanError, make_plan
+from p2pkv.plan import Plan, make_plan
 from p2pkv.protocol.machine import Machine, Table
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
-from p2pkv.sharding import Shape
+from p2pkv.sharding import Shape, ShardingError
 
 FIRST_RETRY = 0.05
 LAST_RETRY = 1.0
@@ -44,6 +44,9 @@ def judge(mine: Hello, theirs: Hello) -> Plan:
         )
     if theirs.rank >= len(theirs.addresses):
         raise Refused(f"{theirs.address} says it is rank {theirs.rank} of {len(theirs.addresses)}")
+    ranks = len(theirs.cache.layers) * theirs.cache.tp
+    if ranks != len(theirs.addresses):
+        raise Refused(f"{theirs.address} names {len(theirs.addresses)} ranks, but its cache lies on {ranks}")
     same = [
         (
             "weights",
@@ -79,7 +82,7 @@ def judge(mine: Hello, theirs: Hello) -> Plan:
     prefill, decode = (mine, theirs) if mine.role == "P" else (theirs, mine)
     try:
         return make_plan(shape(prefill.cache), shape(decode.cache))
-    except PlanError as error:
+    except ShardingError as error:
         raise Refused(f"{mine.address} and {theirs.address}: {error}") from None
 
 
@@ -103,7 +106,13 @@ class On(Enum):
 DIAL: Table[Dial, On] = {
     Dial.ASKING: {On.WELCOME: Dial.OPEN, On.REFUSE: Dial.REFUSED, On.LOST: Dial.ASKING},
     Dial.OPEN: {On.WELCOME: Dial.OPEN, On.REFUSE: Dial.REFUSED, On.LOST: Dial.ASKING},
-    Dial.REFUSED: {On.LOST: Dial.REFUSED, On.RETRY: Dial.ASKING, On.REFUSE: Dial.REFUSED},
+    # A Welcome after a refusal answers a later Hello, or comes from a P that has restarted.
+    Dial.REFUSED: {
+        On.WELCOME: Dial.OPEN,
+        On.REFUSE: Dial.REFUSED,
+        On.LOST: Dial.REFUSED,
+        On.RETRY: Dial.ASKING,
+    },
 }
 
 
@@ -141,17 +150,24 @@ class Dialing:
         return self._next if self.machine.state is Dial.ASKING else None
 
     def welcomed(self) -> None:
+        """P has accepted us, and `judge` has accepted P."""
         self.machine.remote(On.WELCOME)
+        self.reason = ""
         self._pause = FIRST_RETRY
 
     def refuse(self, reason: str, now: float) -> None:
+        """P has refused us, or `judge` has refused P."""
         self.machine.remote(On.REFUSE)
         self.reason = reason
         self._next = now + REFUSED_FOR
         self._pause = FIRST_RETRY
 
     def lost(self, now: float) -> None:
-        """The peer does not know us any more, or is gone: start over."""
-        if not self.refused:
+        """The peer does not know us any more, or is gone: start over.
+
+        Who is asking already keeps to its pauses, so that a peer that goes again and again is not
+        asked without end.
+        """
+        if self.open:
             self._next = now
         self.machine.local(On.LOST)

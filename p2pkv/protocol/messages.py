@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_PIECES = 4096
+_LONGEST_REASON = 2048
 
 Key = Annotated[str, Meta(min_length=1, max_length=512)]
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
@@ -25,7 +26,7 @@ Positive = Annotated[int, Meta(ge=1, le=1 << 20)]
 Serial = Annotated[int, Meta(ge=0, le=1 << 53)]
 Transfers = Annotated[tuple[tuple[Key, Serial], ...], Meta(max_length=4096)]
 Name = Annotated[str, Meta(max_length=512)]
-Reason = Annotated[str, Meta(max_length=2048)]
+Reason = Annotated[str, Meta(max_length=_LONGEST_REASON)]
 Place = Annotated[str, Meta(min_length=3, max_length=300)]
 Incarnation = Annotated[str, Meta(min_length=8, max_length=64)]
 Blob = Annotated[bytes, Meta(max_length=4096)]
@@ -33,6 +34,12 @@ Blob = Annotated[bytes, Meta(max_length=4096)]
 
 class Message(Struct, frozen=True, forbid_unknown_fields=True, array_like=False, tag=True, tag_field="t"):
     """The base of every message; the tag is the class's name."""
+
+
+def _shorten(message: Refuse | LinkDown | Failed | Cancel) -> None:
+    """A reason may quote anything; a message that a peer cannot read would leave it without an end."""
+    reason = message.reason.encode(errors="replace").decode()
+    msgspec.structs.force_setattr(message, "reason", reason[:_LONGEST_REASON])
 
 
 class Cache(Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,6 +101,9 @@ class Refuse(Message, frozen=True):
     you: Incarnation
     reason: Reason
 
+    def __post_init__(self) -> None:
+        _shorten(self)
+
 
 class Stranger(Message, frozen=True):
     """I have no Hello of this connection (I may have restarted): say Hello again."""
@@ -129,6 +139,9 @@ class LinkDown(Message, frozen=True):
 
     link: Small
     reason: Reason
+
+    def __post_init__(self) -> None:
+        _shorten(self)
 
 
 class Waiting(Message, frozen=True):
@@ -216,6 +229,9 @@ class Failed(Message, frozen=True):
     attempt: Serial
     reason: Reason
 
+    def __post_init__(self) -> None:
+        _shorten(self)
+
 
 class Cancel(Message, frozen=True):
     """D to P: I do not want this transfer any more, and why."""
@@ -223,6 +239,9 @@ class Cancel(Message, frozen=True):
     key: Key
     attempt: Serial
     reason: Reason
+
+    def __post_init__(self) -> None:
+        _shorten(self)
 
 
 AnyMessage = (
