@@ -23,7 +23,6 @@ MAX_EDGES = 1 << 20
 _FORMAT = 1
 """Part of every digest: another number when the same shapes give other edges than before."""
 
-
 _Need = tuple[Overlap, Overlap]
 
 
@@ -68,6 +67,11 @@ class Plan(Struct, frozen=True, dict=True):
     prefill: Shape
     decode: Shape
     edges: tuple[Edge, ...]
+
+    def __post_init__(self) -> None:
+        assert len({_order(edge) for edge in self.edges}) == len(self.edges), (
+            "two edges for one pair of ranks"
+        )
 
     def from_source(self, rank: int) -> tuple[Edge, ...]:
         """What P's `rank` sends, ordered by target; empty if other ranks send in its stead."""
