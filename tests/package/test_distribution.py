@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -82,3 +84,12 @@ def test_the_locks_do_not_overlap_and_hold_what_p2pkv_needs() -> None:
     wanted = [*project["dependencies"], *project["optional-dependencies"]["proxy"]]
     wanted += project["optional-dependencies"]["test"]
     assert {re.split(r"[^a-z0-9-]", line)[0] for line in wanted} <= names["cpu.txt"] | names["test.txt"]
+
+
+@pytest.mark.parametrize("module", ["p2pkv.cli", "p2pkv.plugin", "p2pkv_proxy.cli"])
+def test_it_is_light_to_import(module: str) -> None:
+    code = f"import sys, {module}; print(*sorted({{'torch', 'vllm', 'cupy'}} & set(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert result.stdout.split() == []
