@@ -1,0 +1,96 @@
+"""P2pKvConnector that also writes down what the pages hold, token by token, on P and on D.
+
+Loaded by real vLLM servers through `kv_connector_module_path`. For each transfer it appends one JSON
+line to `$P2PKV_PROBE_DIR/P.jsonl` when P's request has ended, or to `D.jsonl` when D's load has: the
+key, the first token, and for each layer one short hash per token, over that token's K and V on all heads.
+
+`$P2PKV_PROBE_HOLD` names a file: while it exists, P's forward stops at the layer that the file names
+(`<layer index> <first token>`), so that a test can kill a P in the middle of a push.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from p2pkv.connector import P2pKvConnector
+from p2pkv.connector.metadata import StepMetadata
+from p2pkv.engine.commands import Blocks
+from p2pkv.pages.codecs import is_paged, unpack
+
+
+class ProbeConnector(P2pKvConnector):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._folder = Path(os.environ["P2PKV_PROBE_DIR"])
+        self._hold = Path(os.environ.get("P2PKV_PROBE_HOLD", "/nonexistent"))
+        self._prompts: dict[str, tuple[Blocks, int]] = {}
+        self._asked: dict[str, tuple[Blocks, int, int]] = {}
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        assert isinstance(connector_metadata, StepMetadata)
+        if self._worker is not None:
+            for prefill in connector_metadata.prefills:
+                self._prompts[prefill.pages.key] = (prefill.pages.blocks, prefill.stop)
+            for ended in connector_metadata.sent:
+                blocks, stop = self._prompts.pop(ended.key, ((), 0))
+                self._write("P", ended.key, blocks, 0, stop)
+            for load in connector_metadata.loads:
+                self._asked[load.key] = (load.blocks, load.start, load.stop)
+        super().bind_connector_metadata(connector_metadata)
+
+    def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
+        super().save_kv_layer(layer_name, *args, **kwargs)
+        if self._worker is not None and self._hold.exists() and self._worker._prompts:
+            layer, first = map(int, self._hold.read_text().split())
+            stop = self._worker._prompts[0][1]
+            if self._worker._places.get(layer_name) == layer and stop > first:
+                self._hold.with_suffix(".held").touch()
+                end = time.monotonic() + 60
+                while self._hold.exists() and time.monotonic() < end:
+                    time.sleep(0.01)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        assert self._worker is not None
+        requests = {request: key for key, request in self._worker._requests.items()}
+        results = super().get_transfer_results(finished_req_ids)
+        for request in results.finished_recving - results.failed_recving:
+            key = requests[request]
+            blocks, start, stop = self._asked.pop(key)
+            self._write("D", key, blocks, start, stop)
+        return results
+
+    def _write(self, side: str, key: str, blocks: Blocks, start: int, stop: int) -> None:
+        if stop <= start:
+            return
+        assert self._worker is not None
+        cache = self._worker.rank._ctx.cache
+        unit = cache.unit_tokens
+        first = start // unit * unit
+        buffer = torch.empty(cache.nbytes(cache.layers, first, stop, cache.heads), dtype=torch.uint8)
+        cache.gather(buffer, (0, cache.layers), (first, stop), (0, cache.heads), blocks)
+        rows = buffer.view(cache.layers, -1, cache.heads, cache.row_bytes)
+        layers = [self._hashes(rows[layer])[start - first : stop - first] for layer in range(cache.layers)]
+        with (self._folder / f"{side}.jsonl").open("a") as out:
+            out.write(json.dumps({"key": key, "start": start, "layers": layers}) + "\n")
+
+    def _hashes(self, rows: torch.Tensor) -> list[str]:
+        """One hash per token of one layer; rows: uint8 [unit, head, row_bytes]."""
+        assert self._worker is not None
+        cache = self._worker.rank._ctx.cache
+        if is_paged(cache.codec):
+            dtype = getattr(torch, self._worker.rank._ctx.hello.cache.dtype)
+            units, heads, _ = rows.shape
+            pages = rows.view(dtype).view(units, heads, cache.unit_tokens, -1)
+            dense = torch.stack([unpack(page, cache.codec, pages.shape[-1] // 2) for page in pages])
+            tokens = dense.permute(0, 2, 1, 3).reshape(units * cache.unit_tokens, -1)
+        else:
+            tokens = rows.reshape(rows.shape[0], -1)
+        data = tokens.contiguous().view(torch.uint8).numpy()
+        return [hashlib.blake2b(token.tobytes(), digest_size=6).hexdigest() for token in data]
