@@ -39,7 +39,7 @@ class PagedCache:
     def __init__(
         self,
         pages: list[LayerPages],
-        arenas: list[Arena],
+        arenas: dict[int, Arena],
         *,
         heads: int,
         block_size: int,
@@ -93,18 +93,13 @@ class PagedCache:
         paged = is_paged(codec)
         for number, tensor in enumerate(tensors):
             _check_layer(number, tensor, tensors[0], block_size, paged)
-        arenas: dict[int, Arena] = {}
-        pages: list[LayerPages] = []
-        for tensor, group in zip(tensors, groups, strict=True):
-            storage = tensor.untyped_storage().data_ptr()
-            if storage not in arenas:
-                arenas[storage] = arena_of(tensor)
-            pages.append(_pages_of(tensor, list(arenas).index(storage), group, block_size, paged))
+        pages = [_pages_of(t, group, block_size, paged) for t, group in zip(tensors, groups, strict=True)]
+        arenas = {page.arena: arena_of(tensor) for page, tensor in zip(pages, tensors, strict=True)}
         _, heads, tokens, content = tensors[0].shape
         unit_tokens = tokens if paged else 1
         return cls(
             pages,
-            list(arenas.values()),
+            arenas,
             heads=heads,
             block_size=block_size,
             unit_tokens=unit_tokens,
@@ -257,20 +252,23 @@ def _check_layer(
         )
 
 
-def _pages_of(tensor: torch.Tensor, arena: int, group: int, block_size: int, paged: bool) -> LayerPages:
+def _pages_of(tensor: torch.Tensor, group: int, block_size: int, paged: bool) -> LayerPages:
     size = tensor.element_size()
     blocks, _, tokens, _ = tensor.shape
     block_stride, head_stride, token_stride, _ = (stride * size for stride in tensor.stride())
-    units = 1 if paged else tokens
+    units, ratio = 1 if paged else tokens, block_size // tokens
+    # With one unit in a kernel block, the next unit is the next kernel block.
+    unit_stride = block_stride if units == 1 else token_stride
+    if block_stride == units * unit_stride:
+        units, block_stride, ratio = units * ratio, block_stride * ratio, 1
     return LayerPages(
-        arena=arena,
+        arena=tensor.untyped_storage().data_ptr(),
         group=group,
         blocks=blocks * tokens // block_size,
-        ratio=block_size // tokens,
+        ratio=ratio,
         units=units,
         block_stride=block_stride,
-        # With one unit in a kernel block, the next unit is the next kernel block.
-        unit_stride=block_stride if units == 1 else token_stride,
+        unit_stride=unit_stride,
         head_stride=head_stride,
         offset=int(tensor.storage_offset()) * size,
     )

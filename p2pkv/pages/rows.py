@@ -10,7 +10,7 @@ Everything is in bytes unless it says units or blocks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 import numpy as np
@@ -22,16 +22,17 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class LayerPages:
-    """Where the rows of one layer lie: byte offsets into the arena (storage) numbered `arena`.
+    """Where the rows of one layer lie: byte offsets into the arena (storage) named `arena`.
 
     The row of (kernel block k, unit u in it, head h) starts at
     `offset + k * block_stride + u * unit_stride + h * head_stride`.
 
     Attributes:
-        arena: which storage; layers of one storage can be copied together.
+        arena: address of the storage; layers of one storage can be copied together.
         group: which block table is this layer's.
         blocks: logical blocks in the layer.
         ratio: kernel blocks in a logical block; block b is kernel blocks [b * ratio, (b + 1) * ratio).
+            Where a logical block's units are evenly spaced, it is described as one kernel block.
         units: units in a kernel block.
     """
 
@@ -47,29 +48,12 @@ class LayerPages:
 
     def lies_like(self, other: LayerPages) -> bool:
         """Whether the two differ in nothing but their offset."""
-        return self._form() == other._form()
+        return replace(self, offset=0) == replace(other, offset=0)
 
     @property
     def block_units(self) -> int:
         """Units in a logical block."""
         return self.ratio * self.units
-
-    @property
-    def even_units(self) -> int:
-        """Units, from the start of a logical block, that are one unit_stride apart."""
-        return self.block_units if self.block_stride == self.units * self.unit_stride else self.units
-
-    def _form(self) -> tuple[int, ...]:
-        return (
-            self.arena,
-            self.group,
-            self.blocks,
-            self.ratio,
-            self.units,
-            self.block_stride,
-            self.unit_stride,
-            self.head_stride,
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +112,7 @@ def locate(
     run = beside * row_bytes if joined else row_bytes
     stride = 1
     if joined and run == pages.unit_stride:
-        stride = gcd(units[0], units[1], pages.even_units)
+        stride = gcd(units[0], units[1], pages.units)
         run *= stride
     atom = gcd(run, pages.block_stride, stride * pages.unit_stride, span.grain)
     if not joined:
@@ -148,7 +132,7 @@ def _unit_rows(pages: LayerPages, units: Interval, stride: int, atom: int, table
     """Row numbers of every `stride`-th unit from the layer's start, int64 [ceil(units / stride)]."""
     whole = pages.block_units
     if stride == whole:
-        return table * (pages.ratio * pages.block_stride // atom)
+        return table * (pages.block_stride // atom)
     unit = np.arange(units[0] % whole, units[1] - units[0] + units[0] % whole, stride)
     block, inside = np.divmod(unit, whole)
     kernel, rest = np.divmod(inside, pages.units)
