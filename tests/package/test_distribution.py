@@ -86,8 +86,8 @@ def test_the_locks_do_not_overlap_and_hold_what_p2pkv_needs() -> None:
     assert {re.split(r"[^a-z0-9-]", line)[0] for line in wanted} <= names["cpu.txt"] | names["test.txt"]
 
 
-@pytest.mark.parametrize("module", ["p2pkv.cli", "p2pkv.plugin", "p2pkv_proxy.cli"])
-def test_it_is_light_to_import(module: str) -> None:
+@pytest.mark.parametrize("module", ["p2pkv.cli", "p2pkv_proxy.cli"])
+def test_a_command_is_light_to_import(module: str) -> None:
     code = f"import sys, {module}; print(*sorted({{'torch', 'vllm', 'cupy'}} & set(sys.modules)))"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
