@@ -14,7 +14,7 @@ from enum import Enum, auto
 
 from p2pkv.plan import Edge
 from p2pkv.protocol.effects import Effect, Finished, Released, Tell, Transmit
-from p2pkv.protocol.machine import Machine, RemoteProtocolError, Table
+from p2pkv.protocol.machine import LocalProtocolError, Machine, RemoteProtocolError, Table
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Offer, Piece, Sent, Want
 from p2pkv.protocol.pieces import Cutter, Window
 
@@ -49,7 +49,6 @@ PROMPT: Table[Prompt, Of] = {
     },
     Prompt.COMPUTED: {
         Of.OFFER: Prompt.COMPUTED,
-        Of.COMPLETE: Prompt.COMPUTED,
         Of.REVOKE: Prompt.OFFERED,
         Of.RELEASE: Prompt.RELEASED,
         Of.END: Prompt.ENDED,
@@ -138,16 +137,22 @@ class Sender:
     # What P's own engine does.
 
     def offer(self, tokens: int, digest: bytes) -> list[Effect]:
-        """The prefill begins: `tokens` in the prompt."""
+        """The prefill begins, or begins again after a `revoke`: `tokens` in the prompt."""
+        if self.prompt.ended:
+            return []
         self.prompt.local(Of.OFFER)
         self.tokens, self.digest = tokens, digest
         return [self._offer(rank, leg) for rank, leg in self._open()]
 
     def computed(self, layer: int, layer_stop: int, stop: int, now: float) -> list[Effect]:
         """Local layers [layer, layer_stop) now hold KV for the prompt's tokens [0, stop)."""
+        if self.prompt.ended:
+            return []
+        if self.prompt.state is Prompt.HELD:
+            raise LocalProtocolError(f"{self.key}: tokens are computed before the prompt was offered")
         for index in range(layer, layer_stop):
             self._computed[index] = max(self._computed[index], stop)
-        if self.prompt.may(Of.COMPLETE) and min(self._computed) >= self.tokens:
+        if self.prompt.state is Prompt.OFFERED and min(self._computed) >= self.tokens:
             self.prompt.local(Of.COMPLETE)
             self._since = now
             return self.flush()
@@ -179,20 +184,31 @@ class Sender:
     # What a D rank says.
 
     def claim(self, rank: int, edge: Edge, attempt: int, limit: int, now: float) -> list[Effect]:
-        """D's rank waits for this prompt (said again and again); `limit`: the most bytes of one chunk."""
+        """D's rank waits for this prompt; it says so again and again, which renews the lease.
+
+        Who asks for what has ended is told so each time. A later attempt takes the place of the one
+        before.
+
+        Args:
+            limit: the most bytes of one chunk; 0 while it is not known, and nothing is announced.
+        """
         leg = self.legs.get(rank)
-        if leg is not None and leg.attempt == attempt:
-            leg.heard = now
-            return []
+        if leg is not None and leg.attempt == attempt and leg.machine.state is not Leg.ENDED:
+            return self._renew(rank, leg, limit, now)
+        if self.prompt.ended or (leg is not None and attempt <= leg.attempt):
+            reason = self.reason or "P has let this prompt's KV go; ask with a new request"
+            return [Tell(rank, Failed(self.key, attempt, reason))]
         if leg is not None and not leg.machine.ended:
-            raise RemoteProtocolError(
-                f"{self.key}: attempt {attempt} while attempt {leg.attempt} is under way"
-            )
+            leg.machine.remote(On.END)
         leg = _Leg(edge, attempt, limit, now, Machine(f"leg {self.key}/{rank}", LEG, Leg.CLAIMED))
         self.legs[rank] = leg
-        if self.prompt.state in (Prompt.OFFERED, Prompt.COMPUTED):
-            return [self._offer(rank, leg)]
-        return []
+        if self._since is not None:
+            self._since = now
+        return [] if self.prompt.state is Prompt.HELD else [self._offer(rank, leg)]
+
+    def _renew(self, rank: int, leg: _Leg, limit: int, now: float) -> list[Effect]:
+        leg.heard, leg.limit = now, limit or leg.limit
+        return self._announce(rank, leg, flush=self.prompt.state is Prompt.COMPUTED)
 
     def want(self, rank: int, message: Want, now: float) -> list[Effect]:
         leg = self._leg(rank, message.attempt)
@@ -278,13 +294,17 @@ class Sender:
 
     @property
     def deadline(self) -> float | None:
-        """When to call `tick`: the end of the earliest lease, None while no lease runs."""
+        """When to call `tick`: the end of the earliest lease, None while no lease runs.
+
+        A leg's lease runs from D's last word. Once the prompt is computed another runs until every
+        rank of D has claimed it, anew from each rank that does.
+        """
         if self.prompt.ended:
             return None
-        ends = [leg.heard + self.terms.lease for leg in self.legs.values() if not leg.machine.ended]
+        heard = [leg.heard for _, leg in self._open()]
         if self._since is not None and not self._all_claimed():
-            ends.append(max([self._since, *(leg.heard for leg in self.legs.values())]) + self.terms.lease)
-        return min(ends, default=None)
+            heard.append(self._since)
+        return min(heard) + self.terms.lease if heard else None
 
     def tick(self, now: float) -> list[Effect]:
         """End what has outlived its lease."""
@@ -320,7 +340,7 @@ class Sender:
 
     def _announce(self, rank: int, leg: _Leg, flush: bool) -> list[Effect]:
         """Chunks that are worth a message now: full ones, and with `flush` the rest."""
-        if leg.machine.state is not Leg.SENDING or leg.cutter is None:
+        if leg.machine.state is not Leg.SENDING or leg.cutter is None or not leg.limit:
             return []
         if self.terms.whole and self.prompt.state is not Prompt.COMPUTED:
             return []

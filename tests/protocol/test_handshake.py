@@ -1,0 +1,188 @@
+"""Who may work with whom, in sentences; and when a D says Hello."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from p2pkv.protocol.handshake import (
+    DIAL,
+    FIRST_RETRY,
+    LAST_RETRY,
+    REFUSED_FOR,
+    Dial,
+    Dialing,
+    On,
+    Refused,
+    judge,
+    shape,
+)
+from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, Welcome, decode, encode
+from p2pkv.sharding import Shape
+
+CACHE = Cache((2, 2), 4, 2, 64, 1, "bfloat16", "dense", "names-a")
+
+
+def hello(role: Any, cache: Cache = CACHE, **changes: Any) -> Hello:
+    """A rank 0 with the address p:21000 or d:22000."""
+    place = "p:21000" if role == "P" else "d:22000"
+    ranks = tuple(f"{place}{rank}" for rank in range(1, len(cache.layers) * cache.tp))
+    plain = Hello(
+        PROTOCOL_VERSION, "incarnation", role, 0, "x:1", place, (place, *ranks), "m", "w", cache, "host"
+    )
+    return replace(plain, **changes)
+
+
+def cache(**changes: Any) -> Cache:
+    return replace(CACHE, **changes)
+
+
+# The sentences.
+
+
+REFUSALS: dict[str, tuple[Hello, list[str]]] = {
+    "version": (hello("D", version=99), ["versions differ: 1 at p:21000, 99 at d:22000"]),
+    "role": (hello("P", address="q:1"), ["p:21000", "q:1", "both", "role P", "kv_producer", "kv_consumer"]),
+    "rank": (hello("D", rank=7), ["d:22000", "rank 7 of 4"]),
+    "addresses": (hello("D", addresses=("d:22000",)), ["d:22000 names 1 ranks", "lies on 4"]),
+    "weights": (
+        hello("D", weights="v", model="other"),
+        ["weights differ: w at p:21000, v at d:22000", "same model (here m, there other)"],
+    ),
+    "link": (hello("D", link="nccl"), ["links differ: host at p:21000, nccl at d:22000", "`link`"]),
+    "dtype": (
+        hello("D", cache(dtype="float8_e4m3fn")),
+        ["types differ: bfloat16 at p:21000, float8_e4m3fn at d:22000", "--kv-cache-dtype"],
+    ),
+    "codec": (hello("D", cache(codec="page:amx")), ["codecs differ: dense at p:21000, page:amx at d:22000"]),
+    "unit": (
+        hello("D", cache(unit_tokens=16)),
+        ["tokens per row differ: 1 at p:21000, 16 at d:22000", "--block-size"],
+    ),
+    "row": (hello("D", cache(row_bytes=128)), ["bytes per row differ: 64 at p:21000, 128 at d:22000"]),
+    "names": (
+        hello("D", cache(layer_names="names-b")),
+        ["KV layers differ: names-a at p:21000, names-b at d:22000"],
+    ),
+    "layers": (hello("D", cache(layers=(3, 2))), ["p:21000 and d:22000", "4 KV layers", "5"]),
+    "heads": (hello("D", cache(kv_heads=8)), ["p:21000 and d:22000", "4 KV heads", "8"]),
+    "tp": (hello("D", cache(tp=3)), ["p:21000 and d:22000", "4 KV heads", "tensor-parallel size 3"]),
+    "ranks": (
+        hello("D", cache(layers=(1,) * 4, tp=8192), addresses=("d:22000",) * 32768),
+        ["p:21000 and d:22000", "32768 ranks", "16384"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_a_refusal_names_both_values_and_is_said_on_both_sides(what: str) -> None:
+    theirs, words = REFUSALS[what]
+    with pytest.raises(Refused) as refused:
+        judge(hello("P"), theirs)
+    assert [word for word in words if word not in str(refused.value)] == []
+    if what not in ("rank", "addresses"):
+        with pytest.raises(Refused):
+            judge(theirs, hello("P"))
+
+
+def test_both_sides_compute_the_same_plan() -> None:
+    p, d = hello("P"), hello("D", cache(layers=(4,), tp=4))
+    assert judge(p, d) is judge(d, p)
+    assert judge(p, d).digest == judge(d, p).digest
+    assert (judge(p, d).prefill, judge(p, d).decode) == (Shape((2, 2), 4, 2), Shape((4,), 4, 4))
+    assert shape(d.cache) == Shape((4,), 4, 4)
+
+
+def test_a_model_name_and_the_addresses_may_differ() -> None:
+    assert judge(hello("P", model="a/path"), hello("D", model="another", address="e:1")).edges
+
+
+def test_the_first_words_survive_the_wire() -> None:
+    welcome = Welcome("incarnation", hello("P"), judge(hello("P"), hello("D")).digest)
+    assert decode(encode(welcome)) == welcome
+
+
+# The dial.
+
+
+PATHS: dict[Dial, list[On]] = {Dial.ASKING: [], Dial.OPEN: [On.WELCOME], Dial.REFUSED: [On.REFUSE]}
+
+
+def do(dialing: Dialing, event: On, now: float) -> None:
+    match event:
+        case On.WELCOME:
+            dialing.welcomed()
+        case On.REFUSE:
+            dialing.refuse("no", now)
+        case On.LOST:
+            dialing.lost(now)
+        case On.RETRY:
+            assert dialing.due(now + REFUSED_FOR)
+
+
+@pytest.mark.parametrize(
+    ("state", "event"), [(state, event) for state, row in DIAL.items() for event in row], ids=lambda x: x.name
+)
+def test_every_row_of_the_table(state: Dial, event: On) -> None:
+    dialing = Dialing("p:1", now=10.0)
+    for step in PATHS[state]:
+        do(dialing, step, 10.0)
+    assert dialing.machine.state is state
+    do(dialing, event, 10.0)
+    assert dialing.machine.state is DIAL[state][event]
+
+
+def asked(dialing: Dialing, start: float, stop: float) -> list[float]:
+    """When Hello is said, looked at every hundredth of a second."""
+    times = [start + tick / 100 for tick in range(round((stop - start) * 100))]
+    return [round(time - start, 2) for time in times if dialing.due(time)]
+
+
+def test_hello_is_said_at_once_and_then_with_growing_pauses() -> None:
+    times = asked(Dialing("p:1", now=100.0), 100.0, 106.0)
+    pauses = [round(after - before, 2) for before, after in pairwise(times)]
+    assert times[0] == 0.0
+    for before, after in pairwise(pauses):
+        assert after == pytest.approx(min(2 * before, LAST_RETRY), abs=0.03)
+    assert pauses[0] == pytest.approx(FIRST_RETRY, abs=0.02)
+    assert pauses[-1] == pytest.approx(LAST_RETRY, abs=0.02)
+
+
+def test_an_open_dial_asks_nobody_until_it_is_lost_and_then_at_once() -> None:
+    dialing = Dialing("p:1", now=0.0)
+    assert dialing.due(0.0)
+    dialing.welcomed()
+    assert dialing.open and dialing.deadline is None and asked(dialing, 0.0, 5.0) == []
+    dialing.lost(5.0)
+    assert dialing.deadline == 5.0
+    assert asked(dialing, 5.0, 5.1) == pytest.approx([0.0, FIRST_RETRY], abs=0.011)
+
+
+def test_a_peer_that_is_lost_again_and_again_is_not_asked_without_end() -> None:
+    dialing = Dialing("p:1", now=0.0)
+    hellos = 0
+    for tick in range(1000):
+        dialing.lost(tick / 100)
+        hellos += dialing.due(tick / 100)
+    assert 10 <= hellos <= 16
+
+
+def test_a_refused_peer_is_asked_again_only_after_a_while_and_if_somebody_needs_it() -> None:
+    dialing = Dialing("p:1", now=0.0)
+    assert dialing.due(0.0)
+    dialing.refuse("other weights", 0.0)
+    assert dialing.refused and dialing.reason == "other weights" and dialing.deadline is None
+    assert asked(dialing, 0.0, REFUSED_FOR) == []
+    dialing.lost(1.0)
+    assert not dialing.due(REFUSED_FOR - 0.01) and dialing.due(REFUSED_FOR)
+    assert not dialing.refused and dialing.deadline == REFUSED_FOR + FIRST_RETRY
+
+
+def test_a_welcome_after_a_refusal_is_taken_and_clears_the_reason() -> None:
+    dialing = Dialing("p:1", now=0.0)
+    dialing.refuse("other weights", 0.0)
+    dialing.welcomed()
+    assert dialing.open and dialing.reason == ""
