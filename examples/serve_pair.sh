@@ -17,17 +17,17 @@ DISCOVERY_PORT=30001
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} VLLM_CPU_OMP_THREADS_BIND=nobind
 export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
 
-serve() { # role http_port kv_port [arguments for vLLM]
+serve() { # in a shell of its own: role http_port kv_port [arguments for vLLM]
     local role=$1 http_port=$2 kv_port=$3
     shift 3
-    python -m vllm.entrypoints.openai.api_server --model "$MODEL" --host "$HOST" --port "$http_port" \
+    exec python -m vllm.entrypoints.openai.api_server --model "$MODEL" --host "$HOST" --port "$http_port" \
         --enforce-eager --kv-transfer-config "{
             \"kv_connector\": \"P2pKvConnector\", \"kv_role\": \"$role\", \"kv_port\": $kv_port,
             \"kv_connector_extra_config\": {\"host\": \"$HOST\", \"proxy_ip\": \"$HOST\",
                 \"proxy_port\": \"$DISCOVERY_PORT\", \"http_port\": \"$http_port\"}}" "$@"
 }
 
-trap 'trap - EXIT; kill 0; wait' EXIT
+trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
 p2pkv-proxy --host "$HOST" --port "$PROXY_PORT" --discovery "$HOST:$DISCOVERY_PORT" &
 serve kv_producer 8100 21001 "$@" &
 serve kv_consumer 8200 22001 "$@" &
