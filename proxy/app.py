@@ -17,7 +17,7 @@ from p2pkv.control.discovery import Ping
 
 from .bodies import BadBody, parse
 from .dispatch import Exchange, alone, concurrent, sequential
-from .errors import RETRY_AFTER, Failure, Handler, errors_as_json
+from .errors import RETRY_AFTER, Failure, errors_as_json
 from .headers import REQUEST_ID
 from .listener import Listener
 from .models import merged
@@ -29,7 +29,6 @@ from .upstream import Reply, open_session
 MAX_BODY_BYTES = 64 << 20
 
 Dispatch = Literal["concurrent", "sequential"]
-_UNIQUE = "p2pkv.unique"
 
 
 @dataclass
@@ -66,7 +65,7 @@ class Proxy:
         except BadBody as error:
             raise Failure(400, str(error)) from None
         choice = self._choose(body.model, paired=body.wants_pair)
-        exchange = Exchange(self.session, request, body, choice, request[_UNIQUE], self.lingering)
+        exchange = Exchange(self.session, request, body, choice, uuid.uuid4().hex, self.lingering)
         if choice.prefill is None:
             return await alone(exchange)
         return await (concurrent if self.dispatch == "concurrent" else sequential)(exchange)
@@ -85,7 +84,7 @@ class Proxy:
         decoders = self.registry.routable("D", self.clock())
         if not decoders:
             raise Failure(503, " ".join(self.router.missing(self.clock())))
-        return await merged(self.session, request, decoders, request[_UNIQUE])
+        return await merged(self.session, request, decoders, uuid.uuid4().hex)
 
     async def health(self, request: web.Request) -> web.Response:
         """GET /health: 200 if a request can be served, else 503 and what is missing."""
@@ -132,7 +131,7 @@ def make_app(
             yield
             await _end([*tasks, *proxy.lingering])
 
-    app = web.Application(client_max_size=max_body, middlewares=[_identify, errors_as_json])
+    app = web.Application(client_max_size=max_body, middlewares=[errors_as_json])
     app.cleanup_ctx.append(running)
     app.on_response_prepare.append(_give_back_id)
     app.add_routes(_routes())
@@ -157,16 +156,11 @@ def _routes() -> list[web.RouteDef]:
     ]
 
 
-@web.middleware
-async def _identify(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The client's own X-Request-Id never reaches an instance: every request gets an id made here."""
-    request[_UNIQUE] = uuid.uuid4().hex
-    return await handler(request)
-
-
 async def _give_back_id(request: web.Request, response: web.StreamResponse) -> None:
-    """The client gets its own id back, or ours if it sent none."""
-    response.headers[REQUEST_ID] = request.headers.get(REQUEST_ID) or request[_UNIQUE]
+    """The client's own X-Request-Id reaches no instance, but the client finds it in the answer."""
+    theirs = request.headers.get(REQUEST_ID)
+    if theirs:
+        response.headers[REQUEST_ID] = theirs
 
 
 async def _end(tasks: list[asyncio.Task[Any]]) -> None:

@@ -27,7 +27,7 @@ from p2pkv.pairing import mint
 
 from .bodies import Body, returned_params
 from .errors import error_response
-from .headers import Headers, to_instance
+from .headers import REQUEST_ID, Headers, to_instance
 from .registry import Instance
 from .relay import Relay, Scrubber, refusal
 from .routing import Choice
@@ -92,10 +92,10 @@ class Exchange:
         try:
             return await call.whole(self.body.for_prefill(), self._headers(instance))
         except CallFailed as error:
-            logger.warning("%s %s (%r)", instance, error, error.__cause__)
+            logger.warning("request %s: %s %s (%r)", self.unique, instance, error, error.__cause__)
             raise PrefillFailed(f"it {error}") from error
         except Refused as error:
-            logger.warning("%s answered %d", instance, error.reply.status)
+            logger.warning("request %s: %s answered %d", self.unique, instance, error.reply.status)
             theirs = 400 <= error.reply.status < 500
             raise PrefillFailed(str(error), error.reply if theirs else None) from error
         finally:
@@ -126,6 +126,12 @@ class Exchange:
             self.lingering.add(prefilling)
             prefilling.add_done_callback(self.lingering.discard)
             asyncio.get_running_loop().call_later(_GRACE_SECONDS, prefilling.cancel)
+
+    def failed(self, why: str) -> web.Response:
+        """A 502, with the id under which the log has the details."""
+        response = error_response(502, why)
+        response.headers[REQUEST_ID] = self.unique
+        return response
 
     def _headers(self, instance: Instance) -> Headers:
         return to_instance(self.request.headers, instance, self.request_id)
@@ -176,11 +182,15 @@ async def _answered(
     try:
         answer = await decoding
     except Refused as refused:
-        logger.info("%s answered %d", exchange.choice.decode, refused.reply.status)
+        logger.info(
+            "request %s: %s answered %d", exchange.unique, exchange.choice.decode, refused.reply.status
+        )
         return _refused(exchange, "decode", refused.reply)
     except CallFailed as error:
-        logger.warning("%s %s (%r)", exchange.choice.decode, error, error.__cause__)
-        return error_response(502, f"The decode instance {error}.")
+        logger.warning(
+            "request %s: %s %s (%r)", exchange.unique, exchange.choice.decode, error, error.__cause__
+        )
+        return exchange.failed(f"The decode instance {error}.")
     relay = Relay(exchange.request, answer.response, answer.head, exchange.scrubber)
     if prefilling is not None and not exchange.body.one_prompt:
         prefilling.add_done_callback(partial(_interrupt, relay))
@@ -197,15 +207,15 @@ def _interrupt(relay: Relay, prefilling: asyncio.Task[Reply]) -> None:
 
 def _prefill_failed(exchange: Exchange, failure: PrefillFailed) -> web.Response:
     if failure.reply is None:
-        return error_response(502, str(failure))
+        return exchange.failed(str(failure))
     return _refused(exchange, "prefill", failure.reply)
 
 
 def _refused(exchange: Exchange, name: str, reply: Reply) -> web.Response:
     """An instance's own error. A redirection is none: it would send the client to the instance."""
     if reply.status < 400:
-        return error_response(
-            502, f"The {name} instance answered {reply.status}, which is no answer to a request."
+        return exchange.failed(
+            f"The {name} instance answered {reply.status}, which is no answer to a request."
         )
     return refusal(reply, exchange.scrubber)
 

@@ -34,7 +34,7 @@ class Listener:
         self._context = zmq.asyncio.Context()
         self._router = self._context.socket(zmq.ROUTER)
         try:
-            _configure(self._router)
+            _configure(self._router, ipv6="[" in endpoint)
             self._router.bind(endpoint)
         except zmq.ZMQError as error:
             self.close()
@@ -95,9 +95,9 @@ def endpoint_of(address: Address) -> str:
     return f"tcp://{address}"
 
 
-def _configure(router: zmq.asyncio.Socket) -> None:
+def _configure(router: zmq.asyncio.Socket, *, ipv6: bool) -> None:
     router.setsockopt(zmq.LINGER, 0)
-    router.setsockopt(zmq.IPV6, 1)
+    router.setsockopt(zmq.IPV6, ipv6)
     router.setsockopt(zmq.MAXMSGSIZE, MAX_PING_BYTES)
     router.setsockopt(zmq.HANDSHAKE_IVL, 5000)
     # The original connector pings under a fixed identity: a restarted instance must not be shut out.

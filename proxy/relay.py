@@ -9,7 +9,7 @@ import aiohttp
 from aiohttp import web
 
 from .errors import error_event
-from .headers import Headers, to_client
+from .headers import REQUEST_ID, Headers, to_client
 from .rewriter import Rewriter
 from .routing import Choice
 from .upstream import EVENT_STREAM, Reply
@@ -52,7 +52,10 @@ class Scrubber:
         return text
 
     def headers(self, headers: Headers) -> Headers:
-        return type(headers)((name, self.text(value)) for name, value in headers.items())
+        """An instance's headers without its names, and with the id that the client may know."""
+        scrubbed = type(headers)((name, self.text(value)) for name, value in headers.items())
+        scrubbed[REQUEST_ID] = self.unique
+        return scrubbed
 
 
 def refusal(reply: Reply, scrubber: Scrubber) -> web.Response:

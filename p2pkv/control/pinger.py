@@ -15,6 +15,8 @@ from p2pkv.pairing import Address
 logger = logging.getLogger(__name__)
 
 _GOODBYE_LINGER_MS = 500
+# ZMQ gives a connection up for good if its other end ever spoke something else than ZMTP.
+_PATIENCE_SECONDS = 2.0
 
 
 class Pinger:
@@ -72,12 +74,14 @@ class Pinger:
             context.term()
 
     def _converse(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        """Pings over one socket until told to stop. If ZMQ fails, returns an interval later."""
+        """Pings over one socket until told to stop, or until another socket might do better."""
         dealer = context.socket(zmq.DEALER)
         try:
             _configure(dealer, self._proxy)
-            while not self._stopping.is_set():
-                self._ping_once(dealer)
+            connected = time.monotonic()
+            while not self._stopping.is_set() and time.monotonic() - connected < _PATIENCE_SECONDS:
+                if self._ping_once(dealer):
+                    connected = time.monotonic()
             self._say_goodbye(dealer)
         except zmq.ZMQError as error:
             logger.warning("discovery ping to %s failed, trying again: %s", self._proxy, error)
@@ -85,12 +89,14 @@ class Pinger:
         finally:
             dealer.close()
 
-    def _ping_once(self, dealer: zmq.Socket[bytes]) -> None:
-        """Waits for a connection, pings, and waits until the next ping is due; returns early on stop."""
+    def _ping_once(self, dealer: zmq.Socket[bytes]) -> bool:
+        """Pings, and waits until the next ping is due. False if the proxy is not there."""
         due = time.monotonic() + self._interval
-        if self._wait(dealer, zmq.POLLOUT, self._interval):
-            dealer.send(self._frame, zmq.NOBLOCK)
+        if not self._wait(dealer, zmq.POLLOUT, _PATIENCE_SECONDS):
+            return False
+        dealer.send(self._frame, zmq.NOBLOCK)
         self._wait(dealer, 0, due - time.monotonic())
+        return True
 
     def _wait(self, dealer: zmq.Socket[bytes], events: int, seconds: float) -> bool:
         """Whether `events` came within `seconds`; a stop ends the wait."""
@@ -102,7 +108,7 @@ class Pinger:
         return dealer in ready
 
     def _say_goodbye(self, dealer: zmq.Socket[bytes]) -> None:
-        if dealer.poll(0, zmq.POLLOUT):
+        if self._stopping.is_set() and dealer.poll(0, zmq.POLLOUT):
             dealer.setsockopt(zmq.LINGER, _GOODBYE_LINGER_MS)
             dealer.send(self._goodbye, zmq.NOBLOCK)
 
@@ -115,5 +121,6 @@ def _configure(dealer: zmq.Socket[bytes], proxy: Address) -> None:
     dealer.setsockopt(zmq.RCVHWM, 1)
     dealer.setsockopt(zmq.MAXMSGSIZE, 1024)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-    dealer.setsockopt(zmq.IPV6, 1)
+    # For names this stays off: "localhost" would mean ::1 only, and proxies bind 127.0.0.1.
+    dealer.setsockopt(zmq.IPV6, ":" in proxy.host)
     dealer.connect(f"tcp://{proxy}")

@@ -1,0 +1,252 @@
+"""Fake instances over real HTTP and real pings, and a proxy in the same event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from p2pkv.control.discovery import Ping
+from p2pkv.control.pinger import Pinger
+from proxy.app import LISTENER, Dispatch, make_app
+from proxy.registry import Registry, Role
+
+PING_SECONDS = 0.1
+DEADLINE = 10.0
+_ports = itertools.count(21001)
+
+
+async def until(condition: Callable[[], bool], what: str = "") -> None:
+    """Waits for a condition; fails after a deadline."""
+    end = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < end, f"waited {DEADLINE} s in vain: {what or condition}"
+        await asyncio.sleep(0.005)
+
+
+@dataclass
+class Seen:
+    """One request that reached an instance.
+
+    Attributes:
+        answered: its handler has run to its end.
+        aborted: the proxy has closed the connection before that.
+    """
+
+    path: str
+    headers: Any
+    raw: bytes
+    answered: bool = False
+    aborted: bool = False
+
+    @property
+    def body(self) -> Any:
+        return json.loads(self.raw)
+
+    @property
+    def request_id(self) -> str:
+        return str(self.headers["X-Request-Id"])
+
+
+Behaviour = Callable[[web.Request, Seen], Awaitable[web.StreamResponse]]
+
+
+def completion(seen: Seen, text: str = "hello", **more: Any) -> dict[str, Any]:
+    return {"id": f"cmpl-{seen.request_id}", "object": "text_completion", "choices": [{"text": text}], **more}
+
+
+async def answer_json(request: web.Request, seen: Seen) -> web.StreamResponse:
+    return web.json_response(completion(seen))
+
+
+def answer_error(status: int, message: str = "no", **options: Any) -> Behaviour:
+    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+        error = {"error": {"message": f"{message} {seen.request_id}", "type": "X", "code": status}}
+        return web.json_response(error, status=status, **options)
+
+    return behaviour
+
+
+async def event_stream(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await response.prepare(request)
+    return response
+
+
+def event(seen: Seen, text: str) -> bytes:
+    return b"data: " + json.dumps(completion(seen, text)).encode() + b"\n\n"
+
+
+def die(request: web.Request) -> None:
+    """As kill -9: the connection is reset, whatever was under way."""
+    assert request.transport is not None
+    request.transport.abort()
+
+
+@dataclass
+class FakeInstance:
+    """A vLLM server, as far as a proxy can tell.
+
+    Attributes:
+        behaviour: what becomes of a request; change it at will.
+        health: the status of /health.
+        models: names in /v1/models.
+        key: if set, /v1/models wants it as a bearer token.
+        requests: what has arrived, in order.
+    """
+
+    role: Role
+    model: str = "tiny"
+    behaviour: Behaviour = answer_json
+    health: int = 200
+    models: tuple[str, ...] = ("tiny",)
+    key: str = ""
+    incarnation: str = "first"
+    requests: list[Seen] = field(default_factory=list)
+    http_address: str = ""
+    zmq_address: str = field(default_factory=lambda: f"127.0.0.1:{next(_ports)}")
+    runner: web.AppRunner | None = None
+
+    @property
+    def ping(self) -> Ping:
+        return Ping(
+            type=self.role,
+            http_address=self.http_address,
+            zmq_address=self.zmq_address,
+            version=1,
+            incarnation=self.incarnation,
+            model=self.model,
+        )
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=1 << 26)
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/v1/models", self._models),
+                web.post("/v1/completions", self._generate),
+                web.post("/v1/chat/completions", self._generate),
+            ]
+        )
+        self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await self.runner.setup()
+        port = int(self.http_address.rpartition(":")[2] or 0)
+        await web.TCPSite(self.runner, "127.0.0.1", port).start()
+        self.http_address = f"127.0.0.1:{self.runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        """Closes the port. Idempotent."""
+        if self.runner is not None:
+            await self.runner.cleanup()
+            self.runner = None
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(status=self.health)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        data = [{"id": name, "object": "model", "owned_by": self.http_address} for name in self.models]
+        return web.json_response({"object": "list", "data": data})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        seen = Seen(request.path, request.headers.copy(), await request.read())
+        self.requests.append(seen)
+        try:
+            response = await self.behaviour(request, seen)
+        except asyncio.CancelledError:
+            seen.aborted = True
+            raise
+        seen.answered = True
+        return response
+
+
+@dataclass
+class Deployment:
+    """A proxy, its instances and a client."""
+
+    url: str
+    discovery: str
+    app: web.Application
+    registry: Registry
+    client: aiohttp.ClientSession
+    cleanup: AsyncExitStack
+    prefills: list[FakeInstance] = field(default_factory=list)
+    decodes: list[FakeInstance] = field(default_factory=list)
+    pingers: dict[str, Pinger] = field(default_factory=dict)
+
+    @property
+    def p(self) -> FakeInstance:
+        return self.prefills[0]
+
+    @property
+    def d(self) -> FakeInstance:
+        return self.decodes[0]
+
+    @property
+    def refused(self) -> int:
+        return self.app[LISTENER].refused
+
+    async def add(self, role: Role, **options: Any) -> FakeInstance:
+        """A new instance that has begun to ping; it may not be ready yet."""
+        instance = FakeInstance(role, **options)
+        await instance.start()
+        self.cleanup.push_async_callback(instance.stop)
+        (self.prefills if role == "P" else self.decodes).append(instance)
+        self.begin_ping(instance)
+        return instance
+
+    def begin_ping(self, instance: FakeInstance) -> Pinger:
+        pinger = Pinger(self.discovery, instance.ping, PING_SECONDS)
+        pinger.start()
+        self.cleanup.callback(pinger.stop)
+        self.pingers[instance.http_address] = pinger
+        return pinger
+
+    def routable(self, role: Role) -> list[str]:
+        return [i.ping.http_address for i in self.registry.routable(role, time.monotonic())]
+
+    async def ready(self, prefill: int, decode: int) -> None:
+        await until(
+            lambda: len(self.routable("P")) == prefill and len(self.routable("D")) == decode, "instances"
+        )
+
+    async def post(
+        self, body: Any = None, path: str = "/v1/completions", headers: dict[str, str] | None = None
+    ) -> aiohttp.ClientResponse:
+        """The response's head; the body is the caller's to read."""
+        body = {"model": "tiny", "prompt": "hi", "max_tokens": 5} if body is None else body
+        return await self.client.post(self.url + path, json=body, headers=headers)
+
+
+@asynccontextmanager
+async def deployed(
+    dispatch: Dispatch, prefill: int = 0, decode: int = 0, life: float = 10.0, max_body: int = 1 << 20
+) -> AsyncIterator[Deployment]:
+    async with AsyncExitStack() as cleanup:
+        registry = Registry(life)
+        app = make_app("tcp://127.0.0.1:*", dispatch, registry, max_body)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        cleanup.push_async_callback(runner.cleanup)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        client = await cleanup.enter_async_context(
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE))
+        )
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        discovery = app[LISTENER].endpoint.removeprefix("tcp://")
+        deployment = Deployment(url, discovery, app, registry, client, cleanup)
+        for _ in range(prefill):
+            await deployment.add("P")
+        for _ in range(decode):
+            await deployment.add("D")
+        await deployment.ready(prefill, decode)
+        yield deployment

@@ -1,0 +1,190 @@
+"""What P and D get in place of the client's body."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proxy.bodies import BadBody, parse, returned_params
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**60), 2**60)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=10,
+)
+NAMES = st.sampled_from(
+    [
+        "model",
+        "prompt",
+        "max_tokens",
+        "max_completion_tokens",
+        "min_tokens",
+        "n",
+        "best_of",
+        "stream",
+        "stream_options",
+        "logprobs",
+        "echo",
+        "use_beam_search",
+        "prompt_logprobs",
+        "kv_transfer_params",
+        "ec_transfer_params",
+        "request_id",
+        "vllm_xargs",
+    ]
+)
+
+
+def body(**fields: Any) -> Any:
+    return parse(json.dumps(fields).encode())
+
+
+def for_prefill(**fields: Any) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(body(**fields).for_prefill())
+    return result
+
+
+def test_p_makes_one_token_that_nobody_reads() -> None:
+    client = {
+        "model": "m",
+        "prompt": [1, 2, 3],
+        "temperature": 0.5,
+        "max_tokens": 100,
+        "min_tokens": 7,
+        "n": 3,
+        "best_of": 4,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "logprobs": 5,
+        "return_token_ids": True,
+        "cache_salt": "s",
+    }
+    assert for_prefill(**client) == {
+        "model": "m",
+        "prompt": [1, 2, 3],
+        "temperature": 0.5,
+        "max_tokens": 1,
+        "min_tokens": 1,
+        "n": 1,
+        "stream": False,
+        "cache_salt": "s",
+    }
+
+
+def test_a_chat_body_keeps_its_messages_and_tools() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    messages = [{"role": "user", "content": "hi"}]
+    sent = for_prefill(messages=messages, tools=tools, max_completion_tokens=9, logprobs=True, top_logprobs=2)
+    assert sent == {
+        "messages": messages,
+        "tools": tools,
+        "max_completion_tokens": 1,
+        "max_tokens": 1,
+        "n": 1,
+        "stream": False,
+    }
+
+
+@pytest.mark.parametrize(("given", "sent"), [(0, 0), (1, 1), (2, 1), (5.0, 1), (None, None), ("x", "x")])
+def test_min_tokens_is_at_most_one_and_nonsense_stays(given: Any, sent: Any) -> None:
+    assert for_prefill(min_tokens=given)["min_tokens"] == sent
+
+
+def test_d_gets_the_clients_own_bytes() -> None:
+    raw = b'{ "model":"m",  "seed": 18446744073709551615, "prompt":"\\u00e4", "temperature": 1.0 }'
+    assert parse(raw).for_decode() == raw
+
+
+def test_d_gets_what_p_returned() -> None:
+    params = {"remote_host": "h", "transfer_id": "tx-1"}
+    assert json.loads(body(prompt="p").for_decode(params)) == {"prompt": "p", "kv_transfer_params": params}
+
+
+def test_the_client_chooses_no_addresses() -> None:
+    theirs = {"remote_host": "evil"}
+    made = body(
+        prompt="p",
+        kv_transfer_params=theirs,
+        ec_transfer_params=theirs,
+        request_id="___prefill_addr_evil:1",
+        vllm_xargs={"kv_transfer_params": "evil", "mine": 1},
+    )
+    assert json.loads(made.for_decode()) == {"prompt": "p", "vllm_xargs": {"mine": 1}}
+    assert "evil" not in made.for_prefill().decode()
+
+
+def test_an_escaped_name_does_not_slip_through() -> None:
+    made = parse(b'{"kv\\u005ftransfer_params": {"remote_host": "evil"}}')
+    assert b"evil" not in made.for_decode() + made.for_prefill()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_beam_search": True},
+        {"echo": True},
+        {"prompt_logprobs": 0},
+        {"prompt_logprobs": 3},
+        {"echo": "true"},
+    ],
+)
+def test_what_p_cannot_help_with_goes_to_d_alone(fields: dict[str, Any]) -> None:
+    assert not body(**fields).wants_pair
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"use_beam_search": False}, {"echo": None}, {"prompt_logprobs": None}]
+)
+def test_all_else_wants_a_pair(fields: dict[str, Any]) -> None:
+    assert body(**fields).wants_pair
+
+
+@pytest.mark.parametrize(
+    ("prompt", "one"),
+    [("a", True), ([1, 2], True), (["a"], True), (["a", "b"], False), ([[1], [2]], False), ([], True)],
+)
+def test_how_many_prompts(prompt: Any, one: bool) -> None:
+    assert body(prompt=prompt).one_prompt is one
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"[]", b"3", b'"x"', b"null", b"{}x", b"\xff", b'{"a":NaN}', b"[" * 9999]
+)
+def test_what_is_no_object_is_refused_with_a_sentence(raw: bytes) -> None:
+    with pytest.raises(BadBody, match="not a JSON object"):
+        parse(raw)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.dictionaries(NAMES, JSON, max_size=8))
+def test_whatever_the_client_sends(fields: dict[str, Any]) -> None:
+    made = body(**fields)
+    prefill = json.loads(made.for_prefill())
+    assert (prefill["max_tokens"], prefill["n"], prefill["stream"]) == (1, 1, False)
+    assert prefill.get("max_completion_tokens", 1) == 1
+    decode = json.loads(made.for_decode())
+    for sent in (prefill, decode):
+        assert not {"kv_transfer_params", "ec_transfer_params", "request_id"} & set(sent)
+    assert set(fields) - set(decode) <= {"kv_transfer_params", "ec_transfer_params", "request_id"}
+    assert isinstance(made.wants_pair, bool)
+    assert isinstance(made.one_prompt, bool)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.binary(max_size=64) | JSON.map(lambda value: json.dumps(value).encode()))
+def test_ps_answer_may_be_anything(raw: bytes) -> None:
+    params = returned_params(raw)
+    assert params is None or isinstance(params, dict)
+
+
+def test_ps_params_are_found() -> None:
+    assert returned_params(b'{"id": "x", "kv_transfer_params": {"a": 1}}') == {"a": 1}
+    assert returned_params(b'{"kv_transfer_params": null}') is None

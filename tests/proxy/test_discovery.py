@@ -1,0 +1,140 @@
+"""The ping: classic ones are understood, and whatever is no ping is refused and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2pkv.control.discovery import MAX_PING_BYTES, BadPing, Ping, decode_ping, encode_ping, goodbye
+
+CLASSIC = {"type": "P", "http_address": "10.0.0.1:8100", "zmq_address": "10.0.0.1:21001"}
+OURS = Ping(
+    type="D",
+    http_address="[fd00::1]:8200",
+    zmq_address="node-7:22001",
+    version=1,
+    incarnation="abc",
+    model="m",
+    dp_size=2,
+    dp_rank=1,
+)
+
+
+def pack(value: Any) -> bytes:
+    return msgspec.msgpack.encode(value)
+
+
+def test_a_classic_ping_is_understood() -> None:
+    ping = decode_ping(pack(CLASSIC))
+    assert (ping.type, ping.http_address, ping.zmq_address) == ("P", "10.0.0.1:8100", "10.0.0.1:21001")
+    assert (ping.version, ping.incarnation, ping.model, ping.leaving) == (0, "", "", False)
+
+
+def test_unknown_fields_are_ignored() -> None:
+    assert decode_ping(pack(CLASSIC | {"notify_port": 1, "handshake": {"x": [1]}})) == decode_ping(
+        pack(CLASSIC)
+    )
+
+
+@pytest.mark.parametrize("ping", [OURS, goodbye(OURS)])
+def test_there_and_back(ping: Ping) -> None:
+    assert decode_ping(encode_ping(ping)) == ping
+
+
+def test_old_routers_find_their_fields() -> None:
+    fields = msgspec.msgpack.decode(encode_ping(goodbye(OURS)))
+    assert {name: fields[name] for name in CLASSIC} == {
+        "type": "D",
+        "http_address": "[fd00::1]:8200",
+        "zmq_address": "node-7:22001",
+    }
+    assert (fields["dp_size"], fields["tp_size"], fields["transfer_mode"]) == (2, 1, "WRITE")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"type": "X"},
+        {"type": 3},
+        {"http_address": "10.0.0.1"},
+        {"http_address": "10.0.0.1:0"},
+        {"http_address": "10.0.0.1:80/admin"},
+        {"http_address": "user@host:80"},
+        {"http_address": "a" * 301 + ":1"},
+        {"zmq_address": None},
+        {"zmq_address": ["10.0.0.1:21001"]},
+        {"dp_size": 0},
+        {"tp_size": "1"},
+        {"leaving": 1},
+        {"incarnation": "x" * 65},
+    ],
+)
+def test_a_wrong_field_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(BadPing, match="discovery ping"):
+        decode_ping(pack(CLASSIC | change))
+
+
+@pytest.mark.parametrize("missing", sorted(CLASSIC))
+def test_a_missing_field_is_refused(missing: str) -> None:
+    with pytest.raises(BadPing):
+        decode_ping(pack({name: value for name, value in CLASSIC.items() if name != missing}))
+
+
+def test_oversize_is_refused_before_it_is_read() -> None:
+    with pytest.raises(BadPing, match="exceeds"):
+        decode_ping(pack(CLASSIC | {"padding": "x" * MAX_PING_BYTES}))
+
+
+@pytest.mark.parametrize(
+    "frame", [b"", b"\x91" * 4000, b"\xc1", pack([]), pack(7), pack(CLASSIC) + b"\x00", b"\xff" * 99]
+)
+def test_garbage_is_refused(frame: bytes) -> None:
+    with pytest.raises(BadPing):
+        decode_ping(frame)
+
+
+def test_a_malformed_address_is_refused_where_it_is_made() -> None:
+    with pytest.raises(ValueError, match="http_address"):
+        Ping(type="P", http_address="nowhere", zmq_address="a:1")
+
+
+def survives(frame: bytes) -> None:
+    try:
+        ping = decode_ping(frame)
+    except BadPing:
+        return
+    assert decode_ping(encode_ping(ping)) == ping
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.binary(max_size=200))
+def test_random_bytes(frame: bytes) -> None:
+    survives(frame)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.integers(0, 400), st.integers(0, 255), st.integers(0, 400))
+def test_every_mutation_and_truncation_of_a_ping(at: int, byte: int, length: int) -> None:
+    frame = bytearray(encode_ping(OURS))
+    frame[at % len(frame)] = byte
+    survives(bytes(frame))
+    survives(bytes(frame[: length % len(frame)]))
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.dictionaries(
+        st.sampled_from([*CLASSIC, "dp_size", "version", "model", "leaving", "junk"]),
+        st.none()
+        | st.booleans()
+        | st.integers().filter(lambda n: -(2**63) <= n < 2**64)
+        | st.text(max_size=20)
+        | st.binary(max_size=9),
+    )
+)
+def test_maps_of_the_wrong_things(fields: dict[str, Any]) -> None:
+    survives(pack(CLASSIC | fields))

@@ -1,0 +1,362 @@
+"""What becomes of the other leg, and of the client, when a leg fails or the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from proxy_fakes import (
+    Behaviour,
+    Deployment,
+    FakeInstance,
+    Seen,
+    answer_error,
+    answer_json,
+    completion,
+    deployed,
+    die,
+    event,
+    event_stream,
+    until,
+)
+
+pytestmark = pytest.mark.asyncio
+
+
+async def never(request: web.Request, seen: Seen) -> web.StreamResponse:
+    """Waits until the connection is closed."""
+    await asyncio.Event().wait()
+    raise AssertionError("unreachable")
+
+
+async def never_a_token(request: web.Request, seen: Seen) -> web.StreamResponse:
+    """The stream's head, as vLLM sends it while D still waits for KV; then nothing but a comment."""
+    response = await event_stream(request)
+    await response.write(b": waiting\n\n")
+    return await never(request, seen)
+
+
+async def dies(request: web.Request, seen: Seen) -> web.StreamResponse:
+    die(request)
+    return web.Response()
+
+
+async def dies_in_the_body(request: web.Request, seen: Seen) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "1000"})
+    await response.prepare(request)
+    await response.write(b'{"id": "')
+    die(request)
+    return response
+
+
+def after(ready: asyncio.Event, behaviour: Behaviour) -> Behaviour:
+    async def waits(request: web.Request, seen: Seen) -> web.StreamResponse:
+        await ready.wait()
+        return await behaviour(request, seen)
+
+    return waits
+
+
+def called(*instances: FakeInstance) -> bool:
+    return all(instance.requests for instance in instances)
+
+
+async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:
+    error: dict[str, Any] = (await response.json())["error"]
+    assert set(error) >= {"message", "type", "code"}
+    assert error["code"] == response.status
+    return error
+
+
+def shows_no_address(deployment: Deployment, text: str) -> bool:
+    instances = [*deployment.prefills, *deployment.decodes]
+    return not any(a in text for i in instances for a in (i.http_address, i.zmq_address, "_addr_"))
+
+
+# D fails.
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 500, 503])
+async def test_ds_error_reaches_the_client_and_cancels_p(concurrent: Deployment, status: int) -> None:
+    concurrent.p.behaviour = never
+    telltale = f"bad {concurrent.p.zmq_address} {concurrent.d.http_address}"
+    concurrent.d.behaviour = answer_error(status, telltale)
+    response = await concurrent.post()
+    assert response.status == status
+    assert (await error_of(response))["message"].startswith("bad (prefill instance) (decode instance)")
+    assert shows_no_address(concurrent, await response.text())
+    # If D was quick, P has not even seen the request.
+    await until(lambda: all(seen.aborted for seen in concurrent.p.requests))
+
+
+async def test_ds_4xx_closes_ps_connection(concurrent: Deployment) -> None:
+    p_called = asyncio.Event()
+
+    async def note(request: web.Request, seen: Seen) -> web.StreamResponse:
+        p_called.set()
+        return await never(request, seen)
+
+    concurrent.p.behaviour = note
+    concurrent.d.behaviour = after(p_called, answer_error(400))
+    assert (await concurrent.post()).status == 400
+    await until(lambda: concurrent.p.requests[0].aborted)
+    (instance,) = concurrent.registry.known("P")
+    await until(lambda: instance.in_flight == 0)
+
+
+@pytest.mark.parametrize("behaviour", [dies, answer_error(302, headers={"Location": "http://10.0.0.1:1/"})])
+async def test_a_d_that_gives_no_answer_is_a_502(either: Deployment, behaviour: Behaviour) -> None:
+    either.d.behaviour = behaviour
+    response = await either.post()
+    assert response.status == 502
+    assert (await error_of(response))["message"].startswith("The decode instance")
+    assert "Location" not in response.headers
+    assert shows_no_address(either, await response.text())
+
+
+async def test_an_empty_success_is_a_502(either: Deployment) -> None:
+    async def empty(request: web.Request, seen: Seen) -> web.StreamResponse:
+        return web.Response(status=200)
+
+    either.d.behaviour = empty
+    response = await either.post()
+    assert response.status == 502
+    assert "without a token" in (await error_of(response))["message"]
+
+
+async def test_a_d_that_is_gone_is_a_502_and_not_chosen_again(either: Deployment) -> None:
+    await either.d.stop()
+    response = await either.post()
+    assert response.status == 502
+    assert "could not be reached" in (await error_of(response))["message"]
+    assert either.routable("D") == []
+    assert (await either.post()).status == 503
+
+
+@pytest.mark.parametrize("cut", [None, 20])
+async def test_a_d_that_dies_in_its_stream_leaves_an_error_event(either: Deployment, cut: int | None) -> None:
+    async def breaks(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = await event_stream(request)
+        await response.write(event(seen, "first"))
+        if cut is not None:
+            await response.write(event(seen, "second")[:cut])
+        await until(relayed.is_set)
+        die(request)
+        return response
+
+    relayed = asyncio.Event()
+    either.d.behaviour = breaks
+    response = await either.post({"prompt": "x", "stream": True})
+    assert b"first" in await response.content.readuntil(b"\n\n")
+    relayed.set()
+    *_, last, nothing = (await response.content.read()).split(b"\n\n")
+    assert nothing == b""
+    error = json.loads(last.removeprefix(b"data: "))["error"]
+    assert error["code"] == 502
+    assert error["message"] == "The decode instance died in the middle of its answer."
+
+
+async def test_a_d_that_dies_in_its_json_is_no_whole_answer(either: Deployment) -> None:
+    either.d.behaviour = dies_in_the_body
+    response = await either.post()
+    with pytest.raises(aiohttp.ClientError):
+        await response.read()
+
+
+# P fails.
+
+
+@pytest.mark.parametrize("ds_part", [never, never_a_token])
+@pytest.mark.parametrize("failure", [answer_error(500), dies, dies_in_the_body, answer_error(307)])
+async def test_ps_failure_cancels_d_and_becomes_a_502(
+    concurrent: Deployment, failure: Behaviour, ds_part: Behaviour
+) -> None:
+    d_called = asyncio.Event()
+
+    async def note(request: web.Request, seen: Seen) -> web.StreamResponse:
+        d_called.set()
+        return await ds_part(request, seen)
+
+    concurrent.d.behaviour = note
+    concurrent.p.behaviour = after(d_called, failure)
+    response = await concurrent.post({"prompt": "x", "stream": ds_part is never_a_token})
+    assert response.status == 502
+    error = await error_of(response)
+    assert error["message"].startswith("The prefill instance")
+    assert error["type"] == "bad_gateway_error"
+    assert shows_no_address(concurrent, await response.text())
+    await until(lambda: concurrent.d.requests[0].aborted)
+    (instance,) = concurrent.registry.known("D")
+    await until(lambda: instance.in_flight == 0)
+
+
+async def test_a_p_that_is_gone_cancels_d(concurrent: Deployment) -> None:
+    concurrent.d.behaviour = never
+    await concurrent.p.stop()
+    response = await concurrent.post()
+    assert response.status == 502
+    assert "could not be reached" in (await error_of(response))["message"]
+    await until(lambda: all(seen.aborted for seen in concurrent.d.requests))
+    assert concurrent.routable("P") == []
+
+
+@pytest.mark.parametrize("status", [400, 401, 404])
+async def test_ps_4xx_is_the_clients(either: Deployment, status: int) -> None:
+    either.d.behaviour = never
+    either.p.behaviour = answer_error(status, "too long")
+    response = await either.post()
+    assert response.status == status
+    assert (await error_of(response))["message"].startswith("too long")
+    assert shows_no_address(either, await response.text())
+    await until(lambda: all(seen.aborted for seen in either.d.requests))
+
+
+@pytest.mark.parametrize("failure", [answer_error(500), dies, dies_in_the_body])
+async def test_sequential_never_calls_d_after_a_failed_prefill(
+    sequential: Deployment, failure: Behaviour
+) -> None:
+    sequential.p.behaviour = failure
+    assert (await sequential.post()).status == 502
+    assert sequential.d.requests == []
+
+
+def streams(first_sent: asyncio.Event, release: asyncio.Event) -> Behaviour:
+    async def stream(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = await event_stream(request)
+        await response.write(event(seen, "first"))
+        first_sent.set()
+        await release.wait()
+        await response.write(event(seen, "second"))
+        return response
+
+    return stream
+
+
+async def test_ps_failure_after_ds_first_token_does_not_matter(concurrent: Deployment) -> None:
+    p_fails, release = asyncio.Event(), asyncio.Event()
+    concurrent.d.behaviour = streams(asyncio.Event(), release)
+    concurrent.p.behaviour = after(p_fails, dies)
+    response = await concurrent.post({"prompt": "x", "stream": True})
+    assert b"first" in await response.content.readuntil(b"\n\n")
+    p_fails.set()
+    (instance,) = concurrent.registry.known("P")
+    await until(lambda: instance.in_flight == 0)
+    release.set()
+    assert b"second" in await response.content.read()
+
+
+async def test_of_several_prompts_the_others_still_need_p(concurrent: Deployment) -> None:
+    p_fails = asyncio.Event()
+    concurrent.d.behaviour = streams(asyncio.Event(), asyncio.Event())
+    concurrent.p.behaviour = after(p_fails, dies)
+    response = await concurrent.post({"prompt": ["x", "y"], "stream": True})
+    assert b"first" in await response.content.readuntil(b"\n\n")
+    p_fails.set()
+    error = json.loads((await response.content.read()).removeprefix(b"data: "))["error"]
+    assert error["message"].startswith("The prefill instance failed")
+    await until(lambda: concurrent.d.requests[0].aborted)
+
+
+# The client leaves.
+
+
+async def test_a_client_that_leaves_while_both_work(concurrent: Deployment) -> None:
+    concurrent.p.behaviour = concurrent.d.behaviour = never
+    asking = asyncio.create_task(concurrent.post())
+    await until(lambda: called(concurrent.p, concurrent.d))
+    asking.cancel()
+    await until(lambda: concurrent.p.requests[0].aborted and concurrent.d.requests[0].aborted)
+    everyone = concurrent.registry.known("P") + concurrent.registry.known("D")
+    await until(lambda: all(instance.in_flight == 0 for instance in everyone))
+
+
+async def test_a_client_that_leaves_while_p_works(sequential: Deployment) -> None:
+    sequential.p.behaviour = never
+    asking = asyncio.create_task(sequential.post())
+    await until(lambda: called(sequential.p))
+    asking.cancel()
+    await until(lambda: sequential.p.requests[0].aborted)
+    assert sequential.d.requests == []
+
+
+async def test_a_client_that_leaves_while_d_works(sequential: Deployment) -> None:
+    sequential.d.behaviour = never
+    asking = asyncio.create_task(sequential.post())
+    await until(lambda: called(sequential.d))
+    asking.cancel()
+    await until(lambda: sequential.d.requests[0].aborted)
+
+
+async def test_a_client_that_leaves_in_the_stream(concurrent: Deployment) -> None:
+    concurrent.p.behaviour = never
+    concurrent.d.behaviour = streams(asyncio.Event(), asyncio.Event())
+    response = await concurrent.post({"prompt": "x", "stream": True})
+    assert b"first" in await response.content.readuntil(b"\n\n")
+    response.close()
+    await until(lambda: concurrent.p.requests[0].aborted and concurrent.d.requests[0].aborted)
+
+
+async def test_a_client_that_leaves_in_a_flood(either: Deployment) -> None:
+    async def flood(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = await event_stream(request)
+        while True:
+            await response.write(event(seen, "x" * 10_000))
+
+    either.d.behaviour = flood
+    response = await either.post({"prompt": "x", "stream": True})
+    await response.content.readuntil(b"\n\n")
+    response.close()
+    (instance,) = either.registry.known("D")
+    await until(lambda: instance.in_flight == 0)
+
+
+# The client's mistakes.
+
+
+@pytest.mark.parametrize("raw", [b"{", b"[1]", b"", b"\xff\xfe", b"[" * 5000])
+async def test_what_is_no_json_object_is_a_400(either: Deployment, raw: bytes) -> None:
+    async with either.client.post(f"{either.url}/v1/completions", data=raw) as response:
+        assert response.status == 400
+        assert "not a JSON object" in (await error_of(response))["message"]
+    assert either.p.requests == either.d.requests == []
+
+
+async def test_too_large_a_body_is_a_413() -> None:
+    async with deployed("concurrent", 1, 1, max_body=1000) as deployment:
+        response = await deployment.post({"prompt": "x" * 2000})
+        assert response.status == 413
+        assert "1000 bytes" in (await error_of(response))["message"]
+        assert deployment.d.requests == []
+
+
+async def test_other_paths_are_a_404_that_says_what_there_is(lonely: Deployment) -> None:
+    async with lonely.client.get(f"{lonely.url}/v1/embeddings") as response:
+        assert response.status == 404
+        message = (await error_of(response))["message"]
+    assert "There is no /v1/embeddings here" in message
+    assert "/v1/chat/completions" in message
+
+
+async def test_another_method_is_a_405(lonely: Deployment) -> None:
+    async with lonely.client.get(f"{lonely.url}/v1/completions") as response:
+        assert response.status == 405
+        assert "does not take GET; it takes POST" in (await error_of(response))["message"]
+
+
+async def test_every_answer_gives_the_clients_id_back(lonely: Deployment) -> None:
+    mine = {"X-Request-Id": "mine"}
+    async with lonely.client.get(f"{lonely.url}/nowhere", headers=mine) as response:
+        assert response.headers["X-Request-Id"] == "mine"
+    assert (await lonely.post(headers=mine)).headers["X-Request-Id"] == "mine"
+
+
+async def test_a_dead_stream_is_not_the_next_requests(either: Deployment) -> None:
+    either.d.behaviour = dies
+    assert (await either.post()).status == 502
+    either.d.behaviour = answer_json
+    response = await either.post()
+    assert (await response.json())["choices"] == completion(either.d.requests[-1])["choices"]

@@ -1,0 +1,222 @@
+"""Instances that come, go, restart, lie or are not ready, over real pings."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+from aiohttp import web
+from proxy_fakes import Deployment, Seen, deployed, until
+
+from p2pkv.control.discovery import encode_ping, goodbye
+
+pytestmark = pytest.mark.asyncio
+
+
+@contextlib.contextmanager
+def dealer(deployment: Deployment) -> Iterator[zmq.Socket[bytes]]:
+    """A bare socket on the proxy's discovery port; what is sent before the end arrives."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 2000)
+        socket.connect(f"tcp://{deployment.discovery}")
+        yield socket
+
+
+async def test_nobody_is_there(lonely: Deployment) -> None:
+    response = await lonely.post()
+    assert response.status == 503
+    assert response.headers["Retry-After"] == "3"
+    error = (await response.json())["error"]
+    assert error["message"] == "No decode instance is ready: none has registered. Try again in a few seconds."
+    async with lonely.client.get(f"{lonely.url}/v1/models") as models:
+        assert models.status == 503
+    async with lonely.client.get(f"{lonely.url}/health") as health:
+        assert health.status == 503
+        assert (await health.json())["missing"] == [
+            "No prefill instance is ready: none has registered.",
+            "No decode instance is ready: none has registered.",
+        ]
+
+
+async def test_health_is_200_when_both_are_there(concurrent: Deployment) -> None:
+    async with concurrent.client.get(f"{concurrent.url}/health") as health:
+        assert health.status == 200
+        assert await health.json() == {"status": "ok", "prefill": 1, "decode": 1, "missing": []}
+
+
+async def test_an_instance_that_pings_but_is_not_healthy_is_not_routable(lonely: Deployment) -> None:
+    await lonely.add("D")
+    p = await lonely.add("P", health=503)
+    await lonely.ready(prefill=0, decode=1)
+    await until(lambda: len(lonely.registry.known("P")) == 1)
+    response = await lonely.post()
+    assert response.status == 503
+    assert "No prefill instance is ready: of 1 registered" in (await response.json())["error"]["message"]
+    p.health = 200
+    await lonely.ready(prefill=1, decode=1)
+    assert (await lonely.post()).status == 200
+
+
+async def test_goodbye_ends_membership_at_once(concurrent: Deployment) -> None:
+    concurrent.pingers[concurrent.p.http_address].stop()
+    await concurrent.ready(prefill=0, decode=1)
+    assert concurrent.registry.known("P") == []
+
+
+async def test_silence_ends_membership() -> None:
+    async with deployed("concurrent", life=0.5) as deployment:
+        d = await deployment.add("D", incarnation="survivor")
+        with dealer(deployment) as socket:
+            socket.send(encode_ping(msgspec.structs.replace(d.ping, dp_rank=1)))  # once, then never again
+            await deployment.ready(prefill=0, decode=2)
+        await deployment.ready(prefill=0, decode=1)
+        assert [instance.ping for instance in deployment.registry.known("D")] == [d.ping]
+
+
+async def test_a_restart_under_the_same_address(concurrent: Deployment) -> None:
+    p = concurrent.p
+    old = concurrent.registry.known("P")[0]
+    p.health, p.incarnation = 503, "second"  # the new one pings before its API answers
+    with dealer(concurrent) as socket:
+        socket.send(encode_ping(p.ping))
+        await until(lambda: old not in concurrent.registry.known("P"))
+        concurrent.pingers[p.http_address].stop()  # the old one's goodbye comes late
+        concurrent.begin_ping(p)
+    assert concurrent.routable("P") == []
+    p.health = 200
+    await concurrent.ready(prefill=1, decode=1)
+    assert concurrent.registry.known("P")[0].ping.incarnation == "second"
+
+
+async def test_a_classic_ping_is_enough(lonely: Deployment) -> None:
+    d = await lonely.add("D")
+    lonely.pingers[d.http_address].stop()
+    await until(lambda: lonely.registry.known("D") == [])
+    classic = {"type": "D", "http_address": d.http_address, "zmq_address": d.zmq_address}
+    with dealer(lonely) as socket:
+        socket.setsockopt_string(zmq.IDENTITY, d.zmq_address)
+        socket.send(msgspec.msgpack.encode(classic))
+        await lonely.ready(prefill=0, decode=1)
+
+
+async def test_replicas_behind_one_address_are_told_apart(lonely: Deployment) -> None:
+    await lonely.add("P")
+    d = await lonely.add("D")
+    lonely.pingers[d.http_address].stop()
+    await until(lambda: lonely.registry.known("D") == [])
+    with dealer(lonely) as socket:
+        for rank in (0, 1):
+            ping = msgspec.structs.replace(
+                d.ping, dp_size=2, dp_rank=rank, zmq_address=f"127.0.0.1:{30000 + rank}"
+            )
+            socket.send(encode_ping(ping))
+        await lonely.ready(prefill=1, decode=2)
+    for _ in range(2):
+        await lonely.post()
+    ranks = [(seen.headers["X-data-parallel-rank"], seen.request_id) for seen in d.requests]
+    assert sorted(rank for rank, _ in ranks) == ["0", "1"]
+    assert all(f"___decode_addr_127.0.0.1:3000{rank}_" in request_id for rank, request_id in ranks)
+
+
+async def test_garbage_on_the_discovery_port_is_survived(lonely: Deployment) -> None:
+    host, _, port = lonely.discovery.rpartition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET / HTTP/1.1\r\n\r\n" * 100)
+    await writer.drain()
+    with dealer(lonely) as socket:
+        frames = [b"", b"\xff" * 100, b"\x91" * 3000, msgspec.msgpack.encode({"type": "X"}), b"{}"]
+        for frame in frames:
+            socket.send(frame)
+        socket.send_multipart([b"", b"x"])
+        socket.send_multipart([b"x"] * 1000)
+        await until(lambda: lonely.refused == len(frames) + 2)
+        with dealer(lonely) as other:
+            other.send(b"\x81" * 100_000)  # ZMQ itself closes this connection
+        assert lonely.refused == len(frames) + 2
+    await lonely.add("P")
+    await lonely.add("D")
+    await lonely.ready(prefill=1, decode=1)
+    assert (await lonely.post()).status == 200
+    writer.close()
+
+
+async def test_a_forged_goodbye_of_another_incarnation_changes_nothing(concurrent: Deployment) -> None:
+    forged = msgspec.structs.replace(goodbye(concurrent.p.ping), incarnation="forged")
+    with dealer(concurrent) as socket:
+        socket.send(encode_ping(forged))
+        socket.send(b"mark")
+        await until(lambda: concurrent.refused == 1)
+    assert len(concurrent.routable("P")) == 1
+
+
+async def test_two_models_are_kept_apart(lonely: Deployment) -> None:
+    for name in ("a", "b"):
+        await lonely.add("P", model=name, models=(name,))
+        await lonely.add("D", model=name, models=(name, f"{name}-adapter"))
+        lonely.prefills[-1].models = (name, f"{name}-adapter")
+    await lonely.ready(prefill=2, decode=2)
+    for name in ("b", "b-adapter", "b"):
+        assert (await lonely.post({"model": name, "prompt": "x"})).status == 200
+    assert [len(i.requests) for i in (*lonely.prefills, *lonely.decodes)] == [0, 3, 0, 3]
+    response = await lonely.post({"model": "c", "prompt": "x"})
+    assert response.status == 404
+    assert "`c` does not exist" in (await response.json())["error"]["message"]
+
+
+async def test_models_are_merged(lonely: Deployment) -> None:
+    await lonely.add("D", models=("a", "b"))
+    await lonely.add("D", models=("b", "c"))
+    await lonely.add("P", models=("z",))
+    await lonely.ready(prefill=1, decode=2)
+    async with lonely.client.get(f"{lonely.url}/v1/models") as response:
+        listing = await response.json()
+    assert listing["object"] == "list"
+    assert sorted(model["id"] for model in listing["data"]) == ["a", "b", "c"]
+
+
+async def test_models_need_the_clients_own_key(lonely: Deployment) -> None:
+    await lonely.add("D", key="secret")
+    await lonely.ready(prefill=0, decode=1)
+    async with lonely.client.get(f"{lonely.url}/v1/models") as response:
+        assert response.status == 401
+    headers = {"Authorization": "Bearer secret"}
+    async with lonely.client.get(f"{lonely.url}/v1/models", headers=headers) as response:
+        assert [model["id"] for model in (await response.json())["data"]] == ["tiny"]
+
+
+async def test_one_bad_list_of_models_does_not_spoil_the_others(lonely: Deployment) -> None:
+    bad = await lonely.add("D", models=("a",))
+    await lonely.add("D", models=("b",))
+    await lonely.ready(prefill=0, decode=2)
+    await bad.stop()
+    async with lonely.client.get(f"{lonely.url}/v1/models") as response:
+        assert [model["id"] for model in (await response.json())["data"]] == ["b"]
+
+
+async def test_an_instance_found_closed_comes_back_when_it_answers(concurrent: Deployment) -> None:
+    await concurrent.p.stop()
+    assert (await concurrent.post()).status == 502
+    assert concurrent.routable("P") == []
+    await concurrent.p.start()
+    await concurrent.ready(prefill=1, decode=1)
+    assert (await concurrent.post()).status == 200
+
+
+async def test_requests_under_way_survive_a_goodbye(concurrent: Deployment) -> None:
+    release = asyncio.Event()
+
+    async def slow(request: web.Request, seen: Seen) -> web.StreamResponse:
+        await release.wait()
+        return web.json_response({"id": seen.request_id})
+
+    concurrent.d.behaviour = slow
+    asking = asyncio.create_task(concurrent.post())
+    await until(lambda: len(concurrent.d.requests) == 1)
+    concurrent.pingers[concurrent.d.http_address].stop()
+    await concurrent.ready(prefill=1, decode=0)
+    release.set()
+    assert (await asking).status == 200

@@ -1,0 +1,118 @@
+"""The pinger thread against a real ROUTER, present, absent and late."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from p2pkv.control.discovery import Ping, decode_ping, encode_ping, goodbye
+from p2pkv.control.pinger import Pinger
+
+PING = Ping(type="P", http_address="127.0.0.1:8100", zmq_address="127.0.0.1:21001", incarnation="one")
+
+
+@contextlib.contextmanager
+def router(endpoint: str = "tcp://127.0.0.1:*") -> Iterator[tuple[zmq.Socket[bytes], str]]:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, 5000)
+        socket.bind(endpoint)
+        yield socket, socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
+
+
+@contextlib.contextmanager
+def pinging(address: str, interval: float = 0.05) -> Iterator[Pinger]:
+    pinger = Pinger(address, PING, interval)
+    pinger.start()
+    try:
+        yield pinger
+    finally:
+        pinger.stop()
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "p2pkv-pinger"]
+
+
+def test_one_frame_again_and_again_and_a_goodbye() -> None:
+    with router() as (socket, address):
+        with pinging(address):
+            for _ in range(3):
+                _, frame = socket.recv_multipart()
+                assert frame == encode_ping(PING)
+        while (ping := decode_ping(socket.recv_multipart()[1])) == PING:
+            continue
+        assert ping == goodbye(PING)
+    assert threads() == []
+
+
+def test_pings_keep_their_interval() -> None:
+    with router() as (socket, address), pinging(address, interval=0.2):
+        socket.recv_multipart()
+        begin = time.monotonic()
+        socket.recv_multipart()
+        socket.recv_multipart()
+        assert time.monotonic() - begin > 0.3
+
+
+def test_a_proxy_that_comes_late_and_comes_back() -> None:
+    with router() as (_, address):
+        pass
+    with pinging(address):
+        for _ in range(2):
+            with router(f"tcp://{address}") as (socket, _):
+                assert decode_ping(socket.recv_multipart()[1]) == PING
+
+
+def test_without_a_proxy_the_stop_is_quick() -> None:
+    with router() as (_, address):
+        pass
+    with pinging(address, interval=60.0) as pinger:
+        begin = time.monotonic()
+        pinger.stop()
+        assert time.monotonic() - begin < 2.0
+        assert threads() == []
+        pinger.stop()  # again: no harm
+
+
+def test_a_stop_while_it_waits_for_its_next_ping_is_quick() -> None:
+    with router() as (socket, address), pinging(address, interval=60.0) as pinger:
+        socket.recv_multipart()
+        begin = time.monotonic()
+        pinger.stop()
+        assert time.monotonic() - begin < 2.0
+        assert decode_ping(socket.recv_multipart()[1]) == goodbye(PING)
+
+
+def test_what_a_proxy_answers_is_ignored() -> None:
+    with router() as (socket, address), pinging(address):
+        peer, _ = socket.recv_multipart()
+        for _ in range(20):
+            socket.send_multipart([peer, b"x" * 5000])
+            socket.send_multipart([peer, b"hello"])
+        # A reply too long costs the connection, so the pings go on under a new identity.
+        for _ in range(3):
+            assert decode_ping(socket.recv_multipart()[1]) == PING
+
+
+def test_a_pinger_that_never_started_stops_too() -> None:
+    pinger = Pinger("127.0.0.1:9", PING)
+    pinger.stop()
+    assert threads() == []
+
+
+@pytest.mark.parametrize("address", ["nowhere", "127.0.0.1", "127.0.0.1:x"])
+def test_a_malformed_address_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="address"):
+        Pinger(address, PING)
+
+
+@pytest.mark.parametrize("interval", [0.0, -1.0, float("nan")])
+def test_a_senseless_interval_is_refused(interval: float) -> None:
+    with pytest.raises(ValueError, match="interval"):
+        Pinger("127.0.0.1:9", PING, interval)

@@ -1,0 +1,153 @@
+"""The real command: it starts, serves, and stops."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from p2pkv.control.discovery import Ping
+from p2pkv.control.pinger import Pinger
+from proxy.cli import main
+
+ROOT = Path(__file__).parents[2]
+DEADLINE = 30.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Command:
+    """`python -m proxy` with its log gathered."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "proxy", *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
+        self.log = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log += line
+
+    def says(self, pattern: str) -> re.Match[str]:
+        end = time.monotonic() + DEADLINE
+        while (match := re.search(pattern, self.log)) is None:
+            assert time.monotonic() < end, f"no {pattern!r} in:\n{self.log}"
+            assert self.process.poll() is None, f"it ended:\n{self.log}"
+            time.sleep(0.02)
+        return match
+
+    def end(self) -> int:
+        status = self.process.wait(DEADLINE)
+        self._reader.join(DEADLINE)
+        return status
+
+
+@contextlib.contextmanager
+def running(*arguments: str) -> Iterator[Command]:
+    command = Command(*arguments)
+    try:
+        yield command
+    finally:
+        if command.process.poll() is None:
+            command.process.kill()
+        command.end()
+
+
+def health(url: str) -> tuple[int, dict[str, object]]:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_it_serves_and_stops_cleanly(signum: signal.Signals) -> None:
+    discovery = f"127.0.0.1:{free_port()}"
+    with running("--port", "0", "--discovery", discovery, "--dispatch", "sequential") as command:
+        line = command.says(r"serving on (http://127\.0\.0\.1:\d+), discovery on tcp://(\S+), sequential")
+        assert line[2] == discovery
+        assert health(line[1])[0] == 503
+        pinger = Pinger(
+            discovery, Ping(type="P", http_address="127.0.0.1:9", zmq_address="127.0.0.1:10"), 0.1
+        )
+        pinger.start()
+        try:
+            command.says(r"prefill instance 127\.0\.0\.1:9 registered")
+            assert "of 1 registered" in str(health(line[1])[1]["missing"])
+        finally:
+            pinger.stop()
+        command.says("said goodbye")
+        command.process.send_signal(signum)
+        assert command.end() == 0
+        assert "Traceback" not in command.log
+
+
+def test_a_taken_port_is_said_in_a_sentence() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        for arguments in (
+            ["--port", port, "--discovery", f"127.0.0.1:{free_port()}"],
+            ["--port", "0", "--discovery", f"127.0.0.1:{port}"],
+        ):
+            with running(*arguments) as command:
+                assert command.end() == 1
+                assert f"127.0.0.1:{port}" in command.log.replace("('127.0.0.1', ", "127.0.0.1:")
+                assert "Traceback" not in command.log
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--port", "70000"], "'70000' is not a port"),
+        (["--port", "http"], "'http' is not a port"),
+        (["--discovery", "30001"], "is not an address"),
+        (["--dispatch", "random"], "invalid choice"),
+        (["--polcy", "x"], "unrecognized arguments"),
+    ],
+)
+def test_a_wrong_argument_is_explained(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_router_host_needs_neither_torch_nor_vllm() -> None:
+    script = "import sys, proxy.cli; print([m for m in ('torch', 'vllm', 'numpy') if m in sys.modules])"
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"

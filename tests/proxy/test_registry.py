@@ -1,0 +1,209 @@
+"""Who exists and who is chosen, on a clock that only the test moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from p2pkv.control.discovery import PING_INTERVAL, Ping, goodbye
+from proxy.registry import LIFE, Instance, Registry, Role
+from proxy.routing import NoInstance, Router, UnknownModel
+
+
+def ping(role: Role = "P", port: int = 8100, **more: Any) -> Ping:
+    address = f"10.0.0.1:{port}"
+    return Ping(type=role, http_address=address, zmq_address=f"10.0.0.1:{port + 10000}", **more)
+
+
+def join(registry: Registry, message: Ping, now: float = 0.0) -> Instance:
+    instance = registry.observe(message, now)
+    assert instance is not None
+    instance.healthy = True
+    return instance
+
+
+def test_a_ping_alone_does_not_make_an_instance_routable() -> None:
+    registry = Registry()
+    instance = registry.observe(ping(), 0.0)
+    assert instance is not None
+    assert registry.unready() == [instance]
+    assert registry.routable("P", 0.0) == []
+    instance.healthy = True
+    assert registry.routable("P", 0.0) == [instance]
+    assert registry.unready() == []
+
+
+def test_a_ping_is_news_once() -> None:
+    registry = Registry()
+    assert registry.observe(ping(), 0.0) is not None
+    assert registry.observe(ping(), 3.0) is None
+
+
+def test_life_is_more_than_three_intervals() -> None:
+    assert LIFE > 3 * PING_INTERVAL
+    registry = Registry()
+    instance = join(registry, ping(), 100.0)
+    assert registry.expire(100.0 + 3 * PING_INTERVAL + 0.5) == []
+    assert registry.routable("P", 100.0 + 3 * PING_INTERVAL + 0.5) == [instance]
+    assert registry.routable("P", 100.0 + LIFE + 0.1) == []
+    assert registry.expire(100.0 + LIFE + 0.1) == [instance]
+    assert registry.known("P") == []
+
+
+def test_each_ping_renews_life_and_a_late_one_does_not_shorten_it() -> None:
+    registry = Registry()
+    instance = join(registry, ping(), 0.0)
+    registry.observe(ping(), 9.0)
+    registry.observe(ping(), 8.0)
+    assert registry.routable("P", 9.0 + LIFE) == [instance]
+
+
+def test_a_dead_instance_goes_although_a_later_one_lives() -> None:
+    registry = Registry()
+    dead = join(registry, ping(port=1), 0.0)
+    alive = join(registry, ping(port=2), 5.0)
+    assert registry.expire(LIFE + 1) == [dead]
+    assert registry.known("P") == [alive]
+
+
+def test_p_and_d_and_replicas_at_one_address_are_different_instances() -> None:
+    registry = Registry()
+    join(registry, ping("P"))
+    join(registry, ping("D"))
+    join(registry, ping("D", dp_rank=1, dp_size=2))
+    assert (len(registry.known("P")), len(registry.known("D"))) == (1, 2)
+
+
+@pytest.mark.parametrize("change", [{"incarnation": "second"}, {"model": "other"}, {"tp_size": 2}])
+def test_a_restart_under_the_same_address_is_a_newcomer(change: dict[str, Any]) -> None:
+    registry = Registry()
+    old = join(registry, ping(incarnation="first"), 0.0)
+    new = registry.observe(ping(**({"incarnation": "first"} | change)), 1.0)
+    assert new is not None
+    assert new is not old
+    assert registry.routable("P", 1.0) == []
+    assert registry.known("P") == [new]
+
+
+def test_goodbye_removes_at_once() -> None:
+    registry = Registry()
+    join(registry, ping(incarnation="first"))
+    assert registry.observe(goodbye(ping(incarnation="first")), 1.0) is None
+    assert registry.known("P") == []
+
+
+def test_a_goodbye_of_the_old_incarnation_leaves_the_new_one() -> None:
+    registry = Registry()
+    join(registry, ping(incarnation="first"))
+    new = join(registry, ping(incarnation="second"), 1.0)
+    registry.observe(goodbye(ping(incarnation="first")), 2.0)
+    assert registry.known("P") == [new]
+
+
+def test_a_goodbye_of_a_stranger_registers_nobody() -> None:
+    registry = Registry()
+    assert registry.observe(goodbye(ping()), 0.0) is None
+    assert registry.known("P") == []
+
+
+def test_the_registry_is_bounded() -> None:
+    registry = Registry(capacity=2)
+    join(registry, ping(port=1))
+    join(registry, ping(port=2))
+    assert registry.observe(ping(port=3), 0.0) is None
+    assert len(registry.known("P")) == 2
+    assert registry.observe(ping(port=2, incarnation="again"), 0.0) is not None
+
+
+def test_p_and_d_are_chosen_independently() -> None:
+    registry = Registry()
+    for port in (1, 2):
+        join(registry, ping("P", port))
+    for port in (3, 4):
+        join(registry, ping("D", port))
+    router = Router(registry)
+    choices = [router.pair(None, 0.0) for _ in range(2)]
+    router.alone(None, 0.0)  # takes D's turn, not P's
+    choices += [router.pair(None, 0.0) for _ in range(2)]
+    pairs = {(c.prefill.ping.http_address, c.decode.ping.http_address) for c in choices if c.prefill}
+    assert len(pairs) == 4
+
+
+def test_equals_take_turns() -> None:
+    registry = Registry()
+    for port in (1, 2, 3):
+        join(registry, ping("D", port))
+    router = Router(registry)
+    chosen = [router.alone(None, 0.0).decode.ping.http_address for _ in range(6)]
+    assert sorted(chosen[:3]) == sorted(chosen[3:]) == ["10.0.0.1:1", "10.0.0.1:2", "10.0.0.1:3"]
+
+
+def test_the_least_busy_comes_first() -> None:
+    registry = Registry()
+    busy, idle = join(registry, ping("D", 1)), join(registry, ping("D", 2))
+    router = Router(registry)
+    with busy.busy():
+        assert [router.alone(None, 0.0).decode for _ in range(3)] == [idle] * 3
+    assert busy.in_flight == 0
+
+
+def pools(*models: str) -> Registry:
+    """A P and a D for each model."""
+    registry = Registry()
+    for index, model in enumerate(models):
+        join(registry, ping("P", 10 + index, model=model))
+        join(registry, ping("D", 20 + index, model=model))
+    return registry
+
+
+def test_the_requests_model_chooses_the_pool() -> None:
+    router = Router(pools("a", "b"))
+    for model in ("a", "b", "a", "b"):
+        choice = router.pair(model, 0.0)
+        assert choice.prefill is not None
+        assert choice.prefill.ping.model == choice.decode.ping.model == model
+
+
+def test_without_a_model_the_two_still_match() -> None:
+    router = Router(pools("a", "b"))
+    for _ in range(4):
+        choice = router.pair(None, 0.0)
+        assert choice.prefill is not None
+        assert choice.prefill.ping.model == choice.decode.ping.model
+
+
+def test_an_unknown_model_among_several_is_an_error_that_lists_them() -> None:
+    with pytest.raises(UnknownModel, match="`c` does not exist; served here: a, b"):
+        Router(pools("a", "b")).pair("c", 0.0)
+
+
+def test_an_unknown_model_in_a_single_pool_is_left_to_the_instances() -> None:
+    assert Router(pools("a")).pair("an-adapter", 0.0).decode.ping.model == "a"
+
+
+def test_instances_that_do_not_say_may_serve_anything() -> None:
+    registry = pools("")
+    assert Router(registry).pair("whatever", 0.0).prefill is not None
+
+
+def test_two_models_that_do_not_match_make_no_pair() -> None:
+    registry = Registry()
+    join(registry, ping("P", 1, model="a"))
+    join(registry, ping("D", 2, model="b"))
+    with pytest.raises(NoInstance, match="same model"):
+        Router(registry).pair(None, 0.0)
+
+
+def test_who_is_missing_is_said() -> None:
+    registry = Registry()
+    router = Router(registry)
+    with pytest.raises(NoInstance, match="No decode instance is ready: none has registered"):
+        router.pair(None, 0.0)
+    registry.observe(ping("D"), 0.0)
+    with pytest.raises(NoInstance, match="No decode instance is ready: of 1 registered, none has answered"):
+        router.alone(None, 0.0)
+    join(registry, ping("D", 9))
+    with pytest.raises(NoInstance, match="No prefill instance is ready: none has registered"):
+        router.pair(None, 0.0)
+    assert router.missing(0.0) == ["No prefill instance is ready: none has registered."]

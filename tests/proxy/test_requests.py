@@ -1,0 +1,258 @@
+"""What P, D and the client each get of a request that goes well."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from proxy_fakes import Deployment, Seen, answer_json, completion, deployed, event, event_stream, until
+
+from p2pkv.pairing import Address, find_pair
+
+pytestmark = pytest.mark.asyncio
+
+HEX = re.compile(r"[0-9a-f]{32}")
+
+
+def addresses(deployment: Deployment) -> list[str]:
+    instances = [*deployment.prefills, *deployment.decodes]
+    return [text for i in instances for text in (i.http_address, i.zmq_address)] + [
+        "___prefill_addr",
+        "___decode",
+    ]
+
+
+def shows_no_address(deployment: Deployment, text: str) -> bool:
+    return not any(address in text for address in addresses(deployment))
+
+
+async def test_both_get_one_fresh_id_that_names_them(either: Deployment) -> None:
+    for _ in range(2):
+        await either.post()
+    first, second = either.p.requests
+    assert [seen.request_id for seen in either.d.requests] == [first.request_id, second.request_id]
+    assert first.request_id != second.request_id
+    pair = find_pair(first.request_id)
+    assert pair is not None
+    assert (pair.prefill, pair.decode) == tuple(Address.parse(i.zmq_address) for i in (either.p, either.d))
+    assert str(pair) == first.request_id
+
+
+async def test_each_gets_its_body(either: Deployment) -> None:
+    raw = b'{"model": "tiny",  "prompt": "hi", "max_tokens": 50, "n": 2, "stream": false}'
+    async with either.client.post(f"{either.url}/v1/completions", data=raw) as response:
+        assert response.status == 200
+    assert either.d.requests[0].raw == raw
+    assert either.p.requests[0].body == {
+        "model": "tiny",
+        "prompt": "hi",
+        "max_tokens": 1,
+        "n": 1,
+        "stream": False,
+    }
+
+
+async def test_chat_goes_to_chat(either: Deployment) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 9}
+    assert (await either.post(body, "/v1/chat/completions")).status == 200
+    assert [i.requests[0].path for i in (either.p, either.d)] == ["/v1/chat/completions"] * 2
+    assert either.p.requests[0].body["max_completion_tokens"] == 1
+    assert either.d.requests[0].body["max_completion_tokens"] == 9
+
+
+async def test_the_clients_headers_reach_both(either: Deployment) -> None:
+    headers = {
+        "Authorization": "Bearer mine",
+        "X-Custom": "1",
+        "Connection": "keep-alive, X-Hop",
+        "X-Hop": "no",
+        "TE": "trailers",
+        "Proxy-Authorization": "no",
+        "X-data-parallel-rank": "7",
+    }
+    await either.post(headers=headers)
+    for instance in (either.p, either.d):
+        got = instance.requests[0].headers
+        assert (got["Authorization"], got["X-Custom"]) == ("Bearer mine", "1")
+        assert not {"X-Hop", "TE", "Proxy-Authorization", "X-data-parallel-rank"} & set(got)
+        assert got["Host"] == instance.http_address
+
+
+async def test_the_clients_own_id_comes_back_and_goes_nowhere(either: Deployment) -> None:
+    mine = "___prefill_addr_6.6.6.6:1___decode_addr_6.6.6.6:2_" + "0" * 32
+    response = await either.post(headers={"X-Request-Id": mine})
+    assert response.headers.getall("X-Request-Id") == [mine]
+    for instance in (either.p, either.d):
+        assert instance.requests[0].headers.getall("X-Request-Id") != [mine]
+        assert "6.6.6.6" not in instance.requests[0].request_id
+
+
+async def test_without_an_id_of_its_own_the_client_gets_the_one_in_the_answer(either: Deployment) -> None:
+    response = await either.post()
+    unique = response.headers["X-Request-Id"]
+    assert HEX.fullmatch(unique)
+    assert (await response.json())["id"] == f"cmpl-{unique}"
+    assert either.d.requests[0].request_id.endswith(unique)
+
+
+async def test_no_address_in_body_or_headers(either: Deployment) -> None:
+    async def telltale(request: web.Request, seen: Seen) -> web.StreamResponse:
+        headers = {
+            "X-Request-Id": seen.request_id,
+            "X-Served-By": either.d.http_address,
+            "X-Trace": f"a {seen.request_id} b",
+        }
+        return web.json_response(completion(seen), headers=headers)
+
+    either.d.behaviour = telltale
+    response = await either.post()
+    shown = await response.text() + str(response.headers)
+    assert shows_no_address(either, shown)
+    assert response.headers["X-Trace"].startswith("a ")
+
+
+async def test_the_client_cannot_send_kv_transfer_params(either: Deployment) -> None:
+    await either.post({"prompt": "x", "kv_transfer_params": {"remote_host": "6.6.6.6"}})
+    assert all("kv_transfer_params" not in i.requests[0].body for i in (either.p, either.d))
+
+
+async def test_concurrent_calls_both_at_once(concurrent: Deployment) -> None:
+    meet = asyncio.Barrier(2)
+
+    async def together(request: web.Request, seen: Seen) -> web.StreamResponse:
+        await meet.wait()  # each waits until the other has been called too
+        return await answer_json(request, seen)
+
+    concurrent.p.behaviour = concurrent.d.behaviour = together
+    assert (await concurrent.post()).status == 200
+
+
+async def test_sequential_calls_d_when_p_has_ended(sequential: Deployment) -> None:
+    release = asyncio.Event()
+
+    async def slow(request: web.Request, seen: Seen) -> web.StreamResponse:
+        await release.wait()
+        return web.json_response(completion(seen, kv_transfer_params={"remote_block_ids": [1, 2]}))
+
+    sequential.p.behaviour = slow
+    asking = asyncio.create_task(sequential.post())
+    await until(lambda: len(sequential.p.requests) == 1)
+    assert sequential.d.requests == []
+    release.set()
+    assert (await asking).status == 200
+    assert sequential.p.requests[0].answered
+    assert sequential.d.requests[0].body["kv_transfer_params"] == {"remote_block_ids": [1, 2]}
+    assert sequential.d.requests[0].body["max_tokens"] == 5
+
+
+async def test_a_stream_is_relayed_as_it_comes(either: Deployment) -> None:
+    release = asyncio.Event()
+
+    async def stream(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = await event_stream(request)
+        await response.write(event(seen, "first"))
+        await release.wait()  # the client sets it when it has the first event
+        await response.write(event(seen, "second") + b"data: [DONE]\n\n")
+        return response
+
+    either.d.behaviour = stream
+    response = await either.post({"prompt": "x", "stream": True})
+    assert response.content_type == "text/event-stream"
+    first = await response.content.readuntil(b"\n\n")
+    assert b"first" in first
+    release.set()
+    rest = await response.content.read()
+    assert b"second" in rest
+    assert rest.endswith(b"data: [DONE]\n\n")
+    assert shows_no_address(either, (first + rest).decode())
+    assert either.p.requests[0].body["stream"] is False
+
+
+async def test_an_id_cut_by_chunks_is_still_rewritten(either: Deployment) -> None:
+    async def drip(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = await event_stream(request)
+        for piece in re.findall(rb"(?s).{1,7}", event(seen, "x") * 3):
+            await response.write(piece)
+            await asyncio.sleep(0)  # so that the pieces travel by themselves
+        return response
+
+    either.d.behaviour = drip
+    response = await either.post({"prompt": "x", "stream": True})
+    text = await response.text()
+    assert text.count(f"cmpl-{response.headers['X-Request-Id']}") == 3
+    assert shows_no_address(either, text)
+
+
+@pytest.mark.parametrize("fields", [{"use_beam_search": True}, {"echo": True}, {"prompt_logprobs": 1}])
+async def test_what_p_cannot_help_with_goes_to_d_alone(either: Deployment, fields: dict[str, Any]) -> None:
+    response = await either.post({"prompt": "x", **fields})
+    assert response.status == 200
+    assert HEX.fullmatch(either.d.requests[0].request_id)
+    assert (await response.json())["id"] == f"cmpl-{either.d.requests[0].request_id}"
+    assert either.p.requests == []
+
+
+async def test_d_alone_needs_no_p() -> None:
+    async with deployed("concurrent", decode=1) as deployment:
+        assert (await deployment.post({"prompt": "x", "echo": True})).status == 200
+        assert (await deployment.post({"prompt": "x"})).status == 503
+
+
+async def test_p_may_end_after_d_has_answered(concurrent: Deployment) -> None:
+    release = asyncio.Event()
+
+    async def late(request: web.Request, seen: Seen) -> web.StreamResponse:
+        await release.wait()
+        return await answer_json(request, seen)
+
+    concurrent.p.behaviour = late
+    assert (await concurrent.post()).status == 200
+    (instance,) = concurrent.registry.known("P")
+    assert instance.in_flight == 1
+    release.set()
+    await until(lambda: instance.in_flight == 0)
+    assert concurrent.p.requests[0].answered
+    assert not concurrent.p.requests[0].aborted
+
+
+async def test_many_requests_spread_and_leave_nothing_behind() -> None:
+    async with deployed("concurrent", prefill=2, decode=3) as deployment:
+        responses = await asyncio.gather(*(deployment.post() for _ in range(30)))
+        assert [response.status for response in responses] == [200] * 30
+        assert [len(d.requests) for d in deployment.decodes] == [10] * 3
+        assert [len(p.requests) for p in deployment.prefills] == [15] * 2
+        everyone = deployment.registry.known("P") + deployment.registry.known("D")
+        await until(lambda: all(instance.in_flight == 0 for instance in everyone))
+
+
+async def test_cookies_are_each_clients_own(either: Deployment) -> None:
+    async def cookie(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = web.json_response(completion(seen))
+        response.set_cookie("who", "first")
+        return response
+
+    either.d.behaviour = cookie
+    async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as other:
+        async with other.post(f"{either.url}/v1/completions", json={"prompt": "x"}) as response:
+            assert "who" in response.cookies
+        async with other.post(f"{either.url}/v1/completions", json={"prompt": "x"}) as response:
+            assert response.status == 200
+    assert "Cookie" not in either.d.requests[1].headers
+
+
+@pytest.mark.parametrize("encode", [json.dumps, lambda body: json.dumps(body, indent=4)])
+async def test_an_answer_that_is_no_stream_arrives_whole(
+    either: Deployment, encode: Callable[[Any], str]
+) -> None:
+    async def big(request: web.Request, seen: Seen) -> web.StreamResponse:
+        return web.Response(text=encode(completion(seen, "y" * 300_000)), content_type="application/json")
+
+    either.d.behaviour = big
+    response = await either.post()
+    assert (await response.json())["choices"][0]["text"] == "y" * 300_000
