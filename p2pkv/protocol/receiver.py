@@ -48,6 +48,15 @@ LOAD: Table[Load, On] = {
 
 
 @dataclass
+class _Announced:
+    """A chunk that P has announced and that has not come yet."""
+
+    chunk: Chunk
+    posted: bool = False
+    sent: bool = False
+
+
+@dataclass
 class _Source:
     """What one P rank owes."""
 
@@ -55,8 +64,13 @@ class _Source:
     heard: float
     offered: bool = False
     coverage: Coverage | None = None
-    chunks: dict[int, tuple[Chunk, bool]] = field(default_factory=dict)
-    """Announced chunks, and whether a receive is posted for each."""
+    next: int = 0
+    """The number of the next chunk: P counts them up, so a smaller one has been seen before."""
+    chunks: dict[int, _Announced] = field(default_factory=dict)
+
+    @property
+    def satisfied(self) -> bool:
+        return self.coverage is not None and not self.coverage.left
 
 
 class Receiver:
@@ -83,22 +97,32 @@ class Receiver:
         self.load = Machine(f"load {key}", LOAD, Load.WAITING)
         self.sources: dict[int, _Source] = {}
         self._began = now
+        self._nothing = False
 
     # What D's own engine does.
 
-    def attach(self, edges: Mapping[int, Edge], now: float) -> None:
+    def attach(self, edges: Mapping[int, Edge], now: float) -> list[Effect]:
         """P's shape is known: these of its ranks hold what this rank needs."""
-        if not self.sources:
-            self.sources = {rank: _Source(edge, now) for rank, edge in edges.items()}
+        if self.sources or self.load.ended:
+            return []
+        self.sources = {rank: _Source(edge, now) for rank, edge in edges.items()}
+        return self._let_go() if self._nothing else []
 
     def want(self, start: int, stop: int, now: float) -> list[Effect]:
-        """The request has its pages: load tokens [start, stop); nothing if empty, which releases P."""
+        """The request has its pages: load tokens [start, stop); nothing if empty, which releases P.
+
+        Raises ValueError for tokens that the prompt does not have, or a start inside a unit.
+        """
         if self.load.ended:
             return []
         if stop <= start:
-            self.load.local(On.NOTHING)
-            tells = [Tell(rank, Want(self.key, self.attempt, start, start)) for rank in self.sources]
-            return [*tells, Finished(True)]
+            self._nothing = True
+            return self._let_go() if self.sources else []
+        if start < 0 or stop > self.tokens or start % self.unit:
+            raise ValueError(
+                f"{self.key}: tokens [{start}, {stop}) of {self.tokens} cannot be loaded: "
+                f"expected a start at a multiple of {self.unit} and a stop within the prompt"
+            )
         self.load.local(On.WANT)
         out: list[Effect] = []
         for rank, source in self.sources.items():
@@ -138,19 +162,24 @@ class Receiver:
         source = self._source(rank, message.attempt)
         if source is None:
             return []
+        if message.chunk < source.next:
+            return []
         if source.coverage is None:
             raise RemoteProtocolError(f"{self.key}: a chunk before anything was asked for")
-        if message.chunk in source.chunks or len(source.chunks) >= MAX_CHUNKS:
+        if message.chunk > source.next or len(source.chunks) >= MAX_CHUNKS:
             raise RemoteProtocolError(
-                f"{self.key}: chunk {message.chunk} is announced twice, or is one too many"
+                f"{self.key}: chunk {message.chunk} is announced where {source.next} is due, "
+                f"or is one more than {MAX_CHUNKS}"
             )
-        nbytes = source.coverage.reserve(message.pieces)
+        nbytes = source.coverage.window.check(message.pieces)
         if nbytes != message.nbytes:
             raise RemoteProtocolError(
                 f"{self.key}: chunk of {message.nbytes} bytes whose pieces make {nbytes}"
             )
+        source.coverage.reserve(message.pieces)
         source.heard = now
-        source.chunks[message.chunk] = (message, False)
+        source.next += 1
+        source.chunks[message.chunk] = _Announced(message)
         return [Post(rank, message)]
 
     def sent(self, rank: int, message: Sent, now: float) -> None:
@@ -158,23 +187,31 @@ class Receiver:
         source = self._source(rank, message.attempt)
         if source is None:
             return
-        chunk, posted = source.chunks.get(message.chunk, (None, False))
-        if chunk is None or not posted:
+        announced = source.chunks.get(message.chunk)
+        if message.chunk < source.next and (announced is None or announced.sent):
+            return
+        if announced is None or not announced.posted:
             raise RemoteProtocolError(f"{self.key}: chunk {message.chunk} was sent without a grant")
         source.heard = now
+        announced.sent = True
         if message.void:
             assert source.coverage is not None
-            source.coverage.give_back(chunk.pieces)
+            source.coverage.give_back(announced.chunk.pieces)
             del source.chunks[message.chunk]
 
     def failed(self, rank: int, message: Failed) -> list[Effect]:
-        if self._source(rank, message.attempt) is None:
+        source = self._source(rank, message.attempt)
+        if source is None or source.satisfied:
             return []
         return self._end(message.reason, Cancel(self.key, self.attempt, "another rank of P failed"), but=rank)
 
-    def lost(self, reason: str) -> list[Effect]:
-        """P is gone, has refused us, or broke the protocol."""
-        return self.cancel(reason)
+    def lost(self, reason: str, rank: int | None = None) -> list[Effect]:
+        """P is gone, has refused us, or broke the protocol; with `rank`, only this one of its ranks.
+
+        A rank whose part is all here may go.
+        """
+        source = self.sources.get(rank) if rank is not None else None
+        return [] if source is not None and source.satisfied else self.cancel(reason)
 
     # What the engine reports back.
 
@@ -182,25 +219,30 @@ class Receiver:
         """A receive is posted for this chunk; the grant goes out, whatever has happened meanwhile."""
         source = self._source(rank, message.attempt)
         if source is not None:
-            source.chunks[message.chunk] = (message, True)
+            source.chunks[message.chunk].posted = True
         return [Tell(rank, Grant(self.key, message.attempt, message.chunk, message.nbytes, link, landing))]
 
     def pieces(self, rank: int, attempt: int, chunk: int) -> tuple[Piece, ...]:
-        """Where the bytes of an arrived chunk belong; () if nobody wants them now (late or void)."""
+        """Where the bytes of this chunk belong; () if nobody wants them now (late or void).
+
+        Bytes may be written only after P's Sent for them: until then they may turn out to be void.
+        """
         source = self._source(rank, attempt)
-        return source.chunks[chunk][0].pieces if source is not None and chunk in source.chunks else ()
+        return source.chunks[chunk].chunk.pieces if source is not None and chunk in source.chunks else ()
 
     def scattered(self, rank: int, chunk: int, now: float) -> list[Effect]:
-        """The bytes of this chunk are in D's pages."""
+        """The bytes of this chunk are in D's pages. Without effect if the load has ended meanwhile."""
+        if self.load.ended:
+            return []
         source = self.sources[rank]
-        message, _ = source.chunks.pop(chunk)
-        assert source.coverage is not None
-        source.coverage.filled(message.nbytes)
+        announced = source.chunks.pop(chunk)
+        assert source.coverage is not None and announced.sent
+        source.coverage.filled(announced.chunk.nbytes)
         source.heard = now
-        if source.coverage.left:
+        if not source.satisfied:
             return []
         out: list[Effect] = [Tell(rank, Done(self.key, self.attempt))]
-        if not any(each.coverage is None or each.coverage.left for each in self.sources.values()):
+        if all(each.satisfied for each in self.sources.values()):
             self.load.local(On.COMPLETE)
             out.append(Finished(True))
         return out
@@ -212,7 +254,7 @@ class Receiver:
         """The end of the earliest lease; None when there is nothing to wait for."""
         if self.load.ended:
             return None
-        heard = [source.heard for source in self.sources.values() if not self._satisfied(source)]
+        heard = [source.heard for source in self.sources.values() if not source.satisfied]
         return min(heard, default=self._began) + self.lease
 
     def tick(self, now: float) -> list[Effect]:
@@ -225,8 +267,11 @@ class Receiver:
 
     # Inside.
 
-    def _satisfied(self, source: _Source) -> bool:
-        return source.coverage is not None and not source.coverage.left
+    def _let_go(self) -> list[Effect]:
+        """Nothing is wanted: say so, which releases P."""
+        self.load.local(On.NOTHING)
+        tells = [Tell(rank, Want(self.key, self.attempt, 0, 0)) for rank in self.sources]
+        return [*tells, Finished(True)]
 
     def _source(self, rank: int, attempt: int) -> _Source | None:
         """The source that a message comes from; None if the message is stale."""

@@ -142,7 +142,7 @@ class Sender:
             return []
         self.prompt.local(Of.OFFER)
         self.tokens, self.digest = tokens, digest
-        return [self._offer(rank, leg) for rank, leg in self._open()]
+        return [*(self._offer(rank, leg) for rank, leg in self._open()), *self._settle()]
 
     def computed(self, layer: int, layer_stop: int, stop: int, now: float) -> list[Effect]:
         """Local layers [layer, layer_stop) now hold KV for the prompt's tokens [0, stop)."""
