@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 # After SIGTERM: no new connections, and this long for the answers that are under way.
 _SHUTDOWN_SECONDS = 5.0
-_LOOPBACK = ("127.", "::1", "localhost")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +63,7 @@ def _bound(runner: web.AppRunner) -> str:
 
 def _warn_off_loopback(*hosts: str) -> None:
     for host in hosts:
-        if not host.startswith(_LOOPBACK):
+        if not host.startswith("127.") and host not in ("::1", "localhost"):
             logger.warning(
                 "%s is reachable from other hosts: clients and pings are not authenticated here", host
             )

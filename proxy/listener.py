@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable
 
 import zmq
@@ -91,8 +92,10 @@ class Listener:
 
 
 def endpoint_of(address: Address) -> str:
-    """`address` as ZMQ writes it."""
-    return f"tcp://{address}"
+    """`address` as ZMQ binds it, which takes no names. Raises OSError for a name that nobody knows."""
+    if ":" in address.host:
+        return f"tcp://{address}"
+    return f"tcp://{socket.gethostbyname(address.host)}:{address.port}"
 
 
 def _configure(router: zmq.asyncio.Socket, *, ipv6: bool) -> None:

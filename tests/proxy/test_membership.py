@@ -74,7 +74,7 @@ async def test_silence_ends_membership() -> None:
             socket.send(encode_ping(msgspec.structs.replace(d.ping, dp_rank=1)))  # once, then never again
             await deployment.ready(prefill=0, decode=2)
         await deployment.ready(prefill=0, decode=1)
-        assert [instance.ping for instance in deployment.registry.known("D")] == [d.ping]
+        await until(lambda: [instance.ping for instance in deployment.registry.known("D")] == [d.ping])
 
 
 async def test_a_restart_under_the_same_address(concurrent: Deployment) -> None:

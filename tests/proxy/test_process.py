@@ -120,6 +120,12 @@ def test_a_taken_port_is_said_in_a_sentence() -> None:
                 assert "Traceback" not in command.log
 
 
+def test_discovery_may_be_given_by_name() -> None:
+    port = free_port()
+    with running("--port", "0", "--discovery", f"localhost:{port}") as command:
+        command.says(rf"discovery on tcp://127\.0\.0\.1:{port}, concurrent")
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
