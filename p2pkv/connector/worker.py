@@ -32,6 +32,8 @@ class Worker:
         # D: requests by key, and those for which vLLM waits.
         self._requests: dict[str, str] = {}
         self._loading: set[str] = set()
+        self._leaving: set[str] = set()
+        """Keys of which only P still has to hear that nothing is wanted."""
 
     # Before the forward.
 
@@ -59,11 +61,16 @@ class Worker:
             self._requests[expect.key] = request_id
             self.rank.do(expect)
         for load in meta.loads:
-            if load.stop > load.start:
-                self._loading.add(load.key)
-            self.rank.do(load)
+            self._load(load)
         for ended in meta.drops:
             self._load_dropped(ended)
+
+    def _load(self, load: do.Load) -> None:
+        if load.stop > load.start:
+            self._loading.add(load.key)
+        elif self._requests.pop(load.key, None) is not None:
+            self._leaving.add(load.key)
+        self.rank.do(load)
 
     def _prompt_ended(self, ended: Ended) -> None:
         if ended.reason:
@@ -117,13 +124,16 @@ class Worker:
             case do.Begun(key):
                 if key in self._requests:
                     self._news.begun[self._requests[key]] = 1
+            case do.Loaded(key) | do.LoadFailed(key) if key in self._leaving:
+                self._leaving.discard(key)
+                self.rank.do(do.Forget(key))
             case do.Loaded(key):
                 self._load_ended(key, results)
+            case do.LoadFailed(key, _) if key in self._loading:
+                results.failed_recving.add(self._requests[key])
+                self._load_ended(key, results)
             case do.LoadFailed(key, reason):
-                if key in self._loading:
-                    results.failed_recving.add(self._requests[key])
-                    self._load_ended(key, results)
-                elif key in self._requests:
+                if key in self._requests:
                     self._news.failed[self._requests[key]] = reason
 
     def _load_ended(self, key: str, results: KVConnectorTransferResults) -> None:

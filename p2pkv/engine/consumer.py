@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import msgspec
 
 from p2pkv.control.endpoint import Line
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Context, log
-from p2pkv.links.base import Inbound, LinkError
-from p2pkv.links.base import Receive as Landing
+from p2pkv.engine.inlet import Inlet, Posted
+from p2pkv.links.base import LinkError, Receive
 from p2pkv.pairing import Address
-from p2pkv.plan import Edge, Plan
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.effects import Effect, Finished, Offered, Post, Tell
-from p2pkv.protocol.handshake import Dialing, Refused, judge
+from p2pkv.protocol.handshake import Dialing, Refused
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.receiver import Load, Receiver
 
@@ -26,45 +22,13 @@ IDLE_SECONDS = 60.0
 
 
 @dataclass
-class Posted:
-    """A receive that waits for its bytes."""
-
-    landing: Landing
-    key: str
-    chunk: m.Chunk
-    since: float
-    said: m.Sent | None = None
-
-
-@dataclass(eq=False)
-class Peer:
-    """One rank of a P, and the link from it."""
-
-    line: Line
-    dialing: Dialing
-    used: float
-    hello: m.Hello | None = None
-    plan: Plan | None = None
-    edge: Edge | None = None
-    link: int = -1
-    inbound: Inbound | None = None
-    asked: deque[tuple[str, m.Chunk]] = field(default_factory=deque)
-    """Announced chunks that wait for room."""
-    posted: deque[Posted] = field(default_factory=deque)
-
-    @property
-    def address(self) -> str:
-        return self.dialing.address
-
-
-@dataclass
 class Entry:
     """One request that D's scheduler has told us of."""
 
     expect: do.Expect
     receiver: Receiver
-    peers: dict[int, Peer] = field(default_factory=dict)
-    """The ranks of P that owe something, once all are connected."""
+    peers: dict[int, Inlet] = field(default_factory=dict)
+    """The ranks of P to talk to, once all are connected."""
     blocks: do.Blocks = ()
     reason: str = ""
 
@@ -73,7 +37,7 @@ class Consumer:
     def __init__(self, context: Context) -> None:
         self._ctx = context
         self._entries: dict[str, Entry] = {}
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, Inlet] = {}
         self._attempt = 0
         self._next_beat = 0.0
         self._window = max(1, context.options.staging_bytes // 2)
@@ -126,8 +90,7 @@ class Consumer:
     def _load(self, entry: Entry, start: int, stop: int, blocks: do.Blocks, now: float) -> None:
         entry.blocks = blocks
         if entry.receiver.load.ended:
-            if stop > start:
-                self._ctx.emit(do.LoadFailed(entry.expect.key, entry.reason or "its transfer has ended"))
+            self._ctx.emit(do.LoadFailed(entry.expect.key, entry.reason or "its transfer has ended"))
             return
         self._guard(entry, lambda: entry.receiver.want(start, stop, now), now)
 
@@ -139,7 +102,7 @@ class Consumer:
             self._ctx.tell(line, m.Refuse(message.incarnation, reason))
             return
         peer = line.tag
-        if not isinstance(peer, Peer):
+        if not isinstance(peer, Inlet):
             return
         match message:
             case m.Welcome():
@@ -161,43 +124,29 @@ class Consumer:
             case _:
                 raise RemoteProtocolError(f"{type(message).__name__} is not for a D")
 
-    def _peer(self, address: Address, now: float) -> Peer:
+    def _peer(self, address: Address, now: float) -> Inlet:
         peer = self._peers.get(str(address))
         if peer is None:
-            line = self._ctx.endpoint.dial(address)
-            peer = Peer(line, Dialing(str(address), now), now)
-            line.tag = self._peers[str(address)] = peer
+            peer = Inlet(self._ctx, self._ctx.endpoint.dial(address), Dialing(str(address), now), now)
+            peer.line.tag = self._peers[str(address)] = peer
         peer.used = now
-        self._hello(peer, now)
+        peer.greet(now)
         return peer
 
-    def _hello(self, peer: Peer, now: float) -> None:
-        if peer.dialing.due(now):
-            self._ctx.tell(peer.line, msgspec.structs.replace(self._ctx.hello, to=peer.address))
-
-    def _welcome(self, peer: Peer, message: m.Welcome, now: float) -> None:
-        mine = self._ctx.hello
-        if message.you != mine.incarnation or (
-            peer.hello is not None
-            and peer.hello.incarnation == message.hello.incarnation
-            and peer.dialing.open
-        ):
+    def _welcome(self, peer: Inlet, message: m.Welcome, now: float) -> None:
+        again = peer.hello is not None and peer.hello.incarnation == message.hello.incarnation
+        if message.you != self._ctx.hello.incarnation or again:
             return
         try:
-            plan = judge(mine, message.hello)
+            peer.welcome(message.hello)
         except Refused as refused:
             self._refuse(peer, str(refused), now)
             return
-        peer.dialing.welcomed()
-        peer.hello, peer.plan = message.hello, plan
-        peer.edge = next(
-            (edge for edge in plan.to_target(mine.rank) if edge.source == message.hello.rank), None
-        )
-        log.info("P rank %d at %s is connected", message.hello.rank, peer.address)
+        log.info("P rank %d at %s is connected", peer.rank, peer.address)
         for entry in list(self._entries.values()):
             self._connect(entry, now)
 
-    def _refuse(self, peer: Peer, reason: str, now: float) -> None:
+    def _refuse(self, peer: Inlet, reason: str, now: float) -> None:
         self._ctx.counters.add("messages_refused")
         log.warning("no transfers from %s: %s", peer.address, reason)
         peer.dialing.refuse(reason, now)
@@ -214,30 +163,35 @@ class Consumer:
             return
         if not first.dialing.open or first.hello is None or first.plan is None:
             return
-        edges = {edge.source: edge for edge in first.plan.to_target(self._ctx.hello.rank)}
-        peers = {rank: self._peer(Address.parse(first.hello.addresses[rank]), now) for rank in edges}
+        mine, plan = self._ctx.hello.rank, first.plan
+        edges = {edge.source: edge for edge in plan.to_target(mine)}
+        # A rank of P that owes nobody anything must hear so: some rank of D tells it.
+        everybody = range(len(first.hello.addresses))
+        idle = [rank for rank in everybody if not plan.from_source(rank) and rank % plan.decode.world == mine]
+        places = {rank: Address.parse(first.hello.addresses[rank]) for rank in [*edges, *idle]}
+        peers = {rank: self._peer(place, now) for rank, place in places.items()}
         if not all(peer.dialing.open for peer in peers.values()):
             return
         entry.peers = peers
-        entry.receiver.attach(edges, now)
         for peer in peers.values():
             self._ctx.tell(peer.line, m.Waiting(((entry.expect.key, entry.receiver.attempt),)))
+        self._run(entry, entry.receiver.attach(edges, now), now)
 
-    def _holding(self, peer: Peer, held: m.Transfers, now: float) -> None:
+    def _holding(self, peer: Inlet, held: m.Transfers, now: float) -> None:
         for key, attempt in held:
             entry = self._entries.get(key)
             if entry is not None and entry.receiver.attempt == attempt and peer.hello is not None:
-                entry.receiver.held(peer.hello.rank, now)
+                entry.receiver.held(peer.rank, now)
 
     def _about(
-        self, peer: Peer, key: str, message: m.Offer | m.Chunk | m.Sent | m.Failed, now: float
+        self, peer: Inlet, key: str, message: m.Offer | m.Chunk | m.Sent | m.Failed, now: float
     ) -> None:
         if isinstance(message, m.Sent):
-            self._note_sent(peer, message)
+            peer.note(message)
         entry = self._entries.get(key)
         if entry is None or peer.hello is None:
             return
-        rank, receiver = peer.hello.rank, entry.receiver
+        rank, receiver = peer.rank, entry.receiver
 
         def step() -> list[Effect]:
             match message:
@@ -253,16 +207,6 @@ class Consumer:
 
         self._guard(entry, step, now)
 
-    def _note_sent(self, peer: Peer, message: m.Sent) -> None:
-        for posted in peer.posted:
-            if (posted.key, posted.chunk.attempt, posted.chunk.chunk) == (
-                message.key,
-                message.attempt,
-                message.chunk,
-            ):
-                posted.said = message
-                return
-
     def _guard(self, entry: Entry, step: Callable[[], list[Effect]], now: float) -> None:
         """Run a step of the receiver; a peer's breach of the protocol ends this transfer only."""
         try:
@@ -274,43 +218,26 @@ class Consumer:
 
     # The links.
 
-    def _invited(self, peer: Peer, message: m.LinkInvite, now: float) -> None:
-        if peer.inbound is not None:
+    def _invited(self, peer: Inlet, message: m.LinkInvite, now: float) -> None:
+        if peer.linked:
             self._link_lost(peer, f"{peer.address} builds its link anew", now, tell=False)
         try:
-            peer.inbound, blob = self._ctx.links.accept(message.blob, self._window)
+            peer.invited(message, self._window)
         except LinkError as error:
-            self._ctx.tell(peer.line, m.LinkDown(message.link, str(error)))
             self._fail(peer, f"no link from {peer.address}: {error}", now)
-            return
-        peer.link = message.link
-        self._ctx.tell(peer.line, m.LinkAccept(message.link, self._window, blob))
 
-    def _link_lost(self, peer: Peer, reason: str, now: float, tell: bool = True) -> None:
+    def _link_lost(self, peer: Inlet, reason: str, now: float, tell: bool = True) -> None:
         log.warning("%s", reason)
-        if tell:
-            self._ctx.tell(peer.line, m.LinkDown(peer.link, reason))
-        self._close_link(peer)
+        peer.abort(reason if tell else "")
         self._fail(peer, reason, now, only_loading=True)
 
-    def _close_link(self, peer: Peer) -> None:
-        if peer.inbound is not None:
-            self._ctx.counters.add("links_aborted")
-            peer.inbound.abort()
-        peer.inbound, peer.link = None, -1
-        peer.asked.clear()
-        peer.posted.clear()
-
-    def _lost(self, peer: Peer, reason: str, now: float) -> None:
+    def _lost(self, peer: Inlet, reason: str, now: float) -> None:
         """This incarnation of a P rank is gone; ask whether there is another."""
         log.warning("%s", reason)
-        self._close_link(peer)
-        peer.dialing.lost(now)
-        peer.hello = peer.plan = peer.edge = None
+        peer.lost(now)
         self._fail(peer, reason, now)
-        self._hello(peer, now)
 
-    def _fail(self, peer: Peer, reason: str, now: float, only_loading: bool = False) -> None:
+    def _fail(self, peer: Inlet, reason: str, now: float, only_loading: bool = False) -> None:
         for entry in list(self._entries.values()):
             concerns = peer in entry.peers.values() or str(entry.expect.prefill) == peer.address
             if concerns and (not only_loading or entry.receiver.load.state is Load.LOADING):
@@ -321,60 +248,52 @@ class Consumer:
     def pump(self, now: float) -> bool:
         """Move what can be moved now; whether to come back soon."""
         for peer in list(self._peers.values()):
-            if peer.inbound is None:
-                continue
             try:
-                peer.inbound.poll()
-                self._post(peer, peer.inbound, now)
-                self._land(peer, now)
+                peer.poll()
+                self._post(peer, now)
+                if peer.posted and peer.posted[0].here:
+                    self._land(peer, peer.posted.popleft(), now)
             except LinkError as error:
                 self._link_lost(peer, f"the link from {peer.address} broke: {error}", now)
         return any(peer.posted for peer in self._peers.values())
 
-    def _post(self, peer: Peer, inbound: Inbound, now: float) -> None:
-        """Post receives for announced chunks while there is room; each peer gets one a turn."""
+    def _post(self, peer: Inlet, now: float) -> None:
+        """Post receives for announced chunks while there is room; one a turn if other peers wait too."""
         while peer.asked:
             key, chunk = peer.asked[0]
             entry = self._entries.get(key)
-            if entry is None or not entry.receiver.pieces(peer_rank(peer), chunk.attempt, chunk.chunk):
+            if entry is None or not entry.receiver.pieces(peer.rank, chunk.attempt, chunk.chunk):
                 peer.asked.popleft()
                 continue
-            if self._staged() + chunk.nbytes > self._ctx.options.staging_bytes or not inbound.ready():
+            if self._staged() + chunk.nbytes > self._ctx.options.staging_bytes:
                 return
-            landing = inbound.post(chunk.nbytes)
-            if landing is None:
+            posted = peer.post(now)
+            if posted is None:
                 return
-            peer.asked.popleft()
-            peer.posted.append(Posted(landing, key, chunk, now))
-            self._run(entry, entry.receiver.posted(peer_rank(peer), chunk, peer.link, landing.landing), now)
+            self._run(entry, entry.receiver.posted(peer.rank, chunk, peer.link, posted.receive.landing), now)
             if any(other.asked for other in self._peers.values() if other is not peer):
                 return
 
-    def _land(self, peer: Peer, now: float) -> None:
-        """Take the oldest receive, if its bytes are here and P has said what they are."""
-        if not peer.posted or peer.posted[0].said is None or not peer.posted[0].landing.done():
-            return
-        posted = peer.posted.popleft()
-        assert posted.said is not None
-        entry = self._entries.get(posted.key)
-        rank, chunk = peer_rank(peer), posted.chunk
-        pieces = () if entry is None else entry.receiver.pieces(rank, chunk.attempt, chunk.chunk)
-        if entry is None or not pieces or posted.said.void:
-            self._ctx.counters.add("chunks_dropped")
-            posted.landing.release()
-            return
+    def _land(self, peer: Inlet, posted: Posted, now: float) -> None:
+        """The bytes of a receive are here: write them where they belong, unless nobody wants them now."""
+        entry, chunk = self._entries.get(posted.key), posted.chunk
+        pieces = () if entry is None else entry.receiver.pieces(peer.rank, chunk.attempt, chunk.chunk)
         try:
-            self._scatter(entry, peer, pieces, posted.landing)
+            if entry is None or not pieces:
+                self._ctx.counters.add("chunks_dropped")
+                return
+            self._scatter(entry, peer, pieces, posted.receive)
         except ValueError as error:
+            assert entry is not None
             self._run(entry, entry.receiver.cancel(f"D cannot write its pages: {error}"), now)
             return
         finally:
-            posted.landing.release()
+            posted.receive.release()
         self._ctx.counters.add("bytes_scattered", chunk.nbytes)
         self._ctx.counters.add("chunks_scattered")
-        self._run(entry, entry.receiver.scattered(rank, chunk.chunk, now), now)
+        self._run(entry, entry.receiver.scattered(peer.rank, chunk.chunk, now), now)
 
-    def _scatter(self, entry: Entry, peer: Peer, pieces: tuple[m.Piece, ...], landing: Landing) -> None:
+    def _scatter(self, entry: Entry, peer: Inlet, pieces: tuple[m.Piece, ...], receive: Receive) -> None:
         cache, edge, offset = self._ctx.cache, peer.edge, 0
         assert edge is not None
         shift = edge.target_layer - edge.layers.start
@@ -382,12 +301,12 @@ class Consumer:
         for piece in pieces:
             layers = (piece.layer + shift, piece.layer_stop + shift)
             size = cache.nbytes(layers[1] - layers[0], piece.start, piece.stop, len(edge.heads))
-            part = landing.buffer[offset : offset + size]
+            part = receive.buffer[offset : offset + size]
             cache.scatter(part, layers, (piece.start, piece.stop), heads, entry.blocks)
             offset += size
 
     def _staged(self) -> int:
-        return sum(peer.inbound.used for peer in self._peers.values() if peer.inbound is not None)
+        return sum(peer.staged for peer in self._peers.values())
 
     # Time.
 
@@ -420,16 +339,19 @@ class Consumer:
                     self._lost(peer, f"the connection to {address} is gone", now)
                     break
 
-    def _hang_up(self, peer: Peer) -> None:
-        self._close_link(peer)
+    def _hang_up(self, peer: Inlet) -> None:
+        peer.abort()
         self._ctx.endpoint.hang_up(peer.line)
         del self._peers[peer.address]
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is due soon."""
+        return not self._entries and not any(peer.posted for peer in self._peers.values())
+
     def close(self) -> None:
         for peer in list(self._peers.values()):
-            if peer.inbound is not None:
-                self._ctx.tell(peer.line, m.LinkDown(peer.link, "D is shutting down"))
-            self._close_link(peer)
+            peer.abort("D is shutting down")
 
     # Inside.
 
@@ -457,9 +379,3 @@ class Consumer:
         else:
             log.warning("transfer %s failed: %s", key, reason)
             self._ctx.emit(do.LoadFailed(key, reason))
-
-
-def peer_rank(peer: Peer) -> int:
-    """The rank of a peer that has been welcomed."""
-    assert peer.hello is not None
-    return peer.hello.rank

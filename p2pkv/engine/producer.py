@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from p2pkv.control.endpoint import Line
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Context, Ends, log
-from p2pkv.links.base import LinkError, Outbound, Send
-from p2pkv.plan import Edge, Plan
+from p2pkv.engine.outlet import Flight, Outlet, Place
+from p2pkv.links.base import LinkError, Send
+from p2pkv.plan import Edge
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.effects import Effect, Finished, Released, Tell, Transmit
 from p2pkv.protocol.handshake import Refused, judge
@@ -19,46 +19,6 @@ from p2pkv.protocol.sender import Prompt, Sender, Terms
 
 MAX_EARLY = 4096
 """Claims for prompts that P has not heard of yet."""
-
-
-Place = tuple[str, int]
-"""A rank of a D: the address of the engine's rank 0, and the rank."""
-
-
-@dataclass
-class Flight:
-    """A send that D has not taken yet."""
-
-    send: Send
-    key: str
-    nbytes: int
-    since: float
-
-
-@dataclass(eq=False)
-class Peer:
-    """One rank of a D that has said Hello, and the link to it."""
-
-    line: Line
-    hello: m.Hello
-    plan: Plan
-    edge: Edge | None
-    link: int = 0
-    invitation: bytes = b""
-    outbound: Outbound | None = None
-    window: int = 0
-    up: bool = False
-    since: float = 0.0
-    orders: deque[tuple[str, Transmit]] = field(default_factory=deque)
-    flights: deque[Flight] = field(default_factory=deque)
-
-    @property
-    def rank(self) -> int:
-        return self.hello.rank
-
-    @property
-    def place(self) -> Place:
-        return self.hello.addresses[0], self.hello.rank
 
 
 @dataclass
@@ -83,7 +43,7 @@ class Producer:
             options.whole_request,
         )
         self._entries: dict[str, Entry] = {}
-        self._peers: dict[Place, Peer] = {}
+        self._peers: dict[Place, Outlet] = {}
         self._early: dict[str, dict[Place, tuple[int, float]]] = {}
         self._ends = Ends(options.lease_seconds)
         context.counters.gauges |= {
@@ -91,9 +51,7 @@ class Producer:
             "pages_held": lambda: sum(1 for entry in self._entries.values() if not entry.free),
             "early_claims": lambda: len(self._early),
             "tombstones": lambda: len(self._ends),
-            "staging_bytes": lambda: sum(
-                peer.outbound.used for peer in self._peers.values() if peer.outbound
-            ),
+            "staging_bytes": lambda: sum(peer.used for peer in self._peers.values()),
             "sends_under_way": lambda: sum(
                 len(peer.orders) + len(peer.flights) for peer in self._peers.values()
             ),
@@ -146,7 +104,7 @@ class Producer:
             self._hello(line, message, now)
             return
         peer = line.tag
-        if not isinstance(peer, Peer) or self._peers.get(peer.place) is not peer:
+        if not isinstance(peer, Outlet) or self._peers.get(peer.place) is not peer:
             self._ctx.tell(line, m.Stranger())
             return
         match message:
@@ -156,7 +114,7 @@ class Producer:
                 self._accept(peer, message, now)
             case m.LinkDown(link, reason):
                 if link == peer.link:
-                    self._link_lost(peer, f"{peer.hello.address} aborted the link: {reason}", now, tell=False)
+                    self._link_lost(peer, f"{peer.address} aborted the link: {reason}", now, tell=False)
             case m.Want(key) | m.Grant(key) | m.Done(key) | m.Cancel(key):
                 self._about(peer, key, message, now)
             case _:
@@ -184,13 +142,12 @@ class Producer:
         if known:
             return
         edges = {edge.target: edge for edge in plan.from_source(mine.rank)}
-        peer = Peer(line, hello, plan, edges.get(hello.rank))
+        peer = Outlet(self._ctx, line, hello, plan, edges.get(hello.rank))
         line.tag = self._peers[peer.place] = peer
         log.info("D rank %d at %s is connected", hello.rank, hello.address)
-        if peer.edge is not None:
-            self._invite(peer, now)
+        peer.invite(now)
 
-    def _waiting(self, peer: Peer, transfers: m.Transfers, now: float) -> None:
+    def _waiting(self, peer: Outlet, transfers: m.Transfers, now: float) -> None:
         held: list[tuple[str, int]] = []
         unknown: list[tuple[str, int]] = []
         for key, attempt in transfers:
@@ -207,18 +164,22 @@ class Producer:
         if not self._ctx.steps.stalled(now):
             self._ctx.tell(peer.line, m.Holding(tuple(held), tuple(unknown)))
 
-    def _claim(self, peer: Peer, key: str, attempt: int, now: float) -> bool:
+    def _claim(self, peer: Outlet, key: str, attempt: int, now: float) -> bool:
         """Note that D's rank waits for this prompt; whether P knows it. Kept for later if P does not."""
         entry = self._entries.get(key)
-        if entry is None or not peer.up or peer.edge is None:
+        if entry is None or not peer.up:
             if key in self._early or len(self._early) < MAX_EARLY:
                 self._early.setdefault(key, {})[peer.place] = (attempt, now)
             return entry is not None
         sender = entry.sender
         sender.expects = frozenset(edge.target for edge in peer.plan.from_source(self._ctx.hello.rank))
-        if not sender.prompt.ended:
-            effects = sender.claim(peer.rank, peer.edge, attempt, peer.window // 2, now)
-            self._run(entry, effects, now)
+        if sender.prompt.ended:
+            return True
+        if peer.edge is None:
+            effects = sender.flush()
+        else:
+            effects = sender.claim(peer.hello.rank, peer.edge, attempt, peer.window // 2, now)
+        self._run(entry, effects, now)
         return True
 
     def _claim_early(self, key: str, now: float) -> None:
@@ -230,75 +191,57 @@ class Producer:
         if not self._early.get(key, True):
             del self._early[key]
 
-    def _about(self, peer: Peer, key: str, message: m.Want | m.Grant | m.Done | m.Cancel, now: float) -> None:
+    def _about(
+        self, peer: Outlet, key: str, message: m.Want | m.Grant | m.Done | m.Cancel, now: float
+    ) -> None:
         entry = self._entries.get(key)
         if entry is None:
             if isinstance(message, m.Grant) and message.link == peer.link:
-                peer.orders.append((key, Transmit(peer.rank, message, ())))
+                peer.orders.append((key, Transmit(peer.hello.rank, message, ())))
             return
         sender = entry.sender
         try:
             match message:
                 case m.Want():
-                    effects = sender.want(peer.rank, message, now)
+                    effects = sender.want(peer.hello.rank, message, now)
                 case m.Grant():
-                    effects = sender.grant(peer.rank, message, now)
+                    effects = sender.grant(peer.hello.rank, message, now)
                 case m.Done():
-                    effects = sender.done(peer.rank, message, now)
+                    effects = sender.done(peer.hello.rank, message, now)
                 case m.Cancel():
-                    effects = sender.cancel(peer.rank, message)
+                    effects = sender.cancel(peer.hello.rank, message)
         except RemoteProtocolError as error:
             self._ctx.counters.add("messages_refused")
-            log.warning("%s: %s", peer.hello.address, error)
-            effects = sender.lost(peer.rank, str(error))
+            log.warning("%s: %s", peer.address, error)
+            effects = sender.lost(peer.hello.rank, str(error))
         self._run(entry, effects, now)
 
     # The links.
 
-    def _invite(self, peer: Peer, now: float) -> None:
-        peer.link += 1
-        peer.invitation = self._ctx.links.invite()
-        peer.since = now
-        self._ctx.tell(peer.line, m.LinkInvite(peer.link, peer.invitation))
-
-    def _accept(self, peer: Peer, message: m.LinkAccept, now: float) -> None:
-        if message.link != peer.link or peer.outbound is not None:
-            return
+    def _accept(self, peer: Outlet, message: m.LinkAccept, now: float) -> None:
         try:
-            peer.outbound = self._ctx.links.complete(peer.invitation, message.blob)
+            peer.accept(message)
         except LinkError as error:
-            self._link_lost(peer, f"no link to {peer.hello.address}: {error}", now)
-            return
-        peer.window = message.window
+            self._link_lost(peer, f"no link to {peer.address}: {error}", now)
 
-    def _link_lost(self, peer: Peer, reason: str, now: float, tell: bool = True) -> None:
+    def _link_lost(self, peer: Outlet, reason: str, now: float, tell: bool = True) -> None:
         """This link is of no use any more. What it carried fails; a new one is made."""
         log.warning("%s", reason)
-        if tell:
-            self._ctx.tell(peer.line, m.LinkDown(peer.link, reason))
-        self._close_link(peer)
+        peer.abort(now, reason if tell else "")
         self._lose(peer, reason, now)
-        self._invite(peer, now)
+        peer.invite(now)
 
-    def _close_link(self, peer: Peer) -> None:
-        if peer.outbound is not None:
-            self._ctx.counters.add("links_aborted")
-            peer.outbound.abort()
-        peer.outbound, peer.up = None, False
-        peer.orders.clear()
-        peer.flights.clear()
-
-    def _drop(self, peer: Peer, reason: str, now: float) -> None:
+    def _drop(self, peer: Outlet, reason: str, now: float) -> None:
         """This incarnation of a D rank is gone."""
-        self._close_link(peer)
+        peer.abort(now)
         self._peers.pop(peer.place, None)
         self._ctx.endpoint.hang_up(peer.line)
         self._lose(peer, reason, now)
 
-    def _lose(self, peer: Peer, reason: str, now: float) -> None:
+    def _lose(self, peer: Outlet, reason: str, now: float) -> None:
         for entry in list(self._entries.values()):
             if entry.decode == peer.hello.addresses[0]:
-                self._run(entry, entry.sender.lost(peer.rank, reason), now)
+                self._run(entry, entry.sender.lost(peer.hello.rank, reason), now)
 
     # The data.
 
@@ -308,27 +251,21 @@ class Producer:
             try:
                 self._pump(peer, now)
             except LinkError as error:
-                self._link_lost(peer, f"the link to {peer.hello.address} broke: {error}", now)
+                self._link_lost(peer, f"the link to {peer.address} broke: {error}", now)
         return any(peer.orders or peer.flights for peer in self._peers.values())
 
-    def _pump(self, peer: Peer, now: float) -> None:
-        if peer.outbound is None:
-            return
-        peer.outbound.poll()
-        if not peer.up and peer.outbound.ready():
-            peer.up = True
+    def _pump(self, peer: Outlet, now: float) -> None:
+        if peer.poll():
             for key in [key for key, claims in self._early.items() if peer.place in claims]:
                 self._claim_early(key, now)
-        while peer.flights and peer.flights[0].send.done():
-            self._taken(peer.flights.popleft())
-        if peer.orders and peer.up:
-            key, order = peer.orders[0]
-            send = peer.outbound.reserve(order.grant.nbytes, order.grant.landing)
-            if send is not None:
-                peer.orders.popleft()
-                self._transmit(peer, key, order, send, now)
+        for flight in peer.taken():
+            entry = self._entries.get(flight.key)
+            if entry is not None and entry.sender.prompt.state is Prompt.OFFERED:
+                self._ctx.counters.add("bytes_early", flight.nbytes)
+        if found := peer.next_send():
+            self._transmit(peer, *found, now)
 
-    def _transmit(self, peer: Peer, key: str, order: Transmit, send: Send, now: float) -> None:
+    def _transmit(self, peer: Outlet, key: str, order: Transmit, send: Send, now: float) -> None:
         """Fill one send from the pages, under the lock that keeps them from being taken back meanwhile."""
         entry = self._entries.get(key)
         wrong = ""
@@ -363,11 +300,6 @@ class Producer:
             )
             offset += size
 
-    def _taken(self, flight: Flight) -> None:
-        entry = self._entries.get(flight.key)
-        if entry is not None and entry.sender.prompt.state is Prompt.OFFERED:
-            self._ctx.counters.add("bytes_early", flight.nbytes)
-
     # Time.
 
     def tick(self, now: float) -> None:
@@ -381,15 +313,20 @@ class Producer:
                 del self._early[key]
         for peer in list(self._peers.values()):
             if peer.flights and now - peer.flights[0].since > lease:
-                self._link_lost(peer, f"{peer.hello.address} has taken nothing for {lease:g} s", now)
-            elif peer.edge is not None and not peer.up and now - peer.since > lease:
-                self._link_lost(peer, f"the link to {peer.hello.address} did not come up in {lease:g} s", now)
+                self._link_lost(peer, f"{peer.address} has taken nothing for {lease:g} s", now)
+            elif peer.building and now - peer.since > lease:
+                self._link_lost(peer, f"the link to {peer.address} did not come up in {lease:g} s", now)
+            peer.invite(now)
         self._ends.expire(now)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is due soon."""
+        return not self._entries and not self._early and all(peer.up for peer in self._peers.values())
 
     def close(self) -> None:
         for peer in list(self._peers.values()):
-            self._ctx.tell(peer.line, m.LinkDown(peer.link, "P is shutting down"))
-            self._close_link(peer)
+            peer.abort(0.0, "P is shutting down")
 
     # Inside.
 
@@ -414,7 +351,7 @@ class Producer:
                 case Tell(rank, message):
                     peer = self._peers.get((entry.decode, rank))
                     if peer is not None and not self._ctx.tell(peer.line, message):
-                        self._drop(peer, f"the connection to {peer.hello.address} is gone", now)
+                        self._drop(peer, f"the connection to {peer.address} is gone", now)
                 case Transmit():
                     peer = self._peers.get((entry.decode, effect.rank))
                     if peer is not None and effect.grant.link == peer.link:

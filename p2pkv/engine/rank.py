@@ -20,8 +20,8 @@ from p2pkv.pairing import Address
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.messages import BadMessage, Hello, Inspect, Report, decode
 
-TICK = 0.02
-"""Seconds between two looks at deadlines."""
+TICK, IDLE_TICK = 0.02, 0.25
+"""Seconds between two looks at deadlines, with something under way and without."""
 
 SOON = 0.001
 """Seconds to sleep while a link has something under way; messages end the sleep at once."""
@@ -100,8 +100,10 @@ class Rank:
                 self._obey(now)
                 soon = self._half.pump(now)
                 if now >= next_tick:
-                    next_tick = now + TICK
                     self._half.tick(now)
+                    next_tick = now + IDLE_TICK
+                if not self._half.idle:
+                    next_tick = min(next_tick, now + TICK)
             except Exception:
                 # A fault of ours in one round must not end the thread: leases end what it broke.
                 log.exception("an error in p2pkv's engine thread; it goes on")

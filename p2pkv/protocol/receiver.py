@@ -102,11 +102,16 @@ class Receiver:
     # What D's own engine does.
 
     def attach(self, edges: Mapping[int, Edge], now: float) -> list[Effect]:
-        """P's shape is known: these of its ranks hold what this rank needs."""
-        if self.sources or self.load.ended:
+        """P's shape is known: these of its ranks hold what this rank needs. Without any, all is there."""
+        if self.sources or self.load.state is not Load.WAITING:
             return []
         self.sources = {rank: _Source(edge, now) for rank, edge in edges.items()}
-        return self._let_go() if self._nothing else []
+        if self._nothing:
+            return self._let_go()
+        if self.sources:
+            return []
+        self.load.local(On.OFFERED)
+        return [Offered()]
 
     def want(self, start: int, stop: int, now: float) -> list[Effect]:
         """The request has its pages: load tokens [start, stop); nothing if empty, which releases P.
@@ -117,12 +122,14 @@ class Receiver:
             return []
         if stop <= start:
             self._nothing = True
-            return self._let_go() if self.sources else []
+            return self._let_go() if self.sources or self._idle else []
         if start < 0 or stop > self.tokens or start % self.unit:
             raise ValueError(
                 f"{self.key}: tokens [{start}, {stop}) of {self.tokens} cannot be loaded: "
                 f"expected a start at a multiple of {self.unit} and a stop within the prompt"
             )
+        if self._idle:
+            return self._let_go()
         self.load.local(On.WANT)
         out: list[Effect] = []
         for rank, source in self.sources.items():
@@ -252,7 +259,7 @@ class Receiver:
     @property
     def deadline(self) -> float | None:
         """The end of the earliest lease; None when there is nothing to wait for."""
-        if self.load.ended:
+        if self.load.ended or self._idle:
             return None
         heard = [source.heard for source in self.sources.values() if not source.satisfied]
         return min(heard, default=self._began) + self.lease
@@ -266,6 +273,11 @@ class Receiver:
         )
 
     # Inside.
+
+    @property
+    def _idle(self) -> bool:
+        """Whether no rank of P owes this rank anything (a stage without KV layers)."""
+        return self.load.state is Load.OFFERED and not self.sources
 
     def _let_go(self) -> list[Effect]:
         """Nothing is wanted: say so, which releases P."""

@@ -18,7 +18,7 @@ def links(request):
 
     def make(side: str, rank: int):
         if request.param == "memory":
-            return network.factory(f"{side}{rank}")
+            return network.rank()
         return make_factory("host", host="127.0.0.1", staging_bytes=1 << 20)
 
     return make
@@ -134,6 +134,7 @@ SHAPES = [
     (Geometry((4,), 1, 2), Geometry((4,), 1, 2)),
     (Geometry((2, 2), 4, 2), Geometry((1, 3), 4, 4)),
     (Geometry((4,), 6, 3), Geometry((4,), 6, 2)),
+    (Geometry((4,), 1, 2), Geometry((4,), 1, 1)),
 ]
 
 

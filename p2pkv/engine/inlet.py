@@ -1,0 +1,137 @@
+"""D's view of one rank of P: the dialed connection, the link from it, and what is on its way here."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+
+from p2pkv.control.endpoint import Line
+from p2pkv.engine.context import Context
+from p2pkv.links.base import Inbound, LinkError, Receive
+from p2pkv.plan import Edge, Plan
+from p2pkv.protocol.handshake import Dialing, judge
+from p2pkv.protocol.messages import Chunk, Hello, LinkAccept, LinkDown, LinkInvite, Sent
+
+
+@dataclass(slots=True)
+class Posted:
+    """A receive that waits for its bytes, and P's word about them."""
+
+    receive: Receive
+    key: str
+    chunk: Chunk
+    since: float
+    said: Sent | None = None
+
+    @property
+    def here(self) -> bool:
+        return self.said is not None and self.receive.done()
+
+
+@dataclass(eq=False)
+class Inlet:
+    """One rank of P that this rank has dialed. `used` is when somebody last wanted it."""
+
+    ctx: Context
+    line: Line
+    dialing: Dialing
+    used: float
+    hello: Hello | None = None
+    plan: Plan | None = None
+    edge: Edge | None = None
+    link: int = -1
+    asked: deque[tuple[str, Chunk]] = field(default_factory=deque)
+    """Announced chunks that wait for room."""
+    posted: deque[Posted] = field(default_factory=deque)
+    _inbound: Inbound | None = None
+
+    @property
+    def address(self) -> str:
+        return self.dialing.address
+
+    @property
+    def rank(self) -> int:
+        """P's rank; only of one that has been welcomed."""
+        assert self.hello is not None
+        return self.hello.rank
+
+    @property
+    def staged(self) -> int:
+        """Bytes that posted receives hold."""
+        return self._inbound.used if self._inbound is not None else 0
+
+    def greet(self, now: float) -> None:
+        """Say Hello, if it is time to."""
+        if self.dialing.due(now):
+            self.ctx.tell(self.line, msgspec.structs.replace(self.ctx.hello, to=self.address))
+
+    def welcome(self, hello: Hello) -> None:
+        """P has accepted our Hello; judge its. Raises Refused."""
+        mine = self.ctx.hello
+        plan = judge(mine, hello)
+        self.dialing.welcomed()
+        self.hello, self.plan = hello, plan
+        self.edge = next((edge for edge in plan.to_target(mine.rank) if edge.source == hello.rank), None)
+
+    def lost(self, now: float) -> None:
+        """This incarnation is gone, or has forgotten us; ask for another."""
+        self.abort()
+        self.dialing.lost(now)
+        self.hello = self.plan = self.edge = None
+        self.greet(now)
+
+    def invited(self, message: LinkInvite, window: int) -> None:
+        """Make our end of a new link. Raises LinkError."""
+        try:
+            self._inbound, blob = self.ctx.links.accept(message.blob, window)
+        except LinkError as error:
+            self.ctx.tell(self.line, LinkDown(message.link, str(error)))
+            raise
+        self.link = message.link
+        self.ctx.tell(self.line, LinkAccept(message.link, window, blob))
+
+    @property
+    def linked(self) -> bool:
+        return self._inbound is not None
+
+    def abort(self, tell: str = "") -> None:
+        """Give the link up, and all that it carried; `tell`: why, for P."""
+        if self._inbound is not None:
+            if tell:
+                self.ctx.tell(self.line, LinkDown(self.link, tell))
+            self.ctx.counters.add("links_aborted")
+            self._inbound.abort()
+        self._inbound, self.link = None, -1
+        self.asked.clear()
+        self.posted.clear()
+
+    def poll(self) -> None:
+        """Move what can be moved. Raises LinkError."""
+        if self._inbound is not None:
+            self._inbound.poll()
+
+    def post(self, now: float) -> Posted | None:
+        """Post a receive for the oldest announced chunk, if the link has room. Raises LinkError."""
+        if not self.asked or self._inbound is None or not self._inbound.ready():
+            return None
+        key, chunk = self.asked[0]
+        try:
+            receive = self._inbound.post(chunk.nbytes)
+        except ValueError as error:
+            raise LinkError(f"P announced a chunk that can never be received: {error}") from None
+        if receive is None:
+            return None
+        self.asked.popleft()
+        posted = Posted(receive, key, chunk, now)
+        self.posted.append(posted)
+        return posted
+
+    def note(self, message: Sent) -> None:
+        """P says what it has put into a posted receive."""
+        name = (message.key, message.attempt, message.chunk)
+        for posted in self.posted:
+            if (posted.key, posted.chunk.attempt, posted.chunk.chunk) == name:
+                posted.said = message
+                return

@@ -1,0 +1,132 @@
+"""P's view of one rank of D: its connection, the link to it, and what is on its way there."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from p2pkv.control.endpoint import Line
+from p2pkv.engine.context import Context
+from p2pkv.links.base import LinkError, Outbound, Send
+from p2pkv.plan import Edge, Plan
+from p2pkv.protocol.effects import Transmit
+from p2pkv.protocol.messages import Hello, LinkAccept, LinkDown, LinkInvite
+
+Place = tuple[str, int]
+"""A rank of a D: the address of the engine's rank 0, and the rank."""
+
+FIRST_PAUSE, LAST_PAUSE = 0.1, 5.0
+"""Seconds between tries to build a link that keeps failing, the first after one at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A send that D has not taken yet."""
+
+    send: Send
+    key: str
+    nbytes: int
+    since: float
+
+
+@dataclass(eq=False)
+class Outlet:
+    """One incarnation of a rank of D that has said Hello. `edge` is what this rank owes it, if anything."""
+
+    ctx: Context
+    line: Line
+    hello: Hello
+    plan: Plan
+    edge: Edge | None
+    link: int = 0
+    window: int = 0
+    since: float = 0.0
+    linked: bool = False
+    orders: deque[tuple[str, Transmit]] = field(default_factory=deque)
+    flights: deque[Flight] = field(default_factory=deque)
+    _invited: bool = False
+    _next: float = 0.0
+    _pause: float = 0.0
+    _invitation: bytes = b""
+    _outbound: Outbound | None = None
+
+    @property
+    def place(self) -> Place:
+        return self.hello.addresses[0], self.hello.rank
+
+    @property
+    def address(self) -> str:
+        return self.hello.address
+
+    @property
+    def up(self) -> bool:
+        """Whether claims can be served: the link is up, or none is needed."""
+        return self.edge is None or self.linked
+
+    @property
+    def building(self) -> bool:
+        """Whether D has been invited to a link that is not up yet."""
+        return self._invited and not self.linked
+
+    @property
+    def used(self) -> int:
+        return self._outbound.used if self._outbound is not None else 0
+
+    def invite(self, now: float) -> None:
+        """Begin a link if there is none, and it is time to try again; D's answer comes to `accept`."""
+        if self.edge is None or self._invited or now < self._next:
+            return
+        self._invited = True
+        self.link += 1
+        self._invitation = self.ctx.links.invite()
+        self.since = now
+        self.ctx.tell(self.line, LinkInvite(self.link, self._invitation))
+
+    def accept(self, message: LinkAccept) -> None:
+        """D's end is up. Raises LinkError if ours cannot be."""
+        if message.link == self.link and self._outbound is None:
+            self._outbound = self.ctx.links.complete(self._invitation, message.blob)
+            self.window = message.window
+
+    def abort(self, now: float, tell: str = "") -> None:
+        """Give the link up, and all that it carried; `tell`: why, for D. Each new try waits longer."""
+        if tell:
+            self.ctx.tell(self.line, LinkDown(self.link, tell))
+        if self._outbound is not None:
+            self.ctx.counters.add("links_aborted")
+            self._outbound.abort()
+        self._outbound, self.linked, self._invited = None, False, False
+        self._next = now + self._pause
+        self._pause = min(max(2 * self._pause, FIRST_PAUSE), LAST_PAUSE)
+        self.orders.clear()
+        self.flights.clear()
+
+    def poll(self) -> bool:
+        """Move what can be moved; whether the link has just come up. Raises LinkError."""
+        if self._outbound is None:
+            return False
+        self._outbound.poll()
+        if self.linked or not self._outbound.ready():
+            return False
+        self.linked = True
+        return True
+
+    def taken(self) -> Iterator[Flight]:
+        """Sends that D has taken since the last call, in order. Raises LinkError."""
+        while self.flights and self.flights[0].send.done():
+            self._pause = 0.0
+            yield self.flights.popleft()
+
+    def next_send(self) -> tuple[str, Transmit, Send] | None:
+        """The oldest order and a buffer for it, if there is one of each. Raises LinkError."""
+        if not self.orders or self._outbound is None or not self.linked:
+            return None
+        key, order = self.orders[0]
+        if order.grant.nbytes > self.window:
+            raise LinkError(f"D grants {order.grant.nbytes} bytes in a window of {self.window}")
+        send = self._outbound.reserve(order.grant.nbytes, order.grant.landing)
+        if send is None:
+            return None
+        self.orders.popleft()
+        return key, order, send
