@@ -1,0 +1,272 @@
+"""Faults on purpose, for tests: a wrapper round any factory, whose links misbehave alike for one seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+from p2pkv.links.base import Inbound, LinkError, LinkFactory, Outbound, Receive, Send
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """What goes wrong. Operations are posts and reserves, counted from 0 on each end of each link."""
+
+    drop: float = 0.0
+    """Probability that an operation never completes."""
+    delay_polls: int = 0
+    """An operation that has completed says so 0 to this many polls later."""
+    stall_at: int | None = None
+    """From this operation on the end stands still, without an error."""
+    break_at: int | None = None
+    """From this operation on every call but `abort` and `release` raises LinkError."""
+    flip_at: int | None = None
+    """In this operation one byte is sent, or has arrived, with a flipped bit."""
+    refuse_accept: bool = False
+    refuse_complete: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.drop <= 1.0:
+            raise ValueError(f"drop is {self.drop}; it is a probability")
+        if self.delay_polls < 0:
+            raise ValueError(f"delay_polls is {self.delay_polls}; it must not be negative")
+
+
+class FaultyLinks(LinkFactory):
+    """Links of `inner` with `faults`. `frozen` may be set and cleared at any time, as SIGSTOP and SIGCONT."""
+
+    def __init__(self, inner: LinkFactory, faults: Faults, seed: int = 0) -> None:
+        self.kind = inner.kind
+        self.faults = faults
+        self.frozen = False
+        self._inner = inner
+        self._seed = seed
+        self._ends = 0
+
+    def invite(self) -> bytes:
+        """The inner factory's."""
+        return self._inner.invite()
+
+    def accept(self, invitation: bytes, window: int) -> tuple[FaultyInbound, bytes]:
+        """The inner factory's, or refused."""
+        if self.faults.refuse_accept:
+            raise LinkError("injected fault: the invitation is refused")
+        inbound, acceptance = self._inner.accept(invitation, window)
+        return FaultyInbound(inbound, self._fate()), acceptance
+
+    def complete(self, invitation: bytes, acceptance: bytes) -> FaultyOutbound:
+        """The inner factory's, or refused."""
+        if self.faults.refuse_complete:
+            raise LinkError("injected fault: the acceptance is refused")
+        return FaultyOutbound(self._inner.complete(invitation, acceptance), self._fate())
+
+    def close(self) -> None:
+        """The inner factory's."""
+        self._inner.close()
+
+    def _fate(self) -> _Fate:
+        self._ends += 1
+        return _Fate(self, random.Random(f"{self._seed}/{self._ends}"))
+
+
+class _Fate:
+    """What becomes of one end of a link."""
+
+    def __init__(self, factory: FaultyLinks, dice: random.Random) -> None:
+        self.faults = factory.faults
+        self.polls = 0
+        self.operations = 0
+        self._factory = factory
+        self._dice = dice
+
+    @property
+    def still(self) -> bool:
+        """Whether this end stands still now."""
+        stall_at = self.faults.stall_at
+        return self._factory.frozen or (stall_at is not None and self.operations > stall_at)
+
+    def check(self) -> None:
+        """Raises LinkError once this end is broken."""
+        break_at = self.faults.break_at
+        if break_at is not None and self.operations > break_at:
+            raise LinkError(f"injected fault: the link broke at operation {break_at}")
+
+    def next(self) -> _Lot:
+        """The lot of the next operation, which takes place."""
+        lot = _Lot(
+            dropped=self._dice.random() < self.faults.drop,
+            delay=self._dice.randint(0, self.faults.delay_polls),
+            flipped=self.operations == self.faults.flip_at,
+        )
+        self.operations += 1
+        return lot
+
+
+@dataclass(frozen=True)
+class _Lot:
+    dropped: bool
+    delay: int
+    flipped: bool
+
+
+class _Operation:
+    """What faulty receives and sends have in common: when they may say that they are done."""
+
+    def __init__(self, inner: Receive | Send, fate: _Fate, lot: _Lot) -> None:
+        self._inner_done = inner.done
+        self._fate = fate
+        self._lot = lot
+        self._done_at: int | None = None
+
+    def done(self) -> bool:
+        """The inner operation's, or later, or never."""
+        self._fate.check()
+        if self._fate.still or self._lot.dropped or not self._inner_done():
+            return False
+        if self._done_at is None:
+            self._done_at = self._fate.polls + self._lot.delay
+            self._when_done()
+        return self._fate.polls >= self._done_at
+
+    def _when_done(self) -> None:
+        """Called once, when the inner operation has completed."""
+
+
+class FaultyReceive(_Operation):
+    """A receive that may never be done, or late, or with a wrong byte."""
+
+    def __init__(self, inner: Receive, fate: _Fate, lot: _Lot) -> None:
+        super().__init__(inner, fate, lot)
+        self._inner = inner
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The inner receive's."""
+        return self._inner.buffer
+
+    @property
+    def landing(self) -> int:
+        """The inner receive's."""
+        return self._inner.landing
+
+    def release(self) -> None:
+        """The inner receive's."""
+        self._inner.release()
+
+    def _when_done(self) -> None:
+        if self._lot.flipped:
+            _flip(self._inner.buffer)
+
+
+class FaultySend(_Operation):
+    """A send that may never leave, or be done late, or leave with a wrong byte."""
+
+    def __init__(self, inner: Send, fate: _Fate, lot: _Lot) -> None:
+        super().__init__(inner, fate, lot)
+        self._inner = inner
+        self._held = False
+        self._passed = False
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The inner send's."""
+        return self._inner.buffer
+
+    def commit(self) -> None:
+        """The inner send's, now or when the end moves again."""
+        self._fate.check()
+        self._held = True
+        self.pass_on()
+
+    def pass_on(self) -> bool:
+        """Commit what was held while the end stood still. Returns whether it has been committed."""
+        if self._held and not self._passed and not self._fate.still and not self._lot.dropped:
+            self._passed = True
+            if self._lot.flipped:
+                _flip(self._inner.buffer)
+            self._inner.commit()
+        return self._passed
+
+
+class FaultyInbound(Inbound):
+    """D's end with faults."""
+
+    def __init__(self, inner: Inbound, fate: _Fate) -> None:
+        self._inner = inner
+        self._fate = fate
+
+    def ready(self) -> bool:
+        """The inner link's; False while standing still."""
+        self._fate.check()
+        return not self._fate.still and self._inner.ready()
+
+    def post(self, nbytes: int) -> FaultyReceive | None:
+        """The inner link's."""
+        self._fate.check()
+        receive = self._inner.post(nbytes)
+        return None if receive is None else FaultyReceive(receive, self._fate, self._fate.next())
+
+    @property
+    def used(self) -> int:
+        """The inner link's."""
+        return self._inner.used
+
+    def poll(self) -> None:
+        """The inner link's; nothing while standing still."""
+        self._fate.check()
+        self._fate.polls += 1
+        if not self._fate.still:
+            self._inner.poll()
+
+    def abort(self) -> None:
+        """The inner link's."""
+        self._inner.abort()
+
+
+class FaultyOutbound(Outbound):
+    """P's end with faults."""
+
+    def __init__(self, inner: Outbound, fate: _Fate) -> None:
+        self._inner = inner
+        self._fate = fate
+        self._sends: list[FaultySend] = []
+
+    def ready(self) -> bool:
+        """The inner link's; False while standing still."""
+        self._fate.check()
+        return not self._fate.still and self._inner.ready()
+
+    def reserve(self, nbytes: int, landing: int) -> FaultySend | None:
+        """The inner link's."""
+        self._fate.check()
+        inner = self._inner.reserve(nbytes, landing)
+        if inner is None:
+            return None
+        send = FaultySend(inner, self._fate, self._fate.next())
+        self._sends.append(send)
+        return send
+
+    @property
+    def used(self) -> int:
+        """The inner link's."""
+        return self._inner.used
+
+    def poll(self) -> None:
+        """The inner link's; nothing while standing still."""
+        self._fate.check()
+        self._fate.polls += 1
+        if self._fate.still:
+            return
+        self._sends = [send for send in self._sends if not send.pass_on()]
+        self._inner.poll()
+
+    def abort(self) -> None:
+        """The inner link's."""
+        self._inner.abort()
+        self._sends.clear()
+
+
+def _flip(buffer: torch.Tensor) -> None:
+    buffer[buffer.numel() // 2] ^= 1

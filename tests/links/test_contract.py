@@ -1,0 +1,294 @@
+"""What base.py promises, for every kind of link."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from links_support import KINDS, Pair, connect, make_factories, noise, wait_until
+
+from p2pkv.links.base import LinkError, LinkFactory
+
+Factories = tuple[LinkFactory, LinkFactory]
+WINDOW = 1 << 16
+
+
+def transfer(pair: Pair, data: torch.Tensor) -> torch.Tensor:
+    receive, send = pair.begin(data.numel())
+    send.buffer.copy_(data)
+    send.commit()
+    pair.until(receive.done)
+    got = receive.buffer.clone()
+    receive.release()
+    pair.until(send.done)
+    return got
+
+
+def test_bytes_arrive_and_both_ends_return_to_zero(factories: Factories) -> None:
+    pair = connect(factories, WINDOW)
+    for seed, nbytes in enumerate((1, 63, 64, 65, 4097, WINDOW)):
+        data = noise(nbytes, seed)
+        assert torch.equal(transfer(pair, data), data)
+        assert (pair.inbound.used, pair.outbound.used) == (0, 0)
+
+
+def test_a_send_is_not_done_before_it_is_committed_and_received(factories: Factories) -> None:
+    pair = connect(factories, WINDOW)
+    receive, send = pair.begin(100)
+    assert pair.inbound.used >= 100 and pair.outbound.used >= 100
+    for _ in range(5):
+        pair.poll()
+        assert not receive.done() and not send.done()
+    send.commit()
+    assert not send.done()
+    for _ in range(5):  # D does not poll, so nothing can have taken the bytes
+        pair.outbound.poll()
+        assert not send.done()
+    pair.until(receive.done)
+    receive.release()
+    pair.until(send.done)
+    assert receive.buffer.numel() == send.buffer.numel() == 100
+
+
+def test_sends_match_receives_in_order(factories: Factories) -> None:
+    pair = connect(factories, WINDOW)
+    pairs = [pair.begin(1000 + i) for i in range(8)]
+    for i, (_, send) in reversed(list(enumerate(pairs))):
+        send.buffer.fill_(i)
+        send.commit()
+    pair.until(lambda: all(receive.done() for receive, _ in pairs))
+    assert [int(receive.buffer[500]) for receive, _ in pairs] == list(range(8))
+    for receive, _ in reversed(pairs):
+        receive.release()
+    pair.until(lambda: all(send.done() for _, send in pairs))
+    assert (pair.inbound.used, pair.outbound.used) == (0, 0)
+
+
+def test_a_full_window_says_none_and_recovers(factories: Factories) -> None:
+    pair = connect(factories, WINDOW)
+    first, send = pair.begin(WINDOW // 2)
+    second, other = pair.begin(WINDOW // 2)
+    assert pair.inbound.post(1) is None
+    for each in (send, other):
+        each.buffer.fill_(7)
+        each.commit()
+    pair.until(lambda: first.done() and second.done())
+    assert pair.inbound.post(1) is None
+    second.release()
+    third, again = pair.begin(WINDOW // 2)
+    again.buffer.fill_(9)
+    again.commit()
+    pair.until(third.done)
+    assert bool((third.buffer == 9).all()) and bool((first.buffer == 7).all())
+
+
+def test_release_is_idempotent_and_waits_for_late_bytes(factories: Factories) -> None:
+    pair = connect(factories, WINDOW)
+    receive, send = pair.begin(WINDOW)
+    receive.release()
+    receive.release()
+    pair.poll()
+    assert pair.inbound.used == WINDOW, "P may still write there"
+    assert pair.inbound.post(WINDOW) is None
+    send.commit()
+    pair.until(lambda: pair.inbound.used == 0)
+    receive.release()
+    assert pair.inbound.used == 0
+    assert torch.equal(transfer(pair, noise(WINDOW, 3)), noise(WINDOW, 3))
+
+
+@pytest.mark.parametrize("nbytes", [-1, 0, WINDOW + 1, 1 << 40])
+def test_what_can_never_fit_is_a_value_error(factories: Factories, nbytes: int) -> None:
+    pair = connect(factories, WINDOW)
+    with pytest.raises(ValueError, match=str(nbytes)):
+        pair.inbound.post(nbytes)
+
+
+def test_a_window_needs_room(factories: Factories) -> None:
+    invitation = factories[0].invite()
+    with pytest.raises(ValueError, match="0 bytes"):
+        factories[1].accept(invitation, 0)
+
+
+@pytest.mark.parametrize("moment", ["before commit", "after commit", "received", "half of a large one"])
+def test_abort_frees_both_ends_at_any_moment(factories: Factories, moment: str) -> None:
+    window = 1 << 22
+    pair = connect(factories, window)
+    receive, send = pair.begin(window)
+    if moment != "before commit":
+        send.commit()
+    if moment == "received":
+        pair.until(receive.done)
+    if moment == "half of a large one":
+        pair.outbound.poll()
+        pair.inbound.poll()
+    for end in (pair.outbound, pair.inbound):
+        end.abort()
+        end.abort()
+        assert end.used == 0
+        for call in (end.ready, end.poll):
+            with pytest.raises(LinkError, match="aborted"):
+                call()
+    for refused in (receive.done, send.done, lambda: pair.inbound.post(1), lambda: pair.outbound.reserve(1, 0)):
+        with pytest.raises(LinkError, match="aborted"):
+            refused()
+    receive.release()
+    assert torch.equal(transfer(connect(factories, 64), noise(64, 1)), noise(64, 1))
+
+
+def test_a_frozen_peer_is_not_reported(factories: Factories) -> None:
+    pair = connect(factories, WINDOW)
+    receive, send = pair.begin(WINDOW)
+    for _ in range(50):  # P is silent
+        pair.inbound.poll()
+        assert not receive.done()
+    send.commit()
+    receive2 = connect(factories, WINDOW).inbound.post(5)
+    assert receive2 is not None and not receive2.done()
+    for _ in range(50):  # D is silent
+        pair.outbound.poll()
+        assert not send.done()
+    assert pair.inbound.used and pair.outbound.used
+
+
+def test_a_late_write_lands_nowhere(factories: Factories) -> None:
+    old = connect(factories, WINDOW)
+    receive, send = old.begin(WINDOW)
+    old.inbound.abort()
+    new = connect(factories, WINDOW)
+    fresh, _ = new.begin(WINDOW)
+    before = fresh.buffer.clone()
+    send.buffer.fill_(0xEE)  # the frozen P wakes up
+    try:
+        send.commit()
+        for _ in range(20):
+            old.outbound.poll()
+    except LinkError as error:  # over TCP it may learn that D has gone
+        assert "closed" in str(error) or "broke" in str(error)  # noqa: PT017
+    for _ in range(20):
+        new.inbound.poll()
+    assert torch.equal(fresh.buffer, before) and not fresh.done()
+    receive.release()
+    old.outbound.abort()
+
+
+def test_each_end_belongs_to_one_thread(factories: Factories) -> None:
+    pair = connect(factories, WINDOW)
+    pair.poll()
+    caught: list[str] = []
+
+    def intrude() -> None:
+        for call in (pair.inbound.poll, pair.outbound.poll, pair.inbound.abort):
+            try:
+                call()
+            except RuntimeError as error:
+                caught.append(str(error))
+
+    thread = threading.Thread(target=intrude, name="intruder")
+    thread.start()
+    thread.join(10)
+    assert len(caught) == 3
+    assert all("intruder" in text and threading.current_thread().name in text for text in caught)
+
+
+def test_ends_in_two_threads(factories: Factories) -> None:
+    count, nbytes = 200, 5000
+    p, d = factories
+    invitation = p.invite()
+    inbound, acceptance = d.accept(invitation, 4 * 5056)
+    outbound = p.complete(invitation, acceptance)
+    landings: list[int] = []
+    got: list[int] = []
+
+    def receiver() -> None:
+        receives = []
+        posted = 0
+
+        def step() -> bool:
+            nonlocal posted
+            inbound.poll()
+            while posted < count and (receive := inbound.post(nbytes)) is not None:
+                receives.append(receive)
+                landings.append(receive.landing)
+                posted += 1
+            while receives and receives[0].done():
+                receive = receives.pop(0)
+                values = receive.buffer.unique().tolist()
+                got.append(values[0] if len(values) == 1 else -1)
+                receive.release()
+            return len(got) == count
+
+        wait_until(step)
+
+    thread = threading.Thread(target=receiver)
+    thread.start()
+    sends = []
+
+    def step() -> bool:
+        outbound.poll()
+        if len(sends) < len(landings) and outbound.ready():
+            send = outbound.reserve(nbytes, landings[len(sends)])
+            if send is not None:
+                send.buffer.fill_(len(sends) % 251)
+                send.commit()
+                sends.append(send)
+        return len(sends) == count and all(send.done() for send in sends)
+
+    wait_until(step)
+    thread.join(10)
+    assert got == [i % 251 for i in range(count)]
+    assert (inbound.used, outbound.used) == (0, 0)
+
+
+def test_grants_used_out_of_order_break_the_link(factories: Factories) -> None:
+    pair = connect(factories, WINDOW)
+    pair.begin(10)
+    later = pair.inbound.post(10)
+    assert later is not None
+    with pytest.raises(LinkError, match=f"landing {later.landing + 5}"):
+        pair.outbound.reserve(10, later.landing + 5)
+    with pytest.raises(LinkError, match="landing"):
+        pair.outbound.reserve(10, later.landing)
+
+
+def test_another_size_than_posted_breaks_the_link(factories: Factories) -> None:
+    pair = connect(factories, WINDOW)
+    receive = pair.inbound.post(100)
+    assert receive is not None
+    send = pair.outbound.reserve(99, receive.landing)
+    assert send is not None
+    send.commit()
+    with pytest.raises(LinkError, match="99 bytes where 100"):
+        pair.until(receive.done)
+    with pytest.raises(LinkError, match="99 bytes where 100"):
+        pair.inbound.post(1)
+
+
+@pytest.mark.parametrize("blob", [b"", b"\x00", b"garbage", b"\x91" * 1000, b"x" * 5000, b"\x80"])
+def test_blobs_are_checked(factories: Factories, blob: bytes) -> None:
+    p, d = factories
+    with pytest.raises(LinkError):
+        d.accept(blob, WINDOW)
+    invitation = p.invite()
+    with pytest.raises(LinkError):
+        p.complete(invitation, blob)
+    _, acceptance = d.accept(p.invite(), WINDOW)
+    with pytest.raises(LinkError, match=r"another invitation|does not answer"):
+        p.complete(invitation, acceptance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_close_aborts_every_link(kind: str) -> None:
+    factories = make_factories(kind)
+    pair = connect(factories, WINDOW)
+    pair.begin(10)
+    for factory in factories:
+        factory.close()
+        factory.close()
+        with pytest.raises(LinkError, match="closed"):
+            factory.invite()
+    for end in (pair.inbound, pair.outbound):
+        assert end.used == 0
+        with pytest.raises(LinkError, match="closed"):
+            end.poll()

@@ -1,0 +1,83 @@
+"""Pairs of link ends for the tests of p2pkv.links."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from p2pkv.links.base import Inbound, LinkFactory, Outbound, Receive, Send
+from p2pkv.links.faulty import Faults, FaultyLinks
+from p2pkv.links.host import HostLinks
+from p2pkv.links.memory import MemoryNetwork
+
+KINDS = ("memory", "shared-memory", "tcp", "faulty")
+STAGING = 1 << 22
+DEADLINE = 10.0
+
+
+def make_factories(kind: str) -> tuple[LinkFactory, LinkFactory]:
+    """P's and D's factories of this kind."""
+    if kind in ("memory", "faulty"):
+        network = MemoryNetwork()
+        pair: tuple[LinkFactory, LinkFactory] = (network.rank(STAGING), network.rank(STAGING))
+        if kind == "faulty":
+            pair = (FaultyLinks(pair[0], Faults(), seed=1), FaultyLinks(pair[1], Faults(), seed=2))
+        return pair
+    shared = kind == "shared-memory"
+    return HostLinks("127.0.0.1", STAGING, shared), HostLinks("127.0.0.1", STAGING, shared)
+
+
+@dataclass
+class Pair:
+    """Both ends of one link."""
+
+    outbound: Outbound
+    inbound: Inbound
+
+    def poll(self) -> None:
+        self.outbound.poll()
+        self.inbound.poll()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Poll both ends until the condition holds."""
+        wait_until(lambda: self.poll() or condition())
+
+    def begin(self, nbytes: int) -> tuple[Receive, Send]:
+        """A receive and the send that belongs to it."""
+        receive = self.inbound.post(nbytes)
+        assert receive is not None
+        send = self.outbound.reserve(nbytes, receive.landing)
+        assert send is not None
+        return receive, send
+
+    def abort(self) -> None:
+        self.outbound.abort()
+        self.inbound.abort()
+
+
+def connect(factories: tuple[LinkFactory, LinkFactory], window: int, *, ready: bool = True) -> Pair:
+    """A new link from the first factory's rank (P) to the second's (D)."""
+    p, d = factories
+    invitation = p.invite()
+    inbound, acceptance = d.accept(invitation, window)
+    pair = Pair(p.complete(invitation, acceptance), inbound)
+    if ready:
+        wait_until(lambda: pair.outbound.ready() & pair.inbound.ready())
+    return pair
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Return as soon as the condition holds; fail after a deadline."""
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.0002)
+
+
+def noise(nbytes: int, seed: int) -> torch.Tensor:
+    """uint8 [nbytes], the same for one seed."""
+    return torch.frombuffer(bytearray(random.Random(seed).randbytes(nbytes)), dtype=torch.uint8)
