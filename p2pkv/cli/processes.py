@@ -70,7 +70,7 @@ class ServerProcess:
             )
         self._started_at = time.monotonic()
 
-    def wait_ready(self, timeout_seconds: float = 180.0) -> float:
+    def wait_ready(self, timeout_seconds: float = 300.0) -> float:
         """Wait until the health page answers 200; returns the seconds since the program was started.
 
         Raises ServerFailed as soon as the program ends, or `timeout_seconds` after this call.
