@@ -63,7 +63,7 @@ class Prober:
             ) as answer:
                 ready = answer.status == 200
             if ready:
-                instance.names |= await self._served_names(instance)
+                instance.learn(await self._served_names(instance))
         except (aiohttp.ClientError, OSError, CallFailed) as error:
             logger.debug("%s is not ready: %r", instance, error)
             return

@@ -45,8 +45,11 @@ class Instance:
     turn: int = 0
 
     def __post_init__(self) -> None:
-        if self.ping.model:
-            self.names = frozenset((self.ping.model,))
+        self.learn(frozenset())
+
+    def learn(self, served: frozenset[str]) -> None:
+        """Takes in the names that it lists now, beside the one in its ping."""
+        self.names = served | {self.ping.model} if self.ping.model else served
 
     @property
     def role(self) -> Role:

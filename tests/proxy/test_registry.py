@@ -187,6 +187,15 @@ def test_instances_that_do_not_say_may_serve_anything() -> None:
     assert Router(registry).pair("whatever", 0.0).prefill is not None
 
 
+def test_names_are_those_listed_last_and_the_pings_own() -> None:
+    instance = Instance(ping(model="a"), 0.0)
+    assert instance.names == {"a"}
+    instance.learn(frozenset({"b"}))
+    instance.learn(frozenset({"c"}))
+    assert instance.names == {"a", "c"}
+    assert Instance(ping(), 0.0).names == frozenset()
+
+
 def test_two_models_that_do_not_match_make_no_pair() -> None:
     registry = Registry()
     join(registry, ping("P", 1, model="a"))
