@@ -25,7 +25,7 @@ from p2pkv.connector.metadata import StepMetadata, WorkerNews
 from p2pkv.connector.producing import Producing
 from p2pkv.connector.stats import P2pKvMetrics, P2pKvStats
 from p2pkv.connector.worker import Worker
-from p2pkv.control.discovery import Ping
+from p2pkv.control.discovery import DISCOVERY_VERSION, Ping
 from p2pkv.control.pinger import Pinger
 from p2pkv.engine.rank import Rank
 from p2pkv.links import make_factory
@@ -156,7 +156,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
                 http_address=str(options.http_address),
                 zmq_address=str(options.address),
                 tp_size=config.parallel_config.tensor_parallel_size,
-                version=1,
+                version=DISCOVERY_VERSION,
                 incarnation=hello.incarnation,
                 model=model if isinstance(model, str) else model[0],
             )
