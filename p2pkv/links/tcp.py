@@ -24,6 +24,7 @@ TAKEN = struct.Struct("<Q")  # messages taken so far
 PIECE_BYTES = 1 << 20
 BURST_BYTES = 8 << 20  # what one poll may move: a few milliseconds at most
 _GUESTS = 8
+_BACKLOG = 64  # knocks between two polls; the kernel drops the rest, and they knock again
 
 
 class Door:
@@ -38,7 +39,7 @@ class Door:
         self._guests: list[tuple[socket.socket, bytearray]] = []
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listener = socket.create_server((host, 0), family=family, backlog=_GUESTS)
+            self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         except OSError as error:
             raise LinkError(
                 f"cannot listen on {host}: {error}; `host` must be an address of this machine"

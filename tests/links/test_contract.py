@@ -130,7 +130,12 @@ def test_abort_frees_both_ends_at_any_moment(factories: Factories, moment: str) 
         for call in (end.ready, end.poll):
             with pytest.raises(LinkError, match="aborted"):
                 call()
-    for refused in (receive.done, send.done, lambda: pair.inbound.post(1), lambda: pair.outbound.reserve(1, 0)):
+    for refused in (
+        receive.done,
+        send.done,
+        lambda: pair.inbound.post(1),
+        lambda: pair.outbound.reserve(1, 0),
+    ):
         with pytest.raises(LinkError, match="aborted"):
             refused()
     receive.release()
@@ -165,7 +170,7 @@ def test_a_late_write_lands_nowhere(factories: Factories) -> None:
         for _ in range(20):
             old.outbound.poll()
     except LinkError as error:  # over TCP it may learn that D has gone
-        assert "closed" in str(error) or "broke" in str(error)  # noqa: PT017
+        assert "closed" in str(error) or "broke" in str(error)
     for _ in range(20):
         new.inbound.poll()
     assert torch.equal(fresh.buffer, before) and not fresh.done()

@@ -92,7 +92,9 @@ def test_every_interleaving_delivers(kind: str, sizes: list[int], window: int, s
             factory.close()
 
 
-@given(capacity=st.integers(1, 4000), steps=st.lists(st.tuples(st.integers(1, 1500), st.booleans()), max_size=60))
+@given(
+    capacity=st.integers(1, 4000), steps=st.lists(st.tuples(st.integers(1, 1500), st.booleans()), max_size=60)
+)
 @settings(deadline=None, max_examples=100)
 def test_slots_never_overlap(capacity: int, steps: list[tuple[int, bool]]) -> None:
     slots = Slots(capacity)

@@ -1,0 +1,140 @@
+"""The injected faults do what they say, the same way for one seed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from links_support import Pair, connect, noise
+
+from p2pkv.links.base import LinkError
+from p2pkv.links.faulty import Faults, FaultyLinks
+from p2pkv.links.memory import MemoryNetwork
+
+WINDOW = 1 << 16
+
+
+def make(p: Faults, d: Faults, seed: int = 0) -> tuple[FaultyLinks, FaultyLinks]:
+    network = MemoryNetwork()
+    return FaultyLinks(network.rank(), p, seed), FaultyLinks(network.rank(), d, seed)
+
+
+def offer(pair: Pair, count: int) -> list[bool]:
+    """Which of `count` messages arrive within some polls."""
+    pairs = [pair.begin(64) for _ in range(count)]
+    for i, (_, send) in enumerate(pairs):
+        send.buffer.fill_(i)
+        send.commit()
+    for _ in range(30):
+        pair.poll()
+        for receive, _ in pairs:
+            receive.done()
+    return [receive.done() for receive, _ in pairs]
+
+
+def test_drops_are_the_same_for_one_seed() -> None:
+    seen = [offer(connect(make(Faults(), Faults(drop=0.5), seed), WINDOW), 32) for seed in (1, 1, 2)]
+    assert seen[0] == seen[1] != seen[2]
+    assert 4 < sum(seen[0]) < 28
+
+
+def test_a_dropped_send_holds_up_all_later_ones() -> None:
+    arrived = offer(connect(make(Faults(drop=0.1), Faults(), 3), WINDOW), 32)
+    assert True in arrived and False in arrived
+    assert arrived == sorted(arrived, reverse=True)
+
+
+def test_delays_end() -> None:
+    pair = connect(make(Faults(), Faults(delay_polls=20)), WINDOW)
+    pairs = [pair.begin(64) for _ in range(8)]
+    for _, send in pairs:
+        send.commit()
+    pair.poll()
+    done = []
+    for _ in range(21):
+        done.append([receive.done() for receive, _ in pairs].count(True))
+        pair.poll()
+    assert done == sorted(done) and done[0] < 8 and done[-1] == 8
+
+
+def test_a_stall_is_silent() -> None:
+    assert offer(connect(make(Faults(), Faults(stall_at=2)), WINDOW), 2) == [True, True]
+    pair = connect(make(Faults(), Faults(stall_at=2)), WINDOW)
+    receive, send = pair.begin(64)
+    send.commit()
+    pair.until(receive.done)
+    assert offer(pair, 2) == [False, False]
+    pair.abort()
+    assert (pair.inbound.used, pair.outbound.used) == (0, 0)
+
+
+@pytest.mark.parametrize("breaks", ["P", "D"])
+def test_a_break_is_an_error_from_that_operation_on(breaks: str) -> None:
+    broken = Faults(break_at=1)
+    pair = connect(make(broken, Faults()) if breaks == "P" else make(Faults(), broken), WINDOW)
+    pair.begin(64)
+    receive, send = pair.begin(64)
+    end, operation = (pair.outbound, send) if breaks == "P" else (pair.inbound, receive)
+    for call in (end.poll, end.ready, operation.done):
+        with pytest.raises(LinkError, match="injected fault: the link broke at operation 1"):
+            call()
+    pair.abort()
+
+
+def test_refusals() -> None:
+    p, d = make(Faults(refuse_complete=True), Faults(refuse_accept=True))
+    with pytest.raises(LinkError, match="injected fault"):
+        d.accept(p.invite(), WINDOW)
+    with pytest.raises(LinkError, match="injected fault"):
+        p.complete(p.invite(), b"")
+
+
+@pytest.mark.parametrize("flips", ["P", "D"])
+def test_one_bit_is_flipped_in_one_message(flips: str) -> None:
+    flip = Faults(flip_at=1)
+    pair = connect(make(flip, Faults()) if flips == "P" else make(Faults(), flip), WINDOW)
+    wrong = []
+    for i in range(3):
+        receive, send = pair.begin(100)
+        send.buffer.copy_(noise(100, i))
+        send.commit()
+        pair.until(receive.done)
+        wrong.append(int((receive.buffer != noise(100, i)).sum()))
+        receive.release()
+    assert wrong == [0, 1, 0]
+
+
+@pytest.mark.parametrize("who", ["P", "D"])
+def test_frozen_then_awake(who: str) -> None:
+    p, d = make(Faults(), Faults())
+    pair = connect((p, d), WINDOW)
+    receive, send = pair.begin(100)
+    frozen = p if who == "P" else d
+    frozen.frozen = True
+    send.buffer.fill_(4)
+    send.commit()
+    for _ in range(20):
+        pair.poll()
+        assert not receive.done() and not send.done()
+    frozen.frozen = False
+    pair.until(lambda: receive.done() and send.done())
+    assert torch.equal(receive.buffer, send.buffer)
+
+
+@pytest.mark.parametrize("who", ["P", "D"])
+def test_a_dead_rank_is_never_reported(who: str) -> None:
+    network = MemoryNetwork()
+    p, d = network.rank(), network.rank()
+    pair = connect((p, d), WINDOW)
+    receive, send = pair.begin(100)
+    send.commit()
+    (p if who == "P" else d).die()
+    for _ in range(20):
+        pair.poll()
+        assert not receive.done() and not send.done()
+    assert connect((network.rank(), network.rank()), WINDOW).inbound.post(1) is not None
+
+
+@pytest.mark.parametrize("bad", [{"drop": 1.5}, {"drop": -0.1}, {"delay_polls": -1}])
+def test_faults_check_themselves(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Faults(**bad)  # type: ignore[arg-type]

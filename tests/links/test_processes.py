@@ -1,0 +1,139 @@
+"""Host links between two processes, and what is left when one of them is killed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from links_support import noise, wait_until
+
+from p2pkv.links.base import LinkError
+from p2pkv.links.host import HostLinks, SharedOutbound, TcpOutbound
+
+PEER = Path(__file__).parents[1] / "links_peer.py"
+SIZES = [1, 4096, 100_001, 1 << 21, (1 << 23) + 7]
+WINDOW = 1 << 24
+
+
+class Peer:
+    """A child process at the other end of the link."""
+
+    def __init__(self, role: str, mode: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(PEER), role, mode], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def tell(self, **what: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> dict:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the peer ended with {self.process.wait(10)}"
+        return json.loads(line)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=10)
+
+
+@pytest.fixture(params=["shared", "tcp"])
+def mode(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def start(mode: str) -> Iterator[Callable[[str], Peer]]:
+    peers: list[Peer] = []
+
+    def start(role: str) -> Peer:
+        peers.append(Peer(role, mode))
+        return peers[-1]
+
+    yield start
+    for peer in peers:
+        if peer.process.poll() is None:
+            peer.kill()
+
+
+@pytest.fixture
+def links(mode: str) -> Iterator[HostLinks]:
+    before = leftovers()
+    links = HostLinks("127.0.0.1", 1 << 25, mode == "shared")
+    yield links
+    links.close()
+    assert leftovers() == before
+
+
+def leftovers() -> tuple[int, int, list[str]]:
+    """Open descriptors, mapped arenas, files of ours in /dev/shm."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8").count("p2pkv-arena")
+    ours = sorted(name for name in os.listdir("/dev/shm") if "p2pkv" in name)  # others use it meanwhile
+    return len(os.listdir("/proc/self/fd")), maps, ours
+
+
+def test_to_another_process_which_is_killed(
+    start: Callable[[str], Peer], links: HostLinks, mode: str
+) -> None:
+    peer = start("D")
+    invitation = links.invite()
+    peer.tell(invitation=invitation.hex(), window=WINDOW, sizes=SIZES)
+    outbound = links.complete(invitation, bytes.fromhex(peer.hear()["acceptance"]))
+    assert isinstance(outbound, SharedOutbound if mode == "shared" else TcpOutbound)
+    sends = []
+    for seed, (nbytes, landing) in enumerate(zip(SIZES, peer.hear()["landings"], strict=True)):
+        send = outbound.reserve(nbytes, landing)
+        assert send is not None
+        send.buffer.copy_(noise(nbytes, seed))
+        send.commit()
+        sends.append(send)
+    wait_until(lambda: outbound.poll() or all(send.done() for send in sends))
+    expected = [hashlib.sha256(noise(nbytes, seed).numpy()).hexdigest() for seed, nbytes in enumerate(SIZES)]
+    assert peer.hear()["digests"] == expected
+    assert outbound.used == 0
+    send = outbound.reserve(WINDOW, peer.hear()["landing"])
+    assert send is not None
+    peer.kill()
+    send.buffer.fill_(1)
+    outlive(outbound.poll, send)
+    outbound.abort()
+    assert outbound.used == 0
+    peer.process.stdin.close()  # type: ignore[union-attr]
+
+
+def test_from_another_process_which_is_killed(start: Callable[[str], Peer], links: HostLinks) -> None:
+    peer = start("P")
+    inbound, acceptance = links.accept(bytes.fromhex(peer.hear()["invitation"]), WINDOW)
+    receives = [inbound.post(nbytes) for nbytes in SIZES]
+    peer.tell(acceptance=acceptance.hex(), sizes=SIZES, landings=[each.landing for each in receives])
+    wait_until(lambda: inbound.poll() or all(receive.done() for receive in receives))
+    for seed, (nbytes, receive) in enumerate(zip(SIZES, receives, strict=True)):
+        assert bytes(receive.buffer.numpy()) == bytes(noise(nbytes, seed).numpy())
+        receive.release()
+    last = inbound.post(WINDOW)
+    wait_until(lambda: inbound.poll() or peer.hear() == {"sent": True})
+    peer.tell(nbytes=WINDOW, landing=last.landing)
+    assert peer.hear() == {"half": True}
+    peer.kill()
+    outlive(inbound.poll, last)
+    assert inbound.used >= WINDOW
+    inbound.abort()
+    assert inbound.used == 0
+
+
+def outlive(poll: Callable[[], None], operation: object) -> None:
+    """A killed peer is silent or a LinkError, and never a completion."""
+    for _ in range(20):
+        try:
+            poll()
+            assert not operation.done()  # type: ignore[attr-defined]
+        except LinkError as error:
+            assert "closed" in str(error) or "broke" in str(error)

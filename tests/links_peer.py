@@ -1,0 +1,73 @@
+"""The other end of a link, in a process of its own.
+
+`python links_peer.py P|D shared|tcp`; JSON lines both ways.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from links_support import noise, wait_until
+
+from p2pkv.links.host import HostLinks
+
+STAGING = 1 << 25
+
+
+def say(**what: object) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def hear() -> dict:
+    return json.loads(sys.stdin.readline())
+
+
+def be_d(links: HostLinks) -> None:
+    """Receive the sizes that P names; then post one receive more and poll until killed."""
+    asked = hear()
+    inbound, acceptance = links.accept(bytes.fromhex(asked["invitation"]), asked["window"])
+    say(acceptance=acceptance.hex())
+    receives = [inbound.post(nbytes) for nbytes in asked["sizes"]]
+    say(landings=[receive.landing for receive in receives])
+    wait_until(lambda: inbound.poll() or all(receive.done() for receive in receives))
+    say(digests=[hashlib.sha256(receive.buffer.numpy().tobytes()).hexdigest() for receive in receives])
+    for receive in receives:
+        receive.release()
+    last = inbound.post(asked["window"])
+    say(landing=last.landing)
+    while True:
+        inbound.poll()
+        time.sleep(0.001)
+
+
+def be_p(links: HostLinks) -> None:
+    """Send noise of the sizes that D names; then fill and commit half of what D has posted last."""
+    invitation = links.invite()
+    say(invitation=invitation.hex())
+    answer = hear()
+    outbound = links.complete(invitation, bytes.fromhex(answer["acceptance"]))
+    sends = []
+    for seed, (nbytes, landing) in enumerate(zip(answer["sizes"], answer["landings"], strict=True)):
+        send = outbound.reserve(nbytes, landing)
+        send.buffer.copy_(noise(nbytes, seed))
+        send.commit()
+        sends.append(send)
+    wait_until(lambda: outbound.poll() or all(send.done() for send in sends))
+    say(sent=True)
+    asked = hear()
+    send = outbound.reserve(asked["nbytes"], asked["landing"])
+    send.buffer[: asked["nbytes"] // 2] = 1
+    say(half=True)
+    while True:
+        outbound.poll()
+        time.sleep(0.001)
+
+
+if __name__ == "__main__":
+    {"P": be_p, "D": be_d}[sys.argv[1]](HostLinks("127.0.0.1", STAGING, sys.argv[2] == "shared"))
