@@ -96,7 +96,13 @@ class TestRank:
 
 
 def make_rank(
-    role: str, geometry: Geometry, rank: int, port: int, links: LinkFactory, fill: float = 0.0, **options: object
+    role: str,
+    geometry: Geometry,
+    rank: int,
+    port: int,
+    links: LinkFactory,
+    fill: float = 0.0,
+    **options: object,
 ) -> TestRank:
     values = {"lease_seconds": 5.0, "staging_bytes": 1 << 20, "chunk_bytes": 4096, **options}
     opts = Options(role=role, host="127.0.0.1", kv_port=port, **values)  # type: ignore[arg-type]
@@ -135,7 +141,7 @@ class Engine:
             each.rank.do(command)
 
     def all_heard(self, event: do.Event) -> bool:
-        return all([each.heard(event) for each in self.ranks])
+        return all(each.heard(event) for each in self.ranks)
 
     def wait(self, event: do.Event, seconds: float = 20.0) -> None:
         wait_for(lambda: self.all_heard(event), seconds, f"{event} on all ranks of {self.address}")
@@ -148,8 +154,10 @@ class Engine:
             stopper.join()
 
 
-def make_engine(role: str, geometry: Geometry, links: Callable[[int], LinkFactory], **options: object) -> Engine:
-    port = free_ports(geometry.world)
+def make_engine(
+    role: str, geometry: Geometry, links: Callable[[int], LinkFactory], **options: object
+) -> Engine:
+    port = int(str(options.pop("kv_port", 0))) or free_ports(geometry.world)
     fill = 0.0 if role == "P" else -1.0
     ranks = [make_rank(role, geometry, r, port, links(r), fill, **options) for r in range(geometry.world)]
     return Engine(Address("127.0.0.1", port), geometry, ranks)
@@ -173,7 +181,9 @@ def compute(rank: TestRank, blocks: list[int], layer: int, start: int, stop: int
             rank.pages[layer][block, local, token % geometry.block] = value
 
 
-def wrong_cells(rank: TestRank, blocks: list[int], start: int, stop: int, salt: int = 0) -> list[tuple[int, ...]]:
+def wrong_cells(
+    rank: TestRank, blocks: list[int], start: int, stop: int, salt: int = 0
+) -> list[tuple[int, ...]]:
     """(layer, token, head) of this rank whose pages do not hold the truth."""
     geometry = rank.geometry
     number = rank.rank._ctx.hello.rank
@@ -187,7 +197,9 @@ def wrong_cells(rank: TestRank, blocks: list[int], start: int, stop: int, salt: 
     return wrong
 
 
-def prefill(engine: Engine, key: str, decode: Address, tokens: int, blocks: list[int], chunk: int, salt: int = 0) -> None:
+def prefill(
+    engine: Engine, key: str, decode: Address, tokens: int, blocks: list[int], chunk: int, salt: int = 0
+) -> None:
     """A whole chunked prefill, layer by layer, with all the hooks."""
     engine.do(do.OfferPrompt(key, decode, tokens, b"digest"))
     for start in range(0, tokens, chunk):

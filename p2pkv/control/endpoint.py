@@ -18,6 +18,9 @@ from p2pkv.protocol.messages import MAX_MESSAGE_BYTES
 BURST = 256
 """Messages taken from one socket before the others get their turn."""
 
+MAX_STRANGERS = 4096
+"""Connections kept in mind; beyond this many, those that have not said Hello are forgotten."""
+
 
 class PortTaken(Exception):
     """Somebody listens there already."""
@@ -133,8 +136,14 @@ class Endpoint:
     def _answer(self, identity: bytes) -> Line:
         line = self._answered.get(identity)
         if line is None:
+            if len(self._answered) >= MAX_STRANGERS:
+                self._forget_strangers()
             line = self._answered[identity] = Line(self._router, identity)
         return line
+
+    def _forget_strangers(self) -> None:
+        """Drop the lines that nobody owns; whoever is still there is a stranger again."""
+        self._answered = {key: line for key, line in self._answered.items() if line.tag is not None}
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)

@@ -20,6 +20,9 @@ from p2pkv.protocol.receiver import Load, Receiver
 IDLE_SECONDS = 60.0
 """A dialed rank of P that nobody has asked for anything for so long is hung up on."""
 
+MAX_TRIES = 3
+"""How often a request that P has not begun is asked for anew when P has restarted."""
+
 
 @dataclass
 class Entry:
@@ -31,6 +34,7 @@ class Entry:
     """The ranks of P to talk to, once all are connected."""
     blocks: do.Blocks = ()
     reason: str = ""
+    tries: int = 0
 
 
 class Consumer:
@@ -72,20 +76,14 @@ class Consumer:
     def _expect(self, expect: do.Expect, now: float) -> None:
         if expect.key in self._entries:
             return
-        self._attempt += 1
-        cache, options = self._ctx.cache, self._ctx.options
-        receiver = Receiver(
-            expect.key,
-            self._attempt,
-            expect.tokens,
-            expect.digest,
-            cache.row_bytes,
-            cache.unit_tokens,
-            options.lease_seconds,
-            now,
-        )
-        entry = self._entries[expect.key] = Entry(expect, receiver)
+        entry = self._entries[expect.key] = Entry(expect, self._receiver(expect, now))
         self._connect(entry, now)
+
+    def _receiver(self, expect: do.Expect, now: float) -> Receiver:
+        self._attempt += 1
+        cache, lease = self._ctx.cache, self._ctx.options.lease_seconds
+        shape = (cache.row_bytes, cache.unit_tokens)
+        return Receiver(expect.key, self._attempt, expect.tokens, expect.digest, *shape, lease, now)
 
     def _load(self, entry: Entry, start: int, stop: int, blocks: do.Blocks, now: float) -> None:
         entry.blocks = blocks
@@ -232,16 +230,28 @@ class Consumer:
         self._fail(peer, reason, now, only_loading=True)
 
     def _lost(self, peer: Inlet, reason: str, now: float) -> None:
-        """This incarnation of a P rank is gone; ask whether there is another."""
+        """This incarnation of a P rank is gone; ask whether there is another, for what has not begun."""
         log.warning("%s", reason)
         peer.lost(now)
-        self._fail(peer, reason, now)
+        for entry in self._of(peer):
+            if entry.receiver.load.state is Load.WAITING and entry.tries < MAX_TRIES:
+                entry.receiver, entry.peers = self._receiver(entry.expect, now), {}
+                entry.tries += 1
+            else:
+                self._run(entry, entry.receiver.lost(reason), now)
 
     def _fail(self, peer: Inlet, reason: str, now: float, only_loading: bool = False) -> None:
-        for entry in list(self._entries.values()):
-            concerns = peer in entry.peers.values() or str(entry.expect.prefill) == peer.address
-            if concerns and (not only_loading or entry.receiver.load.state is Load.LOADING):
+        for entry in self._of(peer):
+            if not only_loading or entry.receiver.load.state is Load.LOADING:
                 self._run(entry, entry.receiver.lost(reason), now)
+
+    def _of(self, peer: Inlet) -> list[Entry]:
+        """The requests that this rank of P has to do with."""
+        return [
+            entry
+            for entry in self._entries.values()
+            if peer in entry.peers.values() or str(entry.expect.prefill) == peer.address
+        ]
 
     # The data.
 

@@ -1,0 +1,260 @@
+"""What one engine sees when the other is absent, unfit, gone, or talks nonsense."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import msgspec
+import pytest
+import zmq
+from engine_support import (
+    Engine,
+    Geometry,
+    at_baseline,
+    engines,
+    make_engine,
+    prefill,
+    step,
+    wait_for,
+    wrong_cells,
+)
+
+from p2pkv.control.endpoint import PortTaken
+from p2pkv.control.inspection import inspect
+from p2pkv.engine import commands as do
+from p2pkv.links.memory import MemoryNetwork
+from p2pkv.pairing import Address
+
+ONE = Geometry()
+BLOCKS = list(range(6))
+NOWHERE = Address("127.0.0.1", 9)
+
+
+@pytest.fixture
+def links():
+    network = MemoryNetwork()
+    return lambda side, rank: network.rank()
+
+
+@pytest.fixture
+def lone(links):
+    """Engines that the test makes by itself; stopped at the end."""
+    made: list[Engine] = []
+
+    def make(role: str, geometry: Geometry = ONE, **options: object) -> Engine:
+        made.append(make_engine(role, geometry, lambda rank: links(role, rank), **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.stop()
+
+
+def vanish(engine: Engine) -> None:
+    """Die as by kill -9: no farewell."""
+    for each in engine.ranks:
+        each.rank._half.close = lambda: None
+    engine.stop()
+
+
+def failure(engine: Engine, key: str, seconds: float = 10.0) -> str:
+    """Wait until the load of `key` has failed; why."""
+
+    def failed():
+        return [event for event in engine.ranks[0].events(do.LoadFailed) if event.key == key]
+
+    wait_for(failed, seconds, f"the failure of {key}")
+    assert len(failed()) == 1
+    return failed()[0].reason
+
+
+def test_d_gives_up_a_p_that_never_appears(lone):
+    d = lone("D", lease_seconds=0.5)
+    d.do(do.Expect("k", NOWHERE, 20, b"digest"))
+    assert "0.5 s" in failure(d, "k")
+    d.do(do.Forget("k"))
+    wait_for(lambda: at_baseline(d))
+
+
+def test_p_lets_pages_go_when_no_d_appears(lone):
+    p = lone("P", lease_seconds=0.5)
+    prefill(p, "k", NOWHERE, 40, BLOCKS, chunk=40)
+    p.wait(do.PagesFree("k"))
+    p.do(do.Forget("k"))
+    wait_for(lambda: at_baseline(p))
+
+
+def test_p_that_never_hears_of_the_request(lone):
+    p, d = lone("P", lease_seconds=0.5), lone("D", lease_seconds=0.5)
+    d.do(do.Expect("k", p.address, 20, b"digest"))
+    assert "never got it" in failure(d, "k")
+
+
+def test_p_in_a_long_step_is_waited_for(lone):
+    p, d = lone("P", lease_seconds=0.5), lone("D", lease_seconds=0.5)
+    p.ranks[0].rank.steps.begin(time.monotonic())
+    d.do(do.Expect("k", p.address, 40, b"digest"))
+    wait_for(lambda: p.ranks[0].rank.counters.snapshot()["early_claims"])
+    with pytest.raises(AssertionError):
+        wait_for(lambda: d.ranks[0].events(do.LoadFailed), 1.5)
+    prefill(p, "k", d.address, 40, BLOCKS, chunk=40)
+    d.wait(do.Begun("k"))
+    assert not d.ranks[0].events(do.LoadFailed)
+
+
+def test_p_dies_in_mid_transfer(links, lone):
+    p, d = lone("P", lease_seconds=1.0), lone("D", lease_seconds=1.0)
+    d.do(do.Expect("k", p.address, 96, b"digest"))
+    p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
+    d.wait(do.Begun("k"))
+    d.do(do.Load("k", 0, 95, (BLOCKS,)))
+    step(p, "k", BLOCKS, 0, 48)
+    wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
+    vanish(p)
+    assert failure(d, "k")
+    d.do(do.Forget("k"))
+    wait_for(lambda: at_baseline(d))
+
+
+def test_d_dies_in_mid_transfer(lone):
+    p, d = lone("P", lease_seconds=1.0), lone("D", lease_seconds=1.0)
+    d.do(do.Expect("k", p.address, 96, b"digest"))
+    p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
+    d.wait(do.Begun("k"))
+    d.do(do.Load("k", 0, 95, (BLOCKS,)))
+    step(p, "k", BLOCKS, 0, 48)
+    wait_for(lambda: p.ranks[0].rank.counters.values["bytes_sent"])
+    vanish(d)
+    step(p, "k", BLOCKS, 48, 96)
+    p.wait(do.PagesFree("k"))
+    p.do(do.Forget("k"))
+    wait_for(lambda: at_baseline(p))
+
+
+def test_a_restarted_p_is_accepted_at_once(links, lone):
+    p, d = lone("P", lease_seconds=2.0), lone("D", lease_seconds=2.0)
+    d.do(do.Expect("a", p.address, 32, b"digest"))
+    prefill(p, "a", d.address, 32, BLOCKS, chunk=32)
+    d.wait(do.Begun("a"))
+    d.do(do.Load("a", 0, 31, (BLOCKS,)))
+    d.wait(do.Loaded("a"))
+    d.do(do.Forget("a"))
+    vanish(p)
+    again = make_engine("P", ONE, lambda rank: links("P", rank), lease_seconds=2.0, kv_port=p.address.port)
+    try:
+        for attempt in ("b", "c"):
+            d.do(do.Expect(attempt, again.address, 32, b"digest"))
+            prefill(again, attempt, d.address, 32, BLOCKS, chunk=32, salt=1)
+        d.wait(do.Begun("c"))
+        d.do(do.Load("c", 0, 31, ([20, 21],)))
+        d.wait(do.Loaded("c"))
+        assert wrong_cells(d.ranks[0], [20, 21], 0, 31, salt=1) == []
+    finally:
+        again.stop()
+
+
+def test_p_aborts_before_and_during_the_prefill(links):
+    with engines(ONE, ONE, links) as (p, d):
+        for key, begun in (("early", False), ("late", True)):
+            d.do(do.Expect(key, p.address, 64, b"digest"))
+            p.do(do.Hold(key, d.address))
+            if begun:
+                p.do(do.OfferPrompt(key, d.address, 64, b"digest"))
+                d.wait(do.Begun(key))
+                d.do(do.Load(key, 0, 63, (BLOCKS,)))
+                step(p, key, BLOCKS, 0, 32)
+            p.do(do.Abort(key, "the client has left"))
+            p.wait(do.PagesFree(key))
+            p.do(do.Forget(key))
+            assert "the client has left" in failure(d, key)
+            d.do(do.Forget(key))
+        wait_for(lambda: at_baseline(p) and at_baseline(d))
+
+
+def test_d_cancels_while_it_loads(links):
+    with engines(ONE, ONE, links) as (p, d):
+        d.do(do.Expect("k", p.address, 96, b"digest"))
+        p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
+        d.wait(do.Begun("k"))
+        d.do(do.Load("k", 0, 95, (BLOCKS,)))
+        step(p, "k", BLOCKS, 0, 48)
+        d.do(do.Drop("k", "the client has left"))
+        failure(d, "k")
+        d.do(do.Forget("k"))
+        for page in d.ranks[0].pages:
+            page[:] = 5.0
+        step(p, "k", BLOCKS, 48, 96)
+        p.wait(do.PagesFree("k"))
+        p.do(do.Forget("k"))
+        wait_for(lambda: at_baseline(p) and at_baseline(d))
+        assert all((page == 5.0).all() for page in d.ranks[0].pages), "late data was written"
+
+
+def test_prompts_that_differ_are_refused(links):
+    with engines(ONE, ONE, links) as (p, d):
+        d.do(do.Expect("k", p.address, 32, b"another"))
+        prefill(p, "k", d.address, 32, BLOCKS, chunk=32)
+        assert "same prompt" in failure(d, "k")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"weights": "other"}, ("weights", "made-up", "other")),
+        ({"version": 999}, ("versions", "999")),
+        ({"link": "nccl"}, ("links", "nccl", "memory")),
+    ],
+    ids=["weights", "version", "link"],
+)
+def test_ranks_that_do_not_fit_refuse_each_other(lone, change, words):
+    p, d = lone("P"), lone("D")
+    context = d.ranks[0].rank._ctx
+    context.hello = msgspec.structs.replace(context.hello, **change)
+    d.do(do.Expect("k", p.address, 32, b"digest"))
+    reason = failure(d, "k")
+    assert all(word in reason for word in words), reason
+
+
+def test_caches_that_do_not_fit(lone):
+    p, d = lone("P"), lone("D", dataclasses.replace(ONE, kv_heads=3))
+    d.do(do.Expect("k", p.address, 32, b"digest"))
+    reason = failure(d, "k")
+    assert "2" in reason and "3" in reason
+
+
+def test_a_second_instance_on_the_same_port(lone, links):
+    p = lone("P")
+    with pytest.raises(PortTaken, match="kv_port"):
+        make_engine("P", ONE, lambda rank: links("P", rank), kv_port=p.address.port)
+
+
+def test_a_request_paired_with_another_d(lone):
+    p, d = lone("P"), lone("D")
+    p.do(do.Hold("k", NOWHERE))
+    wait_for(lambda: p.ranks[0].rank.counters.snapshot()["prompts"])
+    d.do(do.Expect("k", p.address, 32, b"digest"))
+    assert str(NOWHERE) in failure(d, "k")
+
+
+def test_nonsense_on_the_control_port_ends_nothing(links):
+    with engines(ONE, ONE, links) as (p, d):
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(f"tcp://{p.address}")
+            for garbage in (
+                b"",
+                b"\x00",
+                b"\x91" * 1000,
+                b"\x81\xa1t\xa5Hello",
+                msgspec.msgpack.encode({"t": "Want"}),
+            ):
+                socket.send(garbage)
+                socket.send_multipart([garbage, garbage])
+            wait_for(lambda: p.ranks[0].rank.counters.values["messages_bad"] >= 5)
+        d.do(do.Expect("k", p.address, 32, b"digest"))
+        prefill(p, "k", d.address, 32, BLOCKS, chunk=32)
+        d.wait(do.Begun("k"))
+        assert p.ranks[0].rank.alive
+        report = inspect(p.address)
+        assert report["role"] == "P" and report["messages_bad"] >= 5
