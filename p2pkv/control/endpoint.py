@@ -117,14 +117,6 @@ class Endpoint:
         if self._wake >= 0:
             os.eventfd_write(self._wake, 1)
 
-    def watch(self, socket: zmq.Socket[bytes]) -> None:
-        """Let `wait` end when this socket (a link's) can be read."""
-        self._poller.register(socket, zmq.POLLIN)
-
-    def unwatch(self, socket: zmq.Socket[bytes]) -> None:
-        if socket in self._poller:
-            self._poller.unregister(socket)
-
     def close(self) -> None:
         for socket in [self._router, *self._dialed]:
             socket.close(0)
