@@ -29,7 +29,7 @@ class Answer:
     margins: tuple[float, ...]
 
 
-GREEDY = {"temperature": 0.0, "seed": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
+GREEDY = {"temperature": 0.0, "return_token_ids": True, "return_tokens_as_token_ids": True}
 """What a request needs besides prompt and length, so that its answers can be compared."""
 
 

@@ -51,14 +51,46 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("logs")
 
 
+class FleetKeeper:
+    """Has one fleet running from the first test that needs it to the last, and a new one if a server died."""
+
+    def __init__(self, model: Path, logs: Path) -> None:
+        self._model = model
+        self._logs = logs
+        self._stack = ExitStack()
+        self._fleet: Fleet | None = None
+
+    def fleet(self) -> Fleet:
+        """The fleet, all of it running."""
+        if self._fleet is None or not all(server.running() for server in self._fleet.servers):
+            self.stop()
+            self._fleet = start_fleet(self._model, self._logs, self._stack)
+            _started.extend(self._fleet.servers)
+        return self._fleet
+
+    def stop(self) -> None:
+        """Stop whatever runs."""
+        if self._fleet is not None:
+            for server in self._fleet.servers:
+                _started.remove(server)
+        self._fleet = None
+        self._stack.close()
+
+
 @pytest.fixture(scope="session")
-def fleet(tiny_model: Path, logs: Path) -> Iterator[Fleet]:
+def fleet_keeper(tiny_model: Path, logs: Path) -> Iterator[FleetKeeper]:
+    """Stops the shared servers at the end of the session."""
+    keeper = FleetKeeper(tiny_model, logs)
+    try:
+        yield keeper
+    finally:
+        keeper.stop()
+
+
+@pytest.fixture
+def fleet(fleet_keeper: FleetKeeper) -> Fleet:
     """P, D, both proxies and the single server; shared by all tests, so leave them as they were."""
-    with ExitStack() as stack:
-        fleet = start_fleet(tiny_model, logs, stack)
-        _started.extend(fleet.servers)
-        yield fleet
-        _started.clear()
+    return fleet_keeper.fleet()
 
 
 @pytest.fixture
