@@ -79,6 +79,7 @@ class HostLinks(LinkFactory):
             raise LinkError("this acceptance answers another invitation")
         outbound = self._share(invited, accepted) or self._dial(invited, accepted)
         self._links.add(outbound)
+        logger.info("link to %s:%d: %r", accepted.host, accepted.port, outbound)
         return outbound
 
     def close(self) -> None:

@@ -85,9 +85,7 @@ class TcpOutbound(Outbound):
         self._gone = 0  # bytes of the first outgoing send, its header included, that are
         self._unsaid = bytearray(MAGIC + hello)
         self._heard = bytearray()
-        size = -(-aligned(budget.limit) // mmap.PAGESIZE) * mmap.PAGESIZE
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._room: Room | None = Room(memory, 0, budget.limit, mmap.MADV_DONTNEED)
+        self._room: Room | None = _staging(budget.limit)
         self._socket = _connect(address)
 
     def ready(self) -> bool:
@@ -219,6 +217,16 @@ class TcpOutbound(Outbound):
             self._budget.used -= aligned(send.nbytes)
             self._room.give(send.offset)
         self.taken = count
+
+
+def _staging(nbytes: int) -> Room:
+    """Room of a link's own, so that an abort never hands it to another link; untouched pages cost nothing."""
+    size = -(-aligned(nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise LinkError(f"no memory for a link's staging of {nbytes} bytes: {error}") from error
+    return Room(memory, 0, nbytes, mmap.MADV_DONTNEED)
 
 
 def _connect(address: tuple[str, int]) -> socket.socket:
