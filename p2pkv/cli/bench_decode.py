@@ -1,0 +1,120 @@
+"""The D of `p2pkv bench`, a process of its own: loads what it is told to, and says when it had it.
+
+Started by bench_prefill with the number of a socket; ends when that socket does.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+from collections import deque
+from typing import Any
+
+import torch
+
+from p2pkv.cli.bench_pages import LAYOUTS, Memory
+from p2pkv.cli.bench_ranks import BenchError, Wire, make_rank, wait_for
+from p2pkv.engine import commands as do
+from p2pkv.engine.rank import Rank
+from p2pkv.links import make_factory
+from p2pkv.links.base import Inbound, LinkError, Receive
+from p2pkv.pairing import Address
+
+
+class Decode:
+    """D's ranks, one for each layout, and its end of a bare link."""
+
+    def __init__(self, wire: Wire, settings: dict[str, Any]) -> None:
+        self._wire = wire
+        self._memory = Memory(settings["capacity"], "D")
+        self._ranks: dict[str, Rank] = {}
+        self._links = make_factory(settings["link"], host="127.0.0.1", staging_bytes=1 << 20)
+        self._inbound: Inbound | None = None
+        addresses = {}
+        for name, port in settings["ports"].items():
+            address, self._ranks[name] = make_rank(
+                "D", LAYOUTS[name], self._memory, port, link=settings["link"]
+            )
+            addresses[name] = str(address)
+        wire.say(addresses=addresses)
+
+    def obey(self, order: dict[str, Any]) -> None:
+        """Carry out one order of P's process."""
+        match order.pop("order"):
+            case "load":
+                self._load(**order)
+            case "link":
+                self._link(**order)
+            case "receive":
+                self._receive(order["sizes"])
+            case other:
+                raise AssertionError(f"order {other!r}")
+
+    def _load(self, layout: str, key: str, prefill: str, tokens: int) -> None:
+        """Load one prompt as D's scheduler would, at once, and check samples of what came."""
+        rank, place = self._ranks[layout], LAYOUTS[layout]
+        self._memory.clear(place, tokens)
+        table = place.table(tokens, self._memory.capacity, "D")
+        before = rank.counters.values["bytes_scattered"]
+        expected = time.monotonic()
+        rank.do(do.Expect(key, Address.parse(prefill), tokens, b"bench"))
+        self._wire.say(expecting=True)
+        begun = wait_for(rank, do.Begun(key))
+        asked = time.monotonic()
+        rank.do(do.Load(key, 0, tokens - 1, (table,)))
+        loaded = wait_for(rank, do.Loaded(key))
+        rank.do(do.Forget(key))
+        scattered = rank.counters.values["bytes_scattered"] - before
+        if wrong := self._memory.wrong(place, tokens):
+            raise BenchError(
+                f"{layout}, {tokens} tokens: D does not hold P's KV at (layer, token, head) {wrong}"
+            )
+        self._wire.say(expected=expected, begun=begun, asked=asked, loaded=loaded, scattered=scattered)
+
+    def _link(self, invitation: str, window: int) -> None:
+        self._inbound, acceptance = self._links.accept(bytes.fromhex(invitation), window)
+        self._wire.say(acceptance=acceptance.hex())
+
+    def _receive(self, sizes: list[int]) -> None:
+        """Receive these messages over the bare link, as many posted as its window takes."""
+        assert self._inbound is not None
+        waiting, posted = deque(sizes), deque[Receive]()
+        while waiting or posted:
+            while waiting and (receive := self._inbound.post(waiting[0])) is not None:
+                waiting.popleft()
+                posted.append(receive)
+                self._wire.say(landing=receive.landing)
+            self._wire.expect("sent")
+            receive = posted.popleft()
+            assert receive.done(), "P has said that it sent this"
+            receive.release()
+        self._wire.say(received=time.monotonic())
+
+    def stop(self) -> None:
+        """End the ranks and links."""
+        for rank in self._ranks.values():
+            rank.stop()
+        self._links.close()
+
+
+def main(argv: list[str]) -> int:
+    """`argv`: the socket's file descriptor and the settings as JSON."""
+    torch.set_num_threads(1)
+    wire = Wire(socket.socket(fileno=int(argv[0])))
+    wire.patient()
+    decode = Decode(wire, json.loads(argv[1]))
+    try:
+        while (order := wire.hear()) is not None:
+            decode.obey(order)
+        return 0
+    except (BenchError, LinkError, ValueError) as error:
+        wire.say(error=str(error))
+        return 1
+    finally:
+        decode.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,149 @@
+"""Made-up KV caches of Llama-8B's shape for `p2pkv bench`, in the layouts of a GPU and of a CPU.
+
+Shape legend: L layers, B blocks, H KV heads, N tokens in a block, C elements of K and V of one head.
+
+Both layouts are views of the same memory, in cells of 64 KiB: a dense block of 16 tokens, or the page
+of 128 tokens of one head. All elements of a cell of P have one value, so that D can tell where what it
+received came from.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+from p2pkv.pages import DENSE, PagedCache, cpu_codec
+from p2pkv.protocol.messages import Cache
+
+LAYERS, HEADS, HEAD_DIM = 32, 8, 128
+DTYPE = torch.bfloat16
+CONTENT = 2 * HEAD_DIM
+TOKEN_BYTES = LAYERS * HEADS * CONTENT * 2
+PAGE_TOKENS = 128
+CELL = PAGE_TOKENS * CONTENT
+_CLEARED = -1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a cache lies in memory.
+
+    Attributes:
+        block: tokens in a block.
+        cells: cells in a block.
+    """
+
+    name: str
+    codec: str
+    block: int
+    cells: int
+
+    def row(self, block: int, token: int, head: int) -> tuple[int, int]:
+        """Where K and V of (token, head) lie: the cell, and the row of C elements in it."""
+        inside = token % self.block
+        if self.codec == DENSE:
+            return block, inside * HEADS + head
+        return block * HEADS + head, inside
+
+    def table(self, tokens: int, capacity: int, side: str) -> list[int]:
+        """The blocks of a prompt, scattered over a cache of `capacity` tokens; other ones on each side."""
+        blocks = list(range(capacity // self.block))
+        random.Random(f"{self.name} {side}").shuffle(blocks)
+        return blocks[: -(-tokens // self.block)]
+
+    def nbytes(self, tokens: int) -> int:
+        """What of a prompt of so many tokens travels: all but the last, in whole pages where packed."""
+        unit = 1 if self.codec == DENSE else self.block
+        return -(-(tokens - 1) // unit) * unit * TOKEN_BYTES
+
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout("dense", DENSE, block=16, cells=1),
+        Layout("pages", cpu_codec("vec16"), block=PAGE_TOKENS, cells=HEADS),
+    )
+}
+
+
+def capacity_for(tokens: int) -> int:
+    """Tokens of a cache that holds such a prompt: whole pages, and one to spare."""
+    return (-(-tokens // PAGE_TOKENS) + 1) * PAGE_TOKENS
+
+
+class Memory:
+    """One side's KV memory for `capacity` tokens, all of it touched; P's is filled with what it "computed"."""
+
+    def __init__(self, capacity: int, side: str) -> None:
+        self.capacity = capacity
+        self.side = side
+        self.cells = torch.empty(LAYERS, capacity * HEADS // PAGE_TOKENS, CELL, dtype=torch.int16)
+        if side == "P":
+            for layer in range(LAYERS):
+                for cell in range(self.cells.shape[1]):
+                    self.cells[layer, cell] = value_of(layer, cell)
+        else:
+            self.cells.fill_(_CLEARED)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """uint8, all of it."""
+        return self.cells.view(torch.uint8).view(-1)
+
+    def cache(self, layout: Layout) -> PagedCache:
+        """The cache of this layout, [B, H, N, C] for each layer."""
+        if layout.codec == DENSE:
+            shape = (LAYERS, -1, layout.block, HEADS, CONTENT)
+            layers = self.cells.view(DTYPE).view(shape).transpose(2, 3)
+        else:
+            layers = self.cells.view(DTYPE).view(LAYERS, -1, HEADS, layout.block, CONTENT)
+        return PagedCache.from_tensors(layers.unbind(0), block_size=layout.block, codec=layout.codec)
+
+    def clear(self, layout: Layout, tokens: int) -> None:
+        """D: forget the rows that `wrong` looks at."""
+        table = layout.table(tokens, self.capacity, self.side)
+        for layer, token, head in _samples(tokens):
+            self._row(layout, table, layer, token, head).fill_(_CLEARED)
+
+    def wrong(self, layout: Layout, tokens: int) -> list[tuple[int, int, int]]:
+        """D: sampled (layer, token, head) that do not hold what P computed."""
+        mine = layout.table(tokens, self.capacity, self.side)
+        theirs = layout.table(tokens, self.capacity, "P")
+        wrong = []
+        for layer, token, head in _samples(tokens):
+            cell, _ = layout.row(theirs[token // layout.block], token, head)
+            if not bool((self._row(layout, mine, layer, token, head) == value_of(layer, cell)).all()):
+                wrong.append((layer, token, head))
+        return wrong
+
+    def _row(self, layout: Layout, table: list[int], layer: int, token: int, head: int) -> torch.Tensor:
+        cell, row = layout.row(table[token // layout.block], token, head)
+        return self.cells[layer, cell, row * CONTENT : (row + 1) * CONTENT]
+
+
+def value_of(layer: int, cell: int) -> int:
+    """What all elements of a cell of P are."""
+    return (layer * 7919 + cell * 31 + 17) % 32000
+
+
+def _samples(tokens: int) -> list[tuple[int, int, int]]:
+    """(layer, token, head) at the corners and in the middle of what travels."""
+    layers, heads = (0, LAYERS // 2, LAYERS - 1), (0, HEADS - 1)
+    places = sorted({0, tokens // 2, tokens - 2})
+    return [(layer, token, head) for layer in layers for token in places for head in heads]
+
+
+def described(layout: Layout, cache: PagedCache) -> Cache:
+    """What the handshake says of it."""
+    return Cache(
+        layers=(LAYERS,),
+        kv_heads=HEADS,
+        tp=1,
+        row_bytes=cache.row_bytes,
+        unit_tokens=cache.unit_tokens,
+        dtype=str(DTYPE).removeprefix("torch."),
+        codec=cache.codec,
+        layer_names=layout.name,
+    )

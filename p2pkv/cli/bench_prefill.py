@@ -1,0 +1,268 @@
+"""The P of `p2pkv bench`: plays the forward in this thread, and measures.
+
+All times are of the monotonic clock, which the two processes share. The hook is what
+p2pkv.connector.worker does for each layer, without the look-up of the layer's name: that module cannot
+be imported without vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from p2pkv.cli.bench_pages import LAYERS, LAYOUTS, Layout, Memory, capacity_for
+from p2pkv.cli.bench_ranks import DEADLINE_SECONDS, WINDOW_BYTES, BenchError, Wire, make_rank, wait_for
+from p2pkv.cli.processes import free_ports
+from p2pkv.engine import commands as do
+from p2pkv.engine.rank import Rank
+from p2pkv.links import make_factory
+from p2pkv.links.base import Outbound, Send
+from p2pkv.pages import make_recorder
+from p2pkv.pairing import Address
+
+ASLEEP_HOOKS = 200
+ASLEEP_PAUSE = 0.002
+"""Seconds between two hooks: long enough for the engine to sleep again."""
+
+
+@dataclass(frozen=True)
+class Push:
+    """One prompt, pushed. Seconds.
+
+    Attributes:
+        forward: from the first layer's beginning to the last one's end; 0 if all was computed before.
+        tail: from the last layer's end, or D's asking if that was later, until D has it.
+        total: from the first layer's beginning, or D's asking if all was computed before, until D has it.
+        claim: from the moment when D expects the prompt until it knows that P has begun.
+        early: share of the bytes that D had before the last layer was computed.
+        hooks: what each layer's hook cost.
+    """
+
+    forward: float
+    tail: float
+    total: float
+    claim: float
+    early: float
+    hooks: list[float] = field(default_factory=list)
+
+
+class Prefill:
+    """P's ranks and D's process. Close it."""
+
+    def __init__(self, longest: int, chunk_bytes: int, link: str) -> None:
+        """`longest`: tokens of the longest prompt."""
+        self.chunk_bytes = chunk_bytes
+        self._stack = contextlib.ExitStack()
+        self._keys = (f"bench-{number}" for number in itertools.count())
+        self._memory = Memory(capacity_for(longest), "P")
+        self._copy = torch.zeros_like(self._memory.flat)
+        self._record = make_recorder(self._memory.cells.device)
+        self._ranks: dict[tuple[str, bool], tuple[Address, Rank]] = {}
+        try:
+            self._wire = self._start_decode(link)
+            self._decode = {
+                name: Address.parse(at) for name, at in self._wire.expect("addresses")["addresses"].items()
+            }
+            for layout, whole in itertools.product(LAYOUTS, (False, True)):
+                self._ranks[layout, whole] = self._start_rank(layout, whole, link)
+            self._outbound = self._start_link(link)
+        except BaseException:
+            self.close()
+            raise
+
+    # One measurement each.
+
+    def copy(self, nbytes: int) -> float:
+        """Seconds of one plain copy of so many bytes in one thread."""
+        begin = time.monotonic()
+        self._copy[:nbytes].copy_(self._memory.flat[:nbytes])
+        return time.monotonic() - begin
+
+    def raw(self, nbytes: int) -> float:
+        """Seconds of so many bytes over a bare link, each message filled by one plain copy."""
+        step = min(self.chunk_bytes, WINDOW_BYTES // 2)
+        sizes = [min(step, nbytes - done) for done in range(0, nbytes, step)]
+        sends: list[Send] = []
+        begin, done = time.monotonic(), 0
+        self._wire.say(order="receive", sizes=sizes)
+        for size in sizes:
+            send = self._outbound.reserve(size, self._wire.expect("landing")["landing"])
+            assert send is not None, "D has granted it"
+            send.buffer.copy_(self._memory.flat[done : done + size])
+            send.commit()
+            self._wire.say(sent=True)
+            sends.append(send)
+            done += size
+        received: float = self._wire.expect("received")["received"]
+        assert all(send.done() for send in sends)
+        return received - begin
+
+    def push_ready(self, layout: str, tokens: int) -> Push:
+        """A sequential router's request: P has computed it all when D comes."""
+        address, rank = self._ranks[layout, False]
+        key = self._hold(layout, rank, tokens)
+        rank.do(do.Computed(((key, tokens),), 0, LAYERS, self._record()))
+        rank.do(do.Flush((key,)))
+        self._ask(layout, key, address, tokens)
+        times = self._loaded(layout, rank, key, tokens)
+        took = times["loaded"] - times["asked"]
+        return Push(0.0, took, took, times["begun"] - times["expected"], 0.0)
+
+    def push_layers(self, layout: str, tokens: int, layer_seconds: float, *, whole: bool) -> Push:
+        """A concurrent router's request: D waits while the forward runs, layer after layer."""
+        address, rank = self._ranks[layout, whole]
+        before = dict(rank.counters.values)
+        self._ask(layout, key := next(self._keys), address, tokens)
+        rank.steps.begin(time.monotonic())
+        begin = time.monotonic()
+        self._hold(layout, rank, tokens, key)
+        hooks = []
+        for layer in range(LAYERS):
+            time.sleep(layer_seconds)
+            start = time.perf_counter()
+            rank.do(do.Computed(((key, tokens),), layer, layer + 1, self._record()))
+            hooks.append(time.perf_counter() - start)
+        end = time.monotonic() - hooks[-1]
+        # The sweep of the step's end, as after a real forward.
+        rank.do(do.Computed(((key, tokens),), 0, LAYERS, self._record()))
+        rank.do(do.Flush((key,)))
+        rank.steps.end()
+        times = self._loaded(layout, rank, key, tokens)
+        sent, early = (rank.counters.values[name] - before[name] for name in ("bytes_sent", "bytes_early"))
+        tail = times["loaded"] - max(end, times["asked"])
+        return Push(
+            end - begin,
+            tail,
+            times["loaded"] - begin,
+            times["begun"] - times["expected"],
+            early / sent,
+            hooks,
+        )
+
+    def forward_alone(self, layer_seconds: float) -> float:
+        """Seconds of the same forward without hooks."""
+        begin = time.monotonic()
+        for _ in range(LAYERS):
+            time.sleep(layer_seconds)
+        return time.monotonic() - begin
+
+    def hooks_asleep(self) -> list[float]:
+        """Seconds of hooks, each of which wakes the engine; no D wants the prompt."""
+        _, rank = self._ranks["dense", False]
+        key = self._hold("dense", rank, 1 << 20, blocks=())
+        hooks = []
+        for number in range(ASLEEP_HOOKS):
+            time.sleep(ASLEEP_PAUSE)
+            layer = number % LAYERS
+            start = time.perf_counter()
+            rank.do(do.Computed(((key, 1 + number // LAYERS),), layer, layer + 1, self._record()))
+            hooks.append(time.perf_counter() - start)
+        rank.do(do.Abort(key, "the benchmark needs it no more"))
+        self._forget(rank, key)
+        return hooks
+
+    def close(self) -> None:
+        """End the ranks, the link and D's process. Idempotent."""
+        self._stack.close()
+
+    # Inside.
+
+    def _hold(
+        self, layout: str, rank: Rank, tokens: int, key: str = "", blocks: tuple[list[int], ...] | None = None
+    ) -> str:
+        key = key or next(self._keys)
+        decode = self._decode[layout]
+        if blocks is None:
+            blocks = (LAYOUTS[layout].table(tokens, self._memory.capacity, "P"),)
+        rank.do(do.Hold(key, decode))
+        rank.do(do.OfferPrompt(key, decode, tokens, b"bench"))
+        rank.do(do.Pages(key, blocks))
+        return key
+
+    def _ask(self, layout: str, key: str, prefill: Address, tokens: int) -> None:
+        self._wire.say(order="load", layout=layout, key=key, prefill=str(prefill), tokens=tokens)
+        self._wire.expect("expecting")
+
+    def _loaded(self, layout: str, rank: Rank, key: str, tokens: int) -> dict[str, float]:
+        times = self._wire.expect("loaded")
+        expected = LAYOUTS[layout].nbytes(tokens)
+        if times["scattered"] != expected:
+            raise BenchError(
+                f"{layout}, {tokens} tokens: D wrote {times['scattered']} bytes instead of {expected}"
+            )
+        self._forget(rank, key)
+        return times
+
+    def _forget(self, rank: Rank, key: str) -> None:
+        wait_for(rank, do.PagesFree(key))
+        rank.do(do.Forget(key))
+
+    def _start_decode(self, link: str) -> Wire:
+        ours, theirs = socket.socketpair()
+        settings = {
+            "capacity": self._memory.capacity,
+            "link": link,
+            "ports": {name: free_ports() for name in LAYOUTS},
+        }
+        command = [sys.executable, "-m", "p2pkv.cli.bench_decode", str(theirs.fileno()), json.dumps(settings)]
+        with theirs:
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._stack.callback(_end, process)
+        wire = Wire(ours)
+        self._stack.callback(wire.close)
+        return wire
+
+    def _start_rank(self, layout: str, whole: bool, link: str) -> tuple[Address, Rank]:
+        address, rank = make_rank(
+            "P", LAYOUTS[layout], self._memory, free_ports(), link=link,
+            chunk_bytes=self.chunk_bytes, whole_request=whole,
+        )  # fmt: skip
+        self._stack.callback(rank.stop)
+        return address, rank
+
+    def _start_link(self, link: str) -> Outbound:
+        links = make_factory(link, host="127.0.0.1", staging_bytes=WINDOW_BYTES)
+        self._stack.callback(links.close)
+        invitation = links.invite()
+        self._wire.say(order="link", invitation=invitation.hex(), window=WINDOW_BYTES)
+        acceptance = bytes.fromhex(self._wire.expect("acceptance")["acceptance"])
+        outbound = links.complete(invitation, acceptance)
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not outbound.ready():
+            if time.monotonic() > deadline:
+                raise BenchError(f"the bare link did not come up in {DEADLINE_SECONDS:g} s")
+            time.sleep(0.001)
+        return outbound
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(10.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(10.0)
+
+
+@contextlib.contextmanager
+def prefill(longest: int, chunk_bytes: int, link: str) -> Iterator[Prefill]:
+    """Both processes, ended on the way out; torch copies in one thread meanwhile."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    both = Prefill(longest, chunk_bytes, link)
+    try:
+        yield both
+    finally:
+        both.close()
+        torch.set_num_threads(threads)
+
+
+__all__ = ["Layout", "Prefill", "Push", "prefill"]

@@ -1,0 +1,120 @@
+"""What the two processes of `p2pkv bench` share: how they talk, and how each makes its ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+import uuid
+from typing import Any, Literal
+
+from p2pkv.cli.bench_pages import Layout, Memory, described
+from p2pkv.config import Options
+from p2pkv.engine.commands import Event, LoadFailed
+from p2pkv.engine.rank import Rank
+from p2pkv.links import make_factory
+from p2pkv.pairing import Address
+from p2pkv.protocol.messages import PROTOCOL_VERSION, Hello
+
+HOST = "127.0.0.1"
+STAGING_BYTES = 64 << 20
+"""The default on a CPU; the other end's window is half of it."""
+
+WINDOW_BYTES = STAGING_BYTES // 2
+DEADLINE_SECONDS = 60.0
+"""How long anything in the benchmark may take before it gives up."""
+
+POLL_SECONDS = 200e-6
+
+
+# Prompts that are given up on purpose, and links that end with their processes, are no news here.
+logging.getLogger("p2pkv").setLevel(logging.ERROR)
+
+
+class BenchError(Exception):
+    """The benchmark cannot go on: a sentence."""
+
+
+class Wire:
+    """Messages between the two processes, a line of JSON each, over a socket pair."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._socket.settimeout(DEADLINE_SECONDS)
+        self._lines = end.makefile("rb")
+
+    def say(self, **message: Any) -> None:
+        """Send one message."""
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def hear(self) -> dict[str, Any] | None:
+        """The next message; None when the other process has gone. TimeoutError after the deadline."""
+        line = self._lines.readline()
+        if not line:
+            return None
+        message = json.loads(line)
+        assert isinstance(message, dict)
+        return message
+
+    def expect(self, word: str) -> dict[str, Any]:
+        """The next message, which holds `word`. Raises BenchError for the other's error, or its end."""
+        try:
+            message = self.hear()
+        except TimeoutError:
+            raise BenchError(f"the other process did not say {word!r} in {DEADLINE_SECONDS:g} s") from None
+        if message is None:
+            raise BenchError(f"the other process ended before it said {word!r}; its last words are above")
+        if "error" in message:
+            raise BenchError(str(message["error"]))
+        assert word in message, f"{message} where {word!r} was due"
+        return message
+
+    def patient(self) -> None:
+        """From now on wait for the other process as long as it lives."""
+        self._socket.settimeout(None)
+
+    def close(self) -> None:
+        """The other process hears that this one has gone."""
+        self._lines.close()
+        self._socket.close()
+
+
+def make_rank(
+    role: Literal["P", "D"], layout: Layout, memory: Memory, port: int, *, link: str, **options: Any
+) -> tuple[Address, Rank]:
+    """A running rank over this memory, and where it listens."""
+    cache = memory.cache(layout)
+    settings = Options(role=role, host=HOST, kv_port=port, staging_bytes=STAGING_BYTES, **options)
+    links = make_factory(link, host=HOST, staging_bytes=STAGING_BYTES)
+    hello = Hello(
+        version=PROTOCOL_VERSION,
+        incarnation=uuid.uuid4().hex,
+        role=role,
+        rank=0,
+        to="none",
+        address=str(settings.address),
+        addresses=(str(settings.address),),
+        model="bench",
+        weights="none",
+        cache=described(layout, cache),
+        link=links.kind,
+    )
+    return settings.address, Rank(hello, settings, cache, links)
+
+
+def wait_for(rank: Rank, event: Event) -> float:
+    """When this event was heard, on the monotonic clock. Raises BenchError if it fails or is late."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while True:
+        heard = rank.events()
+        now = time.monotonic()
+        if event in heard:
+            return now
+        for other in heard:
+            if isinstance(other, LoadFailed):
+                raise BenchError(f"a push failed: {other.reason}")
+        if now > deadline:
+            counters = rank.counters.snapshot()
+            raise BenchError(f"{event} did not come in {DEADLINE_SECONDS:g} s; counters: {counters}")
+        time.sleep(POLL_SECONDS)

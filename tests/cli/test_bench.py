@@ -1,0 +1,85 @@
+"""The benchmark at its smallest: it runs, measures what it says, and notices KV that is not P's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from p2pkv.cli import main
+from p2pkv.cli.bench_pages import HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, Memory, capacity_for
+from p2pkv.cli.bench_prefill import prefill
+from p2pkv.cli.bench_ranks import BenchError
+
+TOKENS = 40
+
+
+def test_it_measures_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "bench.json"
+    arguments = ["--tokens", str(TOKENS), "--repeat", "1", "--layer-ms", "0.1", "--json", str(out)]
+    threads = torch.get_num_threads()
+    assert main(["bench", *arguments]) == 0
+    assert torch.get_num_threads() == threads
+    results = json.loads(out.read_text())
+    (ready,), (layers,) = results["ready"], results["layers"]
+    assert ready["bytes"] == (TOKENS - 1) * TOKEN_BYTES and ready["page_bytes"] == 128 * TOKEN_BYTES
+    # Short prompts are measured three times for each --repeat.
+    for kind in ("copy", "raw", "page_copy", "page_raw", "dense", "pages"):
+        assert len(ready[kind]) == 3 and min(ready[kind]) > 0
+    for mode in ("layers", "whole"):
+        measured = layers["modes"][mode]
+        assert [len(hooks) for hooks in measured["hooks"]] == [LAYERS] * 3
+        assert all(0 < tail < total for tail, total in zip(measured["tail"], measured["total"], strict=True))
+        assert min(measured["forward"]) >= LAYERS * 0.1e-3
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed.splitlines() if line.split()[:1] == [str(TOKENS)]]
+    assert len(rows) == 3, printed
+
+
+def test_the_baseline_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "bench.json"
+    arguments = ["--tokens", "17", "--repeat", "1", "--layer-ms", "0.1", "--json", str(out)]
+    assert main(["bench", "--whole-request", *arguments]) == 0
+    (row,) = json.loads(out.read_text())["layers"]
+    assert list(row["modes"]) == ["whole"]
+    assert "whole requests" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--tokens", "1"], "nothing would be pushed"),
+        (["--chunk-bytes", "7"], "choose 1024 to"),
+        (["--tokens", "100000000"], "choose shorter prompts"),
+    ],
+)
+def test_what_cannot_be_measured(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 1
+    assert sentence in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_wrong_row_is_noticed(layout) -> None:
+    capacity = capacity_for(TOKENS)
+    p, d = Memory(capacity, "P"), Memory(capacity, "D")
+    buffer = torch.empty(layout.nbytes(TOKENS), dtype=torch.uint8)
+    rectangle = ((0, LAYERS), (0, TOKENS - 1), (0, HEADS))
+    p.cache(layout).gather(buffer, *rectangle, [layout.table(TOKENS, capacity, "P")])
+    assert len(d.wrong(layout, TOKENS)) > 10
+    d.cache(layout).scatter(buffer, *rectangle, [layout.table(TOKENS, capacity, "D")])
+    assert d.wrong(layout, TOKENS) == []
+    d.clear(layout, TOKENS)
+    d.cache(layout).scatter(buffer.roll(layout.nbytes(2)), *rectangle, [layout.table(TOKENS, capacity, "D")])
+    assert d.wrong(layout, TOKENS) != []
+
+
+def test_a_decode_process_that_ends_is_an_error() -> None:
+    with prefill(TOKENS, 1 << 20, "host") as both:
+        assert both.push_ready("dense", TOKENS).total > 0
+        both._wire.say(order="load", layout="dense", key="k", prefill="nowhere", tokens=TOKENS)
+        with pytest.raises(BenchError, match="nowhere"):
+            both.raw(1 << 20)
