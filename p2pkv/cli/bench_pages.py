@@ -74,7 +74,7 @@ def capacity_for(tokens: int) -> int:
 
 
 class Memory:
-    """One side's KV memory for `capacity` tokens, all of it touched; P's is filled with what it "computed"."""
+    """One side's KV memory for `capacity` tokens, all of it touched; P's is filled with its values."""
 
     def __init__(self, capacity: int, side: str) -> None:
         self.capacity = capacity

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from p2pkv.cli import main
-from p2pkv.cli.bench_pages import HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, Memory, capacity_for
+from p2pkv.cli.bench_pages import CELL, HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, Layout, Memory, capacity_for
 from p2pkv.cli.bench_prefill import prefill
 from p2pkv.cli.bench_ranks import BenchError
 
@@ -63,7 +63,7 @@ def test_what_cannot_be_measured(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_wrong_row_is_noticed(layout) -> None:
+def test_kv_of_another_place_is_noticed(layout: Layout) -> None:
     capacity = capacity_for(TOKENS)
     p, d = Memory(capacity, "P"), Memory(capacity, "D")
     buffer = torch.empty(layout.nbytes(TOKENS), dtype=torch.uint8)
@@ -73,7 +73,7 @@ def test_a_wrong_row_is_noticed(layout) -> None:
     d.cache(layout).scatter(buffer, *rectangle, [layout.table(TOKENS, capacity, "D")])
     assert d.wrong(layout, TOKENS) == []
     d.clear(layout, TOKENS)
-    d.cache(layout).scatter(buffer.roll(layout.nbytes(2)), *rectangle, [layout.table(TOKENS, capacity, "D")])
+    d.cache(layout).scatter(buffer.roll(2 * CELL), *rectangle, [layout.table(TOKENS, capacity, "D")])
     assert d.wrong(layout, TOKENS) != []
 
 
