@@ -60,8 +60,8 @@ def _hook_line(what: str, seconds: Sequence[float]) -> str:
 
 
 def _ready(results: Results) -> Iterator[str]:
-    yield "Push of a prompt that is all computed when D asks, until D has it, beside a plain copy of the same bytes"
-    yield "(one thread) and the bare link (each message filled by a plain copy, nothing gathered or scattered)"
+    yield "Push of a prompt that is all computed when D asks, until D has it, beside a plain copy of as many"
+    yield "bytes (one thread) and the bare link (each message filled by a copy, nothing gathered or scattered)"
     yield (
         f"  {'tokens':>6} {'layout':<6} {'MiB':>6}  {'copy':>20} {'link':>20} {'push':>22} "
         f"{'GB/s':>5} {'/ copy':>7} {'/ link':>7}"
@@ -72,7 +72,8 @@ def _ready(results: Results) -> Iterator[str]:
             rate = row[size] / statistics.median(push) / 1e9
             yield (
                 f"  {row['tokens']:>6} {layout:<6} {row[size] / (1 << 20):>6.0f}  "
-                f"{_ms(copy):>20} {_ms(raw):>20} {_ms(push):>22} {rate:>5.1f} {_ratio(push, copy):>7.2f} {_ratio(push, raw):>7.2f}"
+                f"{_ms(copy):>20} {_ms(raw):>20} {_ms(push):>22} "
+                f"{rate:>5.1f} {_ratio(push, copy):>7.2f} {_ratio(push, raw):>7.2f}"
             )
     claims = [claim for row in results["ready"] for claim in row["claim"]]
     yield f"  before it, from D's scheduler hearing of the request until P has offered it: {_ms(claims)}"
