@@ -61,7 +61,7 @@ def _hook_line(what: str, seconds: Sequence[float]) -> str:
 
 def _ready(results: Results) -> Iterator[str]:
     yield "Push of a prompt that is all computed when D asks, until D has it, beside a plain copy of as many"
-    yield "bytes (one thread) and the bare link (each message filled by a copy, nothing gathered or scattered)"
+    yield "bytes (one thread) and the bare link (messages filled by a copy, nothing gathered or scattered)"
     yield (
         f"  {'tokens':>6} {'layout':<6} {'MiB':>6}  {'copy':>20} {'link':>20} {'push':>22} "
         f"{'GB/s':>5} {'/ copy':>7} {'/ link':>7}"
