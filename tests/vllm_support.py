@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import threading
 from collections.abc import Sequence
@@ -9,19 +11,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import zmq
 
 from p2pkv.cli import answers, client
 from p2pkv.cli.answers import Answer
 from p2pkv.cli.processes import ServerProcess, free_ports, wait_until
-from p2pkv.cli.servers import LOOPBACK, ProxyServer, VllmServer
+from p2pkv.cli.servers import LOOPBACK, ProxyServer, Role, VllmServer
 from p2pkv.cli.tiny_model import TinyLlama
+from p2pkv.control.inspection import inspect
+from p2pkv.pairing import Address
 
 MODEL_NAME = "tiny"
 MODEL = TinyLlama()
 BLOCK = 32
+PROBE_FOLDER = str(Path(__file__).parent / "vllm")
 CHUNK = 128
 """Prompt tokens that an instance computes in one step."""
 
@@ -78,6 +83,8 @@ class Fleet:
     single: VllmServer
     concurrent: ProxyServer
     sequential: ProxyServer
+    probes: Path
+    """Where P and D write down what their pages hold; see vllm/probe_connector.py."""
 
     @property
     def servers(self) -> tuple[ServerProcess, ...]:
@@ -87,18 +94,41 @@ class Fleet:
         return {"concurrent": self.concurrent, "sequential": self.sequential}[dispatch]
 
 
+def probing_server(model: Path, role: Role, probes: Path, **options: Any) -> VllmServer:
+    """A server whose connector also writes down what its pages hold, in the folder `probes`."""
+    name = options.pop("name", role)
+    env = {
+        "P2PKV_PROBE_DIR": str(probes),
+        "P2PKV_PROBE_HOLD": str(probes / f"hold-{name}"),
+        "PYTHONPATH": os.pathsep.join([PROBE_FOLDER, os.environ.get("PYTHONPATH", "")]),
+    }
+    return VllmServer(
+        model,
+        role=role,
+        connector="ProbeConnector",
+        connector_module="probe_connector",
+        extra_args=SETTINGS,
+        name=name,
+        env=env,
+        **options,
+    )
+
+
 def start_fleet(model: Path, logs: Path, stack: ExitStack) -> Fleet:
     """Start all five side by side and wait until each serves; `stack` stops them."""
     concurrent = ProxyServer(dispatch="concurrent", log_path=logs / "proxy-concurrent.log")
     sequential = ProxyServer(dispatch="sequential", log_path=logs / "proxy-sequential.log")
     relay = stack.enter_context(PingRelay([concurrent.discovery, sequential.discovery]))
     discovery = (LOOPBACK, relay.port)
+    probes = logs / "probes"
+    probes.mkdir(exist_ok=True)
     fleet = Fleet(
-        VllmServer(model, role="P", proxy=discovery, extra_args=SETTINGS, name="P", log_path=logs / "P.log"),
-        VllmServer(model, role="D", proxy=discovery, extra_args=SETTINGS, name="D", log_path=logs / "D.log"),
+        probing_server(model, "P", probes, proxy=discovery, log_path=logs / "P.log"),
+        probing_server(model, "D", probes, proxy=discovery, log_path=logs / "D.log"),
         VllmServer(model, extra_args=SETTINGS, name="single", log_path=logs / "single.log"),
         concurrent,
         sequential,
+        probes,
     )
     for server in fleet.servers:
         stack.enter_context(server)
@@ -131,6 +161,50 @@ def assert_same(expected: Sequence[Answer], got: Sequence[Answer]) -> None:
     wrong = {index: answers.difference(*pair) for index, pair in enumerate(zip(expected, got, strict=True))}
     wrong = {index: sentence for index, sentence in wrong.items() if sentence}
     assert not wrong, "\n".join(f"answer {index}: {sentence}" for index, sentence in wrong.items())
+
+
+def notes(probes: Path, side: str) -> dict[str, dict[str, Any]]:
+    """What the probes of one side have written down, by transfer key; the last word counts."""
+    file = probes / f"{side}.jsonl"
+    if not file.exists():
+        return {}
+    return {note["key"]: note for note in map(json.loads, file.read_text().splitlines())}
+
+
+class Compared:
+    """The transfers since this was made: the pages of D against those of P, by token and layer."""
+
+    def __init__(self, probes: Path) -> None:
+        self._probes = probes
+        self._before = notes(probes, "D").keys()
+
+    def spans(self, at_least: int = 0) -> list[tuple[int, int]]:
+        """Wait for so many loads, fail if one differs, and say which tokens [first, past) they were."""
+        new: dict[str, dict[str, Any]] = {}
+
+        def all_written() -> bool:
+            new.clear()
+            new.update(
+                (key, note) for key, note in notes(self._probes, "D").items() if key not in self._before
+            )
+            return len(new) >= at_least and new.keys() <= notes(self._probes, "P").keys()
+
+        wait_until(all_written, "what the probes write down", 20.0)
+        on_p = notes(self._probes, "P")
+        return sorted(_compare(on_p[key], note) for key, note in new.items())
+
+
+def _compare(on_p: dict[str, Any], on_d: dict[str, Any]) -> tuple[int, int]:
+    first = on_d["start"]
+    past = first + len(on_d["layers"][0])
+    assert len(on_d["layers"]) == len(on_p["layers"]) == MODEL.layers
+    for layer, (theirs, ours) in enumerate(zip(on_p["layers"], on_d["layers"], strict=True)):
+        pairs = zip(theirs[first:past], ours, strict=True)
+        wrong = [first + index for index, (there, here) in enumerate(pairs) if there != here]
+        assert not wrong, f"layer {layer}: tokens {wrong} differ between P and D"
+    hashes = {one for layer in on_d["layers"] for one in layer}
+    assert len(hashes) > (past - first) * MODEL.layers * 0.9, "the pages hold the same bytes everywhere"
+    return first, past
 
 
 class Traffic:
@@ -179,6 +253,8 @@ def assert_at_rest(fleet: Fleet) -> None:
 
         def at_rest(server: VllmServer = server, busy: dict[str, float] = busy) -> bool:
             busy.clear()
+            held = inspect(Address.parse(server.zmq_address))
+            busy.update((name, float(held[name])) for name in GAUGES if held.get(name))
             busy.update(
                 (name, value) for name, value in client.metrics(server.base_url).items() if _held(name, value)
             )
@@ -189,6 +265,12 @@ def assert_at_rest(fleet: Fleet) -> None:
         except TimeoutError:
             raise AssertionError(f"{server.name} is not back at its baseline: {busy}") from None
 
+
+GAUGES = (
+    *("prompts", "pages_held", "early_claims", "sends_under_way"),
+    *("requests", "loads", "receives_posted", "receives_asked", "staging_bytes"),
+)
+"""What p2pkv itself holds: 0 when nothing is under way."""
 
 _AT_REST_ZERO = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 

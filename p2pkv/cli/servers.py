@@ -30,6 +30,8 @@ class VllmServer(ServerProcess):
         extra_config: more entries of `kv_connector_extra_config`; they win over those made here.
         env: more environment variables; they win over those made here.
         load_failure_policy: `kv_load_failure_policy`, "fail" or "recompute".
+        connector: name of the connector, for users of an older name and for tests.
+        connector_module: `kv_connector_module_path`, for a connector that is not registered.
         kv_transfer_config: used as it is in place of the one made here (another connector, a probe).
         kv_cache_gib: memory for the KV cache, in GiB, on a CPU.
         log_path: where stdout and stderr go; default a file of its own in the working directory's `.demo`.
@@ -47,6 +49,8 @@ class VllmServer(ServerProcess):
         extra_config: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
         load_failure_policy: Literal["fail", "recompute"] | None = None,
+        connector: str = "P2pKvConnector",
+        connector_module: str | None = None,
         kv_transfer_config: Mapping[str, Any] | None = None,
         kv_cache_gib: int = 1,
         name: str | None = None,
@@ -60,6 +64,9 @@ class VllmServer(ServerProcess):
         transfer = dict(kv_transfer_config) if kv_transfer_config else None
         if transfer is None and role is not None:
             transfer = self._transfer_config(role, proxy, extra_config or {}, load_failure_policy)
+            transfer["kv_connector"] = connector
+            if connector_module is not None:
+                transfer["kv_connector_module_path"] = connector_module
         super().__init__(
             name,
             _vllm_command(str(model), self.http_port, transfer, extra_args),
@@ -86,7 +93,6 @@ class VllmServer(ServerProcess):
                 "http_port": str(self.http_port),
             }
         transfer: dict[str, Any] = {
-            "kv_connector": "P2pKvConnector",
             "kv_role": _KV_ROLE[role],
             "kv_port": self.kv_port,
             "kv_connector_extra_config": config | dict(extra),

@@ -33,7 +33,6 @@ class Entry:
     peers: dict[int, Inlet] = field(default_factory=dict)
     """The ranks of P to talk to, once all are connected."""
     blocks: do.Blocks = ()
-    reason: str = ""
     tries: int = 0
 
 
@@ -86,10 +85,10 @@ class Consumer:
         return Receiver(expect.key, self._attempt, expect.tokens, expect.digest, *shape, lease, now)
 
     def _load(self, entry: Entry, start: int, stop: int, blocks: do.Blocks, now: float) -> None:
-        entry.blocks = blocks
+        """If the transfer has ended, that has been said already, and is said only once."""
         if entry.receiver.load.ended:
-            self._ctx.emit(do.LoadFailed(entry.expect.key, entry.reason or "its transfer has ended"))
             return
+        entry.blocks = blocks
         self._guard(entry, lambda: entry.receiver.want(start, stop, now), now)
 
     # The peers.
@@ -382,7 +381,6 @@ class Consumer:
 
     def _finished(self, entry: Entry, ok: bool, reason: str) -> None:
         key = entry.expect.key
-        entry.reason = reason
         self._ctx.counters.add("transfers_loaded" if ok else "transfers_failed")
         if ok:
             self._ctx.emit(do.Loaded(key))

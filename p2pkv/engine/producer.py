@@ -18,7 +18,22 @@ from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.sender import Prompt, Sender, Terms
 
 MAX_EARLY = 4096
-"""Claims for prompts that P has not heard of yet."""
+"""Prompts that P has not heard of yet and D has."""
+
+PATIENCE = 10
+"""Leases for which D's last word about such a prompt is kept: it will not be said again."""
+
+
+@dataclass
+class Early:
+    """What a rank of D has said about a prompt before P could take it in."""
+
+    attempt: int
+    since: float
+    last: m.Want | m.Cancel | None = None
+
+    def stale(self, now: float, lease: float) -> bool:
+        return now - self.since > (lease if self.last is None else PATIENCE * lease)
 
 
 @dataclass
@@ -44,7 +59,7 @@ class Producer:
         )
         self._entries: dict[str, Entry] = {}
         self._peers: dict[Place, Outlet] = {}
-        self._early: dict[str, dict[Place, tuple[int, float]]] = {}
+        self._early: dict[str, dict[Place, Early]] = {}
         self._ends = Ends(options.lease_seconds)
         context.counters.gauges |= {
             "prompts": lambda: len(self._entries),
@@ -168,8 +183,7 @@ class Producer:
         """Note that D's rank waits for this prompt; whether P knows it. Kept for later if P does not."""
         entry = self._entries.get(key)
         if entry is None or not peer.up:
-            if key in self._early or len(self._early) < MAX_EARLY:
-                self._early.setdefault(key, {})[peer.place] = (attempt, now)
+            self._note_early(peer, key, attempt, now)
             return entry is not None
         sender = entry.sender
         sender.expects = frozenset(edge.target for edge in peer.plan.from_source(self._ctx.hello.rank))
@@ -182,12 +196,26 @@ class Producer:
         self._run(entry, effects, now)
         return True
 
+    def _note_early(self, peer: Outlet, key: str, attempt: int, now: float) -> None:
+        if key not in self._early and len(self._early) >= MAX_EARLY:
+            return
+        claims = self._early.setdefault(key, {})
+        known = claims.get(peer.place)
+        if known is not None and known.attempt == attempt:
+            known.since = now
+        else:
+            claims[peer.place] = Early(attempt, now)
+
     def _claim_early(self, key: str, now: float) -> None:
-        for place, (attempt, since) in list(self._early.get(key, {}).items()):
+        """P can take in what was said early about this prompt."""
+        for place in list(self._early.get(key, {})):
             peer = self._peers.get(place)
-            if peer is not None and peer.up:
-                del self._early[key][place]
-                self._claim(peer, key, attempt, since)
+            if peer is None or not peer.up:
+                continue
+            early = self._early[key].pop(place)
+            self._claim(peer, key, early.attempt, now)
+            if early.last is not None:
+                self._about(peer, key, early.last, now)
         if not self._early.get(key, True):
             del self._early[key]
 
@@ -195,6 +223,11 @@ class Producer:
         self, peer: Outlet, key: str, message: m.Want | m.Grant | m.Done | m.Cancel, now: float
     ) -> None:
         entry = self._entries.get(key)
+        early = self._early.get(key, {}).get(peer.place)
+        if early is not None and isinstance(message, m.Want | m.Cancel):
+            if early.attempt == message.attempt:
+                early.last = message
+            return
         if entry is None:
             if isinstance(message, m.Grant) and message.link == peer.link:
                 peer.orders.append((key, Transmit(peer.hello.rank, message, ())))
@@ -307,7 +340,7 @@ class Producer:
             self._run(entry, entry.sender.tick(now), now)
         lease = self._ctx.options.lease_seconds
         for key, claims in list(self._early.items()):
-            for place in [place for place, (_, since) in claims.items() if now - since > lease]:
+            for place in [place for place, early in claims.items() if early.stale(now, lease)]:
                 del claims[place]
             if not claims:
                 del self._early[key]

@@ -227,7 +227,7 @@ class Sender:
         window = Window(layers.start, layers.stop, message.start, message.stop, self.terms.unit, row)
         leg.machine.remote(On.WANT)
         leg.cutter = Cutter(window)
-        return self._announce(rank, leg, flush=self.prompt.state is Prompt.COMPUTED)
+        return self._announce(rank, leg, flush=True)
 
     def grant(self, rank: int, message: Grant, now: float) -> list[Effect]:
         """A receive is posted for this chunk. It is obeyed even by an ended transfer: void then."""

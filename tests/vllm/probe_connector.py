@@ -4,8 +4,9 @@ Loaded by real vLLM servers through `kv_connector_module_path`. For each transfe
 line to `$P2PKV_PROBE_DIR/P.jsonl` when P's request has ended, or to `D.jsonl` when D's load has: the
 key, the first token, and for each layer one short hash per token, over that token's K and V on all heads.
 
-`$P2PKV_PROBE_HOLD` names a file: while it exists, P's forward stops at the layer that the file names
-(`<layer index> <first token>`), so that a test can kill a P in the middle of a push.
+`$P2PKV_PROBE_HOLD` names a file: while it exists, P's forward stops at the layer that the file names, in
+a step that works on as many prompts as it names (`<layer> <prompts>`), so that a test can kill a P in
+the middle of a push. The file `<name>.held` appears when it has stopped.
 """
 
 from __future__ import annotations
@@ -48,9 +49,8 @@ class ProbeConnector(P2pKvConnector):
     def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
         super().save_kv_layer(layer_name, *args, **kwargs)
         if self._worker is not None and self._hold.exists() and self._worker._prompts:
-            layer, first = map(int, self._hold.read_text().split())
-            stop = self._worker._prompts[0][1]
-            if self._worker._places.get(layer_name) == layer and stop > first:
+            layer, prompts = map(int, self._hold.read_text().split())
+            if self._worker._places.get(layer_name) == layer and len(self._worker._prompts) >= prompts:
                 self._hold.with_suffix(".held").touch()
                 end = time.monotonic() + 60
                 while self._hold.exists() and time.monotonic() < end:
@@ -58,7 +58,7 @@ class ProbeConnector(P2pKvConnector):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         assert self._worker is not None
-        requests = {request: key for key, request in self._worker._requests.items()}
+        requests = {request: key for key, request in self._worker.loads.requests.items()}
         results = super().get_transfer_results(finished_req_ids)
         for request in results.finished_recving - results.failed_recving:
             key = requests[request]

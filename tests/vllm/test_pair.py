@@ -10,6 +10,7 @@ from vllm_support import (
     BLOCK,
     CHUNK,
     MODEL_NAME,
+    Compared,
     Fleet,
     Traffic,
     ask_all,
@@ -35,8 +36,10 @@ each_dispatch = pytest.mark.parametrize("dispatch", DISPATCHES)
 
 @pytest.fixture(autouse=True)
 def left_as_found(fleet: Fleet) -> Iterator[None]:
-    """After every test P and D hold nothing."""
+    """After every test the pages of D were those of P, and neither holds anything any more."""
+    compared = Compared(fleet.probes)
     yield
+    compared.spans()
     assert_at_rest(fleet)
 
 

@@ -1,0 +1,111 @@
+"""Real servers that die, that do not fit, or that are started wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from vllm_support import MODEL_NAME, SETTINGS, Fleet, assert_same, probing_server, tokens
+
+from p2pkv.cli import answers, client
+from p2pkv.cli.processes import ServerFailed, wait_until
+from p2pkv.cli.servers import VllmServer
+from p2pkv.cli.tiny_model import TinyLlama, ensure_model
+from p2pkv.pairing import Address, mint
+
+SMALL = {"lease_seconds": 4, "chunk_bytes": 16384}
+
+
+def pair_id(p: VllmServer, d: VllmServer) -> dict[str, str]:
+    """The header that a router puts on a request to both."""
+    return {"X-Request-Id": mint(Address.parse(p.zmq_address), Address.parse(d.zmq_address))}
+
+
+def ask(
+    server: VllmServer, prompt: list[int], headers: dict[str, str], max_tokens: int = 16
+) -> answers.Answer:
+    return answers.complete(server.base_url, MODEL_NAME, prompt, max_tokens=max_tokens, headers=headers)[0]
+
+
+def test_p_is_killed_in_mid_transfer(
+    fleet: Fleet, launch: Callable[..., None], tiny_model: Path, tmp_path: Path
+) -> None:
+    """Two prompts are half pushed when P dies: one D recomputes, the other fails its request."""
+    p = probing_server(
+        tiny_model, "P", tmp_path, name="mortal", extra_config=SMALL, log_path=tmp_path / "p.log"
+    )
+    decoders = {
+        policy: VllmServer(
+            tiny_model,
+            role="D",
+            extra_args=SETTINGS,
+            extra_config=SMALL,
+            load_failure_policy=policy,
+            name=policy,
+            log_path=tmp_path / f"{policy}.log",
+        )
+        for policy in ("recompute", "fail")
+    }
+    launch(p, *decoders.values())
+    hold = tmp_path / "hold-mortal"
+    hold.write_text("2 2")
+    prompts = {policy: tokens(150, f"kill {policy}") for policy in decoders}
+    with ThreadPoolExecutor(4) as pool:
+        headers = {policy: pair_id(p, d) for policy, d in decoders.items()}
+        got = {
+            policy: pool.submit(ask, d, prompts[policy], headers[policy]) for policy, d in decoders.items()
+        }
+        for policy in decoders:
+            pool.submit(ask, p, prompts[policy], headers[policy], 1)
+        wait_until(hold.with_suffix(".held").exists, "P's forward to be held at its third layer", 60.0)
+        p.kill()
+        expected = answers.complete(fleet.single.base_url, MODEL_NAME, prompts["recompute"])
+        assert_same(expected, [got["recompute"].result(60)])
+        with pytest.raises(client.RequestFailed) as error:
+            got["fail"].result(60)
+        assert error.value.status == 500
+    for policy, d in decoders.items():
+        prompt = tokens(40, f"after {policy}")
+        expected = answers.complete(fleet.single.base_url, MODEL_NAME, prompt)
+        assert_same(expected, answers.complete(d.base_url, MODEL_NAME, prompt))
+        assert "failed" in d.log_path.read_text()
+
+
+def test_servers_that_are_started_wrongly_say_why(
+    fleet: Fleet, tiny_model: Path, tmp_path: Path, launch: Callable[..., None]
+) -> None:
+    """An unknown option, a port that is taken, kv_both; and a D of another model, refused by P."""
+
+    def server(name: str, **options: object) -> VllmServer:
+        values = {"role": "D", "extra_args": SETTINGS, "log_path": tmp_path / f"{name}.log", **options}
+        return VllmServer(tiny_model, name=name, **values)  # type: ignore[arg-type]
+
+    both = {"kv_connector": "P2pKvConnector", "kv_role": "kv_both", "kv_port": 1}
+    wrong = {
+        "lease_second": server("unknown option", extra_config={"lease_second": 5}),
+        "listen": server("port taken", kv_port=fleet.p.kv_port),
+        "kv_both": server("both roles", role=None, kv_transfer_config=both),
+    }
+    for words, each in wrong.items():
+        with each, pytest.raises(ServerFailed):
+            each.wait_ready()
+        assert words in each.log_path.read_text()
+
+
+def test_a_d_of_another_model_is_refused(fleet: Fleet, launch: Callable[..., None], tmp_path: Path) -> None:
+    other = ensure_model(TinyLlama(seed=99), tmp_path)
+    d = VllmServer(
+        other,
+        role="D",
+        extra_args=SETTINGS,
+        load_failure_policy="fail",
+        connector="P2pNcclConnector",
+        log_path=tmp_path / "other.log",
+    )
+    launch(d)
+    with pytest.raises(client.RequestFailed):
+        ask(d, tokens(50, "other model"), pair_id(fleet.p, d))
+    log = d.log_path.read_text()
+    assert "weights differ" in log and fleet.p.zmq_address in log and d.zmq_address in log
