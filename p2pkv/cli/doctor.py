@@ -12,6 +12,7 @@ from pathlib import Path
 
 import p2pkv
 from p2pkv import plugin
+from p2pkv.pairing import Address
 
 _CUPY_NAMES = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 
@@ -32,17 +33,37 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`p2pkv doctor` has no options."""
+    """The options of `p2pkv doctor`."""
     parser.epilog = "Exit code 0 if a vLLM server with p2pkv can run here, else 1."
+    parser.add_argument(
+        "--rank",
+        metavar="HOST:PORT",
+        help="ask the running rank that listens there what it has counted and holds",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings; 0 if nothing stands in the way of a server with p2pkv, else 1."""
-    del args
+    if args.rank is not None:
+        return _ask(args.rank)
     findings = list(examine())
     for finding in findings:
         print(f"[{'ok' if finding.ok else '!!'}] {finding.about + ':':<10} {finding.sentence}")
     return 0 if all(finding.ok for finding in findings) else 1
+
+
+def _ask(rank: str) -> int:
+    """Print a running rank's counters and gauges."""
+    from p2pkv.control.inspection import inspect
+
+    try:
+        values = inspect(Address.parse(rank))
+    except (ValueError, TimeoutError) as error:
+        print(f"[!!] {error}")
+        return 1
+    for name, value in values.items():
+        print(f"{name:<20} {value}")
+    return 0
 
 
 def examine() -> Iterator[Finding]:
