@@ -110,6 +110,7 @@ class _Leg:
     limit: int
     heard: float
     machine: Machine[Leg, On]
+    gone: bool = False
     cutter: Cutter | None = None
     chunks: int = 0
     announced: dict[int, tuple[int, tuple[Piece, ...]]] = field(default_factory=dict)
@@ -193,7 +194,8 @@ class Sender:
             limit: the most bytes of one chunk; 0 while it is not known, and nothing is announced.
         """
         leg = self.legs.get(rank)
-        if leg is not None and leg.attempt == attempt and leg.machine.state is not Leg.ENDED:
+        known = leg is not None and leg.attempt == attempt and not leg.gone
+        if leg is not None and known and leg.machine.state is not Leg.ENDED:
             return self._renew(rank, leg, limit, now)
         if self.prompt.ended or (leg is not None and attempt <= leg.attempt):
             reason = self.reason or "P has let this prompt's KV go; ask with a new request"
@@ -209,6 +211,10 @@ class Sender:
     def _renew(self, rank: int, leg: _Leg, limit: int, now: float) -> list[Effect]:
         leg.heard, leg.limit = now, limit or leg.limit
         return self._announce(rank, leg, flush=self.prompt.state is Prompt.COMPUTED)
+
+    def vouches(self, rank: int, attempt: int) -> bool:
+        """Whether this transfer is alive here, so that D may go on waiting: what Holding says."""
+        return self._leg(rank, attempt) is not None
 
     def want(self, rank: int, message: Want, now: float) -> list[Effect]:
         leg = self._leg(rank, message.attempt)
@@ -260,7 +266,11 @@ class Sender:
     def lost(self, rank: int, reason: str) -> list[Effect]:
         """D's rank is gone, or broke the protocol; nothing of it may be waited for."""
         leg = self.legs.get(rank)
-        if leg is None or leg.machine.ended:
+        if leg is None:
+            return []
+        # Who comes after a restart may count its attempts from the start: it is not this one.
+        leg.gone = True
+        if leg.machine.ended:
             return []
         leg.machine.local(On.END)
         self.reason = self.reason or reason
