@@ -32,7 +32,7 @@ from p2pkv.links import make_factory
 from p2pkv.pages.geometry import PagedCache
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -48,7 +48,11 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
     """P pushes its KV layer by layer to D. One instance in the scheduler, one in each worker."""
 
     _cache_hit_source = CacheHitSource.P2P
-    supports_sleep_mode = False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """No: the pages that a rank has registered stay where they are."""
+        return False
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -105,7 +109,9 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         return half.step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        if self._consuming is not None:
+        if self._producing is not None:
+            self._producing.heard(connector_output.finished_sending or ())
+        elif self._consuming is not None:
             news = connector_output.kv_connector_worker_meta
             assert news is None or isinstance(news, WorkerNews)
             self._consuming.heard(news, set(connector_output.finished_recving or ()))

@@ -27,6 +27,8 @@ class _Asking:
     request: Request
     paired: Paired
     state: State = State.WAITING
+    local: int = 0
+    """Tokens in D's own prefix cache when vLLM last asked."""
     begun: int = 0
     failure: str = ""
 
@@ -61,7 +63,7 @@ class Consuming:
         if asking is None:
             return self._sibling(request), False
         # The last token is computed here: vLLM needs its logits.
-        external = request.num_prompt_tokens - 1 - local
+        asking.local, external = local, request.num_prompt_tokens - 1 - local
         if asking.state is not State.WAITING or external <= 0:
             return 0, False
         if asking.failure:
@@ -80,14 +82,18 @@ class Consuming:
         asking = self._asking.get(request.request_id)
         if asking is None or asking.state is not State.WAITING:
             return
-        key, stop = asking.paired.key, request.num_prompt_tokens - 1
-        if external > 0:
-            asking.state = State.LOADING
-            pages = tuple(list(group) for group in blocks.get_block_ids())
-            self._next.loads.append(Load(key, stop - external, stop, pages))
-        else:
+        key = asking.paired.key
+        if external <= 0:
             asking.state = State.SETTLED
             self._next.loads.append(Load(key, 0, 0, ()))
+            return
+        asking.state = State.LOADING
+        if asking.failure:
+            # Some ranks have not failed, and P may not even have begun for them: nothing is asked for.
+            self._next.drops.append(Ended(request.request_id, key, asking.failure))
+            return
+        pages = tuple(list(group) for group in blocks.get_block_ids())
+        self._next.loads.append(Load(key, asking.local, asking.local + external, pages))
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         meta, self._next = self._next, StepMetadata()
@@ -116,6 +122,5 @@ class Consuming:
             return
         self._owners.pop(asking.paired.key, None)
         if asking.state is not State.SETTLED:
-            loading = asking.state is State.LOADING
-            ended = Ended(request.request_id, asking.paired.key, "D's request has ended", report=loading)
-            self._next.drops.append(ended)
+            loading, key = asking.state is State.LOADING, asking.paired.key
+            self._next.drops.append(Ended(request.request_id, key, "D's request has ended", report=loading))

@@ -18,26 +18,24 @@ from p2pkv.engine.commands import Expect, Hold, Load, OfferPrompt, Pages
 
 @dataclass
 class Prefill:
-    """P: what this step computes of one prompt.
-
-    Attributes:
-        cached: tokens that were in P's pages before this step and have not been said yet.
-        stop: tokens of the prompt that are in the pages after this step.
-    """
+    """P: after this step the pages hold the prompt's tokens [0, stop)."""
 
     pages: Pages
-    cached: int
     stop: int
 
 
 @dataclass
 class Ended:
-    """A request that has ended: `report` if vLLM waits for word that its pages are free."""
+    """A request that is over, and why if it was cut short.
+
+    Attributes:
+        report: vLLM keeps the request's pages until it hears that nobody uses them any more.
+    """
 
     request_id: str
     key: str
     reason: str
-    report: bool
+    report: bool = True
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,18 +25,21 @@ class _Prompt:
 
 
 class Producing:
+    """A key is taken from the arrival of its request until the workers have reported it."""
+
     def __init__(self, pairs: Pairs) -> None:
         self._pairs = pairs
         self._prompts: dict[str, _Prompt] = {}
-        self._keys: set[str] = set()
+        self._taken: set[str] = set()
+        self._ended: dict[str, str] = {}
         self._next = StepMetadata()
 
     def new(self, request: Request) -> None:
         paired = self._pairs.of(request)
         # Some routers leave `n` on P: its first child pushes, the others would push the same again.
-        if paired is None or paired.key in self._keys:
+        if paired is None or paired.key in self._taken:
             return
-        self._keys.add(paired.key)
+        self._taken.add(paired.key)
         self._prompts[request.request_id] = _Prompt(request, paired)
         self._next.holds.append(Hold(paired.key, paired.decode))
 
@@ -62,19 +66,29 @@ class Producing:
         state = output.kv_connector_block_state
         blocks = state.get_block_ids(request.request_id) if state is not None else None
         assert blocks is not None
-        cached = request.num_computed_tokens
-        stop = min(cached + scheduled, request.num_prompt_tokens)
-        pages = Pages(key, tuple(list(group) for group in blocks))
-        meta.prefills.append(Prefill(pages, min(cached, stop) if cached > prompt.said else 0, stop))
-        prompt.said = stop
+        # Cached tokens are not said apart: vLLM also counts as cached what another request of this
+        # very step is about to compute. Each layer's hook covers both.
+        prompt.said = min(request.num_computed_tokens + scheduled, request.num_prompt_tokens)
+        meta.prefills.append(Prefill(Pages(key, tuple(list(group) for group in blocks)), prompt.said))
 
     def finished(self, request: Request) -> bool:
         """The request has ended; whether its pages must wait for word from the workers."""
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is None:
             return False
-        self._keys.discard(prompt.paired.key)
+        key = prompt.paired.key
+        if prompt.said and not request.num_computed_tokens:
+            # Preempted since the last step, so its pages are gone already.
+            prompt.said = 0
+            self._next.revoked.append(key)
         whole = prompt.said >= request.num_prompt_tokens
         reason = "" if whole else "P's request was aborted before its prefill ended"
-        self._next.sent.append(Ended(request.request_id, prompt.paired.key, reason, report=prompt.offered))
-        return prompt.offered
+        self._ended[request.request_id] = key
+        self._next.sent.append(Ended(request.request_id, key, reason))
+        return True
+
+    def heard(self, sent: Iterable[str]) -> None:
+        """The workers have reported these requests: their keys may be used again."""
+        for request_id in sent:
+            if key := self._ended.pop(request_id, None):
+                self._taken.discard(key)

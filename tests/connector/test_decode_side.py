@@ -1,0 +1,329 @@
+"""D's connector inside vLLM's own scheduler: what waits, what is loaded, and what happens if it is not."""
+
+from __future__ import annotations
+
+import pytest
+from connector_support import BLOCK, Instance, inner_id, pair_id, tokens
+
+from p2pkv.engine import commands as do
+from p2pkv.pairing import Address
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = tokens(50)
+each_policy = pytest.mark.parametrize("policy", ["recompute", "fail"])
+each_pace = pytest.mark.parametrize("ahead", [0, 1], ids=["step-by-step", "one-step-ahead"])
+
+
+@each_pace
+def test_it_waits_until_every_rank_has_heard_that_p_has_begun_and_others_pass(ahead: int) -> None:
+    d = Instance("D", ranks=2, ahead=ahead)
+    paired = d.ask(inner_id(pair_id()), PROMPT)
+    alone = d.ask("cmpl-no-pair-0-12345678", tokens(20, "alone"))
+    d.step(2)
+    assert alone.num_output_tokens, "a later request is served meanwhile"
+    key = d.key(paired)
+    d.ranks[0].begin(key)
+    d.step(3)
+    assert not d.blocks(paired), "no blocks for a prompt that P has not begun everywhere"
+    d.ranks[1].begin(key)
+    d.step(3)
+    for rank in d.ranks:
+        (load,) = rank.said(do.Load)
+        assert (load.start, load.stop) == (0, len(PROMPT) - 1)
+        assert load.blocks == (d.blocks(paired),)
+    d.ranks[0].load(key)
+    d.step(3)
+    assert not paired.num_output_tokens, "not before every rank has all of it"
+    d.ranks[1].load(key)
+    d.run_until(lambda: paired.request_id in d.scheduled.num_scheduled_tokens)
+    assert d.scheduled.num_scheduled_tokens[paired.request_id] == 1, "the last token is computed here"
+    d.run_until(lambda: len(d.ended) == 2)
+    assert set(d.ended.values()) == {"length"}
+    d.assert_at_rest()
+
+
+def test_only_what_d_has_not_cached_is_asked_for() -> None:
+    d = Instance("D")
+    d.ask("cmpl-first-0-12345678", PROMPT[: 2 * BLOCK + 3])
+    d.run_until(lambda: d.ended)
+    paired = d.ask(inner_id(pair_id()), PROMPT)
+    d.step()
+    d.rank.begin(d.key(paired))
+    d.step(2)
+    (load,) = d.rank.said(do.Load)
+    assert (load.start, load.stop) == (2 * BLOCK, len(PROMPT) - 1)
+    assert load.blocks == (d.blocks(paired),)
+    d.rank.load(d.key(paired))
+    d.run_until(lambda: len(d.ended) == 2)
+    d.assert_at_rest()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_prompt_of_which_nothing_is_missing_waits_for_nobody_and_releases_p(cached: bool) -> None:
+    d = Instance("D")
+    prompt = PROMPT[: BLOCK + 1] if cached else PROMPT[:1]
+    if cached:
+        d.ask("cmpl-first-0-12345678", prompt)
+        d.run_until(lambda: d.ended)
+    paired = d.ask(inner_id(pair_id()), prompt)
+    d.step(2)
+    assert paired.num_output_tokens
+    assert [(load.start, load.stop) for load in d.rank.said(do.Load)] == [(0, 0)]
+    d.run_until(lambda: paired.request_id in d.ended)
+    d.assert_at_rest()
+
+
+@each_pace
+@pytest.mark.parametrize("moment", ["waiting", "begun", "loading", "failed", "loaded", "decoding"])
+def test_an_abort_leaves_nothing_behind(moment: str, ahead: int) -> None:
+    d = Instance("D", ranks=2, ahead=ahead)
+    paired = d.ask(inner_id(pair_id()), PROMPT)
+    if moment != "waiting":
+        d.step()
+        key = d.key(paired)
+        for rank in d.ranks:
+            rank.begin(key)
+    if moment in ("loading", "loaded", "decoding", "failed"):
+        d.run_until(lambda: d.rank.said(do.Load))
+    if moment == "failed":
+        d.ranks[0].fail(key)
+        d.step()
+    if moment in ("loaded", "decoding"):
+        for rank in d.ranks:
+            rank.load(key)
+        d.run_until(lambda: moment == "loaded" or paired.num_output_tokens)
+    d.abort(paired)
+    d.assert_at_rest()
+    assert d.reported.count(paired.request_id) == (moment in ("loading", "failed", "loaded", "decoding"))
+
+
+@pytest.mark.parametrize("steps", range(4))
+def test_an_abort_that_crosses_the_end_of_the_load(steps: int) -> None:
+    """With steps scheduled ahead, the abort may come before, between or after vLLM's hearing of it."""
+    d = Instance("D", ahead=1)
+    paired = d.ask(inner_id(pair_id()), PROMPT)
+    d.step()
+    d.rank.begin(d.key(paired))
+    d.run_until(lambda: d.rank.said(do.Load))
+    d.rank.load(d.key(paired))
+    d.step(steps)
+    d.abort(paired)
+    d.assert_at_rest()
+    assert d.reported == [paired.request_id]
+
+
+@each_pace
+def test_failed_before_p_began_it_is_computed_here_under_recompute(ahead: int) -> None:
+    d = Instance("D", policy="recompute", ranks=2, ahead=ahead)
+    paired = d.ask(inner_id(pair_id()), PROMPT)
+    d.step()
+    d.ranks[1].fail(d.key(paired))
+    d.run_until(lambda: d.ended)
+    assert d.ended == {paired.request_id: "length"}
+    assert d.computed[paired.request_id] == len(PROMPT) + 3
+    assert all(load.stop == 0 for rank in d.ranks for load in rank.said(do.Load))
+    assert not d.reported, "vLLM was never told to wait"
+    d.assert_at_rest()
+
+
+@each_pace
+@pytest.mark.parametrize("begun", [0, 1], ids=["nowhere-begun", "half-begun"])
+def test_failed_before_p_began_it_is_an_error_under_fail(ahead: int, begun: int) -> None:
+    d = Instance("D", policy="fail", ranks=2, ahead=ahead)
+    paired = d.ask(inner_id(pair_id()), PROMPT)
+    d.step()
+    key = d.key(paired)
+    if begun:
+        d.ranks[0].begin(key)
+    d.ranks[1].fail(key)
+    d.run_until(lambda: d.ended)
+    assert d.ended == {paired.request_id: "error"}
+    after = d.ask("cmpl-after-0-12345678", PROMPT)
+    d.run_until(lambda: len(d.ended) == 2)
+    assert d.ended[after.request_id] == "length"
+    d.assert_at_rest()
+
+
+@each_pace
+@each_policy
+@pytest.mark.parametrize("both", [False, True])
+def test_failed_while_loading(policy: str, ahead: int, both: bool) -> None:
+    d = Instance("D", policy=policy, ranks=2, ahead=ahead)
+    paired = d.ask(inner_id(pair_id()), PROMPT)
+    d.step()
+    key = d.key(paired)
+    for rank in d.ranks:
+        rank.begin(key)
+    d.run_until(lambda: d.rank.said(do.Load))
+    d.ranks[0].fail(key)
+    d.step(3)
+    assert not d.ended, "the other rank may still write into the pages"
+    (d.ranks[1].fail if both else d.ranks[1].load)(key)
+    d.run_until(lambda: d.ended)
+    assert d.ended == {paired.request_id: "length" if policy == "recompute" else "error"}
+    assert len(d.rank.said(do.Load)) == 1, "what has failed is not asked for again"
+    d.assert_at_rest()
+
+
+@each_policy
+def test_a_failure_that_crosses_the_admission(policy: str) -> None:
+    d = Instance("D", policy=policy, ahead=1)
+    paired = d.ask(inner_id(pair_id()), PROMPT)
+    d.step()
+    d.rank.begin(d.key(paired))
+    d.step()
+    d.rank.fail(d.key(paired))
+    d.run_until(lambda: d.ended)
+    assert d.ended == {paired.request_id: "length" if policy == "recompute" else "error"}
+    d.assert_at_rest()
+
+
+def test_a_preempted_request_is_computed_here_and_not_asked_for_again() -> None:
+    d = Instance("D", blocks=8)
+    other = d.ask("cmpl-other-0-12345678", tokens(BLOCK, "other"), max_tokens=60)
+    paired = d.ask(inner_id(pair_id()), PROMPT[: 2 * BLOCK], max_tokens=40)
+    d.step()
+    d.rank.begin(d.key(paired))
+    d.step(2)
+    d.rank.load(d.key(paired))
+    d.run_until(lambda: paired.num_preemptions, most=80)
+    d.run_until(lambda: len(d.ended) == 2, most=120)
+    assert set(d.ended.values()) == {"length"}
+    assert len(d.rank.said(do.Load)) == len(d.rank.said(do.Expect)) == 1
+    assert other.num_output_tokens == 60
+    d.assert_at_rest()
+
+
+@pytest.mark.parametrize("first", ["loads", "fails", "is aborted"])
+def test_children_of_one_prompt_wait_for_the_first_and_take_its_cache(first: str) -> None:
+    d = Instance("D", policy="recompute")
+    outer = pair_id()
+    children = [d.ask(inner_id(outer, child=child), PROMPT) for child in range(3)]
+    d.step(2)
+    (expect,) = d.rank.said(do.Expect)
+    if first == "is aborted":
+        d.abort(children[0])
+    else:
+        d.rank.begin(expect.key)
+        d.step(3)
+        assert not any(child.num_output_tokens for child in children)
+        (d.rank.load if first == "loads" else d.rank.fail)(expect.key)
+    d.run_until(lambda: len(d.ended) == 3)
+    if first == "loads":
+        prefilled = [d.computed[child.request_id] - 3 for child in children]
+        assert prefilled == [1, len(PROMPT) % BLOCK, len(PROMPT) % BLOCK]
+    assert len(d.rank.said(do.Expect)) == 1
+    d.assert_at_rest()
+
+
+def test_the_prompts_of_a_list_are_loaded_each_by_itself() -> None:
+    d = Instance("D")
+    outer = pair_id()
+    requests = [d.ask(inner_id(outer, prompt=index), tokens(40, index)) for index in range(3)]
+    d.step()
+    keys = [d.key(request) for request in requests]
+    assert len(set(keys)) == 3
+    for key in reversed(keys):
+        d.rank.begin(key)
+        d.step(2)
+        d.rank.load(key)
+    d.run_until(lambda: len(d.ended) == 3)
+    d.assert_at_rest()
+
+
+@pytest.mark.parametrize(
+    "request_id",
+    [
+        "cmpl-plain-0-12345678",
+        "cmpl-___prefill_addr_127.0.0.1:21001___decode_addr_nobody-0-12345678",
+        inner_id(pair_id(decode=Address("127.0.0.1", 21999))),
+        "cmpl-" + pair_id() + "-0-12345678-and-more",
+    ],
+    ids=["no-pair", "half-a-pair", "another-d", "unknown-ending"],
+)
+def test_a_request_that_is_not_for_this_pair_is_served_here_alone(
+    request_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    d = Instance("D")
+    with caplog.at_level("WARNING", logger="p2pkv"):
+        for again in range(2):
+            d.ask(f"{again}{request_id}" if again else request_id, PROMPT)
+    d.run_until(lambda: len(d.ended) == 2)
+    assert not d.rank.log
+    said = [record.message for record in caplog.records if record.name == "p2pkv"]
+    assert len(said) == 1, "said once, not for every request"
+    assert "alone" in said[0]
+    d.assert_at_rest()
+
+
+@pytest.mark.parametrize("moment", ["waiting", "settled", "loading"])
+def test_the_same_id_again_is_another_request(moment: str) -> None:
+    """A client that gives up and comes back with the same id hurts neither its request nor the engine."""
+    d = Instance("D")
+    outer = pair_id()
+    first = d.ask(inner_id(outer), PROMPT)
+    d.step()
+    key = d.key(first)
+    if moment != "waiting":
+        d.rank.begin(key)
+        d.run_until(lambda: d.rank.said(do.Load))
+    if moment == "settled":
+        d.rank.load(key)
+        d.run_until(lambda: first.num_output_tokens)
+    d.abort(first)
+    second = d.ask(inner_id(outer), PROMPT[:30])
+    d.run_until(lambda: second.request_id in d.workers[0].loads.requests.values())
+    assert second.request_id not in d.ended
+    d.rank.begin(d.key(second))
+    d.step(2)
+    d.rank.load(d.key(second))
+    d.run_until(lambda: second.request_id in d.ended)
+    assert d.ended[second.request_id] == "length"
+    d.assert_at_rest()
+
+
+def test_the_same_id_again_and_again_in_one_step() -> None:
+    d = Instance("D")
+    outer = pair_id()
+    for again in range(5):
+        request = d.ask(inner_id(outer), PROMPT)
+        if again % 2:
+            d.step()
+        d.abort(request)
+    last = d.ask(inner_id(outer), PROMPT)
+    d.run_until(lambda: last.request_id in d.workers[0].loads.requests.values())
+    d.rank.begin(d.key(last))
+    d.step(2)
+    d.rank.load(d.key(last))
+    d.run_until(lambda: last.request_id in d.ended)
+    d.assert_at_rest()
+
+
+def test_a_d_full_of_waiting_prompts_still_serves() -> None:
+    """Requests whose P has not begun hold no blocks, however many they are."""
+    d = Instance("D", blocks=6)
+    waiting = [d.ask(inner_id(pair_id(index)), tokens(60, index)) for index in range(20)]
+    served = d.ask("cmpl-served-0-12345678", tokens(60, "served"))
+    d.run_until(lambda: served.request_id in d.ended)
+    for request in waiting:
+        d.abort(request)
+    d.assert_at_rest()
+
+
+def test_what_p_has_begun_is_admitted_as_blocks_allow() -> None:
+    d = Instance("D", blocks=6)
+    requests = [d.ask(inner_id(pair_id(index)), tokens(60, index)) for index in range(6)]
+    d.step()
+    keys = [d.key(request) for request in requests]
+    for key in keys:
+        d.rank.begin(key)
+    loaded: set[str] = set()
+    while len(d.ended) < len(requests):
+        d.step()
+        for load in d.rank.said(do.Load):
+            if load.key not in loaded:
+                loaded.add(load.key)
+                d.rank.load(load.key)
+    assert loaded == set(keys)
+    d.assert_at_rest()

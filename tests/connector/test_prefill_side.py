@@ -1,0 +1,275 @@
+"""P's connector inside vLLM's own scheduler: what the workers are told of prompts, and who keeps pages."""
+
+from __future__ import annotations
+
+import pytest
+from connector_support import BLOCK, D_ADDRESS, LAYERS, Instance, inner_id, pair_id, tokens
+from vllm.v1.request import Request
+
+from p2pkv.connector.identity import prompt_digest
+from p2pkv.connector.metadata import Prefill
+from p2pkv.engine import commands as do
+
+pytestmark = pytest.mark.vllm
+
+each_pace = pytest.mark.parametrize("ahead", [0, 1], ids=["step-by-step", "one-step-ahead"])
+
+
+def prefills(p: Instance, key: str) -> list[Prefill]:
+    return [each for meta in p.metas for each in meta.prefills if each.pages.key == key]
+
+
+def the_key(p: Instance) -> str:
+    (hold,) = p.rank.said(do.Hold)
+    return str(hold.key)
+
+
+def finish(p: Instance, *requests: Request) -> None:
+    p.run_until(lambda: all(request.request_id in p.ended for request in requests))
+
+
+@each_pace
+def test_a_prompt_is_held_then_offered_then_computed_in_contiguous_chunks(ahead: int) -> None:
+    p = Instance("P", budget=64, ahead=ahead)
+    request = p.ask(inner_id(pair_id()), tokens(150), max_tokens=1)
+    blocks: list[int] = []
+    while request.request_id not in p.ended:
+        p.step()
+        blocks = p.blocks(request) or blocks
+    key = the_key(p)
+    assert p.rank.said(do.Hold) == [do.Hold(key, D_ADDRESS)]
+    assert p.rank.said(do.OfferPrompt) == [do.OfferPrompt(key, D_ADDRESS, 150, prompt_digest(request))]
+    said = prefills(p, key)
+    assert [each.stop for each in said] == [64, 128, 150]
+    for each in said:
+        (table,) = each.pages.blocks
+        assert table == blocks[: len(table)]
+        assert len(table) * BLOCK >= each.stop
+    assert p.blocks(request) == blocks, "vLLM keeps the pages"
+    p.step(5)
+    assert request.request_id in p.scheduler.requests
+    p.rank.free(key)
+    p.assert_at_rest()
+    assert p.reported == [request.request_id]
+
+
+def test_each_layer_is_said_once_when_its_hook_comes_and_nothing_before() -> None:
+    p = Instance("P", budget=64)
+    p.ask(inner_id(pair_id()), tokens(100), max_tokens=1)
+    p.step(2)
+    key, layers = the_key(p), len(LAYERS)
+    computed = [(each.prompts, each.layer, each.layer_stop) for each in p.rank.said(do.Computed)]
+    first, second = ((key, 64),), ((key, 100),)
+    assert computed == [
+        *((first, layer, layer + 1) for layer in range(layers)),
+        (first, 0, layers),
+        *((second, layer, layer + 1) for layer in range(layers)),
+        (second, 0, layers),
+    ]
+
+
+def test_a_prefix_that_p_has_cached_goes_with_the_first_step() -> None:
+    p = Instance("P")
+    prompt = tokens(100)
+    first = p.ask("cmpl-first-0-12345678", prompt[:70], max_tokens=1)
+    finish(p, first)
+    p.ask(inner_id(pair_id()), prompt, max_tokens=1)
+    p.step()
+    (said,) = prefills(p, the_key(p))
+    assert said.stop == 100, "36 tokens were computed, 64 had been"
+    assert len(said.pages.blocks[0]) == 7
+
+
+def test_a_prefix_that_another_request_computes_in_this_very_step_is_not_said_early() -> None:
+    """vLLM counts such tokens as cached, but no layer has them before the forward has passed it."""
+    p = Instance("P", budget=200)
+    prompt = tokens(64)
+    requests = [p.ask(inner_id(pair_id(index)), [*prompt, index, 1, 2], max_tokens=1) for index in range(2)]
+    p.step()
+    assert p.computed[requests[1].request_id] == 3, "the second prompt's prefix counts as cached"
+    assert p.blocks(requests[0])[:4] == p.blocks(requests[1])[:4]
+    early = [each for each in p.rank.said(do.Computed) if each.layer_stop - each.layer > 1][:-1]
+    assert not early, "all but the sweep at the end come from the hooks of single layers"
+    (step,) = {each.prompts for each in p.rank.said(do.Computed)}
+    assert [stop for _, stop in step] == [67, 67]
+
+
+@each_pace
+def test_the_pages_are_kept_until_nothing_reads_them_and_no_longer(ahead: int) -> None:
+    p = Instance("P", ranks=2, ahead=ahead)
+    requests = [p.ask(inner_id(pair_id(index)), tokens(30, index), max_tokens=1) for index in range(3)]
+    finish(p, *requests)
+    p.step(4)
+    held = p.free
+    keys = [hold.key for hold in p.rank.said(do.Hold)]
+    for rank in p.ranks:
+        rank.free(keys[1])
+        p.step(2 + ahead)
+        p.drain()
+        assert p.reported == ([] if rank is p.ranks[0] else [requests[1].request_id])
+    assert p.free == held + 2
+    for rank in p.ranks:
+        rank.free(keys[0])
+        rank.free(keys[2])
+    p.assert_at_rest()
+
+
+def test_pages_that_are_free_before_the_request_ends_are_reported_only_then() -> None:
+    """vLLM's engine would stop at a report about a request that has not ended."""
+    p = Instance("P")
+    request = p.ask(inner_id(pair_id()), tokens(30), max_tokens=8)
+    p.step(2)
+    p.rank.free(the_key(p))
+    p.step(3)
+    assert not p.reported
+    finish(p, request)
+    p.assert_at_rest()
+    assert p.reported == [request.request_id]
+
+
+@pytest.mark.parametrize("moment", ["at once", "queued", "half", "whole"])
+@each_pace
+def test_an_abort_gives_up_the_transfer_and_frees_the_pages(moment: str, ahead: int) -> None:
+    p = Instance("P", budget=64, seqs=1, ahead=ahead)
+    if moment == "queued":
+        running = p.ask("cmpl-running-0-12345678", tokens(10, "running"), max_tokens=20)
+    request = p.ask(inner_id(pair_id()), tokens(100), max_tokens=20)
+    p.step({"at once": 0, "queued": 2, "half": 1, "whole": 3}[moment])
+    p.abort(request)
+    p.step(2)
+    key = the_key(p)
+    if moment == "whole":
+        assert not p.rank.said(do.Abort), "what is computed is still sent"
+        p.rank.free(key)
+    else:
+        assert [abort.key for abort in p.rank.said(do.Abort)] == [key]
+    if moment == "queued":
+        finish(p, running)
+    p.assert_at_rest()
+    assert p.reported == [request.request_id]
+
+
+def test_preempted_while_it_prefills_it_is_revoked_and_computed_again() -> None:
+    p = Instance("P", budget=64)
+    request = p.ask(inner_id(pair_id()), tokens(150), max_tokens=1)
+    p.step(2)
+    key, before = the_key(p), p.blocks(request)
+    assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
+    filler = p.ask("cmpl-filler-0-12345678", tokens(40, "filler"), max_tokens=1)
+    p.step()
+    assert p.rank.revoked == [key]
+    finish(p, request, filler)
+    after = prefills(p, key)[2:]
+    assert [each.stop for each in after] == [64, 128, 150]
+    assert after[-1].pages.blocks[0] != before
+    assert len(p.rank.said(do.OfferPrompt)) == 1
+    p.rank.free(key)
+    p.assert_at_rest()
+
+
+def test_preempted_while_it_decodes_it_is_revoked_and_computed_again() -> None:
+    p = Instance("P", blocks=8)
+    other = p.ask("cmpl-other-0-12345678", tokens(BLOCK, "other"), max_tokens=60)
+    request = p.ask(inner_id(pair_id()), tokens(2 * BLOCK), max_tokens=40)
+    p.run_until(lambda: request.num_preemptions, most=80)
+    p.step()
+    key = the_key(p)
+    assert p.rank.revoked == [key]
+    p.run_until(lambda: len(p.ended) == 2, most=200)
+    assert [each.stop for each in prefills(p, key)] == [2 * BLOCK] * (1 + request.num_preemptions)
+    assert other.request_id in p.ended
+    p.rank.free(key)
+    p.assert_at_rest()
+
+
+def test_preempted_after_all_was_sent_its_end_is_still_reported() -> None:
+    p = Instance("P")
+    request = p.ask(inner_id(pair_id()), tokens(30), max_tokens=8)
+    p.step(2)
+    p.rank.free(the_key(p))
+    p.step()
+    assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
+    finish(p, request)
+    p.assert_at_rest()
+    assert p.reported == [request.request_id]
+
+
+def test_preempted_and_aborted_between_two_steps_its_pages_are_not_read_any_more() -> None:
+    p = Instance("P")
+    request = p.ask(inner_id(pair_id()), tokens(30), max_tokens=8)
+    p.step(2)
+    assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
+    p.abort(request)
+    p.step()
+    key = the_key(p)
+    assert p.rank.revoked == [key]
+    assert [abort.key for abort in p.rank.said(do.Abort)] == [key]
+    p.assert_at_rest()
+
+
+def test_of_the_children_of_one_prompt_only_the_first_pushes() -> None:
+    p = Instance("P")
+    outer, prompt = pair_id(), tokens(40)
+    children = [p.ask(inner_id(outer, child=child), prompt, max_tokens=1) for child in range(3)]
+    finish(p, *children)
+    assert len(p.rank.said(do.OfferPrompt)) == 1
+    p.rank.free(the_key(p))
+    p.assert_at_rest()
+    assert p.reported == [children[0].request_id]
+
+
+def test_the_prompts_of_a_list_are_pushed_each_by_itself_in_one_step() -> None:
+    p = Instance("P", budget=200)
+    outer = pair_id()
+    requests = [
+        p.ask(inner_id(outer, prompt=index), tokens(20 + index, index), max_tokens=1) for index in range(4)
+    ]
+    p.step()
+    keys = [hold.key for hold in p.rank.said(do.Hold)]
+    assert len(set(keys)) == 4
+    (hooked, *_) = p.rank.said(do.Computed)
+    assert hooked.prompts == tuple((key, 20 + index) for index, key in enumerate(keys))
+    (flush,) = p.rank.said(do.Flush)
+    assert flush.keys == tuple(keys)
+    finish(p, *requests)
+    for key in keys:
+        p.rank.free(key)
+    p.assert_at_rest()
+
+
+def test_the_same_id_again_while_the_first_ones_pages_are_held_is_served_without_a_push() -> None:
+    """One key must never mean the pages of two requests."""
+    p = Instance("P")
+    outer = pair_id()
+    first = p.ask(inner_id(outer), tokens(30, "first"), max_tokens=1)
+    finish(p, first)
+    second = p.ask(inner_id(outer), tokens(40, "second"), max_tokens=1)
+    finish(p, second)
+    key = the_key(p)
+    assert [each.stop for each in prefills(p, key)] == [30]
+    p.rank.free(key)
+    p.assert_at_rest()
+    third = p.ask(inner_id(outer), tokens(50, "third"), max_tokens=1)
+    finish(p, third)
+    assert [each.stop for each in prefills(p, key)] == [30, 50], "then the key is free again"
+    p.rank.free(key)
+    p.assert_at_rest()
+    assert p.reported == [first.request_id, third.request_id]
+
+
+@pytest.mark.parametrize("request_id", ["cmpl-plain-0-12345678", "cmpl-___decode_addr_x-0-12345678"])
+def test_requests_without_a_pair_are_none_of_our_business(request_id: str) -> None:
+    p = Instance("P")
+    request = p.ask(request_id, tokens(100), params={"transfer_id": "x"}, max_tokens=3)
+    finish(p, request)
+    assert not p.rank.log
+    p.assert_at_rest()
+
+
+def test_a_transfer_id_names_the_transfer_on_both_sides() -> None:
+    p, d = Instance("P"), Instance("D")
+    for instance in (p, d):
+        instance.ask(inner_id(pair_id()), tokens(40), params={"transfer_id": "tx-1"}, max_tokens=1)
+        instance.step()
+    (hold,), (expect,) = p.rank.said(do.Hold), d.rank.said(do.Expect)
+    assert hold.key == expect.key == "tx:tx-1/0"

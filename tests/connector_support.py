@@ -1,0 +1,348 @@
+"""vLLM's own scheduler around our connector, with workers whose engine is made up. No server, no model."""
+
+from __future__ import annotations
+
+import copy
+import random
+import tempfile
+import uuid
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.plugins import load_general_plugins
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from p2pkv.cli.tiny_model import TinyLlama, ensure_model
+from p2pkv.connector.metadata import StepMetadata
+from p2pkv.connector.worker import Worker
+from p2pkv.engine import commands as do
+from p2pkv.engine.counters import Counters
+from p2pkv.engine.steps import Steps
+from p2pkv.pairing import Address, mint
+
+BLOCK = 16
+P_ADDRESS, D_ADDRESS = Address("127.0.0.1", 21001), Address("127.0.0.1", 21101)
+LAYERS = {"model.layers.0.self_attn.attn": 0, "model.layers.1.self_attn.attn": 1}
+_ROLES = {"P": ("kv_producer", P_ADDRESS), "D": ("kv_consumer", D_ADDRESS)}
+
+
+@cache
+def model_folder() -> Path:
+    """A model of a few kilobytes: configurations need one, and nobody loads its weights."""
+    small = TinyLlama(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=64, vocab=512)
+    return ensure_model(small, Path(tempfile.gettempdir()) / "p2pkv-connector-tests")
+
+
+def vllm_config(role: str, *, policy: str = "fail", budget: int = 64, seqs: int = 8) -> VllmConfig:
+    """A configuration for one instance; `budget` is of tokens in a step."""
+    load_general_plugins()
+    kv_role, address = _ROLES[role]
+    return VllmConfig(
+        model_config=ModelConfig(model=str(model_folder()), max_model_len=512, dtype="float32"),
+        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=512,
+            is_encoder_decoder=False,
+            enable_chunked_prefill=True,
+        ),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="P2pKvConnector",
+            kv_role=kv_role,
+            kv_port=address.port,
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config={"host": address.host},
+        ),
+    )
+
+
+def kv_cache_config(blocks: int = 64, spec: Any = None, layers: Iterable[str] = LAYERS) -> KVCacheConfig:
+    full = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(list(layers), spec or full)]
+    return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def pair_id(unique: int | str = 0, *, decode: Address = D_ADDRESS) -> str:
+    """A router's request id for P and D, the same for the same `unique`."""
+    return mint(P_ADDRESS, decode, uuid.uuid5(uuid.NAMESPACE_OID, str(unique)).hex)
+
+
+def inner_id(outer: str, prompt: int = 0, child: int | None = None) -> str:
+    """What vLLM's completions API makes of a request id; its last part differs each time."""
+    return f"{'' if child is None else f'{child}_'}cmpl-{outer}-{prompt}-{uuid.uuid4().hex[:8]}"
+
+
+def tokens(count: int, seed: int | str = 0) -> list[int]:
+    """A prompt like no other seed's."""
+    draw = random.Random(f"{seed}")
+    return [draw.randrange(10, 500) for _ in range(count)]
+
+
+def make_request(
+    request_id: str, prompt: Sequence[int], max_tokens: int = 4, params: Any = None, **more: Any
+) -> Request:
+    init_none_hash(sha256)
+    extra = None if params is None else {"kv_transfer_params": params}
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=list(prompt),
+        sampling_params=sampling,
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(BLOCK, sha256),
+        **more,
+    )
+
+
+@dataclass
+class Fact:
+    """What the made-up engine knows of one key."""
+
+    offered: bool = False
+    asked: bool = False
+    over: bool = False
+
+
+@dataclass
+class FakeRank:
+    """Writes down its commands, keeps the engine's promises, and refuses what the engine cannot do.
+
+    Its promises: each D key has one last word (Loaded or LoadFailed), each P key one PagesFree.
+    """
+
+    log: list[do.Command] = field(default_factory=list)
+    facts: dict[str, Fact] = field(default_factory=dict)
+    revoked: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.counters, self.steps = Counters(), Steps(1e9)
+        self._events: list[do.Event] = []
+
+    def do(self, command: do.Command) -> None:
+        self.log.append(command)
+        match command:
+            case do.Hold(key) | do.Expect(key):
+                assert key not in self.facts, f"{key} is announced while the engine still knows it"
+                self.facts[key] = Fact()
+            case do.OfferPrompt(key):
+                assert not self.facts[key].offered, f"{key} is offered twice"
+                self.facts[key].offered = True
+            case do.Pages(key):
+                assert self.facts[key].offered
+            case do.Computed(prompts):
+                assert all(self.facts[key].offered for key, _ in prompts)
+            case do.Load(key, start, stop):
+                self._load(key, stop > start)
+            case do.Drop(key, reason):
+                self._last_word(do.LoadFailed(key, reason))
+            case do.Abort(key):
+                self._last_word(do.PagesFree(key))
+            case do.Forget(key):
+                assert self.facts.pop(key).over, f"{key} is forgotten before the engine's last word"
+
+    def _load(self, key: str, anything: bool) -> None:
+        fact = self.facts[key]
+        assert not fact.asked, f"{key} is asked for twice"
+        fact.asked = True
+        if not anything:
+            self._last_word(do.Loaded(key))
+        else:
+            assert fact.offered or fact.over, f"{key} is asked for before P has begun"
+
+    def _last_word(self, event: do.Loaded | do.LoadFailed | do.PagesFree) -> None:
+        fact = self.facts[event.key]
+        if not fact.over:
+            fact.over = True
+            self._events.append(event)
+
+    def revoke(self, keys: Iterable[str]) -> None:
+        self.revoked += keys
+
+    def events(self) -> list[do.Event]:
+        events, self._events = self._events, []
+        return events
+
+    def stop(self) -> None:
+        pass
+
+    # What happens between the ranks.
+
+    def begin(self, key: str) -> None:
+        assert not self.facts[key].offered
+        self.facts[key].offered = True
+        self._events.append(do.Begun(key))
+
+    def load(self, key: str) -> None:
+        assert self.facts[key].asked
+        self._last_word(do.Loaded(key))
+
+    def fail(self, key: str) -> None:
+        self._last_word(do.LoadFailed(key, "P is gone"))
+
+    def free(self, key: str) -> None:
+        self._last_word(do.PagesFree(key))
+
+    def said(self, kind: type) -> list[Any]:
+        return [command for command in self.log if isinstance(command, kind)]
+
+
+class Instance:
+    """One vLLM engine core: the real scheduler, our connector, and a Worker of ours for each rank.
+
+    `ahead`: steps that are scheduled before the first one's result is known, as with asynchronous
+    scheduling.
+    """
+
+    def __init__(
+        self, role: str, *, ranks: int = 1, blocks: int = 64, ahead: int = 0, **options: Any
+    ) -> None:
+        config = vllm_config(role, **options)
+        config.cache_config.num_gpu_blocks = blocks
+        config.parallel_config.tensor_parallel_size = ranks
+        config.scheduler_config.async_scheduling = bool(ahead)
+        kind = AsyncScheduler if ahead else Scheduler
+        self.scheduler = kind(
+            vllm_config=config,
+            kv_cache_config=kv_cache_config(blocks),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+        )
+        self.ranks = [FakeRank() for _ in range(ranks)]
+        self.workers = [Worker(rank, LAYERS, torch.device("cpu")) for rank in self.ranks]
+        self.aggregator = KVOutputAggregator(ranks)
+        self.ended: dict[str, str] = {}
+        """Why each request has ended, as its client hears."""
+        self.reported: list[str] = []
+        self.computed: Counter[str] = Counter()
+        """Tokens that each request's forwards have computed."""
+        self.metas: list[StepMetadata] = []
+        self._ahead = ahead
+        self._running: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._free = self.free
+
+    @property
+    def rank(self) -> FakeRank:
+        return self.ranks[0]
+
+    @property
+    def free(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def add(self, request: Request) -> Request:
+        self.scheduler.add_request(request)
+        return request
+
+    def ask(self, request_id: str, prompt: Sequence[int], **more: Any) -> Request:
+        return self.add(make_request(request_id, prompt, **more))
+
+    def abort(self, request: Request) -> None:
+        self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+        self.ended[request.request_id] = "abort"
+
+    def key(self, request: Request) -> str:
+        """The key of a request that the workers know."""
+        known = self.ranks[0].facts
+        (key,) = [key for key, held in self.workers[0].loads.requests.items() if held == request.request_id]
+        assert key in known
+        return key
+
+    def blocks(self, request: Request) -> list[int]:
+        (group,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        return list(group)
+
+    def step(self, steps: int = 1) -> None:
+        """Schedule, run and take note, `steps` times."""
+        for _ in range(steps):
+            self.scheduled = self.scheduler.schedule()
+            self.computed.update(self.scheduled.num_scheduled_tokens)
+            self._running.append((self.scheduled, self._run(self.scheduled)))
+            if len(self._running) > self._ahead:
+                self._take_note()
+
+    def drain(self) -> None:
+        """Take note of all steps that have been scheduled."""
+        while self._running:
+            self._take_note()
+
+    def _run(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        meta = scheduled.kv_connector_metadata
+        assert isinstance(meta, StepMetadata)
+        self.metas.append(meta)
+        outputs = [self._rank_output(worker, copy.deepcopy(meta), scheduled) for worker in self.workers]
+        output = self.aggregator.aggregate(outputs)
+        assert output is not None
+        return output
+
+    def _rank_output(
+        self, worker: Worker, meta: StepMetadata, scheduled: SchedulerOutput
+    ) -> ModelRunnerOutput:
+        worker.preempt(meta)
+        worker.begin(meta)
+        if scheduled.total_num_scheduled_tokens:
+            for name in LAYERS:
+                worker.layer(name)
+        worker.end()
+        results = worker.results()
+        ids = list(scheduled.num_scheduled_tokens)
+        prefilling = [self.scheduler.requests[request_id].is_prefill_chunk for request_id in ids]
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+            sampled_token_ids=[[] if chunk else [7] for chunk in prefilling],
+            kv_connector_output=KVConnectorOutput(
+                finished_sending=results.finished_sending,
+                finished_recving=results.finished_recving,
+                failed_recving=results.failed_recving,
+                kv_connector_worker_meta=worker.news(),
+            ),
+        )
+
+    def _take_note(self) -> None:
+        scheduled, output = self._running.popleft()
+        told = output.kv_connector_output
+        assert told is not None
+        self.reported += [*(told.finished_sending or ()), *(told.finished_recving or ())]
+        for outputs in self.scheduler.update_from_output(scheduled, output).values():
+            for each in outputs.outputs:
+                if each.finish_reason is not None:
+                    self.ended[each.request_id] = str(each.finish_reason)
+
+    def run_until(self, done: Any, most: int = 60) -> None:
+        for _ in range(most):
+            if done():
+                return
+            self.step()
+        raise AssertionError(f"not after {most} steps")
+
+    def assert_at_rest(self) -> None:
+        """Nobody holds anything, and vLLM was told of each request at most once."""
+        self.step(3)
+        self.drain()
+        assert not self.scheduler.requests
+        assert self.free == self._free
+        assert len(set(self.reported)) == len(self.reported)
+        for rank in self.ranks:
+            assert not rank.facts
