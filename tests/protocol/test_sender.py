@@ -376,6 +376,22 @@ def test_who_claims_what_has_ended_is_told_so_each_time() -> None:
     assert isinstance(effect, Tell) and isinstance(effect.message, Failed) and effect.message.attempt == 2
 
 
+def test_a_d_that_has_restarted_is_not_taken_for_the_one_before() -> None:
+    for make in (done, drained, sending):
+        rig = make()
+        rig.sender.lost(0, "restarted")
+        assert not rig.sender.vouches(0, 1)
+        effect = rig.claim(attempt=1)[0]
+        assert isinstance(effect, Tell) and isinstance(effect.message, Failed)
+        assert rig.claim(attempt=2) == [Tell(0, offer(2))]
+
+
+def test_p_vouches_for_what_is_alive() -> None:
+    alive = {Leg.CLAIMED: True, Leg.SENDING: True, Leg.DRAINED: True, Leg.DONE: False, Leg.ENDED: False}
+    assert {state: make().sender.vouches(0, 1) for state, make in LEGS.items()} == alive
+    assert not sending().sender.vouches(0, 2) and not sending().sender.vouches(1, 1)
+
+
 def test_a_later_attempt_takes_the_place_of_the_one_before() -> None:
     for rig in (cancelled(), sending()):
         assert rig.claim(attempt=3) == [Tell(0, offer(3))]

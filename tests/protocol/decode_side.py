@@ -1,0 +1,380 @@
+"""A D rank for tests: its engine and its pages, with nothing but the protocol in between."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+from protocol.wires import Cell, Line, Link, LinkBroken, Receive, Violation
+
+from p2pkv.plan import Edge, Plan
+from p2pkv.protocol import messages as m
+from p2pkv.protocol.effects import Effect, Finished, Offered, Post, Tell
+from p2pkv.protocol.handshake import Dialing, Refused, judge
+from p2pkv.protocol.machine import RemoteProtocolError
+from p2pkv.protocol.receiver import Receiver
+
+if TYPE_CHECKING:
+    from protocol.world import World
+
+
+@dataclass(eq=False)
+class Posted:
+    """A receive, in the order of the link; P says Sent in that order too."""
+
+    receive: Receive
+    key: str
+    chunk: m.Chunk
+    since: float
+    said: m.Sent | None = None
+
+
+@dataclass(eq=False)
+class Peer:
+    line: Line
+    dialing: Dialing
+    hello: m.Hello | None = None
+    plan: Plan | None = None
+    number: int = 0
+    link: Link | None = None
+    asked: deque[tuple[str, m.Chunk]] = field(default_factory=deque)
+    posted: deque[Posted] = field(default_factory=deque)
+
+
+class DecodeRank:
+    def __init__(self, world: World, rank: int, incarnation: str) -> None:
+        self.world, self.rank, self.incarnation = world, rank, incarnation
+        self.peers: dict[int, Peer] = {}
+        self.receivers: dict[str, Receiver] = {}
+        self.cells: dict[str, dict[tuple[int, int, int], Cell]] = {}
+        self.offered: set[str] = set()
+        self.attempts: dict[str, int] = {}
+        self.claimed: dict[str, set[int]] = {}
+        self._attempt = 0
+        self._next_beat = 0.0
+
+    # The requests.
+
+    def expect(self, key: str, tokens: int) -> None:
+        terms = self.world.terms
+        self._attempt += 1
+        self.attempts[key] = self._attempt
+        self.cells[key] = {}
+        self.claimed.pop(key, None)
+        self.offered.discard(key)
+        self.receivers[key] = Receiver(
+            key,
+            self._attempt,
+            tokens,
+            self.world.digest(key),
+            terms.row_bytes,
+            terms.unit,
+            terms.lease,
+            self.world.now,
+        )
+        self.connect(key)
+
+    def want(self, key: str, start: int, stop: int) -> None:
+        self.run(key, self.receivers[key].want(start, stop, self.world.now))
+
+    def cancel(self, key: str, reason: str) -> None:
+        if key in self.receivers:
+            self.run(key, self.receivers[key].cancel(reason))
+
+    def forget(self, key: str) -> None:
+        if key in self.receivers and self.receivers[key].load.ended:
+            del self.receivers[key]
+
+    # The control plane.
+
+    def connect(self, key: str) -> None:
+        """Dial rank 0 of P, learn its shape, dial those that owe something, claim."""
+        receiver = self.receivers[key]
+        if receiver.sources or receiver.load.ended:
+            return
+        first = self._dial(0)
+        if first.dialing.refused:
+            self.run(key, receiver.lost(first.dialing.reason))
+        if not first.dialing.open or first.plan is None:
+            return
+        edges = {edge.source: edge for edge in first.plan.to_target(self.rank)}
+        ranks = {*edges, *self._idle(first.plan)}
+        dialed = [self._dial(rank) for rank in sorted(ranks)]
+        if all(peer.dialing.open for peer in dialed):
+            self.claimed[key] = ranks
+            for rank in sorted(ranks):
+                self._tell(rank, m.Waiting(((key, receiver.attempt),)))
+            self.run(key, receiver.attach(edges, self.world.now))
+
+    def _idle(self, plan: Plan) -> list[int]:
+        """The ranks of P that owe nobody anything, and hear so from this rank of D."""
+        ranks = [rank for rank in range(plan.prefill.world) if not plan.from_source(rank)]
+        return [rank for rank in ranks if rank % plan.decode.world == self.rank]
+
+    def _dial(self, rank: int) -> Peer:
+        if rank not in self.peers:
+            self.peers[rank] = Peer(self.world.dial(rank, self.rank), Dialing(f"p:{rank}", self.world.now))
+        peer = self.peers[rank]
+        if peer.dialing.due(self.world.now):
+            peer.line.say("p", replace(self.world.d_hello(self.rank), to=f"p:{rank}"))
+        return peer
+
+    def receive(self, line: Line, message: m.AnyMessage) -> None:
+        peer = self.peers[line.p]
+        match message:
+            case m.Welcome():
+                self._welcome(peer, message)
+            case m.Refuse(_, reason):
+                peer.dialing.refuse(reason, self.world.now)
+            case m.Stranger():
+                if peer.dialing.open:
+                    self.lose(line.p, "P does not know this connection any more")
+            case m.Holding(held, _):
+                for key, attempt in held:
+                    receiver = self.receivers.get(key)
+                    if receiver is not None and receiver.attempt == attempt:
+                        receiver.held(line.p, self.world.now)
+            case m.LinkInvite(number, blob):
+                self._invited(line.p, peer, number, blob)
+            case m.LinkDown(number, reason):
+                if number == peer.number:
+                    self.link_lost(line.p, reason, tell=False)
+            case m.Offer(key) | m.Chunk(key) | m.Sent(key) | m.Failed(key):
+                self._about(line.p, peer, key, message)
+            case _:
+                raise RemoteProtocolError(f"{type(message).__name__} is not for a D")
+
+    def _welcome(self, peer: Peer, message: m.Welcome) -> None:
+        mine = self.world.d_hello(self.rank)
+        same = peer.hello is not None and peer.hello.incarnation == message.hello.incarnation
+        if message.you != mine.incarnation or (same and peer.dialing.open):
+            return
+        try:
+            plan = judge(mine, message.hello)
+        except Refused as refused:
+            peer.dialing.refuse(str(refused), self.world.now)
+            return
+        if plan.digest != message.plan:
+            raise Violation("the two sides compute different plans")
+        peer.dialing.welcomed()
+        peer.hello, peer.plan = message.hello, plan
+        for key in list(self.receivers):
+            self.connect(key)
+
+    def _invited(self, rank: int, peer: Peer, number: int, blob: bytes) -> None:
+        if not peer.dialing.open or number <= peer.number:
+            return
+        if peer.link is not None:
+            self.link_lost(rank, "P builds its link anew", tell=False)
+        peer.number, peer.link = number, self.world.links[blob.decode(), rank, self.rank, number]
+        self._tell(rank, m.LinkAccept(number, peer.link.window, b""))
+
+    def _about(self, rank: int, peer: Peer, key: str, message: m.Offer | m.Chunk | m.Sent | m.Failed) -> None:
+        now, receiver = self.world.now, self.receivers.get(key)
+        if isinstance(message, m.Sent) and not self._note(rank, peer, message):
+            return
+        if receiver is None:
+            return
+        step: Callable[[], list[Effect]]
+        match message:
+            case m.Offer():
+                step = lambda: receiver.offer(rank, message, now)  # noqa: E731
+            case m.Chunk():
+                step = lambda: receiver.chunk(rank, message, now)  # noqa: E731
+            case m.Failed():
+                step = lambda: receiver.failed(rank, message)  # noqa: E731
+            case m.Sent():
+                step = lambda: receiver.sent(rank, message, now) or []  # noqa: E731
+        try:
+            self.run(key, step())
+        except RemoteProtocolError as error:
+            self.world.breaches += 1
+            self.run(key, receiver.lost(str(error)))
+
+    def _note(self, rank: int, peer: Peer, message: m.Sent) -> bool:
+        """P says Sent in the order of the grants; anything else means that the link is out of step."""
+        for posted in peer.posted:
+            name = (posted.key, posted.chunk.attempt, posted.chunk.chunk)
+            if posted.said is None and name == (message.key, message.attempt, message.chunk):
+                posted.said = message
+                return True
+            if posted.said is None:
+                break
+        if peer.link is not None:
+            self.world.breaches += 1
+            self.link_lost(rank, f"{message} is not what the link carries next")
+        return False
+
+    def run(self, key: str, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Tell(rank, message):
+                    self._tell(rank, message)
+                case Post(rank, chunk):
+                    self.peers[rank].asked.append((key, chunk))
+                case Offered():
+                    if key in self.offered:
+                        raise Violation(f"D{self.rank} reports the offer of {key} twice")
+                    self.offered.add(key)
+                case Finished(ok):
+                    attempt = self.receivers[key].attempt
+                    self.world.finished(("D", self.incarnation, self.rank, key, attempt), effect)
+                    if ok:
+                        self._verify(key)
+
+    def _verify(self, key: str) -> None:
+        """Every cell that was asked for is what P computed."""
+        start, stop = self.world.wants.get(key, (0, 0))
+        for layer in self.layers:
+            for head in self.heads:
+                for token in range(start, stop):
+                    if self.cells[key].get((layer, head, token)) != (key, layer, head, token):
+                        raise Violation(
+                            f"D{self.rank} lacks layer {layer}, head {head}, token {token} of {key}"
+                        )
+
+    @property
+    def layers(self) -> range:
+        own = self.world.decode.stage_layers.ranks[self.rank // self.world.decode.tp]
+        return range(own.start, own.stop)
+
+    @property
+    def heads(self) -> range:
+        own = self.world.decode.rank_heads.ranks[self.rank % self.world.decode.tp]
+        return range(own.start, own.stop)
+
+    def _tell(self, rank: int, message: m.AnyMessage) -> None:
+        if rank in self.peers and self.peers[rank].dialing.open:
+            self.peers[rank].line.say("p", message)
+
+    def lose(self, rank: int, reason: str) -> None:
+        """This incarnation of a P rank, or the connection to it, is gone."""
+        peer = self.peers[rank]
+        self._close(peer)
+        peer.number = 0
+        peer.dialing.lost(self.world.now)
+        peer.hello = peer.plan = None
+        self._fail(rank, reason)
+        self._dial(rank)
+
+    # The data plane.
+
+    def link_lost(self, rank: int, reason: str, tell: bool = True) -> None:
+        peer = self.peers[rank]
+        self._close(peer)
+        if tell:
+            self._tell(rank, m.LinkDown(peer.number, reason))
+        self._fail(rank, reason)
+
+    def _close(self, peer: Peer) -> None:
+        if peer.link is not None:
+            peer.link.abort("d")
+        peer.link = None
+        peer.asked.clear()
+        peer.posted.clear()
+
+    def _fail(self, rank: int, reason: str) -> None:
+        for key, receiver in list(self.receivers.items()):
+            if rank in receiver.sources or not receiver.sources:
+                self.run(key, receiver.lost(reason, rank))
+
+    def pump(self, rank: int) -> bool:
+        """Post what has room, and take what has come from this P rank; whether anything moved."""
+        peer = self.peers[rank]
+        if peer.link is None:
+            return False
+        try:
+            peer.link.poll()
+            return self._post(rank, peer, peer.link) | self._land(rank, peer, peer.link)
+        except LinkBroken as error:
+            self.link_lost(rank, str(error))
+            return True
+
+    def _post(self, rank: int, peer: Peer, link: Link) -> bool:
+        if not peer.asked:
+            return False
+        key, chunk = peer.asked[0]
+        receiver = self.receivers.get(key)
+        if receiver is None or not receiver.pieces(rank, chunk.attempt, chunk.chunk):
+            peer.asked.popleft()
+            return True
+        receive = link.post(chunk.nbytes)
+        if receive is None:
+            return False
+        peer.asked.popleft()
+        peer.posted.append(Posted(receive, key, chunk, self.world.now))
+        self.run(key, receiver.posted(rank, chunk, peer.number, 0))
+        return True
+
+    def _land(self, rank: int, peer: Peer, link: Link) -> bool:
+        if not peer.posted or peer.posted[0].said is None or peer.posted[0].receive.cells is None:
+            return False
+        posted = peer.posted.popleft()
+        link.release(posted.receive)
+        receiver, chunk = self.receivers.get(posted.key), posted.chunk
+        pieces = () if receiver is None else receiver.pieces(rank, chunk.attempt, chunk.chunk)
+        assert posted.said is not None and posted.receive.cells is not None
+        if receiver is None or not pieces or posted.said.void:
+            return True
+        self._scatter(posted.key, receiver, receiver.sources[rank].edge, pieces, posted.receive.cells)
+        self.run(posted.key, receiver.scattered(rank, chunk.chunk, self.world.now))
+        return True
+
+    def _scatter(
+        self, key: str, receiver: Receiver, edge: Edge, pieces: tuple[m.Piece, ...], cells: list[Cell | None]
+    ) -> None:
+        if (
+            receiver.load.ended
+            or ("D", self.incarnation, self.rank, key, receiver.attempt) in self.world.ends
+        ):
+            raise Violation(f"D{self.rank} writes {key} after its end")
+        places = [
+            (layer, head, token)
+            for piece in pieces
+            for layer in range(piece.layer, piece.layer_stop)
+            for token in range(piece.start, piece.stop)
+            for head in edge.heads
+        ]
+        if len(places) != len(cells):
+            raise Violation(f"D{self.rank} expects {len(places)} cells of {key} and gets {len(cells)}")
+        for place, cell in zip(places, cells, strict=True):
+            if place[2] < self.world.wants[key][1]:
+                if cell != (key, *place) or place in self.cells[key]:
+                    raise Violation(f"D{self.rank} writes {cell} to {place} of {key}")
+                self.cells[key][place] = cell
+
+    # Time.
+
+    def tick(self) -> None:
+        now, lease = self.world.now, self.world.terms.lease
+        for key, receiver in list(self.receivers.items()):
+            self.run(key, receiver.tick(now))
+            self.connect(key)
+        for rank, peer in list(self.peers.items()):
+            if peer.posted and now - peer.posted[0].since > lease:
+                self.link_lost(rank, "P has not sent what was granted")
+        if now >= self._next_beat:
+            self._next_beat = now + lease / 6
+            self._beat()
+
+    def _beat(self) -> None:
+        for rank in list(self.peers):
+            live = [
+                (key, receiver.attempt)
+                for key, receiver in self.receivers.items()
+                if not receiver.load.ended and rank in self.claimed.get(key, ())
+            ]
+            if live:
+                self._tell(rank, m.Waiting(tuple(live)))
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing is under way."""
+        quiet = all(
+            not peer.posted and not peer.asked and (peer.link is None or not peer.link.used)
+            for peer in self.peers.values()
+        )
+        return quiet and all(receiver.load.ended for receiver in self.receivers.values())

@@ -1,0 +1,353 @@
+"""A P rank for tests: its engine and its pages, with nothing but the protocol in between."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from protocol.wires import GARBAGE, Cell, Line, Link, LinkBroken, Send, Violation
+
+from p2pkv.plan import Edge, Plan
+from p2pkv.protocol import messages as m
+from p2pkv.protocol.effects import Effect, Finished, Released, Tell, Transmit
+from p2pkv.protocol.handshake import Refused, judge
+from p2pkv.protocol.machine import RemoteProtocolError
+from p2pkv.protocol.sender import Leg, Prompt, Sender
+
+if TYPE_CHECKING:
+    from protocol.world import World
+
+
+@dataclass(eq=False)
+class Peer:
+    line: Line
+    identity: int
+    hello: m.Hello
+    plan: Plan
+    edge: Edge | None
+    number: int = 0
+    spoken: bool = False
+    link: Link | None = None
+    orders: deque[tuple[str, Transmit]] = field(default_factory=deque)
+    flights: deque[tuple[Send, float]] = field(default_factory=deque)
+
+
+@dataclass
+class Early:
+    """What a D rank said of a prompt that P has not heard of yet."""
+
+    attempt: int
+    since: float
+    farewell: m.Want | m.Cancel | None = None
+
+
+@dataclass
+class Prefill:
+    """How far the forward pass is: `stop` of the chunk under way, the next local layer of it."""
+
+    chunks: tuple[int, ...]
+    at: int = 0
+    layer: int = 0
+    begun: bool = False
+
+    @property
+    def done(self) -> bool:
+        return self.at == len(self.chunks)
+
+
+class PrefillRank:
+    def __init__(self, world: World, rank: int, incarnation: str) -> None:
+        self.world, self.rank, self.incarnation = world, rank, incarnation
+        self.layers = world.prefill.stage_layers.ranks[rank // world.prefill.tp]
+        self.heads = world.prefill.rank_heads.ranks[rank % world.prefill.tp]
+        self.peers: dict[int, Peer] = {}
+        self.senders: dict[str, Sender] = {}
+        self.prefills: dict[str, Prefill] = {}
+        self.cells: dict[str, dict[tuple[int, int, int], Cell]] = {}
+        self.free: set[str] = set()
+        self.early: dict[tuple[str, int], Early] = {}
+
+    # The forward pass.
+
+    def hold(self, key: str, chunks: tuple[int, ...]) -> None:
+        self.senders[key] = Sender(key, len(self.layers), self.world.terms)
+        self.prefills[key] = Prefill(chunks)
+        self.cells[key] = {}
+        for (name, rank), early in list(self.early.items()):
+            if name == key:
+                del self.early[name, rank]
+                if rank in self.peers:
+                    self._claim(self.peers[rank], key, early.attempt)
+                    if early.farewell is not None:
+                        self._about(self.peers[rank], key, early.farewell)
+
+    def step(self, key: str, layers: int) -> None:
+        """Compute some more layers of the chunk under way."""
+        sender, prefill = self.senders[key], self.prefills[key]
+        if not prefill.begun:
+            prefill.begun = True
+            self.run(key, sender.offer(prefill.chunks[-1], self.world.digest(key)))
+        for _ in range(layers):
+            if prefill.done:
+                return
+            stop = prefill.chunks[prefill.at]
+            begin = prefill.chunks[prefill.at - 1] if prefill.at else 0
+            if self.layers:
+                self._compute(key, prefill.layer, begin, stop)
+                local = prefill.layer
+                self.run(key, sender.computed(local, local + 1, stop, self.world.now))
+            prefill.layer += 1
+            if prefill.layer >= len(self.layers):
+                prefill.layer, prefill.at = 0, prefill.at + 1
+                self.run(key, sender.flush())
+
+    def _compute(self, key: str, local: int, begin: int, stop: int) -> None:
+        for head in range(len(self.heads)):
+            for token in range(begin, stop):
+                cell = (key, self.layers.start + local, self.heads.start + head, token)
+                self.cells[key][local, head, token] = cell
+
+    def preempt(self, key: str) -> None:
+        """The pages go to somebody else; the prefill will begin again."""
+        self.cells[key] = dict.fromkeys(self.cells[key], GARBAGE)
+        self.senders[key].revoke()
+        self.prefills[key] = Prefill(self.prefills[key].chunks)
+
+    def abort(self, key: str, reason: str) -> None:
+        self.run(key, self.senders[key].abort(reason))
+
+    def forget(self, key: str) -> None:
+        if key in self.senders and self.senders[key].prompt.ended:
+            del self.senders[key]
+
+    # The control plane.
+
+    def receive(self, line: Line, message: m.AnyMessage) -> None:
+        if isinstance(message, m.Hello):
+            self._hello(line, message)
+            return
+        peer = self.peers.get(line.d)
+        if peer is None or peer.identity != line.identity:
+            line.say("d", m.Stranger())
+            return
+        peer.spoken = True
+        match message:
+            case m.Waiting(transfers):
+                self._waiting(peer, transfers)
+            case m.LinkAccept(number, window, _):
+                if number == peer.number and peer.link is None:
+                    peer.link = self.world.links[self.incarnation, self.rank, line.d, number]
+                    assert peer.link.window == window
+            case m.LinkDown(number, reason):
+                if number == peer.number:
+                    self.link_lost(peer, reason, tell=False)
+            case m.Want(key) | m.Grant(key) | m.Done(key) | m.Cancel(key):
+                self._about(peer, key, message)
+            case _:
+                raise RemoteProtocolError(f"{type(message).__name__} is not for a P")
+
+    def _hello(self, line: Line, hello: m.Hello) -> None:
+        mine = self.world.p_hello(self.rank)
+        try:
+            plan = judge(mine, hello)
+        except Refused as refused:
+            line.say("d", m.Refuse(hello.incarnation, str(refused)))
+            return
+        old = self.peers.get(hello.rank)
+        # D repeats its Hello until it is answered. One that comes after other words means that D has
+        # started over, and has no link any more.
+        known = old is not None and (old.identity, old.hello) == (line.identity, hello) and not old.spoken
+        if old is not None and not known:
+            self.drop(old, "restarted or reconnected")
+        line.say("d", m.Welcome(hello.incarnation, mine, plan.digest))
+        if known:
+            return
+        edge = next((edge for edge in plan.from_source(self.rank) if edge.target == hello.rank), None)
+        peer = Peer(line, line.identity, hello, plan, edge, number=0 if old is None else old.number)
+        self.peers[hello.rank] = peer
+        if edge is not None:
+            self._invite(peer)
+
+    def _waiting(self, peer: Peer, transfers: m.Transfers) -> None:
+        held, unknown = [], []
+        for key, attempt in transfers:
+            (held if self._claim(peer, key, attempt) else unknown).append((key, attempt))
+        self._tell(peer, m.Holding(tuple(held), tuple(unknown)))
+
+    def _claim(self, peer: Peer, key: str, attempt: int) -> bool:
+        """Whether P knows of this transfer, and it has not ended."""
+        rank, sender = peer.hello.rank, self.senders.get(key)
+        if sender is None:
+            self.early[key, rank] = Early(attempt, self.world.now)
+            return False
+        limit = 0 if peer.link is None else peer.link.window // 2
+        sender.expects = frozenset(edge.target for edge in peer.plan.from_source(self.rank))
+        if peer.edge is None:
+            self.run(key, sender.flush())
+            return True
+        self.run(key, sender.claim(rank, peer.edge, attempt, limit, self.world.now))
+        return sender.vouches(rank, attempt)
+
+    def _about(self, peer: Peer, key: str, message: m.Want | m.Grant | m.Done | m.Cancel) -> None:
+        rank, now, sender = peer.hello.rank, self.world.now, self.senders.get(key)
+        if isinstance(message, m.Grant) and message.link != peer.number:
+            return
+        if sender is None:
+            early = self.early.get((key, rank))
+            if isinstance(message, m.Grant):
+                peer.orders.append((key, Transmit(rank, message, ())))
+            elif isinstance(message, m.Want | m.Cancel) and early and early.attempt == message.attempt:
+                early.farewell = message
+            return
+        step: Callable[[], list[Effect]]
+        match message:
+            case m.Want():
+                step = lambda: sender.want(rank, message, now)  # noqa: E731
+            case m.Grant():
+                step = lambda: sender.grant(rank, message, now)  # noqa: E731
+            case m.Done():
+                step = lambda: sender.done(rank, message, now)  # noqa: E731
+            case m.Cancel():
+                step = lambda: sender.cancel(rank, message)  # noqa: E731
+        try:
+            effects = step()
+        except RemoteProtocolError as error:
+            self.world.breaches += 1
+            self.run(key, sender.lost(rank, str(error)))
+            if isinstance(message, m.Grant):
+                # A receive is posted for which nothing will be sent: only an abort frees it.
+                self.link_lost(peer, str(error))
+            return
+        self.run(key, effects)
+
+    def run(self, key: str, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Tell(rank, message):
+                    if rank in self.peers:
+                        self._tell(self.peers[rank], message)
+                case Transmit(rank):
+                    self.peers[rank].orders.append((key, effect))
+                case Released():
+                    if key in self.free:
+                        raise Violation(f"P{self.rank} releases {key} twice")
+                    self.free.add(key)
+                    self.cells[key] = dict.fromkeys(self.cells[key], GARBAGE)
+                case Finished():
+                    self.world.finished(("P", self.incarnation, self.rank, key, 0), effect)
+
+    def _tell(self, peer: Peer, message: m.AnyMessage) -> None:
+        if peer.identity == peer.line.identity:
+            peer.line.say("d", message)
+        elif self.peers.get(peer.hello.rank) is peer:
+            self.drop(peer, "the connection is gone")
+
+    def drop(self, peer: Peer, reason: str) -> None:
+        """This incarnation or connection of a D rank is gone."""
+        del self.peers[peer.hello.rank]
+        self.early = {name: early for name, early in self.early.items() if name[1] != peer.hello.rank}
+        self._close(peer)
+        for key, sender in list(self.senders.items()):
+            self.run(key, sender.lost(peer.hello.rank, reason))
+
+    # The data plane.
+
+    def _invite(self, peer: Peer) -> None:
+        peer.number += 1
+        self.world.links[self.incarnation, self.rank, peer.hello.rank, peer.number] = Link(self.world.window)
+        self._tell(peer, m.LinkInvite(peer.number, self.incarnation.encode()))
+
+    def link_lost(self, peer: Peer, reason: str, tell: bool = True) -> None:
+        self._close(peer)
+        if tell:
+            self._tell(peer, m.LinkDown(peer.number, reason))
+        for key, sender in list(self.senders.items()):
+            self.run(key, sender.lost(peer.hello.rank, reason))
+        if self.peers.get(peer.hello.rank) is peer:
+            self._invite(peer)
+
+    def _close(self, peer: Peer) -> None:
+        if peer.link is not None:
+            peer.link.abort("p")
+        peer.link = None
+        peer.orders.clear()
+        peer.flights.clear()
+
+    def transmit(self, peer: Peer) -> bool:
+        """Obey the oldest grant of this peer; whether there was one."""
+        if peer.link is None:
+            return False
+        try:
+            peer.link.poll()
+        except LinkBroken as error:
+            self.link_lost(peer, str(error))
+            return True
+        while peer.flights and peer.flights[0][0].taken:
+            peer.flights.popleft()
+        if not peer.orders or len(peer.flights) >= 4:
+            return False
+        key, order = peer.orders.popleft()
+        sender = self.senders.get(key)
+        void = sender is None or not sender.readable(order)
+        assert peer.edge is not None
+        cells = [GARBAGE] if sender is None or void else self._gather(sender, peer.edge, order)
+        peer.flights.append((peer.link.send(order.grant.nbytes, cells), self.world.now))
+        if sender is not None:
+            self.run(key, sender.sent(order, void))
+        else:
+            self._tell(peer, m.Sent(key, order.grant.attempt, order.grant.chunk, True))
+        return True
+
+    def _gather(self, sender: Sender, edge: Edge, order: Transmit) -> list[Cell | None]:
+        key, cutter = sender.key, sender.legs[order.rank].cutter
+        if key in self.free:
+            raise Violation(f"P{self.rank} reads {key} after it was released")
+        out: list[Cell | None] = []
+        assert cutter is not None
+        needed = cutter.window.stop
+        for piece in order.pieces:
+            for layer in range(piece.layer, piece.layer_stop):
+                for token in range(piece.start, piece.stop):
+                    for head in edge.heads:
+                        place = (
+                            layer - edge.layers.start + edge.source_layer,
+                            head - edge.heads.start + edge.source_head,
+                            token,
+                        )
+                        cell = self.cells[key].get(place)
+                        if token < needed and cell != (key, layer, head, token):
+                            raise Violation(
+                                f"P{self.rank} reads {cell} for layer {layer}, token {token} of {key}"
+                            )
+                        out.append(cell)
+        return out
+
+    # Time.
+
+    def tick(self) -> None:
+        now, lease = self.world.now, self.world.terms.lease
+        self.early = {name: early for name, early in self.early.items() if now - early.since < lease}
+        for key, sender in list(self.senders.items()):
+            self.run(key, sender.tick(now))
+        for peer in list(self.peers.values()):
+            if peer.flights and not peer.flights[0][0].taken and now - peer.flights[0][1] > lease:
+                self.link_lost(peer, "D takes nothing")
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing is under way and no pages are held."""
+        quiet = all(
+            not peer.orders and (peer.link is None or not peer.link.staged) for peer in self.peers.values()
+        )
+        return (
+            quiet
+            and not self.early
+            and all(sender.prompt.ended and not self._live(sender) for sender in self.senders.values())
+        )
+
+    def _live(self, sender: Sender) -> bool:
+        """Whether a leg of an ended prompt still wants pages."""
+        assert (sender.prompt.state is Prompt.HELD) or sender.key in self.free or not sender.prompt.ended
+        return any(leg.machine.state in (Leg.CLAIMED, Leg.SENDING) for leg in sender.legs.values())
