@@ -19,7 +19,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from p2pkv.connector.consuming import Consuming
-from p2pkv.connector.describe import Layers, codec_of, hello_of, options_of, refuse_what_cannot_move
+from p2pkv.connector.describe import (
+    Layers,
+    codec_of,
+    hello_of,
+    options_of,
+    refuse_what_cannot_move,
+    refuse_what_cannot_pair,
+)
 from p2pkv.connector.identity import Pairs
 from p2pkv.connector.metadata import StepMetadata, WorkerNews
 from p2pkv.connector.producing import Producing
@@ -60,6 +67,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         _log_as_vllm_does()
         self.options = options_of(vllm_config)
+        refuse_what_cannot_pair(vllm_config)
         refuse_what_cannot_move(kv_cache_config)
         self._producing: Producing | None = None
         self._consuming: Consuming | None = None
@@ -143,7 +151,9 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         number = get_world_group().rank_in_group
         links = make_factory(options.link, host=options.host, staging_bytes=options.staging_bytes)
         hello = hello_of(config, options, cache, layers, number, links.kind)
-        self._worker = Worker(Rank(hello, options, cache, links), layers.places, cache.device)
+        # With micro-batches a layer's hook comes once for each of them.
+        hooks = not config.parallel_config.use_ubatching
+        self._worker = Worker(Rank(hello, options, cache, links), layers.places, cache.device, hooks)
         log.info(
             "%s rank %d listens at %s; %d layers, %d KV heads here, rows of %d bytes, codec %s, link %s",
             options.role,

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import re
 import uuid
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from p2pkv.config import ConfigError, Options
+from p2pkv.connector.weights import fingerprint
 from p2pkv.pages.codecs import DENSE, cpu_codec
 from p2pkv.pages.geometry import PagedCache
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
@@ -19,11 +18,6 @@ from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-log = logging.getLogger("p2pkv")
-
-SAMPLE_BYTES = 1 << 16
-"""Bytes hashed at both ends of each weight file."""
 
 
 def options_of(config: VllmConfig) -> Options:
@@ -59,6 +53,27 @@ def refuse_what_cannot_move(config: KVCacheConfig) -> None:
                 f"this version of p2pkv moves {FullAttentionSpec.__name__} only; for sliding windows try "
                 "--disable-hybrid-kv-cache-manager"
             )
+
+
+def refuse_what_cannot_pair(config: VllmConfig) -> None:
+    """Raises ConfigError for an engine whose ranks p2pkv would address wrongly."""
+    parallel = config.parallel_config
+    sizes = {
+        "--data-parallel-size": parallel.data_parallel_size,
+        "--decode-context-parallel-size": parallel.decode_context_parallel_size,
+        "--prefill-context-parallel-size": parallel.prefill_context_parallel_size,
+    }
+    for option, size in sizes.items():
+        if size > 1:
+            raise ConfigError(
+                f"{option} is {size}: this version of p2pkv knows tensor and pipeline parallelism only; "
+                "set it to 1, and start replicas as instances of their own, each with its own kv_port"
+            )
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        raise ConfigError(
+            "the external_launcher executor runs a scheduler in each rank, and p2pkv needs one for all: "
+            "choose mp or ray"
+        )
 
 
 class Layers:
@@ -115,12 +130,12 @@ def hello_of(
         model=str(model.model),
         weights=fingerprint(config),
         cache=Cache(
-            layers=_stages(config, len(layers.names)),
+            layers=_stages(config, rank, len(layers.names)),
             kv_heads=heads,
             tp=tp,
             row_bytes=cache.row_bytes,
             unit_tokens=cache.unit_tokens,
-            dtype=str(layers.tensors[0].dtype).removeprefix("torch."),
+            dtype=_element_type(config, layers.tensors[0]),
             codec=cache.codec,
             layer_names=hashlib.blake2b(" ".join(patterns).encode(), digest_size=8).hexdigest(),
         ),
@@ -128,55 +143,30 @@ def hello_of(
     )
 
 
-def _stages(config: VllmConfig, mine: int) -> tuple[int, ...]:
-    """KV layers of each pipeline stage."""
-    pp = config.parallel_config.pipeline_parallel_size
+def _element_type(config: VllmConfig, tensor: torch.Tensor) -> str:
+    """Tensors of bytes hold one of several types of numbers: the cache's own name says which."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
+        return name
+    kind = str(config.cache_config.cache_dtype)
+    return f"{name} ({'fp8_e4m3' if kind == 'fp8' else kind})"
+
+
+def _stages(config: VllmConfig, rank: int, mine: int) -> tuple[int, ...]:
+    """KV layers of each pipeline stage; `mine` are on this rank's. Raises ConfigError."""
+    parallel = config.parallel_config
+    pp = parallel.pipeline_parallel_size
     if pp == 1:
         return (mine,)
     from vllm.distributed.utils import get_pp_indices
 
     total = config.model_config.get_total_num_hidden_layers()
     spans = [get_pp_indices(total, stage, pp) for stage in range(pp)]
-    return tuple(stop - start for start, stop in spans)
-
-
-def fingerprint(config: VllmConfig) -> str:
-    """Which weights these are: sizes and sampled bytes of the files, never a path or a name."""
-    model = config.model_config
-    digest = hashlib.blake2b(digest_size=12)
-    text = [str(model.dtype), str(model.quantization), str(config.load_config.load_format)]
-    if str(config.load_config.load_format) == "dummy":
-        text.append(f"{model.seed} {model.hf_config.to_json_string()}")
-    digest.update(" ".join(text).encode())
-    folder = _weights_folder(str(model.model), model.revision)
-    files = (
-        sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", ".pt", ".gguf"))
-        if folder
-        else []
-    )
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size}".encode())
-        with file.open("rb") as data:
-            digest.update(data.read(SAMPLE_BYTES))
-            data.seek(max(0, size - SAMPLE_BYTES))
-            digest.update(data.read(SAMPLE_BYTES))
-    if not files:
-        digest.update(model.hf_config.to_json_string().encode())
-        log.info(
-            "no weight files found for %s: peers are told apart by the model's configuration only",
-            model.model,
+    stages = tuple(stop - start for start, stop in spans)
+    stage = rank // parallel.tensor_parallel_size
+    if stages[stage] != mine:
+        raise ConfigError(
+            f"pipeline stage {stage} of {pp} has {mine} KV layers, but {stages[stage]} were expected: p2pkv "
+            "does not know how this model spreads its layers; serve it without --pipeline-parallel-size"
         )
-    return digest.hexdigest()
-
-
-def _weights_folder(model: str, revision: str | None) -> Path | None:
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, OSError, ValueError):
-        return None
+    return stages

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from p2pkv.connector.weights import adapter_fingerprint
 from p2pkv.pairing import Address, PairingError, find_pair, transfer_key
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ class Pairs:
 
     def of(self, request: Request) -> Paired | None:
         """The pair, or None for a request that this instance serves by itself."""
-        params = request.kv_transfer_params or {}
-        transfer_id = params.get("transfer_id")
+        params = request.kv_transfer_params
+        transfer_id = params.get("transfer_id") if isinstance(params, dict) else None
         try:
             pair = find_pair(request.request_id)
             if pair is None:
@@ -86,7 +87,8 @@ def prompt_digest(request: Request) -> bytes:
         add("media", f"{feature.identifier}@{place.offset}+{place.length}".encode())
     if request.lora_request is not None:
         lora = request.lora_request
-        add("adapter", f"{lora.lora_name}@{getattr(lora, 'lora_path', '')}".encode())
+        files = adapter_fingerprint(lora.lora_path, lora.lora_int_id)
+        add("adapter", f"{lora.lora_name}@{files}".encode())
     if request.cache_salt:
         add("salt", request.cache_salt.encode())
     if request.prompt_embeds is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -48,6 +49,12 @@ class Growth:
         return P2pKvStats(data=grown) if grown else None
 
 
+@cache
+def _counter(kind: Any, name: str, *labelnames: str) -> Any:
+    """One for the whole process: the registry refuses a second one of the same name."""
+    return kind(f"p2pkv_{name}", f"p2pkv: {name.replace('_', ' ')}", labelnames=list(labelnames))
+
+
 class P2pKvMetrics(KVConnectorPromMetrics):
     """`p2pkv_<counter>_total` for each counter, by engine."""
 
@@ -55,12 +62,7 @@ class P2pKvMetrics(KVConnectorPromMetrics):
         self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._metrics = {
-            name: self._counter_cls(
-                f"p2pkv_{name}", f"p2pkv: {name.replace('_', ' ')}", labelnames=labelnames
-            )
-            for name in Counters.NAMES
-        }
+        self._metrics = {name: _counter(self._counter_cls, name, *labelnames) for name in Counters.NAMES}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]

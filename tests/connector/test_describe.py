@@ -1,0 +1,265 @@
+"""What an instance says of itself to its peers, and the configurations that it refuses."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from connector_support import BLOCK, LAYERS, P_ADDRESS, kv_cache_config, model_folder, vllm_config
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+
+from p2pkv.config import ConfigError
+from p2pkv.connector import P2pKvConnector, P2pNcclConnector
+from p2pkv.connector.describe import (
+    Layers,
+    codec_of,
+    hello_of,
+    layer_order,
+    options_of,
+    refuse_what_cannot_move,
+    refuse_what_cannot_pair,
+)
+from p2pkv.connector.weights import fingerprint
+from p2pkv.pages.geometry import PagedCache
+from p2pkv.protocol.messages import Hello
+
+pytestmark = pytest.mark.vllm
+
+
+def tensors(names: list[str], heads: int = 2, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(4, heads, BLOCK, 32, dtype=dtype) for name in names}
+
+
+def hello(config: VllmConfig, caches: dict[str, torch.Tensor], rank: int = 0) -> Hello:
+    layers = Layers(caches, kv_cache_config(layers=list(caches)))
+    cache = PagedCache.from_tensors(layers.tensors, block_size=BLOCK, groups=layers.groups)
+    return hello_of(config, options_of(config), cache, layers, rank, "host")
+
+
+def with_parallel(**sizes: Any) -> VllmConfig:
+    config = vllm_config("P")
+    for name, size in sizes.items():
+        setattr(config.parallel_config, name, size)
+    return config
+
+
+# Hello
+
+
+def test_hello_says_who_this_rank_is_and_what_its_cache_looks_like() -> None:
+    said = hello(vllm_config("P"), tensors(list(LAYERS)))
+    assert (said.role, said.rank, said.link) == ("P", 0, "host")
+    assert said.addresses == (said.address,) == (str(P_ADDRESS),)
+    assert (said.cache.layers, said.cache.kv_heads, said.cache.tp) == ((2,), 2, 1)
+    assert (said.cache.row_bytes, said.cache.unit_tokens) == (32 * 4, 1)
+    assert (said.cache.dtype, said.cache.codec) == ("float32", "dense")
+    assert hello(vllm_config("P"), tensors(list(LAYERS))).incarnation != said.incarnation
+
+
+def test_a_rank_of_several_says_its_own_address_and_all_of_them() -> None:
+    config = with_parallel(tensor_parallel_size=2, pipeline_parallel_size=2)
+    said = hello(config, tensors([next(iter(LAYERS))], heads=1), rank=3)
+    assert said.addresses == tuple(str(P_ADDRESS.shifted(rank)) for rank in range(4))
+    assert said.address == said.addresses[3]
+    assert (said.cache.layers, said.cache.tp) == ((1, 1), 2)
+
+
+def test_a_model_that_spreads_heads_or_layers_otherwise_is_refused() -> None:
+    with pytest.raises(ConfigError, match="holds 2 KV heads, but 1 of 2 were expected"):
+        hello(with_parallel(tensor_parallel_size=2), tensors(list(LAYERS)))
+    with pytest.raises(ConfigError, match="stage 1 of 2 has 2 KV layers, but 1 were expected"):
+        hello(with_parallel(pipeline_parallel_size=2), tensors(list(LAYERS)), rank=1)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "cache", "said"),
+    [
+        (torch.bfloat16, "auto", "bfloat16"),
+        (torch.uint8, "fp8", "uint8 (fp8_e4m3)"),
+        (torch.uint8, "fp8_e4m3", "uint8 (fp8_e4m3)"),
+        (torch.uint8, "fp8_e5m2", "uint8 (fp8_e5m2)"),
+        (torch.float8_e4m3fn, "fp8_inc", "float8_e4m3fn (fp8_inc)"),
+    ],
+)
+def test_bytes_of_different_meaning_are_different_types(tensor: torch.dtype, cache: str, said: str) -> None:
+    config = vllm_config("P")
+    config.cache_config.cache_dtype = cache
+    assert hello(config, tensors(list(LAYERS), dtype=tensor)).cache.dtype == said
+
+
+def test_the_names_of_layers_tell_models_apart_but_not_pipeline_stages() -> None:
+    def digest(*names: str) -> str:
+        return hello(vllm_config("P"), tensors(list(names))).cache.layer_names
+
+    whole = digest("model.layers.0.attn", "model.layers.1.attn")
+    assert digest("model.layers.1.attn") == whole
+    assert digest("model.layers.0.attn", "draft.layers.0.attn") != whole
+
+
+# Layers
+
+
+def test_layers_come_in_the_order_of_their_numbers() -> None:
+    names = [f"model.layers.{number}.attn" for number in (10, 9, 1, 0, 2)]
+    assert layer_order(names) == [f"model.layers.{number}.attn" for number in (0, 1, 2, 9, 10)]
+
+
+def test_layers_that_share_their_kv_are_moved_once() -> None:
+    own = tensors(["l.0", "l.1", "l.10"])
+    layers = Layers({**own, "l.2": own["l.1"], "l.3": own["l.1"].view(4, 2, BLOCK, 32)}, kv_cache_config())
+    assert layers.places == {"l.0": 0, "l.1": 1, "l.10": 2}
+    assert [tensor.data_ptr() for tensor in layers.tensors] == [each.data_ptr() for each in own.values()]
+
+
+def test_the_codec_is_that_of_the_attention_layers() -> None:
+    config, names = vllm_config("P"), list(LAYERS)
+    layers = config.compilation_config.static_forward_context
+    assert codec_of(config, names) == "dense"
+    layers.update({name: SimpleNamespace() for name in names})
+    assert codec_of(config, names) == "dense"
+    layers.update({name: SimpleNamespace(isa="vec16") for name in names})
+    assert codec_of(config, names) != "dense"
+    layers[names[1]] = SimpleNamespace(isa="amx")
+    with pytest.raises(ConfigError, match=r"\['amx', 'vec16'\]\); p2pkv needs one"):
+        codec_of(config, names)
+
+
+# Weights
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model_folder(), tmp_path / "a" / "copy"))
+
+
+def served(folder: Path, **load: Any) -> VllmConfig:
+    config = vllm_config("P")
+    config.model_config.model = str(folder)
+    for name, value in load.items():
+        setattr(config.load_config, name, value)
+    return config
+
+
+def test_copies_of_a_model_have_the_same_fingerprint(copy: Path) -> None:
+    assert fingerprint(served(copy)) == fingerprint(vllm_config("D"))
+    assert fingerprint(served(copy, load_format="safetensors")) == fingerprint(vllm_config("D"))
+
+
+def test_other_weights_have_another_one(copy: Path) -> None:
+    before = fingerprint(served(copy))
+    (weights,) = copy.glob("*.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    changed = fingerprint(served(copy))
+    weights.write_bytes(data + b"\0")
+    assert len({before, changed, fingerprint(served(copy))}) == 3
+
+
+def test_another_element_type_has_another_one(copy: Path) -> None:
+    config = served(copy)
+    config.model_config.dtype = torch.bfloat16
+    assert fingerprint(config) != fingerprint(served(copy))
+
+
+def test_random_weights_are_told_by_seed_and_configuration(copy: Path) -> None:
+    def dummy(seed: int, **settings: Any) -> str:
+        config = served(copy, load_format="dummy")
+        config.model_config.seed = seed
+        config.model_config.hf_config.update(settings)
+        return fingerprint(config)
+
+    one = dummy(1)
+    assert dummy(1, _name_or_path="/elsewhere", transformers_version="0.0") == one
+    assert len({one, dummy(2), dummy(1, rope_theta=5.0), fingerprint(served(copy))}) == 4
+
+
+def test_without_weight_files_the_configuration_stands_in(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="p2pkv"):
+        assert fingerprint(served(tmp_path)) == fingerprint(served(tmp_path))
+    assert "no weight files" in caplog.text
+    assert fingerprint(served(tmp_path)) != fingerprint(vllm_config("P"))
+
+
+def test_a_model_that_is_not_on_this_machine_has_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert len(fingerprint(served(Path("nobody/nothing")))) == 24
+
+
+# What is refused
+
+
+FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
+REFUSED = [
+    SlidingWindowSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=64),
+    MambaSpec(block_size=BLOCK, shapes=((2, 2),), dtypes=(torch.float32,)),
+]
+
+
+@pytest.mark.parametrize("spec", REFUSED, ids=lambda spec: type(spec).__name__)
+def test_kv_that_cannot_move_is_refused_by_name(spec: Any) -> None:
+    with pytest.raises(ConfigError, match=type(spec).__name__) as error:
+        P2pKvConnector(vllm_config("P"), KVConnectorRole.SCHEDULER, kv_cache_config(spec=spec))
+    assert "model.layers.0" in str(error.value)
+
+
+def test_full_attention_of_every_kind_moves() -> None:
+    mla = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    for spec in (FULL, mla, replace(FULL, sliding_window=64)):
+        refuse_what_cannot_move(kv_cache_config(spec=spec))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "match"),
+    [
+        ({"data_parallel_size": 2}, "--data-parallel-size is 2"),
+        ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size is 2"),
+        ({"prefill_context_parallel_size": 4}, "--prefill-context-parallel-size is 4"),
+        ({"distributed_executor_backend": "external_launcher", "world_size": 2}, "choose mp or ray"),
+    ],
+)
+def test_ranks_that_would_be_addressed_wrongly_are_refused(sizes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        P2pKvConnector(with_parallel(**sizes), KVConnectorRole.WORKER, kv_cache_config())
+
+
+def test_tensor_and_pipeline_parallelism_are_not_refused() -> None:
+    refuse_what_cannot_pair(with_parallel(tensor_parallel_size=4, pipeline_parallel_size=2, world_size=8))
+
+
+def test_kv_both_is_refused_with_what_to_do() -> None:
+    config = vllm_config("P")
+    config.kv_transfer_config.kv_role = "kv_both"
+    with pytest.raises(ConfigError, match="start one instance with kv_producer and another"):
+        P2pKvConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config())
+
+
+# What vLLM asks of the class
+
+
+def test_vllm_finds_both_names_and_takes_them_for_what_they_are() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    for name, kind in (("P2pKvConnector", P2pKvConnector), ("P2pNcclConnector", P2pNcclConnector)):
+        config = vllm_config("D")
+        config.kv_transfer_config.kv_connector = name
+        assert KVConnectorFactory.get_connector_class(config.kv_transfer_config) is kind
+        assert supports_hma(kind)
+        assert kind.supports_sleep_mode(config.kv_transfer_config) is False
+        assert kind.get_required_kvcache_layout(config) is None
+
+
+def test_only_p_must_deliver() -> None:
+    for role, must in (("P", True), ("D", False)):
+        connector = P2pKvConnector(vllm_config(role), KVConnectorRole.SCHEDULER, kv_cache_config())
+        assert connector.requires_kv_delivery is must
+        assert not connector.has_pending_push_work()

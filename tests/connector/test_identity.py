@@ -1,0 +1,125 @@
+"""Which requests are the same: digests of prompts, and what makes them different."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from connector_support import D_ADDRESS, P_ADDRESS, inner_id, make_request, pair_id
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2pkv.connector.identity import Pairs, prompt_digest
+
+pytestmark = pytest.mark.vllm
+
+
+def prompt(**changes: Any) -> Any:
+    plain = {
+        "prompt_token_ids": [1, 2, 3],
+        "mm_features": [],
+        "lora_request": None,
+        "cache_salt": None,
+        "prompt_embeds": None,
+    }
+    return SimpleNamespace(**(plain | changes))
+
+
+def media(name: str, offset: int = 0, length: int = 2) -> Any:
+    return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=length))
+
+
+def adapter(name: str, path: str = "/nowhere", number: int = 1) -> Any:
+    return SimpleNamespace(lora_name=name, lora_path=path, lora_int_id=number)
+
+
+DIFFERENT = [
+    prompt(),
+    prompt(prompt_token_ids=[1, 2, 4]),
+    prompt(prompt_token_ids=[1, 2]),
+    prompt(prompt_token_ids=[3, 2, 1]),
+    prompt(prompt_token_ids=[1, 2, 3 << 32]),
+    prompt(prompt_token_ids=None),
+    prompt(mm_features=[media("cat")]),
+    prompt(mm_features=[media("dog")]),
+    prompt(mm_features=[media("cat", offset=1)]),
+    prompt(mm_features=[media("cat", length=3)]),
+    prompt(mm_features=[media("cat"), media("dog", 2)]),
+    prompt(mm_features=[media("dog"), media("cat", 2)]),
+    prompt(lora_request=adapter("a")),
+    prompt(lora_request=adapter("b")),
+    prompt(cache_salt="a"),
+    prompt(cache_salt="b"),
+    prompt(prompt_embeds=torch.zeros(3, 2)),
+    prompt(prompt_embeds=torch.ones(3, 2)),
+    prompt(prompt_token_ids=None, prompt_embeds=torch.zeros(3, 2)),
+]
+
+
+def test_every_ingredient_changes_the_digest() -> None:
+    digests = [prompt_digest(each) for each in DIFFERENT]
+    assert len(set(digests)) == len(DIFFERENT)
+    assert {len(digest) for digest in digests} == {16}
+
+
+def test_what_does_not_change_the_kv_does_not_change_the_digest() -> None:
+    one = make_request("cmpl-a-0-12345678", [1, 2, 3], max_tokens=1)
+    two = make_request("chatcmpl-b-12345678", [1, 2, 3], max_tokens=9, params={"x": 1}, priority=3)
+    assert prompt_digest(one) == prompt_digest(two) == prompt_digest(prompt())
+
+
+def test_an_adapter_is_known_by_its_files_not_by_their_path(tmp_path: Path) -> None:
+    def digest(folder: str, weights: bytes, alpha: int, number: int = 1) -> bytes:
+        path = tmp_path / folder
+        path.mkdir(exist_ok=True)
+        (path / "adapter_model.safetensors").write_bytes(weights)
+        (path / "adapter_config.json").write_text(f'{{"lora_alpha": {alpha}}}')
+        return prompt_digest(prompt(lora_request=adapter("a", str(path), number)))
+
+    one = digest("here", b"weights", 16)
+    assert digest("there", b"weights", 16, number=5) == one
+    assert len({one, digest("other", b"others!", 16), digest("scaled", b"weights", 32)}) == 3
+    assert digest("here", b"others!", 16, number=2) != one, "loaded anew from the same path"
+
+
+def test_embeddings_count_as_numbers_whatever_their_layout() -> None:
+    embeds = torch.arange(6.0).view(2, 3)
+    turned = embeds.t().contiguous().t()
+    assert prompt_digest(prompt(prompt_embeds=embeds)) == prompt_digest(prompt(prompt_embeds=turned))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 2**31)), st.lists(st.integers(0, 2**31)))
+def test_equal_digests_are_equal_tokens(one: list[int], two: list[int]) -> None:
+    equal = prompt_digest(prompt(prompt_token_ids=one)) == prompt_digest(prompt(prompt_token_ids=two))
+    assert equal == (one == two)
+
+
+def test_both_sides_find_the_same_pair() -> None:
+    outer = pair_id()
+    p = Pairs(P_ADDRESS, "P").of(make_request(inner_id(outer, prompt=3), [1]))
+    d = Pairs(D_ADDRESS, "D").of(make_request(inner_id(outer, prompt=3, child=1), [1]))
+    assert p is not None and d is not None
+    assert (p.key, p.prefill, p.decode) == (d.key, P_ADDRESS, D_ADDRESS)
+    assert (p.child, d.child) == (0, 1)
+
+
+@pytest.mark.parametrize("params", [None, {}, {"transfer_id": 7}, {"transfer_id": None}, "text", ["list"]])
+def test_params_of_other_connectors_do_no_harm(params: Any) -> None:
+    request = make_request(inner_id(pair_id()), [1])
+    request.kv_transfer_params = params
+    paired = Pairs(P_ADDRESS, "P").of(request)
+    assert paired is not None
+    assert paired.key.startswith("pair:")
+
+
+def test_no_more_than_a_hundred_ways_of_being_wrong_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    pairs = Pairs(D_ADDRESS, "D")
+    with caplog.at_level("WARNING", logger="p2pkv"):
+        for port in range(300):
+            outer = pair_id(decode=type(D_ADDRESS)("127.0.0.1", 30000 + port))
+            assert pairs.of(make_request(inner_id(outer), [1])) is None
+    assert len(caplog.records) == 100
