@@ -163,6 +163,9 @@ class FakeRank:
             case do.Forget(key):
                 assert self.facts.pop(key).over, f"{key} is forgotten before the engine's last word"
 
+    def layers_per_message(self, tokens: int) -> int:
+        return 1
+
     def _load(self, key: str, anything: bool) -> None:
         fact = self.facts[key]
         assert not fact.asked, f"{key} is asked for twice"

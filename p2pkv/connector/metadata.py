@@ -18,9 +18,16 @@ from p2pkv.engine.commands import Expect, Hold, Load, OfferPrompt, Pages
 
 @dataclass
 class Prefill:
-    """P: after this step the pages hold the prompt's tokens [0, stop)."""
+    """P: what this step does to one prompt.
+
+    Attributes:
+        cached: its pages hold tokens [0, cached) already, and no step will touch them again.
+        start, stop: this step computes tokens [start, stop).
+    """
 
     pages: Pages
+    cached: int
+    start: int
     stop: int
 
 

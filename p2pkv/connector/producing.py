@@ -25,10 +25,14 @@ class _Prompt:
 
 
 class Producing:
-    """A key is taken from the arrival of its request until the workers have reported it."""
+    """A key is taken from the arrival of its request until the workers have reported it.
 
-    def __init__(self, pairs: Pairs) -> None:
+    `block_sizes`: tokens in a block of each KV cache group.
+    """
+
+    def __init__(self, pairs: Pairs, block_sizes: tuple[int, ...]) -> None:
         self._pairs = pairs
+        self._block_sizes = block_sizes
         self._prompts: dict[str, _Prompt] = {}
         self._taken: set[str] = set()
         self._ended: dict[str, str] = {}
@@ -66,10 +70,35 @@ class Producing:
         state = output.kv_connector_block_state
         blocks = state.get_block_ids(request.request_id) if state is not None else None
         assert blocks is not None
-        # Cached tokens are not said apart: vLLM also counts as cached what another request of this
-        # very step is about to compute. Each layer's hook covers both.
-        prompt.said = min(request.num_computed_tokens + scheduled, request.num_prompt_tokens)
-        meta.prefills.append(Prefill(Pages(key, tuple(list(group) for group in blocks)), prompt.said))
+        start = request.num_computed_tokens
+        cached = self._settled(output, blocks, start) if start > prompt.said else 0
+        prompt.said = min(start + scheduled, request.num_prompt_tokens)
+        pages = Pages(key, tuple(list(group) for group in blocks))
+        meta.prefills.append(Prefill(pages, cached, start, prompt.said))
+
+    def _settled(self, output: SchedulerOutput, blocks: tuple[list[int], ...], cached: int) -> int:
+        """How many of the cached tokens were computed before this step.
+
+        vLLM also counts as cached what another request of this very step is about to compute; those
+        tokens come with each layer's hook.
+        """
+        fresh = self._fresh(output)
+        for size, group in zip(self._block_sizes, blocks, strict=True):
+            number = next((place for place, block in enumerate(group) if block in fresh), len(group))
+            cached = min(cached, number * size)
+        return cached
+
+    def _fresh(self, output: SchedulerOutput) -> set[int]:
+        """The blocks that this step writes."""
+        state, old = output.kv_connector_block_state, output.scheduled_cached_reqs
+        assert state is not None
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        starts |= dict(zip(old.req_ids, old.num_computed_tokens, strict=True))
+        fresh: set[int] = set()
+        for request_id, start in starts.items():
+            for size, group in zip(self._block_sizes, state.get_block_ids(request_id) or (), strict=False):
+                fresh.update(group[start // size :])
+        return fresh
 
     def finished(self, request: Request) -> bool:
         """The request has ended; whether its pages must wait for word from the workers."""

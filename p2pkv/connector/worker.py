@@ -32,6 +32,9 @@ class Worker:
         self._record = make_recorder(device)
         self._growth = Growth(rank.counters)
         self._prompts: tuple[tuple[str, int], ...] = ()
+        # Layers whose hooks have fired and which have not been handed over, and how many make a message.
+        self._run = 0, 0
+        self._stride = 1
         # P, by key: requests that vLLM has ended and waits for, and prompts whose pages are free.
         self._ended: dict[str, str] = {}
         self._free: set[str] = set()
@@ -54,6 +57,11 @@ class Worker:
             self.rank.do(offer)
         for prefill in meta.prefills:
             self.rank.do(prefill.pages)
+            if prefill.cached:
+                cached = ((prefill.pages.key, prefill.cached),)
+                self.rank.do(do.Computed(cached, 0, self._layers, self._record()))
+        self._stride = self.rank.layers_per_message(sum(each.stop - each.start for each in meta.prefills))
+        self._run = 0, 0
         self._prompts = tuple((prefill.pages.key, prefill.stop) for prefill in meta.prefills)
         for ended in meta.sent:
             self._prompt_ended(ended)
@@ -69,8 +77,21 @@ class Worker:
     def layer(self, name: str) -> None:
         """The hook of one layer: its KV of this step is written, or queued on the current stream."""
         place = self._places.get(name)
-        if place is not None and self._prompts and self._hooks:
-            self.rank.do(do.Computed(self._prompts, place, place + 1, self._record()))
+        if place is None or not self._prompts or not self._hooks:
+            return
+        if place != self._run[1]:
+            self._say()
+            self._run = place, place
+        self._run = self._run[0], place + 1
+        if self._run[1] - self._run[0] >= self._stride:
+            self._say()
+
+    def _say(self) -> None:
+        """Hand over a run of layers: the engine is woken when there is a message's worth, not sooner."""
+        first, stop = self._run
+        if stop > first:
+            self.rank.do(do.Computed(self._prompts, first, stop, self._record()))
+        self._run = stop, stop
 
     def end(self) -> None:
         """The step's forwards are over: sweep up what no hook covered."""

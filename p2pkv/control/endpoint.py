@@ -8,6 +8,7 @@ endpoint.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 
 import zmq
@@ -55,6 +56,7 @@ class Endpoint:
         self.address = address
         self._context = zmq.Context()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waking = threading.Lock()
         self._poller = zmq.Poller()
         self._poller.register(self._wake, zmq.POLLIN)
         self._answered: dict[bytes, Line] = {}
@@ -114,16 +116,18 @@ class Endpoint:
 
     def wake(self) -> None:
         """End the owner's `wait`. From any thread, even after `close`."""
-        if self._wake >= 0:
-            os.eventfd_write(self._wake, 1)
+        with self._waking:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
         for socket in [self._router, *self._dialed]:
             socket.close(0)
         self._dialed.clear()
         self._context.term()
-        wake, self._wake = self._wake, -1
-        os.close(wake)
+        with self._waking:
+            os.close(self._wake)
+            self._wake = -1
 
     def _answer(self, identity: bytes) -> Line:
         line = self._answered.get(identity)

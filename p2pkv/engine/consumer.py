@@ -45,7 +45,7 @@ class Consumer:
         self._next_beat = 0.0
         self._window = max(1, context.options.staging_bytes // 2)
         context.counters.gauges |= {
-            "requests": lambda: len(self._entries),
+            "requests": lambda: sum(1 for e in self._entries.values() if not e.receiver.load.ended),
             "loads": lambda: sum(1 for e in self._entries.values() if e.receiver.load.state is Load.LOADING),
             "staging_bytes": self._staged,
             "receives_posted": lambda: sum(len(peer.posted) for peer in self._peers.values()),

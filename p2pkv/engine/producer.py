@@ -62,7 +62,7 @@ class Producer:
         self._early: dict[str, dict[Place, Early]] = {}
         self._ends = Ends(options.lease_seconds)
         context.counters.gauges |= {
-            "prompts": lambda: len(self._entries),
+            "prompts": lambda: sum(1 for e in self._entries.values() if not e.sender.prompt.ended),
             "pages_held": lambda: sum(1 for entry in self._entries.values() if not entry.free),
             "early_claims": lambda: len(self._early),
             "tombstones": lambda: len(self._ends),

@@ -59,6 +59,12 @@ class Rank:
         if self._asleep:
             self._ctx.endpoint.wake()
 
+    def layers_per_message(self, tokens: int) -> int:
+        """How many layers of so many tokens fill a message."""
+        cache, options = self._ctx.cache, self._ctx.options
+        layer = max(1, tokens * cache.heads * cache.row_bytes // cache.unit_tokens)
+        return cache.layers if options.whole_request else max(1, -(-options.chunk_bytes // layer))
+
     def revoke(self, keys: Iterable[str]) -> None:
         """These prompts' pages will be overwritten: on return nothing reads them, and nothing will."""
         keys = list(keys)

@@ -68,7 +68,7 @@ def test_each_layer_is_said_once_when_its_hook_comes_and_nothing_before() -> Non
     ]
 
 
-def test_a_prefix_that_p_has_cached_goes_with_the_first_step() -> None:
+def test_a_prefix_that_p_has_cached_is_said_at_once() -> None:
     p = Instance("P")
     prompt = tokens(100)
     first = p.ask("cmpl-first-0-12345678", prompt[:70], max_tokens=1)
@@ -76,7 +76,7 @@ def test_a_prefix_that_p_has_cached_goes_with_the_first_step() -> None:
     p.ask(inner_id(pair_id()), prompt, max_tokens=1)
     p.step()
     (said,) = prefills(p, the_key(p))
-    assert said.stop == 100, "36 tokens were computed, 64 had been"
+    assert (said.cached, said.start, said.stop) == (64, 64, 100)
     assert len(said.pages.blocks[0]) == 7
 
 

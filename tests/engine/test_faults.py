@@ -92,12 +92,12 @@ def test_p_that_never_hears_of_the_request(lone):
 
 
 def test_p_in_a_long_step_is_waited_for(lone):
-    p, d = lone("P", lease_seconds=0.5), lone("D", lease_seconds=0.5)
+    p, d = lone("P", lease_seconds=1.5), lone("D", lease_seconds=1.5)
     p.ranks[0].rank.steps.begin(time.monotonic())
     d.do(do.Expect("k", p.address, 40, b"digest"))
     wait_for(lambda: p.ranks[0].rank.counters.snapshot()["early_claims"])
     with pytest.raises(AssertionError):
-        wait_for(lambda: d.ranks[0].events(do.LoadFailed), 1.5)
+        wait_for(lambda: d.ranks[0].events(do.LoadFailed), 3.0)
     prefill(p, "k", d.address, 40, BLOCKS, chunk=40)
     d.wait(do.Begun("k"))
     assert not d.ranks[0].events(do.LoadFailed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -73,25 +74,29 @@ def test_p_is_killed_in_mid_transfer(
         assert "failed" in d.log_path.read_text()
 
 
-def test_servers_that_are_started_wrongly_say_why(
-    fleet: Fleet, tiny_model: Path, tmp_path: Path, launch: Callable[..., None]
-) -> None:
-    """An unknown option, a port that is taken, kv_both; and a D of another model, refused by P."""
-
-    def server(name: str, **options: object) -> VllmServer:
-        values = {"role": "D", "extra_args": SETTINGS, "log_path": tmp_path / f"{name}.log", **options}
-        return VllmServer(tiny_model, name=name, **values)  # type: ignore[arg-type]
-
-    both = {"kv_connector": "P2pKvConnector", "kv_role": "kv_both", "kv_port": 1}
+def test_servers_that_are_started_wrongly_say_why(fleet: Fleet, tiny_model: Path, tmp_path: Path) -> None:
+    """An option that does not exist, and a port that is taken; tests/connector has the others."""
     wrong = {
-        "lease_second": server("unknown option", extra_config={"lease_second": 5}),
-        "listen": server("port taken", kv_port=fleet.p.kv_port),
-        "kv_both": server("both roles", role=None, kv_transfer_config=both),
+        "lease_second": {"extra_config": {"lease_second": 5}},
+        "another instance uses this port": {"kv_port": fleet.p.kv_port},
     }
-    for words, each in wrong.items():
-        with each, pytest.raises(ServerFailed):
-            each.wait_ready()
-        assert words in each.log_path.read_text()
+    servers = {
+        words: VllmServer(
+            tiny_model,
+            role="D",
+            extra_args=SETTINGS,
+            log_path=tmp_path / f"{number}.log",
+            **options,  # type: ignore[arg-type]
+        )
+        for number, (words, options) in enumerate(wrong.items())
+    }
+    with ExitStack() as stack:
+        for server in servers.values():
+            stack.enter_context(server)
+        for words, server in servers.items():
+            with pytest.raises(ServerFailed):
+                server.wait_ready()
+            assert words in server.log_path.read_text()
 
 
 def test_a_d_of_another_model_is_refused(fleet: Fleet, launch: Callable[..., None], tmp_path: Path) -> None:

@@ -1,0 +1,277 @@
+"""One rank's worker: the engine's commands in the order in which vLLM's two runners call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from connector_support import LAYERS, FakeRank, kv_cache_config, vllm_config
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.forward_context import set_forward_context
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+from p2pkv.connector import P2pKvConnector
+from p2pkv.connector.metadata import Ended, Prefill, StepMetadata
+from p2pkv.connector.worker import Worker
+from p2pkv.engine import commands as do
+from p2pkv.pairing import Address
+
+pytestmark = pytest.mark.vllm
+
+D = Address("127.0.0.1", 21101)
+LAST = list(LAYERS)[-1]
+
+
+def prefill_step(stop: int, *, first: bool) -> StepMetadata:
+    meta = StepMetadata(work=True, prefills=[Prefill(do.Pages("k", ([1, 2],)), 0, 0, stop)])
+    if first:
+        meta.holds, meta.offers = [do.Hold("k", D)], [do.OfferPrompt("k", D, 32, b"digest")]
+    return meta
+
+
+class Runner:
+    """Runs steps as one of vLLM's model runners does; `hooked` layers announce themselves."""
+
+    def __init__(self, connector: P2pKvConnector, hooked: Sequence[str]) -> None:
+        self.connector = connector
+        self.config = vllm_config("P")
+        self.hooked = hooked
+
+    def forward(self) -> None:
+        tensor = torch.empty(0)
+        for name in self.hooked:
+            self.connector.wait_for_layer_load(name)
+            self.connector.save_kv_layer(name, tensor, None)
+
+    def step(self, meta: StepMetadata) -> KVConnectorOutput:
+        raise NotImplementedError
+
+
+class First(Runner):
+    """V1's. `drafter`: results are polled before the drafter's forward, and the end comes after it."""
+
+    drafter = False
+
+    def step(self, meta: StepMetadata) -> KVConnectorOutput:
+        output = SchedulerOutput.make_empty()
+        output.kv_connector_metadata = meta
+        mixin = KVConnectorModelRunnerMixin
+        self.connector.handle_preemptions(meta)
+        if not meta.work:
+            return (
+                mixin.kv_connector_no_forward(output, self.config).kv_connector_output or KVConnectorOutput()
+            )
+        with (
+            set_forward_context(None, self.config),
+            mixin.maybe_get_kv_connector_output(output, defer_finalize=self.drafter) as told,
+        ):
+            self.forward()
+        if self.drafter:
+            self.finalize()
+        assert told is not None
+        return told
+
+    def finalize(self) -> None:
+        KVConnectorModelRunnerMixin.finalize_kv_connector()
+
+
+class FirstWithDrafter(First):
+    drafter = True
+
+
+class FirstWithDrafterBeforeTheLastStage(FirstWithDrafter):
+    """All but the last pipeline stage leave the end of the step out."""
+
+    def finalize(self) -> None:
+        pass
+
+
+class Second(Runner):
+    """V2's."""
+
+    def __init__(self, connector: P2pKvConnector, hooked: Sequence[str]) -> None:
+        super().__init__(connector, hooked)
+        connector.register_kv_caches = lambda kv_caches: None  # type: ignore[method-assign]
+        self.active = ActiveKVConnector(self.config, {})
+
+    def step(self, meta: StepMetadata) -> KVConnectorOutput:
+        output = SchedulerOutput.make_empty()
+        output.kv_connector_metadata = meta
+        if not meta.work:
+            return self.active.no_forward(output).kv_connector_output or KVConnectorOutput()
+        with set_forward_context(None, self.config):
+            self.active.pre_forward(output)
+            self.forward()
+        self.active.finish_forward()
+        return self.end()
+
+    def end(self) -> KVConnectorOutput:
+        told = self.active.post_forward(set())
+        assert told is not None
+        return told
+
+
+class SecondWithDrafter(Second):
+    """From 0.33 on: results first, then the drafter, then the end."""
+
+    def end(self) -> KVConnectorOutput:
+        if not hasattr(self.active, "finalize_step"):
+            return super().end()
+        told = self.active.post_forward(set(), defer_finalize=True)
+        self.active.finalize_step()
+        assert told is not None
+        return told
+
+
+RUNNERS = [First, FirstWithDrafter, FirstWithDrafterBeforeTheLastStage, Second, SecondWithDrafter]
+Make = Callable[..., tuple[Runner, FakeRank]]
+
+
+@pytest.fixture(params=RUNNERS, ids=lambda kind: kind.__name__)
+def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
+    def runner(
+        role: str = "P", hooked: Sequence[str] = tuple(LAYERS), hooks: bool = True
+    ) -> tuple[Runner, FakeRank]:
+        config = vllm_config(role)
+        connector = P2pKvConnector(config, KVConnectorRole.WORKER, kv_cache_config())
+        rank = FakeRank()
+        connector._worker = Worker(rank, LAYERS, torch.device("cpu"), hooks)
+        monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
+        return request.param(connector, hooked), rank
+
+    return runner
+
+
+def covered(rank: FakeRank) -> dict[int, int]:
+    """How far each layer is computed, as the engine was told."""
+    out = dict.fromkeys(range(len(LAYERS)), 0)
+    for each in rank.said(do.Computed):
+        for layer in range(each.layer, each.layer_stop):
+            out[layer] = max(out[layer], *(stop for _, stop in each.prompts))
+    return out
+
+
+@pytest.mark.parametrize("hooked", [[], list(LAYERS), [LAST], ["model.layers.9.shared"]], ids=str)
+def test_every_layer_is_said_by_the_end_of_the_step_or_the_beginning_of_the_next(
+    make: Make, hooked: list[str]
+) -> None:
+    runner, rank = make(hooked=hooked)
+    runner.step(prefill_step(16, first=True))
+    runner.step(prefill_step(32, first=False))
+    runner.step(StepMetadata())
+    assert covered(rank) == {0: 32, 1: 32}
+    assert [flush.keys for flush in rank.said(do.Flush)] == [("k",), ("k",)]
+    assert not rank.steps.busy
+    kinds = [type(command).__name__ for command in rank.log]
+    assert kinds[:3] == ["Hold", "OfferPrompt", "Pages"]
+
+
+def test_a_hook_is_said_at_once(make: Make) -> None:
+    runner, rank = make(hooked=[LAST])
+    seen: list[list[do.Computed]] = []
+    forward = runner.forward
+
+    def watch() -> None:
+        assert rank.steps.busy
+        seen.append(rank.said(do.Computed))
+        forward()
+        seen.append(rank.said(do.Computed))
+
+    runner.forward = watch  # type: ignore[method-assign]
+    runner.step(prefill_step(16, first=True))
+    before, after = seen
+    assert not before, "nothing is computed before the forward"
+    assert [(each.layer, each.layer_stop) for each in after] == [(1, 2)]
+
+
+def test_with_micro_batches_only_the_end_of_the_step_says_anything(make: Make) -> None:
+    runner, rank = make(hooks=False)
+    runner.step(prefill_step(16, first=True))
+    runner.step(StepMetadata())
+    assert [(each.layer, each.layer_stop) for each in rank.said(do.Computed)] == [(0, 2)]
+
+
+def test_a_sweep_that_the_runner_left_out_comes_before_a_revocation(make: Make) -> None:
+    runner, rank = make()
+    runner.step(prefill_step(16, first=True))
+    rank.revoke = lambda keys: rank.log.extend(do.Revoked(key) for key in keys)  # type: ignore[method-assign]
+    runner.step(StepMetadata(revoked=["k"]))
+    kinds = [type(command) for command in rank.log]
+    assert kinds.index(do.Flush) < kinds.index(do.Revoked)
+    assert do.Computed not in kinds[kinds.index(do.Revoked) :]
+
+
+def test_a_send_is_reported_once_and_not_before_vllm_waits(make: Make) -> None:
+    runner, rank = make()
+    told = [runner.step(prefill_step(16, first=True))]
+    rank.free("k")
+    told += [runner.step(StepMetadata()) for _ in range(2)]
+    assert not any(each.finished_sending for each in told)
+    told = [runner.step(StepMetadata(sent=[Ended("r", "k", "")]))]
+    told += [runner.step(StepMetadata()) for _ in range(3)]
+    assert [set(each.finished_sending or ()) for each in told] == [{"r"}, set(), set(), set()]
+    assert rank.log[-1] == do.Forget("k")
+
+
+def test_loads_are_handed_over_before_the_forward_and_reported_once(make: Make) -> None:
+    runner, rank = make(role="D")
+    expect = do.Expect("k", D, 32, b"digest")
+    runner.step(StepMetadata(expects=[("r", expect)]))
+    rank.begin("k")
+    told = runner.step(StepMetadata())
+    assert told.kv_connector_worker_meta.begun == {"r": 1}
+    load = do.Load("k", 0, 31, ([1, 2],))
+    at_forward: list[do.Load] = []
+    runner.forward = lambda: at_forward.extend(rank.said(do.Load))  # type: ignore[method-assign]
+    runner.step(StepMetadata(work=True, loads=[load]))
+    assert at_forward == [load]
+    assert rank.steps.busy is isinstance(runner, FirstWithDrafterBeforeTheLastStage)
+    rank.load("k")
+    told_last = [runner.step(StepMetadata()) for _ in range(3)]
+    assert [set(each.finished_recving or ()) for each in told_last] == [{"r"}, set(), set()]
+    assert not any(each.failed_recving for each in told_last)
+    assert rank.log[-1] == do.Forget("k")
+
+
+def test_a_failure_is_both_received_and_failed(make: Make) -> None:
+    runner, rank = make(role="D")
+    runner.step(StepMetadata(expects=[("r", do.Expect("k", D, 32, b""))]))
+    rank.begin("k")
+    runner.step(StepMetadata(loads=[do.Load("k", 0, 31, ([1, 2],))]))
+    rank.fail("k")
+    told = runner.step(StepMetadata())
+    assert (told.finished_recving, told.failed_recving) == ({"r"}, {"r"})
+    assert not told.kv_connector_worker_meta
+
+
+def test_steps_without_news_are_empty(make: Make) -> None:
+    for role in ("P", "D"):
+        runner, _ = make(role=role)
+        told = runner.step(StepMetadata())
+        assert told.is_empty()
+        assert not told.invalid_block_ids
+
+
+def test_what_the_rank_has_counted_since_the_last_step_comes_as_statistics(make: Make) -> None:
+    runner, rank = make()
+    rank.counters.add("bytes_sent", 5)
+    told = [runner.step(StepMetadata()).kv_connector_stats for _ in range(2)]
+    assert told[0].data == {"bytes_sent": 5}
+    assert told[1] is None
+
+
+def test_before_the_caches_are_registered_every_hook_does_nothing() -> None:
+    connector = P2pKvConnector(vllm_config("D"), KVConnectorRole.WORKER, kv_cache_config())
+    connector.handle_preemptions(StepMetadata())
+    connector.bind_connector_metadata(StepMetadata(work=True))
+    connector.save_kv_layer(LAST, torch.empty(0), None)
+    connector.wait_for_save()
+    assert connector.get_transfer_results(set()).finished_sending == set()
+    assert connector.build_connector_worker_meta() is None
+    assert connector.get_kv_connector_stats() is None
+    connector.shutdown()
