@@ -81,7 +81,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             log.warning("%s", note)
         pairs = Pairs(self.options.address, self.options.role)
         if self.options.role == "P":
-            self._producing = Producing(pairs)
+            groups = self._kv_cache_config.kv_cache_groups
+            self._producing = Producing(pairs, tuple(group.kv_cache_spec.block_size for group in groups))
             return
         transfer, parallel = self._vllm_config.kv_transfer_config, self._vllm_config.parallel_config
         world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
