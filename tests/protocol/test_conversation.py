@@ -315,7 +315,7 @@ def walk(seed: int, steps: int = 250) -> World:
         ),
         chunks=[tuple(accumulate(chance.choices(range(1, 20), k=chance.randint(1, 3)))) for _ in KEYS],
         early=[chance.choice(["both", "both", "both", "p", "d"]) for _ in KEYS],
-        faults=chance.choice([0, 1, 1, 2, 3, 6]),
+        faults=chance.choice([0, 0, 1, 2, 3, 6]),
         warm=chance.random() < 0.7,
     )
 
@@ -325,14 +325,15 @@ def walk(seed: int, steps: int = 250) -> World:
     def coin() -> bool:
         return chance.random() < 0.5
 
+    speeds = chance.choices([1, 4, 16], k=len(STEPS))
     acts: dict[Callable[[], object], int] = {
         lambda: machine.compute(number(), number(), chance.randint(1, 3), coin()): 6,
-        lambda: machine.preempt(number()): 1,
+        lambda: machine.preempt(number()): chance.choice([0, 1, 4]),
         lambda: machine.admit(number(), chance.choice([0, 0, 0, 1, 4]), chance.randint(0, 2)): 4,
         lambda: machine.schedule(number(), chance.choice(["p", "d", "failed", "forget"]), number()): 1,
         lambda: machine.schedule(number(), "nothing wanted", 0): chance.choice([0, 0, 0, 1]),
-        lambda: machine.step(chance.choice(STEPS), number(), chance.randint(1, 3)): 12,
-        lambda: machine.move(chance.randint(1, 3)): 6,
+        lambda: machine.step(chance.choices(STEPS, speeds)[0], number(), chance.randint(1, 3)): 12,
+        lambda: machine.move(chance.randint(1, 3)): chance.choice([1, 6]),
         lambda: machine.wait(chance.choice([0.1, 1.0])): 2,
         machine.beat: 1,
         machine.restart: 1,

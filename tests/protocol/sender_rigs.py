@@ -1,0 +1,145 @@
+"""A Sender with a clock that stands still, and ways to bring it into each of its states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from p2pkv.plan import make_plan
+from p2pkv.protocol.effects import Effect, Tell, Transmit
+from p2pkv.protocol.messages import Cancel, Chunk, Done, Grant, Offer, Piece, Sent, Want
+from p2pkv.protocol.sender import Leg, Prompt, Sender, Terms
+from p2pkv.sharding import Shape
+
+KEY, TOKENS, DIGEST, LEASE = "k", 10, b"prompt", 30.0
+TERMS = Terms(row_bytes=3, unit=1, chunk_bytes=1 << 20, lease=LEASE)
+
+PLAN = make_plan(Shape((2, 2), 2, 1), Shape((4,), 2, 2))
+EDGES = {edge.target: edge for edge in PLAN.from_source(1)}
+"""This P rank is the second stage of two: global layers 2 and 3, of which D's two ranks want a head each."""
+ROW = 3
+
+
+class Rig:
+    """A Sender and a clock that stands still until told otherwise."""
+
+    def __init__(self, terms: Terms = TERMS, expects: Sequence[int] = (0,)) -> None:
+        self.sender = Sender(KEY, 2, terms)
+        self.sender.expects = frozenset(expects)
+        self.now = 0.0
+
+    @property
+    def states(self) -> tuple[Prompt, list[Leg]]:
+        return self.sender.prompt.state, [leg.machine.state for leg in self.sender.legs.values()]
+
+    def claim(self, rank: int = 0, attempt: int = 1, limit: int = 1 << 20) -> list[Effect]:
+        return self.sender.claim(rank, EDGES[rank], attempt, limit, self.now)
+
+    def offer(self) -> list[Effect]:
+        return self.sender.offer(TOKENS, DIGEST)
+
+    def compute(self, stop: int = TOKENS, layers: tuple[int, int] = (0, 2)) -> list[Effect]:
+        return self.sender.computed(*layers, stop, self.now)
+
+    def want(self, start: int = 0, stop: int = 9, rank: int = 0, attempt: int = 1) -> list[Effect]:
+        return self.sender.want(rank, Want(KEY, attempt, start, stop), self.now)
+
+    def grant(self, number: int, nbytes: int, rank: int = 0, attempt: int = 1) -> list[Effect]:
+        return self.sender.grant(rank, grant(number, nbytes, attempt), self.now)
+
+    def carry(self, said: list[Effect], void: bool = False) -> list[Effect]:
+        """Grant and send every chunk that is announced in `said`."""
+        out: list[Effect] = []
+        for effect in said:
+            if isinstance(effect, Tell) and isinstance(effect.message, Chunk):
+                message = effect.message
+                order = self.grant(message.chunk, message.nbytes, effect.rank, message.attempt)[0]
+                assert isinstance(order, Transmit)
+                out += self.sender.sent(order, void)
+        return out
+
+    def done(self, rank: int = 0, attempt: int = 1) -> list[Effect]:
+        return self.sender.done(rank, Done(KEY, attempt), self.now)
+
+    def cancel(self, rank: int = 0, attempt: int = 1) -> list[Effect]:
+        return self.sender.cancel(rank, Cancel(KEY, attempt, "enough"))
+
+
+def grant(number: int, nbytes: int, attempt: int = 1) -> Grant:
+    return Grant(KEY, attempt, number, nbytes, 1, 0)
+
+
+def chunk(number: int, *pieces: Piece, attempt: int = 1) -> Chunk:
+    rows = sum((piece.layer_stop - piece.layer) * (piece.stop - piece.start) for piece in pieces)
+    return Chunk(KEY, attempt, number, ROW * rows, pieces)
+
+
+def offer(attempt: int = 1) -> Offer:
+    return Offer(KEY, attempt, TOKENS, DIGEST)
+
+
+def sent(number: int, void: bool = False, attempt: int = 1) -> Sent:
+    return Sent(KEY, attempt, number, void)
+
+
+WHOLE = chunk(0, Piece(2, 4, 0, 9))
+
+
+def held() -> Rig:
+    return Rig()
+
+
+def offered() -> Rig:
+    rig = Rig()
+    rig.offer()
+    return rig
+
+
+def computed() -> Rig:
+    rig = offered()
+    rig.compute()
+    return rig
+
+
+def released() -> Rig:
+    rig = computed()
+    rig.claim()
+    rig.want(0, 0)
+    return rig
+
+
+def ended() -> Rig:
+    rig = offered()
+    rig.sender.abort("aborted")
+    return rig
+
+
+def claimed() -> Rig:
+    """With a second target that never comes, so that the leg's state is all that moves."""
+    rig = Rig(expects=(0, 1))
+    rig.offer()
+    rig.claim()
+    return rig
+
+
+def sending() -> Rig:
+    rig = claimed()
+    rig.want()
+    return rig
+
+
+def drained() -> Rig:
+    rig = sending()
+    rig.carry(rig.compute())
+    return rig
+
+
+def done() -> Rig:
+    rig = drained()
+    rig.done()
+    return rig
+
+
+def cancelled() -> Rig:
+    rig = claimed()
+    rig.cancel()
+    return rig
