@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
+from p2pkv.pairing import Address, PairingError
 from p2pkv.plan import Plan, make_plan
 from p2pkv.protocol.machine import Machine, Table
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
@@ -47,6 +48,8 @@ def judge(mine: Hello, theirs: Hello) -> Plan:
     ranks = len(theirs.cache.layers) * theirs.cache.tp
     if ranks != len(theirs.addresses):
         raise Refused(f"{theirs.address} names {len(theirs.addresses)} ranks, but its cache lies on {ranks}")
+    if theirs.role == "P":
+        _check_places(theirs)
     same = [
         (
             "weights",
@@ -84,6 +87,15 @@ def judge(mine: Hello, theirs: Hello) -> Plan:
         return make_plan(shape(prefill.cache), shape(decode.cache))
     except ShardingError as error:
         raise Refused(f"{mine.address} and {theirs.address}: {error}") from None
+
+
+def _check_places(prefill: Hello) -> None:
+    """D will dial P's other ranks. Raises Refused if one of them cannot be dialed."""
+    for place in prefill.addresses:
+        try:
+            Address.parse(place)
+        except PairingError as error:
+            raise Refused(f"{prefill.address} names a rank that cannot be dialed: {error}") from None
 
 
 def _differ(what: str, mine: Hello, theirs: Hello, here: object, there: object) -> str:

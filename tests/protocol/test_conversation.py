@@ -354,7 +354,7 @@ def _random_shape(chance: Random, layers: int, heads: int) -> Shape:
     return Shape((cut, layers - cut), heads, tp)
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("P2PKV_WALKS", "60"))))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("P2PKV_WALKS", "120"))))
 def test_a_long_walk(seed: int) -> None:
     walk(seed)
 

@@ -28,8 +28,9 @@ CACHE = Cache((2, 2), 4, 2, 64, 1, "bfloat16", "dense", "names-a")
 
 def hello(role: Any, cache: Cache = CACHE, **changes: Any) -> Hello:
     """A rank 0 with the address p:21000 or d:22000."""
-    place = "p:21000" if role == "P" else "d:22000"
-    ranks = tuple(f"{place}{rank}" for rank in range(1, len(cache.layers) * cache.tp))
+    host, port = ("p", 21000) if role == "P" else ("d", 22000)
+    place = f"{host}:{port}"
+    ranks = tuple(f"{host}:{port + rank}" for rank in range(1, len(cache.layers) * cache.tp))
     plain = Hello(
         PROTOCOL_VERSION, "incarnation", role, 0, "x:1", place, (place, *ranks), "m", "w", cache, "host"
     )
@@ -86,6 +87,24 @@ def test_a_refusal_names_both_values_and_is_said_on_both_sides(what: str) -> Non
     if what not in ("rank", "addresses"):
         with pytest.raises(Refused):
             judge(theirs, hello("P"))
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("nowhere", "nowhere"),
+        ("p:0", "port 0"),
+        ("p:99999", "port 99999"),
+        ("p q:1", "p q"),
+        ("[::1:1", "::1"),
+    ],
+)
+def test_a_p_whose_ranks_cannot_be_dialed_is_refused(place: str, words: str) -> None:
+    good = hello("P").addresses
+    with pytest.raises(Refused, match="p:21000 names a rank that cannot be dialed") as refused:
+        judge(hello("D"), hello("P", addresses=(*good[:3], place)))
+    assert words in str(refused.value)
+    assert judge(hello("P"), hello("D", addresses=(place,) * 4)).edges, "nobody dials a D"
 
 
 def test_both_sides_compute_the_same_plan() -> None:

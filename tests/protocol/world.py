@@ -120,14 +120,14 @@ class World:
 
     def _hello(self, role: str, rank: int, incarnation: str, shape: Shape) -> Hello:
         cache = Cache(shape.layers, shape.kv_heads, shape.tp, 8, self.unit, "float32", "dense", "names")
-        places = tuple(f"{role.lower()}:{each}" for each in range(shape.world))
+        places = tuple(f"{role.lower()}:{7000 + each}" for each in range(shape.world))
         assert role in ("P", "D")
         return Hello(
             PROTOCOL_VERSION,
             incarnation,
             "P" if role == "P" else "D",
             rank,
-            "p:0",
+            "p:7000",
             places[rank],
             places,
             "model",
