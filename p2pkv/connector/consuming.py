@@ -85,7 +85,7 @@ class Consuming:
         key = asking.paired.key
         if external <= 0:
             asking.state = State.SETTLED
-            self._next.loads.append(Load(key, 0, 0, ()))
+            self._next.loads.append((request.request_id, Load(key, 0, 0, ())))
             return
         asking.state = State.LOADING
         if asking.failure:
@@ -93,7 +93,8 @@ class Consuming:
             self._next.drops.append(Ended(request.request_id, key, asking.failure))
             return
         pages = tuple(list(group) for group in blocks.get_block_ids())
-        self._next.loads.append(Load(key, asking.local, asking.local + external, pages))
+        load = Load(key, asking.local, asking.local + external, pages)
+        self._next.loads.append((request.request_id, load))
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         meta, self._next = self._next, StepMetadata()

@@ -24,14 +24,22 @@ class _Load:
     """Whether all has come; None until the engine has said its last word."""
 
 
+@dataclass
+class _Later:
+    """A request that uses the key of one that the engine still knows."""
+
+    request_id: str
+    expect: do.Expect
+    order: do.Load | None = None
+
+
 class Loads:
     """The engine says of each request, once, how it has ended; only then is it forgotten."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._known: dict[str, _Load] = {}
-        self._later: dict[str, tuple[str, do.Expect]] = {}
-        """Requests that use the key of one that the engine still knows."""
+        self._later: dict[str, _Later] = {}
         self._results = KVConnectorTransferResults()
         self._news = WorkerNews()
 
@@ -45,20 +53,24 @@ class Loads:
     def begin(self, meta: StepMetadata) -> None:
         for request_id, expect in meta.expects:
             self._expect(request_id, expect)
-        for load in meta.loads:
-            self._load(load)
+        for request_id, load in meta.loads:
+            self._load(request_id, load)
         for ended in meta.drops:
             self._drop(ended)
 
     def _expect(self, request_id: str, expect: do.Expect) -> None:
         if expect.key in self._known:
-            self._later[expect.key] = (request_id, expect)
+            self._later[expect.key] = _Later(request_id, expect)
         else:
             self._known[expect.key] = _Load(request_id)
             self._rank.do(expect)
 
-    def _load(self, order: do.Load) -> None:
+    def _load(self, request_id: str, order: do.Load) -> None:
+        if (later := self._later.get(order.key)) and later.request_id == request_id:
+            later.order = order
+            return
         load = self._known[order.key]
+        assert load.request_id == request_id
         load.waited = order.stop > order.start
         load.unwanted = not load.waited
         if load.complete is None:
@@ -68,7 +80,7 @@ class Loads:
     def _drop(self, ended: Ended) -> None:
         """The request has ended, or is to fail: load nothing more."""
         key = ended.key
-        if (later := self._later.get(key)) and later[0] == ended.request_id:
+        if (later := self._later.get(key)) and later.request_id == ended.request_id:
             del self._later[key]
         load = self._known.get(key)
         if load is None or load.request_id != ended.request_id:
@@ -107,7 +119,9 @@ class Loads:
         del self._known[key]
         self._rank.do(do.Forget(key))
         if later := self._later.pop(key, None):
-            self._expect(*later)
+            self._expect(later.request_id, later.expect)
+            if later.order is not None:
+                self._load(later.request_id, later.order)
 
     # What vLLM asks.
 

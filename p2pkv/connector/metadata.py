@@ -61,7 +61,7 @@ class StepMetadata(KVConnectorMetadata):
 
     # D
     expects: list[tuple[str, Expect]] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
+    loads: list[tuple[str, Load]] = field(default_factory=list)
     drops: list[Ended] = field(default_factory=list)
 
 

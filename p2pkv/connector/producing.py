@@ -70,11 +70,13 @@ class Producing:
         state = output.kv_connector_block_state
         blocks = state.get_block_ids(request.request_id) if state is not None else None
         assert blocks is not None
-        start = request.num_computed_tokens
+        # After a preemption even tokens of the answer may be cached.
+        start, stop = request.num_computed_tokens, request.num_computed_tokens + scheduled
+        start, stop = min(start, request.num_prompt_tokens), min(stop, request.num_prompt_tokens)
         cached = self._settled(output, blocks, start) if start > prompt.said else 0
-        prompt.said = min(start + scheduled, request.num_prompt_tokens)
+        prompt.said = stop
         pages = Pages(key, tuple(list(group) for group in blocks))
-        meta.prefills.append(Prefill(pages, cached, start, prompt.said))
+        meta.prefills.append(Prefill(pages, cached, start, stop))
 
     def _settled(self, output: SchedulerOutput, blocks: tuple[list[int], ...], cached: int) -> int:
         """How many of the cached tokens were computed before this step.

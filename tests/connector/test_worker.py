@@ -228,7 +228,7 @@ def test_loads_are_handed_over_before_the_forward_and_reported_once(make: Make) 
     load = do.Load("k", 0, 31, ([1, 2],))
     at_forward: list[do.Load] = []
     runner.forward = lambda: at_forward.extend(rank.said(do.Load))  # type: ignore[method-assign]
-    runner.step(StepMetadata(work=True, loads=[load]))
+    runner.step(StepMetadata(work=True, loads=[("r", load)]))
     assert at_forward == [load]
     assert rank.steps.busy is isinstance(runner, FirstWithDrafterBeforeTheLastStage)
     rank.load("k")
@@ -242,7 +242,7 @@ def test_a_failure_is_both_received_and_failed(make: Make) -> None:
     runner, rank = make(role="D")
     runner.step(StepMetadata(expects=[("r", do.Expect("k", D, 32, b""))]))
     rank.begin("k")
-    runner.step(StepMetadata(loads=[do.Load("k", 0, 31, ([1, 2],))]))
+    runner.step(StepMetadata(loads=[("r", do.Load("k", 0, 31, ([1, 2],)))]))
     rank.fail("k")
     told = runner.step(StepMetadata())
     assert (told.finished_recving, told.failed_recving) == ({"r"}, {"r"})

@@ -42,7 +42,7 @@ class ProbeConnector(P2pKvConnector):
             for ended in connector_metadata.sent:
                 blocks, stop = self._prompts.pop(ended.key, ((), 0))
                 self._write("P", ended.key, blocks, 0, stop)
-            for load in connector_metadata.loads:
+            for _, load in connector_metadata.loads:
                 self._asked[load.key] = (load.blocks, load.start, load.stop)
         super().bind_connector_metadata(connector_metadata)
 
