@@ -239,7 +239,7 @@ def decode_step(servers: Fleet, tokens: int) -> float:
     ask(servers.layers, prompt, headers)
     url = f"{servers.decode.base_url}/v1/completions"
     times = [time.monotonic() for _ in client.stream(url, body(prompt, STEP_TOKENS), headers=headers)]
-    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    gaps: list[float] = [later - earlier for earlier, later in itertools.pairwise(times)]
     return statistics.median(gaps)
 
 
@@ -248,7 +248,9 @@ def layer_of_p(servers: Fleet, tokens: int, chunk: int) -> float:
     last = tokens % chunk or chunk
     begin, end = ask(servers.layers, fresh_prompt(tokens))
     rest_begin, rest_end = ask(servers.layers, fresh_prompt(max(1, tokens - last)))
-    return ((end - begin) - (rest_end - rest_begin)) / MODEL.layers
+    whole, rest = end - begin, rest_end - rest_begin
+    layers: int = MODEL.layers
+    return (whole - rest) / layers
 
 
 def scheduler_pass(servers: Fleet) -> float:
