@@ -135,7 +135,7 @@ class Consumer:
         if message.you != self._ctx.hello.incarnation or again:
             return
         try:
-            peer.welcome(message.hello)
+            peer.welcome(message)
         except Refused as refused:
             self._refuse(peer, str(refused), now)
             return
@@ -167,7 +167,7 @@ class Consumer:
         idle = [rank for rank in everybody if not plan.from_source(rank) and rank % plan.decode.world == mine]
         places = {rank: Address.parse(first.hello.addresses[rank]) for rank in [*edges, *idle]}
         peers = {rank: self._peer(place, now) for rank, place in places.items()}
-        if not all(peer.dialing.open for peer in peers.values()):
+        if not all(peer.dialing.open and peer.rank == rank for rank, peer in peers.items()):
             return
         entry.peers = peers
         for peer in peers.values():
@@ -184,7 +184,10 @@ class Consumer:
         self, peer: Inlet, key: str, message: m.Offer | m.Chunk | m.Sent | m.Failed, now: float
     ) -> None:
         if isinstance(message, m.Sent):
-            peer.note(message)
+            try:
+                peer.note(message)
+            except LinkError as error:
+                self._link_lost(peer, f"the link from {peer.address} is out of step: {error}", now)
         entry = self._entries.get(key)
         if entry is None or peer.hello is None:
             return
@@ -237,12 +240,15 @@ class Consumer:
                 entry.receiver, entry.peers = self._receiver(entry.expect, now), {}
                 entry.tries += 1
             else:
-                self._run(entry, entry.receiver.lost(reason), now)
+                self._run(entry, entry.receiver.lost(reason, self._rank_in(entry, peer)), now)
 
     def _fail(self, peer: Inlet, reason: str, now: float, only_loading: bool = False) -> None:
         for entry in self._of(peer):
             if not only_loading or entry.receiver.load.state is Load.LOADING:
-                self._run(entry, entry.receiver.lost(reason), now)
+                self._run(entry, entry.receiver.lost(reason, self._rank_in(entry, peer)), now)
+
+    def _rank_in(self, entry: Entry, peer: Inlet) -> int | None:
+        return next((rank for rank, each in entry.peers.items() if each is peer), None)
 
     def _of(self, peer: Inlet) -> list[Entry]:
         """The requests that this rank of P has to do with."""

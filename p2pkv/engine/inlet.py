@@ -11,8 +11,8 @@ from p2pkv.control.endpoint import Line
 from p2pkv.engine.context import Context
 from p2pkv.links.base import Inbound, LinkError, Receive
 from p2pkv.plan import Edge, Plan
-from p2pkv.protocol.handshake import Dialing, judge
-from p2pkv.protocol.messages import Chunk, Hello, LinkAccept, LinkDown, LinkInvite, Sent
+from p2pkv.protocol.handshake import Dialing, Refused, judge
+from p2pkv.protocol.messages import Chunk, Hello, LinkAccept, LinkDown, LinkInvite, Sent, Welcome
 
 
 @dataclass(slots=True)
@@ -67,10 +67,15 @@ class Inlet:
         if self.dialing.due(now):
             self.ctx.tell(self.line, msgspec.structs.replace(self.ctx.hello, to=self.address))
 
-    def welcome(self, hello: Hello) -> None:
+    def welcome(self, message: Welcome) -> None:
         """P has accepted our Hello; judge its. Raises Refused."""
-        mine = self.ctx.hello
+        mine, hello = self.ctx.hello, message.hello
         plan = judge(mine, hello)
+        if message.plan != plan.digest or hello.address != self.address:
+            raise Refused(
+                f"{self.address} answers as {hello.address} with plan {message.plan}, not {plan.digest}: "
+                "install the same p2pkv on both sides, and use the addresses that instances advertise"
+            )
         self.dialing.welcomed()
         self.hello, self.plan = hello, plan
         self.edge = next((edge for edge in plan.to_target(mine.rank) if edge.source == hello.rank), None)
@@ -129,9 +134,14 @@ class Inlet:
         return posted
 
     def note(self, message: Sent) -> None:
-        """P says what it has put into a posted receive."""
+        """P says what it has put into the oldest posted receive of which it had not said so yet.
+
+        Raises LinkError if it means another: what is in the receives is then unknown.
+        """
+        if message.link != self.link:
+            return
+        posted = next((posted for posted in self.posted if posted.said is None), None)
         name = (message.key, message.attempt, message.chunk)
-        for posted in self.posted:
-            if (posted.key, posted.chunk.attempt, posted.chunk.chunk) == name:
-                posted.said = message
-                return
+        if posted is None or (posted.key, posted.chunk.attempt, posted.chunk.chunk) != name:
+            raise LinkError(f"P has sent chunk {message.chunk} of {message.key} out of turn")
+        posted.said = message

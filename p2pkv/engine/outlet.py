@@ -42,6 +42,8 @@ class Outlet:
     link: int = 0
     window: int = 0
     since: float = 0.0
+    fresh: bool = True
+    """Whether Hello is all that this rank has said yet."""
     linked: bool = False
     orders: deque[tuple[str, Transmit]] = field(default_factory=deque)
     flights: deque[Flight] = field(default_factory=deque)
@@ -61,8 +63,13 @@ class Outlet:
 
     @property
     def up(self) -> bool:
-        """Whether claims can be served: the link is up, or none is needed."""
+        """Whether there is nothing to wait for: the link is up, or none is needed."""
         return self.edge is None or self.linked
+
+    @property
+    def limit(self) -> int:
+        """The most bytes of a chunk; 0 while it is not known."""
+        return self.window // 2 if self.linked else 0
 
     @property
     def building(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from p2pkv.control.endpoint import Line
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Context, Ends, log
+from p2pkv.engine.early import EarlyClaims
 from p2pkv.engine.outlet import Flight, Outlet, Place
 from p2pkv.links.base import LinkError, Send
 from p2pkv.plan import Edge
@@ -16,24 +17,6 @@ from p2pkv.protocol.effects import Effect, Finished, Released, Tell, Transmit
 from p2pkv.protocol.handshake import Refused, judge
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.sender import Prompt, Sender, Terms
-
-MAX_EARLY = 4096
-"""Prompts that P has not heard of yet and D has."""
-
-PATIENCE = 10
-"""Leases for which D's last word about such a prompt is kept: it will not be said again."""
-
-
-@dataclass
-class Early:
-    """What a rank of D has said about a prompt before P could take it in."""
-
-    attempt: int
-    since: float
-    last: m.Want | m.Cancel | None = None
-
-    def stale(self, now: float, lease: float) -> bool:
-        return now - self.since > (lease if self.last is None else PATIENCE * lease)
 
 
 @dataclass
@@ -59,7 +42,7 @@ class Producer:
         )
         self._entries: dict[str, Entry] = {}
         self._peers: dict[Place, Outlet] = {}
-        self._early: dict[str, dict[Place, Early]] = {}
+        self._early = EarlyClaims(options.lease_seconds)
         self._ends = Ends(options.lease_seconds)
         context.counters.gauges |= {
             "prompts": lambda: sum(1 for e in self._entries.values() if not e.sender.prompt.ended),
@@ -122,6 +105,7 @@ class Producer:
         if not isinstance(peer, Outlet) or self._peers.get(peer.place) is not peer:
             self._ctx.tell(line, m.Stranger())
             return
+        peer.fresh = False
         match message:
             case m.Waiting(transfers):
                 self._waiting(peer, transfers, now)
@@ -149,15 +133,15 @@ class Producer:
             self._ctx.counters.add("messages_refused")
             self._ctx.tell(line, m.Refuse(hello.incarnation, str(refused)))
             return
-        old = self._peers.get((hello.addresses[0], hello.rank))
-        known = old is not None and old.line is line and old.hello.incarnation == hello.incarnation
-        if old is not None and not known:
-            self._drop(old, f"{hello.address} has restarted or reconnected", now)
         self._ctx.tell(line, m.Welcome(hello.incarnation, mine, plan.digest))
-        if known:
+        old = self._peers.get((hello.addresses[0], hello.rank))
+        if old is not None and old.line is line and old.fresh and old.hello == hello:
             return
         edges = {edge.target: edge for edge in plan.from_source(mine.rank)}
         peer = Outlet(self._ctx, line, hello, plan, edges.get(hello.rank))
+        if old is not None:
+            self._drop(old, f"{hello.address} has restarted or reconnected", now)
+            peer.link = old.link
         line.tag = self._peers[peer.place] = peer
         log.info("D rank %d at %s is connected", hello.rank, hello.address)
         peer.invite(now)
@@ -174,63 +158,40 @@ class Producer:
                 )
                 self._ctx.tell(peer.line, m.Failed(key, attempt, reason))
                 continue
-            known = self._claim(peer, key, attempt, now)
-            (held if known or self._ctx.steps.busy else unknown).append((key, attempt))
+            (held if self._claim(peer, key, attempt, now) else unknown).append((key, attempt))
         if not self._ctx.steps.stalled(now):
             self._ctx.tell(peer.line, m.Holding(tuple(held), tuple(unknown)))
 
     def _claim(self, peer: Outlet, key: str, attempt: int, now: float) -> bool:
-        """Note that D's rank waits for this prompt; whether P knows it. Kept for later if P does not."""
+        """Note that D's rank waits for this prompt; whether P vouches for it."""
         entry = self._entries.get(key)
-        if entry is None or not peer.up:
-            self._note_early(peer, key, attempt, now)
-            return entry is not None
+        if entry is None:
+            return self._early.note(key, peer.place, attempt, self._ctx.steps.running, now)
         sender = entry.sender
         sender.expects = frozenset(edge.target for edge in peer.plan.from_source(self._ctx.hello.rank))
-        if sender.prompt.ended:
-            return True
         if peer.edge is None:
-            effects = sender.flush()
-        else:
-            effects = sender.claim(peer.hello.rank, peer.edge, attempt, peer.window // 2, now)
-        self._run(entry, effects, now)
-        return True
-
-    def _note_early(self, peer: Outlet, key: str, attempt: int, now: float) -> None:
-        if key not in self._early and len(self._early) >= MAX_EARLY:
-            return
-        claims = self._early.setdefault(key, {})
-        known = claims.get(peer.place)
-        if known is not None and known.attempt == attempt:
-            known.since = now
-        else:
-            claims[peer.place] = Early(attempt, now)
+            self._run(entry, [] if sender.prompt.ended else sender.flush(), now)
+            return True
+        self._run(entry, sender.claim(peer.hello.rank, peer.edge, attempt, peer.limit, now), now)
+        return sender.vouches(peer.hello.rank, attempt)
 
     def _claim_early(self, key: str, now: float) -> None:
-        """P can take in what was said early about this prompt."""
-        for place in list(self._early.get(key, {})):
-            peer = self._peers.get(place)
-            if peer is None or not peer.up:
-                continue
-            early = self._early[key].pop(place)
-            self._claim(peer, key, early.attempt, now)
-            if early.last is not None:
-                self._about(peer, key, early.last, now)
-        if not self._early.get(key, True):
-            del self._early[key]
+        """P has heard of this prompt: take in what was said before."""
+        for place, early in self._early.take(key).items():
+            if peer := self._peers.get(place):
+                self._claim(peer, key, early.attempt, now)
+                if early.last is not None:
+                    self._about(peer, key, early.last, now)
 
     def _about(
         self, peer: Outlet, key: str, message: m.Want | m.Grant | m.Done | m.Cancel, now: float
     ) -> None:
         entry = self._entries.get(key)
-        early = self._early.get(key, {}).get(peer.place)
-        if early is not None and isinstance(message, m.Want | m.Cancel):
-            if early.attempt == message.attempt:
-                early.last = message
-            return
         if entry is None:
             if isinstance(message, m.Grant) and message.link == peer.link:
                 peer.orders.append((key, Transmit(peer.hello.rank, message, ())))
+            elif isinstance(message, m.Want | m.Cancel):
+                self._early.keep(key, peer.place, message)
             return
         sender = entry.sender
         try:
@@ -247,6 +208,9 @@ class Producer:
             self._ctx.counters.add("messages_refused")
             log.warning("%s: %s", peer.address, error)
             effects = sender.lost(peer.hello.rank, str(error))
+            if isinstance(message, m.Grant):
+                # D has posted a receive that nobody will fill in order.
+                self._link_lost(peer, f"{peer.address} granted what was not announced", now)
         self._run(entry, effects, now)
 
     # The links.
@@ -268,7 +232,6 @@ class Producer:
         """This incarnation of a D rank is gone."""
         peer.abort(now)
         self._peers.pop(peer.place, None)
-        self._ctx.endpoint.hang_up(peer.line)
         self._lose(peer, reason, now)
 
     def _lose(self, peer: Outlet, reason: str, now: float) -> None:
@@ -289,14 +252,21 @@ class Producer:
 
     def _pump(self, peer: Outlet, now: float) -> None:
         if peer.poll():
-            for key in [key for key, claims in self._early.items() if peer.place in claims]:
-                self._claim_early(key, now)
+            self._linked(peer, now)
         for flight in peer.taken():
             entry = self._entries.get(flight.key)
             if entry is not None and entry.sender.prompt.state is Prompt.OFFERED:
                 self._ctx.counters.add("bytes_early", flight.nbytes)
         if found := peer.next_send():
             self._transmit(peer, *found, now)
+
+    def _linked(self, peer: Outlet, now: float) -> None:
+        """The link is up, and so is the limit of a chunk: what has been claimed can be announced."""
+        for entry in list(self._entries.values()):
+            leg = entry.sender.legs.get(peer.hello.rank)
+            if entry.decode == peer.hello.addresses[0] and leg is not None and peer.edge is not None:
+                effects = entry.sender.claim(peer.hello.rank, peer.edge, leg.attempt, peer.limit, now)
+                self._run(entry, effects, now)
 
     def _transmit(self, peer: Outlet, key: str, order: Transmit, send: Send, now: float) -> None:
         """Fill one send from the pages, under the lock that keeps them from being taken back meanwhile."""
@@ -319,7 +289,9 @@ class Producer:
                 self._run(entry, entry.sender.abort(f"P cannot read its pages: {wrong}"), now)
             self._run(entry, entry.sender.sent(order, void), now)
         else:
-            self._ctx.tell(peer.line, m.Sent(key, order.grant.attempt, order.grant.chunk, True))
+            self._ctx.tell(
+                peer.line, m.Sent(key, order.grant.attempt, order.grant.chunk, order.grant.link, True)
+            )
 
     def _gather(self, entry: Entry, edge: Edge, order: Transmit, send: Send) -> None:
         cache, offset = self._ctx.cache, 0
@@ -339,11 +311,7 @@ class Producer:
         for entry in list(self._entries.values()):
             self._run(entry, entry.sender.tick(now), now)
         lease = self._ctx.options.lease_seconds
-        for key, claims in list(self._early.items()):
-            for place in [place for place, early in claims.items() if early.stale(now, lease)]:
-                del claims[place]
-            if not claims:
-                del self._early[key]
+        self._early.expire(now)
         for peer in list(self._peers.values()):
             if peer.flights and now - peer.flights[0].since > lease:
                 self._link_lost(peer, f"{peer.address} has taken nothing for {lease:g} s", now)
@@ -355,7 +323,7 @@ class Producer:
     @property
     def idle(self) -> bool:
         """Whether nothing is due soon."""
-        return not self._entries and not self._early and all(peer.up for peer in self._peers.values())
+        return not self._entries and not len(self._early) and all(peer.up for peer in self._peers.values())
 
     def close(self) -> None:
         for peer in list(self._peers.values()):

@@ -212,6 +212,7 @@ class Sent(Message, frozen=True):
     key: Key
     attempt: Serial
     chunk: Small
+    link: Small
     void: bool
 
 

@@ -209,8 +209,9 @@ class Sender:
         return [] if self.prompt.state is Prompt.HELD else [self._offer(rank, leg)]
 
     def _renew(self, rank: int, leg: _Leg, limit: int, now: float) -> list[Effect]:
+        opened = limit > 0 and not leg.limit
         leg.heard, leg.limit = now, limit or leg.limit
-        return self._announce(rank, leg, flush=self.prompt.state is Prompt.COMPUTED)
+        return self._announce(rank, leg, flush=opened or self.prompt.state is Prompt.COMPUTED)
 
     def vouches(self, rank: int, attempt: int) -> bool:
         """Whether this transfer is alive here, so that D may go on waiting: what Holding says."""
@@ -289,7 +290,7 @@ class Sender:
     def sent(self, order: Transmit, void: bool) -> list[Effect]:
         """This chunk has been gathered (unless `void`) and handed to the link."""
         grant = order.grant
-        out: list[Effect] = [Tell(order.rank, Sent(self.key, grant.attempt, grant.chunk, void))]
+        out: list[Effect] = [Tell(order.rank, Sent(self.key, grant.attempt, grant.chunk, grant.link, void))]
         leg = self._leg(order.rank, grant.attempt)
         if leg is None or leg.cutter is None:
             return out

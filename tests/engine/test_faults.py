@@ -25,6 +25,7 @@ from p2pkv.control.inspection import inspect
 from p2pkv.engine import commands as do
 from p2pkv.links.memory import MemoryNetwork
 from p2pkv.pairing import Address
+from p2pkv.protocol import messages as m
 
 ONE = Geometry()
 BLOCKS = list(range(6))
@@ -101,6 +102,39 @@ def test_p_in_a_long_step_is_waited_for(lone):
     prefill(p, "k", d.address, 40, BLOCKS, chunk=40)
     d.wait(do.Begun("k"))
     assert not d.ranks[0].events(do.LoadFailed)
+
+
+def test_a_busy_p_that_never_hears_of_the_request(lone):
+    p, d = lone("P", lease_seconds=0.7), lone("D", lease_seconds=0.7)
+    d.do(do.Expect("k", p.address, 20, b"digest"))
+
+    def failed_while_p_steps():
+        p.ranks[0].rank.steps.begin(time.monotonic())
+        return d.ranks[0].events(do.LoadFailed)
+
+    wait_for(failed_while_p_steps)
+
+
+def test_a_sent_out_of_turn_ends_the_link_and_not_the_engine(links):
+    with engines(ONE, ONE, links) as (p, d):
+        d.do(do.Expect("k", p.address, 96, b"digest"))
+        p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
+        d.wait(do.Begun("k"))
+        d.do(do.Load("k", 0, 95, (BLOCKS,)))
+        step(p, "k", BLOCKS, 0, 48)
+        wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
+        half = p.ranks[0].rank._half
+        (peer,) = half._peers.values()
+        half._ctx.tell(peer.line, m.Sent("k", 1, 99, peer.link, False))
+        assert "out of step" in failure(d, "k")
+        d.do(do.Forget("k"))
+        p.wait(do.PagesFree("k"))
+        p.do(do.Forget("k"))
+        d.do(do.Expect("again", p.address, 32, b"digest"))
+        prefill(p, "again", d.address, 32, BLOCKS, chunk=32)
+        d.wait(do.Begun("again"))
+        d.do(do.Load("again", 0, 31, (BLOCKS,)))
+        d.wait(do.Loaded("again"))
 
 
 def test_p_dies_in_mid_transfer(links, lone):

@@ -297,7 +297,7 @@ class PrefillRank:
         if sender is not None:
             self.run(key, sender.sent(order, void))
         else:
-            self._tell(peer, m.Sent(key, order.grant.attempt, order.grant.chunk, True))
+            self._tell(peer, m.Sent(key, order.grant.attempt, order.grant.chunk, order.grant.link, True))
         return True
 
     def _gather(self, sender: Sender, edge: Edge, order: Transmit) -> list[Cell | None]:

@@ -78,7 +78,7 @@ def offer(attempt: int = 1) -> Offer:
 
 
 def sent(number: int, void: bool = False, attempt: int = 1) -> Sent:
-    return Sent(KEY, attempt, number, void)
+    return Sent(KEY, attempt, number, 1, void)
 
 
 WHOLE = chunk(0, Piece(2, 4, 0, 9))

@@ -62,7 +62,7 @@ def take(made: Receiver, rank: int, message: Chunk, now: float = 3.0) -> list[Ef
     assert made.chunk(rank, message, now) == [Post(rank, message)]
     grant = Grant(KEY, ATTEMPT, message.chunk, message.nbytes, 5, 64)
     assert made.posted(rank, message, link=5, landing=64) == [Tell(rank, grant)]
-    made.sent(rank, Sent(KEY, ATTEMPT, message.chunk, False), now)
+    made.sent(rank, Sent(KEY, ATTEMPT, message.chunk, 0, False), now)
     assert made.pieces(rank, ATTEMPT, message.chunk) == message.pieces
     return made.scattered(rank, message.chunk, now)
 
@@ -160,7 +160,7 @@ def test_after_the_end_nothing_has_an_effect(state: Load) -> None:
     assert made.want(0, 9, 1.0) == made.cancel("again") == made.lost("gone") == made.tick(1e9) == []
     assert made.offer(0, offer(), 1.0) == made.chunk(0, whole(0), 1.0) == []
     assert made.failed(0, Failed(KEY, ATTEMPT, "no")) == made.scattered(0, 0, 1.0) == []
-    made.sent(0, Sent(KEY, ATTEMPT, 0, False), 1.0)
+    made.sent(0, Sent(KEY, ATTEMPT, 0, 0, False), 1.0)
     made.held(0, 1.0)
     assert made.attach(EDGES, 1.0) == [] and made.pieces(0, ATTEMPT, 0) == () and made.deadline is None
     assert made.load.state is state
@@ -230,7 +230,7 @@ def test_sent_needs_a_grant() -> None:
     made.chunk(0, whole(0), 3.0)
     for number in (0, 1):
         with pytest.raises(RemoteProtocolError, match=f"chunk {number} was sent without a grant"):
-            made.sent(0, Sent(KEY, ATTEMPT, number, False), 3.0)
+            made.sent(0, Sent(KEY, ATTEMPT, number, 0, False), 3.0)
 
 
 def test_announced_chunks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +251,7 @@ def test_another_attempt_is_ignored() -> None:
         assert made.offer(0, offer(99, attempt=attempt), 9.0) == []
         assert made.chunk(0, chunk(0, Piece(0, 1, 0, 9), attempt=attempt), 9.0) == []
         assert made.failed(0, Failed(KEY, attempt, "x")) == []
-        made.sent(0, Sent(KEY, attempt, 0, True), 9.0)
+        made.sent(0, Sent(KEY, attempt, 0, 0, True), 9.0)
         assert made.pieces(0, attempt, 0) == ()
     assert made.deadline == 2.0 + LEASE and made.load.state is Load.LOADING
 
@@ -263,13 +263,13 @@ def test_repeated_words_have_no_second_effect() -> None:
     first, second = chunk(0, Piece(0, 1, 0, 4)), chunk(1, Piece(0, 1, 4, 9))
     assert take(made, 0, first) == []
     assert made.chunk(0, first, 3.0) == []
-    made.sent(0, Sent(KEY, ATTEMPT, 0, True), 3.0)
+    made.sent(0, Sent(KEY, ATTEMPT, 0, 0, True), 3.0)
     made.chunk(0, second, 3.0)
     assert made.chunk(0, second, 3.0) == []
     made.posted(0, second, 1, 0)
     for _ in range(2):
-        made.sent(0, Sent(KEY, ATTEMPT, 1, False), 3.0)
-    made.sent(0, Sent(KEY, ATTEMPT, 1, True), 3.0)
+        made.sent(0, Sent(KEY, ATTEMPT, 1, 0, False), 3.0)
+    made.sent(0, Sent(KEY, ATTEMPT, 1, 0, True), 3.0)
     assert made.scattered(0, 1, 3.0) == [Tell(0, Done(KEY, ATTEMPT))]
 
 
@@ -277,7 +277,7 @@ def test_a_void_chunk_is_dropped_and_announced_again() -> None:
     made = loading(make())
     made.chunk(0, whole(0), 3.0)
     made.posted(0, whole(0), 1, 0)
-    made.sent(0, Sent(KEY, ATTEMPT, 0, True), 3.0)
+    made.sent(0, Sent(KEY, ATTEMPT, 0, 0, True), 3.0)
     assert made.pieces(0, ATTEMPT, 0) == ()
     assert made.chunk(0, whole(0), 3.0) == []
     assert take(made, 0, whole(0, number=1)) == [Tell(0, Done(KEY, ATTEMPT))]
@@ -289,7 +289,7 @@ def test_a_receive_posted_after_the_end_is_granted_and_its_bytes_are_not_wanted(
     made.cancel("enough")
     assert made.pieces(0, ATTEMPT, 0) == ()
     assert made.posted(0, whole(0), 5, 64) == [Tell(0, Grant(KEY, ATTEMPT, 0, 54, 5, 64))]
-    made.sent(0, Sent(KEY, ATTEMPT, 0, True), 3.0)
+    made.sent(0, Sent(KEY, ATTEMPT, 0, 0, True), 3.0)
 
 
 def test_an_end_while_bytes_are_being_scattered() -> None:
@@ -297,7 +297,7 @@ def test_an_end_while_bytes_are_being_scattered() -> None:
     message = chunk(0, Piece(0, 2, 0, 9))
     made.chunk(0, message, 3.0)
     made.posted(0, message, 1, 0)
-    made.sent(0, Sent(KEY, ATTEMPT, 0, False), 3.0)
+    made.sent(0, Sent(KEY, ATTEMPT, 0, 0, False), 3.0)
     made.cancel("enough")
     assert made.scattered(0, 0, 3.0) == [] and made.load.state is Load.ENDED
 
@@ -364,7 +364,7 @@ def test_every_word_of_a_source_renews_its_lease_and_the_oldest_counts() -> None
     made.held(1, 20.0)
     assert made.deadline == 12.0 + LEASE
     made.posted(0, whole(0), 1, 0)
-    made.sent(0, Sent(KEY, ATTEMPT, 0, False), 13.0)
+    made.sent(0, Sent(KEY, ATTEMPT, 0, 0, False), 13.0)
     assert made.deadline == 13.0 + LEASE
 
 

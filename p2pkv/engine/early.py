@@ -1,0 +1,64 @@
+"""What ranks of D have said about prompts that P has not heard of yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from p2pkv.engine.outlet import Place
+from p2pkv.protocol.messages import Cancel, Want
+
+MOST = 4096
+"""Prompts that D has heard of and P has not."""
+
+PATIENCE = 10
+"""Leases for which D's last word about such a prompt is kept: it will not be said again."""
+
+
+@dataclass
+class Early:
+    """One rank's claim. `step`: the step that P was in at the first asking; `last`: D's last word."""
+
+    attempt: int
+    since: float
+    step: int | None
+    last: Want | Cancel | None = None
+
+
+class EarlyClaims:
+    """Claims by key and place, kept for a lease; bounded in number."""
+
+    def __init__(self, lease: float) -> None:
+        self._lease = lease
+        self._claims: dict[str, dict[Place, Early]] = {}
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    def note(self, key: str, place: Place, attempt: int, step: int | None, now: float) -> bool:
+        """Keep a claim; whether the step may still run in which P would have heard of the prompt."""
+        if key not in self._claims and len(self._claims) >= MOST:
+            return False
+        claims = self._claims.setdefault(key, {})
+        early = claims.get(place)
+        if early is None or early.attempt != attempt:
+            early = claims[place] = Early(attempt, now, step)
+        early.since = now
+        return early.step is not None and early.step == step
+
+    def keep(self, key: str, place: Place, message: Want | Cancel) -> None:
+        """D's last word about a prompt, for when P hears of it."""
+        early = self._claims.get(key, {}).get(place)
+        if early is not None and early.attempt == message.attempt:
+            early.last = message
+
+    def take(self, key: str) -> dict[Place, Early]:
+        """P has heard of this prompt: what was said before."""
+        return self._claims.pop(key, {})
+
+    def expire(self, now: float) -> None:
+        for key, claims in list(self._claims.items()):
+            for place, early in list(claims.items()):
+                if now - early.since > self._lease * (PATIENCE if early.last else 1):
+                    del claims[place]
+            if not claims:
+                del self._claims[key]
