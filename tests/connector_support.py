@@ -55,8 +55,10 @@ def model_folder() -> Path:
     return ensure_model(small, Path(tempfile.gettempdir()) / "p2pkv-connector-tests")
 
 
-def vllm_config(role: str, *, policy: str = "fail", budget: int = 64, seqs: int = 8) -> VllmConfig:
-    """A configuration for one instance; `budget` is of tokens in a step."""
+def vllm_config(
+    role: str, *, policy: str = "fail", budget: int = 64, seqs: int = 8, port: int | None = None, **extra: Any
+) -> VllmConfig:
+    """A configuration for one instance; `budget` is of tokens in a step, `extra` goes to p2pkv."""
     load_general_plugins()
     kv_role, address = _ROLES[role]
     return VllmConfig(
@@ -72,9 +74,9 @@ def vllm_config(role: str, *, policy: str = "fail", budget: int = 64, seqs: int 
         kv_transfer_config=KVTransferConfig(
             kv_connector="P2pKvConnector",
             kv_role=kv_role,
-            kv_port=address.port,
+            kv_port=port or address.port,
             kv_load_failure_policy=policy,
-            kv_connector_extra_config={"host": address.host},
+            kv_connector_extra_config={"host": address.host, **extra},
         ),
     )
 
@@ -85,9 +87,9 @@ def kv_cache_config(blocks: int = 64, spec: Any = None, layers: Iterable[str] = 
     return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-def pair_id(unique: int | str = 0, *, decode: Address = D_ADDRESS) -> str:
+def pair_id(unique: int | str = 0, *, prefill: Address = P_ADDRESS, decode: Address = D_ADDRESS) -> str:
     """A router's request id for P and D, the same for the same `unique`."""
-    return mint(P_ADDRESS, decode, uuid.uuid5(uuid.NAMESPACE_OID, str(unique)).hex)
+    return mint(prefill, decode, uuid.uuid5(uuid.NAMESPACE_OID, str(unique)).hex)
 
 
 def inner_id(outer: str, prompt: int = 0, child: int | None = None) -> str:
@@ -222,7 +224,7 @@ class Instance:
     def __init__(
         self, role: str, *, ranks: int = 1, blocks: int = 64, ahead: int = 0, **options: Any
     ) -> None:
-        config = vllm_config(role, **options)
+        self.config = config = vllm_config(role, **options)
         config.cache_config.num_gpu_blocks = blocks
         config.parallel_config.tensor_parallel_size = ranks
         config.scheduler_config.async_scheduling = bool(ahead)
@@ -305,8 +307,7 @@ class Instance:
         worker.preempt(meta)
         worker.begin(meta)
         if scheduled.total_num_scheduled_tokens:
-            for name in LAYERS:
-                worker.layer(name)
+            self.forward(worker, scheduled)
         worker.end()
         results = worker.results()
         ids = list(scheduled.num_scheduled_tokens)
@@ -322,6 +323,10 @@ class Instance:
                 kv_connector_worker_meta=worker.news(),
             ),
         )
+
+    def forward(self, worker: Worker, scheduled: SchedulerOutput) -> None:
+        for name in LAYERS:
+            worker.layer(name)
 
     def _take_note(self) -> None:
         scheduled, output = self._running.popleft()

@@ -166,7 +166,7 @@ def test_every_layer_is_said_by_the_end_of_the_step_or_the_beginning_of_the_next
     runner.step(StepMetadata())
     assert covered(rank) == {0: 32, 1: 32}
     assert [flush.keys for flush in rank.said(do.Flush)] == [("k",), ("k",)]
-    assert not rank.steps.busy
+    assert rank.steps.running is None
     kinds = [type(command).__name__ for command in rank.log]
     assert kinds[:3] == ["Hold", "OfferPrompt", "Pages"]
 
@@ -177,7 +177,7 @@ def test_a_hook_is_said_at_once(make: Make) -> None:
     forward = runner.forward
 
     def watch() -> None:
-        assert rank.steps.busy
+        assert rank.steps.running is not None
         seen.append(rank.said(do.Computed))
         forward()
         seen.append(rank.said(do.Computed))
@@ -230,7 +230,7 @@ def test_loads_are_handed_over_before_the_forward_and_reported_once(make: Make) 
     runner.forward = lambda: at_forward.extend(rank.said(do.Load))  # type: ignore[method-assign]
     runner.step(StepMetadata(work=True, loads=[("r", load)]))
     assert at_forward == [load]
-    assert rank.steps.busy is isinstance(runner, FirstWithDrafterBeforeTheLastStage)
+    assert (rank.steps.running is not None) is isinstance(runner, FirstWithDrafterBeforeTheLastStage)
     rank.load("k")
     told_last = [runner.step(StepMetadata()) for _ in range(3)]
     assert [set(each.finished_recving or ()) for each in told_last] == [{"r"}, set(), set()]
