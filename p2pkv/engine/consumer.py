@@ -236,7 +236,9 @@ class Consumer:
         log.warning("%s", reason)
         peer.lost(now)
         for entry in self._of(peer):
-            if entry.receiver.load.state is Load.WAITING and entry.tries < MAX_TRIES:
+            receiver = entry.receiver
+            waiting = receiver.load.state is Load.WAITING and not receiver.nothing
+            if waiting and entry.tries < MAX_TRIES:
                 entry.receiver, entry.peers = self._receiver(entry.expect, now), {}
                 entry.tries += 1
             else:

@@ -97,7 +97,8 @@ class Receiver:
         self.load = Machine(f"load {key}", LOAD, Load.WAITING)
         self.sources: dict[int, _Source] = {}
         self._began = now
-        self._nothing = False
+        self.nothing = False
+        """D has said that it wants none of it."""
 
     # What D's own engine does.
 
@@ -106,7 +107,7 @@ class Receiver:
         if self.sources or self.load.state is not Load.WAITING:
             return []
         self.sources = {rank: _Source(edge, now) for rank, edge in edges.items()}
-        if self._nothing:
+        if self.nothing:
             return self._let_go()
         if self.sources:
             return []
@@ -121,7 +122,7 @@ class Receiver:
         if self.load.ended:
             return []
         if stop <= start:
-            self._nothing = True
+            self.nothing = True
             return self._let_go() if self.sources or self._idle else []
         if start < 0 or stop > self.tokens or start % self.unit:
             raise ValueError(
