@@ -1,8 +1,6 @@
 """The P of `p2pkv bench`: plays the forward in this thread, and measures.
 
-All times are of the monotonic clock, which the two processes share. The hook is what
-p2pkv.connector.worker does for each layer, without the look-up of the layer's name: that module cannot
-be imported without vLLM.
+All times are of the monotonic clock, which the two processes share.
 """
 
 from __future__ import annotations
@@ -55,6 +53,50 @@ class Push:
     hooks: list[float] = field(default_factory=list)
 
 
+class Hook:
+    """What p2pkv.connector.worker does for each layer; that module cannot be imported without vLLM."""
+
+    def __init__(self, rank: Rank, prompts: tuple[tuple[str, int], ...], stride: int) -> None:
+        """`stride`: layers after which the engine is told."""
+        self._rank = rank
+        self._prompts = prompts
+        self._stride = stride
+        self._places = {f"model.layers.{layer}.self_attn.attn": layer for layer in range(LAYERS)}
+        self._names = list(self._places)
+        self._record = make_recorder(torch.device("cpu"))
+        self._run = 0, 0
+
+    def timed(self, layer: int) -> float:
+        """Call it for this layer; seconds that it took."""
+        name = self._names[layer]
+        start = time.perf_counter()
+        self.layer(name)
+        return time.perf_counter() - start
+
+    def layer(self, name: str) -> None:
+        """The hook of one layer."""
+        place = self._places.get(name)
+        if place is None:
+            return
+        if place != self._run[1]:
+            self._say()
+            self._run = place, place
+        self._run = self._run[0], place + 1
+        if self._run[1] - self._run[0] >= self._stride:
+            self._say()
+
+    def end(self) -> None:
+        """The sweep at the end of the step."""
+        self._rank.do(do.Computed(self._prompts, 0, LAYERS, self._record()))
+        self._rank.do(do.Flush(tuple(key for key, _ in self._prompts)))
+
+    def _say(self) -> None:
+        first, stop = self._run
+        if stop > first:
+            self._rank.do(do.Computed(self._prompts, first, stop, self._record()))
+        self._run = stop, stop
+
+
 class Prefill:
     """P's ranks and D's process. Close it."""
 
@@ -65,7 +107,6 @@ class Prefill:
         self._keys = (f"bench-{number}" for number in itertools.count())
         self._memory = Memory(capacity_for(longest), "P")
         self._copy = torch.zeros_like(self._memory.flat)
-        self._record = make_recorder(self._memory.cells.device)
         self._ranks: dict[tuple[str, bool], tuple[Address, Rank]] = {}
         try:
             self._wire = self._start_decode(link)
@@ -110,8 +151,7 @@ class Prefill:
         """A sequential router's request: P has computed it all when D comes."""
         address, rank = self._ranks[layout, False]
         key = self._hold(layout, rank, tokens)
-        rank.do(do.Computed(((key, tokens),), 0, LAYERS, self._record()))
-        rank.do(do.Flush((key,)))
+        Hook(rank, ((key, tokens),), LAYERS).end()
         self._ask(layout, key, address, tokens)
         times = self._loaded(layout, rank, key, tokens)
         took = times["loaded"] - times["asked"]
@@ -125,16 +165,12 @@ class Prefill:
         rank.steps.begin(time.monotonic())
         begin = time.monotonic()
         self._hold(layout, rank, tokens, key)
-        hooks = []
+        hook, hooks = Hook(rank, ((key, tokens),), rank.layers_per_message(tokens)), []
         for layer in range(LAYERS):
             time.sleep(layer_seconds)
-            start = time.perf_counter()
-            rank.do(do.Computed(((key, tokens),), layer, layer + 1, self._record()))
-            hooks.append(time.perf_counter() - start)
+            hooks.append(hook.timed(layer))
         end = time.monotonic() - hooks[-1]
-        # The sweep of the step's end, as after a real forward.
-        rank.do(do.Computed(((key, tokens),), 0, LAYERS, self._record()))
-        rank.do(do.Flush((key,)))
+        hook.end()
         rank.steps.end()
         times = self._loaded(layout, rank, key, tokens)
         sent, early = (rank.counters.values[name] - before[name] for name in ("bytes_sent", "bytes_early"))
@@ -156,16 +192,13 @@ class Prefill:
         return time.monotonic() - begin
 
     def hooks_asleep(self) -> list[float]:
-        """Seconds of hooks, each of which wakes the engine; no D wants the prompt."""
+        """Seconds of hooks, each of which wakes the engine; nobody wants the prompt."""
         _, rank = self._ranks["dense", False]
         key = self._hold("dense", rank, 1 << 20, blocks=())
-        hooks = []
+        hook, hooks = Hook(rank, ((key, 1),), stride=1), []
         for number in range(ASLEEP_HOOKS):
             time.sleep(ASLEEP_PAUSE)
-            layer = number % LAYERS
-            start = time.perf_counter()
-            rank.do(do.Computed(((key, 1 + number // LAYERS),), layer, layer + 1, self._record()))
-            hooks.append(time.perf_counter() - start)
+            hooks.append(hook.timed(number % LAYERS))
         rank.do(do.Abort(key, "the benchmark needs it no more"))
         self._forget(rank, key)
         return hooks
