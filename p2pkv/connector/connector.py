@@ -6,6 +6,7 @@ When vLLM calls what, and in which order, is written down in docs/design.md.
 from __future__ import annotations
 
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = logging.getLogger("p2pkv")
+
+SWITCH_SECONDS = 0.0002
+"""How long a thread of a worker may keep the interpreter's lock when another wants it."""
 
 
 class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
@@ -149,6 +153,9 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         cache = PagedCache.from_tensors(
             layers.tensors, block_size=config.cache_config.block_size, codec=codec, groups=layers.groups
         )
+        # vLLM's worker spins in Python while it waits for work and so wins the interpreter's lock back each
+        # time; the engine thread would wait for the whole interval, several times a message.
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         number = get_world_group().rank_in_group
         links = make_factory(options.link, host=options.host, staging_bytes=options.staging_bytes)
         hello = hello_of(config, options, cache, layers, number, links.kind)

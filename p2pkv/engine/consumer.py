@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from p2pkv.control.endpoint import Line
 from p2pkv.engine import commands as do
-from p2pkv.engine.context import Context, log
+from p2pkv.engine.context import BURST, Context, log
 from p2pkv.engine.inlet import Inlet, Posted
 from p2pkv.links.base import LinkError, Receive
 from p2pkv.pairing import Address
@@ -268,8 +268,11 @@ class Consumer:
             try:
                 peer.poll()
                 self._post(peer, now)
-                if peer.posted and peer.posted[0].here:
+                for _ in range(BURST):
+                    if not peer.posted or not peer.posted[0].here:
+                        break
                     self._land(peer, peer.posted.popleft(), now)
+                self._post(peer, now)
             except LinkError as error:
                 self._link_lost(peer, f"the link from {peer.address} broke: {error}", now)
         return any(peer.posted for peer in self._peers.values())

@@ -19,6 +19,10 @@ from p2pkv.protocol.messages import AnyMessage, Hello, encode
 
 log = logging.getLogger("p2pkv")
 
+BURST = 4
+"""Messages copied for one peer before the others, and the control plane, get their turn. Each turn of the
+engine thread may have to wait for the interpreter's lock, so a few copies share one."""
+
 
 @dataclass
 class Context:

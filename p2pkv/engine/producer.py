@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from p2pkv.control.endpoint import Line
 from p2pkv.engine import commands as do
-from p2pkv.engine.context import Context, Ends, log
+from p2pkv.engine.context import BURST, Context, Ends, log
 from p2pkv.engine.early import EarlyClaims
 from p2pkv.engine.outlet import Flight, Outlet, Place
 from p2pkv.links.base import LinkError, Send
@@ -257,7 +257,9 @@ class Producer:
             entry = self._entries.get(flight.key)
             if entry is not None and entry.sender.prompt.state is Prompt.OFFERED:
                 self._ctx.counters.add("bytes_early", flight.nbytes)
-        if found := peer.next_send():
+        for _ in range(BURST):
+            if (found := peer.next_send()) is None:
+                break
             self._transmit(peer, *found, now)
 
     def _linked(self, peer: Outlet, now: float) -> None:
