@@ -50,10 +50,10 @@ from p2pkv.cli.servers import LOOPBACK, VllmServer
 from p2pkv.cli.tiny_model import ensure_model
 
 NAME = "llama-8b-kv"
-SHORT_TOKENS = 512
-"""Prompts up to this length are asked three times as often: they are over soon, and noisy."""
+SETTLE_SECONDS = 1.1
+"""Between two requests: vLLM's processes spin for a second after their last step, and beside the servers of
+the request before two cores would show little else."""
 
-SETTLE_SECONDS = 0.05
 STEP_TOKENS = 17
 
 
@@ -291,7 +291,7 @@ def measure(args: argparse.Namespace, servers: Fleet) -> Results:
     longest = max(args.tokens)
     for tokens in args.tokens:
         taken: dict[str, list[Taken]] = {kind: [] for kind in KINDS}
-        for number in range(1 + args.repeat * (3 if tokens <= SHORT_TOKENS else 1)):
+        for number in range(1 + args.repeat):
             for kind in KINDS:
                 one = request(servers, kind, tokens)
                 if number:
@@ -326,9 +326,7 @@ def say(text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 2048], help="prompt lengths")
-    parser.add_argument(
-        "--repeat", type=int, default=10, help="measurements; short prompts have three times as many"
-    )
+    parser.add_argument("--repeat", type=int, default=10, help="measurements of each kind and length")
     parser.add_argument("--block-size", type=int, default=32, help="tokens in a block of every server")
     parser.add_argument(
         "--chunk-tokens", type=int, default=2048, help="tokens that a server computes in a step"
