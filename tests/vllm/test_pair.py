@@ -90,7 +90,9 @@ def test_a_prompt_half_cached_on_d(fleet: Fleet, dispatch: str) -> None:
 def test_the_same_prompt_again_moves_only_what_d_forgot(fleet: Fleet, dispatch: str) -> None:
     length = 3 * BLOCK + 5
     prompt = tokens(length, f"again {dispatch}")
+    traffic = Traffic(fleet)
     first = answers.complete(fleet.proxy(dispatch).base_url, MODEL_NAME, prompt)
+    assert_moved(traffic, (0, length - 1))
     traffic = Traffic(fleet)
     second = answers.complete(fleet.proxy(dispatch).base_url, MODEL_NAME, prompt)
     assert_same(first, second)

@@ -1,0 +1,18 @@
+"""What every test leaves as it found it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def the_log() -> Iterator[None]:
+    """A connector sends p2pkv's messages where vLLM's go; other tests want to read them."""
+    logger = logging.getLogger("p2pkv")
+    before = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers, level, logger.propagate = before
+    logger.setLevel(level)
