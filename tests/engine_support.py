@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 import uuid
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from p2pkv.cli.processes import free_ports
 from p2pkv.config import Options
 from p2pkv.engine import commands as do
 from p2pkv.engine.rank import Rank
@@ -22,21 +22,6 @@ from p2pkv.pairing import Address
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
 
 READY = make_recorder(torch.device("cpu"))()
-
-
-def free_ports(number: int) -> int:
-    """The first of `number` TCP ports in a row that nobody listened at a moment ago."""
-    while True:
-        with contextlib.ExitStack() as stack:
-            first = stack.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                for offset in range(1, number):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
-            except OSError:
-                continue
-            return port
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 20.0, what: str = "the condition") -> None:

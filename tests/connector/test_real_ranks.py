@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 from connector_support import BLOCK, LAYERS, Instance, inner_id, kv_cache_config, pair_id, tokens
-from engine_support import free_ports
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from p2pkv.cli.processes import free_ports
 from p2pkv.connector import P2pKvConnector
 from p2pkv.connector.worker import Worker
 from p2pkv.pairing import Address
