@@ -9,7 +9,7 @@ import torch
 
 from p2pkv.links.slots import Slots, aligned
 
-IDLE_SECONDS = 2.0
+IDLE_SECONDS = 60.0
 _STEP = 8 << 20  # about 1 ms of freeing; more in one go would hold up the owner's other links
 
 
