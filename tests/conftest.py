@@ -1,4 +1,4 @@
-"""What every test leaves as it found it."""
+"""What every test finds as it should be."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 def the_log() -> Iterator[None]:
     """A connector sends p2pkv's messages where vLLM's go; other tests want to read them."""
     logger = logging.getLogger("p2pkv")
-    before = logger.handlers[:], logger.level, logger.propagate
+    logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
     yield
-    logger.handlers, level, logger.propagate = before
-    logger.setLevel(level)

@@ -136,8 +136,8 @@ def test_chat(fleet: Fleet, dispatch: str) -> None:
 @each_dispatch
 def test_streaming(fleet: Fleet, dispatch: str) -> None:
     prompt = tokens(CHUNK + 11, f"stream {dispatch}")
-    (single,) = answers.complete(fleet.single.base_url, MODEL_NAME, prompt)
-    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 16, **answers.GREEDY}
+    (single,) = answers.complete(fleet.single.base_url, MODEL_NAME, prompt, max_tokens=96)
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 96, **answers.GREEDY}
     traffic = Traffic(fleet)
     events = list(client.stream(f"{fleet.proxy(dispatch).base_url}/v1/completions", body))
     choices = [event["choices"][0] for event in events if event["choices"]]
