@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import signal
 import socket
@@ -163,7 +164,7 @@ def answers_ok(url: str, timeout_seconds: float = 2.0) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=timeout_seconds) as response:
             return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
+    except (urllib.error.URLError, http.client.HTTPException, OSError):
         return False
 
 
