@@ -113,6 +113,8 @@ def fleet(args: argparse.Namespace) -> Iterator[Fleet]:
             stack.enter_context(each)
             # One after the other: five at once would need more memory and time than one machine has.
             say(f"{each.name} serves after {each.wait_ready(args.start_seconds):.0f} s")
+            # A process may use AMX once a large product has asked for it: vLLM's decode does not ask.
+            ask(each, fresh_prompt(max(args.tokens)))
         yield both
 
 

@@ -24,6 +24,7 @@ from p2pkv.connector.describe import (
     Layers,
     codec_of,
     hello_of,
+    make_ready,
     options_of,
     refuse_what_cannot_move,
     refuse_what_cannot_pair,
@@ -150,6 +151,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         config, options = self._vllm_config, self.options
         layers = Layers(kv_caches, self._kv_cache_config)
         codec = codec_of(config, layers.names)
+        make_ready(codec)
         cache = PagedCache.from_tensors(
             layers.tensors, block_size=config.cache_config.block_size, codec=codec, groups=layers.groups
         )
