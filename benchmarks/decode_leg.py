@@ -14,6 +14,8 @@ decode step: the median time between two tokens of a streamed answer of D, after
 layer of P: the time that P alone takes to answer the longest prompt, less what it takes to answer all of
     it but its last chunk (chunk: what P computes in one step, --chunk-tokens; a prompt of one token if
     the prompt is a single chunk), divided by 32.
+copy: the time in which one thread copies the bytes of the longest prompt's KV, in memory that it has used
+    before. A decode step and a copy are the least that a D can need that starts with nothing.
 scheduler pass: while a request waits on D for a P that was never asked, the passes of D's scheduler that
     compute nothing are counted for a second by D's connector; a second divided by their number. vLLM
     sleeps 1 ms in each of them.
@@ -42,6 +44,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from decode_leg_report import KINDS, MODEL, Results, Taken, description, marks, milliseconds, report
 
 from p2pkv.cli import client
@@ -255,6 +258,18 @@ def layer_of_p(servers: Fleet, tokens: int, chunk: int) -> float:
     return (whole - rest) / layers
 
 
+def copy(tokens: int) -> float:
+    """Seconds of one copy of so many tokens' KV."""
+    source = np.ones(tokens * MODEL.kv_bytes_per_token, np.uint8)
+    target = np.zeros_like(source)
+    times = []
+    for _ in range(4):
+        begin = time.monotonic()
+        np.copyto(target, source)
+        times.append(time.monotonic() - begin)
+    return min(times)
+
+
 def scheduler_pass(servers: Fleet) -> float:
     """Seconds of one pass of D's scheduler that computes nothing."""
     headers = pair_headers(servers.layers, servers.decode)
@@ -303,6 +318,7 @@ def measure(args: argparse.Namespace, servers: Fleet) -> Results:
                 results.steps.append(decode_step(servers, tokens))
                 results.layers.append(layer_of_p(servers, tokens, args.chunk_tokens))
                 results.passes.append(scheduler_pass(servers))
+                results.copies.append(copy(longest))
         results.taken[tokens] = taken
         parts = ", ".join(f"{kind} {milliseconds([one.d for one in taken[kind]])}" for kind in KINDS)
         say(f"{tokens} tokens: D's answer after ms: {parts}")
@@ -352,7 +368,12 @@ def main() -> int:
         str(tokens): {kind: [vars(one) for one in all_] for kind, all_ in taken.items()}
         for tokens, taken in results.taken.items()
     }
-    rest = {"decode_steps": results.steps, "layers_of_p": results.layers, "scheduler_passes": results.passes}
+    rest = {
+        "decode_steps": results.steps,
+        "layers_of_p": results.layers,
+        "scheduler_passes": results.passes,
+        "copies": results.copies,
+    }
     (args.out / "decode_leg.json").write_text(
         json.dumps({"about": description(args), "seconds": values} | rest, indent=1) + "\n"
     )

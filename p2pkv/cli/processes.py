@@ -67,7 +67,9 @@ class ServerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._env,
-                start_new_session=True,
+                # A group to signal, but no session: Linux schedules sessions as groups of their own
+                # (autogroup), and beside vLLM's spinning processes one was seen to wait for seconds.
+                process_group=0,
             )
         self._started_at = time.monotonic()
 

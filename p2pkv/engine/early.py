@@ -51,6 +51,14 @@ class EarlyClaims:
         if early is not None and early.attempt == message.attempt:
             early.last = message
 
+    def drop(self, key: str, place: Place, attempt: int) -> None:
+        """D has all that it waited for: the claim has outlived the prompt."""
+        claims = self._claims.get(key, {})
+        if place in claims and claims[place].attempt == attempt:
+            del claims[place]
+        if not claims:
+            self._claims.pop(key, None)
+
     def take(self, key: str) -> dict[Place, Early]:
         """P has heard of this prompt: what was said before."""
         return self._claims.pop(key, {})

@@ -192,6 +192,9 @@ class Producer:
                 peer.orders.append((key, Transmit(peer.hello.rank, message, ())))
             elif isinstance(message, m.Want | m.Cancel):
                 self._early.keep(key, peer.place, message)
+            elif isinstance(message, m.Done):
+                # D still said that it waited when P had already let the prompt go.
+                self._early.drop(key, peer.place, message.attempt)
             return
         sender = entry.sender
         try:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from engine_support import Engine, Geometry, at_baseline, engines, prefill, step, wait_for, wrong_cells
 
 from p2pkv.engine import commands as do
+from p2pkv.engine.inlet import Posted
 from p2pkv.links import make_factory
 from p2pkv.links.memory import MemoryNetwork
 
@@ -123,6 +126,24 @@ def test_d_cancels_before_p_knows_the_request(links):
         prefill(p, "k", d.address, 20, [3, 4], chunk=20)
         finish(p, "k")
         wait_for(lambda: at_baseline(p) and at_baseline(d))
+
+
+def test_a_claim_that_outlives_its_prompt_ends_with_the_transfer(links, monkeypatch):
+    gate, here = threading.Event(), Posted.here.fget
+    monkeypatch.setattr(Posted, "here", property(lambda posted: gate.is_set() and here(posted)))
+    with engines(ONE, ONE, links) as (p, d):
+        d.do(do.Expect("k", p.address, 20, b"digest"))
+        prefill(p, "k", d.address, 20, [3, 4], chunk=20)
+        d.wait(do.Begun("k"))
+        d.do(do.Load("k", 0, 19, ([5, 6],)))
+        p.wait(do.PagesFree("k"))
+        p.do(do.Forget("k"))
+        # D has not seen its bytes yet, and says again that it waits.
+        wait_for(lambda: p.ranks[0].rank.counters.snapshot()["early_claims"])
+        gate.set()
+        d.wait(do.Loaded("k"))
+        d.do(do.Forget("k"))
+        wait_for(lambda: at_baseline(p) and at_baseline(d), 10.0)
 
 
 def test_sequential_router_p_first_to_its_end(links):
