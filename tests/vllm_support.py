@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import threading
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -107,7 +107,7 @@ def probing_server(model: Path, role: Role, probes: Path, **options: Any) -> Vll
         role=role,
         connector="ProbeConnector",
         connector_module="probe_connector",
-        extra_args=SETTINGS,
+        extra_args=options.pop("extra_args", SETTINGS),
         name=name,
         env=env,
         **options,
@@ -137,6 +137,12 @@ def start_fleet(model: Path, logs: Path, stack: ExitStack) -> Fleet:
     return fleet
 
 
+def paired_headers(p: VllmServer, d: VllmServer) -> dict[str, str]:
+    """What a router sends with both halves of one request."""
+    name = f"___prefill_addr_{p.zmq_address}___decode_addr_{d.zmq_address}_{uuid.uuid4().hex}"
+    return {"X-Request-Id": name}
+
+
 def tokens(count: int, seed: int | str) -> list[int]:
     """A prompt of `count` token ids, different for every seed, so that no cache knows it."""
     draw = random.Random(f"{seed}")
@@ -161,50 +167,6 @@ def assert_same(expected: Sequence[Answer], got: Sequence[Answer]) -> None:
     wrong = {index: answers.difference(*pair) for index, pair in enumerate(zip(expected, got, strict=True))}
     wrong = {index: sentence for index, sentence in wrong.items() if sentence}
     assert not wrong, "\n".join(f"answer {index}: {sentence}" for index, sentence in wrong.items())
-
-
-def notes(probes: Path, side: str) -> dict[str, dict[str, Any]]:
-    """What the probes of one side have written down, by transfer key; the last word counts."""
-    file = probes / f"{side}.jsonl"
-    if not file.exists():
-        return {}
-    return {note["key"]: note for note in map(json.loads, file.read_text().splitlines())}
-
-
-class Compared:
-    """The transfers since this was made: the pages of D against those of P, by token and layer."""
-
-    def __init__(self, probes: Path) -> None:
-        self._probes = probes
-        self._before = notes(probes, "D").keys()
-
-    def spans(self, at_least: int = 0) -> list[tuple[int, int]]:
-        """Wait for so many loads, fail if one differs, and say which tokens [first, past) they were."""
-        new: dict[str, dict[str, Any]] = {}
-
-        def all_written() -> bool:
-            new.clear()
-            new.update(
-                (key, note) for key, note in notes(self._probes, "D").items() if key not in self._before
-            )
-            return len(new) >= at_least and new.keys() <= notes(self._probes, "P").keys()
-
-        wait_until(all_written, "what the probes write down", 20.0)
-        on_p = notes(self._probes, "P")
-        return sorted(_compare(on_p[key], note) for key, note in new.items())
-
-
-def _compare(on_p: dict[str, Any], on_d: dict[str, Any]) -> tuple[int, int]:
-    first = on_d["start"]
-    past = first + len(on_d["layers"][0])
-    assert len(on_d["layers"]) == len(on_p["layers"]) == MODEL.layers
-    for layer, (theirs, ours) in enumerate(zip(on_p["layers"], on_d["layers"], strict=True)):
-        pairs = zip(theirs[first:past], ours, strict=True)
-        wrong = [first + index for index, (there, here) in enumerate(pairs) if there != here]
-        assert not wrong, f"layer {layer}: tokens {wrong} differ between P and D"
-    hashes = {one for layer in on_d["layers"] for one in layer}
-    assert len(hashes) > (past - first) * MODEL.layers * 0.9, "the pages hold the same bytes everywhere"
-    return first, past
 
 
 class Traffic:
@@ -249,21 +211,27 @@ def kv_bytes(first: int, past: int, *, whole_blocks: bool = False) -> int:
 def assert_at_rest(fleet: Fleet) -> None:
     """P and D hold no blocks, run nothing, and have nothing staged; waits until it is so."""
     for server in (fleet.p, fleet.d):
-        busy: dict[str, float] = {}
+        at_rest(server)
 
-        def at_rest(server: VllmServer = server, busy: dict[str, float] = busy) -> bool:
-            busy.clear()
-            held = inspect(Address.parse(server.zmq_address))
-            busy.update((name, float(held[name])) for name in GAUGES if held.get(name))
-            busy.update(
-                (name, value) for name, value in client.metrics(server.base_url).items() if _held(name, value)
-            )
-            return not busy
 
-        try:
-            wait_until(at_rest, "rest", 20.0)
-        except TimeoutError:
-            raise AssertionError(f"{server.name} is not back at its baseline: {busy}") from None
+def at_rest(server: VllmServer, ranks: int = 1) -> None:
+    """`assert_at_rest` for one server."""
+    busy: dict[str, float] = {}
+
+    def is_at_rest() -> bool:
+        busy.clear()
+        for rank in range(ranks):
+            held = inspect(Address.parse(server.zmq_address).shifted(rank))
+            busy.update((f"{name} of rank {rank}", float(held[name])) for name in GAUGES if held.get(name))
+        busy.update(
+            (name, value) for name, value in client.metrics(server.base_url).items() if _held(name, value)
+        )
+        return not busy
+
+    try:
+        wait_until(is_at_rest, "rest", 20.0)
+    except TimeoutError:
+        raise AssertionError(f"{server.name} is not back at its baseline: {busy}") from None
 
 
 GAUGES = (

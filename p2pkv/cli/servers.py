@@ -23,7 +23,8 @@ class VllmServer(ServerProcess):
     Args:
         model: directory or name of the model.
         role: "P" (prefill), "D" (decode), or None for a plain server without a connector.
-        kv_port: first control port, rank r takes kv_port + r; default a free one.
+        kv_port: first control port, rank r takes kv_port + r; default free ones.
+        ranks: how many of them the instance has (TP x PP).
         http_port: port of the API; default a free one.
         proxy: (address, discovery port) of the proxy that is pinged; None for no pings.
         extra_args: more command-line arguments of vLLM.
@@ -43,6 +44,7 @@ class VllmServer(ServerProcess):
         *,
         role: Role | None = None,
         kv_port: int | None = None,
+        ranks: int = 1,
         http_port: int | None = None,
         proxy: tuple[str, int] | None = None,
         extra_args: Sequence[str] = (),
@@ -58,7 +60,7 @@ class VllmServer(ServerProcess):
     ) -> None:
         self.role = role
         self.http_port = http_port or free_ports()
-        self.kv_port = kv_port or (free_ports() if role else None)
+        self.kv_port = kv_port or (free_ports(ranks) if role else None)
         self.base_url = f"http://{LOOPBACK}:{self.http_port}"
         name = name or (f"{role}-{self.http_port}" if role else f"vllm-{self.http_port}")
         transfer = dict(kv_transfer_config) if kv_transfer_config else None

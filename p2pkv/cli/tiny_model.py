@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +93,10 @@ class TinyLlama:
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         return f"tiny-llama-{self.layers}x{self.kv_heads}x{self.head_dim}-{digest}"
 
+    def write(self, directory: Path) -> None:
+        """Write config, tokenizer and weights into an existing directory."""
+        write_model(self, directory)
+
 
 def llama_8b_geometry(*, hidden: int = 128, max_positions: int = 8448) -> TinyLlama:
     """Tiny weights (some 40 MB) with the KV cache of Llama-3.1-8B: 128 KiB a token in bfloat16."""
@@ -109,7 +113,20 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "p2pkv"
 
 
-def ensure_model(spec: TinyLlama, cache_dir: Path | None = None) -> Path:
+class Spec(Protocol):
+    """What `ensure_model` makes."""
+
+    @property
+    def name(self) -> str:
+        """A directory name that is the same for equal parameters only."""
+        ...
+
+    def write(self, directory: Path) -> None:
+        """Write config, tokenizer and weights into an existing directory."""
+        ...
+
+
+def ensure_model(spec: Spec, cache_dir: Path | None = None) -> Path:
     """The directory of this model, made first if it is not there yet.
 
     Safe against other processes that make the same model at the same time: each writes a directory of its
@@ -122,7 +139,7 @@ def ensure_model(spec: TinyLlama, cache_dir: Path | None = None) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{spec.name}-", dir=root))
     try:
-        write_model(spec, work)
+        spec.write(work)
         work.chmod(0o755)
         work.rename(target)
     except OSError:
@@ -137,7 +154,7 @@ def write_model(spec: TinyLlama, directory: Path) -> None:
     """Write config, tokenizer and weights of `spec` into an existing directory."""
     from safetensors.torch import save_file
 
-    silent = _write_tokenizer(spec, directory)
+    silent = write_tokenizer(spec.vocab, spec.max_positions, directory)
     _write_json(directory / "config.json", _config(spec))
     _write_json(directory / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
     save_file(dict(_weights(spec, silent)), directory / "model.safetensors", metadata={"format": "pt"})
@@ -205,7 +222,7 @@ def _weights(spec: TinyLlama, silent: list[int]) -> Iterator[tuple[str, torch.Te
     yield "lm_head.weight", head.to(dtype)
 
 
-def _write_tokenizer(spec: TinyLlama, directory: Path) -> list[int]:
+def write_tokenizer(vocab: int, max_positions: int, directory: Path) -> list[int]:
     """Train and write the tokenizer; returns the ids that no answer should contain."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -213,26 +230,26 @@ def _write_tokenizer(spec: TinyLlama, directory: Path) -> list[int]:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=spec.vocab,
+        vocab_size=vocab,
         special_tokens=list(_SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_training_words(), trainer=trainer)
-    if (size := tokenizer.get_vocab_size()) != spec.vocab:
-        raise ValueError(f"the tokenizer learned {size} tokens of {spec.vocab}; choose a smaller vocab")
+    if (size := tokenizer.get_vocab_size()) != vocab:
+        raise ValueError(f"the tokenizer learned {size} tokens of {vocab}; choose a smaller vocab")
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": _SPECIAL_TOKENS[0],
         "bos_token": _SPECIAL_TOKENS[1],
         "eos_token": _SPECIAL_TOKENS[2],
-        "model_max_length": spec.max_positions,
+        "model_max_length": max_positions,
         "clean_up_tokenization_spaces": False,
         "chat_template": _CHAT_TEMPLATE,
     }
     _write_json(directory / "tokenizer_config.json", settings)
-    return [i for i in range(spec.vocab) if not _readable(tokenizer.id_to_token(i) or "")]
+    return [i for i in range(vocab) if not _readable(tokenizer.id_to_token(i) or "")]
 
 
 def _readable(token: str) -> bool:

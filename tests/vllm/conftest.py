@@ -94,6 +94,20 @@ def fleet(fleet_keeper: FleetKeeper) -> Fleet:
 
 
 @pytest.fixture
+def servers_on_failure() -> Iterator[Callable[..., None]]:
+    """Names servers whose logs are shown if the test fails."""
+    mine: list[ServerProcess] = []
+
+    def note(*servers: ServerProcess) -> None:
+        mine.extend(servers)
+        _started.extend(servers)
+
+    yield note
+    for server in mine:
+        _started.remove(server)
+
+
+@pytest.fixture
 def launch() -> Iterator[Callable[..., None]]:
     """Starts further servers for one test: `launch(server, ...)`, all side by side, then waits for all.
 

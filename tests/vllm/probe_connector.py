@@ -1,8 +1,9 @@
 """P2pKvConnector that also writes down what the pages hold, token by token, on P and on D.
 
 Loaded by real vLLM servers through `kv_connector_module_path`. For each transfer it appends one JSON
-line to `$P2PKV_PROBE_DIR/P.jsonl` when P's request has ended, or to `D.jsonl` when D's load has: the
-key, the first token, and for each layer one short hash per token, over that token's K and V on all heads.
+line to `$P2PKV_PROBE_DIR/P.<rank's address>.jsonl` when P's request has ended, or to `D.<address>.jsonl`
+when D's load has: the key, the rank, the first token, and for each layer and head of this rank one short
+hash per token, over that token's K and V. tests/probes.py reads them.
 
 `$P2PKV_PROBE_HOLD` names a file: while it exists, P's forward stops at the layer that the file names, in
 a step that works on as many prompts as it names (`<layer> <prompts>`), so that a test can kill a P in
@@ -24,6 +25,7 @@ from p2pkv.connector import P2pKvConnector
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.engine.commands import Blocks
 from p2pkv.pages.codecs import is_paged, unpack
+from p2pkv.protocol.handshake import shape
 
 
 class ProbeConnector(P2pKvConnector):
@@ -70,18 +72,33 @@ class ProbeConnector(P2pKvConnector):
         if stop <= start:
             return
         assert self._worker is not None
-        cache = self._worker.rank._ctx.cache
-        unit = cache.unit_tokens
+        context = self._worker.rank._ctx
+        cache, unit = context.cache, context.cache.unit_tokens
         first = start // unit * unit
         buffer = torch.empty(cache.nbytes(cache.layers, first, stop, cache.heads), dtype=torch.uint8)
         cache.gather(buffer, (0, cache.layers), (first, stop), (0, cache.heads), blocks)
         rows = buffer.view(cache.layers, -1, cache.heads, cache.row_bytes)
-        layers = [self._hashes(rows[layer])[start - first : stop - first] for layer in range(cache.layers)]
-        with (self._folder / f"{side}.jsonl").open("a") as out:
-            out.write(json.dumps({"key": key, "start": start, "layers": layers}) + "\n")
+        whole = shape(context.hello.cache)
+        stage, rank = divmod(context.hello.rank, whole.tp)
+        note = {
+            "key": key,
+            "rank": context.hello.rank,
+            "world": whole.world,
+            "start": start,
+            "heads": list(whole.rank_heads.ranks[rank]),
+            "first_layer": whole.stage_layers.ranks[stage].start,
+            "layers": [
+                self._hashes(rows[layer], start - first, stop - first) for layer in range(cache.layers)
+            ],
+        }
+        with (self._folder / f"{side}.{context.hello.address}.jsonl").open("a") as out:
+            out.write(json.dumps(note) + "\n")
 
-    def _hashes(self, rows: torch.Tensor) -> list[str]:
-        """One hash per token of one layer; rows: uint8 [unit, head, row_bytes]."""
+    def _hashes(self, rows: torch.Tensor, first: int, stop: int) -> list[list[str]]:
+        """By head, one hash for each of the tokens [first, stop) of one layer.
+
+        rows: uint8 [unit, head, row_bytes].
+        """
         assert self._worker is not None
         cache = self._worker.rank._ctx.cache
         if is_paged(cache.codec):
@@ -89,8 +106,8 @@ class ProbeConnector(P2pKvConnector):
             units, heads, _ = rows.shape
             pages = rows.view(dtype).view(units, heads, cache.unit_tokens, -1)
             dense = torch.stack([unpack(page, cache.codec, pages.shape[-1] // 2) for page in pages])
-            tokens = dense.permute(0, 2, 1, 3).reshape(units * cache.unit_tokens, -1)
+            tokens = dense.permute(1, 0, 2, 3).reshape(heads, units * cache.unit_tokens, -1)
         else:
-            tokens = rows.reshape(rows.shape[0], -1)
-        data = tokens.contiguous().view(torch.uint8).numpy()
-        return [hashlib.blake2b(token.tobytes(), digest_size=6).hexdigest() for token in data]
+            tokens = rows.transpose(0, 1)
+        data = tokens[:, first:stop].contiguous().view(torch.uint8).numpy()
+        return [[hashlib.blake2b(one.tobytes(), digest_size=6).hexdigest() for one in head] for head in data]

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from vllm_support import BLOCK, CHUNK, MODEL_NAME, Compared, Fleet, assert_at_rest, tokens
+from probes import Compared
+from vllm_support import BLOCK, CHUNK, MODEL_NAME, Fleet, assert_at_rest, tokens
 
 from p2pkv.cli import answers
 

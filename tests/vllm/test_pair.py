@@ -6,11 +6,11 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+from probes import Compared
 from vllm_support import (
     BLOCK,
     CHUNK,
     MODEL_NAME,
-    Compared,
     Fleet,
     Traffic,
     ask_all,

@@ -1,0 +1,112 @@
+"""Reads what tests/vllm/probe_connector.py writes down, and compares the pages of D with those of P."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from p2pkv.cli.processes import wait_until
+
+SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Note:
+    """What one rank's pages held at the end of one transfer.
+
+    Attributes:
+        world: ranks of this engine.
+        start: the first token.
+        hashes: by (layer, global head), one hash for each token from `start` on.
+    """
+
+    rank: int
+    world: int
+    start: int
+    hashes: dict[tuple[int, int], list[str]]
+
+    @property
+    def past(self) -> int:
+        return self.start + len(next(iter(self.hashes.values())))
+
+
+Notes = dict[str, dict[int, Note]]
+"""By transfer key and rank; the last word counts."""
+
+
+def notes(probes: Path, side: str) -> Notes:
+    """All that the ranks of one side have written down."""
+    found: Notes = {}
+    for file in sorted(probes.glob(f"{side}.*.jsonl")):
+        for line in file.read_text().splitlines():
+            note = json.loads(line)
+            found.setdefault(note["key"], {})[note["rank"]] = _note(note)
+    return found
+
+
+def _note(note: dict[str, Any]) -> Note:
+    hashes = {
+        (layer, head): tokens
+        for layer, heads in enumerate(note["layers"], note["first_layer"])
+        for head, tokens in zip(note["heads"], heads, strict=True)
+    }
+    return Note(note["rank"], note["world"], note["start"], hashes)
+
+
+class Compared:
+    """The transfers since this was made: the pages of D against those of P, by token, layer and head."""
+
+    def __init__(self, probes: Path) -> None:
+        self._probes = probes
+        self._before = notes(probes, "D").keys()
+
+    def spans(self, at_least: int = 0) -> list[tuple[int, int]]:
+        """Wait for so many loads, fail if one differs, and say which tokens [first, past) they were."""
+        on_p: Notes = {}
+        on_d: Notes = {}
+
+        def all_written() -> bool:
+            on_p.clear(), on_d.clear()
+            on_p.update(notes(self._probes, "P"))
+            on_d.update((k, n) for k, n in notes(self._probes, "D").items() if k not in self._before)
+            return len(on_d) >= at_least and all(_whole(on_d[k]) and _whole(on_p.get(k, {})) for k in on_d)
+
+        wait_until(all_written, "what the probes write down", SECONDS)
+        return sorted(_compare(on_p[key], ranks) for key, ranks in on_d.items())
+
+
+def _whole(ranks: dict[int, Note]) -> bool:
+    """Whether every rank has written its note."""
+    return bool(ranks) and len(ranks) == next(iter(ranks.values())).world
+
+
+def _compare(on_p: dict[int, Note], on_d: dict[int, Note]) -> tuple[int, int]:
+    """Every rank of D holds, for each of its layers and heads, what some rank of P holds."""
+    loads = [(note.start, note.past) for note in on_d.values()]
+    assert all(one == other for one, other in pairwise(loads)), f"the ranks of D loaded {loads}"
+    first, past = loads[0]
+    everything = {place for note in on_p.values() for place in note.hashes}
+    for note in on_d.values():
+        assert note.hashes.keys() <= everything, "D holds layers or heads that P has not"
+        for place, ours in note.hashes.items():
+            theirs = [_cut(one, place, first, past) for one in on_p.values() if place in one.hashes]
+            assert ours in theirs, (
+                f"rank {note.rank}, (layer, head) {place}: {_differing(theirs[0], ours, first)}"
+            )
+    covered = {place for note in on_d.values() for place in note.hashes}
+    assert covered == everything, "no rank of D holds some layers or heads of P"
+    different = {one for note in on_d.values() for tokens in note.hashes.values() for one in tokens}
+    assert len(different) > (past - first) * len(covered) * 0.9, "the pages hold the same bytes everywhere"
+    return first, past
+
+
+def _cut(note: Note, place: tuple[int, int], first: int, past: int) -> list[str]:
+    return note.hashes[place][first - note.start : past - note.start]
+
+
+def _differing(theirs: list[str], ours: list[str], first: int) -> str:
+    pairs = enumerate(zip(theirs, ours, strict=True), first)
+    return f"tokens {[token for token, (there, here) in pairs if there != here]} differ between P and D"

@@ -1,0 +1,208 @@
+"""P and D of different shapes, with real servers: the pages of D hold what those of P hold.
+
+Servers are grouped into families of one model; one family runs at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from probes import Compared
+from tiny_deepseek import TinyDeepseek
+from vllm_support import MODEL, assert_same, at_rest, paired_headers, probing_server, tokens
+
+from p2pkv.cli import answers
+from p2pkv.cli.answers import Answer
+from p2pkv.cli.servers import VllmServer
+from p2pkv.cli.tiny_model import Spec, TinyLlama, ensure_model
+
+NAME = "tiny"
+CHUNK = 256
+"""Prompt tokens that an instance computes in one step."""
+
+
+@dataclass(frozen=True)
+class Instance:
+    """How one server is started."""
+
+    tp: int = 1
+    block: int = 32
+
+    @property
+    def name(self) -> str:
+        return f"tp{self.tp}-block{self.block}"
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model, and the pairs (P, D) of instances that are tried with it."""
+
+    model: Spec
+    pairs: tuple[tuple[Instance, Instance], ...]
+    settings: tuple[str, ...] = ()
+    prefix_cache: bool = True
+    """Whether vLLM caches prefixes, and computes a prompt in chunks, with this model."""
+
+
+def _pairs(*sizes: tuple[int, int], block: int = 32) -> tuple[tuple[Instance, Instance], ...]:
+    return tuple((Instance(p, block), Instance(d, block)) for p, d in sizes)
+
+
+SMALL, LARGE = Instance(), Instance(block=128)
+FAMILIES = {
+    "4 heads": Family(MODEL, (*_pairs((2, 1), (1, 2), (2, 2)), (SMALL, LARGE), (LARGE, SMALL))),
+    "1 head": Family(TinyLlama(kv_heads=1, heads=4), _pairs((2, 1), (1, 2), (2, 2))),
+    "MLA": Family(
+        TinyDeepseek(),
+        _pairs((1, 2), (2, 1), block=16),
+        # vLLM's reference kernel for MLA: the other one needs AMX, and bfloat16.
+        ("--attention-backend", "CPU_MLA"),
+        prefix_cache=False,
+    ),
+}
+LANES = [
+    pytest.param(name, pair, id=f"{name}: {pair[0].name} to {pair[1].name}".replace(" ", "-"))
+    for name, family in FAMILIES.items()
+    for pair in family.pairs
+]
+
+
+@dataclass
+class Running:
+    """The servers of the family that runs now."""
+
+    folder: Path
+    name: str = ""
+    servers: dict[tuple[str, Instance], VllmServer] = field(default_factory=dict)
+    stack: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def probes(self) -> Path:
+        return self.folder / self.name.replace(" ", "-")
+
+    def start(self, name: str) -> None:
+        """Have this family running, and no other."""
+        if name == self.name and all(server.running() for server in self.servers.values()):
+            return
+        self.stop()
+        self.name, family = name, FAMILIES[name]
+        self.probes.mkdir(exist_ok=True)
+        model = ensure_model(family.model, self.folder)
+        for prefill, decode in family.pairs:
+            for role, instance in (("P", prefill), ("D", decode)):
+                if (role, instance) not in self.servers:
+                    self.servers[role, instance] = self._server(model, family, role, instance)
+        for server in self.servers.values():
+            self.stack.enter_context(server)
+        for server in self.servers.values():
+            server.wait_ready()
+
+    def _server(self, model: Path, family: Family, role: str, instance: Instance) -> VllmServer:
+        settings = [
+            *("--served-model-name", NAME, "--dtype", "float32", "--max-model-len", "1024"),
+            *("--block-size", str(instance.block), "--max-num-batched-tokens", str(CHUNK)),
+            *("--max-num-seqs", "16", "--tensor-parallel-size", str(instance.tp), *family.settings),
+        ]
+        if not family.prefix_cache:
+            settings[settings.index(str(CHUNK))] = "1024"
+        name = f"{role}-{instance.name}"
+        log = self.probes / f"{name}.log"
+        return probing_server(
+            model, role, self.probes, name=name, ranks=instance.tp, extra_args=settings, log_path=log
+        )
+
+    def stop(self) -> None:
+        self.stack.close()
+        self.servers.clear()
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A P and a D that work together."""
+
+    family: Family
+    p: VllmServer
+    d: VllmServer
+    probes: Path
+
+    def ask(self, prompt: list[int], *, at_once: bool) -> Answer:
+        """D's answer to a prompt that P computes: both asked at once, or D when P is done."""
+        headers = paired_headers(self.p, self.d)
+
+        def on(server: VllmServer, count: int) -> Answer:
+            return answers.complete(server.base_url, NAME, prompt, max_tokens=count, headers=headers)[0]
+
+        if not at_once:
+            on(self.p, 1)
+            return on(self.d, 6)
+        with ThreadPoolExecutor(1) as pool:
+            prefill = pool.submit(on, self.p, 1)
+            answer = on(self.d, 6)
+            prefill.result()
+        return answer
+
+    def alone(self, server: VllmServer, prompt: list[int], count: int = 6) -> Answer:
+        return answers.complete(server.base_url, NAME, prompt, max_tokens=count)[0]
+
+
+@pytest.fixture(scope="module")
+def running(fleet_keeper, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    fleet_keeper.stop()
+    running = Running(tmp_path_factory.mktemp("shapes"))
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture
+def lane(running: Running, servers_on_failure, name: str, pair: tuple[Instance, Instance]) -> Iterator[Lane]:
+    """The lane, at rest before and after."""
+    running.start(name)
+    p, d = running.servers["P", pair[0]], running.servers["D", pair[1]]
+    servers_on_failure(p, d)
+    yield Lane(FAMILIES[name], p, d, running.probes)
+    for server, instance in ((p, pair[0]), (d, pair[1])):
+        at_rest(server, instance.tp)
+
+
+@pytest.mark.parametrize(("name", "pair"), LANES)
+@pytest.mark.parametrize("at_once", [True, False], ids=["concurrent", "sequential"])
+@pytest.mark.parametrize("length", [2, 65, CHUNK * 2 + 33])
+def test_prompts(lane: Lane, at_once: bool, length: int, request: pytest.FixtureRequest) -> None:
+    """The longest is computed in three chunks, where vLLM computes in chunks."""
+    compared = Compared(lane.probes)
+    prompt = tokens(length, request.node.name)
+    got = lane.ask(prompt, at_once=at_once)
+    assert compared.spans(1) == [(0, length - 1)]
+    assert_same([lane.alone(lane.p, prompt)], [got])
+
+
+@pytest.mark.parametrize(("name", "pair"), LANES)
+@pytest.mark.parametrize("side", ["P", "D"])
+def test_a_prompt_half_cached(lane: Lane, side: str, request: pytest.FixtureRequest) -> None:
+    if not lane.family.prefix_cache:
+        pytest.skip("vLLM's reference kernel for MLA on a CPU caches no prefixes")
+    length, cached = CHUNK * 2 + 33, 256
+    prompt = tokens(length, request.node.name)
+    lane.alone(lane.p if side == "P" else lane.d, [*prompt[:cached], 299], 1)
+    compared = Compared(lane.probes)
+    got = lane.ask(prompt, at_once=True)
+    assert compared.spans(1) == [(cached if side == "D" else 0, length - 1)]
+    assert_same([lane.alone(lane.p, prompt)], [got])
+
+
+@pytest.mark.parametrize(("name", "pair"), LANES)
+def test_several_at_once(lane: Lane, request: pytest.FixtureRequest) -> None:
+    """Ranks of D end at different times; each request is reported once, when all have."""
+    compared = Compared(lane.probes)
+    prompts = [tokens(40 + 30 * number, f"{request.node.name} {number}") for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(lambda prompt: lane.ask(prompt, at_once=True), prompts))
+    assert compared.spans(8) == sorted((0, len(prompt) - 1) for prompt in prompts)
+    assert_same([lane.alone(lane.p, prompt) for prompt in prompts], got)
