@@ -153,8 +153,8 @@ class DenseView:
         """Everything is checked before the first part comes."""
         if not 0 <= tokens[0] <= tokens[1]:
             raise ValueError(f"tokens [{tokens[0]}, {tokens[1]}) are not an interval of a prompt")
-        first_page = tokens[0] // self._tokens * self._tokens
-        self._cache.check(layers, (first_page, tokens[1]), heads, blocks)
+        first = tokens[0] // self._tokens * self._tokens
+        self._cache.check(layers, (first, tokens[1] if tokens[0] < tokens[1] else first), heads, blocks)
         count, beside = layers[1] - layers[0], heads[1] - heads[0]
         check_buffer(buffer, self.nbytes(count, *tokens, beside), self._cache.device)
         if buffer.numel() == 0:
