@@ -10,6 +10,7 @@ import random
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -139,6 +140,7 @@ def scatter(held: Held, sent: Sent) -> None:
     )
 
 
+@pytest.mark.slow
 @given(case=cases())
 @settings(deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow])
 def test_every_rank_of_d_holds_its_slice_of_what_p_computed(case: Case) -> None:
