@@ -28,9 +28,14 @@ LAYOUTS = {
     "BLNHC": (1, 0, 3, 2, 4),
     "BHLNC": (1, 2, 0, 3, 4),
 }
-PACKABLE = [name for name in LAYOUTS if name.endswith("NC") and name != "BLNHC" and name != "LBNHC"]
+PACKABLE = [name for name in LAYOUTS if name.endswith("NC")]
 
-BITS = {torch.bfloat16: np.uint16, torch.float16: np.uint16, torch.float32: np.uint32}
+BITS = {
+    torch.float8_e4m3fn: np.uint8,
+    torch.bfloat16: np.uint16,
+    torch.float16: np.uint16,
+    torch.float32: np.uint32,
+}
 
 Elements = NDArray[Any]
 

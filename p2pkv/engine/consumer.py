@@ -138,7 +138,7 @@ class Consumer:
         except Refused as refused:
             self._refuse(peer, str(refused), now)
             return
-        log.info("P rank %d at %s is connected", peer.rank, peer.address)
+        log.info("P rank %d at %s is connected; what travels: %s", peer.rank, peer.address, peer.wire)
         for entry in list(self._entries.values()):
             self._connect(entry, now)
 

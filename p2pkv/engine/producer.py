@@ -139,7 +139,7 @@ class Producer:
             self._drop(old, f"{hello.address} has restarted or reconnected", now)
             peer.link = old.link
         line.tag = self._peers[peer.place] = peer
-        log.info("D rank %d at %s is connected", hello.rank, hello.address)
+        log.info("D rank %d at %s is connected; what travels: %s", hello.rank, hello.address, wire)
         peer.invite(now)
 
     def _waiting(self, peer: Outlet, transfers: m.Transfers, now: float) -> None:

@@ -36,6 +36,9 @@ class Wire(Struct, frozen=True):
     unit: int
     row_bytes: int
 
+    def __str__(self) -> str:
+        return f"{self.codec} rows of {self.unit} tokens, {self.row_bytes} bytes for each layer and head"
+
 
 def wire_between(one: Cache, other: Cache) -> Wire | None:
     """The form in which rows travel between two caches; None if there is none. The order does not matter."""

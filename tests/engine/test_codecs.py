@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from engine_support import Geometry, at_baseline, engines, prefill, step, wait_for, wrong_cells
+from msgspec.structs import replace
 
 from p2pkv.engine import commands as do
+from p2pkv.engine.context import Context
 from p2pkv.links import make_factory
 from p2pkv.links.memory import MemoryNetwork
+from p2pkv.protocol.handshake import Refused
 
 TOKENS = 300
 BF16, F32 = torch.bfloat16, torch.float32
@@ -97,6 +100,29 @@ def test_one_p_serves_ds_of_several_forms_at_once():
         for number, d in enumerate((one, two, three)):
             d.wait(do.Loaded(f"k{number}"))
             assert wrong_cells(d.ranks[0], blocks, 0, 63, number) == []
+
+
+def test_pages_that_cannot_be_undone_after_all_are_refused_by_their_owner():
+    """An odd number of elements: no K and V of one size, which no Hello says."""
+    network = MemoryNetwork()
+    sides = cpu("vec", 32, content=15), cpu("dense", 16, content=15)
+    with engines(*sides, lambda side, rank: network.rank()) as (p, d):
+        d.do(do.Expect("k", p.address, 20, b"digest"))
+        wait_for(lambda: d.ranks[0].events(do.LoadFailed))
+        (failed,) = d.ranks[0].events(do.LoadFailed)
+        assert "rows of 15 elements do not hold a K and a V" in failed.reason
+        assert p.ranks[0].rank.counters.values["messages_refused"]
+
+
+def test_a_hello_that_is_not_true_of_the_pages_is_refused():
+    network = MemoryNetwork()
+    with engines(cpu("vec", 32), cpu("vec", 32), lambda side, rank: network.rank()) as (p, _):
+        ctx = p.ranks[0].rank._ctx
+        said = replace(ctx.hello, cache=replace(ctx.hello.cache, row_bytes=64, unit_tokens=2))
+        lying = Context(said, ctx.options, ctx.cache, ctx.links, ctx.endpoint, ctx.steps, ctx.emit)
+        with pytest.raises(Refused, match=r"holds rows of 2048 bytes for 32 tokens, .* expects 64 for 2"):
+            lying.form(said)
+        assert ctx.form(ctx.hello)[1] is ctx.cache
 
 
 def test_an_opaque_codec_with_another_block_size_is_refused_before_anything_waits():

@@ -47,7 +47,10 @@ def cases(draw: st.DrawFn) -> Case:
     codecs = draw(st.tuples(st.sampled_from(CODECS), st.sampled_from(CODECS)))
     amx = "page:amx" in codecs
     content = 64 if amx else draw(st.sampled_from([2, 4, 6]))
-    dtype = torch.bfloat16 if amx else draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+    kinds = [torch.bfloat16, torch.float16, torch.float32]
+    if codecs == ("dense", "dense"):
+        kinds.append(torch.float8_e4m3fn)
+    dtype = torch.bfloat16 if amx else draw(st.sampled_from(kinds))
     prefill, decode = (draw(sides(kv_heads, layers, codec, content, dtype)) for codec in codecs)
     tokens = draw(st.integers(1, 2 * max(prefill.block, decode.block) + 3))
     start = draw(st.integers(0, (tokens - 1) // decode.block)) * decode.block
