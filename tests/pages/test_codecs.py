@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 
+import numpy as np
 import pytest
 import torch
+from gil_support import lets_others_run
 
 from p2pkv.pages import cpu_codec
-from p2pkv.pages.codecs import UNDONE, pack, unpack
+from p2pkv.pages.codecs import UNDONE, pack, pack_into, unpack, unpack_into
 
 HAVE_VLLM = importlib.util.find_spec("vllm") is not None
 
@@ -107,3 +109,10 @@ def test_an_isa_is_a_name() -> None:
     assert cpu_codec("amx") == "page:amx"
     with pytest.raises(ValueError, match="'a b' is not the name"):
         cpu_codec("a b")
+
+
+@pytest.mark.parametrize("codec", UNDONE)
+def test_the_gil_is_free_while_pages_are_packed_and_unpacked(codec: str) -> None:
+    dense, packed = np.zeros((64, 2, 128, 256), np.uint16), np.zeros((64, 2, 128 * 256), np.uint16)
+    assert lets_others_run(lambda: unpack_into(dense, packed, codec)), "unpacking held the GIL"
+    assert lets_others_run(lambda: pack_into(packed, dense, codec)), "packing held the GIL"
