@@ -20,7 +20,7 @@ from p2pkv.sharding import Interval, Overlap, Shape, ShardingError, overlaps
 MAX_EDGES = 1 << 20
 """An edge is a link between two processes; a plan with more is an error in somebody's configuration."""
 
-_FORMAT = 1
+_FORMAT = 2
 """Part of every digest: another number when the same shapes give other edges than before."""
 
 _Need = tuple[Overlap, Overlap]
@@ -33,8 +33,7 @@ class PlanError(ShardingError):
 class Edge(Struct, frozen=True, array_like=True):
     """What one P rank sends to one D rank: a rectangle of global layers and heads, for all tokens.
 
-    A plan has at most one edge for each (source, target). Which tokens travel is not an edge's
-    business, so that several holders of the same rectangle could later share its tokens among them.
+    A plan has at most one edge for each (source, target). Which tokens travel is not an edge's business.
 
     Attributes:
         source, target: world rank on P and on D.
@@ -169,19 +168,49 @@ def _needs(prefill: Shape, decode: Shape) -> dict[tuple[int, int], list[_Need]]:
 
 
 def _spread(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need]]:
-    """Give each need to one holder: the largest first, to whoever has least so far.
+    """Give each need to one holder, or, if there are fewer needs than holders, to each a share of them."""
+    if len(holders) == 1:
+        return ((holders[0], need) for need in needs)
+    return _shared(holders, needs) if len(needs) < len(holders) else _dealt(holders, needs)
+
+
+def _dealt(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need]]:
+    """The largest need first, to whoever has least so far.
 
     So the busiest holder has at most the mean and one need more. Ties go by rank, which also gives
     rank r of D to rank r of P when both are divided alike.
     """
-    if len(holders) == 1:
-        yield from ((holders[0], need) for need in needs)
-        return
     loads = [(0, holder) for holder in holders]
     for need in sorted(needs, key=_weight, reverse=True):
         load, holder = loads[0]
         heapreplace(loads, (load + _weight(need), holder))
         yield holder, need
+
+
+def _shared(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need]]:
+    """All needs in a line, cut between layers into one stretch for each holder, as equal as can be.
+
+    So the busiest holder has at most the mean and one layer of a need more, and what one holder sends
+    to one target is one run of layers.
+    """
+    total, before = sum(map(_weight, needs)), 0
+    for layer, head in needs:
+        width, layers = len(head.cells), len(layer.cells)
+        first = 0
+        for number, holder in enumerate(holders, start=1):
+            # Cells up to the end of this holder's stretch, times the holders; half a layer rounds up.
+            end = number * total - before * len(holders)
+            last = min(layers, max(0, (2 * end + width * len(holders)) // (2 * width * len(holders))))
+            if last > first:
+                yield holder, (_some(layer, first, last), head)
+                first = last
+        before += width * layers
+
+
+def _some(layer: Overlap, first: int, last: int) -> Overlap:
+    """The layers [first, last) of an overlap, counted from its start."""
+    cells = Interval(layer.cells.start + first, layer.cells.start + last)
+    return Overlap(layer.part, layer.target, cells, layer.in_source + first, layer.in_target + first)
 
 
 def _weight(need: _Need) -> int:

@@ -16,6 +16,7 @@ from p2pkv.config import Options
 from p2pkv.engine import commands as do
 from p2pkv.engine.rank import Rank
 from p2pkv.links.base import LinkFactory
+from p2pkv.pages.codecs import DENSE, pack, unpack
 from p2pkv.pages.device import make_recorder
 from p2pkv.pages.geometry import PagedCache
 from p2pkv.pairing import Address
@@ -42,6 +43,8 @@ class Geometry:
     block: int = 16
     content: int = 8
     blocks: int = 64
+    codec: str = DENSE
+    dtype: torch.dtype = torch.float32
 
     @property
     def world(self) -> int:
@@ -64,7 +67,7 @@ class Geometry:
 
 @dataclass
 class TestRank:
-    """One rank and its pages, float32 [layer][block, head, token, content]."""
+    """One rank and its pages, [layer][block, head, token, content]."""
 
     geometry: Geometry
     rank: Rank
@@ -92,8 +95,8 @@ def make_rank(
     values = {"lease_seconds": 5.0, "staging_bytes": 1 << 20, "chunk_bytes": 4096, **options}
     opts = Options(role=role, host="127.0.0.1", kv_port=port, **values)  # type: ignore[arg-type]
     shape = (geometry.blocks, len(geometry.heads(rank)), geometry.block, geometry.content)
-    pages = [torch.full(shape, fill) for _ in geometry.layer_span(rank)]
-    cache = PagedCache.from_tensors(pages, block_size=geometry.block)
+    pages = [torch.full(shape, fill, dtype=geometry.dtype) for _ in geometry.layer_span(rank)]
+    cache = PagedCache.from_tensors(pages, block_size=geometry.block, codec=geometry.codec)
     place = Address("127.0.0.1", port)
     hello = Hello(
         version=PROTOCOL_VERSION,
@@ -106,7 +109,14 @@ def make_rank(
         model="made-up",
         weights="made-up",
         cache=Cache(
-            geometry.layers, geometry.kv_heads, geometry.tp, cache.row_bytes, 1, "float32", cache.codec, "x"
+            geometry.layers,
+            geometry.kv_heads,
+            geometry.tp,
+            cache.row_bytes,
+            cache.unit_tokens,
+            str(geometry.dtype).removeprefix("torch."),
+            cache.codec,
+            "x",
         ),
         link=links.kind,
     )
@@ -148,9 +158,14 @@ def make_engine(
     return Engine(Address("127.0.0.1", port), geometry, ranks)
 
 
-def truth(layer: int, token: int, head: int, content: int, salt: int = 0) -> torch.Tensor:
-    """The KV that a made-up model computes: every number differs from every other."""
+def truth(
+    layer: int, token: int, head: int, content: int, salt: int = 0, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The KV that a made-up model computes: every float32 differs from every other; two bytes are noise."""
     base = ((salt * 64 + layer) * 4096 + token) * 64 + head
+    if dtype.itemsize == 2:
+        noise = torch.Generator().manual_seed(base)
+        return torch.randint(-(1 << 15), 1 << 15, (content,), dtype=torch.int16, generator=noise).view(dtype)
     return torch.arange(content) / 64 + float(base)
 
 
@@ -160,10 +175,12 @@ def compute(rank: TestRank, blocks: list[int], layer: int, start: int, stop: int
     heads = geometry.heads(rank.rank._ctx.hello.rank)
     span = geometry.layer_span(rank.rank._ctx.hello.rank)
     for token in range(start, stop):
-        block = blocks[token // geometry.block]
+        page = rank.pages[layer][blocks[token // geometry.block]]
+        plain = unpack(page, geometry.codec, geometry.content // 2)
         for local, head in enumerate(heads):
-            value = truth(span[layer], token, head, geometry.content, salt)
-            rank.pages[layer][block, local, token % geometry.block] = value
+            value = truth(span[layer], token, head, geometry.content, salt, geometry.dtype)
+            plain[local, token % geometry.block] = value
+        page[:] = pack(plain, geometry.codec, geometry.content // 2)
 
 
 def wrong_cells(
@@ -175,9 +192,13 @@ def wrong_cells(
     wrong = []
     for layer, name in enumerate(geometry.layer_span(number)):
         for token in range(start, stop):
-            cell = rank.pages[layer][blocks[token // geometry.block], :, token % geometry.block]
+            page = unpack(
+                rank.pages[layer][blocks[token // geometry.block]], geometry.codec, geometry.content // 2
+            )
+            cell = page[:, token % geometry.block].view(torch.uint8)
             for local, head in enumerate(geometry.heads(number)):
-                if not torch.equal(cell[local], truth(name, token, head, geometry.content, salt)):
+                right = truth(name, token, head, geometry.content, salt, geometry.dtype)
+                if not torch.equal(cell[local], right.view(torch.uint8)):
                     wrong.append((name, token, head))
     return wrong
 

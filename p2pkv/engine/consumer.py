@@ -80,9 +80,8 @@ class Consumer:
 
     def _receiver(self, expect: do.Expect, now: float) -> Receiver:
         self._attempt += 1
-        cache, lease = self._ctx.cache, self._ctx.options.lease_seconds
-        shape = (cache.row_bytes, cache.unit_tokens)
-        return Receiver(expect.key, self._attempt, expect.tokens, expect.digest, *shape, lease, now)
+        lease = self._ctx.options.lease_seconds
+        return Receiver(expect.key, self._attempt, expect.tokens, expect.digest, lease, now)
 
     def _load(self, entry: Entry, start: int, stop: int, blocks: do.Blocks, now: float) -> None:
         """If the transfer has ended, that has been said already, and is said only once."""
@@ -139,7 +138,7 @@ class Consumer:
         except Refused as refused:
             self._refuse(peer, str(refused), now)
             return
-        log.info("P rank %d at %s is connected", peer.rank, peer.address)
+        log.info("P rank %d at %s is connected; what travels: %s", peer.rank, peer.address, peer.wire)
         for entry in list(self._entries.values()):
             self._connect(entry, now)
 
@@ -172,7 +171,8 @@ class Consumer:
         entry.peers = peers
         for peer in peers.values():
             self._ctx.tell(peer.line, m.Waiting(((entry.expect.key, entry.receiver.attempt),)))
-        self._run(entry, entry.receiver.attach(edges, now), now)
+        debts = {rank: peers[rank].owes(edge) for rank, edge in edges.items()}
+        self._run(entry, entry.receiver.attach(debts, now), now)
 
     def _holding(self, peer: Inlet, held: m.Transfers, now: float) -> None:
         for key, attempt in held:
@@ -314,15 +314,15 @@ class Consumer:
         self._run(entry, entry.receiver.scattered(peer.rank, chunk.chunk, now), now)
 
     def _scatter(self, entry: Entry, peer: Inlet, pieces: tuple[m.Piece, ...], receive: Receive) -> None:
-        cache, edge, offset = self._ctx.cache, peer.edge, 0
-        assert edge is not None
+        pages, edge, offset = peer.pages, entry.receiver.sources[peer.rank].debt.edge, 0
+        assert pages is not None
         shift = edge.target_layer - edge.layers.start
         heads = (edge.target_head, edge.target_head + len(edge.heads))
         for piece in pieces:
             layers = (piece.layer + shift, piece.layer_stop + shift)
-            size = cache.nbytes(layers[1] - layers[0], piece.start, piece.stop, len(edge.heads))
+            size = pages.nbytes(layers[1] - layers[0], piece.start, piece.stop, len(edge.heads))
             part = receive.buffer[offset : offset + size]
-            cache.scatter(part, layers, (piece.start, piece.stop), heads, entry.blocks)
+            pages.scatter(part, layers, (piece.start, piece.stop), heads, entry.blocks)
             offset += size
 
     def _staged(self) -> int:

@@ -14,8 +14,11 @@ from p2pkv.engine.commands import Event
 from p2pkv.engine.counters import Counters
 from p2pkv.engine.steps import Steps
 from p2pkv.links.base import LinkFactory
+from p2pkv.pages.dense import Rectangles, seen_as
 from p2pkv.pages.geometry import PagedCache
+from p2pkv.protocol.handshake import Refused
 from p2pkv.protocol.messages import AnyMessage, Hello, encode
+from p2pkv.protocol.wire import Wire, wire_between
 
 log = logging.getLogger("p2pkv")
 
@@ -43,6 +46,24 @@ class Context:
 
     def tell(self, line: Line, message: AnyMessage) -> bool:
         return line.send(encode(message))
+
+    def form(self, theirs: Hello) -> tuple[Wire, Rectangles]:
+        """How rows travel between this rank and a peer that `judge` has accepted, and our cache in that form.
+
+        Raises Refused if our pages cannot be brought into it.
+        """
+        wire = wire_between(self.hello.cache, theirs.cache)
+        assert wire is not None
+        try:
+            pages = seen_as(self.cache, wire.codec)
+        except ValueError as error:
+            raise Refused(f"{self.hello.address} and {theirs.address}: {error}") from None
+        if (pages.unit_tokens, pages.row_bytes) != (wire.unit, wire.row_bytes):
+            raise Refused(
+                f"{self.hello.address} holds rows of {pages.row_bytes} bytes for {pages.unit_tokens} tokens, "
+                f"which its Hello does not say; {theirs.address} expects {wire.row_bytes} for {wire.unit}"
+            )
+        return wire, pages
 
     @property
     def beat(self) -> float:

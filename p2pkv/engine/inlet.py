@@ -10,9 +10,11 @@ import msgspec
 from p2pkv.control.endpoint import Line
 from p2pkv.engine.context import Context
 from p2pkv.links.base import Inbound, LinkError, Receive
+from p2pkv.pages.dense import Rectangles
 from p2pkv.plan import Edge, Plan
 from p2pkv.protocol.handshake import Dialing, Refused, judge
 from p2pkv.protocol.messages import Chunk, Hello, LinkAccept, LinkDown, LinkInvite, Sent, Welcome
+from p2pkv.protocol.wire import Debt, Wire
 
 
 @dataclass(slots=True)
@@ -32,7 +34,10 @@ class Posted:
 
 @dataclass(eq=False)
 class Inlet:
-    """One rank of P that this rank has dialed. `used` is when somebody last wanted it."""
+    """One rank of P that this rank has dialed. `used` is when somebody last wanted it.
+
+    Once it has been welcomed, `wire` is the form in which its rows travel, and `pages` our cache in it.
+    """
 
     ctx: Context
     line: Line
@@ -40,7 +45,8 @@ class Inlet:
     used: float
     hello: Hello | None = None
     plan: Plan | None = None
-    edge: Edge | None = None
+    wire: Wire | None = None
+    pages: Rectangles | None = None
     link: int = -1
     asked: deque[tuple[str, Chunk]] = field(default_factory=deque)
     """Announced chunks that wait for room."""
@@ -56,6 +62,11 @@ class Inlet:
         """P's rank; only of one that has been welcomed."""
         assert self.hello is not None
         return self.hello.rank
+
+    def owes(self, edge: Edge) -> Debt:
+        """What this rank owes us with `edge`; only of one that has been welcomed."""
+        assert self.wire is not None
+        return Debt(edge, self.wire)
 
     @property
     def staged(self) -> int:
@@ -76,15 +87,15 @@ class Inlet:
                 f"{self.address} answers as {hello.address} with plan {message.plan}, not {plan.digest}: "
                 "install the same p2pkv on both sides, and use the addresses that instances advertise"
             )
+        self.wire, self.pages = self.ctx.form(hello)
         self.dialing.welcomed()
         self.hello, self.plan = hello, plan
-        self.edge = next((edge for edge in plan.to_target(mine.rank) if edge.source == hello.rank), None)
 
     def lost(self, now: float) -> None:
         """This incarnation is gone, or has forgotten us; ask for another."""
         self.abort()
         self.dialing.lost(now)
-        self.hello = self.plan = self.edge = None
+        self.hello = self.plan = self.wire = self.pages = None
         self.greet(now)
 
     def invited(self, message: LinkInvite, window: int) -> None:

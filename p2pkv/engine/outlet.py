@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from p2pkv.control.endpoint import Line
 from p2pkv.engine.context import Context
 from p2pkv.links.base import LinkError, Outbound, Send
-from p2pkv.plan import Edge, Plan
+from p2pkv.pages.dense import Rectangles
+from p2pkv.plan import Plan
 from p2pkv.protocol.effects import Transmit
 from p2pkv.protocol.messages import Hello, LinkAccept, LinkDown, LinkInvite
+from p2pkv.protocol.wire import Debt
 
 Place = tuple[str, int]
 """A rank of a D: the address of the engine's rank 0, and the rank."""
@@ -32,13 +34,17 @@ class Flight:
 
 @dataclass(eq=False)
 class Outlet:
-    """One incarnation of a rank of D that has said Hello. `edge` is what this rank owes it, if anything."""
+    """One incarnation of a rank of D that has said Hello.
+
+    `debt` is what this rank owes it, if anything, and `pages` our cache in the form in which that travels.
+    """
 
     ctx: Context
     line: Line
     hello: Hello
     plan: Plan
-    edge: Edge | None
+    pages: Rectangles
+    debt: Debt | None
     link: int = 0
     window: int = 0
     since: float = 0.0
@@ -64,7 +70,7 @@ class Outlet:
     @property
     def up(self) -> bool:
         """Whether there is nothing to wait for: the link is up, or none is needed."""
-        return self.edge is None or self.linked
+        return self.debt is None or self.linked
 
     @property
     def limit(self) -> int:
@@ -82,7 +88,7 @@ class Outlet:
 
     def invite(self, now: float) -> None:
         """Begin a link if there is none, and it is time to try again; D's answer comes to `accept`."""
-        if self.edge is None or self._invited or now < self._next:
+        if self.debt is None or self._invited or now < self._next:
             return
         self._invited = True
         self.link += 1

@@ -17,6 +17,7 @@ from p2pkv.protocol.effects import Effect, Finished, Released, Tell, Transmit
 from p2pkv.protocol.handshake import Refused, judge
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.sender import Prompt, Sender, Terms
+from p2pkv.protocol.wire import Debt
 
 
 @dataclass
@@ -32,14 +33,8 @@ class Entry:
 class Producer:
     def __init__(self, context: Context) -> None:
         self._ctx = context
-        options, cache = context.options, context.cache
-        self._terms = Terms(
-            cache.row_bytes,
-            cache.unit_tokens,
-            options.chunk_bytes,
-            options.lease_seconds,
-            options.whole_request,
-        )
+        options = context.options
+        self._terms = Terms(options.chunk_bytes, options.lease_seconds, options.whole_request)
         self._entries: dict[str, Entry] = {}
         self._peers: dict[Place, Outlet] = {}
         self._early = EarlyClaims(options.lease_seconds)
@@ -128,6 +123,7 @@ class Producer:
                     "use the address that the instance advertises"
                 )
             plan = judge(mine, hello)
+            wire, pages = self._ctx.form(hello)
         except Refused as refused:
             log.warning("refused %s: %s", hello.address, refused)
             self._ctx.counters.add("messages_refused")
@@ -137,13 +133,13 @@ class Producer:
         old = self._peers.get((hello.addresses[0], hello.rank))
         if old is not None and old.line is line and old.fresh and old.hello == hello:
             return
-        edges = {edge.target: edge for edge in plan.from_source(mine.rank)}
-        peer = Outlet(self._ctx, line, hello, plan, edges.get(hello.rank))
+        debts = {edge.target: Debt(edge, wire) for edge in plan.from_source(mine.rank)}
+        peer = Outlet(self._ctx, line, hello, plan, pages, debts.get(hello.rank))
         if old is not None:
             self._drop(old, f"{hello.address} has restarted or reconnected", now)
             peer.link = old.link
         line.tag = self._peers[peer.place] = peer
-        log.info("D rank %d at %s is connected", hello.rank, hello.address)
+        log.info("D rank %d at %s is connected; what travels: %s", hello.rank, hello.address, wire)
         peer.invite(now)
 
     def _waiting(self, peer: Outlet, transfers: m.Transfers, now: float) -> None:
@@ -169,10 +165,10 @@ class Producer:
             return self._early.note(key, peer.place, attempt, self._ctx.steps.running, now)
         sender = entry.sender
         sender.expects = frozenset(edge.target for edge in peer.plan.from_source(self._ctx.hello.rank))
-        if peer.edge is None:
+        if peer.debt is None:
             self._run(entry, [] if sender.prompt.ended else sender.flush(), now)
             return True
-        self._run(entry, sender.claim(peer.hello.rank, peer.edge, attempt, peer.limit, now), now)
+        self._run(entry, sender.claim(peer.hello.rank, peer.debt, attempt, peer.limit, now), now)
         return sender.vouches(peer.hello.rank, attempt)
 
     def _claim_early(self, key: str, now: float) -> None:
@@ -269,8 +265,8 @@ class Producer:
         """The link is up, and so is the limit of a chunk: what has been claimed can be announced."""
         for entry in list(self._entries.values()):
             leg = entry.sender.legs.get(peer.hello.rank)
-            if entry.decode == peer.hello.addresses[0] and leg is not None and peer.edge is not None:
-                effects = entry.sender.claim(peer.hello.rank, peer.edge, leg.attempt, peer.limit, now)
+            if entry.decode == peer.hello.addresses[0] and leg is not None and peer.debt is not None:
+                effects = entry.sender.claim(peer.hello.rank, peer.debt, leg.attempt, peer.limit, now)
                 self._run(entry, effects, now)
 
     def _transmit(self, peer: Outlet, key: str, order: Transmit, send: Send, now: float) -> None:
@@ -279,9 +275,9 @@ class Producer:
         wrong = ""
         with self._ctx.reading:
             void = entry is None or not entry.sender.readable(order) or key in self._ctx.revoked
-            if entry is not None and peer.edge is not None and not void:
+            if entry is not None and peer.debt is not None and not void:
                 try:
-                    self._gather(entry, peer.edge, order, send)
+                    self._gather(entry, peer, peer.debt.edge, order, send)
                 except ValueError as error:
                     void, wrong = True, str(error)
         send.commit()
@@ -298,14 +294,14 @@ class Producer:
                 peer.line, m.Sent(key, order.grant.attempt, order.grant.chunk, order.grant.link, True)
             )
 
-    def _gather(self, entry: Entry, edge: Edge, order: Transmit, send: Send) -> None:
-        cache, offset = self._ctx.cache, 0
+    def _gather(self, entry: Entry, peer: Outlet, edge: Edge, order: Transmit, send: Send) -> None:
+        pages, offset = peer.pages, 0
         shift = edge.source_layer - edge.layers.start
         heads = (edge.source_head, edge.source_head + len(edge.heads))
         for piece in order.pieces:
             layers = (piece.layer + shift, piece.layer_stop + shift)
-            size = cache.nbytes(layers[1] - layers[0], piece.start, piece.stop, len(edge.heads))
-            cache.gather(
+            size = pages.nbytes(layers[1] - layers[0], piece.start, piece.stop, len(edge.heads))
+            pages.gather(
                 send.buffer[offset : offset + size], layers, (piece.start, piece.stop), heads, entry.blocks
             )
             offset += size

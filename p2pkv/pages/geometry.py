@@ -2,7 +2,8 @@
 
 A *row* is what moves undivided: the bytes of one (layer, unit, head), where a unit is one token, or,
 if a kernel packs tokens together (a page codec), all tokens of one kernel block. A *rectangle* is
-[layer, unit, head, row_bytes], dense, uint8, whatever the memory's own layout.
+[layer, unit, head, row_bytes], dense, uint8, whatever the memory's own layout. dense.py shows packed
+pages token by token.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class PagedCache:
         block_size: tokens in a logical block.
         unit_tokens: tokens in a row: 1 if dense, those of a kernel block for a page codec.
         row_bytes: bytes of a row.
+        element_bytes: bytes of a number in a row.
         codec: how the bytes of a row are arranged.
         groups: the block table of each layer, by number.
         device: where the layers lie.
@@ -45,6 +47,7 @@ class PagedCache:
         block_size: int,
         unit_tokens: int,
         row_bytes: int,
+        element_bytes: int,
         codec: str,
         device: torch.device,
     ) -> None:
@@ -54,6 +57,7 @@ class PagedCache:
         self.block_size = block_size
         self.unit_tokens = unit_tokens
         self.row_bytes = row_bytes
+        self.element_bytes = element_bytes
         self.codec = codec
         self.groups = tuple(page.group for page in pages)
         self.device = device
@@ -104,6 +108,7 @@ class PagedCache:
             block_size=block_size,
             unit_tokens=unit_tokens,
             row_bytes=unit_tokens * content * tensors[0].element_size(),
+            element_bytes=tensors[0].element_size(),
             codec=codec,
             device=tensors[0].device,
         )
@@ -146,6 +151,15 @@ class PagedCache:
         for arena, rows, part in self._parts(src, layers, tokens, heads, blocks):
             arena.put(rows, part)
 
+    def check(self, layers: Interval, tokens: Interval, heads: Interval, blocks: BlockTables) -> None:
+        """Raises the ValueError that gather and scatter would, but for that about the buffer."""
+        _check_interval("layers", layers, self.layers)
+        _check_interval("heads", heads, self.heads)
+        units = self._units(tokens)
+        for span in self._spans:
+            if max(layers[0], span.first) < min(layers[1], span.stop) and units[0] < units[1]:
+                self._table(span, units, blocks)
+
     def _parts(
         self, buffer: torch.Tensor, layers: Interval, tokens: Interval, heads: Interval, blocks: BlockTables
     ) -> list[tuple[Arena, Rows, torch.Tensor]]:
@@ -154,7 +168,7 @@ class PagedCache:
         _check_interval("heads", heads, self.heads)
         units = self._units(tokens)
         layer_bytes = (units[1] - units[0]) * (heads[1] - heads[0]) * self.row_bytes
-        self._check_buffer(buffer, (layers[1] - layers[0]) * layer_bytes)
+        check_buffer(buffer, (layers[1] - layers[0]) * layer_bytes, self.device)
         if buffer.numel() == 0:
             return []
         parts: list[tuple[Arena, Rows, torch.Tensor]] = []
@@ -198,13 +212,15 @@ class PagedCache:
             )
         return table
 
-    def _check_buffer(self, buffer: torch.Tensor, nbytes: int) -> None:
-        fits = buffer.dtype == torch.uint8 and buffer.dim() == 1 and buffer.is_contiguous()
-        if not fits or buffer.numel() != nbytes or buffer.device != self.device:
-            raise ValueError(
-                f"this rectangle needs a contiguous uint8 buffer of [{nbytes}] on {self.device}, "
-                f"got {buffer.dtype} {list(buffer.shape)} on {buffer.device}"
-            )
+
+def check_buffer(buffer: torch.Tensor, nbytes: int, device: torch.device) -> None:
+    """Raises ValueError unless `buffer` can hold a rectangle of so many bytes."""
+    fits = buffer.dtype == torch.uint8 and buffer.dim() == 1 and buffer.is_contiguous()
+    if not fits or buffer.numel() != nbytes or buffer.device != device:
+        raise ValueError(
+            f"this rectangle needs a contiguous uint8 buffer of [{nbytes}] on {device}, "
+            f"got {buffer.dtype} {list(buffer.shape)} on {buffer.device}"
+        )
 
 
 def _check_interval(what: str, interval: Interval, size: int) -> None:

@@ -12,6 +12,7 @@ from p2pkv.pairing import Address, PairingError
 from p2pkv.plan import Plan, make_plan
 from p2pkv.protocol.machine import Machine, Table
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
+from p2pkv.protocol.wire import token_bytes, wire_between
 from p2pkv.sharding import Shape, ShardingError
 
 FIRST_RETRY = 0.05
@@ -65,16 +66,9 @@ def judge(mine: Hello, theirs: Hello) -> Plan:
             "set the same --kv-cache-dtype and --dtype",
         ),
         (
-            "cache codecs",
-            mine.cache.codec,
-            theirs.cache.codec,
-            "use hosts and block sizes with the same attention layout",
-        ),
-        ("tokens per row", mine.cache.unit_tokens, theirs.cache.unit_tokens, "set the same --block-size"),
-        (
-            "bytes per row",
-            mine.cache.row_bytes,
-            theirs.cache.row_bytes,
+            "bytes per token and head",
+            token_bytes(mine.cache),
+            token_bytes(theirs.cache),
             "serve the same model with the same cache type",
         ),
         ("KV layers", mine.cache.layer_names, theirs.cache.layer_names, "serve the same model"),
@@ -82,11 +76,30 @@ def judge(mine: Hello, theirs: Hello) -> Plan:
     for what, here, there, advice in same:
         if here != there:
             raise Refused(f"{_differ(what, mine, theirs, here, there)}; {advice}")
+    if wire_between(mine.cache, theirs.cache) is None:
+        raise Refused(
+            _differ("memory layouts", mine, theirs, _layout(mine.cache), _layout(theirs.cache))
+            + f"; {_advice(mine.cache, theirs.cache)}"
+        )
     prefill, decode = (mine, theirs) if mine.role == "P" else (theirs, mine)
     try:
         return make_plan(shape(prefill.cache), shape(decode.cache))
     except ShardingError as error:
         raise Refused(f"{mine.address} and {theirs.address}: {error}") from None
+
+
+def _layout(cache: Cache) -> str:
+    return f"codec {cache.codec} with blocks of {cache.unit_tokens} tokens"
+
+
+def _advice(mine: Cache, theirs: Cache) -> str:
+    """What makes two caches exchange whole pages, since one of them cannot be undone."""
+    if mine.codec == theirs.codec:
+        return "this codec's pages travel whole, so set the same --block-size"
+    return (
+        "pages of a codec that p2pkv cannot undo travel whole, so use hosts with the same kind of CPU, "
+        "and set the same --dtype, --kv-cache-dtype and --block-size"
+    )
 
 
 def _check_places(prefill: Hello) -> None:

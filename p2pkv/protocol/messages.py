@@ -49,11 +49,11 @@ class Cache(Struct, frozen=True, forbid_unknown_fields=True):
         layers: KV layers held by each pipeline stage, in order; their sum is the model's.
         kv_heads: KV heads of the whole model, before tensor parallelism.
         tp: tensor-parallel size; world rank = stage * tp + tp rank, as in vLLM.
-        row_bytes: bytes of one (layer, head, unit) row on the wire.
-        unit_tokens: tokens in a row: 1 where the content is dense, the block size where a kernel
-            packs tokens together and only whole pages travel.
+        row_bytes: bytes of one (layer, head, unit) row in memory.
+        unit_tokens: tokens in a row: 1 where the content is dense, those of a (kernel) block where a
+            kernel packs tokens together.
         dtype: element type, torch's name without the prefix.
-        codec: how the bytes of a row are arranged; rows travel only between equal codecs.
+        codec: how the bytes of a row are arranged; wire.py says what travels between which.
         layer_names: digest of the names of all layers, in order.
     """
 

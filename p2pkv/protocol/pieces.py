@@ -1,7 +1,7 @@
 """Rectangles of KV: cutting what is ready into chunks on P, counting what has come on D.
 
-Tokens are counted in units: one token where the content is dense, a whole block where a kernel packs
-tokens together. A unit can travel once all the tokens in it that D wants have been computed.
+Tokens are counted in units: one token where the wire is dense, a whole block where packed pages travel
+as they lie. A unit can travel once all the tokens in it that D wants have been computed.
 """
 
 from __future__ import annotations

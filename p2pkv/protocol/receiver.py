@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from p2pkv.plan import Edge
 from p2pkv.protocol.effects import Effect, Finished, Offered, Post, Tell
 from p2pkv.protocol.machine import Machine, RemoteProtocolError, Table
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Offer, Piece, Sent, Want
-from p2pkv.protocol.pieces import Coverage, Window
+from p2pkv.protocol.pieces import Coverage
+from p2pkv.protocol.wire import Debt
 
 MAX_CHUNKS = 256
 """Chunks of one source that may be announced and not yet have come; more is a broken peer."""
@@ -60,7 +60,7 @@ class _Announced:
 class _Source:
     """What one P rank owes."""
 
-    edge: Edge
+    debt: Debt
     heard: float
     offered: bool = False
     coverage: Coverage | None = None
@@ -82,8 +82,6 @@ class Receiver:
         attempt: int,
         tokens: int,
         digest: bytes,
-        row_bytes: int,
-        unit: int,
         lease: float,
         now: float,
     ) -> None:
@@ -91,8 +89,6 @@ class Receiver:
         self.attempt = attempt
         self.tokens = tokens
         self.digest = digest
-        self.row_bytes = row_bytes
-        self.unit = unit
         self.lease = lease
         self.load = Machine(f"load {key}", LOAD, Load.WAITING)
         self.sources: dict[int, _Source] = {}
@@ -102,11 +98,11 @@ class Receiver:
 
     # What D's own engine does.
 
-    def attach(self, edges: Mapping[int, Edge], now: float) -> list[Effect]:
+    def attach(self, debts: Mapping[int, Debt], now: float) -> list[Effect]:
         """P's shape is known: these of its ranks hold what this rank needs. Without any, all is there."""
         if self.sources or self.load.state is not Load.WAITING:
             return []
-        self.sources = {rank: _Source(edge, now) for rank, edge in edges.items()}
+        self.sources = {rank: _Source(debt, now) for rank, debt in debts.items()}
         if self.nothing:
             return self._let_go()
         if self.sources:
@@ -117,25 +113,25 @@ class Receiver:
     def want(self, start: int, stop: int, now: float) -> list[Effect]:
         """The request has its pages: load tokens [start, stop); nothing if empty, which releases P.
 
-        Raises ValueError for tokens that the prompt does not have, or a start inside a unit.
+        Raises ValueError for tokens that the prompt does not have, or a start inside a row of the wire.
         """
         if self.load.ended:
             return []
         if stop <= start:
             self.nothing = True
             return self._let_go() if self.sources or self._idle else []
-        if start < 0 or stop > self.tokens or start % self.unit:
+        unit = max((source.debt.wire.unit for source in self.sources.values()), default=1)
+        if start < 0 or stop > self.tokens or start % unit:
             raise ValueError(
                 f"{self.key}: tokens [{start}, {stop}) of {self.tokens} cannot be loaded: "
-                f"expected a start at a multiple of {self.unit} and a stop within the prompt"
+                f"expected a start at a multiple of {unit} and a stop within the prompt"
             )
         if self._idle:
             return self._let_go()
         self.load.local(On.WANT)
         out: list[Effect] = []
         for rank, source in self.sources.items():
-            layers, row = source.edge.layers, len(source.edge.heads) * self.row_bytes
-            source.coverage = Coverage(Window(layers.start, layers.stop, start, stop, self.unit, row))
+            source.coverage = Coverage(source.debt.window(start, stop))
             source.heard = now
             out.append(Tell(rank, Want(self.key, self.attempt, start, stop)))
         return out

@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from p2pkv.plan import Edge
 from p2pkv.protocol.effects import Effect, Finished, Released, Tell, Transmit
 from p2pkv.protocol.machine import LocalProtocolError, Machine, RemoteProtocolError, Table
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Offer, Piece, Sent, Want
-from p2pkv.protocol.pieces import Cutter, Window
+from p2pkv.protocol.pieces import Cutter
+from p2pkv.protocol.wire import Debt
 
 MAX_ANNOUNCED = 64
 """Chunks of one leg that may be announced and not yet sent; bounds what D has to remember."""
@@ -88,14 +88,11 @@ class Terms:
     """What holds for every transfer of a rank.
 
     Attributes:
-        row_bytes, unit: of one (layer, head, unit) row, and tokens in a unit.
         chunk_bytes: what a message is filled up to.
         lease: seconds for which pages wait for a D that says nothing.
         whole: push nothing before the whole prompt is computed.
     """
 
-    row_bytes: int
-    unit: int
     chunk_bytes: int
     lease: float
     whole: bool = False
@@ -105,7 +102,7 @@ class Terms:
 class _Leg:
     """The conversation with one D rank."""
 
-    edge: Edge
+    debt: Debt
     attempt: int
     limit: int
     heard: float
@@ -184,13 +181,14 @@ class Sender:
 
     # What a D rank says.
 
-    def claim(self, rank: int, edge: Edge, attempt: int, limit: int, now: float) -> list[Effect]:
+    def claim(self, rank: int, debt: Debt, attempt: int, limit: int, now: float) -> list[Effect]:
         """D's rank waits for this prompt; it says so again and again, which renews the lease.
 
         Who asks for what has ended is told so each time. A later attempt takes the place of the one
         before.
 
         Args:
+            debt: what this rank owes it.
             limit: the most bytes of one chunk; 0 while it is not known, and nothing is announced.
         """
         leg = self.legs.get(rank)
@@ -202,7 +200,7 @@ class Sender:
             return [Tell(rank, Failed(self.key, attempt, reason))]
         if leg is not None and not leg.machine.ended:
             leg.machine.remote(On.END)
-        leg = _Leg(edge, attempt, limit, now, Machine(f"leg {self.key}/{rank}", LEG, Leg.CLAIMED))
+        leg = _Leg(debt, attempt, limit, now, Machine(f"leg {self.key}/{rank}", LEG, Leg.CLAIMED))
         self.legs[rank] = leg
         if self._since is not None:
             self._since = now
@@ -229,9 +227,7 @@ class Sender:
             raise RemoteProtocolError(
                 f"{self.key}: {message} goes beyond the {self.tokens} tokens of the offer"
             )
-        row = len(leg.edge.heads) * self.terms.row_bytes
-        layers = leg.edge.layers
-        window = Window(layers.start, layers.stop, message.start, message.stop, self.terms.unit, row)
+        window = leg.debt.window(message.start, message.stop)
         leg.machine.remote(On.WANT)
         leg.cutter = Cutter(window)
         return self._announce(rank, leg, flush=True)
@@ -340,7 +336,7 @@ class Sender:
         return Tell(rank, Offer(self.key, leg.attempt, self.tokens, self.digest))
 
     def _slice(self, leg: _Leg, piece: Piece) -> list[int]:
-        shift = leg.edge.source_layer - leg.edge.layers.start
+        shift = leg.debt.edge.source_layer - leg.debt.edge.layers.start
         return self._computed[piece.layer + shift : piece.layer_stop + shift]
 
     def _announce_all(self, flush: bool) -> list[Effect]:
@@ -356,8 +352,8 @@ class Sender:
         if self.terms.whole and self.prompt.state is not Prompt.COMPUTED:
             return []
         out: list[Effect] = []
-        first = leg.edge.source_layer
-        computed = self._computed[first : first + len(leg.edge.layers)]
+        first = leg.debt.edge.source_layer
+        computed = self._computed[first : first + len(leg.debt.edge.layers)]
         limit = min(self.terms.chunk_bytes, leg.limit)
         ready = leg.cutter.pending(computed)
         while ready and (flush or ready >= limit) and len(leg.announced) < MAX_ANNOUNCED:

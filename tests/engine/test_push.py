@@ -183,6 +183,18 @@ SHAPES = [
 ]
 
 
+def test_replicas_each_send_a_share(links):
+    """All 4 ranks of P hold the one head's 4 layers; D's only rank takes a layer from each."""
+    blocks = list(range(5))
+    with engines(Geometry((4,), 1, 4), Geometry((4,), 1, 1), links) as (p, d):
+        d.do(do.Expect("k", p.address, 70, b"digest"))
+        prefill(p, "k", d.address, 70, blocks, chunk=33)
+        load(d, p, "k", 70, 0, blocks)
+        assert wrong_cells(d.ranks[0], blocks, 0, 69) == []
+        finish(p, "k")
+        assert [rank.rank.counters.values["bytes_sent"] for rank in p.ranks] == 4 * [69 * 8 * 4]
+
+
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 def test_ranks_of_other_shapes(links, shapes):
     blocks, d_blocks = list(range(5)), list(range(20, 25))

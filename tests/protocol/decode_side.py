@@ -16,6 +16,7 @@ from p2pkv.protocol.effects import Effect, Finished, Offered, Post, Tell
 from p2pkv.protocol.handshake import Dialing, Refused, judge
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.receiver import Receiver
+from p2pkv.protocol.wire import Debt
 
 if TYPE_CHECKING:
     from protocol.world import World
@@ -70,8 +71,6 @@ class DecodeRank:
             self._attempt,
             tokens,
             self.world.digest(key),
-            terms.row_bytes,
-            terms.unit,
             terms.lease,
             self.world.now,
         )
@@ -107,7 +106,8 @@ class DecodeRank:
             self.claimed[key] = ranks
             for rank in sorted(ranks):
                 self._tell(rank, m.Waiting(((key, receiver.attempt),)))
-            self.run(key, receiver.attach(edges, self.world.now))
+            debts = {rank: Debt(edge, self.world.wire) for rank, edge in edges.items()}
+            self.run(key, receiver.attach(debts, self.world.now))
 
     def _idle(self, plan: Plan) -> list[int]:
         """The ranks of P that owe nobody anything, and hear so from this rank of D."""
@@ -319,7 +319,7 @@ class DecodeRank:
         assert posted.said is not None and posted.receive.cells is not None
         if receiver is None or not pieces or posted.said.void:
             return True
-        self._scatter(posted.key, receiver, receiver.sources[rank].edge, pieces, posted.receive.cells)
+        self._scatter(posted.key, receiver, receiver.sources[rank].debt.edge, pieces, posted.receive.cells)
         self.run(posted.key, receiver.scattered(rank, chunk.chunk, self.world.now))
         return True
 

@@ -15,6 +15,7 @@ from p2pkv.protocol.effects import Effect, Finished, Released, Tell, Transmit
 from p2pkv.protocol.handshake import Refused, judge
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.sender import Leg, Prompt, Sender
+from p2pkv.protocol.wire import Debt
 
 if TYPE_CHECKING:
     from protocol.world import World
@@ -187,7 +188,7 @@ class PrefillRank:
         if peer.edge is None:
             self.run(key, sender.flush())
             return True
-        self.run(key, sender.claim(rank, peer.edge, attempt, limit, self.world.now))
+        self.run(key, sender.claim(rank, Debt(peer.edge, self.world.wire), attempt, limit, self.world.now))
         return sender.vouches(rank, attempt)
 
     def _about(self, peer: Peer, key: str, message: m.Want | m.Grant | m.Done | m.Cancel) -> None:

@@ -8,10 +8,12 @@ from p2pkv.plan import make_plan
 from p2pkv.protocol.effects import Effect, Tell, Transmit
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Grant, Offer, Piece, Sent, Want
 from p2pkv.protocol.sender import Leg, Prompt, Sender, Terms
+from p2pkv.protocol.wire import Debt, Wire
 from p2pkv.sharding import Shape
 
 KEY, TOKENS, DIGEST, LEASE = "k", 10, b"prompt", 30.0
-TERMS = Terms(row_bytes=3, unit=1, chunk_bytes=1 << 20, lease=LEASE)
+TERMS = Terms(chunk_bytes=1 << 20, lease=LEASE)
+WIRE = Wire("dense", 1, 3)
 
 PLAN = make_plan(Shape((2, 2), 2, 1), Shape((4,), 2, 2))
 EDGES = {edge.target: edge for edge in PLAN.from_source(1)}
@@ -22,17 +24,20 @@ ROW = 3
 class Rig:
     """A Sender and a clock that stands still until told otherwise."""
 
-    def __init__(self, terms: Terms = TERMS, expects: Sequence[int] = (0,)) -> None:
+    def __init__(
+        self, terms: Terms = TERMS, expects: Sequence[int] = (0,), wires: Sequence[Wire] = (WIRE, WIRE)
+    ) -> None:
         self.sender = Sender(KEY, 2, terms)
         self.sender.expects = frozenset(expects)
         self.now = 0.0
+        self.wires = wires
 
     @property
     def states(self) -> tuple[Prompt, list[Leg]]:
         return self.sender.prompt.state, [leg.machine.state for leg in self.sender.legs.values()]
 
     def claim(self, rank: int = 0, attempt: int = 1, limit: int = 1 << 20) -> list[Effect]:
-        return self.sender.claim(rank, EDGES[rank], attempt, limit, self.now)
+        return self.sender.claim(rank, Debt(EDGES[rank], self.wires[rank]), attempt, limit, self.now)
 
     def offer(self) -> list[Effect]:
         return self.sender.offer(TOKENS, DIGEST)

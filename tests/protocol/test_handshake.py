@@ -58,12 +58,35 @@ REFUSALS: dict[str, tuple[Hello, list[str]]] = {
         hello("D", cache(dtype="float8_e4m3fn")),
         ["types differ: bfloat16 at p:21000, float8_e4m3fn at d:22000", "--kv-cache-dtype"],
     ),
-    "codec": (hello("D", cache(codec="page:amx")), ["codecs differ: dense at p:21000, page:amx at d:22000"]),
-    "unit": (
-        hello("D", cache(unit_tokens=16)),
-        ["tokens per row differ: 1 at p:21000, 16 at d:22000", "--block-size"],
+    "codec": (
+        hello("D", cache(codec="page:neon", unit_tokens=16, row_bytes=1024)),
+        [
+            "layouts differ: codec dense with blocks of 1 tokens at p:21000",
+            "codec page:neon with blocks of 16 tokens at d:22000",
+            "same kind of CPU",
+            "--block-size",
+        ],
     ),
-    "row": (hello("D", cache(row_bytes=128)), ["bytes per row differ: 64 at p:21000, 128 at d:22000"]),
+    "row": (
+        hello("D", cache(row_bytes=128)),
+        ["bytes per token and head differ: 64 at p:21000, 128 at d:22000", "same cache type"],
+    ),
+    "packed row": (
+        hello("D", cache(codec="page:vec", unit_tokens=32, row_bytes=32 * 128)),
+        ["bytes per token and head differ: 64 at p:21000, 128 at d:22000"],
+    ),
+    "dtype fp16": (
+        hello("D", cache(dtype="float16")),
+        ["types differ: bfloat16 at p:21000, float16 at d:22000", "--kv-cache-dtype", "--dtype"],
+    ),
+    "dtype fp32": (
+        hello("D", cache(dtype="float32", row_bytes=128)),
+        ["types differ: bfloat16 at p:21000, float32 at d:22000", "--kv-cache-dtype", "--dtype"],
+    ),
+    "dtype fp8 in bytes": (
+        hello("D", cache(dtype="uint8 (fp8_e4m3)", row_bytes=32)),
+        ["types differ: bfloat16 at p:21000, uint8 (fp8_e4m3) at d:22000", "--kv-cache-dtype"],
+    ),
     "names": (
         hello("D", cache(layer_names="names-b")),
         ["KV layers differ: names-a at p:21000, names-b at d:22000"],
@@ -122,6 +145,27 @@ def test_a_model_name_and_the_addresses_may_differ() -> None:
 def test_the_first_words_survive_the_wire() -> None:
     welcome = Welcome("incarnation", hello("P"), judge(hello("P"), hello("D")).digest)
     assert decode(encode(welcome)) == welcome
+
+
+def test_an_opaque_codec_with_another_block_size_is_refused_with_both_values() -> None:
+    packed = [cache(codec="page:neon", unit_tokens=tokens, row_bytes=64 * tokens) for tokens in (32, 128)]
+    with pytest.raises(Refused) as refused:
+        judge(hello("P", packed[0]), hello("D", packed[1]))
+    assert str(refused.value) == (
+        "memory layouts differ: codec page:neon with blocks of 32 tokens at p:21000, codec page:neon with "
+        "blocks of 128 tokens at d:22000; this codec's pages travel whole, so set the same --block-size"
+    )
+    assert judge(hello("P", packed[0]), hello("D", packed[0])).edges
+
+
+def test_packings_that_can_be_undone_fit_each_other_and_dense() -> None:
+    caches = [
+        cache(),
+        cache(codec="page:vec", unit_tokens=32, row_bytes=64 * 32),
+        cache(codec="page:vec16", unit_tokens=48, row_bytes=64 * 48),
+        cache(codec="page:amx", unit_tokens=128, row_bytes=64 * 128),
+    ]
+    assert all(judge(hello("P", one), hello("D", other)).edges for one in caches for other in caches)
 
 
 # The dial.

@@ -12,6 +12,7 @@ from p2pkv.protocol.effects import Effect, Finished, Offered, Post, Tell
 from p2pkv.protocol.machine import LocalProtocolError, RemoteProtocolError
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Offer, Piece, Sent, Want
 from p2pkv.protocol.receiver import LOAD, Load, On, Receiver
+from p2pkv.protocol.wire import Debt, Wire
 from p2pkv.sharding import Shape
 
 KEY, ATTEMPT, TOKENS, DIGEST, ROW, LEASE = "k", 7, 10, b"prompt", 3, 30.0
@@ -22,16 +23,20 @@ EDGES: dict[int, Edge] = {
 """P has two stages of one layer, D has one of two; each source owes a layer with two heads."""
 
 
-def make(edges: dict[int, Edge] | None = None, unit: int = 1, attach: bool = True) -> Receiver:
-    made = Receiver(KEY, ATTEMPT, TOKENS, DIGEST, ROW, unit, LEASE, now=0.0)
+def owed(edges: dict[int, Edge] = EDGES, unit: int = 1) -> dict[int, Debt]:
+    return {rank: Debt(edge, Wire("dense", unit, ROW)) for rank, edge in edges.items()}
+
+
+def make(debts: dict[int, Debt] | None = None, unit: int = 1, attach: bool = True) -> Receiver:
+    made = Receiver(KEY, ATTEMPT, TOKENS, DIGEST, LEASE, now=0.0)
     if attach:
-        made.attach(EDGES if edges is None else edges, now=0.0)
+        made.attach(owed(unit=unit) if debts is None else debts, now=0.0)
     return made
 
 
 def one_source() -> Receiver:
     """As `make`, but all that D needs is on P's rank 0."""
-    return make({0: make_plan(Shape((2,), 2, 1), Shape((2,), 2, 1)).to_target(0)[0]})
+    return make(owed({0: make_plan(Shape((2,), 2, 1), Shape((2,), 2, 1)).to_target(0)[0]}))
 
 
 def offer(tokens: int = TOKENS, digest: bytes = DIGEST, attempt: int = ATTEMPT) -> Offer:
@@ -98,14 +103,14 @@ def test_an_empty_want_releases_p_at_any_time_before_the_load() -> None:
 def test_an_empty_want_waits_until_p_can_be_told_or_the_lease_ends() -> None:
     made = make(attach=False)
     assert made.want(3, 2, 1.0) == [] and made.load.state is Load.WAITING
-    assert made.attach(EDGES, 2.0) == [
+    assert made.attach(owed(), 2.0) == [
         Tell(0, Want(KEY, ATTEMPT, 0, 0)),
         Tell(1, Want(KEY, ATTEMPT, 0, 0)),
         Finished(True),
     ]
     made = make(attach=False)
     made.want(3, 2, 1.0)
-    assert isinstance(made.tick(LEASE)[-1], Finished) and made.attach(EDGES, LEASE) == []
+    assert isinstance(made.tick(LEASE)[-1], Finished) and made.attach(owed(), LEASE) == []
 
 
 def test_a_rank_that_nobody_owes_anything_waits_for_nobody() -> None:
@@ -162,7 +167,7 @@ def test_after_the_end_nothing_has_an_effect(state: Load) -> None:
     assert made.failed(0, Failed(KEY, ATTEMPT, "no")) == made.scattered(0, 0, 1.0) == []
     made.sent(0, Sent(KEY, ATTEMPT, 0, 0, False), 1.0)
     made.held(0, 1.0)
-    assert made.attach(EDGES, 1.0) == [] and made.pieces(0, ATTEMPT, 0) == () and made.deadline is None
+    assert made.attach(owed(), 1.0) == [] and made.pieces(0, ATTEMPT, 0) == () and made.deadline is None
     assert made.load.state is state
 
 
@@ -349,7 +354,7 @@ def test_the_lease_runs_from_the_start_until_p_is_known() -> None:
 
 def test_every_word_of_a_source_renews_its_lease_and_the_oldest_counts() -> None:
     made = make(attach=False)
-    made.attach(EDGES, 5.0)
+    made.attach(owed(), 5.0)
     assert made.deadline == 5.0 + LEASE
     made.held(0, 6.0)
     made.held(9, 6.0)

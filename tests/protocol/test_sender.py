@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 from protocol.sender_rigs import (
+    KEY,
     ROW,
     TOKENS,
     WHOLE,
+    WIRE,
     Rig,
     cancelled,
     chunk,
@@ -28,8 +30,9 @@ from protocol.sender_rigs import (
 
 from p2pkv.protocol.effects import Effect, Finished, Released, Tell, Transmit
 from p2pkv.protocol.machine import RemoteProtocolError
-from p2pkv.protocol.messages import Piece
+from p2pkv.protocol.messages import Chunk, Piece
 from p2pkv.protocol.sender import LEG, PROMPT, Leg, Of, On, Prompt
+from p2pkv.protocol.wire import Wire
 
 # One transfer, from end to end.
 
@@ -73,6 +76,24 @@ def test_the_pages_are_held_until_every_target_has_read_them() -> None:
     assert rig.states == (Prompt.COMPUTED, [Leg.DONE])
     assert rig.claim(1) == [Tell(1, offer())]
     assert rig.carry(rig.want(0, 4, rank=1)) == [Tell(1, sent(0)), Released(), Finished(True)]
+
+
+def test_each_target_gets_rows_of_its_own_form() -> None:
+    """D's rank 0 exchanges whole pages of 4 tokens, rank 1 (another D) single tokens."""
+    rig = Rig(expects=(0, 1), wires=[Wire("page:vec", 4, 4 * ROW), WIRE])
+    rig.offer()
+    for rank in (0, 1):
+        rig.claim(rank)
+        rig.want(0, 9, rank=rank)
+    assert rig.compute(6) == []
+    assert rig.sender.flush() == [
+        Tell(0, Chunk(KEY, 1, 0, 8 * ROW, (Piece(2, 4, 0, 4),))),
+        Tell(1, Chunk(KEY, 1, 0, 12 * ROW, (Piece(2, 4, 0, 6),))),
+    ]
+    assert rig.compute(8) == [] and rig.sender.flush() == [
+        Tell(0, Chunk(KEY, 1, 1, 8 * ROW, (Piece(2, 4, 4, 8),))),
+        Tell(1, Chunk(KEY, 1, 1, 4 * ROW, (Piece(2, 4, 6, 8),))),
+    ]
 
 
 def test_an_empty_want_releases_the_pages() -> None:

@@ -34,6 +34,7 @@ from p2pkv.protocol.effects import Finished, Released, Tell, Transmit
 from p2pkv.protocol.machine import LocalProtocolError, RemoteProtocolError
 from p2pkv.protocol.messages import Chunk, Failed, Piece
 from p2pkv.protocol.sender import Leg, Prompt
+from p2pkv.protocol.wire import Wire
 
 # What D may not say.
 
@@ -50,7 +51,7 @@ def test_wanting_more_than_was_offered_is_an_error_of_the_peer() -> None:
 
 
 def test_wanting_from_inside_a_unit_is_an_error_of_the_peer() -> None:
-    rig = Rig(replace(TERMS, unit=4))
+    rig = Rig(wires=[Wire("page:vec", 4, ROW)])
     rig.offer()
     rig.claim()
     with pytest.raises(RemoteProtocolError, match="multiples of 4"):

@@ -12,6 +12,7 @@ from p2pkv.protocol import receiver, sender
 from p2pkv.protocol.effects import Finished
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
 from p2pkv.protocol.sender import Terms
+from p2pkv.protocol.wire import Wire
 from p2pkv.sharding import Shape
 
 LEASE = 30.0
@@ -56,7 +57,8 @@ class World:
     _starts: int = 0
 
     def __post_init__(self) -> None:
-        self.terms = Terms(8, self.unit, self.chunk_bytes, LEASE, self.whole)
+        self.terms = Terms(self.chunk_bytes, LEASE, self.whole)
+        self.wire = Wire("dense", self.unit, 8)
         self.start_p()
         self.start_d()
 

@@ -94,9 +94,11 @@ def test_load_is_spread_over_those_who_hold_the_same(shapes: tuple[Shape, Shape]
         if cache.size:
             replicas.setdefault(cache.tobytes(), []).append(rank)
     for ranks in replicas.values():
+        sent = [edge for rank in ranks for edge in plan.from_source(rank)]
         loads = [sum(edge.cells for edge in plan.from_source(rank)) for rank in ranks]
-        largest = max((edge.cells for rank in ranks for edge in plan.from_source(rank)), default=0)
-        assert max(loads) <= sum(loads) / len(ranks) + largest
+        shared = len({edge.target for edge in sent}) < len(ranks)
+        most = max((len(edge.heads) if shared else edge.cells for edge in sent), default=0)
+        assert max(loads) <= sum(loads) / len(ranks) + most
 
 
 @given(shapes=two_shapes())
@@ -144,6 +146,39 @@ def test_equal_needs_are_dealt_out_evenly() -> None:
     """MLA: all 4 P ranks hold everything, 10 D ranks need it."""
     plan = make_plan(Shape((6,), 1, 4), Shape((6,), 1, 10))
     assert [len(plan.from_source(rank)) for rank in range(4)] == [3, 3, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "shares"),
+    [
+        (Shape((6,), 1, 4), Shape((6,), 1, 1), [(0, 2), (2, 3), (3, 5), (5, 6)]),
+        (Shape((8,), 1, 2), Shape((8,), 1, 1), [(0, 4), (4, 8)]),
+        (Shape((2,), 1, 4), Shape((2,), 1, 1), [(0, 1), (1, 1), (1, 2), (2, 2)]),
+        (Shape((8,), 2, 4), Shape((8,), 2, 1), [(0, 4), (4, 8), (0, 4), (4, 8)]),
+    ],
+)
+def test_replicas_share_what_fewer_ranks_need(
+    prefill: Shape, decode: Shape, shares: list[tuple[int, int]]
+) -> None:
+    """Each P rank that holds the same sends a run of layers; an empty one sends nothing."""
+    plan = make_plan(prefill, decode)
+    sent = [
+        [(edge.layers.start, edge.layers.stop) for edge in plan.from_source(rank)]
+        for rank in range(4)[: prefill.tp]
+    ]
+    assert sent == [[share] if share[0] < share[1] else [] for share in shares]
+
+
+def test_shares_run_over_the_ends_of_needs() -> None:
+    """4 P ranks hold all, 3 D ranks need all 8 layers: each P rank sends 6 of the 24."""
+    plan = make_plan(Shape((8,), 1, 4), Shape((8,), 1, 3))
+    sent = [[(edge.target, *edge.layers) for edge in plan.from_source(rank)] for rank in range(4)]
+    assert sent == [
+        [(0, 0, 1, 2, 3, 4, 5)],
+        [(0, 6, 7), (1, 0, 1, 2, 3)],
+        [(1, 4, 5, 6, 7), (2, 0, 1)],
+        [(2, 2, 3, 4, 5, 6, 7)],
+    ]
 
 
 def test_unequal_needs_are_balanced_by_size() -> None:

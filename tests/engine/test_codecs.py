@@ -1,0 +1,140 @@
+"""Two engines whose blocks differ in size or packing: what P computed is what D holds, token by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_support import Geometry, at_baseline, engines, prefill, step, wait_for, wrong_cells
+from msgspec.structs import replace
+
+from p2pkv.engine import commands as do
+from p2pkv.engine.context import Context
+from p2pkv.links import make_factory
+from p2pkv.links.memory import MemoryNetwork
+from p2pkv.protocol.handshake import Refused
+
+TOKENS = 300
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(params=["memory", "host"])
+def links(request):
+    network = MemoryNetwork()
+
+    def make(side: str, rank: int):
+        if request.param == "memory":
+            return network.rank()
+        return make_factory("host", host="127.0.0.1", staging_bytes=1 << 20)
+
+    return make
+
+
+def cpu(isa: str, block: int, tp: int = 1, content: int = 16, dtype: torch.dtype = F32) -> Geometry:
+    """Two layers of two KV heads; a GPU's pages with "dense"."""
+    codec = "dense" if isa == "dense" else f"page:{isa}"
+    return Geometry((2,), 2, tp, block, content, 16 if block > 64 else 32, codec, dtype)
+
+
+PAIRS = {
+    "vec 32 to 128": (cpu("vec", 32), cpu("vec", 128)),
+    "vec 128 to 32": (cpu("vec", 128), cpu("vec", 32)),
+    "vec 48 to 32": (cpu("vec16", 48), cpu("vec", 32)),
+    "dense 32 to 128": (cpu("dense", 32), cpu("dense", 128)),
+    "dense 128 to 32": (cpu("dense", 128), cpu("dense", 32)),
+    "dense 48 to 32, TP 2 to 1": (cpu("dense", 48, 2), cpu("dense", 32)),
+    "vec to dense, TP 1 to 2": (cpu("vec", 32), cpu("dense", 16, 2)),
+    "dense to amx": (cpu("dense", 16, 1, 64, BF16), cpu("amx", 32, 1, 64, BF16)),
+    "amx 32 to amx 96, TP 2 to 1": (cpu("amx", 32, 2, 64, BF16), cpu("amx", 96, 1, 64, BF16)),
+    "vec 32 to vec 32, whole pages": (cpu("vec", 32), cpu("vec", 32)),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("prefix", [False, True], ids=["from the start", "after a prefix on D"])
+def test_blocks_of_other_sizes_and_packings(links, pair, prefix):
+    """P computes in chunks that end inside blocks; D may have its first block already."""
+    p_side, d_side = PAIRS[pair]
+    start = d_side.block if prefix else 0
+    p_blocks = list(range(p_side.blocks))[: -(-TOKENS // p_side.block)]
+    d_blocks = list(range(d_side.blocks))[::-1][: -(-TOKENS // d_side.block)]
+    with engines(p_side, d_side, links) as (p, d):
+        before = [[page.clone() for page in rank.pages] for rank in d.ranks]
+        d.do(do.Expect("k", p.address, TOKENS, b"digest"))
+        p.do(do.OfferPrompt("k", d.address, TOKENS, b"digest"))
+        d.wait(do.Begun("k"))
+        d.do(do.Load("k", start, TOKENS - 1, (d_blocks,)))
+        for first in range(0, TOKENS, 77):
+            step(p, "k", p_blocks, first, min(TOKENS, first + 77))
+        d.wait(do.Loaded("k"))
+        for rank, old in zip(d.ranks, before, strict=True):
+            assert wrong_cells(rank, d_blocks, start, TOKENS - 1) == []
+            if prefix:
+                assert all(
+                    torch.equal(page[d_blocks[0]], was[d_blocks[0]])
+                    for page, was in zip(rank.pages, old, strict=True)
+                )
+        p.wait(do.PagesFree("k"))
+        for engine in (p, d):
+            engine.do(do.Forget("k"))
+        wait_for(lambda: at_baseline(p) and at_baseline(d))
+        unit = p_side.block if "whole pages" in pair else 1
+        tokens = -(-(TOKENS - 1) // unit) * unit - start
+        sent = sum(rank.rank.counters.values["bytes_sent"] for rank in p.ranks)
+        assert sent == 2 * 2 * tokens * p_side.content * p_side.dtype.itemsize
+
+
+def test_one_p_serves_ds_of_several_forms_at_once():
+    network = MemoryNetwork()
+    blocks = list(range(9))
+
+    def pair(isa: str, block: int):
+        return engines(cpu("vec", 32), cpu(isa, block), lambda side, rank: network.rank())
+
+    with pair("vec", 32) as (p, one), pair("vec", 128) as (_, two), pair("dense", 16) as (_, three):
+        for number, d in enumerate((one, two, three)):
+            d.do(do.Expect(f"k{number}", p.address, 64, b"digest"))
+            mine = [2 * number, 2 * number + 1]
+            prefill(p, f"k{number}", d.address, 64, mine, chunk=40, salt=number)
+            d.wait(do.Begun(f"k{number}"))
+            d.do(do.Load(f"k{number}", 0, 63, (blocks,)))
+        for number, d in enumerate((one, two, three)):
+            d.wait(do.Loaded(f"k{number}"))
+            assert wrong_cells(d.ranks[0], blocks, 0, 63, number) == []
+
+
+def test_pages_that_cannot_be_undone_after_all_are_refused_by_their_owner():
+    """An odd number of elements: no K and V of one size, which no Hello says."""
+    network = MemoryNetwork()
+    sides = cpu("vec", 32, content=15), cpu("dense", 16, content=15)
+    with engines(*sides, lambda side, rank: network.rank()) as (p, d):
+        d.do(do.Expect("k", p.address, 20, b"digest"))
+        wait_for(lambda: d.ranks[0].events(do.LoadFailed))
+        (failed,) = d.ranks[0].events(do.LoadFailed)
+        assert "rows of 15 elements do not hold a K and a V" in failed.reason
+        assert p.ranks[0].rank.counters.values["messages_refused"]
+
+
+def test_a_hello_that_is_not_true_of_the_pages_is_refused():
+    network = MemoryNetwork()
+    with engines(cpu("vec", 32), cpu("vec", 32), lambda side, rank: network.rank()) as (p, _):
+        ctx = p.ranks[0].rank._ctx
+        said = replace(ctx.hello, cache=replace(ctx.hello.cache, row_bytes=64, unit_tokens=2))
+        lying = Context(said, ctx.options, ctx.cache, ctx.links, ctx.endpoint, ctx.steps, ctx.emit)
+        with pytest.raises(Refused, match=r"holds rows of 2048 bytes for 32 tokens, .* expects 64 for 2"):
+            lying.form(said)
+        assert ctx.form(ctx.hello)[1] is ctx.cache
+
+
+def test_an_opaque_codec_with_another_block_size_is_refused_before_anything_waits():
+    network = MemoryNetwork()
+    with engines(cpu("neon", 32), cpu("neon", 128), lambda side, rank: network.rank()) as (p, d):
+        d.do(do.Expect("k", p.address, 20, b"digest"))
+        wait_for(lambda: d.ranks[0].events(do.LoadFailed))
+        (failed,) = d.ranks[0].events(do.LoadFailed)
+        for word in (
+            "do not fit",
+            "page:neon with blocks of 32",
+            "page:neon with blocks of 128",
+            "--block-size",
+        ):
+            assert word in failed.reason
