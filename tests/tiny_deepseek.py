@@ -58,8 +58,10 @@ class TinyDeepseek:
             "moe_intermediate_size": self.mlp,
             "num_hidden_layers": self.layers,
             "first_k_dense_replace": self.layers,
-            "n_routed_experts": None,
-            "n_shared_experts": None,
+            # Experts exist in the configuration only: every layer comes before the first that has them.
+            "n_routed_experts": 2,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 1,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.heads,
             "q_lora_rank": None,

@@ -47,6 +47,12 @@ class Family:
     settings: tuple[str, ...] = ()
     prefix_cache: bool = True
     """Whether vLLM caches prefixes, and computes a prompt in chunks, with this model."""
+    same_answers: bool = True
+    """Whether vLLM gives a token the same likelihood when it decodes as when it prefills.
+
+    Its reference kernel for MLA does not (one server, no connector: log-probabilities differ by 0.1 to 1
+    from the second token on), so that only the pages can be compared.
+    """
 
 
 def _pairs(*sizes: tuple[int, int], block: int = 32) -> tuple[tuple[Instance, Instance], ...]:
@@ -63,10 +69,11 @@ FAMILIES = {
         # vLLM's reference kernel for MLA: the other one needs AMX, and bfloat16.
         ("--attention-backend", "CPU_MLA"),
         prefix_cache=False,
+        same_answers=False,
     ),
 }
 LANES = [
-    pytest.param(name, pair, id=f"{name}: {pair[0].name} to {pair[1].name}".replace(" ", "-"))
+    pytest.param((name, *pair), id=f"{name}, {pair[0].name} to {pair[1].name}".replace(" ", "-"))
     for name, family in FAMILIES.items()
     for pair in family.pairs
 ]
@@ -146,6 +153,11 @@ class Lane:
             prefill.result()
         return answer
 
+    def check(self, prompts: list[list[int]], got: list[Answer]) -> None:
+        """Compare with what P answers alone, where vLLM's kernels agree with each other."""
+        if self.family.same_answers:
+            assert_same([self.alone(self.p, prompt) for prompt in prompts], got)
+
     def alone(self, server: VllmServer, prompt: list[int], count: int = 6) -> Answer:
         return answers.complete(server.base_url, NAME, prompt, max_tokens=count)[0]
 
@@ -160,18 +172,24 @@ def running(fleet_keeper, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         running.stop()
 
 
+@pytest.fixture(scope="module", params=LANES)
+def pair(request: pytest.FixtureRequest) -> tuple[str, Instance, Instance]:
+    """Of the module, so that pytest orders the tests by it: a family is started once."""
+    return request.param
+
+
 @pytest.fixture
-def lane(running: Running, servers_on_failure, name: str, pair: tuple[Instance, Instance]) -> Iterator[Lane]:
-    """The lane, at rest before and after."""
+def lane(running: Running, servers_on_failure, pair: tuple[str, Instance, Instance]) -> Iterator[Lane]:
+    """The lane, at rest after the test."""
+    name, prefill, decode = pair
     running.start(name)
-    p, d = running.servers["P", pair[0]], running.servers["D", pair[1]]
+    p, d = running.servers["P", prefill], running.servers["D", decode]
     servers_on_failure(p, d)
     yield Lane(FAMILIES[name], p, d, running.probes)
-    for server, instance in ((p, pair[0]), (d, pair[1])):
+    for server, instance in ((p, prefill), (d, decode)):
         at_rest(server, instance.tp)
 
 
-@pytest.mark.parametrize(("name", "pair"), LANES)
 @pytest.mark.parametrize("at_once", [True, False], ids=["concurrent", "sequential"])
 @pytest.mark.parametrize("length", [2, 65, CHUNK * 2 + 33])
 def test_prompts(lane: Lane, at_once: bool, length: int, request: pytest.FixtureRequest) -> None:
@@ -180,10 +198,9 @@ def test_prompts(lane: Lane, at_once: bool, length: int, request: pytest.Fixture
     prompt = tokens(length, request.node.name)
     got = lane.ask(prompt, at_once=at_once)
     assert compared.spans(1) == [(0, length - 1)]
-    assert_same([lane.alone(lane.p, prompt)], [got])
+    lane.check([prompt], [got])
 
 
-@pytest.mark.parametrize(("name", "pair"), LANES)
 @pytest.mark.parametrize("side", ["P", "D"])
 def test_a_prompt_half_cached(lane: Lane, side: str, request: pytest.FixtureRequest) -> None:
     if not lane.family.prefix_cache:
@@ -194,10 +211,9 @@ def test_a_prompt_half_cached(lane: Lane, side: str, request: pytest.FixtureRequ
     compared = Compared(lane.probes)
     got = lane.ask(prompt, at_once=True)
     assert compared.spans(1) == [(cached if side == "D" else 0, length - 1)]
-    assert_same([lane.alone(lane.p, prompt)], [got])
+    lane.check([prompt], [got])
 
 
-@pytest.mark.parametrize(("name", "pair"), LANES)
 def test_several_at_once(lane: Lane, request: pytest.FixtureRequest) -> None:
     """Ranks of D end at different times; each request is reported once, when all have."""
     compared = Compared(lane.probes)
@@ -205,4 +221,4 @@ def test_several_at_once(lane: Lane, request: pytest.FixtureRequest) -> None:
     with ThreadPoolExecutor(8) as pool:
         got = list(pool.map(lambda prompt: lane.ask(prompt, at_once=True), prompts))
     assert compared.spans(8) == sorted((0, len(prompt) - 1) for prompt in prompts)
-    assert_same([lane.alone(lane.p, prompt) for prompt in prompts], got)
+    lane.check(prompts, got)
