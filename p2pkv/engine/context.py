@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from p2pkv.config import Options
 from p2pkv.control.endpoint import Endpoint, Line
+from p2pkv.control.throttle import Throttle
 from p2pkv.engine.commands import Event
 from p2pkv.engine.counters import Counters
 from p2pkv.engine.steps import Steps
@@ -18,6 +19,7 @@ from p2pkv.pages.geometry import PagedCache
 from p2pkv.protocol.messages import AnyMessage, Hello, encode
 
 log = logging.getLogger("p2pkv")
+log.addFilter(Throttle())
 
 BURST = 4
 """Messages copied for one peer before the others, and the control plane, get their turn. Each turn of the

@@ -146,6 +146,10 @@ class Producer:
         log.info("D rank %d at %s is connected", hello.rank, hello.address)
         peer.invite(now)
 
+    def unreachable(self, line: Line, reason: str, now: float) -> None:
+        """A P dials nobody."""
+        raise AssertionError(reason)
+
     def _waiting(self, peer: Outlet, transfers: m.Transfers, now: float) -> None:
         held: list[tuple[str, int]] = []
         unknown: list[tuple[str, int]] = []

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from p2pkv.config import Options
 from p2pkv.control.endpoint import Endpoint, Line
+from p2pkv.control.members import members_of
 from p2pkv.engine.commands import Command, Computed, Event, Revoked
 from p2pkv.engine.consumer import Consumer
 from p2pkv.engine.context import Context, log
@@ -30,7 +31,7 @@ STOP_SECONDS = 5.0
 
 
 class Rank:
-    """Listens from the start on; `stop` it. Raises PortTaken with a sentence.
+    """Listens from the start on; `stop` it. Raises PortTaken or NoCurve with a sentence.
 
     `do`, `revoke`, `events` and `steps` are for the forward thread; none of them waits for the
     network, and only `revoke` waits for anything: the gather that is under way, if any.
@@ -40,7 +41,7 @@ class Rank:
         self.steps = Steps(options.stall_seconds)
         self._events: deque[Event] = deque()
         self._commands: deque[Command] = deque()
-        endpoint = Endpoint(Address.parse(hello.address))
+        endpoint = Endpoint(Address.parse(hello.address), members_of(options.secret), options.allowed_peers)
         self._ctx = Context(hello, options, cache, links, endpoint, self.steps, self._events.append)
         self._half = Producer(self._ctx) if hello.role == "P" else Consumer(self._ctx)
         self.counters = self._ctx.counters
@@ -102,6 +103,7 @@ class Rank:
             try:
                 self._sleep(soon, next_tick)
                 now = time.monotonic()
+                self._look_after_connections(now)
                 self._listen(now)
                 self._obey(now)
                 soon = self._half.pump(now)
@@ -139,6 +141,14 @@ class Rank:
             except RemoteProtocolError as error:
                 self._ctx.counters.add("messages_refused")
                 log.debug("dropped: %s", error)
+
+    def _look_after_connections(self, now: float) -> None:
+        for line, reason in self._ctx.endpoint.troubles():
+            self._ctx.counters.add("handshakes_failed")
+            if line is None:
+                log.warning("%s", reason)
+            else:
+                self._half.unreachable(line, reason, now)
 
     def _inspect(self, line: Line) -> None:
         hello = self._ctx.hello

@@ -70,6 +70,18 @@ def failure(engine: Engine, key: str, seconds: float = 10.0) -> str:
     return failed()[0].reason
 
 
+def in_its_thread(half, act):
+    """Have the engine thread, which owns the sockets, do something out of the ordinary."""
+    tick = half.tick
+
+    def once(now):
+        half.tick = tick
+        act()
+        tick(now)
+
+    half.tick = once
+
+
 def test_d_gives_up_a_p_that_never_appears(lone):
     d = lone("D", lease_seconds=0.5)
     d.do(do.Expect("k", NOWHERE, 20, b"digest"))
@@ -125,7 +137,8 @@ def test_a_sent_out_of_turn_ends_the_link_and_not_the_engine(links):
         wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
         half = p.ranks[0].rank._half
         (peer,) = half._peers.values()
-        half._ctx.tell(peer.line, m.Sent("k", 1, 99, peer.link, False))
+        wrong = m.Sent("k", 1, 99, peer.link, False)
+        in_its_thread(half, lambda: half._ctx.tell(peer.line, wrong))
         assert "out of step" in failure(d, "k")
         d.do(do.Forget("k"))
         p.wait(do.PagesFree("k"))
