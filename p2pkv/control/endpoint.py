@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
+from typing import NamedTuple
 
 import zmq
 
@@ -66,8 +67,14 @@ class Line:
         return True
 
 
-Trouble = tuple[Line | None, str]
-"""A dialed line that is shut now, or None for somebody who was refused here; and why, in a sentence."""
+class Trouble(NamedTuple):
+    """A connection that has not come about, and why, in a sentence."""
+
+    line: Line | None
+    """The dialed line, which is shut now; None for somebody who wanted to connect to us."""
+    reason: str
+    quiet: bool = False
+    """Whoever it was has just gone: a port scan, a monitor, or a peer that has seen first that we differ."""
 
 
 class Endpoint:
@@ -126,19 +133,16 @@ class Endpoint:
         if line.address is None or not line.shut:
             return
         if self._allowed is not None and not self._allowed.admits(line.address.host):
-            self._troubles.append(
-                (
-                    line,
-                    f"{line.address} is not dialed: allowed_peers are {self._allowed}, and names are in no "
-                    "network; add the network of that instance, or give it a numeric `host`",
-                )
+            self._give_up(
+                line,
+                f"{line.address} is not dialed: allowed_peers are {self._allowed}, and names are in no "
+                "network; add the network of that instance, or give it a numeric `host`",
             )
             return
         try:
             self._connect(line, line.address)
         except zmq.ZMQError as error:  # no descriptors left
-            self._shut(line)
-            self._troubles.append((line, f"{line.address} cannot be dialed: {error}"))
+            self._give_up(line, f"{line.address} cannot be dialed: {error}")
 
     def _connect(self, line: Line, address: Address) -> None:
         socket = line._socket = self._socket(zmq.DEALER)
@@ -236,19 +240,23 @@ class Endpoint:
             if reply:
                 self._asked.send_multipart(reply, zmq.DONTWAIT)
             if refusal:
-                self._troubles.append((None, refusal))
+                self._troubles.append(Trouble(None, refusal))
 
     def _refused(self) -> None:
         """Somebody did not get through the handshake with us. What the gate has refused, it has said."""
         for failure in islice(self._watch.failures(), BURST):
             if not failure.refused:
-                self._troubles.append((None, f"a connection to {self.address} was refused: {failure.detail}"))
+                reason = f"a connection to {self.address} was refused: {failure.detail}"
+                self._troubles.append(Trouble(None, reason, quiet=not failure.spoke))
 
     def _look_after(self, line: Line, watch: Watch) -> None:
         for failure in watch.failures():
-            self._shut(line)
-            self._troubles.append((line, no_answer(line.address, failure, self._members is not None)))
+            self._give_up(line, no_answer(line.address, failure, self._members is not None))
             return
+
+    def _give_up(self, line: Line, reason: str) -> None:
+        self._shut(line)
+        self._troubles.append(Trouble(line, reason))
 
     def _shut(self, line: Line) -> None:
         """Close what a dialed line has open."""

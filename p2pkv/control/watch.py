@@ -66,7 +66,7 @@ def failure_of(frames: list[bytes]) -> Failure:
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
         if value == zmq.EAGAIN:
             return Failure("the handshake took too long", False, False)
-        return Failure("the connection was closed in the handshake", False, False)
+        return Failure("the other side closed the connection in the handshake", False, False)
     if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
         return Failure("one side has a secret and the other has none", True, False)
     if value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:

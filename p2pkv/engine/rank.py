@@ -29,6 +29,9 @@ SOON = 0.001
 
 STOP_SECONDS = 5.0
 
+QUIET_SECONDS = 60.0
+"""Between two lines about connections that said nothing wrong and went: a monitor may make many."""
+
 
 class Rank:
     """Listens from the start on; `stop` it. Raises PortTaken or NoCurve with a sentence.
@@ -45,6 +48,7 @@ class Rank:
         self._ctx = Context(hello, options, cache, links, endpoint, self.steps, self._events.append)
         self._half = Producer(self._ctx) if hello.role == "P" else Consumer(self._ctx)
         self.counters = self._ctx.counters
+        self._next_quiet = 0.0
         self._asleep = False
         self._stopping = False
         self._thread = threading.Thread(
@@ -143,12 +147,15 @@ class Rank:
                 log.debug("dropped: %s", error)
 
     def _look_after_connections(self, now: float) -> None:
-        for line, reason in self._ctx.endpoint.troubles():
+        for line, reason, quiet in self._ctx.endpoint.troubles():
             self._ctx.counters.add("handshakes_failed")
-            if line is None:
-                log.warning("%s", reason)
-            else:
+            if line is not None:
                 self._half.unreachable(line, reason, now)
+            elif not quiet:
+                log.warning("%s", reason)
+            elif now >= self._next_quiet:
+                log.warning("%s; said once a minute", reason)
+                self._next_quiet = now + QUIET_SECONDS
 
     def _inspect(self, line: Line) -> None:
         hello = self._ctx.hello
