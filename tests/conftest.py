@@ -16,7 +16,7 @@ def the_log() -> Iterator[None]:
     logger = logging.getLogger("p2pkv")
     logger.handlers, logger.propagate = [], True
     logger.setLevel(logging.NOTSET)
-    for each in logger.filters:
+    for each in logging.getLogger("p2pkv.engine").filters:
         if isinstance(each, Throttle):
             each.forget()
     yield

@@ -278,6 +278,9 @@ class Endpoint:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        # The kernel answers for a process that is frozen, not for a machine that is gone.
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)
         socket.setsockopt(zmq.SNDHWM, 10_000)
         socket.setsockopt(zmq.RCVHWM, 10_000)
         return socket

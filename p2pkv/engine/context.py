@@ -18,7 +18,7 @@ from p2pkv.links.base import LinkFactory
 from p2pkv.pages.geometry import PagedCache
 from p2pkv.protocol.messages import AnyMessage, Hello, encode
 
-log = logging.getLogger("p2pkv")
+log = logging.getLogger("p2pkv.engine")
 log.addFilter(Throttle())
 
 BURST = 4
