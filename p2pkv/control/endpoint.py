@@ -12,16 +12,18 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from typing import NamedTuple
 
 import zmq
 
 from p2pkv.control.gate import Gate
+from p2pkv.control.line import Line, Trouble
 from p2pkv.control.members import Members
 from p2pkv.control.watch import Watch, limit_handshake, no_answer
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import MAX_MESSAGE_BYTES
 from p2pkv.trust import Networks
+
+__all__ = ["Endpoint", "Line", "PortTaken"]
 
 BURST = 256
 """Messages taken from one socket before the others get their turn."""
@@ -29,52 +31,12 @@ BURST = 256
 MAX_STRANGERS = 4096
 """Connections kept in mind; beyond this many, those that have not said Hello are forgotten."""
 
+MAX_SOCKETS = 16_384
+"""A dialed line takes three: itself and its watch, which has two ends."""
+
 
 class PortTaken(Exception):
     """Somebody listens there already."""
-
-
-class Line:
-    """One connection to a peer. `tag` is the owner's, to know whose line it is.
-
-    A dialed line is shut, for good or until `Endpoint.redial`, when its handshake has failed.
-    """
-
-    __slots__ = ("_identity", "_socket", "_watch", "address", "tag")
-
-    def __init__(self, identity: bytes | None, address: Address | None) -> None:
-        self._identity = identity
-        self._socket: zmq.Socket[bytes] | None = None
-        self._watch: Watch | None = None
-        self.address = address
-        self.tag: object = None
-
-    @property
-    def shut(self) -> bool:
-        return self._socket is None
-
-    def send(self, data: bytes) -> bool:
-        """Hand over one message; False if the peer is gone or its queue is full."""
-        if self._socket is None:
-            return False
-        frames = [data] if self._identity is None else [self._identity, data]
-        try:
-            self._socket.send_multipart(frames, zmq.DONTWAIT)
-        except zmq.ZMQError as error:
-            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.ETERM, zmq.ENOTSOCK):
-                return False
-            raise
-        return True
-
-
-class Trouble(NamedTuple):
-    """A connection that has not come about, and why, in a sentence."""
-
-    line: Line | None
-    """The dialed line, which is shut now; None for somebody who wanted to connect to us."""
-    reason: str
-    quiet: bool = False
-    """Whoever it was has just gone: a port scan, a monitor, or a peer that has seen first that we differ."""
 
 
 class Endpoint:
@@ -91,6 +53,7 @@ class Endpoint:
         self._members = members
         self._allowed = allowed
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waking = threading.Lock()
         self._poller = zmq.Poller()
@@ -124,7 +87,7 @@ class Endpoint:
 
     def dial(self, address: Address) -> Line:
         """A line to `address`. It comes up by itself; until then its sends return False."""
-        line = Line(None, address)
+        line = Line(address)
         self.redial(line)
         return line
 
@@ -221,8 +184,7 @@ class Endpoint:
         if line is None:
             if len(self._answered) >= MAX_STRANGERS:
                 self._forget_strangers()
-            line = self._answered[identity] = Line(identity, None)
-            line._socket = self._router
+            line = self._answered[identity] = Line(None, self._router, identity)
         return line
 
     def _forget_strangers(self) -> None:
@@ -250,9 +212,8 @@ class Endpoint:
                 self._troubles.append(Trouble(None, reason, quiet=not failure.spoke))
 
     def _look_after(self, line: Line, watch: Watch) -> None:
-        for failure in watch.failures():
+        if failure := next(watch.failures(), None):
             self._give_up(line, no_answer(line.address, failure, self._members is not None))
-            return
 
     def _give_up(self, line: Line, reason: str) -> None:
         self._shut(line)
