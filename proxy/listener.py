@@ -14,7 +14,7 @@ import zmq.asyncio
 from p2pkv.control.discovery import MAX_PING_BYTES, BadPing, Ping, decode_ping
 from p2pkv.control.gate import Gate
 from p2pkv.control.members import Members
-from p2pkv.control.watch import Watch, failure_of, limit_handshake
+from p2pkv.control.watch import Watch, event_of, failure_of, limit_handshake
 from p2pkv.pairing import Address
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Listener:
 
     async def _look(self) -> None:
         """Takes in one failed handshake."""
-        failure = failure_of(await self._failures.recv_multipart())
+        failure = failure_of(*event_of(await self._failures.recv_multipart()))
         self.shut_out += 1
         if failure.spoke:
             self._complain(

@@ -20,7 +20,8 @@ ZMTP_1 = b"\x01\x00" + b"\x06\x00hello" + b"\x02\x00x"  # an anonymous peer, the
 ZMTP_2 = SIGNATURE + b"\x01\x05" + b"\x00\x00" + b"\x00\x05hello"  # revision 1, DEALER
 ZMTP_3_NULL = SIGNATURE + b"\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" * 32
 ZMTP_3_CURVE = SIGNATURE + b"\x03\x00" + b"CURVE".ljust(20, b"\0") + b"\1" + b"\0" * 31
-NULL_READY = b"\x04\x26\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+NULL_READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+HUGE_FRAME = b"\x02" + struct.pack(">Q", 1 << 62) + b"x" * 100
 RAW = {
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 50,
     "zeros": bytes(5000),
@@ -31,7 +32,7 @@ RAW = {
     "half a greeting": ZMTP_3_CURVE[:30],
     "CURVE without its hello": ZMTP_3_CURVE + b"\x04\xff" + bytes(255),
     "a huge command": ZMTP_3_CURVE + b"\x06" + struct.pack(">Q", 1 << 62),
-    "a huge frame": ZMTP_3_NULL + NULL_READY + b"\x02" + struct.pack(">Q", 1 << 62) + b"x" * 100,
+    "a huge frame": ZMTP_3_NULL + NULL_READY + HUGE_FRAME,
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"r" * 600,
 }
 
@@ -59,10 +60,16 @@ def dealer(
 
 
 class Canary:
-    """Listens on loopback, answers each connection with `greeting`, and keeps what it is told."""
+    """Listens on loopback, answers each connection with `greeting`, and keeps what it is told.
 
-    def __init__(self, greeting: bytes = b"") -> None:
+    With `leave`, it then hangs up, as a server with another secret does. `after` is what it says when a
+    peer in the clear has shaken hands.
+    """
+
+    def __init__(self, greeting: bytes = b"", *, leave: bool = False, after: bytes = b"") -> None:
         self._greeting = greeting
+        self._after = after
+        self._leave = leave
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = Address("127.0.0.1", self._listener.getsockname()[1])
         self.heard: list[bytearray] = []
@@ -95,8 +102,13 @@ class Canary:
     def _hear(self, connection: socket.socket, said: bytearray) -> None:
         with contextlib.suppress(OSError):
             connection.sendall(self._greeting)
+            if self._leave:
+                said += connection.recv(4096)
+                connection.shutdown(socket.SHUT_RDWR)
             while data := connection.recv(4096):
                 said += data
+                if self._after and b"READY" in said:
+                    connection.sendall(self._after)
 
 
 def nearly_right(message: Any, encode: Callable[[Any], bytes]) -> Iterator[bytes]:

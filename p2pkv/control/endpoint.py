@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
@@ -33,6 +34,9 @@ MAX_STRANGERS = 4096
 
 MAX_SOCKETS = 16_384
 """A dialed line takes three: itself and its watch, which has two ends."""
+
+LASTING = 0.5
+"""Seconds after which a connection that ends is dialed again at once; others wait for `redial`."""
 
 
 class PortTaken(Exception):
@@ -110,6 +114,7 @@ class Endpoint:
     def _connect(self, line: Line, address: Address) -> None:
         socket = line._socket = self._socket(zmq.DEALER)
         self._dialed[socket] = line
+        line.since = time.monotonic()
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
@@ -117,7 +122,7 @@ class Endpoint:
         socket.setsockopt(zmq.RECONNECT_STOP, zmq.RECONNECT_STOP_HANDSHAKE_FAILED)
         if self._members is not None:
             self._members.join(socket, "rank")
-        line._watch = Watch(socket)
+        line._watch = Watch(socket, dials=True)
         self._poller.register(line._watch.socket, zmq.POLLIN)
         socket.connect(f"tcp://{address}")
         self._poller.register(socket, zmq.POLLIN)
@@ -212,7 +217,13 @@ class Endpoint:
                 self._troubles.append(Trouble(None, reason, quiet=not failure.spoke))
 
     def _look_after(self, line: Line, watch: Watch) -> None:
-        if failure := next(watch.failures(), None):
+        failure = next(watch.failures(), None)
+        if failure is not None and failure.lost:
+            # libzmq dials again by itself, but not after every kind of end.
+            self._shut(line)
+            if time.monotonic() - line.since > LASTING:
+                self.redial(line)
+        elif failure is not None:
             self._give_up(line, no_answer(line.address, failure, self._members is not None))
 
     def _give_up(self, line: Line, reason: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import zmq
 
 from p2pkv.control.members import Members
@@ -24,7 +26,7 @@ def inspect(
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         if members is not None:
             members.join(socket, "rank")
-        watch = Watch(socket)
+        watch = Watch(socket, dials=True)
         try:
             answer = _ask(socket, watch, address, seconds, members is not None)
         finally:
@@ -42,11 +44,13 @@ def _ask(
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
     poller.register(watch.socket, zmq.POLLIN)
-    ready = dict(poller.poll(int(seconds * 1000)))
-    if socket in ready:
-        return decode(socket.recv())
-    for failure in watch.failures():
-        raise TimeoutError(no_answer(address, failure, secret))
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        ready = dict(poller.poll(int(left * 1000) + 1))
+        if socket in ready:
+            return decode(socket.recv())
+        for failure in watch.failures():
+            raise TimeoutError(no_answer(address, failure, secret))
     raise TimeoutError(
         f"nothing at {address} answered in {seconds:g} s: is an instance running there, with this kv_port "
         "plus the rank?"

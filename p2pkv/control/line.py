@@ -13,10 +13,11 @@ from p2pkv.pairing import Address
 class Line:
     """One connection to a peer. `tag` is the owner's, to know whose line it is.
 
-    A dialed line, which has an `address`, is shut when its handshake has failed, until `Endpoint.redial`.
+    A dialed line, which has an `address`, is shut when its handshake has failed or it has ended
+    too soon, until `Endpoint.redial`.
     """
 
-    __slots__ = ("_identity", "_socket", "_watch", "address", "tag")
+    __slots__ = ("_identity", "_socket", "_watch", "address", "since", "tag")
 
     def __init__(
         self,
@@ -25,6 +26,7 @@ class Line:
         identity: bytes | None = None,
     ) -> None:
         self.address = address
+        self.since = 0.0  # when it was dialed last
         self.tag: object = None
         self._socket = socket
         self._identity = identity

@@ -88,7 +88,7 @@ class Pinger:
     def _converse(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         """Pings over one socket until told to stop, or until another socket might do better."""
         dealer = context.socket(zmq.DEALER)
-        watch = Watch(dealer)
+        watch = Watch(dealer, dials=True)
         try:
             if self._members is not None:
                 self._members.join(dealer, "proxy")
@@ -109,7 +109,7 @@ class Pinger:
 
     def _complain(self, watch: Watch) -> None:
         """One line a minute about a proxy that is there and does not take our pings."""
-        failures = list(watch.failures())
+        failures = [failure for failure in watch.failures() if not failure.lost]
         if failures and time.monotonic() >= self._next_complaint:
             self._next_complaint = time.monotonic() + _COMPLAIN_SECONDS
             secret = self._members is not None

@@ -12,30 +12,38 @@ from zmq.utils.monitor import parse_monitor_message
 HANDSHAKE_SECONDS = 10.0
 """A connection that has not shaken hands after so long is closed, on either side."""
 
-_EVENTS = (
+_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+_ENDED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _numbers = itertools.count()
 
 
 class Failure(NamedTuple):
-    """One handshake that failed. `spoke`: the other side said something, and it was wrong."""
+    """One handshake that failed, or, of a socket that dials, one connection that has ended."""
 
     detail: str
-    spoke: bool
-    refused: bool
+    spoke: bool = True
+    """Whether the other side has said something wrong, and not just gone."""
+    refused: bool = False
     """By the gate of a listening socket, ours or theirs."""
+    lost: bool = False
+    """The handshake had succeeded; the connection has ended since."""
 
 
 class Watch:
-    """Reports the failed handshakes of one socket; close it before the socket."""
+    """Reports the failed handshakes of one socket, and with `dials` the end of its one connection.
 
-    def __init__(self, watched: zmq.Socket[Any]) -> None:
+    Close it before the socket.
+    """
+
+    def __init__(self, watched: zmq.Socket[Any], *, dials: bool = False) -> None:
         place = f"inproc://p2pkv-watch-{next(_numbers)}"
         self._watched = watched
-        watched.monitor(place, _EVENTS)
+        self._up = False
+        watched.monitor(place, _FAILED | _ENDED if dials else _FAILED)
         self.socket: zmq.Socket[Any] = watched.context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
         # Without a limit: libzmq's IO thread would wait for room, and the close for the IO thread.
@@ -49,7 +57,15 @@ class Watch:
                 frames = self.socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            yield failure_of(frames)
+            event, value = event_of(frames)
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._up = True
+            elif event == zmq.EVENT_DISCONNECTED:
+                # Some kinds of garbage end a connection without any other event.
+                yield Failure("it does not speak this protocol", lost=self._up)
+                self._up = False
+            else:
+                yield failure_of(event, value)
 
     def close(self) -> None:
         if not self._watched.closed:
@@ -57,21 +73,25 @@ class Watch:
         self.socket.close(0)
 
 
-def failure_of(frames: list[bytes]) -> Failure:
-    """What one event of a watched socket says."""
+def event_of(frames: list[bytes]) -> tuple[int, int]:
+    """What libzmq says of a watched socket: an event and its value."""
     said = parse_monitor_message(frames)
-    event, value = int(said["event"]), int(said["value"])
+    return int(said["event"]), int(said["value"])
+
+
+def failure_of(event: int, value: int) -> Failure:
+    """What a failed handshake failed of."""
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        return Failure("not admitted", True, True)
+        return Failure("not admitted", refused=True)
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
         if value == zmq.EAGAIN:
-            return Failure("the handshake took too long", False, False)
-        return Failure("the other side closed the connection in the handshake", False, False)
+            return Failure("the handshake took too long", spoke=False)
+        return Failure("the other side closed the connection in the handshake", spoke=False)
     if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-        return Failure("one side has a secret and the other has none", True, False)
+        return Failure("one side has a secret and the other has none")
     if value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
-        return Failure("the two secrets differ", True, False)
-    return Failure("it does not speak this protocol", True, False)
+        return Failure("the two secrets differ")
+    return Failure("it does not speak this protocol")
 
 
 def limit_handshake(socket: zmq.Socket[Any]) -> None:

@@ -12,6 +12,7 @@ import zmq
 from engine_support import Engine, Geometry, at_baseline, make_engine, prefill, wait_for, wrong_cells
 from hostile_support import ZMTP_3_CURVE, ZMTP_3_NULL, Canary, dealer
 
+from p2pkv.control import watch
 from p2pkv.control.inspection import inspect
 from p2pkv.control.members import Members
 from p2pkv.engine import commands as do
@@ -102,6 +103,8 @@ def test_without_the_same_secret_no_kv_moves_and_both_sides_say_why(
 
 CANARIES = {
     "says nothing": (b"", 64),
+    "hangs up": (b"", 64),
+    "hangs up after a greeting": (ZMTP_3_CURVE, 64 + 202),
     "is no member and has no secret": (ZMTP_3_NULL, 64),
     # The 200 bytes of CURVE's own hello, which say nothing but that we know another key than it does.
     "claims to be a member": (ZMTP_3_CURVE, 64 + 202),
@@ -110,14 +113,17 @@ CANARIES = {
 
 
 @pytest.mark.parametrize("kind", CANARIES)
-def test_a_forged_request_id_brings_a_canary_one_connection_and_no_message(lone, kind):
+def test_a_forged_request_id_brings_a_canary_one_connection_and_no_message(lone, kind, monkeypatch):
+    monkeypatch.setattr(watch, "HANDSHAKE_SECONDS", 0.3)
     greeting, most = CANARIES[kind]
     p, d = lone("P"), lone("D", lease_seconds=1.0)
-    with Canary(greeting) as canary:
+    with Canary(greeting, leave="hangs up" in kind) as canary:
         for key in ("forged", "again"):
             d.do(do.Expect(key, canary.address, 32, b"digest"))
             failure(d, key)
         transfer(p, d, "honest")
+        d.do(do.Expect("once more", canary.address, 32, b"digest"))
+        assert "no answer" in failure(d, "once more")
         assert len(canary.heard) == 1
         assert len(canary.heard[0]) <= most
         incarnation = d.ranks[0].rank._ctx.hello.incarnation.encode()
