@@ -206,7 +206,7 @@ def test_raw_bytes_never_reach_the_decoder_of_members(members, kind):
 
 
 def test_idle_connections_are_closed_and_disturb_nobody(monkeypatch):
-    monkeypatch.setattr(watch, "HANDSHAKE_SECONDS", 1.0)
+    monkeypatch.setattr(watch, "HANDSHAKE_SECONDS", 2.0)
     network = MemoryNetwork()
     with engines(ONE, ONE, lambda side, rank: network.rank()) as made:
         pair = Pair(*made)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 
 import msgspec
 import pytest
@@ -114,9 +115,10 @@ CANARIES = {
 
 @pytest.mark.parametrize("kind", CANARIES)
 def test_a_forged_request_id_brings_a_canary_one_connection_and_no_message(lone, kind, monkeypatch):
-    monkeypatch.setattr(watch, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(watch, "HANDSHAKE_SECONDS", 1.0)
+    monkeypatch.setattr("p2pkv.protocol.handshake.REFUSED_FOR", 60.0)  # however slow this machine is now
     greeting, most = CANARIES[kind]
-    p, d = lone("P"), lone("D", lease_seconds=1.0)
+    p, d = lone("P"), lone("D")
     with Canary(greeting, leave="hangs up" in kind) as canary:
         for key in ("forged", "again"):
             d.do(do.Expect(key, canary.address, 32, b"digest"))
@@ -202,6 +204,6 @@ def test_a_p_that_was_refused_is_asked_again_when_its_secret_is_mended(lone, mon
     failure(d, "k")
     p.stop()
     transfer_to = lone("P", SECRET, kv_port=p.address.port)
-    clock = threading.Event()
-    clock.wait(0.3)  # the time for which a refused peer is left alone
+    dialing = d.ranks[0].rank._half._peers[str(p.address)].dialing
+    wait_for(lambda: time.monotonic() > dialing._next, what="the time for which a refused peer is left alone")
     transfer(transfer_to, d, "next")
