@@ -7,23 +7,22 @@ connector that p2pkv succeeds are understood.
 from __future__ import annotations
 
 import difflib
-import ipaddress
 import math
 import os
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from p2pkv.pairing import Address, PairingError, normal_host
+from p2pkv.trust import SECRET_VARIABLE, Networks, TrustError, is_loopback, read_secret
 
 Role = Literal["P", "D"]
 LinkChoice = Literal["auto", "nccl", "host"]
-Discovery = Literal["plain"]
+Discovery = Literal["curve", "plain"]
 
 MIB = 1 << 20
 DEFAULT_KV_PORT = 21001
-SECRET_VARIABLE = "P2PKV_SECRET"
 
 _ROLES: dict[str, Role] = {"kv_producer": "P", "kv_consumer": "D"}
 
@@ -73,14 +72,25 @@ class Options:
     """Default 120; seconds. An engine that has work and stays this long in one step counts as hung."""
 
     discovery: Discovery = "plain"
-    """Default plain. How the proxy is pinged: unencrypted, the only way of this version."""
+    """Default curve with a secret, else plain. How the proxy is pinged: `curve` shows it that this instance
+    is a member; `plain` is what routers other than p2pkv-proxy understand."""
+
+    secret_file: str | None = None
+    """Default none. File with the secret that all members share, at least 16 bytes; the environment variable
+    P2PKV_SECRET may hold it instead. With a secret, only members can talk to this instance's ranks."""
+
+    secret: bytes | None = field(default=None, repr=False)
+    """Not an option: what secret_file or P2PKV_SECRET holds."""
+
+    allowed_peers: Networks | None = None
+    """Default none: any. Networks in CIDR notation; no rank outside of them is dialed or answered."""
 
     max_links: int = 64
     """Default 64; links. Idle ones beyond this number are closed."""
 
     allow_insecure: bool = False
-    """Default false. Says that traffic off loopback may go unauthenticated and unencrypted; the note
-    about it is then a reminder instead of a warning to act on."""
+    """Default false. Needed to bind off loopback without a secret; each start then warns that whoever
+    reaches this instance can read and alter KV."""
 
     whole_request: bool = False
     """Default false. Announce the KV when the whole prompt is done instead of layer by layer: the
@@ -104,6 +114,20 @@ class Options:
                 "chunk to fit; raise staging_bytes or lower chunk_bytes"
             )
         self._check_proxy()
+        self._check_trust()
+
+    def _check_trust(self) -> None:
+        if self.discovery == "curve" and self.secret is None:
+            raise ConfigError(
+                f"discovery is 'curve' and there is no secret: set {SECRET_VARIABLE} or secret_file, or "
+                "leave discovery out"
+            )
+        if self.secret is None and not self.allow_insecure and not is_loopback(self.host):
+            raise ConfigError(
+                f"host is {self.host}, which other machines may reach, and there is no secret: expected one "
+                f"off loopback; set {SECRET_VARIABLE} or secret_file to the same secret on all instances, or "
+                "host to 127.0.0.1, or allow_insecure to true if only machines that you trust reach it"
+            )
 
     def _check_proxy(self) -> None:
         if (self.proxy_ip is None) != (self.proxy_port is None):
@@ -144,17 +168,20 @@ class Options:
         kv_port: int | None,
         default_host: str,
         has_gpu: bool,
+        former: bool = False,
         environ: Mapping[str, str] = os.environ,
     ) -> Options:
         """The options in `extra` (kv_connector_extra_config), defaults for the rest.
 
-        `role` is vLLM's kv_role; `kv_port` may be None for the default. null and "" stand for an
-        option that is not set. Raises ConfigError for whatever cannot be used.
+        `role` is vLLM's kv_role; `kv_port` may be None for the default; `former` says that the connector
+        goes by its former name. null and "" stand for an option that is not set. Raises ConfigError for
+        whatever cannot be used.
         """
         given = {name: value for name, value in extra.items() if value is not None and value != ""}
         _refuse_unknown(extra)
-        _refuse_security(given, environ)
+        secret = _secret(given, environ)
         values: dict[str, Any] = {"host": default_host, "staging_bytes": (512 if has_gpu else 64) * MIB}
+        values |= {"secret": secret, "discovery": "curve" if secret and not former else "plain"}
         values |= {name: read(name, given[name]) for name, read in _READERS.items() if name in given}
         port = DEFAULT_KV_PORT if kv_port is None else _whole("kv_port", kv_port)
         options = cls(role=_role(role), kv_port=port, **values)
@@ -162,7 +189,8 @@ class Options:
             raise ConfigError(
                 "link is 'nccl', which needs a CUDA device, and there is none; use 'auto' or 'host'"
             )
-        return replace(options, notes=(*_old_notes(given, options), *_notes(options)))
+        former_way = former and secret is not None and "discovery" not in given
+        return replace(options, notes=(*_old_notes(given, options), *_notes(options, former_way)))
 
 
 _PORT = (1, 65535)
@@ -252,6 +280,25 @@ def _one_of(*known: str) -> Callable[[str, object], str]:
     return read
 
 
+def _path(name: str, value: object) -> str:
+    if isinstance(value, str):
+        return value
+    raise ConfigError(f"{name} is {_shown(value)}: expected the path of a file; correct it")
+
+
+def _networks(name: str, value: object) -> Networks:
+    """A list, or one text with commas."""
+    texts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise ConfigError(
+            f'{name} is {_shown(value)}: expected a list of networks, as ["10.0.0.0/8"]; correct it'
+        )
+    try:
+        return Networks.parse(texts)
+    except TrustError as error:
+        raise ConfigError(f"{name}: {error}; leave the option out to admit any") from None
+
+
 _READERS: dict[str, Callable[[str, object], object]] = {
     "host": _own_host,
     "proxy_ip": _host,
@@ -262,7 +309,9 @@ _READERS: dict[str, Callable[[str, object], object]] = {
     "chunk_bytes": _whole,
     "lease_seconds": _number,
     "stall_seconds": _number,
-    "discovery": _one_of("plain"),
+    "discovery": _one_of("curve", "plain"),
+    "secret_file": _path,
+    "allowed_peers": _networks,
     "max_links": _whole,
     "allow_insecure": _flag,
     "whole_request": _flag,
@@ -272,7 +321,7 @@ _OLD: dict[str, Callable[[str, object], object]] = {
     "mem_pool_size_gb": _number,
     "send_type": _one_of("PUT", "GET", "PUT_ASYNC"),
 }
-_KNOWN = (*_READERS, *_OLD, "secret_file")
+_KNOWN = (*_READERS, *_OLD)
 
 
 def _role(role: str) -> Role:
@@ -298,18 +347,12 @@ def _refuse_unknown(extra: Mapping[str, object]) -> None:
             )
 
 
-def _refuse_security(given: Mapping[str, object], environ: Mapping[str, str]) -> None:
-    """An option that promises secrecy must not be accepted and do nothing."""
-    asked = "secret_file" if "secret_file" in given else None
-    if environ.get(SECRET_VARIABLE):
-        asked = f"{SECRET_VARIABLE} in the environment"
-    if given.get("discovery") == "curve":
-        asked = "discovery 'curve'"
-    if asked is not None:
-        raise ConfigError(
-            f"{asked} asks for encryption, and this version of p2pkv does not encrypt or authenticate yet: "
-            "remove it, and keep the instances on loopback or on a network that only they can reach"
-        )
+def _secret(given: Mapping[str, object], environ: Mapping[str, str]) -> bytes | None:
+    file = _path("secret_file", given["secret_file"]) if "secret_file" in given else None
+    try:
+        return read_secret(file, environ)
+    except TrustError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _old_notes(given: Mapping[str, object], options: Options) -> Iterator[str]:
@@ -327,26 +370,17 @@ def _old_notes(given: Mapping[str, object], options: Options) -> Iterator[str]:
         )
 
 
-def _notes(options: Options) -> Iterator[str]:
+def _notes(options: Options, former_way: bool) -> Iterator[str]:
     if options.http_port is not None and options.proxy is None:
         yield "http_port has no effect without proxy_ip and proxy_port: this instance registers with no proxy"
-    if _is_loopback(options.host):
-        return
-    plain = (
-        f"traffic to and from {options.address} is unauthenticated and unencrypted: whoever reaches it can "
-    )
-    if options.allow_insecure:
-        yield f"{plain}read and alter KV (allow_insecure is set)"
-    else:
+    if former_way and options.proxy is not None:
         yield (
-            f"{plain}read and alter KV; keep it on a network of its own, and set allow_insecure to say that "
-            "this is meant: a later version will refuse to start without it or a secret"
+            f"the former connector's name implies discovery 'plain', since its routers know nothing else: "
+            f"the ping to {options.proxy} is not authenticated (the ranks are); for p2pkv-proxy with the "
+            "secret, set discovery to 'curve'"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    """By its spelling alone: a name may mean anything."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    if options.secret is None and not is_loopback(options.host):
+        yield (
+            f"traffic to and from {options.address} is unauthenticated and unencrypted: whoever reaches it "
+            "can read and alter KV (allow_insecure is set)"
+        )

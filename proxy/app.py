@@ -14,6 +14,7 @@ import aiohttp
 from aiohttp import web
 
 from p2pkv.control.discovery import Ping
+from p2pkv.control.members import Members
 
 from .bodies import BadBody, parse
 from .dispatch import Exchange, alone, concurrent, sequential
@@ -103,6 +104,7 @@ class Proxy:
 
 PROXY = web.AppKey("proxy", Proxy)
 LISTENER = web.AppKey("listener", Listener)
+PLAIN_LISTENER = web.AppKey("plain_listener", Listener)
 
 
 def make_app(
@@ -110,24 +112,32 @@ def make_app(
     dispatch: Dispatch = "concurrent",
     registry: Registry | None = None,
     max_body: int = MAX_BODY_BYTES,
+    members: Members | None = None,
+    plain_discovery: str | None = None,
 ) -> web.Application:
     """The application; run it with `handler_cancellation=True`, or a client that leaves is not noticed.
 
     Args:
         discovery: ZMQ endpoint on which to listen for pings, such as tcp://127.0.0.1:30001.
         max_body: bytes of the largest request.
+        members: whose pings `discovery` takes; None for anybody's.
+        plain_discovery: a second endpoint, which takes anybody's.
 
     Raises:
-        OSError: at start-up, if `discovery` cannot be bound.
+        OSError: at start-up, if an endpoint cannot be bound.
     """
 
     async def running(app: web.Application) -> AsyncIterator[None]:
         async with AsyncExitStack() as cleanup:
             session = await cleanup.enter_async_context(open_session())
             app[PROXY] = proxy = Proxy(session, registry or Registry(), dispatch)
-            app[LISTENER] = listener = Listener(discovery, proxy.take)
+            app[LISTENER] = listener = Listener(discovery, proxy.take, members)
             cleanup.callback(listener.close)
             tasks = [asyncio.create_task(listener.run()), asyncio.create_task(proxy.prober.run())]
+            if plain_discovery is not None:
+                app[PLAIN_LISTENER] = plain = Listener(plain_discovery, proxy.take)
+                cleanup.callback(plain.close)
+                tasks.append(asyncio.create_task(plain.run()))
             yield
             await _end([*tasks, *proxy.lingering])
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
 
 from aiohttp import web
 
+from p2pkv.control.members import Members, NoCurve, members_of
 from p2pkv.pairing import Address
+from p2pkv.trust import SECRET_VARIABLE, TrustError, is_loopback, read_secret
 
-from .app import LISTENER, Dispatch, make_app
+from .app import LISTENER, PLAIN_LISTENER, Dispatch, make_app
 from .listener import endpoint_of
 
 logger = logging.getLogger(__name__)
@@ -24,33 +27,64 @@ _SHUTDOWN_SECONDS = 5.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the proxy until SIGTERM or SIGINT; returns the exit status."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        members = _members(arguments)
+    except (TrustError, NoCurve) as error:
+        parser.error(str(error))
     logging.basicConfig(level=arguments.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        asyncio.run(_serve(arguments.host, arguments.port, arguments.discovery, arguments.dispatch))
+        asyncio.run(_serve(arguments, members))
     except OSError as error:
         print(f"p2pkv-proxy: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-async def _serve(host: str, port: int, discovery: Address, dispatch: Dispatch) -> None:
+def _members(arguments: argparse.Namespace) -> Members | None:
+    """Those who may register. Raises TrustError if anybody could, from anywhere, and that is not meant."""
+    secret = read_secret(arguments.secret_file, os.environ)
+    discovery: Address = arguments.discovery
+    if secret is None and not arguments.allow_insecure and not is_loopback(discovery.host):
+        raise TrustError(
+            f"--discovery {discovery} can be reached from other machines, and there is no secret: "
+            f"whoever pings it would be sent requests; set {SECRET_VARIABLE} or --secret-file, or listen on "
+            "127.0.0.1, or add --allow-insecure if only machines that you trust reach it"
+        )
+    return members_of(secret)
+
+
+async def _serve(arguments: argparse.Namespace, members: Members | None) -> None:
     """Serves until told to stop. Raises OSError if an address cannot be bound."""
+    dispatch: Dispatch = arguments.dispatch
+    plain: Address | None = arguments.plain_discovery
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
-    _warn_off_loopback(host, discovery.host)
-    app = make_app(endpoint_of(discovery), dispatch)
+    _warn(arguments, members)
+    app = make_app(
+        endpoint_of(arguments.discovery),
+        dispatch,
+        members=members,
+        plain_discovery=None if plain is None else endpoint_of(plain),
+    )
     runner = web.AppRunner(
         app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS
     )
     try:
         await runner.setup()
-        await web.TCPSite(runner, host, port).start()
+        await web.TCPSite(runner, arguments.host, arguments.port).start()
         logger.info(
-            "serving on %s, discovery on %s, %s dispatch", _bound(runner), app[LISTENER].endpoint, dispatch
+            "serving on %s, discovery on %s, %s dispatch, %s",
+            _bound(runner),
+            app[LISTENER].endpoint,
+            dispatch,
+            "open to anybody" if members is None else "for members only",
         )
+        if plain is not None:
+            logger.info("plain discovery on %s", app[PLAIN_LISTENER].endpoint)
         await stop.wait()
         logger.info("stopping")
     finally:
@@ -61,12 +95,14 @@ def _bound(runner: web.AppRunner) -> str:
     return ", ".join(f"http://{Address(address[0], address[1])}" for address in runner.addresses)
 
 
-def _warn_off_loopback(*hosts: str) -> None:
-    for host in hosts:
-        if not host.startswith("127.") and host not in ("::1", "localhost"):
-            logger.warning(
-                "%s is reachable from other hosts: clients and pings are not authenticated here", host
-            )
+def _warn(arguments: argparse.Namespace, members: Members | None) -> None:
+    """Of what is open to other machines."""
+    if not is_loopback(arguments.host):
+        logger.warning("%s is reachable from other hosts: clients are not authenticated here", arguments.host)
+    places = [arguments.discovery] if members is None else []
+    for place in [*places, *filter(None, [arguments.plain_discovery])]:
+        if not is_loopback(place.host):
+            logger.warning("whoever reaches %s can register an instance and be sent requests", place)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,6 +117,23 @@ def _parser() -> argparse.ArgumentParser:
         default="127.0.0.1:30001",
         metavar="HOST:PORT",
         help="where instances send their pings (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--secret-file",
+        metavar="FILE",
+        help="the secret that instances share with this proxy: only they can register. The environment "
+        "variable P2PKV_SECRET may hold it instead",
+    )
+    parser.add_argument(
+        "--plain-discovery",
+        type=_address,
+        metavar="HOST:PORT",
+        help="a second place for pings, without the secret: for instances with `discovery: plain`",
+    )
+    parser.add_argument(
+        "--allow-insecure",
+        action="store_true",
+        help="let --discovery be off loopback without a secret",
     )
     parser.add_argument(
         "--dispatch",

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import cast
 
 import zmq
 import zmq.asyncio
 
 from p2pkv.control.discovery import MAX_PING_BYTES, BadPing, Ping, decode_ping
+from p2pkv.control.gate import Gate
+from p2pkv.control.members import Members
+from p2pkv.control.watch import Watch, event_of, failure_of, limit_handshake
 from p2pkv.pairing import Address
 
 logger = logging.getLogger(__name__)
@@ -24,43 +28,79 @@ class Listener:
 
     Args:
         endpoint: where to bind, as ZMQ writes it. Raises OSError if that is not possible.
+        members: whose pings are taken; None for anybody's, in the clear.
 
     Attributes:
         endpoint: where it is bound.
         refused: how many messages were no pings.
+        shut_out: how many connections failed in the handshake.
     """
 
-    def __init__(self, endpoint: str, take: Callable[[Ping], None]) -> None:
+    def __init__(self, endpoint: str, take: Callable[[Ping], None], members: Members | None = None) -> None:
         self._take = take
         self._context = zmq.asyncio.Context()
+        self._gate = Gate(members, None)
+        self._asked = cast("zmq.asyncio.Socket", self._gate.open(self._context))
         self._router = self._context.socket(zmq.ROUTER)
+        self._watch = Watch(self._router)
+        self._failures = cast("zmq.asyncio.Socket", self._watch.socket)
         try:
             _configure(self._router, ipv6="[" in endpoint)
+            if members is not None:
+                self._gate.guard(self._router)
+                members.serve(self._router, "proxy")
             self._router.bind(endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise OSError(error.errno, f"cannot listen for discovery on {endpoint}: {error}") from error
         self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.refused = 0
+        self.shut_out = 0
         self._next_complaint = 0.0
 
     async def run(self) -> None:
         """Listens until cancelled."""
+        await asyncio.gather(*(self._forever(step) for step in (self._take_ping, self._admit, self._look)))
+
+    async def _forever(self, step: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
-                self._handle(await self._receive())
-            except BadPing as error:
-                self._complain(error)
+                await step()
             except zmq.ZMQError as error:
                 logger.warning("the discovery socket failed, going on: %s", error)
                 await asyncio.sleep(0.1)
             except Exception:
-                logger.exception("a discovery ping could not be taken in, going on")
+                logger.exception("something on the discovery port could not be handled, going on")
+                await asyncio.sleep(0.1)
             await asyncio.sleep(0)  # a flood must not starve the requests
+
+    async def _take_ping(self) -> None:
+        try:
+            self._handle(await self._receive())
+        except BadPing as error:
+            self.refused += 1
+            self._complain(f"discovery message refused ({self.refused} so far): {error}")
+
+    async def _admit(self) -> None:
+        """Answers one question of libzmq's about who wants to connect."""
+        reply, _ = self._gate.answer(await self._asked.recv_multipart())
+        if reply:
+            await self._asked.send_multipart(reply)
+
+    async def _look(self) -> None:
+        """Takes in one failed handshake."""
+        failure = failure_of(*event_of(await self._failures.recv_multipart()))
+        self.shut_out += 1
+        if failure.spoke:
+            self._complain(
+                f"a connection to {self.endpoint} was refused ({self.shut_out} so far): {failure.detail}"
+            )
 
     def close(self) -> None:
         """Frees the port. Idempotent."""
+        self._watch.close()
         self._router.close(linger=0)
+        self._asked.close(linger=0)
         self._context.term()
 
     async def _receive(self) -> list[bytes]:
@@ -82,13 +122,12 @@ class Listener:
             )
         self._take(decode_ping(frames[1]))
 
-    def _complain(self, error: BadPing) -> None:
+    def _complain(self, sentence: str) -> None:
         """One line in ten seconds, however much garbage comes."""
-        self.refused += 1
         now = asyncio.get_running_loop().time()
         if now >= self._next_complaint:
             self._next_complaint = now + _COMPLAIN_SECONDS
-            logger.warning("discovery message refused (%d so far): %s", self.refused, error)
+            logger.warning("%s", sentence)
 
 
 def endpoint_of(address: Address) -> str:
@@ -102,7 +141,7 @@ def _configure(router: zmq.asyncio.Socket, *, ipv6: bool) -> None:
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.IPV6, ipv6)
     router.setsockopt(zmq.MAXMSGSIZE, MAX_PING_BYTES)
-    router.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+    limit_handshake(router)
     # The original connector pings under a fixed identity: a restarted instance must not be shut out.
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)
     # Peers that vanished without closing their connections are dropped.

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from p2pkv.control.throttle import Throttle
+
 
 @pytest.fixture(autouse=True)
 def the_log() -> Iterator[None]:
@@ -14,4 +16,7 @@ def the_log() -> Iterator[None]:
     logger = logging.getLogger("p2pkv")
     logger.handlers, logger.propagate = [], True
     logger.setLevel(logging.NOTSET)
+    for each in logging.getLogger("p2pkv.engine").filters:
+        if isinstance(each, Throttle):
+            each.forget()
     yield

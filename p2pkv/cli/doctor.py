@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import os
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 import p2pkv
 from p2pkv import plugin
 from p2pkv.pairing import Address
+from p2pkv.trust import read_secret
 
 _CUPY_NAMES = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 
@@ -40,25 +42,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="ask the running rank that listens there what it has counted and holds",
     )
+    parser.add_argument(
+        "--secret-file",
+        metavar="FILE",
+        help="with --rank: the secret of its instance, if that is not in P2PKV_SECRET",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings; 0 if nothing stands in the way of a server with p2pkv, else 1."""
     if args.rank is not None:
-        return _ask(args.rank)
+        return _ask(args.rank, args.secret_file)
     findings = list(examine())
     for finding in findings:
         print(f"[{'ok' if finding.ok else '!!'}] {finding.about + ':':<10} {finding.sentence}")
     return 0 if all(finding.ok for finding in findings) else 1
 
 
-def _ask(rank: str) -> int:
+def _ask(rank: str, secret_file: str | None) -> int:
     """Print a running rank's counters and gauges."""
     from p2pkv.control.inspection import inspect
+    from p2pkv.control.members import NoCurve, members_of
 
     try:
-        values = inspect(Address.parse(rank))
-    except (ValueError, TimeoutError) as error:
+        members = members_of(read_secret(secret_file, os.environ))
+        values = inspect(Address.parse(rank), members=members)
+    except (ValueError, TimeoutError, NoCurve) as error:
         print(f"[!!] {error}")
         return 1
     for name, value in values.items():
@@ -123,7 +132,7 @@ def _zmq() -> Finding:
     except ImportError as error:
         sentence = f"cannot be imported ({error}); `pip install pyzmq`"
         return Finding(ok=False, about="ZMQ", sentence=sentence)
-    curve = "with CURVE" if zmq.has("curve") else "without CURVE: no encryption between instances"
+    curve = "with CURVE" if zmq.has("curve") else "without CURVE: a secret cannot be used"
     return Finding(
         ok=True, about="ZMQ", sentence=f"pyzmq {zmq.__version__}, libzmq {zmq.zmq_version()} {curve}"
     )

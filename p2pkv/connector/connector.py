@@ -35,6 +35,7 @@ from p2pkv.connector.producing import Producing
 from p2pkv.connector.stats import P2pKvMetrics, P2pKvStats
 from p2pkv.connector.worker import Worker
 from p2pkv.control.discovery import DISCOVERY_VERSION, Ping
+from p2pkv.control.members import members_of
 from p2pkv.control.pinger import Pinger
 from p2pkv.engine.rank import Rank
 from p2pkv.links import make_factory
@@ -186,7 +187,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
                 incarnation=hello.incarnation,
                 model=model if isinstance(model, str) else model[0],
             )
-            self._pinger = Pinger(str(options.proxy), ping)
+            members = members_of(options.secret) if options.discovery == "curve" else None
+            self._pinger = Pinger(str(options.proxy), ping, members=members)
             self._pinger.start()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

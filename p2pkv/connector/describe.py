@@ -32,6 +32,7 @@ def options_of(config: VllmConfig) -> Options:
         kv_port=transfer.kv_port,
         default_host=get_ip(),
         has_gpu=torch.cuda.is_available(),
+        former=transfer.kv_connector == "P2pNcclConnector",
     )
 
 

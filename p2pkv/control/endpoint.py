@@ -9,12 +9,22 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 
 import zmq
 
+from p2pkv.control.gate import Gate
+from p2pkv.control.line import Line, Trouble
+from p2pkv.control.members import Members
+from p2pkv.control.watch import Watch, limit_handshake, no_answer
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import MAX_MESSAGE_BYTES
+from p2pkv.trust import Networks
+
+__all__ = ["Endpoint", "Line", "PortTaken"]
 
 BURST = 256
 """Messages taken from one socket before the others get their turn."""
@@ -22,47 +32,53 @@ BURST = 256
 MAX_STRANGERS = 4096
 """Connections kept in mind; beyond this many, those that have not said Hello are forgotten."""
 
+MAX_SOCKETS = 16_384
+"""A dialed line takes three: itself and its watch, which has two ends."""
+
+LASTING = 0.5
+"""Seconds after which a connection that ends is dialed again at once; others wait for `redial`."""
+
 
 class PortTaken(Exception):
     """Somebody listens there already."""
 
 
-class Line:
-    """One connection to a peer. `tag` is the owner's, to know whose line it is."""
-
-    __slots__ = ("_identity", "_socket", "tag")
-
-    def __init__(self, socket: zmq.Socket[bytes], identity: bytes | None) -> None:
-        self._socket = socket
-        self._identity = identity
-        self.tag: object = None
-
-    def send(self, data: bytes) -> bool:
-        """Hand over one message; False if the peer is gone or its queue is full."""
-        frames = [data] if self._identity is None else [self._identity, data]
-        try:
-            self._socket.send_multipart(frames, zmq.DONTWAIT)
-        except zmq.ZMQError as error:
-            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.ETERM, zmq.ENOTSOCK):
-                return False
-            raise
-        return True
-
-
 class Endpoint:
-    """Listens at `address` at once. Raises PortTaken with a sentence."""
+    """Listens at `address` at once. Raises PortTaken with a sentence.
 
-    def __init__(self, address: Address) -> None:
+    With `members`, only they get through the handshake, either way; with `allowed`, only peers from
+    these networks do, and no other address is dialed.
+    """
+
+    def __init__(
+        self, address: Address, members: Members | None = None, allowed: Networks | None = None
+    ) -> None:
         self.address = address
+        self._members = members
+        self._allowed = allowed
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waking = threading.Lock()
         self._poller = zmq.Poller()
         self._poller.register(self._wake, zmq.POLLIN)
+        self._troubles: deque[Trouble] = deque(maxlen=MAX_STRANGERS)
         self._answered: dict[bytes, Line] = {}
         self._dialed: dict[zmq.Socket[bytes], Line] = {}
+        self._gate = Gate(members, allowed)
+        self._asked = self._gate.open(self._context)
+        self._poller.register(self._asked, zmq.POLLIN)
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._watch = Watch(self._router)
+        self._poller.register(self._watch.socket, zmq.POLLIN)
+        self._listen(address)
+
+    def _listen(self, address: Address) -> None:
+        if self._gate.needed:
+            self._gate.guard(self._router)
+        if self._members is not None:
+            self._members.serve(self._router, "rank")
         try:
             self._router.bind(f"tcp://{address}")
         except zmq.ZMQError as error:
@@ -75,44 +91,81 @@ class Endpoint:
 
     def dial(self, address: Address) -> Line:
         """A line to `address`. It comes up by itself; until then its sends return False."""
-        socket = self._socket(zmq.DEALER)
+        line = Line(address)
+        self.redial(line)
+        return line
+
+    def redial(self, line: Line) -> None:
+        """Try a line that is shut once more: one connection, if `allowed_peers` admit its address."""
+        if line.address is None or not line.shut:
+            return
+        if self._allowed is not None and not self._allowed.admits(line.address.host):
+            self._give_up(
+                line,
+                f"{line.address} is not dialed: allowed_peers are {self._allowed}, and names are in no "
+                "network; add the network of that instance, or give it a numeric `host`",
+            )
+            return
+        try:
+            self._connect(line, line.address)
+        except zmq.ZMQError as error:  # no descriptors left
+            self._give_up(line, f"{line.address} cannot be dialed: {error}")
+
+    def _connect(self, line: Line, address: Address) -> None:
+        socket = line._socket = self._socket(zmq.DEALER)
+        self._dialed[socket] = line
+        line.since = time.monotonic()
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        # A client may have forged the address: who fails to prove what it is gets no second connection.
+        socket.setsockopt(zmq.RECONNECT_STOP, zmq.RECONNECT_STOP_HANDSHAKE_FAILED)
+        if self._members is not None:
+            self._members.join(socket, "rank")
+        line._watch = Watch(socket, dials=True)
+        self._poller.register(line._watch.socket, zmq.POLLIN)
         socket.connect(f"tcp://{address}")
         self._poller.register(socket, zmq.POLLIN)
-        line = self._dialed[socket] = Line(socket, None)
-        return line
 
     def hang_up(self, line: Line) -> None:
         """Forget a line; a dialed one is closed."""
         if line._identity is not None:
             self._answered.pop(line._identity, None)
-        elif self._dialed.pop(line._socket, None) is not None:
-            self._poller.unregister(line._socket)
-            line._socket.close(0)
+        else:
+            self._shut(line)
+
+    def troubles(self) -> Iterator[Trouble]:
+        """What has gone wrong with connections since the last call."""
+        while self._troubles:
+            yield self._troubles.popleft()
 
     def wait(self, seconds: float) -> None:
         """Sleep until something can be received, somebody wakes us, or the time is over."""
-        for socket, _ in self._poller.poll(max(0, int(seconds * 1000 + 0.999))):
-            if socket == self._wake:
-                os.eventfd_read(self._wake)
+        ready = dict(self._poller.poll(max(0, int(seconds * 1000 + 0.999))))
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+        if self._asked in ready:
+            self._admit()
+        if self._watch.socket in ready:
+            self._refused()
+        for line in list(self._dialed.values()):
+            if line._watch is not None and line._watch.socket in ready:
+                self._look_after(line, line._watch)
 
     def receive(self) -> Iterator[tuple[Line, bytes]]:
-        """What has come in, without waiting."""
+        """What has come in, without waiting. What is not one frame comes as b"", which is no message."""
         for socket in [self._router, *self._dialed]:
             for _ in range(BURST):
                 if socket.closed:
                     break
                 try:
-                    frames = socket.recv_multipart(zmq.DONTWAIT)
+                    frames = _frames(socket)
                 except zmq.Again:
                     break
                 if socket is self._router:
-                    if len(frames) == 2:
-                        yield self._answer(frames[0]), frames[1]
-                elif len(frames) == 1 and socket in self._dialed:
-                    yield self._dialed[socket], frames[0]
+                    yield self._answer(frames[0]), frames[1] if len(frames) == 2 else b""
+                elif line := self._dialed.get(socket):
+                    yield line, frames[0] if len(frames) == 1 else b""
 
     def wake(self) -> None:
         """End the owner's `wait`. From any thread, even after `close`."""
@@ -121,9 +174,11 @@ class Endpoint:
                 os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        for socket in [self._router, *self._dialed]:
-            socket.close(0)
-        self._dialed.clear()
+        for line in list(self._dialed.values()):
+            self._shut(line)
+        self._watch.close()
+        self._router.close(0)
+        self._asked.close(0)
         self._context.term()
         with self._waking:
             os.close(self._wake)
@@ -134,18 +189,80 @@ class Endpoint:
         if line is None:
             if len(self._answered) >= MAX_STRANGERS:
                 self._forget_strangers()
-            line = self._answered[identity] = Line(self._router, identity)
+            line = self._answered[identity] = Line(None, self._router, identity)
         return line
 
     def _forget_strangers(self) -> None:
         """Drop the lines that nobody owns; whoever is still there is a stranger again."""
         self._answered = {key: line for key, line in self._answered.items() if line.tag is not None}
 
+    def _admit(self) -> None:
+        """Answer libzmq's questions about who wants to connect."""
+        for _ in range(BURST):
+            try:
+                request = self._asked.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            reply, refusal = self._gate.answer(request)
+            if reply:
+                self._asked.send_multipart(reply, zmq.DONTWAIT)
+            if refusal:
+                self._troubles.append(Trouble(None, refusal))
+
+    def _refused(self) -> None:
+        """Somebody did not get through the handshake with us. What the gate has refused, it has said."""
+        for failure in islice(self._watch.failures(), BURST):
+            if not failure.refused:
+                reason = f"a connection to {self.address} was refused: {failure.detail}"
+                self._troubles.append(Trouble(None, reason, quiet=not failure.spoke))
+
+    def _look_after(self, line: Line, watch: Watch) -> None:
+        failure = next(watch.failures(), None)
+        if failure is not None and failure.lost:
+            # libzmq dials again by itself, but not after every kind of end.
+            self._shut(line)
+            if time.monotonic() - line.since > LASTING:
+                self.redial(line)
+        elif failure is not None:
+            self._give_up(line, no_answer(line.address, failure, self._members is not None))
+
+    def _give_up(self, line: Line, reason: str) -> None:
+        self._shut(line)
+        self._troubles.append(Trouble(line, reason))
+
+    def _shut(self, line: Line) -> None:
+        """Close what a dialed line has open."""
+        socket, line._socket = line._socket, None
+        if socket is None:
+            return
+        del self._dialed[socket]
+        if line._watch is not None:
+            self._poller.unregister(line._watch.socket)
+            line._watch.close()
+            line._watch = None
+        if socket in self._poller:
+            self._poller.unregister(socket)
+        socket.close(0)
+
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
+        limit_handshake(socket)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        # The kernel answers for a process that is frozen, not for a machine that is gone.
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)
         socket.setsockopt(zmq.SNDHWM, 10_000)
         socket.setsockopt(zmq.RCVHWM, 10_000)
         return socket
+
+
+def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:
+    """One message, of which at most three frames are kept. Raises zmq.Again if there is none."""
+    frames = [socket.recv(zmq.DONTWAIT)]
+    while socket.getsockopt(zmq.RCVMORE):
+        frame = socket.recv(zmq.DONTWAIT)
+        if len(frames) < 3:
+            frames.append(frame)
+    return frames

@@ -10,6 +10,8 @@ import time
 import zmq
 
 from p2pkv.control.discovery import PING_INTERVAL, Ping, encode_ping, goodbye
+from p2pkv.control.members import Members
+from p2pkv.control.watch import Watch, no_answer
 from p2pkv.pairing import Address
 
 logger = logging.getLogger(__name__)
@@ -17,6 +19,7 @@ logger = logging.getLogger(__name__)
 _GOODBYE_LINGER_MS = 500
 # ZMQ gives a connection up for good if its other end ever spoke something else than ZMTP.
 _PATIENCE_SECONDS = 2.0
+_COMPLAIN_SECONDS = 60.0
 
 
 class Pinger:
@@ -28,18 +31,27 @@ class Pinger:
     Args:
         proxy_address: host:port of the proxy's discovery socket.
         interval: seconds between two pings.
+        members: show the proxy that we are one of them; None to ping in the clear.
 
     Raises:
         ValueError: malformed address, or an interval that is not positive.
     """
 
-    def __init__(self, proxy_address: str, ping: Ping, interval: float = PING_INTERVAL) -> None:
+    def __init__(
+        self,
+        proxy_address: str,
+        ping: Ping,
+        interval: float = PING_INTERVAL,
+        members: Members | None = None,
+    ) -> None:
         if not interval > 0:
             raise ValueError(f"the ping interval must be more than 0 seconds, not {interval}")
         self._proxy = Address.parse(proxy_address)
         self._frame = encode_ping(ping)
         self._goodbye = encode_ping(goodbye(ping))
         self._interval = interval
+        self._members = members
+        self._next_complaint = 0.0
         self._stopping = threading.Event()
         self._waker, self._wakened = socket.socketpair()
         self._waker.setblocking(False)
@@ -76,18 +88,34 @@ class Pinger:
     def _converse(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         """Pings over one socket until told to stop, or until another socket might do better."""
         dealer = context.socket(zmq.DEALER)
+        watch = Watch(dealer, dials=True)
         try:
+            if self._members is not None:
+                self._members.join(dealer, "proxy")
             _configure(dealer, self._proxy)
             connected = time.monotonic()
             while not self._stopping.is_set() and time.monotonic() - connected < _PATIENCE_SECONDS:
                 if self._ping_once(dealer):
                     connected = time.monotonic()
+                else:
+                    self._complain(watch)
             self._say_goodbye(dealer)
         except zmq.ZMQError as error:
             logger.warning("discovery ping to %s failed, trying again: %s", self._proxy, error)
             self._stopping.wait(self._interval)
         finally:
+            watch.close()
             dealer.close()
+
+    def _complain(self, watch: Watch) -> None:
+        """One line a minute about a proxy that is there and does not take our pings."""
+        failures = [failure for failure in watch.failures() if not failure.lost]
+        if failures and time.monotonic() >= self._next_complaint:
+            self._next_complaint = time.monotonic() + _COMPLAIN_SECONDS
+            secret = self._members is not None
+            logger.warning(
+                "not registered: %s", no_answer(f"the proxy at {self._proxy}", failures[0], secret)
+            )
 
     def _ping_once(self, dealer: zmq.Socket[bytes]) -> bool:
         """Pings, and waits until the next ping is due. False if the proxy is not there."""

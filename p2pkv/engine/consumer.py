@@ -148,6 +148,11 @@ class Consumer:
         peer.dialing.refuse(reason, now)
         self._fail(peer, f"{peer.address} and this instance do not fit: {reason}", now)
 
+    def unreachable(self, line: Line, reason: str, now: float) -> None:
+        """Whoever listens there is no member, or nobody that we may dial; it is left alone for a while."""
+        if isinstance(line.tag, Inlet):
+            self._refuse(line.tag, reason, now)
+
     def _connect(self, entry: Entry, now: float) -> None:
         """Connect the request to all the ranks that owe it something; then say that it waits."""
         if entry.peers or entry.receiver.load.ended:

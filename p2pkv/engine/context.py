@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from p2pkv.config import Options
 from p2pkv.control.endpoint import Endpoint, Line
+from p2pkv.control.throttle import Throttle
 from p2pkv.engine.commands import Event
 from p2pkv.engine.counters import Counters
 from p2pkv.engine.steps import Steps
@@ -20,7 +21,8 @@ from p2pkv.protocol.handshake import Refused
 from p2pkv.protocol.messages import AnyMessage, Hello, encode
 from p2pkv.protocol.wire import Wire, wire_between
 
-log = logging.getLogger("p2pkv")
+log = logging.getLogger("p2pkv.engine")
+log.addFilter(Throttle())
 
 BURST = 4
 """Messages copied for one peer before the others, and the control plane, get their turn. Each turn of the

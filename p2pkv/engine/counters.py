@@ -21,6 +21,7 @@ class Counters:
         "transfers_failed",
         "messages_bad",  # not messages of this protocol
         "messages_refused",  # messages that the protocol does not allow
+        "handshakes_failed",  # connections that did not come about: strangers here, no members there
         "links_aborted",
     )
 

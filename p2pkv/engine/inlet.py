@@ -76,6 +76,7 @@ class Inlet:
     def greet(self, now: float) -> None:
         """Say Hello, if it is time to."""
         if self.dialing.due(now):
+            self.ctx.endpoint.redial(self.line)
             self.ctx.tell(self.line, msgspec.structs.replace(self.ctx.hello, to=self.address))
 
     def welcome(self, message: Welcome) -> None:

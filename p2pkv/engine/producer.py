@@ -19,6 +19,12 @@ from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.sender import Prompt, Sender, Terms
 from p2pkv.protocol.wire import Debt
 
+MAX_PEERS = 4096
+"""Ranks of D kept in mind; beyond this many, one with nothing under way is forgotten: it says Hello again."""
+
+MAX_ORDERS = 4096
+"""Grants of one rank of D that wait to be obeyed, and to which no chunk of ours belongs."""
+
 
 @dataclass
 class Entry:
@@ -138,9 +144,23 @@ class Producer:
         if old is not None:
             self._drop(old, f"{hello.address} has restarted or reconnected", now)
             peer.link = old.link
+        self._make_room(line, now)
         line.tag = self._peers[peer.place] = peer
         log.info("D rank %d at %s is connected; what travels: %s", hello.rank, hello.address, wire)
         peer.invite(now)
+
+    def _make_room(self, line: Line, now: float) -> None:
+        """One connection is one rank, and they are bounded in number."""
+        if isinstance(line.tag, Outlet) and self._peers.get(line.tag.place) is line.tag:
+            self._drop(line.tag, f"{line.tag.address} says that it is another", now)
+        if len(self._peers) >= MAX_PEERS:
+            peers = list(self._peers.values())
+            idle = next((peer for peer in peers if not peer.orders and not peer.flights), peers[0])
+            self._drop(idle, f"{idle.address} makes room for another", now)
+
+    def unreachable(self, line: Line, reason: str, now: float) -> None:
+        """A P dials nobody."""
+        raise AssertionError(reason)
 
     def _waiting(self, peer: Outlet, transfers: m.Transfers, now: float) -> None:
         held: list[tuple[str, int]] = []
@@ -185,6 +205,9 @@ class Producer:
         entry = self._entries.get(key)
         if entry is None:
             if isinstance(message, m.Grant) and message.link == peer.link:
+                if len(peer.orders) >= MAX_ORDERS:
+                    self._link_lost(peer, f"{peer.address} grants without end", now)
+                    return
                 peer.orders.append((key, Transmit(peer.hello.rank, message, ())))
             elif isinstance(message, m.Want | m.Cancel):
                 self._early.keep(key, peer.place, message)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from p2pkv.config import Options
 from p2pkv.control.endpoint import Endpoint, Line
+from p2pkv.control.members import members_of
 from p2pkv.engine.commands import Command, Computed, Event, Revoked
 from p2pkv.engine.consumer import Consumer
 from p2pkv.engine.context import Context, log
@@ -28,9 +29,12 @@ SOON = 0.001
 
 STOP_SECONDS = 5.0
 
+QUIET_SECONDS = 60.0
+"""Between two lines about connections that said nothing wrong and went: a monitor may make many."""
+
 
 class Rank:
-    """Listens from the start on; `stop` it. Raises PortTaken with a sentence.
+    """Listens from the start on; `stop` it. Raises PortTaken or NoCurve with a sentence.
 
     `do`, `revoke`, `events` and `steps` are for the forward thread; none of them waits for the
     network, and only `revoke` waits for anything: the gather that is under way, if any.
@@ -40,10 +44,11 @@ class Rank:
         self.steps = Steps(options.stall_seconds)
         self._events: deque[Event] = deque()
         self._commands: deque[Command] = deque()
-        endpoint = Endpoint(Address.parse(hello.address))
+        endpoint = Endpoint(Address.parse(hello.address), members_of(options.secret), options.allowed_peers)
         self._ctx = Context(hello, options, cache, links, endpoint, self.steps, self._events.append)
         self._half = Producer(self._ctx) if hello.role == "P" else Consumer(self._ctx)
         self.counters = self._ctx.counters
+        self._next_quiet = 0.0
         self._asleep = False
         self._stopping = False
         self._thread = threading.Thread(
@@ -102,6 +107,7 @@ class Rank:
             try:
                 self._sleep(soon, next_tick)
                 now = time.monotonic()
+                self._look_after_connections(now)
                 self._listen(now)
                 self._obey(now)
                 soon = self._half.pump(now)
@@ -139,6 +145,17 @@ class Rank:
             except RemoteProtocolError as error:
                 self._ctx.counters.add("messages_refused")
                 log.debug("dropped: %s", error)
+
+    def _look_after_connections(self, now: float) -> None:
+        for line, reason, quiet in self._ctx.endpoint.troubles():
+            self._ctx.counters.add("handshakes_failed")
+            if line is not None:
+                self._half.unreachable(line, reason, now)
+            elif not quiet:
+                log.warning("%s", reason)
+            elif now >= self._next_quiet:
+                log.warning("%s; said once a minute", reason)
+                self._next_quiet = now + QUIET_SECONDS
 
     def _inspect(self, line: Line) -> None:
         hello = self._ctx.hello

@@ -258,6 +258,19 @@ def test_vllm_finds_both_names_and_takes_them_for_what_they_are() -> None:
         assert kind.get_required_kvcache_layout(config) is None
 
 
+def test_the_former_name_pings_in_the_clear_though_there_is_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("P2PKV_SECRET", "a secret of the tests")
+    for name, discovery in (("P2pKvConnector", "curve"), ("P2pNcclConnector", "plain")):
+        config = vllm_config("P", proxy_ip="127.0.0.1", proxy_port=30001, http_port=8100)
+        config.kv_transfer_config.kv_connector = name
+        assert options_of(config).discovery == discovery
+
+
+def test_off_loopback_without_a_secret_no_instance_starts() -> None:
+    with pytest.raises(ConfigError, match="there is no secret"):
+        P2pKvConnector(vllm_config("P", host="10.0.0.1"), KVConnectorRole.WORKER, kv_cache_config())
+
+
 def test_only_p_must_deliver() -> None:
     for role, must in (("P", True), ("D", False)):
         connector = P2pKvConnector(vllm_config(role), KVConnectorRole.SCHEDULER, kv_cache_config())

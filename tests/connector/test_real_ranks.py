@@ -11,11 +11,13 @@ import random
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import zmq
 from connector_support import BLOCK, LAYERS, Instance, inner_id, kv_cache_config, pair_id, tokens
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -24,6 +26,8 @@ from vllm.v1.request import Request
 from p2pkv.cli.processes import free_ports
 from p2pkv.connector import P2pKvConnector
 from p2pkv.connector.worker import Worker
+from p2pkv.control.discovery import decode_ping
+from p2pkv.control.members import Members
 from p2pkv.pairing import Address
 
 pytestmark = pytest.mark.vllm
@@ -151,6 +155,22 @@ def test_d_decodes_from_what_p_has_pushed(engines: Any, tp_p: int, tp_d: int) ->
     finish(p, d)
     assert set(d.ended.values()) == {"length"}
     assert sum(d.computed.values()) == 20 * len(prompts), "D computed one token of each prompt"
+
+
+def test_members_of_one_secret_transfer_and_ping_as_members(engines: Any, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("a secret of the tests")
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as proxy:
+        Members(b"a secret of the tests").serve(proxy, "proxy")
+        port = proxy.bind_to_random_port("tcp://127.0.0.1")
+        place = {"proxy_ip": "127.0.0.1", "proxy_port": port, "http_port": 8100}
+        p, d = engines(1, 2, secret_file=str(tmp_path / "secret"), **place)
+        ask_both(p, d, "k", tokens(40))
+        finish(p, d)
+        assert set(d.ended.values()) == {"length"} and sum(d.computed.values()) == 5
+        roles = set()
+        while roles != {"P", "D"}:
+            assert proxy.poll(10_000)
+            roles.add(decode_ping(proxy.recv_multipart()[1]).type)
 
 
 def test_prompts_with_a_common_beginning_in_one_step(engines: Any) -> None:

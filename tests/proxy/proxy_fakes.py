@@ -15,8 +15,9 @@ import aiohttp
 from aiohttp import web
 
 from p2pkv.control.discovery import Ping
+from p2pkv.control.members import Members
 from p2pkv.control.pinger import Pinger
-from proxy.app import LISTENER, Dispatch, make_app
+from proxy.app import LISTENER, PLAIN_LISTENER, Dispatch, make_app
 from proxy.registry import Registry, Role
 
 PING_SECONDS = 0.1
@@ -182,6 +183,8 @@ class Deployment:
     prefills: list[FakeInstance] = field(default_factory=list)
     decodes: list[FakeInstance] = field(default_factory=list)
     pingers: dict[str, Pinger] = field(default_factory=dict)
+    members: Members | None = None
+    plain_discovery: str = ""
 
     @property
     def p(self) -> FakeInstance:
@@ -205,7 +208,7 @@ class Deployment:
         return instance
 
     def begin_ping(self, instance: FakeInstance) -> Pinger:
-        pinger = Pinger(self.discovery, instance.ping, PING_SECONDS)
+        pinger = Pinger(self.discovery, instance.ping, PING_SECONDS, self.members)
         pinger.start()
         self.cleanup.callback(pinger.stop)
         self.pingers[instance.http_address] = pinger
@@ -229,11 +232,17 @@ class Deployment:
 
 @asynccontextmanager
 async def deployed(
-    dispatch: Dispatch, prefill: int = 0, decode: int = 0, life: float = 10.0, max_body: int = 1 << 20
+    dispatch: Dispatch,
+    prefill: int = 0,
+    decode: int = 0,
+    life: float = 10.0,
+    max_body: int = 1 << 20,
+    members: Members | None = None,
 ) -> AsyncIterator[Deployment]:
     async with AsyncExitStack() as cleanup:
         registry = Registry(life)
-        app = make_app("tcp://127.0.0.1:*", dispatch, registry, max_body)
+        plain = None if members is None else "tcp://127.0.0.1:*"
+        app = make_app("tcp://127.0.0.1:*", dispatch, registry, max_body, members, plain)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         cleanup.push_async_callback(runner.cleanup)
         await runner.setup()
@@ -243,7 +252,9 @@ async def deployed(
         )
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         discovery = app[LISTENER].endpoint.removeprefix("tcp://")
-        deployment = Deployment(url, discovery, app, registry, client, cleanup)
+        deployment = Deployment(url, discovery, app, registry, client, cleanup, members=members)
+        if plain is not None:
+            deployment.plain_discovery = app[PLAIN_LISTENER].endpoint.removeprefix("tcp://")
         for _ in range(prefill):
             await deployment.add("P")
         for _ in range(decode):

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from p2pkv.control.discovery import Ping
+from p2pkv.control.members import Members
 from p2pkv.control.pinger import Pinger
 from proxy.cli import main
 
@@ -120,6 +121,41 @@ def test_a_taken_port_is_said_in_a_sentence() -> None:
                 assert "Traceback" not in command.log
 
 
+def test_with_a_secret_only_members_register_and_the_plain_port_is_another(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of the tests\n")
+    guarded, plain = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    arguments = ("--secret-file", str(secret), "--discovery", guarded, "--plain-discovery", plain)
+    ways = [(guarded, Members(b"a secret of the tests")), (plain, None), (guarded, None)]
+    pings = [
+        Ping(type="P", http_address=f"127.0.0.1:{number}", zmq_address="127.0.0.1:10") for number in (7, 8, 9)
+    ]
+    with running("--port", "0", *arguments) as command:
+        command.says("for members only")
+        command.says(rf"plain discovery on tcp://{re.escape(plain)}")
+        pingers = [
+            Pinger(place, ping, 0.1, members) for (place, members), ping in zip(ways, pings, strict=True)
+        ]
+        for pinger in pingers:
+            pinger.start()
+        try:
+            command.says(r"instance 127\.0\.0\.1:7 registered")
+            command.says(r"instance 127\.0\.0\.1:8 registered")
+            command.says("refused .1 so far.: one side has a secret")
+        finally:
+            for pinger in pingers:
+                pinger.stop()
+        assert "127.0.0.1:9 registered" not in command.log
+        assert "a secret of" not in command.log
+
+
+def test_off_loopback_without_a_secret_it_must_be_meant() -> None:
+    everywhere = f"0.0.0.0:{free_port()}"
+    with running("--port", "0", "--discovery", everywhere, "--allow-insecure") as command:
+        command.says(f"whoever reaches {re.escape(everywhere)} can register an instance")
+        command.says("serving on .* open to anybody")
+
+
 def test_discovery_may_be_given_by_name() -> None:
     port = free_port()
     with running("--port", "0", "--discovery", f"localhost:{port}") as command:
@@ -132,6 +168,9 @@ def test_discovery_may_be_given_by_name() -> None:
         (["--port", "70000"], "'70000' is not a port"),
         (["--port", "http"], "'http' is not a port"),
         (["--discovery", "30001"], "is not an address"),
+        (["--discovery", "0.0.0.0:30001"], "there is no secret: whoever pings it"),
+        (["--secret-file", "/nonexistent"], "cannot be read"),
+        (["--plain-discovery", "30001"], "is not an address"),
         (["--dispatch", "random"], "invalid choice"),
         (["--polcy", "x"], "unrecognized arguments"),
     ],

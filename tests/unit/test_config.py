@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -200,31 +201,57 @@ class TestBadInput:
             Options(role="D", host="localhost", max_links=0)
 
 
-class TestSecurity:
-    @pytest.mark.parametrize(
-        ("extra", "environ", "name"),
-        [
-            ({"secret_file": "/etc/p2pkv"}, {}, "secret_file"),
-            ({}, {"P2PKV_SECRET": "hush"}, "P2PKV_SECRET"),
-            ({"discovery": "curve"}, {}, "curve"),
-        ],
-    )
-    def test_what_would_do_nothing_is_refused(
-        self, extra: dict[str, Any], environ: dict[str, str], name: str
-    ) -> None:
-        said = refused(extra, environ=environ)
-        assert name in said and "does not encrypt" in said
-        assert "hush" not in said
+SECRET = "correct horse battery staple"
 
-    def test_off_loopback_is_said_plainly(self) -> None:
-        (warned,) = options(default_host="10.0.0.1").notes
-        assert "10.0.0.1:21001 is unauthenticated" in warned and "set allow_insecure" in warned
-        (reminded,) = options({"allow_insecure": True}, default_host="10.0.0.1").notes
-        assert "unauthenticated" in reminded and "set allow_insecure" not in reminded
+
+class TestSecurity:
+    @pytest.mark.parametrize("way", ["environment", "file"])
+    def test_a_secret_asks_for_curve(self, way: str, tmp_path: Path) -> None:
+        file = tmp_path / "secret"
+        file.write_text(f"{SECRET}\n")
+        if way == "file":
+            made = options({"secret_file": str(file)}, default_host="10.0.0.1")
+        else:
+            made = options(environ={"P2PKV_SECRET": SECRET}, default_host="10.0.0.1")
+        assert (made.secret, made.discovery, made.notes) == (SECRET.encode(), "curve", ())
+        assert SECRET not in repr(made) and SECRET not in str(made)
+
+    def test_discovery_may_be_plain_beside_a_secret(self) -> None:
+        made = options({"discovery": "plain"}, environ={"P2PKV_SECRET": SECRET})
+        assert (made.discovery, made.notes) == ("plain", ())
+        assert "there is no secret" in refused({"discovery": "curve"})
+
+    def test_the_former_name_pings_in_the_clear_and_says_so(self) -> None:
+        proxy = {"proxy_ip": "127.0.0.1", "proxy_port": 30001, "http_port": 8100}
+        environ = {"P2PKV_SECRET": SECRET}
+        made = options(proxy, former=True, environ=environ)
+        assert made.discovery == "plain"
+        assert "former connector's name implies discovery 'plain'" in made.notes[0]
+        asked = options(proxy | {"discovery": "curve"}, former=True, environ=environ)
+        assert (asked.discovery, asked.notes) == ("curve", ())
+        assert options(proxy, former=True).notes == ()
+
+    @pytest.mark.parametrize("host", ["10.0.0.1", "fd00::1", "localhost.example", "node-7"])
+    def test_off_loopback_needs_a_secret_or_a_word(self, host: str) -> None:
+        said = refused({"host": host})
+        assert f"host is {host}" in said and "P2PKV_SECRET" in said and "allow_insecure" in said
+        (reminded,) = options({"allow_insecure": True, "host": host}).notes
+        assert f"{Address(host, 21001)} is unauthenticated" in reminded
+        assert options({"host": host}, environ={"P2PKV_SECRET": SECRET}).notes == ()
 
     @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
-    def test_loopback_needs_no_note(self, host: str) -> None:
+    def test_loopback_needs_nothing(self, host: str) -> None:
         assert options({"host": host}).notes == ()
 
-    def test_a_name_is_not_taken_for_loopback(self) -> None:
-        assert len(options({"host": "localhost.example"}).notes) == 1
+    def test_a_bad_secret_is_refused_and_not_repeated(self) -> None:
+        said = refused(environ={"P2PKV_SECRET": "hush"})
+        assert "has 4 bytes: expected at least 16" in said and "hush" not in said
+        assert "cannot be read" in refused({"secret_file": "/nonexistent"})
+        assert "expected the path" in refused({"secret_file": 7})
+
+    def test_allowed_peers(self) -> None:
+        for value in (["10.0.0.0/8", "fd00::/8"], "10.0.0.0/8, fd00::/8"):
+            allowed = options({"allowed_peers": value}).allowed_peers
+            assert allowed is not None and str(allowed) == "10.0.0.0/8, fd00::/8"
+        for value in ([], "10.0.0.0/99", ["node-7"], [7], {"10.0.0.0/8": 1}):
+            assert refused({"allowed_peers": value}).startswith("allowed_peers")

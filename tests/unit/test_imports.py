@@ -16,11 +16,12 @@ import p2pkv
 ROOT = Path(p2pkv.__file__).parents[1]
 
 # Each part, and the parts below it that it may import. A part may import itself.
-GROUND = {"pairing", "config", "protocol.messages"}
+GROUND = {"pairing", "trust", "config", "protocol.messages"}
 BELOW = {
     "": set(),
     "pairing": set(),
-    "config": {"pairing"},
+    "trust": set(),
+    "config": {"pairing", "trust"},
     "protocol.messages": set(),
     "sharding": set(),
     "plan": {"sharding"},
@@ -35,7 +36,7 @@ BELOW = {
 }
 CLOCKS = {"time", "datetime", "asyncio", "sched"}
 HEAVY = {"torch", "zmq", "vllm", "cupy"}
-PURE = ("sharding", "plan", "protocol", "protocol.messages", "pairing")
+PURE = ("sharding", "plan", "protocol", "protocol.messages", "pairing", "trust")
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 
@@ -144,14 +145,23 @@ def test_nothing_is_pickled() -> None:
     assert importing(OURS | PROXY, PICKLES) == []
 
 
-def test_the_proxy_imports_only_pairing_and_discovery_of_p2pkv() -> None:
-    allowed = ("p2pkv.pairing", "p2pkv.control.discovery")
+def test_the_proxy_imports_only_pairing_trust_discovery_and_membership_of_p2pkv() -> None:
+    control = ("discovery", "members", "gate", "watch")
+    allowed = ("p2pkv.pairing", "p2pkv.trust", *(f"p2pkv.control.{name}" for name in control))
     found = importing(PROXY, {"p2pkv"})
     assert [each for each in found if not f"{each.name}.".startswith(tuple(f"{a}." for a in allowed))] == []
     assert importing(PROXY, {"torch", "vllm"}) == []
 
 
-LIGHT = ["p2pkv", "p2pkv.pairing", "p2pkv.plan", "p2pkv.config", "p2pkv.plugin", "p2pkv.control.discovery"]
+LIGHT = [
+    "p2pkv",
+    "p2pkv.pairing",
+    "p2pkv.trust",
+    "p2pkv.plan",
+    "p2pkv.config",
+    "p2pkv.plugin",
+    "p2pkv.control.discovery",
+]
 
 
 @pytest.mark.parametrize("module", LIGHT)

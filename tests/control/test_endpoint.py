@@ -1,0 +1,96 @@
+"""Dialed lines: shut when the other side is none of ours, dialed again when told to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from hostile_support import HUGE_FRAME, NULL_READY, RAW, ZMTP_3_NULL, Canary
+
+from p2pkv.cli.processes import free_ports
+from p2pkv.control import endpoint as module
+from p2pkv.control.endpoint import Endpoint, Line
+from p2pkv.control.line import Trouble
+from p2pkv.control.members import Members
+from p2pkv.pairing import Address
+
+DEADLINE = 10.0
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    made = Endpoint(Address("127.0.0.1", free_ports()))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def member() -> Iterator[Endpoint]:
+    made = Endpoint(Address("127.0.0.1", free_ports()), Members(b"a secret of the tests"))
+    yield made
+    made.close()
+
+
+def shut(endpoint: Endpoint, line: Line) -> list[Trouble]:
+    """Wait until the line is shut; what was said about it."""
+    end, said = time.monotonic() + DEADLINE, []
+    while not line.shut:
+        assert time.monotonic() < end, "the line is still open"
+        endpoint.wait(0.05)
+        said += endpoint.troubles()
+    return said
+
+
+@pytest.mark.parametrize("kind", ["http", "TLS", "zeros"])
+def test_what_speaks_another_protocol_is_said_and_left_alone(member: Endpoint, kind: str) -> None:
+    with Canary(RAW[kind]) as canary:
+        line = member.dial(canary.address)
+        (trouble,) = shut(member, line)
+        assert trouble.line is line and f"no answer from {canary.address}" in trouble.reason
+        assert not line.send(b"x")
+        member.redial(line)
+        assert not line.shut
+        shut(member, line)
+        assert len(canary.heard) == 2
+
+
+def test_a_connection_that_breaks_the_protocol_later_can_be_dialed_again(endpoint: Endpoint) -> None:
+    """libzmq itself would never come back to it."""
+    with Canary(ZMTP_3_NULL + NULL_READY, after=HUGE_FRAME) as canary:
+        line = endpoint.dial(canary.address)
+        assert shut(endpoint, line) == []  # an end like any other, and too soon to dial again at once
+        endpoint.redial(line)
+        shut(endpoint, line)
+        assert len(canary.heard) == 2
+
+
+def test_a_connection_that_lasted_is_dialed_again_at_once(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LASTING", 0.0)
+    with Canary(ZMTP_3_NULL + NULL_READY, after=HUGE_FRAME) as canary:
+        line, end = endpoint.dial(canary.address), time.monotonic() + DEADLINE
+        while len(canary.heard) < 3:
+            assert time.monotonic() < end and list(endpoint.troubles()) == []
+            endpoint.wait(0.05)
+        endpoint.hang_up(line)
+        assert line.shut
+
+
+def test_a_peer_that_comes_late_is_reached(endpoint: Endpoint) -> None:
+    place = Address("127.0.0.1", free_ports())
+    line, end = endpoint.dial(place), time.monotonic() + DEADLINE
+    endpoint.wait(0.1)
+    other = Endpoint(place)
+    heard: list[bytes] = []
+    try:
+        while not heard:
+            assert time.monotonic() < end
+            line.send(b"hello")
+            endpoint.wait(0.02)
+            other.wait(0.02)
+            heard += [data for _, data in other.receive()]
+    finally:
+        other.close()
+    assert list(endpoint.troubles()) == []

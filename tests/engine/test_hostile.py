@@ -1,0 +1,271 @@
+"""Strangers and bad peers at a rank that runs: it counts, drops, and serves the next transfer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+
+import msgspec
+import pytest
+import zmq
+from engine_support import Geometry, at_baseline, engines, prefill, wait_for, wrong_cells
+from hostile_support import DEEP, RAW, dealer, nearly_right, shout
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from protocol.test_messages import KINDS, any_message, example
+
+from p2pkv.control import watch
+from p2pkv.engine import commands as do
+from p2pkv.engine import producer
+from p2pkv.links.memory import MemoryNetwork
+from p2pkv.pairing import Address
+from p2pkv.protocol import messages as m
+from p2pkv.protocol.handshake import judge
+
+ONE = Geometry()
+BLOCKS = list(range(6))
+SECRET = b"a secret of the tests"
+
+
+class Pair:
+    """A P and a D that must go on working."""
+
+    def __init__(self, p, d):
+        self.p, self.d = p, d
+        self._number = 0
+
+    @property
+    def both(self):
+        return {"P": self.p, "D": self.d}
+
+    def counters(self, role):
+        return self.both[role].ranks[0].rank.counters.snapshot()
+
+    def hello(self, role):
+        return self.both[role].ranks[0].rank._ctx.hello
+
+    def serves(self):
+        """Both threads live and move a prompt, of which every number is checked."""
+        self._number += 1
+        key = f"honest-{self._number}"
+        assert all(engine.ranks[0].rank.alive for engine in self.both.values())
+        self.d.do(do.Expect(key, self.p.address, 32, b"digest"))
+        prefill(self.p, key, self.d.address, 32, BLOCKS, chunk=32)
+        self.d.wait(do.Begun(key))
+        self.d.do(do.Load(key, 0, 31, (BLOCKS,)))
+        self.d.wait(do.Loaded(key))
+        assert wrong_cells(self.d.ranks[0], BLOCKS, 0, 31) == []
+        self.p.wait(do.PagesFree(key))
+        for engine in self.both.values():
+            engine.do(do.Forget(key))
+        wait_for(
+            lambda: at_baseline(self.p) and at_baseline(self.d),
+            what=f"the baseline of {[self.counters(role) for role in self.both]}",
+        )
+
+
+@pytest.fixture
+def pair():
+    network = MemoryNetwork()
+    with engines(ONE, ONE, lambda side, rank: network.rank()) as made:
+        yield Pair(*made)
+
+
+@pytest.fixture
+def members():
+    network = MemoryNetwork()
+    with engines(ONE, ONE, lambda side, rank: network.rank(), secret=SECRET) as made:
+        yield Pair(*made)
+
+
+def reported(line: zmq.Socket[bytes]) -> bool:
+    """Whether everything sent on `line` so far has been read: the answer to an Inspect comes after it."""
+    line.send(m.encode(m.Inspect()))
+    while line.poll(10_000):
+        if isinstance(m.decode(line.recv()), m.Report):
+            return True
+    return False
+
+
+def nonsense():
+    """Nearly right messages of every kind, and what is far from right."""
+    for kind in KINDS:
+        yield from nearly_right(example(kind), m.encode)
+    yield from DEEP
+
+
+@pytest.mark.parametrize("role", ["P", "D"])
+def test_every_truncation_and_wrong_value_from_a_stranger(pair, role):
+    with dealer(pair.both[role].address) as line:
+        count = 0
+        for count, data in enumerate(nonsense(), 1):
+            line.send(data)
+            assert count % 1000 or reported(line)
+        assert reported(line)
+        assert count > 1500
+    assert pair.counters(role)["messages_bad"] > 0.9 * count
+    assert pair.counters(role)["peers"] == 0
+    pair.serves()
+
+
+def test_every_truncation_and_wrong_value_from_a_d_that_was_welcomed(pair):
+    hello = msgspec.structs.replace(pair.hello("D"), incarnation="f" * 32, to=str(pair.p.address))
+    with dealer(pair.p.address) as line:
+        line.send(m.encode(hello))
+        wait_for(lambda: pair.counters("P")["peers"])
+        for count, data in enumerate(nonsense(), 1):
+            line.send(data)
+            assert count % 1000 or reported(line)
+        for kind in KINDS:  # each of them right in form and wrong in its place
+            line.send(m.encode(example(kind)))
+        assert reported(line)
+    assert pair.counters("P")["messages_refused"] > 0
+    for command in (do.Hold("x", pair.d.address), do.Abort("x", "the test is over"), do.Forget("x")):
+        pair.p.do(command)  # P would keep for ten leases what was said of this key
+    pair.serves()
+
+
+def test_every_truncation_and_wrong_value_from_a_p_that_was_welcomed(pair):
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as false:
+        false.setsockopt(zmq.LINGER, 0)
+        false.setsockopt(zmq.SNDHWM, 0)  # a ROUTER drops what does not fit
+        place = Address("127.0.0.1", false.bind_to_random_port("tcp://127.0.0.1"))
+        pair.d.do(do.Expect("k", place, 32, b"digest"))
+        line, data = false.recv_multipart()
+        hello = m.decode(data)
+        mine = msgspec.structs.replace(pair.hello("P"), address=str(place), addresses=(str(place),))
+        false.send_multipart([line, m.encode(m.Welcome(hello.incarnation, mine, judge(hello, mine).digest))])
+        wait_for(lambda: pair.d.ranks[0].rank._half._peers[str(place)].dialing.open)
+        bad = pair.counters("D")["messages_bad"]
+        everything = list(nonsense())
+        for data in everything:
+            false.send_multipart([line, data])
+        for kind in KINDS:
+            false.send_multipart([line, m.encode(example(kind))])
+        wait_for(lambda: pair.counters("D")["messages_bad"] - bad > 0.9 * len(everything))
+        pair.d.do(do.Drop("k", "the test is over"))
+        pair.d.do(do.Forget("k"))
+        pair.serves()
+
+
+@pytest.fixture(scope="module")
+def lasting():
+    network = MemoryNetwork()
+    with engines(ONE, ONE, lambda side, rank: network.rank()) as made:
+        yield Pair(*made)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@given(message=any_message, role=st.sampled_from(["P", "D"]), data=st.data())
+def test_mutations_at_a_running_rank(lasting, message, role, data):
+    wire = bytearray(m.encode(message))
+    for _ in range(data.draw(st.integers(0, 3))):
+        wire[data.draw(st.integers(0, len(wire) - 1))] = data.draw(st.integers(0, 255))
+    with dealer(lasting.both[role].address) as line:
+        line.send(bytes(wire))
+        assert reported(line)
+
+
+def test_the_rank_of_the_mutations_still_serves(lasting):
+    lasting.serves()
+
+
+@pytest.mark.parametrize("role", ["P", "D"])
+def test_empty_frames_and_many(pair, role):
+    with dealer(pair.both[role].address) as line:
+        for frames in ([b""], [b"", b""], [b"", b"x"], [b"x"] * 20_000, [m.encode(m.Inspect())] * 2):
+            line.send_multipart(frames)
+        assert reported(line)
+    assert pair.counters(role)["messages_bad"] == 5
+    pair.serves()
+
+
+def test_a_message_beyond_the_limit_costs_its_sender_the_connection(pair):
+    with dealer(pair.p.address) as line:
+        line.send(b"x" * (m.MAX_MESSAGE_BYTES + 1))
+        with dealer(pair.p.address) as other:
+            assert reported(other)
+    assert pair.counters("P")["messages_bad"] == 0
+    pair.serves()
+
+
+@pytest.mark.parametrize("role", ["P", "D"])
+@pytest.mark.parametrize("kind", RAW)
+def test_raw_bytes(pair, role, kind):
+    with shout(pair.both[role].address, RAW[kind]):
+        pair.serves()
+
+
+@pytest.mark.parametrize("kind", RAW)
+def test_raw_bytes_never_reach_the_decoder_of_members(members, kind):
+    with shout(members.p.address, RAW[kind]):
+        members.serves()
+    counters = members.counters("P")
+    assert counters["messages_bad"] == counters["messages_refused"] == 0
+
+
+def test_idle_connections_are_closed_and_disturb_nobody(monkeypatch):
+    monkeypatch.setattr(watch, "HANDSHAKE_SECONDS", 2.0)
+    network = MemoryNetwork()
+    with engines(ONE, ONE, lambda side, rank: network.rank()) as made:
+        pair = Pair(*made)
+        idle = [shout(pair.p.address, b"") for _ in range(300)]
+        pair.serves()
+        for each in idle:
+            each.settimeout(10)
+            while each.recv(4096):  # the greeting, and then the end
+                pass
+            each.close()
+        wait_for(lambda: pair.counters("P")["handshakes_failed"] >= 300)
+        pair.serves()
+
+
+def test_connections_that_come_and_go(pair):
+    for _ in range(300):
+        shout(pair.p.address, b"\xff").close()
+    for _ in range(30):
+        with socket.create_connection((pair.p.address.host, pair.p.address.port)) as each:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset
+    pair.serves()
+
+
+def test_one_connection_that_says_it_is_many(pair, monkeypatch):
+    monkeypatch.setattr(producer, "MAX_PEERS", 8)
+    with contextlib.ExitStack() as stack:
+        lines = [stack.enter_context(dealer(pair.p.address)) for _ in range(12)]
+        for number in range(240):
+            place = f"10.0.0.1:{number + 1}"
+            said = msgspec.structs.replace(
+                pair.hello("D"), to=str(pair.p.address), address=place, addresses=(place,)
+            )
+            lines[number % 12].send(m.encode(said))
+        for line in lines:
+            assert reported(line)
+        assert pair.counters("P")["peers"] <= 8
+        pair.serves()
+
+
+def test_grants_without_end_end_the_link(pair, monkeypatch):
+    monkeypatch.setattr(producer, "MAX_ORDERS", 100)
+    said = msgspec.structs.replace(pair.hello("D"), incarnation="f" * 32, to=str(pair.p.address))
+    with dealer(pair.p.address) as line:
+        line.send(m.encode(said))
+        wait_for(lambda: pair.counters("P")["peers"])
+        for chunk in range(1000):
+            line.send(m.encode(m.Grant("absent", 1, chunk, 1024, 1, 0)))
+        assert reported(line)
+        assert pair.counters("P")["sends_under_way"] <= 100
+    pair.serves()
+
+
+def test_what_strangers_make_a_rank_say_does_not_fill_the_log(pair, caplog):
+    caplog.set_level(logging.INFO, "p2pkv")
+    unfit = msgspec.structs.replace(pair.hello("D"), to=str(pair.p.address), version=999)
+    with dealer(pair.p.address) as line:
+        for _ in range(500):
+            line.send(m.encode(unfit))
+        assert reported(line)
+    assert pair.counters("P")["messages_refused"] == 500
+    assert 1 <= len([r for r in caplog.records if "refused" in r.getMessage()]) <= 40
+    pair.serves()
