@@ -152,10 +152,10 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         config, options = self._vllm_config, self.options
         layers = Layers(kv_caches, self._kv_cache_config)
         codec = codec_of(config, layers.names)
-        make_ready(codec)
         cache = PagedCache.from_tensors(
             layers.tensors, block_size=config.cache_config.block_size, codec=codec, groups=layers.groups
         )
+        make_ready(cache.device)
         # vLLM's worker spins in Python while it waits for work and so wins the interpreter's lock back each
         # time; the engine thread would wait for the whole interval, several times a message.
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))

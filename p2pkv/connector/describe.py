@@ -107,13 +107,13 @@ def codec_of(config: VllmConfig, names: list[str]) -> str:
     return cpu_codec(isas.pop()) if isas else DENSE
 
 
-def make_ready(codec: str) -> None:
-    """Ask the system for what the kernels of this codec use and vLLM 0.32 does not ask for by itself.
+def make_ready(device: torch.device) -> None:
+    """Ask the system for what vLLM's kernels use and vLLM 0.32 does not ask for by itself.
 
     A process may use AMX only once it has asked; in vLLM the first large matrix product happens to. A D
     whose first step is a decode would end with an illegal instruction.
     """
-    if codec == cpu_codec("amx"):
+    if device.type == "cpu" and torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
 
 

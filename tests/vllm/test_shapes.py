@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 from probes import Compared
 from tiny_deepseek import TinyDeepseek
 from vllm_support import MODEL, assert_same, at_rest, paired_headers, probing_server, tokens
@@ -45,6 +46,7 @@ class Family:
     model: Spec
     pairs: tuple[tuple[Instance, Instance], ...]
     settings: tuple[str, ...] = ()
+    dtype: str = "float32"
     prefix_cache: bool = True
     """Whether vLLM caches prefixes, and computes a prompt in chunks, with this model."""
     same_answers: bool = True
@@ -69,6 +71,13 @@ FAMILIES = {
         # vLLM's reference kernel for MLA: the other one needs AMX, and bfloat16.
         ("--attention-backend", "CPU_MLA"),
         prefix_cache=False,
+        same_answers=False,
+    ),
+    "MLA with AMX": Family(
+        TinyDeepseek(),
+        _pairs((1, 2), (2, 1)),
+        ("--attention-backend", "AMX_MLA"),
+        "bfloat16",
         same_answers=False,
     ),
 }
@@ -111,7 +120,7 @@ class Running:
 
     def _server(self, model: Path, family: Family, role: str, instance: Instance) -> VllmServer:
         settings = [
-            *("--served-model-name", NAME, "--dtype", "float32", "--max-model-len", "1024"),
+            *("--served-model-name", NAME, "--dtype", family.dtype, "--max-model-len", "1024"),
             *("--block-size", str(instance.block), "--max-num-batched-tokens", str(CHUNK)),
             *("--max-num-seqs", "16", "--tensor-parallel-size", str(instance.tp), *family.settings),
         ]
@@ -182,6 +191,8 @@ def pair(request: pytest.FixtureRequest) -> tuple[str, Instance, Instance]:
 def lane(running: Running, servers_on_failure, pair: tuple[str, Instance, Instance]) -> Iterator[Lane]:
     """The lane, at rest after the test."""
     name, prefill, decode = pair
+    if "AMX" in name and not torch.cpu._is_amx_tile_supported():
+        pytest.skip("this CPU has no AMX")
     running.start(name)
     p, d = running.servers["P", prefill], running.servers["D", decode]
     servers_on_failure(p, d)
