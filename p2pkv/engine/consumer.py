@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from p2pkv.control.endpoint import Line
 from p2pkv.engine import commands as do
@@ -309,21 +310,29 @@ class Consumer:
             return
         finally:
             posted.receive.release()
+        landed = partial(self._landed, entry, entry.receiver, peer.rank, chunk)
+        self._ctx.copies.then(posted.key, landed, now)
+
+    def _landed(self, entry: Entry, receiver: Receiver, rank: int, chunk: m.Chunk, now: float) -> None:
+        """The device has written this chunk to the pages."""
         self._ctx.counters.add("bytes_scattered", chunk.nbytes)
         self._ctx.counters.add("chunks_scattered")
-        self._run(entry, entry.receiver.scattered(peer.rank, chunk.chunk, now), now)
+        self._run(entry, receiver.scattered(rank, chunk.chunk, now), now)
 
     def _scatter(self, entry: Entry, peer: Inlet, pieces: tuple[m.Piece, ...], receive: Receive) -> None:
         cache, edge, offset = self._ctx.cache, peer.edge, 0
         assert edge is not None
         shift = edge.target_layer - edge.layers.start
         heads = (edge.target_head, edge.target_head + len(edge.heads))
-        for piece in pieces:
-            layers = (piece.layer + shift, piece.layer_stop + shift)
-            size = cache.nbytes(layers[1] - layers[0], piece.start, piece.stop, len(edge.heads))
-            part = receive.buffer[offset : offset + size]
-            cache.scatter(part, layers, (piece.start, piece.stop), heads, entry.blocks)
-            offset += size
+        try:
+            for piece in pieces:
+                layers = (piece.layer + shift, piece.layer_stop + shift)
+                size = cache.nbytes(layers[1] - layers[0], piece.start, piece.stop, len(edge.heads))
+                part = receive.buffer[offset : offset + size]
+                cache.scatter(part, layers, (piece.start, piece.stop), heads, entry.blocks)
+                offset += size
+        finally:
+            self._ctx.copies.launched(entry.expect.key)
 
     def _staged(self) -> int:
         return sum(peer.staged for peer in self._peers.values())
@@ -388,13 +397,13 @@ class Consumer:
                 case Offered():
                     self._ctx.emit(do.Begun(entry.expect.key))
                 case Finished(ok, reason):
-                    self._finished(entry, ok, reason)
+                    self._finished(entry, ok, reason, now)
 
-    def _finished(self, entry: Entry, ok: bool, reason: str) -> None:
+    def _finished(self, entry: Entry, ok: bool, reason: str, now: float) -> None:
+        """Say so once nothing writes to the pages any more."""
         key = entry.expect.key
         self._ctx.counters.add("transfers_loaded" if ok else "transfers_failed")
-        if ok:
-            self._ctx.emit(do.Loaded(key))
-        else:
+        if not ok:
             log.warning("transfer %s failed: %s", key, reason)
-            self._ctx.emit(do.LoadFailed(key, reason))
+        event = do.Loaded(key) if ok else do.LoadFailed(key, reason)
+        self._ctx.copies.then(key, lambda _: self._ctx.emit(event), now)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from p2pkv.pages.kernels import source
@@ -16,6 +17,16 @@ BLOCKS_PER_PROCESSOR = 8
 """Enough to fill a multiprocessor with blocks of 256 threads; a larger grid gains nothing."""
 
 
+class _Borrowed:
+    """A stream of somebody else, by the protocol that CUDA's Python packages share."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
 class CupyLauncher:
     """Launches on torch's current stream of one CUDA device. Raises ImportError without CuPy."""
 
@@ -24,7 +35,7 @@ class CupyLauncher:
 
         self._cupy = cupy
         self._index = device.index if device.index is not None else torch.cuda.current_device()
-        self._module = cupy.RawModule(code=source(), options=("-std=c++14",))
+        self._module = cupy.RawModule(code=source())
         self._functions: dict[str, Any] = {}
         self._streams: dict[int, Any] = {}
         count = torch.cuda.get_device_properties(self._index).multi_processor_count
@@ -33,7 +44,7 @@ class CupyLauncher:
     def launch(self, name: str, blocks: int, threads: tuple[int, int], args: Sequence[int]) -> None:
         """Queue one kernel; the first of a name compiles it."""
         with self._cupy.cuda.Device(self._index), self._stream():
-            self._function(name)((blocks,), threads, tuple(args))
+            self._function(name)((blocks,), threads, tuple(map(np.int64, args)))
 
     def _function(self, name: str) -> Any:
         if name not in self._functions:
@@ -44,7 +55,10 @@ class CupyLauncher:
         """Torch's current stream, as CuPy knows it."""
         pointer = torch.cuda.current_stream(self._index).cuda_stream
         if pointer not in self._streams:
-            self._streams[pointer] = self._cupy.cuda.ExternalStream(pointer, self._index)
+            cuda = self._cupy.cuda
+            # CuPy 14 has a new way to take a stream over, and warns of the old one.
+            new = getattr(cuda.Stream, "from_external", None)
+            self._streams[pointer] = new(_Borrowed(pointer)) if new else cuda.ExternalStream(pointer)
         return self._streams[pointer]
 
 
