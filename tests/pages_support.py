@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
-from hypothesis import strategies as st
 
 from p2pkv.pages import PagedCache
 
@@ -24,6 +25,27 @@ TOKENS_TOGETHER = [name for name in LAYOUTS if name.endswith("NC")]
 Interval = tuple[int, int]
 
 POISON = 0xA5
+
+
+class Draws(Protocol):
+    """Where random choices come from: Hypothesis, or a seed where that is not installed."""
+
+    def integer(self, least: int, most: int) -> int: ...
+
+    def one_of(self, options: Sequence[Any]) -> Any: ...
+
+
+class Seeded:
+    """The choices of one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def integer(self, least: int, most: int) -> int:
+        return self._random.randint(least, most)
+
+    def one_of(self, options: Sequence[Any]) -> Any:
+        return self._random.choice(options)
 
 
 @dataclass
@@ -107,56 +129,55 @@ class Memory:
                     yield page if self.codec != "dense" else page[token % self.kernel_tokens]
 
 
-@st.composite
-def memories(draw: st.DrawFn, like: Memory | None = None) -> Memory:
+def a_memory(draw: Draws, like: Memory | None = None) -> Memory:
     """Any memory, or one that can exchange rows with `like`."""
-    codec = like.codec if like else draw(st.sampled_from(["dense", "dense", "page:vec"]))
-    kernel = draw(st.integers(1, 6))
+    codec = like.codec if like else draw.one_of(["dense", "dense", "page:vec"])
+    kernel = draw.integer(1, 6)
     if like and codec != "dense":
         kernel = like.unit_tokens
-    ratio = draw(st.integers(1, 3))
-    layers = draw(st.integers(1, 4))
+    ratio = draw.integer(1, 3)
+    layers = draw.integer(1, 4)
     paged = codec != "dense" and kernel > 1
     return Memory(
-        layout=draw(st.sampled_from(TOKENS_TOGETHER if paged else sorted(LAYOUTS))),
+        layout=draw.one_of(TOKENS_TOGETHER if paged else sorted(LAYOUTS)),
         layers=layers,
-        blocks=draw(st.integers(8, 11)),
+        blocks=draw.integer(8, 11),
         block_size=kernel * ratio,
         ratio=ratio,
-        heads=draw(st.integers(1, 4)),
-        content=like.content if like else draw(st.sampled_from([1, 2, 6, 16])),
-        dtype=like.dtype if like else draw(st.sampled_from([torch.int8, torch.bfloat16, torch.float32])),
+        heads=draw.integer(1, 4),
+        content=like.content if like else draw.one_of([1, 2, 6, 16]),
+        dtype=like.dtype if like else draw.one_of([torch.int8, torch.bfloat16, torch.float32]),
         codec=codec,
-        offset=draw(st.sampled_from([0, 0, 1, 7, 64])),
-        padding=draw(st.sampled_from([0, 0, 3, 16])),
-        groups=tuple(draw(st.lists(st.integers(0, 1), min_size=layers, max_size=layers))),
-        seed=draw(st.integers(0, 1 << 30)),
+        offset=draw.one_of([0, 0, 1, 7, 64]),
+        padding=draw.one_of([0, 0, 3, 16]),
+        groups=tuple(draw.integer(0, 1) for _ in range(layers)),
+        seed=draw.integer(0, 1 << 30),
     )
 
 
-def an_interval(data: st.DataObject, size: int, length: int | None = None) -> Interval:
+def an_interval(draw: Draws, size: int, length: int | None = None) -> Interval:
     """A non-empty interval of [0, size), of a given length if there is one."""
     if length is None:
-        length = data.draw(st.integers(1, size))
-    start = data.draw(st.integers(0, size - length))
+        length = draw.integer(1, size)
+    start = draw.integer(0, size - length)
     return start, start + length
 
 
-def a_token_interval(data: st.DataObject, unit: int, most: int) -> Interval:
+def a_token_interval(draw: Draws, unit: int, most: int) -> Interval:
     """Tokens that start at a unit and end anywhere in one."""
-    start, stop = an_interval(data, most // unit)
-    return start * unit, stop * unit - data.draw(st.integers(0, unit - 1))
+    start, stop = an_interval(draw, most // unit)
+    return start * unit, stop * unit - draw.integer(0, unit - 1)
 
 
-def check_exchange(data: st.DataObject, device: str) -> None:
+def check_exchange(draw: Draws, device: str) -> None:
     """One rectangle goes from P's random memory to D's, to another place in another layout."""
-    p = data.draw(memories())
-    d = data.draw(memories(like=p))
-    tokens = a_token_interval(data, p.unit_tokens, 8 * min(p.block_size, d.block_size))
-    layers = data.draw(st.integers(1, min(p.layers, d.layers)))
-    heads = data.draw(st.integers(1, min(p.heads, d.heads)))
-    p_cut = an_interval(data, p.layers, layers), tokens, an_interval(data, p.heads, heads)
-    d_cut = an_interval(data, d.layers, layers), tokens, an_interval(data, d.heads, heads)
+    p = a_memory(draw)
+    d = a_memory(draw, like=p)
+    tokens = a_token_interval(draw, p.unit_tokens, 8 * min(p.block_size, d.block_size))
+    layers = draw.integer(1, min(p.layers, d.layers))
+    heads = draw.integer(1, min(p.heads, d.heads))
+    p_cut = an_interval(draw, p.layers, layers), tokens, an_interval(draw, p.heads, heads)
+    d_cut = an_interval(draw, d.layers, layers), tokens, an_interval(draw, d.heads, heads)
     p_tables, d_tables = p.tables(tokens[1], seed=1), d.tables(tokens[1], seed=2)
 
     sent = torch.cat([row.reshape(-1) for row in p.rows(p.flat, *p_cut, p_tables)])
@@ -167,7 +188,7 @@ def check_exchange(data: st.DataObject, device: str) -> None:
 
     p_flat, d_flat = p.flat.clone().to(device), d.flat.clone().to(device)
     p_cache, d_cache = p.cache(p_flat), d.cache(d_flat)
-    nbytes, before = p_cache.nbytes(layers, *tokens, heads), data.draw(st.sampled_from([0, 1, 2, 4, 8, 64]))
+    nbytes, before = p_cache.nbytes(layers, *tokens, heads), draw.one_of([0, 1, 2, 4, 8, 64])
     around = torch.full((before + nbytes + 32,), POISON, dtype=torch.uint8, device=device)
     wire = around[before : before + nbytes]
     assert wire.numel() == sent.numel() == d_cache.nbytes(layers, *tokens, heads)

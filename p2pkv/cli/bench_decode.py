@@ -31,6 +31,7 @@ class Decode:
         self._wire = wire
         self._memory = Memory(settings["capacity"], "D", settings.get("device", "cpu"))
         staging = settings.get("staging_bytes", STAGING_BYTES)
+        options = {"lease_seconds": settings.get("lease_seconds", 30.0), "staging_bytes": staging}
         self._raw: RawNccl | None = None
         self._ranks: dict[str, Rank] = {}
         self._links = make_factory(settings["link"], host="127.0.0.1", staging_bytes=staging)
@@ -38,7 +39,7 @@ class Decode:
         addresses = {}
         for name, port in settings["ports"].items():
             address, self._ranks[name] = make_rank(
-                "D", LAYOUTS[name], self._memory, port, link=settings["link"], staging_bytes=staging
+                "D", LAYOUTS[name], self._memory, port, link=settings["link"], **options
             )
             addresses[name] = str(address)
         wire.say(addresses=addresses)

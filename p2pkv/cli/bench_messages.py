@@ -22,7 +22,6 @@ from p2pkv.cli.bench_ranks import (
     HOST,
     STAGING_BYTES,
     BenchError,
-    Decoder,
     end_decode,
     make_rank,
     poll_until,
@@ -48,10 +47,18 @@ class Messages:
         total: bytes that each measurement of a link or a push moves.
     """
 
-    def __init__(self, link: str, devices: tuple[str, str], sizes: Sequence[int], total: int) -> None:
+    def __init__(
+        self,
+        link: str,
+        devices: tuple[str, str],
+        sizes: Sequence[int],
+        total: int,
+        lease_seconds: float = 30.0,
+    ) -> None:
         """`total`: a multiple of every size and of a token's bytes."""
         self.total = total
-        self._device = devices[0]
+        self._device, self._decode_device = devices
+        self._lease_seconds = lease_seconds
         self._shared = devices[0] == devices[1] != "cpu"
         self._link = link
         self._staging = max(4 * max(sizes), STAGING_BYTES)
@@ -65,8 +72,7 @@ class Messages:
         self._outbound: Outbound | None = None
         self._raw: RawNccl | None = None
         try:
-            self.decoder = self._start_decode(devices[1])
-            self._decode = Address.parse(self._wire.expect("addresses")["addresses"][LAYOUT.name])
+            self._start_decode()
             for size in sizes:
                 self._ranks[size] = self._start_rank(size)
         except BaseException:
@@ -80,10 +86,8 @@ class Messages:
 
     def push(self, size: int) -> float:
         """Bytes per second of a prompt that is all computed when D asks, with this chunk_bytes."""
-        address, rank = self._ranks[size]
-        key = self.hold(size)
-        self._wire.say(order="load", layout=LAYOUT.name, key=key, prefill=str(address), tokens=self._tokens)
-        self._wire.expect("expecting")
+        rank, key = self.rank(size), self.hold(size)
+        self.ask(size, key)
         times = self._wire.expect("loaded")
         if times["scattered"] != self.total:
             raise BenchError(f"D wrote {times['scattered']} bytes instead of {self.total}")
@@ -101,6 +105,19 @@ class Messages:
         rank.do(do.Pages(key, (LAYOUT.table(self._tokens, self._memory.capacity, "P"),)))
         Hook(rank, ((key, self._tokens),), 1, self._device).end()
         return key
+
+    def ask(self, size: int, key: str) -> None:
+        """D asks for what P holds under this key."""
+        address, _ = self._ranks[size]
+        self._wire.say(order="load", layout=LAYOUT.name, key=key, prefill=str(address), tokens=self._tokens)
+        self._wire.expect("expecting")
+
+    def restart_decode(self) -> None:
+        """Kill D's process, without a word to anybody, and start another at another address."""
+        self.decoder.kill()
+        self.decoder.wait(10.0)
+        self._outbound = self._raw = None
+        self._start_decode()
 
     def rank(self, size: int) -> Rank:
         """P's rank with this chunk_bytes."""
@@ -143,23 +160,24 @@ class Messages:
 
     # Inside.
 
-    def _start_decode(self, device: str) -> Decoder:
+    def _start_decode(self) -> None:
         settings = {
             "capacity": self._memory.capacity,
             "link": self._link,
             "ports": {LAYOUT.name: free_ports()},
-            "device": device,
+            "device": self._decode_device,
             "staging_bytes": self._staging,
+            "lease_seconds": self._lease_seconds,
         }
-        process, self._wire = start_decode(settings, environment_of_child("D", self._shared))
-        self._stack.callback(end_decode, process)
+        self.decoder, self._wire = start_decode(settings, environment_of_child("D", self._shared))
+        self._stack.callback(end_decode, self.decoder)
         self._stack.callback(self._wire.close)
-        return process
+        self._decode = Address.parse(self._wire.expect("addresses")["addresses"][LAYOUT.name])
 
     def _start_rank(self, size: int) -> tuple[Address, Rank]:
         address, rank = make_rank(
             "P", LAYOUT, self._memory, free_ports(), link=self._link,
-            staging_bytes=self._staging, chunk_bytes=size,
+            staging_bytes=self._staging, chunk_bytes=size, lease_seconds=self._lease_seconds,
         )  # fmt: skip
         self._stack.callback(rank.stop)
         return address, rank
@@ -194,11 +212,11 @@ class Messages:
 
 
 @contextlib.contextmanager
-def messages(link: str, devices: tuple[str, str], sizes: Sequence[int], total: int) -> Iterator[Messages]:
-    """Both processes, ended on the way out; torch copies in one thread meanwhile, on a CPU."""
+def messages(*args: Any, **options: Any) -> Iterator[Messages]:
+    """A Messages, ended on the way out; on a CPU torch copies in one thread meanwhile."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    both = Messages(link, devices, sizes, total)
+    both = Messages(*args, **options)
     try:
         yield both
     finally:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_support import NO_GCC, CpuLauncher, compiled
+from pages_draws import FromHypothesis
 from pages_support import check_exchange
 
 from p2pkv.pages import PagedCache
@@ -29,7 +30,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> CpuLauncher:
 @settings(deadline=None, max_examples=300)
 def test_a_rectangle_travels_between_any_two_layouts(data: st.DataObject, launcher: CpuLauncher) -> None:
     with launcher.moving():
-        check_exchange(data, "cpu")
+        check_exchange(FromHypothesis(data), "cpu")
     assert launcher.unaligned == 0
 
 
