@@ -95,15 +95,15 @@ class Messages:
         rank.do(do.Forget(key))
         return self.total / (float(times["loaded"]) - float(times["asked"]))
 
-    def hold(self, size: int) -> str:
-        """P has computed a prompt for D, in the rank with this chunk_bytes; its key."""
+    def hold(self, size: int, share: float = 1.0) -> str:
+        """P has computed so much of a prompt for D, in the rank with this chunk_bytes; its key."""
         _, rank = self._ranks[size]
         self._keys += 1
         key = f"messages-{self._keys}"
         rank.do(do.Hold(key, self._decode))
         rank.do(do.OfferPrompt(key, self._decode, self._tokens, b"bench"))
         rank.do(do.Pages(key, (LAYOUT.table(self._tokens, self._memory.capacity, "P"),)))
-        Hook(rank, ((key, self._tokens),), 1, self._device).end()
+        Hook(rank, ((key, int(share * self._tokens)),), 1, self._device).end()
         return key
 
     def ask(self, size: int, key: str) -> None:

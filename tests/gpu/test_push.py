@@ -67,7 +67,7 @@ def test_d_is_killed_in_mid_transfer_and_comes_back(both: Messages) -> None:
     rank = both.rank(size)
     both.push(size)
     before = rank.counters.values["bytes_sent"]
-    key = both.hold(size)
+    key = both.hold(size, share=0.5)  # so that it cannot end before D does
     both.ask(size, key)
     until(lambda: rank.counters.values["bytes_sent"] > before)
     both.decoder.kill()
@@ -79,12 +79,10 @@ def test_d_is_killed_in_mid_transfer_and_comes_back(both: Messages) -> None:
     assert time.monotonic() - begin < 3 * LEASE_SECONDS
     rank.do(do.Forget(key))
     both.restart_decode()
-    until(lambda: rank.counters.snapshot()["copies"] == 0)
     for again in SIZES:
         assert both.push(again) > 0
-    gauges = rank.counters.snapshot()
-    assert gauges["links_aborted"] >= 1
-    assert [gauges[name] for name in ("prompts", "pages_held", "copies")] == [0, 0, 0]
+    gauges = ("prompts", "pages_held", "copies", "sends_under_way", "staging_bytes")
+    until(lambda: not any(rank.counters.snapshot()[name] for name in gauges))
 
 
 def test_an_aborted_prompt_frees_its_pages_at_once(both: Messages) -> None:
@@ -94,7 +92,7 @@ def test_an_aborted_prompt_frees_its_pages_at_once(both: Messages) -> None:
     begin = time.monotonic()
     rank.do(do.Abort(key, "a test needs it no more"))
     wait_for(rank, do.PagesFree(key))
-    assert time.monotonic() - begin < 1.0
+    assert time.monotonic() - begin < LEASE_SECONDS, "it has waited for a lease"
     rank.do(do.Forget(key))
     assert both.push(SIZES[0]) > 0
 
