@@ -14,7 +14,14 @@ def new_name() -> str:
     """The name of a new communicator, in hex. Raises ImportError without CuPy."""
     from cupy.cuda import nccl
 
-    return bytes(nccl.get_unique_id()).hex()
+    name = nccl.get_unique_id()
+    return bytes(part & 0xFF for part in name).hex()
+
+
+def _takes_bytes() -> bool:
+    import cupy
+
+    return int(cupy.__version__.split(".")[0]) >= 14
 
 
 class RawNccl:
@@ -23,7 +30,9 @@ class RawNccl:
     def __init__(self, name: bytes, rank: int) -> None:
         from cupy.cuda import nccl
 
-        self._comm: Any = nccl.NcclCommunicator(2, name, rank)
+        # CuPy 13 takes and gives a tuple of signed numbers, CuPy 14 bytes.
+        signed = tuple(part - 256 if part > 127 else part for part in name)
+        self._comm: Any = nccl.NcclCommunicator(2, name if _takes_bytes() else signed, rank)
         self._stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def send(self, flat: torch.Tensor, sizes: list[int]) -> None:

@@ -38,6 +38,7 @@ class Rank:
     """
 
     def __init__(self, hello: Hello, options: Options, cache: PagedCache, links: LinkFactory) -> None:
+        cache.warm_up()
         self.steps = Steps(options.stall_seconds)
         self._events: deque[Event] = deque()
         self._commands: deque[Command] = deque()
@@ -45,7 +46,6 @@ class Rank:
         self._ctx = Context(hello, options, cache, links, endpoint, self.steps, self._events.append)
         self._half = Producer(self._ctx) if hello.role == "P" else Consumer(self._ctx)
         self.counters = self._ctx.counters
-        cache.warm_up()
         self._asleep = False
         self._stopping = False
         self._thread = threading.Thread(
