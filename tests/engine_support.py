@@ -119,7 +119,7 @@ def make_rank(
     opts = Options(role=role, host="127.0.0.1", kv_port=port, **values)  # type: ignore[arg-type]
     shape = (geometry.blocks, len(geometry.heads(rank)), geometry.block, geometry.content)
     pages = [torch.full(shape, fill) for _ in geometry.layer_span(rank)]
-    cache = device(PagedCache.from_tensors(pages, block_size=geometry.block))
+    cache = PagedCache.from_tensors(pages, block_size=geometry.block)
     place = Address("127.0.0.1", port)
     hello = Hello(
         version=PROTOCOL_VERSION,
@@ -136,7 +136,7 @@ def make_rank(
         ),
         link=links.kind,
     )
-    return TestRank(geometry, Rank(hello, opts, cache, links), pages)
+    return TestRank(geometry, Rank(hello, opts, device(cache), links), pages)
 
 
 @dataclass

@@ -303,7 +303,10 @@ class Consumer:
             if entry is None or not pieces:
                 self._ctx.counters.add("chunks_dropped")
                 return
-            self._scatter(entry, peer, pieces, posted.receive)
+            try:
+                self._scatter(entry, peer, pieces, posted.receive)
+            finally:
+                self._ctx.copies.launched(posted.key)
         except ValueError as error:
             assert entry is not None
             self._run(entry, entry.receiver.cancel(f"D cannot write its pages: {error}"), now)
@@ -324,15 +327,12 @@ class Consumer:
         assert edge is not None
         shift = edge.target_layer - edge.layers.start
         heads = (edge.target_head, edge.target_head + len(edge.heads))
-        try:
-            for piece in pieces:
-                layers = (piece.layer + shift, piece.layer_stop + shift)
-                size = cache.nbytes(layers[1] - layers[0], piece.start, piece.stop, len(edge.heads))
-                part = receive.buffer[offset : offset + size]
-                cache.scatter(part, layers, (piece.start, piece.stop), heads, entry.blocks)
-                offset += size
-        finally:
-            self._ctx.copies.launched(entry.expect.key)
+        for piece in pieces:
+            layers = (piece.layer + shift, piece.layer_stop + shift)
+            size = cache.nbytes(layers[1] - layers[0], piece.start, piece.stop, len(edge.heads))
+            part = receive.buffer[offset : offset + size]
+            cache.scatter(part, layers, (piece.start, piece.stop), heads, entry.blocks)
+            offset += size
 
     def _staged(self) -> int:
         return sum(peer.staged for peer in self._peers.values())

@@ -14,7 +14,6 @@ from engine_support import (
     at_baseline,
     engines,
     make_engine,
-    on_engine_thread,
     prefill,
     step,
     wait_for,
@@ -126,8 +125,7 @@ def test_a_sent_out_of_turn_ends_the_link_and_not_the_engine(links):
         wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
         half = p.ranks[0].rank._half
         (peer,) = half._peers.values()
-        lie = m.Sent("k", 1, 99, peer.link, False)
-        on_engine_thread(p.ranks[0].rank, lambda: half._ctx.tell(peer.line, lie))
+        half._ctx.tell(peer.line, m.Sent("k", 1, 99, peer.link, False))
         assert "out of step" in failure(d, "k")
         d.do(do.Forget("k"))
         p.wait(do.PagesFree("k"))
