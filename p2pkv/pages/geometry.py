@@ -61,6 +61,7 @@ class PagedCache:
         self.groups = tuple(page.group for page in pages)
         self.device = device
         self._copier = copier
+        self._spans = copier.spans
         self._record = make_recorder(device)
 
     @classmethod
@@ -168,7 +169,7 @@ class PagedCache:
         if buffer.numel() == 0:
             return []
         parts: list[tuple[Span, Cut, torch.Tensor]] = []
-        for span in self._copier.spans:
+        for span in self._spans:
             some = max(layers[0], span.first), min(layers[1], span.stop)
             if some[0] >= some[1]:
                 continue
