@@ -21,6 +21,7 @@ from p2pkv.engine import commands as do
 from p2pkv.engine.rank import Rank
 from p2pkv.links import make_factory
 from p2pkv.links.base import Inbound, LinkError, Receive
+from p2pkv.pages import make_recorder
 from p2pkv.pairing import Address
 
 
@@ -30,6 +31,7 @@ class Decode:
     def __init__(self, wire: Wire, settings: dict[str, Any]) -> None:
         self._wire = wire
         self._memory = Memory(settings["capacity"], "D", settings.get("device", "cpu"))
+        self._record = make_recorder(self._memory.flat.device)
         staging = settings.get("staging_bytes", STAGING_BYTES)
         options = {"lease_seconds": settings.get("lease_seconds", 30.0), "staging_bytes": staging}
         self._raw: RawNccl | None = None
@@ -62,6 +64,7 @@ class Decode:
         """Load one prompt as D's scheduler would, at once, and check samples of what came."""
         rank, place = self._ranks[layout], LAYOUTS[layout]
         self._memory.clear(place, tokens)
+        rank.do(do.After(self._record()))
         table = place.table(tokens, self._memory.capacity, "D")
         before = rank.counters.values["bytes_scattered"]
         expected = time.monotonic()

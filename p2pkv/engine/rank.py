@@ -112,8 +112,9 @@ class Rank:
                 now = time.monotonic()
                 self._listen(now)
                 self._obey(now)
+                soon = self._half.pump(now)
                 self._ctx.copies.poll(now)
-                soon = self._half.pump(now) or len(self._ctx.copies) > 0
+                soon = soon or len(self._ctx.copies) > 0
                 if now >= next_tick:
                     self._half.tick(now)
                     next_tick = now + IDLE_TICK
