@@ -2,6 +2,7 @@
 # make test    every test that this machine can run
 # make unit    the tests that start no vLLM server
 # make lint    ruff and mypy
+# make gpu-test  the tests in tests/gpu, with a Python that has torch, CuPy and pytest; installs nothing
 # make bench   the benchmark (ARGS= for its options)
 # make venv    only make .venv
 # make clean   remove .venv and what the tools left
@@ -10,6 +11,7 @@
 #   MODEL=path-or-name    make demo with this model in place of a tiny one
 #   PYTHON=python3.12     another Python for .venv (3.11 or newer)
 #   TORCH_INDEX=address   a further package index for torch, see README.md ("CPU builds of torch")
+#   GPU_PYTHON=python3    the Python of gpu-test; .venv's by default, if there is one
 #   DEVICE=cpu|cuda       what to install for; found out by itself
 #   ARGS=...              more arguments for pytest, the demo or the benchmark
 
@@ -27,9 +29,10 @@ PYTHON ?= $(shell python3.11 --version >/dev/null 2>&1 && echo python3.11 || ech
 DEVICE ?= $(shell { test -e /dev/nvidia0 || nvidia-smi -L >/dev/null 2>&1; } && echo cuda || echo cpu)
 STAMP := $(VENV)/.installed-$(DEVICE)
 
+GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 NO_GPU := $(if $(filter cpu,$(DEVICE)),and not gpu and not two_gpus)
 
-.PHONY: help venv demo test unit lint bench clean
+.PHONY: help venv demo test unit gpu-test lint bench clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -73,6 +76,11 @@ test: $(STAMP)
 
 unit: $(STAMP)
 	@$(PY) -m pytest -m "not vllm $(NO_GPU)" $(ARGS)
+
+# No .venv, no network, no vLLM and no plugins of pytest.
+gpu-test:
+	@$(GPU_PYTHON) tests/gpu/needs.py
+	@PYTHONPATH=. $(GPU_PYTHON) -m pytest -c tests/gpu/bare.ini tests/gpu $(ARGS)
 
 lint: $(STAMP)
 	@$(PY) -m ruff check .

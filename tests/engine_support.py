@@ -6,8 +6,9 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -31,6 +32,29 @@ def wait_for(condition: Callable[[], object], seconds: float = 20.0, what: str =
     while not condition():
         assert time.monotonic() < end, f"{what} did not come true in {seconds:g} s"
         time.sleep(0.002)
+
+
+@dataclass(frozen=True)
+class _Deed:
+    """A fence that a rank's thread cannot follow without doing something for a test."""
+
+    act: Callable[[], object]
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        raise AssertionError("nobody waits for this fence")
+
+    def follow(self) -> None:
+        self.act()
+
+
+def on_engine_thread(rank: Rank, act: Callable[[], object]) -> None:
+    """Have the engine's thread do this, since sockets and links are its own; returns when it has."""
+    done = threading.Event()
+    rank.do(do.After(_Deed(lambda: (act(), done.set()))))
+    assert done.wait(20.0), "the engine's thread did not come to it in 20 s"
 
 
 @dataclass(frozen=True)
@@ -90,8 +114,10 @@ def make_rank(
     port: int,
     links: LinkFactory,
     fill: float = 0.0,
+    device: Callable[[PagedCache], PagedCache] = lambda cache: cache,
     **options: object,
 ) -> TestRank:
+    """`device`: what stands between the engine and its pages."""
     values = {"lease_seconds": 5.0, "staging_bytes": 1 << 20, "chunk_bytes": 4096, **options}
     opts = Options(role=role, host="127.0.0.1", kv_port=port, **values)  # type: ignore[arg-type]
     shape = (geometry.blocks, len(geometry.heads(rank)), geometry.block, geometry.content)
@@ -120,7 +146,7 @@ def make_rank(
         ),
         link=links.kind,
     )
-    return TestRank(geometry, Rank(hello, opts, cache, links), pages)
+    return TestRank(geometry, Rank(hello, opts, device(cache), links), pages)
 
 
 @dataclass
@@ -149,9 +175,7 @@ class Engine:
             stopper.join()
 
 
-def make_engine(
-    role: str, geometry: Geometry, links: Callable[[int], LinkFactory], **options: object
-) -> Engine:
+def make_engine(role: str, geometry: Geometry, links: Callable[[int], LinkFactory], **options: Any) -> Engine:
     port = int(str(options.pop("kv_port", 0))) or free_ports(geometry.world)
     fill = 0.0 if role == "P" else -1.0
     ranks = [make_rank(role, geometry, r, port, links(r), fill, **options) for r in range(geometry.world)]
@@ -223,12 +247,17 @@ def step(engine: Engine, key: str, blocks: list[int], start: int, stop: int, sal
 
 @contextlib.contextmanager
 def engines(
-    prefill_side: Geometry, decode_side: Geometry, links: Callable[[str, int], LinkFactory], **options: object
+    prefill_side: Geometry,
+    decode_side: Geometry,
+    links: Callable[[str, int], LinkFactory],
+    devices: Mapping[str, Callable[[PagedCache], PagedCache]] | None = None,
+    **options: Any,
 ) -> Iterator[tuple[Engine, Engine]]:
-    """A P and a D, stopped at the end."""
-    p = make_engine("P", prefill_side, lambda rank: links("P", rank), **options)
+    """A P and a D, stopped at the end; `devices` by role, see make_rank."""
+    on = {role: {"device": device} for role, device in (devices or {}).items()}
+    p = make_engine("P", prefill_side, lambda rank: links("P", rank), **options, **on.get("P", {}))
     try:
-        d = make_engine("D", decode_side, lambda rank: links("D", rank), **options)
+        d = make_engine("D", decode_side, lambda rank: links("D", rank), **options, **on.get("D", {}))
         try:
             yield p, d
         finally:
@@ -239,7 +268,7 @@ def engines(
 
 BUSY = (
     "prompts", "pages_held", "early_claims", "requests", "loads", "staging_bytes",
-    "sends_under_way", "receives_posted", "receives_asked",
+    "sends_under_way", "receives_posted", "receives_asked", "copies",
 )  # fmt: skip
 
 

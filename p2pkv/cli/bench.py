@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 import p2pkv
+from p2pkv.cli import bench_nccl
 from p2pkv.cli.bench_pages import LAYOUTS, TOKEN_BYTES, capacity_for
 from p2pkv.cli.bench_prefill import Prefill, prefill
 from p2pkv.cli.bench_ranks import WINDOW_BYTES, BenchError
@@ -51,13 +52,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="only the baseline: push when the whole prompt is computed, not layer by layer",
     )
-    parser.add_argument("--link", choices=["host"], default="host", help="(default: %(default)s)")
+    parser.add_argument(
+        "--link",
+        choices=["host", "nccl"],
+        default="host",
+        help="nccl measures something else: gather, scatter, link and push by size of message, on CUDA "
+        "devices (default: %(default)s)",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="with --link nccl: draw the curves there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every single measurement there")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 0 unless something went wrong."""
     try:
+        if args.link == "nccl":
+            return _run_nccl(args)
         _check(args)
         with ending_on_signals():
             print(f"p2pkv {p2pkv.__version__} bench: starting P and D ...", flush=True)
@@ -67,10 +77,26 @@ def run(args: argparse.Namespace) -> int:
         print(f"FAIL: {error}", flush=True)
         return 1
     print(show(results))
+    _write(args, results)
+    return 0
+
+
+def _run_nccl(args: argparse.Namespace) -> int:
+    with ending_on_signals():
+        print(f"p2pkv {p2pkv.__version__} bench: starting P and D on CUDA ...", flush=True)
+        results = bench_nccl.measure(args)
+    about = _about(args)
+    print(bench_nccl.show(about, results))
+    _write(args, {"about": about, **results})
+    if args.plot:
+        bench_nccl.plot(results["rows"], args.plot)
+    return 0
+
+
+def _write(args: argparse.Namespace, results: Results) -> None:
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
         print(f"every measurement is in {args.json}")
-    return 0
 
 
 def measure(args: argparse.Namespace, both: Prefill) -> Results:

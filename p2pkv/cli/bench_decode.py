@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 from p2pkv.cli.bench_pages import LAYOUTS, Memory
-from p2pkv.cli.bench_ranks import BenchError, Wire, make_rank, wait_for
+from p2pkv.cli.bench_ranks import STAGING_BYTES, BenchError, Wire, make_rank, poll_until, wait_for
+from p2pkv.cli.bench_raw import RawNccl
 from p2pkv.engine import commands as do
 from p2pkv.engine.rank import Rank
 from p2pkv.links import make_factory
 from p2pkv.links.base import Inbound, LinkError, Receive
+from p2pkv.pages import make_recorder
 from p2pkv.pairing import Address
 
 
@@ -28,14 +30,18 @@ class Decode:
 
     def __init__(self, wire: Wire, settings: dict[str, Any]) -> None:
         self._wire = wire
-        self._memory = Memory(settings["capacity"], "D")
+        self._memory = Memory(settings["capacity"], "D", settings.get("device", "cpu"))
+        self._record = make_recorder(self._memory.flat.device)
+        staging = settings.get("staging_bytes", STAGING_BYTES)
+        options = {"lease_seconds": settings.get("lease_seconds", 30.0), "staging_bytes": staging}
+        self._raw: RawNccl | None = None
         self._ranks: dict[str, Rank] = {}
-        self._links = make_factory(settings["link"], host="127.0.0.1", staging_bytes=1 << 20)
+        self._links = make_factory(settings["link"], host="127.0.0.1", staging_bytes=staging)
         self._inbound: Inbound | None = None
         addresses = {}
         for name, port in settings["ports"].items():
             address, self._ranks[name] = make_rank(
-                "D", LAYOUTS[name], self._memory, port, link=settings["link"]
+                "D", LAYOUTS[name], self._memory, port, link=settings["link"], **options
             )
             addresses[name] = str(address)
         wire.say(addresses=addresses)
@@ -49,6 +55,8 @@ class Decode:
                 self._link(**order)
             case "receive":
                 self._receive(order["sizes"])
+            case "raw":
+                self._receive_raw(**order)
             case other:
                 raise AssertionError(f"order {other!r}")
 
@@ -56,6 +64,7 @@ class Decode:
         """Load one prompt as D's scheduler would, at once, and check samples of what came."""
         rank, place = self._ranks[layout], LAYOUTS[layout]
         self._memory.clear(place, tokens)
+        rank.do(do.After(self._record()))
         table = place.table(tokens, self._memory.capacity, "D")
         before = rank.counters.values["bytes_scattered"]
         expected = time.monotonic()
@@ -76,6 +85,7 @@ class Decode:
     def _link(self, invitation: str, window: int) -> None:
         self._inbound, acceptance = self._links.accept(bytes.fromhex(invitation), window)
         self._wire.say(acceptance=acceptance.hex())
+        poll_until(self._inbound.poll, self._inbound.ready, "building the bare link")
 
     def _receive(self, sizes: list[int]) -> None:
         """Receive these messages over the bare link, as many posted as its window takes."""
@@ -88,14 +98,25 @@ class Decode:
                 self._wire.say(landing=receive.landing)
             self._wire.expect("sent")
             receive = posted.popleft()
-            assert receive.done(), "P has said that it sent this"
+            poll_until(self._inbound.poll, receive.done, "a receive of the bare link")
             receive.release()
+        self._inbound.poll()
+        self._wire.say(received=time.monotonic())
+
+    def _receive_raw(self, name: str, sizes: list[int]) -> None:
+        """Receive these messages by NCCL's own calls; the first time, join the communicator `name`."""
+        if self._raw is None:
+            self._raw = RawNccl(bytes.fromhex(name), rank=1)
+        self._wire.say(ready=True)
+        self._raw.receive(self._memory.flat, sizes)
         self._wire.say(received=time.monotonic())
 
     def stop(self) -> None:
         """End the ranks and links."""
         for rank in self._ranks.values():
             rank.stop()
+        if self._raw is not None:
+            self._raw.close()
         self._links.close()
 
 
@@ -104,7 +125,10 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     wire = Wire(socket.socket(fileno=int(argv[0])))
     wire.patient()
-    decode = Decode(wire, json.loads(argv[1]))
+    settings = json.loads(argv[1])
+    if settings.get("device", "cpu") != "cpu":
+        torch.cuda.set_device(settings["device"])
+    decode = Decode(wire, settings)
     try:
         while (order := wire.hear()) is not None:
             decode.obey(order)

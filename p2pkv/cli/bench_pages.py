@@ -76,10 +76,11 @@ def capacity_for(tokens: int) -> int:
 class Memory:
     """One side's KV memory for `capacity` tokens, all of it touched; P's is filled with its values."""
 
-    def __init__(self, capacity: int, side: str) -> None:
+    def __init__(self, capacity: int, side: str, device: str = "cpu") -> None:
         self.capacity = capacity
         self.side = side
-        self.cells = torch.empty(LAYERS, capacity * HEADS // PAGE_TOKENS, CELL, dtype=torch.int16)
+        shape = (LAYERS, capacity * HEADS // PAGE_TOKENS, CELL)
+        self.cells = torch.empty(shape, dtype=torch.int16, device=device)
         if side == "P":
             for layer in range(LAYERS):
                 for cell in range(self.cells.shape[1]):

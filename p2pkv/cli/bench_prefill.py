@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,7 +14,16 @@ from dataclasses import dataclass, field
 import torch
 
 from p2pkv.cli.bench_pages import LAYERS, LAYOUTS, Layout, Memory, capacity_for
-from p2pkv.cli.bench_ranks import DEADLINE_SECONDS, WINDOW_BYTES, BenchError, Wire, make_rank, wait_for
+from p2pkv.cli.bench_ranks import (
+    DEADLINE_SECONDS,
+    WINDOW_BYTES,
+    BenchError,
+    Wire,
+    end_decode,
+    make_rank,
+    start_decode,
+    wait_for,
+)
 from p2pkv.cli.processes import free_ports
 from p2pkv.engine import commands as do
 from p2pkv.engine.rank import Rank
@@ -56,14 +61,16 @@ class Push:
 class Hook:
     """What p2pkv.connector.worker does for each layer; that module cannot be imported without vLLM."""
 
-    def __init__(self, rank: Rank, prompts: tuple[tuple[str, int], ...], stride: int) -> None:
+    def __init__(
+        self, rank: Rank, prompts: tuple[tuple[str, int], ...], stride: int, device: str = "cpu"
+    ) -> None:
         """`stride`: layers after which the engine is told."""
         self._rank = rank
         self._prompts = prompts
         self._stride = stride
         self._places = {f"model.layers.{layer}.self_attn.attn": layer for layer in range(LAYERS)}
         self._names = list(self._places)
-        self._record = make_recorder(torch.device("cpu"))
+        self._record = make_recorder(torch.device(device))
         self._run = 0, 0
 
     def timed(self, layer: int) -> float:
@@ -240,17 +247,13 @@ class Prefill:
         rank.do(do.Forget(key))
 
     def _start_decode(self, link: str) -> Wire:
-        ours, theirs = socket.socketpair()
         settings = {
             "capacity": self._memory.capacity,
             "link": link,
             "ports": {name: free_ports() for name in LAYOUTS},
         }
-        command = [sys.executable, "-m", "p2pkv.cli.bench_decode", str(theirs.fileno()), json.dumps(settings)]
-        with theirs:
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        self._stack.callback(_end, process)
-        wire = Wire(ours)
+        process, wire = start_decode(settings)
+        self._stack.callback(end_decode, process)
         self._stack.callback(wire.close)
         return wire
 
@@ -275,14 +278,6 @@ class Prefill:
                 raise BenchError(f"the bare link did not come up in {DEADLINE_SECONDS:g} s")
             time.sleep(0.001)
         return outbound
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(10.0)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(10.0)
 
 
 @contextlib.contextmanager

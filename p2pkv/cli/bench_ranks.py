@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import subprocess
+import sys
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any, Literal
 
 from p2pkv.cli.bench_pages import Layout, Memory, described
@@ -26,6 +29,8 @@ DEADLINE_SECONDS = 60.0
 """How long anything in the benchmark may take before it gives up."""
 
 POLL_SECONDS = 200e-6
+
+Decoder = subprocess.Popen[bytes]
 
 
 # Prompts that are given up on purpose, and links that end with their processes, are no news here.
@@ -80,13 +85,38 @@ class Wire:
         self._socket.close()
 
 
+def start_decode(settings: dict[str, Any], env: dict[str, str] | None = None) -> tuple[Decoder, Wire]:
+    """D's process (see bench_decode), and the wire to it. Close the wire, then end the process."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "p2pkv.cli.bench_decode", str(theirs.fileno()), json.dumps(settings)]
+    with theirs:
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env)
+    return process, Wire(ours)
+
+
+def end_decode(process: Decoder) -> None:
+    """Wait until it ends, as it does when its wire is closed; by force after a while."""
+    try:
+        process.wait(10.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(10.0)
+
+
 def make_rank(
-    role: Literal["P", "D"], layout: Layout, memory: Memory, port: int, *, link: str, **options: Any
+    role: Literal["P", "D"],
+    layout: Layout,
+    memory: Memory,
+    port: int,
+    *,
+    link: str,
+    staging_bytes: int = STAGING_BYTES,
+    **options: Any,
 ) -> tuple[Address, Rank]:
     """A running rank over this memory, and where it listens."""
     cache = memory.cache(layout)
-    settings = Options(role=role, host=HOST, kv_port=port, staging_bytes=STAGING_BYTES, **options)
-    links = make_factory(link, host=HOST, staging_bytes=STAGING_BYTES)
+    settings = Options(role=role, host=HOST, kv_port=port, staging_bytes=staging_bytes, **options)
+    links = make_factory(link, host=HOST, staging_bytes=staging_bytes)
     hello = Hello(
         version=PROTOCOL_VERSION,
         incarnation=uuid.uuid4().hex,
@@ -101,6 +131,16 @@ def make_rank(
         link=links.kind,
     )
     return settings.address, Rank(hello, settings, cache, links)
+
+
+def poll_until(poll: Callable[[], None], done: Callable[[], bool], what: str) -> None:
+    """Poll a link until this is done. Raises BenchError after the deadline, LinkError as they do."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    poll()
+    while not done():
+        if time.monotonic() > deadline:
+            raise BenchError(f"{what} did not end in {DEADLINE_SECONDS:g} s")
+        poll()
 
 
 def wait_for(rank: Rank, event: Event) -> float:

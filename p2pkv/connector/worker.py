@@ -65,6 +65,9 @@ class Worker:
         self._prompts = tuple((prefill.pages.key, prefill.stop) for prefill in meta.prefills)
         for ended in meta.sent:
             self._prompt_ended(ended)
+        if meta.loads and not (fence := self._record()).ready():
+            # The pages may have been another request's until now, and the step before still runs.
+            self.rank.do(do.After(fence))
         self.loads.begin(meta)
 
     def _prompt_ended(self, ended: Ended) -> None:

@@ -110,13 +110,22 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class After:
+    """Copies into or out of pages that are named from now on come after this point of the forward's work."""
+
+    fence: Fence
+
+
+@dataclass(frozen=True, slots=True)
 class Forget:
     """The forward thread will not speak of this key again."""
 
     key: str
 
 
-Command = Hold | OfferPrompt | Pages | Computed | Flush | Revoked | Abort | Expect | Load | Drop | Forget
+Command = (
+    Hold | OfferPrompt | Pages | Computed | Flush | Revoked | Abort | Expect | Load | Drop | After | Forget
+)
 
 
 # What the forward thread hears back.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from p2pkv.control.endpoint import Line
 from p2pkv.engine import commands as do
@@ -307,16 +308,24 @@ class Consumer:
             if entry is None or not pieces:
                 self._ctx.counters.add("chunks_dropped")
                 return
-            self._scatter(entry, peer, pieces, posted.receive)
+            try:
+                self._scatter(entry, peer, pieces, posted.receive)
+            finally:
+                self._ctx.copies.launched(posted.key)
         except ValueError as error:
             assert entry is not None
             self._run(entry, entry.receiver.cancel(f"D cannot write its pages: {error}"), now)
             return
         finally:
             posted.receive.release()
+        landed = partial(self._landed, entry, entry.receiver, peer.rank, chunk)
+        self._ctx.copies.then(posted.key, landed, now)
+
+    def _landed(self, entry: Entry, receiver: Receiver, rank: int, chunk: m.Chunk, now: float) -> None:
+        """The device has written this chunk to the pages."""
         self._ctx.counters.add("bytes_scattered", chunk.nbytes)
         self._ctx.counters.add("chunks_scattered")
-        self._run(entry, entry.receiver.scattered(peer.rank, chunk.chunk, now), now)
+        self._run(entry, receiver.scattered(rank, chunk.chunk, now), now)
 
     def _scatter(self, entry: Entry, peer: Inlet, pieces: tuple[m.Piece, ...], receive: Receive) -> None:
         pages, edge, offset = peer.pages, entry.receiver.sources[peer.rank].debt.edge, 0
@@ -393,13 +402,13 @@ class Consumer:
                 case Offered():
                     self._ctx.emit(do.Begun(entry.expect.key))
                 case Finished(ok, reason):
-                    self._finished(entry, ok, reason)
+                    self._finished(entry, ok, reason, now)
 
-    def _finished(self, entry: Entry, ok: bool, reason: str) -> None:
+    def _finished(self, entry: Entry, ok: bool, reason: str, now: float) -> None:
+        """Say so once nothing writes to the pages any more."""
         key = entry.expect.key
         self._ctx.counters.add("transfers_loaded" if ok else "transfers_failed")
-        if ok:
-            self._ctx.emit(do.Loaded(key))
-        else:
+        if not ok:
             log.warning("transfer %s failed: %s", key, reason)
-            self._ctx.emit(do.LoadFailed(key, reason))
+        event = do.Loaded(key) if ok else do.LoadFailed(key, reason)
+        self._ctx.copies.then(key, lambda _: self._ctx.emit(event), now)

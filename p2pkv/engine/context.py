@@ -12,6 +12,7 @@ from p2pkv.config import Options
 from p2pkv.control.endpoint import Endpoint, Line
 from p2pkv.control.throttle import Throttle
 from p2pkv.engine.commands import Event
+from p2pkv.engine.copies import Copies
 from p2pkv.engine.counters import Counters
 from p2pkv.engine.steps import Steps
 from p2pkv.links.base import LinkFactory
@@ -42,9 +43,15 @@ class Context:
     emit: Callable[[Event], None]
     counters: Counters = field(default_factory=Counters)
     reading: threading.Lock = field(default_factory=threading.Lock)
-    """Held while pages are gathered: who holds it knows that no gather is under way."""
+    """Held while gathers are launched: who holds it knows that none is being launched."""
     revoked: Counter[str] = field(default_factory=Counter)
     """Prompts whose pages were taken back, until the engine thread has been told; under `reading`."""
+
+    copies: Copies = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.copies = Copies(self.cache.fence)
+        self.counters.gauges["copies"] = lambda: len(self.copies)
 
     def tell(self, line: Line, message: AnyMessage) -> bool:
         return line.send(encode(message))

@@ -293,7 +293,11 @@ class Producer:
                 self._run(entry, effects, now)
 
     def _transmit(self, peer: Outlet, key: str, order: Transmit, send: Send, now: float) -> None:
-        """Fill one send from the pages, under the lock that keeps them from being taken back meanwhile."""
+        """Fill one send from the pages, under the lock that keeps them from being taken back meanwhile.
+
+        The gather may only be queued: the send is ordered behind it, `Copies` knows of it, and whoever
+        takes pages back waits for it.
+        """
         entry = self._entries.get(key)
         wrong = ""
         with self._ctx.reading:
@@ -303,6 +307,7 @@ class Producer:
                     self._gather(entry, peer, peer.debt.edge, order, send)
                 except ValueError as error:
                     void, wrong = True, str(error)
+                self._ctx.copies.launched(key)
         send.commit()
         peer.flights.append(Flight(send, key, 0 if void else order.grant.nbytes, now))
         self._ctx.counters.add("chunks_void" if void else "chunks_sent")
@@ -382,10 +387,13 @@ class Producer:
                     if peer is not None and effect.grant.link == peer.link:
                         peer.orders.append((entry.sender.key, effect))
                 case Released():
-                    entry.free = True
-                    self._ctx.emit(do.PagesFree(entry.sender.key))
+                    self._ctx.copies.then(entry.sender.key, lambda _: self._released(entry), now)
                 case Finished(ok, reason):
                     self._finished(entry, ok, reason, now)
+
+    def _released(self, entry: Entry) -> None:
+        entry.free = True
+        self._ctx.emit(do.PagesFree(entry.sender.key))
 
     def _finished(self, entry: Entry, ok: bool, reason: str, now: float) -> None:
         key = entry.sender.key

@@ -10,12 +10,13 @@ from collections.abc import Iterable
 from p2pkv.config import Options
 from p2pkv.control.endpoint import Endpoint, Line
 from p2pkv.control.members import members_of
-from p2pkv.engine.commands import Command, Computed, Event, Revoked
+from p2pkv.engine.commands import After, Command, Computed, Event, Revoked
 from p2pkv.engine.consumer import Consumer
 from p2pkv.engine.context import Context, log
 from p2pkv.engine.producer import Producer
 from p2pkv.engine.steps import Steps
 from p2pkv.links.base import LinkFactory
+from p2pkv.pages.device import own_stream
 from p2pkv.pages.geometry import PagedCache
 from p2pkv.pairing import Address
 from p2pkv.protocol.machine import RemoteProtocolError
@@ -37,10 +38,11 @@ class Rank:
     """Listens from the start on; `stop` it. Raises PortTaken or NoCurve with a sentence.
 
     `do`, `revoke`, `events` and `steps` are for the forward thread; none of them waits for the
-    network, and only `revoke` waits for anything: the gather that is under way, if any.
+    network, and only `revoke` waits for anything: the device's gathers that are under way, if any.
     """
 
     def __init__(self, hello: Hello, options: Options, cache: PagedCache, links: LinkFactory) -> None:
+        cache.warm_up()
         self.steps = Steps(options.stall_seconds)
         self._events: deque[Event] = deque()
         self._commands: deque[Command] = deque()
@@ -77,6 +79,7 @@ class Rank:
             return
         with self._ctx.reading:
             self._ctx.revoked.update(keys)
+        self._ctx.copies.wait(keys)
         for key in keys:
             self.do(Revoked(key))
 
@@ -102,6 +105,11 @@ class Rank:
     # The engine thread.
 
     def _main(self) -> None:
+        with own_stream(self._ctx.cache.device):
+            self._loop()
+            self._close()
+
+    def _loop(self) -> None:
         soon, next_tick = False, 0.0
         while not self._stopping:
             try:
@@ -111,6 +119,8 @@ class Rank:
                 self._listen(now)
                 self._obey(now)
                 soon = self._half.pump(now)
+                self._ctx.copies.poll(now)
+                soon = soon or len(self._ctx.copies) > 0
                 if now >= next_tick:
                     self._half.tick(now)
                     next_tick = now + IDLE_TICK
@@ -120,7 +130,6 @@ class Rank:
                 # A fault of ours in one round must not end the thread: leases end what it broke.
                 log.exception("an error in p2pkv's engine thread; it goes on")
                 soon = False
-        self._close()
 
     def _sleep(self, soon: bool, next_tick: float) -> None:
         self._asleep = True
@@ -175,10 +184,19 @@ class Rank:
 
     def _obey(self, now: float) -> None:
         while self._commands and not self._blocked():
-            self._half.command(self._commands.popleft(), now)
+            command = self._commands.popleft()
+            if isinstance(command, After):
+                command.fence.follow()
+            else:
+                self._half.command(command, now)
 
     def _close(self) -> None:
-        for step in (self._half.close, self._ctx.links.close, self._ctx.endpoint.close):
+        for step in (
+            self._ctx.copies.close,
+            self._half.close,
+            self._ctx.links.close,
+            self._ctx.endpoint.close,
+        ):
             try:
                 step()
             except Exception:

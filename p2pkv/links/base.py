@@ -5,6 +5,10 @@ only when the matching receive has taken it; completion is polled, never waited 
 not reported by the link, so deadlines are the caller's; `abort` frees the calls of this end. All
 calls to one link come from one thread (NCCL's own rule: one owner thread per device).
 
+On a device, `commit` and `release` order and do not wait: the bytes are sent, or the room is written
+again, only after what the calling thread's current stream holds at the call. A link's own operations
+go to a stream of its own: they wait for the peer, and no copy of pages may queue up behind them.
+
 A link is set up by two opaque blobs, which the control plane carries:
 
     P: invitation = factory.invite()              -> to D

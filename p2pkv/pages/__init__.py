@@ -6,7 +6,7 @@ numpy and torch only; nothing here knows vLLM, the protocol or a link.
 from __future__ import annotations
 
 from p2pkv.pages.codecs import DENSE, cpu_codec
-from p2pkv.pages.device import Fence, make_recorder
+from p2pkv.pages.device import PASSED, Fence, make_recorder, own_stream
 from p2pkv.pages.geometry import PagedCache
 
-__all__ = ["DENSE", "Fence", "PagedCache", "cpu_codec", "make_recorder"]
+__all__ = ["DENSE", "PASSED", "Fence", "PagedCache", "cpu_codec", "make_recorder", "own_stream"]

@@ -1,5 +1,7 @@
 """Moving rows between an arena and a dense buffer: numpy on a CPU, torch's index kernels elsewhere.
 
+On CUDA with CuPy the kernels of `kernels` do it instead; torch's remain their reference.
+
 Why numpy on a CPU: this runs in a thread beside vLLM's forward. numpy's take and put copy in the
 calling thread and let go of the GIL meanwhile, whereas torch's would start a second OpenMP team on
 cores that the forward owns, and the number of its threads cannot be set for one thread alone.
@@ -7,13 +9,32 @@ cores that the forward owns, and the number of its threads cannot be set for one
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from p2pkv.pages.rows import Rows
+from p2pkv.pages.rows import Cut, LayerPages, Rows, Span, locate, spans_of
+
+
+class Copier(Protocol):
+    """Moves what lies in one of its spans of layers; how far a span reaches is its own affair."""
+
+    spans: Sequence[Span]
+
+    def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
+        """Copy the cut, which is not empty, to `out`: uint8, contiguous, same device, exactly as large."""
+        ...
+
+    def put(self, span: Span, cut: Cut, src: torch.Tensor) -> None:
+        """Copy `src` (as `out` in take) to the cut."""
+        ...
+
+    def warm_up(self) -> None:
+        """Prepare what the first copy would else have to wait for."""
+        ...
 
 
 class Arena(Protocol):
@@ -26,6 +47,23 @@ class Arena(Protocol):
     def put(self, rows: Rows, src: torch.Tensor) -> None:
         """Copy `src` (as `out` in take) to the rows, in their order."""
         ...
+
+
+class ArenaCopier:
+    """Lists the rows of a cut on the host, and lets the arena of its storage copy them."""
+
+    def __init__(self, pages: Sequence[LayerPages], arenas: Mapping[int, Arena]) -> None:
+        self.spans: Sequence[Span] = spans_of(pages)
+        self._arenas = arenas
+
+    def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
+        self._arenas[span.pages.arena].take(locate(span, cut), out)
+
+    def put(self, span: Span, cut: Cut, src: torch.Tensor) -> None:
+        self._arenas[span.pages.arena].put(locate(span, cut), src)
+
+    def warm_up(self) -> None:
+        """Nothing: numpy and torch are ready."""
 
 
 def arena_of(tensor: torch.Tensor) -> Arena:

@@ -1,11 +1,13 @@
-"""Fences: how the forward thread says "this layer's KV is written up to here" without waiting.
+"""Fences, points in the order of a device's work, and the stream that the engine's copies go to.
 
-The forward thread records one per layer hook; the engine's thread polls it before it gathers.
+The forward thread records a fence per layer hook, and the engine's thread polls it before it gathers.
+The engine's thread records one behind each of its own copies, since on CUDA these are only queued.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Protocol
 
 import torch
@@ -18,12 +20,26 @@ class Fence(Protocol):
         """Whether everything queued before this point has been done. Never waits."""
         ...
 
+    def wait(self) -> None:
+        """Wait until `ready`, with the GIL released."""
+        ...
+
+    def follow(self) -> None:
+        """What the calling thread queues from now on is done after this point. Never waits."""
+        ...
+
 
 class _Passed:
     """The fence of a device that works in the calling thread: passed when it is made."""
 
     def ready(self) -> bool:
         return True
+
+    def wait(self) -> None:
+        pass
+
+    def follow(self) -> None:
+        pass
 
 
 class _EventFence:
@@ -32,16 +48,23 @@ class _EventFence:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(stream)
+        self._device = stream.device
 
     def ready(self) -> bool:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
+    def wait(self) -> None:
+        self._event.synchronize()
 
-_PASSED = _Passed()
+    def follow(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+PASSED: Fence = _Passed()
 
 
 def _record_passed() -> Fence:
-    return _PASSED
+    return PASSED
 
 
 def make_recorder(device: torch.device) -> Callable[[], Fence]:
@@ -54,3 +77,17 @@ def make_recorder(device: torch.device) -> Callable[[], Fence]:
     if device.type == "cuda":
         return lambda: _EventFence(torch.cuda.current_stream(device))
     raise ValueError(f"KV cache on device {str(device)!r}: only cpu and cuda are supported")
+
+
+def own_stream(device: torch.device) -> AbstractContextManager[object]:
+    """While this is entered, the calling thread's work on `device` goes to a new stream of its own.
+
+    On CUDA a thread starts on the default stream, which the forward uses too: copies would wait behind
+    it, and it behind them. Nothing on a CPU.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    stack = ExitStack()
+    stack.enter_context(torch.cuda.device(device))
+    stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))  # type: ignore[no-untyped-call]
+    return stack

@@ -14,8 +14,11 @@ import numpy as np
 import torch
 
 from p2pkv.pages.codecs import DENSE, is_paged
-from p2pkv.pages.copy import Arena, arena_of
-from p2pkv.pages.rows import Index, Interval, LayerPages, Rows, Span, locate, spans_of
+from p2pkv.pages.copy import ArenaCopier, Copier, arena_of
+from p2pkv.pages.cupy_launcher import cupy_launcher
+from p2pkv.pages.device import Fence, make_recorder
+from p2pkv.pages.kernels import KernelCopier
+from p2pkv.pages.rows import Cut, Index, Interval, LayerPages, Span
 
 BlockTables = Sequence[Sequence[int]]
 
@@ -41,7 +44,7 @@ class PagedCache:
     def __init__(
         self,
         pages: list[LayerPages],
-        arenas: dict[int, Arena],
+        copier: Copier,
         *,
         heads: int,
         block_size: int,
@@ -61,8 +64,9 @@ class PagedCache:
         self.codec = codec
         self.groups = tuple(page.group for page in pages)
         self.device = device
-        self._arenas = arenas
-        self._spans = spans_of(pages)
+        self._copier = copier
+        self._spans = copier.spans
+        self._record = make_recorder(device)
 
     @classmethod
     def from_tensors(
@@ -98,12 +102,11 @@ class PagedCache:
         for number, tensor in enumerate(tensors):
             _check_layer(number, tensor, tensors[0], block_size, paged)
         pages = [_pages_of(t, group, block_size, paged) for t, group in zip(tensors, groups, strict=True)]
-        arenas = {page.arena: arena_of(tensor) for page, tensor in zip(pages, tensors, strict=True)}
         _, heads, tokens, content = tensors[0].shape
         unit_tokens = tokens if paged else 1
         return cls(
             pages,
-            arenas,
+            _copier_of(pages, tensors),
             heads=heads,
             block_size=block_size,
             unit_tokens=unit_tokens,
@@ -138,8 +141,8 @@ class PagedCache:
             ValueError: for a rectangle outside the cache, a start inside a unit, a wrong `out`, a
                 block table that ends too early or names a block that does not exist.
         """
-        for arena, rows, part in self._parts(out, layers, tokens, heads, blocks):
-            arena.take(rows, part)
+        for span, cut, part in self._parts(out, layers, tokens, heads, blocks):
+            self._copier.take(span, cut, part)
 
     def scatter(
         self, src: torch.Tensor, layers: Interval, tokens: Interval, heads: Interval, blocks: BlockTables
@@ -148,8 +151,16 @@ class PagedCache:
 
         Nothing has been written if this raises ValueError.
         """
-        for arena, rows, part in self._parts(src, layers, tokens, heads, blocks):
-            arena.put(rows, part)
+        for span, cut, part in self._parts(src, layers, tokens, heads, blocks):
+            self._copier.put(span, cut, part)
+
+    def fence(self) -> Fence:
+        """A fence behind all copies that the calling thread has queued on its current stream."""
+        return self._record()
+
+    def warm_up(self) -> None:
+        """Compile what gather and scatter run on the device; the first transfer would wait for it else."""
+        self._copier.warm_up()
 
     def check(self, layers: Interval, tokens: Interval, heads: Interval, blocks: BlockTables) -> None:
         """Raises the ValueError that gather and scatter would, but for that about the buffer."""
@@ -162,8 +173,8 @@ class PagedCache:
 
     def _parts(
         self, buffer: torch.Tensor, layers: Interval, tokens: Interval, heads: Interval, blocks: BlockTables
-    ) -> list[tuple[Arena, Rows, torch.Tensor]]:
-        """The rectangle, cut by spans of layers: arena, rows in it, their part of the buffer."""
+    ) -> list[tuple[Span, Cut, torch.Tensor]]:
+        """The rectangle, cut by spans of layers: span, cut, its part of the buffer."""
         _check_interval("layers", layers, self.layers)
         _check_interval("heads", heads, self.heads)
         units = self._units(tokens)
@@ -171,15 +182,14 @@ class PagedCache:
         check_buffer(buffer, (layers[1] - layers[0]) * layer_bytes, self.device)
         if buffer.numel() == 0:
             return []
-        parts: list[tuple[Arena, Rows, torch.Tensor]] = []
+        parts: list[tuple[Span, Cut, torch.Tensor]] = []
         for span in self._spans:
             some = max(layers[0], span.first), min(layers[1], span.stop)
             if some[0] >= some[1]:
                 continue
-            table = self._table(span, units, blocks)
-            rows = locate(span, some, units, heads, self.row_bytes, table)
+            cut = Cut(some, units, heads, self.row_bytes, self._table(span, units, blocks))
             part = buffer[(some[0] - layers[0]) * layer_bytes : (some[1] - layers[0]) * layer_bytes]
-            parts.append((self._arenas[span.pages.arena], rows, part))
+            parts.append((span, cut, part))
         return parts
 
     def _units(self, tokens: Interval) -> Interval:
@@ -266,6 +276,15 @@ def _check_layer(
             f"KV layer {number} packs {tokens} tokens in a page, layer 0 packs {first.shape[2]}; "
             f"models whose layers differ are not supported yet"
         )
+
+
+def _copier_of(pages: list[LayerPages], tensors: Sequence[torch.Tensor]) -> Copier:
+    """On CUDA the kernels, if CuPy is there to launch them."""
+    device = tensors[0].device
+    if device.type == "cuda" and (launcher := cupy_launcher(device)) is not None:
+        return KernelCopier(pages, tensors, launcher)
+    arenas = {page.arena: arena_of(tensor) for page, tensor in zip(pages, tensors, strict=True)}
+    return ArenaCopier(pages, arenas)
 
 
 def _pages_of(tensor: torch.Tensor, group: int, block_size: int, paged: bool) -> LayerPages:

@@ -10,6 +10,7 @@ Everything is in bytes unless it says units or blocks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
@@ -74,6 +75,24 @@ class Span:
 
 
 @dataclass(frozen=True, eq=False)
+class Cut:
+    """The part of a rectangle that lies in one span.
+
+    Attributes:
+        layers: counted as the cache counts them.
+        units, heads: half-open intervals.
+        row_bytes: bytes of a row.
+        table: logical block ids, int64; entry 0 is the block of the first unit.
+    """
+
+    layers: Interval
+    units: Interval
+    heads: Interval
+    row_bytes: int
+    table: Index
+
+
+@dataclass(frozen=True, eq=False)
 class Rows:
     """Rows of a flat arena: number i is bytes [base + i * atom, base + (i + 1) * atom).
 
@@ -85,7 +104,7 @@ class Rows:
     index: Index
 
 
-def spans_of(layers: list[LayerPages]) -> list[Span]:
+def spans_of(layers: Sequence[LayerPages]) -> list[Span]:
     """Cut layers into the longest spans, in order."""
     spans: list[Span] = []
     first = 0
@@ -97,15 +116,9 @@ def spans_of(layers: list[LayerPages]) -> list[Span]:
     return spans
 
 
-def locate(
-    span: Span, layers: Interval, units: Interval, heads: Interval, row_bytes: int, table: Index
-) -> Rows:
-    """The rows of a rectangle that is not empty.
-
-    Args:
-        layers: within the span, counted as the cache counts them.
-        table: logical block ids, int64; entry 0 is the block of the first unit.
-    """
+def locate(span: Span, cut: Cut) -> Rows:
+    """The rows of a cut that is not empty."""
+    layers, units, heads, row_bytes, table = cut.layers, cut.units, cut.heads, cut.row_bytes, cut.table
     pages = span.pages
     beside = heads[1] - heads[0]
     joined = beside == 1 or pages.head_stride == row_bytes

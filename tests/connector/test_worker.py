@@ -275,3 +275,25 @@ def test_before_the_caches_are_registered_every_hook_does_nothing() -> None:
     assert connector.build_connector_worker_meta() is None
     assert connector.get_kv_connector_stats() is None
     connector.shutdown()
+
+
+class _NotYet:
+    """A fence of a forward that still runs."""
+
+    def ready(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("still_runs", [False, True])
+def test_a_load_writes_its_pages_only_behind_the_forward_that_had_them(make: Make, still_runs: bool) -> None:
+    runner, rank = make("D")
+    worker = runner.connector._worker
+    assert worker is not None
+    fence = _NotYet() if still_runs else worker._record()
+    worker._record = lambda: fence
+    runner.step(StepMetadata(expects=[("r", do.Expect("k", D, 32, b"digest"))]))
+    rank.begin("k")
+    load = do.Load("k", 0, 31, ([1, 2],))
+    runner.step(StepMetadata(work=True, loads=[("r", load)]))
+    kinds = [type(command) for command in rank.log]
+    assert kinds == ([do.Expect, do.After, do.Load] if still_runs else [do.Expect, do.Load])

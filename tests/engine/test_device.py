@@ -1,0 +1,233 @@
+"""Engines whose copies are only queued when the calls return: nothing is said before it is true."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from engine_support import (
+    Engine,
+    Geometry,
+    at_baseline,
+    engines,
+    on_engine_thread,
+    prefill,
+    step,
+    wait_for,
+    wrong_cells,
+)
+from fake_device import Device, DeviceCache, OrderedLinks
+
+from p2pkv.engine import commands as do
+from p2pkv.links.memory import MemoryNetwork
+
+ONE = Geometry()
+TOKENS = 96
+BLOCKS, D_BLOCKS = list(range(6)), list(range(20, 26))
+
+
+class Pair:
+    """P and D, each on a device of its own that stands still until the test lets it work."""
+
+    def __init__(self, p: Engine, d: Engine, on_p: Device, on_d: Device) -> None:
+        self.p, self.d, self.on_p, self.on_d = p, d, on_p, on_d
+
+    def ask(self, key: str = "k", blocks: list[int] = BLOCKS, d_blocks: list[int] = D_BLOCKS) -> None:
+        """A whole prompt is computed, and D asks for it."""
+        self.d.do(do.Expect(key, self.p.address, TOKENS, b"digest"))
+        prefill(self.p, key, self.d.address, TOKENS, blocks, chunk=TOKENS)
+        self.d.wait(do.Begun(key))
+        self.d.do(do.Load(key, 0, TOKENS - 1, (d_blocks,)))
+
+    def queued(self, engine: Engine, count: int = 1) -> None:
+        """Wait until copies are queued on the device, and the engine has taken a further turn."""
+        rank = engine.ranks[0].rank
+        wait_for(lambda: rank.counters.snapshot()["copies"] >= count, what=f"{count} copies")
+        on_engine_thread(rank, lambda: None)
+        on_engine_thread(rank, lambda: None)
+
+    def done(self, key: str = "k", blocks: list[int] = D_BLOCKS) -> None:
+        self.d.wait(do.Loaded(key))
+        assert wrong_cells(self.d.ranks[0], blocks, 0, TOKENS - 1) == []
+        self.p.wait(do.PagesFree(key))
+        for engine in (self.p, self.d):
+            engine.do(do.Forget(key))
+
+    def at_rest(self) -> None:
+        wait_for(lambda: at_baseline(self.p) and at_baseline(self.d))
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Pair]]:
+    """Starts a Pair: `start(chunk_bytes=...)`; stopped at the end, with devices that work again."""
+    network, on = MemoryNetwork(), {"P": Device(), "D": Device()}
+    made = []
+
+    def make(**options: object) -> Pair:
+        context = engines(
+            ONE,
+            ONE,
+            lambda side, rank: OrderedLinks(network.rank(), on[side]),
+            devices={side: DeviceCache.on(device) for side, device in on.items()},
+            **options,
+        )
+        made.append(context)
+        return Pair(*context.__enter__(), on["P"], on["D"])
+
+    yield make
+    for device in on.values():
+        device.free()
+    for context in made:
+        context.__exit__(None, None, None)
+
+
+def heard(engine: Engine, kind: type) -> list[do.Event]:
+    return engine.ranks[0].events(kind)
+
+
+def scribble(engine: Engine, blocks: list[int]) -> None:
+    """Somebody else gets the pages."""
+    for page in engine.ranks[0].pages:
+        page[blocks] = 7.0
+
+
+def test_pages_are_free_and_loads_reported_only_when_the_device_is_done(start):
+    pair = start(chunk_bytes=1 << 20)
+    pair.ask()
+    pair.queued(pair.p)
+    sender = pair.p.ranks[0].rank._half._entries["k"].sender
+    assert sender.prompt.ended, "for the conversation, the pages have been read"
+    assert heard(pair.p, do.PagesFree) == []
+    assert pair.p.ranks[0].rank.counters.snapshot()["pages_held"] == 1
+    pair.on_p.free()
+    pair.p.wait(do.PagesFree("k"))
+    pair.queued(pair.d)
+    assert heard(pair.d, do.Loaded) == [] and heard(pair.d, do.LoadFailed) == []
+    assert pair.d.ranks[0].rank.counters.values["bytes_scattered"] == 0
+    assert pair.d.ranks[0].pages[0].max() == -1.0, "nothing has been written yet"
+    pair.on_d.free()
+    pair.done()
+    pair.at_rest()
+
+
+def test_revoke_waits_for_what_the_device_still_reads_and_for_nothing_else(start):
+    """D's device stands still, so no byte is ever taken: a wait for the network would never end."""
+    pair = start(chunk_bytes=1 << 20)
+    pair.ask()
+    pair.queued(pair.p)
+    rank = pair.p.ranks[0].rank
+    rank.revoke(["another"])
+    revoking = threading.Thread(target=rank.revoke, args=(["k"],))
+    revoking.start()
+    wait_for(lambda: pair.on_p.waiting == 1, what="the wait for the device")
+    assert revoking.is_alive()
+    # The gather alone; its send stays queued.
+    assert pair.on_p.run(1) == 1
+    revoking.join(20.0)
+    assert not revoking.is_alive()
+    scribble(pair.p, BLOCKS)
+    pair.on_p.free()
+    pair.on_d.free()
+    pair.done()
+
+
+def test_a_prompt_revoked_between_two_gathers_is_computed_again(start):
+    other = list(range(30, 36))
+    pair = start(chunk_bytes=4096)
+    pair.d.do(do.Expect("k", pair.p.address, TOKENS, b"digest"))
+    pair.p.do(do.OfferPrompt("k", pair.d.address, TOKENS, b"digest"))
+    pair.d.wait(do.Begun("k"))
+    pair.d.do(do.Load("k", 0, TOKENS - 1, (D_BLOCKS,)))
+    step(pair.p, "k", BLOCKS, 0, 48)
+    pair.queued(pair.p)
+    rank = pair.p.ranks[0].rank
+    revoking = threading.Thread(target=rank.revoke, args=(["k"],))
+    revoking.start()
+    wait_for(lambda: pair.on_p.waiting == 1, what="the wait for the device")
+    pair.on_p.free()
+    revoking.join(20.0)
+    assert not revoking.is_alive()
+    scribble(pair.p, BLOCKS)
+    pair.on_d.free()
+    step(pair.p, "k", other, 0, TOKENS)
+    pair.done()
+
+
+def test_an_abort_on_p_frees_the_pages_when_the_device_has_read_them(start):
+    pair = start(chunk_bytes=1 << 20)
+    pair.ask()
+    pair.queued(pair.p)
+    pair.p.do(do.Abort("k", "the client has left"))
+    pair.queued(pair.p)
+    assert heard(pair.p, do.PagesFree) == []
+    pair.on_p.free()
+    pair.p.wait(do.PagesFree("k"))
+    assert len(heard(pair.p, do.PagesFree)) == 1
+
+
+def test_a_drop_on_d_is_confirmed_when_nothing_writes_to_the_pages_any_more(start):
+    pair = start(chunk_bytes=4096)
+    pair.on_p.free()
+    pair.ask()
+    pair.queued(pair.d)
+    pair.d.do(do.Drop("k", "the client has left"))
+    pair.queued(pair.d)
+    assert heard(pair.d, do.LoadFailed) == []
+    pair.on_d.free()
+    wait_for(lambda: heard(pair.d, do.LoadFailed))
+    scribble(pair.d, D_BLOCKS)
+    pair.d.do(do.Forget("k"))
+    pair.p.wait(do.PagesFree("k"))
+    pair.p.do(do.Forget("k"))
+    pair.at_rest()
+    assert all((page[D_BLOCKS] == 7.0).all() for page in pair.d.ranks[0].pages)
+    assert heard(pair.d, do.Loaded) == [] and len(heard(pair.d, do.LoadFailed)) == 1
+
+
+def test_a_lost_link_frees_pages_only_behind_the_device(start):
+    pair = start(chunk_bytes=1 << 20)
+    pair.ask()
+    pair.queued(pair.p)
+    half = pair.p.ranks[0].rank._half
+    (peer,) = half._peers.values()
+    on_engine_thread(pair.p.ranks[0].rank, lambda: half._link_lost(peer, "a test cuts it", 0.0))
+    wait_for(lambda: heard(pair.d, do.LoadFailed))
+    assert heard(pair.p, do.PagesFree) == []
+    pair.on_p.free()
+    pair.p.wait(do.PagesFree("k"))
+
+
+def test_requests_keep_their_order_on_devices_that_work_piece_by_piece(start):
+    pair = start(chunk_bytes=4096)
+    keys = {f"k{number}": list(range(number * 6, number * 6 + 6)) for number in range(4)}
+    for key, blocks in keys.items():
+        pair.ask(key, blocks, blocks)
+    loads: list[str] = []
+
+    def all_loaded() -> bool:
+        pair.on_p.run(1)
+        pair.on_d.run(1)
+        loads[:] = [event.key for event in heard(pair.d, do.Loaded)]
+        return len(loads) == len(keys)
+
+    wait_for(all_loaded, 40.0)
+    assert loads == list(keys)
+    pair.on_p.free()
+    pair.on_d.free()
+    for key, blocks in keys.items():
+        pair.done(key, blocks)
+    pair.at_rest()
+
+
+def test_a_stopped_rank_leaves_no_copy_behind(start):
+    pair = start(chunk_bytes=1 << 20)
+    pair.ask()
+    pair.queued(pair.p)
+    stopping = threading.Thread(target=pair.p.stop)
+    stopping.start()
+    wait_for(lambda: pair.on_p.waiting == 1, what="the wait for the device")
+    assert pair.p.ranks[0].rank.alive
+    pair.on_p.free()
+    stopping.join(20.0)
+    assert not pair.p.ranks[0].rank.alive

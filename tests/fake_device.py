@@ -1,0 +1,203 @@
+"""A device whose copies are made only when a test says so, and a link that is ordered behind them.
+
+As on CUDA: a call queues work and returns, the work is done later in the order of the calls, and a
+fence is a place in that order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from p2pkv.links.base import Inbound, LinkFactory, Outbound
+from p2pkv.links.memory import MemoryLinks, MemoryReceive, MemorySend
+from p2pkv.pages import PagedCache
+
+WAIT_SECONDS = 20.0
+
+
+class Device:
+    """Work is queued by any thread and done by whoever calls `run`; `free` lets all of it be done at once."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        """Threads that wait for a fence now."""
+        self._changed = threading.Condition()
+        self._work: deque[Callable[[], object]] = deque()
+        self._queued = self._done = 0
+        self._free = False
+
+    def queue(self, work: Callable[[], object]) -> None:
+        with self._changed:
+            self._queued += 1
+            self._work.append(work)
+            if self._free:
+                self._advance(len(self._work))
+
+    def run(self, count: int = 1) -> int:
+        """Do the next pieces of work, at most `count`; how many were left to do."""
+        with self._changed:
+            return self._advance(count)
+
+    def free(self) -> None:
+        """From now on work is done when it is queued."""
+        with self._changed:
+            self._free = True
+            self._advance(len(self._work))
+
+    def fence(self) -> FakeFence:
+        with self._changed:
+            return FakeFence(self, self._queued)
+
+    def passed(self, place: int) -> bool:
+        with self._changed:
+            return self._done >= place
+
+    def wait(self, place: int) -> None:
+        with self._changed:
+            self.waiting += 1
+            assert self._changed.wait_for(lambda: self._done >= place, WAIT_SECONDS), "nobody ran the device"
+            self.waiting -= 1
+
+    def _advance(self, count: int) -> int:
+        there = min(count, len(self._work))
+        for _ in range(there):
+            self._work.popleft()()
+            self._done += 1
+        self._changed.notify_all()
+        return there
+
+
+@dataclass(frozen=True)
+class FakeFence:
+    device: Device
+    place: int
+
+    def ready(self) -> bool:
+        return self.device.passed(self.place)
+
+    def wait(self) -> None:
+        self.device.wait(self.place)
+
+    def follow(self) -> None:
+        """The device does everything in order anyway."""
+
+
+class DeviceCache(PagedCache):
+    """A cache whose copies are queued on a Device. Wrong arguments are refused in the call, as on CUDA."""
+
+    device_queue: Device
+
+    @classmethod
+    def on(cls, device: Device) -> Callable[[PagedCache], PagedCache]:
+        """For engine_support's `device`."""
+
+        def wrap(cache: PagedCache) -> PagedCache:
+            wrapped = cls.__new__(cls)
+            wrapped.__dict__.update(cache.__dict__, device_queue=device)
+            return wrapped
+
+        return wrap
+
+    def gather(self, out: torch.Tensor, *cut: Any) -> None:
+        parts = self._parts(out, *cut)
+        self.device_queue.queue(lambda: [self._copier.take(*part) for part in parts])
+
+    def scatter(self, src: torch.Tensor, *cut: Any) -> None:
+        parts = self._parts(src, *cut)
+        self.device_queue.queue(lambda: [self._copier.put(*part) for part in parts])
+
+    def fence(self) -> FakeFence:  # type: ignore[override]
+        return self.device_queue.fence()
+
+
+class OrderedLinks(LinkFactory):
+    """Memory links that keep the rule for devices: commit and release are ordered behind the copies."""
+
+    kind = "memory"
+
+    def __init__(self, inner: MemoryLinks, device: Device) -> None:
+        self._inner = inner
+        self._device = device
+
+    def invite(self) -> bytes:
+        return self._inner.invite()
+
+    def accept(self, invitation: bytes, window: int) -> tuple[Inbound, bytes]:
+        inbound, acceptance = self._inner.accept(invitation, window)
+        return _OrderedInbound(inbound, self._device), acceptance
+
+    def complete(self, invitation: bytes, acceptance: bytes) -> Outbound:
+        return _OrderedOutbound(self._inner.complete(invitation, acceptance), self._device)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@dataclass
+class _Ordered:
+    """What the two kinds of ends share: calls that the device's order holds back until `poll`."""
+
+    inner: Any
+    device: Device
+    due: deque[Callable[[], None]] = field(default_factory=deque)
+
+    def later(self, call: Callable[[], None]) -> None:
+        self.device.queue(lambda: self.due.append(call))
+
+    def ready(self) -> bool:
+        return bool(self.inner.ready())
+
+    @property
+    def used(self) -> int:
+        return int(self.inner.used)
+
+    def poll(self) -> None:
+        while self.due:
+            self.due.popleft()()
+        self.inner.poll()
+
+    def abort(self) -> None:
+        self.due.clear()
+        self.inner.abort()
+
+
+class _OrderedOutbound(_Ordered, Outbound):
+    def reserve(self, nbytes: int, landing: int) -> _OrderedSend | None:
+        send = self.inner.reserve(nbytes, landing)
+        return None if send is None else _OrderedSend(self, send)
+
+
+class _OrderedInbound(_Ordered, Inbound):
+    def post(self, nbytes: int) -> _OrderedReceive | None:
+        receive = self.inner.post(nbytes)
+        return None if receive is None else _OrderedReceive(self, receive)
+
+
+class _OrderedSend:
+    def __init__(self, link: _Ordered, inner: MemorySend) -> None:
+        self.buffer = inner.buffer
+        self._link, self._inner = link, inner
+
+    def commit(self) -> None:
+        self._link.later(self._inner.commit)
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+
+class _OrderedReceive:
+    def __init__(self, link: _Ordered, inner: MemoryReceive) -> None:
+        self.buffer, self.landing = inner.buffer, inner.landing
+        self._link, self._inner = link, inner
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+    def release(self) -> None:
+        self._link.later(self._inner.release)

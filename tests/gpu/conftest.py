@@ -1,0 +1,37 @@
+"""What these tests need, and which of it is missing here. Nothing but pytest, torch and p2pkv is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents and (reason := missing(item)):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def has_vllm() -> bool:
+    try:
+        # A module that is certainly vLLM's: a folder of these tests could pass for a package of that name.
+        return importlib.util.find_spec("vllm.entrypoints") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def missing(item: pytest.Item) -> str:
+    """Why this test cannot run here; empty if it can."""
+    needed = 2 if item.get_closest_marker("two_gpus") else 1 if item.get_closest_marker("gpu") else 0
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found < needed:
+        return f"needs {needed} CUDA device{'s' * (needed > 1)}, and torch finds {found}"
+    if needed and importlib.util.find_spec("cupy") is None:
+        return "needs CuPy, which is not installed: cupy-cuda12x or cupy-cuda13x"
+    if item.get_closest_marker("vllm") and not has_vllm():
+        return "needs vLLM, which is not installed"
+    return ""

@@ -1,0 +1,96 @@
+"""The kernels on a real device, against rows found one by one and against torch's index kernels."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from pages_support import POISON, Seeded, check_exchange
+
+from p2pkv.cli.bench_pages import HEADS, LAYERS, LAYOUTS, Memory
+from p2pkv.pages import PagedCache, geometry, make_recorder, own_stream
+from p2pkv.pages.kernels import KernelCopier
+
+pytestmark = pytest.mark.gpu
+
+DENSE = LAYOUTS["dense"]
+SLEEP_CYCLES = 2_000_000_000
+"""About a second of a GPU's clock."""
+
+
+def cuda() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_a_rectangle_travels_between_any_two_layouts(part: int) -> None:
+    for seed in range(part * 30, part * 30 + 30):
+        check_exchange(Seeded(seed), "cuda")
+
+
+def test_kernels_and_torch_move_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers of Llama-8B, some heads, tokens that begin and end inside blocks."""
+    memory = Memory(1024, "P", "cuda")
+    by_kernels = memory.cache(DENSE)
+    assert isinstance(by_kernels._copier, KernelCopier)
+    by_kernels.warm_up()
+    with monkeypatch.context() as patch:
+        patch.setattr(geometry, "cupy_launcher", lambda device: None)
+        by_torch = memory.cache(DENSE)
+    cut = (0, LAYERS), (5, 1001), (1, HEADS)
+    table = [DENSE.table(1024, 1024, "P")]
+    nbytes = by_torch.nbytes(LAYERS, *cut[1], HEADS - 1)
+    out = [torch.full((nbytes,), POISON, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    for cache, dense in zip((by_kernels, by_torch), out, strict=True):
+        cache.gather(dense, *cut, table)
+    assert torch.equal(*out)
+    left = []
+    for cache, dense in ((by_kernels, out[0].flip(0)), (by_torch, out[0].flip(0))):
+        cache.gather(out[1], *cut, table)  # what the pages hold before
+        cache.scatter(dense, *cut, table)
+        left.append(memory.flat.clone())
+        cache.scatter(out[1], *cut, table)
+    assert torch.equal(*left)
+
+
+def test_the_engines_stream_does_not_wait_for_the_forwards() -> None:
+    """A gather beside a forward that is under way is done before it; after its fence it comes behind it."""
+    cache = Memory(1024, "P", "cuda").cache(DENSE)
+    cache.warm_up()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    forward = make_recorder(cuda())()
+    seen: dict[str, bool] = {}
+
+    def engine() -> None:
+        with own_stream(cuda()):
+            seen["own"] = torch.cuda.current_stream() != torch.cuda.default_stream()
+            first = _gather(cache)
+            first.wait()
+            seen["beside"] = not forward.ready()
+            forward.follow()
+            second = _gather(cache)
+            seen["queued"] = not second.ready()
+            second.wait()
+            seen["behind"] = forward.ready()
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    thread.join(60.0)
+    assert seen == {"own": True, "beside": True, "queued": True, "behind": True}
+
+
+def _gather(cache: PagedCache):
+    out = torch.empty(cache.nbytes(LAYERS, 0, 64, HEADS), dtype=torch.uint8, device="cuda")
+    cache.gather(out, (0, LAYERS), (0, 64), (0, HEADS), [DENSE.table(64, 1024, "P")])
+    return cache.fence()
+
+
+def test_a_fence_is_passed_with_the_stream() -> None:
+    record = make_recorder(cuda())
+    torch.cuda._sleep(SLEEP_CYCLES)
+    fence = record()
+    assert not fence.ready()
+    fence.wait()
+    assert fence.ready()
