@@ -8,13 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from nccl_simulated import SimulatedDevice, SimulatedNccl
 
 from p2pkv.links.base import Inbound, LinkFactory, Outbound, Receive, Send
 from p2pkv.links.faulty import Faults, FaultyLinks
 from p2pkv.links.host import HostLinks
 from p2pkv.links.memory import MemoryNetwork
+from p2pkv.links.nccl import NcclLinks
 
-KINDS = ("memory", "shared-memory", "tcp", "faulty")
+NCCL_KINDS = ("nccl-blocking", "nccl-polled")
+KINDS = ("memory", "shared-memory", "tcp", "faulty", *NCCL_KINDS)
 STAGING = 1 << 22
 DEADLINE = 10.0
 
@@ -27,8 +30,19 @@ def make_factories(kind: str) -> tuple[LinkFactory, LinkFactory]:
         if kind == "faulty":
             pair = (FaultyLinks(pair[0], Faults(), seed=1), FaultyLinks(pair[1], Faults(), seed=2))
         return pair
+    if kind in NCCL_KINDS:
+        blocking = kind == "nccl-blocking"
+        return nccl_links(blocking=blocking), nccl_links(blocking=blocking)
     shared = kind == "shared-memory"
     return HostLinks("127.0.0.1", STAGING, shared), HostLinks("127.0.0.1", STAGING, shared)
+
+
+def nccl_links(
+    *, version: int = 22809, blocking: bool = True, staging: int = 4 * STAGING, init_seconds: float = DEADLINE
+) -> NcclLinks:
+    """NCCL links of one rank on a simulated device of its own."""
+    nccl = SimulatedNccl(version=version, blocking=blocking)
+    return NcclLinks(nccl, SimulatedDevice(nccl), staging, init_seconds)
 
 
 @dataclass
