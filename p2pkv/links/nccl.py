@@ -16,7 +16,7 @@ import torch
 from p2pkv.links.base import Inbound, LinkError, LinkFactory, Outbound
 from p2pkv.links.blobs import NONCE_BYTES, decode, encode
 from p2pkv.links.guard import Guard
-from p2pkv.links.nccl_api import Nccl, NcclError, NcclMissing, load_nccl
+from p2pkv.links.nccl_api import Nccl, NcclError, NcclMissing, load_nccl, version_name
 from p2pkv.links.nccl_blobs import Acceptance, Invitation, check_versions
 from p2pkv.links.nccl_device import CudaDevice, Device
 from p2pkv.links.nccl_end import End, Operation, to_landing
@@ -143,9 +143,10 @@ class NcclOutbound(End, Outbound):
 
 
 class NcclLinks(LinkFactory):
-    """Makes NCCL links for one rank. One thread owns all of them (the engine's): a second one is refused."""
+    """Makes NCCL links for one rank. One thread owns all of them (the engine's): a second one is refused.
 
-    kind = "nccl"
+    `kind` names NCCL's exact version, so that peers with another one are refused at the handshake.
+    """
 
     def __init__(
         self, nccl: Nccl, device: Device, staging_bytes: int, init_seconds: float = INIT_SECONDS
@@ -161,6 +162,7 @@ class NcclLinks(LinkFactory):
         owner = Guard(f"NCCL on {device.name}")
         self._shared = Shared(nccl, device, Pool(device, staging_bytes), init_seconds, owner)
         self._version = nccl.version()
+        self.kind = f"nccl {version_name(self._version)}"
         self._links: list[NcclInbound | NcclOutbound] = []
         self._closed = False
         logger.info("%s on %s", nccl.describe(), device.name)
@@ -168,7 +170,7 @@ class NcclLinks(LinkFactory):
     @property
     def stuck(self) -> int:
         """Calls to NCCL that were given up and have not come back."""
-        return self._shared.helpers.stuck
+        return self._shared.stuck
 
     @property
     def slot_bytes(self) -> int:
@@ -188,7 +190,7 @@ class NcclLinks(LinkFactory):
     def accept(self, invitation: bytes, window: int) -> tuple[NcclInbound, bytes]:
         """D's end, which begins to join. ValueError if `window` is not positive."""
         self._check()
-        invited = decode(invitation, Invitation, self.kind)
+        invited = decode(invitation, Invitation, "nccl")
         check_versions(self._version, invited.nccl)
         inbound = NcclInbound(self._shared, invited.unique_id, window)
         self._links.append(inbound)
@@ -197,8 +199,8 @@ class NcclLinks(LinkFactory):
     def complete(self, invitation: bytes, acceptance: bytes) -> NcclOutbound:
         """P's end, which begins to join."""
         self._check()
-        invited = decode(invitation, Invitation, self.kind)
-        accepted = decode(acceptance, Acceptance, self.kind)
+        invited = decode(invitation, Invitation, "nccl")
+        accepted = decode(acceptance, Acceptance, "nccl")
         if accepted.answers != invited.tag:
             raise LinkError("this acceptance answers another invitation")
         check_versions(self._version, accepted.nccl)
@@ -214,9 +216,9 @@ class NcclLinks(LinkFactory):
         for link in self._links:
             link.close("its rank has closed")
         self._links.clear()
-        self._shared.helpers.join(CLOSE_SECONDS)
-        if busy := self._shared.helpers.busy:
-            logger.warning("%d calls to NCCL have not returned; the process ends without them", busy)
+        self._shared.aborts.join(CLOSE_SECONDS)
+        if busy := self._shared.aborts.busy:
+            logger.warning("%d aborts of NCCL have not returned; the process ends without them", busy)
 
     def _check(self) -> None:
         if self._closed:

@@ -103,7 +103,7 @@ def library_paths() -> list[str]:
     return sorted(found) or ["library linked in"]
 
 
-def load_nccl(channels: int) -> Nccl:
+def load_nccl(channels: int = 8) -> Nccl:
     """NCCL through nccl4py where that is installed, else through CuPy.
 
     nccl4py comes first: it starts communicators without blocking, aborts them cleanly, and bounds

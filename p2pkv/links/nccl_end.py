@@ -115,7 +115,7 @@ class End:
         if comm is not None:
             offsets = [operation.offset for operation in under_way]
             name = f"p2pkv-nccl-abort-{'PD'[self._rank]}"
-            self.shared.helpers.run(name, ABORT_SECONDS, lambda: self._end(comm, offsets))
+            self.shared.aborts.run(name, ABORT_SECONDS, lambda: self._end(comm, offsets))
 
     def check(self) -> None:
         """Raises RuntimeError if a second thread calls, LinkError if this end no longer works."""

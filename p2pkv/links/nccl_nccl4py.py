@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from p2pkv.links.nccl_api import IN_PROGRESS, UINT8, UNIQUE_ID_BYTES, Nccl, NcclError, NcclMissing
+from p2pkv.links.nccl_api import UINT8, UNIQUE_ID_BYTES, Nccl, NcclError, NcclMissing
 
 MOST_CTAS = 32
 """NCCL's own bound on a communicator's channels."""
@@ -58,7 +58,7 @@ class Nccl4pyNccl(Nccl):
         return bytes(self._call("get_unique_id"))
 
     def init(self, ranks: int, unique_id: bytes, rank: int) -> int:
-        """Starts it only; the binding takes IN_PROGRESS for success."""
+        """Begins it; the binding takes NCCL's "in progress" for success, here and in all calls."""
         assert len(unique_id) == UNIQUE_ID_BYTES
         config = self._nccl.Config()
         config.blocking = 0
@@ -97,6 +97,4 @@ class Nccl4pyNccl(Nccl):
         try:
             return call(*arguments)
         except self._nccl.NCCLError as error:
-            if error.status == IN_PROGRESS:
-                return None
             raise NcclError(name, int(error.status), str(error)) from None

@@ -26,16 +26,21 @@ class Shared:
     pool: Pool
     init_seconds: float
     owner: Guard
-    helpers: Helpers = field(default_factory=Helpers)
+    openings: Helpers = field(default_factory=Helpers)
+    aborts: Helpers = field(default_factory=Helpers)
     busy: set[object] = field(default_factory=set)
     """Ends that have operations under way."""
 
+    @property
+    def stuck(self) -> int:
+        """Calls to NCCL that have outlived their time, and their threads with them."""
+        return self.openings.stuck + self.aborts.stuck
+
     def check(self) -> None:
         """Raises LinkError if too many threads hang in NCCL to risk another one."""
-        stuck = self.helpers.stuck
-        if stuck >= MOST_STUCK:
+        if self.stuck >= MOST_STUCK:
             raise LinkError(
-                f"{stuck} calls to NCCL never returned in this process, for peers that were absent or died; "
+                f"{self.stuck} calls to NCCL never returned in this process, for peers that were absent or died; "
                 "restart it, and install nccl4py, whose calls can be given up"
             )
 
@@ -61,7 +66,7 @@ class Opening:
         self._given_up = threading.Event()
         self._reason = ""
         self._comm: int | None = None
-        shared.helpers.run(f"p2pkv-nccl-init-{'PD'[rank]}", shared.init_seconds, self._main)
+        shared.openings.run(f"p2pkv-nccl-init-{'PD'[rank]}", shared.init_seconds, self._main)
 
     def comm(self) -> int | None:
         """The communicator once it is up, else None. Raises LinkError if it failed or took too long."""
