@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from nccl_simulated import SimulatedDevice, SimulatedNccl
@@ -20,6 +24,7 @@ NCCL_KINDS = ("nccl-blocking", "nccl-polled")
 KINDS = ("memory", "shared-memory", "tcp", "faulty", *NCCL_KINDS)
 STAGING = 1 << 22
 DEADLINE = 10.0
+PEER = Path(__file__).parent / "links_peer.py"
 
 
 def make_factories(kind: str) -> tuple[LinkFactory, LinkFactory]:
@@ -95,3 +100,27 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def noise(nbytes: int, seed: int) -> torch.Tensor:
     """uint8 [nbytes], the same for one seed."""
     return torch.frombuffer(bytearray(random.Random(seed).randbytes(nbytes)), dtype=torch.uint8)
+
+
+class Peer:
+    """A child process at the other end of the link."""
+
+    def __init__(self, role: str, mode: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(PEER), role, mode], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def tell(self, **what: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> dict:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the peer ended with {self.process.wait(10)}"
+        return json.loads(line)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=10)

@@ -76,9 +76,7 @@ class Opening:
             raise LinkError(self._reason)
         seconds = self._shared.init_seconds
         if time.monotonic() - self._began > seconds:
-            raise LinkError(
-                f"NCCL did not come up in {seconds:g} s; the peer is absent, or cannot be reached"
-            )
+            raise LinkError(f"NCCL did not come up in {seconds:g} s: the peer is absent or out of reach")
         return None
 
     def give_up(self) -> int | None:
