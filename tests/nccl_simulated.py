@@ -108,7 +108,7 @@ class SimulatedNccl(Nccl):
         for number in list(self._comms):
             if comm := self._comms.pop(number, None):
                 self._end(comm)
-        for root in self._roots.values():
+        for root in list(self._roots.values()):
             root.close()
 
     # The seam.

@@ -9,6 +9,7 @@ from p2pkv.control.endpoint import Line
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import BURST, Context, Ends, log
 from p2pkv.engine.early import EarlyClaims
+from p2pkv.engine.idle import IDLE_BEATS, REASON, surplus
 from p2pkv.engine.outlet import Flight, Outlet, Place
 from p2pkv.links.base import LinkError, Send
 from p2pkv.plan import Edge
@@ -112,7 +113,9 @@ class Producer:
             case m.LinkAccept():
                 self._accept(peer, message, now)
             case m.LinkDown(link, reason):
-                if link == peer.link:
+                if link == peer.link and peer.linked and self._idle(peer, now):
+                    peer.park(now)
+                elif link == peer.link:
                     self._link_lost(peer, f"{peer.address} aborted the link: {reason}", now, tell=False)
             case m.Want(key) | m.Grant(key) | m.Done(key) | m.Cancel(key):
                 self._about(peer, key, message, now)
@@ -138,7 +141,7 @@ class Producer:
         if old is not None and old.line is line and old.fresh and old.hello == hello:
             return
         edges = {edge.target: edge for edge in plan.from_source(mine.rank)}
-        peer = Outlet(self._ctx, line, hello, plan, edges.get(hello.rank))
+        peer = Outlet(self._ctx, line, hello, plan, edges.get(hello.rank), wanted=now)
         if old is not None:
             self._drop(old, f"{hello.address} has restarted or reconnected", now)
             peer.link = old.link
@@ -147,6 +150,8 @@ class Producer:
         peer.invite(now)
 
     def _waiting(self, peer: Outlet, transfers: m.Transfers, now: float) -> None:
+        if transfers:
+            peer.want(now)
         held: list[tuple[str, int]] = []
         unknown: list[tuple[str, int]] = []
         for key, attempt in transfers:
@@ -227,6 +232,20 @@ class Producer:
         peer.abort(now, reason if tell else "")
         self._lose(peer, reason, now)
         peer.invite(now)
+
+    def _idle(self, peer: Outlet, now: float) -> bool:
+        """Whether neither side has a use for this link now."""
+        quiet = now - peer.wanted > IDLE_BEATS * self._ctx.beat and not (peer.orders or peer.flights)
+        return quiet and not any(
+            entry.decode == peer.hello.addresses[0] for entry in self._live(*self._entries)
+        )
+
+    def _close_idle(self, now: float) -> None:
+        linked = [peer for peer in self._peers.values() if peer.linked]
+        most = self._ctx.options.max_links
+        for peer in surplus(linked, most, lambda each: self._idle(each, now), lambda each: each.wanted):
+            log.info("closing the link to %s: %s", peer.address, REASON)
+            peer.park(now, REASON)
 
     def _drop(self, peer: Outlet, reason: str, now: float) -> None:
         """This incarnation of a D rank is gone."""
@@ -320,6 +339,7 @@ class Producer:
             elif peer.building and now - peer.since > lease:
                 self._link_lost(peer, f"the link to {peer.address} did not come up in {lease:g} s", now)
             peer.invite(now)
+        self._close_idle(now)
         self._ends.expire(now)
 
     @property

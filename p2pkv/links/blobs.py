@@ -80,7 +80,8 @@ def decode(blob: bytes, kind: type[_Blob], link: str = "host") -> _Blob:
         return msgspec.msgpack.decode(blob, type=kind)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
         raise LinkError(
-            f"not a link {name} of kind {link} ({error}); both sides need the same `link` setting and p2pkv version"
+            f"not a link {name} of kind {link} ({error}); both sides need the same `link` setting and p2pkv "
+            "version"
         ) from None
 
 

@@ -38,5 +38,5 @@ def check_versions(mine: int, theirs: int) -> None:
     if mine != theirs:
         raise LinkError(
             f"this rank has NCCL {version_name(mine)} and its peer NCCL {version_name(theirs)}: both must be "
-            "the same; install the same nvidia-nccl package on both sides (`p2pkv doctor` shows which is used)"
+            "the same; install the same nvidia-nccl package on both sides (see `p2pkv doctor`)"
         )

@@ -32,9 +32,7 @@ def make(channels: int) -> CupyNccl:
     except Exception as error:  # CuPy raises its own for a missing CUDA library
         raise NcclMissing(f"CuPy cannot be imported ({error})") from None
     if not nccl.available:
-        raise NcclMissing(
-            f"CuPy {cupy.__version__} finds no NCCL library; install nvidia-nccl for the CUDA version of torch"
-        )
+        raise NcclMissing(f"CuPy {cupy.__version__} finds no NCCL library; install nvidia-nccl-cu12 or -cu13")
     _set_channels(channels)
     return CupyNccl(nccl, f"CuPy {cupy.__version__}")
 

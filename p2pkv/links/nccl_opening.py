@@ -40,8 +40,8 @@ class Shared:
         """Raises LinkError if too many threads hang in NCCL to risk another one."""
         if self.stuck >= MOST_STUCK:
             raise LinkError(
-                f"{self.stuck} calls to NCCL never returned in this process, for peers that were absent or died; "
-                "restart it, and install nccl4py, whose calls can be given up"
+                f"{self.stuck} calls to NCCL never returned in this process, for peers that were absent or "
+                "died; restart it, and install nccl4py, whose calls can be given up"
             )
 
 

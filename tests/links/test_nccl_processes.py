@@ -1,4 +1,4 @@
-"""NCCL links to a process that dies: before it joins, when it has joined, in mid-message. NCCL says nothing."""
+"""NCCL links to a process that dies: before it joins, after it has, in mid-message. NCCL says nothing."""
 
 from __future__ import annotations
 
