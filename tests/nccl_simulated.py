@@ -305,10 +305,8 @@ class SimulatedNccl(Nccl):
         if comm.line is not None:
             with contextlib.suppress(OSError):
                 comm.line.shutdown(socket.SHUT_RDWR)
-        if comm.worker is not None:
+        if comm.worker is not None:  # its line is closed with its last user: a number must not be used anew
             comm.worker.join(10)
-        if comm.line is not None:
-            comm.line.close()
 
 
 def _accept(root: socket.socket) -> socket.socket | None:
@@ -370,6 +368,10 @@ class SimulatedStream:
 
     def follow(self, mark: object) -> None:
         assert isinstance(mark, SimulatedMark)
+
+    def close(self) -> None:
+        if not self.mark().ready():
+            self._nccl.violations.append("a stream was closed with something on it")
 
 
 class SimulatedDevice:

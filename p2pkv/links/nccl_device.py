@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import ctypes
+from typing import Any, Protocol
 
 import torch
+
+from p2pkv.links.base import LinkError
+
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no order with the default stream
 
 
 class Mark(Protocol):
@@ -35,6 +40,10 @@ class Stream(Protocol):
         """What is queued here from now on begins when `mark`, of another stream, is ready."""
         ...
 
+    def close(self) -> None:
+        """Nothing is on it any more, and nothing will be."""
+        ...
+
 
 class Device(Protocol):
     """Where a factory's links live.
@@ -54,7 +63,7 @@ class Device(Protocol):
         ...
 
     def stream(self) -> Stream:
-        """A new stream."""
+        """A new stream, which nothing else of this process ever shares. Raises LinkError."""
         ...
 
     def here(self) -> Mark:
@@ -74,11 +83,20 @@ class CudaMark:
 
 
 class CudaStream:
-    """A stream that does not wait for the default stream."""
+    """A stream made by the driver itself.
+
+    torch hands out 32 streams in turn, to vLLM too: on one of those, a receive that waits for its peer
+    could stand before another link's, or before a model's work.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.number = int(self._stream.cuda_stream)
+        """On the calling thread's current device."""
+        handle = ctypes.c_void_p()
+        result = driver().cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)
+        if result != 0 or handle.value is None:
+            raise LinkError(f"CUDA cannot make a stream for a link: cuStreamCreate says {result}")
+        self.number = handle.value
+        self._stream = torch.cuda.ExternalStream(self.number, device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> CudaMark:
         return CudaMark(self._stream)
@@ -86,6 +104,9 @@ class CudaStream:
     def follow(self, mark: Mark) -> None:
         assert isinstance(mark, CudaMark)
         self._stream.wait_event(mark.event)
+
+    def close(self) -> None:
+        driver().cuStreamDestroy_v2(ctypes.c_void_p(self.number))
 
 
 class CudaDevice:
@@ -98,6 +119,8 @@ class CudaDevice:
 
     def enter(self) -> None:
         torch.cuda.set_device(self._device)
+        # A thread has no context until its first call to the runtime, and `set_device` may make none.
+        torch.cuda.mem_get_info(self._device)
 
     def memory(self, nbytes: int) -> torch.Tensor:
         try:
@@ -113,3 +136,8 @@ class CudaDevice:
 
     def here(self) -> CudaMark:
         return CudaMark(torch.cuda.current_stream(self._device))
+
+
+def driver() -> Any:
+    """CUDA's driver library, which is wherever a CUDA device is."""
+    return ctypes.CDLL("libcuda.so.1")

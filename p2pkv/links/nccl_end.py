@@ -62,6 +62,7 @@ class End:
         self._rank = rank
         self._held = 0
         self.closed = False
+        shared.device.enter()
         self._stream = shared.device.stream()
         self._queue: deque[Operation] = deque()  # in order, not launched
         self._launching: Operation | None = None  # called for, and NCCL is at it
@@ -205,5 +206,6 @@ class End:
         self.shared.device.enter()
         self.shared.nccl.abort(comm)
         wait_out(self._stream.mark())
+        self._stream.close()
         for offset in offsets:
             self.shared.pool.give(offset)

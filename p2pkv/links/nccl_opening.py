@@ -105,6 +105,8 @@ class Opening:
                 return
         if comm is not None:
             self._shared.nccl.abort(comm)
+        wait_out(self._stream.mark())
+        self._stream.close()
 
     def _say_something(self, comm: int) -> None:
         nccl = self._shared.nccl

@@ -36,7 +36,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
 
     def make(role: str, *, version: int = 22809, **options: object) -> Engine:
         links = nccl_links(version=version, blocking=request.param == "nccl-blocking", staging=1 << 20)
-        options = {"lease_seconds": 1.5, **options}
+        options = {"lease_seconds": 4.0, **options}
         made.append(make_engine(role, ONE, lambda rank: links, **options))
         return made[-1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.metadata
 import inspect
@@ -13,7 +14,8 @@ import pytest
 import torch
 from nccl_fakes import UNIQUE_ID, FakeNcclError, fake_cupy, fake_nccl4py, install
 
-from p2pkv.links import make_factory, nccl_cupy, nccl_nccl4py
+from p2pkv.links import make_factory, nccl_cupy, nccl_device, nccl_nccl4py
+from p2pkv.links.base import LinkError
 from p2pkv.links.nccl_api import (
     IN_PROGRESS,
     SUCCESS,
@@ -186,6 +188,37 @@ def test_channels_that_come_too_late_are_warned_of(
     nccl_cupy.make(4)
     assert "nccl_num_channels=4 may come too late" in caplog.messages[0]
     assert "set NCCL_MAX_NCHANNELS=4 and NCCL_MIN_NCHANNELS=4 before vLLM starts" in caplog.messages[0]
+
+
+class FakeDriver:
+    """libcuda's two calls for streams, with the driver's own parameters."""
+
+    def __init__(self, result: int = 0) -> None:
+        self.result = result
+        self.flags: list[int] = []
+        self.destroyed: list[int | None] = []
+
+    def cuStreamCreate(self, phStream: object, Flags: int) -> int:
+        self.flags.append(Flags)
+        ctypes.cast(phStream, ctypes.POINTER(ctypes.c_void_p))[0] = 0x1230 + len(self.flags)
+        return self.result
+
+    def cuStreamDestroy_v2(self, hStream: ctypes.c_void_p) -> int:
+        self.destroyed.append(hStream.value)
+        return 0
+
+
+def test_each_stream_is_its_own_and_waits_for_no_default_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeDriver()
+    monkeypatch.setattr(nccl_device, "driver", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda number, device: (number, device))
+    streams = [nccl_device.CudaStream(torch.device("cuda", 0)) for _ in range(2)]
+    assert [stream.number for stream in streams] == [0x1231, 0x1232] and fake.flags == [1, 1]
+    streams[0].close()
+    assert fake.destroyed == [0x1231]
+    fake.result = 201
+    with pytest.raises(LinkError, match="cuStreamCreate says 201"):
+        nccl_device.CudaStream(torch.device("cuda", 0))
 
 
 def test_names_of_versions_and_libraries() -> None:
