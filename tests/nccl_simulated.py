@@ -387,6 +387,9 @@ class SimulatedDevice:
     def memory(self, nbytes: int) -> torch.Tensor:
         return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
 
+    def free_bytes(self) -> int:
+        return 0
+
     def stream(self) -> SimulatedStream:
         return SimulatedStream(self._nccl)
 

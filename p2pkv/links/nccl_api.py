@@ -1,8 +1,8 @@
 """The seam to NCCL: a dozen calls that take raw integers, whichever Python binding makes them.
 
-Who calls: one owner thread per device makes all calls but two. `init` may block for as long as the
-peer is absent, and `abort` for ever, so both run on helper threads, and never while another thread is
-inside a call to the same communicator.
+Who calls: one owner thread per device, but for what may block. `init` and the first message wait for as
+long as the peer is absent, and `abort` may wait for ever, so they run on helper threads, and never while
+another thread is inside a call to the same communicator.
 """
 
 from __future__ import annotations

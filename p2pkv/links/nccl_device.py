@@ -62,6 +62,10 @@ class Device(Protocol):
         """uint8 [nbytes] of device memory, whatever it holds. Raises MemoryError with a sentence."""
         ...
 
+    def free_bytes(self) -> int:
+        """Device memory that nobody has, to see what a communicator takes."""
+        ...
+
     def stream(self) -> Stream:
         """A new stream, which nothing else of this process ever shares. Raises LinkError."""
         ...
@@ -130,6 +134,9 @@ class CudaDevice:
                 f"{self.name} has no {nbytes} bytes left for the slots of p2pkv's links; lower vLLM's "
                 f"--gpu-memory-utilization or the option staging_bytes ({error})"
             ) from None
+
+    def free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[0])
 
     def stream(self) -> CudaStream:
         return CudaStream(self._device)

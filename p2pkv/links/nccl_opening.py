@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from p2pkv.links.nccl_api import IN_PROGRESS, SUCCESS, Nccl, NcclError
 from p2pkv.links.nccl_device import Device, Mark, Stream
 from p2pkv.links.nccl_helpers import MOST_STUCK, Helpers
 from p2pkv.links.nccl_pool import Pool
+
+logger = logging.getLogger(__name__)
 
 FIRST_MESSAGE_BYTES = 64
 _PAUSE = 0.001
@@ -92,9 +95,15 @@ class Opening:
         comm = None
         try:
             self._shared.device.enter()
+            free = self._shared.device.free_bytes()
             comm = self._shared.nccl.init(2, self._unique_id, self._rank)
             self._settle(comm)
             self._say_something(comm)
+            logger.info(
+                "an NCCL communicator came up in %.2f s; the device has %.1f MiB less than before",
+                time.monotonic() - self._began,
+                (free - self._shared.device.free_bytes()) / (1 << 20),
+            )
         except _GivenUp:
             pass
         except (NcclError, MemoryError, RuntimeError) as error:  # RuntimeError: the device's own
