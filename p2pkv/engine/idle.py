@@ -10,6 +10,9 @@ _Peer = TypeVar("_Peer")
 IDLE_BEATS = 2
 """Beats without a transfer after which P may close a link; D, whose word P goes by, waits one more."""
 
+FORGOTTEN_SECONDS = 180.0
+"""After so long without a transfer D has hung up, which nobody tells P: it closes its end too."""
+
 REASON = "it is idle, and there are more than max_links links; the next request builds it again"
 
 

@@ -9,7 +9,7 @@ from p2pkv.control.endpoint import Line
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import BURST, Context, Ends, log
 from p2pkv.engine.early import EarlyClaims
-from p2pkv.engine.idle import IDLE_BEATS, REASON, surplus
+from p2pkv.engine.idle import FORGOTTEN_SECONDS, IDLE_BEATS, REASON, surplus
 from p2pkv.engine.outlet import Flight, Outlet, Place
 from p2pkv.links.base import LinkError, Send
 from p2pkv.plan import Edge
@@ -246,6 +246,10 @@ class Producer:
         for peer in surplus(linked, most, lambda each: self._idle(each, now), lambda each: each.wanted):
             log.info("closing the link to %s: %s", peer.address, REASON)
             peer.park(now, REASON)
+        forgotten = max(FORGOTTEN_SECONDS, 2 * self._ctx.options.lease_seconds)
+        for peer in linked:
+            if peer.linked and now - peer.wanted > forgotten and self._idle(peer, now):
+                peer.park(now, "it has been idle for long")
 
     def _drop(self, peer: Outlet, reason: str, now: float) -> None:
         """This incarnation of a D rank is gone."""

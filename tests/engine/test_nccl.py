@@ -140,6 +140,18 @@ def test_d_closes_idle_links_and_p_builds_them_again(make: Make) -> None:
         wait_for(lambda: sum(nccl_of(p).live for p in ps) <= 1, what="as many on all Ps together")
 
 
+def test_p_closes_a_link_when_d_has_long_hung_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = make("P", lease_seconds=1.0), make("D", lease_seconds=1.0)
+    push(p, d, "k", salt=1)
+    assert nccl_of(p).live == nccl_of(d).live == 1
+    monkeypatch.setattr("p2pkv.engine.consumer.IDLE_SECONDS", 0.1)
+    wait_for(lambda: nccl_of(d).live == 0, what="D hanging up")
+    assert nccl_of(p).live == 1, "nobody tells P"
+    monkeypatch.setattr("p2pkv.engine.producer.FORGOTTEN_SECONDS", 0.1)
+    wait_for(lambda: nccl_of(p).live == 0, what="P closing its end")
+    push(p, d, "again", salt=2)
+
+
 def test_a_link_with_a_transfer_is_never_closed_as_idle(make: Make) -> None:
     p, busy, other = make("P", max_links=1), make("D"), make("D")
     far = [20 + block for block in BLOCKS]
