@@ -274,8 +274,9 @@ class SimulatedNccl(Nccl):
     def _launch(self, comm: Comm, op: Op) -> None:
         self.last[op.stream] = op
         if comm.worker is None:
-            comm.worker = threading.Thread(target=self._work, args=(comm,), daemon=True)
-            comm.worker.start()
+            worker = threading.Thread(target=self._work, args=(comm,), daemon=True)
+            worker.start()
+            comm.worker = worker
         comm.work.put(op)
 
     def _work(self, comm: Comm) -> None:
