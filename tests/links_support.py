@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from nccl_simulated import SimulatedDevice, SimulatedNccl
+from nccl_simulated import SimulatedNccl
+from nccl_simulated_device import SimulatedDevice
 
 from p2pkv.links.base import Inbound, LinkFactory, Outbound, Receive, Send
 from p2pkv.links.faulty import Faults, FaultyLinks

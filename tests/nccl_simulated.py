@@ -8,22 +8,18 @@ has died; an abort frees this end. What NCCL leaves undefined is a violation, wh
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import secrets
 import socket
-import struct
 import threading
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-import torch
+from nccl_simulated_wire import HEADER, Op, accept, dial, exactly, send
 
 from p2pkv.links.nccl_api import IN_PROGRESS, SUCCESS, UNIQUE_ID_BYTES, Nccl, NcclError
 
-HEADER = struct.Struct("<cQ")
 TICK = 0.005
 ALL: weakref.WeakSet[SimulatedNccl] = weakref.WeakSet()
 
@@ -36,19 +32,6 @@ def let_go() -> None:
         violations += simulated.violations
         ALL.discard(simulated)
     assert not violations, "; ".join(violations)
-
-
-@dataclass(eq=False)
-class Op:
-    send: bool
-    ptr: int
-    nbytes: int
-    stream: int
-    done: bool = False
-
-    @property
-    def memory(self) -> memoryview:
-        return memoryview((ctypes.c_char * self.nbytes).from_address(self.ptr)).cast("B")
 
 
 @dataclass(eq=False)
@@ -222,7 +205,7 @@ class SimulatedNccl(Nccl):
         name = b"\0" + unique_id.rstrip(b"\0")
         line = None
         while line is None and not self._ended(comm):
-            line = _accept(root) if root is not None else _dial(name)
+            line = accept(root) if root is not None else dial(name)
             if line is None:
                 comm.gone.wait(TICK)
         if line is not None and self._swap(comm, line, b"H"):
@@ -285,7 +268,7 @@ class SimulatedNccl(Nccl):
         while (op := comm.work.get()) is not None:
             try:
                 if op.send:
-                    _send(comm.line, op)
+                    send(comm.line, op)
                 else:
                     self._recv(comm.line, op)
             except OSError:
@@ -293,11 +276,11 @@ class SimulatedNccl(Nccl):
             op.done = True
 
     def _recv(self, line: socket.socket, op: Op) -> None:
-        kind, nbytes = HEADER.unpack(_exactly(line, bytearray(HEADER.size)))
+        kind, nbytes = HEADER.unpack(exactly(line, bytearray(HEADER.size)))
         if (kind, nbytes) != (b"M", op.nbytes):
             self._violate(f"{nbytes} bytes were sent where {op.nbytes} were posted")
             raise OSError
-        _exactly(line, op.memory)
+        exactly(line, op.memory)
         line.sendall(b"A")
 
     def _end(self, comm: Comm) -> None:
@@ -308,91 +291,3 @@ class SimulatedNccl(Nccl):
                 comm.line.shutdown(socket.SHUT_RDWR)
         if comm.worker is not None:  # its line is closed with its last user: a number must not be used anew
             comm.worker.join(10)
-
-
-def _accept(root: socket.socket) -> socket.socket | None:
-    root.setblocking(False)
-    try:
-        return root.accept()[0]
-    except OSError:
-        return None
-
-
-def _dial(name: bytes) -> socket.socket | None:
-    line = socket.socket(socket.AF_UNIX)
-    try:
-        line.connect(name)
-        return line
-    except OSError:
-        line.close()
-        return None
-
-
-def _send(line: socket.socket, op: Op) -> None:
-    line.sendall(HEADER.pack(b"M", op.nbytes))
-    line.sendall(op.memory)
-    _exactly(line, bytearray(1))
-
-
-def _exactly(line: socket.socket, into: bytearray | memoryview) -> bytearray | memoryview:
-    view = memoryview(into)
-    while view:
-        count = line.recv_into(view)
-        if count == 0:
-            raise OSError("the peer is gone")
-        view = view[count:]
-    return into
-
-
-class SimulatedMark:
-    def __init__(self, op: Op | None, ended: Callable[[], bool]) -> None:
-        self._op = op
-        self._ended = ended
-
-    def ready(self) -> bool:
-        return self._op is None or self._op.done or self._ended()
-
-
-class SimulatedStream:
-    """`follow` has nothing to do: the CPU has done what was asked before."""
-
-    _numbers = itertools.count(1000)
-
-    def __init__(self, nccl: SimulatedNccl) -> None:
-        self.number = next(self._numbers)
-        self._nccl = nccl
-
-    def mark(self) -> SimulatedMark:
-        """It covers what NCCL has launched, and not what it is about to."""
-        nccl, number = self._nccl, self.number
-        return SimulatedMark(nccl.last.get(number), lambda: nccl.stream_ended(number))
-
-    def follow(self, mark: object) -> None:
-        assert isinstance(mark, SimulatedMark)
-
-    def close(self) -> None:
-        if not self.mark().ready():
-            self._nccl.violations.append("a stream was closed with something on it")
-
-
-class SimulatedDevice:
-    """A CPU that looks like a device of its own to NCCL links."""
-
-    def __init__(self, nccl: SimulatedNccl, name: str = "simulated:0") -> None:
-        self.name = name
-        self._nccl = nccl
-
-    def enter(self) -> None:
-        pass
-
-    def memory(self, nbytes: int) -> torch.Tensor:
-        return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
-
-    def free_bytes(self) -> int:
-        return 0
-
-    def stream(self) -> SimulatedStream:
-        return SimulatedStream(self._nccl)
-
-    def here(self) -> SimulatedMark:
-        return SimulatedMark(None, lambda: True)

@@ -9,12 +9,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from links_support import NCCL_KINDS, Pair, connect, nccl_links, noise, wait_until
-from nccl_simulated import SimulatedDevice, SimulatedMark, SimulatedNccl, SimulatedStream
+from nccl_simulated import SimulatedNccl
+from nccl_simulated_device import SimulatedDevice, SimulatedMark, SimulatedStream
 
 from p2pkv.links import nccl_end, nccl_opening
 from p2pkv.links.base import LinkError
 from p2pkv.links.nccl import NcclLinks, cuda_links
-from p2pkv.links.nccl_api import IN_PROGRESS, SUCCESS
 
 WINDOW = 1 << 16
 
@@ -297,61 +297,3 @@ def test_a_second_thread_is_refused_even_on_another_link() -> None:
     thread.join(10)
     assert len(caught) == 3 and all("intruder" in text for text in caught)
     second.abort()
-
-
-# The simulation itself finds what NCCL leaves undefined.
-
-
-def raw_pair(blocking: bool = True) -> tuple[SimulatedNccl, int, SimulatedNccl, int]:
-    p, d = SimulatedNccl(blocking=blocking), SimulatedNccl(blocking=blocking)
-    name, joined = p.unique_id(), []
-    thread = threading.Thread(target=lambda: joined.append(d.init(2, name, 1)))
-    thread.start()
-    comm = p.init(2, name, 0)
-    thread.join(10)
-    return p, comm, d, joined[0]
-
-
-def violations(*simulations: SimulatedNccl) -> list[str]:
-    """What they have found, once; the fixture would fail the test for it otherwise."""
-    found = [each for simulation in simulations for each in simulation.violations]
-    for simulation in simulations:
-        simulation.violations.clear()
-    return found
-
-
-def test_the_simulation_finds_a_second_thread() -> None:
-    p, first, d, _ = raw_pair()
-    assert p.async_error(first) == SUCCESS
-    thread = threading.Thread(target=lambda: p.async_error(first), name="owner")
-    thread.start()
-    thread.join(10)
-    assert violations(p, d) == []  # handed over, once
-    p.async_error(first)
-    (found,) = violations(p, d)
-    assert "async_error from thread" in found and "not the owner" in found
-
-
-def test_the_simulation_finds_calls_during_a_launch_and_after_an_abort() -> None:
-    p, comm, d, other = raw_pair(blocking=False)
-    wait_until(lambda: p.async_error(comm) == SUCCESS and d.async_error(other) == SUCCESS)
-    buffer = torch.zeros(64, dtype=torch.uint8)
-    p.send(buffer.data_ptr(), 64, 1, comm, 1)
-    p.send(buffer.data_ptr(), 64, 1, comm, 1)
-    assert violations(p) == ["send before NCCL has launched the last call"]
-    d.recv(buffer.data_ptr(), 64, 0, other, 2)
-    wait_until(lambda: p.async_error(comm) == SUCCESS)
-    p.abort(comm)
-    p.abort(comm)
-    assert violations(p, d) == ["abort of a communicator that is not there"]
-
-
-def test_the_simulation_finds_sizes_that_differ() -> None:
-    p, comm, d, other = raw_pair(blocking=False)
-    wait_until(lambda: p.async_error(comm) != IN_PROGRESS and d.async_error(other) != IN_PROGRESS)
-    buffers = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
-    p.send(buffers[0].data_ptr(), 64, 1, comm, 1)
-    d.recv(buffers[1].data_ptr(), 63, 0, other, 2)
-    wait_until(lambda: [p.async_error(comm), d.async_error(other)] == [SUCCESS, SUCCESS])
-    wait_until(lambda: len(d.violations) == 1)
-    assert violations(p, d) == ["64 bytes were sent where 63 were posted"]
