@@ -52,6 +52,7 @@ class Consumer:
             "receives_posted": lambda: sum(len(peer.posted) for peer in self._peers.values()),
             "receives_asked": lambda: sum(len(peer.asked) for peer in self._peers.values()),
             "peers": lambda: len(self._peers),
+            "links": lambda: sum(1 for peer in self._peers.values() if peer.linked),
         }
 
     # The forward thread.

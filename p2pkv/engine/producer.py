@@ -55,6 +55,7 @@ class Producer:
                 len(peer.orders) + len(peer.flights) for peer in self._peers.values()
             ),
             "peers": lambda: len(self._peers),
+            "links": lambda: sum(1 for peer in self._peers.values() if peer.linked),
         }
 
     # The forward thread.
@@ -227,10 +228,11 @@ class Producer:
             self._link_lost(peer, f"no link to {peer.address}: {error}", now)
 
     def _link_lost(self, peer: Outlet, reason: str, now: float, tell: bool = True) -> None:
-        """This link is of no use any more. What it carried fails; a new one is made."""
+        """This link is of no use any more. What it carried fails; a new one is made, if D still asks."""
         log.warning("%s", reason)
         peer.abort(now, reason if tell else "")
         self._lose(peer, reason, now)
+        peer.parked = self._idle(peer, now)  # a dead D must not be invited for ever
         peer.invite(now)
 
     def _idle(self, peer: Outlet, now: float) -> bool:

@@ -121,6 +121,11 @@ class LinkFactory(ABC):
 
     kind: str
 
+    @property
+    def stuck(self) -> int:
+        """Calls that were given up and have not come back; each keeps a thread, and perhaps memory."""
+        return 0
+
     @abstractmethod
     def invite(self) -> bytes:
         """P's first word on a new link (NCCL: the unique id; host: who and where this machine is)."""

@@ -118,6 +118,25 @@ def test_a_d_that_dies_in_mid_push_costs_p_nothing(make: Make) -> None:
     push(p, make("D"), "again", salt=1)
 
 
+def test_a_frozen_d_is_not_invited_for_ever(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = make("P", lease_seconds=0.7), make("D", lease_seconds=0.7)
+    push(p, d, "before", salt=1)
+    (peer,) = p.ranks[0].rank._half._peers.values()
+    d.do(do.Expect("k", p.address, 96, b"digest"))
+    p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
+    d.wait(do.Begun("k"))
+    with monkeypatch.context() as frozen:
+        for name in ("receive", "tick", "pump", "command"):
+            frozen.setattr(d.ranks[0].rank._half, name, lambda *given: False)
+        p.wait(do.PagesFree("k"))
+        peer._outbound.guard.fail("broken for the test")
+        wait_for(lambda: peer.parked, what="P inviting the frozen D no more")
+    p.do(do.Forget("k"))
+    d.do(do.Drop("k", "too late"))
+    d.do(do.Forget("k"))
+    push(p, d, "after", salt=2)
+
+
 def test_p_closes_idle_links_and_builds_them_again_under_load(make: Make) -> None:
     p = make("P", max_links=2)
     ds = [make("D") for _ in range(4)]
@@ -137,6 +156,7 @@ def test_d_closes_idle_links_and_p_builds_them_again(make: Make) -> None:
         for number, p in enumerate(ps):
             push(p, d, f"{turn}-{number}", salt=3 * turn + number)
         wait_for(lambda: nccl_of(d).live <= 1, what="D with one communicator")
+        wait_for(lambda: d.ranks[0].rank.counters.snapshot()["links"] <= 1, what="D counting them")
         wait_for(lambda: sum(nccl_of(p).live for p in ps) <= 1, what="as many on all Ps together")
 
 
