@@ -53,6 +53,7 @@ class Consumer:
             "receives_asked": lambda: sum(len(peer.asked) for peer in self._peers.values()),
             "peers": lambda: len(self._peers),
             "links": lambda: sum(1 for peer in self._peers.values() if peer.linked),
+            "links_stuck": lambda: context.links.stuck,
         }
 
     # The forward thread.

@@ -56,6 +56,7 @@ class Producer:
             ),
             "peers": lambda: len(self._peers),
             "links": lambda: sum(1 for peer in self._peers.values() if peer.linked),
+            "links_stuck": lambda: context.links.stuck,
         }
 
     # The forward thread.

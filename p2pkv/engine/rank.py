@@ -44,7 +44,6 @@ class Rank:
         self._ctx = Context(hello, options, cache, links, endpoint, self.steps, self._events.append)
         self._half = Producer(self._ctx) if hello.role == "P" else Consumer(self._ctx)
         self.counters = self._ctx.counters
-        self.counters.gauges["links_stuck"] = lambda: links.stuck
         self._asleep = False
         self._stopping = False
         self._thread = threading.Thread(
