@@ -86,7 +86,7 @@ class Options:
     """Default none: any. Networks in CIDR notation; no rank outside of them is dialed or answered."""
 
     max_links: int = 64
-    """Default 64; links. Idle ones beyond this number are closed."""
+    """Default 64; links. Idle ones beyond this number are closed, and built again by the next request."""
 
     allow_insecure: bool = False
     """Default false. Needed to bind off loopback without a secret; each start then warns that whoever
@@ -97,7 +97,8 @@ class Options:
     benchmark's baseline, slower."""
 
     nccl_num_channels: int = 8
-    """Default 8; channels. Channels of each NCCL communicator; more of them take more GPU memory."""
+    """Default 8; channels. The most channels of an NCCL communicator (with nccl4py 32 at most); more of them
+    take more GPU memory. With CuPy it goes through NCCL's environment, which must not have been read yet."""
 
     notes: tuple[str, ...] = ()
     """Not an option: what the person who wrote the options should read once at start, a sentence each."""

@@ -1,6 +1,6 @@
 """The other end of a link, in a process of its own.
 
-`python links_peer.py P|D shared|tcp`; JSON lines both ways.
+`python links_peer.py P|D shared|tcp|nccl-blocking|nccl-polled`; JSON lines both ways.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from links_support import noise, wait_until
+from links_support import NCCL_KINDS, nccl_links, noise, wait_until
 
+from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
 
 STAGING = 1 << 25
@@ -28,7 +29,7 @@ def hear() -> dict:
     return json.loads(sys.stdin.readline())
 
 
-def be_d(links: HostLinks) -> None:
+def be_d(links: LinkFactory) -> None:
     """Receive the sizes that P names; then post one receive more and poll until killed."""
     asked = hear()
     inbound, acceptance = links.accept(bytes.fromhex(asked["invitation"]), asked["window"])
@@ -46,7 +47,7 @@ def be_d(links: HostLinks) -> None:
         time.sleep(0.001)
 
 
-def be_p(links: HostLinks) -> None:
+def be_p(links: LinkFactory) -> None:
     """Send noise of the sizes that D names; then fill and commit half of what D has posted last."""
     invitation = links.invite()
     say(invitation=invitation.hex())
@@ -69,5 +70,11 @@ def be_p(links: HostLinks) -> None:
         time.sleep(0.001)
 
 
+def make(mode: str) -> LinkFactory:
+    if mode in NCCL_KINDS:
+        return nccl_links(blocking=mode == "nccl-blocking", staging=STAGING)
+    return HostLinks("127.0.0.1", STAGING, mode == "shared")
+
+
 if __name__ == "__main__":
-    {"P": be_p, "D": be_d}[sys.argv[1]](HostLinks("127.0.0.1", STAGING, sys.argv[2] == "shared"))
+    {"P": be_p, "D": be_d}[sys.argv[1]](make(sys.argv[2]))

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from nccl_simulated import SimulatedNccl
+from nccl_simulated_device import SimulatedDevice
 
 from p2pkv.links.base import Inbound, LinkFactory, Outbound, Receive, Send
 from p2pkv.links.faulty import Faults, FaultyLinks
 from p2pkv.links.host import HostLinks
 from p2pkv.links.memory import MemoryNetwork
+from p2pkv.links.nccl import NcclLinks
 
-KINDS = ("memory", "shared-memory", "tcp", "faulty")
+NCCL_KINDS = ("nccl-blocking", "nccl-polled")
+KINDS = ("memory", "shared-memory", "tcp", "faulty", *NCCL_KINDS)
 STAGING = 1 << 22
 DEADLINE = 10.0
+PEER = Path(__file__).parent / "links_peer.py"
 
 
 def make_factories(kind: str) -> tuple[LinkFactory, LinkFactory]:
@@ -27,8 +36,19 @@ def make_factories(kind: str) -> tuple[LinkFactory, LinkFactory]:
         if kind == "faulty":
             pair = (FaultyLinks(pair[0], Faults(), seed=1), FaultyLinks(pair[1], Faults(), seed=2))
         return pair
+    if kind in NCCL_KINDS:
+        blocking = kind == "nccl-blocking"
+        return nccl_links(blocking=blocking), nccl_links(blocking=blocking)
     shared = kind == "shared-memory"
     return HostLinks("127.0.0.1", STAGING, shared), HostLinks("127.0.0.1", STAGING, shared)
+
+
+def nccl_links(
+    *, version: int = 22809, blocking: bool = True, staging: int = 4 * STAGING, init_seconds: float = DEADLINE
+) -> NcclLinks:
+    """NCCL links of one rank on a simulated device of its own."""
+    nccl = SimulatedNccl(version=version, blocking=blocking)
+    return NcclLinks(nccl, SimulatedDevice(nccl), staging, init_seconds)
 
 
 @dataclass
@@ -81,3 +101,27 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def noise(nbytes: int, seed: int) -> torch.Tensor:
     """uint8 [nbytes], the same for one seed."""
     return torch.frombuffer(bytearray(random.Random(seed).randbytes(nbytes)), dtype=torch.uint8)
+
+
+class Peer:
+    """A child process at the other end of the link."""
+
+    def __init__(self, role: str, mode: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(PEER), role, mode], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def tell(self, **what: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> dict:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the peer ended with {self.process.wait(10)}"
+        return json.loads(line)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=10)

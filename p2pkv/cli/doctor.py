@@ -16,8 +16,6 @@ from p2pkv import plugin
 from p2pkv.pairing import Address
 from p2pkv.trust import read_secret
 
-_CUPY_NAMES = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
@@ -156,12 +154,21 @@ def _host_link() -> Finding:
 
 
 def _nccl() -> Finding:
-    found = _first_version(_CUPY_NAMES)
-    if found is None:
-        sentence = "not usable: no CuPy here (extras cuda12 and cuda13 bring it)"
-    else:
-        sentence = f"not in this version of p2pkv ({found[0]} {found[1]} is there for a later one)"
-    return Finding(ok=True, about="NCCL link", sentence=sentence)
+    try:
+        import torch
+
+        from p2pkv.links.nccl_api import NcclMissing, load_nccl
+    except ImportError as error:
+        return Finding(ok=True, about="NCCL link", sentence=f"not usable without torch ({error})")
+    device = torch.cuda.is_available()
+    try:
+        found = load_nccl().describe()
+    except NcclMissing as missing:
+        # With a device the option `link` means NCCL by default, and a server would not start.
+        return Finding(ok=not device, about="NCCL link", sentence=f"not usable: {missing}")
+    if not device:
+        found = f"not usable: torch finds no CUDA device ({found} is there)"
+    return Finding(ok=True, about="NCCL link", sentence=found)
 
 
 def _first_version(names: tuple[str, ...]) -> tuple[str, str] | None:

@@ -160,7 +160,13 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         # time; the engine thread would wait for the whole interval, several times a message.
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         number = get_world_group().rank_in_group
-        links = make_factory(options.link, host=options.host, staging_bytes=options.staging_bytes)
+        links = make_factory(
+            options.link,
+            host=options.host,
+            staging_bytes=options.staging_bytes,
+            device=cache.device,
+            nccl_channels=options.nccl_num_channels,
+        )
         hello = hello_of(config, options, cache, layers, number, links.kind)
         # With micro-batches a layer's hook comes once for each of them.
         hooks = not config.parallel_config.use_ubatching

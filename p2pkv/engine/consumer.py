@@ -9,6 +9,7 @@ from functools import partial
 from p2pkv.control.endpoint import Line
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import BURST, Context, log
+from p2pkv.engine.idle import IDLE_BEATS, REASON, surplus
 from p2pkv.engine.inlet import Inlet, Posted
 from p2pkv.links.base import LinkError, Receive
 from p2pkv.pairing import Address
@@ -52,6 +53,8 @@ class Consumer:
             "receives_posted": lambda: sum(len(peer.posted) for peer in self._peers.values()),
             "receives_asked": lambda: sum(len(peer.asked) for peer in self._peers.values()),
             "peers": lambda: len(self._peers),
+            "links": lambda: sum(1 for peer in self._peers.values() if peer.linked),
+            "links_stuck": lambda: context.links.stuck,
         }
 
     # The forward thread.
@@ -355,6 +358,7 @@ class Consumer:
             wanted = any(peer in entry.peers.values() for entry in self._entries.values())
             if not wanted and not peer.posted and now - peer.used > max(IDLE_SECONDS, lease):
                 self._hang_up(peer)
+        self._close_idle(now)
         if now >= self._next_beat and not self._ctx.steps.stalled(now):
             self._next_beat = now + self._ctx.beat
             self._say_waiting(now)
@@ -377,6 +381,17 @@ class Consumer:
         peer.abort()
         self._ctx.endpoint.hang_up(peer.line)
         del self._peers[peer.address]
+
+    def _close_idle(self, now: float) -> None:
+        linked = [peer for peer in self._peers.values() if peer.linked]
+        quiet = (IDLE_BEATS + 1) * self._ctx.beat
+
+        def idle(peer: Inlet) -> bool:
+            return now - peer.used > quiet and not (peer.posted or peer.asked or self._of(peer))
+
+        for peer in surplus(linked, self._ctx.options.max_links, idle, lambda peer: peer.used):
+            log.info("closing the link from %s: %s", peer.address, REASON)
+            peer.abort(REASON)
 
     @property
     def idle(self) -> bool:

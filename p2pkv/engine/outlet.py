@@ -51,6 +51,10 @@ class Outlet:
     fresh: bool = True
     """Whether Hello is all that this rank has said yet."""
     linked: bool = False
+    wanted: float = 0.0
+    """When D last named a transfer."""
+    parked: bool = False
+    """Whether the link was closed as idle, and waits for D to name a transfer."""
     orders: deque[tuple[str, Transmit]] = field(default_factory=deque)
     flights: deque[Flight] = field(default_factory=deque)
     _invited: bool = False
@@ -69,8 +73,8 @@ class Outlet:
 
     @property
     def up(self) -> bool:
-        """Whether there is nothing to wait for: the link is up, or none is needed."""
-        return self.debt is None or self.linked
+        """Whether there is nothing to wait for: the link is up, or none is needed now."""
+        return self.debt is None or self.linked or self.parked
 
     @property
     def limit(self) -> int:
@@ -88,7 +92,7 @@ class Outlet:
 
     def invite(self, now: float) -> None:
         """Begin a link if there is none, and it is time to try again; D's answer comes to `accept`."""
-        if self.debt is None or self._invited or now < self._next:
+        if self.debt is None or self._invited or self.parked or now < self._next:
             return
         self._invited = True
         self.link += 1
@@ -114,6 +118,16 @@ class Outlet:
         self._pause = min(max(2 * self._pause, FIRST_PAUSE), LAST_PAUSE)
         self.orders.clear()
         self.flights.clear()
+
+    def park(self, now: float, tell: str = "") -> None:
+        """Close the idle link until D names a transfer; `tell`: why, for D."""
+        self.abort(now, tell)
+        self.parked, self._next, self._pause = True, now, 0.0
+
+    def want(self, now: float) -> None:
+        """D names a transfer: a parked link is built again."""
+        self.wanted, self.parked = now, False
+        self.invite(now)
 
     def poll(self) -> bool:
         """Move what can be moved; whether the link has just come up. Raises LinkError."""

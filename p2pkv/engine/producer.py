@@ -9,6 +9,7 @@ from p2pkv.control.endpoint import Line
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import BURST, Context, Ends, log
 from p2pkv.engine.early import EarlyClaims
+from p2pkv.engine.idle import FORGOTTEN_SECONDS, IDLE_BEATS, REASON, surplus
 from p2pkv.engine.outlet import Flight, Outlet, Place
 from p2pkv.links.base import LinkError, Send
 from p2pkv.plan import Edge
@@ -55,6 +56,8 @@ class Producer:
                 len(peer.orders) + len(peer.flights) for peer in self._peers.values()
             ),
             "peers": lambda: len(self._peers),
+            "links": lambda: sum(1 for peer in self._peers.values() if peer.linked),
+            "links_stuck": lambda: context.links.stuck,
         }
 
     # The forward thread.
@@ -113,7 +116,9 @@ class Producer:
             case m.LinkAccept():
                 self._accept(peer, message, now)
             case m.LinkDown(link, reason):
-                if link == peer.link:
+                if link == peer.link and peer.linked and self._idle(peer, now):
+                    peer.park(now)
+                elif link == peer.link:
                     self._link_lost(peer, f"{peer.address} aborted the link: {reason}", now, tell=False)
             case m.Want(key) | m.Grant(key) | m.Done(key) | m.Cancel(key):
                 self._about(peer, key, message, now)
@@ -140,7 +145,7 @@ class Producer:
         if old is not None and old.line is line and old.fresh and old.hello == hello:
             return
         debts = {edge.target: Debt(edge, wire) for edge in plan.from_source(mine.rank)}
-        peer = Outlet(self._ctx, line, hello, plan, pages, debts.get(hello.rank))
+        peer = Outlet(self._ctx, line, hello, plan, pages, debts.get(hello.rank), wanted=now)
         if old is not None:
             self._drop(old, f"{hello.address} has restarted or reconnected", now)
             peer.link = old.link
@@ -163,6 +168,8 @@ class Producer:
         raise AssertionError(reason)
 
     def _waiting(self, peer: Outlet, transfers: m.Transfers, now: float) -> None:
+        if transfers:
+            peer.want(now)
         held: list[tuple[str, int]] = []
         unknown: list[tuple[str, int]] = []
         for key, attempt in transfers:
@@ -244,11 +251,30 @@ class Producer:
             self._link_lost(peer, f"no link to {peer.address}: {error}", now)
 
     def _link_lost(self, peer: Outlet, reason: str, now: float, tell: bool = True) -> None:
-        """This link is of no use any more. What it carried fails; a new one is made."""
+        """This link is of no use any more. What it carried fails; a new one is made, if D still asks."""
         log.warning("%s", reason)
         peer.abort(now, reason if tell else "")
         self._lose(peer, reason, now)
+        peer.parked = self._idle(peer, now)  # a dead D must not be invited for ever
         peer.invite(now)
+
+    def _idle(self, peer: Outlet, now: float) -> bool:
+        """Whether neither side has a use for this link now."""
+        quiet = now - peer.wanted > IDLE_BEATS * self._ctx.beat and not (peer.orders or peer.flights)
+        return quiet and not any(
+            entry.decode == peer.hello.addresses[0] for entry in self._live(*self._entries)
+        )
+
+    def _close_idle(self, now: float) -> None:
+        linked = [peer for peer in self._peers.values() if peer.linked]
+        most = self._ctx.options.max_links
+        for peer in surplus(linked, most, lambda each: self._idle(each, now), lambda each: each.wanted):
+            log.info("closing the link to %s: %s", peer.address, REASON)
+            peer.park(now, REASON)
+        forgotten = max(FORGOTTEN_SECONDS, 2 * self._ctx.options.lease_seconds)
+        for peer in linked:
+            if peer.linked and now - peer.wanted > forgotten and self._idle(peer, now):
+                peer.park(now, "it has been idle for long")
 
     def _drop(self, peer: Outlet, reason: str, now: float) -> None:
         """This incarnation of a D rank is gone."""
@@ -347,6 +373,7 @@ class Producer:
             elif peer.building and now - peer.since > lease:
                 self._link_lost(peer, f"the link to {peer.address} did not come up in {lease:g} s", now)
             peer.invite(now)
+        self._close_idle(now)
         self._ends.expire(now)
 
     @property

@@ -17,7 +17,7 @@ A link is set up by two opaque blobs, which the control plane carries:
 
 A *landing* is the receiver's word for "where this receive lies". It travels from D to P with the
 grant, so that a link whose ends share memory lets P gather straight into D's buffer; a link that
-needs no such thing (NCCL) uses 0.
+needs no such thing (NCCL) says which message it is and how long, since nothing else would notice.
 """
 
 from __future__ import annotations
@@ -124,6 +124,11 @@ class LinkFactory(ABC):
     """Makes the ends of links of one kind for one rank. `kind` is the name that peers compare."""
 
     kind: str
+
+    @property
+    def stuck(self) -> int:
+        """Calls that were given up and have not come back; each keeps a thread, and perhaps memory."""
+        return 0
 
     @abstractmethod
     def invite(self) -> bytes:

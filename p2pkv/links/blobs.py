@@ -60,16 +60,19 @@ class Acceptance(Struct, frozen=True, forbid_unknown_fields=True):
     port: Port
 
 
-_Blob = TypeVar("_Blob", Invitation, Acceptance)
+_Blob = TypeVar("_Blob", bound=Struct)
 
 
-def encode(blob: Invitation | Acceptance) -> bytes:
+def encode(blob: Struct) -> bytes:
     """The blob's bytes (msgpack)."""
     return msgspec.msgpack.encode(blob)
 
 
-def decode(blob: bytes, kind: type[_Blob]) -> _Blob:
-    """The `kind` of blob in `blob`. Raises LinkError, and nothing else, for whatever is not one."""
+def decode(blob: bytes, kind: type[_Blob], link: str = "host") -> _Blob:
+    """The `kind` of blob in `blob`, for links of kind `link`.
+
+    Raises LinkError, and nothing else, for whatever is not one.
+    """
     name = kind.__name__.lower()
     if len(blob) > MAX_BLOB_BYTES:
         raise LinkError(f"the link {name} has {len(blob)} bytes; at most {MAX_BLOB_BYTES} are expected")
@@ -77,7 +80,8 @@ def decode(blob: bytes, kind: type[_Blob]) -> _Blob:
         return msgspec.msgpack.decode(blob, type=kind)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
         raise LinkError(
-            f"not a host link's {name} ({error}); both sides need the same `link` setting and p2pkv version"
+            f"not a link {name} of kind {link} ({error}); both sides need the same `link` setting and p2pkv "
+            "version"
         ) from None
 
 

@@ -58,7 +58,7 @@ def judge(mine: Hello, theirs: Hello) -> Plan:
             theirs.weights,
             f"serve the same model (here {mine.model}, there {theirs.model})",
         ),
-        ("links", mine.link, theirs.link, "set the same `link` option"),
+        ("links", mine.link, theirs.link, "set the same `link` option, and install the same NCCL"),
         (
             "cache element types",
             mine.cache.dtype,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 
+import nccl_simulated
 import pytest
 from engine_support import Engine, Geometry, at_baseline, engines, prefill, step, wait_for, wrong_cells
+from links_support import NCCL_KINDS, nccl_links
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.inlet import Posted
@@ -15,16 +17,19 @@ from p2pkv.links.memory import MemoryNetwork
 ONE = Geometry()
 
 
-@pytest.fixture(params=["memory", "host"])
+@pytest.fixture(params=["memory", "host", *NCCL_KINDS])
 def links(request):
     network = MemoryNetwork()
 
     def make(side: str, rank: int):
         if request.param == "memory":
             return network.rank()
+        if request.param in NCCL_KINDS:
+            return nccl_links(blocking=request.param == "nccl-blocking", staging=1 << 20)
         return make_factory("host", host="127.0.0.1", staging_bytes=1 << 20)
 
-    return make
+    yield make
+    nccl_simulated.let_go()
 
 
 def finish(engine: Engine, key: str) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import nccl_simulated
 import pytest
 from links_support import KINDS, make_factories
 
@@ -15,3 +16,10 @@ def factories(request: pytest.FixtureRequest) -> Iterator[tuple[LinkFactory, Lin
     yield pair
     for factory in pair:
         factory.close()
+
+
+@pytest.fixture(autouse=True)
+def nccl_rules() -> Iterator[None]:
+    """No test may break a rule of NCCL's, whatever else it shows."""
+    yield
+    nccl_simulated.let_go()

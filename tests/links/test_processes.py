@@ -3,46 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from links_support import noise, wait_until
+from links_support import Peer, noise, wait_until
 
 from p2pkv.links.base import LinkError
 from p2pkv.links.host import HostLinks, SharedOutbound, TcpOutbound
 
-PEER = Path(__file__).parents[1] / "links_peer.py"
 SIZES = [1, 4096, 100_001, 1 << 21, (1 << 23) + 7]
 WINDOW = 1 << 24
-
-
-class Peer:
-    """A child process at the other end of the link."""
-
-    def __init__(self, role: str, mode: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(PEER), role, mode], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def tell(self, **what: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(what) + "\n")
-        self.process.stdin.flush()
-
-    def hear(self) -> dict:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the peer ended with {self.process.wait(10)}"
-        return json.loads(line)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate(timeout=10)
 
 
 @pytest.fixture(params=["shared", "tcp"])

@@ -1,0 +1,48 @@
+"""What `p2pkv doctor` says about NCCL."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nccl_fakes import fake_cupy, install
+
+from p2pkv.cli.doctor import Finding, examine
+
+
+@pytest.fixture
+def patch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """No binding is installed."""
+    nothing = {"cupy": None, "nccl": None, "nccl__bindings": None, "nccl__bindings__nccl": None}
+    install(monkeypatch, **nothing)
+    for name in ("NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS"):
+        monkeypatch.setenv(name, "8")
+    return monkeypatch
+
+
+def nccl() -> Finding:
+    (found,) = [finding for finding in examine() if finding.about == "NCCL link"]
+    return found
+
+
+def test_no_binding_is_no_fault_without_a_device(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch.cuda, "is_available", lambda: False)
+    found = nccl()
+    assert found.ok and found.sentence.startswith("not usable: no binding to NCCL works here")
+
+
+def test_no_binding_is_a_fault_with_a_device(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "device_count", lambda: 0)
+    found = nccl()
+    assert not found.ok and "extra cuda12 or cuda13" in found.sentence
+
+
+@pytest.mark.parametrize("device", [True, False])
+def test_version_binding_and_library_are_shown(patch: pytest.MonkeyPatch, device: bool) -> None:
+    cupy, module, _ = fake_cupy("14.2.0")
+    install(patch, cupy=cupy, cupy__cuda__nccl=module)
+    patch.setattr(torch.cuda, "is_available", lambda: device)
+    patch.setattr(torch.cuda, "device_count", lambda: 0)
+    found = nccl()
+    assert found.ok and "NCCL 2.32.3 through CuPy 14.2.0 (" in found.sentence
+    assert ("torch finds no CUDA device" in found.sentence) is not device

@@ -1,0 +1,189 @@
+"""Engines over NCCL links: what they do beyond pushing, which `test_push` shows for every kind of link."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import nccl_simulated
+import pytest
+from engine_support import (
+    Engine,
+    Geometry,
+    at_baseline,
+    make_engine,
+    prefill,
+    step,
+    wait_for,
+    wrong_cells,
+)
+from links_support import NCCL_KINDS, nccl_links
+from nccl_simulated import SimulatedNccl
+
+from p2pkv.engine import commands as do
+from p2pkv.links.nccl import NcclLinks
+
+ONE = Geometry()
+BLOCKS = list(range(6))
+TOKENS = 32
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture(params=NCCL_KINDS)
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    """Engines of one rank on simulated devices; stopped at the end."""
+    made: list[Engine] = []
+
+    def make(role: str, *, version: int = 22809, **options: object) -> Engine:
+        links = nccl_links(version=version, blocking=request.param == "nccl-blocking", staging=1 << 20)
+        options = {"lease_seconds": 4.0, **options}
+        made.append(make_engine(role, ONE, lambda rank: links, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.stop()
+    nccl_simulated.let_go()
+
+
+def links_of(engine: Engine) -> NcclLinks:
+    links = engine.ranks[0].rank._ctx.links
+    assert isinstance(links, NcclLinks)
+    return links
+
+
+def nccl_of(engine: Engine) -> SimulatedNccl:
+    nccl = links_of(engine)._shared.nccl
+    assert isinstance(nccl, SimulatedNccl)
+    return nccl
+
+
+def push(p: Engine, d: Engine, key: str, salt: int) -> None:
+    """One request from beginning to end, its bytes compared."""
+    d.do(do.Expect(key, p.address, TOKENS, b"digest"))
+    prefill(p, key, d.address, TOKENS, BLOCKS, chunk=TOKENS, salt=salt)
+    d.wait(do.Begun(key))
+    d.do(do.Load(key, 0, TOKENS - 1, (BLOCKS,)))
+    d.wait(do.Loaded(key))
+    assert wrong_cells(d.ranks[0], BLOCKS, 0, TOKENS - 1, salt) == []
+    d.do(do.Forget(key))
+    p.wait(do.PagesFree(key))
+    p.do(do.Forget(key))
+
+
+def failure(d: Engine, key: str) -> str:
+    """Wait until the load of `key` has failed; why."""
+    wait_for(lambda: d.ranks[0].events(do.LoadFailed), what=f"the failure of {key}")
+    (event,) = d.ranks[0].events(do.LoadFailed)
+    return str(event.reason)
+
+
+def test_other_versions_of_nccl_are_refused_at_the_handshake(make: Make) -> None:
+    p, d = make("P", version=22809), make("D", version=22703)
+    d.do(do.Expect("k", p.address, TOKENS, b"digest"))
+    reason = failure(d, "k")
+    assert "nccl 2.28.9" in reason and "nccl 2.27.3" in reason and "install the same NCCL" in reason
+    assert nccl_of(p).live == nccl_of(d).live == 0
+
+
+def test_a_link_that_failed_to_come_up_is_built_anew(make: Make) -> None:
+    p, d = make("P"), make("D")
+    nccl_of(d).fails_with = 2
+    d.do(do.Expect("k", p.address, TOKENS, b"digest"))
+    wait_for(lambda: d.ranks[0].rank.counters.values["links_aborted"])
+    nccl_of(d).fails_with = None
+    (peer,) = p.ranks[0].rank._half._peers.values()
+    wait_for(lambda: p.ranks[0].rank.counters.values["links_aborted"] and peer.linked)
+    prefill(p, "k", d.address, TOKENS, BLOCKS, chunk=TOKENS)
+    d.wait(do.Begun("k"))
+    d.do(do.Load("k", 0, TOKENS - 1, (BLOCKS,)))
+    d.wait(do.Loaded("k"))
+    assert wrong_cells(d.ranks[0], BLOCKS, 0, TOKENS - 1) == []
+
+
+def test_a_d_that_dies_in_mid_push_costs_p_nothing(make: Make) -> None:
+    p, d = make("P"), make("D")
+    d.do(do.Expect("k", p.address, 96, b"digest"))
+    p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
+    d.wait(do.Begun("k"))
+    d.do(do.Load("k", 0, 95, (BLOCKS,)))
+    step(p, "k", BLOCKS, 0, 48)
+    wait_for(lambda: p.ranks[0].rank.counters.values["bytes_sent"])
+    d.ranks[0].rank._half.close = lambda: None  # no farewell
+    d.stop()
+    step(p, "k", BLOCKS, 48, 96)
+    p.wait(do.PagesFree("k"))
+    p.do(do.Forget("k"))
+    wait_for(lambda: at_baseline(p) and links_of(p).slot_bytes == 0)
+    push(p, make("D"), "again", salt=1)
+
+
+def test_a_frozen_d_is_not_invited_for_ever(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = make("P", lease_seconds=0.7), make("D", lease_seconds=0.7)
+    push(p, d, "before", salt=1)
+    (peer,) = p.ranks[0].rank._half._peers.values()
+    d.do(do.Expect("k", p.address, 96, b"digest"))
+    p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
+    d.wait(do.Begun("k"))
+    with monkeypatch.context() as frozen:
+        for name in ("receive", "tick", "pump", "command"):
+            frozen.setattr(d.ranks[0].rank._half, name, lambda *given: False)
+        p.wait(do.PagesFree("k"))
+        peer._outbound.guard.fail("broken for the test")
+        wait_for(lambda: peer.parked, what="P inviting the frozen D no more")
+    p.do(do.Forget("k"))
+    d.do(do.Drop("k", "too late"))
+    d.do(do.Forget("k"))
+    push(p, d, "after", salt=2)
+
+
+def test_p_closes_idle_links_and_builds_them_again_under_load(make: Make) -> None:
+    p = make("P", max_links=2)
+    ds = [make("D") for _ in range(4)]
+    for turn in range(2):
+        for number, d in enumerate(ds):
+            push(p, d, f"{turn}-{number}", salt=4 * turn + number)
+        wait_for(lambda: nccl_of(p).live <= 2, what="P with two communicators")
+        wait_for(lambda: sum(nccl_of(d).live for d in ds) <= 2, what="as many on all Ds together")
+    assert nccl_of(p).aborted >= 4
+    assert links_of(p).slot_bytes == 0 and links_of(p).stuck == 0
+
+
+def test_d_closes_idle_links_and_p_builds_them_again(make: Make) -> None:
+    d = make("D", max_links=1)
+    ps = [make("P") for _ in range(3)]
+    for turn in range(2):
+        for number, p in enumerate(ps):
+            push(p, d, f"{turn}-{number}", salt=3 * turn + number)
+        wait_for(lambda: nccl_of(d).live <= 1, what="D with one communicator")
+        wait_for(lambda: d.ranks[0].rank.counters.snapshot()["links"] <= 1, what="D counting them")
+        wait_for(lambda: sum(nccl_of(p).live for p in ps) <= 1, what="as many on all Ps together")
+
+
+def test_p_closes_a_link_when_d_has_long_hung_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = make("P", lease_seconds=1.0), make("D", lease_seconds=1.0)
+    push(p, d, "k", salt=1)
+    assert nccl_of(p).live == nccl_of(d).live == 1
+    monkeypatch.setattr("p2pkv.engine.consumer.IDLE_SECONDS", 0.1)
+    wait_for(lambda: nccl_of(d).live == 0, what="D hanging up")
+    assert nccl_of(p).live == 1, "nobody tells P"
+    monkeypatch.setattr("p2pkv.engine.producer.FORGOTTEN_SECONDS", 0.1)
+    wait_for(lambda: nccl_of(p).live == 0, what="P closing its end")
+    push(p, d, "again", salt=2)
+
+
+def test_a_link_with_a_transfer_is_never_closed_as_idle(make: Make) -> None:
+    p, busy, other = make("P", max_links=1), make("D"), make("D")
+    far = [20 + block for block in BLOCKS]
+    busy.do(do.Expect("k", p.address, 96, b"digest"))
+    p.do(do.OfferPrompt("k", busy.address, 96, b"digest"))
+    busy.wait(do.Begun("k"))
+    busy.do(do.Load("k", 0, 95, (far,)))
+    step(p, "k", far, 0, 48)
+    push(p, other, "other", salt=9)
+    wait_for(lambda: nccl_of(other).live == 0, what="the idle link closed")
+    assert nccl_of(busy).live == 1
+    step(p, "k", far, 48, 96)
+    busy.wait(do.Loaded("k"))
+    assert wrong_cells(busy.ranks[0], far, 0, 95) == []
+    assert busy.ranks[0].rank.counters.values["links_aborted"] == 0

@@ -1,0 +1,299 @@
+"""What only NCCL links do: open on helper threads, give up, quarantine, share one device's memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from links_support import NCCL_KINDS, Pair, connect, nccl_links, noise, wait_until
+from nccl_simulated import SimulatedNccl
+from nccl_simulated_device import SimulatedDevice, SimulatedMark, SimulatedStream
+
+from p2pkv.links import nccl_end, nccl_opening
+from p2pkv.links.base import LinkError
+from p2pkv.links.nccl import NcclLinks, cuda_links
+
+WINDOW = 1 << 16
+
+
+@pytest.fixture(params=NCCL_KINDS)
+def blocking(request: pytest.FixtureRequest) -> bool:
+    return request.param == "nccl-blocking"
+
+
+def simulated(links: NcclLinks) -> SimulatedNccl:
+    nccl = links._shared.nccl
+    assert isinstance(nccl, SimulatedNccl)
+    return nccl
+
+
+def both(blocking: bool, **how: object) -> tuple[NcclLinks, NcclLinks]:
+    return nccl_links(blocking=blocking, **how), nccl_links(blocking=blocking, **how)  # type: ignore[arg-type]
+
+
+def finish(pair: Pair, nbytes: int = 100) -> None:
+    """One message through the link."""
+    data = noise(nbytes, 7)
+    receive, send = pair.begin(nbytes)
+    send.buffer.copy_(data)
+    send.commit()
+    pair.until(lambda: receive.done() and send.done())
+    assert torch.equal(receive.buffer, data)
+    receive.release()
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Call until it raises LinkError; its sentence."""
+    caught: list[str] = []
+
+    def tried() -> bool:
+        try:
+            call()
+        except LinkError as error:
+            caught.append(str(error))
+        return bool(caught)
+
+    wait_until(tried)
+    return caught[0]
+
+
+# Coming up.
+
+
+def test_versions_must_be_equal_and_both_are_named() -> None:
+    p, d = nccl_links(version=22809), nccl_links(version=22703)
+    assert (p.kind, d.kind) == ("nccl 2.28.9", "nccl 2.27.3")  # what the handshake compares
+    with pytest.raises(LinkError, match=r"this rank has NCCL 2\.27\.3 and its peer NCCL 2\.28\.9.*same"):
+        d.accept(p.invite(), WINDOW)
+    same = nccl_links(version=22809)
+    invitation = p.invite()
+    _, acceptance = same.accept(invitation, WINDOW)
+    p._version = 22703
+    with pytest.raises(LinkError, match=r"this rank has NCCL 2\.27\.3 and its peer NCCL 2\.28\.9"):
+        p.complete(invitation, acceptance)
+
+
+def test_ready_means_that_a_message_has_gone_through(blocking: bool) -> None:
+    p, d = both(blocking)
+    invitation = p.invite()
+    inbound, acceptance = d.accept(invitation, WINDOW)
+    for _ in range(20):
+        assert not inbound.ready()
+    outbound = p.complete(invitation, acceptance)
+    wait_until(lambda: inbound.ready() and outbound.ready())
+    for links in (p, d):
+        assert len(simulated(links).last) == 1 and all(op.done for op in simulated(links).last.values())
+
+
+def test_an_absent_peer_is_given_up_and_the_pair_starts_afresh(blocking: bool) -> None:
+    p, d = both(blocking, init_seconds=0.05)
+    inbound, _ = d.accept(p.invite(), WINDOW)
+    reason = error_of(inbound.poll)
+    assert "NCCL did not come up in 0.05 s: the peer is absent" in reason
+    with pytest.raises(LinkError, match="did not come up"):
+        inbound.post(10)
+    inbound.abort()
+    wait_until(lambda: d.stuck == (1 if blocking else 0) and simulated(d).live == 0)
+    d._shared.init_seconds = p._shared.init_seconds = 10.0
+    finish(connect((p, d), WINDOW))
+
+
+def test_what_comes_up_after_it_was_given_up_is_aborted(blocking: bool) -> None:
+    p, d = both(blocking)
+    invitation = p.invite()
+    inbound, acceptance = d.accept(invitation, WINDOW)
+    inbound.abort()
+    outbound = p.complete(invitation, acceptance)
+    if blocking:  # only then was D's thread still there, and P finds somebody
+        wait_until(lambda: simulated(d).aborted == 1)
+    wait_until(lambda: simulated(d).live == 0 and d._shared.openings.busy == 0)
+    outbound.poll()
+    outbound.abort()
+    assert d.slot_bytes == p.slot_bytes == 0
+
+
+def test_too_many_stuck_threads_are_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_opening, "MOST_STUCK", 2)
+    p, d = both(True, init_seconds=0.01)
+    for _ in range(2):
+        inbound, _ = d.accept(p.invite(), WINDOW)
+        error_of(inbound.poll)
+        inbound.abort()
+    wait_until(lambda: d.stuck == 2)
+    with pytest.raises(LinkError, match=r"2 calls to NCCL never returned.*restart it, and install nccl4py"):
+        d.accept(p.invite(), WINDOW)
+
+
+def test_an_error_of_init_is_the_links(blocking: bool) -> None:
+    p, d = both(blocking)
+    simulated(d).fails_with = 2
+    invitation = p.invite()
+    inbound, acceptance = d.accept(invitation, WINDOW)
+    outbound = p.complete(invitation, acceptance)
+    assert "NCCL's init failed with result 2" in error_of(inbound.ready)
+    inbound.abort()
+    outbound.abort()
+    wait_until(lambda: simulated(d).live == 0)
+
+
+# Going down.
+
+
+def test_an_error_that_nccl_reports_breaks_the_link(blocking: bool) -> None:
+    pair = connect(factories := both(blocking), WINDOW)
+    receive, _ = pair.begin(100)
+    simulated(factories[1]).fails_with = 6
+    assert "NCCL reports error 6" in error_of(pair.inbound.poll)
+    with pytest.raises(LinkError, match="error 6"):
+        receive.done()
+    pair.abort()
+    wait_until(lambda: simulated(factories[1]).live == 0)
+
+
+def test_a_failed_device_breaks_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = connect(both(True), WINDOW)
+    pair.begin(100)
+
+    def fail(self: object) -> bool:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(SimulatedMark, "ready", fail)
+    with pytest.raises(LinkError, match="device has failed: an illegal memory access"):
+        pair.inbound.poll()
+    monkeypatch.undo()
+    pair.abort()
+
+
+def test_slots_return_when_the_abort_does_and_not_before(
+    blocking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl_end, "ABORT_SECONDS", 0.05)
+    p, d = factories = both(blocking)
+    pair = connect(factories, WINDOW)
+    receive, send = pair.begin(WINDOW)
+    simulated(d).abort_hangs = True
+    began = time.monotonic()
+    pair.inbound.abort()
+    assert time.monotonic() - began < 1.0, "the owner thread never waits for an abort"
+    pair.outbound.abort()
+    assert (pair.inbound.used, pair.outbound.used) == (0, 0)
+    wait_until(lambda: d.stuck == 1 and p.slot_bytes == 0)
+    assert d.slot_bytes == WINDOW, "the device may still write there"
+    finish(connect(factories, WINDOW), WINDOW)
+    simulated(d)._over.set()
+    wait_until(lambda: d.slot_bytes == 0 and d.stuck == 0)
+    assert receive.buffer.numel() == send.buffer.numel() == WINDOW
+
+
+def test_closing_does_not_wait_for_peers_for_ever(blocking: bool) -> None:
+    p, d = both(blocking)
+    d.accept(p.invite(), WINDOW)
+    began = time.monotonic()
+    d.close()
+    assert time.monotonic() - began < 1.0
+
+
+# Memory and order.
+
+
+def test_links_share_the_ranks_slots(blocking: bool) -> None:
+    p, d = both(blocking, staging=4 * 1024)
+    first, second = connect((p, d), 1 << 20), connect((p, d), 1 << 20)
+    for pair in (first, second):
+        with pytest.raises(ValueError, match="4097 bytes can never fit"):
+            pair.inbound.post(4097)
+        with pytest.raises(ValueError, match="4097 bytes can never fit"):
+            pair.outbound.reserve(4097, 0)
+    pairs = [first.begin(1024), first.begin(1024)]
+    receive = first.inbound.post(1024)
+    assert receive is not None
+    assert first.outbound.reserve(1024, receive.landing) is None, "as much must be left to the others"
+    other = second.inbound.post(1024)
+    assert other is not None and second.inbound.post(1) is None, "D's slots are all taken"
+    assert second.outbound.reserve(1024, other.landing) is not None
+    assert p.slot_bytes == 3 * 1024 and d.slot_bytes == 4 * 1024
+    for taken, send in pairs:
+        send.commit()
+        first.until(taken.done)
+    for pair in (first, second):
+        pair.abort()
+    wait_until(lambda: p.slot_bytes == d.slot_bytes == 0)
+
+
+def test_only_so_many_links_are_busy_at_once(blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_end, "MOST_BUSY", 2)
+    factories = both(blocking)
+    pairs = [connect(factories, WINDOW) for _ in range(3)]
+    begun = [pair.begin(100) for pair in pairs[:2]]
+    assert pairs[2].inbound.post(100) is None
+    begun[0][1].commit()
+    pairs[0].until(begun[0][0].done)
+    begun[0][0].release()
+    pairs[0].poll()
+    finish(pairs[2])
+    begun[1][1].commit()
+    pairs[1].until(begun[1][0].done)
+
+
+def test_nccl_follows_what_is_queued_before_a_commit_or_a_post(
+    blocking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    pair = connect(both(blocking), WINDOW)
+    true = SimulatedNccl._queue
+    here = SimulatedDevice.here
+    monkeypatch.setattr(SimulatedDevice, "here", lambda self: told.append("here") or here(self))
+    monkeypatch.setattr(SimulatedStream, "follow", lambda self, mark: told.append("follow"))
+    monkeypatch.setattr(
+        SimulatedNccl, "_queue", lambda *given: told.append("S" if given[2].send else "R") or true(*given)
+    )
+    receive = pair.inbound.post(10)
+    assert receive is not None
+    pair.inbound.poll()
+    assert told == ["here", "follow", "R"]
+    told.clear()
+    send = pair.outbound.reserve(10, receive.landing)
+    assert send is not None
+    pair.outbound.poll()
+    assert told == [], "nothing is sent before it is committed"
+    send.commit()
+    pair.until(receive.done)
+    assert told == ["here", "follow", "S"]
+
+
+def test_a_full_device_fails_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("p2pkv.links.nccl.load_nccl", lambda channels: SimulatedNccl())
+
+    def full(*shape: object, **how: object) -> torch.Tensor:
+        raise torch.cuda.OutOfMemoryError("tried to allocate")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(ValueError, match=r"cuda:3 has no 4096 bytes left.*lower.*staging_bytes"):
+        cuda_links(4096, device=torch.device("cuda", 3))
+
+
+# One owner.
+
+
+def test_a_second_thread_is_refused_even_on_another_link() -> None:
+    factories = both(True)
+    first, second = connect(factories, WINDOW), None
+    first.poll()
+    second = connect(factories, WINDOW, ready=False)
+    caught: list[str] = []
+
+    def intrude() -> None:
+        for call in (second.inbound.poll, second.outbound.abort, second.inbound.ready):
+            with pytest.raises(RuntimeError, match=r"NCCL on simulated:0 belongs to thread") as error:
+                call()
+            caught.append(str(error.value))
+
+    thread = threading.Thread(target=intrude, name="intruder")
+    thread.start()
+    thread.join(10)
+    assert len(caught) == 3 and all("intruder" in text for text in caught)
+    second.abort()

@@ -1,0 +1,292 @@
+"""The two bindings: what they ask of the real modules, and how they refuse where there is none."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.metadata
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from nccl_fakes import UNIQUE_ID, FakeNcclError, fake_cupy, fake_nccl4py, install
+
+from p2pkv.links import make_factory, nccl_cupy, nccl_device, nccl_nccl4py
+from p2pkv.links.base import LinkError
+from p2pkv.links.nccl_api import (
+    IN_PROGRESS,
+    SUCCESS,
+    Nccl,
+    NcclError,
+    NcclMissing,
+    library_paths,
+    load_nccl,
+    version_name,
+)
+
+NOBODY = {"cupy": None, "nccl": None, "nccl__bindings": None, "nccl__bindings__nccl": None}
+
+
+@pytest.fixture
+def patch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """No binding is installed, and no number of channels is set."""
+    install(monkeypatch, **NOBODY)
+    for name in nccl_cupy.CHANNEL_VARIABLES:
+        monkeypatch.setenv(name, "8")
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def give_cupy(patch: pytest.MonkeyPatch, version: str = "14.2.0", **how: bool):
+    cupy, nccl, asked = fake_cupy(version, **how)
+    install(patch, cupy=cupy, cupy__cuda__nccl=nccl)
+    return asked
+
+
+def give_nccl4py(patch: pytest.MonkeyPatch):
+    module, asked = fake_nccl4py()
+    install(patch, nccl__bindings__nccl=module)
+    true = importlib.metadata.version
+    patch.setattr(importlib.metadata, "version", lambda name: "0.6.0" if name == "nccl4py" else true(name))
+    return module, asked
+
+
+def test_the_calls_that_reach_cupy(patch: pytest.MonkeyPatch) -> None:
+    asked = give_cupy(patch)
+    nccl = nccl_cupy.make(8)
+    assert nccl.blocking and nccl.binding == "CuPy 14.2.0" and nccl.version() == 23203
+    assert nccl.unique_id() == UNIQUE_ID
+    comm = nccl.init(2, UNIQUE_ID, 1)
+    nccl.group_start()
+    nccl.send(1000, 64, 1, comm, 7)
+    nccl.recv(2000, 65, 0, comm, 8)
+    nccl.group_end()
+    assert nccl.async_error(comm) == SUCCESS
+    nccl.abort(comm)
+    nccl.destroy(nccl.init(2, UNIQUE_ID, 0))
+    assert asked.calls == [
+        ("get_unique_id",),
+        ("init", 2, UNIQUE_ID, 1),
+        ("groupStart",),
+        ("send", 1000, 64, 1, 1, 7),
+        ("recv", 2000, 65, 1, 0, 8),
+        ("groupEnd",),
+        ("check_async_error",),
+        ("abort",),
+        ("init", 2, UNIQUE_ID, 0),
+        ("destroy",),
+    ]
+
+
+def test_unique_ids_of_cupy_13_are_signed_numbers(patch: pytest.MonkeyPatch) -> None:
+    asked = give_cupy(patch, "13.6.0")
+    nccl = nccl_cupy.make(8)
+    assert nccl.unique_id() == UNIQUE_ID
+    nccl.init(2, UNIQUE_ID, 0)
+    name = asked.calls[-1][2]
+    assert isinstance(name, tuple) and min(name) < 0 and bytes(part & 0xFF for part in name) == UNIQUE_ID
+
+
+def test_the_calls_that_reach_nccl4py(patch: pytest.MonkeyPatch) -> None:
+    _, asked = give_nccl4py(patch)
+    nccl = nccl_nccl4py.make(64)
+    assert not nccl.blocking and nccl.binding == "nccl4py 0.6.0"
+    assert nccl.version() == 23203 and nccl.unique_id() == UNIQUE_ID
+    comm = nccl.init(2, UNIQUE_ID, 1)
+    nccl.group_start()
+    nccl.send(1000, 64, 1, comm, 7)
+    nccl.recv(2000, 65, 0, comm, 8)
+    nccl.group_end()
+    assert nccl.async_error(comm) == IN_PROGRESS
+    nccl.abort(comm)
+    nccl.destroy(nccl.init(2, UNIQUE_ID, 0))
+    assert asked.calls[2:] == [
+        ("get_unique_id",),
+        ("init", 2, UNIQUE_ID, 1, 0, 32),  # does not block; NCCL takes no more than 32
+        ("group_start",),
+        ("send", 1000, 64, 1, 1, "a Comm", 7),
+        ("recv", 2000, 65, 1, 0, "a Comm", 8),
+        ("group_end",),
+        ("comm_get_async_error", "a Comm"),
+        ("comm_abort", "a Comm"),
+        ("init", 2, UNIQUE_ID, 0, 0, 32),
+        ("comm_destroy", "a Comm"),
+    ]
+
+
+@pytest.mark.parametrize("binding", ["cupy", "nccl4py"])
+def test_errors_become_sentences(patch: pytest.MonkeyPatch, binding: str) -> None:
+    asked = give_cupy(patch) if binding == "cupy" else give_nccl4py(patch)[1]
+    nccl: Nccl = load_nccl()
+    asked.fail["init"] = FakeNcclError(2)
+    with pytest.raises(NcclError, match=r"failed with result 2: fake error 2") as caught:
+        nccl.init(2, UNIQUE_ID, 0)
+    assert caught.value.status == 2
+    comm = nccl.init(2, UNIQUE_ID, 0)
+    asked.fail["send"] = FakeNcclError(5)
+    with pytest.raises(NcclError, match="send failed with result 5"):
+        nccl.send(1, 1, 1, comm, 1)
+
+
+def test_a_result_that_cupy_cannot_name(patch: pytest.MonkeyPatch) -> None:
+    asked = give_cupy(patch)
+    nccl = nccl_cupy.make(8)
+    comm = nccl.init(2, UNIQUE_ID, 0)
+    asked.fail["check_async_error"] = KeyError(6)
+    assert nccl.async_error(comm) == 6
+    asked.fail["check_async_error"] = FakeNcclError(2)
+    assert nccl.async_error(comm) == 2
+
+
+def test_nccl4py_is_chosen_where_it_works(patch: pytest.MonkeyPatch) -> None:
+    give_cupy(patch)
+    assert load_nccl().binding.startswith("CuPy")
+    module, asked = give_nccl4py(patch)
+    assert load_nccl().binding.startswith("nccl4py")
+    asked.fail["get_version"] = OSError("no libnccl.so.2")
+    assert load_nccl().binding.startswith("CuPy")
+    del module.comm_init_rank_config
+    assert load_nccl().binding.startswith("CuPy")
+    with pytest.raises(NcclMissing, match=r"0\.6\.0 lacks comm_init_rank_config; .* nccl4py 0\.6"):
+        nccl_nccl4py.make(8)
+
+
+def test_no_binding_is_a_sentence(patch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NcclMissing, match=r"nccl4py cannot.*CuPy cannot.*extra cuda12 or cuda13"):
+        load_nccl()
+    give_cupy(patch, available=False)
+    with pytest.raises(NcclMissing, match=r"CuPy 14\.2\.0 finds no NCCL library; install nvidia-nccl"):
+        load_nccl()
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "current_device", lambda: 0)
+    for kind in ("auto", "nccl"):
+        with pytest.raises(ValueError, match="no binding to NCCL works here"):
+            make_factory(kind, host="127.0.0.1", staging_bytes=1 << 20)
+
+
+def test_channels_go_through_the_environment_with_cupy(
+    patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    give_cupy(patch)
+    nccl_cupy.make(4)
+    assert [os.environ[name] for name in nccl_cupy.CHANNEL_VARIABLES] == ["4", "4"]
+    assert caplog.messages == []
+    nccl_cupy.make(5)
+    assert [os.environ[name] for name in nccl_cupy.CHANNEL_VARIABLES] == ["4", "4"]
+    assert "nccl_num_channels is 5, but the environment's" in caplog.messages[0]
+
+
+def test_channels_that_come_too_late_are_warned_of(
+    patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    give_cupy(patch)
+    patch.setattr(torch.distributed, "is_initialized", lambda: True)
+    patch.setattr(torch.distributed, "get_backend", lambda: "nccl")
+    nccl_cupy.make(4)
+    assert "nccl_num_channels=4 may come too late" in caplog.messages[0]
+    assert "set NCCL_MAX_NCHANNELS=4 and NCCL_MIN_NCHANNELS=4 before vLLM starts" in caplog.messages[0]
+
+
+class FakeDriver:
+    """libcuda's two calls for streams, with the driver's own parameters."""
+
+    def __init__(self, result: int = 0) -> None:
+        self.result = result
+        self.flags: list[int] = []
+        self.destroyed: list[int | None] = []
+
+    def cuStreamCreate(self, phStream: object, Flags: int) -> int:
+        self.flags.append(Flags)
+        ctypes.cast(phStream, ctypes.POINTER(ctypes.c_void_p))[0] = 0x1230 + len(self.flags)
+        return self.result
+
+    def cuStreamDestroy_v2(self, hStream: ctypes.c_void_p) -> int:
+        self.destroyed.append(hStream.value)
+        return 0
+
+
+def test_each_stream_is_its_own_and_waits_for_no_default_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeDriver()
+    monkeypatch.setattr(nccl_device, "driver", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda number, device: (number, device))
+    streams = [nccl_device.CudaStream(torch.device("cuda", 0)) for _ in range(2)]
+    assert [stream.number for stream in streams] == [0x1231, 0x1232] and fake.flags == [1, 1]
+    streams[0].close()
+    assert fake.destroyed == [0x1231]
+    fake.result = 201
+    with pytest.raises(LinkError, match="cuStreamCreate says 201"):
+        nccl_device.CudaStream(torch.device("cuda", 0))
+
+
+def test_names_of_versions_and_libraries() -> None:
+    assert [version_name(number) for number in (23203, 22809, 22005)] == ["2.32.3", "2.28.9", "2.20.5"]
+    assert library_paths() and all("libnccl.so" in path or "library" in path for path in library_paths())
+
+
+# The real modules, where they are installed.
+
+
+def parameters(call: Callable[..., object], doc: str | None) -> list[str]:
+    """Names of the parameters: compiled functions say them in their docstring's first line only."""
+    try:
+        names = list(inspect.signature(call).parameters)
+    except ValueError:
+        found = re.match(r"[\w.]+\(([^)]*)\)", doc or "")
+        assert found, f"no signature in {doc!r}"
+        names = [part.split("=")[0].split()[-1] for part in found[1].split(",") if part.strip()]
+    return [name for name in names if name != "self"]
+
+
+def real(name: str) -> object:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        pytest.skip(f"{name} cannot be imported here: {error}")
+
+
+def test_cupy_is_as_the_fake_says() -> None:
+    module = real("cupy.cuda.nccl")
+    _, fake, _ = fake_cupy("14.2.0")
+    for name in ("send", "recv", "check_async_error", "abort", "destroy"):
+        true, ours = getattr(module.NcclCommunicator, name), getattr(fake.NcclCommunicator, name)
+        assert parameters(true, true.__doc__) == parameters(ours, None), name
+    init = parameters(module.NcclCommunicator, module.NcclCommunicator.__doc__)
+    assert init == parameters(fake.NcclCommunicator, None)
+    for name in ("get_version", "get_unique_id", "groupStart", "groupEnd", "NcclError"):
+        assert callable(getattr(module, name))
+    assert module.NCCL_UINT8 == 1
+
+
+def test_nccl4py_is_as_the_fake_says() -> None:
+    module = real("nccl.bindings.nccl")
+    fake, _ = fake_nccl4py()
+    for name in nccl_nccl4py.NEEDED:
+        true, ours = getattr(module, name), getattr(fake, name)
+        if not isinstance(ours, type):
+            assert parameters(true, true.__doc__) == parameters(ours, None), name
+    config = module.Config()
+    config.blocking, config.max_ctas = 0, 8
+    assert (config.blocking, config.max_ctas) == (0, 8)
+    assert int(module.DataType.Uint8) == 1 and int(module.Result.InProgress) == IN_PROGRESS
+    name = bytes(module.UniqueId.from_buffer(UNIQUE_ID))
+    assert name == UNIQUE_ID
+
+
+@pytest.mark.parametrize("make", [nccl_cupy.make, nccl_nccl4py.make])
+def test_the_real_bindings_refuse_politely_without_a_device(
+    make: Callable[[int], Nccl], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    for name in nccl_cupy.CHANNEL_VARIABLES:
+        monkeypatch.setenv(name, "8")
+    try:
+        nccl = make(8)
+    except NcclMissing as missing:
+        pytest.skip(str(missing))
+    assert "libnccl" in nccl.describe()
+    with pytest.raises(NcclError, match="failed with result 1"):
+        nccl.init(2, nccl.unique_id(), 0)

@@ -1,0 +1,66 @@
+"""The simulated NCCL finds what NCCL leaves undefined, so that no other test can rest on it."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from links_support import wait_until
+from nccl_simulated import SimulatedNccl
+
+from p2pkv.links.nccl_api import IN_PROGRESS, SUCCESS
+
+
+def raw_pair(blocking: bool = True) -> tuple[SimulatedNccl, int, SimulatedNccl, int]:
+    p, d = SimulatedNccl(blocking=blocking), SimulatedNccl(blocking=blocking)
+    name, joined = p.unique_id(), []
+    thread = threading.Thread(target=lambda: joined.append(d.init(2, name, 1)))
+    thread.start()
+    comm = p.init(2, name, 0)
+    thread.join(10)
+    return p, comm, d, joined[0]
+
+
+def violations(*simulations: SimulatedNccl) -> list[str]:
+    """What they have found, once; the fixture would fail the test for it otherwise."""
+    found = [each for simulation in simulations for each in simulation.violations]
+    for simulation in simulations:
+        simulation.violations.clear()
+    return found
+
+
+def test_the_simulation_finds_a_second_thread() -> None:
+    p, first, d, _ = raw_pair()
+    assert p.async_error(first) == SUCCESS
+    thread = threading.Thread(target=lambda: p.async_error(first), name="owner")
+    thread.start()
+    thread.join(10)
+    assert violations(p, d) == []  # handed over, once
+    p.async_error(first)
+    (found,) = violations(p, d)
+    assert "async_error from thread" in found and "not the owner" in found
+
+
+def test_the_simulation_finds_calls_during_a_launch_and_after_an_abort() -> None:
+    p, comm, d, other = raw_pair(blocking=False)
+    wait_until(lambda: p.async_error(comm) == SUCCESS and d.async_error(other) == SUCCESS)
+    buffer = torch.zeros(64, dtype=torch.uint8)
+    p.send(buffer.data_ptr(), 64, 1, comm, 1)
+    p.send(buffer.data_ptr(), 64, 1, comm, 1)
+    assert violations(p) == ["send before NCCL has launched the last call"]
+    d.recv(buffer.data_ptr(), 64, 0, other, 2)
+    wait_until(lambda: p.async_error(comm) == SUCCESS)
+    p.abort(comm)
+    p.abort(comm)
+    assert violations(p, d) == ["abort of a communicator that is not there"]
+
+
+def test_the_simulation_finds_sizes_that_differ() -> None:
+    p, comm, d, other = raw_pair(blocking=False)
+    wait_until(lambda: p.async_error(comm) != IN_PROGRESS and d.async_error(other) != IN_PROGRESS)
+    buffers = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    p.send(buffers[0].data_ptr(), 64, 1, comm, 1)
+    d.recv(buffers[1].data_ptr(), 63, 0, other, 2)
+    wait_until(lambda: [p.async_error(comm), d.async_error(other)] == [SUCCESS, SUCCESS])
+    wait_until(lambda: len(d.violations) == 1)
+    assert violations(p, d) == ["64 bytes were sent where 63 were posted"]

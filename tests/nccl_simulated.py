@@ -1,0 +1,293 @@
+"""NCCL on a CPU, for tests: between threads and between processes, over unix sockets.
+
+It keeps NCCL's rules as strictly as NCCL may apply them: `init` and the first message wait for the peer;
+a send ends only when its receive has taken it; first in, first out; nothing tells one end that the other
+has died; an abort frees this end. What NCCL leaves undefined is a violation, which `let_go` reports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import secrets
+import socket
+import threading
+import weakref
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from nccl_simulated_wire import HEADER, Op, accept, dial, exactly, send
+
+from p2pkv.links.nccl_api import IN_PROGRESS, SUCCESS, UNIQUE_ID_BYTES, Nccl, NcclError
+
+TICK = 0.005
+ALL: weakref.WeakSet[SimulatedNccl] = weakref.WeakSet()
+
+
+def let_go() -> None:
+    """Free every thread of every simulation; AssertionError if one of NCCL's rules was broken."""
+    violations: list[str] = []
+    for simulated in list(ALL):
+        simulated.let_go()
+        violations += simulated.violations
+        ALL.discard(simulated)
+    assert not violations, "; ".join(violations)
+
+
+@dataclass(eq=False)
+class Comm:
+    opener: int
+    rank: int
+    line: socket.socket | None = None
+    gone: threading.Event = field(default_factory=threading.Event)
+    met: threading.Event = field(default_factory=threading.Event)
+    """Both ends have called their first operation."""
+    handed_over: bool = False
+    first: bool = True
+    launching: Op | None = None
+    polls: int = 0
+    work: SimpleQueue[Op | None] = field(default_factory=SimpleQueue)
+    worker: threading.Thread | None = None
+    inside: threading.Lock = field(default_factory=threading.Lock)
+
+
+class SimulatedNccl(Nccl):
+    """The NCCL of one device. Links of one process, and of several, meet through it.
+
+    Attributes:
+        fails_with: what `async_error` says of every communicator, if not None.
+        abort_hangs: whether `abort` waits until `let_go`.
+    """
+
+    def __init__(self, *, version: int = 22809, blocking: bool = True, launch_polls: int = 2) -> None:
+        self.binding = "a simulation"
+        self.blocking = blocking
+        self.violations: list[str] = []
+        self.fails_with: int | None = None
+        self.abort_hangs = False
+        self.aborted = 0
+        self.last: dict[int, Op] = {}  # of each stream
+        self._version = version
+        self._launch_polls = launch_polls
+        self._numbers = itertools.count(1)
+        self._comms: dict[int, Comm] = {}
+        self._roots: dict[bytes, socket.socket] = {}
+        self._streams: dict[int, int] = {}
+        self._owner = 0
+        self._over = threading.Event()
+        ALL.add(self)
+
+    @property
+    def live(self) -> int:
+        """Communicators that have not been aborted."""
+        return len(self._comms)
+
+    def stream_ended(self, stream: int) -> bool:
+        """Whether the communicator that this stream served has been aborted."""
+        return self._streams.get(stream) not in self._comms
+
+    def let_go(self) -> None:
+        self._over.set()
+        for number in list(self._comms):
+            if comm := self._comms.pop(number, None):
+                self._end(comm)
+        for root in list(self._roots.values()):
+            root.close()
+
+    # The seam.
+
+    def version(self) -> int:
+        return self._version
+
+    def unique_id(self) -> bytes:
+        name = b"p2pkv-nccl-" + secrets.token_hex(16).encode()
+        root = socket.socket(socket.AF_UNIX)
+        root.bind(b"\0" + name)
+        root.listen(1)
+        unique_id = name.ljust(UNIQUE_ID_BYTES, b"\0")
+        self._roots[unique_id] = root
+        return unique_id
+
+    def init(self, ranks: int, unique_id: bytes, rank: int) -> int:
+        if ranks != 2:
+            raise NcclError("init", 4, "only two ranks are simulated")
+        comm = Comm(threading.get_ident(), rank)
+        if self.blocking:
+            self._join(comm, unique_id)
+            if comm.line is None:
+                raise NcclError("init", 2, "the simulation is over")
+        else:
+            threading.Thread(target=self._join, args=(comm, unique_id), daemon=True).start()
+        number = next(self._numbers)
+        self._comms[number] = comm
+        return number
+
+    def send(self, ptr: int, nbytes: int, peer: int, comm: int, stream: int) -> None:
+        with self._call("send", comm) as inside:
+            self._queue(inside, Op(True, ptr, nbytes, stream), comm, peer)
+
+    def recv(self, ptr: int, nbytes: int, peer: int, comm: int, stream: int) -> None:
+        with self._call("recv", comm) as inside:
+            self._queue(inside, Op(False, ptr, nbytes, stream), comm, peer)
+
+    def group_start(self) -> None:
+        raise NcclError("group_start", 5, "groups are not simulated")
+
+    def group_end(self) -> None:
+        raise NcclError("group_end", 5, "groups are not simulated")
+
+    def async_error(self, comm: int) -> int:
+        with self._call("async_error", comm) as inside:
+            if self.fails_with is not None:
+                return self.fails_with
+            if inside.line is None:
+                return IN_PROGRESS
+            if inside.launching is not None:
+                inside.polls -= 1
+                if inside.polls >= 0 or not inside.met.is_set():
+                    return IN_PROGRESS
+                self._launch(inside, inside.launching)
+                inside.launching = None
+            return SUCCESS
+
+    def abort(self, comm: int) -> None:
+        inside = self._comms.pop(comm, None)
+        if inside is None:
+            self._violate("abort of a communicator that is not there")
+            return
+        if not inside.inside.acquire(blocking=False):
+            self._violate("abort while another thread is inside a call")
+        if self.abort_hangs:
+            self._over.wait()
+        self._end(inside)
+        self.aborted += 1
+
+    def destroy(self, comm: int) -> None:
+        self.abort(comm)
+
+    # Discipline.
+
+    @contextlib.contextmanager
+    def _call(self, name: str, number: int):
+        comm = self._comms.get(number)
+        if comm is None:
+            self._violate(f"{name} on a communicator that has ended")
+            raise NcclError(name, 4, "no such communicator")
+        if not comm.inside.acquire(blocking=False):
+            self._violate(f"{name} while another thread is inside a call")
+            raise NcclError(name, 5, "in use")
+        try:
+            self._whose(name, comm)
+            if comm.launching is not None and name != "async_error":
+                self._violate(f"{name} before NCCL has launched the last call")
+            yield comm
+        finally:
+            comm.inside.release()
+
+    def _whose(self, name: str, comm: Comm) -> None:
+        """Who has opened a communicator may use it until the device's owner does."""
+        thread = threading.get_ident()
+        if thread == comm.opener and not comm.handed_over and thread != self._owner:
+            return
+        comm.handed_over = True
+        self._owner = self._owner or thread
+        if thread != self._owner:
+            self._violate(f"{name} from thread {threading.current_thread().name!r}, which is not the owner")
+
+    def _violate(self, what: str) -> None:
+        if not self._over.is_set():  # then every call that still comes is late
+            self.violations.append(what)
+
+    # What NCCL does behind the calls.
+
+    def _join(self, comm: Comm, unique_id: bytes) -> None:
+        root = self._roots.pop(unique_id, None) if comm.rank == 0 else None
+        name = b"\0" + unique_id.rstrip(b"\0")
+        line = None
+        while line is None and not self._ended(comm):
+            line = accept(root) if root is not None else dial(name)
+            if line is None:
+                comm.gone.wait(TICK)
+        if line is not None and self._swap(comm, line, b"H"):
+            comm.line = line
+        if root is not None:
+            root.close()
+
+    def _swap(self, comm: Comm, line: socket.socket, byte: bytes) -> bool:
+        """Say a byte and hear the same of the peer; False if this end has been let go meanwhile."""
+        line.settimeout(TICK)
+        with contextlib.suppress(OSError):
+            line.send(byte)
+        heard = b""
+        while not heard and not self._ended(comm):
+            try:
+                heard = line.recv(1)
+            except TimeoutError:
+                continue
+            except OSError:
+                heard = b""
+            if not heard:  # the peer has died, which nobody is told
+                comm.gone.wait(TICK)
+        return heard == byte
+
+    def _ended(self, comm: Comm) -> bool:
+        return self._over.is_set() or comm.gone.is_set()
+
+    def _queue(self, comm: Comm, op: Op, number: int, peer: int) -> None:
+        if peer != 1 - comm.rank:
+            raise NcclError("send", 4, f"no peer {peer}")
+        if self._streams.setdefault(op.stream, number) != number:
+            self._violate("one stream for two communicators: the simulation keeps no order between them")
+        first, comm.first = comm.first, False
+        if self.blocking:
+            if first:
+                self._meet(comm)
+            self._launch(comm, op)
+            return
+        comm.launching, comm.polls = op, self._launch_polls
+        if first:
+            threading.Thread(target=self._meet, args=(comm,), daemon=True).start()
+
+    def _meet(self, comm: Comm) -> None:
+        assert comm.line is not None
+        if self._swap(comm, comm.line, b"C"):
+            comm.line.settimeout(None)
+            comm.met.set()
+
+    def _launch(self, comm: Comm, op: Op) -> None:
+        self.last[op.stream] = op
+        if comm.worker is None:
+            worker = threading.Thread(target=self._work, args=(comm,), daemon=True)
+            worker.start()
+            comm.worker = worker
+        comm.work.put(op)
+
+    def _work(self, comm: Comm) -> None:
+        """The device: carries out what was launched, in order."""
+        assert comm.line is not None
+        while (op := comm.work.get()) is not None:
+            try:
+                if op.send:
+                    send(comm.line, op)
+                else:
+                    self._recv(comm.line, op)
+            except OSError:
+                return  # the line is gone, by an abort or a death: silence either way
+            op.done = True
+
+    def _recv(self, line: socket.socket, op: Op) -> None:
+        kind, nbytes = HEADER.unpack(exactly(line, bytearray(HEADER.size)))
+        if (kind, nbytes) != (b"M", op.nbytes):
+            self._violate(f"{nbytes} bytes were sent where {op.nbytes} were posted")
+            raise OSError
+        exactly(line, op.memory)
+        line.sendall(b"A")
+
+    def _end(self, comm: Comm) -> None:
+        comm.gone.set()
+        comm.work.put(None)
+        if comm.line is not None:
+            with contextlib.suppress(OSError):
+                comm.line.shutdown(socket.SHUT_RDWR)
+        if comm.worker is not None:  # its line is closed with its last user: a number must not be used anew
+            comm.worker.join(10)

@@ -1,0 +1,64 @@
+"""The device beside a simulated NCCL: a CPU with streams that can be marked."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from nccl_simulated import SimulatedNccl
+from nccl_simulated_wire import Op
+
+
+class SimulatedMark:
+    def __init__(self, op: Op | None, ended: Callable[[], bool]) -> None:
+        self._op = op
+        self._ended = ended
+
+    def ready(self) -> bool:
+        return self._op is None or self._op.done or self._ended()
+
+
+class SimulatedStream:
+    """`follow` has nothing to do: the CPU has done what was asked before."""
+
+    _numbers = itertools.count(1000)
+
+    def __init__(self, nccl: SimulatedNccl) -> None:
+        self.number = next(self._numbers)
+        self._nccl = nccl
+
+    def mark(self) -> SimulatedMark:
+        """It covers what NCCL has launched, and not what it is about to."""
+        nccl, number = self._nccl, self.number
+        return SimulatedMark(nccl.last.get(number), lambda: nccl.stream_ended(number))
+
+    def follow(self, mark: object) -> None:
+        assert isinstance(mark, SimulatedMark)
+
+    def close(self) -> None:
+        if not self.mark().ready():
+            self._nccl.violations.append("a stream was closed with something on it")
+
+
+class SimulatedDevice:
+    """A CPU that looks like a device of its own to NCCL links."""
+
+    def __init__(self, nccl: SimulatedNccl, name: str = "simulated:0") -> None:
+        self.name = name
+        self._nccl = nccl
+
+    def enter(self) -> None:
+        pass
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
+
+    def free_bytes(self) -> int:
+        return 0
+
+    def stream(self) -> SimulatedStream:
+        return SimulatedStream(self._nccl)
+
+    def here(self) -> SimulatedMark:
+        return SimulatedMark(None, lambda: True)
