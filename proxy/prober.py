@@ -1,4 +1,8 @@
-"""Asks newcomers for their /health: a ping comes from a worker, which starts before the API listens."""
+"""Asks instances for their /health.
+
+Newcomers, because a ping comes from a worker, which starts before the API listens; and those with requests
+in flight whose pings have stopped: a frozen process keeps its connections open, and answers nothing.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +43,8 @@ class Prober:
         self._registry = registry
         self._clock = clock
         self._hurry = asyncio.Event()
+        self._gone: set[Instance] = set()
+        """No longer in the registry, but with requests in flight."""
 
     def hurry(self) -> None:
         """There is a newcomer: do not wait for the next round."""
@@ -48,20 +54,39 @@ class Prober:
         """Probes until cancelled."""
         while True:
             self._hurry.clear()
-            self._registry.expire(self._clock())
-            await asyncio.gather(*(self._probe(instance) for instance in self._registry.unready()))
+            now = self._clock()
+            self._gone.update(self._registry.expire(now))
+            self._gone = {instance for instance in self._gone if instance.in_flight}
+            doubtful = {*self._registry.silent(now), *self._gone}
+            await asyncio.gather(
+                *(self._probe(instance) for instance in self._registry.unready()),
+                *(self._doubt(instance) for instance in doubtful),
+            )
             try:
                 async with asyncio.timeout(_PERIOD_SECONDS):
                     await self._hurry.wait()
             except TimeoutError:
                 continue
 
+    async def _doubt(self, instance: Instance) -> None:
+        """A lost ping ends no request; an instance that does not answer either does."""
+        try:
+            await self._health(instance)
+        except (aiohttp.ClientError, OSError) as error:
+            logger.warning(
+                "%s neither pings nor answers (%r): its %d requests fail", instance, error, instance.in_flight
+            )
+            instance.dead()
+
+    async def _health(self, instance: Instance) -> bool:
+        async with self._session.get(
+            f"{instance.url}/health", timeout=_TIMEOUT, allow_redirects=False
+        ) as answer:
+            return answer.status == 200
+
     async def _probe(self, instance: Instance) -> None:
         try:
-            async with self._session.get(
-                f"{instance.url}/health", timeout=_TIMEOUT, allow_redirects=False
-            ) as answer:
-                ready = answer.status == 200
+            ready = await self._health(instance)
             if ready:
                 instance.learn(await self._served_names(instance))
         except (aiohttp.ClientError, OSError, CallFailed) as error:

@@ -6,9 +6,9 @@ All `now` are seconds of one monotonic clock.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from p2pkv.control.discovery import PING_INTERVAL, Ping, goodbye
@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 # Three lost pings and a little: an instance whose ping is merely late stays.
 LIFE = 3 * PING_INTERVAL + 1.0
 MAX_INSTANCES = 4096
+# Of its life, how much an instance may be silent before it is asked whether it still works.
+_DOUBT = 0.65
 
 Role = Literal["P", "D"]
 Key = tuple[Role, Address, int]
@@ -43,6 +45,7 @@ class Instance:
     names: frozenset[str] = frozenset()
     in_flight: int = 0
     turn: int = 0
+    _ends: set[Callable[[], None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.learn(frozenset())
@@ -76,13 +79,21 @@ class Instance:
         return not self.names or not other.names or not self.names.isdisjoint(other.names)
 
     @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Counts one request as in flight here."""
+    def busy(self, end: Callable[[], None]) -> Iterator[None]:
+        """Counts one request as in flight here; `end` ends it if the instance turns out to be dead."""
         self.in_flight += 1
+        self._ends.add(end)
         try:
             yield
         finally:
             self.in_flight -= 1
+            self._ends.discard(end)
+
+    def dead(self) -> None:
+        """It answers nobody: end what is in flight."""
+        self.healthy = False
+        for end in list(self._ends):
+            end()
 
     def __str__(self) -> str:
         kind = "prefill" if self.role == "P" else "decode"
@@ -135,6 +146,11 @@ class Registry:
     def unready(self) -> list[Instance]:
         """Those whose /health has yet to answer."""
         return [instance for instance in self._instances.values() if not instance.healthy]
+
+    def silent(self, now: float) -> list[Instance]:
+        """Those with requests in flight whose ping is late."""
+        late = now - self._life * _DOUBT
+        return [each for each in self._instances.values() if each.in_flight and each.last_seen < late]
 
     def known(self, role: Role) -> list[Instance]:
         return [instance for instance in self._instances.values() if instance.role == role]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -67,22 +68,38 @@ class Call:
         self.instance = instance
         self._session = session
         self._url = instance.url + path
+        self._asking: asyncio.Task[aiohttp.ClientResponse] | None = None
         self._response: aiohttp.ClientResponse | None = None
+        self._given_up = False
         self._cleanup = ExitStack()
 
     async def open(self, body: bytes, headers: Headers) -> aiohttp.ClientResponse:
         """Sends the request and waits for the answer's head. Raises CallFailed."""
-        self._cleanup.enter_context(self.instance.busy())
+        self._cleanup.enter_context(self.instance.busy(self._give_up))
+        self._asking = asyncio.create_task(self._ask(body, headers))
         try:
-            self._response = await self._session.post(
-                self._url, data=body, headers=headers, allow_redirects=False
-            )
+            self._response = await self._asking
+        except asyncio.CancelledError:
+            if self._given_up:
+                raise CallFailed("has stopped answering") from None
+            raise
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
             self.instance.healthy = False  # until its /health answers again
             raise CallFailed("could not be reached") from error
         except (aiohttp.ClientError, OSError) as error:
             raise CallFailed("closed the connection before it answered") from error
         return self._response
+
+    async def _ask(self, body: bytes, headers: Headers) -> aiohttp.ClientResponse:
+        return await self._session.post(self._url, data=body, headers=headers, allow_redirects=False)
+
+    def _give_up(self) -> None:
+        """The instance is dead: whoever waits for it gets CallFailed."""
+        self._given_up = True
+        if self._response is not None:
+            self._response.close()
+        elif self._asking is not None:
+            self._asking.cancel()
 
     async def whole(self, body: bytes, headers: Headers) -> Reply:
         """The whole answer. Raises CallFailed, or Refused if it is no success."""

@@ -101,6 +101,8 @@ class FakeInstance:
         health: the status of /health.
         models: names in /v1/models.
         key: if set, /v1/models wants it as a bearer token.
+        frozen: /health is never answered any more.
+        healths: how often it was asked for /health.
         requests: what has arrived, in order.
     """
 
@@ -110,6 +112,8 @@ class FakeInstance:
     health: int = 200
     models: tuple[str, ...] = ("tiny",)
     key: str = ""
+    frozen: bool = False
+    healths: int = 0
     incarnation: str = "first"
     requests: list[Seen] = field(default_factory=list)
     http_address: str = ""
@@ -150,6 +154,9 @@ class FakeInstance:
             self.runner = None
 
     async def _health(self, request: web.Request) -> web.Response:
+        self.healths += 1
+        if self.frozen:
+            await asyncio.Event().wait()
         return web.Response(status=self.health)
 
     async def _models(self, request: web.Request) -> web.Response:

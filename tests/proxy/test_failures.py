@@ -108,6 +108,38 @@ async def test_ds_4xx_closes_ps_connection(concurrent: Deployment) -> None:
     await until(lambda: instance.in_flight == 0)
 
 
+def freeze(deployment: Deployment, instance: FakeInstance) -> None:
+    """From now on it neither pings nor answers /health; its connections stay open."""
+    deployment.pingers[instance.http_address]._interval = 1000.0
+    instance.frozen = True
+
+
+@pytest.mark.parametrize("behaviour", [never, never_a_token])
+async def test_a_d_that_freezes_is_a_502(behaviour: Behaviour) -> None:
+    async with deployed("concurrent", 1, 1, life=1.5) as deployment:
+        deployment.d.behaviour = behaviour
+        asked = asyncio.create_task(deployment.post())
+        await until(lambda: called(deployment.d))
+        freeze(deployment, deployment.d)
+        response = await asked
+        assert response.status == 502
+        assert (await error_of(response))["message"].startswith("The decode instance")
+
+
+async def test_a_d_whose_pings_are_lost_goes_on() -> None:
+    async with deployed("concurrent", 1, 1, life=1.5) as deployment:
+        ready = asyncio.Event()
+        deployment.d.behaviour = after(ready, answer_json)
+        asked = asyncio.create_task(deployment.post())
+        await until(lambda: called(deployment.d))
+        deployment.pingers[deployment.d.http_address]._interval = 1000.0
+        await until(lambda: not deployment.registry.known("D"))
+        asked_again = deployment.d.healths
+        await until(lambda: deployment.d.healths > asked_again)
+        ready.set()
+        assert (await asked).status == 200
+
+
 @pytest.mark.parametrize("behaviour", [dies, answer_error(302, headers={"Location": "http://10.0.0.1:1/"})])
 async def test_a_d_that_gives_no_answer_is_a_502(either: Deployment, behaviour: Behaviour) -> None:
     either.d.behaviour = behaviour
