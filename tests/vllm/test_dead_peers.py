@@ -1,0 +1,131 @@
+"""P or D dies or freezes, at three moments, under sixteen requests: all end, and the survivor goes on."""
+
+from __future__ import annotations
+
+import http.client
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from vllm_support import MODEL_NAME, SETTINGS, assert_same, at_rest, tokens
+
+from p2pkv.cli import answers, client
+from p2pkv.cli.answers import Answer
+from p2pkv.cli.processes import wait_until
+from p2pkv.cli.servers import ProxyServer, VllmServer
+
+pytestmark = pytest.mark.slow
+
+LEASE = 5
+PROMPTS = 16
+TOKENS = 48
+# Whoever computes a prompt again, or decodes on, needs two cores to itself for this long.
+WORK_SECONDS = 20.0
+
+
+@dataclass
+class Pair:
+    """A P and a D of a short lease, and their proxy."""
+
+    p: VllmServer
+    d: VllmServer
+    proxy: ProxyServer
+
+    def victim(self, who: str) -> VllmServer:
+        return self.p if who == "P" else self.d
+
+    def ask(self, prompt: list[int]) -> tuple[Answer | Exception, float]:
+        """The answer or the error, and when it came."""
+        try:
+            answer = answers.complete(self.proxy.base_url, MODEL_NAME, prompt, max_tokens=TOKENS)[0]
+        except (client.RequestFailed, http.client.HTTPException, OSError) as error:
+            return error, time.monotonic()
+        return answer, time.monotonic()
+
+    def serving(self) -> bool:
+        try:
+            return bool(client.get(f"{self.proxy.base_url}/health"))
+        except (client.RequestFailed, http.client.HTTPException, OSError):
+            return False
+
+
+@pytest.fixture(scope="module")
+def pair(fleet_keeper, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    fleet_keeper.stop()
+    logs = tmp_path_factory.mktemp("dead-peers")
+    proxy = ProxyServer(log_path=logs / "proxy.log")
+    # Without a prefix cache every prompt is computed by P, and moved as a whole, each time it is asked.
+    settings = [*SETTINGS, "--no-enable-prefix-caching"]
+
+    def server(role: str) -> VllmServer:
+        return VllmServer(
+            tiny_model,
+            role=role,  # type: ignore[arg-type]
+            proxy=proxy.discovery,
+            extra_args=settings,
+            extra_config={"lease_seconds": LEASE, "chunk_bytes": 16384},
+            load_failure_policy="recompute" if role == "D" else None,
+            log_path=logs / f"{role}.log",
+        )
+
+    with proxy, server("P") as p, server("D") as d:
+        for each in (p, d, proxy):
+            each.wait_ready()
+        yield Pair(p, d, proxy)
+
+
+def metric(server: VllmServer, name: str) -> float:
+    return client.metrics(server.base_url).get(name, 0.0)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("moment", ["queued", "pushing", "decoding"])
+@pytest.mark.parametrize("who", ["P", "D"])
+@pytest.mark.parametrize("fault", ["freeze", "kill"])
+def test_all_requests_end_and_the_survivor_goes_on(
+    pair: Pair, servers_on_failure: Callable[..., None], fault: str, who: str, moment: str
+) -> None:
+    servers_on_failure(pair.p, pair.d)
+    wait_until(pair.serving, "a pair that serves", 60.0)
+    victim, survivor = pair.victim(who), pair.victim("D" if who == "P" else "P")
+    prompts = [tokens(300, f"{fault} {who} {moment} {number}") for number in range(PROMPTS)]
+    expected = [answers.complete(pair.d.base_url, MODEL_NAME, each, max_tokens=TOKENS)[0] for each in prompts]
+    # (server, its counter that grows when the moment has come)
+    server, name = {
+        "queued": (pair.p, "vllm:prompt_tokens_total"),
+        "pushing": (pair.p, "p2pkv_bytes_sent_total"),
+        "decoding": (pair.d, "vllm:generation_tokens_total"),
+    }[moment]
+    before = metric(server, name)
+    with ThreadPoolExecutor(PROMPTS) as pool:
+        asked = [pool.submit(pair.ask, prompt) for prompt in prompts]
+        if moment != "queued":
+            wait_until(lambda: metric(server, name) > before, f"the moment of {moment}", 30.0)
+        (victim.kill if fault == "kill" else victim.freeze)()
+        struck = time.monotonic()
+        ended = [each.result(120.0) for each in asked]
+    late = [round(when - struck, 1) for what, when in ended if isinstance(what, Exception)]
+    assert all(seconds < LEASE + 5 + 2 for seconds in late), f"errors came after {late} s"
+    assert all(when - struck < LEASE + 5 + WORK_SECONDS for _, when in ended)
+    right = [
+        (want, what) for want, (what, _) in zip(expected, ended, strict=True) if isinstance(what, Answer)
+    ]
+    assert_same([want for want, _ in right], [got for _, got in right])
+    for what, _ in ended:
+        assert not isinstance(what, client.RequestFailed) or what.status in (500, 502, 503), what
+    alone = answers.complete(survivor.base_url, MODEL_NAME, prompts[0], max_tokens=TOKENS)
+    assert_same(expected[:1], alone)
+    at_rest(survivor)
+    if fault == "kill":
+        victim.start()
+        victim.wait_ready()
+    else:
+        victim.thaw()
+    at_rest(victim)
+    wait_until(pair.serving, "a pair that serves again", 60.0)
+    again, _ = pair.ask(prompts[0])
+    assert isinstance(again, Answer), again
+    assert_same(expected[:1], [again])
