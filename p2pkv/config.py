@@ -7,14 +7,14 @@ connector that p2pkv succeeds are understood.
 from __future__ import annotations
 
 import difflib
-import math
 import os
-import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from p2pkv.pairing import Address, PairingError, normal_host
+from p2pkv import option_values as read
+from p2pkv.option_values import ConfigError as ConfigError
+from p2pkv.pairing import Address
 from p2pkv.trust import SECRET_VARIABLE, Networks, TrustError, is_loopback, read_secret
 
 Role = Literal["P", "D"]
@@ -25,10 +25,6 @@ MIB = 1 << 20
 DEFAULT_KV_PORT = 21001
 
 _ROLES: dict[str, Role] = {"kv_producer": "P", "kv_consumer": "D"}
-
-
-class ConfigError(ValueError):
-    """An option that cannot be used: what was given, what was expected, what to do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +100,7 @@ class Options:
     """Not an option: what the person who wrote the options should read once at start, a sentence each."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "host", _own_host("host", self.host))
+        object.__setattr__(self, "host", read.own_host("host", self.host))
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
@@ -183,8 +179,8 @@ class Options:
         secret = _secret(given, environ)
         values: dict[str, Any] = {"host": default_host, "staging_bytes": (512 if has_gpu else 64) * MIB}
         values |= {"secret": secret, "discovery": "curve" if secret and not former else "plain"}
-        values |= {name: read(name, given[name]) for name, read in _READERS.items() if name in given}
-        port = DEFAULT_KV_PORT if kv_port is None else _whole("kv_port", kv_port)
+        values |= {name: reader(name, given[name]) for name, reader in _READERS.items() if name in given}
+        port = DEFAULT_KV_PORT if kv_port is None else read.whole("kv_port", kv_port)
         options = cls(role=_role(role), kv_port=port, **values)
         if options.link == "nccl" and not has_gpu:
             raise ConfigError(
@@ -209,118 +205,27 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 
 
-_short = reprlib.Repr()
-_short.maxstring = 80
-
-
-def _shown(value: object) -> str:
-    return _short.repr(value)
-
-
-def _whole(name: str, value: object) -> int:
-    number = _number(name, value, "a whole number")
-    if number != int(number):
-        raise ConfigError(f"{name} is {_shown(value)}: expected a whole number; leave out the fraction")
-    return int(number)
-
-
-def _number(name: str, value: object, expected: str = "a number") -> float:
-    """An int stays one, however large; strings are read as numbers."""
-    try:
-        if isinstance(value, str):
-            number = float(value) if set(value) & set(".eEn") else int(value)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            number = value
-        else:
-            raise TypeError
-        if not math.isfinite(number):
-            raise ValueError
-    except (TypeError, ValueError, OverflowError):
-        raise ConfigError(
-            f'{name} is {_shown(value)}: expected {expected}, as 8 or as "8"; correct it'
-        ) from None
-    return number
-
-
-def _flag(name: str, value: object) -> bool:
-    known = {"true": True, "false": False}
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.lower() in known:
-        return known[value.lower()]
-    raise ConfigError(f"{name} is {_shown(value)}: expected true or false; correct it")
-
-
-def _host(name: str, value: object) -> str:
-    try:
-        return normal_host(str(value))
-    except PairingError as error:
-        raise ConfigError(
-            f"{name}: {error}; write the host alone, its port is an option of its own"
-        ) from None
-
-
-def _own_host(name: str, value: object) -> str:
-    host = _host(name, value)
-    if host in ("0.0.0.0", "::"):
-        raise ConfigError(
-            f"{name} is {_shown(value)}: expected an address that peers can connect to, since it is "
-            "advertised to them; write this machine's own address"
-        )
-    return host
-
-
-def _one_of(*known: str) -> Callable[[str, object], str]:
-    def read(name: str, value: object) -> str:
-        if value in known:
-            return str(value)
-        raise ConfigError(
-            f"{name} is {_shown(value)}: expected one of {', '.join(known)}; choose one of them"
-        )
-
-    return read
-
-
-def _path(name: str, value: object) -> str:
-    if isinstance(value, str):
-        return value
-    raise ConfigError(f"{name} is {_shown(value)}: expected the path of a file; correct it")
-
-
-def _networks(name: str, value: object) -> Networks:
-    """A list, or one text with commas."""
-    texts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise ConfigError(
-            f'{name} is {_shown(value)}: expected a list of networks, as ["10.0.0.0/8"]; correct it'
-        )
-    try:
-        return Networks.parse(texts)
-    except TrustError as error:
-        raise ConfigError(f"{name}: {error}; leave the option out to admit any") from None
-
-
-_READERS: dict[str, Callable[[str, object], object]] = {
-    "host": _own_host,
-    "proxy_ip": _host,
-    "proxy_port": _whole,
-    "http_port": _whole,
-    "link": _one_of("auto", "nccl", "host"),
-    "staging_bytes": _whole,
-    "chunk_bytes": _whole,
-    "lease_seconds": _number,
-    "stall_seconds": _number,
-    "discovery": _one_of("curve", "plain"),
-    "secret_file": _path,
-    "allowed_peers": _networks,
-    "max_links": _whole,
-    "allow_insecure": _flag,
-    "whole_request": _flag,
-    "nccl_num_channels": _whole,
+_READERS: dict[str, read.Reader] = {
+    "host": read.own_host,
+    "proxy_ip": read.host,
+    "proxy_port": read.whole,
+    "http_port": read.whole,
+    "link": read.one_of("auto", "nccl", "host"),
+    "staging_bytes": read.whole,
+    "chunk_bytes": read.whole,
+    "lease_seconds": read.number,
+    "stall_seconds": read.number,
+    "discovery": read.one_of("curve", "plain"),
+    "secret_file": read.path,
+    "allowed_peers": read.networks,
+    "max_links": read.whole,
+    "allow_insecure": read.flag,
+    "whole_request": read.flag,
+    "nccl_num_channels": read.whole,
 }
-_OLD: dict[str, Callable[[str, object], object]] = {
-    "mem_pool_size_gb": _number,
-    "send_type": _one_of("PUT", "GET", "PUT_ASYNC"),
+_OLD: dict[str, read.Reader] = {
+    "mem_pool_size_gb": read.number,
+    "send_type": read.one_of("PUT", "GET", "PUT_ASYNC"),
 }
 _KNOWN = (*_READERS, *_OLD)
 
@@ -333,7 +238,7 @@ def _role(role: str) -> Role:
         )
     if role not in _ROLES:
         raise ConfigError(
-            f"kv_role is {_shown(role)}: expected kv_producer or kv_consumer; choose one of them"
+            f"kv_role is {read.shown(role)}: expected kv_producer or kv_consumer; choose one of them"
         )
     return _ROLES[role]
 
@@ -343,13 +248,13 @@ def _refuse_unknown(extra: Mapping[str, object]) -> None:
         if name not in _KNOWN:
             closest = difflib.get_close_matches(name.lower(), _KNOWN, n=1, cutoff=0.0)[0]
             raise ConfigError(
-                f"{_shown(name)} in kv_connector_extra_config is no option of p2pkv: did you mean "
+                f"{read.shown(name)} in kv_connector_extra_config is no option of p2pkv: did you mean "
                 f"{closest!r}? There are {', '.join(_KNOWN)}; correct or remove it"
             )
 
 
 def _secret(given: Mapping[str, object], environ: Mapping[str, str]) -> bytes | None:
-    file = _path("secret_file", given["secret_file"]) if "secret_file" in given else None
+    file = read.path("secret_file", given["secret_file"]) if "secret_file" in given else None
     try:
         return read_secret(file, environ)
     except TrustError as error:
@@ -357,7 +262,7 @@ def _secret(given: Mapping[str, object], environ: Mapping[str, str]) -> bytes | 
 
 
 def _old_notes(given: Mapping[str, object], options: Options) -> Iterator[str]:
-    values = {name: read(name, given[name]) for name, read in _OLD.items() if name in given}
+    values = {name: reader(name, given[name]) for name, reader in _OLD.items() if name in given}
     if "mem_pool_size_gb" in values:
         yield (
             "mem_pool_size_gb is an option of the former connector and has no effect: there is no pool, a "

@@ -96,7 +96,7 @@ def test_pages_are_free_and_loads_reported_only_when_the_device_is_done(start):
     pair = start(chunk_bytes=1 << 20)
     pair.ask()
     pair.queued(pair.p)
-    sender = pair.p.ranks[0].rank._half._entries["k"].sender
+    sender = pair.p.ranks[0].rank._half._prompts.entries["k"].sender
     assert sender.prompt.ended, "for the conversation, the pages have been read"
     assert heard(pair.p, do.PagesFree) == []
     assert pair.p.ranks[0].rank.counters.snapshot()["pages_held"] == 1
@@ -191,7 +191,7 @@ def test_a_lost_link_frees_pages_only_behind_the_device(start):
     pair.queued(pair.p)
     half = pair.p.ranks[0].rank._half
     (peer,) = half._peers.values()
-    on_engine_thread(pair.p.ranks[0].rank, lambda: half._link_lost(peer, "a test cuts it", 0.0))
+    on_engine_thread(pair.p.ranks[0].rank, lambda: half._prompts.link_lost(peer, "a test cuts it", 0.0))
     wait_for(lambda: heard(pair.d, do.LoadFailed))
     assert heard(pair.p, do.PagesFree) == []
     pair.on_p.free()

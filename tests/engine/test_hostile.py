@@ -17,7 +17,7 @@ from protocol.test_messages import KINDS, any_message, example
 
 from p2pkv.control import watch
 from p2pkv.engine import commands as do
-from p2pkv.engine import producer
+from p2pkv.engine import producer, prompts
 from p2pkv.links.memory import MemoryNetwork
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
@@ -247,7 +247,7 @@ def test_one_connection_that_says_it_is_many(pair, monkeypatch):
 
 
 def test_grants_without_end_end_the_link(pair, monkeypatch):
-    monkeypatch.setattr(producer, "MAX_ORDERS", 100)
+    monkeypatch.setattr(prompts, "MAX_ORDERS", 100)
     said = msgspec.structs.replace(pair.hello("D"), incarnation="f" * 32, to=str(pair.p.address))
     with dealer(pair.p.address) as line:
         line.send(m.encode(said))

@@ -1,0 +1,232 @@
+"""The prompts that P's scheduler has told of: what D's ranks say about each, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from p2pkv.engine import commands as do
+from p2pkv.engine.context import Context, Ends, log
+from p2pkv.engine.early import EarlyClaims
+from p2pkv.engine.idle import IDLE_BEATS
+from p2pkv.engine.outlet import Outlet, Place
+from p2pkv.protocol import messages as m
+from p2pkv.protocol.effects import Effect, Finished, Released, Tell, Transmit
+from p2pkv.protocol.machine import RemoteProtocolError
+from p2pkv.protocol.sender import Sender, Terms
+
+MAX_ORDERS = 4096
+"""Grants of one rank of D that wait to be obeyed, and to which no chunk of ours belongs."""
+
+
+@dataclass
+class Entry:
+    """One prompt that P's scheduler has told us of."""
+
+    sender: Sender
+    decode: str
+    blocks: do.Blocks = ()
+    free: bool = False
+
+
+class Prompts:
+    """The conversation about each prompt with the ranks of D that it is owed to.
+
+    `peers` are the ranks of D that have said Hello: the producer adds them, and one that is gone is taken
+    out here (`drop`).
+    """
+
+    def __init__(self, context: Context, peers: dict[Place, Outlet]) -> None:
+        self._ctx = context
+        self._peers = peers
+        options = context.options
+        self._terms = Terms(options.chunk_bytes, options.lease_seconds, options.whole_request)
+        self._early = EarlyClaims(options.lease_seconds)
+        self._ends = Ends(options.lease_seconds)
+        self.entries: dict[str, Entry] = {}
+        context.counters.gauges |= {
+            "prompts": lambda: sum(1 for e in self.entries.values() if not e.sender.prompt.ended),
+            "pages_held": lambda: sum(1 for entry in self.entries.values() if not entry.free),
+            "early_claims": lambda: len(self._early),
+            "tombstones": lambda: len(self._ends),
+        }
+
+    # The table.
+
+    def hold(self, key: str, decode: str, now: float) -> Entry:
+        """The entry of this prompt, from now on if it is new."""
+        entry = self.entries.get(key)
+        if entry is None:
+            self._ends.discard(key)
+            entry = self.entries[key] = Entry(Sender(key, self._ctx.cache.layers, self._terms), decode)
+            self._claim_early(key, now)
+        return entry
+
+    def forget(self, key: str) -> None:
+        self.entries.pop(key, None)
+
+    def live(self, *keys: str) -> Iterator[Entry]:
+        """The entries of these keys that have not ended."""
+        for key in keys:
+            entry = self.entries.get(key)
+            if entry is not None and not entry.sender.prompt.ended:
+                yield entry
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no prompt is known, and none is asked for."""
+        return not self.entries and not len(self._early)
+
+    # The ranks of D.
+
+    def waiting(self, peer: Outlet, transfers: m.Transfers, now: float) -> None:
+        """D's rank waits for these; answer which of them P knows."""
+        if transfers:
+            peer.want(now)
+        held: list[tuple[str, int]] = []
+        unknown: list[tuple[str, int]] = []
+        for key, attempt in transfers:
+            reason = self._ends.get(key)
+            entry = self.entries.get(key)
+            if reason is not None or (entry is not None and entry.decode != peer.hello.addresses[0]):
+                another = f"P has this request paired with another D, {entry.decode if entry else ''}"
+                reason = reason or another
+                self._ctx.tell(peer.line, m.Failed(key, attempt, reason))
+                continue
+            (held if self._claim(peer, key, attempt, now) else unknown).append((key, attempt))
+        if not self._ctx.steps.stalled(now):
+            self._ctx.tell(peer.line, m.Holding(tuple(held), tuple(unknown)))
+
+    def _claim(self, peer: Outlet, key: str, attempt: int, now: float) -> bool:
+        """Note that D's rank waits for this prompt; whether P vouches for it."""
+        entry = self.entries.get(key)
+        if entry is None:
+            return self._early.note(key, peer.place, attempt, self._ctx.steps.running, now)
+        sender = entry.sender
+        sender.expects = frozenset(edge.target for edge in peer.plan.from_source(self._ctx.hello.rank))
+        if peer.debt is None:
+            self.run(entry, [] if sender.prompt.ended else sender.flush(), now)
+            return True
+        self.run(entry, sender.claim(peer.hello.rank, peer.debt, attempt, peer.limit, now), now)
+        return sender.vouches(peer.hello.rank, attempt)
+
+    def _claim_early(self, key: str, now: float) -> None:
+        """P has heard of this prompt: take in what was said before."""
+        for place, early in self._early.take(key).items():
+            if peer := self._peers.get(place):
+                self._claim(peer, key, early.attempt, now)
+                if early.last is not None:
+                    self.about(peer, key, early.last, now)
+
+    def about(
+        self, peer: Outlet, key: str, message: m.Want | m.Grant | m.Done | m.Cancel, now: float
+    ) -> None:
+        """D's rank says something about one transfer."""
+        entry = self.entries.get(key)
+        if entry is None:
+            if isinstance(message, m.Grant) and message.link == peer.link:
+                if len(peer.orders) >= MAX_ORDERS:
+                    self.link_lost(peer, f"{peer.address} grants without end", now)
+                    return
+                peer.orders.append((key, Transmit(peer.hello.rank, message, ())))
+            elif isinstance(message, m.Want | m.Cancel):
+                self._early.keep(key, peer.place, message)
+            elif isinstance(message, m.Done):
+                # D still said that it waited when P had already let the prompt go.
+                self._early.drop(key, peer.place, message.attempt)
+            return
+        sender = entry.sender
+        try:
+            match message:
+                case m.Want():
+                    effects = sender.want(peer.hello.rank, message, now)
+                case m.Grant():
+                    effects = sender.grant(peer.hello.rank, message, now)
+                case m.Done():
+                    effects = sender.done(peer.hello.rank, message, now)
+                case m.Cancel():
+                    effects = sender.cancel(peer.hello.rank, message)
+        except RemoteProtocolError as error:
+            self._ctx.counters.add("messages_refused")
+            log.warning("%s: %s", peer.address, error)
+            effects = sender.lost(peer.hello.rank, str(error))
+            if isinstance(message, m.Grant):
+                # D has posted a receive that nobody will fill in order.
+                self.link_lost(peer, f"{peer.address} granted what was not announced", now)
+        self.run(entry, effects, now)
+
+    def linked(self, peer: Outlet, now: float) -> None:
+        """The link is up, and so is the limit of a chunk: what has been claimed can be announced."""
+        for entry in list(self.entries.values()):
+            leg = entry.sender.legs.get(peer.hello.rank)
+            if entry.decode == peer.hello.addresses[0] and leg is not None and peer.debt is not None:
+                effects = entry.sender.claim(peer.hello.rank, peer.debt, leg.attempt, peer.limit, now)
+                self.run(entry, effects, now)
+
+    # What breaks.
+
+    def link_lost(self, peer: Outlet, reason: str, now: float, tell: bool = True) -> None:
+        """This link is of no use any more. What it carried fails; a new one is made, if D still asks."""
+        log.warning("%s", reason)
+        peer.abort(now, reason if tell else "")
+        self._lose(peer, reason, now)
+        peer.parked = self.idle(peer, now)  # a dead D must not be invited for ever
+        peer.invite(now)
+
+    def idle(self, peer: Outlet, now: float) -> bool:
+        """Whether neither side has a use for this link now."""
+        quiet = now - peer.wanted > IDLE_BEATS * self._ctx.beat and not (peer.orders or peer.flights)
+        return quiet and not any(
+            entry.decode == peer.hello.addresses[0] for entry in self.live(*self.entries)
+        )
+
+    def drop(self, peer: Outlet, reason: str, now: float) -> None:
+        """This incarnation of a D rank is gone: it is forgotten, and its transfers fail."""
+        peer.abort(now)
+        self._peers.pop(peer.place, None)
+        self._lose(peer, reason, now)
+
+    def _lose(self, peer: Outlet, reason: str, now: float) -> None:
+        for entry in list(self.entries.values()):
+            if entry.decode == peer.hello.addresses[0]:
+                self.run(entry, entry.sender.lost(peer.hello.rank, reason), now)
+
+    # Time.
+
+    def tick(self, now: float) -> None:
+        for entry in list(self.entries.values()):
+            self.run(entry, entry.sender.tick(now), now)
+        self._early.expire(now)
+        self._ends.expire(now)
+
+    # What a sender wants done.
+
+    def run(self, entry: Entry, effects: list[Effect], now: float) -> None:
+        """Do what the sender of this prompt has decided."""
+        for effect in effects:
+            match effect:
+                case Tell(rank, message):
+                    peer = self._peers.get((entry.decode, rank))
+                    if peer is not None and not self._ctx.tell(peer.line, message):
+                        self.drop(peer, f"the connection to {peer.address} is gone", now)
+                case Transmit():
+                    peer = self._peers.get((entry.decode, effect.rank))
+                    if peer is not None and effect.grant.link == peer.link:
+                        peer.orders.append((entry.sender.key, effect))
+                case Released():
+                    self._ctx.copies.then(entry.sender.key, lambda _: self._released(entry), now)
+                case Finished(ok, reason):
+                    self._finished(entry, ok, reason, now)
+
+    def _released(self, entry: Entry) -> None:
+        entry.free = True
+        self._ctx.emit(do.PagesFree(entry.sender.key))
+
+    def _finished(self, entry: Entry, ok: bool, reason: str, now: float) -> None:
+        key = entry.sender.key
+        self._ctx.counters.add("transfers_sent" if ok else "transfers_failed")
+        if ok:
+            log.debug("sent %s", key)
+        else:
+            self._ends.add(key, reason, now)
+            log.warning("transfer %s was not sent: %s", key, reason)

@@ -1,0 +1,257 @@
+"""The requests that D's scheduler has told of: what is said about each of them, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from p2pkv.engine import commands as do
+from p2pkv.engine.context import Context, log
+from p2pkv.engine.inlet import Inlet
+from p2pkv.links.base import LinkError
+from p2pkv.pairing import Address
+from p2pkv.protocol import messages as m
+from p2pkv.protocol.effects import Effect, Finished, Offered, Post, Tell
+from p2pkv.protocol.handshake import Dialing
+from p2pkv.protocol.machine import RemoteProtocolError
+from p2pkv.protocol.receiver import Load, Receiver
+
+MAX_TRIES = 3
+"""How often a request that P has not begun is asked for anew when P has restarted."""
+
+WAITING_AT_ONCE = 1024
+"""Transfers that one `Waiting` names at most."""
+
+
+@dataclass
+class Entry:
+    """One request that D's scheduler has told us of."""
+
+    expect: do.Expect
+    receiver: Receiver
+    peers: dict[int, Inlet] = field(default_factory=dict)
+    """The ranks of P to talk to, once all are connected."""
+    blocks: do.Blocks = ()
+    tries: int = 0
+
+    def rank_of(self, peer: Inlet) -> int | None:
+        """Which of this request's ranks of P that is; None if it is none of them, or not yet."""
+        return next((rank for rank, each in self.peers.items() if each is peer), None)
+
+
+class Requests:
+    """The conversation about each request with the ranks of P that owe it something.
+
+    `peers` are the dialed ranks of P by address: a rank that a request needs is dialed and added here, and
+    taken out by the consumer when no request needs it.
+    """
+
+    def __init__(self, context: Context, peers: dict[str, Inlet]) -> None:
+        self._ctx = context
+        self._peers = peers
+        self._attempt = 0
+        self.entries: dict[str, Entry] = {}
+        context.counters.gauges |= {
+            "requests": lambda: sum(1 for e in self.entries.values() if not e.receiver.load.ended),
+            "loads": lambda: sum(1 for e in self.entries.values() if e.receiver.load.state is Load.LOADING),
+        }
+
+    # The forward thread.
+
+    def expect(self, expect: do.Expect, now: float) -> None:
+        if expect.key in self.entries:
+            return
+        entry = self.entries[expect.key] = Entry(expect, self._receiver(expect, now))
+        self._connect(entry, now)
+
+    def _receiver(self, expect: do.Expect, now: float) -> Receiver:
+        self._attempt += 1
+        lease = self._ctx.options.lease_seconds
+        return Receiver(expect.key, self._attempt, expect.tokens, expect.digest, lease, now)
+
+    def load(self, load: do.Load, now: float) -> None:
+        """If the transfer has ended, that has been said already, and is said only once."""
+        entry = self.entries.get(load.key)
+        if entry is None:
+            self._ctx.emit(do.LoadFailed(load.key, "this request was not announced to the engine"))
+        elif not entry.receiver.load.ended:
+            entry.blocks = load.blocks
+            self._guard(entry, lambda: entry.receiver.want(load.start, load.stop, now), now)
+
+    def drop(self, key: str, reason: str, now: float) -> None:
+        if entry := self.entries.get(key):
+            self.run(entry, entry.receiver.cancel(reason), now)
+
+    def forget(self, key: str) -> None:
+        self.entries.pop(key, None)
+
+    # The ranks of P.
+
+    def connect(self, now: float) -> None:
+        """A rank of P is connected now: it may be the last one that a request has waited for."""
+        for entry in list(self.entries.values()):
+            self._connect(entry, now)
+
+    def _connect(self, entry: Entry, now: float) -> None:
+        """Connect the request to all the ranks that owe it something; then say that it waits."""
+        if entry.peers or entry.receiver.load.ended:
+            return
+        first = self._peer(entry.expect.prefill, now)
+        if first.dialing.refused:
+            reason = f"{first.address} and this instance do not fit: {first.dialing.reason}"
+            self.run(entry, entry.receiver.lost(reason), now)
+            return
+        if not first.dialing.open or first.hello is None or first.plan is None:
+            return
+        mine, plan = self._ctx.hello.rank, first.plan
+        edges = {edge.source: edge for edge in plan.to_target(mine)}
+        # A rank of P that owes nobody anything must hear so: some rank of D tells it.
+        everybody = range(len(first.hello.addresses))
+        idle = [rank for rank in everybody if not plan.from_source(rank) and rank % plan.decode.world == mine]
+        places = {rank: Address.parse(first.hello.addresses[rank]) for rank in [*edges, *idle]}
+        peers = {rank: self._peer(place, now) for rank, place in places.items()}
+        if not all(peer.dialing.open and peer.rank == rank for rank, peer in peers.items()):
+            return
+        entry.peers = peers
+        for peer in peers.values():
+            self._ctx.tell(peer.line, m.Waiting(((entry.expect.key, entry.receiver.attempt),)))
+        debts = {rank: peers[rank].owes(edge) for rank, edge in edges.items()}
+        self.run(entry, entry.receiver.attach(debts, now), now)
+
+    def _peer(self, address: Address, now: float) -> Inlet:
+        peer = self._peers.get(str(address))
+        if peer is None:
+            peer = Inlet(self._ctx, self._ctx.endpoint.dial(address), Dialing(str(address), now), now)
+            peer.line.tag = self._peers[str(address)] = peer
+        peer.used = now
+        peer.greet(now)
+        return peer
+
+    def holding(self, peer: Inlet, held: m.Transfers, now: float) -> None:
+        """P vouches for these transfers."""
+        for key, attempt in held:
+            entry = self.entries.get(key)
+            if entry is not None and entry.receiver.attempt == attempt and peer.hello is not None:
+                entry.receiver.held(peer.rank, now)
+
+    def about(
+        self, peer: Inlet, key: str, message: m.Offer | m.Chunk | m.Sent | m.Failed, now: float
+    ) -> None:
+        """P says something about one transfer."""
+        if isinstance(message, m.Sent):
+            try:
+                peer.note(message)
+            except LinkError as error:
+                self.link_lost(peer, f"the link from {peer.address} is out of step: {error}", now)
+        entry = self.entries.get(key)
+        if entry is None or peer.hello is None:
+            return
+        rank, receiver = peer.rank, entry.receiver
+
+        def step() -> list[Effect]:
+            match message:
+                case m.Offer():
+                    return receiver.offer(rank, message, now)
+                case m.Chunk():
+                    return receiver.chunk(rank, message, now)
+                case m.Failed():
+                    return receiver.failed(rank, message)
+                case m.Sent():
+                    receiver.sent(rank, message, now)
+                    return []
+
+        self._guard(entry, step, now)
+
+    def _guard(self, entry: Entry, step: Callable[[], list[Effect]], now: float) -> None:
+        """Run a step of the receiver; a peer's breach of the protocol ends this transfer only."""
+        try:
+            effects = step()
+        except RemoteProtocolError as error:
+            self._ctx.counters.add("messages_refused")
+            effects = entry.receiver.lost(f"P broke the protocol: {error}")
+        self.run(entry, effects, now)
+
+    # What breaks.
+
+    def link_lost(self, peer: Inlet, reason: str, now: float, tell: bool = True) -> None:
+        """This link is of no use any more, and what it carried fails; `tell`: P has to hear so."""
+        log.warning("%s", reason)
+        peer.abort(reason if tell else "")
+        self.fail(peer, reason, now, only_loading=True)
+
+    def lost(self, peer: Inlet, reason: str, now: float) -> None:
+        """This incarnation of a P rank is gone; ask whether there is another, for what has not begun."""
+        log.warning("%s", reason)
+        peer.lost(now)
+        for entry in self.of(peer):
+            receiver = entry.receiver
+            waiting = receiver.load.state is Load.WAITING and not receiver.nothing
+            if waiting and entry.tries < MAX_TRIES:
+                entry.receiver, entry.peers = self._receiver(entry.expect, now), {}
+                entry.tries += 1
+            else:
+                self.run(entry, entry.receiver.lost(reason, entry.rank_of(peer)), now)
+
+    def fail(self, peer: Inlet, reason: str, now: float, only_loading: bool = False) -> None:
+        """The requests of this rank of P fail, or those of them that load."""
+        for entry in self.of(peer):
+            if not only_loading or entry.receiver.load.state is Load.LOADING:
+                self.run(entry, entry.receiver.lost(reason, entry.rank_of(peer)), now)
+
+    def of(self, peer: Inlet) -> list[Entry]:
+        """The requests that this rank of P has to do with."""
+        return [
+            entry
+            for entry in self.entries.values()
+            if peer in entry.peers.values() or str(entry.expect.prefill) == peer.address
+        ]
+
+    # Time.
+
+    def tick(self, now: float) -> None:
+        for entry in list(self.entries.values()):
+            self.run(entry, entry.receiver.tick(now), now)
+            self._connect(entry, now)
+
+    def say_waiting(self, now: float) -> None:
+        """Tell each rank of P which transfers wait for it, to renew its leases."""
+        waiting: dict[str, list[tuple[str, int]]] = {}
+        for key, entry in self.entries.items():
+            if not entry.receiver.load.ended:
+                for peer in entry.peers.values():
+                    peer.used = now
+                    waiting.setdefault(peer.address, []).append((key, entry.receiver.attempt))
+        for address, transfers in waiting.items():
+            peer = self._peers[address]
+            for first in range(0, len(transfers), WAITING_AT_ONCE):
+                some = tuple(transfers[first : first + WAITING_AT_ONCE])
+                if not self._ctx.tell(peer.line, m.Waiting(some)):
+                    self.lost(peer, f"the connection to {address} is gone", now)
+                    break
+
+    # What a receiver wants done.
+
+    def run(self, entry: Entry, effects: list[Effect], now: float) -> None:
+        """Do what the receiver of this request has decided."""
+        for effect in effects:
+            match effect:
+                case Tell(rank, message):
+                    peer = entry.peers.get(rank)
+                    if peer is not None and not self._ctx.tell(peer.line, message):
+                        self.lost(peer, f"the connection to {peer.address} is gone", now)
+                case Post(rank, chunk):
+                    if rank in entry.peers:
+                        entry.peers[rank].asked.append((entry.expect.key, chunk))
+                case Offered():
+                    self._ctx.emit(do.Begun(entry.expect.key))
+                case Finished(ok, reason):
+                    self._finished(entry, ok, reason, now)
+
+    def _finished(self, entry: Entry, ok: bool, reason: str, now: float) -> None:
+        """Say so once nothing writes to the pages any more."""
+        key = entry.expect.key
+        self._ctx.counters.add("transfers_loaded" if ok else "transfers_failed")
+        if not ok:
+            log.warning("transfer %s failed: %s", key, reason)
+        event = do.Loaded(key) if ok else do.LoadFailed(key, reason)
+        self._ctx.copies.then(key, lambda _: self._ctx.emit(event), now)
