@@ -47,13 +47,15 @@ class Consumer:
         self._next_beat = 0.0
         self._window = max(1, context.options.staging_bytes // 2)
         context.counters.gauges |= {
-            "requests": lambda: sum(1 for e in self._entries.values() if not e.receiver.load.ended),
-            "loads": lambda: sum(1 for e in self._entries.values() if e.receiver.load.state is Load.LOADING),
+            "requests": lambda: sum(1 for e in tuple(self._entries.values()) if not e.receiver.load.ended),
+            "loads": lambda: sum(
+                1 for e in tuple(self._entries.values()) if e.receiver.load.state is Load.LOADING
+            ),
             "staging_bytes": self._staged,
-            "receives_posted": lambda: sum(len(peer.posted) for peer in self._peers.values()),
-            "receives_asked": lambda: sum(len(peer.asked) for peer in self._peers.values()),
+            "receives_posted": lambda: sum(len(peer.posted) for peer in tuple(self._peers.values())),
+            "receives_asked": lambda: sum(len(peer.asked) for peer in tuple(self._peers.values())),
             "peers": lambda: len(self._peers),
-            "links": lambda: sum(1 for peer in self._peers.values() if peer.linked),
+            "links": lambda: sum(1 for peer in tuple(self._peers.values()) if peer.linked),
             "links_stuck": lambda: context.links.stuck,
         }
 
@@ -343,7 +345,7 @@ class Consumer:
             offset += size
 
     def _staged(self) -> int:
-        return sum(peer.staged for peer in self._peers.values())
+        return sum(peer.staged for peer in tuple(self._peers.values()))
 
     # Time.
 

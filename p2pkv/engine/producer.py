@@ -47,16 +47,16 @@ class Producer:
         self._early = EarlyClaims(options.lease_seconds)
         self._ends = Ends(options.lease_seconds)
         context.counters.gauges |= {
-            "prompts": lambda: sum(1 for e in self._entries.values() if not e.sender.prompt.ended),
-            "pages_held": lambda: sum(1 for entry in self._entries.values() if not entry.free),
+            "prompts": lambda: sum(1 for e in tuple(self._entries.values()) if not e.sender.prompt.ended),
+            "pages_held": lambda: sum(1 for entry in tuple(self._entries.values()) if not entry.free),
             "early_claims": lambda: len(self._early),
             "tombstones": lambda: len(self._ends),
-            "staging_bytes": lambda: sum(peer.used for peer in self._peers.values()),
+            "staging_bytes": lambda: sum(peer.used for peer in tuple(self._peers.values())),
             "sends_under_way": lambda: sum(
-                len(peer.orders) + len(peer.flights) for peer in self._peers.values()
+                len(peer.orders) + len(peer.flights) for peer in tuple(self._peers.values())
             ),
             "peers": lambda: len(self._peers),
-            "links": lambda: sum(1 for peer in self._peers.values() if peer.linked),
+            "links": lambda: sum(1 for peer in tuple(self._peers.values()) if peer.linked),
             "links_stuck": lambda: context.links.stuck,
         }
 
