@@ -32,10 +32,10 @@ class Consumer:
         self._window = max(1, context.options.staging_bytes // 2)
         context.counters.gauges |= {
             "staging_bytes": lambda: self._incoming.staged,
-            "receives_posted": lambda: sum(len(peer.posted) for peer in self._peers.values()),
-            "receives_asked": lambda: sum(len(peer.asked) for peer in self._peers.values()),
+            "receives_posted": lambda: sum(len(peer.posted) for peer in tuple(self._peers.values())),
+            "receives_asked": lambda: sum(len(peer.asked) for peer in tuple(self._peers.values())),
             "peers": lambda: len(self._peers),
-            "links": lambda: sum(1 for peer in self._peers.values() if peer.linked),
+            "links": lambda: sum(1 for peer in tuple(self._peers.values()) if peer.linked),
             "links_stuck": lambda: context.links.stuck,
         }
 

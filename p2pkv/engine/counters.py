@@ -6,7 +6,10 @@ from collections.abc import Callable
 
 
 class Counters:
-    """Named numbers of one rank; written by the engine thread, read by anybody."""
+    """Named numbers of one rank; written by the engine thread, read by anybody.
+
+    A gauge that counts in a dict of the engine's takes a copy of its values: the dict may grow meanwhile.
+    """
 
     NAMES = (
         "bytes_sent",  # KV bytes gathered and handed to a link

@@ -95,4 +95,4 @@ class Incoming:
     @property
     def staged(self) -> int:
         """Bytes that posted receives hold."""
-        return sum(peer.staged for peer in self._peers.values())
+        return sum(peer.staged for peer in tuple(self._peers.values()))

@@ -30,12 +30,12 @@ class Producer:
         self._prompts = Prompts(context, self._peers)
         self._outgoing = Outgoing(context, self._peers, self._prompts)
         context.counters.gauges |= {
-            "staging_bytes": lambda: sum(peer.used for peer in self._peers.values()),
+            "staging_bytes": lambda: sum(peer.used for peer in tuple(self._peers.values())),
             "sends_under_way": lambda: sum(
-                len(peer.orders) + len(peer.flights) for peer in self._peers.values()
+                len(peer.orders) + len(peer.flights) for peer in tuple(self._peers.values())
             ),
             "peers": lambda: len(self._peers),
-            "links": lambda: sum(1 for peer in self._peers.values() if peer.linked),
+            "links": lambda: sum(1 for peer in tuple(self._peers.values()) if peer.linked),
             "links_stuck": lambda: context.links.stuck,
         }
 

@@ -45,8 +45,8 @@ class Prompts:
         self._ends = Ends(options.lease_seconds)
         self.entries: dict[str, Entry] = {}
         context.counters.gauges |= {
-            "prompts": lambda: sum(1 for e in self.entries.values() if not e.sender.prompt.ended),
-            "pages_held": lambda: sum(1 for entry in self.entries.values() if not entry.free),
+            "prompts": lambda: sum(1 for e in tuple(self.entries.values()) if not e.sender.prompt.ended),
+            "pages_held": lambda: sum(1 for entry in tuple(self.entries.values()) if not entry.free),
             "early_claims": lambda: len(self._early),
             "tombstones": lambda: len(self._ends),
         }

@@ -52,8 +52,10 @@ class Requests:
         self._attempt = 0
         self.entries: dict[str, Entry] = {}
         context.counters.gauges |= {
-            "requests": lambda: sum(1 for e in self.entries.values() if not e.receiver.load.ended),
-            "loads": lambda: sum(1 for e in self.entries.values() if e.receiver.load.state is Load.LOADING),
+            "requests": lambda: sum(1 for e in tuple(self.entries.values()) if not e.receiver.load.ended),
+            "loads": lambda: sum(
+                1 for e in tuple(self.entries.values()) if e.receiver.load.state is Load.LOADING
+            ),
         }
 
     # The forward thread.

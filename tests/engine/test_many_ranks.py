@@ -1,0 +1,124 @@
+"""Engines of many ranks, of unlike shapes, push prompts of 4,096 tokens; every byte is compared."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from engine_support import Geometry
+from ranks_crews import Processes, Threads, both, short_turns
+from ranks_support import Prompt, check, plan_of, push, shape
+
+from p2pkv.links import make_factory
+from p2pkv.links.base import LinkFactory
+from p2pkv.links.memory import MemoryNetwork
+
+ONE = (Prompt(),)
+
+SHAPES = {
+    "TP 8 to TP 8": (shape((8,), 8, 8), shape((8,), 8, 8)),
+    "TP 8 to TP 2": (shape((8,), 8, 8), shape((8,), 8, 2, 32)),
+    "TP 2 to TP 8": (shape((8,), 8, 2, 32), shape((8,), 8, 8)),
+    "PP 2 x TP 4 to TP 8": (shape((5, 3), 8, 4), shape((8,), 8, 8)),
+    "PP 2 x TP 4 to PP 4 x TP 2": (shape((4, 4), 8, 4), shape((1, 3, 3, 1), 8, 2)),
+    "2 KV heads, TP 8 to TP 4": (shape((8,), 2, 8), shape((8,), 2, 4)),
+    "2 KV heads, TP 4 to TP 8": (shape((8,), 2, 4), shape((8,), 2, 8)),
+    "MLA, TP 4 to TP 2": (shape((8,), 1, 4), shape((8,), 1, 2)),
+    "MLA, TP 2 to TP 4": (shape((8,), 1, 2), shape((8,), 1, 4)),
+}
+
+
+@pytest.fixture(params=["memory", "host"])
+def links(request):
+    network = MemoryNetwork()
+
+    def make() -> LinkFactory:
+        if request.param == "memory":
+            return network.rank()
+        return make_factory("host", host="127.0.0.1", staging_bytes=1 << 20)
+
+    with short_turns():
+        yield make
+
+
+def threads(links, p: Geometry, d: Geometry):
+    return both(lambda: Threads("P", p, links), lambda: Threads("D", d, links))
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_many_ranks(links, shapes):
+    with threads(links, *shapes) as (p, d):
+        push(p, d, ONE)
+        check(p, d, ONE)
+
+
+@pytest.mark.parametrize("name", ["TP 8 to TP 2", "PP 2 x TP 4 to TP 8", "MLA, TP 4 to TP 2"])
+def test_many_ranks_where_d_has_a_prefix(links, name):
+    prompts = (Prompt(cached=96),)
+    with threads(links, *SHAPES[name]) as (p, d):
+        push(p, d, prompts)
+        check(p, d, prompts)
+
+
+def test_64_links(links):
+    """All to all: every stage of P holds a layer of every rank of D. Two prompts at once."""
+    shapes = shape((1,) * 8, 8, 1), shape((8,), 8, 8, 32)
+    assert len(plan_of(*shapes).edges) == 64
+    prompts = Prompt("a"), Prompt("b", 1, chunk=1500, cached=64)
+    with threads(links, *shapes) as (p, d):
+        push(p, d, prompts)
+        check(p, d, prompts)
+
+
+def test_ranks_that_have_nothing_to_send_report_too(links):
+    """One layer of MLA on 4 ranks of P, 2 of which are enough to serve D's 2."""
+    shapes = shape((1,), 1, 4), shape((1,), 1, 2)
+    plan = plan_of(*shapes)
+    assert [len(plan.from_source(rank)) for rank in range(4)].count(0) == 2
+    with threads(links, *shapes) as (p, d):
+        push(p, d, ONE)
+        check(p, d, ONE)
+
+
+PROCESSES = {
+    "PP 2 x TP 2 to TP 4": (shape((4, 4), 4, 2), shape((8,), 4, 4, 32)),
+    "PP 4 to PP 2": (shape((2, 2, 2, 2), 4, 1), shape((3, 5), 4, 1)),
+    "TP 2 to PP 2": (shape((8,), 4, 2), shape((4, 4), 4, 1)),
+}
+
+
+@pytest.mark.parametrize("shapes", PROCESSES.values(), ids=PROCESSES)
+def test_one_process_for_each_rank(shapes):
+    p_shape, d_shape = shapes
+    prompts = Prompt("a"), Prompt("b", 1, chunk=1500, cached=96)
+    with both(lambda: Processes("P", p_shape), lambda: Processes("D", d_shape)) as (p, d):
+        pids = {os.getpid(), *p.each("pid"), *d.each("pid")}
+        assert len(pids) == 1 + p_shape.world + d_shape.world
+        push(p, d, prompts)
+        check(p, d, prompts)
+
+
+def test_a_process_that_ends_is_named_and_none_stays_behind():
+    p = Processes("P", shape((4,), 4, 2))
+    (first, second) = p.each("pid")
+    os.kill(second, signal.SIGKILL)
+    with pytest.raises(AssertionError, match=r"rank 1 of .* ended with -9"):
+        p.each("settle")
+    with pytest.raises(AssertionError, match=r"ended with \[0, -9\]"):
+        p.close()
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in (first, second))
+
+
+def test_what_is_wrong_is_noticed(links):
+    """A row of another value where KV belongs, and one where nothing does, are found by their places."""
+    prompt = Prompt(tokens=100, cached=16)
+    with threads(links, *2 * [shape((2,), 2, 2, tokens=100)]) as (p, d):
+        push(p, d, [prompt])
+        check(p, d, [prompt])
+        table = prompt.blocks("D", d.geometry)
+        nobodys = next(block for block in range(d.geometry.blocks) if block not in table)
+        places = [[0, table[1], 0, 0], [0, table[0], 0, 15], [0, table[6], 0, 3], [1, nobodys, 0, 7]]
+        for place in places:
+            d.each("spoil", *place)
+        assert d.each("wrong", [prompt]) == [sorted(places)] * 2
