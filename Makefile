@@ -1,5 +1,6 @@
 # make demo    a prefill and a decode server on this machine, compared with a single server
-# make test    every test that this machine can run
+# make test    every test that this machine can run in half an hour
+# make test-long   those that take longer: servers killed and frozen one after the other
 # make unit    the tests that start no vLLM server
 # make lint    ruff and mypy
 # make gpu-test  the tests in tests/gpu, with a Python that has torch, CuPy and pytest; installs nothing
@@ -32,7 +33,7 @@ STAMP := $(VENV)/.installed-$(DEVICE)
 GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 NO_GPU := $(if $(filter cpu,$(DEVICE)),and not gpu and not two_gpus)
 
-.PHONY: help venv demo test unit gpu-test lint bench clean
+.PHONY: help venv demo test test-long unit gpu-test lint bench clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -73,7 +74,10 @@ demo: $(STAMP)
 	@$(PY) -m p2pkv.cli demo $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 test: $(STAMP)
-	@$(PY) -m pytest $(if $(filter cpu,$(DEVICE)),-m "not gpu and not two_gpus") $(ARGS)
+	@$(PY) -m pytest -m "not long $(NO_GPU)" $(ARGS)
+
+test-long: $(STAMP)
+	@$(PY) -m pytest -m long $(ARGS)
 
 unit: $(STAMP)
 	@$(PY) -m pytest -m "not vllm $(NO_GPU)" $(ARGS)

@@ -17,7 +17,7 @@ from p2pkv.cli.answers import Answer
 from p2pkv.cli.processes import wait_until
 from p2pkv.cli.servers import ProxyServer, VllmServer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 LEASE = 5
 PROMPTS = 16
