@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from p2pkv.cli import bench_communicators, bench_fanout
 from p2pkv.cli.bench_device import devices
+from p2pkv.cli.bench_fanout import FAN_OUTS, fan_out
 from p2pkv.cli.bench_messages import SIZES, Messages, messages
 from p2pkv.cli.bench_ranks import BenchError
 
@@ -23,8 +25,12 @@ Rows = list[dict[str, Any]]
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All rates in bytes per second, by size of message. Raises BenchError without a device or CuPy."""
+    """All rates in bytes per second, by size of message and by fan-out; bytes of each communicator.
+
+    Raises BenchError without a device or CuPy.
+    """
     chosen = devices()
+    communicators = bench_communicators.measure("nccl", chosen)  # first: see there
     try:
         with messages("nccl", chosen, SIZES, TOTAL) as both:
             rows = rows_of(both, SIZES, args.repeat)
@@ -34,7 +40,22 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "or cupy-cuda13x, as torch.version.cuda says"
         ) from None
     names = sorted({torch.cuda.get_device_name(device) for device in chosen})
-    return {"devices": list(chosen), "cards": names, "total": TOTAL, "rows": rows}
+    return {
+        "devices": list(chosen),
+        "cards": names,
+        "total": TOTAL,
+        "rows": rows,
+        "fan_out": _fan_out(args),
+        "communicators": communicators,
+    }
+
+
+def _fan_out(args: argparse.Namespace) -> dict[str, Any]:
+    """P on the first device, D's ranks on all others."""
+    total, every = bench_fanout.TOTAL, [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    with fan_out("nccl", every, FAN_OUTS, total, args.chunk_bytes) as fans:
+        rows = bench_fanout.rows_of(fans, FAN_OUTS, args.repeat)
+    return {"devices": every, "total": total, "rows": rows}
 
 
 def rows_of(both: Messages, sizes: Sequence[int], repeat: int, *, raw: bool = True) -> Rows:
@@ -57,7 +78,13 @@ def rows_of(both: Messages, sizes: Sequence[int], repeat: int, *, raw: bool = Tr
 
 def show(about: dict[str, Any], results: dict[str, Any]) -> str:
     """The whole report."""
-    return "\n".join([*_head(about, results), "", *table(results["rows"])])
+    fans = results["fan_out"]
+    parts = [
+        table(results["rows"]),
+        bench_fanout.table(fans["rows"], fans["total"], fans["devices"]),
+        bench_communicators.table(results["communicators"]),
+    ]
+    return "\n".join([*_head(about, results), *(line for part in parts for line in ("", *part))])
 
 
 def _head(about: dict[str, Any], results: dict[str, Any]) -> Iterator[str]:
