@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import p2pkv
-from p2pkv.cli import bench_nccl
+from p2pkv.cli import bench_fanout, bench_nccl
 from p2pkv.cli.bench_pages import LAYOUTS, TOKEN_BYTES, capacity_for
 from p2pkv.cli.bench_prefill import Prefill, prefill
 from p2pkv.cli.bench_ranks import WINDOW_BYTES, BenchError
@@ -59,6 +59,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="nccl measures something else: gather, scatter, link and push by size of message, fan-out "
         "and the memory of communicators, on CUDA devices (default: %(default)s)",
     )
+    parser.add_argument(
+        "--fan-out",
+        type=int,
+        nargs="+",
+        choices=[1, 2, 4, 8],
+        metavar="RANKS",
+        help="push to so many ranks of D that share the heads, each a process of its own (1, 2, 4 or 8; "
+        "default: 1 2 4 with --link nccl, else none)",
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="with --link nccl: draw the curves there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every single measurement there")
 
@@ -73,10 +82,15 @@ def run(args: argparse.Namespace) -> int:
             print(f"p2pkv {p2pkv.__version__} bench: starting P and D ...", flush=True)
             with prefill(max(args.tokens), args.chunk_bytes, args.link) as both:
                 results = measure(args, both)
+            if args.fan_out:
+                fans = bench_fanout.measure("host", ["cpu"], args.fan_out, args.chunk_bytes, args.repeat)
+                results["fan_out"] = fans
     except (BenchError, LinkError, OSError) as error:
         print(f"FAIL: {error}", flush=True)
         return 1
     print(show(results))
+    if args.fan_out:
+        print("", *bench_fanout.table(results["fan_out"]), sep="\n")
     _write(args, results)
     return 0
 

@@ -20,7 +20,8 @@ LINKS = 4
 
 
 def free_bytes(device: str) -> int:
-    """What nobody holds of the device now, whatever process."""
+    """What no process holds of the device; first torch gives back what it keeps for later."""
+    torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info(device)[0])
 
 

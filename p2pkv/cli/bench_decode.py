@@ -5,6 +5,7 @@ Started by bench_ranks with the number of a socket; ends when that socket does.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import sys
@@ -142,7 +143,8 @@ def main(argv: list[str]) -> int:
             decode.obey(order)
         return 0
     except (BenchError, LinkError, ValueError) as error:
-        wire.say(error=str(error))
+        with contextlib.suppress(OSError):  # P may have gone
+            wire.say(error=str(error))
         return 1
     finally:
         decode.stop()

@@ -1,4 +1,4 @@
-"""The fan-out of `p2pkv bench --link nccl`: one rank of P pushes a prompt to 1, 2, 4 ranks of D.
+"""The fan-out of `p2pkv bench`: one rank of P pushes a prompt to 1, 2, 4 ranks of D.
 
 The ranks of a D share the heads of the prompt, as under tensor parallelism; each is a process of its
 own. So a prompt is as many bytes at every fan-out, and only the number of links differs.
@@ -32,10 +32,20 @@ from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
 
 FAN_OUTS = (1, 2, 4)
-TOTAL = 256 << 20
+TOTAL = {"nccl": 256 << 20, "host": 64 << 20}
 """Bytes of a prompt: enough for several messages to each of 4 ranks."""
 
 Rows = list[dict[str, Any]]
+
+
+def measure(
+    link: str, devices: Sequence[str], fan_outs: Sequence[int], chunk_bytes: int, repeat: int
+) -> dict[str, Any]:
+    """Rates by fan-out, and what they are of; see FanOut and `rows_of`."""
+    total = TOTAL[link]
+    with fan_out(link, devices, fan_outs, total, chunk_bytes) as fans:
+        rows = rows_of(fans, fan_outs, repeat)
+    return {"devices": list(devices), "total": total, "rows": rows}
 
 
 class FanOut:
@@ -162,11 +172,13 @@ def rows_of(fans: FanOut, fan_outs: Sequence[int], repeat: int) -> Rows:
     return rows
 
 
-def table(rows: Rows, total: int, devices: Sequence[str]) -> Iterator[str]:
+def table(results: dict[str, Any]) -> Iterator[str]:
     """GB/s of all ranks together by fan-out: medians, and the ratio to the first row's, turn by turn."""
+    rows, devices = results["rows"], results["devices"]
     most = max(row["fan_out"] for row in rows)
     places = sorted({place(devices, rank) for rank in range(most)})
-    yield f"One rank of P pushes {total >> 20} MiB, computed before, to ranks of D that share the heads"
+    moved = results["total"] >> 20
+    yield f"One rank of P pushes {moved} MiB, computed before, to ranks of D that share the heads"
     yield f"P on {devices[0]}, D's ranks on {', '.join(places)}"
     first = rows[0]
     yield f"{'ranks of D':>10} {'push':>8} {'/ ' + str(first['fan_out']):>7}   GB/s, all together"

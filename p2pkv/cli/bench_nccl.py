@@ -12,7 +12,6 @@ import torch
 
 from p2pkv.cli import bench_communicators, bench_fanout
 from p2pkv.cli.bench_device import devices
-from p2pkv.cli.bench_fanout import FAN_OUTS, fan_out
 from p2pkv.cli.bench_messages import SIZES, Messages, messages
 from p2pkv.cli.bench_ranks import BenchError
 
@@ -39,23 +38,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             f"--link nccl compares with NCCL's own calls, made through CuPy ({error}): install cupy-cuda12x "
             "or cupy-cuda13x, as torch.version.cuda says"
         ) from None
+    every = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    fan_outs = args.fan_out or bench_fanout.FAN_OUTS
     names = sorted({torch.cuda.get_device_name(device) for device in chosen})
     return {
         "devices": list(chosen),
         "cards": names,
         "total": TOTAL,
         "rows": rows,
-        "fan_out": _fan_out(args),
+        "fan_out": bench_fanout.measure("nccl", every, fan_outs, args.chunk_bytes, args.repeat),
         "communicators": communicators,
     }
-
-
-def _fan_out(args: argparse.Namespace) -> dict[str, Any]:
-    """P on the first device, D's ranks on all others."""
-    total, every = bench_fanout.TOTAL, [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    with fan_out("nccl", every, FAN_OUTS, total, args.chunk_bytes) as fans:
-        rows = bench_fanout.rows_of(fans, FAN_OUTS, args.repeat)
-    return {"devices": every, "total": total, "rows": rows}
 
 
 def rows_of(both: Messages, sizes: Sequence[int], repeat: int, *, raw: bool = True) -> Rows:
@@ -78,10 +71,9 @@ def rows_of(both: Messages, sizes: Sequence[int], repeat: int, *, raw: bool = Tr
 
 def show(about: dict[str, Any], results: dict[str, Any]) -> str:
     """The whole report."""
-    fans = results["fan_out"]
     parts = [
         table(results["rows"]),
-        bench_fanout.table(fans["rows"], fans["total"], fans["devices"]),
+        bench_fanout.table(results["fan_out"]),
         bench_communicators.table(results["communicators"]),
     ]
     return "\n".join([*_head(about, results), *(line for part in parts for line in ("", *part))])

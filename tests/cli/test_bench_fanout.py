@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from p2pkv.cli import bench_communicators, bench_fanout, bench_nccl
+from p2pkv.cli import bench_communicators, bench_fanout, bench_nccl, main
 from p2pkv.cli.bench_fanout import FAN_OUTS, FanOut, fan_out, place
 from p2pkv.cli.bench_pages import (
     CELL,
@@ -46,9 +48,19 @@ def test_a_rank_with_wrong_bytes_ends_the_benchmark(fans: FanOut) -> None:
         fans.push(2)
 
 
+def test_the_host_link_is_measured_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "bench.json"
+    few = ["--tokens", "17", "--repeat", "1", "--layer-ms", "0.1", "--whole-request"]
+    assert main(["bench", *few, "--fan-out", "1", "2", "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())["fan_out"]["rows"]
+    assert [(row["fan_out"], len(row["push"])) for row in rows] == [(1, 1), (2, 1)]
+    assert "P on cpu, D's ranks on cpu" in capsys.readouterr().out
+
+
 def test_the_table_has_medians_and_ratios_turn_by_turn() -> None:
     rows = [{"fan_out": 1, "push": [1e9, 2e9, 4e9]}, {"fan_out": 4, "push": [3e9, 3e9, 6e9]}]
-    lines = list(bench_fanout.table(rows, 256 << 20, ["cuda:0", "cuda:1", "cuda:2"]))
+    devices = ["cuda:0", "cuda:1", "cuda:2"]
+    lines = list(bench_fanout.table({"rows": rows, "total": 256 << 20, "devices": devices}))
     assert "256 MiB" in lines[0]
     assert lines[1] == "P on cuda:0, D's ranks on cuda:1, cuda:2"
     assert [line.split() for line in lines[3:]] == [["1", "2.00", "1.00"], ["4", "3.00", "1.50"]]
@@ -62,7 +74,7 @@ def test_ranks_of_d_take_turns_on_the_devices_that_p_has_not() -> None:
 def test_the_fan_outs_can_be_measured() -> None:
     for number in FAN_OUTS:
         assert HEADS % number == 0
-    assert bench_fanout.TOTAL % TOKEN_BYTES == 0
+    assert all(total % TOKEN_BYTES == 0 for total in bench_fanout.TOTAL.values())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
