@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import p2pkv
-from p2pkv.cli import bench_nccl
+from p2pkv.cli import bench_fanout, bench_nccl
 from p2pkv.cli.bench_pages import LAYOUTS, TOKEN_BYTES, capacity_for
 from p2pkv.cli.bench_prefill import Prefill, prefill
 from p2pkv.cli.bench_ranks import WINDOW_BYTES, BenchError
@@ -56,8 +56,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--link",
         choices=["host", "nccl"],
         default="host",
-        help="nccl measures something else: gather, scatter, link and push by size of message, on CUDA "
-        "devices (default: %(default)s)",
+        help="nccl measures something else: gather, scatter, link and push by size of message, fan-out "
+        "and the memory of communicators, on CUDA devices (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--fan-out",
+        type=int,
+        nargs="+",
+        choices=[1, 2, 4, 8],
+        metavar="RANKS",
+        help="push to so many ranks of D that share the heads, each a process of its own (1, 2, 4 or 8; "
+        "default: 1 2 4 with --link nccl, else none)",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="with --link nccl: draw the curves there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every single measurement there")
@@ -73,15 +82,21 @@ def run(args: argparse.Namespace) -> int:
             print(f"p2pkv {p2pkv.__version__} bench: starting P and D ...", flush=True)
             with prefill(max(args.tokens), args.chunk_bytes, args.link) as both:
                 results = measure(args, both)
+            if args.fan_out:
+                fans = bench_fanout.measure("host", ["cpu"], args.fan_out, args.chunk_bytes, args.repeat)
+                results["fan_out"] = fans
     except (BenchError, LinkError, OSError) as error:
         print(f"FAIL: {error}", flush=True)
         return 1
     print(show(results))
+    if args.fan_out:
+        print("", *bench_fanout.table(results["fan_out"]), sep="\n")
     _write(args, results)
     return 0
 
 
 def _run_nccl(args: argparse.Namespace) -> int:
+    _check_chunk_bytes(args)
     with ending_on_signals():
         print(f"p2pkv {p2pkv.__version__} bench: starting P and D on CUDA ...", flush=True)
         results = bench_nccl.measure(args)
@@ -195,15 +210,19 @@ def _check(args: argparse.Namespace) -> None:
         raise BenchError(
             "--tokens 1: D computes the last token of a prompt by itself, so nothing would be pushed"
         )
-    if not 1024 <= args.chunk_bytes <= WINDOW_BYTES:
-        raise BenchError(
-            f"--chunk-bytes {args.chunk_bytes}: choose 1024 to {WINDOW_BYTES}, half of what is in flight"
-        )
+    _check_chunk_bytes(args)
     need, there = 3 * capacity_for(max(args.tokens)) * TOKEN_BYTES, _available_bytes()
     if need > there:
         raise BenchError(
             f"{max(args.tokens)} tokens need {need >> 20} MiB of memory for P, D and a copy, and "
             f"{there >> 20} MiB are free: choose shorter prompts with --tokens"
+        )
+
+
+def _check_chunk_bytes(args: argparse.Namespace) -> None:
+    if not 1024 <= args.chunk_bytes <= WINDOW_BYTES:
+        raise BenchError(
+            f"--chunk-bytes {args.chunk_bytes}: choose 1024 to {WINDOW_BYTES}, half of what is in flight"
         )
 
 

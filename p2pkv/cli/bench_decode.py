@@ -1,10 +1,11 @@
 """The D of `p2pkv bench`, a process of its own: loads what it is told to, and says when it had it.
 
-Started by bench_prefill with the number of a socket; ends when that socket does.
+Started by bench_ranks with the number of a socket; ends when that socket does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import sys
@@ -26,22 +27,23 @@ from p2pkv.pairing import Address
 
 
 class Decode:
-    """D's ranks, one for each layout, and its end of a bare link."""
+    """One rank of D for each layout, and its ends of bare links."""
 
     def __init__(self, wire: Wire, settings: dict[str, Any]) -> None:
         self._wire = wire
-        self._memory = Memory(settings["capacity"], "D", settings.get("device", "cpu"))
+        share = {"rank": settings.get("rank", 0), "tp": settings.get("tp", 1)}
+        self._memory = Memory(settings["capacity"], "D", settings.get("device", "cpu"), **share)
         self._record = make_recorder(self._memory.flat.device)
         staging = settings.get("staging_bytes", STAGING_BYTES)
         options = {"lease_seconds": settings.get("lease_seconds", 30.0), "staging_bytes": staging}
         self._raw: RawNccl | None = None
         self._ranks: dict[str, Rank] = {}
         self._links = make_factory(settings["link"], host="127.0.0.1", staging_bytes=staging)
-        self._inbound: Inbound | None = None
+        self._inbounds: list[Inbound] = []
         addresses = {}
         for name, port in settings["ports"].items():
             address, self._ranks[name] = make_rank(
-                "D", LAYOUTS[name], self._memory, port, link=settings["link"], **options
+                "D", LAYOUTS[name], self._memory, port, link=settings["link"], **share, **options
             )
             addresses[name] = str(address)
         wire.say(addresses=addresses)
@@ -60,8 +62,11 @@ class Decode:
             case other:
                 raise AssertionError(f"order {other!r}")
 
-    def _load(self, layout: str, key: str, prefill: str, tokens: int) -> None:
-        """Load one prompt as D's scheduler would, at once, and check samples of what came."""
+    def _load(self, layout: str, key: str, prefill: str, tokens: int, together: bool = False) -> None:
+        """Load one prompt as D's scheduler would, and check samples of what came.
+
+        At once, or with `together` when P says that all ranks may go.
+        """
         rank, place = self._ranks[layout], LAYOUTS[layout]
         self._memory.clear(place, tokens)
         rank.do(do.After(self._record()))
@@ -71,6 +76,9 @@ class Decode:
         rank.do(do.Expect(key, Address.parse(prefill), tokens, b"bench"))
         self._wire.say(expecting=True)
         begun = wait_for(rank, do.Begun(key))
+        if together:
+            self._wire.say(begun=begun)
+            self._wire.expect("go")
         asked = time.monotonic()
         rank.do(do.Load(key, 0, tokens - 1, (table,)))
         loaded = wait_for(rank, do.Loaded(key))
@@ -83,24 +91,25 @@ class Decode:
         self._wire.say(expected=expected, begun=begun, asked=asked, loaded=loaded, scattered=scattered)
 
     def _link(self, invitation: str, window: int) -> None:
-        self._inbound, acceptance = self._links.accept(bytes.fromhex(invitation), window)
+        inbound, acceptance = self._links.accept(bytes.fromhex(invitation), window)
+        self._inbounds.append(inbound)
         self._wire.say(acceptance=acceptance.hex())
-        poll_until(self._inbound.poll, self._inbound.ready, "building the bare link")
+        poll_until(inbound.poll, inbound.ready, "building the bare link")
 
     def _receive(self, sizes: list[int]) -> None:
-        """Receive these messages over the bare link, as many posted as its window takes."""
-        assert self._inbound is not None
+        """Receive these messages over the latest bare link, as many posted as its window takes."""
+        inbound = self._inbounds[-1]
         waiting, posted = deque(sizes), deque[Receive]()
         while waiting or posted:
-            while waiting and (receive := self._inbound.post(waiting[0])) is not None:
+            while waiting and (receive := inbound.post(waiting[0])) is not None:
                 waiting.popleft()
                 posted.append(receive)
                 self._wire.say(landing=receive.landing)
             self._wire.expect("sent")
             receive = posted.popleft()
-            poll_until(self._inbound.poll, receive.done, "a receive of the bare link")
+            poll_until(inbound.poll, receive.done, "a receive of the bare link")
             receive.release()
-        self._inbound.poll()
+        inbound.poll()
         self._wire.say(received=time.monotonic())
 
     def _receive_raw(self, name: str, sizes: list[int]) -> None:
@@ -134,7 +143,8 @@ def main(argv: list[str]) -> int:
             decode.obey(order)
         return 0
     except (BenchError, LinkError, ValueError) as error:
-        wire.say(error=str(error))
+        with contextlib.suppress(OSError):  # P may have gone
+            wire.say(error=str(error))
         return 1
     finally:
         decode.stop()

@@ -22,6 +22,7 @@ from p2pkv.cli.bench_ranks import (
     HOST,
     STAGING_BYTES,
     BenchError,
+    bare_link,
     end_decode,
     make_rank,
     poll_until,
@@ -183,15 +184,9 @@ class Messages:
         return address, rank
 
     def _start_link(self) -> Outbound:
-        window = self._staging // 2
         links = make_factory(self._link, host=HOST, staging_bytes=self._staging)
         self._stack.callback(links.close)
-        invitation = links.invite()
-        self._wire.say(order="link", invitation=invitation.hex(), window=window)
-        acceptance = bytes.fromhex(self._wire.expect("acceptance")["acceptance"])
-        outbound = links.complete(invitation, acceptance)
-        poll_until(outbound.poll, outbound.ready, "building the bare link")
-        return outbound
+        return bare_link(links, self._wire, self._staging // 2)
 
     def _heard(self, outbound: Outbound, word: str) -> dict[str, Any]:
         """D's next message; the link is polled meanwhile, since its sends may wait for that."""

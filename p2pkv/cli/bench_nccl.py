@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from p2pkv.cli import bench_communicators, bench_fanout
 from p2pkv.cli.bench_device import devices
 from p2pkv.cli.bench_messages import SIZES, Messages, messages
 from p2pkv.cli.bench_ranks import BenchError
@@ -23,8 +24,12 @@ Rows = list[dict[str, Any]]
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All rates in bytes per second, by size of message. Raises BenchError without a device or CuPy."""
+    """All rates in bytes per second, by size of message and by fan-out; bytes of each communicator.
+
+    Raises BenchError without a device or CuPy.
+    """
     chosen = devices()
+    communicators = bench_communicators.measure("nccl", chosen)  # first: see there
     try:
         with messages("nccl", chosen, SIZES, TOTAL) as both:
             rows = rows_of(both, SIZES, args.repeat)
@@ -33,8 +38,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             f"--link nccl compares with NCCL's own calls, made through CuPy ({error}): install cupy-cuda12x "
             "or cupy-cuda13x, as torch.version.cuda says"
         ) from None
+    every = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    fan_outs = args.fan_out or bench_fanout.FAN_OUTS
     names = sorted({torch.cuda.get_device_name(device) for device in chosen})
-    return {"devices": list(chosen), "cards": names, "total": TOTAL, "rows": rows}
+    return {
+        "devices": list(chosen),
+        "cards": names,
+        "total": TOTAL,
+        "rows": rows,
+        "fan_out": bench_fanout.measure("nccl", every, fan_outs, args.chunk_bytes, args.repeat),
+        "communicators": communicators,
+    }
 
 
 def rows_of(both: Messages, sizes: Sequence[int], repeat: int, *, raw: bool = True) -> Rows:
@@ -57,7 +71,12 @@ def rows_of(both: Messages, sizes: Sequence[int], repeat: int, *, raw: bool = Tr
 
 def show(about: dict[str, Any], results: dict[str, Any]) -> str:
     """The whole report."""
-    return "\n".join([*_head(about, results), "", *table(results["rows"])])
+    parts = [
+        table(results["rows"]),
+        bench_fanout.table(results["fan_out"]),
+        bench_communicators.table(results["communicators"]),
+    ]
+    return "\n".join([*_head(about, results), *(line for part in parts for line in ("", *part))])
 
 
 def _head(about: dict[str, Any], results: dict[str, Any]) -> Iterator[str]:

@@ -40,12 +40,12 @@ class Layout:
     block: int
     cells: int
 
-    def row(self, block: int, token: int, head: int) -> tuple[int, int]:
-        """Where K and V of (token, head) lie: the cell, and the row of C elements in it."""
+    def row(self, block: int, token: int, head: int, heads: int = HEADS) -> int:
+        """The row of C elements that K and V of (token, head) are, in a layer with so many heads."""
         inside = token % self.block
         if self.codec == DENSE:
-            return block, inside * HEADS + head
-        return block * HEADS + head, inside
+            return (block * self.block + inside) * heads + head
+        return (block * heads + head) * self.block + inside
 
     def table(self, tokens: int, capacity: int, side: str) -> list[int]:
         """The blocks of a prompt, scattered over a cache of `capacity` tokens; other ones on each side."""
@@ -76,10 +76,13 @@ def capacity_for(tokens: int) -> int:
 class Memory:
     """One side's KV memory for `capacity` tokens, all of it touched; P's is filled with its values."""
 
-    def __init__(self, capacity: int, side: str, device: str = "cpu") -> None:
+    def __init__(self, capacity: int, side: str, device: str = "cpu", rank: int = 0, tp: int = 1) -> None:
+        """`rank` of `tp`: which of the heads it holds; `tp` divides HEADS, and is 1 for P."""
         self.capacity = capacity
         self.side = side
-        shape = (LAYERS, capacity * HEADS // PAGE_TOKENS, CELL)
+        self.heads = HEADS // tp
+        self._first_head = rank * self.heads
+        shape = (LAYERS, capacity * self.heads // PAGE_TOKENS, CELL)
         self.cells = torch.empty(shape, dtype=torch.int16, device=device)
         if side == "P":
             for layer in range(LAYERS):
@@ -96,32 +99,33 @@ class Memory:
     def cache(self, layout: Layout) -> PagedCache:
         """The cache of this layout, [B, H, N, C] for each layer."""
         if layout.codec == DENSE:
-            shape = (LAYERS, -1, layout.block, HEADS, CONTENT)
+            shape = (LAYERS, -1, layout.block, self.heads, CONTENT)
             layers = self.cells.view(DTYPE).view(shape).transpose(2, 3)
         else:
-            layers = self.cells.view(DTYPE).view(LAYERS, -1, HEADS, layout.block, CONTENT)
+            layers = self.cells.view(DTYPE).view(LAYERS, -1, self.heads, layout.block, CONTENT)
         return PagedCache.from_tensors(layers.unbind(0), block_size=layout.block, codec=layout.codec)
 
     def clear(self, layout: Layout, tokens: int) -> None:
         """D: forget the rows that `wrong` looks at."""
         table = layout.table(tokens, self.capacity, self.side)
-        for layer, token, head in _samples(tokens):
+        for layer, token, head in _samples(tokens, self.heads):
             self._row(layout, table, layer, token, head).fill_(_CLEARED)
 
     def wrong(self, layout: Layout, tokens: int) -> list[tuple[int, int, int]]:
-        """D: sampled (layer, token, head) that do not hold what P computed."""
+        """D: sampled (layer, token, own head) that do not hold what P computed."""
         mine = layout.table(tokens, self.capacity, self.side)
         theirs = layout.table(tokens, self.capacity, "P")
         wrong = []
-        for layer, token, head in _samples(tokens):
-            cell, _ = layout.row(theirs[token // layout.block], token, head)
-            if not bool((self._row(layout, mine, layer, token, head) == value_of(layer, cell)).all()):
+        for layer, token, head in _samples(tokens, self.heads):
+            row = layout.row(theirs[token // layout.block], token, self._first_head + head)
+            value = value_of(layer, row // PAGE_TOKENS)
+            if not bool((self._row(layout, mine, layer, token, head) == value).all()):
                 wrong.append((layer, token, head))
         return wrong
 
     def _row(self, layout: Layout, table: list[int], layer: int, token: int, head: int) -> torch.Tensor:
-        cell, row = layout.row(table[token // layout.block], token, head)
-        return self.cells[layer, cell, row * CONTENT : (row + 1) * CONTENT]
+        row = layout.row(table[token // layout.block], token, head, self.heads)
+        return self.cells[layer].view(-1, CONTENT)[row]
 
 
 def value_of(layer: int, cell: int) -> int:
@@ -129,19 +133,19 @@ def value_of(layer: int, cell: int) -> int:
     return (layer * 7919 + cell * 31 + 17) % 32000
 
 
-def _samples(tokens: int) -> list[tuple[int, int, int]]:
+def _samples(tokens: int, heads: int) -> list[tuple[int, int, int]]:
     """(layer, token, head) at the corners and in the middle of what travels."""
-    layers, heads = (0, LAYERS // 2, LAYERS - 1), (0, HEADS - 1)
+    layers, ends = (0, LAYERS // 2, LAYERS - 1), sorted({0, heads - 1})
     places = sorted({0, tokens // 2, tokens - 2})
-    return [(layer, token, head) for layer in layers for token in places for head in heads]
+    return [(layer, token, head) for layer in layers for token in places for head in ends]
 
 
-def described(layout: Layout, cache: PagedCache) -> Cache:
-    """What the handshake says of it."""
+def described(layout: Layout, cache: PagedCache, tp: int = 1) -> Cache:
+    """What the handshake says of it, on each of `tp` ranks."""
     return Cache(
         layers=(LAYERS,),
         kv_heads=HEADS,
-        tp=1,
+        tp=tp,
         row_bytes=cache.row_bytes,
         unit_tokens=cache.unit_tokens,
         dtype=str(DTYPE).removeprefix("torch."),

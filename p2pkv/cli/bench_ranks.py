@@ -17,6 +17,7 @@ from p2pkv.config import Options
 from p2pkv.engine.commands import Event, LoadFailed
 from p2pkv.engine.rank import Rank
 from p2pkv.links import make_factory
+from p2pkv.links.base import LinkFactory, Outbound
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Hello
 
@@ -111,9 +112,11 @@ def make_rank(
     *,
     link: str,
     staging_bytes: int = STAGING_BYTES,
+    rank: int = 0,
+    tp: int = 1,
     **options: Any,
 ) -> tuple[Address, Rank]:
-    """A running rank over this memory, and where it listens."""
+    """A running rank of `tp` over this memory, and where its engine's rank 0 listens: on `port`."""
     cache = memory.cache(layout)
     settings = Options(role=role, host=HOST, kv_port=port, staging_bytes=staging_bytes, **options)
     links = make_factory(link, host=HOST, staging_bytes=staging_bytes)
@@ -121,13 +124,13 @@ def make_rank(
         version=PROTOCOL_VERSION,
         incarnation=uuid.uuid4().hex,
         role=role,
-        rank=0,
+        rank=rank,
         to="none",
-        address=str(settings.address),
-        addresses=(str(settings.address),),
+        address=str(settings.address.shifted(rank)),
+        addresses=tuple(str(settings.address.shifted(each)) for each in range(tp)),
         model="bench",
         weights="none",
-        cache=described(layout, cache),
+        cache=described(layout, cache, tp),
         link=links.kind,
     )
     return settings.address, Rank(hello, settings, cache, links)
@@ -141,6 +144,16 @@ def poll_until(poll: Callable[[], None], done: Callable[[], bool], what: str) ->
         if time.monotonic() > deadline:
             raise BenchError(f"{what} did not end in {DEADLINE_SECONDS:g} s")
         poll()
+
+
+def bare_link(links: LinkFactory, wire: Wire, window: int) -> Outbound:
+    """P's end of a link to the process at the other end of `wire`, when it is up."""
+    invitation = links.invite()
+    wire.say(order="link", invitation=invitation.hex(), window=window)
+    acceptance = bytes.fromhex(wire.expect("acceptance")["acceptance"])
+    outbound = links.complete(invitation, acceptance)
+    poll_until(outbound.poll, outbound.ready, "building the bare link")
+    return outbound
 
 
 def wait_for(rank: Rank, event: Event) -> float:

@@ -1,0 +1,30 @@
+"""What `p2pkv bench --link nccl` alone does on a GPU: a fan-out, and the memory of communicators."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2pkv.cli import bench_communicators, bench_fanout
+from p2pkv.cli.bench_fanout import fan_out
+
+TOTAL = 32 << 20
+FAN_OUTS = (1, 2, 4)
+
+DEVICES = [
+    pytest.param(["cuda:0"], id="one-gpu", marks=pytest.mark.gpu),
+    pytest.param(["cuda:0", "cuda:1"], id="two-gpus", marks=pytest.mark.two_gpus),
+]
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_ranks_that_share_the_heads_get_what_p_computed(devices: list[str]) -> None:
+    """Each rank of D looks at samples of what it got, and says how many bytes it wrote."""
+    with fan_out("nccl", devices, FAN_OUTS, TOTAL, 1 << 20) as fans:
+        rows = bench_fanout.rows_of(fans, FAN_OUTS, 2)
+    assert all(min(row["push"]) > 0 for row in rows)
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_communicators_take_device_memory(devices: list[str]) -> None:
+    costs = bench_communicators.measure("nccl", (devices[0], devices[-1]))
+    assert len(costs["links"]) == bench_communicators.LINKS and sum(costs["links"]) > 0
