@@ -104,6 +104,7 @@ class Consumer:
         peer = line.tag
         if not isinstance(peer, Inlet):
             return
+        peer.mute = None
         match message:
             case m.Welcome():
                 self._welcome(peer, message, now)
@@ -179,7 +180,7 @@ class Consumer:
             return
         entry.peers = peers
         for peer in peers.values():
-            self._ctx.tell(peer.line, m.Waiting(((entry.expect.key, entry.receiver.attempt),)))
+            peer.ask(m.Waiting(((entry.expect.key, entry.receiver.attempt),)), now)
         debts = {rank: peers[rank].owes(edge) for rank, edge in edges.items()}
         self._run(entry, entry.receiver.attach(debts, now), now)
 
@@ -353,6 +354,8 @@ class Consumer:
             self._connect(entry, now)
         lease = self._ctx.options.lease_seconds
         for peer in list(self._peers.values()):
+            if peer.mute is not None and now - peer.mute > lease:
+                self._redial(peer, f"{peer.address} has answered nothing for {lease:g} s", now)
             if peer.posted and now - peer.posted[0].since > lease:
                 self._link_lost(peer, f"{peer.address} has not sent what was granted for {lease:g} s", now)
             wanted = any(peer in entry.peers.values() for entry in self._entries.values())
@@ -373,9 +376,14 @@ class Consumer:
         for address, transfers in waiting.items():
             peer = self._peers[address]
             for first in range(0, len(transfers), 1024):
-                if not self._ctx.tell(peer.line, m.Waiting(tuple(transfers[first : first + 1024]))):
+                if not peer.ask(m.Waiting(tuple(transfers[first : first + 1024])), now):
                     self._lost(peer, f"the connection to {address} is gone", now)
                     break
+
+    def _redial(self, peer: Inlet, reason: str, now: float) -> None:
+        """A connection may be dead although neither end was told: the next request gets a new one."""
+        self._ctx.endpoint.hang_up(peer.line)
+        self._lost(peer, reason, now)
 
     def _hang_up(self, peer: Inlet) -> None:
         peer.abort()
