@@ -23,7 +23,6 @@ def afterwards(world: World) -> None:
     for p, d in itertools.product(PREFILLS, DECODES):
         world.ask(world.machines[p], world.machines[d], plain=True)
     world.turn_until(lambda: not world.jobs, LEASE + GRACE, "a transfer of every pair")
-    world.forget_baselines()
     if not world.turn_until(world.baseline, 10.0, "the baseline at the end"):
         world.broken(f"still held: {world.held()}")
     world.stop_all()

@@ -104,6 +104,7 @@ class Side:
         self._thaw_at = 0.0
         self._next_look = 0.0
         self._looks: deque[dict[str, int]] = deque()
+        self._asked = False
         self.say(ready=True)
 
     def run(self) -> None:
@@ -119,8 +120,12 @@ class Side:
             except Violation as error:
                 self.broken(str(error))
             self._look()
-            while self._violations:
-                self.say(violation=self._violations.popleft())
+            self.confess()
+
+    def confess(self) -> None:
+        """Tell the parent what was found broken."""
+        while self._violations:
+            self.say(violation=self._violations.popleft())
 
     def say(self, **message: Any) -> None:
         """Tell the parent."""
@@ -149,11 +154,9 @@ class Side:
             case "break":
                 self.links.break_all(random.Random(order["seed"]).randrange(4))
             case "baseline":
-                empty = self.empty()
-                busy = (
-                    {name: value for name, value in self._looks[-1].items() if value} if self._looks else {}
-                )
-                self.say(baseline=empty and not busy, held=busy, blocks=SHAPE.blocks - self.memory.free)
+                # Answered by the next look, which is taken after all that has been heard so far.
+                self._looks.clear()
+                self._asked, self._next_look = True, 0.0
             case _:
                 self.order(order)
 
@@ -162,6 +165,9 @@ class Side:
         now = time.monotonic()
         if self.links.frozen and now > self._thaw_at:
             self.links.frozen = False
+        if self._asked and self._looks:
+            self._asked = False
+            self._answer(self._looks[-1])
         if now < self._next_look:
             return
         self._next_look = now + LOOK_SECONDS
@@ -170,6 +176,12 @@ class Side:
         self.rank.do(do.After(_Look(self._count)))
         while len(self._looks) > 1:
             self._looks.popleft()
+
+    def _answer(self, counts: dict[str, int]) -> None:
+        """Whether this engine is at its baseline: nothing held by the rank, and no block by anybody."""
+        busy = {name: value for name, value in counts.items() if value}
+        empty = self.empty()
+        self.say(baseline=empty and not busy, held=busy, blocks=SHAPE.blocks - self.memory.free)
 
     def _count(self) -> None:
         counts = self.rank.counters.snapshot()
@@ -191,6 +203,7 @@ def main(name: str, outside: str, inside: str, wire: Connection) -> None:
     try:
         side.run()
         side.rank.stop()
+        side.confess()
         side.say(stopped=not side.rank.alive)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         side.rank.stop()

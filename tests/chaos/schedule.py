@@ -37,7 +37,11 @@ KINDS = {
     "partition to P": Kind(2, 0.2, 1.5 * LEASE, door=True),
     "partition from P": Kind(2, 0.2, 1.5 * LEASE, door=True),
     "reset": Kind(2, 0.0, 0.0, door=True),  # every control connection of a P
+    "garbled": Kind(2, 0.0, 0.0, door=True),  # one bit of a control connection
 }
+
+SILENT_SECONDS = 5.0
+"""Before the end nothing is garbled: it takes a request to find out that a connection is deaf."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,8 @@ def schedule(seed: int, seconds: float) -> list[Fault]:
         kind = KINDS[name]
         idle = [each for each in (PREFILLS if kind.door else free) if free[each] <= now]
         lasts = round(draw.uniform(kind.shortest, kind.longest), 2)
-        if idle:
+        late = name == "garbled" and now > seconds - SILENT_SECONDS
+        if idle and not late:
             engine = draw.choice(idle)
             out.append(Fault(round(now, 2), name, engine, lasts, draw.randrange(1 << 30)))
             free[engine] = now + lasts + SETTLE

@@ -31,8 +31,6 @@ GAP = 0.06
 
 PROMPTS, LONGEST = 12, 700
 
-Way = tuple[Callable[[Machine], None], Callable[[Machine], None]]
-
 
 @dataclass
 class Job:
@@ -100,6 +98,8 @@ class World:
             if self.now > seconds + START_SECONDS:
                 self.broken(f"not every engine is up again: {[m.name for m in self._down()]}")
                 return
+        for door in self._doors.doors.values():
+            door.garble = False
 
     def turn_until(self, condition: Callable[[], bool], seconds: float, what: str) -> bool:
         """Go on until the condition holds; a violation, and False, if it does not in time."""
@@ -129,6 +129,7 @@ class World:
 
     def ask(self, prefill: Machine, decode: Machine, plain: bool = False) -> Job:
         """Send one request to both, as a router does; with `plain` no client leaves."""
+        self._baselines.clear()
         draw, key = self._draw, f"key-{next(self._numbers)}"
         prompt, tokens = draw.randrange(PROMPTS), draw.randint(1, LONGEST)
         chunk = draw.choice([48, 100, 256, LONGEST])
@@ -159,10 +160,6 @@ class World:
     def held(self) -> dict[str, dict[str, Any]]:
         """What engines that are not at their baseline hold."""
         return {name: said for name, said in self._baselines.items() if not said["baseline"]}
-
-    def forget_baselines(self) -> None:
-        """Every engine is asked anew."""
-        self._baselines.clear()
 
     def stop_all(self) -> None:
         """End every engine in good order."""
