@@ -4,6 +4,7 @@
 # make unit    the tests that start no vLLM server
 # make lint    ruff and mypy
 # make gpu-test  the tests in tests/gpu, with a Python that has torch, CuPy and pytest; installs nothing
+# make chaos   engines that are killed, frozen and cut off under load (SECONDS=300 SEED=1)
 # make bench   the benchmark (ARGS= for its options)
 # make venv    only make .venv
 # make clean   remove .venv and what the tools left
@@ -27,13 +28,15 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 PYTHON ?= $(shell python3.11 --version >/dev/null 2>&1 && echo python3.11 || echo python3)
+SECONDS ?= 300
+SEED ?= 1
 DEVICE ?= $(shell { test -e /dev/nvidia0 || nvidia-smi -L >/dev/null 2>&1; } && echo cuda || echo cpu)
 STAMP := $(VENV)/.installed-$(DEVICE)
 
 GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 NO_GPU := $(if $(filter cpu,$(DEVICE)),and not gpu and not two_gpus)
 
-.PHONY: help venv demo test test-long unit gpu-test lint bench clean
+.PHONY: help venv demo test test-long unit gpu-test chaos lint bench clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -86,6 +89,9 @@ unit: $(STAMP)
 gpu-test:
 	@$(GPU_PYTHON) tests/gpu/needs.py
 	@PYTHONPATH=. $(GPU_PYTHON) -m pytest -c tests/gpu/bare.ini tests/gpu $(ARGS)
+
+chaos: $(STAMP)
+	@PYTHONPATH=.:tests $(PY) -m chaos --seconds $(SECONDS) --seed $(SEED) $(ARGS)
 
 lint: $(STAMP)
 	@$(PY) -m ruff check .

@@ -64,6 +64,7 @@ class Consumer:
         peer = line.tag
         if not isinstance(peer, Inlet):
             return
+        peer.mute = None
         match message:
             case m.Welcome():
                 self._welcome(peer, message, now)
@@ -116,6 +117,11 @@ class Consumer:
         except LinkError as error:
             self._requests.fail(peer, f"no link from {peer.address}: {error}", now)
 
+    def _redial(self, peer: Inlet, reason: str, now: float) -> None:
+        """A connection may be dead although neither end was told: the next request gets a new one."""
+        self._ctx.endpoint.hang_up(peer.line)
+        self._requests.lost(peer, reason, now)
+
     def _hang_up(self, peer: Inlet) -> None:
         peer.abort()
         self._ctx.endpoint.hang_up(peer.line)
@@ -144,6 +150,8 @@ class Consumer:
         self._requests.tick(now)
         lease = self._ctx.options.lease_seconds
         for peer in list(self._peers.values()):
+            if peer.mute is not None and now - peer.mute > lease:
+                self._redial(peer, f"{peer.address} has answered nothing for {lease:g} s", now)
             if peer.posted and now - peer.posted[0].since > lease:
                 reason = f"{peer.address} has not sent what was granted for {lease:g} s"
                 self._requests.link_lost(peer, reason, now)

@@ -13,7 +13,7 @@ from p2pkv.links.base import Inbound, LinkError, Receive
 from p2pkv.pages.dense import Rectangles
 from p2pkv.plan import Edge, Plan
 from p2pkv.protocol.handshake import Dialing, Refused, judge
-from p2pkv.protocol.messages import Chunk, Hello, LinkAccept, LinkDown, LinkInvite, Sent, Welcome
+from p2pkv.protocol.messages import Chunk, Hello, LinkAccept, LinkDown, LinkInvite, Sent, Waiting, Welcome
 from p2pkv.protocol.wire import Debt, Wire
 
 
@@ -47,6 +47,8 @@ class Inlet:
     plan: Plan | None = None
     wire: Wire | None = None
     pages: Rectangles | None = None
+    mute: float | None = None
+    """Since when it has answered nothing that we asked; None if it has, or we did not ask."""
     link: int = -1
     asked: deque[tuple[str, Chunk]] = field(default_factory=deque)
     """Announced chunks that wait for room."""
@@ -77,7 +79,14 @@ class Inlet:
         """Say Hello, if it is time to."""
         if self.dialing.due(now):
             self.ctx.endpoint.redial(self.line)
-            self.ctx.tell(self.line, msgspec.structs.replace(self.ctx.hello, to=self.address))
+            self.ask(msgspec.structs.replace(self.ctx.hello, to=self.address), now)
+
+    def ask(self, message: Hello | Waiting, now: float) -> bool:
+        """Say something that a P in health answers at once; False if the connection is gone."""
+        told = self.ctx.tell(self.line, message)
+        if told and self.mute is None:
+            self.mute = now
+        return told
 
     def welcome(self, message: Welcome) -> None:
         """P has accepted our Hello; judge its. Raises Refused."""
@@ -96,6 +105,7 @@ class Inlet:
         """This incarnation is gone, or has forgotten us; ask for another."""
         self.abort()
         self.dialing.lost(now)
+        self.mute = None
         self.hello = self.plan = self.wire = self.pages = None
         self.greet(now)
 

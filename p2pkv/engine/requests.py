@@ -116,7 +116,7 @@ class Requests:
             return
         entry.peers = peers
         for peer in peers.values():
-            self._ctx.tell(peer.line, m.Waiting(((entry.expect.key, entry.receiver.attempt),)))
+            peer.ask(m.Waiting(((entry.expect.key, entry.receiver.attempt),)), now)
         debts = {rank: peers[rank].owes(edge) for rank, edge in edges.items()}
         self.run(entry, entry.receiver.attach(debts, now), now)
 
@@ -227,7 +227,7 @@ class Requests:
             peer = self._peers[address]
             for first in range(0, len(transfers), WAITING_AT_ONCE):
                 some = tuple(transfers[first : first + WAITING_AT_ONCE])
-                if not self._ctx.tell(peer.line, m.Waiting(some)):
+                if not peer.ask(m.Waiting(some), now):
                     self.lost(peer, f"the connection to {address} is gone", now)
                     break
 

@@ -178,6 +178,33 @@ def test_d_dies_in_mid_transfer(lone):
     wait_for(lambda: at_baseline(p))
 
 
+def test_a_connection_that_went_silent_is_dialed_anew(lone):
+    """Neither end was told that it is dead, as behind a firewall that has forgotten it."""
+    p, d = lone("P", lease_seconds=1.0), lone("D", lease_seconds=1.0)
+
+    def begin(key):
+        d.do(do.Expect(key, p.address, 32, b"digest"))
+        prefill(p, key, d.address, 32, BLOCKS, chunk=32)
+
+    def load(key):
+        d.wait(do.Begun(key))
+        d.do(do.Load(key, 0, 31, (BLOCKS,)))
+        d.wait(do.Loaded(key))
+
+    begin("before")
+    load("before")
+    endpoint = p.ranks[0].rank._ctx.endpoint
+    silent, receive = set(endpoint._answered.values()), endpoint.receive
+    endpoint.receive = lambda: (said for said in receive() if said[0] not in silent)
+    begin("lost")
+    assert "has not confirmed" in failure(d, "lost")
+    (peer,) = d.ranks[0].rank._half._peers.values()
+    wait_for(lambda: not peer.dialing.open, what="the end of the silent connection")
+    begin("after")
+    load("after")
+    assert wrong_cells(d.ranks[0], BLOCKS, 0, 31) == []
+
+
 def test_a_restarted_p_is_accepted_at_once(links, lone):
     p, d = lone("P", lease_seconds=2.0), lone("D", lease_seconds=2.0)
     d.do(do.Expect("a", p.address, 32, b"digest"))

@@ -1,0 +1,209 @@
+"""One engine of the run, a process of its own: a real rank, and a forward thread that obeys the parent.
+
+What the parent and an engine say to each other is JSON, one object a message. The engine checks what
+only it can see; what it finds broken it says as `violation`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import random
+import signal
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from chaos.model import SHAPE, Memory, Violation
+from chaos.schedule import LEASE
+from engine_support import BUSY, make_rank
+
+from p2pkv.control.endpoint import Endpoint
+from p2pkv.engine import commands as do
+from p2pkv.engine import rank as rank_module
+from p2pkv.links.faulty import Faults, FaultyLinks, _Fate
+from p2pkv.links.host import HostLinks
+from p2pkv.pairing import Address
+
+SECRET = b"a secret of the chaos run"
+STAGING = 1 << 20
+TURN_SECONDS = 0.003
+LOOK_SECONDS = 0.25
+
+PATIENT = "early_claims"
+"""The one gauge that may stay for ten leases: D's last word about a prompt that P has never heard of."""
+
+
+class ChaosLinks(FaultyLinks):
+    """Host links that break when told to; `frozen` stalls them."""
+
+    def __init__(self) -> None:
+        super().__init__(HostLinks("127.0.0.1", STAGING), Faults())
+        self._fates: weakref.WeakSet[_Fate] = weakref.WeakSet()
+
+    def break_all(self, operations: int) -> None:
+        """Every link that there is breaks after so many more operations."""
+        for fate in list(self._fates):
+            fate.faults = dataclasses.replace(fate.faults, break_at=fate.operations + operations)
+
+    def _fate(self) -> _Fate:
+        fate = super()._fate()
+        self._fates.add(fate)
+        return fate
+
+
+@dataclasses.dataclass(frozen=True)
+class _Look:
+    """A fence that a rank's own thread cannot pass without counting what it holds."""
+
+    act: Callable[[], None]
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        raise AssertionError("nobody waits for this fence")
+
+    def follow(self) -> None:
+        self.act()
+
+
+class _Errors(logging.Handler):
+    """An error in p2pkv's log is a fault of p2pkv."""
+
+    def __init__(self, violations: deque[str]) -> None:
+        super().__init__(logging.ERROR)
+        self._violations = violations
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._violations.append(f"p2pkv logged an error: {self.format(record)}")
+
+
+class Side:
+    """What a P and a D have in common. `inside` is where it listens, `outside` what it advertises."""
+
+    def __init__(self, role: str, outside: Address, inside: Address, wire: Connection) -> None:
+        self._wire = wire
+        self._violations: deque[str] = deque()
+        logger = logging.getLogger("p2pkv")
+        logger.propagate = False
+        logger.addHandler(_Errors(self._violations))
+        rank_module.Endpoint = lambda _, *rest: Endpoint(inside, *rest)  # type: ignore[misc, assignment]
+        self.links = ChaosLinks()
+        made = make_rank(
+            role, SHAPE, 0, outside.port, self.links,
+            lease_seconds=LEASE, staging_bytes=STAGING, chunk_bytes=16384, secret=SECRET,
+        )  # fmt: skip
+        self.rank = made.rank
+        self.memory = Memory(made.pages)
+        self._thaw_at = 0.0
+        self._next_look = 0.0
+        self._looks: deque[dict[str, int]] = deque()
+        self._asked = False
+        self.say(ready=True)
+
+    def run(self) -> None:
+        """Until the parent says `stop`, or is gone."""
+        while True:
+            if self._wire.poll(TURN_SECONDS):
+                order = json.loads(self._wire.recv_bytes())
+                if order["do"] == "stop":
+                    return
+                self._obey(order)
+            try:
+                self.turn()
+            except Violation as error:
+                self.broken(str(error))
+            self._look()
+            self.confess()
+
+    def confess(self) -> None:
+        """Tell the parent what was found broken."""
+        while self._violations:
+            self.say(violation=self._violations.popleft())
+
+    def say(self, **message: Any) -> None:
+        """Tell the parent."""
+        self._wire.send_bytes(json.dumps(message).encode())
+
+    def broken(self, invariant: str) -> None:
+        """Note what must not be; from any thread."""
+        self._violations.append(invariant)
+
+    def turn(self) -> None:
+        """One turn of the forward thread. Raises Violation."""
+        raise NotImplementedError
+
+    def order(self, order: dict[str, Any]) -> None:
+        """What a P or a D is told to do."""
+        raise NotImplementedError
+
+    def empty(self) -> bool:
+        """Give back what is kept for later only; whether every block is free then."""
+        raise NotImplementedError
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        match order["do"]:
+            case "stall":
+                self.links.frozen, self._thaw_at = True, time.monotonic() + order["seconds"]
+            case "break":
+                self.links.break_all(random.Random(order["seed"]).randrange(4))
+            case "baseline":
+                # Answered by the next look, which is taken after all that has been heard so far.
+                self._looks.clear()
+                self._asked, self._next_look = True, 0.0
+            case _:
+                self.order(order)
+
+    def _look(self) -> None:
+        """Have the rank's thread count, now and then, and judge what it has counted."""
+        now = time.monotonic()
+        if self.links.frozen and now > self._thaw_at:
+            self.links.frozen = False
+        if self._asked and self._looks:
+            self._asked = False
+            self._answer(self._looks[-1])
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_SECONDS
+        if not self.rank.alive:
+            self.broken("the engine's thread has ended")
+        self.rank.do(do.After(_Look(self._count)))
+        while len(self._looks) > 1:
+            self._looks.popleft()
+
+    def _answer(self, counts: dict[str, int]) -> None:
+        """Whether this engine is at its baseline: nothing held by the rank, and no block by anybody."""
+        busy = {name: value for name, value in counts.items() if value}
+        empty = self.empty()
+        self.say(baseline=empty and not busy, held=busy, blocks=SHAPE.blocks - self.memory.free)
+
+    def _count(self) -> None:
+        counts = self.rank.counters.snapshot()
+        if counts["staging_bytes"] > STAGING:
+            self.broken(f"{counts['staging_bytes']} bytes of staging where {STAGING} are allowed")
+        self._looks.append({name: counts.get(name, 0) for name in BUSY if name != PATIENT})
+
+
+def main(name: str, outside: str, inside: str, wire: Connection) -> None:
+    """The whole life of an engine."""
+    from chaos.decode import DecodeSide
+    from chaos.prefill import PrefillSide
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    torch.set_num_threads(1)
+    side: Side = (PrefillSide if name.startswith("P") else DecodeSide)(
+        name[0], Address.parse(outside), Address.parse(inside), wire
+    )
+    try:
+        side.run()
+        side.rank.stop()
+        side.confess()
+        side.say(stopped=not side.rank.alive)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        side.rank.stop()

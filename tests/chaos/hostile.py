@@ -1,0 +1,39 @@
+"""What a bad member and a stranger say to a control port during the run."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+
+import zmq
+from chaos.engine import SECRET
+from hostile_support import DEEP, RAW, dealer, nearly_right, shout
+from protocol.test_messages import KINDS, example
+
+from p2pkv.control.members import members_of
+from p2pkv.pairing import Address
+from p2pkv.protocol import messages as m
+
+MESSAGES = 100
+ANSWER_SECONDS = 3.0
+
+
+def harass(address: Address, seed: int) -> threading.Thread:
+    """Say wrong things there, from a thread that ends by itself."""
+    thread = threading.Thread(target=_harass, args=(address, seed), daemon=True)
+    thread.start()
+    return thread
+
+
+def _harass(address: Address, seed: int) -> None:
+    draw = random.Random(seed)
+    wrong = [*DEEP, *(each for kind in KINDS for each in nearly_right(example(kind), m.encode))]
+    with contextlib.suppress(OSError, zmq.ZMQError):
+        for data in draw.sample(list(RAW.values()), 3):
+            shout(address, data).close()
+        with dealer(address, members_of(SECRET)) as line:
+            for data in draw.sample(wrong, MESSAGES):
+                line.send(data)
+            line.send(m.encode(m.Inspect()))
+            line.poll(int(ANSWER_SECONDS * 1000))

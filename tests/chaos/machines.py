@@ -1,0 +1,116 @@
+"""The engines' processes as the parent sees them: start, order, freeze, kill."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from chaos.engine import main
+from chaos.relay import Door
+
+from p2pkv.cli.processes import free_ports
+from p2pkv.pairing import Address
+
+# Every engine is forked by one process that has imported torch, so that a restart takes no seconds.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["chaos.engine", "chaos.prefill", "chaos.decode"])
+
+
+class Machine:
+    """One engine's process, and the next one under its name and address.
+
+    Attributes:
+        outside, inside: what it advertises, and where it listens; a P has a door between the two.
+        up: whether it has said that it is ready, and was not told to end.
+        frozen: since a SIGSTOP.
+        continued: when it last began to run, on the monotonic clock.
+        ended: whether it has said that its rank's thread ended, when it was told to.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.inside = self.outside = Address("127.0.0.1", free_ports())
+        self.door: Door | None = None
+        if name.startswith("P"):
+            self.outside = Address("127.0.0.1", free_ports())
+            self.door = Door(self.outside, self.inside)
+        self.up = self.frozen = self.ended = False
+        self.continued = time.monotonic()
+        self._process: Any = None
+        self.wire: Connection | None = None
+
+    def start(self) -> None:
+        """A new process; it says `ready`."""
+        self.ended = False
+        self.continued = time.monotonic()
+        self.wire, theirs = _CONTEXT.Pipe()
+        self._process = _CONTEXT.Process(
+            target=main, args=(self.name, str(self.outside), str(self.inside), theirs), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+
+    def order(self, word: str, **details: Any) -> bool:
+        """Tell it something; False if there is nobody to tell."""
+        if self.wire is None or not self.up:
+            return False
+        try:
+            self.wire.send_bytes(json.dumps({"do": word, **details}).encode())
+        except OSError:
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Tell it to end in good order."""
+        self.order("stop")
+        self._leave()
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        self.frozen = True
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        os.kill(self._process.pid, signal.SIGCONT)
+        self.frozen, self.continued = False, time.monotonic()
+
+    def kill(self) -> None:
+        """SIGKILL, which ends a frozen process too. Idempotent."""
+        self._leave()
+        if self._process is not None:
+            self._process.kill()
+            self._process.join(10.0)
+        if self.wire is not None:
+            self.wire.close()
+        self._process, self.wire, self.frozen = None, None, False
+
+    def ready(self) -> None:
+        """It listens."""
+        self.up = True
+        if self.door is not None:
+            self.door.open = True
+
+    def _leave(self) -> None:
+        self.up = False
+        if self.door is not None:
+            self.door.open = False
+
+
+def hear(machines: list[Machine], seconds: float) -> list[tuple[Machine, dict[str, Any] | None]]:
+    """What engines have said; None from one whose process has ended."""
+    wires = {machine.wire: machine for machine in machines if machine.wire is not None}
+    out: list[tuple[Machine, dict[str, Any] | None]] = []
+    for wire in wait(list(wires), seconds):
+        machine = wires[wire]  # type: ignore[index]
+        try:
+            while wire.poll():  # type: ignore[union-attr]
+                out.append((machine, json.loads(wire.recv_bytes())))  # type: ignore[union-attr]
+        except (EOFError, OSError):
+            out.append((machine, None))
+    return out
