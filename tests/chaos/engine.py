@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from chaos.model import SHAPE, Memory, Violation
-from chaos.schedule import LEASE
+from chaos.schedule import DECODES, LEASE
 from engine_support import BUSY, make_rank
 
 from p2pkv.control.endpoint import Endpoint
@@ -95,6 +95,8 @@ class Side:
         logger.addHandler(_Errors(self._violations))
         rank_module.Endpoint = lambda _, *rest: Endpoint(inside, *rest)  # type: ignore[misc, assignment]
         self.links = ChaosLinks()
+        # What a P sends in shared memory lies in the windows of the D's, each within that D's own staging.
+        self._staging = STAGING * (len(DECODES) if role == "P" else 1)
         made = make_rank(
             role, SHAPE, 0, outside.port, self.links,
             lease_seconds=LEASE, staging_bytes=STAGING, chunk_bytes=16384, secret=SECRET,
@@ -185,8 +187,8 @@ class Side:
 
     def _count(self) -> None:
         counts = self.rank.counters.snapshot()
-        if counts["staging_bytes"] > STAGING:
-            self.broken(f"{counts['staging_bytes']} bytes of staging where {STAGING} are allowed")
+        if counts["staging_bytes"] > self._staging:
+            self.broken(f"{counts['staging_bytes']} bytes of staging where {self._staging} are allowed")
         self._looks.append({name: counts.get(name, 0) for name in BUSY if name != PATIENT})
 
 
