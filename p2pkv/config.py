@@ -61,6 +61,10 @@ class Options:
     chunk_bytes: int = 8 * MIB
     """Default 8 MiB; bytes. What a message is filled up to; at most staging_bytes."""
 
+    ahead_bytes: int = 0
+    """Default 0: off; bytes of a rank of D. Room for KV that P pushes before the request for it has come to
+    D, for routers that ask P first and D when P has answered. P keeps its pages all the same."""
+
     lease_seconds: float = 30.0
     """Default 30; seconds. A transfer that makes no progress for this long ends, and frees its pages."""
 
@@ -198,6 +202,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "http_port": _PORT,
     "staging_bytes": (1024, 1 << 40),
     "chunk_bytes": (1024, 1 << 30),
+    "ahead_bytes": (0, 1 << 40),
     "lease_seconds": _SECONDS,
     "stall_seconds": _SECONDS,
     "max_links": (1, 1 << 16),
@@ -213,6 +218,7 @@ _READERS: dict[str, read.Reader] = {
     "link": read.one_of("auto", "nccl", "host"),
     "staging_bytes": read.whole,
     "chunk_bytes": read.whole,
+    "ahead_bytes": read.whole,
     "lease_seconds": read.number,
     "stall_seconds": read.number,
     "discovery": read.one_of("curve", "plain"),

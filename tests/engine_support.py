@@ -145,6 +145,7 @@ def make_rank(
             "x",
         ),
         link=links.kind,
+        ahead=role == "D" and opts.ahead_bytes > 0,
     )
     return TestRank(geometry, Rank(hello, opts, device(cache), links), pages)
 

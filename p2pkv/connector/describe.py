@@ -151,6 +151,7 @@ def hello_of(
             layer_names=hashlib.blake2b(" ".join(patterns).encode(), digest_size=8).hexdigest(),
         ),
         link=link,
+        ahead=options.role == "D" and options.ahead_bytes > 0,
     )
 
 

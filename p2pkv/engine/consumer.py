@@ -13,6 +13,7 @@ from p2pkv.engine.idle import IDLE_BEATS, REASON, surplus
 from p2pkv.engine.incoming import Incoming
 from p2pkv.engine.inlet import Inlet
 from p2pkv.engine.requests import Requests
+from p2pkv.engine.shelves import Shelves
 from p2pkv.links.base import LinkError
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import Refused
@@ -26,12 +27,14 @@ class Consumer:
     def __init__(self, context: Context) -> None:
         self._ctx = context
         self._peers: dict[str, Inlet] = {}
-        self._requests = Requests(context, self._peers)
-        self._incoming = Incoming(context, self._peers, self._requests)
+        shelves = Shelves(context.options.ahead_bytes, context.cache.device)
+        self._requests = Requests(context, self._peers, shelves)
+        self._incoming = Incoming(context, self._peers, self._requests, shelves)
         self._next_beat = 0.0
         self._window = max(1, context.options.staging_bytes // 2)
         context.counters.gauges |= {
             "staging_bytes": lambda: self._incoming.staged,
+            "ahead_bytes": lambda: shelves.used,
             "receives_posted": lambda: sum(len(peer.posted) for peer in tuple(self._peers.values())),
             "receives_asked": lambda: sum(len(peer.asked) for peer in tuple(self._peers.values())),
             "peers": lambda: len(self._peers),
@@ -75,6 +78,8 @@ class Consumer:
                     self._requests.lost(peer, f"{peer.address} does not know this connection any more", now)
             case m.Holding(held, _):
                 self._requests.holding(peer, held, now)
+            case m.Ahead():
+                self._requests.ahead(peer, message, now)
             case m.LinkInvite():
                 self._invited(peer, message, now)
             case m.LinkDown(link, reason):

@@ -14,6 +14,7 @@ class Counters:
     NAMES = (
         "bytes_sent",  # KV bytes gathered and handed to a link
         "bytes_early",  # of those, taken by D before P had computed the whole prompt
+        "bytes_ahead",  # KV bytes that came to D before the request did
         "bytes_scattered",  # KV bytes received and written to pages
         "chunks_sent",
         "chunks_void",  # granted, but sent as filler

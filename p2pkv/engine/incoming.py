@@ -7,18 +7,25 @@ from functools import partial
 from p2pkv.engine.context import BURST, Context
 from p2pkv.engine.inlet import Inlet, Posted
 from p2pkv.engine.requests import Entry, Requests
-from p2pkv.links.base import LinkError, Receive
+from p2pkv.engine.shelves import Kept, Shelves
+from p2pkv.links.base import LinkError
 from p2pkv.protocol import messages as m
-from p2pkv.protocol.receiver import Receiver
+from p2pkv.protocol.receiver import Load, Receiver
+
+RESERVED = 2
+"""Chunks of staging that only requests which have pages may take."""
 
 
 class Incoming:
     """What comes from the ranks of P, `peers` by address; one rank's staging is shared by all of them."""
 
-    def __init__(self, context: Context, peers: dict[str, Inlet], requests: Requests) -> None:
+    def __init__(
+        self, context: Context, peers: dict[str, Inlet], requests: Requests, shelves: Shelves
+    ) -> None:
         self._ctx = context
         self._peers = peers
         self._requests = requests
+        self._shelves = shelves
 
     def pump(self, now: float) -> bool:
         """Move what can be moved now; whether to come back soon."""
@@ -33,17 +40,20 @@ class Incoming:
                 self._post(peer, now)
             except LinkError as error:
                 self._requests.link_lost(peer, f"the link from {peer.address} broke: {error}", now)
+        self._unload(now)
         return any(peer.posted for peer in self._peers.values())
 
     def _post(self, peer: Inlet, now: float) -> None:
         """Post receives for announced chunks while there is room; one a turn if other peers wait too."""
         while peer.asked:
+            self._admitted_first(peer)
             key, chunk = peer.asked[0]
             entry = self._requests.entries.get(key)
             if entry is None or not entry.receiver.pieces(peer.rank, chunk.attempt, chunk.chunk):
                 peer.asked.popleft()
                 continue
-            if self.staged + chunk.nbytes > self._ctx.options.staging_bytes:
+            reserve = RESERVED * self._ctx.options.chunk_bytes if _is_ahead(entry) else 0
+            if self.staged + chunk.nbytes + reserve > self._ctx.options.staging_bytes:
                 return
             posted = peer.post(now)
             if posted is None:
@@ -51,6 +61,17 @@ class Incoming:
             effects = entry.receiver.posted(peer.rank, chunk, peer.link, posted.receive.landing)
             self._requests.run(entry, effects, now)
             if any(other.asked for other in self._peers.values() if other is not peer):
+                return
+
+    def _admitted_first(self, peer: Inlet) -> None:
+        """What has pages goes before what no request has asked for yet."""
+        for index, (key, _) in enumerate(peer.asked):
+            entry = self._requests.entries.get(key)
+            if entry is None or not _is_ahead(entry):
+                if index:
+                    first = peer.asked[index]
+                    del peer.asked[index]
+                    peer.asked.appendleft(first)
                 return
 
     def _land(self, peer: Inlet, posted: Posted, now: float) -> None:
@@ -61,18 +82,48 @@ class Incoming:
             if entry is None or not pieces:
                 self._ctx.counters.add("chunks_dropped")
                 return
-            try:
-                self._scatter(entry, peer, pieces, posted.receive)
-            finally:
-                self._ctx.copies.launched(posted.key)
-        except ValueError as error:
-            assert entry is not None
-            self._requests.run(entry, entry.receiver.cancel(f"D cannot write its pages: {error}"), now)
-            return
+            assert peer.pages is not None
+            if _is_ahead(entry):
+                self._keep(entry, peer, posted, now)
+            else:
+                self._write(entry, Kept(peer.rank, chunk, posted.receive.buffer, peer.pages), now)
         finally:
             posted.receive.release()
-        landed = partial(self._landed, entry, entry.receiver, peer.rank, chunk)
-        self._ctx.copies.then(posted.key, landed, now)
+
+    def _keep(self, entry: Entry, peer: Inlet, posted: Posted, now: float) -> None:
+        """No request has pages for it yet."""
+        assert entry.shelf is not None and peer.pages is not None
+        chunk = posted.chunk
+        room = self._shelves.keep(entry.shelf, posted.receive.buffer, now)
+        self._ctx.copies.launched(posted.key)
+        entry.shelf.kept.append(Kept(peer.rank, chunk, room, peer.pages))
+        entry.receiver.kept(peer.rank, chunk.chunk, now)
+        self._ctx.counters.add("bytes_ahead", chunk.nbytes)
+
+    def _unload(self, now: float) -> None:
+        """Write what waits on shelves to the pages that it has now, some of it each turn."""
+        waiting = self._requests.unloading
+        for _ in range(BURST):
+            while waiting and not (waiting[0].shelf and waiting[0].shelf.kept):
+                waiting.popleft()
+            if not waiting:
+                return
+            shelf = waiting[0].shelf
+            assert shelf is not None
+            self._write(waiting[0], shelf.kept.popleft(), now)
+        self._ctx.endpoint.wake()
+
+    def _write(self, entry: Entry, kept: Kept, now: float) -> None:
+        """Write a chunk to the pages."""
+        receiver, key = entry.receiver, entry.expect.key
+        try:
+            self._scatter(entry, kept)
+        except ValueError as error:
+            self._requests.run(entry, receiver.cancel(f"D cannot write its pages: {error}"), now)
+            return
+        finally:
+            self._ctx.copies.launched(key)
+        self._ctx.copies.then(key, partial(self._landed, entry, receiver, kept.rank, kept.chunk), now)
 
     def _landed(self, entry: Entry, receiver: Receiver, rank: int, chunk: m.Chunk, now: float) -> None:
         """The device has written this chunk to the pages."""
@@ -80,19 +131,23 @@ class Incoming:
         self._ctx.counters.add("chunks_scattered")
         self._requests.run(entry, receiver.scattered(rank, chunk.chunk, now), now)
 
-    def _scatter(self, entry: Entry, peer: Inlet, pieces: tuple[m.Piece, ...], receive: Receive) -> None:
-        pages, edge, offset = peer.pages, entry.receiver.sources[peer.rank].debt.edge, 0
-        assert pages is not None
+    def _scatter(self, entry: Entry, kept: Kept) -> None:
+        debt, offset = entry.receiver.sources[kept.rank].debt, 0
+        window, edge = debt.window(*entry.wanted), debt.edge
         shift = edge.target_layer - edge.layers.start
         heads = (edge.target_head, edge.target_head + len(edge.heads))
-        for piece in pieces:
-            layers = (piece.layer + shift, piece.layer_stop + shift)
-            size = pages.nbytes(layers[1] - layers[0], piece.start, piece.stop, len(edge.heads))
-            part = receive.buffer[offset : offset + size]
-            pages.scatter(part, layers, (piece.start, piece.stop), heads, entry.blocks)
-            offset += size
+        for piece in kept.chunk.pieces:
+            for begin, part in window.within(piece):
+                layers = (part.layer + shift, part.layer_stop + shift)
+                part_bytes = kept.buffer[offset + begin :][: window.size(part)]
+                kept.pages.scatter(part_bytes, layers, (part.start, part.stop), heads, entry.blocks)
+            offset += window.size(piece)
 
     @property
     def staged(self) -> int:
         """Bytes that posted receives hold."""
         return sum(peer.staged for peer in tuple(self._peers.values()))
+
+
+def _is_ahead(entry: Entry) -> bool:
+    return entry.receiver.load.state is Load.AHEAD

@@ -9,7 +9,7 @@ from p2pkv.links.base import LinkError, Send
 from p2pkv.plan import Edge
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.effects import Transmit
-from p2pkv.protocol.sender import Prompt
+from p2pkv.protocol.sender_states import Prompt
 
 
 class Outgoing:

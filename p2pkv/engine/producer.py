@@ -70,6 +70,7 @@ class Producer:
     def _offer(self, entry: Entry, tokens: int, digest: bytes, now: float) -> None:
         if not entry.sender.prompt.ended:
             self._prompts.run(entry, entry.sender.offer(tokens, digest), now)
+            self._prompts.say_ahead(entry)
 
     def _revoke(self, key: str) -> None:
         for entry in self._prompts.live(key):

@@ -110,6 +110,14 @@ class Prompts:
         self.run(entry, sender.claim(peer.hello.rank, peer.debt, attempt, peer.limit, now), now)
         return sender.vouches(peer.hello.rank, attempt)
 
+    def say_ahead(self, entry: Entry) -> None:
+        """Tell the ranks of D that have not asked for this prompt, and may have room for it all the same."""
+        sender = entry.sender
+        message = m.Ahead(sender.key, sender.tokens, sender.digest)
+        for (decode, rank), peer in list(self._peers.items()):
+            if decode == entry.decode and peer.hello.ahead and peer.debt and rank not in sender.legs:
+                self._ctx.tell(peer.line, message)
+
     def _claim_early(self, key: str, now: float) -> None:
         """P has heard of this prompt: take in what was said before."""
         for place, early in self._early.take(key).items():

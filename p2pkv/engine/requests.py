@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Context, log
 from p2pkv.engine.inlet import Inlet
+from p2pkv.engine.shelves import Shelf, Shelves
 from p2pkv.links.base import LinkError
 from p2pkv.pairing import Address
+from p2pkv.plan import Edge
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.effects import Effect, Finished, Offered, Post, Tell
 from p2pkv.protocol.handshake import Dialing
@@ -32,7 +35,11 @@ class Entry:
     peers: dict[int, Inlet] = field(default_factory=dict)
     """The ranks of P to talk to, once all are connected."""
     blocks: do.Blocks = ()
+    wanted: tuple[int, int] = (0, 0)
+    """The tokens to be loaded into these blocks."""
     tries: int = 0
+    shelf: Shelf | None = None
+    """Where KV waits that came before the request did."""
 
     def rank_of(self, peer: Inlet) -> int | None:
         """Which of this request's ranks of P that is; None if it is none of them, or not yet."""
@@ -46,11 +53,14 @@ class Requests:
     taken out by the consumer when no request needs it.
     """
 
-    def __init__(self, context: Context, peers: dict[str, Inlet]) -> None:
+    def __init__(self, context: Context, peers: dict[str, Inlet], shelves: Shelves) -> None:
         self._ctx = context
         self._peers = peers
+        self._shelves = shelves
         self._attempt = 0
         self.entries: dict[str, Entry] = {}
+        self.unloading: deque[Entry] = deque()
+        """Loads of which a part is on a shelf."""
         context.counters.gauges |= {
             "requests": lambda: sum(1 for e in tuple(self.entries.values()) if not e.receiver.load.ended),
             "loads": lambda: sum(
@@ -61,15 +71,21 @@ class Requests:
     # The forward thread.
 
     def expect(self, expect: do.Expect, now: float) -> None:
-        if expect.key in self.entries:
+        entry = self.entries.get(expect.key)
+        if entry is not None and entry.receiver.ahead:
+            if entry.expect == expect:
+                self.run(entry, entry.receiver.adopt(), now)
+                return
+            self.run(entry, entry.receiver.cancel("D has another request of this name"), now)
+        elif entry is not None:
             return
         entry = self.entries[expect.key] = Entry(expect, self._receiver(expect, now))
         self._connect(entry, now)
 
-    def _receiver(self, expect: do.Expect, now: float) -> Receiver:
+    def _receiver(self, expect: do.Expect, now: float, ahead: bool = False) -> Receiver:
         self._attempt += 1
         lease = self._ctx.options.lease_seconds
-        return Receiver(expect.key, self._attempt, expect.tokens, expect.digest, lease, now)
+        return Receiver(expect.key, self._attempt, expect.tokens, expect.digest, lease, now, ahead)
 
     def load(self, load: do.Load, now: float) -> None:
         """If the transfer has ended, that has been said already, and is said only once."""
@@ -77,8 +93,10 @@ class Requests:
         if entry is None:
             self._ctx.emit(do.LoadFailed(load.key, "this request was not announced to the engine"))
         elif not entry.receiver.load.ended:
-            entry.blocks = load.blocks
+            entry.blocks, entry.wanted = load.blocks, (load.start, load.stop)
             self._guard(entry, lambda: entry.receiver.want(load.start, load.stop, now), now)
+            if entry.shelf is not None:
+                self.unloading.append(entry)
 
     def drop(self, key: str, reason: str, now: float) -> None:
         if entry := self.entries.get(key):
@@ -105,12 +123,7 @@ class Requests:
             return
         if not first.dialing.open or first.hello is None or first.plan is None:
             return
-        mine, plan = self._ctx.hello.rank, first.plan
-        edges = {edge.source: edge for edge in plan.to_target(mine)}
-        # A rank of P that owes nobody anything must hear so: some rank of D tells it.
-        everybody = range(len(first.hello.addresses))
-        idle = [rank for rank in everybody if not plan.from_source(rank) and rank % plan.decode.world == mine]
-        places = {rank: Address.parse(first.hello.addresses[rank]) for rank in [*edges, *idle]}
+        edges, places = self._ranks(first)
         peers = {rank: self._peer(place, now) for rank, place in places.items()}
         if not all(peer.dialing.open and peer.rank == rank for rank, peer in peers.items()):
             return
@@ -119,6 +132,34 @@ class Requests:
             peer.ask(m.Waiting(((entry.expect.key, entry.receiver.attempt),)), now)
         debts = {rank: peers[rank].owes(edge) for rank, edge in edges.items()}
         self.run(entry, entry.receiver.attach(debts, now), now)
+
+    def _ranks(self, peer: Inlet) -> tuple[dict[int, Edge], dict[int, Address]]:
+        """What the ranks of this rank's engine owe us, and where those are that must hear of a request."""
+        assert peer.plan is not None and peer.hello is not None
+        mine, plan, addresses = self._ctx.hello.rank, peer.plan, peer.hello.addresses
+        edges = {edge.source: edge for edge in plan.to_target(mine)}
+        # A rank of P that owes nobody anything must hear so: some rank of D tells it.
+        everybody = range(len(addresses))
+        idle = [rank for rank in everybody if not plan.from_source(rank) and rank % plan.decode.world == mine]
+        return edges, {rank: Address.parse(addresses[rank]) for rank in [*edges, *idle]}
+
+    def ahead(self, peer: Inlet, message: m.Ahead, now: float) -> None:
+        """P has begun a prompt that we have no request for: take it, if all who owe a part are connected."""
+        if message.key in self.entries or peer.hello is None:
+            return
+        edges, places = self._ranks(peer)
+        peers = [self._peers.get(str(place)) for place in places.values()]
+        if not all(each is not None and each.dialing.open for each in peers):
+            return
+        windows = [peer.owes(edge).window(0, message.tokens) for edge in edges.values()]
+        shelf = self._shelves.take(sum(window.nbytes for window in windows), now)
+        if shelf is None:
+            return
+        place = Address.parse(peer.hello.addresses[0])
+        expect = do.Expect(message.key, place, message.tokens, message.digest)
+        entry = Entry(expect, self._receiver(expect, now, ahead=True), shelf=shelf)
+        self.entries[message.key] = entry
+        self._connect(entry, now)
 
     def _peer(self, address: Address, now: float) -> Inlet:
         peer = self._peers.get(str(address))
@@ -187,7 +228,7 @@ class Requests:
         peer.lost(now)
         for entry in self.of(peer):
             receiver = entry.receiver
-            waiting = receiver.load.state is Load.WAITING and not receiver.nothing
+            waiting = receiver.load.state is Load.WAITING and not (receiver.nothing or receiver.ahead)
             if waiting and entry.tries < MAX_TRIES:
                 entry.receiver, entry.peers = self._receiver(entry.expect, now), {}
                 entry.tries += 1
@@ -197,7 +238,7 @@ class Requests:
     def fail(self, peer: Inlet, reason: str, now: float, only_loading: bool = False) -> None:
         """The requests of this rank of P fail, or those of them that load."""
         for entry in self.of(peer):
-            if not only_loading or entry.receiver.load.state is Load.LOADING:
+            if not only_loading or entry.receiver.load.state in (Load.AHEAD, Load.LOADING):
                 self.run(entry, entry.receiver.lost(reason, entry.rank_of(peer)), now)
 
     def of(self, peer: Inlet) -> list[Entry]:
@@ -211,9 +252,13 @@ class Requests:
     # Time.
 
     def tick(self, now: float) -> None:
+        lease = self._ctx.options.lease_seconds
         for entry in list(self.entries.values()):
             self.run(entry, entry.receiver.tick(now), now)
             self._connect(entry, now)
+            if entry.receiver.ahead and entry.shelf is not None and now - entry.shelf.touched > lease:
+                reason = f"no request has asked for it here for {lease:g} s"
+                self.run(entry, entry.receiver.cancel(reason), now)
 
     def say_waiting(self, now: float) -> None:
         """Tell each rank of P which transfers wait for it, to renew its leases."""
@@ -252,6 +297,13 @@ class Requests:
     def _finished(self, entry: Entry, ok: bool, reason: str, now: float) -> None:
         """Say so once nothing writes to the pages any more."""
         key = entry.expect.key
+        if entry.shelf is not None:
+            self._shelves.give(entry.shelf)
+            entry.shelf = None
+        if entry.receiver.ahead:
+            log.debug("let go of %s, which no request had asked for: %s", key, reason)
+            del self.entries[key]
+            return
         self._ctx.counters.add("transfers_loaded" if ok else "transfers_failed")
         if not ok:
             log.warning("transfer %s failed: %s", key, reason)

@@ -30,6 +30,7 @@ Reason = Annotated[str, Meta(max_length=_LONGEST_REASON)]
 Place = Annotated[str, Meta(min_length=3, max_length=300)]
 Incarnation = Annotated[str, Meta(min_length=8, max_length=64)]
 Blob = Annotated[bytes, Meta(max_length=4096)]
+Digest = Annotated[bytes, Meta(max_length=64)]
 
 
 class Message(Struct, frozen=True, forbid_unknown_fields=True, array_like=False, tag=True, tag_field="t"):
@@ -71,7 +72,8 @@ class Hello(Message, frozen=True):
     """Who I am and what my cache looks like: the first message of a connection, and its answer.
 
     `address` is where this rank listens, `addresses` those of all ranks of its engine in the order
-    of their ranks, `to` what the dialer dialed. `incarnation` is random per start of a rank.
+    of their ranks, `to` what the dialer dialed. `incarnation` is random per start of a rank. `ahead`: this
+    rank of D has room for KV whose request has not come yet.
     """
 
     version: Small
@@ -85,6 +87,7 @@ class Hello(Message, frozen=True):
     weights: Name
     cache: Cache
     link: Name
+    ahead: bool = False
 
 
 class Welcome(Message, frozen=True):
@@ -157,22 +160,34 @@ class Holding(Message, frozen=True):
     unknown: Transfers
 
 
+class Ahead(Message, frozen=True):
+    """P to D: the prefill of this prompt, which is for you, has begun, and you have not asked for it yet."""
+
+    key: Key
+    tokens: Count
+    digest: Digest
+
+
 class Offer(Message, frozen=True):
     """P to D: the prefill of this prompt has begun."""
 
     key: Key
     attempt: Serial
     tokens: Count
-    digest: Annotated[bytes, Meta(max_length=64)]
+    digest: Digest
 
 
 class Want(Message, frozen=True):
-    """D to P: send me the KV of tokens [start, stop); an empty range releases P."""
+    """D to P: send me the KV of tokens [start, stop); an empty range releases P.
+
+    `ahead`: no request has come for it yet, so keep the pages, until the same is wanted without it.
+    """
 
     key: Key
     attempt: Serial
     start: Count
     stop: Count
+    ahead: bool = False
 
 
 class Piece(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -257,6 +272,7 @@ AnyMessage = (
     | LinkDown
     | Waiting
     | Holding
+    | Ahead
     | Offer
     | Want
     | Chunk

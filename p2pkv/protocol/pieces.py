@@ -59,6 +59,20 @@ class Window:
     def size(self, piece: Piece) -> int:
         return (piece.layer_stop - piece.layer) * ((piece.stop - piece.start) // self.unit) * self.row
 
+    def within(self, piece: Piece) -> Iterator[tuple[int, Piece]]:
+        """What of `piece` lies in this window, cut so that each part's bytes lie together in the piece's.
+
+        With each part goes where its bytes begin.
+        """
+        start, stop = max(piece.start, self.start), min(piece.stop, self.ceiling)
+        if (start, stop) == (piece.start, piece.stop):
+            yield 0, piece
+        elif start < stop:
+            skipped = (start - piece.start) // self.unit * self.row
+            for layer in range(piece.layer, piece.layer_stop):
+                whole = self.size(Piece(piece.layer, layer, piece.start, piece.stop))
+                yield whole + skipped, Piece(layer, layer + 1, start, stop)
+
     def check(self, pieces: Iterable[Piece]) -> int:
         """Bytes of `pieces`. Raises RemoteProtocolError for one that does not lie in this window."""
         total = 0

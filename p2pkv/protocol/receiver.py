@@ -1,6 +1,7 @@
 """D's side of one transfer: a prompt whose KV this rank wants from the ranks of one P.
 
     transfer:  WAITING -> OFFERED -> LOADING -> DONE         (any) -> ENDED
+                          OFFERED -> AHEAD -> LOADING or DONE
 
 The Receiver follows the request, one Source for each P rank what that rank owes. The sources are
 known once P's shape is; until then the lease runs on the whole.
@@ -25,6 +26,7 @@ MAX_CHUNKS = 256
 class Load(Enum):
     WAITING = auto()  # P has not begun
     OFFERED = auto()  # every source has begun
+    AHEAD = auto()  # P pushes it, although no request for it has come to D
     LOADING = auto()  # D has said what it wants
     DONE = auto()  # all of it is in D's pages
     ENDED = auto()  # failed or cancelled
@@ -32,6 +34,7 @@ class Load(Enum):
 
 class On(Enum):
     OFFERED = auto()
+    AHEAD = auto()
     WANT = auto()
     NOTHING = auto()
     COMPLETE = auto()
@@ -40,7 +43,13 @@ class On(Enum):
 
 LOAD: Table[Load, On] = {
     Load.WAITING: {On.OFFERED: Load.OFFERED, On.NOTHING: Load.DONE, On.END: Load.ENDED},
-    Load.OFFERED: {On.WANT: Load.LOADING, On.NOTHING: Load.DONE, On.END: Load.ENDED},
+    Load.OFFERED: {
+        On.AHEAD: Load.AHEAD,
+        On.WANT: Load.LOADING,
+        On.NOTHING: Load.DONE,
+        On.END: Load.ENDED,
+    },
+    Load.AHEAD: {On.WANT: Load.LOADING, On.NOTHING: Load.DONE, On.END: Load.ENDED},
     Load.LOADING: {On.COMPLETE: Load.DONE, On.END: Load.ENDED},
     Load.DONE: {},
     Load.ENDED: {},
@@ -54,6 +63,7 @@ class _Announced:
     chunk: Chunk
     posted: bool = False
     sent: bool = False
+    kept: bool = False
 
 
 @dataclass
@@ -67,9 +77,18 @@ class _Source:
     next: int = 0
     """The number of the next chunk: P counts them up, so a smaller one has been seen before."""
     chunks: dict[int, _Announced] = field(default_factory=dict)
+    kept: int = 0
+    """Chunks that are here, and wait for pages."""
+    kept_bytes: int = 0
 
     @property
     def satisfied(self) -> bool:
+        """Whether this rank of P has sent all that it owes."""
+        return self.coverage is not None and self.coverage.left == self.kept_bytes
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of that is in D's pages."""
         return self.coverage is not None and not self.coverage.left
 
 
@@ -84,7 +103,9 @@ class Receiver:
         digest: bytes,
         lease: float,
         now: float,
+        ahead: bool = False,
     ) -> None:
+        """`ahead`: P has begun it, and no request for it has come to D yet; see `adopt`."""
         self.key = key
         self.attempt = attempt
         self.tokens = tokens
@@ -95,6 +116,7 @@ class Receiver:
         self._began = now
         self.nothing = False
         """D has said that it wants none of it."""
+        self.ahead = ahead
 
     # What D's own engine does.
 
@@ -109,6 +131,11 @@ class Receiver:
             return []
         self.load.local(On.OFFERED)
         return [Offered()]
+
+    def adopt(self) -> list[Effect]:
+        """The request for what P has begun ahead has come to D."""
+        self.ahead = False
+        return [Offered()] if self.load.state is Load.AHEAD else []
 
     def want(self, start: int, stop: int, now: float) -> list[Effect]:
         """The request has its pages: load tokens [start, stop); nothing if empty, which releases P.
@@ -128,12 +155,18 @@ class Receiver:
             )
         if self._idle:
             return self._let_go()
+        if self.load.state is Load.AHEAD:
+            self.load.local(On.WANT)
+            return [Tell(rank, Want(self.key, self.attempt, 0, self.tokens)) for rank in self.sources]
         self.load.local(On.WANT)
+        return self._ask(start, stop, now)
+
+    def _ask(self, start: int, stop: int, now: float) -> list[Effect]:
         out: list[Effect] = []
         for rank, source in self.sources.items():
             source.coverage = Coverage(source.debt.window(start, stop))
             source.heard = now
-            out.append(Tell(rank, Want(self.key, self.attempt, start, stop)))
+            out.append(Tell(rank, Want(self.key, self.attempt, start, stop, self.ahead)))
         return out
 
     def cancel(self, reason: str) -> list[Effect]:
@@ -154,7 +187,10 @@ class Receiver:
         source.offered, source.heard = True, now
         if self.load.state is Load.WAITING and all(each.offered for each in self.sources.values()):
             self.load.remote(On.OFFERED)
-            return [Offered()]
+            if not self.ahead:
+                return [Offered()]
+            self.load.local(On.AHEAD)
+            return self._ask(0, self.tokens, now)
         return []
 
     def held(self, rank: int, now: float) -> None:
@@ -170,7 +206,7 @@ class Receiver:
             return []
         if source.coverage is None:
             raise RemoteProtocolError(f"{self.key}: a chunk before anything was asked for")
-        if message.chunk > source.next or len(source.chunks) >= MAX_CHUNKS:
+        if message.chunk > source.next or len(source.chunks) - source.kept >= MAX_CHUNKS:
             raise RemoteProtocolError(
                 f"{self.key}: chunk {message.chunk} is announced where {source.next} is due, "
                 f"or is one more than {MAX_CHUNKS}"
@@ -234,6 +270,16 @@ class Receiver:
         source = self._source(rank, attempt)
         return source.chunks[chunk].chunk.pieces if source is not None and chunk in source.chunks else ()
 
+    def kept(self, rank: int, chunk: int, now: float) -> None:
+        """The bytes of this chunk are on D, and wait there for pages. What P owes is paid with that."""
+        source = self.sources[rank]
+        announced = source.chunks[chunk]
+        assert self.load.state is Load.AHEAD and announced.sent and not announced.kept
+        announced.kept = True
+        source.kept += 1
+        source.kept_bytes += announced.chunk.nbytes
+        source.heard = now
+
     def scattered(self, rank: int, chunk: int, now: float) -> list[Effect]:
         """The bytes of this chunk are in D's pages. Without effect if the load has ended meanwhile."""
         if self.load.ended:
@@ -242,11 +288,14 @@ class Receiver:
         announced = source.chunks.pop(chunk)
         assert source.coverage is not None and announced.sent
         source.coverage.filled(announced.chunk.nbytes)
+        if announced.kept:
+            source.kept -= 1
+            source.kept_bytes -= announced.chunk.nbytes
         source.heard = now
-        if not source.satisfied:
+        if source.coverage.left:
             return []
         out: list[Effect] = [Tell(rank, Done(self.key, self.attempt))]
-        if all(each.satisfied for each in self.sources.values()):
+        if all(each.complete for each in self.sources.values()):
             self.load.local(On.COMPLETE)
             out.append(Finished(True))
         return out
@@ -258,8 +307,10 @@ class Receiver:
         """The end of the earliest lease; None when there is nothing to wait for."""
         if self.load.ended or self._idle:
             return None
+        if not self.sources:
+            return self._began + self.lease
         heard = [source.heard for source in self.sources.values() if not source.satisfied]
-        return min(heard, default=self._began) + self.lease
+        return min(heard) + self.lease if heard else None
 
     def tick(self, now: float) -> list[Effect]:
         deadline = self.deadline
@@ -294,8 +345,11 @@ class Receiver:
     def _end(self, reason: str, farewell: Cancel, but: int | None = None) -> list[Effect]:
         if self.load.ended:
             return []
+        # P keeps what was begun ahead for a request that may still come; this one has come, and goes.
+        release = Want(self.key, self.attempt, 0, 0)
+        last = release if self.load.state is Load.AHEAD and not self.ahead else farewell
         self.load.local(On.END)
-        tells = [Tell(rank, farewell) for rank in self.sources if rank != but]
+        tells = [Tell(rank, last) for rank in self.sources if rank != but]
         return [*tells, Finished(False, reason)]
 
     def __repr__(self) -> str:

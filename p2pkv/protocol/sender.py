@@ -1,86 +1,22 @@
 """P's side of one transfer: a prompt whose KV this rank computes and pushes to the ranks of one D.
 
 The Sender follows the prompt; one Leg for each D rank follows the conversation with it. All moves go
-through the two tables below.
-
-    prompt:  HELD -> OFFERED <-> COMPUTED -> RELEASED        (any) -> ENDED
-    leg:     CLAIMED -> SENDING -> DRAINED -> DONE           (any) -> ENDED
+through the two tables in sender_states.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from p2pkv.protocol.effects import Effect, Finished, Released, Tell, Transmit
-from p2pkv.protocol.machine import LocalProtocolError, Machine, RemoteProtocolError, Table
+from p2pkv.protocol.machine import LocalProtocolError, Machine, RemoteProtocolError
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Offer, Piece, Sent, Want
 from p2pkv.protocol.pieces import Cutter
+from p2pkv.protocol.sender_states import LEG, PROMPT, Leg, Of, On, Prompt
 from p2pkv.protocol.wire import Debt
 
 MAX_ANNOUNCED = 64
 """Chunks of one leg that may be announced and not yet sent; bounds what D has to remember."""
-
-
-class Prompt(Enum):
-    HELD = auto()  # in P's queue
-    OFFERED = auto()  # its prefill has begun
-    COMPUTED = auto()  # all its tokens are in the pages
-    RELEASED = auto()  # nothing will be read from the pages any more
-    ENDED = auto()  # failed, aborted or cancelled
-
-
-class Of(Enum):
-    OFFER = auto()
-    COMPLETE = auto()
-    REVOKE = auto()
-    RELEASE = auto()
-    END = auto()
-
-
-PROMPT: Table[Prompt, Of] = {
-    Prompt.HELD: {Of.OFFER: Prompt.OFFERED, Of.REVOKE: Prompt.HELD, Of.END: Prompt.ENDED},
-    Prompt.OFFERED: {
-        Of.OFFER: Prompt.OFFERED,
-        Of.COMPLETE: Prompt.COMPUTED,
-        Of.REVOKE: Prompt.OFFERED,
-        Of.RELEASE: Prompt.RELEASED,
-        Of.END: Prompt.ENDED,
-    },
-    Prompt.COMPUTED: {
-        Of.OFFER: Prompt.COMPUTED,
-        Of.REVOKE: Prompt.OFFERED,
-        Of.RELEASE: Prompt.RELEASED,
-        Of.END: Prompt.ENDED,
-    },
-    Prompt.RELEASED: {},
-    Prompt.ENDED: {},
-}
-
-
-class Leg(Enum):
-    CLAIMED = auto()  # D's rank waits for this prompt
-    SENDING = auto()  # it said which tokens it wants
-    DRAINED = auto()  # all of them have been read from the pages
-    DONE = auto()  # and are in D's pages
-    ENDED = auto()  # failed or cancelled
-
-
-class On(Enum):
-    WANT = auto()
-    NOTHING = auto()
-    DRAIN = auto()
-    DONE = auto()
-    END = auto()
-
-
-LEG: Table[Leg, On] = {
-    Leg.CLAIMED: {On.WANT: Leg.SENDING, On.NOTHING: Leg.DONE, On.END: Leg.ENDED},
-    Leg.SENDING: {On.DRAIN: Leg.DRAINED, On.END: Leg.ENDED},
-    Leg.DRAINED: {On.DONE: Leg.DONE, On.END: Leg.ENDED},
-    Leg.DONE: {},
-    Leg.ENDED: {},
-}
 
 
 @dataclass(frozen=True)
@@ -228,9 +164,11 @@ class Sender:
                 f"{self.key}: {message} goes beyond the {self.tokens} tokens of the offer"
             )
         window = leg.debt.window(message.start, message.stop)
-        leg.machine.remote(On.WANT)
-        leg.cutter = Cutter(window)
-        return self._announce(rank, leg, flush=True)
+        if leg.cutter is not None and leg.cutter.window != window:
+            raise RemoteProtocolError(f"{message} is not what was wanted ahead, {leg.cutter.window}")
+        leg.machine.remote(On.AHEAD if message.ahead else On.WANT)
+        leg.cutter = leg.cutter or Cutter(window)
+        return self._announce(rank, leg, flush=True) + self._settle()
 
     def grant(self, rank: int, message: Grant, now: float) -> list[Effect]:
         """A receive is posted for this chunk. It is obeyed even by an ended transfer: void then."""
@@ -256,6 +194,9 @@ class Sender:
         leg = self._leg(rank, message.attempt)
         if leg is None:
             return []
+        if leg.machine.state is Leg.AHEAD:
+            self._withdraw(rank)
+            return []
         leg.machine.remote(On.END)
         self.reason = self.reason or f"D cancelled: {message.reason}"
         return self._settle()
@@ -265,6 +206,9 @@ class Sender:
         leg = self.legs.get(rank)
         if leg is None:
             return []
+        if leg.machine.state is Leg.AHEAD:
+            self._withdraw(rank)
+            return [Tell(rank, Failed(self.key, leg.attempt, reason))]
         # Who comes after a restart may count its attempts from the start: it is not this one.
         leg.gone = True
         if leg.machine.ended:
@@ -315,6 +259,9 @@ class Sender:
 
     def tick(self, now: float) -> list[Effect]:
         """End what has outlived its lease."""
+        for rank, leg in self._open():
+            if leg.machine.state is Leg.AHEAD and now - leg.heard >= self.terms.lease:
+                self._withdraw(rank)
         deadline = self.deadline
         if deadline is None or now < deadline:
             return []
@@ -332,6 +279,10 @@ class Sender:
         leg = self.legs.get(rank)
         return leg if leg is not None and leg.attempt == attempt and not leg.machine.ended else None
 
+    def _withdraw(self, rank: int) -> None:
+        """D lets go of what no request has asked for: as if it had never claimed it."""
+        self.legs.pop(rank).machine.local(On.END)
+
     def _offer(self, rank: int, leg: _Leg) -> Effect:
         return Tell(rank, Offer(self.key, leg.attempt, self.tokens, self.digest))
 
@@ -347,7 +298,7 @@ class Sender:
 
     def _announce(self, rank: int, leg: _Leg, flush: bool) -> list[Effect]:
         """Chunks that are worth a message now: full ones, and with `flush` the rest."""
-        if leg.machine.state is not Leg.SENDING or leg.cutter is None or not leg.limit:
+        if leg.cutter is None or leg.machine.ended or not leg.limit:
             return []
         if self.terms.whole and self.prompt.state is not Prompt.COMPUTED:
             return []
@@ -372,7 +323,7 @@ class Sender:
                 leg.machine.local(On.DRAIN)
         if self.prompt.state not in (Prompt.OFFERED, Prompt.COMPUTED) or not self._all_claimed():
             return []
-        if any(leg.machine.state in (Leg.CLAIMED, Leg.SENDING) for leg in self.legs.values()):
+        if any(leg.machine.state in (Leg.CLAIMED, Leg.AHEAD, Leg.SENDING) for leg in self.legs.values()):
             return []
         self.prompt.local(Of.RELEASE)
         failed = any(leg.machine.state is Leg.ENDED for leg in self.legs.values())

@@ -14,7 +14,8 @@ from p2pkv.protocol import messages as m
 from p2pkv.protocol.effects import Effect, Finished, Released, Tell, Transmit
 from p2pkv.protocol.handshake import Refused, judge
 from p2pkv.protocol.machine import RemoteProtocolError
-from p2pkv.protocol.sender import Leg, Prompt, Sender
+from p2pkv.protocol.sender import Sender
+from p2pkv.protocol.sender_states import Leg, Prompt
 from p2pkv.protocol.wire import Debt
 
 if TYPE_CHECKING:

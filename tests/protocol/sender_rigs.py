@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from p2pkv.plan import make_plan
 from p2pkv.protocol.effects import Effect, Tell, Transmit
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Grant, Offer, Piece, Sent, Want
-from p2pkv.protocol.sender import Leg, Prompt, Sender, Terms
+from p2pkv.protocol.sender import Sender, Terms
+from p2pkv.protocol.sender_states import Leg, Prompt
 from p2pkv.protocol.wire import Debt, Wire
 from p2pkv.sharding import Shape
 

@@ -31,7 +31,7 @@ from protocol.sender_rigs import (
 from p2pkv.protocol.effects import Effect, Finished, Released, Tell, Transmit
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.messages import Chunk, Piece
-from p2pkv.protocol.sender import LEG, PROMPT, Leg, Of, On, Prompt
+from p2pkv.protocol.sender_states import LEG, PROMPT, Leg, Of, On, Prompt
 from p2pkv.protocol.wire import Wire
 
 # One transfer, from end to end.

@@ -33,7 +33,7 @@ from p2pkv.protocol import sender as module
 from p2pkv.protocol.effects import Finished, Released, Tell, Transmit
 from p2pkv.protocol.machine import LocalProtocolError, RemoteProtocolError
 from p2pkv.protocol.messages import Chunk, Failed, Piece
-from p2pkv.protocol.sender import Leg, Prompt
+from p2pkv.protocol.sender_states import Leg, Prompt
 from p2pkv.protocol.wire import Wire
 
 # What D may not say.

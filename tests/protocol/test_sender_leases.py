@@ -13,7 +13,7 @@ from protocol.sender_rigs import (
 
 from p2pkv.protocol.effects import Finished, Released, Tell
 from p2pkv.protocol.messages import Failed
-from p2pkv.protocol.sender import Leg
+from p2pkv.protocol.sender_states import Leg
 
 
 def test_no_lease_runs_while_p_computes_and_nobody_has_claimed() -> None:

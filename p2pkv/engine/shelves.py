@@ -1,0 +1,71 @@
+"""Room for KV that P pushes before the request for it has come to D: it waits for its pages here."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from p2pkv.links.slots import Slots
+from p2pkv.pages.dense import Rectangles
+from p2pkv.protocol.messages import Chunk
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Kept:
+    """A chunk that is here: from which rank of P, its bytes, and our cache in the form that they have."""
+
+    rank: int
+    chunk: Chunk
+    buffer: torch.Tensor
+    pages: Rectangles
+
+
+@dataclass(eq=False)
+class Shelf:
+    """The room of one prompt. `touched`: when it last got something."""
+
+    offset: int
+    touched: float
+    filled: int = 0
+    kept: deque[Kept] = field(default_factory=deque)
+
+
+class Shelves:
+    """One rank's, in a block of memory of the cache's device, taken when the rank starts."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._block = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._slots = Slots(nbytes) if nbytes else None
+
+    @property
+    def used(self) -> int:
+        """Bytes that prompts hold."""
+        return self._slots.used if self._slots is not None else 0
+
+    def take(self, nbytes: int, now: float) -> Shelf | None:
+        """Room for a prompt of so many bytes; None if there is none now."""
+        if self._slots is None or not 1 <= nbytes <= self._slots.capacity:
+            return None
+        offset = self._slots.take(nbytes)
+        return None if offset is None else Shelf(offset, now)
+
+    def keep(self, shelf: Shelf, bytes_: torch.Tensor, now: float) -> torch.Tensor:
+        """Copy a chunk behind those that are there; where it is now. On a device the copy is only queued."""
+        start = shelf.offset + shelf.filled
+        room = self._block[start : start + bytes_.numel()]
+        if room.device.type == "cpu":
+            np.copyto(room.numpy(), bytes_.numpy())
+        else:
+            room.copy_(bytes_, non_blocking=True)
+        shelf.filled += bytes_.numel()
+        shelf.touched = now
+        return room
+
+    def give(self, shelf: Shelf) -> None:
+        """The prompt needs its room no more."""
+        assert self._slots is not None
+        shelf.kept.clear()
+        self._slots.give(shelf.offset)

@@ -1,0 +1,294 @@
+"""KV that P pushes before D's request has come: it is right, bounded, and in nobody's way."""
+
+from __future__ import annotations
+
+import nccl_simulated
+import pytest
+import torch
+from engine_support import (
+    READY,
+    Engine,
+    Geometry,
+    at_baseline,
+    compute,
+    engines,
+    on_engine_thread,
+    prefill,
+    step,
+    wait_for,
+    wrong_cells,
+)
+from links_support import nccl_links
+
+from p2pkv.engine import commands as do
+from p2pkv.links import make_factory
+from p2pkv.links.memory import MemoryNetwork
+from p2pkv.pages.codecs import DENSE
+
+ONE = Geometry()
+TWO = Geometry(tp=2)
+TOKEN = 4 * 2 * 8 * 4
+"""Bytes of a token of ONE."""
+
+ROOM = 1 << 20
+BLOCKS = list(range(8))
+
+
+@pytest.fixture(params=["memory", "host", "nccl"])
+def links(request):
+    network = MemoryNetwork()
+
+    def make(side: str, rank: int):
+        if request.param == "memory":
+            return network.rank()
+        if request.param == "nccl":
+            return nccl_links(blocking=False, staging=1 << 20)
+        return make_factory("host", host="127.0.0.1", staging_bytes=1 << 20)
+
+    yield make
+    nccl_simulated.let_go()
+
+
+def value(engine: Engine, name: str) -> int:
+    return sum(each.rank.counters.snapshot()[name] for each in engine.ranks)
+
+
+def load(p: Engine, d: Engine, key: str, tokens: int, start: int = 0, blocks: list[int] = BLOCKS) -> None:
+    d.do(do.Expect(key, p.address, tokens, b"digest"))
+    d.wait(do.Begun(key))
+    d.do(do.Load(key, start, tokens - 1, (blocks,)))
+    d.wait(do.Loaded(key))
+    d.do(do.Forget(key))
+
+
+def finish(p: Engine, key: str) -> None:
+    p.wait(do.PagesFree(key))
+    p.do(do.Forget(key))
+
+
+def acquaint(p: Engine, d: Engine) -> None:
+    """A first request: D dials P for it, and P can push ahead from then on."""
+    d.do(do.Expect("first", p.address, 4, b"digest"))
+    prefill(p, "first", d.address, 4, [60], chunk=4)
+    load(p, d, "first", 4, blocks=[60])
+    finish(p, "first")
+
+
+def arrived(d: Engine, nbytes: int) -> None:
+    wait_for(lambda: value(d, "bytes_ahead") == nbytes, what=f"{nbytes} bytes ahead")
+
+
+def quiet(p: Engine, d: Engine) -> None:
+    wait_for(lambda: at_baseline(p) and at_baseline(d), what="the baseline")
+    assert value(d, "ahead_bytes") == 0
+
+
+@pytest.mark.parametrize("tokens", [2, 33, 100])
+def test_all_is_here_when_the_request_comes(links, tokens):
+    with engines(ONE, ONE, links, ahead_bytes=ROOM) as (p, d):
+        acquaint(p, d)
+        prefill(p, "k", d.address, tokens, list(range(10, 20)), chunk=40)
+        arrived(d, tokens * TOKEN)
+        assert value(p, "pages_held") == 1
+        load(p, d, "k", tokens)
+        assert wrong_cells(d.ranks[0], BLOCKS, 0, tokens - 1) == []
+        finish(p, "k")
+        quiet(p, d)
+        assert value(p, "transfers_failed") == value(d, "transfers_failed") == 0
+
+
+@pytest.mark.parametrize("codec", [DENSE, "page:vec16"])
+@pytest.mark.parametrize("other_blocks", [16, 32])
+def test_what_d_has_cached_itself_is_not_written_to(links, codec, other_blocks):
+    """Whatever the wire's rows are: dense, packed pages, or packed pages of two sizes."""
+    kind = {"codec": codec, "dtype": torch.bfloat16, "content": 16}
+    here, there = Geometry(block=32, **kind), Geometry(block=other_blocks, **kind)
+    with engines(there, here, links, ahead_bytes=ROOM) as (p, d):
+        acquaint(p, d)
+        prefill(p, "k", d.address, 90, list(range(10)), chunk=40)
+        wait_for(lambda: value(d, "bytes_ahead") >= 90 * 4 * 2 * 16 * 2)
+        before = [page.clone() for page in d.ranks[0].pages]
+        load(p, d, "k", 90, start=32)
+        assert wrong_cells(d.ranks[0], BLOCKS, 32, 89) == []
+        for old, new in zip(before, d.ranks[0].pages, strict=True):
+            assert torch.equal(old[BLOCKS[0]], new[BLOCKS[0]])
+        finish(p, "k")
+        quiet(p, d)
+
+
+def test_a_request_that_comes_in_the_middle_takes_the_rest_straight_to_its_pages(links):
+    with engines(ONE, ONE, links, ahead_bytes=ROOM) as (p, d):
+        acquaint(p, d)
+        p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
+        step(p, "k", BLOCKS, 0, 48)
+        arrived(d, 48 * TOKEN)
+        d.do(do.Expect("k", p.address, 96, b"digest"))
+        d.wait(do.Begun("k"))
+        d.do(do.Load("k", 0, 95, (BLOCKS,)))
+        wait_for(lambda: value(d, "bytes_scattered") >= 48 * TOKEN)
+        step(p, "k", BLOCKS, 48, 96)
+        d.wait(do.Loaded("k"))
+        d.do(do.Forget("k"))
+        assert value(d, "bytes_ahead") == 48 * TOKEN
+        assert wrong_cells(d.ranks[0], BLOCKS, 0, 95) == []
+        finish(p, "k")
+        quiet(p, d)
+
+
+@pytest.mark.parametrize("shapes", [(TWO, ONE), (ONE, TWO), (TWO, TWO), (Geometry(layers=(2, 2)), TWO)])
+def test_ranks_of_any_shape(links, shapes):
+    with engines(*shapes, links, ahead_bytes=ROOM) as (p, d):
+        acquaint(p, d)
+        prefill(p, "k", d.address, 40, BLOCKS, chunk=16)
+        arrived(d, 40 * TOKEN)
+        load(p, d, "k", 40)
+        assert [wrong_cells(rank, BLOCKS, 0, 39) for rank in d.ranks] == [[]] * len(d.ranks)
+        finish(p, "k")
+        quiet(p, d)
+
+
+def test_a_preempted_prompt_is_taken_anew(links):
+    second = list(range(20, 28))
+    with engines(ONE, ONE, links, ahead_bytes=ROOM) as (p, d):
+        acquaint(p, d)
+        p.do(do.OfferPrompt("k", d.address, 80, b"digest"))
+        step(p, "k", BLOCKS, 0, 40)
+        arrived(d, 40 * TOKEN)
+        p.ranks[0].rank.revoke(["k"])
+        for page in p.ranks[0].pages:
+            page[BLOCKS] = 7.0
+        step(p, "k", second, 0, 80)
+        arrived(d, 80 * TOKEN)
+        load(p, d, "k", 80)
+        assert wrong_cells(d.ranks[0], BLOCKS, 0, 79) == []
+        finish(p, "k")
+        quiet(p, d)
+
+
+def test_what_nobody_asks_for_goes_after_a_lease(links):
+    with engines(ONE, ONE, links, ahead_bytes=ROOM, lease_seconds=1.0) as (p, d):
+        acquaint(p, d)
+        prefill(p, "k", d.address, 40, BLOCKS, chunk=16)
+        arrived(d, 40 * TOKEN)
+        p.wait(do.PagesFree("k"))
+        p.do(do.Forget("k"))
+        quiet(p, d)
+        assert d.ranks[0].events(do.LoadFailed) == []
+        assert value(d, "transfers_failed") == 0
+
+
+def test_without_room_it_waits_on_p(links):
+    with engines(ONE, ONE, links, ahead_bytes=60 * TOKEN) as (p, d):
+        acquaint(p, d)
+        for number, key in enumerate(("one", "two")):
+            prefill(p, key, d.address, 40, [10 * number, 10 * number + 1, 10 * number + 2], chunk=16)
+        arrived(d, 40 * TOKEN)
+        for number, key in enumerate(("two", "one")):
+            blocks = [30 + 10 * number, 31 + 10 * number, 32 + 10 * number]
+            load(p, d, key, 40, blocks=blocks)
+            assert wrong_cells(d.ranks[0], blocks, 0, 39) == []
+            finish(p, key)
+        assert value(d, "bytes_ahead") == 40 * TOKEN
+        quiet(p, d)
+
+
+def test_p_may_die_when_all_is_here(links):
+    with engines(ONE, ONE, links, ahead_bytes=ROOM) as (p, d):
+        acquaint(p, d)
+        prefill(p, "k", d.address, 40, BLOCKS, chunk=16)
+        arrived(d, 40 * TOKEN)
+        p.stop()
+        load(p, d, "k", 40)
+        assert wrong_cells(d.ranks[0], BLOCKS, 0, 39) == []
+        wait_for(lambda: at_baseline(d) and not value(d, "ahead_bytes"), what="D's baseline")
+
+
+def test_a_request_that_ends_before_it_has_pages_frees_ps_at_once(links):
+    with engines(ONE, ONE, links, ahead_bytes=ROOM, lease_seconds=60.0) as (p, d):
+        acquaint(p, d)
+        prefill(p, "k", d.address, 40, BLOCKS, chunk=16)
+        arrived(d, 40 * TOKEN)
+        d.do(do.Expect("k", p.address, 40, b"digest"))
+        d.wait(do.Begun("k"))
+        d.do(do.Drop("k", "the client has left"))
+        d.do(do.Forget("k"))
+        finish(p, "k")
+        quiet(p, d)
+
+
+def test_nothing_wanted_of_it_frees_ps_at_once(links):
+    with engines(ONE, ONE, links, ahead_bytes=ROOM, lease_seconds=60.0) as (p, d):
+        acquaint(p, d)
+        prefill(p, "k", d.address, 40, BLOCKS, chunk=16)
+        arrived(d, 40 * TOKEN)
+        d.do(do.Expect("k", p.address, 40, b"digest"))
+        d.do(do.Load("k", 0, 0, ()))
+        d.wait(do.Loaded("k"))
+        d.do(do.Forget("k"))
+        finish(p, "k")
+        quiet(p, d)
+
+
+@pytest.mark.parametrize("tokens, digest", [(40, b"another"), (41, b"digest")])
+def test_another_prompt_of_that_name_is_refused(links, tokens, digest):
+    with engines(ONE, ONE, links, ahead_bytes=ROOM) as (p, d):
+        acquaint(p, d)
+        prefill(p, "k", d.address, 40, BLOCKS, chunk=16)
+        arrived(d, 40 * TOKEN)
+        d.do(do.Expect("k", p.address, tokens, digest))
+        wait_for(lambda: d.ranks[0].events(do.LoadFailed))
+        (failed,) = d.ranks[0].events(do.LoadFailed)
+        assert "is not D's" in failed.reason
+        d.do(do.Forget("k"))
+        finish(p, "k")
+        quiet(p, d)
+
+
+def test_a_link_that_breaks_meanwhile_costs_nothing():
+    """P has kept its pages: the request loads as if nothing had come."""
+    network = MemoryNetwork()
+    with engines(ONE, ONE, lambda side, rank: network.rank(), ahead_bytes=ROOM) as (p, d):
+        acquaint(p, d)
+        p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
+        step(p, "k", BLOCKS, 0, 48)
+        arrived(d, 48 * TOKEN)
+        before = value(p, "links_aborted")
+        break_link(p, d)
+        wait_for(lambda: value(p, "links_aborted") > before and value(d, "ahead_bytes") == 0)
+        step(p, "k", BLOCKS, 48, 96)
+        load(p, d, "k", 96)
+        assert wrong_cells(d.ranks[0], BLOCKS, 0, 95) == []
+        finish(p, "k")
+        quiet(p, d)
+
+
+def break_link(p: Engine, d: Engine) -> None:
+    half = d.ranks[0].rank._half
+    (peer,) = half._peers.values()
+    on_engine_thread(d.ranks[0].rank, lambda: half._requests.link_lost(peer, "broken by a test", 0.0))
+
+
+def test_admitted_requests_go_before_it():
+    """With staging for three chunks, what no request has asked for may hold one."""
+    network = MemoryNetwork()
+    sizes = {"ahead_bytes": ROOM, "staging_bytes": 3 * 4096, "chunk_bytes": 4096}
+    with engines(ONE, ONE, lambda side, rank: network.rank(), **sizes) as (p, d):
+        acquaint(p, d)
+        for number, key in enumerate(("ahead", "asked")):
+            blocks = list(range(8 * number, 8 * number + 7))
+            if key == "asked":
+                d.do(do.Expect(key, p.address, 100, b"digest"))
+            p.do(do.OfferPrompt(key, d.address, 100, b"digest"))
+            p.do(do.Pages(key, (blocks,)))
+            for layer in range(4):
+                compute(p.ranks[0], blocks, layer, 0, 100)
+                p.do(do.Computed(((key, 100),), layer, layer + 1, READY))
+            p.do(do.Flush((key,)))
+        load(p, d, "asked", 100, blocks=list(range(20, 27)))
+        arrived(d, 100 * TOKEN)
+        load(p, d, "ahead", 100, blocks=list(range(30, 37)))
+        assert wrong_cells(d.ranks[0], list(range(20, 27)), 0, 99) == []
+        assert wrong_cells(d.ranks[0], list(range(30, 37)), 0, 99) == []
+        finish(p, "asked")
+        finish(p, "ahead")
+        quiet(p, d)
