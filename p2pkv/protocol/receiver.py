@@ -187,11 +187,12 @@ class Receiver:
         source.offered, source.heard = True, now
         if self.load.state is Load.WAITING and all(each.offered for each in self.sources.values()):
             self.load.remote(On.OFFERED)
-            if not self.ahead:
-                return [Offered()]
-            self.load.local(On.AHEAD)
-            return self._ask(0, self.tokens, now)
+            return self._go_ahead(now) if self.ahead else [Offered()]
         return []
+
+    def _go_ahead(self, now: float) -> list[Effect]:
+        self.load.local(On.AHEAD)
+        return self._ask(0, self.tokens, now)
 
     def held(self, rank: int, now: float) -> None:
         """P's rank vouches that it knows this transfer."""

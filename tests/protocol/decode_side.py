@@ -15,7 +15,7 @@ from p2pkv.protocol import messages as m
 from p2pkv.protocol.effects import Effect, Finished, Offered, Post, Tell
 from p2pkv.protocol.handshake import Dialing, Refused, judge
 from p2pkv.protocol.machine import RemoteProtocolError
-from p2pkv.protocol.receiver import Receiver
+from p2pkv.protocol.receiver import Load, Receiver
 from p2pkv.protocol.wire import Debt
 
 if TYPE_CHECKING:
@@ -33,6 +33,15 @@ class Posted:
     said: m.Sent | None = None
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What has come before the request did."""
+
+    rank: int
+    chunk: m.Chunk
+    cells: list[Cell | None]
+
+
 @dataclass(eq=False)
 class Peer:
     line: Line
@@ -40,6 +49,7 @@ class Peer:
     hello: m.Hello | None = None
     plan: Plan | None = None
     number: int = 0
+    invitation: bytes = b""
     link: Link | None = None
     asked: deque[tuple[str, m.Chunk]] = field(default_factory=deque)
     posted: deque[Posted] = field(default_factory=deque)
@@ -54,15 +64,36 @@ class DecodeRank:
         self.offered: set[str] = set()
         self.attempts: dict[str, int] = {}
         self.claimed: dict[str, set[int]] = {}
+        self.kept: dict[str, deque[Kept]] = {}
+        self._touched: dict[str, float] = {}
         self._attempt = 0
         self._next_beat = 0.0
 
     # The requests.
 
     def expect(self, key: str, tokens: int) -> None:
+        if key in self.receivers and self.receivers[key].ahead:
+            self.attempts[key] = self.receivers[key].attempt
+            self.offered.discard(key)
+            self.run(key, self.receivers[key].adopt())
+            return
+        self._expect(key, tokens)
+        self.attempts[key] = self._attempt
+        self.connect(key)
+
+    def _ahead(self, key: str, tokens: int, plan: Plan) -> None:
+        """P has begun what no request has come for."""
+        edges = {edge.source: edge for edge in plan.to_target(self.rank)}
+        connected = [rank in self.peers and self.peers[rank].dialing.open for rank in edges]
+        if key in self.receivers or not all(connected):
+            return
+        self._expect(key, tokens, ahead=True)
+        self.kept[key], self._touched[key] = deque(), self.world.now
+        self.connect(key)
+
+    def _expect(self, key: str, tokens: int, ahead: bool = False) -> None:
         terms = self.world.terms
         self._attempt += 1
-        self.attempts[key] = self._attempt
         self.cells[key] = {}
         self.claimed.pop(key, None)
         self.offered.discard(key)
@@ -73,8 +104,8 @@ class DecodeRank:
             self.world.digest(key),
             terms.lease,
             self.world.now,
+            ahead,
         )
-        self.connect(key)
 
     def want(self, key: str, start: int, stop: int) -> None:
         self.run(key, self.receivers[key].want(start, stop, self.world.now))
@@ -137,6 +168,9 @@ class DecodeRank:
                     receiver = self.receivers.get(key)
                     if receiver is not None and receiver.attempt == attempt:
                         receiver.held(line.p, self.world.now)
+            case m.Ahead(key, tokens, _):
+                if peer.plan is not None:
+                    self._ahead(key, tokens, peer.plan)
             case m.LinkInvite(number, blob):
                 self._invited(line.p, peer, number, blob)
             case m.LinkDown(number, reason):
@@ -165,8 +199,10 @@ class DecodeRank:
             self.connect(key)
 
     def _invited(self, rank: int, peer: Peer, number: int, blob: bytes) -> None:
-        if not peer.dialing.open or number <= peer.number:
+        again = peer.invitation == blob and number <= peer.number
+        if not peer.dialing.open or again:
             return
+        peer.invitation = blob
         if peer.link is not None:
             self.link_lost(rank, "P builds its link anew", tell=False)
         peer.number, peer.link = number, self.world.links[blob.decode(), rank, self.rank, number]
@@ -219,7 +255,10 @@ class DecodeRank:
                     if key in self.offered:
                         raise Violation(f"D{self.rank} reports the offer of {key} twice")
                     self.offered.add(key)
+                case Finished() if self.receivers[key].ahead:
+                    del self.receivers[key], self.kept[key]
                 case Finished(ok):
+                    self.kept.pop(key, None)
                     attempt = self.receivers[key].attempt
                     self.world.finished(("D", self.incarnation, self.rank, key, attempt), effect)
                     if ok:
@@ -284,11 +323,12 @@ class DecodeRank:
     def pump(self, rank: int) -> bool:
         """Post what has room, and take what has come from this P rank; whether anything moved."""
         peer = self.peers[rank]
+        unloaded = self._unload()
         if peer.link is None:
-            return False
+            return unloaded
         try:
             peer.link.poll()
-            return self._post(rank, peer, peer.link) | self._land(rank, peer, peer.link)
+            return self._post(rank, peer, peer.link) | self._land(rank, peer, peer.link) | unloaded
         except LinkBroken as error:
             self.link_lost(rank, str(error))
             return True
@@ -319,9 +359,28 @@ class DecodeRank:
         assert posted.said is not None and posted.receive.cells is not None
         if receiver is None or not pieces or posted.said.void:
             return True
-        self._scatter(posted.key, receiver, receiver.sources[rank].debt.edge, pieces, posted.receive.cells)
-        self.run(posted.key, receiver.scattered(rank, chunk.chunk, self.world.now))
+        kept = Kept(rank, chunk, posted.receive.cells)
+        if receiver.load.state is Load.AHEAD:
+            self.kept[posted.key].append(kept)
+            self._touched[posted.key] = self.world.now
+            receiver.kept(rank, chunk.chunk, self.world.now)
+        else:
+            self._write(posted.key, receiver, kept)
         return True
+
+    def _unload(self) -> bool:
+        """Write something of what was kept to the pages that it has by now; whether there was any."""
+        for key, kept in self.kept.items():
+            receiver = self.receivers[key]
+            if kept and receiver.load.state is Load.LOADING:
+                self._write(key, receiver, kept.popleft())
+                return True
+        return False
+
+    def _write(self, key: str, receiver: Receiver, kept: Kept) -> None:
+        edge = receiver.sources[kept.rank].debt.edge
+        self._scatter(key, receiver, edge, kept.chunk.pieces, kept.cells)
+        self.run(key, receiver.scattered(kept.rank, kept.chunk.chunk, self.world.now))
 
     def _scatter(
         self, key: str, receiver: Receiver, edge: Edge, pieces: tuple[m.Piece, ...], cells: list[Cell | None]
@@ -341,7 +400,8 @@ class DecodeRank:
         if len(places) != len(cells):
             raise Violation(f"D{self.rank} expects {len(places)} cells of {key} and gets {len(cells)}")
         for place, cell in zip(places, cells, strict=True):
-            if place[2] < self.world.wants[key][1]:
+            start, stop = self.world.wants[key]
+            if start <= place[2] < stop:
                 if cell != (key, *place) or place in self.cells[key]:
                     raise Violation(f"D{self.rank} writes {cell} to {place} of {key}")
                 self.cells[key][place] = cell
@@ -352,6 +412,9 @@ class DecodeRank:
         now, lease = self.world.now, self.world.terms.lease
         for key, receiver in list(self.receivers.items()):
             self.run(key, receiver.tick(now))
+            if receiver.ahead and key in self.kept and now - self._touched[key] > lease:
+                self.run(key, receiver.cancel("no request has asked for it"))
+        for key in list(self.receivers):
             self.connect(key)
         for rank, peer in list(self.peers.items()):
             if peer.posted and now - peer.posted[0].since > lease:

@@ -91,6 +91,7 @@ class PrefillRank:
         if not prefill.begun:
             prefill.begun = True
             self.run(key, sender.offer(prefill.chunks[-1], self.world.digest(key)))
+            self._say_ahead(sender)
         for _ in range(layers):
             if prefill.done:
                 return
@@ -104,6 +105,11 @@ class PrefillRank:
             if prefill.layer >= len(self.layers):
                 prefill.layer, prefill.at = 0, prefill.at + 1
                 self.run(key, sender.flush())
+
+    def _say_ahead(self, sender: Sender) -> None:
+        for rank, peer in list(self.peers.items()):
+            if self.world.ahead and peer.edge is not None and rank not in sender.legs:
+                self._tell(peer, m.Ahead(sender.key, sender.tokens, sender.digest))
 
     def _compute(self, key: str, local: int, begin: int, stop: int) -> None:
         for head in range(len(self.heads)):

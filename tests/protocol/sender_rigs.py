@@ -46,8 +46,10 @@ class Rig:
     def compute(self, stop: int = TOKENS, layers: tuple[int, int] = (0, 2)) -> list[Effect]:
         return self.sender.computed(*layers, stop, self.now)
 
-    def want(self, start: int = 0, stop: int = 9, rank: int = 0, attempt: int = 1) -> list[Effect]:
-        return self.sender.want(rank, Want(KEY, attempt, start, stop), self.now)
+    def want(
+        self, start: int = 0, stop: int = 9, rank: int = 0, attempt: int = 1, ahead: bool = False
+    ) -> list[Effect]:
+        return self.sender.want(rank, Want(KEY, attempt, start, stop, ahead), self.now)
 
     def grant(self, number: int, nbytes: int, rank: int = 0, attempt: int = 1) -> list[Effect]:
         return self.sender.grant(rank, grant(number, nbytes, attempt), self.now)
@@ -124,6 +126,12 @@ def claimed() -> Rig:
     rig = Rig(expects=(0, 1))
     rig.offer()
     rig.claim()
+    return rig
+
+
+def ahead() -> Rig:
+    rig = claimed()
+    rig.want(ahead=True)
     return rig
 
 

@@ -57,6 +57,7 @@ def worlds(draw: st.DrawFn) -> World:
         chunk_bytes=draw(st.integers(1, 8)) * 8,
         window=draw(st.integers(1, 8)) * row,
         whole=draw(st.booleans()),
+        ahead=draw(st.booleans()),
     )
 
 
@@ -312,6 +313,7 @@ def walk(seed: int, steps: int = 250) -> World:
             chunk_bytes=chance.randint(1, 24) * 8,
             window=chance.randint(2, 12) * 8 * heads,
             whole=chance.random() < 0.1,
+            ahead=chance.random() < 0.5,
         ),
         chunks=[tuple(accumulate(chance.choices(range(1, 20), k=chance.randint(1, 3)))) for _ in KEYS],
         early=[chance.choice(["both", "both", "both", "p", "d"]) for _ in KEYS],

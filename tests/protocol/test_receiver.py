@@ -27,8 +27,10 @@ def owed(edges: dict[int, Edge] = EDGES, unit: int = 1) -> dict[int, Debt]:
     return {rank: Debt(edge, Wire("dense", unit, ROW)) for rank, edge in edges.items()}
 
 
-def make(debts: dict[int, Debt] | None = None, unit: int = 1, attach: bool = True) -> Receiver:
-    made = Receiver(KEY, ATTEMPT, TOKENS, DIGEST, LEASE, now=0.0)
+def make(
+    debts: dict[int, Debt] | None = None, unit: int = 1, attach: bool = True, ahead: bool = False
+) -> Receiver:
+    made = Receiver(KEY, ATTEMPT, TOKENS, DIGEST, LEASE, now=0.0, ahead=ahead)
     if attach:
         made.attach(owed(unit=unit) if debts is None else debts, now=0.0)
     return made
@@ -53,6 +55,13 @@ def offered(made: Receiver) -> Receiver:
     for rank in made.sources:
         made.offer(rank, offer(), now=1.0)
     assert made.load.state is Load.OFFERED
+    return made
+
+
+def ahead(made: Receiver) -> Receiver:
+    for rank in made.sources:
+        made.offer(rank, offer(), now=1.0)
+    assert made.load.state is Load.AHEAD
     return made
 
 
@@ -129,6 +138,7 @@ def test_a_rank_that_nobody_owes_anything_waits_for_nobody() -> None:
 PATHS: dict[Load, Callable[[], Receiver]] = {
     Load.WAITING: make,
     Load.OFFERED: lambda: offered(make()),
+    Load.AHEAD: lambda: ahead(make(ahead=True)),
     Load.LOADING: lambda: loading(one_source()),
     Load.DONE: lambda: (made := make(), made.want(0, 0, 0.0))[0],
     Load.ENDED: lambda: (made := make(), made.cancel("no"))[0],
@@ -139,6 +149,9 @@ def do(made: Receiver, event: On) -> list[Effect]:
     match event:
         case On.OFFERED:
             return [effect for rank in made.sources for effect in made.offer(rank, offer(), 1.0)]
+        case On.AHEAD:
+            made.ahead = True
+            return made._go_ahead(1.0)
         case On.WANT:
             return made.want(0, 9, 1.0)
         case On.NOTHING:

@@ -12,6 +12,7 @@ from protocol.sender_rigs import (
     WHOLE,
     WIRE,
     Rig,
+    ahead,
     cancelled,
     chunk,
     claimed,
@@ -158,6 +159,7 @@ def test_every_row_of_the_prompts_table(state: Prompt, event: Of) -> None:
 
 LEGS: dict[Leg, Callable[[], Rig]] = {
     Leg.CLAIMED: claimed,
+    Leg.AHEAD: ahead,
     Leg.SENDING: sending,
     Leg.DRAINED: drained,
     Leg.DONE: done,
@@ -165,6 +167,7 @@ LEGS: dict[Leg, Callable[[], Rig]] = {
 }
 
 REMOTE: dict[On, Callable[[Rig], list[Effect]]] = {
+    On.AHEAD: lambda rig: rig.want(ahead=True),
     On.WANT: lambda rig: rig.want(),
     On.NOTHING: lambda rig: rig.want(0, 0),
     On.DONE: lambda rig: rig.done(),
@@ -180,10 +183,11 @@ def test_every_row_of_the_legs_table(state: Leg, event: On) -> None:
         rig.carry(rig.compute())
     else:
         REMOTE[event](rig)
-    assert rig.states[1] == [LEG[state][event]]
+    withdrawn = state is Leg.AHEAD and event is On.END
+    assert rig.states[1] == ([] if withdrawn else [LEG[state][event]])
 
 
-@pytest.mark.parametrize("state", [Leg.CLAIMED, Leg.SENDING, Leg.DRAINED])
+@pytest.mark.parametrize("state", [Leg.CLAIMED, Leg.AHEAD, Leg.SENDING, Leg.DRAINED])
 def test_every_other_word_of_d_is_its_error(state: Leg) -> None:
     for event in REMOTE.keys() - LEG[state].keys():
         rig = LEGS[state]()
@@ -200,6 +204,6 @@ def test_after_the_end_of_a_leg_no_word_of_d_has_an_effect(state: Leg) -> None:
 
 
 def test_p_vouches_for_what_is_alive() -> None:
-    alive = {Leg.CLAIMED: True, Leg.SENDING: True, Leg.DRAINED: True, Leg.DONE: False, Leg.ENDED: False}
+    alive = {state: state not in (Leg.DONE, Leg.ENDED) for state in Leg}
     assert {state: make().sender.vouches(0, 1) for state, make in LEGS.items()} == alive
     assert not sending().sender.vouches(0, 2) and not sending().sender.vouches(1, 1)

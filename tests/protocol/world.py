@@ -45,6 +45,8 @@ class World:
     chunk_bytes: int
     window: int
     whole: bool = False
+    ahead: bool = False
+    """Whether D takes KV for which no request has come."""
     now: float = 1000.0
     ends: dict[End, Finished] = field(default_factory=dict)
     links: dict[tuple[str, int, int, int], Link] = field(default_factory=dict)
@@ -188,8 +190,8 @@ class World:
 
     def loading(self, key: str) -> bool:
         """Whether a rank of D has a load of this request that has not ended."""
-        loads = [rank.receivers[key].load for rank in self.d if key in rank.receivers]
-        return any(not load.ended for load in loads)
+        loads = [rank.receivers[key] for rank in self.d if key in rank.receivers]
+        return any(not (load.load.ended or load.ahead) for load in loads)
 
     def give_up_failed(self) -> None:
         """D's scheduler hears that one rank's load failed, and ends the request on the others."""

@@ -1,0 +1,128 @@
+"""What is pushed before D's request has come: P keeps its pages, and D may let go as if it had never been."""
+
+from __future__ import annotations
+
+import pytest
+from protocol import test_receiver as d_side
+from protocol.sender_rigs import LEASE, TOKENS, Rig, offer, sent
+
+from p2pkv.protocol.effects import Finished, Offered, Released, Tell
+from p2pkv.protocol.machine import RemoteProtocolError
+from p2pkv.protocol.messages import Cancel, Done, Piece, Sent, Want
+from p2pkv.protocol.receiver import Load
+from p2pkv.protocol.sender_states import Leg, Prompt
+
+
+def pushed() -> Rig:
+    """All of a prompt has been pushed ahead, and P is done with it."""
+    rig = Rig()
+    rig.offer()
+    rig.claim()
+    rig.want(0, TOKENS, ahead=True)
+    assert rig.carry(rig.compute())[0] == Tell(0, sent(0))
+    assert rig.states == (Prompt.COMPUTED, [Leg.AHEAD])
+    return rig
+
+
+# P's side.
+
+
+def test_the_pages_stay_until_the_request_has_come() -> None:
+    rig = pushed()
+    assert rig.want(0, TOKENS) == [Released(), Finished(True)]
+    assert rig.states == (Prompt.RELEASED, [Leg.DRAINED])
+    assert rig.done() == [] and rig.states[1] == [Leg.DONE]
+
+
+def test_nothing_of_it_may_be_wanted() -> None:
+    rig = pushed()
+    assert rig.want(0, 0) == [Released(), Finished(True)]
+
+
+def test_another_part_of_it_cannot_be_wanted() -> None:
+    with pytest.raises(RemoteProtocolError, match="is not what was wanted ahead"):
+        pushed().want(0, 4)
+
+
+@pytest.mark.parametrize("how", ["cancel", "lost", "silence"])
+def test_d_lets_go_and_the_prompt_waits_as_before(how: str) -> None:
+    rig = pushed()
+    rig.now = LEASE - 1
+    match how:
+        case "cancel":
+            assert rig.cancel() == []
+        case "lost":
+            assert [type(effect) for effect in rig.sender.lost(0, "gone")] == [Tell]
+        case "silence":
+            rig.sender._since = rig.now  # it took long to compute
+            assert rig.sender.tick(LEASE) == []
+    assert rig.states == (Prompt.COMPUTED, [])
+    assert rig.claim(attempt=2) == [Tell(0, offer(2))]
+    assert rig.want(0, 9, attempt=2) != [] and rig.states[1] == [Leg.SENDING]
+
+
+def test_pages_that_nobody_asks_for_go_a_lease_after_the_prefill() -> None:
+    rig = pushed()
+    rig.cancel()
+    assert rig.sender.deadline == LEASE
+    assert Released() in rig.sender.tick(LEASE)
+
+
+# D's side.
+
+
+def kept() -> d_side.Receiver:
+    """Source 0 has sent all it owes, source 1 nothing."""
+    made = d_side.ahead(d_side.make(ahead=True))
+    message = d_side.chunk(0, Piece(0, 1, 0, d_side.TOKENS))
+    made.chunk(0, message, 2.0)
+    made.posted(0, message, link=5, landing=64)
+    made.sent(0, Sent(d_side.KEY, d_side.ATTEMPT, 0, 5, False), 2.0)
+    made.kept(0, 0, 3.0)
+    return made
+
+
+def test_all_tokens_are_wanted_ahead_and_nobody_is_told_of_the_offer() -> None:
+    made = d_side.make(ahead=True)
+    assert made.offer(0, d_side.offer(), 1.0) == []
+    want = Want(d_side.KEY, d_side.ATTEMPT, 0, d_side.TOKENS, ahead=True)
+    assert made.offer(1, d_side.offer(), 1.0) == [Tell(0, want), Tell(1, want)]
+
+
+def test_a_request_adopts_it_and_what_was_kept_counts_when_it_is_written() -> None:
+    made = kept()
+    assert made.adopt() == [Offered()]
+    want = Want(d_side.KEY, d_side.ATTEMPT, 0, d_side.TOKENS)
+    assert made.want(4, 9, 4.0) == [Tell(0, want), Tell(1, want)]
+    assert made.scattered(0, 0, 5.0) == [Tell(0, Done(d_side.KEY, d_side.ATTEMPT))]
+    last = d_side.take(made, 1, d_side.chunk(0, Piece(1, 2, 0, d_side.TOKENS)))
+    assert last[-1] == Finished(True) and made.load.state is Load.DONE
+
+
+def test_who_has_sent_all_may_go_and_is_not_waited_for() -> None:
+    made = kept()
+    assert made.lost("gone", 0) == [] and made.load.state is Load.AHEAD
+    assert made.deadline == 1.0 + d_side.LEASE
+    assert made.lost("gone", 1)[-1] == Finished(False, "gone")
+
+
+def test_unasked_it_is_cancelled_and_asked_for_it_is_released() -> None:
+    made = kept()
+    cancel = Cancel(d_side.KEY, d_side.ATTEMPT, "enough")
+    assert made.cancel("enough") == [Tell(0, cancel), Tell(1, cancel), Finished(False, "enough")]
+    made = kept()
+    made.adopt()
+    release = Want(d_side.KEY, d_side.ATTEMPT, 0, 0)
+    assert made.cancel("enough") == [Tell(0, release), Tell(1, release), Finished(False, "enough")]
+
+
+def test_what_is_kept_does_not_count_as_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(d_side.module, "MAX_CHUNKS", 1)
+    made = d_side.ahead(d_side.make(ahead=True))
+    for number in range(3):
+        message = d_side.chunk(number, Piece(0, 1, number, number + 1))
+        made.chunk(0, message, 2.0)
+        made.posted(0, message, link=5, landing=64)
+        made.sent(0, Sent(d_side.KEY, d_side.ATTEMPT, number, 5, False), 2.0)
+        made.kept(0, number, 2.0)
+    assert len(made.sources[0].chunks) == 3
