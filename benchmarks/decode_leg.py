@@ -1,9 +1,10 @@
 """The decode leg of a request: p2pkv beside vLLM's ExampleConnector (files), with real servers on a CPU.
 
 A model with tiny weights and Llama-8B's KV geometry (32 layers x 8 KV heads x 128, bfloat16: 128 KiB a
-token), so that 2,048 tokens are 256 MiB. Five servers: a P that pushes layer by layer, a P with
-`whole_request`, one D for both, and a P and a D with ExampleConnector. Prompts are fresh each time, and
-one request is under way at any time; the kinds of request take turns, so that a busy machine is so to all.
+token), so that 2,048 tokens are 256 MiB. Six servers: a P that pushes layer by layer, a P with
+`whole_request`, one D for both, a D with `ahead_bytes` (which P pushes to layer by layer), and a P and a D
+with ExampleConnector. Prompts are fresh each time, and one request is under way at any time; the kinds of
+request take turns, so that a busy machine is so to all.
 
 sequential: P is asked and has answered; then D is asked for one token, and that is timed.
 concurrent: P and D are asked at once. D's lag is the time from P's answer to D's answer (one token).
@@ -58,11 +59,12 @@ SETTLE_SECONDS = 1.1
 the request before two cores would show little else."""
 
 STEP_TOKENS = 17
+AHEAD_BYTES = 1 << 29
 
 
 @dataclass
 class Fleet:
-    """The five servers; `files` is where ExampleConnector keeps its KV, `passes` D's count of them.
+    """The six servers; `files` is where ExampleConnector keeps its KV, `passes` D's count of them.
 
     `owed` counts the bytes that D must have got from P by now, if it has computed no prompt by itself.
     """
@@ -70,6 +72,7 @@ class Fleet:
     layers: VllmServer
     whole: VllmServer
     decode: VllmServer
+    ahead: VllmServer
     files_p: VllmServer
     files_d: VllmServer
     files: Path
@@ -78,7 +81,7 @@ class Fleet:
 
     @property
     def servers(self) -> tuple[VllmServer, ...]:
-        return self.layers, self.whole, self.decode, self.files_p, self.files_d
+        return self.layers, self.whole, self.decode, self.ahead, self.files_p, self.files_d
 
 
 # The servers.
@@ -86,7 +89,7 @@ class Fleet:
 
 @contextlib.contextmanager
 def fleet(args: argparse.Namespace) -> Iterator[Fleet]:
-    """All five, serving."""
+    """All six, serving."""
     model = ensure_model(MODEL)
     settings = [
         *("--served-model-name", NAME, "--dtype", MODEL.dtype, "--block-size", str(args.block_size)),
@@ -106,6 +109,7 @@ def fleet(args: argparse.Namespace) -> Iterator[Fleet]:
             server("layers", role="P"),
             server("whole", role="P", extra_config={"whole_request": True}),
             _counting_decode(server, passes),
+            server("ahead", role="D", extra_config={"ahead_bytes": AHEAD_BYTES}),
             server("files-p", kv_transfer_config=_example("kv_producer", files)),
             server("files-d", kv_transfer_config=_example("kv_consumer", files)),
             files,
@@ -114,7 +118,7 @@ def fleet(args: argparse.Namespace) -> Iterator[Fleet]:
         for each in both.servers:
             each.log_path.unlink(missing_ok=True)
             stack.enter_context(each)
-            # One after the other: five at once would need more memory and time than one machine has.
+            # One after the other: six at once would need more memory and time than one machine has.
             say(f"{each.name} serves after {each.wait_ready(args.start_seconds):.0f} s")
             # A process may use AMX once a large product has asked for it: vLLM's decode does not ask.
             ask(each, fresh_prompt(max(args.tokens)))
@@ -191,9 +195,10 @@ def request(servers: Fleet, kind: str, tokens: int) -> Taken:
     if way == "files":
         p, d, headers = servers.files_p, servers.files_d, None
     else:
-        p, d = (servers.layers if way == "layers" else servers.whole), servers.decode
+        p = servers.whole if way == "whole" else servers.layers
+        d = servers.ahead if way == "ahead" else servers.decode
         headers = pair_headers(p, d)
-        servers.owed += (tokens - 1) * MODEL.kv_bytes_per_token
+        servers.owed += (tokens - 1) * MODEL.kv_bytes_per_token if d is servers.decode else 0
     try:
         if order == "sequential":
             (p_asked, p_answered), (d_asked, d_answered) = ask(p, prompt, headers), ask(d, prompt, headers)
@@ -328,10 +333,13 @@ def measure(args: argparse.Namespace, servers: Fleet) -> Results:
 def check_receipt(servers: Fleet) -> list[str]:
     """What the servers' own counters say is wrong: every load must have come from P."""
     pushed = client.metrics(servers.decode.base_url).get("p2pkv_bytes_scattered_total", 0.0)
+    ahead = client.metrics(servers.ahead.base_url).get("p2pkv_bytes_ahead_total", 0.0)
     hits = client.metrics(servers.files_d.base_url).get("vllm:external_prefix_cache_hits_total", 0.0)
     wrong = []
     if pushed < servers.owed:
         wrong.append(f"D wrote {pushed:.0f} bytes that P pushed, but {servers.owed} were expected at least")
+    if not ahead:
+        wrong.append("nothing came ahead to the D with ahead_bytes")
     if not hits:
         wrong.append("ExampleConnector's D loaded nothing")
     return wrong

@@ -18,7 +18,10 @@ from typing import Any
 from p2pkv.cli.tiny_model import llama_8b_geometry
 
 MODEL = llama_8b_geometry()
-KINDS = ("layers sequential", "whole sequential", "files sequential", "layers concurrent", "whole concurrent")
+KINDS = (
+    *("layers sequential", "whole sequential", "ahead sequential", "files sequential"),
+    *("layers concurrent", "whole concurrent"),
+)
 MOST_OF_FILES = 0.35
 """What D's leg may take, times ExampleConnector's."""
 
@@ -65,10 +68,10 @@ def marks(results: Results) -> list[tuple[bool, str]]:
 
 
 def _beside_files(results: Results, tokens: int) -> tuple[bool, str]:
-    ours, files = (median(results, tokens, f"{way} sequential", "d") for way in ("layers", "files"))
+    ours, files = (median(results, tokens, f"{way} sequential", "d") for way in ("ahead", "files"))
     sentence = (
-        f"sequential, {tokens} tokens: D answers after {ours * 1e3:.1f} ms, ExampleConnector's D after "
-        f"{files * 1e3:.1f} ms: {ours / files:.2f} times, at most {MOST_OF_FILES}"
+        f"sequential, {tokens} tokens: D with ahead_bytes answers after {ours * 1e3:.1f} ms, "
+        f"ExampleConnector's D after {files * 1e3:.1f} ms: {ours / files:.2f} times, at most {MOST_OF_FILES}"
     )
     floor = statistics.median(results.steps) + statistics.median(results.copies)
     if floor > MOST_OF_FILES * files:
@@ -102,13 +105,15 @@ def _beside_whole(results: Results, tokens: int) -> tuple[bool, str]:
 
 def sequential_table(results: Results) -> Iterator[str]:
     """D's leg when P has answered before."""
-    yield "| tokens | MiB | p2pkv | whole request | ExampleConnector | p2pkv / ExampleConnector |"
-    yield "|---:|---:|---:|---:|---:|---:|"
+    yield "| tokens | MiB | p2pkv | whole request | ahead | ExampleConnector | p2pkv, ahead / it |"
+    yield "|---:|---:|---:|---:|---:|---:|---:|"
     for tokens, taken in results.taken.items():
-        legs = [[one.d for one in taken[f"{way} sequential"]] for way in ("layers", "whole", "files")]
-        ratio = statistics.median(legs[0]) / statistics.median(legs[2])
+        ways = ("layers", "whole", "ahead", "files")
+        legs = [[one.d for one in taken[f"{way} sequential"]] for way in ways]
+        files = statistics.median(legs[3])
+        ratios = ", ".join(f"{statistics.median(legs[way]) / files:.2f}" for way in (0, 2))
         size = (tokens - 1) * MODEL.kv_bytes_per_token / (1 << 20)
-        yield f"| {tokens:,} | {size:.0f} | {' | '.join(map(milliseconds, legs))} | {ratio:.2f} |"
+        yield f"| {tokens:,} | {size:.0f} | {' | '.join(map(milliseconds, legs))} | {ratios} |"
 
 
 def concurrent_table(results: Results) -> Iterator[str]:
@@ -150,16 +155,19 @@ def _head(args: argparse.Namespace, results: Results) -> Iterator[str]:
 
 def _body(results: Results, reached: list[tuple[bool, str]]) -> Iterator[str]:
     longest = max(results.taken)
-    alone, both = (
-        milliseconds([one.p for one in results.taken[longest][f"layers {order}"]])
-        for order in ("sequential", "concurrent")
+    alone, ahead, both = (
+        milliseconds([one.p for one in results.taken[longest][kind]])
+        for kind in ("layers sequential", "ahead sequential", "layers concurrent")
     )
     yield "\n## P first, then D: D's answer of one token\n"
     yield from sequential_table(results)
     yield "\nExampleConnector loads whole blocks only, and computes the rest on D."
     yield "\n## P and D at once\n"
     yield from concurrent_table(results)
-    yield f"\nP's own answer to {longest:,} tokens took {alone} when D was asked later, {both} when at once."
+    yield (
+        f"\nP's own answer to {longest:,} tokens took {alone} when D was asked later, {ahead} when D took it "
+        f"ahead, {both} when D was asked at once."
+    )
     yield "\n## Marks\n"
     yield from (f"- {'PASS' if ok else 'FAIL'}: {sentence}" for ok, sentence in reached)
     yield ""
