@@ -214,7 +214,7 @@ def assert_at_rest(fleet: Fleet) -> None:
         at_rest(server)
 
 
-def at_rest(server: VllmServer, ranks: int = 1) -> None:
+def at_rest(server: VllmServer, ranks: int = 1, seconds: float = 20.0) -> None:
     """`assert_at_rest` for one server."""
     busy: dict[str, float] = {}
 
@@ -229,14 +229,14 @@ def at_rest(server: VllmServer, ranks: int = 1) -> None:
         return not busy
 
     try:
-        wait_until(is_at_rest, "rest", 20.0)
+        wait_until(is_at_rest, "rest", seconds)
     except TimeoutError:
         raise AssertionError(f"{server.name} is not back at its baseline: {busy}") from None
 
 
 GAUGES = (
     *("prompts", "pages_held", "early_claims", "sends_under_way"),
-    *("requests", "loads", "receives_posted", "receives_asked", "staging_bytes"),
+    *("requests", "loads", "receives_posted", "receives_asked", "staging_bytes", "ahead_bytes"),
 )
 """What p2pkv itself holds: 0 when nothing is under way."""
 

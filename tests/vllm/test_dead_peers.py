@@ -1,4 +1,7 @@
-"""P or D dies or freezes, at three moments, under sixteen requests: all end, and the survivor goes on."""
+"""P or D dies, freezes or is told to stop, at three moments, under sixteen requests.
+
+All requests end, the survivor goes on, and both are back where they were.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,7 @@ def metric(server: VllmServer, name: str) -> float:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("moment", ["queued", "pushing", "decoding"])
 @pytest.mark.parametrize("who", ["P", "D"])
-@pytest.mark.parametrize("fault", ["freeze", "kill"])
+@pytest.mark.parametrize("fault", ["freeze", "kill", "stop"])
 def test_all_requests_end_and_the_survivor_goes_on(
     pair: Pair, servers_on_failure: Callable[..., None], fault: str, who: str, moment: str
 ) -> None:
@@ -104,8 +107,8 @@ def test_all_requests_end_and_the_survivor_goes_on(
         asked = [pool.submit(pair.ask, prompt) for prompt in prompts]
         if moment != "queued":
             wait_until(lambda: metric(server, name) > before, f"the moment of {moment}", 30.0)
-        (victim.kill if fault == "kill" else victim.freeze)()
         struck = time.monotonic()
+        {"kill": victim.kill, "freeze": victim.freeze, "stop": victim.stop}[fault]()
         ended = [each.result(120.0) for each in asked]
     late = [round(when - struck, 1) for what, when in ended if isinstance(what, Exception)]
     assert all(seconds < LEASE + 5 + 2 for seconds in late), f"errors came after {late} s"
@@ -119,7 +122,7 @@ def test_all_requests_end_and_the_survivor_goes_on(
     alone = answers.complete(survivor.base_url, MODEL_NAME, prompts[0], max_tokens=TOKENS)
     assert_same(expected[:1], alone)
     at_rest(survivor)
-    if fault == "kill":
+    if fault != "freeze":
         victim.start()
         victim.wait_ready()
     else:

@@ -1,0 +1,100 @@
+"""A D that takes KV before its request has come, with a P that is asked first and a D that is asked then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from probes import Compared
+from vllm_support import (
+    BLOCK,
+    CHUNK,
+    MODEL_NAME,
+    Fleet,
+    assert_same,
+    at_rest,
+    kv_bytes,
+    paired_headers,
+    probing_server,
+    tokens,
+)
+
+from p2pkv.cli import answers, client
+from p2pkv.cli.processes import wait_until
+from p2pkv.cli.servers import VllmServer
+
+ROOM = 64 << 20
+
+
+@pytest.fixture(scope="module")
+def taker(fleet_keeper, tiny_model: Path, logs: Path) -> Iterator[VllmServer]:
+    """A second D of the fleet's P, with room for KV that comes ahead."""
+    probes = fleet_keeper.fleet().probes
+    d = probing_server(
+        tiny_model,
+        "D",
+        probes,
+        name="taker",
+        extra_config={"ahead_bytes": ROOM},
+        load_failure_policy="fail",
+        log_path=logs / "taker.log",
+    )
+    with d:
+        d.wait_ready()
+        # It dials P for its first request; from then on P can push to it.
+        ask_p_then_d(fleet_keeper.fleet().p, d, tokens(9, "acquaint"))
+        yield d
+
+
+@pytest.fixture(autouse=True)
+def left_as_found(fleet: Fleet, taker: VllmServer) -> Iterator[None]:
+    """After every test the pages of D were those of P, and neither holds anything any more."""
+    compared = Compared(fleet.probes)
+    yield
+    compared.spans()
+    at_rest(fleet.p)
+    at_rest(taker)
+    assert ahead(taker, "p2pkv_transfers_failed_total") == 0
+
+
+def ask_p_then_d(p: VllmServer, d: VllmServer, prompt: list[int]) -> answers.Answer:
+    headers = paired_headers(p, d)
+    answers.complete(p.base_url, MODEL_NAME, prompt, max_tokens=1, headers=headers)
+    return answers.complete(d.base_url, MODEL_NAME, prompt, headers=headers)[0]
+
+
+def ahead(d: VllmServer, name: str = "p2pkv_bytes_ahead_total") -> float:
+    return client.metrics(d.base_url).get(name, 0.0)
+
+
+def came(d: VllmServer, before: float, nbytes: int) -> None:
+    """vLLM shows counters when it steps: wait for its page to show them."""
+    wait_until(lambda: ahead(d) - before >= nbytes, f"{nbytes} bytes ahead", 20.0)
+
+
+@pytest.mark.parametrize("length", [2, BLOCK, BLOCK + 1, 2 * CHUNK + 40])
+def test_the_answer_is_a_single_servers(fleet: Fleet, taker: VllmServer, length: int) -> None:
+    prompt, before = tokens(length, f"ahead {length}"), ahead(taker)
+    got = ask_p_then_d(fleet.p, taker, prompt)
+    assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt), [got])
+    came(taker, before, kv_bytes(0, length))
+
+
+def test_a_prompt_half_cached_on_d(fleet: Fleet, taker: VllmServer) -> None:
+    prompt, before = tokens(2 * CHUNK + 40, "ahead, half cached"), ahead(taker)
+    answers.complete(taker.base_url, MODEL_NAME, [*prompt[: 5 * BLOCK], 299], max_tokens=1)
+    got = ask_p_then_d(fleet.p, taker, prompt)
+    assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt), [got])
+    came(taker, before, kv_bytes(0, len(prompt)))
+
+
+def test_sixteen_at_once(fleet: Fleet, taker: VllmServer) -> None:
+    prompts = [tokens(40 + 17 * number, f"ahead, crowd {number}") for number in range(16)]
+    before = ahead(taker)
+    with ThreadPoolExecutor(16) as pool:
+        got = list(pool.map(lambda prompt: ask_p_then_d(fleet.p, taker, prompt), prompts))
+    expected = [answers.complete(fleet.single.base_url, MODEL_NAME, prompt)[0] for prompt in prompts]
+    assert_same(expected, got)
+    came(taker, before, sum(kv_bytes(0, len(prompt)) for prompt in prompts))

@@ -1,0 +1,149 @@
+"""A client hangs up on real servers, at each stage of its request: both sides let go of it, and serve on."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from vllm_support import (
+    CHUNK,
+    MODEL_NAME,
+    Fleet,
+    assert_at_rest,
+    assert_same,
+    at_rest,
+    paired_headers,
+    tokens,
+)
+
+from p2pkv.cli import answers, client
+from p2pkv.cli.processes import wait_until
+from p2pkv.cli.servers import VllmServer
+
+LEASE = 30.0
+"""`lease_seconds` of the fleet: the default."""
+
+LONG = 600
+"""Tokens of an answer that takes seconds."""
+
+each_dispatch = pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
+
+
+@pytest.fixture(autouse=True)
+def left_as_found(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Afterwards neither side holds anything, and the next request is answered."""
+    yield
+    assert_at_rest(fleet)
+    prompt = tokens(50, f"after {request.node.name}")
+    got = answers.complete(fleet.concurrent.base_url, MODEL_NAME, prompt)
+    assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt), got)
+    assert_at_rest(fleet)
+
+
+class Caller:
+    """One request, and the power to hang up."""
+
+    def __init__(self, base_url: str, prompt: list[int], headers: dict[str, str] | None = None, **more: Any):
+        body = {"model": MODEL_NAME, "prompt": prompt, **answers.GREEDY, **more}
+        self._connection = http.client.HTTPConnection(urlsplit(base_url).netloc, timeout=60)
+        head = {"Content-Type": "application/json", **(headers or {})}
+        self._connection.request("POST", "/v1/completions", json.dumps(body), head)
+
+    def hang_up(self) -> None:
+        self._connection.close()
+
+    def first_words(self) -> bytes:
+        return self._connection.getresponse().readline()
+
+    def answer(self) -> bytes:
+        return self._connection.getresponse().read()
+
+
+@pytest.fixture
+def held(fleet: Fleet) -> Iterator[Callable[[], None]]:
+    """Stops P's forward in the third layer of the next prompt; waits there until P has begun it."""
+    hold: Path = fleet.probes / "hold-P"
+    begun = hold.with_suffix(".held")
+    begun.unlink(missing_ok=True)
+    hold.write_text("2 1")
+    try:
+        yield lambda: wait_until(begun.exists, "P's forward to be held", 30.0)
+    finally:
+        hold.unlink(missing_ok=True)
+        begun.unlink(missing_ok=True)
+
+
+def metric(server: VllmServer, name: str) -> float:
+    return client.metrics(server.base_url).get(name, 0.0)
+
+
+@each_dispatch
+def test_while_p_computes_and_pushes_and_while_p_and_d_have_it_queued(
+    fleet: Fleet, held: Callable[[], None], dispatch: str
+) -> None:
+    """With P's forward held: one prompt half computed, the others queued on P; D waits for all of them."""
+    base = fleet.proxy(dispatch).base_url
+    callers = [Caller(base, tokens(150, f"leave {dispatch} {number}")) for number in range(4)]
+    held()
+    for caller in callers:
+        caller.hang_up()
+
+
+def test_while_d_loads(fleet: Fleet) -> None:
+    """P is done; D is asked, and the client is gone at once. If D has never begun, P's pages wait for a lease."""
+    for number in range(6):
+        prompt, headers = tokens(2 * CHUNK, f"leave D loading {number}"), paired_headers(fleet.p, fleet.d)
+        answers.complete(fleet.p.base_url, MODEL_NAME, prompt, max_tokens=1, headers=headers)
+        Caller(fleet.d.base_url, prompt, headers).hang_up()
+    at_rest(fleet.p, seconds=LEASE + 10)
+
+
+@each_dispatch
+def test_while_d_streams(fleet: Fleet, dispatch: str) -> None:
+    base = fleet.proxy(dispatch).base_url
+    caller = Caller(base, tokens(60, f"leave streaming {dispatch}"), stream=True, max_tokens=LONG)
+    assert caller.first_words().startswith(b"data: ")
+    caller.hang_up()
+    wait_until(lambda: metric(fleet.d, "vllm:num_requests_running") == 0, "D to stop decoding", 10.0)
+
+
+@each_dispatch
+def test_while_d_decodes_a_whole_answer(fleet: Fleet, dispatch: str) -> None:
+    before = metric(fleet.d, "vllm:generation_tokens_total")
+    caller = Caller(fleet.proxy(dispatch).base_url, tokens(60, f"leave decoding {dispatch}"), max_tokens=LONG)
+    wait_until(lambda: metric(fleet.d, "vllm:generation_tokens_total") > before, "D to decode", 30.0)
+    caller.hang_up()
+    wait_until(lambda: metric(fleet.d, "vllm:num_requests_running") == 0, "D to stop decoding", 10.0)
+
+
+@each_dispatch
+def test_when_the_answer_has_come(fleet: Fleet, dispatch: str) -> None:
+    caller = Caller(fleet.proxy(dispatch).base_url, tokens(60, f"leave finished {dispatch}"), max_tokens=4)
+    assert b"choices" in caller.answer()
+    caller.hang_up()
+
+
+@each_dispatch
+def test_at_any_moment(fleet: Fleet, dispatch: str) -> None:
+    """Twelve clients leave one after the other, as often as D or P gets on with the others."""
+    base = fleet.proxy(dispatch).base_url
+    callers = [
+        Caller(base, tokens(40 + 20 * number, f"leave any {dispatch} {number}"), stream=True, max_tokens=64)
+        for number in range(12)
+    ]
+    for caller in callers[:-1]:
+        seen = metric(fleet.p, "vllm:prompt_tokens_total") + metric(fleet.d, "vllm:generation_tokens_total")
+        with contextlib.suppress(TimeoutError):
+            wait_until(lambda seen=seen: _progress(fleet) > seen, "progress", 2.0)
+        caller.hang_up()
+    assert b"[DONE]" in callers[-1].answer()
+
+
+def _progress(fleet: Fleet) -> float:
+    return metric(fleet.p, "vllm:prompt_tokens_total") + metric(fleet.d, "vllm:generation_tokens_total")
