@@ -145,6 +145,8 @@ def make_rank(
             "x",
         ),
         link=links.kind,
+        digest=cache.digest_name,
+        verify=opts.verify,
     )
     return TestRank(geometry, Rank(hello, opts, device(cache), links), pages)
 

@@ -151,6 +151,8 @@ def hello_of(
             layer_names=hashlib.blake2b(" ".join(patterns).encode(), digest_size=8).hexdigest(),
         ),
         link=link,
+        digest=cache.digest_name,
+        verify=options.verify,
     )
 
 

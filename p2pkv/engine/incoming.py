@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 from p2pkv.engine.context import BURST, Context
 from p2pkv.engine.inlet import Inlet, Posted
 from p2pkv.engine.requests import Entry, Requests
 from p2pkv.links.base import LinkError, Receive
+from p2pkv.pages.digest import Digest
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.receiver import Receiver
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """The checksum of what has come, and what P said."""
+
+    digest: Digest
+    said: m.Sent
+
+    @property
+    def refuted(self) -> bool:
+        """Whether it is known by now that they differ."""
+        return self.digest.known and self.differs()
+
+    def differs(self) -> bool:
+        """Only when the device has computed ours. P may not leave its own out."""
+        return self.digest.value() != self.said.digest
 
 
 class Incoming:
@@ -62,7 +81,9 @@ class Incoming:
                 self._ctx.counters.add("chunks_dropped")
                 return
             try:
-                self._scatter(entry, peer, pieces, posted.receive)
+                check = self._check(peer, posted)
+                if check is None or not check.refuted:
+                    self._scatter(entry, peer, pieces, posted.receive)
             finally:
                 self._ctx.copies.launched(posted.key)
         except ValueError as error:
@@ -71,14 +92,44 @@ class Incoming:
             return
         finally:
             posted.receive.release()
-        landed = partial(self._landed, entry, entry.receiver, peer.rank, chunk)
+        landed = partial(self._landed, entry, entry.receiver, peer, peer.rank, chunk, check)
         self._ctx.copies.then(posted.key, landed, now)
 
-    def _landed(self, entry: Entry, receiver: Receiver, rank: int, chunk: m.Chunk, now: float) -> None:
-        """The device has written this chunk to the pages."""
+    def _check(self, peer: Inlet, posted: Posted) -> _Check | None:
+        """The checksum of what has come, ahead of the scatter; None where nobody wants it."""
+        if not peer.verify or posted.said is None:
+            return None
+        return _Check(self._ctx.cache.digest(posted.receive.buffer), posted.said)
+
+    def _landed(
+        self,
+        entry: Entry,
+        receiver: Receiver,
+        peer: Inlet,
+        rank: int,
+        chunk: m.Chunk,
+        check: _Check | None,
+        now: float,
+    ) -> None:
+        """The device has written this chunk to the pages, and computed its checksum."""
+        if check is not None and check.differs():
+            self._corrupt(entry, receiver, peer, check, now)
+            return
         self._ctx.counters.add("bytes_scattered", chunk.nbytes)
         self._ctx.counters.add("chunks_scattered")
         self._requests.run(entry, receiver.scattered(rank, chunk.chunk, now), now)
+
+    def _corrupt(self, entry: Entry, receiver: Receiver, peer: Inlet, check: _Check, now: float) -> None:
+        """What has come is not what P had gathered: nothing that this link carries can be believed."""
+        self._ctx.counters.add("chunks_corrupt")
+        theirs, ours = check.said.digest.hex() or "none", check.digest.value().hex()
+        reason = (
+            f"chunk {check.said.chunk} from {peer.address} has checksum {ours} here and {theirs} there: its "
+            "bytes changed on the way"
+        )
+        self._requests.run(entry, receiver.cancel(reason), now)
+        if peer.link == check.said.link:
+            self._requests.link_lost(peer, f"the link is given up: {reason}", now)
 
     def _scatter(self, entry: Entry, peer: Inlet, pieces: tuple[m.Piece, ...], receive: Receive) -> None:
         pages, edge, offset = peer.pages, entry.receiver.sources[peer.rank].debt.edge, 0

@@ -32,7 +32,19 @@ def hello(role: Any, cache: Cache = CACHE, **changes: Any) -> Hello:
     place = f"{host}:{port}"
     ranks = tuple(f"{host}:{port + rank}" for rank in range(1, len(cache.layers) * cache.tp))
     plain = Hello(
-        PROTOCOL_VERSION, "incarnation", role, 0, "x:1", place, (place, *ranks), "m", "w", cache, "host"
+        version=PROTOCOL_VERSION,
+        incarnation="incarnation",
+        role=role,
+        rank=0,
+        to="x:1",
+        address=place,
+        addresses=(place, *ranks),
+        model="m",
+        weights="w",
+        cache=cache,
+        link="host",
+        digest="xxh3-64",
+        verify=False,
     )
     return replace(plain, **changes)
 

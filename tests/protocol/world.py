@@ -136,6 +136,8 @@ class World:
             "weights",
             cache,
             "memory",
+            "sum",
+            False,
         )
 
     def dial(self, p: int, d: int) -> Line:
