@@ -45,6 +45,8 @@ class World:
     chunk_bytes: int
     window: int
     whole: bool = False
+    verify: bool = False
+    """P says a checksum of each chunk, some time after it has sent it, and D compares."""
     now: float = 1000.0
     ends: dict[End, Finished] = field(default_factory=dict)
     links: dict[tuple[str, int, int, int], Link] = field(default_factory=dict)
@@ -54,6 +56,7 @@ class World:
     p: list[PrefillRank] = field(default_factory=list)
     d: list[DecodeRank] = field(default_factory=list)
     breaches: int = 0
+    corrupt: int = 0
     _starts: int = 0
 
     def __post_init__(self) -> None:
@@ -137,7 +140,7 @@ class World:
             cache,
             "memory",
             "sum",
-            False,
+            self.verify,
         )
 
     def dial(self, p: int, d: int) -> Line:
@@ -228,6 +231,7 @@ class World:
         for rank in self.p:
             for peer in list(rank.peers.values()):
                 moved |= rank.transmit(peer)
+                moved |= rank.speak(peer)
         for link in list(self.links.values()):
             moved |= link.move()
         for decoder in self.d:
