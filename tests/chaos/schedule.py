@@ -32,6 +32,7 @@ KINDS = {
     "freeze, long": Kind(3, 1.2 * LEASE, 2.0 * LEASE),
     "stalled link": Kind(3, 0.2, 1.5 * LEASE),
     "broken link": Kind(3, 0.0, 0.0),
+    "flipped bit": Kind(3, 0.0, 0.0),  # in one message of every link that it has
     "hostile": Kind(3, 0.0, 0.0),  # bytes and messages at the control port
     "partition": Kind(3, 0.2, 1.5 * LEASE, door=True),  # both ways
     "partition to P": Kind(2, 0.2, 1.5 * LEASE, door=True),
@@ -41,7 +42,7 @@ KINDS = {
 }
 
 SILENT_SECONDS = 5.0
-"""Before the end nothing is garbled: it takes a request to find out that a connection is deaf."""
+"""Before the end nothing is garbled or flipped: it takes requests until that is found out."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def schedule(seed: int, seconds: float) -> list[Fault]:
         kind = KINDS[name]
         idle = [each for each in (PREFILLS if kind.door else free) if free[each] <= now]
         lasts = round(draw.uniform(kind.shortest, kind.longest), 2)
-        late = name == "garbled" and now > seconds - SILENT_SECONDS
+        late = name in ("garbled", "flipped bit") and now > seconds - SILENT_SECONDS
         if idle and not late:
             engine = draw.choice(idle)
             out.append(Fault(round(now, 2), name, engine, lasts, draw.randrange(1 << 30)))
