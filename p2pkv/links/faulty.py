@@ -57,10 +57,13 @@ class FaultyLinks(LinkFactory):
         self._fates: weakref.WeakSet[_Fate] = weakref.WeakSet()
 
     def change(self, **faults: Any) -> None:
-        """Give the links that there are now these faults; operations count from each end's next one."""
+        """Give the links that there are now these faults; operations count from each end's next one.
+
+        `break_at` and its like may be None, for never.
+        """
         for fate in list(self._fates):
             later = {
-                name: value + fate.operations if name.endswith("_at") else value
+                name: value + fate.operations if name.endswith("_at") and value is not None else value
                 for name, value in faults.items()
             }
             fate.faults = replace(fate.faults, **later)

@@ -143,6 +143,8 @@ class Side:
                     flip_at=draw.randrange(4), flip_place=draw.random(), flip_bit=draw.randrange(8)
                 )
             case "baseline":
+                # What was to go wrong with a later message of a link must not do so in peace.
+                self.links.change(break_at=None, flip_at=None)
                 # Answered by the next look, which is taken after all that has been heard so far.
                 self._looks.clear()
                 self._asked, self._next_look = True, 0.0

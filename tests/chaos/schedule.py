@@ -42,7 +42,7 @@ KINDS = {
 }
 
 SILENT_SECONDS = 5.0
-"""Before the end nothing is garbled or flipped: it takes requests until that is found out."""
+"""Before the end nothing is garbled: it takes a request to find out that a connection is deaf."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def schedule(seed: int, seconds: float) -> list[Fault]:
         kind = KINDS[name]
         idle = [each for each in (PREFILLS if kind.door else free) if free[each] <= now]
         lasts = round(draw.uniform(kind.shortest, kind.longest), 2)
-        late = name in ("garbled", "flipped bit") and now > seconds - SILENT_SECONDS
+        late = name == "garbled" and now > seconds - SILENT_SECONDS
         if idle and not late:
             engine = draw.choice(idle)
             out.append(Fault(round(now, 2), name, engine, lasts, draw.randrange(1 << 30)))

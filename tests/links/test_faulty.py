@@ -109,6 +109,8 @@ def test_links_that_there_are_get_faults_and_later_ones_do_not(place: float, at:
     old = connect((p, d), WINDOW)
     transfer(old, 0)
     p.change(flip_at=1, flip_place=place, flip_bit=7)
+    d.change(break_at=0)
+    d.change(break_at=None)
     new = connect((p, d), WINDOW)
     assert [transfer(pair, i) for pair in (new, old) for i in range(3)] == [[]] * 4 + [[(at, 128)], []]
 
