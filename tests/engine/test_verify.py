@@ -121,8 +121,8 @@ def start(kind: str) -> Iterator[Callable[..., Pair]]:
         links[side] = FaultyLinks(inner, Faults())
         return links[side]
 
-    def make(geometry: Geometry = ONE, **options: object) -> Pair:
-        context = engines(geometry, geometry, link, **options)
+    def make(on_p: Geometry = ONE, on_d: Geometry | None = None, **options: object) -> Pair:
+        context = engines(on_p, on_d or on_p, link, **options)
         made.append(context)
         return Pair(*context.__enter__(), links)
 
@@ -258,6 +258,20 @@ def test_packed_pages_are_checked_too(start):
     pair.flip("P", operation=1, place=1.0, bit=7)
     assert len(sums(pair.transfer()[0])) == 2
     assert pair.transfer()[0] == ""
+
+
+@pytest.mark.parametrize("kind", ["memory"], indirect=True)
+def test_a_d_of_several_ranks_of_p_checks_each_of_them(start):
+    """A bit changes on both links into D; what the two ranks of P send is checked link by link."""
+    pair = start(Geometry(tp=2), ONE, verify=True)
+    assert pair.transfer() == ("", [])
+    pair.flip("D", operation=1)
+    reason, wrong = pair.transfer()
+    assert len(sums(reason)) == 2 and pair.written(wrong) == []
+    assert 1 <= pair.counters("D")["chunks_corrupt"] <= 2
+    again = pair.transfer()  # the other link's bit may have waited for it
+    assert again == ("", []) or pair.counters("D")["chunks_corrupt"] == 2
+    assert pair.transfer() == ("", [])
 
 
 @pytest.fixture
