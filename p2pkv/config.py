@@ -96,6 +96,10 @@ class Options:
     """Default false. Announce the KV when the whole prompt is done instead of layer by layer: the
     benchmark's baseline, slower."""
 
+    verify: bool = False
+    """Default false. A checksum of each message, computed by P and again by D, so that bytes that changed on
+    the way fail the request instead of making its answer wrong. A pair does it if either side asks for it."""
+
     nccl_num_channels: int = 8
     """Default 8; channels. The most channels of an NCCL communicator (with nccl4py 32 at most); more of them
     take more GPU memory. With CuPy it goes through NCCL's environment, which must not have been read yet."""
@@ -227,6 +231,7 @@ _READERS: dict[str, read.Reader] = {
     "max_links": read.whole,
     "allow_insecure": read.flag,
     "whole_request": read.flag,
+    "verify": read.flag,
     "nccl_num_channels": read.whole,
 }
 _OLD: dict[str, read.Reader] = {

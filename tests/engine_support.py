@@ -122,7 +122,7 @@ def make_rank(
     opts = Options(role=role, host="127.0.0.1", kv_port=port, **values)  # type: ignore[arg-type]
     shape = (geometry.blocks, len(geometry.heads(rank)), geometry.block, geometry.content)
     pages = [torch.full(shape, fill, dtype=geometry.dtype) for _ in geometry.layer_span(rank)]
-    cache = PagedCache.from_tensors(pages, block_size=geometry.block, codec=geometry.codec)
+    cache = device(PagedCache.from_tensors(pages, block_size=geometry.block, codec=geometry.codec))
     place = Address("127.0.0.1", port)
     hello = Hello(
         version=PROTOCOL_VERSION,
@@ -146,8 +146,10 @@ def make_rank(
         ),
         link=links.kind,
         ahead=role == "D" and opts.ahead_bytes > 0,
+        digest=cache.digest_name,
+        verify=opts.verify,
     )
-    return TestRank(geometry, Rank(hello, opts, device(cache), links), pages)
+    return TestRank(geometry, Rank(hello, opts, cache, links), pages)
 
 
 @dataclass

@@ -17,6 +17,7 @@ import torch
 from p2pkv.links.base import Inbound, LinkFactory, Outbound
 from p2pkv.links.memory import MemoryLinks, MemoryReceive, MemorySend
 from p2pkv.pages import PagedCache
+from p2pkv.pages.digest import FOLD, digest_by_torch
 
 WAIT_SECONDS = 20.0
 
@@ -88,6 +89,18 @@ class FakeFence:
         """The device does everything in order anyway."""
 
 
+@dataclass
+class Later:
+    """A checksum that nobody may read before the device has come to it."""
+
+    said: bytes | None = None
+    known = False
+
+    def value(self) -> bytes:
+        assert self.said is not None, "the checksum is read before the device has computed it"
+        return self.said
+
+
 class DeviceCache(PagedCache):
     """A cache whose copies are queued on a Device. Wrong arguments are refused in the call, as on CUDA."""
 
@@ -99,7 +112,7 @@ class DeviceCache(PagedCache):
 
         def wrap(cache: PagedCache) -> PagedCache:
             wrapped = cls.__new__(cls)
-            wrapped.__dict__.update(cache.__dict__, device_queue=device)
+            wrapped.__dict__.update(cache.__dict__, device_queue=device, digest_name=FOLD)
             return wrapped
 
         return wrap
@@ -111,6 +124,11 @@ class DeviceCache(PagedCache):
     def scatter(self, src: torch.Tensor, *cut: Any) -> None:
         parts = self._parts(src, *cut)
         self.device_queue.queue(lambda: [self._copier.put(*part) for part in parts])
+
+    def digest(self, buffer: torch.Tensor) -> Later:
+        later = Later()
+        self.device_queue.queue(lambda: setattr(later, "said", digest_by_torch(buffer).value()))
+        return later
 
     def fence(self) -> FakeFence:  # type: ignore[override]
         return self.device_queue.fence()

@@ -32,17 +32,23 @@ static void *seen(const void *address, size_t size)
     return (void *)address;
 }
 #define P2PKV_AT(TYPE, address) (*(TYPE *)seen(address, sizeof(TYPE)))
+#define P2PKV_ADD(sum, value) (*(sum) += (value))
 """
 
 AFTER = """
-void run(void (*kernel)(P2PKV_PARAMETERS), unsigned blocks, unsigned x, unsigned y, const p2pkv_int *a)
+typedef void copy(P2PKV_PARAMETERS);
+typedef void digest(p2pkv_int bytes, p2pkv_int size, p2pkv_int sum);
+void run(void *kernel, unsigned blocks, unsigned x, unsigned y, const p2pkv_int *a, int count)
 {
     gridDim.x = blocks, blockDim.x = x, blockDim.y = y;
     for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
         for (threadIdx.y = 0; threadIdx.y < y; ++threadIdx.y)
             for (threadIdx.x = 0; threadIdx.x < x; ++threadIdx.x)
-                kernel(a[0], (const p2pkv_int *)a[1], (const int *)a[2], a[3], a[4], a[5], a[6], a[7],
-                       a[8], a[9], a[10], a[11], a[12], a[13], a[14]);
+                if (count == 3)
+                    ((digest *)kernel)(a[0], a[1], a[2]);
+                else
+                    ((copy *)kernel)(a[0], (const p2pkv_int *)a[1], (const int *)a[2], a[3], a[4], a[5],
+                                     a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], a[14]);
 }
 """
 
@@ -68,9 +74,10 @@ class CpuLauncher:
 
     def launch(self, name: str, blocks: int, threads: tuple[int, int], args: Sequence[int]) -> None:
         assert 1 <= blocks <= self.most_blocks and threads[0] * threads[1] <= 1024
+        assert len(args) == (3 if name == "p2pkv_digest" else 15)
         self.launched.append(name)
         packed = (ctypes.c_longlong * len(args))(*args)
-        self._library.run(getattr(self._library, name), blocks, *threads, packed)
+        self._library.run(getattr(self._library, name), blocks, *threads, packed, len(args))
 
     @property
     def accesses(self) -> int:

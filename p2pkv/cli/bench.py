@@ -138,7 +138,7 @@ def _ready(both: Prefill, tokens: int, repeat: int) -> dict[str, Any]:
         "raw": lambda: both.raw(nbytes),
         "page_raw": lambda: both.raw(pages),
     }
-    row |= {kind: [] for kind in (*kinds, *LAYOUTS, "claim")}
+    row |= {kind: [] for kind in (*kinds, *LAYOUTS, "verified", "claim")}
     for measured in _rounds(tokens, repeat):
         for kind, once in kinds.items():
             seconds = once()
@@ -149,6 +149,9 @@ def _ready(both: Prefill, tokens: int, repeat: int) -> dict[str, Any]:
             if measured:
                 row[layout].append(push.total)
                 row["claim"].append(push.claim)
+        verified = both.push_ready("dense", tokens, verify=True)
+        if measured:
+            row["verified"].append(verified.total)
     return row
 
 

@@ -55,11 +55,13 @@ class Messages:
         sizes: Sequence[int],
         total: int,
         lease_seconds: float = 30.0,
+        verify: bool = False,
     ) -> None:
-        """`total`: a multiple of every size and of a token's bytes."""
+        """`total`: a multiple of every size and of a token's bytes. `verify`: with checksums."""
         self.total = total
         self._device, self._decode_device = devices
         self._lease_seconds = lease_seconds
+        self._verify = verify
         self._shared = devices[0] == devices[1] != "cpu"
         self._link = link
         self._staging = max(4 * max(sizes), STAGING_BYTES)
@@ -179,6 +181,7 @@ class Messages:
         address, rank = make_rank(
             "P", LAYOUT, self._memory, free_ports(), link=self._link,
             staging_bytes=self._staging, chunk_bytes=size, lease_seconds=self._lease_seconds,
+            verify=self._verify,
         )  # fmt: skip
         self._stack.callback(rank.stop)
         return address, rank

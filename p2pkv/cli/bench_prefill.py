@@ -121,7 +121,8 @@ class Prefill:
                 name: Address.parse(at) for name, at in self._wire.expect("addresses")["addresses"].items()
             }
             for layout, whole in itertools.product(LAYOUTS, (False, True)):
-                self._ranks[layout, whole] = self._start_rank(layout, whole, link)
+                self._ranks[layout, whole] = self._start_rank(layout, link, whole_request=whole)
+            self._verified = self._start_rank("dense", link, verify=True)
             self._outbound = self._start_link(link)
         except BaseException:
             self.close()
@@ -154,9 +155,9 @@ class Prefill:
         assert all(send.done() for send in sends)
         return received - begin
 
-    def push_ready(self, layout: str, tokens: int) -> Push:
-        """A sequential router's request: P has computed it all when D comes."""
-        address, rank = self._ranks[layout, False]
+    def push_ready(self, layout: str, tokens: int, *, verify: bool = False) -> Push:
+        """A sequential router's request: P has computed it all when D comes. `verify`: dense only."""
+        address, rank = self._verified if verify else self._ranks[layout, False]
         key = self._hold(layout, rank, tokens)
         Hook(rank, ((key, tokens),), LAYERS).end()
         self._ask(layout, key, address, tokens)
@@ -257,11 +258,11 @@ class Prefill:
         self._stack.callback(wire.close)
         return wire
 
-    def _start_rank(self, layout: str, whole: bool, link: str) -> tuple[Address, Rank]:
+    def _start_rank(self, layout: str, link: str, **options: bool) -> tuple[Address, Rank]:
+        memory, chunk_bytes = self._memory, self.chunk_bytes
         address, rank = make_rank(
-            "P", LAYOUTS[layout], self._memory, free_ports(), link=link,
-            chunk_bytes=self.chunk_bytes, whole_request=whole,
-        )  # fmt: skip
+            "P", LAYOUTS[layout], memory, free_ports(), link=link, chunk_bytes=chunk_bytes, **options
+        )
         self._stack.callback(rank.stop)
         return address, rank
 

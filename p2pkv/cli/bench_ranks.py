@@ -132,6 +132,8 @@ def make_rank(
         weights="none",
         cache=described(layout, cache, tp),
         link=links.kind,
+        digest=cache.digest_name,
+        verify=settings.verify,
     )
     return settings.address, Rank(hello, settings, cache, links)
 

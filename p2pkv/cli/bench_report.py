@@ -75,6 +75,8 @@ def _ready(results: Results) -> Iterator[str]:
                 f"{_ms(copy):>20} {_ms(raw):>20} {_ms(push):>22} "
                 f"{rate:>5.1f} {_ratio(push, copy):>7.2f} {_ratio(push, raw):>7.2f}"
             )
+    parts = (f"{_ratio(row['dense'], row['verified']):.2f} ({row['tokens']})" for row in results["ready"])
+    yield f"  dense with checksums (verify), GB/s against those without, by tokens: {', '.join(parts)}"
     claims = [claim for row in results["ready"] for claim in row["claim"]]
     yield f"  before it, from D's scheduler hearing of the request until P has offered it: {_ms(claims)}"
 

@@ -152,6 +152,8 @@ def hello_of(
         ),
         link=link,
         ahead=options.role == "D" and options.ahead_bytes > 0,
+        digest=cache.digest_name,
+        verify=options.verify,
     )
 
 

@@ -100,7 +100,8 @@ class Consumer:
         except Refused as refused:
             self._refuse(peer, str(refused), now)
             return
-        log.info("P rank %d at %s is connected; what travels: %s", peer.rank, peer.address, peer.wire)
+        sums = ", with checksums" if peer.verify else ""
+        log.info("P rank %d at %s is connected; what travels: %s%s", peer.rank, peer.address, peer.wire, sums)
         self._requests.connect(now)
 
     def _refuse(self, peer: Inlet, reason: str, now: float) -> None:

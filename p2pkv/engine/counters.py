@@ -20,6 +20,7 @@ class Counters:
         "chunks_void",  # granted, but sent as filler
         "chunks_scattered",
         "chunks_dropped",  # received for a transfer that had ended
+        "chunks_corrupt",  # received with another checksum than P had sent
         "transfers_sent",
         "transfers_loaded",
         "transfers_failed",

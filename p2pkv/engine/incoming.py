@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
+from p2pkv.engine.arrived import Arrived, Check
 from p2pkv.engine.context import BURST, Context
 from p2pkv.engine.inlet import Inlet, Posted
 from p2pkv.engine.requests import Entry, Requests
-from p2pkv.engine.shelves import Kept, Shelves
+from p2pkv.engine.shelves import Shelves
 from p2pkv.links.base import LinkError
-from p2pkv.protocol import messages as m
 from p2pkv.protocol.receiver import Load, Receiver
 
 RESERVED = 2
@@ -83,22 +83,29 @@ class Incoming:
                 self._ctx.counters.add("chunks_dropped")
                 return
             assert peer.pages is not None
-            if _is_ahead(entry):
-                self._keep(entry, peer, posted, now)
-            else:
-                self._write(entry, Kept(peer.rank, chunk, posted.receive.buffer, peer.pages), now)
+            check, buffer = self._check(peer, posted), posted.receive.buffer
+            here = Arrived(peer, peer.rank, chunk, buffer, peer.pages, check)
+            refuted = check is not None and check.refuted
+            if not refuted:
+                (self._keep if _is_ahead(entry) else self._write)(entry, here, now)
         finally:
             posted.receive.release()
+        if refuted:
+            self._corrupt(entry, entry.receiver, here, now)
 
-    def _keep(self, entry: Entry, peer: Inlet, posted: Posted, now: float) -> None:
+    def _check(self, peer: Inlet, posted: Posted) -> Check | None:
+        """The checksum of what has come, ahead of the scatter; None where nobody wants it."""
+        if not peer.verify or posted.said is None:
+            return None
+        return Check(self._ctx.cache.digest(posted.receive.buffer), posted.said)
+
+    def _keep(self, entry: Entry, here: Arrived, now: float) -> None:
         """No request has pages for it yet."""
-        assert entry.shelf is not None and peer.pages is not None
-        chunk = posted.chunk
-        room = self._shelves.keep(entry.shelf, posted.receive.buffer, now)
-        self._ctx.copies.launched(posted.key)
-        entry.shelf.kept.append(Kept(peer.rank, chunk, room, peer.pages))
-        entry.receiver.kept(peer.rank, chunk.chunk, now)
-        self._ctx.counters.add("bytes_ahead", chunk.nbytes)
+        assert entry.shelf is not None
+        self._shelves.keep(entry.shelf, here, now)
+        self._ctx.copies.launched(entry.expect.key)
+        entry.receiver.kept(here.rank, here.chunk.chunk, now)
+        self._ctx.counters.add("bytes_ahead", here.chunk.nbytes)
 
     def _unload(self, now: float) -> None:
         """Write what waits on shelves to the pages that it has now, some of it each turn."""
@@ -113,34 +120,51 @@ class Incoming:
             self._write(waiting[0], shelf.kept.popleft(), now)
         self._ctx.endpoint.wake()
 
-    def _write(self, entry: Entry, kept: Kept, now: float) -> None:
+    def _write(self, entry: Entry, here: Arrived, now: float) -> None:
         """Write a chunk to the pages."""
         receiver, key = entry.receiver, entry.expect.key
         try:
-            self._scatter(entry, kept)
+            self._scatter(entry, here)
         except ValueError as error:
             self._requests.run(entry, receiver.cancel(f"D cannot write its pages: {error}"), now)
             return
         finally:
             self._ctx.copies.launched(key)
-        self._ctx.copies.then(key, partial(self._landed, entry, receiver, kept.rank, kept.chunk), now)
+        self._ctx.copies.then(key, partial(self._landed, entry, receiver, here), now)
 
-    def _landed(self, entry: Entry, receiver: Receiver, rank: int, chunk: m.Chunk, now: float) -> None:
-        """The device has written this chunk to the pages."""
-        self._ctx.counters.add("bytes_scattered", chunk.nbytes)
+    def _landed(self, entry: Entry, receiver: Receiver, here: Arrived, now: float) -> None:
+        """The device has written this chunk to the pages, and computed its checksum."""
+        if here.check is not None and here.check.differs():
+            self._corrupt(entry, receiver, here, now)
+            return
+        self._ctx.counters.add("bytes_scattered", here.chunk.nbytes)
         self._ctx.counters.add("chunks_scattered")
-        self._requests.run(entry, receiver.scattered(rank, chunk.chunk, now), now)
+        self._requests.run(entry, receiver.scattered(here.rank, here.chunk.chunk, now), now)
 
-    def _scatter(self, entry: Entry, kept: Kept) -> None:
-        debt, offset = entry.receiver.sources[kept.rank].debt, 0
+    def _corrupt(self, entry: Entry, receiver: Receiver, here: Arrived, now: float) -> None:
+        """What has come is not what P had gathered: nothing that this link carries can be believed."""
+        peer, check = here.peer, here.check
+        assert check is not None
+        self._ctx.counters.add("chunks_corrupt")
+        theirs, ours = check.said.digest.hex() or "none", check.digest.value().hex()
+        reason = (
+            f"chunk {check.said.chunk} from {peer.address} has checksum {ours} here and {theirs} there: its "
+            "bytes changed on the way"
+        )
+        self._requests.run(entry, receiver.cancel(reason), now)
+        if peer.link == check.said.link:
+            self._requests.link_lost(peer, f"the link is given up: {reason}", now)
+
+    def _scatter(self, entry: Entry, here: Arrived) -> None:
+        debt, offset = entry.receiver.sources[here.rank].debt, 0
         window, edge = debt.window(*entry.wanted), debt.edge
         shift = edge.target_layer - edge.layers.start
         heads = (edge.target_head, edge.target_head + len(edge.heads))
-        for piece in kept.chunk.pieces:
+        for piece in here.chunk.pieces:
             for begin, part in window.within(piece):
                 layers = (part.layer + shift, part.layer_stop + shift)
-                part_bytes = kept.buffer[offset + begin :][: window.size(part)]
-                kept.pages.scatter(part_bytes, layers, (part.start, part.stop), heads, entry.blocks)
+                part_bytes = here.buffer[offset + begin :][: window.size(part)]
+                here.pages.scatter(part_bytes, layers, (part.start, part.stop), heads, entry.blocks)
             offset += window.size(piece)
 
     @property

@@ -12,7 +12,7 @@ from p2pkv.engine.context import Context
 from p2pkv.links.base import Inbound, LinkError, Receive
 from p2pkv.pages.dense import Rectangles
 from p2pkv.plan import Edge, Plan
-from p2pkv.protocol.handshake import Dialing, Refused, judge
+from p2pkv.protocol.handshake import Dialing, Refused, judge, verified
 from p2pkv.protocol.messages import Chunk, Hello, LinkAccept, LinkDown, LinkInvite, Sent, Waiting, Welcome
 from p2pkv.protocol.wire import Debt, Wire
 
@@ -64,6 +64,11 @@ class Inlet:
         """P's rank; only of one that has been welcomed."""
         assert self.hello is not None
         return self.hello.rank
+
+    @property
+    def verify(self) -> bool:
+        """Whether this rank or ours wants a checksum of each chunk."""
+        return self.hello is not None and verified(self.ctx.hello, self.hello)
 
     def owes(self, edge: Edge) -> Debt:
         """What this rank owes us with `edge`; only of one that has been welcomed."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from p2pkv.engine.context import BURST, Context
-from p2pkv.engine.outlet import Flight, Outlet, Place
+from p2pkv.engine.outlet import Flight, Outlet, Place, Word
 from p2pkv.engine.prompts import Entry, Prompts
 from p2pkv.links.base import LinkError, Send
+from p2pkv.pages.digest import Digest
 from p2pkv.plan import Edge
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.effects import Transmit
@@ -27,7 +30,7 @@ class Outgoing:
                 self._pump(peer, now)
             except LinkError as error:
                 self._prompts.link_lost(peer, f"the link to {peer.address} broke: {error}", now)
-        return any(peer.orders or peer.flights for peer in self._peers.values())
+        return any(peer.busy for peer in self._peers.values())
 
     def _pump(self, peer: Outlet, now: float) -> None:
         if peer.poll():
@@ -57,19 +60,43 @@ class Outgoing:
                 except ValueError as error:
                     void, wrong = True, str(error)
                 self._ctx.copies.launched(key)
+        digest = None if void or not peer.verify else self._digest(key, send)
         send.commit()
         peer.flights.append(Flight(send, key, 0 if void else order.grant.nbytes, now))
         self._ctx.counters.add("chunks_void" if void else "chunks_sent")
         if not void:
             self._ctx.counters.add("bytes_sent", order.grant.nbytes)
+        if entry is not None and wrong:
+            self._prompts.run(entry, entry.sender.abort(f"P cannot read its pages: {wrong}"), now)
+        if not peer.verify:
+            self._say(peer, key, entry, order, void, None, now)
+            return
+        word = Word(partial(self._say, peer, key, entry, order, void, digest))
+        peer.words.append(word)
+        self._ctx.copies.then(key, partial(peer.speak, word), now)
+
+    def _digest(self, key: str, send: Send) -> Digest:
+        """The checksum of what has been gathered; `Copies` knows of it, since it may only be queued too."""
+        digest = self._ctx.cache.digest(send.buffer)
+        self._ctx.copies.launched(key)
+        return digest
+
+    def _say(
+        self,
+        peer: Outlet,
+        key: str,
+        entry: Entry | None,
+        order: Transmit,
+        void: bool,
+        digest: Digest | None,
+        now: float,
+    ) -> None:
+        """Tell D what this send holds."""
+        value, grant = b"" if digest is None else digest.value(), order.grant
         if entry is not None:
-            if wrong:
-                self._prompts.run(entry, entry.sender.abort(f"P cannot read its pages: {wrong}"), now)
-            self._prompts.run(entry, entry.sender.sent(order, void), now)
+            self._prompts.run(entry, entry.sender.sent(order, void, value), now)
         else:
-            self._ctx.tell(
-                peer.line, m.Sent(key, order.grant.attempt, order.grant.chunk, order.grant.link, True)
-            )
+            self._ctx.tell(peer.line, m.Sent(key, grant.attempt, grant.chunk, grant.link, void))
 
     def _gather(self, entry: Entry, peer: Outlet, edge: Edge, order: Transmit, send: Send) -> None:
         pages, offset = peer.pages, 0

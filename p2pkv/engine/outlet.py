@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from p2pkv.control.endpoint import Line
@@ -12,6 +12,7 @@ from p2pkv.links.base import LinkError, Outbound, Send
 from p2pkv.pages.dense import Rectangles
 from p2pkv.plan import Plan
 from p2pkv.protocol.effects import Transmit
+from p2pkv.protocol.handshake import verified
 from p2pkv.protocol.messages import Hello, LinkAccept, LinkDown, LinkInvite
 from p2pkv.protocol.wire import Debt
 
@@ -30,6 +31,14 @@ class Flight:
     key: str
     nbytes: int
     since: float
+
+
+@dataclass(eq=False, slots=True)
+class Word:
+    """A `Sent` that waits for its checksum, or for those before it."""
+
+    say: Callable[[float], None]
+    due: bool = False
 
 
 @dataclass(eq=False)
@@ -57,6 +66,8 @@ class Outlet:
     """Whether the link was closed as idle, and waits for D to name a transfer."""
     orders: deque[tuple[str, Transmit]] = field(default_factory=deque)
     flights: deque[Flight] = field(default_factory=deque)
+    words: deque[Word] = field(default_factory=deque)
+    """In the order of the sends; only where checksums are wanted."""
     _invited: bool = False
     _next: float = 0.0
     _pause: float = 0.0
@@ -70,6 +81,16 @@ class Outlet:
     @property
     def address(self) -> str:
         return self.hello.address
+
+    @property
+    def verify(self) -> bool:
+        """Whether this rank or ours wants a checksum of each chunk."""
+        return verified(self.ctx.hello, self.hello)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the link has something to send or to say about it."""
+        return bool(self.orders or self.flights or self.words)
 
     @property
     def up(self) -> bool:
@@ -118,6 +139,7 @@ class Outlet:
         self._pause = min(max(2 * self._pause, FIRST_PAUSE), LAST_PAUSE)
         self.orders.clear()
         self.flights.clear()
+        self.words.clear()
 
     def park(self, now: float, tell: str = "") -> None:
         """Close the idle link until D names a transfer; `tell`: why, for D."""
@@ -144,6 +166,12 @@ class Outlet:
         while self.flights and self.flights[0].send.done():
             self._pause = 0.0
             yield self.flights.popleft()
+
+    def speak(self, word: Word, now: float) -> None:
+        """This word may be said; it is, and those behind it that may, once all before it have been."""
+        word.due = True
+        while self.words and self.words[0].due:
+            self.words.popleft().say(now)
 
     def next_send(self) -> tuple[str, Transmit, Send] | None:
         """The oldest order and a buffer for it, if there is one of each. Raises LinkError."""

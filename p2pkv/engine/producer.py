@@ -32,7 +32,8 @@ class Producer:
         context.counters.gauges |= {
             "staging_bytes": lambda: sum(peer.used for peer in tuple(self._peers.values())),
             "sends_under_way": lambda: sum(
-                len(peer.orders) + len(peer.flights) for peer in tuple(self._peers.values())
+                len(peer.orders) + max(len(peer.flights), len(peer.words))
+                for peer in tuple(self._peers.values())
             ),
             "peers": lambda: len(self._peers),
             "links": lambda: sum(1 for peer in tuple(self._peers.values()) if peer.linked),
@@ -132,7 +133,8 @@ class Producer:
             peer.link = old.link
         self._make_room(line, now)
         line.tag = self._peers[peer.place] = peer
-        log.info("D rank %d at %s is connected; what travels: %s", hello.rank, hello.address, wire)
+        sums = ", with checksums" if peer.verify else ""
+        log.info("D rank %d at %s is connected; what travels: %s%s", hello.rank, hello.address, wire, sums)
         peer.invite(now)
 
     def _make_room(self, line: Line, now: float) -> None:
@@ -141,7 +143,7 @@ class Producer:
             self._prompts.drop(line.tag, f"{line.tag.address} says that it is another", now)
         if len(self._peers) >= MAX_PEERS:
             peers = list(self._peers.values())
-            idle = next((peer for peer in peers if not peer.orders and not peer.flights), peers[0])
+            idle = next((peer for peer in peers if not peer.busy), peers[0])
             self._prompts.drop(idle, f"{idle.address} makes room for another", now)
 
     def unreachable(self, line: Line, reason: str, now: float) -> None:

@@ -183,7 +183,7 @@ class Prompts:
 
     def idle(self, peer: Outlet, now: float) -> bool:
         """Whether neither side has a use for this link now."""
-        quiet = now - peer.wanted > IDLE_BEATS * self._ctx.beat and not (peer.orders or peer.flights)
+        quiet = now - peer.wanted > IDLE_BEATS * self._ctx.beat and not peer.busy
         return quiet and not any(
             entry.decode == peer.hello.addresses[0] for entry in self.live(*self.entries)
         )

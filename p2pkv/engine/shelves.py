@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
+from p2pkv.engine.arrived import Arrived
 from p2pkv.links.slots import Slots
-from p2pkv.pages.dense import Rectangles
-from p2pkv.protocol.messages import Chunk
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Kept:
-    """A chunk that is here: from which rank of P, its bytes, and our cache in the form that they have."""
-
-    rank: int
-    chunk: Chunk
-    buffer: torch.Tensor
-    pages: Rectangles
 
 
 @dataclass(eq=False)
@@ -30,7 +19,7 @@ class Shelf:
     offset: int
     touched: float
     filled: int = 0
-    kept: deque[Kept] = field(default_factory=deque)
+    kept: deque[Arrived] = field(default_factory=deque)
 
 
 class Shelves:
@@ -52,17 +41,17 @@ class Shelves:
         offset = self._slots.take(nbytes)
         return None if offset is None else Shelf(offset, now)
 
-    def keep(self, shelf: Shelf, bytes_: torch.Tensor, now: float) -> torch.Tensor:
-        """Copy a chunk behind those that are there; where it is now. On a device the copy is only queued."""
-        start = shelf.offset + shelf.filled
-        room = self._block[start : start + bytes_.numel()]
+    def keep(self, shelf: Shelf, chunk: Arrived, now: float) -> None:
+        """Copy a chunk behind those that are there. On a device the copy is only queued."""
+        start, nbytes = shelf.offset + shelf.filled, chunk.buffer.numel()
+        room = self._block[start : start + nbytes]
         if room.device.type == "cpu":
-            np.copyto(room.numpy(), bytes_.numpy())
+            np.copyto(room.numpy(), chunk.buffer.numpy())
         else:
-            room.copy_(bytes_, non_blocking=True)
-        shelf.filled += bytes_.numel()
+            room.copy_(chunk.buffer, non_blocking=True)
+        shelf.kept.append(replace(chunk, buffer=room))
+        shelf.filled += nbytes
         shelf.touched = now
-        return room
 
     def give(self, shelf: Shelf) -> None:
         """The prompt needs its room no more."""

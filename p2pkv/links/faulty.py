@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -24,6 +26,10 @@ class Faults:
     """From this operation on every call but `abort` and `release` raises LinkError."""
     flip_at: int | None = None
     """In this operation one byte is sent, or has arrived, with a flipped bit."""
+    flip_place: float = 0.5
+    """Which byte: 0 is the first of the message, 1 the last."""
+    flip_bit: int = 0
+    """Which bit of it, 0 to 7."""
     refuse_accept: bool = False
     refuse_complete: bool = False
 
@@ -32,6 +38,10 @@ class Faults:
             raise ValueError(f"drop is {self.drop}; it is a probability")
         if self.delay_polls < 0:
             raise ValueError(f"delay_polls is {self.delay_polls}; it must not be negative")
+        if not 0.0 <= self.flip_place <= 1.0:
+            raise ValueError(f"flip_place is {self.flip_place}; it is a part of the message, 0 to 1")
+        if not 0 <= self.flip_bit <= 7:
+            raise ValueError(f"flip_bit is {self.flip_bit}; a byte has bits 0 to 7")
 
 
 class FaultyLinks(LinkFactory):
@@ -44,6 +54,19 @@ class FaultyLinks(LinkFactory):
         self._inner = inner
         self._seed = seed
         self._ends = 0
+        self._fates: weakref.WeakSet[_Fate] = weakref.WeakSet()
+
+    def change(self, **faults: Any) -> None:
+        """Give the links that there are now these faults; operations count from each end's next one.
+
+        `break_at` and its like may be None, for never.
+        """
+        for fate in list(self._fates):
+            later = {
+                name: value + fate.operations if name.endswith("_at") and value is not None else value
+                for name, value in faults.items()
+            }
+            fate.faults = replace(fate.faults, **later)
 
     def invite(self) -> bytes:
         """The inner factory's."""
@@ -68,7 +91,9 @@ class FaultyLinks(LinkFactory):
 
     def _fate(self) -> _Fate:
         self._ends += 1
-        return _Fate(self, random.Random(f"{self._seed}/{self._ends}"))
+        fate = _Fate(self, random.Random(f"{self._seed}/{self._ends}"))
+        self._fates.add(fate)
+        return fate
 
 
 class _Fate:
@@ -98,7 +123,7 @@ class _Fate:
         lot = _Lot(
             dropped=self._dice.random() < self.faults.drop,
             delay=self._dice.randint(0, self.faults.delay_polls),
-            flipped=self.operations == self.faults.flip_at,
+            flip=self.faults if self.operations == self.faults.flip_at else None,
         )
         self.operations += 1
         return lot
@@ -108,7 +133,12 @@ class _Fate:
 class _Lot:
     dropped: bool
     delay: int
-    flipped: bool
+    flip: Faults | None
+
+    def spoil(self, buffer: torch.Tensor) -> None:
+        """Flip the bit, if this operation's lot is that."""
+        if self.flip is not None:
+            buffer[int(self.flip.flip_place * (buffer.numel() - 1))] ^= 1 << self.flip.flip_bit
 
 
 class _Operation:
@@ -156,8 +186,7 @@ class FaultyReceive(_Operation):
         self._inner.release()
 
     def _when_done(self) -> None:
-        if self._lot.flipped:
-            _flip(self._inner.buffer)
+        self._lot.spoil(self._inner.buffer)
 
 
 class FaultySend(_Operation):
@@ -184,8 +213,7 @@ class FaultySend(_Operation):
         """Commit what was held while the end stood still. Returns whether it has been committed."""
         if self._held and not self._passed and not self._fate.still and not self._lot.dropped:
             self._passed = True
-            if self._lot.flipped:
-                _flip(self._inner.buffer)
+            self._lot.spoil(self._inner.buffer)
             self._inner.commit()
         return self._passed
 
@@ -266,7 +294,3 @@ class FaultyOutbound(Outbound):
         """The inner link's."""
         self._inner.abort()
         self._sends.clear()
-
-
-def _flip(buffer: torch.Tensor) -> None:
-    buffer[buffer.numel() // 2] ^= 1

@@ -16,13 +16,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from p2pkv.pages.digest import FOLD, XXH3, Digest, digest_by_torch, digest_on_host
 from p2pkv.pages.rows import Cut, LayerPages, Rows, Span, locate, spans_of
 
 
 class Copier(Protocol):
-    """Moves what lies in one of its spans of layers; how far a span reaches is its own affair."""
+    """Moves what lies in one of its spans of layers; how far a span reaches is its own affair.
+
+    Attributes:
+        digest_name: the algorithm of `digest`.
+    """
 
     spans: Sequence[Span]
+    digest_name: str
 
     def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
         """Copy the cut, which is not empty, to `out`: uint8, contiguous, same device, exactly as large."""
@@ -30,6 +36,10 @@ class Copier(Protocol):
 
     def put(self, span: Span, cut: Cut, src: torch.Tensor) -> None:
         """Copy `src` (as `out` in take) to the cut."""
+        ...
+
+    def digest(self, buffer: torch.Tensor) -> Digest:
+        """The checksum of what `out` holds behind a take, or `src` before a put."""
         ...
 
     def warm_up(self) -> None:
@@ -55,12 +65,17 @@ class ArenaCopier:
     def __init__(self, pages: Sequence[LayerPages], arenas: Mapping[int, Arena]) -> None:
         self.spans: Sequence[Span] = spans_of(pages)
         self._arenas = arenas
+        on_host = all(isinstance(arena, HostArena) for arena in arenas.values())
+        self.digest_name = XXH3 if on_host else FOLD
 
     def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
         self._arenas[span.pages.arena].take(locate(span, cut), out)
 
     def put(self, span: Span, cut: Cut, src: torch.Tensor) -> None:
         self._arenas[span.pages.arena].put(locate(span, cut), src)
+
+    def digest(self, buffer: torch.Tensor) -> Digest:
+        return digest_on_host(buffer) if self.digest_name == XXH3 else digest_by_torch(buffer)
 
     def warm_up(self) -> None:
         """Nothing: numpy and torch are ready."""

@@ -17,6 +17,7 @@ from p2pkv.pages.codecs import DENSE, is_paged
 from p2pkv.pages.copy import ArenaCopier, Copier, arena_of
 from p2pkv.pages.cupy_launcher import cupy_launcher
 from p2pkv.pages.device import Fence, make_recorder
+from p2pkv.pages.digest import Digest
 from p2pkv.pages.kernels import KernelCopier
 from p2pkv.pages.rows import Cut, Index, Interval, LayerPages, Span
 
@@ -37,6 +38,7 @@ class PagedCache:
         codec: how the bytes of a row are arranged.
         groups: the block table of each layer, by number.
         device: where the layers lie.
+        digest_name: the algorithm of `digest`; it depends on the device.
 
     Calls from several threads are safe as long as their rectangles do not overlap.
     """
@@ -64,6 +66,7 @@ class PagedCache:
         self.codec = codec
         self.groups = tuple(page.group for page in pages)
         self.device = device
+        self.digest_name = copier.digest_name
         self._copier = copier
         self._spans = copier.spans
         self._record = make_recorder(device)
@@ -153,6 +156,14 @@ class PagedCache:
         """
         for span, cut, part in self._parts(src, layers, tokens, heads, blocks):
             self._copier.put(span, cut, part)
+
+    def digest(self, buffer: torch.Tensor) -> Digest:
+        """The checksum of uint8 [n] on the cache's device, as a link's buffer is.
+
+        On CUDA it is queued on the current stream, so that it comes behind a gather and before a scatter
+        of the calling thread; on a CPU it is known on return, and the GIL is free while it is computed.
+        """
+        return self._copier.digest(buffer)
 
     def fence(self) -> Fence:
         """A fence behind all copies that the calling thread has queued on its current stream."""

@@ -5,7 +5,10 @@
  * runs. Each thread works out once where its run lies and then copies every blockDim.x-th element, so
  * that the divisions are shared by several loads, which are under way together.
  *
- * The same text is compiled as C for a CPU by the tests; there P2PKV_AT checks every access.
+ * And the checksum of a buffer, a fold of its words: see digest.py.
+ *
+ * The same text is compiled as C for a CPU by the tests; there P2PKV_AT checks every access, and
+ * P2PKV_ADD is a plain addition.
  */
 
 #ifdef __cplusplus
@@ -92,3 +95,57 @@ P2PKV_BOTH(8, uint2)
 P2PKV_BOTH(4, unsigned int)
 P2PKV_BOTH(2, unsigned short)
 P2PKV_BOTH(1, unsigned char)
+
+typedef unsigned long long p2pkv_u64;
+
+#ifndef P2PKV_ADD
+#define P2PKV_ADD(sum, value) p2pkv_add(sum, value)
+
+/* One addition for a warp, all of whose threads must come here. */
+static __device__ void p2pkv_add(p2pkv_u64 *sum, p2pkv_u64 value)
+{
+    for (int beyond = 16; beyond > 0; beyond /= 2)
+        value += __shfl_down_sync(0xffffffffu, value, beyond);
+    if (threadIdx.x % 32 == 0)
+        atomicAdd(sum, value);
+}
+#endif
+
+/* Word `at` of `size` bytes, little-endian; behind the last byte there are zeros. */
+static __device__ p2pkv_u64 p2pkv_word(p2pkv_int bytes, p2pkv_int size, p2pkv_int at)
+{
+    p2pkv_int first = bytes + 8 * at, left = size - 8 * at;
+    p2pkv_u64 word = 0;
+    if (first % 8 == 0 && left >= 8)
+        return P2PKV_AT(const p2pkv_u64, (const p2pkv_u64 *)first);
+    for (int i = 0; i < 8 && i < left; ++i)
+        word |= (p2pkv_u64)P2PKV_AT(const unsigned char, (const unsigned char *)first + i) << (8 * i);
+    return word;
+}
+
+/* A word and its place, counted from 1. Each step can be undone, so no two words of a place are mixed alike. */
+static __device__ p2pkv_u64 p2pkv_mixed(p2pkv_u64 word, p2pkv_int place)
+{
+    word ^= (p2pkv_u64)place * 0x9E3779B97F4A7C15ull;
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9ull;
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EBull;
+    return word ^ (word >> 31);
+}
+
+/* Adds the fold of `size` bytes at the address `bytes` to the word at the address `sum`. */
+P2PKV_KERNEL void p2pkv_digest(p2pkv_int bytes, p2pkv_int size, p2pkv_int sum)
+{
+    p2pkv_int words = (size + 7) / 8, step = (p2pkv_int)gridDim.x * blockDim.x;
+    p2pkv_u64 found = 0;
+    for (p2pkv_int at = (p2pkv_int)blockIdx.x * blockDim.x + threadIdx.x; at < words;
+         at += P2PKV_TOGETHER * step) {
+        p2pkv_u64 some[P2PKV_TOGETHER];
+        for (int i = 0; i < P2PKV_TOGETHER; ++i)
+            if (at + i * step < words)
+                some[i] = p2pkv_word(bytes, size, at + i * step);
+        for (int i = 0; i < P2PKV_TOGETHER; ++i)
+            if (at + i * step < words)
+                found += p2pkv_mixed(some[i], at + i * step + 1);
+    }
+    P2PKV_ADD((p2pkv_u64 *)sum, found);
+}

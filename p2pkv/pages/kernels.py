@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from p2pkv.pages.digest import FOLD, Digest, Queued
 from p2pkv.pages.rows import Cut, LayerPages, Span, spans_of
 
 THREADS = 256
@@ -32,7 +33,7 @@ MOST_ROWS = 1 << 31
 
 
 def source() -> str:
-    """The kernels' text, CUDA C: p2pkv_gather_W and p2pkv_scatter_W for each W in WIDTHS."""
+    """The kernels' text, CUDA C: p2pkv_gather_W and p2pkv_scatter_W for each W in WIDTHS; p2pkv_digest."""
     return files("p2pkv.pages").joinpath("kernels.cu").read_text(encoding="utf-8")
 
 
@@ -56,6 +57,8 @@ class KernelCopier:
     The copies are queued on the current stream when the calls return, in the order of the calls.
     """
 
+    digest_name = FOLD
+
     def __init__(self, pages: Sequence[LayerPages], keep: Sequence[torch.Tensor], launcher: Launcher) -> None:
         # An address is an offset into an arena that begins at 0 and that all layers share.
         self.spans: Sequence[Span] = spans_of(
@@ -77,12 +80,25 @@ class KernelCopier:
         """Copy `src` (as `out` in take) to the cut."""
         self._copy("scatter", span, cut, src)
 
+    def digest(self, buffer: torch.Tensor) -> Digest:
+        """The fold of uint8 [n] on the layers' device, in one launch."""
+        total = torch.zeros(1, dtype=torch.int64, device=self._device)
+        words = -(-buffer.numel() // 8)
+        blocks = max(1, min(-(-words // (THREADS * LOADS)), self._launcher.most_blocks))
+        self._launch_digest(blocks, buffer.data_ptr(), buffer.numel(), total)
+        return Queued(total)
+
     def warm_up(self) -> None:
         """Compile and load every kernel, so that the first transfer need not."""
         for way in ("gather", "scatter"):
             for width in WIDTHS:
                 # No rows: nothing is read or written.
                 self._launcher.launch(f"p2pkv_{way}_{width}", 1, (1, 1), [0, 0, 0, 0] + [1] * 11)
+        self._launch_digest(1, 0, 0, torch.zeros(1, dtype=torch.int64, device=self._device))
+
+    def _launch_digest(self, blocks: int, address: int, nbytes: int, total: torch.Tensor) -> None:
+        # Whole warps, also for nothing: one of them adds up what its threads have found.
+        self._launcher.launch("p2pkv_digest", blocks, (THREADS, 1), (address, nbytes, total.data_ptr()))
 
     def _copy(self, way: str, span: Span, cut: Cut, dense: torch.Tensor) -> None:
         pages, table = span.pages, self._upload(cut.table)

@@ -32,6 +32,11 @@ def shape(cache: Cache) -> Shape:
     return Shape(cache.layers, cache.kv_heads, cache.tp)
 
 
+def verified(mine: Hello, theirs: Hello) -> bool:
+    """Whether each chunk between these two carries a checksum: it does if either of them wants that."""
+    return mine.verify or theirs.verify
+
+
 def judge(mine: Hello, theirs: Hello) -> Plan:
     """The common plan of a P and a D. Raises Refused with a sentence that names both values."""
     if theirs.version != PROTOCOL_VERSION or mine.version != PROTOCOL_VERSION:
@@ -73,6 +78,9 @@ def judge(mine: Hello, theirs: Hello) -> Plan:
         ),
         ("KV layers", mine.cache.layer_names, theirs.cache.layer_names, "serve the same model"),
     ]
+    if verified(mine, theirs):
+        advice = "a CPU and a GPU compute different ones; leave `verify` out on both sides"
+        same.append(("checksums", mine.digest, theirs.digest, advice))
     for what, here, there, advice in same:
         if here != there:
             raise Refused(f"{_differ(what, mine, theirs, here, there)}; {advice}")

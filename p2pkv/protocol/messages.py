@@ -31,6 +31,7 @@ Place = Annotated[str, Meta(min_length=3, max_length=300)]
 Incarnation = Annotated[str, Meta(min_length=8, max_length=64)]
 Blob = Annotated[bytes, Meta(max_length=4096)]
 Digest = Annotated[bytes, Meta(max_length=64)]
+Checksum = Annotated[bytes, Meta(max_length=16)]
 
 
 class Message(Struct, frozen=True, forbid_unknown_fields=True, array_like=False, tag=True, tag_field="t"):
@@ -71,6 +72,7 @@ class Cache(Struct, frozen=True, forbid_unknown_fields=True):
 class Hello(Message, frozen=True):
     """Who I am and what my cache looks like: the first message of a connection, and its answer.
 
+    `digest` is the checksum that this rank can compute, and `verify` whether it wants one of each chunk.
     `address` is where this rank listens, `addresses` those of all ranks of its engine in the order
     of their ranks, `to` what the dialer dialed. `incarnation` is random per start of a rank. `ahead`: this
     rank of D has room for KV whose request has not come yet.
@@ -87,6 +89,8 @@ class Hello(Message, frozen=True):
     weights: Name
     cache: Cache
     link: Name
+    digest: Name
+    verify: bool
     ahead: bool = False
 
 
@@ -222,13 +226,17 @@ class Grant(Message, frozen=True):
 
 
 class Sent(Message, frozen=True):
-    """P to D: this chunk has gone out on the link. `void`: what went out is filler, drop it."""
+    """P to D: this chunk has gone out on the link. `void`: what went out is filler, drop it.
+
+    `digest` is the checksum of its bytes between ranks of which one wants that, else empty.
+    """
 
     key: Key
     attempt: Serial
     chunk: Small
     link: Small
     void: bool
+    digest: Checksum = b""
 
 
 class Done(Message, frozen=True):

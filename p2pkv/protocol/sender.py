@@ -227,10 +227,11 @@ class Sender:
         window = leg.cutter.window
         return all(window.sendable(min(self._slice(leg, piece))) >= piece.stop for piece in order.pieces)
 
-    def sent(self, order: Transmit, void: bool) -> list[Effect]:
-        """This chunk has been gathered (unless `void`) and handed to the link."""
+    def sent(self, order: Transmit, void: bool, digest: bytes = b"") -> list[Effect]:
+        """This chunk has been gathered (unless `void`), with this checksum, and handed to the link."""
         grant = order.grant
-        out: list[Effect] = [Tell(order.rank, Sent(self.key, grant.attempt, grant.chunk, grant.link, void))]
+        said = Sent(self.key, grant.attempt, grant.chunk, grant.link, void, digest)
+        out: list[Effect] = [Tell(order.rank, said)]
         leg = self._leg(order.rank, grant.attempt)
         if leg is None or leg.cutter is None:
             return out

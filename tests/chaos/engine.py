@@ -12,7 +12,6 @@ import logging
 import random
 import signal
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -26,7 +25,7 @@ from engine_support import BUSY, make_rank
 from p2pkv.control.endpoint import Endpoint
 from p2pkv.engine import commands as do
 from p2pkv.engine import rank as rank_module
-from p2pkv.links.faulty import Faults, FaultyLinks, _Fate
+from p2pkv.links.faulty import Faults, FaultyLinks
 from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
 
@@ -37,24 +36,6 @@ LOOK_SECONDS = 0.25
 
 PATIENT = "early_claims"
 """The one gauge that may stay for ten leases: D's last word about a prompt that P has never heard of."""
-
-
-class ChaosLinks(FaultyLinks):
-    """Host links that break when told to; `frozen` stalls them."""
-
-    def __init__(self) -> None:
-        super().__init__(HostLinks("127.0.0.1", STAGING), Faults())
-        self._fates: weakref.WeakSet[_Fate] = weakref.WeakSet()
-
-    def break_all(self, operations: int) -> None:
-        """Every link that there is breaks after so many more operations."""
-        for fate in list(self._fates):
-            fate.faults = dataclasses.replace(fate.faults, break_at=fate.operations + operations)
-
-    def _fate(self) -> _Fate:
-        fate = super()._fate()
-        self._fates.add(fate)
-        return fate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +75,13 @@ class Side:
         logger.propagate = False
         logger.addHandler(_Errors(self._violations))
         rank_module.Endpoint = lambda _, *rest: Endpoint(inside, *rest)  # type: ignore[misc, assignment]
-        self.links = ChaosLinks()
+        self.links = FaultyLinks(HostLinks("127.0.0.1", STAGING), Faults())
         # What a P sends in shared memory lies in the windows of the D's, each within that D's own staging.
         self._staging = STAGING * (len(DECODES) if role == "P" else 1)
         made = make_rank(
             role, SHAPE, 0, outside.port, self.links,
             lease_seconds=LEASE, staging_bytes=STAGING, chunk_bytes=16384, secret=SECRET,
+            verify=role == "P",  # it is enough that one side asks
         )  # fmt: skip
         self.rank = made.rank
         self.memory = Memory(made.pages)
@@ -154,8 +136,15 @@ class Side:
             case "stall":
                 self.links.frozen, self._thaw_at = True, time.monotonic() + order["seconds"]
             case "break":
-                self.links.break_all(random.Random(order["seed"]).randrange(4))
+                self.links.change(break_at=random.Random(order["seed"]).randrange(4))
+            case "flip":
+                draw = random.Random(order["seed"])
+                self.links.change(
+                    flip_at=draw.randrange(4), flip_place=draw.random(), flip_bit=draw.randrange(8)
+                )
             case "baseline":
+                # What was to go wrong with a later message of a link must not do so in peace.
+                self.links.change(break_at=None, flip_at=None)
                 # Answered by the next look, which is taken after all that has been heard so far.
                 self._looks.clear()
                 self._asked, self._next_look = True, 0.0

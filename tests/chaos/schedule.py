@@ -32,6 +32,7 @@ KINDS = {
     "freeze, long": Kind(3, 1.2 * LEASE, 2.0 * LEASE),
     "stalled link": Kind(3, 0.2, 1.5 * LEASE),
     "broken link": Kind(3, 0.0, 0.0),
+    "flipped bit": Kind(3, 0.0, 0.0),  # in one message of every link that it has
     "hostile": Kind(3, 0.0, 0.0),  # bytes and messages at the control port
     "partition": Kind(3, 0.2, 1.5 * LEASE, door=True),  # both ways
     "partition to P": Kind(2, 0.2, 1.5 * LEASE, door=True),

@@ -276,6 +276,8 @@ class World:
                 machine.order("stall", seconds=fault.seconds)
             case "broken link":
                 machine.order("break", seed=fault.seed)
+            case "flipped bit":
+                machine.order("flip", seed=fault.seed)
             case "hostile":
                 self._harassing = [each for each in self._harassing if each.is_alive()]
                 self._harassing.append(harass(machine.inside, fault.seed))

@@ -26,7 +26,7 @@ def test_it_measures_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (ready,), (layers,) = results["ready"], results["layers"]
     assert ready["bytes"] == (TOKENS - 1) * TOKEN_BYTES and ready["page_bytes"] == 128 * TOKEN_BYTES
     # Short prompts are measured three times for each --repeat.
-    for kind in ("copy", "raw", "page_copy", "page_raw", "dense", "pages"):
+    for kind in ("copy", "raw", "page_copy", "page_raw", "dense", "pages", "verified"):
         assert len(ready[kind]) == 3 and min(ready[kind]) > 0
     for mode in ("layers", "whole"):
         measured = layers["modes"][mode]
@@ -36,6 +36,7 @@ def test_it_measures_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out
     rows = [line.split() for line in printed.splitlines() if line.split()[:1] == [str(TOKENS)]]
     assert len(rows) == 3, printed
+    assert "with checksums (verify)" in printed
 
 
 def test_the_baseline_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

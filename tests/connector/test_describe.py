@@ -60,6 +60,7 @@ def test_hello_says_who_this_rank_is_and_what_its_cache_looks_like() -> None:
     assert (said.cache.layers, said.cache.kv_heads, said.cache.tp) == ((2,), 2, 1)
     assert (said.cache.row_bytes, said.cache.unit_tokens) == (32 * 4, 1)
     assert (said.cache.dtype, said.cache.codec) == ("float32", "dense")
+    assert (said.digest, said.verify) == ("xxh3-64", False)
     assert hello(vllm_config("P"), tensors(list(LAYERS))).incarnation != said.incarnation
 
 

@@ -20,6 +20,7 @@ from engine_support import (
 from fake_device import Device, DeviceCache, OrderedLinks
 
 from p2pkv.engine import commands as do
+from p2pkv.links.faulty import Faults, FaultyLinks
 from p2pkv.links.memory import MemoryNetwork
 
 ONE = Geometry()
@@ -29,6 +30,8 @@ BLOCKS, D_BLOCKS = list(range(6)), list(range(20, 26))
 
 class Pair:
     """P and D, each on a device of its own that stands still until the test lets it work."""
+
+    links: dict[str, FaultyLinks]
 
     def __init__(self, p: Engine, d: Engine, on_p: Device, on_d: Device) -> None:
         self.p, self.d, self.on_p, self.on_d = p, d, on_p, on_d
@@ -62,18 +65,21 @@ class Pair:
 def start() -> Iterator[Callable[..., Pair]]:
     """Starts a Pair: `start(chunk_bytes=...)`; stopped at the end, with devices that work again."""
     network, on = MemoryNetwork(), {"P": Device(), "D": Device()}
+    links = {side: FaultyLinks(OrderedLinks(network.rank(), on[side]), Faults()) for side in on}
     made = []
 
     def make(**options: object) -> Pair:
         context = engines(
             ONE,
             ONE,
-            lambda side, rank: OrderedLinks(network.rank(), on[side]),
+            lambda side, rank: links[side],
             devices={side: DeviceCache.on(device) for side, device in on.items()},
             **options,
         )
         made.append(context)
-        return Pair(*context.__enter__(), on["P"], on["D"])
+        pair = Pair(*context.__enter__(), on["P"], on["D"])
+        pair.links = links
+        return pair
 
     yield make
     for device in on.values():
@@ -198,8 +204,9 @@ def test_a_lost_link_frees_pages_only_behind_the_device(start):
     pair.p.wait(do.PagesFree("k"))
 
 
-def test_requests_keep_their_order_on_devices_that_work_piece_by_piece(start):
-    pair = start(chunk_bytes=4096)
+@pytest.mark.parametrize("verify", [False, True])
+def test_requests_keep_their_order_on_devices_that_work_piece_by_piece(start, verify):
+    pair = start(chunk_bytes=4096, verify=verify)
     keys = {f"k{number}": list(range(number * 6, number * 6 + 6)) for number in range(4)}
     for key, blocks in keys.items():
         pair.ask(key, blocks, blocks)
@@ -231,3 +238,115 @@ def test_a_stopped_rank_leaves_no_copy_behind(start):
     pair.on_p.free()
     stopping.join(20.0)
     assert not pair.p.ranks[0].rank.alive
+
+
+# Checksums that the device has yet to compute.
+
+
+def said(pair: Pair) -> list[tuple[str, bool, int]]:
+    """What P has told D about the posted receives, in their order: key, whether void, bytes of checksum."""
+    (peer,) = pair.d.ranks[0].rank._half._peers.values()
+    words = [posted.said for posted in tuple(peer.posted)]
+    return [(word.key, word.void, len(word.digest)) for word in words if word is not None]
+
+
+def test_p_says_that_a_chunk_was_sent_when_its_checksum_is_known(start):
+    pair = start(chunk_bytes=1 << 20, verify=True)
+    pair.ask()
+    pair.queued(pair.p, count=2)  # the gather and the checksum
+    on_engine_thread(pair.d.ranks[0].rank, lambda: None)
+    assert said(pair) == []
+    assert pair.on_p.run(1) >= 1, "the gather alone"
+    pair.queued(pair.p, count=1)
+    assert said(pair) == []
+    assert heard(pair.p, do.PagesFree) == []
+    pair.on_p.run(1)
+    wait_for(lambda: said(pair) == [("k", False, 8)])
+    pair.p.wait(do.PagesFree("k"))
+    pair.on_p.free()
+    pair.on_d.free()
+    pair.done()
+    pair.at_rest()
+
+
+def test_a_void_chunk_is_not_said_before_the_one_in_front_of_it(start):
+    """Nothing has to be computed for it, but D expects P's words in the order of the link."""
+    pair, other = start(chunk_bytes=1 << 20, verify=True), list(range(30, 36))
+    pair.ask("k")
+    pair.queued(pair.p, count=2)
+    pair.d.do(do.Expect("void", pair.p.address, TOKENS, b"digest"))
+    prefill(pair.p, "void", pair.d.address, TOKENS, other, chunk=TOKENS)
+    pair.d.wait(do.Begun("void"))
+    rank = pair.p.ranks[0].rank
+    rank._ctx.revoked.update(["void"])  # as Rank.revoke does, before the engine has heard of it
+    pair.d.do(do.Load("void", 0, TOKENS - 1, (other,)))
+    wait_for(lambda: rank.counters.values["chunks_void"] >= 1)
+    (peer,) = rank._half._peers.values()
+    on_engine_thread(rank, lambda: None)
+    assert [word.due for word in tuple(peer.words)][:2] == [False, True]
+    on_engine_thread(pair.d.ranks[0].rank, lambda: None)
+    assert said(pair) == []
+    pair.on_p.run(2)
+    wait_for(lambda: said(pair)[:2] == [("k", False, 8), ("void", True, 0)])
+    rank.do(do.Revoked("void"))
+    pair.on_p.free()
+    pair.on_d.free()
+    step(pair.p, "void", other, 0, TOKENS)
+    pair.done("k")
+    pair.done("void", other)
+    pair.at_rest()
+    assert pair.d.ranks[0].rank.counters.values["links_aborted"] == 0
+
+
+def test_words_that_wait_when_the_link_goes_are_never_said(start):
+    pair = start(chunk_bytes=1 << 20, verify=True)
+    pair.ask()
+    pair.queued(pair.p, count=2)
+    rank = pair.p.ranks[0].rank
+    (peer,) = rank._half._peers.values()
+    on_engine_thread(rank, lambda: rank._half._prompts.link_lost(peer, "a test cuts it", 0.0))
+    wait_for(lambda: heard(pair.d, do.LoadFailed))
+    assert not peer.words
+    pair.on_p.free()
+    pair.p.wait(do.PagesFree("k"))
+    pair.on_d.free()
+    for engine in (pair.p, pair.d):
+        engine.do(do.Forget("k"))
+    pair.at_rest()
+    pair.ask("next")
+    pair.done("next")
+
+
+def test_a_flipped_byte_is_found_behind_the_scatter_and_fails_the_load(start):
+    """The device checks as it writes: the pages hold the byte, and nobody is told that they were loaded."""
+    pair = start(chunk_bytes=4096, verify=True)
+    pair.on_p.free()
+    pair.ask("first")
+    pair.on_d.free()
+    pair.done("first")
+    on_engine_thread(pair.d.ranks[0].rank, lambda: pair.links["D"].change(flip_at=1))
+    pair.ask("k")
+    wait_for(lambda: heard(pair.d, do.LoadFailed))
+    assert "its bytes changed on the way" in heard(pair.d, do.LoadFailed)[0].reason
+    assert do.Loaded("k") not in heard(pair.d, do.Loaded)
+    assert pair.d.ranks[0].rank.counters.values["chunks_corrupt"] == 1
+    pair.p.wait(do.PagesFree("k"))
+    for engine in (pair.p, pair.d):
+        engine.do(do.Forget("k"))
+    pair.at_rest()
+    pair.ask("next")
+    pair.done("next")
+
+
+def test_a_load_is_not_reported_before_its_checksums_are_compared(start):
+    """D's device has written the pages, and stands still before the next piece of work."""
+    pair = start(chunk_bytes=1 << 20, verify=True)
+    pair.on_p.free()
+    pair.ask()
+    pair.queued(pair.d, count=1)
+    assert heard(pair.d, do.Loaded) == []
+    assert pair.on_d.run(1) >= 1, "the checksum, ahead of the scatter"
+    assert pair.d.ranks[0].pages[0].max() == -1.0
+    assert heard(pair.d, do.Loaded) == []
+    pair.on_d.free()
+    pair.done()

@@ -10,6 +10,7 @@ from pages_support import POISON, Seeded, check_exchange
 
 from p2pkv.cli.bench_pages import HEADS, LAYERS, LAYOUTS, Memory
 from p2pkv.pages import PagedCache, geometry, make_recorder, own_stream
+from p2pkv.pages.digest import digest_by_torch
 from p2pkv.pages.kernels import KernelCopier
 
 pytestmark = pytest.mark.gpu
@@ -52,6 +53,30 @@ def test_kernels_and_torch_move_the_same_bytes(monkeypatch: pytest.MonkeyPatch) 
         left.append(memory.flat.clone())
         cache.scatter(out[1], *cut, table)
     assert torch.equal(*left)
+
+
+@pytest.mark.parametrize("nbytes", [1, 8, 8191, 1 << 20, (64 << 20) + 3])
+@pytest.mark.parametrize("shift", [0, 1, 8])
+def test_the_checksum_is_the_one_that_torch_computes(
+    nbytes: int, shift: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By kernel and by torch on the device, against torch on the host; of the bytes and of one bit less."""
+    buffer = torch.randint(0, 256, (nbytes + shift,), dtype=torch.uint8, device="cuda")[shift:]
+    by_kernel = Memory(64, "P", "cuda").cache(DENSE)
+    assert isinstance(by_kernel._copier, KernelCopier)
+    with monkeypatch.context() as patch:
+        patch.setattr(geometry, "cupy_launcher", lambda device: None)
+        by_torch = Memory(64, "P", "cuda").cache(DENSE)
+    said = []
+    for _ in range(2):
+        digests = [cache.digest(buffer) for cache in (by_kernel, by_torch)]
+        by_kernel.fence().wait()
+        assert not any(digest.known for digest in digests)
+        values = {digest.value() for digest in digests} | {digest_by_torch(buffer.cpu()).value()}
+        assert len(values) == 1
+        said.append(values.pop())
+        buffer[nbytes // 2] ^= 64
+    assert said[0] != said[1]
 
 
 def test_the_engines_stream_does_not_wait_for_the_forwards() -> None:

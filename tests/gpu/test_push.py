@@ -51,6 +51,18 @@ def test_bytes_on_d_equal_bytes_on_p(both: Messages) -> None:
         assert sent["bytes_sent"] == 3 * both.total and sent["chunks_void"] == 0
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_the_two_ends_compute_the_same_checksums(place: tuple[str, tuple[str, str]]) -> None:
+    link, devices = place
+    if devices[0] == "cpu":
+        pytest.importorskip("xxhash", reason="on a CPU the checksum is xxhash's")
+    with messages(link, devices, SIZES, TOTAL, lease_seconds=LEASE_SECONDS, verify=True) as pair:
+        for size in SIZES:
+            assert pair.push(size) > 0
+            (peer,) = pair.rank(size)._half._peers.values()
+            assert peer.verify
+
+
 def test_the_bare_link_carries_every_size(both: Messages) -> None:
     assert all(both.link(size) > 0 for size in SIZES)
 

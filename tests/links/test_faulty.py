@@ -103,6 +103,29 @@ def test_one_bit_is_flipped_in_one_message(flips: str) -> None:
     assert wrong == [0, 1, 0]
 
 
+@pytest.mark.parametrize(("place", "at"), [(0.0, 0), (1.0, 99), (0.5, 49)])
+def test_links_that_there_are_get_faults_and_later_ones_do_not(place: float, at: int) -> None:
+    p, d = make(Faults(), Faults())
+    old = connect((p, d), WINDOW)
+    transfer(old, 0)
+    p.change(flip_at=1, flip_place=place, flip_bit=7)
+    d.change(break_at=0)
+    d.change(break_at=None)
+    new = connect((p, d), WINDOW)
+    assert [transfer(pair, i) for pair in (new, old) for i in range(3)] == [[]] * 4 + [[(at, 128)], []]
+
+
+def transfer(pair: Pair, seed: int) -> list[tuple[int, int]]:
+    """Send a message; where it arrives wrong, and by which bits."""
+    receive, send = pair.begin(100)
+    send.buffer.copy_(noise(100, seed))
+    send.commit()
+    pair.until(receive.done)
+    wrong = receive.buffer ^ noise(100, seed)
+    receive.release()
+    return [(int(at), int(wrong[at])) for at in wrong.nonzero()]
+
+
 @pytest.mark.parametrize("who", ["P", "D"])
 def test_frozen_then_awake(who: str) -> None:
     p, d = make(Faults(), Faults())
@@ -134,7 +157,9 @@ def test_a_dead_rank_is_never_reported(who: str) -> None:
     assert connect((network.rank(), network.rank()), WINDOW).inbound.post(1) is not None
 
 
-@pytest.mark.parametrize("bad", [{"drop": 1.5}, {"drop": -0.1}, {"delay_polls": -1}])
+@pytest.mark.parametrize(
+    "bad", [{"drop": 1.5}, {"drop": -0.1}, {"delay_polls": -1}, {"flip_place": 1.1}, {"flip_bit": 8}]
+)
 def test_faults_check_themselves(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         Faults(**bad)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
-from protocol.wires import Cell, Line, Link, LinkBroken, Receive, Violation
+from protocol.wires import Cell, Line, Link, LinkBroken, Receive, Violation, checksum
 
 from p2pkv.plan import Edge, Plan
 from p2pkv.protocol import messages as m
@@ -358,6 +358,11 @@ class DecodeRank:
         pieces = () if receiver is None else receiver.pieces(rank, chunk.attempt, chunk.chunk)
         assert posted.said is not None and posted.receive.cells is not None
         if receiver is None or not pieces or posted.said.void:
+            return True
+        if self.world.verify and checksum(posted.receive.cells) != posted.said.digest:
+            self.world.corrupt += 1
+            self.run(posted.key, receiver.cancel("a chunk changed on the way"))
+            self.link_lost(rank, "what it carries has changed")
             return True
         kept = Kept(rank, chunk, posted.receive.cells)
         if receiver.load.state is Load.AHEAD:

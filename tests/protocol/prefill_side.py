@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from protocol.wires import GARBAGE, Cell, Line, Link, LinkBroken, Send, Violation
+from protocol.wires import GARBAGE, Cell, Line, Link, LinkBroken, Send, Violation, checksum
 
 from p2pkv.plan import Edge, Plan
 from p2pkv.protocol import messages as m
@@ -34,6 +34,8 @@ class Peer:
     link: Link | None = None
     orders: deque[tuple[str, Transmit]] = field(default_factory=deque)
     flights: deque[tuple[Send, float]] = field(default_factory=deque)
+    words: deque[Callable[[], None]] = field(default_factory=deque)
+    """What is to be said about the sends, in their order."""
 
 
 @dataclass
@@ -282,6 +284,7 @@ class PrefillRank:
         peer.link = None
         peer.orders.clear()
         peer.flights.clear()
+        peer.words.clear()
 
     def transmit(self, peer: Peer) -> bool:
         """Obey the oldest grant of this peer; whether there was one."""
@@ -302,11 +305,26 @@ class PrefillRank:
         assert peer.edge is not None
         cells = [GARBAGE] if sender is None or void else self._gather(sender, peer.edge, order)
         peer.flights.append((peer.link.send(order.grant.nbytes, cells), self.world.now))
+        digest = checksum(cells) if self.world.verify and not void else b""
+        peer.words.append(lambda: self._say(peer, key, sender, order, void, digest))
+        if not self.world.verify:
+            self.speak(peer)
+        return True
+
+    def speak(self, peer: Peer) -> bool:
+        """A checksum is known: say the oldest word about a send; whether there was one."""
+        if not peer.words:
+            return False
+        peer.words.popleft()()
+        return True
+
+    def _say(
+        self, peer: Peer, key: str, sender: Sender | None, order: Transmit, void: bool, digest: bytes
+    ) -> None:
         if sender is not None:
-            self.run(key, sender.sent(order, void))
+            self.run(key, sender.sent(order, void, digest))
         else:
             self._tell(peer, m.Sent(key, order.grant.attempt, order.grant.chunk, order.grant.link, True))
-        return True
 
     def _gather(self, sender: Sender, edge: Edge, order: Transmit) -> list[Cell | None]:
         key, cutter = sender.key, sender.legs[order.rank].cutter
@@ -347,7 +365,8 @@ class PrefillRank:
     def at_rest(self) -> bool:
         """Whether nothing is under way and no pages are held."""
         quiet = all(
-            not peer.orders and (peer.link is None or not peer.link.staged) for peer in self.peers.values()
+            not peer.orders and not peer.words and (peer.link is None or not peer.link.staged)
+            for peer in self.peers.values()
         )
         return (
             quiet

@@ -16,13 +16,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from protocol.wires import Violation
 from protocol.world import BEAT, LEASE, World
 
 from p2pkv.protocol import sender
 from p2pkv.sharding import Shape
 
 KEYS = ("a", "b", "c")
-STEPS = ("p", "d", "transmit", "carry", "land")
+STEPS = ("p", "d", "transmit", "speak", "carry", "land")
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +59,7 @@ def worlds(draw: st.DrawFn) -> World:
         window=draw(st.integers(1, 8)) * row,
         whole=draw(st.booleans()),
         ahead=draw(st.booleans()),
+        verify=draw(st.booleans()),
     )
 
 
@@ -116,6 +118,14 @@ def break_link(world: World, which: int, one: bool, other: bool) -> None:
         links[which % len(links)].broken = True
 
 
+def spoil(world: World, which: int, one: bool, other: bool) -> None:
+    """What a link carries changes on the way; without checksums D would believe it."""
+    links = list(world.links.values())
+    if links and world.verify:
+        world.disturb()
+        links[which % len(links)].spoil = which // len(links)
+
+
 def kill_p(world: World, which: int, loud: bool, again: bool) -> None:
     world.kill_p(loud)
     if again:
@@ -130,7 +140,7 @@ def kill_d(world: World, which: int, loud: bool, again: bool) -> None:
 
 FAULTS: dict[str, Callable[[World, int, bool, bool], None]] = {
     fault.__name__: fault
-    for fault in (freeze, abort_on_p, abort_on_d, cut, replay, replay, break_link, kill_p, kill_d)
+    for fault in (freeze, abort_on_p, abort_on_d, cut, replay, replay, break_link, spoil, kill_p, kill_d)
 }
 
 
@@ -225,6 +235,11 @@ class Conversation(RuleBasedStateMachine):
                 if peers:
                     rank, peer = peers[which % len(peers)]
                     rank.transmit(peer)
+            elif what == "speak":
+                speakers = [(rank, peer) for rank in world.p for peer in rank.peers.values()]
+                if speakers:
+                    rank, peer = speakers[which % len(speakers)]
+                    rank.speak(peer)
             elif what == "carry" and links:
                 links[which % len(links)].move()
             elif what == "land" and pairs and world.d:
@@ -314,6 +329,7 @@ def walk(seed: int, steps: int = 250) -> World:
             window=chance.randint(2, 12) * 8 * heads,
             whole=chance.random() < 0.1,
             ahead=chance.random() < 0.5,
+            verify=chance.random() < 0.5,
         ),
         chunks=[tuple(accumulate(chance.choices(range(1, 20), k=chance.randint(1, 3)))) for _ in KEYS],
         early=[chance.choice(["both", "both", "both", "p", "d"]) for _ in KEYS],
@@ -354,6 +370,45 @@ def _random_shape(chance: Random, layers: int, heads: int) -> Shape:
         return Shape((layers,), heads, tp)
     cut = chance.randint(1, layers - 1)
     return Shape((cut, layers - cut), heads, tp)
+
+
+def test_a_chunk_that_changes_on_the_way_fails_its_load_and_the_next_one_is_right() -> None:
+    world = _spoilt(verify=True)
+    world.settle()
+    assert world.corrupt == 1
+    world.give_up_failed()
+    world.drain()
+    assert world._failed(world.d[0], "spoilt")
+    world.add("next", (10,))
+    world.arrive_at_p("next")
+    world.arrive_at_d("next")
+    world.drain()
+    assert world.corrupt == 1 and not world._failed(world.d[0], "next")
+    world.requests["spoilt"].disturbed = True
+    outcomes(world)
+
+
+def test_without_checksums_that_chunk_is_written() -> None:
+    world = _spoilt(verify=False)
+    with pytest.raises(Violation, match=r"writes .*garbage"):
+        world.settle()
+
+
+def _spoilt(verify: bool) -> World:
+    """D has just said what it wants, and something of the first chunk will change on its way."""
+    shape = Shape((2,), 1, 1)
+    world = World(shape, shape, unit=1, chunk_bytes=64, window=64, verify=verify)
+    world.add("spoilt", (10,))
+    world.arrive_at_p("spoilt")
+    world.arrive_at_d("spoilt")
+    world.settle()
+    world.p[0].step("spoilt", 2)
+    world.advance(BEAT)
+    world.settle()
+    (link,) = world.links.values()
+    link.spoil = 2
+    world.admit("spoilt", 0, 9)
+    return world
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("P2PKV_WALKS", "120"))))

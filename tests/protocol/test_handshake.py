@@ -19,6 +19,7 @@ from p2pkv.protocol.handshake import (
     Refused,
     judge,
     shape,
+    verified,
 )
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, Welcome, decode, encode
 from p2pkv.sharding import Shape
@@ -32,7 +33,19 @@ def hello(role: Any, cache: Cache = CACHE, **changes: Any) -> Hello:
     place = f"{host}:{port}"
     ranks = tuple(f"{host}:{port + rank}" for rank in range(1, len(cache.layers) * cache.tp))
     plain = Hello(
-        PROTOCOL_VERSION, "incarnation", role, 0, "x:1", place, (place, *ranks), "m", "w", cache, "host"
+        version=PROTOCOL_VERSION,
+        incarnation="incarnation",
+        role=role,
+        rank=0,
+        to="x:1",
+        address=place,
+        addresses=(place, *ranks),
+        model="m",
+        weights="w",
+        cache=cache,
+        link="host",
+        digest="xxh3-64",
+        verify=False,
     )
     return replace(plain, **changes)
 
@@ -54,6 +67,10 @@ REFUSALS: dict[str, tuple[Hello, list[str]]] = {
         ["weights differ: w at p:21000, v at d:22000", "same model (here m, there other)"],
     ),
     "link": (hello("D", link="nccl"), ["links differ: host at p:21000, nccl at d:22000", "`link`"]),
+    "checksum": (
+        hello("D", digest="fold-64", verify=True),
+        ["checksums differ: xxh3-64 at p:21000, fold-64 at d:22000", "`verify`"],
+    ),
     "dtype": (
         hello("D", cache(dtype="float8_e4m3fn")),
         ["types differ: bfloat16 at p:21000, float8_e4m3fn at d:22000", "--kv-cache-dtype"],
@@ -128,6 +145,20 @@ def test_a_p_whose_ranks_cannot_be_dialed_is_refused(place: str, words: str) -> 
         judge(hello("D"), hello("P", addresses=(*good[:3], place)))
     assert words in str(refused.value)
     assert judge(hello("P"), hello("D", addresses=(place,) * 4)).edges, "nobody dials a D"
+
+
+@pytest.mark.parametrize("on_p", [False, True])
+@pytest.mark.parametrize("on_d", [False, True])
+def test_a_pair_takes_checksums_if_either_asks_and_both_know_it(on_p: bool, on_d: bool) -> None:
+    p, d = hello("P", verify=on_p), hello("D", verify=on_d)
+    assert verified(p, d) == verified(d, p) == (on_p or on_d)
+    assert judge(p, d) is judge(d, p)
+    other = replace(d, digest="fold-64")
+    if on_p or on_d:
+        with pytest.raises(Refused, match="checksums differ: fold-64 at d:22000, xxh3-64 at p:21000"):
+            judge(other, p)
+    else:
+        assert judge(p, other) is judge(other, p), "nobody computes any"
 
 
 def test_both_sides_compute_the_same_plan() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import count
 
 from p2pkv.protocol.messages import AnyMessage, decode, encode
@@ -18,6 +19,11 @@ Cell = tuple[str, int, int, int]
 GARBAGE: Cell = ("garbage", -1, -1, -1)
 
 _identities = count()
+
+
+def checksum(cells: list[Cell | None]) -> bytes:
+    """Of a message on a link."""
+    return blake2b(repr(cells).encode(), digest_size=8).digest()
 
 
 class Violation(AssertionError):
@@ -83,6 +89,8 @@ class Link:
     def __init__(self, window: int) -> None:
         self.window = window
         self.broken = False
+        self.spoil: int | None = None
+        """Which cell of the next message changes on its way."""
         self.p_down = self.d_down = False
         self.used = self.staged = 0
         self._receives: deque[Receive] = deque()
@@ -116,6 +124,8 @@ class Link:
         if receive.nbytes != send.nbytes:
             self.broken = True
             return True
+        if self.spoil is not None:
+            send.cells[self.spoil % len(send.cells)], self.spoil = GARBAGE, None
         receive.cells, send.taken = send.cells, True
         self.staged -= send.nbytes
         return True

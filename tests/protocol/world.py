@@ -47,6 +47,8 @@ class World:
     whole: bool = False
     ahead: bool = False
     """Whether D takes KV for which no request has come."""
+    verify: bool = False
+    """P says a checksum of each chunk, some time after it has sent it, and D compares."""
     now: float = 1000.0
     ends: dict[End, Finished] = field(default_factory=dict)
     links: dict[tuple[str, int, int, int], Link] = field(default_factory=dict)
@@ -56,6 +58,7 @@ class World:
     p: list[PrefillRank] = field(default_factory=list)
     d: list[DecodeRank] = field(default_factory=list)
     breaches: int = 0
+    corrupt: int = 0
     _starts: int = 0
 
     def __post_init__(self) -> None:
@@ -138,6 +141,8 @@ class World:
             "weights",
             cache,
             "memory",
+            "sum",
+            self.verify,
         )
 
     def dial(self, p: int, d: int) -> Line:
@@ -228,6 +233,7 @@ class World:
         for rank in self.p:
             for peer in list(rank.peers.values()):
                 moved |= rank.transmit(peer)
+                moved |= rank.speak(peer)
         for link in list(self.links.values()):
             moved |= link.move()
         for decoder in self.d:

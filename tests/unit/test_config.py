@@ -48,6 +48,7 @@ class TestDefaults:
         assert (made.staging_bytes, made.chunk_bytes) == (64 * MIB, 8 * MIB)
         assert (made.lease_seconds, made.stall_seconds) == (30, 120)
         assert (made.allow_insecure, made.whole_request, made.notes) == (False, False, ())
+        assert made.verify is False
 
     def test_a_gpu_gets_more_staging(self) -> None:
         assert options(has_gpu=True).staging_bytes == 512 * MIB
@@ -88,6 +89,7 @@ class TestReading:
             "stall_seconds": 60,
             "max_links": "8",
             "whole_request": "True",
+            "verify": "true",
             "allow_insecure": False,
             "link": "host",
             "discovery": "plain",
@@ -98,6 +100,7 @@ class TestReading:
         assert (made.staging_bytes, made.chunk_bytes, made.max_links) == (32 * MIB, MIB, 8)
         assert (made.lease_seconds, made.stall_seconds, made.link) == (2.5, 60, "host")
         assert (made.whole_request, made.allow_insecure, made.notes) == (True, False, ())
+        assert made.verify is True
 
     @given(value=st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists))
     @settings(deadline=None, max_examples=100)

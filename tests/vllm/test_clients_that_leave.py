@@ -96,7 +96,7 @@ def test_while_p_computes_and_pushes_and_while_p_and_d_have_it_queued(
 
 
 def test_while_d_loads(fleet: Fleet) -> None:
-    """P is done; D is asked, and the client is gone at once. If D has never begun, P's pages wait for a lease."""
+    """P is done, D is asked, and the client is gone at once. P may have to keep its pages for a lease."""
     for number in range(6):
         prompt, headers = tokens(2 * CHUNK, f"leave D loading {number}"), paired_headers(fleet.p, fleet.d)
         answers.complete(fleet.p.base_url, MODEL_NAME, prompt, max_tokens=1, headers=headers)

@@ -1,0 +1,330 @@
+"""A byte that changes between P's slot and D's pages: with checksums its request fails, and no other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+import nccl_simulated
+import pytest
+from engine_support import (
+    Engine,
+    Geometry,
+    at_baseline,
+    engines,
+    make_engine,
+    on_engine_thread,
+    prefill,
+    step,
+    wait_for,
+    wrong_cells,
+)
+from fake_device import DeviceCache
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from links_support import nccl_links
+
+from p2pkv.engine import commands as do
+from p2pkv.links.faulty import Faults, FaultyLinks
+from p2pkv.links.host import HostLinks
+from p2pkv.links.memory import MemoryNetwork
+from p2pkv.pages import PagedCache
+from p2pkv.pages.digest import FOLD, XXH3
+from p2pkv.protocol.messages import Sent
+
+ONE = Geometry()
+TOKENS = 96
+CHUNKS = 6
+"""Messages of a prompt with chunks of 4 KiB."""
+
+PACKED = Geometry(codec="page:vec", kv_heads=2, content=32, block=32)
+
+
+class Pair:
+    """A P and a D over links that flip a bit when they are told to."""
+
+    def __init__(self, p: Engine, d: Engine, links: dict[str, FaultyLinks]) -> None:
+        self.p, self.d, self._links = p, d, links
+        self._number = 0
+
+    def flip(self, side: str, operation: int = 0, place: float = 0.5, bit: int = 0) -> None:
+        """In the link that there is, a bit of a coming message changes: in P's slot, or in D's."""
+        faults = {"flip_at": operation, "flip_place": place, "flip_bit": bit}
+        engine = self.p if side == "P" else self.d
+        on_engine_thread(engine.ranks[0].rank, lambda: self._links[side].change(**faults))
+
+    def transfer(self) -> tuple[str, list[tuple[int, ...]]]:
+        """One prompt; why it failed, and which cells of its pages are not what P had computed."""
+        self._number += 1
+        key, salt, blocks = f"k{self._number}", self._number, list(range(20, 26))
+        for page in self.d.ranks[0].pages:
+            page.fill_(-1.0)
+        self.d.do(do.Expect(key, self.p.address, TOKENS, b"digest"))
+        prefill(self.p, key, self.d.address, TOKENS, list(range(6)), chunk=TOKENS, salt=salt)
+        self.d.wait(do.Begun(key))
+        self.d.do(do.Load(key, 0, TOKENS - 1, (blocks,)))
+        reason = self._outcome(key)
+        wrong = wrong_cells(self.d.ranks[0], blocks, 0, TOKENS - 1, salt)
+        self.p.wait(do.PagesFree(key))
+        for engine in (self.p, self.d):
+            engine.do(do.Forget(key))
+        wait_for(lambda: at_baseline(self.p) and at_baseline(self.d), what="the baseline")
+        return reason, wrong
+
+    def _outcome(self, key: str) -> str:
+        found: list[str] = []
+
+        def ended() -> bool:
+            loaded = self.d.ranks[0].heard(do.Loaded(key))
+            found[:] = [each.reason for each in self.d.ranks[0].events(do.LoadFailed) if each.key == key]
+            assert not (loaded and found), "a load has one outcome"
+            return loaded or bool(found)
+
+        wait_for(ended, what=f"the outcome of {key}")
+        return found[0] if found else ""
+
+    def written(self, wrong: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Those of these cells that do not hold what lay there before."""
+        pages = self.d.ranks[0].pages
+        return [
+            (layer, token, head)
+            for layer, token, head in wrong
+            if not (pages[layer][20 + token // 16, head, token % 16] == -1.0).all()
+        ]
+
+    def counters(self, side: str) -> dict[str, int]:
+        return (self.p if side == "P" else self.d).ranks[0].rank.counters.snapshot()
+
+
+def sums(reason: str) -> list[str]:
+    """The checksums that a sentence names."""
+    return re.findall(r"\b[0-9a-f]{16}\b", reason)
+
+
+@pytest.fixture(params=["memory", "shared-memory", "tcp", "nccl"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def start(kind: str) -> Iterator[Callable[..., Pair]]:
+    """Starts a Pair: `start(verify=...)`; stopped at the end."""
+    network, links, made = MemoryNetwork(), dict[str, FaultyLinks](), []
+
+    def link(side: str, rank: int) -> FaultyLinks:
+        inner = {
+            "memory": network.rank,
+            "shared-memory": lambda: HostLinks("127.0.0.1", 1 << 20, True),
+            "tcp": lambda: HostLinks("127.0.0.1", 1 << 20, False),
+            "nccl": lambda: nccl_links(staging=1 << 20),
+        }[kind]()
+        links[side] = FaultyLinks(inner, Faults())
+        return links[side]
+
+    def make(on_p: Geometry = ONE, on_d: Geometry | None = None, **options: object) -> Pair:
+        context = engines(on_p, on_d or on_p, link, **options)
+        made.append(context)
+        return Pair(*context.__enter__(), links)
+
+    yield make
+    for context in made:
+        context.__exit__(None, None, None)
+    nccl_simulated.let_go()
+
+
+@pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("side", ["P", "D"])
+def test_a_flipped_byte_fails_its_load_and_the_next_one_is_right(start, side, place):
+    pair = start(verify=True)
+    assert pair.transfer() == ("", [])
+    pair.flip(side, operation=2, place=place)
+    reason, wrong = pair.transfer()
+    ours, theirs = sums(reason)
+    assert ours != theirs and f"chunk 2 from {pair.p.address}" in reason
+    assert wrong and pair.written(wrong) == [], "what had changed was not written"
+    assert pair.counters("D")["links_aborted"] == 1
+    wait_for(lambda: pair.counters("P")["links_aborted"] == 1, what="P's end of the link to be given up")
+    assert pair.counters("D")["chunks_corrupt"] == pair.counters("D")["transfers_failed"] == 1
+    assert pair.transfer() == ("", [])
+    assert pair.counters("D")["chunks_corrupt"] == 1
+
+
+def test_p_hears_of_it_and_sends_no_more_of_that_prompt(start):
+    """The prefill is still under way: P has half of the prompt left."""
+    pair = start(verify=True, chunk_bytes=4096)
+    assert pair.transfer() == ("", [])
+    pair.flip("D", operation=1)
+    pair.d.do(do.Expect("k", pair.p.address, TOKENS, b"digest"))
+    pair.p.do(do.OfferPrompt("k", pair.d.address, TOKENS, b"digest"))
+    pair.d.wait(do.Begun("k"))
+    pair.d.do(do.Load("k", 0, TOKENS - 1, (list(range(20, 26)),)))
+    step(pair.p, "k", list(range(6)), 0, 48)
+    assert "its bytes changed on the way" in pair._outcome("k")
+    pair.p.wait(do.PagesFree("k"))
+    why = pair.p.ranks[0].rank._half._prompts._ends
+    wait_for(lambda: why.get("k"), what="the end on P")
+    assert why.get("k").startswith("D cancelled: chunk 1 from ")
+    sent = pair.counters("P")["bytes_sent"]
+    step(pair.p, "k", list(range(6)), 48, TOKENS)
+    for engine in (pair.p, pair.d):
+        engine.do(do.Forget("k"))
+    assert pair.transfer() == ("", [])
+    assert pair.counters("P")["bytes_sent"] == sent + (TOKENS - 1) * 4 * 2 * 8 * 4
+    assert pair.counters("P")["transfers_failed"] == 1
+
+
+@pytest.mark.parametrize("side", ["P", "D"])
+def test_without_checksums_the_same_fault_goes_unseen(start, side):
+    pair = start()
+    assert pair.transfer() == ("", [])
+    pair.flip(side, operation=2)
+    reason, wrong = pair.transfer()
+    assert reason == "" and len(wrong) == 1 == len(pair.written(wrong))
+    assert pair.counters("D")["chunks_corrupt"] == pair.counters("D")["links_aborted"] == 0
+
+
+@pytest.mark.parametrize("kind", ["memory"], indirect=True)
+@settings(
+    deadline=None,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
+)
+@given(
+    side=st.sampled_from("PD"),
+    operation=st.integers(0, CHUNKS - 1),
+    place=st.floats(0, 1),
+    bit=st.integers(0, 7),
+)
+@example(side="D", operation=CHUNKS - 1, place=1.0, bit=7)
+@example(side="P", operation=0, place=0.0, bit=0)
+def test_no_bit_of_any_message_changes_unseen(start, side, operation, place, bit):
+    if not hasattr(start, "pair"):
+        start.pair = start(verify=True, chunk_bytes=4096)
+        assert start.pair.transfer() == ("", [])
+        assert start.pair.counters("D")["chunks_scattered"] >= CHUNKS
+    pair, before = start.pair, start.pair.counters("D")["chunks_corrupt"]
+    pair.flip(side, operation, place, bit)
+    reason, wrong = pair.transfer()
+    assert len(set(sums(reason))) == 2 and pair.written(wrong) == []
+    assert pair.counters("D")["chunks_corrupt"] == before + 1
+    assert pair.transfer() == ("", [])
+
+
+@pytest.mark.parametrize("kind", ["memory"], indirect=True)
+def test_what_the_link_carries_beside_it_fails_too_and_is_right_when_asked_again(start):
+    """Two prompts under way on one link: neither gets a wrong byte."""
+    pair = start(verify=True)
+    assert pair.transfer() == ("", [])
+    pair.flip("D", operation=1)
+    keys = {"a": list(range(6)), "b": list(range(6, 12))}
+    for key, blocks in keys.items():
+        pair.d.do(do.Expect(key, pair.p.address, TOKENS, b"digest"))
+        prefill(pair.p, key, pair.d.address, TOKENS, blocks, chunk=TOKENS)
+        pair.d.wait(do.Begun(key))
+    for key, blocks in keys.items():
+        pair.d.do(do.Load(key, 0, TOKENS - 1, (blocks,)))
+    reasons = {key: pair._outcome(key) for key in keys}
+    assert sum(1 for reason in reasons.values() if "its bytes changed on the way" in reason) >= 1
+    for key, blocks in keys.items():
+        assert reasons[key] or wrong_cells(pair.d.ranks[0], blocks, 0, TOKENS - 1) == []
+        pair.p.wait(do.PagesFree(key))
+        for engine in (pair.p, pair.d):
+            engine.do(do.Forget(key))
+    assert pair.transfer() == ("", [])
+
+
+@pytest.mark.parametrize("kind", ["memory"], indirect=True)
+def test_a_p_that_leaves_the_checksum_out_is_not_believed(start, monkeypatch):
+    pair = start(verify=True)
+    assert pair.transfer() == ("", [])
+    on_p, real = pair.p.ranks[0].rank._ctx, pair.p.ranks[0].rank._ctx.tell
+
+    def silent(line, message):
+        if isinstance(message, Sent):
+            message = Sent(message.key, message.attempt, message.chunk, message.link, message.void)
+        return real(line, message)
+
+    monkeypatch.setattr(on_p, "tell", silent)
+    reason, wrong = pair.transfer()
+    assert "and none there" in reason and pair.written(wrong) == []
+    monkeypatch.undo()
+    assert pair.transfer() == ("", [])
+
+
+@pytest.mark.parametrize("kind", ["memory"], indirect=True)
+def test_packed_pages_are_checked_too(start):
+    pair = start(PACKED, verify=True)
+    assert pair.transfer()[0] == ""
+    pair.flip("P", operation=1, place=1.0, bit=7)
+    assert len(sums(pair.transfer()[0])) == 2
+    assert pair.transfer()[0] == ""
+
+
+@pytest.mark.parametrize("kind", ["memory"], indirect=True)
+def test_a_d_of_several_ranks_of_p_checks_each_of_them(start):
+    """A bit changes on both links into D; what the two ranks of P send is checked link by link."""
+    pair = start(Geometry(tp=2), ONE, verify=True)
+    assert pair.transfer() == ("", [])
+    pair.flip("D", operation=1)
+    reason, wrong = pair.transfer()
+    assert len(sums(reason)) == 2 and pair.written(wrong) == []
+    assert 1 <= pair.counters("D")["chunks_corrupt"] <= 2
+    again = pair.transfer()  # the other link's bit may have waited for it
+    assert again == ("", []) or pair.counters("D")["chunks_corrupt"] == 2
+    assert pair.transfer() == ("", [])
+
+
+@pytest.fixture
+def apart() -> Iterator[Callable[..., Pair]]:
+    """Starts a P and a D with options of their own."""
+    network, made = MemoryNetwork(), list[Engine]()
+
+    def make(on_p: dict[str, object], on_d: dict[str, object]) -> Pair:
+        links = {side: FaultyLinks(network.rank(), Faults()) for side in "PD"}
+        for side, options in (("P", on_p), ("D", on_d)):
+            made.append(make_engine(side, ONE, lambda rank, side=side: links[side], **options))
+        return Pair(made[0], made[1], links)
+
+    yield make
+    for engine in reversed(made):
+        engine.stop()
+
+
+@pytest.mark.parametrize("asks", ["P", "D"])
+@pytest.mark.parametrize("flips", ["P", "D"])
+def test_it_is_enough_that_one_side_asks(apart, asks, flips):
+    pair = apart({"verify": asks == "P"}, {"verify": asks == "D"})
+    assert pair.transfer() == ("", [])
+    pair.flip(flips, operation=1)
+    assert len(sums(pair.transfer()[0])) == 2
+    assert pair.transfer() == ("", [])
+
+
+def fold_instead(cache: PagedCache) -> PagedCache:
+    cache.digest_name = FOLD
+    return cache
+
+
+@pytest.mark.parametrize("asks", ["P", "D"])
+def test_ranks_whose_devices_compute_other_checksums_refuse_each_other(apart, asks):
+    pair = apart({"verify": asks == "P"}, {"verify": asks == "D", "device": fold_instead})
+    pair.d.do(do.Expect("k", pair.p.address, TOKENS, b"digest"))
+    reason = pair._outcome("k")
+    assert f"{XXH3} at {pair.p.address}" in reason and f"{FOLD} at {pair.d.address}" in reason
+
+
+def test_they_work_together_when_nobody_asks(apart):
+    pair = apart({}, {"device": fold_instead})
+    assert pair.transfer() == ("", [])
+
+
+def test_nothing_is_computed_when_nobody_asks(apart, monkeypatch):
+    def never(*_: object) -> None:
+        raise AssertionError("a checksum that nobody wants")
+
+    monkeypatch.setattr(PagedCache, "digest", never)
+    monkeypatch.setattr(DeviceCache, "digest", never)
+    pair = apart({}, {})
+    assert pair.transfer() == ("", [])
+    outlet = next(iter(pair.p.ranks[0].rank._half._peers.values()))
+    assert not outlet.verify and not outlet.words
