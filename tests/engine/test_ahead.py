@@ -22,6 +22,7 @@ from links_support import nccl_links
 
 from p2pkv.engine import commands as do
 from p2pkv.links import make_factory
+from p2pkv.links.faulty import Faults, FaultyLinks
 from p2pkv.links.memory import MemoryNetwork
 from p2pkv.pages.codecs import DENSE
 
@@ -266,6 +267,26 @@ def break_link(p: Engine, d: Engine) -> None:
     half = d.ranks[0].rank._half
     (peer,) = half._peers.values()
     on_engine_thread(d.ranks[0].rank, lambda: half._requests.link_lost(peer, "broken by a test", 0.0))
+
+
+def test_a_byte_that_changes_meanwhile_costs_nothing():
+    """With checksums: what has come is given up, and the request loads as if nothing had come."""
+    network, links = MemoryNetwork(), dict[str, FaultyLinks]()
+
+    def link(side: str, rank: int) -> FaultyLinks:
+        links[side] = FaultyLinks(network.rank(), Faults())
+        return links[side]
+
+    with engines(ONE, ONE, link, ahead_bytes=ROOM, verify=True) as (p, d):
+        acquaint(p, d)
+        flip = {"flip_at": 1, "flip_place": 0.5, "flip_bit": 3}
+        on_engine_thread(d.ranks[0].rank, lambda: links["D"].change(**flip))
+        prefill(p, "k", d.address, 100, BLOCKS, chunk=100)
+        wait_for(lambda: value(d, "chunks_corrupt") == 1 and value(d, "ahead_bytes") == 0)
+        load(p, d, "k", 100)
+        assert wrong_cells(d.ranks[0], BLOCKS, 0, 99) == []
+        finish(p, "k")
+        quiet(p, d)
 
 
 def test_admitted_requests_go_before_it():

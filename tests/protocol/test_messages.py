@@ -110,10 +110,9 @@ def raw(message: AnyMessage) -> dict[str, bytes]:
 
 
 def join(fields: list[tuple[str, bytes]]) -> bytes:
-    assert len(fields) < 16
-    return bytes([0x80 + len(fields)]) + b"".join(
-        msgspec.msgpack.encode(name) + value for name, value in fields
-    )
+    count = len(fields)
+    head = bytes([0x80 + count]) if count < 16 else b"\xde" + count.to_bytes(2, "big")
+    return head + b"".join(msgspec.msgpack.encode(name) + value for name, value in fields)
 
 
 def parse(data: bytes) -> AnyMessage | None:
