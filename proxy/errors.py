@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -10,13 +11,11 @@ from aiohttp import web
 
 logger = logging.getLogger(__name__)
 
-# One ping interval: by then an instance that lives has been heard of.
-RETRY_AFTER = {"Retry-After": "3"}
-
 _KINDS = {
     400: "invalid_request_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "timeout_error",
     413: "invalid_request_error",
     502: "bad_gateway_error",
     503: "service_unavailable_error",
@@ -39,6 +38,11 @@ class Failure(Exception):
         self.status = status
 
 
+def retry_after() -> dict[str, str]:
+    """After one ping interval an instance that lives has been heard of; and not all at once."""
+    return {"Retry-After": str(random.randint(3, 6))}
+
+
 def error_json(status: int, message: str) -> bytes:
     """The body of an error response."""
     kind = _KINDS.get(status, "internal_error")
@@ -51,7 +55,7 @@ def error_event(status: int, message: str) -> bytes:
 
 
 def error_response(status: int, message: str) -> web.Response:
-    headers = RETRY_AFTER if status == 503 else None
+    headers = retry_after() if status == 503 else None
     body = error_json(status, message)
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 

@@ -14,6 +14,8 @@ from typing import Literal
 from p2pkv.control.discovery import PING_INTERVAL, Ping, goodbye
 from p2pkv.pairing import Address
 
+from .breaker import Breaker
+
 logger = logging.getLogger(__name__)
 
 # Three lost pings and a little: an instance whose ping is merely late stays.
@@ -36,7 +38,9 @@ class Instance:
         healthy: its /health has answered 200, and nobody has found its port closed since.
         names: model names under which it answers; empty while unknown, and then it may serve any.
         in_flight: requests that this proxy has open there.
+        seats: requests that were sent here, and have not ended.
         turn: the number of the latest choice that fell on it.
+        breaker: whether it is given requests, after what became of the last ones.
     """
 
     ping: Ping
@@ -44,7 +48,9 @@ class Instance:
     healthy: bool = False
     names: frozenset[str] = frozenset()
     in_flight: int = 0
+    seats: int = 0
     turn: int = 0
+    breaker: Breaker = field(default_factory=Breaker)
     _ends: set[Callable[[], None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -111,6 +117,8 @@ class Registry:
         self._life = life
         self._capacity = capacity
         self._instances: dict[Key, Instance] = {}
+        self._breakers: dict[Key, Breaker] = {}
+        """A crash is no way to get a clean record: they outlive their instances for a while."""
 
     def observe(self, ping: Ping, now: float) -> Instance | None:
         """Takes one ping in. Returns the instance if it is new, or new again after a restart."""
@@ -125,6 +133,7 @@ class Registry:
         if known is None and len(self._instances) >= self._capacity:
             logger.warning("%s ignored: %d instances are known already", newcomer, self._capacity)
             return None
+        newcomer.breaker = self._breakers.setdefault(newcomer.key, newcomer.breaker)
         self._instances[newcomer.key] = newcomer
         logger.info("%s %s", newcomer, "registered" if known is None else "has restarted")
         return newcomer
@@ -133,6 +142,7 @@ class Registry:
         """A goodbye counts for the incarnation that says it, not for its successor."""
         if known is not None and goodbye(known.ping) == ping:
             del self._instances[known.key]
+            del self._breakers[known.key]
             logger.info("%s said goodbye", known)
 
     def expire(self, now: float) -> list[Instance]:
@@ -141,6 +151,9 @@ class Registry:
         for instance in dead:
             del self._instances[instance.key]
             logger.warning("%s removed: no ping for %.0f s", instance, self._life)
+        for key in [key for key in self._breakers if key not in self._instances]:
+            if self._breakers[key].forgettable(now):
+                del self._breakers[key]
         return dead
 
     def unready(self) -> list[Instance]:

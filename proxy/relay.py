@@ -73,6 +73,7 @@ class Relay:
 
     Attributes:
         complete: the client has got all of it.
+        broken: the instance ended it too early, by itself.
     """
 
     def __init__(
@@ -86,12 +87,16 @@ class Relay:
             status=answer.status, headers=scrubber.headers(to_client(answer.headers))
         )
         self._last_bytes = b""
+        self._status = 502
         self._why = "The decode instance died in the middle of its answer."
+        self._interrupted = False
         self.complete = False
+        self.broken = False
 
-    def interrupt(self, why: str) -> None:
+    def interrupt(self, why: str, status: int = 502) -> None:
         """Breaks the answer off with an error, for a reason that lies elsewhere."""
-        self._why = why
+        self._interrupted = True
+        self._status, self._why = status, why
         self._answer.close()
 
     async def run(self) -> web.StreamResponse:
@@ -114,6 +119,7 @@ class Relay:
                 await self._send(self._rewriter.feed(chunk))
         except (aiohttp.ClientError, OSError) as error:
             logger.warning("an answer broke off: %s (%r)", self._why, error)
+            self.broken = not self._interrupted
             return False
         return True
 
@@ -135,4 +141,4 @@ class Relay:
             return
         await self._send(self._rewriter.flush())
         between_events = self._last_bytes.endswith((b"\n\n", b"\r\n\r\n"))
-        await self._send((b"" if between_events else b"\n\n") + error_event(502, self._why))
+        await self._send((b"" if between_events else b"\n\n") + error_event(self._status, self._why))
