@@ -17,7 +17,6 @@ class Counters:
         retried: tries at another instance.
         retries_refused: failures that were not tried again because the budget of retries was spent.
         breakers_opened: how often an instance was given a pause.
-        claims_refused: pings under the address of another live instance.
         cut_off: requests that were ended because the proxy stopped.
     """
 
@@ -28,5 +27,4 @@ class Counters:
     retried: int = 0
     retries_refused: int = 0
     breakers_opened: int = 0
-    claims_refused: int = 0
     cut_off: int = 0

@@ -26,7 +26,7 @@ from .leaving import STOPPING, Desk, Work
 from .limits import Limits
 from .models import merged
 from .prober import Prober
-from .registry import Instance, Registry
+from .registry import Instance, Registry, Source
 from .retries import Budget, pause
 from .routing import NoInstance, Router, UnknownModel
 from .upstream import Reply
@@ -62,9 +62,9 @@ class Proxy:
         self.prober = Prober(self.session, self.registry, self.clock, self.admission.advance)
         self._budget = Budget()
 
-    def take(self, ping: Ping) -> None:
-        """One ping from the discovery socket."""
-        if self.registry.observe(ping, self.clock()) is not None:
+    def take(self, ping: Ping, source: Source) -> None:
+        """One ping from a discovery socket."""
+        if self.registry.observe(ping, self.clock(), source) is not None:
             self.prober.hurry()
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -143,7 +143,7 @@ class Proxy:
             "decode": len(self.registry.routable("D", now)),
             "missing": missing,
             "gauges": self.gauges(),
-            "counters": asdict(self.counters),
+            "counters": asdict(self.counters) | {"claims_refused": self.registry.claims_refused},
         }
         return web.json_response(
             report, status=503 if missing else 200, headers=retry_after() if missing else None

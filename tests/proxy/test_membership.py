@@ -82,14 +82,21 @@ async def test_silence_ends_membership() -> None:
 
 
 async def test_a_restart_under_the_same_address(concurrent: Deployment) -> None:
-    p = concurrent.p
+    p, first = concurrent.p, concurrent.p.ping
+    concurrent.pingers[p.http_address].stop()
+    await until(lambda: concurrent.registry.known("P") == [])
+    with dealer(concurrent) as killed:
+        killed.send(encode_ping(first))
+        await concurrent.ready(prefill=1, decode=1)
     old = concurrent.registry.known("P")[0]
     p.health, p.incarnation = 503, "second"  # the new one pings before its API answers
-    with dealer(concurrent) as socket:
-        socket.send(encode_ping(p.ping))
-        await until(lambda: old not in concurrent.registry.known("P"))
-        concurrent.pingers[p.http_address].stop()  # the old one's goodbye comes late
-        concurrent.begin_ping(p)
+    concurrent.begin_ping(p)
+    await until(lambda: old not in concurrent.registry.known("P"))
+    with dealer(concurrent) as late:
+        late.send(encode_ping(goodbye(first)))
+        late.send(b"mark")
+        await until(lambda: concurrent.refused == 1)
+    assert [each.ping for each in concurrent.registry.known("P")] == [p.ping]
     assert concurrent.routable("P") == []
     p.health = 200
     await concurrent.ready(prefill=1, decode=1)
