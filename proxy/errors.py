@@ -31,11 +31,16 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Failure(Exception):
-    """A request that ends with an error of this proxy's own."""
+    """A request that ends with an error of this proxy's own.
 
-    def __init__(self, status: int, message: str) -> None:
+    Attributes:
+        last: this connection is not used any more.
+    """
+
+    def __init__(self, status: int, message: str, *, last: bool = False) -> None:
         super().__init__(message)
         self.status = status
+        self.last = last
 
 
 def retry_after() -> dict[str, str]:
@@ -66,7 +71,10 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except Failure as failure:
-        return error_response(failure.status, str(failure))
+        response = error_response(failure.status, str(failure))
+        if failure.last:
+            response.force_close()
+        return response
     except web.HTTPException as error:
         return error_response(error.status, _sentence(request, error))
     except ConnectionError:

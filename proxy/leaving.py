@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from aiohttp import web
+
 from .counters import Counters
 from .dispatch import Exchange
 from .errors import Failure
@@ -28,6 +30,7 @@ class Work:
     """
 
     task: asyncio.Task[Any]
+    request: web.Request
     exchange: Exchange | None = None
     cut: bool = False
 
@@ -38,6 +41,11 @@ class Work:
             self.exchange.relay.interrupt(_CUT_OFF, 503)
         else:
             self.task.cancel()
+
+    def hang_up(self) -> None:
+        """Closes the client's connection, whatever it has not read yet."""
+        if self.request.transport is not None:
+            self.request.transport.abort()
 
 
 class Desk:
@@ -58,13 +66,13 @@ class Desk:
         return len(self._open)
 
     @contextmanager
-    def work(self) -> Iterator[Work]:
+    def work(self, request: web.Request) -> Iterator[Work]:
         """One request, from its head to its end. Raises Failure if the proxy stops."""
         if self.stopping:
-            raise Failure(503, STOPPING)
+            raise Failure(503, STOPPING, last=True)
         task = asyncio.current_task()
         assert task is not None
-        work = Work(task)
+        work = Work(task, request)
         self._open.add(work)
         self._empty.clear()
         try:
@@ -73,7 +81,7 @@ class Desk:
             if not work.cut:
                 raise
             task.uncancel()
-            raise Failure(503, _CUT_OFF) from None
+            raise Failure(503, _CUT_OFF, last=True) from None
         finally:
             self._open.discard(work)
             if not self._open:
@@ -94,4 +102,6 @@ class Desk:
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_SECONDS):
                 await self._empty.wait()
+        for work in list(self._open):
+            work.hang_up()
         return len(rest)

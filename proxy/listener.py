@@ -31,6 +31,11 @@ class Connection:
     listener: Listener
     identity: bytes
 
+    @property
+    def member(self) -> bool:
+        """Whether it has shown the members' key."""
+        return self.listener.guarded
+
     def stands(self) -> bool:
         """Whether it has not been closed."""
         return self.listener.reaches(self.identity)
@@ -48,12 +53,14 @@ class Listener:
 
     Attributes:
         endpoint: where it is bound.
+        guarded: only members get through.
         refused: how many messages were no pings.
         shut_out: how many connections failed in the handshake.
     """
 
     def __init__(self, endpoint: str, take: Take, members: Members | None = None) -> None:
         self._take = take
+        self.guarded = members is not None
         self._context = zmq.asyncio.Context()
         self._gate = Gate(members, None)
         self._asked = cast("zmq.asyncio.Socket", self._gate.open(self._context))

@@ -37,6 +37,10 @@ Key = tuple[Role, Address, int]
 class Source(Protocol):
     """The connection on which a ping came; equal to itself only."""
 
+    @property
+    def member(self) -> bool:
+        """Whether it has shown the members' key."""
+
     def stands(self) -> bool:
         """Whether it has not been closed."""
 
@@ -178,8 +182,11 @@ class Registry:
         return next((each for each in candidates if self._holds(each, newcomer, now)), None)
 
     def _holds(self, holder: Instance, newcomer: Instance, now: float) -> bool:
-        """Whether the holder still is who it was, as far as its own connection tells."""
+        """Whether the holder still is who it was, as far as its own connection tells. What anybody may have
+        said does not keep a member out."""
         if holder.source is None or holder.source == newcomer.source:
+            return False
+        if newcomer.source is not None and newcomer.source.member and not holder.source.member:
             return False
         return now - holder.last_seen <= self._life * _DOUBT and holder.source.stands()
 

@@ -69,7 +69,7 @@ class Proxy:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions and /v1/chat/completions."""
-        with self.desk.work() as work, self.intake.shelf() as shelf:
+        with self.desk.work(request) as work, self.intake.shelf() as shelf:
             try:
                 body = parse(await shelf.read(request))
             except BadBody as error:
@@ -127,7 +127,7 @@ class Proxy:
 
     async def models(self, request: web.Request) -> web.Response:
         """GET /v1/models."""
-        with self.desk.work():
+        with self.desk.work(request):
             decoders = self.registry.routable("D", self.clock())
             if not decoders:
                 raise Failure(503, " ".join(self.router.missing(self.clock())))
@@ -163,5 +163,5 @@ class Proxy:
     async def stop(self, seconds: float, hurry: asyncio.Event) -> int:
         """Takes no more requests, turns away those who wait, gives the others `seconds`; see Desk.clear."""
         self.desk.stopping = True
-        self.admission.close(Failure(503, STOPPING))
+        self.admission.close(Failure(503, STOPPING, last=True))
         return await self.desk.clear(seconds, hurry)

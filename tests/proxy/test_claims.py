@@ -29,6 +29,7 @@ class Line:
     """A connection of the registry's own tests."""
 
     open: bool = True
+    member: bool = False
 
     def stands(self) -> bool:
         return self.open
@@ -118,6 +119,14 @@ def test_a_replayed_ping_does_not_take_the_address_over() -> None:
     registry.observe(holder.ping, 1.0, replayer)
     assert registry.observe(ping(incarnation="second"), 1.0, replayer) is None
     assert holder.source is line
+
+
+def test_a_member_is_not_kept_out_by_what_anybody_may_say_and_keeps_anybody_out() -> None:
+    registry, _, _ = held()
+    member = registry.observe(ping(incarnation="second"), 0.1, Line(member=True))
+    assert registry.known("P") == [member]
+    assert registry.observe(ping(incarnation="third"), 0.2, Line()) is None
+    assert registry.known("P") == [member]
 
 
 def test_without_a_known_connection_a_newcomer_is_taken_at_once() -> None:
