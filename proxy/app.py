@@ -11,7 +11,7 @@ from aiohttp import web
 
 from p2pkv.control.members import Members
 
-from .errors import errors_as_json
+from .errors import errors_as_json, note_begin
 from .headers import REQUEST_ID
 from .limits import Limits
 from .listener import Listener
@@ -62,7 +62,7 @@ def make_app(
 
     app = web.Application(client_max_size=limits.max_body, middlewares=[errors_as_json])
     app.cleanup_ctx.append(running)
-    app.on_response_prepare.append(_give_back_id)
+    app.on_response_prepare.extend((_give_back_id, note_begin))
     app.add_routes(_routes())
     return app
 

@@ -19,6 +19,7 @@ from p2pkv.trust import SECRET_VARIABLE, TrustError, is_loopback, read_secret
 from .app import LISTENER, PLAIN_LISTENER, PROXY, make_app
 from .limits import Limits
 from .listener import endpoint_of
+from .logs import Garbage
 from .serving import Dispatch
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TrustError, NoCurve) as error:
         parser.error(str(error))
     logging.basicConfig(level=arguments.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("aiohttp.server").addFilter(Garbage())
     try:
         asyncio.run(_serve(arguments, members))
     except OSError as error:

@@ -249,7 +249,7 @@ def _prefill_failed(exchange: Exchange, failure: PrefillFailed) -> web.Response:
 
 def _refused(exchange: Exchange, name: str, reply: Reply) -> web.Response:
     """An instance's own error. A redirection is none: it would send the client to the instance."""
-    if reply.status < 400:
+    if not 400 <= reply.status < 600:
         return exchange.failed(
             f"The {name} instance answered {reply.status}, which is no answer to a request."
         )

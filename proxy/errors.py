@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 
 import msgspec
 from aiohttp import web
@@ -26,6 +27,9 @@ _SENTENCES = {
     405: "{path} does not take {method}; it takes {allowed}.",
     413: "The request body is larger than the {limit} bytes that this proxy takes.",
 }
+
+_begun: ContextVar[bool] = ContextVar("begun", default=False)
+"""Whether the head of an answer to the request of this task has been sent."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -65,9 +69,15 @@ def error_response(status: int, message: str) -> web.Response:
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 
 
+async def note_begin(request: web.Request, response: web.StreamResponse) -> None:
+    """To be called when an answer's head is about to be sent."""
+    _begun.set(True)
+
+
 @web.middleware
 async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turns what a handler raises into a response; what nobody foresaw becomes a 500 that tells nothing."""
+    _begun.set(False)
     try:
         return await handler(request)
     except Failure as failure:
@@ -81,6 +91,10 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         raise  # the client's own connection; there is nobody to answer
     except Exception:
         logger.exception("%s %s failed", request.method, request.path)
+        if _begun.get() and request.transport is not None:
+            # A second head in the middle of an answer would be taken for the rest of it.
+            request.transport.abort()
+            raise ConnectionResetError from None
         return error_response(500, "The proxy itself failed; its log says how.")
 
 

@@ -69,6 +69,11 @@ class Shelf:
             async with asyncio.timeout(self._intake.patience):
                 chunk: bytes = await request.content.readany()
                 return chunk
+        except web.RequestPayloadError as error:
+            # What is left of it cannot be read either, and aiohttp would try.
+            request.content.feed_eof()
+            why = " ".join(str(error).split())
+            raise Failure(400, f"The request's body cannot be read: {why}.", last=True) from None
         except TimeoutError:
             raise Failure(
                 408, f"Nothing more of the request's body came for {self._intake.patience:g} seconds."
