@@ -115,6 +115,7 @@ def _limits(arguments: argparse.Namespace) -> Limits:
         max_requests=arguments.max_requests,
         max_waiting=arguments.max_waiting,
         max_wait=arguments.max_wait,
+        max_held=arguments.max_held_mib << 20,
         retries=arguments.retries,
     )
 
@@ -190,6 +191,13 @@ def _parser() -> argparse.ArgumentParser:
         default=defaults.max_wait,
         metavar="SECONDS",
         help="how long a request waits before it gets a 503 (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--max-held-mib",
+        type=_at_least(1),
+        default=defaults.max_held >> 20,
+        metavar="MIB",
+        help="MiB of the bodies of all requests together; others get a 503 (default: %(default)s)",
     )
     parser.add_argument(
         "--retries",

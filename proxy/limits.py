@@ -23,6 +23,6 @@ class Limits:
     max_waiting: int = 1024
     max_wait: float = 30.0
     max_body: int = 64 << 20
-    max_held: int = 512 << 20
+    max_held: int = 1 << 30
     body_patience: float = 30.0
     retries: int = 1

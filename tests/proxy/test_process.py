@@ -119,6 +119,13 @@ def test_discovery_may_be_given_by_name() -> None:
         (["--secret-file", "/nonexistent"], "cannot be read"),
         (["--plain-discovery", "30001"], "is not an address"),
         (["--dispatch", "random"], "invalid choice"),
+        (["--max-requests", "0"], "'0' is not a whole number of at least 1"),
+        (["--max-waiting", "-1"], "'-1' is not a whole number of at least 0"),
+        (["--max-held-mib", "1.5"], "'1.5' is not a whole number of at least 1"),
+        (["--retries", "x"], "'x' is not a whole number of at least 0"),
+        (["--max-wait", "soon"], "'soon' is no number of seconds"),
+        (["--drain-seconds", "inf"], "'inf' is no number of seconds"),
+        (["--drain-seconds", "nan"], "'nan' is no number of seconds"),
         (["--polcy", "x"], "unrecognized arguments"),
     ],
 )

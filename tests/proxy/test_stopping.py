@@ -45,6 +45,7 @@ class Started:
     p: FakeInstance
     d: FakeInstance
     client: aiohttp.ClientSession
+    discovery: str
 
     async def post(self, **fields: Any) -> aiohttp.ClientResponse:
         body = {"model": "tiny", "prompt": "hi"} | fields
@@ -88,7 +89,7 @@ async def started(*arguments: str) -> AsyncIterator[Started]:
             cleanup.callback(pinger.stop)
             await asyncio.to_thread(command.says, f"{instance.http_address} is ready")
         client = await cleanup.enter_async_context(aiohttp.ClientSession())
-        yield Started(command, url, *instances, client)
+        yield Started(command, url, *instances, client, discovery)
 
 
 class Stream:
@@ -202,6 +203,25 @@ async def test_half_a_body_does_not_hold_it_up() -> None:
         assert b" 503 " in await reader.readline()
         await proxy.ended()
         writer.close()
+
+
+async def test_a_proxy_that_is_killed_and_started_again_serves_after_a_ping() -> None:
+    port, again = str(free_port()), []
+    async with started("--port", port) as proxy:
+        assert (await proxy.post()).status == 200
+        proxy.command.process.kill()
+        await asyncio.to_thread(proxy.command.process.wait)
+        with running("--port", port, "--discovery", proxy.discovery):
+            async with asyncio.timeout(DEADLINE * 2):
+                while 200 not in again:
+                    try:
+                        response = await proxy.post()
+                    except aiohttp.ClientError:  # it is not up yet
+                        continue
+                    again.append(response.status)
+                    assert response.status == 200 or response.headers["Retry-After"]
+            assert set(again) <= {200, 503}
+            assert (await proxy.post()).status == 200
 
 
 @pytest.mark.parametrize("role", ["P", "D"])
