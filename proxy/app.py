@@ -19,6 +19,9 @@ from .registry import Registry
 from .serving import Dispatch, Proxy
 from .upstream import open_session
 
+# A connection on which no request is under way, or not even its head has come, is closed after this.
+IDLE_SECONDS = 75.0
+
 PROXY = web.AppKey("proxy", Proxy)
 LISTENER = web.AppKey("listener", Listener)
 PLAIN_LISTENER = web.AppKey("plain_listener", Listener)
@@ -32,7 +35,7 @@ def make_app(
     members: Members | None = None,
     plain_discovery: str | None = None,
 ) -> web.Application:
-    """The application; run it with `handler_cancellation=True`, or a client that leaves is not noticed.
+    """The application, for `make_runner`: without it a client that leaves is not noticed.
 
     Args:
         discovery: ZMQ endpoint on which to listen for pings, such as tcp://127.0.0.1:30001.
@@ -65,6 +68,17 @@ def make_app(
     app.on_response_prepare.extend((_give_back_id, note_begin))
     app.add_routes(_routes())
     return app
+
+
+def make_runner(app: web.Application, last_seconds: float) -> web.AppRunner:
+    """What serves `app`; at its end connections on which nothing moves are closed after `last_seconds`."""
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=last_seconds,
+        keepalive_timeout=IDLE_SECONDS,
+    )
 
 
 def _routes() -> list[web.RouteDef]:

@@ -16,7 +16,7 @@ from p2pkv.control.members import Members, NoCurve, members_of
 from p2pkv.pairing import Address
 from p2pkv.trust import SECRET_VARIABLE, TrustError, is_loopback, read_secret
 
-from .app import LISTENER, PLAIN_LISTENER, PROXY, make_app
+from .app import LISTENER, PLAIN_LISTENER, PROXY, make_app, make_runner
 from .limits import Limits
 from .listener import endpoint_of
 from .logs import Garbage
@@ -72,9 +72,7 @@ async def _serve(arguments: argparse.Namespace, members: Members | None) -> None
         members=members,
         plain_discovery=None if plain is None else endpoint_of(plain),
     )
-    runner = web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS
-    )
+    runner = make_runner(app, _SHUTDOWN_SECONDS)
     try:
         await runner.setup()
         await web.TCPSite(runner, arguments.host, arguments.port).start()

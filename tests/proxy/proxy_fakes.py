@@ -17,7 +17,7 @@ from aiohttp import web
 from p2pkv.control.discovery import Ping
 from p2pkv.control.members import Members
 from p2pkv.control.pinger import Pinger
-from proxy.app import LISTENER, PLAIN_LISTENER, PROXY, make_app
+from proxy.app import LISTENER, PLAIN_LISTENER, PROXY, make_app, make_runner
 from proxy.limits import Limits
 from proxy.registry import Instance, Registry, Role
 from proxy.serving import Dispatch, Proxy
@@ -49,17 +49,24 @@ def join(registry: Registry, message: Ping, now: float = 0.0) -> Instance:
     return instance
 
 
+def held(deployment: Deployment) -> dict[str, int]:
+    """Whatever the proxy holds for requests; all 0 when nothing is under way."""
+    proxy = deployment.proxy
+    gauges = {name: value for name, value in proxy.gauges().items() if name != "breakers_open"}
+    return gauges | {
+        "seats": sum(instance.seats for instance in deployment.everyone()),
+        "lingering": len(proxy.lingering),
+        "handlers": len(proxy.desk),
+        "connections": len(proxy.session.connector._acquired),
+    }
+
+
 async def quiet(deployment: Deployment) -> None:
     """Waits until nothing is under way, and nothing is held for it."""
-    await until(
-        lambda: (
-            not any(value for name, value in deployment.proxy.gauges().items() if name != "breakers_open")
-            and not deployment.proxy.lingering
-            and not len(deployment.proxy.desk)
-            and not any(instance.seats for instance in deployment.everyone())
-        ),
-        "quiet",
-    )
+    try:
+        await until(lambda: not any(held(deployment).values()))
+    except AssertionError:
+        raise AssertionError(f"something is left: {held(deployment)}") from None
 
 
 @dataclass
@@ -288,7 +295,7 @@ async def deployed(
         limits = limits or Limits(max_body=max_body)
         plain = None if members is None else "tcp://127.0.0.1:*"
         app = make_app("tcp://127.0.0.1:*", dispatch, registry, limits, members, plain)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        runner = make_runner(app, 0.1)
         cleanup.push_async_callback(runner.cleanup)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -26,7 +26,7 @@ async def narrow() -> AsyncIterator[Deployment]:
 
 
 @contextmanager
-def held(instance: FakeInstance) -> Iterator[None]:
+def slow(instance: FakeInstance) -> Iterator[None]:
     """Its answers wait until the end of the block."""
     release = asyncio.Event()
 
@@ -53,7 +53,7 @@ def prompts(instance: FakeInstance) -> list[str]:
 
 
 async def test_those_who_wait_are_served_in_the_order_in_which_they_came(narrow: Deployment) -> None:
-    with held(narrow.d):
+    with slow(narrow.d):
         asked = []
         for number in range(4):
             asked.append(ask(narrow, str(number)))
@@ -66,7 +66,7 @@ async def test_those_who_wait_are_served_in_the_order_in_which_they_came(narrow:
 
 
 async def test_beyond_the_queue_there_is_a_503_that_says_when_to_come_again(narrow: Deployment) -> None:
-    with held(narrow.d):
+    with slow(narrow.d):
         asked = [ask(narrow) for _ in range(4)]
         await until(lambda: narrow.proxy.admission.waiting == 3)
         response = await narrow.post()
@@ -84,7 +84,7 @@ async def test_beyond_the_queue_there_is_a_503_that_says_when_to_come_again(narr
 async def test_who_waits_too_long_gets_a_503() -> None:
     limits = Limits(max_requests=1, max_wait=0.2)
     async with deployed("concurrent", 1, 1, limits=limits) as deployment:
-        with held(deployment.d):
+        with slow(deployment.d):
             first = ask(deployment)
             await until(lambda: len(deployment.d.requests) == 1)
             response = await deployment.post()
@@ -99,7 +99,7 @@ async def test_who_waits_too_long_gets_a_503() -> None:
 async def test_a_client_that_leaves_in_the_queue_is_out_at_once_and_reaches_nobody(
     narrow: Deployment,
 ) -> None:
-    with held(narrow.d):
+    with slow(narrow.d):
         first = ask(narrow, "first")
         await until(lambda: len(narrow.d.requests) == 1)
         leaves = ask(narrow, "leaves")
@@ -139,7 +139,7 @@ async def test_who_waits_for_one_model_holds_up_nobody_else(narrow: Deployment) 
     await narrow.add("P", model="other", models=("other",))
     other = await narrow.add("D", model="other", models=("other",))
     await narrow.ready(prefill=2, decode=2)
-    with held(narrow.d):
+    with slow(narrow.d):
         asked = [ask(narrow) for _ in range(3)]
         await until(lambda: narrow.proxy.admission.waiting == 2)
         assert await ask(narrow, "x", "other") == 200
@@ -148,7 +148,7 @@ async def test_who_waits_for_one_model_holds_up_nobody_else(narrow: Deployment) 
 
 
 async def test_who_waits_goes_to_a_d_that_comes(narrow: Deployment) -> None:
-    with held(narrow.d):
+    with slow(narrow.d):
         first = ask(narrow, "first")
         await until(lambda: len(narrow.d.requests) == 1)
         second = ask(narrow, "second")
@@ -160,7 +160,7 @@ async def test_who_waits_goes_to_a_d_that_comes(narrow: Deployment) -> None:
 
 
 async def test_who_waits_goes_on_waiting_while_there_is_no_instance(narrow: Deployment) -> None:
-    with held(narrow.d):
+    with slow(narrow.d):
         first = ask(narrow, "first")
         await until(lambda: len(narrow.d.requests) == 1)
         second = ask(narrow, "second")
@@ -175,7 +175,7 @@ async def test_who_waits_goes_on_waiting_while_there_is_no_instance(narrow: Depl
 
 
 async def test_bodies_are_held_within_a_bound(narrow: Deployment) -> None:
-    with held(narrow.d):
+    with slow(narrow.d):
         asked = [ask(narrow, "x" * 4000) for _ in range(2)]
         await until(lambda: narrow.proxy.admission.waiting == 1)
         assert 8000 < narrow.proxy.intake.held < 10_000

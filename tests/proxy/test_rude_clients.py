@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import logging
 import random
@@ -145,6 +146,24 @@ def sized(body: bytes, *headers: bytes) -> bytes:
 
 
 GZIP = b"Content-Encoding: gzip"
+
+
+@pytest.mark.asyncio
+async def test_connections_on_which_no_request_comes_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.app.IDLE_SECONDS", 0.3)
+    async with (
+        deployed("concurrent", 1, 1) as deployment,
+        asyncio.timeout(10),
+        contextlib.AsyncExitStack() as all_,
+    ):
+        clients = [await all_.enter_async_context(Client(deployment)) for _ in range(40)]
+        for client in clients[:20]:
+            client.writer.write(WHOLE[:30])
+        for client in clients:
+            assert await client.reader.read() == b""
+        assert (await deployment.post()).status == 200
+
+
 RUDE = {
     "no gzip": (sized(b"abcd", GZIP), {400}),
     "half a gzip": (sized(gzip.compress(BODY)[:20], GZIP), {400, 408}),
