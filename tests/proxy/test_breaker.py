@@ -17,7 +17,10 @@ from proxy_fakes import (
     until,
 )
 
+from proxy.admission import Admission
 from proxy.breaker import Breaker
+from proxy.counters import Counters
+from proxy.limits import Limits
 from proxy.registry import LIFE, Instance, Registry
 from proxy.routing import Choice, Router
 
@@ -227,3 +230,27 @@ async def test_a_d_that_dies_in_every_stream_gets_a_pause() -> None:
         await until(lambda: deployment.proxy.counters.breakers_opened >= 1)
         assert len(bad.requests) <= 7
         await quiet(deployment)
+
+
+@pytest.mark.asyncio
+async def test_a_trial_whose_client_leaves_is_followed_by_another() -> None:
+    registry, now = Registry(), 0.0
+    bad, good = join(registry, ping("P", 1)), join(registry, ping("P", 2))
+    join(registry, ping("D", 3))
+    bad.breaker._uniform = lambda low, high: high
+    fail(bad)
+    admission = Admission(Router(registry), Limits(), Counters(), lambda: now)
+
+    async def chosen(times: int) -> list[Instance]:
+        found = []
+        for _ in range(times):
+            async with admission.place(None, paired=True) as place:
+                found.append(prefiller(place.choice))
+        return found
+
+    assert await chosen(3) == [good] * 3
+    now = 1.0
+    async with admission.place(None, paired=True) as trial:
+        assert prefiller(trial.choice) is bad
+        assert await chosen(3) == [good] * 3
+    assert bad in await chosen(2)
