@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass
 
@@ -15,6 +16,10 @@ from .routing import Choice
 from .upstream import EVENT_STREAM, Reply
 
 logger = logging.getLogger(__name__)
+
+
+# A client that takes nothing of what waits for it, for so long, is taken for dead.
+STALL_SECONDS = 60.0
 
 
 class ClientGone(Exception):
@@ -128,16 +133,25 @@ class Relay:
             if not self._response.prepared:
                 await self._response.prepare(self._request)
             if data:
-                await self._response.write(data)
+                async with asyncio.timeout(STALL_SECONDS):
+                    await self._response.write(data)
+        except TimeoutError as error:
+            # It would keep its place for ever, and D's answer with it.
+            logger.info("a client has read nothing for %g s: its connection is closed", STALL_SECONDS)
+            self._abort()
+            raise ClientGone from error
         except (aiohttp.ClientError, OSError) as error:
             raise ClientGone from error
         self._last_bytes = (self._last_bytes + data)[-4:]
 
+    def _abort(self) -> None:
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
     async def _break_off(self) -> None:
         """An event stream ends with an error event. Any other body is left visibly unfinished."""
         if self._answer.content_type != EVENT_STREAM:
-            if self._request.transport is not None:
-                self._request.transport.abort()
+            self._abort()
             return
         await self._send(self._rewriter.flush())
         between_events = self._last_bytes.endswith((b"\n\n", b"\r\n\r\n"))

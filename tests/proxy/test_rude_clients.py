@@ -24,6 +24,7 @@ from proxy_fakes import (
     event,
     event_stream,
     quiet,
+    until,
 )
 
 from proxy.limits import Limits
@@ -245,3 +246,22 @@ async def test_a_client_that_leaves_after_many_in_one_breath_leaves_nothing(
         await client.reader.read(100)
     await quiet(short)
     assert len(short.d.requests) < 100
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_stays_and_does_not_read_loses_its_place(
+    short: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def flood(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = await event_stream(request)
+        while True:
+            await response.write(event(seen, "x" * 100_000))
+
+    monkeypatch.setattr("proxy.relay.STALL_SECONDS", 0.3)
+    short.d.behaviour = flood
+    async with Client(short) as deaf:
+        deaf.writer.transport.pause_reading()
+        deaf.writer.write(WHOLE)
+        await until(lambda: len(short.d.requests) == 1)
+        await until(lambda: short.d.requests[0].aborted)
+        await quiet(short)
