@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from aiohttp import web
 
@@ -16,13 +16,16 @@ from p2pkv.control.members import Members, NoCurve, members_of
 from p2pkv.pairing import Address
 from p2pkv.trust import SECRET_VARIABLE, TrustError, is_loopback, read_secret
 
-from .app import LISTENER, PLAIN_LISTENER, Dispatch, make_app
+from .app import LISTENER, PLAIN_LISTENER, PROXY, make_app, make_runner
+from .limits import Limits
 from .listener import endpoint_of
+from .logs import Garbage
+from .serving import Dispatch
 
 logger = logging.getLogger(__name__)
 
-# After SIGTERM: no new connections, and this long for the answers that are under way.
-_SHUTDOWN_SECONDS = 5.0
+# For connections on which nothing moves any more, after all that `--drain-seconds` allows.
+_SHUTDOWN_SECONDS = 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TrustError, NoCurve) as error:
         parser.error(str(error))
     logging.basicConfig(level=arguments.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("aiohttp.server").addFilter(Garbage())
     try:
         asyncio.run(_serve(arguments, members))
     except OSError as error:
@@ -59,20 +63,16 @@ async def _serve(arguments: argparse.Namespace, members: Members | None) -> None
     """Serves until told to stop. Raises OSError if an address cannot be bound."""
     dispatch: Dispatch = arguments.dispatch
     plain: Address | None = arguments.plain_discovery
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
+    stop, hurry = _signals()
     _warn(arguments, members)
     app = make_app(
         endpoint_of(arguments.discovery),
         dispatch,
+        limits=_limits(arguments),
         members=members,
         plain_discovery=None if plain is None else endpoint_of(plain),
     )
-    runner = web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS
-    )
+    runner = make_runner(app, _SHUTDOWN_SECONDS)
     try:
         await runner.setup()
         await web.TCPSite(runner, arguments.host, arguments.port).start()
@@ -86,9 +86,36 @@ async def _serve(arguments: argparse.Namespace, members: Members | None) -> None
         if plain is not None:
             logger.info("plain discovery on %s", app[PLAIN_LISTENER].endpoint)
         await stop.wait()
-        logger.info("stopping")
+        logger.info("stopping: %d requests have %g s to end", len(app[PROXY].desk), arguments.drain_seconds)
+        for site in list(runner.sites):
+            await site.stop()
+        ended = await app[PROXY].stop(arguments.drain_seconds, hurry)
+        logger.info("stopped; %d requests were cut off", ended)
     finally:
         await runner.cleanup()
+
+
+def _signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """Set by the first and the second SIGTERM or SIGINT."""
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def told() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, told)
+    return stop, hurry
+
+
+def _limits(arguments: argparse.Namespace) -> Limits:
+    return Limits(
+        max_requests=arguments.max_requests,
+        max_waiting=arguments.max_waiting,
+        max_wait=arguments.max_wait,
+        max_held=arguments.max_held_mib << 20,
+        retries=arguments.retries,
+    )
 
 
 def _bound(runner: web.AppRunner) -> str:
@@ -141,6 +168,49 @@ def _parser() -> argparse.ArgumentParser:
         default="concurrent",
         help="prefill and decode at once, or one after the other (default: %(default)s)",
     )
+    defaults = Limits()
+    parser.add_argument(
+        "--max-requests",
+        type=_at_least(1),
+        default=defaults.max_requests,
+        metavar="N",
+        help="requests under way at each decode instance; others wait (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-waiting",
+        type=_at_least(0),
+        default=defaults.max_waiting,
+        metavar="N",
+        help="requests that wait, in all; others get a 503 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-wait",
+        type=_seconds,
+        default=defaults.max_wait,
+        metavar="SECONDS",
+        help="how long a request waits before it gets a 503 (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--max-held-mib",
+        type=_at_least(1),
+        default=defaults.max_held >> 20,
+        metavar="MIB",
+        help="MiB of the bodies of all requests together; others get a 503 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--retries",
+        type=_at_least(0),
+        default=defaults.retries,
+        metavar="N",
+        help="tries at other instances if one fails before the first byte (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--drain-seconds",
+        type=_seconds,
+        default=25.0,
+        metavar="SECONDS",
+        help="after SIGTERM, how long requests under way may go on (default: %(default)g)",
+    )
     parser.add_argument(
         "--log-level",
         choices=("DEBUG", "INFO", "WARNING", "ERROR"),
@@ -155,6 +225,25 @@ def _address(text: str) -> Address:
         return Address.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return number
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds of at least 0")
+    return seconds
 
 
 def _port(text: str) -> int:

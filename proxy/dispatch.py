@@ -8,13 +8,16 @@ The rules, wherever a leg fails:
   unless the request has several prompts; then the stream ends with an error event.
 - D's failure cancels P. So does the client when it leaves, which cancels the handler.
 - A P that is still busy when D has answered is given a moment to end by itself, then closed.
+
+A failure that may be an instance's own, before the client has got anything, leaves its `culprit`, so that the
+caller may try another instance.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +29,7 @@ from aiohttp import web
 from p2pkv.pairing import mint
 
 from .bodies import Body, returned_params
+from .counters import Counters
 from .errors import error_response
 from .headers import REQUEST_ID, Headers, to_instance
 from .registry import Instance
@@ -64,7 +68,10 @@ class Exchange:
     Attributes:
         unique: 32 hex digits, made here.
         lingering: P's calls that may outlive their exchange.
+        clock: monotonic seconds.
         complete: the client has got the whole answer.
+        culprit: who failed before anything of D's answer went to the client.
+        relay: D's answer on its way to the client, once it is.
     """
 
     session: aiohttp.ClientSession
@@ -73,7 +80,11 @@ class Exchange:
     choice: Choice
     unique: str
     lingering: set[asyncio.Task[Reply]]
+    clock: Callable[[], float]
+    counters: Counters
     complete: bool = False
+    culprit: Instance | None = None
+    relay: Relay | None = None
     request_id: str = field(init=False)
     scrubber: Scrubber = field(init=False)
 
@@ -90,13 +101,17 @@ class Exchange:
         assert instance is not None
         call = Call(self.session, instance, self.request.path)
         try:
-            return await call.whole(self.body.for_prefill(), self._headers(instance))
+            reply = await call.whole(self.body.for_prefill(), self._headers(instance))
+            self.judge(instance, True)
+            return reply
         except CallFailed as error:
+            self.judge(instance, False)
             logger.warning("request %s: %s %s (%r)", self.unique, instance, error, error.__cause__)
             raise PrefillFailed(f"it {error}") from error
         except Refused as error:
             logger.warning("request %s: %s answered %d", self.unique, instance, error.reply.status)
             theirs = 400 <= error.reply.status < 500
+            self.judge(instance, theirs)
             raise PrefillFailed(str(error), error.reply if theirs else None) from error
         finally:
             call.close()
@@ -116,7 +131,19 @@ class Exchange:
         response = await call.open(body, self._headers(call.instance))
         if not 200 <= response.status < 300:
             raise Refused(await read_whole(response))
-        return Answer(response, await first_words(response))
+        answer = Answer(response, await first_words(response))
+        self.judge(call.instance, True)
+        return answer
+
+    def judge(self, instance: Instance, success: bool) -> None:
+        """Tells an instance's breaker what became of its part."""
+        now = self.clock()
+        if success:
+            if instance.breaker.succeeded(now):
+                logger.info("%s answers again: it gets requests as before", instance)
+        elif instance.breaker.failed(now):
+            self.counters.breakers_opened += 1
+            logger.warning("%s fails too often: it gets a pause, unless there is no other", instance)
 
     def see_off(self, prefilling: asyncio.Task[Reply]) -> None:
         """Ends P's part: at once if the exchange has failed, else by itself, within a deadline."""
@@ -185,17 +212,25 @@ async def _answered(
         logger.info(
             "request %s: %s answered %d", exchange.unique, exchange.choice.decode, refused.reply.status
         )
+        decode = exchange.choice.decode
+        theirs = 400 <= refused.reply.status < 500
+        exchange.judge(decode, theirs)
+        exchange.culprit = None if theirs else decode
         return _refused(exchange, "decode", refused.reply)
     except CallFailed as error:
+        exchange.judge(exchange.choice.decode, False)
+        exchange.culprit = exchange.choice.decode
         logger.warning(
             "request %s: %s %s (%r)", exchange.unique, exchange.choice.decode, error, error.__cause__
         )
         return exchange.failed(f"The decode instance {error}.")
-    relay = Relay(exchange.request, answer.response, answer.head, exchange.scrubber)
+    relay = exchange.relay = Relay(exchange.request, answer.response, answer.head, exchange.scrubber)
     if prefilling is not None and not exchange.body.one_prompt:
         prefilling.add_done_callback(partial(_interrupt, relay))
     response = await relay.run()
     exchange.complete = relay.complete
+    if relay.broken:
+        exchange.judge(exchange.choice.decode, False)
     return response
 
 
@@ -207,13 +242,14 @@ def _interrupt(relay: Relay, prefilling: asyncio.Task[Reply]) -> None:
 
 def _prefill_failed(exchange: Exchange, failure: PrefillFailed) -> web.Response:
     if failure.reply is None:
+        exchange.culprit = exchange.choice.prefill
         return exchange.failed(str(failure))
     return _refused(exchange, "prefill", failure.reply)
 
 
 def _refused(exchange: Exchange, name: str, reply: Reply) -> web.Response:
     """An instance's own error. A redirection is none: it would send the client to the instance."""
-    if reply.status < 400:
+    if not 400 <= reply.status < 600:
         return exchange.failed(
             f"The {name} instance answered {reply.status}, which is no answer to a request."
         )

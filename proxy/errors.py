@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 
 import msgspec
 from aiohttp import web
 
 logger = logging.getLogger(__name__)
 
-# One ping interval: by then an instance that lives has been heard of.
-RETRY_AFTER = {"Retry-After": "3"}
-
 _KINDS = {
     400: "invalid_request_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "timeout_error",
     413: "invalid_request_error",
     502: "bad_gateway_error",
     503: "service_unavailable_error",
@@ -28,15 +28,28 @@ _SENTENCES = {
     413: "The request body is larger than the {limit} bytes that this proxy takes.",
 }
 
+_begun: ContextVar[bool] = ContextVar("begun", default=False)
+"""Whether the head of an answer to the request of this task has been sent."""
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Failure(Exception):
-    """A request that ends with an error of this proxy's own."""
+    """A request that ends with an error of this proxy's own.
 
-    def __init__(self, status: int, message: str) -> None:
+    Attributes:
+        last: this connection is not used any more.
+    """
+
+    def __init__(self, status: int, message: str, *, last: bool = False) -> None:
         super().__init__(message)
         self.status = status
+        self.last = last
+
+
+def retry_after() -> dict[str, str]:
+    """After one ping interval an instance that lives has been heard of; and not all at once."""
+    return {"Retry-After": str(random.randint(3, 6))}
 
 
 def error_json(status: int, message: str) -> bytes:
@@ -51,24 +64,37 @@ def error_event(status: int, message: str) -> bytes:
 
 
 def error_response(status: int, message: str) -> web.Response:
-    headers = RETRY_AFTER if status == 503 else None
+    headers = retry_after() if status == 503 else None
     body = error_json(status, message)
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+
+
+async def note_begin(request: web.Request, response: web.StreamResponse) -> None:
+    """To be called when an answer's head is about to be sent."""
+    _begun.set(True)
 
 
 @web.middleware
 async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turns what a handler raises into a response; what nobody foresaw becomes a 500 that tells nothing."""
+    _begun.set(False)
     try:
         return await handler(request)
     except Failure as failure:
-        return error_response(failure.status, str(failure))
+        response = error_response(failure.status, str(failure))
+        if failure.last:
+            response.force_close()
+        return response
     except web.HTTPException as error:
         return error_response(error.status, _sentence(request, error))
     except ConnectionError:
         raise  # the client's own connection; there is nobody to answer
     except Exception:
         logger.exception("%s %s failed", request.method, request.path)
+        if _begun.get() and request.transport is not None:
+            # A second head in the middle of an answer would be taken for the rest of it.
+            request.transport.abort()
+            raise ConnectionResetError from None
         return error_response(500, "The proxy itself failed; its log says how.")
 
 

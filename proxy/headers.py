@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from .registry import Instance
@@ -25,6 +27,8 @@ _NOT_TO_INSTANCE = {
     "host", "content-length", "content-type", "content-encoding", "accept-encoding", "expect",
     REQUEST_ID.lower(), REPLICA.lower(),
 }  # fmt: skip
+# A client may send none of these, and an instance should not; aiohttp writes no such header.
+_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f]")
 _NOT_TO_CLIENT = {"content-length", "content-encoding", REQUEST_ID.lower()}
 
 Headers = CIMultiDict[str]
@@ -44,7 +48,8 @@ def to_instance(client: CIMultiDictProxy[str], instance: Instance, request_id: s
 
 def to_client(instance: CIMultiDictProxy[str]) -> Headers:
     """The instance's end-to-end headers; addresses in their values are the caller's to remove."""
-    return _end_to_end(instance, _NOT_TO_CLIENT)
+    headers = _end_to_end(instance, _NOT_TO_CLIENT)
+    return CIMultiDict((name, value) for name, value in headers.items() if not _CONTROL.search(value))
 
 
 def _end_to_end(headers: CIMultiDictProxy[str], others: set[str]) -> Headers:

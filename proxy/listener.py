@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import cast
 
 import zmq
@@ -23,6 +24,26 @@ _FRAMES = 2  # the peer's identity, which ZMQ adds, and the ping
 _COMPLAIN_SECONDS = 10.0
 
 
+@dataclass(frozen=True)
+class Connection:
+    """Where a ping came from. libzmq gives each connection an identity of its own."""
+
+    listener: Listener
+    identity: bytes
+
+    @property
+    def member(self) -> bool:
+        """Whether it has shown the members' key."""
+        return self.listener.guarded
+
+    def stands(self) -> bool:
+        """Whether it has not been closed."""
+        return self.listener.reaches(self.identity)
+
+
+Take = Callable[[Ping, Connection], None]
+
+
 class Listener:
     """Binds a ROUTER and hands every ping to `take`. No message from the network can end it.
 
@@ -32,12 +53,14 @@ class Listener:
 
     Attributes:
         endpoint: where it is bound.
+        guarded: only members get through.
         refused: how many messages were no pings.
         shut_out: how many connections failed in the handshake.
     """
 
-    def __init__(self, endpoint: str, take: Callable[[Ping], None], members: Members | None = None) -> None:
+    def __init__(self, endpoint: str, take: Take, members: Members | None = None) -> None:
         self._take = take
+        self.guarded = members is not None
         self._context = zmq.asyncio.Context()
         self._gate = Gate(members, None)
         self._asked = cast("zmq.asyncio.Socket", self._gate.open(self._context))
@@ -96,6 +119,13 @@ class Listener:
                 f"a connection to {self.endpoint} was refused ({self.shut_out} so far): {failure.detail}"
             )
 
+    def reaches(self, identity: bytes) -> bool:
+        """Whether a connection stands: an empty message, which no instance reads, could be sent to it."""
+        # With this flag it has been tried by the time that the future is there.
+        sent = self._router.send_multipart([identity, b""], zmq.DONTWAIT)
+        failure = cast("asyncio.Future[None]", sent).exception()
+        return failure is None or isinstance(failure, zmq.Again)
+
     def close(self) -> None:
         """Frees the port. Idempotent."""
         self._watch.close()
@@ -120,7 +150,7 @@ class Listener:
             raise BadPing(
                 f"a discovery ping is one frame without a delimiter, this had {len(frames) - 1} or more"
             )
-        self._take(decode_ping(frames[1]))
+        self._take(decode_ping(frames[1]), Connection(self, frames[0]))
 
     def _complain(self, sentence: str) -> None:
         """One line in ten seconds, however much garbage comes."""
@@ -144,6 +174,9 @@ def _configure(router: zmq.asyncio.Socket, *, ipv6: bool) -> None:
     limit_handshake(router)
     # The original connector pings under a fixed identity: a restarted instance must not be shut out.
     router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    # A send to a connection that is gone is an error; that is how it is found out.
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    router.setsockopt(zmq.SNDHWM, 8)
     # Peers that vanished without closing their connections are dropped.
     router.setsockopt(zmq.HEARTBEAT_IVL, 10_000)
     router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30_000)

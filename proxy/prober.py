@@ -34,14 +34,24 @@ _models = msgspec.json.Decoder(_Models)
 
 
 class Prober:
-    """Makes instances routable, and keeps the registry free of dead ones. `clock` is the registry's."""
+    """Makes instances routable, and keeps the registry free of dead ones.
+
+    Args:
+        clock: the registry's.
+        changed: called when there may be somebody new to send requests to, and once in a while.
+    """
 
     def __init__(
-        self, session: aiohttp.ClientSession, registry: Registry, clock: Callable[[], float]
+        self,
+        session: aiohttp.ClientSession,
+        registry: Registry,
+        clock: Callable[[], float],
+        changed: Callable[[], None],
     ) -> None:
         self._session = session
         self._registry = registry
         self._clock = clock
+        self._changed = changed
         self._hurry = asyncio.Event()
         self._gone: set[Instance] = set()
         """No longer in the registry, but with requests in flight."""
@@ -62,6 +72,7 @@ class Prober:
                 *(self._probe(instance) for instance in self._registry.unready()),
                 *(self._doubt(instance) for instance in doubtful),
             )
+            self._changed()
             try:
                 async with asyncio.timeout(_PERIOD_SECONDS):
                     await self._hurry.wait()
@@ -98,6 +109,7 @@ class Prober:
         if ready:
             instance.healthy = True
             logger.info("%s is ready", instance)
+            self._changed()
 
     async def _served_names(self, instance: Instance) -> frozenset[str]:
         """The models it lists; nothing if it lists them only for those who have its key."""

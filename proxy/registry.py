@@ -1,6 +1,10 @@
 """Which instances exist, as their pings and their /health tell. No IO, no clock: `now` is an argument.
 
 All `now` are seconds of one monotonic clock.
+
+An address belongs to whoever has it, for as long as the connection of its pings stands and they keep coming:
+another instance under it is a mistake, or worse, and is refused. A process that ends, however it ends, loses
+its connection; so its successor is taken at once.
 """
 
 from __future__ import annotations
@@ -9,21 +13,36 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from p2pkv.control.discovery import PING_INTERVAL, Ping, goodbye
 from p2pkv.pairing import Address
+
+from .breaker import Breaker
 
 logger = logging.getLogger(__name__)
 
 # Three lost pings and a little: an instance whose ping is merely late stays.
 LIFE = 3 * PING_INTERVAL + 1.0
 MAX_INSTANCES = 4096
-# Of its life, how much an instance may be silent before it is asked whether it still works.
+# Of its life, how much an instance may be silent before it is asked whether it still works, and before
+# another one may have its address.
 _DOUBT = 0.65
+_COMPLAIN_SECONDS = 60.0
 
 Role = Literal["P", "D"]
 Key = tuple[Role, Address, int]
+
+
+class Source(Protocol):
+    """The connection on which a ping came; equal to itself only."""
+
+    @property
+    def member(self) -> bool:
+        """Whether it has shown the members' key."""
+
+    def stands(self) -> bool:
+        """Whether it has not been closed."""
 
 
 @dataclass(eq=False)
@@ -33,18 +52,24 @@ class Instance:
     Attributes:
         ping: its latest ping; all its pings are equal.
         last_seen: when that came.
+        source: where from; None if that is not known, and then its address is anybody's.
         healthy: its /health has answered 200, and nobody has found its port closed since.
         names: model names under which it answers; empty while unknown, and then it may serve any.
         in_flight: requests that this proxy has open there.
+        seats: requests that were sent here, and have not ended.
         turn: the number of the latest choice that fell on it.
+        breaker: whether it is given requests, after what became of the last ones.
     """
 
     ping: Ping
     last_seen: float
+    source: Source | None = None
     healthy: bool = False
     names: frozenset[str] = frozenset()
     in_flight: int = 0
+    seats: int = 0
     turn: int = 0
+    breaker: Breaker = field(default_factory=Breaker)
     _ends: set[Callable[[], None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -105,34 +130,90 @@ class Registry:
 
     Args:
         life: seconds without a ping after which an instance is gone.
+
+    Attributes:
+        claims_refused: pings under the address of another live instance.
     """
 
     def __init__(self, life: float = LIFE, capacity: int = MAX_INSTANCES) -> None:
         self._life = life
         self._capacity = capacity
+        self.claims_refused = 0
+        self._next_complaint = float("-inf")
         self._instances: dict[Key, Instance] = {}
+        self._breakers: dict[Key, Breaker] = {}
+        """A crash is no way to get a clean record: they outlive their instances for a while."""
 
-    def observe(self, ping: Ping, now: float) -> Instance | None:
+    def observe(self, ping: Ping, now: float, source: Source | None = None) -> Instance | None:
         """Takes one ping in. Returns the instance if it is new, or new again after a restart."""
-        newcomer = Instance(ping, now)
+        newcomer = Instance(ping, now, source)
         known = self._instances.get(newcomer.key)
         if ping.leaving:
-            self._leave(known, ping)
+            self._leave(known, newcomer, now)
             return None
         if known is not None and known.ping == ping:
-            known.last_seen = max(known.last_seen, now)
+            self._renew(known, newcomer)
+            return None
+        holder = self._holder(newcomer, known, now)
+        if holder is not None:
+            self._refuse(newcomer, holder, now)
             return None
         if known is None and len(self._instances) >= self._capacity:
             logger.warning("%s ignored: %d instances are known already", newcomer, self._capacity)
             return None
+        newcomer.breaker = self._breakers.setdefault(newcomer.key, newcomer.breaker)
         self._instances[newcomer.key] = newcomer
         logger.info("%s %s", newcomer, "registered" if known is None else "has restarted")
         return newcomer
 
-    def _leave(self, known: Instance | None, ping: Ping) -> None:
-        """A goodbye counts for the incarnation that says it, not for its successor."""
-        if known is not None and goodbye(known.ping) == ping:
+    def _renew(self, known: Instance, again: Instance) -> None:
+        known.last_seen = max(known.last_seen, again.last_seen)
+        if known.source is None or (again.source != known.source and not known.source.stands()):
+            known.source = again.source
+
+    def _holder(self, newcomer: Instance, known: Instance | None, now: float) -> Instance | None:
+        """Who has one of the newcomer's addresses and lives; the registered `known` or another."""
+        others = [
+            each
+            for each in self.known(newcomer.role)
+            if each.ping.zmq_address == newcomer.ping.zmq_address and each.url != newcomer.url
+        ]
+        candidates = others if known is None else [known, *others]
+        return next((each for each in candidates if self._holds(each, newcomer, now)), None)
+
+    def _holds(self, holder: Instance, newcomer: Instance, now: float) -> bool:
+        """Whether the holder still is who it was, as far as its own connection tells. What anybody may have
+        said does not keep a member out."""
+        if holder.source is None or holder.source == newcomer.source:
+            return False
+        if newcomer.source is not None and newcomer.source.member and not holder.source.member:
+            return False
+        return now - holder.last_seen <= self._life * _DOUBT and holder.source.stands()
+
+    def _refuse(self, newcomer: Instance, holder: Instance, now: float) -> None:
+        """One line a minute: whoever it is, it tries again every few seconds."""
+        self.claims_refused += 1
+        if now >= self._next_complaint:
+            self._next_complaint = now + _COMPLAIN_SECONDS
+            logger.warning(
+                "%s refused (%d such pings so far): this address or its ZMQ address %s belongs to %s, "
+                "which is alive; each instance needs addresses of its own",
+                newcomer,
+                self.claims_refused,
+                newcomer.zmq_address,
+                holder,
+            )
+
+    def _leave(self, known: Instance | None, leaver: Instance, now: float) -> None:
+        """A goodbye counts for the incarnation that says it, not for its successor, and not if it comes
+        from somebody else while the instance lives."""
+        if known is None or goodbye(known.ping) != leaver.ping:
+            return
+        if self._holds(known, leaver, now):
+            self._refuse(leaver, known, now)
+        else:
             del self._instances[known.key]
+            self._breakers.pop(known.key, None)
             logger.info("%s said goodbye", known)
 
     def expire(self, now: float) -> list[Instance]:
@@ -141,6 +222,9 @@ class Registry:
         for instance in dead:
             del self._instances[instance.key]
             logger.warning("%s removed: no ping for %.0f s", instance, self._life)
+        for key in [key for key in self._breakers if key not in self._instances]:
+            if self._breakers[key].forgettable(now):
+                del self._breakers[key]
         return dead
 
     def unready(self) -> list[Instance]:

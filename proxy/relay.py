@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import dataclass
 
@@ -15,6 +16,10 @@ from .routing import Choice
 from .upstream import EVENT_STREAM, Reply
 
 logger = logging.getLogger(__name__)
+
+
+# A client that takes nothing of what waits for it, for so long, is taken for dead.
+STALL_SECONDS = 60.0
 
 
 class ClientGone(Exception):
@@ -73,6 +78,7 @@ class Relay:
 
     Attributes:
         complete: the client has got all of it.
+        broken: the instance ended it too early, by itself.
     """
 
     def __init__(
@@ -86,12 +92,16 @@ class Relay:
             status=answer.status, headers=scrubber.headers(to_client(answer.headers))
         )
         self._last_bytes = b""
+        self._status = 502
         self._why = "The decode instance died in the middle of its answer."
+        self._interrupted = False
         self.complete = False
+        self.broken = False
 
-    def interrupt(self, why: str) -> None:
+    def interrupt(self, why: str, status: int = 502) -> None:
         """Breaks the answer off with an error, for a reason that lies elsewhere."""
-        self._why = why
+        self._interrupted = True
+        self._status, self._why = status, why
         self._answer.close()
 
     async def run(self) -> web.StreamResponse:
@@ -114,6 +124,7 @@ class Relay:
                 await self._send(self._rewriter.feed(chunk))
         except (aiohttp.ClientError, OSError) as error:
             logger.warning("an answer broke off: %s (%r)", self._why, error)
+            self.broken = not self._interrupted
             return False
         return True
 
@@ -122,17 +133,26 @@ class Relay:
             if not self._response.prepared:
                 await self._response.prepare(self._request)
             if data:
-                await self._response.write(data)
+                async with asyncio.timeout(STALL_SECONDS):
+                    await self._response.write(data)
+        except TimeoutError as error:
+            # It would keep its place for ever, and D's answer with it.
+            logger.info("a client has read nothing for %g s: its connection is closed", STALL_SECONDS)
+            self._abort()
+            raise ClientGone from error
         except (aiohttp.ClientError, OSError) as error:
             raise ClientGone from error
         self._last_bytes = (self._last_bytes + data)[-4:]
 
+    def _abort(self) -> None:
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
     async def _break_off(self) -> None:
         """An event stream ends with an error event. Any other body is left visibly unfinished."""
         if self._answer.content_type != EVENT_STREAM:
-            if self._request.transport is not None:
-                self._request.transport.abort()
+            self._abort()
             return
         await self._send(self._rewriter.flush())
         between_events = self._last_bytes.endswith((b"\n\n", b"\r\n\r\n"))
-        await self._send((b"" if between_events else b"\n\n") + error_event(502, self._why))
+        await self._send((b"" if between_events else b"\n\n") + error_event(self._status, self._why))

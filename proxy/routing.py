@@ -16,6 +16,10 @@ class NoInstance(Exception):
     """Nobody can serve this request now; the message says who is missing."""
 
 
+class Full(Exception):
+    """Those who can serve this request have as many as they take."""
+
+
 class UnknownModel(Exception):
     """Several models are served here, and none of them under this name."""
 
@@ -26,6 +30,10 @@ class Choice:
 
     prefill: Instance | None
     decode: Instance
+
+    @property
+    def instances(self) -> list[Instance]:
+        return [self.decode] if self.prefill is None else [self.prefill, self.decode]
 
 
 class LeastBusy:
@@ -44,28 +52,66 @@ class Router:
     """Chooses among the registry's routable instances.
 
     P and D have a policy each, so that neither choice depends on the other's, beyond the model.
+
+    Args:
+        room: requests that one D takes at a time.
     """
 
-    def __init__(self, registry: Registry, policy: Callable[[], Policy] = LeastBusy) -> None:
+    def __init__(
+        self, registry: Registry, policy: Callable[[], Policy] = LeastBusy, room: int | None = None
+    ) -> None:
         self._registry = registry
+        self._room = room
         self._pick_prefill = policy()
         self._pick_decode = policy()
 
-    def pair(self, model: str | None, now: float) -> Choice:
-        """A P and a D for a request that names `model`. Raises NoInstance or UnknownModel."""
+    def choose(
+        self,
+        model: str | None,
+        now: float,
+        *,
+        paired: bool = True,
+        avoid: frozenset[Instance] = frozenset(),
+    ) -> Choice:
+        """A D for a request that names `model`, and a P if it is to be `paired`; none of those to `avoid`.
+
+        Raises NoInstance, UnknownModel or Full.
+        """
+        prefillers, decoders = self.able(model, now, paired=paired, avoid=avoid)
+        decode = self._pick_decode(decoders)
+        if not paired:
+            return Choice(None, decode)
+        return Choice(self._pick_prefill([p for p in prefillers if p.matches(decode)]), decode)
+
+    def able(
+        self, model: str | None, now: float, *, paired: bool, avoid: frozenset[Instance] = frozenset()
+    ) -> tuple[Sequence[Instance], Sequence[Instance]]:
+        """The P's and D's to choose from, at least one D and for a pair a P for each. Raises as `choose`."""
         decoders = _serving(self._routable_decoders(now), model)
+        if not paired:
+            return [], self._with_room(_without(_trusted(decoders, now), avoid))
         prefillers = _serving(self._registry.routable("P", now), model)
         if not prefillers:
             raise NoInstance(self._nobody("P"))
-        matched = [d for d in decoders if any(p.matches(d) for p in prefillers)]
-        if not matched:
+        matching = _matching(prefillers, decoders)
+        if not matching:
             raise NoInstance("No prefill instance and decode instance that are ready serve the same model.")
-        decode = self._pick_decode(matched)
-        return Choice(self._pick_prefill([p for p in prefillers if p.matches(decode)]), decode)
+        prefillers = _without(_trusted(matching, now), avoid)
+        decoders = _without(_trusted(_matching(decoders, prefillers), now), avoid)
+        return prefillers, self._with_room(decoders)
 
-    def alone(self, model: str | None, now: float) -> Choice:
-        """A D for a request that needs no P. Raises NoInstance or UnknownModel."""
-        return Choice(None, self._pick_decode(_serving(self._routable_decoders(now), model)))
+    def has_room(self, now: float) -> bool:
+        """Whether any D takes one request more."""
+        return any(self._takes(instance) for instance in self._registry.routable("D", now))
+
+    def _with_room(self, decoders: Sequence[Instance]) -> Sequence[Instance]:
+        able = [each for each in decoders if self._takes(each)]
+        if not able:
+            raise Full
+        return able
+
+    def _takes(self, decode: Instance) -> bool:
+        return self._room is None or decode.seats < self._room
 
     def missing(self, now: float) -> list[str]:
         """What keeps this proxy from serving, in sentences; empty if nothing does."""
@@ -96,6 +142,23 @@ def _serving(instances: Sequence[Instance], model: str | None) -> Sequence[Insta
     if serving or len({instance.names for instance in instances}) <= 1:
         return serving or instances
     raise UnknownModel(f"The model `{model}` does not exist; served here: {_listed(instances)}.")
+
+
+def _trusted(instances: Sequence[Instance], now: float) -> Sequence[Instance]:
+    """Those whose breakers let requests through; all, if none does: better one in doubt than none."""
+    return [each for each in instances if each.breaker.admits(now)] or instances
+
+
+def _matching(instances: Sequence[Instance], others: Sequence[Instance]) -> Sequence[Instance]:
+    """Those with whom one of the others could make a pair."""
+    return [each for each in instances if any(each.matches(other) for other in others)]
+
+
+def _without(instances: Sequence[Instance], avoid: frozenset[Instance]) -> Sequence[Instance]:
+    left = [each for each in instances if each not in avoid]
+    if not left:
+        raise NoInstance("There is no other instance that could serve this request.")
+    return left
 
 
 def _listed(instances: Sequence[Instance]) -> str:

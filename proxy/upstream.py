@@ -15,6 +15,8 @@ from .registry import Instance
 # vLLM's server closes a connection that was idle for 5 s; one that it may be closing is not used again.
 _KEEPALIVE_SECONDS = 3.0
 _CONNECT_SECONDS = 5.0
+# The same, and the time to look its name up.
+_REACH_SECONDS = 10.0
 # Errors, lists of models, P's single tokens; and comments before an event stream's first data.
 _MAX_WHOLE_BYTES = 64 << 20
 _MAX_WORDS_BYTES = 64 << 10
@@ -26,7 +28,7 @@ def open_session() -> aiohttp.ClientSession:
     """The one session of a proxy: a connection for every request, and no deadline on an answer."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
+        timeout=aiohttp.ClientTimeout(total=None, connect=_REACH_SECONDS, sock_connect=_CONNECT_SECONDS),
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("User-Agent", "Accept"),
     )
@@ -111,9 +113,18 @@ class Call:
 
     def close(self) -> None:
         """Ends the call. A connection whose answer was read to its end is kept for others. Idempotent."""
-        if self._response is not None:
+        if self._response is None and self._asking is not None:
+            # The answer may have come in the very moment in which nobody waited for it any more.
+            self._asking.cancel()
+            self._asking.add_done_callback(_close_answer)
+        elif self._response is not None:
             self._response.close()
         self._cleanup.close()
+
+
+def _close_answer(asking: asyncio.Task[aiohttp.ClientResponse]) -> None:
+    if not asking.cancelled() and asking.exception() is None:
+        asking.result().close()
 
 
 async def read_whole(response: aiohttp.ClientResponse) -> Reply:

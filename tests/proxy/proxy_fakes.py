@@ -17,8 +17,10 @@ from aiohttp import web
 from p2pkv.control.discovery import Ping
 from p2pkv.control.members import Members
 from p2pkv.control.pinger import Pinger
-from proxy.app import LISTENER, PLAIN_LISTENER, Dispatch, make_app
-from proxy.registry import Registry, Role
+from proxy.app import LISTENER, PLAIN_LISTENER, PROXY, make_app, make_runner
+from proxy.limits import Limits
+from proxy.registry import Instance, Registry, Role
+from proxy.serving import Dispatch, Proxy
 
 PING_SECONDS = 0.1
 DEADLINE = 10.0
@@ -31,6 +33,40 @@ async def until(condition: Callable[[], bool], what: str = "") -> None:
     while not condition():
         assert time.monotonic() < end, f"waited {DEADLINE} s in vain: {what or condition}"
         await asyncio.sleep(0.005)
+
+
+def ping(role: Role = "P", port: int = 8100, **more: Any) -> Ping:
+    """As an instance of the registry's own tests, which nobody can reach."""
+    address = f"10.0.0.1:{port}"
+    return Ping(type=role, http_address=address, zmq_address=f"10.0.0.1:{port + 10000}", **more)
+
+
+def join(registry: Registry, message: Ping, now: float = 0.0) -> Instance:
+    """A healthy instance."""
+    instance = registry.observe(message, now)
+    assert instance is not None
+    instance.healthy = True
+    return instance
+
+
+def held(deployment: Deployment) -> dict[str, int]:
+    """Whatever the proxy holds for requests; all 0 when nothing is under way."""
+    proxy = deployment.proxy
+    gauges = {name: value for name, value in proxy.gauges().items() if name != "breakers_open"}
+    return gauges | {
+        "seats": sum(instance.seats for instance in deployment.everyone()),
+        "lingering": len(proxy.lingering),
+        "handlers": len(proxy.desk),
+        "connections": len(proxy.session.connector._acquired),
+    }
+
+
+async def quiet(deployment: Deployment) -> None:
+    """Waits until nothing is under way, and nothing is held for it."""
+    try:
+        await until(lambda: not any(held(deployment).values()))
+    except AssertionError:
+        raise AssertionError(f"something is left: {held(deployment)}") from None
 
 
 @dataclass
@@ -202,6 +238,10 @@ class Deployment:
         return self.decodes[0]
 
     @property
+    def proxy(self) -> Proxy:
+        return self.app[PROXY]
+
+    @property
     def refused(self) -> int:
         return self.app[LISTENER].refused
 
@@ -220,6 +260,9 @@ class Deployment:
         self.cleanup.callback(pinger.stop)
         self.pingers[instance.http_address] = pinger
         return pinger
+
+    def everyone(self) -> list[Instance]:
+        return self.registry.known("P") + self.registry.known("D")
 
     def routable(self, role: Role) -> list[str]:
         return [i.ping.http_address for i in self.registry.routable(role, time.monotonic())]
@@ -244,13 +287,15 @@ async def deployed(
     decode: int = 0,
     life: float = 10.0,
     max_body: int = 1 << 20,
+    limits: Limits | None = None,
     members: Members | None = None,
 ) -> AsyncIterator[Deployment]:
     async with AsyncExitStack() as cleanup:
         registry = Registry(life)
+        limits = limits or Limits(max_body=max_body)
         plain = None if members is None else "tcp://127.0.0.1:*"
-        app = make_app("tcp://127.0.0.1:*", dispatch, registry, max_body, members, plain)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        app = make_app("tcp://127.0.0.1:*", dispatch, registry, limits, members, plain)
+        runner = make_runner(app, 0.1)
         cleanup.push_async_callback(runner.cleanup)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

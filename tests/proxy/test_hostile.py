@@ -80,7 +80,7 @@ async def test_the_tasks_of_the_listener_outlive_what_they_meet(lonely: Deployme
 
     failed = asyncio.Event()
 
-    def fail(ping: Ping) -> None:
+    def fail(ping: Ping, source: object) -> None:
         failed.set()
         raise RuntimeError("made up")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -10,70 +9,17 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from proxy_process import DEADLINE, ROOT, free_port, running
 
 from p2pkv.control.discovery import Ping
 from p2pkv.control.members import Members
 from p2pkv.control.pinger import Pinger
 from proxy.cli import main
-
-ROOT = Path(__file__).parents[2]
-DEADLINE = 30.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-class Command:
-    """`python -m proxy` with its log gathered."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "proxy", *arguments], cwd=ROOT, stderr=subprocess.PIPE, text=True
-        )
-        self.log = ""
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.log += line
-
-    def says(self, pattern: str) -> re.Match[str]:
-        end = time.monotonic() + DEADLINE
-        while (match := re.search(pattern, self.log)) is None:
-            assert time.monotonic() < end, f"no {pattern!r} in:\n{self.log}"
-            assert self.process.poll() is None, f"it ended:\n{self.log}"
-            time.sleep(0.02)
-        return match
-
-    def end(self) -> int:
-        status = self.process.wait(DEADLINE)
-        self._reader.join(DEADLINE)
-        return status
-
-
-@contextlib.contextmanager
-def running(*arguments: str) -> Iterator[Command]:
-    command = Command(*arguments)
-    try:
-        yield command
-    finally:
-        if command.process.poll() is None:
-            command.process.kill()
-        command.end()
 
 
 def health(url: str) -> tuple[int, dict[str, object]]:
@@ -128,7 +74,8 @@ def test_with_a_secret_only_members_register_and_the_plain_port_is_another(tmp_p
     arguments = ("--secret-file", str(secret), "--discovery", guarded, "--plain-discovery", plain)
     ways = [(guarded, Members(b"a secret of the tests")), (plain, None), (guarded, None)]
     pings = [
-        Ping(type="P", http_address=f"127.0.0.1:{number}", zmq_address="127.0.0.1:10") for number in (7, 8, 9)
+        Ping(type="P", http_address=f"127.0.0.1:{number}", zmq_address=f"127.0.0.1:1{number}")
+        for number in (7, 8, 9)
     ]
     with running("--port", "0", *arguments) as command:
         command.says("for members only")
@@ -141,7 +88,7 @@ def test_with_a_secret_only_members_register_and_the_plain_port_is_another(tmp_p
         try:
             command.says(r"instance 127\.0\.0\.1:7 registered")
             command.says(r"instance 127\.0\.0\.1:8 registered")
-            command.says("refused .1 so far.: one side has a secret")
+            command.says(r"refused .\d+ so far.: one side has a secret")
         finally:
             for pinger in pingers:
                 pinger.stop()
@@ -172,6 +119,13 @@ def test_discovery_may_be_given_by_name() -> None:
         (["--secret-file", "/nonexistent"], "cannot be read"),
         (["--plain-discovery", "30001"], "is not an address"),
         (["--dispatch", "random"], "invalid choice"),
+        (["--max-requests", "0"], "'0' is not a whole number of at least 1"),
+        (["--max-waiting", "-1"], "'-1' is not a whole number of at least 0"),
+        (["--max-held-mib", "1.5"], "'1.5' is not a whole number of at least 1"),
+        (["--retries", "x"], "'x' is not a whole number of at least 0"),
+        (["--max-wait", "soon"], "'soon' is no number of seconds"),
+        (["--drain-seconds", "inf"], "'inf' is no number of seconds"),
+        (["--drain-seconds", "nan"], "'nan' is no number of seconds"),
         (["--polcy", "x"], "unrecognized arguments"),
     ],
 )

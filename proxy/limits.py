@@ -1,0 +1,28 @@
+"""How much a proxy takes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds of one proxy.
+
+    Attributes:
+        max_requests: requests under way at one decode instance; more than its batch holds, or it would idle.
+        max_waiting: requests that wait for a place, in all.
+        max_wait: seconds that one of them waits at most.
+        max_body: bytes of the largest request.
+        max_held: bytes of the bodies of all requests that have arrived and not ended.
+        body_patience: seconds without a byte after which a body is not waited for any longer.
+        retries: how often one request is tried again elsewhere, before its first byte.
+    """
+
+    max_requests: int = 1024
+    max_waiting: int = 1024
+    max_wait: float = 30.0
+    max_body: int = 64 << 20
+    max_held: int = 1 << 30
+    body_patience: float = 30.0
+    retries: int = 1

@@ -1,0 +1,219 @@
+"""A herd of requests: who is served, who waits, who is turned away, and what of it reaches an instance."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from proxy_fakes import Deployment, FakeInstance, Seen, answer_json, deployed, quiet, until
+
+from proxy.limits import Limits
+
+pytestmark = pytest.mark.asyncio
+
+NARROW = Limits(max_requests=1, max_waiting=3, max_wait=30.0, max_held=10_000, body_patience=0.3)
+
+
+@pytest_asyncio.fixture
+async def narrow() -> AsyncIterator[Deployment]:
+    """One P, and one D that takes one request at a time; three may wait."""
+    async with deployed("concurrent", 1, 1, limits=NARROW) as deployment:
+        yield deployment
+
+
+@contextmanager
+def slow(instance: FakeInstance) -> Iterator[None]:
+    """Its answers wait until the end of the block."""
+    release = asyncio.Event()
+
+    async def waits(request: web.Request, seen: Seen) -> web.StreamResponse:
+        await release.wait()
+        return await answer_json(request, seen)
+
+    instance.behaviour = waits
+    yield
+    release.set()
+
+
+def ask(deployment: Deployment, prompt: str = "hi", model: str = "tiny") -> asyncio.Task[int]:
+    async def status() -> int:
+        async with await deployment.post({"model": model, "prompt": prompt}) as response:
+            await response.read()
+            return response.status
+
+    return asyncio.create_task(status())
+
+
+def prompts(instance: FakeInstance) -> list[str]:
+    return [seen.body["prompt"] for seen in instance.requests]
+
+
+async def test_those_who_wait_are_served_in_the_order_in_which_they_came(narrow: Deployment) -> None:
+    with slow(narrow.d):
+        asked = []
+        for number in range(4):
+            asked.append(ask(narrow, str(number)))
+            await until(lambda number=number: narrow.proxy.admission.waiting == number)
+        assert prompts(narrow.d) == ["0"]
+        assert len(narrow.p.requests) <= 1
+    assert await asyncio.gather(*asked) == [200] * 4
+    assert prompts(narrow.d) == ["0", "1", "2", "3"]
+    await quiet(narrow)
+
+
+async def test_beyond_the_queue_there_is_a_503_that_says_when_to_come_again(narrow: Deployment) -> None:
+    with slow(narrow.d):
+        asked = [ask(narrow) for _ in range(4)]
+        await until(lambda: narrow.proxy.admission.waiting == 3)
+        response = await narrow.post()
+        assert response.status == 503
+        assert int(response.headers["Retry-After"]) in range(3, 7)
+        error = (await response.json())["error"]
+        assert error["type"] == "service_unavailable_error"
+        assert "as many as may are waiting" in error["message"]
+    assert await asyncio.gather(*asked) == [200] * 4
+    assert narrow.proxy.counters.refused_full == 1
+    assert len(narrow.d.requests) == 4
+    await quiet(narrow)
+
+
+async def test_who_waits_too_long_gets_a_503() -> None:
+    limits = Limits(max_requests=1, max_wait=0.2)
+    async with deployed("concurrent", 1, 1, limits=limits) as deployment:
+        with slow(deployment.d):
+            first = ask(deployment)
+            await until(lambda: len(deployment.d.requests) == 1)
+            response = await deployment.post()
+            assert response.status == 503
+            assert "within 0.2 seconds" in (await response.json())["error"]["message"]
+            assert deployment.proxy.counters.refused_late == 1
+        assert await first == 200
+        assert len(deployment.d.requests) == 1
+        await quiet(deployment)
+
+
+async def test_a_client_that_leaves_in_the_queue_is_out_at_once_and_reaches_nobody(
+    narrow: Deployment,
+) -> None:
+    with slow(narrow.d):
+        first = ask(narrow, "first")
+        await until(lambda: len(narrow.d.requests) == 1)
+        leaves = ask(narrow, "leaves")
+        await until(lambda: narrow.proxy.admission.waiting == 1)
+        stays = ask(narrow, "stays")
+        await until(lambda: narrow.proxy.admission.waiting == 2)
+        leaves.cancel()
+        await until(lambda: narrow.proxy.admission.waiting == 1)
+        assert narrow.proxy.counters.left_waiting == 1
+    assert await asyncio.gather(first, stays) == [200, 200]
+    assert prompts(narrow.d) == ["first", "stays"]
+    assert sorted(prompts(narrow.p)) == ["first", "stays"]
+    await quiet(narrow)
+
+
+async def test_a_place_that_comes_as_its_client_leaves_is_not_lost(narrow: Deployment) -> None:
+    admission = narrow.proxy.admission
+
+    async def enter() -> None:
+        async with admission.place(None, paired=True):
+            raise AssertionError("it has left")
+
+    async with admission.place(None, paired=True):
+        leaver = asyncio.create_task(enter())
+        await until(lambda: admission.waiting == 1)
+    # The place is the leaver's by now, which has not run since.
+    assert (admission.waiting, admission.under_way) == (0, 1)
+    leaver.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaver
+    assert (admission.waiting, admission.under_way) == (0, 0)
+    async with admission.place(None, paired=True):
+        assert admission.under_way == 1
+
+
+async def test_who_waits_for_one_model_holds_up_nobody_else(narrow: Deployment) -> None:
+    await narrow.add("P", model="other", models=("other",))
+    other = await narrow.add("D", model="other", models=("other",))
+    await narrow.ready(prefill=2, decode=2)
+    with slow(narrow.d):
+        asked = [ask(narrow) for _ in range(3)]
+        await until(lambda: narrow.proxy.admission.waiting == 2)
+        assert await ask(narrow, "x", "other") == 200
+    assert await asyncio.gather(*asked) == [200] * 3
+    assert prompts(other) == ["x"]
+
+
+async def test_who_waits_goes_to_a_d_that_comes(narrow: Deployment) -> None:
+    with slow(narrow.d):
+        first = ask(narrow, "first")
+        await until(lambda: len(narrow.d.requests) == 1)
+        second = ask(narrow, "second")
+        await until(lambda: narrow.proxy.admission.waiting == 1)
+        newcomer = await narrow.add("D")
+        assert await second == 200
+    assert await first == 200
+    assert prompts(newcomer) == ["second"]
+
+
+async def test_who_waits_goes_on_waiting_while_there_is_no_instance(narrow: Deployment) -> None:
+    with slow(narrow.d):
+        first = ask(narrow, "first")
+        await until(lambda: len(narrow.d.requests) == 1)
+        second = ask(narrow, "second")
+        await until(lambda: narrow.proxy.admission.waiting == 1)
+        narrow.pingers[narrow.d.http_address].stop()
+        await narrow.ready(prefill=1, decode=0)
+    assert await first == 200
+    assert narrow.proxy.admission.waiting == 1
+    newcomer = await narrow.add("D")
+    assert await second == 200
+    assert prompts(newcomer) == ["second"]
+
+
+async def test_bodies_are_held_within_a_bound(narrow: Deployment) -> None:
+    with slow(narrow.d):
+        asked = [ask(narrow, "x" * 4000) for _ in range(2)]
+        await until(lambda: narrow.proxy.admission.waiting == 1)
+        assert 8000 < narrow.proxy.intake.held < 10_000
+        response = await narrow.post({"prompt": "x" * 4000})
+        assert response.status == 503
+        assert "holds as many requests as it can" in (await response.json())["error"]["message"]
+    assert await asyncio.gather(*asked) == [200, 200]
+    await quiet(narrow)
+    assert narrow.proxy.intake.held == 0
+
+
+async def test_a_body_that_does_not_come_takes_no_place(narrow: Deployment) -> None:
+    host, _, port = narrow.url.removeprefix("http://").rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    await until(lambda: narrow.proxy.intake.held == 1)
+    assert (await narrow.post()).status == 200
+    assert b" 408 " in await reader.readline()
+    writer.close()
+    await quiet(narrow)
+
+
+async def test_of_a_herd_everybody_gets_one_answer_and_d_never_more_than_it_takes() -> None:
+    limits = Limits(max_requests=4, max_waiting=50, max_wait=30.0)
+    most = 0
+
+    async def busy(request: web.Request, seen: Seen) -> web.StreamResponse:
+        nonlocal most
+        under_way = sum(not each.answered and not each.aborted for each in deployment.d.requests)
+        most = max(most, under_way)
+        await asyncio.sleep(0)
+        return await answer_json(request, seen)
+
+    async with deployed("concurrent", 1, 1, limits=limits) as deployment:
+        deployment.d.behaviour = busy
+        statuses = await asyncio.gather(*(ask(deployment) for _ in range(200)))
+        assert set(statuses) <= {200, 503}
+        assert statuses.count(200) == len(deployment.d.requests) == deployment.proxy.counters.admitted >= 54
+        assert statuses.count(503) == deployment.proxy.counters.refused_full
+        assert 1 <= most <= 4
+        await quiet(deployment)

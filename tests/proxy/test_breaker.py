@@ -1,0 +1,256 @@
+"""An instance that fails again and again gets a pause, one trial, and never so the last of its kind."""
+
+from __future__ import annotations
+
+import pytest
+from aiohttp import web
+from proxy_fakes import (
+    Deployment,
+    FakeInstance,
+    Seen,
+    answer_error,
+    answer_json,
+    deployed,
+    join,
+    ping,
+    quiet,
+    until,
+)
+
+from proxy.admission import Admission
+from proxy.breaker import Breaker
+from proxy.counters import Counters
+from proxy.limits import Limits
+from proxy.registry import LIFE, Instance, Registry
+from proxy.routing import Choice, Router
+
+
+def opened(now: float = 0.0) -> Breaker:
+    """A breaker whose pauses are as long as they get, opened at `now`."""
+    breaker = Breaker(lambda low, high: high)
+    assert [breaker.failed(now) for _ in range(5)] == [False] * 4 + [True]
+    return breaker
+
+
+def test_it_opens_after_failures_and_admits_one_trial_after_the_pause() -> None:
+    breaker = opened()
+    assert not breaker.admits(0.9)
+    assert breaker.admits(1.0)
+    breaker.sent("first", 1.0)
+    assert not breaker.admits(1.0)
+    assert breaker.succeeded(1.1)
+    assert breaker.closed and breaker.admits(1.1)
+
+
+def test_each_trial_that_fails_makes_the_pause_longer_up_to_a_bound() -> None:
+    breaker, now, pauses = opened(), 0.0, []
+    for _ in range(8):
+        begun, now = now, next(now + step * 0.5 for step in range(100) if breaker.admits(now + step * 0.5))
+        pauses.append(now - begun)
+        breaker.sent("trial", now)
+        assert breaker.failed(now)
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+
+
+def test_pauses_are_jittered() -> None:
+    drawn: list[tuple[float, float]] = []
+    breaker = Breaker(lambda low, high: drawn.append((low, high)) or low)
+    for _ in range(5):
+        breaker.failed(0.0)
+    assert drawn == [(0.5, 1.0)]
+
+
+def test_failures_among_as_many_successes_open_it_and_among_more_do_not() -> None:
+    for successes, opens in ((1, True), (2, False)):
+        breaker, bad = Breaker(), False
+        for _ in range(20):
+            for _ in range(successes):
+                breaker.succeeded(0.0)
+            bad = bad or breaker.failed(0.0)
+        assert bad is opens
+
+
+def test_failures_long_ago_do_not_count() -> None:
+    breaker = Breaker()
+    assert not any(breaker.failed(10.0 * number) for number in range(50))
+
+
+def test_a_trial_that_ends_without_an_outcome_makes_room_for_another() -> None:
+    breaker = opened()
+    breaker.sent("leaves", 1.0)
+    breaker.given_up("somebody else")
+    assert not breaker.admits(1.0)
+    breaker.given_up("leaves")
+    assert breaker.admits(1.0)
+
+
+def test_a_trial_without_an_outcome_for_long_makes_room_for_another() -> None:
+    breaker = opened()
+    breaker.sent("hangs", 1.0)
+    assert not breaker.admits(30.0)
+    assert breaker.admits(31.0)
+
+
+def test_what_was_asked_before_the_pause_decides_nothing() -> None:
+    breaker = opened()
+    assert not breaker.succeeded(0.5)
+    assert not breaker.failed(0.5)
+    assert not breaker.closed
+    assert breaker.admits(1.0)
+
+
+def test_after_a_long_time_without_failures_the_first_pause_is_short_again() -> None:
+    breaker = opened()
+    breaker.sent("trial", 1.0)
+    breaker.failed(1.0)
+    breaker.sent("trial", 3.0)
+    breaker.succeeded(3.0)
+    assert breaker.opened == 2
+    for _ in range(5):
+        breaker.failed(200.0)
+    assert breaker.opened == 1
+    assert breaker.admits(201.0)
+
+
+def fail(instance: Instance, now: float = 0.0) -> None:
+    for _ in range(5):
+        instance.breaker.failed(now)
+
+
+def prefiller(choice: Choice) -> Instance:
+    assert choice.prefill is not None
+    return choice.prefill
+
+
+def test_the_router_passes_over_an_open_breaker() -> None:
+    registry = Registry()
+    bad, good = join(registry, ping("P", 1)), join(registry, ping("P", 2))
+    join(registry, ping("D", 3))
+    fail(bad)
+    router = Router(registry)
+    assert [prefiller(router.choose(None, 0.1)) for _ in range(4)] == [good] * 4
+
+
+@pytest.mark.parametrize("role", ["P", "D"])
+def test_the_last_one_that_serves_a_model_is_used_whatever_its_breaker_says(role: str) -> None:
+    registry = Registry()
+    for model, port in (("a", 1), ("b", 2)):
+        for each, place in (("P", port), ("D", port + 10)):
+            instance = join(registry, ping(each, place, model=model))
+            if each == role and model == "a":
+                fail(instance)
+    router = Router(registry)
+    for _ in range(3):
+        choice = router.choose("a", 0.1)
+        assert {prefiller(choice).ping.model, choice.decode.ping.model} == {"a"}
+
+
+def test_if_all_are_open_all_are_used() -> None:
+    registry = Registry()
+    both = [join(registry, ping("D", port)) for port in (1, 2)]
+    for instance in both:
+        fail(instance)
+    router = Router(registry)
+    assert {router.choose(None, 0.1, paired=False).decode for _ in range(4)} == set(both)
+
+
+def test_a_crash_does_not_clean_the_record_and_a_goodbye_and_time_do() -> None:
+    registry = Registry()
+    fail(join(registry, ping(incarnation="first")))
+    again = join(registry, ping(incarnation="second"), 1.0)
+    assert not again.breaker.closed
+    registry.expire(LIFE + 2)
+    assert not join(registry, ping(incarnation="third"), LIFE + 3).breaker.closed
+    registry.expire(200.0)
+    assert registry.known("P") == [] and registry._breakers == {}
+    assert join(registry, ping(incarnation="fourth"), 200.0).breaker.closed
+
+
+@pytest.mark.asyncio
+async def test_a_p_that_fails_is_spared_tried_once_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with deployed("sequential", prefill=2, decode=1) as deployment:
+        bad, good = deployment.prefills
+        bad.behaviour = answer_error(500)
+        now = 1000.0
+        (instance,) = [i for i in deployment.everyone() if i.ping.http_address == bad.http_address]
+        monkeypatch.setattr(deployment.proxy, "clock", lambda: now)
+        monkeypatch.setattr(deployment.registry, "_alive", lambda instance, at: True)
+        monkeypatch.setattr(deployment.proxy.admission, "_clock", lambda: now)
+        instance.breaker._uniform = lambda low, high: high
+        # The clients notice nothing: the other P takes what this one fails.
+        for _ in range(20):
+            assert (await deployment.post()).status == 200
+        assert len(bad.requests) == 5
+        assert deployment.proxy.counters.breakers_opened == 1
+        assert deployment.proxy.gauges()["breakers_open"] == 1
+        now += 1.0
+        for _ in range(4):
+            assert (await deployment.post()).status == 200
+        assert len(bad.requests) == 6
+        bad.behaviour = answer_json
+        now += 2.0
+        await serve_both(deployment, bad, good)
+        assert deployment.proxy.gauges()["breakers_open"] == 0
+        await quiet(deployment)
+
+
+async def serve_both(deployment: Deployment, *instances: FakeInstance) -> None:
+    before = [len(instance.requests) for instance in instances]
+    for _ in range(4):
+        assert (await deployment.post()).status == 200
+    assert [len(instance.requests) - n for instance, n in zip(instances, before, strict=True)] == [2, 2]
+
+
+@pytest.mark.asyncio
+async def test_the_last_p_may_fail_and_fail_and_is_asked_and_asked() -> None:
+    async with deployed("sequential", prefill=1, decode=1) as deployment:
+        deployment.p.behaviour = answer_error(500)
+        for _ in range(12):
+            assert (await deployment.post()).status == 502
+        assert len(deployment.p.requests) == 12
+        deployment.p.behaviour = answer_json
+        assert (await deployment.post()).status == 200
+
+
+@pytest.mark.asyncio
+async def test_a_d_that_dies_in_every_stream_gets_a_pause() -> None:
+    async def breaks(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Content-Length": "99"})
+        await response.prepare(request)
+        await response.write(b"data: {}\n\n")
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    async with deployed("sequential", prefill=1, decode=2) as deployment:
+        bad, _ = deployment.decodes
+        bad.behaviour = breaks
+        for _ in range(30):
+            await (await deployment.post({"prompt": "x", "stream": True})).read()
+        await until(lambda: deployment.proxy.counters.breakers_opened >= 1)
+        assert len(bad.requests) <= 7
+        await quiet(deployment)
+
+
+@pytest.mark.asyncio
+async def test_a_trial_whose_client_leaves_is_followed_by_another() -> None:
+    registry, now = Registry(), 0.0
+    bad, good = join(registry, ping("P", 1)), join(registry, ping("P", 2))
+    join(registry, ping("D", 3))
+    bad.breaker._uniform = lambda low, high: high
+    fail(bad)
+    admission = Admission(Router(registry), Limits(), Counters(), lambda: now)
+
+    async def chosen(times: int) -> list[Instance]:
+        found = []
+        for _ in range(times):
+            async with admission.place(None, paired=True) as place:
+                found.append(prefiller(place.choice))
+        return found
+
+    assert await chosen(3) == [good] * 3
+    now = 1.0
+    async with admission.place(None, paired=True) as trial:
+        assert prefiller(trial.choice) is bad
+        assert await chosen(3) == [good] * 3
+    assert bad in await chosen(2)

@@ -1,0 +1,221 @@
+"""Two who ping under one address: the first keeps it while it lives, and its successor gets it at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+from hostile_support import dealer
+from proxy_fakes import Deployment, deployed, join, ping, until
+
+from p2pkv.control.discovery import PING_INTERVAL, Ping, encode_ping, goodbye
+from p2pkv.control.members import Members
+from p2pkv.pairing import Address
+from proxy.app import LISTENER
+from proxy.registry import LIFE, Instance, Registry
+
+MEMBERS = Members(b"a secret of the tests")
+
+
+@dataclass(eq=False)
+class Line:
+    """A connection of the registry's own tests."""
+
+    open: bool = True
+    member: bool = False
+
+    def stands(self) -> bool:
+        return self.open
+
+
+def held(**more: Any) -> tuple[Registry, Instance, Line]:
+    """A registry with one instance that pinged at 0."""
+    registry, line = Registry(), Line()
+    instance = registry.observe(ping(incarnation="first", **more), 0.0, line)
+    assert instance is not None
+    instance.healthy = True
+    return registry, instance, line
+
+
+@pytest.mark.parametrize("change", [{"incarnation": "second"}, {"model": "other"}, {"incarnation": ""}])
+def test_an_address_is_its_holders_while_it_pings(change: dict[str, Any]) -> None:
+    registry, holder, _ = held()
+    assert registry.observe(ping(**({"incarnation": "first"} | change)), 1.0, Line()) is None
+    assert registry.known("P") == registry.routable("P", 1.0) == [holder]
+    assert registry.claims_refused == 1
+
+
+def test_a_zmq_address_is_its_holders_too() -> None:
+    registry, holder, _ = held()
+    thief = msgspec.structs.replace(ping(port=1), zmq_address=holder.ping.zmq_address)
+    assert registry.observe(thief, 1.0, Line()) is None
+    assert registry.known("P") == [holder]
+    assert registry.observe(msgspec.structs.replace(thief, type="D"), 1.0, Line()) is not None
+
+
+def test_a_successor_is_taken_at_once_when_the_connection_is_gone() -> None:
+    registry, _, line = held()
+    line.open = False
+    successor = registry.observe(ping(incarnation="second"), 0.1, Line())
+    assert successor is not None
+    assert registry.known("P") == [successor]
+    assert registry.claims_refused == 0
+
+
+def test_an_instance_may_change_what_it_says_on_its_own_connection() -> None:
+    registry, _, line = held()
+    assert registry.observe(ping(incarnation="second"), 0.1, line) is not None
+
+
+def test_of_a_frozen_holder_the_successor_is_taken_when_its_pings_are_late() -> None:
+    registry, _, _ = held()
+    assert registry.observe(ping(incarnation="second"), 2 * PING_INTERVAL, Line()) is None
+    assert registry.observe(ping(incarnation="second"), 3 * PING_INTERVAL, Line()) is not None
+    assert 3 * PING_INTERVAL < LIFE
+
+
+def test_two_that_claim_in_turn_do_not_make_it_flap() -> None:
+    registry, holder, line = held()
+    other = Line()
+    for second in range(1, 30):
+        registry.observe(ping(incarnation="first"), float(second), line)
+        registry.observe(ping(incarnation="second"), second + 0.5, other)
+        assert registry.known("P") == [holder]
+    line.open = False
+    successor = registry.observe(ping(incarnation="second"), 30.0, other)
+    for second in range(31, 60):
+        registry.observe(ping(incarnation="first"), float(second), Line())
+        registry.observe(ping(incarnation="second"), second + 0.5, other)
+        assert registry.known("P") == [successor]
+
+
+def test_a_goodbye_from_elsewhere_removes_nobody_who_lives() -> None:
+    registry, holder, line = held()
+    registry.observe(goodbye(holder.ping), 1.0, Line())
+    assert registry.known("P") == [holder]
+    line.open = False  # it has dialed anew, and the goodbye is the first that it says
+    registry.observe(goodbye(holder.ping), 1.0, Line())
+    assert registry.known("P") == []
+
+
+def test_an_instance_that_dials_anew_keeps_its_address() -> None:
+    registry, holder, line = held()
+    line.open, anew = False, Line()
+    assert registry.observe(holder.ping, 1.0, anew) is None
+    assert registry.observe(ping(incarnation="second"), 2.0, Line()) is None
+    assert registry.known("P") == [holder]
+
+
+def test_a_replayed_ping_does_not_take_the_address_over() -> None:
+    registry, holder, line = held()
+    replayer = Line()
+    registry.observe(holder.ping, 1.0, replayer)
+    assert registry.observe(ping(incarnation="second"), 1.0, replayer) is None
+    assert holder.source is line
+
+
+def test_a_member_is_not_kept_out_by_what_anybody_may_say_and_keeps_anybody_out() -> None:
+    registry, _, _ = held()
+    member = registry.observe(ping(incarnation="second"), 0.1, Line(member=True))
+    assert registry.known("P") == [member]
+    assert registry.observe(ping(incarnation="third"), 0.2, Line()) is None
+    assert registry.known("P") == [member]
+
+
+def test_without_a_known_connection_a_newcomer_is_taken_at_once() -> None:
+    registry = Registry()
+    join(registry, ping(incarnation="first"))
+    assert registry.observe(ping(incarnation="second"), 1.0, Line()) is not None
+
+
+def test_it_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    registry, holder, line = held()
+    for second in range(1, 100):
+        registry.observe(holder.ping, float(second), line)
+        registry.observe(ping(incarnation="second"), float(second), Line())
+    assert registry.claims_refused == 99
+    said = [each.getMessage() for each in caplog.records]
+    assert len(said) == 2
+    assert re.search(r"10\.0\.0\.1:8100 refused \(1 such .* 10\.0\.0\.1:18100 belongs to prefill", said[0])
+
+
+# The same over real connections.
+
+
+@pytest_asyncio.fixture(params=[None, MEMBERS], ids=["plain", "members"])
+async def place(request: pytest.FixtureRequest) -> AsyncIterator[Deployment]:
+    """A proxy with one P and one D that ping, with and without a secret."""
+    async with deployed("concurrent", 1, 1, members=request.param) as deployment:
+        yield deployment
+
+
+def claims(deployment: Deployment) -> list[Ping]:
+    p = deployment.p.ping
+    return [
+        msgspec.structs.replace(p, incarnation="second"),
+        msgspec.structs.replace(p, zmq_address="127.0.0.1:9"),
+        msgspec.structs.replace(p, http_address="127.0.0.1:9"),
+        goodbye(p),
+    ]
+
+
+@pytest.mark.asyncio
+async def test_a_member_that_registers_anothers_address_is_refused(place: Deployment) -> None:
+    holder = place.registry.known("P")
+    with dealer(Address.parse(place.discovery), place.members, "proxy") as socket:
+        for claim in claims(place):
+            socket.send(encode_ping(claim))
+        await until(lambda: place.registry.claims_refused == 4)
+        assert place.registry.known("P") == holder
+        assert place.registry.routable("P", place.proxy.clock()) == holder
+        assert (await place.post()).status == 200
+    async with place.client.get(f"{place.url}/health") as health:
+        assert (await health.json())["counters"]["claims_refused"] == 4
+
+
+@pytest.mark.asyncio
+async def test_a_process_that_was_killed_is_followed_at_once(place: Deployment) -> None:
+    place.pingers[place.p.http_address].stop()
+    await until(lambda: place.registry.known("P") == [])
+    for number in range(10):
+        ping = msgspec.structs.replace(place.p.ping, incarnation=f"number {number}")
+        # Its end closes the connection, without a goodbye, as a kill does.
+        with dealer(Address.parse(place.discovery), place.members, "proxy") as socket:
+            socket.send(encode_ping(ping))
+            await until(lambda ping=ping: [each.ping for each in place.registry.known("P")] == [ping])
+    assert place.registry.claims_refused == 0
+
+
+@pytest.mark.asyncio
+async def test_claims_without_end_disturb_neither_the_proxy_nor_the_holder(place: Deployment) -> None:
+    holder = place.registry.known("P")
+    with dealer(Address.parse(place.discovery), place.members, "proxy") as socket:
+        for number in range(500):
+            socket.send(encode_ping(msgspec.structs.replace(place.p.ping, incarnation=str(number))))
+        await until(lambda: place.registry.claims_refused == 500)
+    seen = holder[0].last_seen
+    await until(lambda: holder[0].last_seen > seen)
+    assert place.registry.known("P") == holder
+    place.pingers[place.p.http_address].stop()
+    await until(lambda: place.registry.known("P") == [])
+    assert place.app[LISTENER].refused == 0
+
+
+@pytest.mark.asyncio
+async def test_two_real_instances_under_one_address_do_not_flap(place: Deployment) -> None:
+    (holder,) = place.registry.known("P")
+    first = place.pingers[place.p.http_address]
+    place.p.incarnation = "second"
+    place.begin_ping(place.p)
+    await until(lambda: place.registry.claims_refused >= 5)
+    assert place.registry.known("P") == [holder]
+    await asyncio.to_thread(first.stop)
+    await until(lambda: [each.ping.incarnation for each in place.registry.known("P")] == ["second"])

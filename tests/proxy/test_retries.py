@@ -1,0 +1,213 @@
+"""A second try at another instance: before the first byte, within a budget, and never otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+from proxy_fakes import (
+    Behaviour,
+    Deployment,
+    FakeInstance,
+    Seen,
+    answer_error,
+    answer_json,
+    deployed,
+    die,
+    event,
+    event_stream,
+    quiet,
+    until,
+)
+
+from proxy.retries import Budget, pause
+from proxy.serving import Dispatch
+
+
+async def dies(request: web.Request, seen: Seen) -> web.StreamResponse:
+    die(request)
+    return web.Response()
+
+
+async def never(request: web.Request, seen: Seen) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError("unreachable")
+
+
+async def dies_before_a_token(request: web.Request, seen: Seen) -> web.StreamResponse:
+    response = await event_stream(request)
+    await response.write(b": waiting\n\n")
+    die(request)
+    return response
+
+
+def one_fails(instances: list[FakeInstance], behaviour: Behaviour) -> None:
+    """Whoever of them is asked first fails; the others answer."""
+
+    async def first(request: web.Request, seen: Seen) -> web.StreamResponse:
+        asked = sum(len(instance.requests) for instance in instances)
+        return await (behaviour if asked == 1 else answer_json)(request, seen)
+
+    for instance in instances:
+        instance.behaviour = first
+
+
+def asked(instances: list[FakeInstance]) -> list[int]:
+    return sorted(len(instance.requests) for instance in instances)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
+@pytest.mark.parametrize("failure", [dies, answer_error(500), answer_error(307)])
+async def test_another_p_serves_what_the_first_failed(dispatch: Dispatch, failure: Behaviour) -> None:
+    async with deployed(dispatch, prefill=2, decode=1) as deployment:
+        one_fails(deployment.prefills, failure)
+        deployment.d.behaviour = never_first(deployment)
+        response = await deployment.post()
+        assert response.status == 200
+        assert asked(deployment.prefills) == [1, 1]
+        ids = {seen.request_id for seen in deployment.d.requests}
+        assert len(ids) == len(deployment.d.requests)
+        assert deployment.proxy.counters.retried == 1
+        await quiet(deployment)
+
+
+def never_first(deployment: Deployment) -> Behaviour:
+    """A D that waits for KV from a P that will not send any."""
+
+    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+        if asked(deployment.prefills) == [1, 1]:
+            return await answer_json(request, seen)
+        return await never(request, seen)
+
+    return behaviour
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
+@pytest.mark.parametrize("failure", [dies, dies_before_a_token, answer_error(500), answer_error(503)])
+async def test_another_d_serves_what_the_first_failed_before_its_first_token(
+    dispatch: Dispatch, failure: Behaviour
+) -> None:
+    async with deployed(dispatch, prefill=1, decode=2) as deployment:
+        one_fails(deployment.decodes, failure)
+        assert (await deployment.post()).status == 200
+        assert asked(deployment.decodes) == [1, 1]
+        await quiet(deployment)
+
+
+@pytest.mark.asyncio
+async def test_an_instance_that_is_gone_costs_no_answer() -> None:
+    async with deployed("concurrent", prefill=2, decode=2) as deployment:
+        await deployment.prefills[0].stop()
+        await deployment.decodes[0].stop()
+        responses = await asyncio.gather(*(deployment.post() for _ in range(4)))
+        # The first ones may meet both; of two failures only one is tried again.
+        assert all(response.status in (200, 502) for response in responses)
+        for _ in range(4):
+            assert (await deployment.post()).status == 200
+
+
+@pytest.mark.asyncio
+async def test_with_no_other_instance_there_is_no_second_try(concurrent: Deployment) -> None:
+    concurrent.d.behaviour = answer_error(503, "busy")
+    response = await concurrent.post()
+    assert response.status == 503
+    assert (await response.json())["error"]["message"].startswith("busy")
+    assert len(concurrent.d.requests) == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("role", ["P", "D"])
+async def test_the_clients_mistake_is_not_tried_again(role: str) -> None:
+    async with deployed("sequential", prefill=2, decode=2) as deployment:
+        instances = deployment.prefills if role == "P" else deployment.decodes
+        for instance in instances:
+            instance.behaviour = answer_error(400)
+        assert (await deployment.post()).status == 400
+        assert asked(instances) == [0, 1]
+
+
+@pytest.mark.asyncio
+async def test_after_the_first_byte_nothing_is_tried_again() -> None:
+    async def breaks(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = await event_stream(request)
+        await response.write(event(seen, "first"))
+        await relayed.wait()
+        die(request)
+        return response
+
+    relayed = asyncio.Event()
+    async with deployed("concurrent", prefill=2, decode=2) as deployment:
+        for instance in deployment.decodes:
+            instance.behaviour = breaks
+        response = await deployment.post({"prompt": "x", "stream": True})
+        assert b"first" in await response.content.readuntil(b"\n\n")
+        relayed.set()
+        assert b'"code":502' in await response.content.read()
+        assert asked(deployment.decodes) == [0, 1]
+        assert asked(deployment.prefills) == [0, 1]
+        await quiet(deployment)
+
+
+@pytest.mark.asyncio
+async def test_an_outage_does_not_multiply_the_load() -> None:
+    async with deployed("sequential", prefill=3, decode=1) as deployment:
+        for instance in deployment.prefills:
+            instance.behaviour = answer_error(500)
+        statuses = [(await deployment.post()).status for _ in range(40)]
+        assert statuses == [502] * 40
+        assert sum(asked(deployment.prefills)) == 40 + deployment.proxy.counters.retried
+        assert deployment.proxy.counters.retried == 10
+        assert deployment.proxy.counters.retries_refused == 30
+        assert deployment.d.requests == []
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_leaves_between_two_tries_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.serving.pause", lambda tries: 1000.0)
+    async with deployed("concurrent", prefill=2, decode=1) as deployment:
+        for instance in deployment.prefills:
+            instance.behaviour = dies
+        deployment.d.behaviour = never
+        asking = asyncio.create_task(deployment.post())
+        await until(
+            lambda: deployment.proxy.admission.under_way == 1 and asked(deployment.prefills) == [0, 1]
+        )
+        await until(lambda: deployment.proxy.gauges()["calls"] == 0)
+        asking.cancel()
+        await quiet(deployment)
+        assert asked(deployment.prefills) == [0, 1]
+
+
+def test_the_budget_is_a_share_of_what_was_asked_lately() -> None:
+    budget = Budget()
+    for tick in range(1000):
+        budget.request(tick * 0.005)
+    assert [budget.spend(5.0) for _ in range(201)] == [True] * 200 + [False]
+    for tick in range(1000):
+        budget.request(14.0 + tick * 0.001)
+    assert not budget.spend(15.0)  # what was asked is forgotten, what was spent not yet
+    assert budget.spend(15.2)
+
+
+def test_a_little_may_always_be_spent() -> None:
+    budget = Budget()
+    assert [budget.spend(0.0) for _ in range(11)] == [True] * 10 + [False]
+    assert not budget.spend(9.9)
+    assert budget.spend(10.2)
+
+
+def test_the_budget_remembers_in_bounded_memory() -> None:
+    budget = Budget()
+    for tick in range(100_000):
+        budget.request(tick * 0.001)
+    assert len(budget._asked._ticks) <= 102
+
+
+def test_pauses_are_random_and_grow_to_a_bound() -> None:
+    longest = [pause(tries, lambda low, high: high) for tries in range(1, 8)]
+    assert longest == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+    assert pause(3, lambda low, high: low) == 0.0
+    assert len({pause(1) for _ in range(10)}) > 1

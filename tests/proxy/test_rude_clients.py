@@ -1,0 +1,267 @@
+"""Clients that leave at any moment, or send anything: nothing of them is left, and others are served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import logging
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from proxy_fakes import (
+    Behaviour,
+    Deployment,
+    Seen,
+    answer_error,
+    answer_json,
+    deployed,
+    die,
+    event,
+    event_stream,
+    quiet,
+    until,
+)
+
+from proxy.limits import Limits
+from proxy.logs import Garbage
+from proxy.serving import Dispatch
+
+BODY = b'{"model": "tiny", "prompt": "hi", "stream": true}'
+
+
+def post(body: bytes, *headers: bytes) -> bytes:
+    lines = [b"POST /v1/completions HTTP/1.1", b"Host: x", *headers]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+WHOLE = post(BODY, b"Content-Length: %d" % len(BODY))
+
+
+class Client:
+    """A bare connection to the proxy."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        host, _, port = deployment.url.removeprefix("http://").rpartition(":")
+        self._place = host, int(port)
+
+    async def __aenter__(self) -> Client:
+        self.reader, self.writer = await asyncio.open_connection(*self._place)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.writer.transport.abort()
+
+    async def status(self) -> int:
+        return int((await self.reader.readuntil(b"\r\n")).split()[1])
+
+
+async def leaves(deployment: Deployment, dice: random.Random) -> None:
+    """Sends a part or all of a request, reads a part or all of the answer, and goes, politely or not."""
+    async with Client(deployment) as client:
+        client.writer.write(WHOLE[: dice.choice([10, 100, len(WHOLE) - 1, len(WHOLE), len(WHOLE)])])
+        if dice.random() < 0.2:
+            client.writer.write_eof()
+        if dice.random() < 0.3:
+            async with asyncio.timeout(0.1):
+                await client.reader.read(dice.choice([1, 100, 1000]))
+        else:
+            for _ in range(dice.choice([0, 1, 3, 10, 30, 100])):
+                await asyncio.sleep(0)
+            await asyncio.sleep(dice.choice([0, 0, 0.01, 0.05]))
+
+
+def moody(dice: random.Random) -> Behaviour:
+    """An instance that answers, fails, dies or dawdles."""
+
+    async def slow(request: web.Request, seen: Seen) -> web.StreamResponse:
+        await asyncio.sleep(dice.random() * 0.05)
+        return await answer_json(request, seen)
+
+    async def streams(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = await event_stream(request)
+        for _ in range(dice.randrange(1, 20)):
+            await response.write(event(seen, "x" * dice.choice([1, 10_000])))
+            await asyncio.sleep(dice.choice([0, 0, 0.002]))
+            if dice.random() < 0.02:
+                die(request)
+        return response
+
+    async def dies(request: web.Request, seen: Seen) -> web.StreamResponse:
+        die(request)
+        return web.Response()
+
+    moods: list[Behaviour] = [
+        answer_json,
+        slow,
+        slow,
+        streams,
+        streams,
+        dies,
+        answer_error(500),
+        answer_error(400),
+    ]
+
+    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+        return await dice.choice(moods)(request, seen)
+
+    return behaviour
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
+@pytest.mark.asyncio
+async def test_whenever_clients_leave_nothing_is_left(dispatch: Dispatch, seed: int) -> None:
+    dice = random.Random(seed)
+    limits = Limits(max_requests=3, max_waiting=10, max_wait=0.2, body_patience=5.0)
+    async with deployed(dispatch, prefill=2, decode=2, limits=limits) as deployment:
+        for instance in (*deployment.prefills, *deployment.decodes):
+            instance.behaviour = moody(dice)
+        for _ in range(4):
+            async with asyncio.timeout(20):
+                await asyncio.gather(*(leaves(deployment, dice) for _ in range(25)), return_exceptions=True)
+        await quiet(deployment)
+        assert deployment.proxy.counters.admitted > 0 < deployment.proxy.counters.left_waiting
+        for instance in (*deployment.prefills, *deployment.decodes):
+            instance.behaviour = answer_json
+        await deployment.ready(prefill=2, decode=2)
+        for _ in range(4):
+            assert (await deployment.post()).status == 200
+        await quiet(deployment)
+        assert len(asyncio.all_tasks()) < 60
+
+
+@pytest_asyncio.fixture
+async def short() -> AsyncIterator[Deployment]:
+    """A proxy that waits half a second for the rest of a body."""
+    async with deployed("concurrent", 1, 1, limits=Limits(max_body=1 << 20, body_patience=0.5)) as deployment:
+        yield deployment
+
+
+def sized(body: bytes, *headers: bytes) -> bytes:
+    return post(body, b"Content-Length: %d" % len(body), *headers)
+
+
+GZIP = b"Content-Encoding: gzip"
+
+
+@pytest.mark.asyncio
+async def test_connections_on_which_no_request_comes_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.app.IDLE_SECONDS", 0.3)
+    async with (
+        deployed("concurrent", 1, 1) as deployment,
+        asyncio.timeout(10),
+        contextlib.AsyncExitStack() as all_,
+    ):
+        clients = [await all_.enter_async_context(Client(deployment)) for _ in range(40)]
+        for client in clients[:20]:
+            client.writer.write(WHOLE[:30])
+        for client in clients:
+            assert await client.reader.read() == b""
+        assert (await deployment.post()).status == 200
+
+
+RUDE = {
+    "no gzip": (sized(b"abcd", GZIP), {400}),
+    "half a gzip": (sized(gzip.compress(BODY)[:20], GZIP), {400, 408}),
+    "an unknown encoding": (sized(BODY, b"Content-Encoding: zz"), {200, 400, 415}),
+    "a bomb": (sized(gzip.compress(b" " * (8 << 20)), GZIP), {400, 413}),
+    "no size of a chunk": (post(b"zz\r\n{}\r\n0\r\n\r\n", b"Transfer-Encoding: chunked"), {400}),
+    "half a chunk": (post(b"64\r\n{}", b"Transfer-Encoding: chunked"), {408}),
+    "chunks without end": (post(b"1\r\n{\r\n", b"Transfer-Encoding: chunked"), {408}),
+    "two lengths": (post(BODY, b"Content-Length: 4", b"Content-Length: 5"), {400}),
+    "length and chunks": (post(BODY, b"Content-Length: 4", b"Transfer-Encoding: chunked"), {400}),
+    "a negative length": (post(BODY, b"Content-Length: -1"), {400}),
+    "a huge header": (post(b"", b"X: " + b"x" * 100_000), {400}),
+    "a bare line feed in a header": (post(b"", b"X: a\nb"), {400}),
+    "nothing of HTTP": (b"\x16\x03\x01" + bytes(200) + b"\r\n\r\n", {400}),
+    "HTTP 9": (b"POST /v1/completions HTTP/9.9\r\n\r\n", {400, 505}),
+    "an upgrade": (sized(BODY, b"Connection: Upgrade", b"Upgrade: websocket"), {200, 400}),
+    "an expectation": (sized(BODY, b"Expect: 200-ok"), {417}),
+    "no text in a header": (sized(BODY, b"X-Odd: \xff\xfe"), {200, 400}),
+    "no text in its id": (sized(BODY, b"X-Request-Id: \xff\xfe"), {200, 400}),
+    "a control in its id": (sized(BODY, b"X-Request-Id: \x01x"), {200, 400}),
+}
+
+
+@pytest.mark.parametrize("kind", RUDE)
+@pytest.mark.asyncio
+async def test_what_is_no_request_gets_an_answer_and_leaves_nothing(
+    short: Deployment, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent, statuses = RUDE[kind]
+    async with Client(short) as client, asyncio.timeout(10):
+        client.writer.write(sent)
+        assert await client.status() in statuses
+    await quiet(short)
+    assert (await short.post()).status == 200
+    unforeseen = [line for line in caplog.records if line.levelno >= logging.ERROR and not parse_error(line)]
+    assert unforeseen == []
+
+
+def parse_error(line: logging.LogRecord) -> bool:
+    """aiohttp's own; `proxy.logs` shortens it."""
+    return line.exc_info is not None and isinstance(line.exc_info[1], HttpProcessingError)
+
+
+def test_garbage_makes_one_line_in_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    logger = logging.getLogger("a logger of the tests")
+    logger.addFilter(Garbage(lambda: now))
+    for step in range(101):
+        now = step * 0.1
+        try:
+            raise HttpProcessingError(code=400, message="Bad\n  status line")
+        except HttpProcessingError:
+            logger.exception("Error handling request from %s", "somewhere")
+    logger.warning("anything else")
+    assert [line.getMessage() for line in caplog.records] == [
+        "something that is no HTTP request came (1 so far): Bad status line",
+        "something that is no HTTP request came (101 so far): Bad status line",
+        "anything else",
+    ]
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_a_hundred_requests_in_one_breath_are_served_one_by_one(short: Deployment) -> None:
+    async with Client(short) as client, asyncio.timeout(30):
+        client.writer.write(WHOLE * 100)
+        for _ in range(100):
+            assert await client.status() == 200
+            await client.reader.readuntil(b"\r\n0\r\n\r\n")
+    await quiet(short)
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_leaves_after_many_in_one_breath_leaves_nothing(
+    short: Deployment,
+) -> None:
+    async with Client(short) as client:
+        client.writer.write(WHOLE * 100)
+        await client.reader.read(100)
+    await quiet(short)
+    assert len(short.d.requests) < 100
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_stays_and_does_not_read_loses_its_place(
+    short: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def flood(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = await event_stream(request)
+        while True:
+            await response.write(event(seen, "x" * 100_000))
+
+    monkeypatch.setattr("proxy.relay.STALL_SECONDS", 0.3)
+    short.d.behaviour = flood
+    async with Client(short) as deaf:
+        deaf.writer.transport.pause_reading()
+        deaf.writer.write(WHOLE)
+        await until(lambda: len(short.d.requests) == 1)
+        await until(lambda: short.d.requests[0].aborted)
+        await quiet(short)

@@ -1,0 +1,248 @@
+"""Instances that answer anything but what they should. The client gets one answer, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from proxy_fakes import Deployment, FakeInstance, deployed, quiet, until
+
+from proxy.registry import Role
+from proxy.serving import Dispatch
+
+pytestmark = pytest.mark.asyncio
+
+OK = b"HTTP/1.1 200 OK\r\n"
+JSON = b"Content-Type: application/json\r\n"
+SSE = b"Content-Type: text/event-stream\r\n"
+
+
+class RudeInstance(FakeInstance):
+    """Answers /health and /v1/models as it should, and every POST with `answer`, then closes."""
+
+    answer: bytes = b""
+    health_answer: bytes = OK + b"Content-Length: 0\r\n\r\n"
+    models_answer: bytes = OK + b"Content-Length: 0\r\n\r\n"
+    stalls: bool = False
+    posts: int = 0
+
+    async def start(self) -> None:
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.http_address = f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+
+    async def stop(self) -> None:
+        self.server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            if head.startswith(b"POST"):
+                self.posts += 1
+                await reader.readexactly(int(head.split(b"Content-Length: ")[1].split(b"\r\n")[0]))
+                writer.write(self.answer)
+            else:
+                writer.write(self.health_answer if b"/health" in head else self.models_answer)
+            await writer.drain()
+            if self.stalls:
+                await reader.read()  # until the proxy hangs up
+        except (OSError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def rude(
+    role: Role, dispatch: Dispatch = "concurrent"
+) -> AsyncIterator[tuple[Deployment, RudeInstance]]:
+    """A proxy with one rude instance, and a good one of the other kind."""
+    other: Role = "D" if role == "P" else "P"
+    async with deployed(dispatch) as deployment:
+        await deployment.add(other)
+        instance = RudeInstance(role)
+        await instance.start()
+        deployment.cleanup.push_async_callback(instance.stop)
+        deployment.begin_ping(instance)
+        await deployment.ready(prefill=1, decode=1)
+        yield deployment, instance
+
+
+BAD = {
+    "nothing": b"",
+    "half a head": b"HTTP/1.1 200 O",
+    "no end of the head": OK + JSON,
+    "garbage": bytes(range(256)) * 20,
+    "another protocol": b"SSH-2.0-OpenSSH_9.6\r\n",
+    "a huge header": OK + b"X: " + b"x" * 1_000_000 + b"\r\n\r\n{}",
+    "many headers": OK + b"".join(b"X-%d: x\r\n" % n for n in range(20_000)) + b"\r\n{}",
+    "a chunk without a size": OK + JSON + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
+    "a negative chunk": OK + JSON + b"Transfer-Encoding: chunked\r\n\r\n-5\r\n{}\r\n0\r\n\r\n",
+    "two lengths": OK + JSON + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+    "a negative length": OK + JSON + b"Content-Length: -2\r\n\r\n{}",
+    "no body": OK + JSON + b"Content-Length: 0\r\n\r\n",
+    "204": b"HTTP/1.1 204 No Content\r\n\r\n",
+    "304": b"HTTP/1.1 304 Not Modified\r\n\r\n",
+    "101": b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: Upgrade\r\n\r\n{}",
+    "hints without end": b"HTTP/1.1 103 Early Hints\r\n\r\n" * 50,
+    "status 000": b"HTTP/1.1 000 X\r\nContent-Length: 2\r\n\r\n{}",
+    "status 999": b"HTTP/1.1 999 X\r\nContent-Length: 2\r\n\r\n{}",
+    "status in words": b"HTTP/1.1 OK OK\r\nContent-Length: 2\r\n\r\n{}",
+    "HTTP 9": b"HTTP/9.9 200 OK\r\nContent-Length: 2\r\n\r\n{}",
+    "no gzip": OK + JSON + b"Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\nabcd",
+    "a redirect to itself": b"HTTP/1.1 307 X\r\nLocation: /v1/completions\r\nContent-Length: 0\r\n\r\n",
+    "comments without end": OK + SSE + b"Connection: close\r\n\r\n" + b": waiting\n\n" * 3,
+    "a stream of nothing": OK + SSE + b"Content-Length: 0\r\n\r\n",
+}
+
+
+# Of P, since nobody reads what it says.
+SUCCESSES = ("no body", "204", "comments without end", "a stream of nothing")
+
+
+@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
+@pytest.mark.parametrize("kind", BAD)
+async def test_a_d_that_answers_wrongly_is_an_error_that_says_so(kind: str, dispatch: Dispatch) -> None:
+    async with rude("D", dispatch) as (deployment, d):
+        d.answer = BAD[kind]
+        response = await deployment.post()
+        error = (await response.json())["error"]
+        assert response.status == error["code"] == 502
+        assert error["message"].startswith("The decode instance")
+        await quiet(deployment)
+
+
+@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
+@pytest.mark.parametrize("kind", [kind for kind in BAD if kind not in SUCCESSES])
+async def test_a_p_that_answers_wrongly_is_an_error_too(kind: str, dispatch: Dispatch) -> None:
+    async with rude("P", dispatch) as (deployment, p):
+        p.answer = BAD[kind]
+        if dispatch == "concurrent":
+            deployment.d.behaviour = never
+        response = await deployment.post()
+        error = (await response.json())["error"]
+        assert response.status == error["code"] == 502
+        assert error["message"].startswith("The prefill instance failed")
+        await quiet(deployment)
+
+
+async def never(*arguments: Any) -> Any:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    "before", [b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"]
+)
+async def test_interim_answers_are_passed_over(before: bytes) -> None:
+    async with rude("D") as (deployment, d):
+        d.answer = before + OK + JSON + b"Content-Length: 2\r\n\r\n{}"
+        response = await deployment.post()
+        assert (response.status, await response.read()) == (200, b"{}")
+        assert "Link" not in response.headers
+
+
+ODD = {
+    "bytes that are no text": b"X-Odd: \xff\xfe\r\n",
+    "a comma": b"Content-Type: ;;;,\r\n",
+    "no content type": b"",
+    "an empty header": b"X-Odd:\r\n",
+    "a cookie": b"Set-Cookie: \x01=;;\r\n",
+    "hop by hop": b"Connection: close, x-odd\r\nX-Odd: 1\r\nKeep-Alive: 1\r\nUpgrade: h2c\r\n",
+    "an id of its own": b"X-Request-Id: x\r\nx-request-id: y\r\n",
+}
+
+
+@pytest.mark.parametrize("status", [b"200 OK", b"200 \xff\xfe", b"200", b"418 X"])
+@pytest.mark.parametrize("kind", ODD)
+async def test_odd_headers_and_reasons_break_nothing(kind: str, status: bytes) -> None:
+    async with rude("D") as (deployment, d):
+        d.answer = b"HTTP/1.1 " + status + b"\r\n" + ODD[kind] + b"Content-Length: 2\r\n\r\n{}"
+        response = await deployment.post()
+        body = await response.read()
+        assert response.status in (int(status[:3]), 502)
+        if response.status == 502:
+            assert json.loads(body)["error"]["message"].startswith("The decode instance")
+        else:
+            assert body == b"{}"
+            assert response.headers.get("Keep-Alive") is response.headers.get("Upgrade") is None
+        assert len(response.headers.getall("X-Request-Id")) == 1
+        await quiet(deployment)
+
+
+CUT = {
+    "a length that is not kept": OK + JSON + b"Content-Length: 100\r\n\r\n{}",
+    "a chunk that is not kept": OK + JSON + b"Transfer-Encoding: chunked\r\n\r\n64\r\n{}",
+    "no last chunk": OK + JSON + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n",
+    "nonsense after a chunk": OK + JSON + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\nzz\r\n",
+}
+
+
+@pytest.mark.parametrize("kind", CUT)
+async def test_an_answer_that_breaks_off_never_looks_whole(kind: str) -> None:
+    async with rude("D") as (deployment, d):
+        d.answer = CUT[kind]
+        try:
+            response = await deployment.post()
+            await response.read()
+            assert response.status == 502
+        except aiohttp.ClientError:
+            pass
+        d.answer = (
+            CUT[kind].replace(JSON, SSE).replace(b"{}", b"data: {}\n\n").replace(b"\r\n2\r\n", b"\r\na\r\n")
+        )
+        text = await (await deployment.post({"prompt": "x", "stream": True})).text()
+        assert '"code":502' in text
+        await quiet(deployment)
+
+
+@pytest.mark.parametrize("role", ["P", "D"])
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 200 OK\r\nX:", OK + SSE + b"\r\n: waiting\n\n"])
+async def test_an_instance_that_stalls_is_let_go_when_the_client_leaves(role: Role, answer: bytes) -> None:
+    async with rude(role) as (deployment, instance):
+        instance.answer, instance.stalls = answer, True
+        if role == "P":
+            deployment.d.behaviour = never
+        asking = asyncio.create_task(deployment.post())
+        await until(lambda: instance.posts == 1)
+        asking.cancel()
+        await quiet(deployment)
+
+
+@pytest.mark.parametrize("kind", ["garbage", "a huge header", "nothing", "101", "a redirect to itself"])
+async def test_a_rude_health_check_makes_nobody_ready_and_stops_no_probe(kind: str) -> None:
+    async with deployed("concurrent", 1, 1) as deployment:
+        instance = RudeInstance("D")
+        instance.health_answer = BAD[kind]
+        await instance.start()
+        deployment.cleanup.push_async_callback(instance.stop)
+        deployment.begin_ping(instance)
+        await until(lambda: len(deployment.registry.known("D")) == 2)
+        await deployment.add("D")
+        await deployment.ready(prefill=1, decode=2)
+
+
+LISTS = [
+    b"[" * 50_000,
+    b'{"data": 7}',
+    b'{"data": [{"id": 7}]}',
+    b'{"data": [{}]}',
+    b'{"data": null}',
+    b"\xff",
+    b'{"data": [{"id": "\\ud800"}]}',
+]
+
+
+@pytest.mark.parametrize("body", LISTS, ids=range(len(LISTS)))
+async def test_a_rude_list_of_models_spoils_nothing(body: bytes) -> None:
+    async with rude("D") as (deployment, d):
+        (instance,) = deployment.registry.known("D")
+        d.models_answer = OK + JSON + b"Content-Length: %d\r\n\r\n" % len(body) + body
+        instance.healthy = False
+        await until(lambda: instance.healthy)
+        async with deployment.client.get(f"{deployment.url}/v1/models") as response:
+            assert response.status in (200, 502)
+            await response.json()
