@@ -19,6 +19,7 @@ class Counters:
         "chunks_void",  # granted, but sent as filler
         "chunks_scattered",
         "chunks_dropped",  # received for a transfer that had ended
+        "chunks_waited",  # on D announced, on P granted, and no room in the staging at first
         "transfers_sent",
         "transfers_loaded",
         "transfers_failed",

@@ -43,10 +43,9 @@ class Incoming:
             if entry is None or not entry.receiver.pieces(peer.rank, chunk.attempt, chunk.chunk):
                 peer.asked.popleft()
                 continue
-            if self.staged + chunk.nbytes > self._ctx.options.staging_bytes:
-                return
-            posted = peer.post(now)
+            posted = peer.post(now) if self._may_hold(peer, chunk.nbytes) else None
             if posted is None:
+                peer.wait()
                 return
             effects = entry.receiver.posted(peer.rank, chunk, peer.link, posted.receive.landing)
             self._requests.run(entry, effects, now)
@@ -91,6 +90,14 @@ class Incoming:
             part = receive.buffer[offset : offset + size]
             pages.scatter(part, layers, (piece.start, piece.stop), heads, entry.blocks)
             offset += size
+
+    def _may_hold(self, peer: Inlet, nbytes: int) -> bool:
+        """Whether this peer's receives may hold so many bytes more.
+
+        Who holds something must leave as much to the others, so peers that are silent never take everything.
+        """
+        left = self._ctx.options.staging_bytes - self.staged - nbytes
+        return left >= 0 and (not peer.staged or peer.staged + nbytes <= left)
 
     @property
     def staged(self) -> int:

@@ -53,6 +53,7 @@ class Inlet:
     asked: deque[tuple[str, Chunk]] = field(default_factory=deque)
     """Announced chunks that wait for room."""
     posted: deque[Posted] = field(default_factory=deque)
+    _waited: Chunk | None = None
     _inbound: Inbound | None = None
 
     @property
@@ -154,6 +155,12 @@ class Inlet:
         posted = Posted(receive, key, chunk, now)
         self.posted.append(posted)
         return posted
+
+    def wait(self) -> None:
+        """There is no room for the oldest announced chunk: count that, once."""
+        if self._inbound is not None and self._inbound.ready() and self.asked[0][1] is not self._waited:
+            self._waited = self.asked[0][1]
+            self.ctx.counters.add("chunks_waited")
 
     def note(self, message: Sent) -> None:
         """P says what it has put into the oldest posted receive of which it had not said so yet.

@@ -57,6 +57,7 @@ class Outlet:
     """Whether the link was closed as idle, and waits for D to name a transfer."""
     orders: deque[tuple[str, Transmit]] = field(default_factory=deque)
     flights: deque[Flight] = field(default_factory=deque)
+    _waited: Transmit | None = None
     _invited: bool = False
     _next: float = 0.0
     _pause: float = 0.0
@@ -154,6 +155,9 @@ class Outlet:
             raise LinkError(f"D grants {order.grant.nbytes} bytes in a window of {self.window}")
         send = self._outbound.reserve(order.grant.nbytes, order.grant.landing)
         if send is None:
+            if order is not self._waited:
+                self._waited = order
+                self.ctx.counters.add("chunks_waited")
             return None
         self.orders.popleft()
         return key, order, send
