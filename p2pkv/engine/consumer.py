@@ -168,6 +168,17 @@ class Consumer:
         """Whether nothing is due soon."""
         return not self._requests.entries and not any(peer.posted for peer in self._peers.values())
 
+    # The end.
+
+    def leave(self, now: float) -> None:
+        """Load nothing any more."""
+        self._requests.leave(f"{self._ctx.hello.address} is shutting down", now)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is under way: a load that nobody will use is not worth waiting for."""
+        return not any(not entry.receiver.load.ended for entry in self._requests.entries.values())
+
     def close(self) -> None:
         for peer in list(self._peers.values()):
             peer.abort("D is shutting down")

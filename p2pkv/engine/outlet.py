@@ -22,6 +22,10 @@ FIRST_PAUSE, LAST_PAUSE = 0.1, 5.0
 """Seconds between tries to build a link that keeps failing, the first after one at once."""
 
 
+MAX_UNCONFIRMED = 4096
+"""Transfers of one rank of D on whose last word a rank that stops would wait."""
+
+
 @dataclass(frozen=True, slots=True)
 class Flight:
     """A send that D has not taken yet."""
@@ -57,6 +61,8 @@ class Outlet:
     """Whether the link was closed as idle, and waits for D to name a transfer."""
     orders: deque[tuple[str, Transmit]] = field(default_factory=deque)
     flights: deque[Flight] = field(default_factory=deque)
+    unconfirmed: dict[tuple[str, int], None] = field(default_factory=dict)
+    """Transfers (key, attempt) of which D has been sent something, and has not said its last word."""
     _waited: Transmit | None = None
     _invited: bool = False
     _next: float = 0.0
@@ -119,6 +125,7 @@ class Outlet:
         self._pause = min(max(2 * self._pause, FIRST_PAUSE), LAST_PAUSE)
         self.orders.clear()
         self.flights.clear()
+        self.unconfirmed.clear()
 
     def park(self, now: float, tell: str = "") -> None:
         """Close the idle link until D names a transfer; `tell`: why, for D."""
@@ -129,6 +136,21 @@ class Outlet:
         """D names a transfer: a parked link is built again."""
         self.wanted, self.parked = now, False
         self.invite(now)
+
+    def sent(self, key: str, attempt: int) -> None:
+        """Something of this transfer has gone out."""
+        self.unconfirmed[key, attempt] = None
+        if len(self.unconfirmed) > MAX_UNCONFIRMED:
+            del self.unconfirmed[next(iter(self.unconfirmed))]
+
+    def confirmed(self, key: str, attempt: int) -> None:
+        """D has all of this transfer, or wants nothing more of it."""
+        self.unconfirmed.pop((key, attempt), None)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is on its way to D, or may still be."""
+        return bool(self.orders or self.flights or self.unconfirmed)
 
     def poll(self) -> bool:
         """Move what can be moved; whether the link has just come up. Raises LinkError."""

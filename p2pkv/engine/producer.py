@@ -27,6 +27,7 @@ class Producer:
     def __init__(self, context: Context) -> None:
         self._ctx = context
         self._peers: dict[Place, Outlet] = {}
+        self._leaving = ""
         self._prompts = Prompts(context, self._peers)
         self._outgoing = Outgoing(context, self._peers, self._prompts)
         context.counters.gauges |= {
@@ -108,6 +109,8 @@ class Producer:
     def _hello(self, line: Line, hello: m.Hello, now: float) -> None:
         mine = self._ctx.hello
         try:
+            if self._leaving:
+                raise Refused(self._leaving)
             if hello.to != mine.address:
                 raise Refused(
                     f"{hello.address} dialed {hello.to}, but this rank is {mine.address}: "
@@ -193,6 +196,21 @@ class Producer:
         """Whether nothing is due soon."""
         return self._prompts.quiet and all(peer.up for peer in self._peers.values())
 
+    # The end.
+
+    def leave(self, now: float) -> None:
+        """Take on nothing new, and end what cannot be finished now."""
+        self._leaving = f"{self._ctx.hello.address} is shutting down"
+        self._prompts.leave(self._leaving, now)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is under way."""
+        return not any(self._prompts.live(*self._prompts.entries)) and not any(
+            peer.busy for peer in self._peers.values()
+        )
+
     def close(self) -> None:
+        self._prompts.leave(self._leaving, 0.0, finish=False)
         for peer in list(self._peers.values()):
             peer.abort(0.0, "P is shutting down")

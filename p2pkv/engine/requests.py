@@ -208,6 +208,11 @@ class Requests:
             if peer in entry.peers.values() or str(entry.expect.prefill) == peer.address
         ]
 
+    def leave(self, reason: str, now: float) -> None:
+        """This rank stops: nothing is loaded any more, and P need not keep anything."""
+        for entry in list(self.entries.values()):
+            self.run(entry, entry.receiver.cancel(reason), now)
+
     # Time.
 
     def tick(self, now: float) -> None:

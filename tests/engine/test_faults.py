@@ -55,7 +55,7 @@ def lone(links):
 def vanish(engine: Engine) -> None:
     """Die as by kill -9: no farewell."""
     for each in engine.ranks:
-        each.rank._half.close = lambda: None
+        each.rank._finish = each.rank._half.close = lambda: None
     engine.stop()
 
 
