@@ -36,7 +36,9 @@ MAX_SOCKETS = 16_384
 """A dialed line takes three: itself and its watch, which has two ends."""
 
 LINGER_MS = 500
-"""How long a closing endpoint waits for its last words to leave; for peers in health no time at all."""
+"""How long a closing endpoint waits for its last words to leave; for peers in health no time at all.
+
+A peer that has dialed us loses what it has not read when the connection ends, so who listens waits before."""
 
 LASTING = 0.5
 """Seconds after which a connection that ends is dialed again at once; others wait for `redial`."""
@@ -68,7 +70,6 @@ class Endpoint:
         self._troubles: deque[Trouble] = deque(maxlen=MAX_STRANGERS)
         self._answered: dict[bytes, Line] = {}
         self._dialed: dict[zmq.Socket[bytes], Line] = {}
-        self._last_words: list[tuple[Line, bytes]] = []
         self._gate = Gate(members, allowed)
         self._asked = self._gate.open(self._context)
         self._poller.register(self._asked, zmq.POLLIN)
@@ -158,8 +159,6 @@ class Endpoint:
 
     def receive(self) -> Iterator[tuple[Line, bytes]]:
         """What has come in, without waiting. What is not one frame comes as b"", which is no message."""
-        words, self._last_words = self._last_words, []
-        yield from words
         for socket in [self._router, *self._dialed]:
             for _ in range(BURST):
                 if socket.closed:
@@ -226,23 +225,11 @@ class Endpoint:
         failure = next(watch.failures(), None)
         if failure is not None and failure.lost:
             # libzmq dials again by itself, but not after every kind of end.
-            self._hear_out(line)
             self._shut(line)
             if time.monotonic() - line.since > LASTING:
                 self.redial(line)
         elif failure is not None:
             self._give_up(line, no_answer(line.address, failure, self._members is not None))
-
-    def _hear_out(self, line: Line) -> None:
-        """What a peer said before it hung up counts."""
-        for _ in range(BURST):
-            if line._socket is None:
-                return
-            try:
-                frames = _frames(line._socket)
-            except zmq.Again:
-                return
-            self._last_words.append((line, frames[0] if len(frames) == 1 else b""))
 
     def _give_up(self, line: Line, reason: str) -> None:
         self._shut(line)

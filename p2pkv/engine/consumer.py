@@ -170,13 +170,16 @@ class Consumer:
 
     # The end.
 
-    def leave(self, now: float) -> None:
-        """Load nothing any more."""
+    told = False
+    """Whether a peer needs time to hear of it: a P hears even what was said just before the end."""
+
+    def leave(self, now: float, finish: bool = True) -> None:
+        """Load nothing any more, whatever `finish`: nobody would use it."""
         self._requests.leave(f"{self._ctx.hello.address} is shutting down", now)
 
     @property
     def over(self) -> bool:
-        """Whether nothing is under way: a load that nobody will use is not worth waiting for."""
+        """Whether nothing is under way."""
         return not any(not entry.receiver.load.ended for entry in self._requests.entries.values())
 
     def close(self) -> None:

@@ -28,6 +28,8 @@ class Producer:
         self._ctx = context
         self._peers: dict[Place, Outlet] = {}
         self._leaving = ""
+        self.told = False
+        """Whether ranks of D were told that something has ended because this rank stops."""
         self._prompts = Prompts(context, self._peers)
         self._outgoing = Outgoing(context, self._peers, self._prompts)
         context.counters.gauges |= {
@@ -198,10 +200,10 @@ class Producer:
 
     # The end.
 
-    def leave(self, now: float) -> None:
-        """Take on nothing new, and end what cannot be finished now."""
+    def leave(self, now: float, finish: bool = True) -> None:
+        """Take on nothing new, and end what cannot be finished now; without `finish` everything."""
         self._leaving = f"{self._ctx.hello.address} is shutting down"
-        self._prompts.leave(self._leaving, now)
+        self.told |= self._prompts.leave(self._leaving, now, finish)
 
     @property
     def over(self) -> bool:
@@ -211,6 +213,5 @@ class Producer:
         )
 
     def close(self) -> None:
-        self._prompts.leave(self._leaving, 0.0, finish=False)
         for peer in list(self._peers.values()):
             peer.abort(0.0, "P is shutting down")

@@ -196,16 +196,22 @@ class Prompts:
             if entry.decode == peer.hello.addresses[0]:
                 self.run(entry, entry.sender.lost(peer.hello.rank, reason), now)
 
-    def leave(self, reason: str, now: float, finish: bool = True) -> None:
-        """This rank stops: with `finish`, what D waits for and P has computed may go on. All else ends."""
-        self._leaving = reason
+    def leave(self, reason: str, now: float, finish: bool) -> bool:
+        """This rank stops: with `finish`, what D waits for and P has computed may go on. All else ends.
+
+        Returns whether some rank of D was told so.
+        """
+        self._leaving, told = reason, False
         for key in self._early.known():
             for place, early in self._early.take(key).items():
                 if peer := self._peers.get(place):
                     self._ctx.tell(peer.line, m.Failed(key, early.attempt, reason))
+                    told = True
         for entry in self.live(*self.entries):
             if not (finish and entry.sender.awaited):
+                told = told or bool(entry.sender.legs)
                 self.run(entry, entry.sender.abort(reason), now)
+        return told
 
     # Time.
 

@@ -31,6 +31,9 @@ SOON = 0.001
 FINISH_SECONDS = 2.0
 """How long a rank that is stopped goes on with what is under way."""
 
+LAST_WORDS_SECONDS = 0.1
+"""How long peers may take to read that the rest has ended: what they have not read when we close is lost."""
+
 STOP_SECONDS = FINISH_SECONDS + 3.0
 
 QUIET_SECONDS = 60.0
@@ -124,13 +127,18 @@ class Rank:
         """Carry out what was ordered before the stop, then end by a deadline what can end well."""
         end, left = time.monotonic() + FINISH_SECONDS, False
         while time.monotonic() < end and not (left and self._half.over):
-            self._next_tick = min(self._next_tick, time.monotonic() + TICK)
-            self._round()
+            self._round(soon=True)
             if not left and not self._commands:
                 left = True
                 self._guarded(lambda: self._half.leave(time.monotonic()))
+        self._guarded(lambda: self._half.leave(time.monotonic(), finish=False))
+        end = time.monotonic() + LAST_WORDS_SECONDS
+        while self._half.told and time.monotonic() < end:
+            self._round(soon=True)
 
-    def _round(self) -> None:
+    def _round(self, soon: bool = False) -> None:
+        if soon:
+            self._next_tick = min(self._next_tick, time.monotonic() + TICK)
         self._guarded(self._turn)
 
     def _guarded(self, act: Callable[[], None]) -> None:
