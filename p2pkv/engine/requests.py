@@ -68,8 +68,8 @@ class Requests:
 
     def _receiver(self, expect: do.Expect, now: float) -> Receiver:
         self._attempt += 1
-        lease = self._ctx.options.lease_seconds
-        return Receiver(expect.key, self._attempt, expect.tokens, expect.digest, lease, now)
+        lease, stall = self._ctx.options.lease_seconds, self._ctx.options.stall_seconds
+        return Receiver(expect.key, self._attempt, expect.tokens, expect.digest, lease, now, stall)
 
     def load(self, load: do.Load, now: float) -> None:
         """If the transfer has ended, that has been said already, and is said only once."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from math import inf
 
 from p2pkv.protocol.effects import Effect, Finished, Offered, Post, Tell
 from p2pkv.protocol.machine import Machine, RemoteProtocolError, Table
@@ -84,7 +85,9 @@ class Receiver:
         digest: bytes,
         lease: float,
         now: float,
+        stall: float = inf,
     ) -> None:
+        """`stall`: seconds without a byte after which a load ends, although P says that it is alive."""
         self.key = key
         self.attempt = attempt
         self.tokens = tokens
@@ -92,7 +95,9 @@ class Receiver:
         self.lease = lease
         self.load = Machine(f"load {key}", LOAD, Load.WAITING)
         self.sources: dict[int, _Source] = {}
+        self.stall = stall
         self._began = now
+        self._moved = now
         self.nothing = False
         """D has said that it wants none of it."""
 
@@ -129,6 +134,7 @@ class Receiver:
         if self._idle:
             return self._let_go()
         self.load.local(On.WANT)
+        self._moved = now
         out: list[Effect] = []
         for rank, source in self.sources.items():
             source.coverage = Coverage(source.debt.window(start, stop))
@@ -242,7 +248,7 @@ class Receiver:
         announced = source.chunks.pop(chunk)
         assert source.coverage is not None and announced.sent
         source.coverage.filled(announced.chunk.nbytes)
-        source.heard = now
+        source.heard = self._moved = now
         if not source.satisfied:
             return []
         out: list[Effect] = [Tell(rank, Done(self.key, self.attempt))]
@@ -255,16 +261,26 @@ class Receiver:
 
     @property
     def deadline(self) -> float | None:
-        """The end of the earliest lease; None when there is nothing to wait for."""
+        """The end of the earliest lease, or of a load that stalls; None when there is nothing to wait for."""
         if self.load.ended or self._idle:
             return None
         heard = [source.heard for source in self.sources.values() if not source.satisfied]
-        return min(heard, default=self._began) + self.lease
+        lease = min(heard, default=self._began) + self.lease
+        return min(lease, self._stalls) if self.load.state is Load.LOADING else lease
+
+    @property
+    def _stalls(self) -> float:
+        return self._moved + self.stall
 
     def tick(self, now: float) -> list[Effect]:
         deadline = self.deadline
         if deadline is None or now < deadline:
             return []
+        if deadline == self._stalls:
+            return self.cancel(
+                f"P answers, and has pushed nothing of this prompt for {self.stall:g} s: its engine hangs, or "
+                "it has preempted the prompt, perhaps for want of pages that it keeps for what has no room here"
+            )
         return self.cancel(
             f"P has not confirmed this request for {self.lease:g} s; it is dead, or never got it"
         )
