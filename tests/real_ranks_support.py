@@ -49,6 +49,7 @@ class Engine(Instance):
 
     def __init__(self, role: str, tp: int, port: int, blocks: int, **options: Any) -> None:
         super().__init__(role, ranks=tp, blocks=blocks, port=port, link="host", **options)
+        self.role = role
         self.address = Address("127.0.0.1", port)
         self.connectors: list[P2pKvConnector] = []
         self.pages: list[list[torch.Tensor]] = []

@@ -278,8 +278,9 @@ class Receiver:
             return []
         if deadline == self._stalls:
             return self.cancel(
-                f"P answers, and has pushed nothing of this prompt for {self.stall:g} s: its engine hangs, or "
-                "it has preempted the prompt, perhaps for want of pages that it keeps for what has no room here"
+                f"P answers, and has pushed nothing of this prompt for {self.stall:g} s: its engine hangs, "
+                "or it has preempted the prompt, perhaps for want of pages that it keeps for what this D "
+                "has no room for"
             )
         return self.cancel(
             f"P has not confirmed this request for {self.lease:g} s; it is dead, or never got it"
