@@ -73,6 +73,14 @@ class Engine(Instance):
         for connector in self.connectors:
             connector.shutdown()
 
+    def admits(self, may: bool) -> None:
+        """Whether the scheduler admits requests: if not, each is asked for again in the next step."""
+        connector = self.scheduler.connector
+        if may:
+            vars(connector).pop("get_num_new_matched_tokens", None)
+        else:
+            connector.get_num_new_matched_tokens = lambda request, computed: (None, False)
+
     def forward(self, worker: Worker, scheduled: SchedulerOutput) -> None:
         """Compute each scheduled token's KV, layer by layer, and check all that it attends to."""
         rank = self.workers.index(worker)

@@ -96,10 +96,9 @@ def test_a_lock_of_pages_on_p_and_pages_on_d_ends_when_the_load_has_stalled(engi
     def both_have_begun() -> bool:
         return [asking.begun for asking in begun.values()] == [1, 1]
 
-    # D hears of both, but makes no step in which it could admit one, until both have begun on P.
-    d.scheduler.max_num_running_reqs = 0
+    d.admits(False)
     run(p, d, both_have_begun)
-    d.scheduler.max_num_running_reqs = 8
+    d.admits(True)
     finish(p, d)
     assert list(d.ended.values()) == ["length"] * 2
     assert d.workers[0].rank.counters.values["transfers_failed"] == 1
