@@ -66,6 +66,12 @@ class Inlet:
         assert self.hello is not None
         return self.hello.rank
 
+    def is_of_the_engine_of(self, first: Inlet) -> bool:
+        """Whether both have said the same of their engine; only of two that have been welcomed."""
+        assert self.hello is not None and self.plan is not None
+        assert first.hello is not None and first.plan is not None
+        return (self.hello.addresses, self.plan.digest) == (first.hello.addresses, first.plan.digest)
+
     def owes(self, edge: Edge) -> Debt:
         """What this rank owes us with `edge`; only of one that has been welcomed."""
         assert self.wire is not None

@@ -114,11 +114,23 @@ class Requests:
         peers = {rank: self._peer(place, now) for rank, place in places.items()}
         if not all(peer.dialing.open and peer.rank == rank for rank, peer in peers.items()):
             return
+        if stray := next((peer for peer in peers.values() if not peer.is_of_the_engine_of(first)), None):
+            self._stray(entry, stray, first, now)
+            return
         entry.peers = peers
         for peer in peers.values():
             peer.ask(m.Waiting(((entry.expect.key, entry.receiver.attempt),)), now)
         debts = {rank: peers[rank].owes(edge) for rank, edge in edges.items()}
         self.run(entry, entry.receiver.attach(debts, now), now)
+
+    def _stray(self, entry: Entry, stray: Inlet, first: Inlet, now: float) -> None:
+        """What a rank has said may be left from before a restart of its engine: it is asked anew."""
+        reason = f"{stray.address} and {first.address} say different things of the engine that both are in"
+        entry.tries += 1
+        if entry.tries > MAX_TRIES:
+            advice = "start all ranks of that P anew, with the same options"
+            self.run(entry, entry.receiver.lost(f"{reason}; {advice}"), now)
+        self.lost(stray, reason, now)
 
     def _peer(self, address: Address, now: float) -> Inlet:
         peer = self._peers.get(str(address))
