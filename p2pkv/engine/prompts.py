@@ -73,6 +73,11 @@ class Prompts:
             if entry is not None and not entry.sender.prompt.ended:
                 yield entry
 
+    def paired(self, key: str, peer: Outlet) -> Entry | None:
+        """The entry of this key, if it is for this D: no other has a say in it."""
+        entry = self.entries.get(key)
+        return entry if entry is not None and entry.decode == peer.hello.addresses[0] else None
+
     @property
     def quiet(self) -> bool:
         """Whether no prompt is known, and none is asked for."""
@@ -127,7 +132,7 @@ class Prompts:
         """D's rank says something about one transfer."""
         if isinstance(message, m.Done | m.Cancel):
             peer.confirmed(key, message.attempt)
-        entry = self.entries.get(key)
+        entry = self.paired(key, peer)
         if entry is None:
             if isinstance(message, m.Grant) and message.link == peer.link:
                 if len(peer.orders) >= MAX_ORDERS:
