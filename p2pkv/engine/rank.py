@@ -31,7 +31,7 @@ SOON = 0.001
 FINISH_SECONDS = 2.0
 """How long a rank that is stopped goes on with what is under way."""
 
-LAST_WORDS_SECONDS = 0.1
+LAST_WORDS_SECONDS = 0.3
 """How long peers may take to read that the rest has ended: what they have not read when we close is lost."""
 
 STOP_SECONDS = FINISH_SECONDS + 3.0

@@ -13,8 +13,8 @@ from p2pkv.links.memory import MemoryNetwork
 
 ONE = Geometry()
 BLOCKS = list(range(6))
-LEASE, STALL = 0.8, 1.2
-LONG = 2.5
+LEASE, STALL = 1.0, 1.6
+LONG = 3.0
 """Seconds: several leases, and longer than a stall."""
 
 
