@@ -56,9 +56,19 @@ def model_folder() -> Path:
 
 
 def vllm_config(
-    role: str, *, policy: str = "fail", budget: int = 64, seqs: int = 8, port: int | None = None, **extra: Any
+    role: str,
+    *,
+    policy: str = "fail",
+    budget: int = 64,
+    seqs: int = 8,
+    port: int | None = None,
+    reserve: bool = True,
+    **extra: Any,
 ) -> VllmConfig:
-    """A configuration for one instance; `budget` is of tokens in a step, `extra` goes to p2pkv."""
+    """A configuration for one instance; `budget` is of tokens in a step, `extra` goes to p2pkv.
+
+    `reserve`: a prompt is begun only if all of it fits, vLLM's default.
+    """
     load_general_plugins()
     kv_role, address = _ROLES[role]
     return VllmConfig(
@@ -70,6 +80,7 @@ def vllm_config(
             max_model_len=512,
             is_encoder_decoder=False,
             enable_chunked_prefill=True,
+            scheduler_reserve_full_isl=reserve,
         ),
         kv_transfer_config=KVTransferConfig(
             kv_connector="P2pKvConnector",

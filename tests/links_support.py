@@ -106,9 +106,12 @@ def noise(nbytes: int, seed: int) -> torch.Tensor:
 class Peer:
     """A child process at the other end of the link."""
 
-    def __init__(self, role: str, mode: str) -> None:
+    def __init__(self, *arguments: str, script: Path = PEER) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(PEER), role, mode], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, str(script), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def tell(self, **what: object) -> None:

@@ -166,6 +166,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             staging_bytes=options.staging_bytes,
             device=cache.device,
             nccl_channels=options.nccl_num_channels,
+            allowed=options.allowed_peers,
         )
         hello = hello_of(config, options, cache, layers, number, links.kind)
         # With micro-batches a layer's hook comes once for each of them.

@@ -108,6 +108,8 @@ class Worker:
 
     def results(self) -> KVConnectorTransferResults:
         """Each id once, and a send only when vLLM has been told to wait for it."""
+        # An engine that is idle after this must not count as hung, and some runners leave out the end.
+        self.rank.steps.end()
         for event in self.rank.events():
             if isinstance(event, do.PagesFree):
                 self._free.add(event.key)

@@ -35,6 +35,11 @@ MAX_STRANGERS = 4096
 MAX_SOCKETS = 16_384
 """A dialed line takes three: itself and its watch, which has two ends."""
 
+LINGER_MS = 500
+"""How long a closing endpoint waits for its last words to leave; for peers in health no time at all.
+
+A peer that has dialed us loses what it has not read when the connection ends, so who listens waits before."""
+
 LASTING = 0.5
 """Seconds after which a connection that ends is dialed again at once; others wait for `redial`."""
 
@@ -175,9 +180,9 @@ class Endpoint:
 
     def close(self) -> None:
         for line in list(self._dialed.values()):
-            self._shut(line)
+            self._shut(line, LINGER_MS)
         self._watch.close()
-        self._router.close(0)
+        self._router.close(LINGER_MS)
         self._asked.close(0)
         self._context.term()
         with self._waking:
@@ -230,7 +235,7 @@ class Endpoint:
         self._shut(line)
         self._troubles.append(Trouble(line, reason))
 
-    def _shut(self, line: Line) -> None:
+    def _shut(self, line: Line, linger: int = 0) -> None:
         """Close what a dialed line has open."""
         socket, line._socket = line._socket, None
         if socket is None:
@@ -242,7 +247,7 @@ class Endpoint:
             line._watch = None
         if socket in self._poller:
             self._poller.unregister(socket)
-        socket.close(0)
+        socket.close(linger)
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)

@@ -174,6 +174,20 @@ class Consumer:
         """Whether nothing is due soon."""
         return not self._requests.entries and not any(peer.posted for peer in self._peers.values())
 
+    # The end.
+
+    told = False
+    """Whether a peer needs time to hear of it: a P hears even what was said just before the end."""
+
+    def leave(self, now: float, finish: bool = True) -> None:
+        """Load nothing any more, whatever `finish`: nobody would use it."""
+        self._requests.leave(f"{self._ctx.hello.address} is shutting down", now)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is under way."""
+        return not any(not entry.receiver.load.ended for entry in self._requests.entries.values())
+
     def close(self) -> None:
         for peer in list(self._peers.values()):
             peer.abort("D is shutting down")

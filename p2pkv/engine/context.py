@@ -87,23 +87,26 @@ class Ends:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._reasons: dict[str, str] = {}
+        self._reasons: dict[str, tuple[float, str]] = {}
         self._order: deque[tuple[float, str]] = deque()
 
     def add(self, key: str, reason: str, now: float) -> None:
-        self._reasons[key] = reason
+        self._reasons[key] = now, reason
         self._order.append((now, key))
         self.expire(now)
 
     def get(self, key: str) -> str | None:
-        return self._reasons.get(key)
+        found = self._reasons.get(key)
+        return found[1] if found is not None else None
 
     def discard(self, key: str) -> None:
         self._reasons.pop(key, None)
 
     def expire(self, now: float) -> None:
         while self._order and (len(self._order) > self.MOST or now - self._order[0][0] > self.seconds):
-            self._reasons.pop(self._order.popleft()[1], None)
+            since, key = self._order.popleft()
+            if key in self._reasons and self._reasons[key][0] == since:
+                del self._reasons[key]
 
     def __len__(self) -> int:
         return len(self._reasons)

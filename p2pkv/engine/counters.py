@@ -21,6 +21,7 @@ class Counters:
         "chunks_scattered",
         "chunks_dropped",  # received for a transfer that had ended
         "chunks_corrupt",  # received with another checksum than P had sent
+        "chunks_waited",  # on D announced, on P granted, and no room in the staging at first
         "transfers_sent",
         "transfers_loaded",
         "transfers_failed",

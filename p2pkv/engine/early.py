@@ -63,6 +63,10 @@ class EarlyClaims:
         """P has heard of this prompt: what was said before."""
         return self._claims.pop(key, {})
 
+    def known(self) -> list[str]:
+        """The prompts of which something was said."""
+        return list(self._claims)
+
     def expire(self, now: float) -> None:
         for key, claims in list(self._claims.items()):
             for place, early in list(claims.items()):

@@ -53,10 +53,9 @@ class Incoming:
                 peer.asked.popleft()
                 continue
             reserve = RESERVED * self._ctx.options.chunk_bytes if _is_ahead(entry) else 0
-            if self.staged + chunk.nbytes + reserve > self._ctx.options.staging_bytes:
-                return
-            posted = peer.post(now)
+            posted = peer.post(now) if self._may_hold(peer, chunk.nbytes, reserve) else None
             if posted is None:
+                peer.wait()
                 return
             effects = entry.receiver.posted(peer.rank, chunk, peer.link, posted.receive.landing)
             self._requests.run(entry, effects, now)
@@ -166,6 +165,14 @@ class Incoming:
                 part_bytes = here.buffer[offset + begin :][: window.size(part)]
                 here.pages.scatter(part_bytes, layers, (part.start, part.stop), heads, entry.blocks)
             offset += window.size(piece)
+
+    def _may_hold(self, peer: Inlet, nbytes: int, reserve: int) -> bool:
+        """Whether this peer's receives may hold so many bytes more, and leave `reserve` bytes.
+
+        Who holds something must leave as much to the others, so peers that are silent never take everything.
+        """
+        left = self._ctx.options.staging_bytes - self.staged - nbytes - reserve
+        return left >= 0 and (not peer.staged or peer.staged + nbytes <= left)
 
     @property
     def staged(self) -> int:

@@ -53,6 +53,7 @@ class Inlet:
     asked: deque[tuple[str, Chunk]] = field(default_factory=deque)
     """Announced chunks that wait for room."""
     posted: deque[Posted] = field(default_factory=deque)
+    _waited: Chunk | None = None
     _inbound: Inbound | None = None
 
     @property
@@ -69,6 +70,12 @@ class Inlet:
     def verify(self) -> bool:
         """Whether this rank or ours wants a checksum of each chunk."""
         return self.hello is not None and verified(self.ctx.hello, self.hello)
+
+    def is_of_the_engine_of(self, first: Inlet) -> bool:
+        """Whether both have said the same of their engine; only of two that have been welcomed."""
+        assert self.hello is not None and self.plan is not None
+        assert first.hello is not None and first.plan is not None
+        return (self.hello.addresses, self.plan.digest) == (first.hello.addresses, first.plan.digest)
 
     def owes(self, edge: Edge) -> Debt:
         """What this rank owes us with `edge`; only of one that has been welcomed."""
@@ -159,6 +166,12 @@ class Inlet:
         posted = Posted(receive, key, chunk, now)
         self.posted.append(posted)
         return posted
+
+    def wait(self) -> None:
+        """There is no room for the oldest announced chunk: count that, once."""
+        if self._inbound is not None and self._inbound.ready() and self.asked[0][1] is not self._waited:
+            self._waited = self.asked[0][1]
+            self.ctx.counters.add("chunks_waited")
 
     def note(self, message: Sent) -> None:
         """P says what it has put into the oldest posted receive of which it had not said so yet.

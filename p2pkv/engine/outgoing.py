@@ -50,7 +50,7 @@ class Outgoing:
         The gather may only be queued: the send is ordered behind it, `Copies` knows of it, and whoever
         takes pages back waits for it.
         """
-        entry = self._prompts.entries.get(key)
+        entry = self._prompts.paired(key, peer)
         wrong = ""
         with self._ctx.reading:
             void = entry is None or not entry.sender.readable(order) or key in self._ctx.revoked

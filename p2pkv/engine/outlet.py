@@ -23,6 +23,10 @@ FIRST_PAUSE, LAST_PAUSE = 0.1, 5.0
 """Seconds between tries to build a link that keeps failing, the first after one at once."""
 
 
+MAX_UNCONFIRMED = 4096
+"""Transfers of one rank of D on whose last word a rank that stops would wait."""
+
+
 @dataclass(frozen=True, slots=True)
 class Flight:
     """A send that D has not taken yet."""
@@ -68,6 +72,9 @@ class Outlet:
     flights: deque[Flight] = field(default_factory=deque)
     words: deque[Word] = field(default_factory=deque)
     """In the order of the sends; only where checksums are wanted."""
+    unconfirmed: dict[tuple[str, int], None] = field(default_factory=dict)
+    """Transfers (key, attempt) of which D has been sent something, and has not said its last word."""
+    _waited: Transmit | None = None
     _invited: bool = False
     _next: float = 0.0
     _pause: float = 0.0
@@ -140,6 +147,7 @@ class Outlet:
         self.orders.clear()
         self.flights.clear()
         self.words.clear()
+        self.unconfirmed.clear()
 
     def park(self, now: float, tell: str = "") -> None:
         """Close the idle link until D names a transfer; `tell`: why, for D."""
@@ -150,6 +158,21 @@ class Outlet:
         """D names a transfer: a parked link is built again."""
         self.wanted, self.parked = now, False
         self.invite(now)
+
+    def sent(self, key: str, attempt: int) -> None:
+        """Something of this transfer has gone out."""
+        self.unconfirmed[key, attempt] = None
+        if len(self.unconfirmed) > MAX_UNCONFIRMED:
+            del self.unconfirmed[next(iter(self.unconfirmed))]
+
+    def confirmed(self, key: str, attempt: int) -> None:
+        """D has all of this transfer, or wants nothing more of it."""
+        self.unconfirmed.pop((key, attempt), None)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether something is on its way to D, or may still be."""
+        return self.busy or bool(self.unconfirmed)
 
     def poll(self) -> bool:
         """Move what can be moved; whether the link has just come up. Raises LinkError."""
@@ -182,6 +205,9 @@ class Outlet:
             raise LinkError(f"D grants {order.grant.nbytes} bytes in a window of {self.window}")
         send = self._outbound.reserve(order.grant.nbytes, order.grant.landing)
         if send is None:
+            if order is not self._waited:
+                self._waited = order
+                self.ctx.counters.add("chunks_waited")
             return None
         self.orders.popleft()
         return key, order, send

@@ -27,6 +27,9 @@ class Producer:
     def __init__(self, context: Context) -> None:
         self._ctx = context
         self._peers: dict[Place, Outlet] = {}
+        self._leaving = ""
+        self.told = False
+        """Whether ranks of D were told that something has ended because this rank stops."""
         self._prompts = Prompts(context, self._peers)
         self._outgoing = Outgoing(context, self._peers, self._prompts)
         context.counters.gauges |= {
@@ -110,6 +113,8 @@ class Producer:
     def _hello(self, line: Line, hello: m.Hello, now: float) -> None:
         mine = self._ctx.hello
         try:
+            if self._leaving:
+                raise Refused(self._leaving)
             if hello.to != mine.address:
                 raise Refused(
                     f"{hello.address} dialed {hello.to}, but this rank is {mine.address}: "
@@ -195,6 +200,20 @@ class Producer:
     def idle(self) -> bool:
         """Whether nothing is due soon."""
         return self._prompts.quiet and all(peer.up for peer in self._peers.values())
+
+    # The end.
+
+    def leave(self, now: float, finish: bool = True) -> None:
+        """Take on nothing new, and end what cannot be finished now; without `finish` everything."""
+        self._leaving = f"{self._ctx.hello.address} is shutting down"
+        self.told |= self._prompts.leave(self._leaving, now, finish)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is under way."""
+        return not any(self._prompts.live(*self._prompts.entries)) and not any(
+            peer.unfinished for peer in self._peers.values()
+        )
 
     def close(self) -> None:
         for peer in list(self._peers.values()):

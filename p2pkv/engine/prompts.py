@@ -43,6 +43,7 @@ class Prompts:
         self._terms = Terms(options.chunk_bytes, options.lease_seconds, options.whole_request)
         self._early = EarlyClaims(options.lease_seconds)
         self._ends = Ends(options.lease_seconds)
+        self._leaving = ""
         self.entries: dict[str, Entry] = {}
         context.counters.gauges |= {
             "prompts": lambda: sum(1 for e in tuple(self.entries.values()) if not e.sender.prompt.ended),
@@ -72,6 +73,11 @@ class Prompts:
             if entry is not None and not entry.sender.prompt.ended:
                 yield entry
 
+    def paired(self, key: str, peer: Outlet) -> Entry | None:
+        """The entry of this key, if it is for this D: no other has a say in it."""
+        entry = self.entries.get(key)
+        return entry if entry is not None and entry.decode == peer.hello.addresses[0] else None
+
     @property
     def quiet(self) -> bool:
         """Whether no prompt is known, and none is asked for."""
@@ -88,6 +94,8 @@ class Prompts:
         for key, attempt in transfers:
             reason = self._ends.get(key)
             entry = self.entries.get(key)
+            if entry is None and self._leaving:
+                reason = reason or self._leaving
             if reason is not None or (entry is not None and entry.decode != peer.hello.addresses[0]):
                 another = f"P has this request paired with another D, {entry.decode if entry else ''}"
                 reason = reason or another
@@ -130,7 +138,9 @@ class Prompts:
         self, peer: Outlet, key: str, message: m.Want | m.Grant | m.Done | m.Cancel, now: float
     ) -> None:
         """D's rank says something about one transfer."""
-        entry = self.entries.get(key)
+        if isinstance(message, m.Done | m.Cancel):
+            peer.confirmed(key, message.attempt)
+        entry = self.paired(key, peer)
         if entry is None:
             if isinstance(message, m.Grant) and message.link == peer.link:
                 if len(peer.orders) >= MAX_ORDERS:
@@ -199,6 +209,23 @@ class Prompts:
             if entry.decode == peer.hello.addresses[0]:
                 self.run(entry, entry.sender.lost(peer.hello.rank, reason), now)
 
+    def leave(self, reason: str, now: float, finish: bool) -> bool:
+        """This rank stops: with `finish`, what D waits for and P has computed may go on. All else ends.
+
+        Returns whether some rank of D was told so.
+        """
+        self._leaving, told = reason, False
+        for key in self._early.known():
+            for place, early in self._early.take(key).items():
+                if peer := self._peers.get(place):
+                    self._ctx.tell(peer.line, m.Failed(key, early.attempt, reason))
+                    told = True
+        for entry in self.live(*self.entries):
+            if not (finish and entry.sender.awaited):
+                told = told or bool(entry.sender.legs)
+                self.run(entry, entry.sender.abort(reason), now)
+        return told
+
     # Time.
 
     def tick(self, now: float) -> None:
@@ -215,6 +242,10 @@ class Prompts:
             match effect:
                 case Tell(rank, message):
                     peer = self._peers.get((entry.decode, rank))
+                    if peer is not None and isinstance(message, m.Sent) and not message.void:
+                        peer.sent(message.key, message.attempt)
+                    elif peer is not None and isinstance(message, m.Failed):
+                        peer.confirmed(message.key, message.attempt)
                     if peer is not None and not self._ctx.tell(peer.line, message):
                         self.drop(peer, f"the connection to {peer.address} is gone", now)
                 case Transmit():

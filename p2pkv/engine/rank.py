@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from p2pkv.config import Options
 from p2pkv.control.endpoint import Endpoint, Line
@@ -28,7 +28,13 @@ TICK, IDLE_TICK = 0.02, 0.25
 SOON = 0.001
 """Seconds to sleep while a link has something under way; messages end the sleep at once."""
 
-STOP_SECONDS = 5.0
+FINISH_SECONDS = 2.0
+"""How long a rank that is stopped goes on with what is under way."""
+
+LAST_WORDS_SECONDS = 0.3
+"""How long peers may take to read that the rest has ended: what they have not read when we close is lost."""
+
+STOP_SECONDS = FINISH_SECONDS + 3.0
 
 QUIET_SECONDS = 60.0
 """Between two lines about connections that said nothing wrong and went: a monitor may make many."""
@@ -51,6 +57,8 @@ class Rank:
         self._half = Producer(self._ctx) if hello.role == "P" else Consumer(self._ctx)
         self.counters = self._ctx.counters
         self._next_quiet = 0.0
+        self._soon = False
+        self._next_tick = 0.0
         self._asleep = False
         self._stopping = False
         self._thread = threading.Thread(
@@ -91,7 +99,11 @@ class Rank:
         return out
 
     def stop(self) -> None:
-        """End the thread, the sockets and the links, by a deadline. Idempotent."""
+        """End the thread, the sockets and the links, by a deadline. Idempotent.
+
+        P first pushes what it has computed and D waits for, for FINISH_SECONDS at most; all else ends at
+        once, on both sides, and peers are told why.
+        """
         self._stopping = True
         self._ctx.endpoint.wake()
         self._thread.join(STOP_SECONDS)
@@ -106,37 +118,58 @@ class Rank:
 
     def _main(self) -> None:
         with own_stream(self._ctx.cache.device):
-            self._loop()
+            while not self._stopping:
+                self._round()
+            self._finish()
             self._close()
 
-    def _loop(self) -> None:
-        soon, next_tick = False, 0.0
-        while not self._stopping:
-            try:
-                self._sleep(soon, next_tick)
-                now = time.monotonic()
-                self._look_after_connections(now)
-                self._listen(now)
-                self._obey(now)
-                soon = self._half.pump(now)
-                self._ctx.copies.poll(now)
-                soon = soon or len(self._ctx.copies) > 0
-                if now >= next_tick:
-                    self._half.tick(now)
-                    next_tick = now + IDLE_TICK
-                if not self._half.idle:
-                    next_tick = min(next_tick, now + TICK)
-            except Exception:
-                # A fault of ours in one round must not end the thread: leases end what it broke.
-                log.exception("an error in p2pkv's engine thread; it goes on")
-                soon = False
+    def _finish(self) -> None:
+        """Carry out what was ordered before the stop, then end by a deadline what can end well."""
+        end, left = time.monotonic() + FINISH_SECONDS, False
+        while time.monotonic() < end and not (left and self._half.over):
+            self._round(soon=True)
+            if not left and not self._commands:
+                left = True
+                self._guarded(lambda: self._half.leave(time.monotonic()))
+        self._guarded(lambda: self._half.leave(time.monotonic(), finish=False))
+        end = time.monotonic() + LAST_WORDS_SECONDS
+        while self._half.told and time.monotonic() < end:
+            self._round(soon=True)
 
-    def _sleep(self, soon: bool, next_tick: float) -> None:
+    def _round(self, soon: bool = False) -> None:
+        if soon:
+            self._next_tick = min(self._next_tick, time.monotonic() + TICK)
+        self._guarded(self._turn)
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        """A fault of ours in one round must not end the thread: leases end what it broke."""
+        try:
+            act()
+        except Exception:
+            log.exception("an error in p2pkv's engine thread; it goes on")
+            self._soon = False
+
+    def _turn(self) -> None:
+        self._sleep()
+        now = time.monotonic()
+        self._look_after_connections(now)
+        self._listen(now)
+        self._obey(now)
+        soon = self._half.pump(now)
+        self._ctx.copies.poll(now)
+        self._soon = soon or len(self._ctx.copies) > 0
+        if now >= self._next_tick:
+            self._half.tick(now)
+            self._next_tick = now + IDLE_TICK
+        if not self._half.idle:
+            self._next_tick = min(self._next_tick, now + TICK)
+
+    def _sleep(self) -> None:
         self._asleep = True
         if self._commands:
             seconds = SOON if self._blocked() else 0.0
         else:
-            seconds = SOON if soon else max(0.0, next_tick - time.monotonic())
+            seconds = SOON if self._soon else max(0.0, self._next_tick - time.monotonic())
         self._ctx.endpoint.wait(seconds)
         self._asleep = False
 

@@ -84,8 +84,8 @@ class Requests:
 
     def _receiver(self, expect: do.Expect, now: float, ahead: bool = False) -> Receiver:
         self._attempt += 1
-        lease = self._ctx.options.lease_seconds
-        return Receiver(expect.key, self._attempt, expect.tokens, expect.digest, lease, now, ahead)
+        lease, stall = self._ctx.options.lease_seconds, self._ctx.options.stall_seconds
+        return Receiver(expect.key, self._attempt, expect.tokens, expect.digest, lease, now, stall, ahead)
 
     def load(self, load: do.Load, now: float) -> None:
         """If the transfer has ended, that has been said already, and is said only once."""
@@ -127,11 +127,23 @@ class Requests:
         peers = {rank: self._peer(place, now) for rank, place in places.items()}
         if not all(peer.dialing.open and peer.rank == rank for rank, peer in peers.items()):
             return
+        if stray := next((peer for peer in peers.values() if not peer.is_of_the_engine_of(first)), None):
+            self._stray(entry, stray, first, now)
+            return
         entry.peers = peers
         for peer in peers.values():
             peer.ask(m.Waiting(((entry.expect.key, entry.receiver.attempt),)), now)
         debts = {rank: peers[rank].owes(edge) for rank, edge in edges.items()}
         self.run(entry, entry.receiver.attach(debts, now), now)
+
+    def _stray(self, entry: Entry, stray: Inlet, first: Inlet, now: float) -> None:
+        """What a rank has said may be left from before a restart of its engine: it is asked anew."""
+        reason = f"{stray.address} and {first.address} say different things of the engine that both are in"
+        entry.tries += 1
+        if entry.tries > MAX_TRIES:
+            advice = "start all ranks of that P anew, with the same options"
+            self.run(entry, entry.receiver.lost(f"{reason}; {advice}"), now)
+        self.lost(stray, reason, now)
 
     def _ranks(self, peer: Inlet) -> tuple[dict[int, Edge], dict[int, Address]]:
         """What the ranks of this rank's engine owe us, and where those are that must hear of a request."""
@@ -148,15 +160,15 @@ class Requests:
         if message.key in self.entries or peer.hello is None:
             return
         edges, places = self._ranks(peer)
-        peers = [self._peers.get(str(place)) for place in places.values()]
+        first = Address.parse(peer.hello.addresses[0])
+        peers = [self._peers.get(str(place)) for place in [first, *places.values()]]
         if not all(each is not None and each.dialing.open for each in peers):
             return
         windows = [peer.owes(edge).window(0, message.tokens) for edge in edges.values()]
         shelf = self._shelves.take(sum(window.nbytes for window in windows), now)
         if shelf is None:
             return
-        place = Address.parse(peer.hello.addresses[0])
-        expect = do.Expect(message.key, place, message.tokens, message.digest)
+        expect = do.Expect(message.key, first, message.tokens, message.digest)
         entry = Entry(expect, self._receiver(expect, now, ahead=True), shelf=shelf)
         self.entries[message.key] = entry
         self._connect(entry, now)
@@ -248,6 +260,11 @@ class Requests:
             for entry in self.entries.values()
             if peer in entry.peers.values() or str(entry.expect.prefill) == peer.address
         ]
+
+    def leave(self, reason: str, now: float) -> None:
+        """This rank stops: nothing is loaded any more, and P need not keep anything."""
+        for entry in list(self.entries.values()):
+            self.run(entry, entry.receiver.cancel(reason), now)
 
     # Time.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from p2pkv.links.base import Inbound, LinkError, LinkFactory, Outbound, Receive, Send
+from p2pkv.trust import Networks
 
 KINDS = ("auto", "host", "nccl")
 
@@ -17,6 +18,7 @@ def make_factory(
     shared_memory: bool = True,
     device: torch.device | None = None,
     nccl_channels: int = 8,
+    allowed: Networks | None = None,
 ) -> LinkFactory:
     """The factory of links for one rank.
 
@@ -27,6 +29,7 @@ def make_factory(
         shared_memory: whether host links may share memory with ranks of the same machine.
         device: where the KV is; for `nccl` the current CUDA device by default.
         nccl_channels: the most channels of an NCCL communicator.
+        allowed: networks outside of which host links dial nobody; NCCL finds its ways itself.
 
     Raises ValueError for an unknown kind, for one that this machine lacks, a bad host, or no memory.
     """
@@ -38,7 +41,7 @@ def make_factory(
         return cuda_links(staging_bytes, device=device, channels=nccl_channels)
     from p2pkv.links.host import HostLinks
 
-    return HostLinks(host, staging_bytes, shared_memory)
+    return HostLinks(host, staging_bytes, shared_memory, allowed)
 
 
 def _has_cuda() -> bool:

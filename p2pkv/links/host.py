@@ -17,6 +17,7 @@ from p2pkv.links.host_inbound import HostInbound
 from p2pkv.links.shared_memory import SharedOutbound
 from p2pkv.links.tcp import is_loopback, numeric
 from p2pkv.links.tcp_outbound import Budget, TcpOutbound
+from p2pkv.trust import Networks
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +27,20 @@ class HostLinks(LinkFactory):
 
     kind = "host"
 
-    def __init__(self, host: str, staging_bytes: int, shared_memory: bool = True) -> None:
+    def __init__(
+        self, host: str, staging_bytes: int, shared_memory: bool = True, allowed: Networks | None = None
+    ) -> None:
         """Raises ValueError for a host that peers cannot dial or no staging.
 
         Args:
             host: address or name of this machine that peers can dial; D's ends listen there.
             staging_bytes: what all TCP sends of this rank may hold together; shared memory needs none.
             shared_memory: False makes every link use TCP.
+            allowed: networks outside of which no D is dialed; None for any.
         """
         self.host = numeric(host)
         self.shared_memory = shared_memory and can_share()
+        self._allowed = allowed
         self._budget = Budget(staging_bytes)
         self._links: weakref.WeakSet[HostInbound | SharedOutbound | TcpOutbound] = weakref.WeakSet()
         self._closed = False
@@ -104,6 +109,11 @@ class HostLinks(LinkFactory):
         return SharedOutbound(arena, invited.nonce)
 
     def _dial(self, invited: Invitation, accepted: Acceptance) -> TcpOutbound:
+        if self._allowed is not None and not self._allowed.admits(accepted.host):
+            raise LinkError(
+                f"the peer's {accepted.host} is not dialed: allowed_peers are {self._allowed}; add the "
+                "network of that instance"
+            )
         place = blobs.here()
         elsewhere = place is not None and accepted.place is not None and place.boot != accepted.place.boot
         if is_loopback(accepted.host) and elsewhere:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from math import inf
 
 from p2pkv.protocol.effects import Effect, Finished, Offered, Post, Tell
 from p2pkv.protocol.machine import Machine, RemoteProtocolError, Table
@@ -103,9 +104,11 @@ class Receiver:
         digest: bytes,
         lease: float,
         now: float,
+        stall: float = inf,
         ahead: bool = False,
     ) -> None:
-        """`ahead`: P has begun it, and no request for it has come to D yet; see `adopt`."""
+        """`stall`: seconds without a byte after which a load ends, although P says that it is alive.
+        `ahead`: P has begun it, and no request for it has come to D yet; see `adopt`."""
         self.key = key
         self.attempt = attempt
         self.tokens = tokens
@@ -113,7 +116,9 @@ class Receiver:
         self.lease = lease
         self.load = Machine(f"load {key}", LOAD, Load.WAITING)
         self.sources: dict[int, _Source] = {}
+        self.stall = stall
         self._began = now
+        self._moved = now
         self.nothing = False
         """D has said that it wants none of it."""
         self.ahead = ahead
@@ -155,6 +160,7 @@ class Receiver:
             )
         if self._idle:
             return self._let_go()
+        self._moved = now
         if self.load.state is Load.AHEAD:
             self.load.local(On.WANT)
             return [Tell(rank, Want(self.key, self.attempt, 0, self.tokens)) for rank in self.sources]
@@ -292,7 +298,7 @@ class Receiver:
         if announced.kept:
             source.kept -= 1
             source.kept_bytes -= announced.chunk.nbytes
-        source.heard = now
+        source.heard = self._moved = now
         if source.coverage.left:
             return []
         out: list[Effect] = [Tell(rank, Done(self.key, self.attempt))]
@@ -305,18 +311,31 @@ class Receiver:
 
     @property
     def deadline(self) -> float | None:
-        """The end of the earliest lease; None when there is nothing to wait for."""
+        """The end of the earliest lease, or of a load that stalls; None when there is nothing to wait for."""
         if self.load.ended or self._idle:
             return None
         if not self.sources:
             return self._began + self.lease
         heard = [source.heard for source in self.sources.values() if not source.satisfied]
-        return min(heard) + self.lease if heard else None
+        ends = [min(heard) + self.lease] if heard else []
+        if self.load.state is Load.LOADING:
+            ends.append(self._stalls)
+        return min(ends, default=None)
+
+    @property
+    def _stalls(self) -> float:
+        return self._moved + self.stall
 
     def tick(self, now: float) -> list[Effect]:
         deadline = self.deadline
         if deadline is None or now < deadline:
             return []
+        if deadline == self._stalls:
+            return self.cancel(
+                f"P answers, and has pushed nothing of this prompt for {self.stall:g} s: its engine hangs, "
+                "or it has preempted the prompt, perhaps for want of pages that it keeps for what this D "
+                "has no room for"
+            )
         return self.cancel(
             f"P has not confirmed this request for {self.lease:g} s; it is dead, or never got it"
         )

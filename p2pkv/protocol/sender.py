@@ -147,6 +147,11 @@ class Sender:
         leg.heard, leg.limit = now, limit or leg.limit
         return self._announce(rank, leg, flush=opened or self.prompt.state is Prompt.COMPUTED)
 
+    @property
+    def awaited(self) -> bool:
+        """Whether all of it is computed, and a rank of D has something to wait for."""
+        return self.prompt.state is Prompt.COMPUTED and bool(self._open())
+
     def vouches(self, rank: int, attempt: int) -> bool:
         """Whether this transfer is alive here, so that D may go on waiting: what Holding says."""
         return self._leg(rank, attempt) is not None

@@ -1,147 +1,29 @@
-"""P and D whole but for the model: vLLM's schedulers, our connectors, real ranks, links and pages.
-
-The made-up model's KV of a token is a hash of all tokens up to it, so every page that any forward of P
-or D attends to can be checked: what was pushed, what a prefix cache kept, what a preemption took back.
-"""
+"""P and D whole but for the model: vLLM's schedulers, our connectors, real ranks, links and pages."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import zmq
-from connector_support import BLOCK, LAYERS, Instance, inner_id, kv_cache_config, pair_id, tokens
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
+from connector_support import inner_id, pair_id, tokens
+from real_ranks_support import Engine, ask_both, finish, starting
 
-from p2pkv.cli.processes import free_ports
-from p2pkv.connector import P2pKvConnector
-from p2pkv.connector.worker import Worker
 from p2pkv.control.discovery import decode_ping
 from p2pkv.control.members import Members
-from p2pkv.pairing import Address
 
 pytestmark = pytest.mark.vllm
-
-HEADS, CONTENT = 2, 32
-
-
-class MadeUpModel:
-    """The KV of token ids: each row depends on its layer, its head, and all tokens up to its own."""
-
-    def __init__(self) -> None:
-        self._hashes: dict[tuple[str, int], list[int]] = {}
-
-    def kv(self, request: Request, stop: int, layer: int, head: int) -> torch.Tensor:
-        """[token, content] of tokens [0, stop)."""
-        seed = layer * HEADS + head
-        hashes = self._hashes.setdefault((request.request_id, seed), [])
-        for token in request.all_token_ids[len(hashes) : stop]:
-            hashes.append(zlib.crc32(token.to_bytes(4, "little"), hashes[-1] if hashes else seed))
-        rows = torch.tensor([each & 0xFFFF for each in hashes[:stop]], dtype=torch.float32)
-        return rows[:, None] + torch.arange(CONTENT) / CONTENT
-
-
-class Engine(Instance):
-    """An instance of `tp` real ranks, which listens from `port` on."""
-
-    def __init__(self, role: str, tp: int, port: int, blocks: int, **options: Any) -> None:
-        super().__init__(role, ranks=tp, blocks=blocks, port=port, link="host", **options)
-        self.address = Address("127.0.0.1", port)
-        self.connectors: list[P2pKvConnector] = []
-        self.pages: list[list[torch.Tensor]] = []
-        self.heads = HEADS // tp
-        self.model = MadeUpModel()
-        self.meanwhile: Callable[[], None] = lambda: None
-        """What others do before each layer of a forward."""
-
-    def start(self, be_rank: Callable[[int], None]) -> None:
-        blocks = self.config.cache_config.num_gpu_blocks
-        for rank in range(len(self.ranks)):
-            be_rank(rank)
-            caches = {name: torch.full((blocks, self.heads, BLOCK, CONTENT), -1.0) for name in LAYERS}
-            connector = P2pKvConnector(self.config, KVConnectorRole.WORKER, kv_cache_config(blocks))
-            connector.register_kv_caches(caches)
-            self.connectors.append(connector)
-            self.pages.append(list(caches.values()))
-        self.workers = [connector._worker for connector in self.connectors]
-
-    def stop(self) -> None:
-        for connector in self.connectors:
-            connector.shutdown()
-
-    def forward(self, worker: Worker, scheduled: SchedulerOutput) -> None:
-        """Compute each scheduled token's KV, layer by layer, and check all that it attends to."""
-        rank = self.workers.index(worker)
-        for layer, name in enumerate(LAYERS):
-            self.meanwhile()
-            for attend in (False, True):
-                for request_id, count in scheduled.num_scheduled_tokens.items():
-                    self._attention(rank, layer, request_id, count, attend)
-            worker.layer(name)
-
-    def _attention(self, rank: int, layer: int, request_id: str, count: int, attend: bool) -> None:
-        request = self.scheduler.requests[request_id]
-        # The scheduler has advanced num_computed_tokens already.
-        stop = request.num_computed_tokens
-        slots = torch.arange(0 if attend else stop - count, stop)
-        table = torch.tensor(self.blocks(request))
-        for head in range(self.heads):
-            page = self.pages[rank][layer][:, head]
-            values = self.model.kv(request, stop, layer, rank * self.heads + head)
-            if attend:
-                assert torch.equal(page[table[slots // BLOCK], slots % BLOCK], values), (
-                    f"{request_id} attends to KV that is not its own, in layer {layer}"
-                )
-            else:
-                page[table[slots // BLOCK], slots % BLOCK] = values[stop - count :]
 
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Engine, Engine]]]:
-    from vllm.distributed import parallel_state
-
-    def be_rank(rank: int) -> None:
-        world = SimpleNamespace(rank_in_group=rank)
-        monkeypatch.setattr(parallel_state, "get_world_group", lambda: world)
-
-    with contextlib.ExitStack() as stack:
-
-        def start(tp_p: int, tp_d: int, blocks: int = 40, **options: Any) -> tuple[Engine, Engine]:
-            port = free_ports(tp_p + tp_d)
-            p = Engine("P", tp_p, port, blocks, **options)
-            d = Engine("D", tp_d, port + tp_p, blocks, **options)
-            for engine in (p, d):
-                stack.callback(engine.stop)
-                engine.start(be_rank)
-            return p, d
-
+    with starting(monkeypatch) as start:
         yield start
-
-
-def run(p: Engine, d: Engine, until: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Steps of both, as vLLM's loops make them, until the condition holds."""
-    end = time.monotonic() + seconds
-    while not until():
-        assert time.monotonic() < end, (p.ended, d.ended)
-        for engine in (p, d):
-            engine.step()
-        time.sleep(0.001)
-
-
-def finish(p: Engine, d: Engine) -> None:
-    run(p, d, lambda: not p.scheduler.requests and not d.scheduler.requests)
-    assert p.free == p._free
-    assert d.free == d._free
 
 
 @pytest.mark.parametrize(("tp_p", "tp_d"), [(1, 1), (2, 1), (1, 2), (2, 2)])
@@ -190,12 +72,6 @@ def test_prompts_with_a_common_beginning_in_one_step(engines: Any) -> None:
     finish(p, d)
     assert set(d.ended.values()) == {"length"}
     assert p.workers[0].rank.counters.values["bytes_early"] > 0, "nothing was pushed during the step"
-
-
-def ask_both(p: Engine, d: Engine, unique: int | str, prompt: list[int]) -> None:
-    outer = pair_id(unique, prefill=p.address, decode=d.address)
-    p.ask(inner_id(outer), prompt, max_tokens=1)
-    d.ask(inner_id(outer), prompt, max_tokens=5)
 
 
 @pytest.mark.parametrize("seed", range(4))

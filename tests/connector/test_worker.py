@@ -171,6 +171,18 @@ def test_every_layer_is_said_by_the_end_of_the_step_or_the_beginning_of_the_next
     assert kinds[:3] == ["Hold", "OfferPrompt", "Pages"]
 
 
+def test_a_rank_is_in_a_step_while_it_computes_and_idle_ever_after(make: Make) -> None:
+    """Or else an idle engine would count as hung; one runner leaves out the end of the step."""
+    runner, rank = make()
+    seen: list[int | None] = []
+    forward = runner.forward
+    runner.forward = lambda: (seen.append(rank.steps.running), forward())  # type: ignore[method-assign, func-returns-value]
+    runner.step(prefill_step(16, first=True))
+    assert seen == [1] and rank.steps.running is None
+    runner.step(StepMetadata())
+    assert rank.steps.running is None
+
+
 def test_a_hook_is_said_at_once(make: Make) -> None:
     runner, rank = make(hooked=[LAST])
     seen: list[list[do.Computed]] = []
@@ -230,7 +242,7 @@ def test_loads_are_handed_over_before_the_forward_and_reported_once(make: Make) 
     runner.forward = lambda: at_forward.extend(rank.said(do.Load))  # type: ignore[method-assign]
     runner.step(StepMetadata(work=True, loads=[("r", load)]))
     assert at_forward == [load]
-    assert (rank.steps.running is not None) is isinstance(runner, FirstWithDrafterBeforeTheLastStage)
+    assert rank.steps.running is None
     rank.load("k")
     told_last = [runner.step(StepMetadata()) for _ in range(3)]
     assert [set(each.finished_recving or ()) for each in told_last] == [{"r"}, set(), set()]

@@ -14,6 +14,7 @@ from engine_support import (
     at_baseline,
     engines,
     make_engine,
+    on_engine_thread,
     prefill,
     step,
     wait_for,
@@ -55,7 +56,7 @@ def lone(links):
 def vanish(engine: Engine) -> None:
     """Die as by kill -9: no farewell."""
     for each in engine.ranks:
-        each.rank._half.close = lambda: None
+        each.rank._finish = each.rank._half.close = lambda: None
     engine.stop()
 
 
@@ -294,6 +295,41 @@ def test_caches_that_do_not_fit(lone):
     d.do(do.Expect("k", p.address, 32, b"digest"))
     reason = failure(d, "k")
     assert "2" in reason and "3" in reason
+
+
+PIPELINED = {"layers": (2, 2), "tp": 1}
+
+
+def test_ranks_of_p_that_describe_their_engine_differently_are_not_believed(lone):
+    """Each of them fits D by itself; together they would send other rectangles than D has planned."""
+    p, d = lone("P", Geometry(tp=2), lease_seconds=60.0), lone("D", lease_seconds=60.0)
+    context = p.ranks[1].rank._ctx
+    cache = msgspec.structs.replace(context.hello.cache, **PIPELINED)
+    context.hello = msgspec.structs.replace(context.hello, cache=cache)
+    d.do(do.Expect("k", p.address, 32, b"digest"))
+    assert f"{p.address.shifted(1)} and {p.address} say different things" in failure(d, "k")
+
+
+def test_a_rank_of_p_that_speaks_of_an_engine_of_before_is_asked_anew(lone):
+    p, d = lone("P", Geometry(tp=2), lease_seconds=60.0), lone("D", lease_seconds=60.0)
+    context = p.ranks[1].rank._ctx
+    true = context.hello
+    context.hello = msgspec.structs.replace(true, cache=msgspec.structs.replace(true.cache, **PIPELINED))
+    consumer = d.ranks[0].rank._half
+    lost = consumer._requests.lost
+
+    def mend(peer, reason, now):
+        context.hello = true
+        on_engine_thread(p.ranks[1].rank, p.ranks[1].rank._half._peers.clear)
+        lost(peer, reason, now)
+
+    consumer._requests.lost = mend
+    d.do(do.Expect("k", p.address, 32, b"digest"))
+    prefill(p, "k", d.address, 32, BLOCKS, chunk=32)
+    d.wait(do.Begun("k"))
+    d.do(do.Load("k", 0, 31, (BLOCKS,)))
+    d.wait(do.Loaded("k"))
+    assert wrong_cells(d.ranks[0], BLOCKS, 0, 31) == []
 
 
 def test_a_second_instance_on_the_same_port(lone, links):

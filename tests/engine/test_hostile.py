@@ -9,7 +9,17 @@ import socket
 import msgspec
 import pytest
 import zmq
-from engine_support import Geometry, at_baseline, engines, prefill, wait_for, wrong_cells
+from engine_support import (
+    Geometry,
+    at_baseline,
+    engines,
+    make_engine,
+    on_engine_thread,
+    prefill,
+    step,
+    wait_for,
+    wrong_cells,
+)
 from hostile_support import DEEP, RAW, dealer, nearly_right, shout
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -244,6 +254,40 @@ def test_one_connection_that_says_it_is_many(pair, monkeypatch):
             assert reported(line)
         assert pair.counters("P")["peers"] <= 8
         pair.serves()
+
+
+def test_a_d_has_no_say_in_the_transfers_of_another():
+    """Whatever it says about them, with the right numbers, the other D's transfer goes on and arrives."""
+    network, blocks = MemoryNetwork(), list(range(6))
+    with contextlib.ExitStack() as stack:
+        p, d, other = (make_engine(role, Geometry(), lambda rank: network.rank()) for role in "PDD")
+        for each in (p, d, other):
+            stack.callback(each.stop)
+        for each, key in ((d, "k"), (other, "its own")):
+            each.do(do.Expect(key, p.address, 96, b"digest"))
+            p.do(do.OfferPrompt(key, each.address, 96, b"digest"))
+            each.wait(do.Begun(key))
+        d.do(do.Load("k", 0, 95, (blocks,)))
+        step(p, "k", blocks, 0, 48)
+        wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
+        (line,) = [peer.line for peer in other.ranks[0].rank._half._peers.values()]
+        context = other.ranks[0].rank._ctx
+        for message in (
+            m.Waiting((("k", 1),)),
+            m.Want("k", 1, 0, 16),
+            m.Done("k", 1),
+            m.Grant("k", 1, 0, 4096, 1, 0),
+            m.Grant("k", 1, 9, 4096, 1, 9),
+            m.Cancel("k", 1, "not mine"),
+        ):
+            on_engine_thread(other.ranks[0].rank, lambda message=message: context.tell(line, message))
+        counted = p.ranks[0].rank.counters.values
+        wait_for(lambda: counted["chunks_void"] or counted["links_aborted"])
+        step(p, "k", blocks, 48, 96)
+        d.wait(do.Loaded("k"))
+        assert wrong_cells(d.ranks[0], blocks, 0, 95) == []
+        p.wait(do.PagesFree("k"))
+        assert d.ranks[0].rank.counters.values["links_aborted"] == 0
 
 
 def test_grants_without_end_end_the_link(pair, monkeypatch):

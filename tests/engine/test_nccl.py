@@ -109,7 +109,7 @@ def test_a_d_that_dies_in_mid_push_costs_p_nothing(make: Make) -> None:
     d.do(do.Load("k", 0, 95, (BLOCKS,)))
     step(p, "k", BLOCKS, 0, 48)
     wait_for(lambda: p.ranks[0].rank.counters.values["bytes_sent"])
-    d.ranks[0].rank._half.close = lambda: None  # no farewell
+    d.ranks[0].rank._finish = d.ranks[0].rank._half.close = lambda: None  # no farewell
     d.stop()
     step(p, "k", BLOCKS, 48, 96)
     p.wait(do.PagesFree("k"))

@@ -20,6 +20,7 @@ from p2pkv.links.base import LinkError
 from p2pkv.links.blobs import Acceptance, Invitation, SharedArena
 from p2pkv.links.host import HostInbound, HostLinks, SharedOutbound, TcpOutbound
 from p2pkv.links.tcp import HEADER, MAGIC, TAKEN
+from p2pkv.trust import Networks
 
 WINDOW = 1 << 20
 
@@ -133,6 +134,21 @@ def test_a_loopback_address_of_another_host_is_refused_with_a_sentence(tcp: Host
         LinkError, match=r"127\.0\.0\.1, which only its own machine can reach; set its `host`"
     ):
         tcp.complete(invitation, blobs.encode(far))
+
+
+def test_an_address_outside_of_the_allowed_networks_is_not_dialed() -> None:
+    """D names it, and P would connect to it: to any service, if D is no friend."""
+    links = HostLinks("127.0.0.1", WINDOW, False, Networks.parse(["10.0.0.0/8", "127.0.0.1/32"]))
+    invitation, _, acceptance = accepted(links)
+    links.complete(invitation, blobs.encode(acceptance))
+    with socket.create_server(("127.0.0.2", 0)) as service:
+        far = msgspec.structs.replace(acceptance, host="127.0.0.2", port=service.getsockname()[1])
+        with pytest.raises(LinkError, match=r"127\.0\.0\.2 is not dialed: allowed_peers are 10\.0\.0\.0/8"):
+            links.complete(invitation, blobs.encode(far))
+        service.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            service.accept()
+    links.close()
 
 
 @pytest.mark.parametrize("host", ["localhost.invalid", "/tmp/socket", "a b"])

@@ -395,5 +395,24 @@ def test_a_source_whose_part_is_here_has_no_lease() -> None:
     assert isinstance(effects[-1], Finished) and not effects[-1].ok and made.load.state is Load.ENDED
 
 
+def test_a_load_that_stalls_ends_although_p_vouches_for_it() -> None:
+    """Its time runs from the want and from each chunk that comes; a P that says things renews nothing."""
+    made = Receiver(KEY, ATTEMPT, TOKENS, DIGEST, LEASE, now=0.0, stall=50.0)
+    made.attach(owed(), now=0.0)
+    for now in (20.0, 40.0, 60.0):
+        for rank in made.sources:
+            made.held(rank, now)
+        assert made.deadline == now + LEASE and made.tick(now) == []
+    offered(made).want(0, 9, now=70.0)
+    take(made, 0, whole(0), now=90.0)
+    for now in (110.0, 130.0):
+        made.held(1, now)
+        assert made.tick(now) == []
+    made.chunk(1, whole(1), 139.0)
+    assert made.deadline == 140.0 and made.tick(139.9) == []
+    finished = made.tick(140.0)[-1]
+    assert isinstance(finished, Finished) and "has pushed nothing of this prompt for 50 s" in finished.reason
+
+
 def test_the_repr_says_where_it_stands() -> None:
     assert repr(make()) == f"<load k:WAITING attempt {ATTEMPT} sources [0, 1]>"

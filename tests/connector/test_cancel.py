@@ -1,0 +1,166 @@
+"""A client leaves, at every stage and on either side: both sides let go, and D has a last word about it.
+
+One table for vLLM's schedulers, our connectors and real ranks; the proxy's own stages are its tests'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from connector_support import inner_id, pair_id, tokens
+from real_ranks_support import Engine, run, starting
+from vllm.v1.request import Request
+
+from p2pkv.connector.consuming import State
+from p2pkv.engine.context import Context
+
+pytestmark = pytest.mark.vllm
+
+LEASE = 1.5
+LENGTH = 100
+BUDGET = 48
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Engine, Engine]]]:
+    with starting(monkeypatch) as start:
+        yield start
+
+
+class Play:
+    """One request on a P and a D, brought to a stage."""
+
+    def __init__(self, p: Engine, d: Engine) -> None:
+        self.p, self.d = p, d
+        outer = pair_id("cancelled", prefill=p.address, decode=d.address)
+        self._id, self._prompt = inner_id(outer), tokens(LENGTH)
+        self.on_p: Request | None = None
+        self.on_d: Request | None = None
+
+    def ask_p(self, max_tokens: int = 1) -> None:
+        self.on_p = self.p.ask(self._id, self._prompt, max_tokens=max_tokens)
+
+    def ask_d(self, max_tokens: int = 20) -> None:
+        self.on_d = self.d.ask(self._id, self._prompt, max_tokens=max_tokens)
+
+    def both_until(self, condition: Callable[[], object]) -> None:
+        run(self.p, self.d, lambda: bool(condition()))
+
+    # Of D
+
+    def asking(self) -> Any:
+        return self.d.scheduler.connector._consuming._asking[self._id]
+
+    def ended(self, engine: Engine) -> bool:
+        return self._id in engine.ended
+
+    # The stages
+
+    def in_ps_queue(self) -> None:
+        self.p.admits(False)
+        self.ask_p()
+        self.ask_d()
+        for _ in range(5):
+            self.d.step()
+            self.p.step()
+        assert self.on_p is not None and not self.on_p.num_computed_tokens
+
+    def p_running(self) -> None:
+        """D waits, and P has computed the first chunk of three."""
+        self.d.admits(False)
+        self.ask_p()
+        self.ask_d()
+        self.p.step()
+        assert self.on_p is not None and 0 < self.on_p.num_computed_tokens < LENGTH
+
+    def p_done_and_d_not_yet_called(self) -> None:
+        self.ask_p()
+        while not self.ended(self.p):
+            self.p.step()
+
+    def transferring(self) -> None:
+        """D has a part of it, and P has not computed the rest."""
+        self.ask_p()
+        self.ask_d()
+        self.p.step()
+        counters = self.d.workers[0].rank.counters.values
+        run(self.d, self.d, lambda: bool(counters["bytes_scattered"]))
+        assert self.asking().state is State.LOADING
+
+    def d_waiting_for_admission(self) -> None:
+        """P has computed it, and D has no room for it."""
+        self.d.admits(False)
+        self.ask_p()
+        self.ask_d()
+        self.both_until(lambda: self.asking().begun and self.ended(self.p))
+        assert self.asking().state is State.WAITING
+
+    def just_admitted(self) -> None:
+        """D's scheduler has given it pages, and its workers have not heard of it."""
+        self.d_waiting_for_admission()
+        self.d.admits(True)
+        self.d.scheduled = self.d.scheduler.schedule()
+        assert self.asking().state is State.LOADING
+        self.d._running.append((self.d.scheduled, self.d._run(self.d.scheduled)))
+
+    def decoding(self) -> None:
+        self.ask_p()
+        self.ask_d(max_tokens=200)
+        self.both_until(lambda: self.on_d is not None and self.on_d.num_output_tokens > 2)
+
+    def finished(self) -> None:
+        self.ask_p()
+        self.ask_d()
+        self.both_until(lambda: self.ended(self.d))
+
+
+STAGES = [
+    Play.in_ps_queue,
+    Play.p_running,
+    Play.p_done_and_d_not_yet_called,
+    Play.transferring,
+    Play.d_waiting_for_admission,
+    Play.just_admitted,
+    Play.decoding,
+    Play.finished,
+]
+
+
+def holdings(engine: Engine) -> dict[str, int]:
+    """What an engine's ranks hold, beside what D last said about prompts that P has never heard of."""
+    gauges = ("prompts", "pages_held", "requests", "loads", "staging_bytes", "sends_under_way",
+              "receives_posted", "receives_asked", "copies")  # fmt: skip
+    held: dict[str, int] = {}
+    for worker in engine.workers:
+        context: Context = worker.rank._ctx
+        snapshot = context.counters.snapshot()
+        held |= {name: snapshot[name] for name in gauges if snapshot.get(name)}
+    return held
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("who", ["P", "D", "both"])
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.__name__)
+def test_a_client_that_leaves(engines: Any, stage: Callable[[Play], None], who: str, policy: str) -> None:
+    p, d = engines(1, 1, budget=BUDGET, policy=policy, lease_seconds=LEASE)
+    play = Play(p, d)
+    stage(play)
+    left = []
+    for engine, request in ((p, play.on_p), (d, play.on_d)):
+        if request is not None and not request.is_finished() and who in (engine.role, "both"):
+            engine.abort(request)
+            left.append(engine.role)
+    for engine in (p, d):
+        engine.admits(True)
+    if play.on_d is None and who == "P":
+        play.ask_d()  # the client is gone on P only: D comes late, and has an outcome too
+    run(p, d, lambda: not p.scheduler.requests and not d.scheduler.requests, seconds=4 * LEASE + 10)
+    assert p.free == p._free and d.free == d._free
+    run(p, d, lambda: not holdings(p) and not holdings(d), seconds=2 * LEASE + 5)
+    for engine, request in ((p, play.on_p), (d, play.on_d)):
+        assert request is None or play.ended(engine), f"{engine.role} has no last word"
+    if "D" not in left and play.on_d is not None:
+        wanted = {"length"} if policy == "recompute" else {"length", "error"}
+        assert d.ended[play._id] in wanted

@@ -1,0 +1,347 @@
+"""Staging is small, and some peers are slow: who is slow waits alone, and nothing is dropped."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from engine_support import (
+    Engine,
+    Geometry,
+    at_baseline,
+    engines,
+    make_engine,
+    on_engine_thread,
+    prefill,
+    wait_for,
+    wrong_cells,
+)
+
+from p2pkv.engine import commands as do
+from p2pkv.engine.consumer import Consumer
+from p2pkv.engine.producer import Producer
+from p2pkv.engine.rank import Rank
+from p2pkv.links.base import LinkFactory
+from p2pkv.links.host import HostLinks
+from p2pkv.links.memory import MemoryNetwork
+
+ONE = Geometry((8,))
+TOKENS = 65
+CHUNK = 4096
+STAGING = 4 * CHUNK
+"""Of each rank, for all its peers."""
+
+PROMPT = (TOKENS - 1) * 8 * 2 * 8 * 4
+"""Bytes of one prompt on the wire: twice the staging. A layer is a chunk."""
+
+Make = Callable[[str], Engine]
+
+
+@pytest.fixture(params=["memory", "shared memory", "tcp"])
+def links(request) -> Callable[[], LinkFactory]:
+    network = MemoryNetwork()
+    if request.param == "memory":
+        return lambda: network.rank(STAGING)
+    return lambda: HostLinks("127.0.0.1", STAGING, request.param == "shared memory")
+
+
+@pytest.fixture
+def make(links) -> Iterator[Make]:
+    """Engines of one rank whose peers may be silent for long."""
+    with contextlib.ExitStack() as stack:
+
+        def start(role: str) -> Engine:
+            options = {"staging_bytes": STAGING, "chunk_bytes": CHUNK, "lease_seconds": 60.0}
+            engine = make_engine(role, ONE, lambda rank: links(), **options)
+            stack.callback(engine.stop)
+            return engine
+
+        yield start
+
+
+def values(engine: Engine) -> dict[str, int]:
+    return engine.ranks[0].rank.counters.values
+
+
+def gauges(engine: Engine) -> dict[str, int]:
+    return engine.ranks[0].rank.counters.snapshot()
+
+
+def blocks_of(number: int) -> list[int]:
+    return list(range(5 * number, 5 * number + 5))
+
+
+def begin(p: Engine, d: Engine, key: str, number: int) -> None:
+    """The prompt is computed, and its load is admitted."""
+    d.do(do.Expect(key, p.address, TOKENS, b"digest"))
+    prefill(p, key, d.address, TOKENS, blocks_of(number), chunk=TOKENS, salt=number)
+    d.wait(do.Begun(key))
+    d.do(do.Load(key, 0, TOKENS - 1, (blocks_of(number),)))
+
+
+def arrives(p: Engine, d: Engine, key: str, number: int) -> None:
+    d.wait(do.Loaded(key))
+    for rank in d.ranks:
+        assert wrong_cells(rank, blocks_of(number), 0, TOKENS - 1, number) == []
+    p.wait(do.PagesFree(key))
+    for engine in (p, d):
+        engine.do(do.Forget(key))
+
+
+def whole(p: Engine, d: Engine, key: str, number: int) -> None:
+    begin(p, d, key, number)
+    arrives(p, d, key, number)
+
+
+def all_at_rest(*some: Engine) -> None:
+    wait_for(lambda: all(at_baseline(each) for each in some), what="the baseline of all")
+    assert all(values(each)["chunks_void"] + values(each)["chunks_dropped"] == 0 for each in some)
+    assert all(values(each)["links_aborted"] == 0 for each in some)
+
+
+class Slow:
+    """A D that stands still from `stop` on, in one of three ways, until `wake`."""
+
+    def __init__(self, d: Engine, how: str) -> None:
+        half = d.ranks[0].rank._half
+        assert isinstance(half, Consumer)
+        self._rank, self._how, self._half = d.ranks[0].rank, how, half
+        self._pump = half.pump
+        self._gate = threading.Event()
+
+    def stop(self) -> None:
+        match self._how:
+            case "frozen":
+                asleep = threading.Event()
+                self._rank.do(do.After(_Sleep(asleep, self._gate)))
+                assert asleep.wait(20.0)
+            case "grants nothing":
+                self._set(lambda now: False)
+            case "takes nothing":
+                self._set(self._only_grant)
+
+    def wake(self) -> None:
+        self._gate.set()
+        self._set(self._pump)
+
+    def _only_grant(self, now: float) -> bool:
+        incoming = self._half._incoming
+        for peer in incoming._peers.values():
+            incoming._post(peer, now)
+        return False
+
+    def _set(self, pump: Callable[[float], bool]) -> None:
+        on_engine_thread(self._rank, lambda: setattr(self._half, "pump", pump))
+
+
+class _Sleep:
+    """A fence at which the engine's thread sleeps."""
+
+    def __init__(self, asleep: threading.Event, gate: threading.Event) -> None:
+        self._asleep, self._gate = asleep, gate
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        raise AssertionError("nobody waits for this fence")
+
+    def follow(self) -> None:
+        self._asleep.set()
+        assert self._gate.wait(60.0)
+
+
+@pytest.mark.parametrize("how", ["frozen", "grants nothing", "takes nothing"])
+def test_a_slow_d_does_not_delay_the_other_ds_of_its_p(make: Make, how: str) -> None:
+    p, slow, others = make("P"), make("D"), [make("D") for _ in range(2)]
+    standstill = Slow(slow, how)
+    whole(p, slow, "before", 0)
+    before = values(slow)["bytes_scattered"]
+    # It is admitted, and stands still before it has moved anything.
+    slow.do(do.Expect("slow", p.address, TOKENS, b"digest"))
+    p.do(do.OfferPrompt("slow", slow.address, TOKENS, b"digest"))
+    slow.wait(do.Begun("slow"))
+    slow.do(do.Load("slow", 0, TOKENS - 1, (blocks_of(1),)))
+    wait_for(lambda: gauges(slow)["loads"] == 1)
+    standstill.stop()
+    prefill(p, "slow", slow.address, TOKENS, blocks_of(1), chunk=TOKENS, salt=1)
+    if how == "takes nothing":
+        wait_for(lambda: gauges(p)["sends_under_way"] >= 1)
+    for round_ in range(2):
+        for number, d in enumerate(others):
+            whole(p, d, f"{round_} {number}", 3 + 2 * round_ + number)
+    assert values(slow)["bytes_scattered"] == before
+    standstill.wake()
+    arrives(p, slow, "slow", 1)
+    all_at_rest(p, slow, *others)
+
+
+def hold_back(p: Engine) -> Callable[[], None]:
+    """A P that announces and obeys no grant; the result lets it go on."""
+    half = p.ranks[0].rank._half
+    assert isinstance(half, Producer)
+    pump = half.pump
+    on_engine_thread(p.ranks[0].rank, lambda: setattr(half, "pump", lambda now: False))
+    return lambda: on_engine_thread(p.ranks[0].rank, lambda: setattr(half, "pump", pump))
+
+
+@pytest.mark.parametrize("slow_ones", [1, 2])
+def test_slow_ps_do_not_delay_the_other_ps_of_their_d(make: Make, slow_ones: int) -> None:
+    """D has posted receives for them, and whoever holds some of its staging leaves as much to others."""
+    d, slow, other = make("D"), [make("P") for _ in range(slow_ones)], make("P")
+    go_on = []
+    for number, p in enumerate(slow):
+        whole(p, d, f"before {number}", number)
+        go_on.append(hold_back(p))
+        begin(p, d, f"slow {number}", number)
+    moved = values(d)["bytes_scattered"]
+    wait_for(lambda: gauges(d)["receives_posted"] >= slow_ones, what="receives for each slow P")
+    for number in range(3):
+        whole(other, d, f"{number}", 5 + number)
+    assert values(d)["bytes_scattered"] == moved + 3 * PROMPT
+    for number, p in enumerate(slow):
+        go_on[number]()
+        arrives(p, d, f"slow {number}", number)
+    all_at_rest(d, other, *slow)
+
+
+def test_too_little_staging_is_counted_and_nothing_is_lost(make: Make) -> None:
+    """On D in any case; on P where sends have staging of their own, and D takes none of them for a while."""
+    p, d = make("P"), make("D")
+    most = {"P": 0, "D": 0}
+
+    def within_budget(engine: Engine, role: str) -> None:
+        half = engine.ranks[0].rank._half
+        pump = half.pump
+
+        def watch(now: float) -> bool:
+            soon = pump(now)
+            most[role] = max(most[role], gauges(engine)["staging_bytes"])
+            return soon
+
+        on_engine_thread(engine.ranks[0].rank, lambda: setattr(half, "pump", watch))
+
+    within_budget(p, "P")
+    within_budget(d, "D")
+    for number in range(4):
+        begin(p, d, f"k{number}", number)
+    for number in range(4):
+        arrives(p, d, f"k{number}", number)
+    assert values(d)["chunks_waited"] > 0
+    assert values(d)["chunks_waited"] <= values(d)["chunks_scattered"], "each chunk counts once"
+    assert 0 < most["D"] <= STAGING and most["P"] <= STAGING
+    assert values(d)["bytes_scattered"] == 4 * PROMPT == values(p)["bytes_sent"]
+    all_at_rest(p, d)
+
+
+def test_staging_that_is_exhausted_on_p_is_counted_there() -> None:
+    """D grants more than this P has staging for."""
+    network = MemoryNetwork()
+    side = {"P": CHUNK, "D": 16 * CHUNK}
+    links = lambda role, rank: network.rank(side[role])  # noqa: E731
+    with engines(ONE, ONE, links, staging_bytes=16 * CHUNK, chunk_bytes=CHUNK) as (p, d):
+        whole(p, d, "k", 0)
+        chunks = values(p)["chunks_sent"]
+        assert 0 < values(p)["chunks_waited"] < chunks == values(d)["chunks_scattered"]
+        assert values(d)["chunks_waited"] == 0
+        all_at_rest(p, d)
+
+
+TWO = Geometry((8,), kv_heads=2, tp=2)
+NARROW = {"staging_bytes": 2048, "chunk_bytes": 1024, "lease_seconds": 60.0}
+ORDERS = [
+    *itertools.product(itertools.permutations("AB"), repeat=2),
+    (("A", "B", "C"), ("C", "B", "A")),
+    (("A", "B", "C"), ("B", "C", "A")),
+]
+
+
+def one_chunk_at_a_time(p: Engine, d: Engine) -> None:
+    """D's window is all of its staging, so that P cuts chunks of half of it, and D grants one of them."""
+    for rank in d.ranks:
+        half = rank.rank._half
+        assert isinstance(half, Consumer)
+        half._window = NARROW["staging_bytes"]
+
+
+@contextlib.contextmanager
+def two_ranks_each() -> Iterator[tuple[Engine, Engine]]:
+    network = MemoryNetwork()
+    with engines(TWO, TWO, lambda role, rank: network.rank(1024), **NARROW) as (p, d):
+        one_chunk_at_a_time(p, d)
+        yield p, d
+        for each in d.ranks:
+            assert each.rank.counters.values["chunks_waited"] > 0
+        all_at_rest(p, d)
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["P in order", "P in reverse"])
+@pytest.mark.parametrize("orders", ORDERS, ids=lambda orders: " ".join("".join(each) for each in orders))
+def test_ranks_that_grant_in_different_orders_do_not_lock_each_other(orders, reverse) -> None:
+    """Two ranks of D admit the same transfers in these orders, and there is room for one chunk only."""
+    with two_ranks_each() as (p, d):
+        keys = sorted(orders[0])
+        for key in keys:
+            d.do(do.Expect(key, p.address, TOKENS, b"digest"))
+            p.do(do.OfferPrompt(key, d.address, TOKENS, b"digest"))
+        for key in keys:
+            d.wait(do.Begun(key))
+        for place, order in enumerate(orders):
+            for key in order:
+                load = do.Load(key, 0, TOKENS - 1, (blocks_of(keys.index(key)),))
+                d.ranks[place].rank.do(load)
+        for key in reversed(keys) if reverse else keys:
+            number = keys.index(key)
+            prefill(p, key, d.address, TOKENS, blocks_of(number), chunk=32, salt=number)
+        for key in keys:
+            arrives(p, d, key, keys.index(key))
+
+
+@pytest.mark.parametrize("turns", list(itertools.permutations(range(4))), ids=str)
+def test_ranks_that_begin_to_move_data_in_any_order_do_not_lock_each_other(turns: tuple[int, ...]) -> None:
+    """Two of P and two of D; one rank of D admits A then B, the other one B then A."""
+    with two_ranks_each() as (p, d):
+        for number, key in enumerate("AB"):
+            d.do(do.Expect(key, p.address, TOKENS, b"digest"))
+            prefill(p, key, d.address, TOKENS, blocks_of(number), chunk=TOKENS, salt=number)
+        for key in "AB":
+            d.wait(do.Begun(key))
+        ranks = [each.rank for each in (*p.ranks, *d.ranks)]
+        gates = [threading.Event() for _ in ranks]
+        for rank, gate in zip(ranks, gates, strict=True):
+            rank._half.pump = _behind(gate, rank._half.pump)
+        for place, order in enumerate(("AB", "BA")):
+            for key in order:
+                load = do.Load(key, 0, TOKENS - 1, (blocks_of("AB".index(key)),))
+                d.ranks[place].rank.do(load)
+        for turn in turns:
+            gates[turn].set()
+            _look(ranks[turn])
+        for number, key in enumerate("AB"):
+            arrives(p, d, key, number)
+
+
+def _behind(gate: threading.Event, pump: Callable[[float], bool]) -> Callable[[float], bool]:
+    return lambda now: pump(now) if gate.is_set() else False
+
+
+def _look(rank: Rank) -> None:
+    """This rank has gone round once."""
+    on_engine_thread(rank, lambda: None)
+
+
+def test_a_load_on_one_rank_needs_no_load_on_another() -> None:
+    """What keeps ranks from locking each other: each rank of P sends what its own rank of D has granted."""
+    with two_ranks_each() as (p, d):
+        d.do(do.Expect("k", p.address, TOKENS, b"digest"))
+        prefill(p, "k", d.address, TOKENS, blocks_of(0), chunk=TOKENS)
+        d.wait(do.Begun("k"))
+        for rank, other in (d.ranks, d.ranks[::-1]):
+            other_before = other.rank.counters.values["bytes_scattered"]
+            rank.rank.do(do.Load("k", 0, TOKENS - 1, (blocks_of(0),)))
+            wait_for(lambda rank=rank: rank.heard(do.Loaded("k")), what="the load on one rank alone")
+            assert other.rank.counters.values["bytes_scattered"] == other_before
+        arrives(p, d, "k", 0)

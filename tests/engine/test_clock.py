@@ -1,0 +1,102 @@
+"""The wall clock jumps by hours and years, both ways: nothing happens early, late, or twice."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_support import Geometry, at_baseline, engines, prefill, step, wait_for, wrong_cells
+
+import p2pkv
+from p2pkv.engine import commands as do
+from p2pkv.links.host import HostLinks
+
+ONE = Geometry()
+BLOCKS = list(range(6))
+LEASE = 1.0
+HOUR, YEAR = 3600.0, 365 * 86400.0
+ROOT = Path(p2pkv.__file__).parents[1]
+WALL = {"time", "time_ns", "localtime", "gmtime", "ctime", "asctime", "now", "utcnow", "today"}
+"""What the modules `time` and `datetime` have to read the wall clock."""
+
+
+@pytest.fixture
+def jumps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the wall clock sees it somewhere else."""
+    right, right_ns = time.time, time.time_ns
+    offsets = itertools.cycle([HOUR, -HOUR, YEAR, -YEAR, 30 * YEAR, 0.0])
+    monkeypatch.setattr(time, "time", lambda: right() + next(offsets))
+    monkeypatch.setattr(time, "time_ns", lambda: right_ns() + int(next(offsets) * 1e9))
+
+
+@pytest.mark.usefixtures("jumps")
+@pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "tcp"])
+def test_a_transfer_arrives_and_leases_keep_their_time(shared: bool) -> None:
+    links = lambda role, rank: HostLinks("127.0.0.1", 1 << 20, shared)  # noqa: E731
+    with engines(ONE, ONE, links, lease_seconds=LEASE) as (p, d):
+        assert abs(time.time() - time.time()) >= HOUR, "the clock does not jump"
+        d.do(do.Expect("k", p.address, 96, b"digest"))
+        p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
+        d.wait(do.Begun("k"))
+        d.do(do.Load("k", 0, 95, (BLOCKS,)))
+        step(p, "k", BLOCKS, 0, 48)
+        # Longer than a lease, in which both say that they are alive: nobody's ends early.
+        end = time.monotonic() + 2.5 * LEASE
+        wait_for(lambda: time.monotonic() > end)
+        assert not d.ranks[0].events(do.LoadFailed) and not p.ranks[0].events(do.PagesFree)
+        step(p, "k", BLOCKS, 48, 96)
+        d.wait(do.Loaded("k"))
+        assert wrong_cells(d.ranks[0], BLOCKS, 0, 95) == []
+        p.wait(do.PagesFree("k"))
+        # And what nobody asks for ends when its lease has passed, neither at once nor much later.
+        began = time.monotonic()
+        prefill(p, "nobody's", d.address, 32, BLOCKS, chunk=32)
+        p.wait(do.PagesFree("nobody's"), LEASE + 5.0)
+        assert time.monotonic() - began >= LEASE * 0.9
+        for key in ("k", "nobody's"):
+            p.do(do.Forget(key))
+        d.do(do.Forget("k"))
+        wait_for(lambda: at_baseline(p) and at_baseline(d))
+
+
+def wall_clocks(source: str) -> Iterator[str]:
+    """Where a source reads the wall clock."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module in ("time", "datetime"):
+            yield from (
+                f"{node.lineno}: from {node.module} import {each.name}"
+                for each in node.names
+                if each.name in WALL
+            )
+        if isinstance(node, ast.Attribute) and node.attr in WALL:
+            parts = ast.unparse(node.value).split(".")
+            if parts[-1] in ("time", "datetime", "date"):
+                yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def test_no_module_reads_the_wall_clock() -> None:
+    """Times are monotonic, and durations on the wire. Who writes a time for people goes into this list."""
+    for_people: set[str] = set()
+    sources = [*sorted((ROOT / "p2pkv").rglob("*.py")), *sorted((ROOT / "proxy").rglob("*.py"))]
+    assert len(sources) > 100
+    found = {
+        f"{path.relative_to(ROOT)}:{where}" for path in sources for where in wall_clocks(path.read_text())
+    }
+    assert {each for each in found if each.partition(":")[0] not in for_people} == set()
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["time.time()", "from time import time", "datetime.datetime.now()", "datetime.now(UTC)", "x = time.time"],
+)
+def test_every_look_at_the_wall_clock_is_seen(source: str) -> None:
+    assert list(wall_clocks(source))
+
+
+@pytest.mark.parametrize("source", ["time.monotonic()", "self.time", "now()", "self.now", "time.sleep(1)"])
+def test_nothing_else_is(source: str) -> None:
+    assert not list(wall_clocks(source))

@@ -1,0 +1,249 @@
+"""How a rank ends: stopped under load, and what its peers hear of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from engine_support import Engine, Geometry, at_baseline, make_engine, prefill, step, wait_for, wrong_cells
+
+from p2pkv.engine import commands as do
+from p2pkv.engine.rank import FINISH_SECONDS
+from p2pkv.links.host import HostLinks
+from p2pkv.links.memory import MemoryNetwork
+
+ONE = Geometry()
+BLOCKS = list(range(6))
+LEASE = 60.0
+"""Seconds: what ends in these tests does not end by a lease, if nothing else is said."""
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture(params=["memory", "shared memory", "tcp"])
+def make(request) -> Iterator[Make]:
+    network = MemoryNetwork()
+    with contextlib.ExitStack() as stack:
+
+        def links(rank: int):
+            if request.param == "memory":
+                return network.rank()
+            return HostLinks("127.0.0.1", 1 << 20, request.param == "shared memory")
+
+        def start(role: str, **options: object) -> Engine:
+            engine = make_engine(role, ONE, links, **{"lease_seconds": LEASE, **options})
+            stack.callback(engine.stop)
+            return engine
+
+        yield start
+
+
+def reasons(engine: Engine) -> dict[str, str]:
+    """Why loads have failed, by key."""
+    return {event.key: event.reason for event in engine.ranks[0].events(do.LoadFailed)}
+
+
+@contextlib.contextmanager
+def stopping(engine: Engine) -> Iterator[None]:
+    """It is being stopped meanwhile, and has ended within its deadline."""
+    stopper = threading.Thread(target=engine.stop)
+    stopper.start()
+    yield
+    stopper.join(FINISH_SECONDS + 5.0)
+    assert not stopper.is_alive() and not engine.ranks[0].rank.alive
+
+
+def linked(p: Engine, d: Engine) -> None:
+    """One push, so that the two have a link."""
+    d.do(do.Expect("first", p.address, 32, b"digest"))
+    prefill(p, "first", d.address, 32, BLOCKS, chunk=32)
+    d.wait(do.Begun("first"))
+    d.do(do.Load("first", 0, 31, (BLOCKS,)))
+    d.wait(do.Loaded("first"))
+    p.wait(do.PagesFree("first"))
+    for engine in (p, d):
+        engine.do(do.Forget("first"))
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_p_that_stops_finishes_what_it_has_computed_and_d_loads(make: Make, forgotten: bool) -> None:
+    """Also if vLLM has heard that the pages are free, and P has forgotten the prompt."""
+    p, d = make("P", chunk_bytes=1024), make("D", chunk_bytes=1024)
+    linked(p, d)
+    d.do(do.Expect("k", p.address, 96, b"digest"))
+    prefill(p, "k", d.address, 96, BLOCKS, chunk=96)
+    d.wait(do.Begun("k"))
+    d.do(do.Load("k", 0, 95, (BLOCKS,)))
+    if forgotten:
+        p.wait(do.PagesFree("k"))
+        p.do(do.Forget("k"))
+    p.stop()
+    d.wait(do.Loaded("k"))
+    assert wrong_cells(d.ranks[0], BLOCKS, 0, 95) == []
+    d.do(do.Forget("k"))
+    wait_for(lambda: at_baseline(d))
+
+
+def test_a_p_that_stops_waits_a_moment_for_a_d_that_is_about_to_admit(make: Make) -> None:
+    p, d = make("P"), make("D")
+    d.do(do.Expect("k", p.address, 96, b"digest"))
+    prefill(p, "k", d.address, 96, BLOCKS, chunk=96)
+    d.wait(do.Begun("k"))
+    with stopping(p):
+        wait_for(lambda: p.ranks[0].rank._half._leaving)
+        d.do(do.Load("k", 0, 95, (BLOCKS,)))
+        d.wait(do.Loaded("k"))
+    assert wrong_cells(d.ranks[0], BLOCKS, 0, 95) == []
+
+
+def test_a_p_that_stops_ends_at_once_what_it_has_not_computed(make: Make) -> None:
+    """Half a push, a prompt in its queue, and one that it has not heard of; with the reason."""
+    p, d = make("P"), make("D")
+    p.ranks[0].rank.steps.begin(time.monotonic())
+    for key in ("half", "queued", "unheard of"):
+        d.do(do.Expect(key, p.address, 96, b"digest"))
+    p.do(do.OfferPrompt("half", d.address, 96, b"digest"))
+    p.do(do.Hold("queued", d.address))
+    d.wait(do.Begun("half"))
+    d.do(do.Load("half", 0, 95, (BLOCKS,)))
+    step(p, "half", BLOCKS, 0, 48)
+    wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
+    wait_for(lambda: p.ranks[0].rank.counters.snapshot()["early_claims"])
+    p.stop()
+    wait_for(lambda: len(reasons(d)) == 3)
+    assert set(reasons(d).values()) == {f"{p.address} is shutting down"}
+    for key in reasons(d):
+        d.do(do.Forget(key))
+    wait_for(lambda: at_baseline(d))
+
+
+def test_a_p_that_stops_takes_on_nothing_new(make: Make) -> None:
+    p, d, other = make("P"), make("D"), make("D")
+    d.do(do.Expect("k", p.address, 96, b"digest"))
+    prefill(p, "k", d.address, 96, BLOCKS, chunk=96)
+    d.wait(do.Begun("k"))
+    with stopping(p):
+        wait_for(lambda: p.ranks[0].rank._half._leaving)
+        d.do(do.Expect("new", p.address, 32, b"digest"))
+        other.do(do.Expect("new", p.address, 32, b"digest"))
+        for each in (d, other):
+            wait_for(lambda each=each: "is shutting down" in reasons(each).get("new", ""))
+    wait_for(lambda: "is shutting down" in reasons(d).get("k", ""), what="the end of what D never admitted")
+
+
+def test_a_d_that_stops_lets_ps_pages_go_at_once(make: Make) -> None:
+    """Of what it loads, and of what waits for it; P needs no lease to find out."""
+    p, d = make("P"), make("D")
+    for key in ("half", "waiting", "queued"):
+        d.do(do.Expect(key, p.address, 96, b"digest"))
+    p.do(do.OfferPrompt("half", d.address, 96, b"digest"))
+    d.wait(do.Begun("half"))
+    d.do(do.Load("half", 0, 95, (BLOCKS,)))
+    step(p, "half", BLOCKS, 0, 48)
+    prefill(p, "waiting", d.address, 96, BLOCKS, chunk=96)
+    d.wait(do.Begun("waiting"))
+    d.stop()
+    for key in ("half", "waiting"):
+        p.wait(do.PagesFree(key))
+    prefill(p, "queued", d.address, 96, BLOCKS, chunk=96)
+    p.wait(do.PagesFree("queued"))
+    for key in ("half", "waiting", "queued"):
+        p.do(do.Forget(key))
+    wait_for(lambda: at_baseline(p))
+
+
+def test_a_stop_waits_for_no_peer_that_is_dead(make: Make) -> None:
+    """P has computed what D wants, and D says nothing any more."""
+    p, d = make("P"), make("D")
+    linked(p, d)
+    gate = threading.Event()
+    d.ranks[0].rank._half.pump = lambda now: gate.wait(30.0) and False
+    d.do(do.Expect("k", p.address, 96, b"digest"))
+    prefill(p, "k", d.address, 96, BLOCKS, chunk=96)
+    p.stop()
+    assert not p.ranks[0].rank.alive
+    gate.set()
+
+
+def leftovers() -> tuple[int, list[str], list[str], list[str]]:
+    """Open descriptors, arenas still mapped, threads of ours, files of ours in /dev/shm."""
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "p2pkv-arena" in line]
+    threads = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("p2pkv"))
+    ours = sorted(name for name in os.listdir("/dev/shm") if "p2pkv" in name)
+    return len(os.listdir("/proc/self/fd")), maps, threads, ours
+
+
+class Traffic:
+    """Prompts of 96 tokens between a P and a D, one after the other and three at once, from a thread."""
+
+    def __init__(self, p: Engine, d: Engine) -> None:
+        self._p, self._d = p, d
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.asked: list[str] = []
+
+    def __enter__(self) -> Traffic:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(20.0)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        p, d = self._p, self._d
+        while not self._over.is_set():
+            keys = [f"k{len(self.asked) + each}" for each in range(3)]
+            self.asked += keys
+            for key in keys:
+                d.do(do.Expect(key, p.address, 96, b"digest"))
+                p.do(do.OfferPrompt(key, d.address, 96, b"digest"))
+            for stop in (48, 96):
+                for key in keys:
+                    step(p, key, BLOCKS, stop - 48, stop)
+                    if stop == 48 and self._begun(key):
+                        d.do(do.Load(key, 0, 95, (BLOCKS,)))
+
+    def _begun(self, key: str) -> bool:
+        end = time.monotonic() + 5.0
+        while not self._over.is_set() and time.monotonic() < end:
+            if self._d.ranks[0].heard(do.Begun(key)):
+                return True
+            if key in reasons(self._d):
+                return False
+            time.sleep(0.001)
+        return False
+
+
+@pytest.mark.parametrize("who", ["P", "D"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_stop_at_any_moment_leaves_nothing_behind(make: Make, who: str, seed: int) -> None:
+    """Neither in this process nor at the peer, which is at its baseline after a lease."""
+    before = leftovers()
+    p, d = make("P", lease_seconds=1.0), make("D", lease_seconds=1.0)
+    stopped, other = (p, d) if who == "P" else (d, p)
+    with Traffic(p, d) as traffic:
+        wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
+        time.sleep(random.Random(seed).random() / 10)
+        stopped.stop()
+    assert not stopped.ranks[0].rank.alive
+    for key in traffic.asked:
+        # As vLLM does: what the client has left is dropped, and what has had its last word is forgotten.
+        other.do(do.Abort(key, "the end") if other is p else do.Drop(key, "the end"))
+    last = do.PagesFree if other is p else do.Loaded | do.LoadFailed
+    wait_for(
+        lambda: {event.key for event in other.ranks[0].events(last)} == set(traffic.asked),
+        what="a last word about each request",
+    )
+    for key in traffic.asked:
+        other.do(do.Forget(key))
+    wait_for(lambda: at_baseline(other))
+    other.stop()
+    wait_for(lambda: leftovers() == before, what=f"{before} as before")

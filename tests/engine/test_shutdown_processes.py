@@ -1,0 +1,193 @@
+"""A process with a rank is stopped or killed under load: what is left behind, how the next one starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from engine_support import Engine, Geometry, at_baseline, make_engine, prefill, step, wait_for, wrong_cells
+from links_support import Peer
+
+from p2pkv.cli.processes import free_ports
+from p2pkv.control.discovery import Ping, decode_ping
+from p2pkv.engine import commands as do
+from p2pkv.links.host import HostLinks
+from p2pkv.pairing import Address
+
+SCRIPT = Path(__file__).parents[1] / "stop_peer.py"
+BLOCKS = list(range(6))
+LEASE = 2.0
+EXIT_SECONDS = 15.0
+"""For the interpreter to end too; the rank itself takes two at most."""
+
+
+@pytest.fixture(params=["shared", "tcp"])
+def mode(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def proxy() -> Iterator[tuple[int, Callable[[], Ping]]]:
+    """The port to ping, and the next ping."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+
+        def hear() -> Ping:
+            assert socket.poll(10_000), "no ping in 10 s"
+            return decode_ping(socket.recv_multipart()[1])
+
+        yield port, hear
+
+
+@pytest.fixture
+def start(mode: str, proxy) -> Iterator[Callable[..., Peer]]:
+    peers: list[Peer] = []
+
+    def start(role: str, port: int) -> Peer:
+        peers.append(Peer(role, str(port), str(proxy[0]), mode, script=SCRIPT))
+        assert peers[-1].hear() == {"ready": True}
+        return peers[-1]
+
+    yield start
+    for peer in peers:
+        if peer.process.poll() is None:
+            peer.kill()
+
+
+@contextlib.contextmanager
+def engine(role: str, mode: str) -> Iterator[Engine]:
+    links = HostLinks("127.0.0.1", 1 << 20, mode == "shared")
+    made = make_engine(role, Geometry(), lambda rank: links, lease_seconds=LEASE)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+def order(peer: Peer, what: str, key: str, other: Engine, tokens: int = 96) -> None:
+    peer.tell(do=what, key=key, peer=str(other.address), tokens=tokens)
+    assert peer.hear() == {"done": True}
+
+
+def ask(d: Engine, p: Address, key: str, tokens: int = 96) -> None:
+    d.do(do.Expect(key, p, tokens, b"digest"))
+
+
+def load(d: Engine, key: str, tokens: int = 96) -> None:
+    d.wait(do.Begun(key))
+    d.do(do.Load(key, 0, tokens - 1, (BLOCKS,)))
+
+
+def reason(d: Engine, key: str) -> str:
+    def failed():
+        return [event for event in d.ranks[0].events(do.LoadFailed) if event.key == key]
+
+    wait_for(failed, what=f"the failure of {key}")
+    return failed()[0].reason
+
+
+def shared_memory() -> tuple[list[str], list[str]]:
+    """Arenas mapped here, and files of ours with a name that others could find."""
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "p2pkv-arena" in line]
+    return maps, sorted(name for name in os.listdir("/dev/shm") if "p2pkv" in name)
+
+
+def test_a_killed_p_leaves_no_memory_behind_and_the_next_one_serves_at_once(mode, start) -> None:
+    port = free_ports()
+    with engine("D", mode) as d:
+        p = start("P", port)
+        ask(d, Address("127.0.0.1", port), "k")
+        order(p, "half", "k", d)
+        load(d, "k")
+        wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
+        p.kill()
+        assert reason(d, "k")
+        d.do(do.Forget("k"))
+        wait_for(lambda: at_baseline(d) and not any(shared_memory()))
+        p = start("P", port)
+        ask(d, Address("127.0.0.1", port), "again")
+        order(p, "prefill", "again", d)
+        load(d, "again")
+        d.wait(do.Loaded("again"))
+        assert wrong_cells(d.ranks[0], BLOCKS, 0, 95) == []
+    assert not any(shared_memory())
+
+
+def test_a_killed_d_leaves_no_memory_behind_and_the_next_one_is_served_at_once(mode, start) -> None:
+    """The arena is D's, and P has it mapped when D dies."""
+    port = free_ports()
+    with engine("P", mode) as p:
+        d = start("D", port)
+        place = Address("127.0.0.1", port)
+        p.do(do.OfferPrompt("k", place, 96, b"digest"))
+        order(d, "load", "k", p)
+        step(p, "k", BLOCKS, 0, 48)
+        wait_for(lambda: p.ranks[0].rank.counters.values["bytes_sent"])
+        assert bool(shared_memory()[0]) is (mode == "shared")
+        d.kill()
+        p.wait(do.PagesFree("k"))
+        p.do(do.Forget("k"))
+        wait_for(lambda: at_baseline(p))
+        d = start("D", port)
+        prefill(p, "again", place, 96, BLOCKS, chunk=96)
+        order(d, "load", "again", p)
+        p.wait(do.PagesFree("again"))
+        assert p.ranks[0].rank.counters.values["transfers_sent"] == 1
+        d.kill()
+    wait_for(lambda: not any(shared_memory()))
+
+
+def stops(peer: Peer, hear: Callable[[], Ping]) -> None:
+    """SIGTERM: it says goodbye, ends its threads, and the process ends by itself."""
+    assert not hear().leaving
+    peer.process.send_signal(signal.SIGTERM)
+    while not hear().leaving:
+        pass
+    assert peer.hear() == {"alive": [False]}
+    assert peer.process.wait(EXIT_SECONDS) == 0
+
+
+def test_sigterm_of_a_p_under_load(mode, start, proxy) -> None:
+    """What it has computed arrives, what it has not fails at once, and newcomers are not served."""
+    port = free_ports()
+    place = Address("127.0.0.1", port)
+    with engine("D", mode) as d:
+        p = start("P", port)
+        for key in ("whole", "half"):
+            ask(d, place, key)
+        order(p, "half", "half", d)
+        load(d, "half")
+        wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
+        order(p, "prefill", "whole", d)
+        load(d, "whole")
+        stops(p, proxy[1])
+        d.wait(do.Loaded("whole"))
+        assert wrong_cells(d.ranks[0], BLOCKS, 0, 95) == []
+        assert reason(d, "half") == f"{place} is shutting down"
+        ask(d, place, "late")
+        assert reason(d, "late")
+        for key in ("whole", "half", "late"):
+            d.do(do.Forget(key))
+        wait_for(lambda: at_baseline(d))
+    assert not any(shared_memory())
+
+
+def test_sigterm_of_a_d_under_load(mode, start, proxy) -> None:
+    port = free_ports()
+    with engine("P", mode) as p:
+        d = start("D", port)
+        p.do(do.OfferPrompt("k", Address("127.0.0.1", port), 96, b"digest"))
+        order(d, "load", "k", p)
+        step(p, "k", BLOCKS, 0, 48)
+        wait_for(lambda: p.ranks[0].rank.counters.values["bytes_sent"])
+        stops(d, proxy[1])
+        p.wait(do.PagesFree("k"))
+        p.do(do.Forget("k"))
+        wait_for(lambda: at_baseline(p))
+    wait_for(lambda: not any(shared_memory()))
