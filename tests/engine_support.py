@@ -118,15 +118,29 @@ def make_rank(
     **options: object,
 ) -> TestRank:
     """`device`: what stands between the engine and its pages."""
-    values = {"lease_seconds": 5.0, "staging_bytes": 1 << 20, "chunk_bytes": 4096, **options}
-    opts = Options(role=role, host="127.0.0.1", kv_port=port, **values)  # type: ignore[arg-type]
+    opts = Options(role=role, host="127.0.0.1", kv_port=port, **DEFAULTS | options)  # type: ignore[arg-type]
+    pages, cache = make_pages(geometry, rank, fill)
+    hello = make_hello(role, geometry, rank, Address("127.0.0.1", port), cache, links.kind, uuid.uuid4().hex)
+    return TestRank(geometry, Rank(hello, opts, device(cache), links), pages)
+
+
+DEFAULTS = {"lease_seconds": 5.0, "staging_bytes": 1 << 20, "chunk_bytes": 4096}
+
+
+def make_pages(geometry: Geometry, rank: int, fill: float = 0.0) -> tuple[list[torch.Tensor], PagedCache]:
+    """A rank's layers, [block, head, token, content] each, and the cache over them."""
     shape = (geometry.blocks, len(geometry.heads(rank)), geometry.block, geometry.content)
     pages = [torch.full(shape, fill, dtype=geometry.dtype) for _ in geometry.layer_span(rank)]
-    cache = PagedCache.from_tensors(pages, block_size=geometry.block, codec=geometry.codec)
-    place = Address("127.0.0.1", port)
-    hello = Hello(
+    return pages, PagedCache.from_tensors(pages, block_size=geometry.block, codec=geometry.codec)
+
+
+def make_hello(
+    role: str, geometry: Geometry, rank: int, place: Address, cache: PagedCache, link: str, incarnation: str
+) -> Hello:
+    """What a rank says of itself; `place` is rank 0's."""
+    return Hello(
         version=PROTOCOL_VERSION,
-        incarnation=uuid.uuid4().hex,
+        incarnation=incarnation,
         role=role,  # type: ignore[arg-type]
         rank=rank,
         to="none",
@@ -144,9 +158,8 @@ def make_rank(
             cache.codec,
             "x",
         ),
-        link=links.kind,
+        link=link,
     )
-    return TestRank(geometry, Rank(hello, opts, device(cache), links), pages)
 
 
 @dataclass

@@ -19,7 +19,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from chaos.decode import DecodeSide
+from chaos.forward import Forward
 from chaos.model import SHAPE, Memory, Violation
+from chaos.prefill import PrefillSide
 from chaos.schedule import DECODES, LEASE
 from engine_support import BUSY, make_rank
 
@@ -85,7 +88,7 @@ class _Errors(logging.Handler):
 
 
 class Side:
-    """What a P and a D have in common. `inside` is where it listens, `outside` what it advertises."""
+    """A P or a D. `inside` is where it listens, `outside` what it advertises."""
 
     def __init__(self, role: str, outside: Address, inside: Address, wire: Connection) -> None:
         self._wire = wire
@@ -103,6 +106,8 @@ class Side:
         )  # fmt: skip
         self.rank = made.rank
         self.memory = Memory(made.pages)
+        forward = PrefillSide if role == "P" else DecodeSide
+        self.forward: Forward = forward(self.rank, self.memory, self.say, self.broken)
         self._thaw_at = 0.0
         self._next_look = 0.0
         self._looks: deque[dict[str, int]] = deque()
@@ -118,7 +123,8 @@ class Side:
                     return
                 self._obey(order)
             try:
-                self.turn()
+                for seconds in self.forward.turn(time.monotonic()):
+                    time.sleep(seconds)
             except Violation as error:
                 self.broken(str(error))
             self._look()
@@ -137,18 +143,6 @@ class Side:
         """Note what must not be; from any thread."""
         self._violations.append(invariant)
 
-    def turn(self) -> None:
-        """One turn of the forward thread. Raises Violation."""
-        raise NotImplementedError
-
-    def order(self, order: dict[str, Any]) -> None:
-        """What a P or a D is told to do."""
-        raise NotImplementedError
-
-    def empty(self) -> bool:
-        """Give back what is kept for later only; whether every block is free then."""
-        raise NotImplementedError
-
     def _obey(self, order: dict[str, Any]) -> None:
         match order["do"]:
             case "stall":
@@ -160,7 +154,8 @@ class Side:
                 self._looks.clear()
                 self._asked, self._next_look = True, 0.0
             case _:
-                self.order(order)
+                del order["do"]
+                self.forward.order(order, time.monotonic())
 
     def _look(self) -> None:
         """Have the rank's thread count, now and then, and judge what it has counted."""
@@ -182,7 +177,7 @@ class Side:
     def _answer(self, counts: dict[str, int]) -> None:
         """Whether this engine is at its baseline: nothing held by the rank, and no block by anybody."""
         busy = {name: value for name, value in counts.items() if value}
-        empty = self.empty()
+        empty = self.forward.empty()
         self.say(baseline=empty and not busy, held=busy, blocks=SHAPE.blocks - self.memory.free)
 
     def _count(self) -> None:
@@ -194,14 +189,9 @@ class Side:
 
 def main(name: str, outside: str, inside: str, wire: Connection) -> None:
     """The whole life of an engine."""
-    from chaos.decode import DecodeSide
-    from chaos.prefill import PrefillSide
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     torch.set_num_threads(1)
-    side: Side = (PrefillSide if name.startswith("P") else DecodeSide)(
-        name[0], Address.parse(outside), Address.parse(inside), wire
-    )
+    side = Side(name[0], Address.parse(outside), Address.parse(inside), wire)
     try:
         side.run()
         side.rank.stop()

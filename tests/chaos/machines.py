@@ -18,7 +18,7 @@ from p2pkv.pairing import Address
 
 # Every engine is forked by one process that has imported torch, so that a restart takes no seconds.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["chaos.engine", "chaos.prefill", "chaos.decode"])
+_CONTEXT.set_forkserver_preload(["chaos.engine"])
 
 
 class Machine:
