@@ -101,8 +101,8 @@ class Outlet:
         self.ctx.tell(self.line, LinkInvite(self.link, self._invitation))
 
     def accept(self, message: LinkAccept) -> None:
-        """D's end is up. Raises LinkError if ours cannot be."""
-        if message.link == self.link and self._outbound is None:
+        """D's end is up. Raises LinkError if ours cannot be. An answer to what we gave up comes too late."""
+        if message.link == self.link and self.building and self._outbound is None:
             self._outbound = self.ctx.links.complete(self._invitation, message.blob)
             self.window = message.window
 

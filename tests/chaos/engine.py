@@ -12,7 +12,6 @@ import logging
 import random
 import signal
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from chaos.decode import DecodeSide
 from chaos.forward import Forward
+from chaos.links import ChaosLinks
 from chaos.model import SHAPE, Memory, Violation
 from chaos.prefill import PrefillSide
 from chaos.schedule import DECODES, LEASE
@@ -29,7 +29,6 @@ from engine_support import BUSY, make_rank
 from p2pkv.control.endpoint import Endpoint
 from p2pkv.engine import commands as do
 from p2pkv.engine import rank as rank_module
-from p2pkv.links.faulty import Faults, FaultyLinks, _Fate
 from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
 
@@ -40,24 +39,6 @@ LOOK_SECONDS = 0.25
 
 PATIENT = "early_claims"
 """The one gauge that may stay for ten leases: D's last word about a prompt that P has never heard of."""
-
-
-class ChaosLinks(FaultyLinks):
-    """Host links that break when told to; `frozen` stalls them."""
-
-    def __init__(self) -> None:
-        super().__init__(HostLinks("127.0.0.1", STAGING), Faults())
-        self._fates: weakref.WeakSet[_Fate] = weakref.WeakSet()
-
-    def break_all(self, operations: int) -> None:
-        """Every link that there is breaks after so many more operations."""
-        for fate in list(self._fates):
-            fate.faults = dataclasses.replace(fate.faults, break_at=fate.operations + operations)
-
-    def _fate(self) -> _Fate:
-        fate = super()._fate()
-        self._fates.add(fate)
-        return fate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +78,7 @@ class Side:
         logger.propagate = False
         logger.addHandler(_Errors(self._violations))
         rank_module.Endpoint = lambda _, *rest: Endpoint(inside, *rest)  # type: ignore[misc, assignment]
-        self.links = ChaosLinks()
+        self.links = ChaosLinks(HostLinks("127.0.0.1", STAGING))
         # What a P sends in shared memory lies in the windows of the D's, each within that D's own staging.
         self._staging = STAGING * (len(DECODES) if role == "P" else 1)
         made = make_rank(
