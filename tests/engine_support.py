@@ -115,12 +115,13 @@ def make_rank(
     links: LinkFactory,
     fill: float = 0.0,
     device: Callable[[PagedCache], PagedCache] = lambda cache: cache,
+    host: str = "127.0.0.1",
     **options: object,
 ) -> TestRank:
     """`device`: what stands between the engine and its pages."""
-    opts = Options(role=role, host="127.0.0.1", kv_port=port, **DEFAULTS | options)  # type: ignore[arg-type]
+    opts = Options(role=role, host=host, kv_port=port, **DEFAULTS | options)  # type: ignore[arg-type]
     pages, cache = make_pages(geometry, rank, fill)
-    hello = make_hello(role, geometry, rank, Address("127.0.0.1", port), cache, links.kind, uuid.uuid4().hex)
+    hello = make_hello(role, geometry, rank, Address(host, port), cache, links.kind, uuid.uuid4().hex)
     return TestRank(geometry, Rank(hello, opts, device(cache), links), pages)
 
 

@@ -45,7 +45,7 @@ class Incoming:
                 continue
             if self.staged + chunk.nbytes > self._ctx.options.staging_bytes:
                 return
-            posted = peer.post(now)
+            posted = peer.post()
             if posted is None:
                 return
             effects = entry.receiver.posted(peer.rank, chunk, peer.link, posted.receive.landing)

@@ -29,6 +29,7 @@ from engine_support import BUSY, make_rank
 from p2pkv.control.endpoint import Endpoint
 from p2pkv.engine import commands as do
 from p2pkv.engine import rank as rank_module
+from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
 
@@ -69,20 +70,22 @@ class _Errors(logging.Handler):
 
 
 class Side:
-    """A P or a D. `inside` is where it listens, `outside` what it advertises."""
+    """A P or a D. `inside` is where it listens, `outside` what it advertises; `links` are its own."""
 
-    def __init__(self, role: str, outside: Address, inside: Address, wire: Connection) -> None:
+    def __init__(
+        self, role: str, outside: Address, inside: Address, wire: Connection, links: LinkFactory
+    ) -> None:
         self._wire = wire
         self._violations: deque[str] = deque()
         logger = logging.getLogger("p2pkv")
         logger.propagate = False
         logger.addHandler(_Errors(self._violations))
         rank_module.Endpoint = lambda _, *rest: Endpoint(inside, *rest)  # type: ignore[misc, assignment]
-        self.links = ChaosLinks(HostLinks("127.0.0.1", STAGING))
+        self.links = ChaosLinks(links)
         # What a P sends in shared memory lies in the windows of the D's, each within that D's own staging.
         self._staging = STAGING * (len(DECODES) if role == "P" else 1)
         made = make_rank(
-            role, SHAPE, 0, outside.port, self.links,
+            role, SHAPE, 0, outside.port, self.links, host=outside.host,
             lease_seconds=LEASE, staging_bytes=STAGING, chunk_bytes=16384, secret=SECRET,
         )  # fmt: skip
         self.rank = made.rank
@@ -131,6 +134,7 @@ class Side:
             case "break":
                 self.links.break_all(random.Random(order["seed"]).randrange(4))
             case "baseline":
+                self.links.mend()
                 # Answered by the next look, which is taken after all that has been heard so far.
                 self._looks.clear()
                 self._asked, self._next_look = True, 0.0
@@ -168,11 +172,12 @@ class Side:
         self._looks.append({name: counts.get(name, 0) for name in BUSY if name != PATIENT})
 
 
-def main(name: str, outside: str, inside: str, wire: Connection) -> None:
-    """The whole life of an engine."""
+def main(name: str, outside: str, inside: str, wire: Connection, links: LinkFactory | None = None) -> None:
+    """The whole life of an engine, whose links share memory unless it is told otherwise."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     torch.set_num_threads(1)
-    side = Side(name[0], Address.parse(outside), Address.parse(inside), wire)
+    links = links or HostLinks(Address.parse(inside).host, STAGING)
+    side = Side(name[0], Address.parse(outside), Address.parse(inside), wire, links)
     try:
         side.run()
         side.rank.stop()

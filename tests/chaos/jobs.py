@@ -48,7 +48,7 @@ class Job:
     last: float
     in_prefill: bool = False
     in_decode: bool = False
-    plain: bool = False
+    must: bool = False
 
 
 class Jobs:
@@ -68,13 +68,25 @@ class Jobs:
         self.nbytes = 0
         self.slowest = 0.0
 
-    def ask(self, prefill: Engine, decode: Engine, plain: bool = False, longest: int = LONGEST) -> Job:
-        """Send one request to both, as a router does; with `plain` no client leaves."""
+    def ask(
+        self,
+        prefill: Engine,
+        decode: Engine,
+        plain: bool = False,
+        must: bool = False,
+        longest: int = LONGEST,
+        shortest: int = 1,
+        fresh: bool = False,
+    ) -> Job:
+        """Send one request to both, as a router does.
+
+        `plain`: no client leaves; `must`: it is to load; `fresh`: D has no prefix of it, once.
+        """
         draw, key = self._draw, f"key-{next(self._numbers)}"
-        prompt, tokens = draw.randrange(PROMPTS), draw.randint(1, longest)
+        prompt, tokens = PROMPTS if fresh else draw.randrange(PROMPTS), draw.randint(shortest, longest)
         chunk = draw.choice([48, 100, 256, LONGEST])
-        abort, preempt, leaves = (not plain and draw.random() < 0.1 for _ in range(3))
-        job = self.open[key] = Job(key, prefill, decode, self._now(), plain=plain)
+        abort, preempt, leaves = (not (plain or must) and draw.random() < 0.1 for _ in range(3))
+        job = self.open[key] = Job(key, prefill, decode, self._now(), must=must)
         job.in_prefill = prefill.order(
             "prefill", key=key, decode=str(decode.outside), prompt=prompt, tokens=tokens, chunk=chunk,
             abort_at=draw.randrange(tokens) if abort else -1,
@@ -120,7 +132,7 @@ class Jobs:
             # Without addresses and numbers, so that they can be counted.
             words = (word for word in reason.split() if not any(map(str.isdigit, word)))
             self.reasons[" ".join(words)[:90]] += 1
-        if reason and job.plain:
+        if reason and job.must:
             pair = f"{job.prefill.name} to {job.decode.name}"
             self._broken(f"a transfer in peace, {pair}, failed: {reason}")
 

@@ -21,6 +21,12 @@ class ChaosLinks(FaultyLinks):
         for fate in list(self._fates):
             fate.faults = dataclasses.replace(fate.faults, break_at=fate.operations + operations)
 
+    def mend(self) -> None:
+        """What has not broken yet will not."""
+        for fate in list(self._fates):
+            if fate.faults.break_at is not None and fate.operations <= fate.faults.break_at:
+                fate.faults = dataclasses.replace(fate.faults, break_at=None)
+
     def _fate(self) -> _Fate:
         fate = super()._fate()
         self._fates.add(fate)

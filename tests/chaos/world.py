@@ -8,14 +8,14 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from chaos.hostile import harass
-from chaos.jobs import Jobs
+from chaos.jobs import GRACE, Jobs
 from chaos.machines import Machine, hear
 from chaos.relay import Doors
-from chaos.schedule import DECODES, PREFILLS, Fault
+from chaos.schedule import DECODES, LEASE, PREFILLS, Fault
 
 START_SECONDS = 60.0
 """For the first import of torch."""
@@ -24,9 +24,11 @@ START_SECONDS = 60.0
 class World:
     """The run itself. A context manager: entering starts the engines, leaving ends them by force."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, machines: Sequence[Machine] = ()) -> None:
+        """`machines`: others than those of the schedule."""
         self.jobs = Jobs(random.Random(f"load {seed}"), time.monotonic, self.broken)
-        self.machines = {name: Machine(name) for name in (*PREFILLS, *DECODES)}
+        machines = machines or [Machine(name) for name in (*PREFILLS, *DECODES)]
+        self.machines = {machine.name: machine for machine in machines}
         self._doors = Doors({name: each.door for name, each in self.machines.items() if each.door})
         self._ends: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -65,13 +67,40 @@ class World:
             if self.now >= next_job and self.now < seconds:
                 next_job = self.now + self.jobs.pause()
                 self._baselines.clear()
-                self.jobs.ask_any(self.of(PREFILLS), self.of(DECODES))
+                self.jobs.ask_any(self.of("P"), self.of("D"))
             self.turn()
             if self.now > seconds + START_SECONDS:
                 self.broken(f"not every engine is up again: {[m.name for m in self._down()]}")
                 return
         for door in self._doors.doors.values():
             door.garble = False
+
+    def load(self, seconds: float) -> None:
+        """Requests of any pair for so long."""
+        end = time.monotonic() + seconds
+        next_job = 0.0
+        while time.monotonic() < end:
+            if time.monotonic() >= next_job:
+                next_job = time.monotonic() + self.jobs.pause()
+                self.jobs.ask_any(self.of("P"), self.of("D"))
+            self.turn()
+
+    def recover(self, prefill: str, decode: str, seconds: float) -> None:
+        """Until a request has come through: a broken connection may take its time to come back."""
+        end, before = time.monotonic() + seconds, self.jobs.outcomes["loaded"]
+        while self.jobs.outcomes["loaded"] == before:
+            if time.monotonic() > end:
+                self.broken(f"no transfer from {prefill} to {decode} in {seconds:g} s after the fault")
+                return
+            self.jobs.ask(self.machines[prefill], self.machines[decode], plain=True)
+            self.turn_until(lambda: not self.jobs.open, LEASE + GRACE, "the end of every request")
+
+    def rest(self) -> None:
+        """Everything ends, and nobody holds anything."""
+        self.turn_until(lambda: not self.jobs.open, LEASE + GRACE, "the end of every request")
+        self._baselines.clear()
+        if not self.turn_until(self.baseline, 10.0, "the baseline"):
+            self.broken(f"still held: {self.held()}")
 
     def turn_until(self, condition: Callable[[], bool], seconds: float, what: str) -> bool:
         """Go on until the condition holds; a violation, and False, if it does not in time."""
@@ -102,11 +131,11 @@ class World:
     def ask(self, prefill: str, decode: str) -> None:
         """A request in peace."""
         self._baselines.clear()
-        self.jobs.ask(self.machines[prefill], self.machines[decode], plain=True)
+        self.jobs.ask(self.machines[prefill], self.machines[decode], must=True)
 
-    def of(self, names: tuple[str, ...]) -> list[Any]:
-        """The machines of these names."""
-        return [self.machines[name] for name in names]
+    def of(self, role: str) -> list[Any]:
+        """The machines of this role."""
+        return [machine for machine in self.machines.values() if machine.name.startswith(role)]
 
     def baseline(self) -> bool:
         """Whether every engine holds nothing; asks again those that did."""

@@ -101,18 +101,21 @@ class World:
         self._sweep()
         self._watch()
         self._turn_until(lambda: self.clock.now >= self._until and not self._suffering.total(), LEASE * 20)
-        self._ask_all(plain=False)  # it takes a request to find out that a connection is deaf
+        for machine in self.machines.values():
+            assert machine.life is not None
+            machine.life.links.mend()
+        self._ask_all(must=False)  # it takes a request to find out that a connection is deaf
         self._turn_until(lambda: not self.jobs.open, 2 * (LEASE + GRACE))
         self._wait(REFUSED_FOR + 1)  # a P that failed a handshake is left alone for so long
         self._rest("after the faults")
-        self._ask_all(plain=True)
+        self._ask_all(must=True)
         self._turn_until(lambda: not self.jobs.open, LEASE + GRACE)
         self._wait(1.0)
         self._rest("at the end")
 
-    def _ask_all(self, plain: bool) -> None:
+    def _ask_all(self, must: bool) -> None:
         for p, d in itertools.product(self._of("P"), self._of("D")):
-            self.jobs.ask(p, d, plain=plain, longest=LONGEST)
+            self.jobs.ask(p, d, must=must, longest=LONGEST)
 
     def _of(self, role: str) -> list[Any]:
         return [machine for machine in self.machines.values() if machine.name.startswith(role)]
