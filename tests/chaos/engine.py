@@ -172,12 +172,19 @@ class Side:
         self._looks.append({name: counts.get(name, 0) for name in BUSY if name != PATIENT})
 
 
-def main(name: str, outside: str, inside: str, wire: Connection, links: LinkFactory | None = None) -> None:
+def main(
+    name: str,
+    outside: str,
+    inside: str,
+    wire: Connection,
+    links: LinkFactory | None = None,
+    kind: type[Side] = Side,
+) -> None:
     """The whole life of an engine, whose links share memory unless it is told otherwise."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     torch.set_num_threads(1)
     links = links or HostLinks(Address.parse(inside).host, STAGING)
-    side = Side(name[0], Address.parse(outside), Address.parse(inside), wire, links)
+    side = kind(name[0], Address.parse(outside), Address.parse(inside), wire, links)
     try:
         side.run()
         side.rank.stop()

@@ -14,6 +14,7 @@ class ChaosLinks(FaultyLinks):
 
     def __init__(self, inner: LinkFactory, delay_polls: int = 0, seed: int = 0) -> None:
         super().__init__(inner, Faults(delay_polls=delay_polls), seed)
+        self.inner = inner
         self._fates: weakref.WeakSet[_Fate] = weakref.WeakSet()
 
     def break_all(self, operations: int) -> None:

@@ -17,8 +17,8 @@ from p2pkv.cli.processes import free_ports
 from p2pkv.pairing import Address
 
 # Every engine is forked by one process that has imported torch, so that a restart takes no seconds.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["chaos.engine"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["chaos.engine"])
 
 
 JOIN_SECONDS = 10.0
@@ -52,13 +52,13 @@ class Machine:
         """A new process; it says `ready`."""
         self.ended = False
         self.continued = time.monotonic()
-        self.wire, theirs = _CONTEXT.Pipe()
+        self.wire, theirs = CONTEXT.Pipe()
         self._process = self._spawn(theirs)
         theirs.close()
 
     def _spawn(self, wire: Connection) -> Any:
         """A process that has `pid`, `kill` and `join`, at the other end of `wire`."""
-        process = _CONTEXT.Process(
+        process = CONTEXT.Process(
             target=main, args=(self.name, str(self.outside), str(self.inside), wire), daemon=True
         )
         process.start()
