@@ -4,8 +4,7 @@
 # make unit    the tests that start no vLLM server
 # make lint    ruff and mypy
 # make gpu-test  the tests in tests/gpu, with a Python that has torch, CuPy and pytest; installs nothing
-# make chaos   engines that are killed, frozen and cut off under load (SECONDS=300 SEED=1 TIER=3);
-#              TIER=2 is one thread with a virtual clock, TIER=1 the protocol alone: a seed repeats a run exactly
+# make chaos   engines that are killed, frozen and cut off under load (SECONDS=300 SEED=1; TIER=2 repeats exactly)
 # make bench   the benchmark (ARGS= for its options)
 # make venv    only make .venv
 # make clean   remove .venv and what the tools left

@@ -127,8 +127,9 @@ class Inlet:
     def abort(self, tell: str = "") -> None:
         """Give the link up, and all that it carried; `tell`: why, for P."""
         if self._inbound is not None:
-            if tell:
-                self.ctx.tell(self.line, LinkDown(self.link, tell))
+            if tell and not self.ctx.tell(self.line, LinkDown(self.link, tell)):
+                # A P that was not told would announce chunks for a link that it has alone.
+                self.ctx.endpoint.hang_up(self.line)
             self.ctx.counters.add("links_aborted")
             self._inbound.abort()
         self._inbound, self.link = None, -1

@@ -70,8 +70,11 @@ def stall_links(world: World, machine: Machine, draw: random.Random) -> Heal:
 
 
 def break_links(world: World, machine: Machine, draw: random.Random) -> Heal:
+    """Now, or after some operations; in the worst case nobody can be told, for a queue is full."""
     assert machine.life is not None
-    machine.life.links.break_all(draw.randrange(4))
+    machine.life.links.break_all(draw.randint(-1, 3))
+    for way in world.network.of(machine.name):
+        way.line.refuses = draw.choice([0, 0, 0, 1])
     return 0.0, lambda: None
 
 

@@ -16,8 +16,12 @@ from virtual.clock import Clock
 from virtual.network import Endpoint, Network
 
 from p2pkv.config import Options
+from p2pkv.engine.consumer import Consumer
 from p2pkv.engine.core import Core
+from p2pkv.engine.producer import Producer
 from p2pkv.pairing import Address
+from p2pkv.protocol.receiver import MAX_CHUNKS
+from p2pkv.protocol.sender import MAX_ANNOUNCED
 
 STAGING, CHUNK = 1 << 18, 16384
 STALL = 1.0
@@ -219,6 +223,21 @@ class Machine:
         allowed = STAGING * (self._world.decodes if self.name.startswith("P") else 1)
         if staging > allowed:
             self.broken(f"{staging} bytes of staging where {allowed} are allowed")
+
+    def check_bounds(self) -> None:
+        """What must not grow without end does not."""
+        half: Any = self.life.core._half if self.life is not None else None
+        chunks = [0]
+        if isinstance(half, Producer):
+            legs = [leg for entry in half._prompts.entries.values() for leg in entry.sender.legs.values()]
+            chunks += [len(leg.announced) - MAX_ANNOUNCED for leg in legs]
+        elif isinstance(half, Consumer):
+            loads = [entry.receiver for entry in half._requests.entries.values()]
+            chunks += [len(each.chunks) - MAX_CHUNKS for load in loads for each in load.sources.values()]
+        if max(chunks) > 0:
+            self.broken("it keeps more chunks in mind than it may")
+        if half is not None and len(half._peers) > len(self.network.endpoints):
+            self.broken(f"{len(half._peers)} peers of {len(self.network.endpoints)} that there are")
 
     def held(self) -> dict[str, int]:
         """What it holds that it should not when nothing is under way."""

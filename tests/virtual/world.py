@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import random
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
 from chaos.jobs import GRACE, Jobs
@@ -64,6 +65,8 @@ class World:
         self.stranger = Stranger(self.network)
         for machine in self.machines.values():
             machine.start()
+        self._sweep()
+        self._watch()
 
     # The trace.
 
@@ -98,19 +101,19 @@ class World:
         self._until = self.clock.now + seconds
         self._load()
         self.clock.after(1.0, self._fault)
-        self._sweep()
-        self._watch()
-        self._turn_until(lambda: self.clock.now >= self._until and not self._suffering.total(), LEASE * 20)
+        self.turn_until(lambda: self.clock.now >= self._until and not self._suffering.total(), LEASE * 20)
         for machine in self.machines.values():
             assert machine.life is not None
             machine.life.links.mend()
+        for way in self.network.ways:
+            way.line.refuses = 0
         self._ask_all(must=False)  # it takes a request to find out that a connection is deaf
-        self._turn_until(lambda: not self.jobs.open, 2 * (LEASE + GRACE))
-        self._wait(REFUSED_FOR + 1)  # a P that failed a handshake is left alone for so long
+        self.turn_until(lambda: not self.jobs.open, 2 * (LEASE + GRACE))
+        self.wait(REFUSED_FOR + 1)  # a P that failed a handshake is left alone for so long
         self._rest("after the faults")
         self._ask_all(must=True)
-        self._turn_until(lambda: not self.jobs.open, LEASE + GRACE)
-        self._wait(1.0)
+        self.turn_until(lambda: not self.jobs.open, LEASE + GRACE)
+        self.wait(1.0)
         self._rest("at the end")
 
     def _ask_all(self, must: bool) -> None:
@@ -125,14 +128,16 @@ class World:
             self.jobs.ask_any(self._of("P"), self._of("D"), LONGEST)
             self.clock.after(self.jobs.pause(), self._load)
 
-    def _turn_until(self, condition: Any, seconds: float) -> None:
+    def turn_until(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Go on until the condition holds. Raises Broken if it does not in time."""
         limit = max(self.clock.now, self._until) + seconds
         while not condition():
             if self.clock.now > limit:
                 self.broken(f"the run does not end: {list(self.jobs.open.values())} {self._suffering}")
             self.clock.step()
 
-    def _wait(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
+        """Let so much time pass."""
         end = self.clock.now + seconds
         self.clock.after(seconds, lambda: None)
         while self.clock.now < end:
@@ -171,6 +176,8 @@ class World:
 
     def _watch(self) -> None:
         self.jobs.check()
+        for machine in self.machines.values():
+            machine.check_bounds()
         self.clock.after(0.1, self._watch)
 
     def _sweep(self) -> None:
