@@ -4,7 +4,7 @@
 # make unit    the tests that start no vLLM server
 # make lint    ruff and mypy
 # make gpu-test  the tests in tests/gpu, with a Python that has torch, CuPy and pytest; installs nothing
-# make chaos   engines that are killed, frozen and cut off under load (SECONDS=300 SEED=1)
+# make chaos   engines that are killed, frozen and cut off under load (SECONDS=300 SEED=1; TIER=2 repeats exactly)
 # make bench   the benchmark (ARGS= for its options)
 # make venv    only make .venv
 # make clean   remove .venv and what the tools left
@@ -28,8 +28,12 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 PYTHON ?= $(shell python3.11 --version >/dev/null 2>&1 && echo python3.11 || echo python3)
-SECONDS ?= 300
+SECONDS ?= $(if $(filter 1,$(TIER)),100000,300)
 SEED ?= 1
+TIER ?= 3
+CHAOS_1 := protocol
+CHAOS_2 := virtual
+CHAOS_3 := chaos
 DEVICE ?= $(shell { test -e /dev/nvidia0 || nvidia-smi -L >/dev/null 2>&1; } && echo cuda || echo cpu)
 STAMP := $(VENV)/.installed-$(DEVICE)
 
@@ -91,7 +95,7 @@ gpu-test:
 	@PYTHONPATH=. $(GPU_PYTHON) -m pytest -c tests/gpu/bare.ini tests/gpu $(ARGS)
 
 chaos: $(STAMP)
-	@PYTHONPATH=.:tests $(PY) -m chaos --seconds $(SECONDS) --seed $(SEED) $(ARGS)
+	@PYTHONPATH=.:tests $(PY) -m $(CHAOS_$(TIER)) --seconds $(SECONDS) --seed $(SEED) $(ARGS)
 
 lint: $(STAMP)
 	@$(PY) -m ruff check .

@@ -115,19 +115,36 @@ def make_rank(
     links: LinkFactory,
     fill: float = 0.0,
     device: Callable[[PagedCache], PagedCache] = lambda cache: cache,
+    host: str = "127.0.0.1",
     **options: object,
 ) -> TestRank:
     """`device`: what stands between the engine and its pages."""
-    values = {"lease_seconds": 5.0, "staging_bytes": 1 << 20, "chunk_bytes": 4096, **options}
-    opts = Options(role=role, host="127.0.0.1", kv_port=port, **values)  # type: ignore[arg-type]
+    opts = Options(role=role, host=host, kv_port=port, **DEFAULTS | options)  # type: ignore[arg-type]
+    pages, cache = make_pages(geometry, rank, fill)
+    cache = device(cache)
+    hello = make_hello(opts, geometry, rank, cache, links.kind, uuid.uuid4().hex)
+    return TestRank(geometry, Rank(hello, opts, cache, links), pages)
+
+
+DEFAULTS = {"lease_seconds": 5.0, "staging_bytes": 1 << 20, "chunk_bytes": 4096}
+
+
+def make_pages(geometry: Geometry, rank: int, fill: float = 0.0) -> tuple[list[torch.Tensor], PagedCache]:
+    """A rank's layers, [block, head, token, content] each, and the cache over them."""
     shape = (geometry.blocks, len(geometry.heads(rank)), geometry.block, geometry.content)
     pages = [torch.full(shape, fill, dtype=geometry.dtype) for _ in geometry.layer_span(rank)]
-    cache = device(PagedCache.from_tensors(pages, block_size=geometry.block, codec=geometry.codec))
-    place = Address("127.0.0.1", port)
-    hello = Hello(
+    return pages, PagedCache.from_tensors(pages, block_size=geometry.block, codec=geometry.codec)
+
+
+def make_hello(
+    opts: Options, geometry: Geometry, rank: int, cache: PagedCache, link: str, incarnation: str
+) -> Hello:
+    """What a rank says of itself."""
+    place = opts.address
+    return Hello(
         version=PROTOCOL_VERSION,
-        incarnation=uuid.uuid4().hex,
-        role=role,  # type: ignore[arg-type]
+        incarnation=incarnation,
+        role=opts.role,
         rank=rank,
         to="none",
         address=str(place.shifted(rank)),
@@ -144,12 +161,11 @@ def make_rank(
             cache.codec,
             "x",
         ),
-        link=links.kind,
-        ahead=role == "D" and opts.ahead_bytes > 0,
+        link=link,
         digest=cache.digest_name,
         verify=opts.verify,
+        ahead=opts.role == "D" and opts.ahead_bytes > 0,
     )
-    return TestRank(geometry, Rank(hello, opts, cache, links), pages)
 
 
 @dataclass

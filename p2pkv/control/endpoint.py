@@ -8,6 +8,7 @@ endpoint.
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from collections import deque
@@ -39,6 +40,10 @@ LINGER_MS = 500
 """How long a closing endpoint waits for its last words to leave; for peers in health no time at all.
 
 A peer that has dialed us loses what it has not read when the connection ends, so who listens waits before."""
+
+FIRST_PAUSE, LAST_PAUSE = (15, 30), (700, 1000)
+"""Milliseconds between two tries of libzmq, which doubles them. Each line draws its own: those who have lost
+one P together do not come back together."""
 
 LASTING = 0.5
 """Seconds after which a connection that ends is dialed again at once; others wait for `redial`."""
@@ -121,8 +126,8 @@ class Endpoint:
         self._dialed[socket] = line
         line.since = time.monotonic()
         socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.setsockopt(zmq.RECONNECT_IVL, random.randint(*FIRST_PAUSE))
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, random.randint(*LAST_PAUSE))
         # A client may have forged the address: who fails to prove what it is gets no second connection.
         socket.setsockopt(zmq.RECONNECT_STOP, zmq.RECONNECT_STOP_HANDSHAKE_FAILED)
         if self._members is not None:

@@ -158,7 +158,7 @@ class Consumer:
         for peer in list(self._peers.values()):
             if peer.mute is not None and now - peer.mute > lease:
                 self._redial(peer, f"{peer.address} has answered nothing for {lease:g} s", now)
-            if peer.posted and now - peer.posted[0].since > lease:
+            if peer.overdue(now, lease):
                 reason = f"{peer.address} has not sent what was granted for {lease:g} s"
                 self._requests.link_lost(peer, reason, now)
             wanted = any(peer in entry.peers.values() for entry in self._requests.entries.values())

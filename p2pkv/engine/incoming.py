@@ -53,7 +53,7 @@ class Incoming:
                 peer.asked.popleft()
                 continue
             reserve = RESERVED * self._ctx.options.chunk_bytes if _is_ahead(entry) else 0
-            posted = peer.post(now) if self._may_hold(peer, chunk.nbytes, reserve) else None
+            posted = peer.post() if self._may_hold(peer, chunk.nbytes, reserve) else None
             if posted is None:
                 peer.wait()
                 return

@@ -24,7 +24,6 @@ class Posted:
     receive: Receive
     key: str
     chunk: Chunk
-    since: float
     said: Sent | None = None
 
     @property
@@ -55,6 +54,8 @@ class Inlet:
     posted: deque[Posted] = field(default_factory=deque)
     _waited: Chunk | None = None
     _inbound: Inbound | None = None
+    _oldest: Posted | None = None
+    _moved: float = 0.0
 
     @property
     def address(self) -> str:
@@ -138,20 +139,31 @@ class Inlet:
     def abort(self, tell: str = "") -> None:
         """Give the link up, and all that it carried; `tell`: why, for P."""
         if self._inbound is not None:
-            if tell:
-                self.ctx.tell(self.line, LinkDown(self.link, tell))
+            if tell and not self.ctx.tell(self.line, LinkDown(self.link, tell)):
+                # A P that was not told would announce chunks for a link that it has alone.
+                self.ctx.endpoint.hang_up(self.line)
             self.ctx.counters.add("links_aborted")
             self._inbound.abort()
         self._inbound, self.link = None, -1
         self.asked.clear()
         self.posted.clear()
 
+    def overdue(self, now: float, lease: float) -> bool:
+        """Whether one posted receive has been the next one for longer than a lease; to be asked often.
+
+        A slow link is not a dead one: those behind it wait longer than that.
+        """
+        oldest = self.posted[0] if self.posted else None
+        if oldest is not self._oldest:
+            self._oldest, self._moved = oldest, now
+        return oldest is not None and now - self._moved > lease
+
     def poll(self) -> None:
         """Move what can be moved. Raises LinkError."""
         if self._inbound is not None:
             self._inbound.poll()
 
-    def post(self, now: float) -> Posted | None:
+    def post(self) -> Posted | None:
         """Post a receive for the oldest announced chunk, if the link has room. Raises LinkError."""
         if not self.asked or self._inbound is None or not self._inbound.ready():
             return None
@@ -163,7 +175,7 @@ class Inlet:
         if receive is None:
             return None
         self.asked.popleft()
-        posted = Posted(receive, key, chunk, now)
+        posted = Posted(receive, key, chunk)
         self.posted.append(posted)
         return posted
 

@@ -62,7 +62,7 @@ class Outgoing:
                 self._ctx.copies.launched(key)
         digest = None if void or not peer.verify else self._digest(key, send)
         send.commit()
-        peer.flights.append(Flight(send, key, 0 if void else order.grant.nbytes, now))
+        peer.flights.append(Flight(send, key, 0 if void else order.grant.nbytes))
         self._ctx.counters.add("chunks_void" if void else "chunks_sent")
         if not void:
             self._ctx.counters.add("bytes_sent", order.grant.nbytes)

@@ -34,7 +34,6 @@ class Flight:
     send: Send
     key: str
     nbytes: int
-    since: float
 
 
 @dataclass(eq=False, slots=True)
@@ -80,6 +79,8 @@ class Outlet:
     _pause: float = 0.0
     _invitation: bytes = b""
     _outbound: Outbound | None = None
+    _oldest: Flight | None = None
+    _moved: float = 0.0
 
     @property
     def place(self) -> Place:
@@ -129,8 +130,8 @@ class Outlet:
         self.ctx.tell(self.line, LinkInvite(self.link, self._invitation))
 
     def accept(self, message: LinkAccept) -> None:
-        """D's end is up. Raises LinkError if ours cannot be."""
-        if message.link == self.link and self._outbound is None:
+        """D's end is up. Raises LinkError if ours cannot be. An answer to what we gave up comes too late."""
+        if message.link == self.link and self.building and self._outbound is None:
             self._outbound = self.ctx.links.complete(self._invitation, message.blob)
             self.window = message.window
 
@@ -183,6 +184,16 @@ class Outlet:
             return False
         self.linked = True
         return True
+
+    def overdue(self, now: float, lease: float) -> bool:
+        """Whether one send has been the next one for longer than a lease; to be asked often.
+
+        A slow link is not a dead one: those behind it wait longer than that.
+        """
+        oldest = self.flights[0] if self.flights else None
+        if oldest is not self._oldest:
+            self._oldest, self._moved = oldest, now
+        return oldest is not None and now - self._moved > lease
 
     def taken(self) -> Iterator[Flight]:
         """Sends that D has taken since the last call, in order. Raises LinkError."""

@@ -188,7 +188,7 @@ class Producer:
         self._prompts.tick(now)
         lease = self._ctx.options.lease_seconds
         for peer in list(self._peers.values()):
-            if peer.flights and now - peer.flights[0].since > lease:
+            if peer.overdue(now, lease):
                 self._prompts.link_lost(peer, f"{peer.address} has taken nothing for {lease:g} s", now)
             elif peer.building and now - peer.since > lease:
                 reason = f"the link to {peer.address} did not come up in {lease:g} s"

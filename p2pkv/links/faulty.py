@@ -51,7 +51,7 @@ class FaultyLinks(LinkFactory):
         self.kind = inner.kind
         self.faults = faults
         self.frozen = False
-        self._inner = inner
+        self.inner = inner
         self._seed = seed
         self._ends = 0
         self._fates: weakref.WeakSet[_Fate] = weakref.WeakSet()
@@ -68,26 +68,34 @@ class FaultyLinks(LinkFactory):
             }
             fate.faults = replace(fate.faults, **later)
 
+    def mend(self) -> None:
+        """What has not gone wrong yet will not; links that are broken stay so."""
+        for fate in list(self._fates):
+            broken = fate.faults.break_at is not None and fate.operations > fate.faults.break_at
+            fate.faults = replace(
+                fate.faults, break_at=fate.faults.break_at if broken else None, flip_at=None
+            )
+
     def invite(self) -> bytes:
         """The inner factory's."""
-        return self._inner.invite()
+        return self.inner.invite()
 
     def accept(self, invitation: bytes, window: int) -> tuple[FaultyInbound, bytes]:
         """The inner factory's, or refused."""
         if self.faults.refuse_accept:
             raise LinkError("injected fault: the invitation is refused")
-        inbound, acceptance = self._inner.accept(invitation, window)
+        inbound, acceptance = self.inner.accept(invitation, window)
         return FaultyInbound(inbound, self._fate()), acceptance
 
     def complete(self, invitation: bytes, acceptance: bytes) -> FaultyOutbound:
         """The inner factory's, or refused."""
         if self.faults.refuse_complete:
             raise LinkError("injected fault: the acceptance is refused")
-        return FaultyOutbound(self._inner.complete(invitation, acceptance), self._fate())
+        return FaultyOutbound(self.inner.complete(invitation, acceptance), self._fate())
 
     def close(self) -> None:
         """The inner factory's."""
-        self._inner.close()
+        self.inner.close()
 
     def _fate(self) -> _Fate:
         self._ends += 1

@@ -7,22 +7,23 @@ import itertools
 import sys
 from collections import Counter
 
+from chaos.jobs import GRACE
 from chaos.schedule import DECODES, KINDS, LEASE, PREFILLS, Fault, schedule
-from chaos.world import GRACE, World
+from chaos.world import World
 
 from p2pkv.protocol.handshake import REFUSED_FOR
 
 
 def afterwards(world: World) -> None:
     """The faults are over: everything ends, everybody is at the baseline, and every pair transfers."""
-    world.turn_until(lambda: not world.jobs, 2 * (LEASE + GRACE) + 1, "the end of every request")
+    world.turn_until(lambda: not world.jobs.open, 2 * (LEASE + GRACE) + 1, "the end of every request")
     quiet = world.now + REFUSED_FOR + 1  # a P that failed a handshake is left alone for so long
     world.turn_until(lambda: world.now >= quiet, REFUSED_FOR + 5, "silence")
     if not world.turn_until(world.baseline, 10.0, "the baseline after the faults"):
         world.broken(f"still held: {world.held()}")
     for p, d in itertools.product(PREFILLS, DECODES):
-        world.ask(world.machines[p], world.machines[d], plain=True)
-    world.turn_until(lambda: not world.jobs, LEASE + GRACE, "a transfer of every pair")
+        world.ask(p, d)
+    world.turn_until(lambda: not world.jobs.open, LEASE + GRACE, "a transfer of every pair")
     if not world.turn_until(world.baseline, 10.0, "the baseline at the end"):
         world.broken(f"still held: {world.held()}")
     world.stop_all()
@@ -34,13 +35,7 @@ def report(seed: int, planned: list[Fault], world: World) -> None:
     print(f"seed {seed}: {world.faults.total()} faults in {world.now:.0f} s")
     for kind in KINDS:
         print(f"  {world.faults[kind]:5} of {due[kind]:4} planned  {kind}")
-    print(f"{sum(world.outcomes.values())} transfers, {world.nbytes / 1e6:.1f} MB compared")
-    for outcome, count in sorted(world.outcomes.items()):
-        print(f"  {count:5} {outcome}")
-    print("why they failed:")
-    for reason, count in world.reasons.most_common(12):
-        print(f"  {count:5} {reason}")
-    print(f"the longest time without progress of a request: {world.slowest:.1f} s")
+    world.jobs.report()
     print(f"{len(world.violations)} violations")
     for each in world.violations:
         print(f"  {each}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from chaos.engine import Side
+from chaos.forward import Forward
 from chaos.model import LAYERS, SHAPE
 
 from p2pkv.engine import commands as do
@@ -35,16 +35,15 @@ class Request:
         return self.tokens - 1
 
 
-class DecodeSide(Side):
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._requests: dict[str, Request] = {}
-        self._cache: dict[int, list[int]] = {}
-        """Full blocks that hold the beginning of a prompt, the longest unused first."""
+@dataclass
+class DecodeSide(Forward):
+    _requests: dict[str, Request] = field(default_factory=dict)
+    _cache: dict[int, list[int]] = field(default_factory=dict)
+    """Full blocks that hold the beginning of a prompt, the longest unused first."""
 
-    def order(self, order: dict[str, Any]) -> None:
+    def order(self, order: dict[str, Any], now: float) -> None:
         """A request to load; `leave` is the patience of its client in seconds, -1 is endless."""
-        leaves = time.monotonic() + order["leave"] if order["leave"] >= 0 else float("inf")
+        leaves = now + order["leave"] if order["leave"] >= 0 else float("inf")
         request = Request(order["key"], order["prompt"], order["tokens"], leaves)
         self._requests[request.key] = request
         prefill = Address.parse(order["prefill"])
@@ -56,9 +55,12 @@ class DecodeSide(Side):
             self._evict()
         return self.memory.free == SHAPE.blocks
 
-    def turn(self) -> None:
-        """Hear what has come, admit, and drop what clients have left."""
-        now = time.monotonic()
+    @property
+    def idle(self) -> bool:
+        return not self._requests
+
+    def turn(self, now: float) -> Iterator[float]:
+        """Hear what has come, admit, and drop what clients have left. It takes no time."""
         for event in self.rank.events():
             self._hear(event)
         for request in list(self._requests.values()):
@@ -67,6 +69,7 @@ class DecodeSide(Side):
                 self.rank.do(do.Drop(request.key, "the client has left"))
             if request.begun and not request.admitted:
                 self._admit(request)
+        yield from ()
 
     def _hear(self, event: do.Event) -> None:
         request = self._requests.get(event.key)

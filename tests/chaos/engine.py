@@ -18,13 +18,17 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from chaos.decode import DecodeSide
+from chaos.forward import Forward
 from chaos.model import SHAPE, Memory, Violation
+from chaos.prefill import PrefillSide
 from chaos.schedule import DECODES, LEASE
 from engine_support import BUSY, make_rank
 
 from p2pkv.control.endpoint import Endpoint
 from p2pkv.engine import commands as do
 from p2pkv.engine import rank as rank_module
+from p2pkv.links.base import LinkFactory
 from p2pkv.links.faulty import Faults, FaultyLinks
 from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
@@ -66,25 +70,29 @@ class _Errors(logging.Handler):
 
 
 class Side:
-    """What a P and a D have in common. `inside` is where it listens, `outside` what it advertises."""
+    """A P or a D. `inside` is where it listens, `outside` what it advertises; `links` are its own."""
 
-    def __init__(self, role: str, outside: Address, inside: Address, wire: Connection) -> None:
+    def __init__(
+        self, role: str, outside: Address, inside: Address, wire: Connection, links: LinkFactory
+    ) -> None:
         self._wire = wire
         self._violations: deque[str] = deque()
         logger = logging.getLogger("p2pkv")
         logger.propagate = False
         logger.addHandler(_Errors(self._violations))
         rank_module.Endpoint = lambda _, *rest: Endpoint(inside, *rest)  # type: ignore[misc, assignment]
-        self.links = FaultyLinks(HostLinks("127.0.0.1", STAGING), Faults())
+        self.links = FaultyLinks(links, Faults())
         # What a P sends in shared memory lies in the windows of the D's, each within that D's own staging.
         self._staging = STAGING * (len(DECODES) if role == "P" else 1)
         made = make_rank(
-            role, SHAPE, 0, outside.port, self.links,
+            role, SHAPE, 0, outside.port, self.links, host=outside.host,
             lease_seconds=LEASE, staging_bytes=STAGING, chunk_bytes=16384, secret=SECRET,
             verify=role == "P",  # it is enough that one side asks
         )  # fmt: skip
         self.rank = made.rank
         self.memory = Memory(made.pages)
+        forward = PrefillSide if role == "P" else DecodeSide
+        self.forward: Forward = forward(self.rank, self.memory, self.say, self.broken)
         self._thaw_at = 0.0
         self._next_look = 0.0
         self._looks: deque[dict[str, int]] = deque()
@@ -100,7 +108,8 @@ class Side:
                     return
                 self._obey(order)
             try:
-                self.turn()
+                for seconds in self.forward.turn(time.monotonic()):
+                    time.sleep(seconds)
             except Violation as error:
                 self.broken(str(error))
             self._look()
@@ -119,18 +128,6 @@ class Side:
         """Note what must not be; from any thread."""
         self._violations.append(invariant)
 
-    def turn(self) -> None:
-        """One turn of the forward thread. Raises Violation."""
-        raise NotImplementedError
-
-    def order(self, order: dict[str, Any]) -> None:
-        """What a P or a D is told to do."""
-        raise NotImplementedError
-
-    def empty(self) -> bool:
-        """Give back what is kept for later only; whether every block is free then."""
-        raise NotImplementedError
-
     def _obey(self, order: dict[str, Any]) -> None:
         match order["do"]:
             case "stall":
@@ -144,12 +141,13 @@ class Side:
                 )
             case "baseline":
                 # What was to go wrong with a later message of a link must not do so in peace.
-                self.links.change(break_at=None, flip_at=None)
+                self.links.mend()
                 # Answered by the next look, which is taken after all that has been heard so far.
                 self._looks.clear()
                 self._asked, self._next_look = True, 0.0
             case _:
-                self.order(order)
+                del order["do"]
+                self.forward.order(order, time.monotonic())
 
     def _look(self) -> None:
         """Have the rank's thread count, now and then, and judge what it has counted."""
@@ -171,7 +169,7 @@ class Side:
     def _answer(self, counts: dict[str, int]) -> None:
         """Whether this engine is at its baseline: nothing held by the rank, and no block by anybody."""
         busy = {name: value for name, value in counts.items() if value}
-        empty = self.empty()
+        empty = self.forward.empty()
         self.say(baseline=empty and not busy, held=busy, blocks=SHAPE.blocks - self.memory.free)
 
     def _count(self) -> None:
@@ -181,16 +179,19 @@ class Side:
         self._looks.append({name: counts.get(name, 0) for name in BUSY if name != PATIENT})
 
 
-def main(name: str, outside: str, inside: str, wire: Connection) -> None:
-    """The whole life of an engine."""
-    from chaos.decode import DecodeSide
-    from chaos.prefill import PrefillSide
-
+def main(
+    name: str,
+    outside: str,
+    inside: str,
+    wire: Connection,
+    links: LinkFactory | None = None,
+    kind: type[Side] = Side,
+) -> None:
+    """The whole life of an engine, whose links share memory unless it is told otherwise."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     torch.set_num_threads(1)
-    side: Side = (PrefillSide if name.startswith("P") else DecodeSide)(
-        name[0], Address.parse(outside), Address.parse(inside), wire
-    )
+    links = links or HostLinks(Address.parse(inside).host, STAGING)
+    side = kind(name[0], Address.parse(outside), Address.parse(inside), wire, links)
     try:
         side.run()
         side.rank.stop()

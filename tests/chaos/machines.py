@@ -17,8 +17,11 @@ from p2pkv.cli.processes import free_ports
 from p2pkv.pairing import Address
 
 # Every engine is forked by one process that has imported torch, so that a restart takes no seconds.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["chaos.engine", "chaos.prefill", "chaos.decode"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["chaos.engine"])
+
+
+JOIN_SECONDS = 10.0
 
 
 class Machine:
@@ -32,11 +35,12 @@ class Machine:
         ended: whether it has said that its rank's thread ended, when it was told to.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, place: Address | None = None) -> None:
+        """`place`: where it listens, and no door before it."""
         self.name = name
-        self.inside = self.outside = Address("127.0.0.1", free_ports())
+        self.inside = self.outside = place or Address("127.0.0.1", free_ports())
         self.door: Door | None = None
-        if name.startswith("P"):
+        if name.startswith("P") and place is None:
             self.outside = Address("127.0.0.1", free_ports())
             self.door = Door(self.outside, self.inside)
         self.up = self.frozen = self.ended = False
@@ -48,12 +52,17 @@ class Machine:
         """A new process; it says `ready`."""
         self.ended = False
         self.continued = time.monotonic()
-        self.wire, theirs = _CONTEXT.Pipe()
-        self._process = _CONTEXT.Process(
-            target=main, args=(self.name, str(self.outside), str(self.inside), theirs), daemon=True
-        )
-        self._process.start()
+        self.wire, theirs = CONTEXT.Pipe()
+        self._process = self._spawn(theirs)
         theirs.close()
+
+    def _spawn(self, wire: Connection) -> Any:
+        """A process that has `pid`, `kill` and `join`, at the other end of `wire`."""
+        process = CONTEXT.Process(
+            target=main, args=(self.name, str(self.outside), str(self.inside), wire), daemon=True
+        )
+        process.start()
+        return process
 
     def order(self, word: str, **details: Any) -> bool:
         """Tell it something; False if there is nobody to tell."""
@@ -85,7 +94,7 @@ class Machine:
         self._leave()
         if self._process is not None:
             self._process.kill()
-            self._process.join(10.0)
+            self._process.join(JOIN_SECONDS)
         if self.wire is not None:
             self.wire.close()
         self._process, self.wire, self.frozen = None, None, False

@@ -51,6 +51,10 @@ class Memory:
                 raise Violation("a block was written to after it had been given back")
         return taken
 
+    def clean(self) -> bool:
+        """Whether nobody has written to a block that nobody has."""
+        return all(bool((page[self._free] == CANARY).all()) for page in self._pages)
+
     def give_back(self, blocks: list[int]) -> None:
         """Nobody reads or writes them any more."""
         self._poison(blocks)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from chaos.engine import Side
+from chaos.forward import Forward
 from chaos.model import LAYERS, SHAPE
 from engine_support import READY
 
@@ -15,6 +15,7 @@ from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
 
 LAYER_SECONDS = 0.001
+"""What a forward takes for one."""
 
 
 @dataclass
@@ -34,15 +35,13 @@ class Prompt:
     free: bool = False
 
 
-class PrefillSide(Side):
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._prompts: dict[str, Prompt] = {}
-        self._queue: deque[Prompt] = deque()
+@dataclass
+class PrefillSide(Forward):
+    _prompts: dict[str, Prompt] = field(default_factory=dict)
+    _queue: deque[Prompt] = field(default_factory=deque)
 
-    def order(self, order: dict[str, Any]) -> None:
+    def order(self, order: dict[str, Any], now: float) -> None:
         """A prompt to prefill."""
-        del order["do"]
         prompt = Prompt(**order | {"decode": Address.parse(order["decode"])})
         self._prompts[prompt.key] = prompt
         self._queue.append(prompt)
@@ -52,7 +51,11 @@ class PrefillSide(Side):
         """A P keeps nothing."""
         return self.memory.free == SHAPE.blocks
 
-    def turn(self) -> None:
+    @property
+    def idle(self) -> bool:
+        return not self._queue
+
+    def turn(self, now: float) -> Iterator[float]:
         """Hear what is free, and compute one chunk of one prompt."""
         for event in self.rank.events():
             assert isinstance(event, do.PagesFree)
@@ -67,11 +70,11 @@ class PrefillSide(Side):
         if self._queue:
             prompt = self._queue[0]
             self._queue.rotate(-1)
-            self.rank.steps.begin(time.monotonic())
-            self._advance(prompt)
+            self.rank.steps.begin(now)
+            yield from self._advance(prompt)
             self.rank.steps.end()
 
-    def _advance(self, prompt: Prompt) -> None:
+    def _advance(self, prompt: Prompt) -> Iterator[float]:
         if not prompt.blocks and not self._begin(prompt):
             return
         if 0 <= prompt.abort_at <= prompt.computed:
@@ -81,7 +84,7 @@ class PrefillSide(Side):
         if 0 <= prompt.preempt_at <= prompt.computed:
             self._preempt(prompt)
             return
-        self._compute(prompt, min(prompt.tokens, prompt.computed + prompt.chunk))
+        yield from self._compute(prompt, min(prompt.tokens, prompt.computed + prompt.chunk))
         self.say(computed=prompt.key)
 
     def _begin(self, prompt: Prompt) -> bool:
@@ -92,12 +95,12 @@ class PrefillSide(Side):
         self.rank.do(do.OfferPrompt(prompt.key, prompt.decode, prompt.tokens, b"%d" % prompt.prompt))
         return True
 
-    def _compute(self, prompt: Prompt, stop: int) -> None:
+    def _compute(self, prompt: Prompt, stop: int) -> Iterator[float]:
         self.rank.do(do.Pages(prompt.key, (prompt.blocks,)))
         for layer in range(LAYERS):
             self.memory.compute(prompt.prompt, layer, prompt.blocks, prompt.computed, stop)
             self.rank.do(do.Computed(((prompt.key, stop),), layer, layer + 1, READY))
-            time.sleep(LAYER_SECONDS)  # what a forward takes
+            yield LAYER_SECONDS
         self.rank.do(do.Flush((prompt.key,)))
         prompt.computed = stop
         prompt.computing = stop < prompt.tokens

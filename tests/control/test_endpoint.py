@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import zmq
 from hostile_support import HUGE_FRAME, NULL_READY, RAW, ZMTP_3_NULL, Canary
 
 from p2pkv.cli.processes import free_ports
@@ -94,3 +95,12 @@ def test_a_peer_that_comes_late_is_reached(endpoint: Endpoint) -> None:
     finally:
         other.close()
     assert list(endpoint.troubles()) == []
+
+
+def test_lines_that_are_lost_together_do_not_come_back_together(endpoint: Endpoint) -> None:
+    sockets = [endpoint.dial(Address("127.0.0.1", 9))._socket for _ in range(12)]
+    pauses = [
+        (each.getsockopt(zmq.RECONNECT_IVL), each.getsockopt(zmq.RECONNECT_IVL_MAX)) for each in sockets
+    ]
+    assert len(set(pauses)) > 6
+    assert all(0 < first <= 30 and 500 < last <= 1000 for first, last in pauses)

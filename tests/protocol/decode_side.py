@@ -246,6 +246,7 @@ class DecodeRank:
 
     def run(self, key: str, effects: list[Effect]) -> None:
         for effect in effects:
+            self.world.note(self.incarnation, self.rank, key, effect)
             match effect:
                 case Tell(rank, message):
                     self._tell(rank, message)

@@ -234,6 +234,7 @@ class PrefillRank:
 
     def run(self, key: str, effects: list[Effect]) -> None:
         for effect in effects:
+            self.world.note(self.incarnation, self.rank, key, effect)
             match effect:
                 case Tell(rank, message):
                     if rank in self.peers:

@@ -316,7 +316,7 @@ def outcomes(world: World) -> None:
 # Longer walks than Hypothesis makes, in larger worlds, where faults mostly meet chunks that are under way.
 
 
-def walk(seed: int, steps: int = 250) -> World:
+def walk(seed: int | str, steps: int = 250) -> World:
     chance = Random(seed)
     machine = Conversation()
     layers, heads = chance.randint(1, 4), chance.choice([1, 2, 4])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
+from typing import Any
 
 from protocol.decode_side import DecodeRank
 from protocol.prefill_side import PrefillRank
@@ -17,6 +19,7 @@ from p2pkv.sharding import Shape
 
 LEASE = 30.0
 BEAT = LEASE / 6
+START = 1000.0
 
 End = tuple[str, str, int, str, int]
 """Whose outcome: (role, incarnation, rank, key, attempt); P has no attempts of its own."""
@@ -49,7 +52,7 @@ class World:
     """Whether D takes KV for which no request has come."""
     verify: bool = False
     """P says a checksum of each chunk, some time after it has sent it, and D compares."""
-    now: float = 1000.0
+    now: float = START
     ends: dict[End, Finished] = field(default_factory=dict)
     links: dict[tuple[str, int, int, int], Link] = field(default_factory=dict)
     lines: dict[tuple[int, int], Line] = field(default_factory=dict)
@@ -60,12 +63,24 @@ class World:
     breaches: int = 0
     corrupt: int = 0
     _starts: int = 0
+    _trace: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
 
     def __post_init__(self) -> None:
         self.terms = Terms(self.chunk_bytes, LEASE, self.whole)
         self.wire = Wire("dense", self.unit, 8)
         self.start_p()
         self.start_d()
+
+    # The trace.
+
+    def note(self, *words: object) -> None:
+        """Something has happened."""
+        self._trace.update(repr((self.now, *words)).encode())
+
+    @property
+    def trace(self) -> str:
+        """What stands for all messages and effects so far: equal for equal walks."""
+        return str(self._trace.hexdigest())
 
     # Processes.
 
@@ -218,6 +233,7 @@ class World:
         if line is None or not (line.to_p if to == "p" else line.to_d):
             return False
         message = line.take(to)
+        self.note(pair, to, message)
         if to == "p" and self.p:
             self.p[line.p].receive(line, message)
         elif to == "d" and self.d:

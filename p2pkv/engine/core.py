@@ -1,0 +1,189 @@
+"""One rank without a thread and without a clock: whoever owns it gives it turns, and says what time it is."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from p2pkv.config import Options
+from p2pkv.control.endpoint import Endpoint, Line
+from p2pkv.engine.commands import After, Command, Computed, Event, Revoked
+from p2pkv.engine.consumer import Consumer
+from p2pkv.engine.context import Context, log
+from p2pkv.engine.producer import Producer
+from p2pkv.engine.steps import Steps
+from p2pkv.links.base import LinkFactory
+from p2pkv.pages.geometry import PagedCache
+from p2pkv.protocol.machine import RemoteProtocolError
+from p2pkv.protocol.messages import BadMessage, Hello, Inspect, Report, decode
+
+TICK, IDLE_TICK = 0.02, 0.25
+"""Seconds between two looks at deadlines, with something under way and without."""
+
+SOON = 0.001
+"""Seconds to sleep while a link has something under way; messages end the sleep at once."""
+
+QUIET_SECONDS = 60.0
+"""Between two lines about connections that said nothing wrong and went: a monitor may make many."""
+
+
+class Core:
+    """P's half of a rank or D's, and all that reaches it. It owns what it was made with: see `close`.
+
+    `do`, `revoke`, `events` and `steps` are for the forward thread; none of them waits for the
+    network, and only `revoke` waits for anything: the device's gathers that are under way, if any.
+    All else is for one thread, which may be the same.
+    """
+
+    def __init__(
+        self, hello: Hello, options: Options, cache: PagedCache, links: LinkFactory, endpoint: Endpoint
+    ) -> None:
+        self.steps = Steps(options.stall_seconds)
+        self._events: deque[Event] = deque()
+        self._commands: deque[Command] = deque()
+        self._ctx = Context(hello, options, cache, links, endpoint, self.steps, self._events.append)
+        self._half = Producer(self._ctx) if hello.role == "P" else Consumer(self._ctx)
+        self.counters = self._ctx.counters
+        self._soon = False
+        self._next_tick = 0.0
+        self._next_quiet = 0.0
+
+    # The forward thread.
+
+    def do(self, command: Command) -> None:
+        """Hand over one command; commands are carried out in order."""
+        self._commands.append(command)
+
+    def layers_per_message(self, tokens: int) -> int:
+        """How many layers of so many tokens fill a message."""
+        cache, options = self._ctx.cache, self._ctx.options
+        layer = max(1, tokens * cache.heads * cache.row_bytes // cache.unit_tokens)
+        return cache.layers if options.whole_request else max(1, -(-options.chunk_bytes // layer))
+
+    def revoke(self, keys: Iterable[str]) -> None:
+        """These prompts' pages will be overwritten: on return nothing reads them, and nothing will."""
+        keys = list(keys)
+        if not keys:
+            return
+        with self._ctx.reading:
+            self._ctx.revoked.update(keys)
+        self._ctx.copies.wait(keys)
+        for key in keys:
+            self.do(Revoked(key))
+
+    def events(self) -> list[Event]:
+        """What has happened since the last call."""
+        out: list[Event] = []
+        while self._events:
+            out.append(self._events.popleft())
+        return out
+
+    # The owner.
+
+    def turn(self, now: float) -> None:
+        """Hear what has come in, do what was ordered, move data, look at deadlines. Never waits.
+
+        `now`: seconds of any clock that never goes back. What this raises is a fault of ours: the turn is
+        lost, and the next one goes on.
+        """
+        self._soon = False
+        self._look_after_connections(now)
+        self._listen(now)
+        self._obey(now)
+        soon = self._half.pump(now)
+        self._ctx.copies.poll(now)
+        self._soon = soon or len(self._ctx.copies) > 0
+        if now >= self._next_tick:
+            self._half.tick(now)
+            self._next_tick = now + IDLE_TICK
+        if not self._half.idle:
+            self._next_tick = min(self._next_tick, now + TICK)
+
+    def pause(self, now: float) -> float:
+        """Seconds after which the next turn is due, unless a message or a command comes first."""
+        if self._commands:
+            return SOON if self._blocked() else 0.0
+        return SOON if self._soon else max(0.0, self._next_tick - now)
+
+    def hurry(self, now: float) -> None:
+        """Look at deadlines soon, although nothing may be under way."""
+        self._next_tick = min(self._next_tick, now + TICK)
+
+    def leave(self, now: float, finish: bool = True) -> None:
+        """Take on nothing new, and end what cannot be finished now; without `finish` everything."""
+        self._half.leave(now, finish)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is under way."""
+        return self._half.over
+
+    @property
+    def told(self) -> bool:
+        """Whether peers were told that something has ended, and need time to read it."""
+        return self._half.told
+
+    def close(self) -> None:
+        """Say goodbye, and close the links and the endpoint."""
+        for step in (
+            self._ctx.copies.close,
+            self._half.close,
+            self._ctx.links.close,
+            self._ctx.endpoint.close,
+        ):
+            try:
+                step()
+            except Exception:
+                log.exception("while closing")
+
+    # The parts of a turn.
+
+    def _listen(self, now: float) -> None:
+        for line, data in self._ctx.endpoint.receive():
+            try:
+                message = decode(data)
+                if isinstance(message, Inspect):
+                    self._inspect(line)
+                elif not isinstance(message, Report):
+                    self._half.receive(line, message, now)
+            except BadMessage as error:
+                self._ctx.counters.add("messages_bad")
+                log.debug("dropped: %s", error)
+            except RemoteProtocolError as error:
+                self._ctx.counters.add("messages_refused")
+                log.debug("dropped: %s", error)
+
+    def _look_after_connections(self, now: float) -> None:
+        for line, reason, quiet in self._ctx.endpoint.troubles():
+            self._ctx.counters.add("handshakes_failed")
+            if line is not None:
+                self._half.unreachable(line, reason, now)
+            elif not quiet:
+                log.warning("%s", reason)
+            elif now >= self._next_quiet:
+                log.warning("%s; said once a minute", reason)
+                self._next_quiet = now + QUIET_SECONDS
+
+    def _inspect(self, line: Line) -> None:
+        hello = self._ctx.hello
+        values: dict[str, int | float | str] = {**self.counters.snapshot()}
+        values |= {
+            "role": hello.role,
+            "rank": hello.rank,
+            "incarnation": hello.incarnation,
+            "model": hello.model,
+        }
+        self._ctx.tell(line, Report(values))
+
+    def _blocked(self) -> bool:
+        """Whether the next command waits for the device."""
+        head = self._commands[0]
+        return isinstance(head, Computed) and not head.fence.ready()
+
+    def _obey(self, now: float) -> None:
+        while self._commands and not self._blocked():
+            command = self._commands.popleft()
+            if isinstance(command, After):
+                command.fence.follow()
+            else:
+                self._half.command(command, now)

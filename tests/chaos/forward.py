@@ -1,0 +1,43 @@
+"""A made-up forward thread: it tells one rank what vLLM would, and judges what it hears back.
+
+It has no clock and never sleeps: whoever runs it, in a process of its own or on a virtual clock, says what
+time it is, and lets pass the seconds that its turns yield.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from chaos.model import Memory
+
+from p2pkv.engine.core import Core
+
+
+@dataclass
+class Forward(ABC):
+    """`say(kind=value, ...)` tells the run what has happened; `broken` that something must not be so."""
+
+    rank: Core
+    memory: Memory
+    say: Callable[..., None]
+    broken: Callable[[str], None]
+
+    @abstractmethod
+    def order(self, order: dict[str, Any], now: float) -> None:
+        """What a P or a D is told to do."""
+
+    @abstractmethod
+    def turn(self, now: float) -> Iterator[float]:
+        """One turn; yields seconds that it takes. Raises Violation."""
+
+    @abstractmethod
+    def empty(self) -> bool:
+        """Give back what is kept for later only; whether every block is free then."""
+
+    @property
+    @abstractmethod
+    def idle(self) -> bool:
+        """Whether only an order or an event of the rank gives it something to do."""

@@ -1,0 +1,172 @@
+"""The requests of a run: drawn, routed to the two engines, and held to their deadlines."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from chaos.schedule import LEASE
+
+from p2pkv.pairing import Address
+
+GRACE = 5.0
+"""A load, and P's pages, end within the lease and this after the last progress; seconds."""
+
+AT_ONCE = 6
+"""Requests of one D that may be under way."""
+
+GAP = 0.06
+"""Mean seconds between two requests."""
+
+PROMPTS, LONGEST = 12, 700
+
+
+class Engine(Protocol):
+    """An engine as its requests see it. `continued`: when it last began to run."""
+
+    name: str
+    outside: Address
+    frozen: bool
+    continued: float
+
+    def order(self, word: str, **details: Any) -> bool:
+        """Tell it something; False if there is nobody to tell."""
+        ...
+
+
+@dataclass
+class Job:
+    """One request. `last`: when it last made progress, or something happened to one of its engines."""
+
+    key: str
+    prefill: Engine
+    decode: Engine
+    last: float
+    in_prefill: bool = False
+    in_decode: bool = False
+    must: bool = False
+
+
+class Jobs:
+    """All requests under way, by key, and what has become of the others.
+
+    `now` is the run's clock; `broken` is told what must not be.
+    """
+
+    def __init__(self, draw: random.Random, now: Callable[[], float], broken: Callable[[str], None]) -> None:
+        self._draw = draw
+        self._now = now
+        self._broken = broken
+        self._numbers = itertools.count()
+        self.open: dict[str, Job] = {}
+        self.outcomes: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.nbytes = 0
+        self.slowest = 0.0
+
+    def ask(
+        self,
+        prefill: Engine,
+        decode: Engine,
+        plain: bool = False,
+        must: bool = False,
+        longest: int = LONGEST,
+        shortest: int = 1,
+        fresh: bool = False,
+    ) -> Job:
+        """Send one request to both, as a router does.
+
+        `plain`: no client leaves; `must`: it is to load; `fresh`: D has no prefix of it, once.
+        """
+        draw, key = self._draw, f"key-{next(self._numbers)}"
+        prompt, tokens = PROMPTS if fresh else draw.randrange(PROMPTS), draw.randint(shortest, longest)
+        chunk = draw.choice([48, 100, 256, LONGEST])
+        abort, preempt, leaves = (not (plain or must) and draw.random() < 0.1 for _ in range(3))
+        job = self.open[key] = Job(key, prefill, decode, self._now(), must=must)
+        job.in_prefill = prefill.order(
+            "prefill", key=key, decode=str(decode.outside), prompt=prompt, tokens=tokens, chunk=chunk,
+            abort_at=draw.randrange(tokens) if abort else -1,
+            preempt_at=draw.randrange(tokens) if preempt else -1,
+        )  # fmt: skip
+        job.in_decode = decode.order(
+            "load", key=key, prefill=str(prefill.outside), prompt=prompt, tokens=tokens,
+            leave=draw.uniform(0.0, 0.5) if leaves else -1,
+        )  # fmt: skip
+        self._settle(job)
+        return job
+
+    def ask_any(self, prefills: list[Engine], decodes: list[Engine], longest: int = LONGEST) -> None:
+        """One request of any pair, unless that D has enough to do."""
+        decode, prefill = self._draw.choice(decodes), self._draw.choice(prefills)
+        if sum(1 for job in self.open.values() if job.decode is decode) < AT_ONCE:
+            self.ask(prefill, decode, longest=longest)
+
+    def pause(self) -> float:
+        """Seconds until the next request comes."""
+        return self._draw.expovariate(1 / GAP)
+
+    def heard(self, engine: Engine, said: dict[str, Any]) -> None:
+        """An engine says that a request has made progress, or has ended there."""
+        kind = next(iter(said))
+        job = self.open.get(said[kind]) if kind in ("computed", "begun", "freed", "loaded") else None
+        if job is None:
+            return
+        self.slowest = max(self.slowest, self._now() - max(job.last, engine.continued))
+        job.last = self._now()
+        if kind == "freed":
+            job.in_prefill = False
+        elif kind == "loaded":
+            job.in_decode = False
+            self._count(job, said)
+        self._settle(job)
+
+    def _count(self, job: Job, said: dict[str, Any]) -> None:
+        reason = said["reason"]
+        self.outcomes["failed" if reason else "loaded"] += 1
+        self.nbytes += said["nbytes"]
+        if reason:
+            # Without addresses and numbers, so that they can be counted.
+            words = (word for word in reason.split() if not any(map(str.isdigit, word)))
+            self.reasons[" ".join(words)[:90]] += 1
+        if reason and job.must:
+            pair = f"{job.prefill.name} to {job.decode.name}"
+            self._broken(f"a transfer in peace, {pair}, failed: {reason}")
+
+    def _settle(self, job: Job) -> None:
+        if not job.in_prefill and not job.in_decode:
+            self.open.pop(job.key, None)
+
+    def lose(self, engine: Engine) -> None:
+        """A process has ended: what was its own needs no outcome, what was others' has its clock set."""
+        for job in list(self.open.values()):
+            if engine is job.prefill:
+                job.in_prefill, job.last = False, self._now()
+            elif engine is job.decode:
+                self.outcomes["lost with D"] += job.in_decode
+                job.in_decode, job.last = False, self._now()
+            self._settle(job)
+
+    def check(self) -> None:
+        """Whether a request is beyond its deadline."""
+        now = self._now()
+        for job in list(self.open.values()):
+            for engine, waits in ((job.prefill, job.in_prefill), (job.decode, job.in_decode)):
+                quiet = now - max(job.last, engine.continued)
+                if waits and not engine.frozen and quiet > LEASE + GRACE:
+                    self._broken(f"{job.key} has no end on {engine.name} after {quiet:.1f} s")
+                    del self.open[job.key]
+                    break
+
+    def report(self) -> None:
+        """What has become of them, for a person."""
+        print(f"{self.outcomes.total()} transfers, {self.nbytes / 1e6:.1f} MB compared")
+        for outcome, count in sorted(self.outcomes.items()):
+            print(f"  {count:5} {outcome}")
+        print("why they failed:")
+        for reason, count in self.reasons.most_common(12):
+            print(f"  {count:5} {reason}")
+        print(f"the longest time without progress of a request: {self.slowest:.1f} s")

@@ -1,0 +1,205 @@
+"""A TCP relay that is rough with what goes through it: late, in slices, held, cut off in mid-message.
+
+One thread moves all connections of a Relay. TCP mends lost packets itself, and what is left of them for those
+who use it is this: bytes come late and in other pieces than they were sent, or the connection ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+
+from p2pkv.links import blobs
+from p2pkv.links.base import Inbound, LinkFactory, Outbound
+from p2pkv.links.blobs import Acceptance
+
+THERE, BACK = "there", "back"
+"""The ways of a connection: from whoever dialed, and to it."""
+
+LOOK_SECONDS = 0.002
+BUFFERED = 1 << 17
+PIECES = 64
+"""Of one way, before the others have their turn."""
+
+
+@dataclass
+class Manner:
+    """How bytes go through. May be set at any time by any thread.
+
+    Attributes:
+        slice: most bytes that go through at once; less, by chance.
+        late: most seconds that bytes wait.
+        held: ways on which nothing moves.
+        half: ways that are closed as soon as something goes there; the other way of that connection stays.
+        reset_after: so many bytes later every connection is reset, once.
+    """
+
+    slice: int = 1 << 16
+    late: float = 0.0
+    held: tuple[str, ...] = ()
+    half: tuple[str, ...] = ()
+    reset_after: int | None = None
+
+
+@dataclass(eq=False)
+class _Way:
+    name: str
+    source: socket.socket
+    sink: socket.socket
+    pending: deque[tuple[float, bytearray]] = field(default_factory=deque)
+    ended: bool = False  # nothing more comes
+    shut: bool = False  # nothing more goes
+
+    def close(self) -> None:
+        self.shut = True
+        self.pending.clear()
+        with contextlib.suppress(OSError):
+            self.sink.shutdown(socket.SHUT_WR)
+
+
+class Relay:
+    """Listens at once at `host`, on `port` or on any; whoever comes is taken to the port `inside`."""
+
+    def __init__(self, host: str, inside: int, manner: Manner, port: int = 0, seed: int = 1) -> None:
+        self._listener = socket.create_server((host, port))
+        self._inside = (host, inside)
+        self._manner = manner
+        self._draw = random.Random(seed)
+        self._ways: list[_Way] = []
+        self._stopping = False
+        self.port: int = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End everything."""
+        self._stopping = True
+        self._thread.join(5.0)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            ready = [way.source for way in self._ways if not way.ended and len(way.pending) < 64]
+            readable, _, _ = select.select([self._listener, *ready], [], [], LOOK_SECONDS)
+            if self._listener in readable:
+                self._accept()
+            for way in list(self._ways):
+                if way.source in readable:
+                    self._take(way)
+                self._give(way)
+            self._forget()
+        self._reset()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        client, _ = self._listener.accept()
+        try:
+            server = socket.create_connection(self._inside, timeout=1.0)
+        except OSError:
+            client.close()
+            return
+        for each in (client, server):
+            each.setblocking(False)
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._ways += [_Way(THERE, client, server), _Way(BACK, server, client)]
+
+    def _take(self, way: _Way) -> None:
+        try:
+            data = way.source.recv(BUFFERED)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        way.ended = not data
+        if data and not way.shut:
+            way.pending.append(
+                (time.monotonic() + self._draw.uniform(0.0, self._manner.late), bytearray(data))
+            )
+
+    def _give(self, way: _Way) -> None:
+        manner = self._manner
+        if way.name in manner.held or way.shut:
+            return
+        for _ in range(PIECES):
+            if not way.pending or way.pending[0][0] > time.monotonic():
+                break
+            if way.name in manner.half:
+                way.close()
+                return
+            data = way.pending[0][1]
+            try:
+                count = way.sink.send(data[: self._draw.randint(1, manner.slice)])
+            except BlockingIOError:
+                break
+            except OSError:
+                way.close()
+                return
+            del data[:count]
+            if not data:
+                way.pending.popleft()
+            if manner.reset_after is not None:
+                manner.reset_after -= count
+                if manner.reset_after <= 0:
+                    manner.reset_after = None
+                    self._reset()
+                    return
+        if way.ended and not way.pending:
+            way.close()
+
+    def _forget(self) -> None:
+        """Close connections that have ended both ways."""
+        for way in list(self._ways):
+            both = [each for each in self._ways if {each.source, each.sink} == {way.source, way.sink}]
+            if both and all(each.ended and each.shut for each in both):
+                for each in both:
+                    self._ways.remove(each)
+                    each.source.close()
+
+    def _reset(self) -> None:
+        for way in self._ways:
+            with contextlib.suppress(OSError):
+                way.source.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            way.source.close()
+        self._ways.clear()
+
+
+class RoughLinks(LinkFactory):
+    """Links of `inner`, which are TCP; those from a P go through a relay of D's."""
+
+    MOST = 16
+
+    def __init__(self, inner: LinkFactory) -> None:
+        self.kind = inner.kind
+        self.manner = Manner()
+        self._inner = inner
+        self._relays: deque[Relay] = deque()
+
+    def invite(self) -> bytes:
+        return self._inner.invite()
+
+    def accept(self, invitation: bytes, window: int) -> tuple[Inbound, bytes]:
+        """The inner link's, with the relay's port in place of its own."""
+        inbound, blob = self._inner.accept(invitation, window)
+        said = blobs.decode(blob, Acceptance)
+        relay = Relay(said.host, said.port, self.manner, seed=len(self._relays))
+        self._relays.append(relay)
+        if len(self._relays) > self.MOST:
+            self._relays.popleft().close()
+        assert said.shared is None
+        return inbound, blobs.encode(msgspec.structs.replace(said, port=relay.port))
+
+    def complete(self, invitation: bytes, acceptance: bytes) -> Outbound:
+        return self._inner.complete(invitation, acceptance)
+
+    def close(self) -> None:
+        self._inner.close()
+        for relay in self._relays:
+            relay.close()

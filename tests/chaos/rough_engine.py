@@ -1,0 +1,63 @@
+"""An engine whose links are TCP through a relay, and the machine that it is to the parent."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from typing import Any
+
+from chaos.engine import STAGING, Side, main
+from chaos.machines import CONTEXT, Machine
+from chaos.rough import Manner, Relay, RoughLinks
+
+from p2pkv.cli.processes import free_ports
+from p2pkv.links.host import HostLinks
+from p2pkv.pairing import Address
+
+
+class RoughSide(Side):
+    """An engine that can be told how rough its data plane is."""
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        if order["do"] == "manner":
+            rough = self.links.inner
+            assert isinstance(rough, RoughLinks)
+            vars(rough.manner).update(order["values"])
+        else:
+            super()._obey(order)
+
+
+def live(name: str, outside: str, inside: str, wire: Connection) -> None:
+    """The life of such an engine."""
+    links = RoughLinks(HostLinks(Address.parse(inside).host, STAGING, shared_memory=False))
+    main(name, outside, inside, wire, links, RoughSide)
+
+
+class RoughMachine(Machine):
+    """A P has a relay before its control port, and a D before each of its links.
+
+    `control` is the manner of the former.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, Address("127.0.0.1", free_ports()))
+        self.control = Manner()
+        self._relay: Relay | None = None
+        if name.startswith("P"):
+            self._relay = Relay(self.inside.host, self.inside.port, self.control)
+            self.outside = Address(self.inside.host, self._relay.port)
+
+    def treat_data(self, **values: Any) -> None:
+        """Set the manner of the links to this D."""
+        assert self.order("manner", values=values)
+
+    def close(self) -> None:
+        """End the relay."""
+        if self._relay is not None:
+            self._relay.close()
+
+    def _spawn(self, wire: Connection) -> Any:
+        process = CONTEXT.Process(
+            target=live, args=(self.name, str(self.outside), str(self.inside), wire), daemon=True
+        )
+        process.start()
+        return process

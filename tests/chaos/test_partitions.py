@@ -1,0 +1,108 @@
+"""A P and a D on two networks with a cable between them, which loses packets, or is slow.
+
+Real ranks with a secret, over TCP, in processes of their own. Each side has its clock only: while the cable
+is cut nobody tells it anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from chaos.model import LAYERS, SHAPE
+from chaos.namespaces import Cable, Dweller, Unavailable
+from chaos.schedule import LEASE
+from chaos.world import World
+
+pytestmark = pytest.mark.slow
+
+BACK_SECONDS = 20.0
+"""In which a transfer works again: a peer that did not answer is left alone for some seconds, and the kernel
+sends again what was lost after pauses as long as the partition was."""
+
+TOKENS = 600
+NBYTES = TOKENS * LAYERS * SHAPE.kv_heads * SHAPE.content * 4
+
+
+@pytest.fixture(scope="module")
+def cable() -> Iterator[Cable]:
+    try:
+        made = Cable().__enter__()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    try:
+        yield made
+    finally:
+        made.__exit__()
+
+
+@pytest.fixture(scope="module")
+def engines(cable: Cable) -> Iterator[World]:
+    with World(1, [Dweller("P0", cable), Dweller("D0", cable)]) as world:
+        yield world
+        world.stop_all()
+        assert world.violations == []
+
+
+@pytest.fixture
+def world(engines: World) -> Iterator[World]:
+    """Both engines have worked; after the test they work again, and hold nothing."""
+    engines.recover("P0", "D0", BACK_SECONDS)
+    yield engines
+    engines.recover("P0", "D0", BACK_SECONDS)
+    for _ in range(3):
+        engines.ask("P0", "D0")
+    engines.rest()
+    found, engines.violations = engines.violations, []
+    assert found == []
+
+
+@pytest.mark.parametrize("seconds", [0.4 * LEASE, 2.5 * LEASE], ids=["shorter than a lease", "longer"])
+@pytest.mark.parametrize("sides", ["P", "D", "PD"], ids=["of P", "of D", "of both"])
+def test_packets_are_lost_under_load_and_then_arrive_again(
+    cable: Cable, world: World, sides: str, seconds: float
+) -> None:
+    world.load(1.0)
+    for side in sides:
+        cable.lose(side)
+    world.load(seconds)
+    for side in sides:
+        cable.find(side)
+
+
+@pytest.mark.parametrize("side", ["P", "D"])
+def test_one_side_has_no_way_to_the_other(cable: Cable, world: World, side: str) -> None:
+    world.load(1.0)
+    cable.blackhole(side)
+    world.load(2 * LEASE)
+    cable.open(side)
+
+
+@pytest.fixture
+def narrow(cable: Cable) -> Iterator[Callable[[str], None]]:
+    yield cable.narrow
+    cable.widen()
+
+
+def test_a_cut_in_the_middle_of_a_transfer_ends_it_on_both_sides_while_it_lasts(
+    cable: Cable, world: World, narrow: Callable[[str], None]
+) -> None:
+    narrow("1mbit")
+    loaded, failed, sent = *map(world.jobs.outcomes.__getitem__, ("loaded", "failed")), cable.sent("P")
+    world.jobs.ask(*world.machines.values(), plain=True, longest=TOKENS, shortest=TOKENS, fresh=True)
+    world.turn_until(lambda: cable.sent("P") > sent + NBYTES // 3, 3 * LEASE, "a third of the bytes")
+    for side in "PD":
+        cable.lose(side)
+    world.turn_until(lambda: not world.jobs.open, 2 * LEASE, "the end of the request on both sides")
+    assert (world.jobs.outcomes["loaded"], world.jobs.outcomes["failed"]) == (loaded, failed + 1)
+    for side in "PD":
+        cable.find(side)
+
+
+def test_a_transfer_may_take_longer_than_the_lease_as_long_as_it_moves(
+    world: World, narrow: Callable[[str], None]
+) -> None:
+    """Chunks that wait behind others on a slow line are not late."""
+    narrow("1mbit")
+    world.jobs.ask(*world.machines.values(), must=True, longest=TOKENS, shortest=TOKENS, fresh=True)
+    world.turn_until(lambda: not world.jobs.open, 15 * LEASE, "the end of a slow transfer")

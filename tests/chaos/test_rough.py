@@ -1,0 +1,187 @@
+"""A P and a D over TCP that is late, comes in slices, stalls, and ends in mid-message.
+
+Real ranks in processes of their own. Either the control connection (ZMQ with CURVE) or the links go through a
+relay that is rough with them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from chaos.rough import BACK, THERE, Manner, Relay
+from chaos.rough_engine import RoughMachine
+from chaos.schedule import LEASE
+from chaos.world import World
+
+BACK_SECONDS = 15.0
+"""In which a transfer works again: a P that failed a handshake is left alone for five."""
+
+Treat = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[World]:
+    machines = [RoughMachine("P0"), RoughMachine("D0")]
+    try:
+        with World(2, machines) as world:
+            yield world
+            world.stop_all()
+            assert world.violations == []
+    finally:
+        for machine in machines:
+            machine.close()
+
+
+@pytest.fixture
+def world(engines: World) -> Iterator[World]:
+    """Both engines have worked; after the test, in peace, they work again, and hold nothing."""
+    engines.recover("P0", "D0", BACK_SECONDS)
+    yield engines
+    for plane in PLANES.values():
+        plane(engines, **dataclasses.asdict(Manner()))
+    engines.recover("P0", "D0", BACK_SECONDS)
+    for _ in range(3):
+        engines.ask("P0", "D0")
+    engines.rest()
+    found, engines.violations = engines.violations, []
+    assert found == []
+
+
+def control(world: World, **values: Any) -> None:
+    vars(world.machines["P0"].control).update(values)  # type: ignore[attr-defined]
+
+
+def data(world: World, **values: Any) -> None:
+    world.machines["D0"].treat_data(**values)  # type: ignore[attr-defined]
+
+
+PLANES: dict[str, Treat] = {"control": control, "data": data}
+planes = pytest.mark.parametrize("treat", PLANES.values(), ids=PLANES)
+ways = pytest.mark.parametrize("way", [THERE, BACK])
+
+
+@pytest.mark.slow
+@planes
+@pytest.mark.parametrize("values", [{"late": 0.1}, {"slice": 61}, {"late": 0.03, "slice": 997}], ids=str)
+def test_late_and_in_slices_everything_comes(world: World, treat: Treat, values: dict[str, Any]) -> None:
+    treat(world, **values)
+    for _ in range(5):
+        world.ask("P0", "D0")
+    world.turn_until(lambda: not world.jobs.open, 10 * LEASE, "the end of every request")
+
+
+@pytest.mark.slow
+@planes
+def test_short_stalls_cost_nothing_but_time(world: World, treat: Treat) -> None:
+    for _ in range(4):
+        world.ask("P0", "D0")
+        treat(world, held=[THERE, BACK])
+        turn_for(world, 0.3 * LEASE)
+        treat(world, held=[])
+        turn_for(world, 0.1)
+    world.turn_until(lambda: not world.jobs.open, 5 * LEASE, "the end of every request")
+
+
+@pytest.mark.slow
+@planes
+@ways
+def test_one_way_is_frozen_for_longer_than_a_lease(world: World, treat: Treat, way: str) -> None:
+    world.load(0.5)
+    treat(world, held=[way])
+    world.load(2 * LEASE)
+
+
+@pytest.mark.slow
+@planes
+def test_connections_are_reset_in_the_middle_of_messages(world: World, treat: Treat) -> None:
+    draw, failed = random.Random(3), world.jobs.outcomes["failed"]
+    most = 3_000 if treat is control else 200_000
+    for _ in range(8):
+        treat(world, slice=997, reset_after=draw.randint(1, most))
+        world.load(0.5)
+    assert world.jobs.outcomes["failed"] > failed, "nothing was broken"
+
+
+@pytest.mark.slow
+@planes
+@ways
+def test_connections_are_half_closed(world: World, treat: Treat, way: str) -> None:
+    world.load(0.5)
+    treat(world, half=[way])
+    world.load(LEASE)
+
+
+def turn_for(world: World, seconds: float) -> None:
+    """Let so much time pass."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        world.turn()
+
+
+@pytest.fixture
+def relayed() -> Iterator[Callable[[Manner], tuple[socket.socket, socket.socket]]]:
+    """A client and a server with a relay between them."""
+    made: list[Any] = []
+
+    def make(manner: Manner) -> tuple[socket.socket, socket.socket]:
+        listener = socket.create_server(("127.0.0.1", 0))
+        relay = Relay("127.0.0.1", listener.getsockname()[1], manner)
+        client = socket.create_connection(("127.0.0.1", relay.port), timeout=5.0)
+        server, _ = listener.accept()
+        server.settimeout(5.0)
+        made.extend([client, server, listener, relay])
+        return client, server
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_a_relay_slices_and_delays_and_changes_nothing(relayed: Any) -> None:
+    client, server = relayed(Manner(slice=13, late=0.01))
+    sent = random.Random(1).randbytes(20_000)
+    client.sendall(sent)
+    got, pieces = b"", 0
+    while len(got) < len(sent):
+        got += server.recv(1 << 16)
+        pieces += 1
+    assert got == sent and pieces > 5
+
+
+def test_a_relay_resets_in_mid_message(relayed: Any) -> None:
+    client, server = relayed(Manner(slice=100, reset_after=5_000))
+    client.sendall(bytes(20_000))
+    got = 0
+    with pytest.raises(ConnectionResetError):
+        while part := server.recv(1 << 16):
+            got += len(part)
+    assert got < 20_000
+    with pytest.raises(OSError, match=r"reset|pipe"):
+        for _ in range(100):
+            client.sendall(b"more")
+            time.sleep(0.01)
+
+
+def test_a_relay_holds_one_way_and_closes_one(relayed: Any) -> None:
+    manner = Manner(held=(THERE,))
+    client, server = relayed(manner)
+    client.sendall(b"held")
+    server.sendall(b"back")
+    assert client.recv(10) == b"back"
+    server.settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        server.recv(10)
+    server.settimeout(5.0)
+    manner.held = ()
+    assert server.recv(10) == b"held"
+    manner.half = (BACK,)
+    server.sendall(b"lost")
+    assert client.recv(10) == b""
+    client.sendall(b"still there")
+    assert server.recv(20) == b"still there"

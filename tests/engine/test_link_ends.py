@@ -1,0 +1,79 @@
+"""The ends of a link as the engines see them: late words, and slow links."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from p2pkv.engine.counters import Counters
+from p2pkv.engine.inlet import Inlet, Posted
+from p2pkv.engine.outlet import Flight, Outlet
+from p2pkv.links.memory import MemoryNetwork
+from p2pkv.protocol.messages import AnyMessage, LinkAccept, LinkInvite
+
+WINDOW = 4096
+
+
+def test_an_answer_to_an_invitation_that_was_given_up_comes_too_late() -> None:
+    """D was frozen. A link that only P had would keep the next one, which D needs, from coming up."""
+    network, told = MemoryNetwork(), list[AnyMessage]()
+    p, d = network.rank(), network.rank()
+    context: Any = SimpleNamespace(
+        links=p, counters=Counters(), tell=lambda _, message: told.append(message) or True
+    )
+    unused: Any = None
+    outlet = Outlet(context, unused, unused, unused, unused, debt=SimpleNamespace())  # type: ignore[arg-type]
+
+    outlet.invite(now=0.0)
+    (given_up,) = told
+    assert isinstance(given_up, LinkInvite)
+    _, late = d.accept(given_up.blob, WINDOW)
+    outlet.park(now=2.0, tell="the link did not come up")
+    outlet.accept(LinkAccept(given_up.link, WINDOW, late))
+    assert not outlet.poll() and not outlet.linked
+
+    outlet.want(now=3.0)
+    invited = told[-1]
+    assert isinstance(invited, LinkInvite) and invited.link != given_up.link
+    inbound, blob = d.accept(invited.blob, WINDOW)
+    outlet.accept(LinkAccept(invited.link, WINDOW, blob))
+    assert outlet.poll() and outlet.linked and inbound.ready()
+
+
+class Behind:
+    """What is under way on a slow link: one after the other is taken."""
+
+    def __init__(self) -> None:
+        self.left = 3
+
+    def send(self, number: int) -> Any:
+        return SimpleNamespace(done=lambda: number < 3 - self.left)
+
+
+def test_a_send_behind_others_on_a_slow_link_is_not_overdue() -> None:
+    unused: Any = None
+    outlet, link = Outlet(unused, unused, unused, unused, unused, unused), Behind()
+    outlet.flights.extend(Flight(link.send(number), "k", 1) for number in range(3))
+    for second in range(3):
+        assert not outlet.overdue(second * 1.5, lease=2.0)
+        link.left -= 1
+        assert len(list(outlet.taken())) == 1
+    assert not outlet.overdue(9.0, lease=2.0)
+    outlet.flights.append(Flight(link.send(9), "k", 1))
+    assert not outlet.overdue(10.0, lease=2.0)
+    assert not outlet.overdue(12.0, lease=2.0)
+    assert outlet.overdue(12.1, lease=2.0)
+
+
+def test_a_receive_behind_others_on_a_slow_link_is_not_overdue() -> None:
+    unused: Any = None
+    inlet = Inlet(unused, unused, unused, used=0.0)
+    inlet.posted.extend(Posted(unused, "k", unused) for _ in range(3))
+    for second in range(3):
+        assert not inlet.overdue(second * 1.5, lease=2.0)
+        inlet.posted.popleft()
+    assert not inlet.overdue(9.0, lease=2.0)
+    inlet.posted.append(Posted(unused, "k", unused))
+    assert not inlet.overdue(10.0, lease=2.0)
+    assert not inlet.overdue(12.0, lease=2.0)
+    assert inlet.overdue(12.1, lease=2.0)

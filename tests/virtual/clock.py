@@ -1,0 +1,27 @@
+"""A clock that stands still while anybody works, and jumps to what is due next."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+
+Act = Callable[[], None]
+
+
+class Clock:
+    """Everything that is due, in order of time; what is due at the same time in the order of its asking."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self._numbers = itertools.count()
+        self._due: list[tuple[float, int, Act]] = []
+
+    def after(self, seconds: float, act: Act) -> None:
+        """Have this done in so many seconds."""
+        heapq.heappush(self._due, (self.now + max(0.0, seconds), next(self._numbers), act))
+
+    def step(self) -> None:
+        """Do what is due next."""
+        self.now, _, act = heapq.heappop(self._due)
+        act()

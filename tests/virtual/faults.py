@@ -1,0 +1,158 @@
+"""What goes wrong in a run in one thread, and how often."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from chaos.schedule import LEASE
+
+if TYPE_CHECKING:
+    from virtual.machine import Machine
+    from virtual.world import World
+
+SHORT, LONG = (0.05, 0.7 * LEASE), (1.2 * LEASE, 2.0 * LEASE)
+FULL = 3
+"""Most messages that find a queue full."""
+
+Heal = tuple[float, Callable[[], None]]
+"""After so many seconds, do this."""
+
+
+def kill(world: World, machine: Machine, draw: random.Random) -> Heal:
+    """-9; started again."""
+    machine.kill()
+    world.jobs.lose(machine)
+    return draw.uniform(0.05, 1.5), machine.start
+
+
+def restart(world: World, machine: Machine, draw: random.Random) -> Heal:
+    """An orderly end; started again."""
+    machine.stop()
+    world.jobs.lose(machine)
+    return draw.uniform(0.05, 1.0), machine.start
+
+
+def freeze(world: World, machine: Machine, draw: random.Random) -> Heal:
+    """All threads stand still."""
+    machine.freeze()
+    return draw.uniform(*draw.choice([SHORT, LONG])), machine.thaw
+
+
+def hang(world: World, machine: Machine, draw: random.Random) -> Heal:
+    """The forward thread stands still, and the engine's does not."""
+    seconds = draw.uniform(*draw.choice([SHORT, LONG]))
+    assert machine.life is not None
+    machine.life.hang(world.clock.now + seconds)
+    return seconds, machine.note_progress
+
+
+def crawl(world: World, machine: Machine, draw: random.Random) -> Heal:
+    """Its threads wait long for each turn."""
+    machine.slow = draw.uniform(5.0, 60.0)
+
+    def heal() -> None:
+        machine.slow = 1.0
+
+    return draw.uniform(0.2, LEASE), heal
+
+
+def stall_links(world: World, machine: Machine, draw: random.Random) -> Heal:
+    assert machine.life is not None
+    links = machine.life.links
+    links.frozen = True
+
+    def heal() -> None:
+        links.frozen = False
+
+    return draw.uniform(0.1, 1.5 * LEASE), heal
+
+
+def break_links(world: World, machine: Machine, draw: random.Random) -> Heal:
+    """Now, or after some operations; in the worst case nobody can be told, for a queue is full."""
+    assert machine.life is not None
+    machine.life.links.change(break_at=draw.randint(-1, 3))
+    for way in world.network.of(machine.name):
+        way.line.refuses = draw.choice([0, 0, 0, 1])
+    return 0.0, lambda: None
+
+
+def partition(world: World, machine: Machine, draw: random.Random) -> Heal:
+    """One way or both, to one other engine or to all of them: what is held arrives later."""
+    others = [other for other in world.machines.values() if other.name[0] != machine.name[0]]
+    some = others if draw.random() < 0.5 else [draw.choice(others)]
+    ways = draw.choice([(True, True), (True, False), (False, True)])
+    held = [
+        pair
+        for other in some
+        for pair, cut in zip(((machine.name, other.name), (other.name, machine.name)), ways, strict=True)
+        if cut
+    ]
+    for pair in held:
+        world.network.hold(*pair, by=1)
+
+    def heal() -> None:
+        for pair in held:
+            world.network.hold(*pair, by=-1)
+
+    return draw.uniform(*draw.choice([SHORT, LONG])), heal
+
+
+def reset(world: World, machine: Machine, draw: random.Random) -> Heal:
+    """Connections end; what is on its way is lost."""
+    for way in world.network.of(machine.name):
+        if not way.dead and draw.random() < 0.7:
+            world.network.cut(way)
+    return 0.0, lambda: None
+
+
+def deafen(world: World, machine: Machine, draw: random.Random) -> Heal:
+    """A connection stays open, and nothing comes through one way any more."""
+    ways = world.network.of(machine.name)
+    if ways:
+        draw.choice(ways).deaf = True
+    return 0.0, lambda: None
+
+
+def fill_queues(world: World, machine: Machine, draw: random.Random) -> Heal:
+    """The next messages of a connection find no room."""
+    ways = world.network.of(machine.name)
+    if ways:
+        draw.choice(ways).line.refuses = draw.randint(1, FULL)
+    return 0.0, lambda: None
+
+
+def slow_down(world: World, machine: Machine, draw: random.Random) -> Heal:
+    """Messages take long."""
+    world.network.slow = draw.uniform(0.01, 0.3)
+
+    def heal() -> None:
+        world.network.slow = 0.0
+
+    return draw.uniform(0.2, LEASE), heal
+
+
+def harass(world: World, machine: Machine, draw: random.Random) -> Heal:
+    """A bad member says wrong things, and right ones that are not for this rank."""
+    world.stranger.harass(machine, draw)
+    return 0.0, lambda: None
+
+
+Fault = Callable[["World", "Machine", random.Random], Heal]
+
+WEIGHTS: dict[Fault, int] = {
+    kill: 4,
+    restart: 2,
+    freeze: 5,
+    hang: 2,
+    crawl: 2,
+    stall_links: 3,
+    break_links: 3,
+    partition: 6,
+    reset: 3,
+    deafen: 2,
+    fill_queues: 2,
+    slow_down: 2,
+    harass: 2,
+}

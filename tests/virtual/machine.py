@@ -1,0 +1,250 @@
+"""One engine of the run: a real core with real pages, a forward thread, and the turns of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from chaos.decode import DecodeSide
+from chaos.forward import Forward
+from chaos.model import SHAPE, Memory, Violation
+from chaos.prefill import PrefillSide
+from chaos.schedule import LEASE
+from engine_support import BUSY, make_hello, make_pages
+from virtual.clock import Clock
+from virtual.network import Endpoint, Network
+
+from p2pkv.config import Options
+from p2pkv.engine.consumer import Consumer
+from p2pkv.engine.core import Core
+from p2pkv.engine.producer import Producer
+from p2pkv.links.faulty import Faults, FaultyLinks
+from p2pkv.pairing import Address
+from p2pkv.protocol.receiver import MAX_CHUNKS
+from p2pkv.protocol.sender import MAX_ANNOUNCED
+
+STAGING, CHUNK = 1 << 18, 16384
+STALL = 1.0
+"""`stall_seconds` of every engine."""
+
+GAP = 0.0005
+"""Mean seconds between two turns of a thread that has something to do."""
+
+PATIENT = "early_claims"
+
+
+class Life:
+    """One incarnation: what a kill takes away as a whole."""
+
+    def __init__(self, machine: Machine, incarnation: str) -> None:
+        role, place = machine.name[0], machine.outside
+        self.machine = machine
+        self.wires = machine.wires.rank(STAGING)
+        self.links = FaultyLinks(self.wires, Faults(delay_polls=3), machine.draw.randrange(1 << 30))
+        self.endpoint = Endpoint(machine.name, place, machine.network, self.ring)
+        pages, cache = make_pages(SHAPE, 0)
+        options = Options(
+            role=role, host=place.host, kv_port=place.port, lease_seconds=LEASE, staging_bytes=STAGING,
+            chunk_bytes=CHUNK, stall_seconds=STALL, ahead_bytes=STAGING,
+            verify=role == "P",  # it is enough that one side asks
+        )  # fmt: skip
+        hello = make_hello(options, SHAPE, 0, cache, self.links.kind, incarnation)
+        self.core = Core(hello, options, cache, self.links, self.endpoint)  # type: ignore[arg-type]
+        self.memory = Memory(pages)
+        forward = PrefillSide if role == "P" else DecodeSide
+        self.forward: Forward = forward(self.core, self.memory, machine.say, machine.broken)
+        self.alive = True
+        self._working: Iterator[float] | None = None
+        self._next_turn = self._next_step = float("inf")
+        self.hung_until = 0.0
+
+    # The engine thread.
+
+    def ring(self) -> None:
+        """There is something to hear."""
+        self._turn_in(self.machine.jitter())
+
+    def _turn_in(self, seconds: float) -> None:
+        due = self.machine.clock.now + seconds
+        if due < self._next_turn:
+            self._next_turn = due
+            self.machine.clock.after(seconds, lambda: self._turn(due))
+
+    def _turn(self, due: float) -> None:
+        if not self.alive or due != self._next_turn or self.machine.frozen:
+            return
+        self._next_turn = float("inf")
+        now = self.machine.clock.now
+        self.machine.note("turn", self.machine.name)
+        self.core.turn(now)
+        self.machine.look(self)
+        if self.core._events:
+            self._step_in(self.machine.jitter())
+        self._turn_in(max(self.core.pause(now), self.machine.jitter()))
+
+    # The forward thread.
+
+    def order(self, order: dict[str, Any]) -> None:
+        """The forward thread is told something."""
+        self.forward.order(order, self.machine.clock.now)
+        self._step_in(self.machine.jitter())
+        self.ring()
+
+    def _step_in(self, seconds: float) -> None:
+        due = self.machine.clock.now + seconds
+        if due < self._next_step:
+            self._next_step = due
+            self.machine.clock.after(seconds, lambda: self._step(due))
+
+    def _step(self, due: float) -> None:
+        clock = self.machine.clock
+        if not self.alive or due != self._next_step or self.machine.frozen:
+            return
+        self._next_step = float("inf")
+        if clock.now < self.hung_until:
+            self._step_in(self.hung_until - clock.now)
+            return
+        if self._working is None:
+            self._working = self.forward.turn(clock.now)
+        try:
+            seconds = next(self._working, None)
+        except Violation as error:
+            self.machine.broken(str(error))
+            seconds = None
+        if seconds is None:
+            self._working = None
+        if self.core._commands:
+            self.ring()
+        if seconds is not None:
+            self._step_in(seconds + self.machine.jitter())
+        elif not self.forward.idle or self.core._events:
+            self._step_in(0.002 + 4 * self.machine.jitter())
+
+    def hang(self, until: float) -> None:
+        """The forward thread stands still in a step; the engine's own goes on."""
+        self.hung_until = until
+        self.core.steps.begin(self.machine.clock.now)
+        self.machine.clock.after(until - self.machine.clock.now, self._unhang)
+
+    def _unhang(self) -> None:
+        if self._working is None:
+            self.core.steps.end()
+
+    def go_on(self) -> None:
+        """After a freeze."""
+        self._next_turn = self._next_step = float("inf")
+        self.ring()
+        self._step_in(self.machine.jitter())
+
+
+class Machine:
+    """A name and an address, and the incarnation that lives there, if any.
+
+    Attributes as of `chaos.machines.Machine`, on the virtual clock.
+    """
+
+    def __init__(self, name: str, port: int, world: Any) -> None:
+        self.name = name
+        self.outside = Address("127.0.0.1", port)
+        self.clock: Clock = world.clock
+        self.network: Network = world.network
+        self.wires = world.wires
+        self.draw = world.draw
+        self.note: Callable[..., None] = world.note
+        self.life: Life | None = None
+        self.frozen = False
+        self.continued = self.clock.now
+        self.slow = 1.0
+        self._world = world
+
+    def jitter(self) -> float:
+        """Seconds that a thread waits for its turn."""
+        return float(self.draw.expovariate(1 / (GAP * self.slow)))
+
+    def say(self, **said: Any) -> None:
+        self.note("said", self.name, *said.items())
+        self._world.jobs.heard(self, said)
+
+    def broken(self, invariant: str) -> None:
+        self._world.broken(f"{self.name}: {invariant}")
+
+    # What the run does to it.
+
+    def start(self) -> None:
+        """The next incarnation."""
+        self.continued = self.clock.now
+        self.frozen = False
+        self.life = Life(self, f"{self.draw.getrandbits(128):032x}")
+        self.life.go_on()
+
+    def kill(self) -> None:
+        """As by kill -9: not a word to anybody."""
+        life, self.life = self.life, None
+        if life is not None:
+            life.alive = False
+            life.wires.die()
+            life.endpoint.vanish()
+
+    def stop(self) -> None:
+        """An orderly end."""
+        life, self.life = self.life, None
+        if life is not None:
+            life.alive = False
+            life.core.close()
+
+    def freeze(self) -> None:
+        self.frozen = True
+        if self.life is not None:
+            self.life.endpoint.answers = False
+
+    def thaw(self) -> None:
+        self.frozen, self.continued = False, self.clock.now
+        if self.life is not None:
+            self.life.endpoint.answers = True
+            self.life.go_on()
+
+    def note_progress(self) -> None:
+        """It can work again."""
+        self.continued = self.clock.now
+
+    def order(self, word: str, **details: Any) -> bool:
+        """Tell it something, which takes a little; False if there is nobody to tell."""
+        life = self.life
+        if life is None:
+            return False
+        self.note("order", self.name, word, *details.items())
+        self.clock.after(self.network.latency() * 10, lambda: life.alive and life.order(details))
+        return True
+
+    # What must hold at any time.
+
+    def look(self, life: Life) -> None:
+        """The bounds that hold after every turn."""
+        staging = life.core.counters.gauges["staging_bytes"]()
+        allowed = STAGING * (self._world.decodes if self.name.startswith("P") else 1)
+        if staging > allowed:
+            self.broken(f"{staging} bytes of staging where {allowed} are allowed")
+
+    def check_bounds(self) -> None:
+        """What must not grow without end does not."""
+        half: Any = self.life.core._half if self.life is not None else None
+        chunks = [0]
+        if isinstance(half, Producer):
+            legs = [leg for entry in half._prompts.entries.values() for leg in entry.sender.legs.values()]
+            chunks += [len(leg.announced) - MAX_ANNOUNCED for leg in legs]
+        elif isinstance(half, Consumer):
+            loads = [entry.receiver for entry in half._requests.entries.values()]
+            chunks += [len(each.chunks) - MAX_CHUNKS for load in loads for each in load.sources.values()]
+        if max(chunks) > 0:
+            self.broken("it keeps more chunks in mind than it may")
+        if half is not None and len(half._peers) > len(self.network.endpoints):
+            self.broken(f"{len(half._peers)} peers of {len(self.network.endpoints)} that there are")
+
+    def held(self) -> dict[str, int]:
+        """What it holds that it should not when nothing is under way."""
+        assert self.life is not None
+        counts = self.life.core.counters.snapshot()
+        busy = {name: counts[name] for name in BUSY if counts.get(name) and name != PATIENT}
+        if not self.life.forward.empty():
+            busy["blocks"] = SHAPE.blocks - self.life.memory.free
+        return busy

@@ -1,0 +1,187 @@
+"""Runs in one thread on a virtual clock, and what makes them worth anything: a seed gives exactly one run."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from chaos.schedule import LEASE
+from virtual.clock import Clock
+from virtual.faults import WEIGHTS
+from virtual.network import Endpoint, Network
+from virtual.world import Broken, World
+
+from p2pkv.engine.consumer import Consumer
+from p2pkv.pairing import Address
+from p2pkv.protocol import messages as m
+
+ROOT = Path(__file__).parents[2]
+SHORT = 12.0
+"""Virtual seconds."""
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Thousands of faults are thousands of warnings; and threads of torch wait for each other for long."""
+    logger = logging.getLogger("p2pkv")
+    level, threads = logger.level, torch.get_num_threads()
+    logger.setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)
+    yield
+    logger.setLevel(level)
+    torch.set_num_threads(threads)
+
+
+def trace(seed: int, hashes: str) -> str:
+    """What a process of its own says of this run."""
+    run = subprocess.run(
+        [sys.executable, "-m", "virtual", "--seconds", str(SHORT), "--seed", str(seed)],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "PYTHONHASHSEED": hashes},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout
+    (line,) = (line for line in run.stdout.splitlines() if line.startswith("trace "))
+    return line
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_invariant_is_broken_in_a_short_run(seed: int) -> None:
+    world = World(seed)
+    world.run(SHORT)
+    assert world.jobs.outcomes["loaded"] > 10 and world.faults.total() > 0
+
+
+def test_a_seed_gives_the_same_run_twice_and_another_seed_another() -> None:
+    runs = []
+    for seed in (1, 1, 2):
+        world = World(seed)
+        world.run(SHORT)
+        runs.append((world.trace, world.lines, world.jobs.nbytes))
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_a_seed_gives_the_same_run_in_every_process() -> None:
+    """Whatever its hashes are, and where its objects lie."""
+    world = World(3)
+    world.run(SHORT)
+    for hashes in ("1", "2"):
+        assert trace(3, hashes) == f"trace {world.trace} of {world.lines} lines"
+
+
+def test_every_kind_of_fault_happens() -> None:
+    world = World(103)
+    world.run(40.0)
+    assert set(world.faults) == {fault.__name__ for fault in WEIGHTS}
+
+
+def test_a_wrong_byte_is_found() -> None:
+    world = World(4)
+    for machine in world.machines.values():
+        assert machine.life is not None
+        links = machine.life.links
+        links.faults = dataclasses.replace(links.faults, flip_at=5)
+    with pytest.raises(Broken, match="wrong values"):
+        world.run(SHORT)
+
+
+def test_an_outcome_that_never_comes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    receive = Consumer.receive
+
+    def forgetful(self: Consumer, line: object, message: m.AnyMessage, now: float) -> None:
+        if not isinstance(message, m.Chunk):
+            receive(self, line, message, now)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Consumer, "receive", forgetful)
+    with pytest.raises(Broken, match="has no end on"):
+        World(5).run(SHORT)
+
+
+def test_a_link_that_d_gives_up_without_being_able_to_say_so_is_built_anew() -> None:
+    """D's queue to P is full just then, and P, which was told nothing, thinks that the link is up."""
+    world = World(6, prefills=1, decodes=1)
+    p, d = world.machines.values()
+
+    def load() -> None:
+        world.jobs.ask(p, d, plain=True)
+        world.turn_until(lambda: not world.jobs.open, 2 * LEASE)
+
+    load()
+    assert d.life is not None and world.jobs.outcomes["loaded"] == 1
+    (inlet,) = d.life.core._half._peers.values()
+    inlet.line.refuses = 1  # type: ignore[attr-defined]
+    d.life.links.change(break_at=-1)
+    world.wait(1.0)
+    assert not inlet.linked and inlet.line.refuses == 0  # type: ignore[attr-defined]
+    load()
+    world.wait(1.0)
+    load()
+    assert world.jobs.outcomes["loaded"] >= 2
+
+
+class Peers:
+    """Two endpoints that are connected, `d` having dialed `p`."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.network = Network(self.clock, random.Random(1), lambda *_: None)
+        self.p = Endpoint("P", Address("127.0.0.1", 1), self.network, lambda: None)
+        self.d = Endpoint("D", Address("127.0.0.1", 2), self.network, lambda: None)
+        self.line = self.d.dial(self.p.address)
+        assert not self.line.shut
+        assert self.line.send(b"0")
+        self.pass_by(0.1)
+        ((self.back, _),) = self.p.receive()
+
+    def pass_by(self, seconds: float) -> None:
+        over: list[bool] = []
+        self.clock.after(seconds, lambda: over.append(True))
+        while not over:
+            self.clock.step()
+
+
+def test_what_is_held_arrives_in_order() -> None:
+    peers = Peers()
+    peers.network.hold("D", "P", by=1)
+    for number in range(9):
+        assert peers.line.send(b"%d" % number)
+    assert peers.back.send(b"back")
+    peers.pass_by(5.0)
+    assert list(peers.p.receive()) == []
+    assert list(peers.d.receive()) == [(peers.line, b"back")]
+    peers.network.hold("D", "P", by=-1)
+    peers.pass_by(0.1)
+    assert [data for _, data in peers.p.receive()] == [b"%d" % number for number in range(9)]
+
+
+def test_both_ends_of_a_cut_connection_hear_so_and_the_dialer_dials_again() -> None:
+    peers = Peers()
+    peers.pass_by(1.0)
+    assert peers.line.way is not None
+    peers.line.send(b"lost")
+    peers.network.cut(peers.line.way)
+    peers.pass_by(1.0)
+    assert list(peers.p.receive()) == [] and not peers.back.send(b"gone")
+    assert peers.line.send(b"again")
+    peers.pass_by(0.1)
+    ((line, data),) = peers.p.receive()
+    assert data == b"again" and line is not peers.back
+
+
+def test_nobody_answers_for_a_frozen_process() -> None:
+    peers = Peers()
+    peers.d.hang_up(peers.line)
+    peers.p.answers = False
+    peers.d.redial(peers.line)
+    peers.pass_by(15.0)
+    ((line, reason, _),) = peers.d.troubles()
+    assert line is peers.line and line.shut and "no answer from 127.0.0.1:1" in reason

@@ -1,0 +1,193 @@
+"""A whole run in one thread: engines, network, requests and faults, all out of one seed.
+
+Nothing here asks for the time, for a random number of its own, or for the order of a set: a seed gives the
+same run in every process, which its trace proves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+from chaos.jobs import GRACE, Jobs
+from chaos.schedule import LEASE
+from virtual.clock import Clock
+from virtual.faults import WEIGHTS, Heal
+from virtual.machine import Machine
+from virtual.network import Network
+from virtual.stranger import Stranger
+
+from p2pkv.links.memory import MemoryNetwork
+from p2pkv.protocol.handshake import REFUSED_FOR
+
+LONGEST = 220
+"""Tokens of a prompt, at most."""
+
+SETTLE = 0.5
+"""Seconds between the end of one fault and the next one of the same engine."""
+
+SWEEP_SECONDS = 5.0
+"""Between two looks at every free block."""
+
+LAST = 60
+"""Lines of the trace that are kept to be shown."""
+
+
+class Broken(Exception):
+    """An invariant does not hold."""
+
+
+class World:
+    """`say`: print the trace as it grows."""
+
+    def __init__(self, seed: int, prefills: int = 2, decodes: int = 2, say: bool = False) -> None:
+        self.draw = random.Random(f"virtual {seed}")
+        self.decodes = decodes
+        self._gap = self.draw.choice([0.3, 0.6, 1.5, 4.0])  # mean seconds between two faults
+        self._say = say
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._last: deque[str] = deque(maxlen=LAST)
+        self.clock = Clock()
+        self.network = Network(self.clock, self.draw, self.note)
+        self.wires = MemoryNetwork()
+        self.jobs = Jobs(self.draw, lambda: self.clock.now, self.broken)
+        self.faults: Counter[str] = Counter()
+        self.lines = 0
+        self._began = self.clock.now
+        self._until = 0.0
+        self._suffering: Counter[str] = Counter()
+        names = [f"P{index}" for index in range(prefills)] + [f"D{index}" for index in range(decodes)]
+        self.machines = {name: Machine(name, 7000 + 10 * n, self) for n, name in enumerate(names)}
+        self.stranger = Stranger(self.network)
+        for machine in self.machines.values():
+            machine.start()
+        self._sweep()
+        self._watch()
+
+    # The trace.
+
+    @property
+    def now(self) -> float:
+        """Seconds since the start of the run."""
+        return self.clock.now - self._began
+
+    @property
+    def trace(self) -> str:
+        """What stands for all that has happened: equal for equal runs."""
+        return self._hash.hexdigest()
+
+    def note(self, *words: object) -> None:
+        """Something has happened."""
+        line = f"{self.now:.6f} {' '.join(map(repr, words))}"
+        self._hash.update(line.encode())
+        self._last.append(line)
+        self.lines += 1
+        if self._say:
+            print(line)
+
+    def broken(self, invariant: str) -> None:
+        """Raises Broken, with what happened before."""
+        last = "\n".join(f"  {line[:240]}" for line in self._last)
+        raise Broken(f"at {self.now:.3f} s: {invariant}\nwhat happened before:\n{last}")
+
+    # The run.
+
+    def run(self, seconds: float) -> None:
+        """Load and faults for so many virtual seconds; then everything heals, ends, and works."""
+        self._until = self.clock.now + seconds
+        self._load()
+        self.clock.after(1.0, self._fault)
+        self.turn_until(lambda: self.clock.now >= self._until and not self._suffering.total(), LEASE * 20)
+        for machine in self.machines.values():
+            assert machine.life is not None
+            machine.life.links.mend()
+        for way in self.network.ways:
+            way.line.refuses = 0
+        self._ask_all(must=False)  # it takes a request to find out that a connection is deaf
+        self.turn_until(lambda: not self.jobs.open, 2 * (LEASE + GRACE))
+        self.wait(REFUSED_FOR + 1)  # a P that failed a handshake is left alone for so long
+        self._rest("after the faults")
+        self._ask_all(must=True)
+        self.turn_until(lambda: not self.jobs.open, LEASE + GRACE)
+        self.wait(1.0)
+        self._rest("at the end")
+
+    def _ask_all(self, must: bool) -> None:
+        for p, d in itertools.product(self._of("P"), self._of("D")):
+            self.jobs.ask(p, d, must=must, longest=LONGEST)
+
+    def _of(self, role: str) -> list[Any]:
+        return [machine for machine in self.machines.values() if machine.name.startswith(role)]
+
+    def _load(self) -> None:
+        if self.clock.now < self._until:
+            self.jobs.ask_any(self._of("P"), self._of("D"), LONGEST)
+            self.clock.after(self.jobs.pause(), self._load)
+
+    def turn_until(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Go on until the condition holds. Raises Broken if it does not in time."""
+        limit = max(self.clock.now, self._until) + seconds
+        while not condition():
+            if self.clock.now > limit:
+                self.broken(f"the run does not end: {list(self.jobs.open.values())} {self._suffering}")
+            self.clock.step()
+
+    def wait(self, seconds: float) -> None:
+        """Let so much time pass."""
+        end = self.clock.now + seconds
+        self.clock.after(seconds, lambda: None)
+        while self.clock.now < end:
+            self.clock.step()
+
+    # The faults.
+
+    def _fault(self) -> None:
+        if self.clock.now >= self._until:
+            return
+        self.clock.after(self.draw.expovariate(1 / self._gap), self._fault)
+        fault = self.draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        idle = [machine for machine in self.machines.values() if not self._suffering[machine.name]]
+        if not idle:
+            return
+        machine = self.draw.choice(idle)
+        self.note("fault", fault.__name__, machine.name)
+        self.faults[fault.__name__] += 1
+        self._suffering[machine.name] += 1
+        self._heal_later(machine, fault(self, machine, self.draw))
+
+    def _heal_later(self, machine: Machine, heal: Heal) -> None:
+        seconds, act = heal
+
+        def end() -> None:
+            self.note("healed", machine.name)
+            act()
+            self.clock.after(SETTLE, settled)
+
+        def settled() -> None:
+            self._suffering[machine.name] -= 1
+
+        self.clock.after(seconds, end)
+
+    # What must hold.
+
+    def _watch(self) -> None:
+        self.jobs.check()
+        for machine in self.machines.values():
+            machine.check_bounds()
+        self.clock.after(0.1, self._watch)
+
+    def _sweep(self) -> None:
+        """No free block has been written to."""
+        for machine in self.machines.values():
+            if machine.life is not None and not machine.life.memory.clean():
+                machine.broken("a block was written to after it had been given back")
+        self.clock.after(SWEEP_SECONDS, self._sweep)
+
+    def _rest(self, when: str) -> None:
+        for machine in self.machines.values():
+            if held := machine.held():
+                machine.broken(f"still held {when}: {held}")
