@@ -18,12 +18,15 @@ WORDS = 4
 
 @dataclass
 class Request:
-    """One request. `drop_at`: when its client leaves, on the monotonic clock."""
+    """One request. `ask_at`, `drop_at`: when it comes, and when its client leaves, on the run's clock."""
 
     key: str
     prompt: int
     tokens: int
+    prefill: Address
+    ask_at: float
     drop_at: float
+    asked: bool = False
     blocks: list[int] = field(default_factory=list)
     hit: int = 0
     begun: bool = False
@@ -42,12 +45,17 @@ class DecodeSide(Forward):
     """Full blocks that hold the beginning of a prompt, the longest unused first."""
 
     def order(self, order: dict[str, Any], now: float) -> None:
-        """A request to load; `leave` is the patience of its client in seconds, -1 is endless."""
-        leaves = now + order["leave"] if order["leave"] >= 0 else float("inf")
-        request = Request(order["key"], order["prompt"], order["tokens"], leaves)
-        self._requests[request.key] = request
+        """A request to load, `after` so many seconds; then `leave` is its client's patience, -1 endless."""
+        asks = now + order["after"]
+        leaves = asks + order["leave"] if order["leave"] >= 0 else float("inf")
         prefill = Address.parse(order["prefill"])
-        self.rank.do(do.Expect(request.key, prefill, request.tokens, b"%d" % request.prompt))
+        request = Request(order["key"], order["prompt"], order["tokens"], prefill, asks, leaves)
+        self._requests[request.key] = request
+
+    def _ask(self, request: Request) -> None:
+        request.asked = True
+        digest = b"%d" % request.prompt
+        self.rank.do(do.Expect(request.key, request.prefill, request.tokens, digest))
 
     def empty(self) -> bool:
         """Forget the prefixes; a D that has nothing to load has no other blocks."""
@@ -64,7 +72,9 @@ class DecodeSide(Forward):
         for event in self.rank.events():
             self._hear(event)
         for request in list(self._requests.values()):
-            if now >= request.drop_at:
+            if not request.asked and now >= request.ask_at:
+                self._ask(request)
+            if request.asked and now >= request.drop_at:
                 request.drop_at = float("inf")
                 self.rank.do(do.Drop(request.key, "the client has left"))
             if request.begun and not request.admitted:

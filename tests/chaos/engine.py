@@ -88,6 +88,7 @@ class Side:
             role, SHAPE, 0, outside.port, self.links, host=outside.host,
             lease_seconds=LEASE, staging_bytes=STAGING, chunk_bytes=16384, secret=SECRET,
             verify=role == "P",  # it is enough that one side asks
+            ahead_bytes=STAGING,
         )  # fmt: skip
         self.rank = made.rank
         self.memory = Memory(made.pages)

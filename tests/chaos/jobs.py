@@ -78,7 +78,7 @@ class Jobs:
         shortest: int = 1,
         fresh: bool = False,
     ) -> Job:
-        """Send one request to both, as a router does.
+        """Send one request to both, as a router does; some routers let D wait for P's answer.
 
         `plain`: no client leaves; `must`: it is to load; `fresh`: D has no prefix of it, once.
         """
@@ -86,6 +86,7 @@ class Jobs:
         prompt, tokens = PROMPTS if fresh else draw.randrange(PROMPTS), draw.randint(shortest, longest)
         chunk = draw.choice([48, 100, 256, LONGEST])
         abort, preempt, leaves = (not (plain or must) and draw.random() < 0.1 for _ in range(3))
+        late = draw.random() < 0.3
         job = self.open[key] = Job(key, prefill, decode, self._now(), must=must)
         job.in_prefill = prefill.order(
             "prefill", key=key, decode=str(decode.outside), prompt=prompt, tokens=tokens, chunk=chunk,
@@ -94,7 +95,7 @@ class Jobs:
         )  # fmt: skip
         job.in_decode = decode.order(
             "load", key=key, prefill=str(prefill.outside), prompt=prompt, tokens=tokens,
-            leave=draw.uniform(0.0, 0.5) if leaves else -1,
+            after=draw.uniform(0.0, 0.5) if late else 0.0, leave=draw.uniform(0.0, 0.5) if leaves else -1,
         )  # fmt: skip
         self._settle(job)
         return job

@@ -78,6 +78,15 @@ def break_links(world: World, machine: Machine, draw: random.Random) -> Heal:
     return 0.0, lambda: None
 
 
+def flip_bits(world: World, machine: Machine, draw: random.Random) -> Heal:
+    """A coming message of each link is sent, or has arrived, with a wrong bit."""
+    assert machine.life is not None
+    machine.life.links.change(
+        flip_at=draw.randint(0, 3), flip_place=draw.random(), flip_bit=draw.randrange(8)
+    )
+    return 0.0, lambda: None
+
+
 def partition(world: World, machine: Machine, draw: random.Random) -> Heal:
     """One way or both, to one other engine or to all of them: what is held arrives later."""
     others = [other for other in world.machines.values() if other.name[0] != machine.name[0]]
@@ -149,6 +158,7 @@ WEIGHTS: dict[Fault, int] = {
     crawl: 2,
     stall_links: 3,
     break_links: 3,
+    flip_bits: 2,
     partition: 6,
     reset: 3,
     deafen: 2,

@@ -24,8 +24,8 @@ from p2pkv.protocol.receiver import MAX_CHUNKS
 from p2pkv.protocol.sender import MAX_ANNOUNCED
 
 STAGING, CHUNK = 1 << 18, 16384
-STALL = 1.0
-"""`stall_seconds` of every engine."""
+STALL = 1.05 * LEASE
+"""`stall_seconds` of every engine: shorter than a long hang."""
 
 GAP = 0.0005
 """Mean seconds between two turns of a thread that has something to do."""

@@ -20,8 +20,10 @@ from virtual.network import Endpoint, Network
 from virtual.world import Broken, World
 
 from p2pkv.engine.consumer import Consumer
+from p2pkv.engine.incoming import Incoming
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
+from p2pkv.protocol.receiver import Receiver
 
 ROOT = Path(__file__).parents[2]
 SHORT = 12.0
@@ -84,7 +86,9 @@ def test_every_kind_of_fault_happens() -> None:
     assert set(world.faults) == {fault.__name__ for fault in WEIGHTS}
 
 
-def test_a_wrong_byte_is_found() -> None:
+def test_a_wrong_byte_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the run itself, where checksums do not find it first."""
+    monkeypatch.setattr(Incoming, "_check", lambda *_: None)
     world = World(4)
     for machine in world.machines.values():
         assert machine.life is not None
@@ -102,6 +106,7 @@ def test_an_outcome_that_never_comes_is_found(monkeypatch: pytest.MonkeyPatch) -
             receive(self, line, message, now)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Consumer, "receive", forgetful)
+    monkeypatch.setattr(Receiver, "tick", lambda *_: [])
     with pytest.raises(Broken, match="has no end on"):
         World(5).run(SHORT)
 
