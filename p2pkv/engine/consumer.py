@@ -23,6 +23,10 @@ IDLE_SECONDS = 60.0
 """A dialed rank of P that nobody has asked for anything for so long is hung up on."""
 
 
+UNASKED = (m.Ahead, m.LinkInvite, m.LinkDown)
+"""What a P says of its own accord: it need not have heard anything from us."""
+
+
 class Consumer:
     def __init__(self, context: Context) -> None:
         self._ctx = context
@@ -67,7 +71,8 @@ class Consumer:
         peer = line.tag
         if not isinstance(peer, Inlet):
             return
-        peer.mute = None
+        if not isinstance(message, UNASKED):
+            peer.mute = None
         match message:
             case m.Welcome():
                 self._welcome(peer, message, now)
