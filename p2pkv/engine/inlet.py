@@ -147,6 +147,7 @@ class Inlet:
         self._inbound, self.link = None, -1
         self.asked.clear()
         self.posted.clear()
+        self._oldest = None
 
     def overdue(self, now: float, lease: float) -> bool:
         """Whether one posted receive has been the next one for longer than a lease; to be asked often.

@@ -149,6 +149,7 @@ class Outlet:
         self.flights.clear()
         self.words.clear()
         self.unconfirmed.clear()
+        self._oldest = None
 
     def park(self, now: float, tell: str = "") -> None:
         """Close the idle link until D names a transfer; `tell`: why, for D."""
