@@ -85,7 +85,8 @@ class Requests:
     def _receiver(self, expect: do.Expect, now: float, ahead: bool = False) -> Receiver:
         self._attempt += 1
         lease, stall = self._ctx.options.lease_seconds, self._ctx.options.stall_seconds
-        return Receiver(expect.key, self._attempt, expect.tokens, expect.digest, lease, now, stall, ahead)
+        key, tokens, digest = expect.key, expect.tokens, expect.digest
+        return Receiver(key, self._attempt, tokens, digest, lease, now, stall=stall, ahead=ahead)
 
     def load(self, load: do.Load, now: float) -> None:
         """If the transfer has ended, that has been said already, and is said only once."""

@@ -104,6 +104,7 @@ class Receiver:
         digest: bytes,
         lease: float,
         now: float,
+        *,
         stall: float = inf,
         ahead: bool = False,
     ) -> None:

@@ -8,7 +8,7 @@ import itertools
 import sys
 import time
 
-from protocol.test_conversation import walk
+from protocol.walks import walk
 from protocol.world import START
 
 from p2pkv.protocol import sender

@@ -104,7 +104,7 @@ class DecodeRank:
             self.world.digest(key),
             terms.lease,
             self.world.now,
-            ahead,
+            ahead=ahead,
         )
 
     def want(self, key: str, start: int, stop: int) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from protocol.test_conversation import walk
+from protocol.walks import walk
 
 ROOT = Path(__file__).parents[2]
 SECONDS = "2000"
