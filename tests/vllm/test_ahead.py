@@ -30,14 +30,14 @@ ROOM = 64 << 20
 
 @pytest.fixture(scope="module")
 def taker(fleet_keeper, tiny_model: Path, logs: Path) -> Iterator[VllmServer]:
-    """A second D of the fleet's P, with room for KV that comes ahead."""
+    """A second D of the fleet's P, with room for KV that comes ahead; it also asks for checksums."""
     probes = fleet_keeper.fleet().probes
     d = probing_server(
         tiny_model,
         "D",
         probes,
         name="taker",
-        extra_config={"ahead_bytes": ROOM},
+        extra_config={"ahead_bytes": ROOM, "verify": True},
         load_failure_policy="fail",
         log_path=logs / "taker.log",
     )
@@ -56,7 +56,8 @@ def left_as_found(fleet: Fleet, taker: VllmServer) -> Iterator[None]:
     compared.spans()
     at_rest(fleet.p)
     at_rest(taker)
-    assert ahead(taker, "p2pkv_transfers_failed_total") == 0
+    for name in ("transfers_failed", "chunks_corrupt"):
+        assert counter(taker, name) == 0
 
 
 def ask_p_then_d(p: VllmServer, d: VllmServer, prompt: list[int]) -> answers.Answer:
@@ -65,25 +66,25 @@ def ask_p_then_d(p: VllmServer, d: VllmServer, prompt: list[int]) -> answers.Ans
     return answers.complete(d.base_url, MODEL_NAME, prompt, headers=headers)[0]
 
 
-def ahead(d: VllmServer, name: str = "p2pkv_bytes_ahead_total") -> float:
-    return client.metrics(d.base_url).get(name, 0.0)
+def counter(d: VllmServer, name: str = "bytes_ahead") -> float:
+    return client.metrics(d.base_url).get(f"p2pkv_{name}_total", 0.0)
 
 
 def came(d: VllmServer, before: float, nbytes: int) -> None:
     """vLLM shows counters when it steps: wait for its page to show them."""
-    wait_until(lambda: ahead(d) - before >= nbytes, f"{nbytes} bytes ahead", 20.0)
+    wait_until(lambda: counter(d) - before >= nbytes, f"{nbytes} bytes ahead", 20.0)
 
 
 @pytest.mark.parametrize("length", [2, BLOCK, BLOCK + 1, 2 * CHUNK + 40])
 def test_the_answer_is_a_single_servers(fleet: Fleet, taker: VllmServer, length: int) -> None:
-    prompt, before = tokens(length, f"ahead {length}"), ahead(taker)
+    prompt, before = tokens(length, f"ahead {length}"), counter(taker)
     got = ask_p_then_d(fleet.p, taker, prompt)
     assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt), [got])
     came(taker, before, kv_bytes(0, length))
 
 
 def test_a_prompt_half_cached_on_d(fleet: Fleet, taker: VllmServer) -> None:
-    prompt, before = tokens(2 * CHUNK + 40, "ahead, half cached"), ahead(taker)
+    prompt, before = tokens(2 * CHUNK + 40, "ahead, half cached"), counter(taker)
     answers.complete(taker.base_url, MODEL_NAME, [*prompt[: 5 * BLOCK], 299], max_tokens=1)
     got = ask_p_then_d(fleet.p, taker, prompt)
     assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt), [got])
@@ -92,7 +93,7 @@ def test_a_prompt_half_cached_on_d(fleet: Fleet, taker: VllmServer) -> None:
 
 def test_sixteen_at_once(fleet: Fleet, taker: VllmServer) -> None:
     prompts = [tokens(40 + 17 * number, f"ahead, crowd {number}") for number in range(16)]
-    before = ahead(taker)
+    before = counter(taker)
     with ThreadPoolExecutor(16) as pool:
         got = list(pool.map(lambda prompt: ask_p_then_d(fleet.p, taker, prompt), prompts))
     expected = [answers.complete(fleet.single.base_url, MODEL_NAME, prompt)[0] for prompt in prompts]
