@@ -25,6 +25,7 @@ from p2pkv.links import make_factory
 from p2pkv.links.faulty import Faults, FaultyLinks
 from p2pkv.links.memory import MemoryNetwork
 from p2pkv.pages.codecs import DENSE
+from p2pkv.protocol import messages as m
 
 ONE = Geometry()
 TWO = Geometry(tp=2)
@@ -313,3 +314,21 @@ def test_admitted_requests_go_before_it():
         finish(p, "asked")
         finish(p, "ahead")
         quiet(p, d)
+
+
+def test_what_p_says_of_its_own_accord_is_no_answer():
+    """A connection that is deaf one way only: P is heard, and does not hear."""
+    network, seen = MemoryNetwork(), []
+    with engines(ONE, ONE, lambda side, rank: network.rank()) as (p, d):
+        acquaint(p, d)
+        half = d.ranks[0].rank._half
+        (peer,) = half._peers.values()
+
+        def hear() -> None:
+            for message in (m.Ahead("k", 40, b"digest"), m.Holding((), ())):
+                peer.mute = 1.0 if not seen else peer.mute
+                half.receive(peer.line, message, 2.0)
+                seen.append(peer.mute)
+
+        on_engine_thread(d.ranks[0].rank, hear)
+        assert seen == [1.0, None]
