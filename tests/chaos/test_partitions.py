@@ -68,6 +68,7 @@ def test_packets_are_lost_under_load_and_then_arrive_again(
     world.load(seconds)
     for side in sides:
         cable.find(side)
+    assert world.violations == []
 
 
 @pytest.mark.parametrize("side", ["P", "D"])
@@ -76,6 +77,7 @@ def test_one_side_has_no_way_to_the_other(cable: Cable, world: World, side: str)
     cable.blackhole(side)
     world.load(2 * LEASE)
     cable.open(side)
+    assert world.violations == []
 
 
 @pytest.fixture
@@ -104,5 +106,7 @@ def test_a_transfer_may_take_longer_than_the_lease_as_long_as_it_moves(
 ) -> None:
     """Chunks that wait behind others on a slow line are not late."""
     narrow("1mbit")
+    before = world.jobs.outcomes["loaded"]
     world.jobs.ask(*world.machines.values(), must=True, longest=TOKENS, shortest=TOKENS, fresh=True)
     world.turn_until(lambda: not world.jobs.open, 15 * LEASE, "the end of a slow transfer")
+    assert world.jobs.outcomes["loaded"] == before + 1

@@ -70,15 +70,18 @@ ways = pytest.mark.parametrize("way", [THERE, BACK])
 @planes
 @pytest.mark.parametrize("values", [{"late": 0.1}, {"slice": 61}, {"late": 0.03, "slice": 997}], ids=str)
 def test_late_and_in_slices_everything_comes(world: World, treat: Treat, values: dict[str, Any]) -> None:
+    before = world.jobs.outcomes["loaded"]
     treat(world, **values)
     for _ in range(5):
         world.ask("P0", "D0")
     world.turn_until(lambda: not world.jobs.open, 10 * LEASE, "the end of every request")
+    assert world.jobs.outcomes["loaded"] == before + 5 and world.violations == []
 
 
 @pytest.mark.slow
 @planes
 def test_short_stalls_cost_nothing_but_time(world: World, treat: Treat) -> None:
+    before = world.jobs.outcomes["loaded"]
     for _ in range(4):
         world.ask("P0", "D0")
         treat(world, held=[THERE, BACK])
@@ -86,6 +89,7 @@ def test_short_stalls_cost_nothing_but_time(world: World, treat: Treat) -> None:
         treat(world, held=[])
         turn_for(world, 0.1)
     world.turn_until(lambda: not world.jobs.open, 5 * LEASE, "the end of every request")
+    assert world.jobs.outcomes["loaded"] == before + 4 and world.violations == []
 
 
 @pytest.mark.slow
