@@ -229,10 +229,10 @@ def test_only_so_many_links_are_busy_at_once(blocking: bool, monkeypatch: pytest
     pairs = [connect(factories, WINDOW) for _ in range(3)]
     begun = [pair.begin(100) for pair in pairs[:2]]
     assert pairs[2].inbound.post(100) is None
-    begun[0][1].commit()
-    pairs[0].until(begun[0][0].done)
-    begun[0][0].release()
-    pairs[0].poll()
+    receive, send = begun[0]
+    send.commit()
+    pairs[0].until(lambda: receive.done() and send.done())  # each end counts for its own device
+    receive.release()
     finish(pairs[2])
     begun[1][1].commit()
     pairs[1].until(begun[1][0].done)
