@@ -3,7 +3,8 @@
 The rules, wherever a leg fails:
 
 - Before D's first token nothing has gone to the client, so any failure becomes a whole error response.
-- P's failure then cancels D: it would wait for KV that never comes.
+- P's failure then cancels D: it would wait for KV that never comes. But a P that gives up, told to stop,
+  tells D itself, which may compute the prompt; only if D fails then, P has.
 - D's first token proves that it has the KV of its prompt. From there on P's fate does not matter,
   unless the request has several prompts; then the stream ends with an error event.
 - D's failure cancels P. So does the client when it leaves, which cancels the handler.
@@ -31,6 +32,7 @@ from p2pkv.pairing import mint
 from .bodies import Body, returned_params
 from .counters import Counters
 from .errors import error_response
+from .given_up import GIVEN_UP, STOPPED
 from .headers import REQUEST_ID, Headers, to_instance
 from .registry import Instance
 from .relay import Relay, Scrubber, refusal
@@ -70,6 +72,7 @@ class Exchange:
         lingering: P's calls that may outlive their exchange.
         clock: monotonic seconds.
         complete: the client has got the whole answer.
+        gave_up: P was told to stop before it had done its part.
         culprit: who failed before anything of D's answer went to the client.
         relay: D's answer on its way to the client, once it is.
     """
@@ -83,6 +86,7 @@ class Exchange:
     clock: Callable[[], float]
     counters: Counters
     complete: bool = False
+    gave_up: bool = False
     culprit: Instance | None = None
     relay: Relay | None = None
     request_id: str = field(init=False)
@@ -102,7 +106,8 @@ class Exchange:
         call = Call(self.session, instance, self.request.path)
         try:
             reply = await call.whole(self.body.for_prefill(), self._headers(instance))
-            self.judge(instance, True)
+            self.gave_up = GIVEN_UP in reply.body
+            self.judge(instance, not self.gave_up)
             return reply
         except CallFailed as error:
             self.judge(instance, False)
@@ -134,6 +139,14 @@ class Exchange:
         answer = Answer(response, await first_words(response))
         self.judge(call.instance, True)
         return answer
+
+    def decode_failed(self) -> None:
+        """D has not answered, and nothing has gone to the client."""
+        self.culprit = self.choice.decode
+        if self.gave_up:
+            self.culprit = self.choice.prefill  # judged before
+        else:
+            self.judge(self.choice.decode, False)
 
     def judge(self, instance: Instance, success: bool) -> None:
         """Tells an instance's breaker what became of its part."""
@@ -174,6 +187,8 @@ async def sequential(exchange: Exchange) -> web.StreamResponse:
     """P to its end, then D, which gets the kv_transfer_params that P has returned, if any."""
     try:
         reply = await exchange.prefill()
+        if exchange.gave_up:
+            raise PrefillFailed(f"it {STOPPED}")
     except PrefillFailed as failure:
         return _prefill_failed(exchange, failure)
     with exchange.decode_call() as call:
@@ -212,14 +227,13 @@ async def _answered(
         logger.info(
             "request %s: %s answered %d", exchange.unique, exchange.choice.decode, refused.reply.status
         )
-        decode = exchange.choice.decode
-        theirs = 400 <= refused.reply.status < 500
-        exchange.judge(decode, theirs)
-        exchange.culprit = None if theirs else decode
+        if 400 <= refused.reply.status < 500:
+            exchange.judge(exchange.choice.decode, True)
+        else:
+            exchange.decode_failed()
         return _refused(exchange, "decode", refused.reply)
     except CallFailed as error:
-        exchange.judge(exchange.choice.decode, False)
-        exchange.culprit = exchange.choice.decode
+        exchange.decode_failed()
         logger.warning(
             "request %s: %s %s (%r)", exchange.unique, exchange.choice.decode, error, error.__cause__
         )

@@ -10,6 +10,7 @@ import aiohttp
 from aiohttp import web
 
 from .errors import error_event
+from .given_up import STOPPED, Watch
 from .headers import REQUEST_ID, Headers, to_client
 from .rewriter import Rewriter
 from .routing import Choice
@@ -87,6 +88,7 @@ class Relay:
         self._request = request
         self._answer = answer
         self._head = head
+        self._watch = Watch()
         self._rewriter = scrubber.rewriter()
         self._response = web.StreamResponse(
             status=answer.status, headers=scrubber.headers(to_client(answer.headers))
@@ -107,7 +109,7 @@ class Relay:
     async def run(self) -> web.StreamResponse:
         """Relays the answer to its end, or until either side breaks."""
         try:
-            await self._send(self._rewriter.feed(self._head))
+            await self._pass_on(self._head)
             if await self._relay_rest():
                 await self._send(self._rewriter.flush())
                 self.complete = True
@@ -121,12 +123,21 @@ class Relay:
         """Whether D's answer came to its end. Raises ClientGone."""
         try:
             async for chunk in self._answer.content.iter_any():
-                await self._send(self._rewriter.feed(chunk))
+                await self._pass_on(chunk)
+                if self._watch.given_up:
+                    self._why = f"The decode instance {STOPPED}."
+                    return self._broke_off(None)
         except (aiohttp.ClientError, OSError) as error:
-            logger.warning("an answer broke off: %s (%r)", self._why, error)
-            self.broken = not self._interrupted
-            return False
+            return self._broke_off(error)
         return True
+
+    def _broke_off(self, error: Exception | None) -> bool:
+        logger.warning("an answer broke off: %s (%r)", self._why, error)
+        self.broken = not self._interrupted
+        return False
+
+    async def _pass_on(self, chunk: bytes) -> None:
+        await self._send(self._rewriter.feed(self._watch.sound(chunk)))
 
     async def _send(self, data: bytes) -> None:
         try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import aiohttp
 from multidict import CIMultiDictProxy
 
+from .given_up import GIVEN_UP, STOPPED
 from .headers import Headers
 from .registry import Instance
 
@@ -20,6 +21,9 @@ _REACH_SECONDS = 10.0
 # Errors, lists of models, P's single tokens; and comments before an event stream's first data.
 _MAX_WHOLE_BYTES = 64 << 20
 _MAX_WORDS_BYTES = 64 << 10
+# An answer that is no stream comes at once when it is complete; up to this size it is held until it is here,
+# so that another instance can be asked if it does not come whole.
+_MAX_HELD_BYTES = 1 << 20
 
 EVENT_STREAM = "text/event-stream"
 
@@ -141,15 +145,21 @@ async def read_whole(response: aiohttp.ClientResponse) -> Reply:
 
 
 async def first_words(response: aiohttp.ClientResponse) -> bytes:
-    """The start of a successful answer, as far as it proves that generation has begun: the first bytes,
-    or in an event stream everything up to the first data. Raises CallFailed if nothing comes."""
+    """The start of a successful answer, as far as it proves that generation has begun: in an event stream
+    everything up to the first data, else all of it, or its first MiB. Raises CallFailed if nothing comes."""
     streamed = response.content_type == EVENT_STREAM
+    most = _MAX_WORDS_BYTES if streamed else _MAX_HELD_BYTES
     head = b""
     try:
         while chunk := await response.content.readany():
             head += chunk
-            if not streamed or b"data:" in head or len(head) > _MAX_WORDS_BYTES:
-                return head
+            if (streamed and b"data:" in head) or len(head) > most:
+                break
+        else:
+            if streamed or not head:
+                raise CallFailed("ended its answer without a token")
     except (aiohttp.ClientError, OSError) as error:
-        raise CallFailed("died before its first token") from error
-    raise CallFailed("ended its answer without a token")
+        raise CallFailed(f"died before its {'first token' if streamed else 'answer was complete'}") from error
+    if GIVEN_UP in head:
+        raise CallFailed(STOPPED)
+    return head

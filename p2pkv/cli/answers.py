@@ -22,13 +22,11 @@ class Answer:
         text: the decoded text.
         tokens: token ids.
         margins: for each token, log-probability of the likeliest token less that of the second.
-        finish_reason: why it ends there, in the API's words.
     """
 
     text: str
     tokens: tuple[int, ...]
     margins: tuple[float, ...]
-    finish_reason: str = ""
 
 
 GREEDY = {"temperature": 0.0, "return_token_ids": True, "return_tokens_as_token_ids": True}
@@ -84,7 +82,6 @@ def answer_of(choice: Mapping[str, Any]) -> Answer:
         text=text,
         tokens=tuple(choice["token_ids"]),
         margins=tuple(_margin(values) for values in likeliest),
-        finish_reason=choice.get("finish_reason") or "",
     )
 
 

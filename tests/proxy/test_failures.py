@@ -192,9 +192,30 @@ async def test_a_d_that_dies_in_its_stream_leaves_an_error_event(either: Deploym
     assert error["message"] == "The decode instance died in the middle of its answer."
 
 
-async def test_a_d_that_dies_in_its_json_is_no_whole_answer(either: Deployment) -> None:
+async def test_a_d_that_dies_in_its_json_is_a_502(either: Deployment) -> None:
     either.d.behaviour = dies_in_the_body
     response = await either.post()
+    assert response.status == 502
+    assert (await error_of(response))["message"] == "The decode instance died before its answer was complete."
+
+
+async def test_a_d_that_dies_in_a_long_json_leaves_it_unfinished(either: Deployment) -> None:
+    """So long that its start has gone to the client."""
+
+    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+        headers = {"Content-Type": "application/json", "Content-Length": str(8 << 20)}
+        response = web.StreamResponse(headers=headers)
+        await response.prepare(request)
+        await response.write(b" " * (2 << 20))
+        await until(begun.is_set)
+        die(request)
+        return response
+
+    begun = asyncio.Event()
+    either.d.behaviour = behaviour
+    response = await either.post()
+    assert response.status == 200
+    begun.set()
     with pytest.raises(aiohttp.ClientError):
         await response.read()
 

@@ -20,6 +20,7 @@ from proxy_fakes import (
     quiet,
     until,
 )
+from test_given_up import stops, stops_before_a_token
 
 from proxy.retries import Budget, pause
 from proxy.serving import Dispatch
@@ -86,7 +87,10 @@ def never_first(deployment: Deployment) -> Behaviour:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
-@pytest.mark.parametrize("failure", [dies, dies_before_a_token, answer_error(500), answer_error(503)])
+@pytest.mark.parametrize(
+    "failure",
+    [dies, dies_before_a_token, stops, stops_before_a_token, answer_error(500), answer_error(503)],
+)
 async def test_another_d_serves_what_the_first_failed_before_its_first_token(
     dispatch: Dispatch, failure: Behaviour
 ) -> None:
