@@ -48,6 +48,10 @@ one P together do not come back together."""
 LASTING = 0.5
 """Seconds after which a connection that ends is dialed again at once; others wait for `redial`."""
 
+RESTARTING = 60.0
+"""Seconds that a peer which had shaken hands has to come back: while it restarts, the dying process or a
+forwarder in front of it accepts connections, and closes them."""
+
 
 class PortTaken(Exception):
     """Somebody listens there already."""
@@ -233,6 +237,8 @@ class Endpoint:
             self._shut(line)
             if time.monotonic() - line.since > LASTING:
                 self.redial(line)
+        elif failure is not None and failure.gone and time.monotonic() < line.awaited:
+            self._shut(line)
         elif failure is not None:
             self._give_up(line, no_answer(line.address, failure, self._members is not None))
 
@@ -247,6 +253,8 @@ class Endpoint:
             return
         del self._dialed[socket]
         if line._watch is not None:
+            if line._watch.proven:
+                line.awaited = time.monotonic() + RESTARTING
             self._poller.unregister(line._watch.socket)
             line._watch.close()
             line._watch = None

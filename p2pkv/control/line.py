@@ -17,7 +17,7 @@ class Line:
     too soon, until `Endpoint.redial`.
     """
 
-    __slots__ = ("_identity", "_socket", "_watch", "address", "since", "tag")
+    __slots__ = ("_identity", "_socket", "_watch", "address", "awaited", "since", "tag")
 
     def __init__(
         self,
@@ -27,6 +27,7 @@ class Line:
     ) -> None:
         self.address = address
         self.since = 0.0  # when it was dialed last
+        self.awaited = 0.0  # until when its other side, which had shaken hands, may be restarting
         self.tag: object = None
         self._socket = socket
         self._identity = identity

@@ -32,17 +32,25 @@ class Failure(NamedTuple):
     lost: bool = False
     """The handshake had succeeded; the connection has ended since."""
 
+    @property
+    def gone(self) -> bool:
+        """Nobody has said anything."""
+        return not (self.spoke or self.refused)
+
 
 class Watch:
     """Reports the failed handshakes of one socket, and with `dials` the end of its one connection.
 
     Close it before the socket.
+
+    Attributes:
+        proven: the handshake of the socket that dials has succeeded.
     """
 
     def __init__(self, watched: zmq.Socket[Any], *, dials: bool = False) -> None:
         place = f"inproc://p2pkv-watch-{next(_numbers)}"
         self._watched = watched
-        self._up = False
+        self.proven = False
         watched.monitor(place, _FAILED | _ENDED if dials else _FAILED)
         self.socket: zmq.Socket[Any] = watched.context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -59,11 +67,10 @@ class Watch:
                 return
             event, value = event_of(frames)
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._up = True
+                self.proven = True
             elif event == zmq.EVENT_DISCONNECTED:
                 # Some kinds of garbage end a connection without any other event.
-                yield Failure("it does not speak this protocol", lost=self._up)
-                self._up = False
+                yield Failure("it does not speak this protocol", lost=self.proven)
             else:
                 yield failure_of(event, value)
 

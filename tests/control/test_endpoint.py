@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 
@@ -43,6 +44,19 @@ def shut(endpoint: Endpoint, line: Line) -> list[Trouble]:
     return said
 
 
+def reach(endpoint: Endpoint, line: Line, place: Address) -> None:
+    """Listen there until something has come over the line, and no longer."""
+    other, end = Endpoint(place), time.monotonic() + DEADLINE
+    try:
+        while not list(other.receive()):
+            assert time.monotonic() < end
+            line.send(b"hello")
+            endpoint.wait(0.02)
+            other.wait(0.02)
+    finally:
+        other.close()
+
+
 @pytest.mark.parametrize("kind", ["http", "TLS", "zeros"])
 def test_what_speaks_another_protocol_is_said_and_left_alone(member: Endpoint, kind: str) -> None:
     with Canary(RAW[kind]) as canary:
@@ -81,20 +95,39 @@ def test_a_connection_that_lasted_is_dialed_again_at_once(
 
 def test_a_peer_that_comes_late_is_reached(endpoint: Endpoint) -> None:
     place = Address("127.0.0.1", free_ports())
-    line, end = endpoint.dial(place), time.monotonic() + DEADLINE
+    line = endpoint.dial(place)
     endpoint.wait(0.1)
-    other = Endpoint(place)
-    heard: list[bytes] = []
-    try:
-        while not heard:
-            assert time.monotonic() < end
-            line.send(b"hello")
-            endpoint.wait(0.02)
-            other.wait(0.02)
-            heard += [data for _, data in other.receive()]
-    finally:
-        other.close()
+    reach(endpoint, line, place)
     assert list(endpoint.troubles()) == []
+
+
+@pytest.mark.parametrize("long_ago", [False, True])
+def test_a_peer_that_closes_connections_while_it_restarts_is_not_given_up(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, long_ago: bool
+) -> None:
+    if long_ago:
+        monkeypatch.setattr(module, "RESTARTING", -1.0)
+    place = Address("127.0.0.1", free_ports())
+    line = endpoint.dial(place)
+    reach(endpoint, line, place)
+    shut(endpoint, line)
+    with socket.create_server((place.host, place.port)) as dying:
+        for _ in range(3):
+            endpoint.redial(line)
+            endpoint.wait(0.0)
+            dying.accept()[0].close()
+            troubles = shut(endpoint, line)
+            assert len(troubles) == long_ago
+    endpoint.redial(line)
+    reach(endpoint, line, place)
+
+
+def test_a_stranger_that_closes_a_connection_is_given_up(endpoint: Endpoint) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        line = endpoint.dial(Address("127.0.0.1", stranger.getsockname()[1]))
+        stranger.accept()[0].close()
+        (trouble,) = shut(endpoint, line)
+        assert "closed the connection in the handshake" in trouble.reason
 
 
 def test_lines_that_are_lost_together_do_not_come_back_together(endpoint: Endpoint) -> None:
