@@ -199,7 +199,9 @@ def test_a_connection_that_went_silent_is_dialed_anew(lone):
     endpoint.receive = lambda: (said for said in receive() if said[0] not in silent)
     begin("lost")
     assert "has not confirmed" in failure(d, "lost")
-    wait_for(lambda: set(endpoint._answered.values()) - silent, what="a new connection")
+    (peer,) = d.ranks[0].rank._half._peers.values()
+    line_ended = "the end of the silent connection; D may have another at once"
+    wait_for(lambda: not peer.dialing.open or set(endpoint._answered.values()) - silent, what=line_ended)
     begin("after")
     load("after")
     assert wrong_cells(d.ranks[0], BLOCKS, 0, 31) == []
