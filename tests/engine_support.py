@@ -50,10 +50,15 @@ class _Deed:
         self.act()
 
 
+def soon_on_engine_thread(rank: Rank, act: Callable[[], object]) -> None:
+    """Have the engine's thread do this, since sockets and links are its own; returns at once."""
+    rank.do(do.After(_Deed(act)))
+
+
 def on_engine_thread(rank: Rank, act: Callable[[], object]) -> None:
-    """Have the engine's thread do this, since sockets and links are its own; returns when it has."""
+    """The same; returns when it is done."""
     done = threading.Event()
-    rank.do(do.After(_Deed(lambda: (act(), done.set()))))
+    soon_on_engine_thread(rank, lambda: (act(), done.set()))
     assert done.wait(20.0), "the engine's thread did not come to it in 20 s"
 
 
