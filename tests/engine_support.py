@@ -145,7 +145,11 @@ def make_hello(
     opts: Options, geometry: Geometry, rank: int, cache: PagedCache, link: str, incarnation: str
 ) -> Hello:
     """What a rank says of itself."""
-    place = opts.address
+    place, kind = opts.address, str(geometry.dtype).removeprefix("torch.")
+    described = Cache(
+        geometry.layers, geometry.kv_heads, geometry.tp,
+        cache.row_bytes, cache.unit_tokens, kind, cache.codec, "x",
+    )  # fmt: skip
     return Hello(
         version=PROTOCOL_VERSION,
         incarnation=incarnation,
@@ -156,16 +160,7 @@ def make_hello(
         addresses=tuple(str(place.shifted(each)) for each in range(geometry.world)),
         model="made-up",
         weights="made-up",
-        cache=Cache(
-            geometry.layers,
-            geometry.kv_heads,
-            geometry.tp,
-            cache.row_bytes,
-            cache.unit_tokens,
-            str(geometry.dtype).removeprefix("torch."),
-            cache.codec,
-            "x",
-        ),
+        cache=described,
         link=link,
         digest=cache.digest_name,
         verify=opts.verify,
