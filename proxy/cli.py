@@ -168,49 +168,7 @@ def _parser() -> argparse.ArgumentParser:
         default="concurrent",
         help="prefill and decode at once, or one after the other (default: %(default)s)",
     )
-    defaults = Limits()
-    parser.add_argument(
-        "--max-requests",
-        type=_at_least(1),
-        default=defaults.max_requests,
-        metavar="N",
-        help="requests under way at each decode instance; others wait (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-waiting",
-        type=_at_least(0),
-        default=defaults.max_waiting,
-        metavar="N",
-        help="requests that wait, in all; others get a 503 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-wait",
-        type=_seconds,
-        default=defaults.max_wait,
-        metavar="SECONDS",
-        help="how long a request waits before it gets a 503 (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--max-held-mib",
-        type=_at_least(1),
-        default=defaults.max_held >> 20,
-        metavar="MIB",
-        help="MiB of the bodies of all requests together; others get a 503 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--retries",
-        type=_at_least(0),
-        default=defaults.retries,
-        metavar="N",
-        help="tries at other instances if one fails before the first byte (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--drain-seconds",
-        type=_seconds,
-        default=25.0,
-        metavar="SECONDS",
-        help="after SIGTERM, how long requests under way may go on (default: %(default)g)",
-    )
+    _add_limits(parser)
     parser.add_argument(
         "--log-level",
         choices=("DEBUG", "INFO", "WARNING", "ERROR"),
@@ -218,6 +176,29 @@ def _parser() -> argparse.ArgumentParser:
         help="default: %(default)s",
     )
     return parser
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    """How much the proxy takes on, and for how long."""
+    limits = Limits()
+    rows: list[tuple[str, Callable[[str], float], float, str, str]] = [
+        ("--max-requests", _at_least(1), limits.max_requests, "N",
+            "requests under way at each decode instance; others wait"),
+        ("--max-waiting", _at_least(0), limits.max_waiting, "N",
+            "requests that wait, in all; others get a 503"),
+        ("--max-wait", _seconds, limits.max_wait, "SECONDS",
+            "how long a request waits before it gets a 503"),
+        ("--max-held-mib", _at_least(1), limits.max_held >> 20, "MIB",
+            "MiB of the bodies of all requests together; others get a 503"),
+        ("--retries", _at_least(0), limits.retries, "N",
+            "tries at other instances if one fails before the first byte"),
+        ("--drain-seconds", _seconds, 25.0, "SECONDS",
+            "after SIGTERM, how long requests under way may go on"),
+    ]  # fmt: skip
+    for option, read, default, unit, what in rows:
+        parser.add_argument(
+            option, type=read, default=default, metavar=unit, help=f"{what} (default: %(default)g)"
+        )
 
 
 def _address(text: str) -> Address:

@@ -50,10 +50,15 @@ class _Deed:
         self.act()
 
 
+def soon_on_engine_thread(rank: Rank, act: Callable[[], object]) -> None:
+    """Have the engine's thread do this, since sockets and links are its own; returns at once."""
+    rank.do(do.After(_Deed(act)))
+
+
 def on_engine_thread(rank: Rank, act: Callable[[], object]) -> None:
-    """Have the engine's thread do this, since sockets and links are its own; returns when it has."""
+    """The same; returns when it is done."""
     done = threading.Event()
-    rank.do(do.After(_Deed(lambda: (act(), done.set()))))
+    soon_on_engine_thread(rank, lambda: (act(), done.set()))
     assert done.wait(20.0), "the engine's thread did not come to it in 20 s"
 
 
@@ -140,7 +145,11 @@ def make_hello(
     opts: Options, geometry: Geometry, rank: int, cache: PagedCache, link: str, incarnation: str
 ) -> Hello:
     """What a rank says of itself."""
-    place = opts.address
+    place, kind = opts.address, str(geometry.dtype).removeprefix("torch.")
+    described = Cache(
+        geometry.layers, geometry.kv_heads, geometry.tp,
+        cache.row_bytes, cache.unit_tokens, kind, cache.codec, "x",
+    )  # fmt: skip
     return Hello(
         version=PROTOCOL_VERSION,
         incarnation=incarnation,
@@ -151,16 +160,7 @@ def make_hello(
         addresses=tuple(str(place.shifted(each)) for each in range(geometry.world)),
         model="made-up",
         weights="made-up",
-        cache=Cache(
-            geometry.layers,
-            geometry.kv_heads,
-            geometry.tp,
-            cache.row_bytes,
-            cache.unit_tokens,
-            str(geometry.dtype).removeprefix("torch."),
-            cache.codec,
-            "x",
-        ),
+        cache=described,
         link=link,
         digest=cache.digest_name,
         verify=opts.verify,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from links_support import NCCL_KINDS, nccl_links, noise, wait_until
+from links_support import NCCL_KINDS, nccl_links, send_sizes, wait_until
 
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
@@ -53,13 +53,7 @@ def be_p(links: LinkFactory) -> None:
     say(invitation=invitation.hex())
     answer = hear()
     outbound = links.complete(invitation, bytes.fromhex(answer["acceptance"]))
-    sends = []
-    for seed, (nbytes, landing) in enumerate(zip(answer["sizes"], answer["landings"], strict=True)):
-        send = outbound.reserve(nbytes, landing)
-        send.buffer.copy_(noise(nbytes, seed))
-        send.commit()
-        sends.append(send)
-    wait_until(lambda: outbound.poll() or all(send.done() for send in sends))
+    send_sizes(outbound, answer["sizes"], answer["landings"])
     say(sent=True)
     asked = hear()
     send = outbound.reserve(asked["nbytes"], asked["landing"])

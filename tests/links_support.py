@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +17,11 @@ import torch
 from nccl_simulated import SimulatedNccl
 from nccl_simulated_device import SimulatedDevice
 
+from p2pkv.links import blobs
 from p2pkv.links.base import Inbound, LinkFactory, Outbound, Receive, Send
+from p2pkv.links.blobs import Acceptance
 from p2pkv.links.faulty import Faults, FaultyLinks
-from p2pkv.links.host import HostLinks
+from p2pkv.links.host import HostInbound, HostLinks
 from p2pkv.links.memory import MemoryNetwork
 from p2pkv.links.nccl import NcclLinks
 
@@ -25,6 +29,8 @@ NCCL_KINDS = ("nccl-blocking", "nccl-polled")
 KINDS = ("memory", "shared-memory", "tcp", "faulty", *NCCL_KINDS)
 STAGING = 1 << 22
 DEADLINE = 10.0
+HOST_WINDOW = 1 << 20
+"""Of the links of the fixtures `shm` and `tcp`, and the staging of their ranks."""
 PEER = Path(__file__).parent / "links_peer.py"
 
 
@@ -74,6 +80,21 @@ class Pair:
         assert send is not None
         return receive, send
 
+    def transfer(self, nbytes: int, seed: int = 1) -> torch.Tensor:
+        """What D gets of one message of noise, uint8 [nbytes]."""
+        receive, send = self.begin(nbytes)
+        send.buffer.copy_(noise(nbytes, seed))
+        send.commit()
+        self.until(receive.done)
+        got = receive.buffer.clone()
+        receive.release()
+        self.until(send.done)
+        return got
+
+    def carry(self, nbytes: int, seed: int = 1) -> None:
+        """One message arrives as it was sent."""
+        assert torch.equal(self.transfer(nbytes, seed), noise(nbytes, seed))
+
     def abort(self) -> None:
         self.outbound.abort()
         self.inbound.abort()
@@ -103,6 +124,13 @@ def noise(nbytes: int, seed: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(random.Random(seed).randbytes(nbytes)), dtype=torch.uint8)
 
 
+def accepted(links: HostLinks, window: int) -> tuple[bytes, HostInbound, Acceptance]:
+    """The invitation, D's end, and what D answers."""
+    invitation = links.invite()
+    inbound, acceptance = links.accept(invitation, window)
+    return invitation, inbound, blobs.decode(acceptance, Acceptance)
+
+
 class Peer:
     """A child process at the other end of the link."""
 
@@ -128,3 +156,53 @@ class Peer:
     def kill(self) -> None:
         self.process.kill()
         self.process.communicate(timeout=10)
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[Callable[..., Peer]]:
+    """What starts a Peer, with Peer's own arguments; none of them is left at the end."""
+    peers: list[Peer] = []
+
+    def start(*arguments: str, script: Path = PEER) -> Peer:
+        peers.append(Peer(*arguments, script=script))
+        return peers[-1]
+
+    yield start
+    for peer in peers:
+        if peer.process.poll() is None:
+            peer.kill()
+
+
+def send_sizes(outbound: Outbound, sizes: list[int], landings: list[int]) -> None:
+    """One message of noise of each size, seeded by its number; returns when all have gone out."""
+    sends = []
+    for seed, (nbytes, landing) in enumerate(zip(sizes, landings, strict=True)):
+        send = outbound.reserve(nbytes, landing)
+        assert send is not None
+        send.buffer.copy_(noise(nbytes, seed))
+        send.commit()
+        sends.append(send)
+    wait_until(lambda: outbound.poll() or all(send.done() for send in sends))
+
+
+def send_all(links: LinkFactory, peer: Peer, sizes: list[int], window: int) -> tuple[Outbound, int]:
+    """Messages of all sizes to a fresh D; the link, and the landing of one more receive of `window` bytes."""
+    invitation = links.invite()
+    peer.tell(invitation=invitation.hex(), window=window, sizes=sizes)
+    outbound = links.complete(invitation, bytes.fromhex(peer.hear()["acceptance"]))
+    send_sizes(outbound, sizes, peer.hear()["landings"])
+    expected = [hashlib.sha256(noise(nbytes, seed).numpy()).hexdigest() for seed, nbytes in enumerate(sizes)]
+    assert peer.hear()["digests"] == expected
+    return outbound, peer.hear()["landing"]
+
+
+def receive_all(links: LinkFactory, peer: Peer, sizes: list[int], window: int) -> Inbound:
+    """Messages of all sizes from a fresh P."""
+    inbound, acceptance = links.accept(bytes.fromhex(peer.hear()["invitation"]), window)
+    receives = [inbound.post(nbytes) for nbytes in sizes]
+    peer.tell(acceptance=acceptance.hex(), sizes=sizes, landings=[each.landing for each in receives])
+    wait_until(lambda: inbound.poll() or all(receive.done() for receive in receives))
+    for seed, (nbytes, receive) in enumerate(zip(sizes, receives, strict=True)):
+        assert torch.equal(receive.buffer, noise(nbytes, seed))
+        receive.release()
+    return inbound

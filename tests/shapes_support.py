@@ -13,22 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pages_support import LAYOUTS
 
 from p2pkv.pages import DENSE, PagedCache
 from p2pkv.pages.codecs import pack_into, unpack_into
 from p2pkv.protocol.messages import Cache
 from p2pkv.sharding import Shape
-
-# Orders of the axes [L, B, H, N, C], outermost first.
-LAYOUTS = {
-    "LBHNC": (0, 1, 2, 3, 4),
-    "LBNHC": (0, 1, 3, 2, 4),
-    "LHBNC": (0, 2, 1, 3, 4),
-    "BLHNC": (1, 0, 2, 3, 4),
-    "BLNHC": (1, 0, 3, 2, 4),
-    "BHLNC": (1, 2, 0, 3, 4),
-}
-PACKABLE = [name for name in LAYOUTS if name.endswith("NC")]
 
 BITS = {
     torch.float8_e4m3fn: np.uint8,

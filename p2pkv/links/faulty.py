@@ -226,17 +226,41 @@ class FaultySend(_Operation):
         return self._passed
 
 
-class FaultyInbound(Inbound):
-    """D's end with faults."""
+class _End:
+    """What both faulty ends have in common: they stand still, and they break."""
 
-    def __init__(self, inner: Inbound, fate: _Fate) -> None:
-        self._inner = inner
+    def __init__(self, inner: Inbound | Outbound, fate: _Fate) -> None:
+        self._inner_end = inner
         self._fate = fate
 
     def ready(self) -> bool:
         """The inner link's; False while standing still."""
         self._fate.check()
-        return not self._fate.still and self._inner.ready()
+        return not self._fate.still and self._inner_end.ready()
+
+    @property
+    def used(self) -> int:
+        """The inner link's."""
+        return self._inner_end.used
+
+    def poll(self) -> None:
+        """The inner link's; nothing while standing still."""
+        self._fate.check()
+        self._fate.polls += 1
+        if not self._fate.still:
+            self._inner_end.poll()
+
+    def abort(self) -> None:
+        """The inner link's."""
+        self._inner_end.abort()
+
+
+class FaultyInbound(_End, Inbound):
+    """D's end with faults."""
+
+    def __init__(self, inner: Inbound, fate: _Fate) -> None:
+        super().__init__(inner, fate)
+        self._inner = inner
 
     def post(self, nbytes: int) -> FaultyReceive | None:
         """The inner link's."""
@@ -244,35 +268,14 @@ class FaultyInbound(Inbound):
         receive = self._inner.post(nbytes)
         return None if receive is None else FaultyReceive(receive, self._fate, self._fate.next())
 
-    @property
-    def used(self) -> int:
-        """The inner link's."""
-        return self._inner.used
 
-    def poll(self) -> None:
-        """The inner link's; nothing while standing still."""
-        self._fate.check()
-        self._fate.polls += 1
-        if not self._fate.still:
-            self._inner.poll()
-
-    def abort(self) -> None:
-        """The inner link's."""
-        self._inner.abort()
-
-
-class FaultyOutbound(Outbound):
+class FaultyOutbound(_End, Outbound):
     """P's end with faults."""
 
     def __init__(self, inner: Outbound, fate: _Fate) -> None:
+        super().__init__(inner, fate)
         self._inner = inner
-        self._fate = fate
         self._sends: list[FaultySend] = []
-
-    def ready(self) -> bool:
-        """The inner link's; False while standing still."""
-        self._fate.check()
-        return not self._fate.still and self._inner.ready()
 
     def reserve(self, nbytes: int, landing: int) -> FaultySend | None:
         """The inner link's."""
@@ -284,21 +287,13 @@ class FaultyOutbound(Outbound):
         self._sends.append(send)
         return send
 
-    @property
-    def used(self) -> int:
-        """The inner link's."""
-        return self._inner.used
-
     def poll(self) -> None:
-        """The inner link's; nothing while standing still."""
+        """The inner link's, with what was held; nothing while standing still."""
         self._fate.check()
-        self._fate.polls += 1
-        if self._fate.still:
-            return
         self._sends = [send for send in self._sends if not send.pass_on()]
-        self._inner.poll()
+        super().poll()
 
     def abort(self) -> None:
         """The inner link's."""
-        self._inner.abort()
+        super().abort()
         self._sends.clear()

@@ -6,14 +6,12 @@ only it can see; what it finds broken it says as `violation`.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import random
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,10 +21,9 @@ from chaos.forward import Forward
 from chaos.model import SHAPE, Memory, Violation
 from chaos.prefill import PrefillSide
 from chaos.schedule import DECODES, LEASE
-from engine_support import BUSY, make_rank
+from engine_support import BUSY, make_rank, soon_on_engine_thread
 
 from p2pkv.control.endpoint import Endpoint
-from p2pkv.engine import commands as do
 from p2pkv.engine import rank as rank_module
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.faulty import Faults, FaultyLinks
@@ -40,22 +37,6 @@ LOOK_SECONDS = 0.25
 
 PATIENT = "early_claims"
 """The one gauge that may stay for ten leases: D's last word about a prompt that P has never heard of."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Look:
-    """A fence that a rank's own thread cannot pass without counting what it holds."""
-
-    act: Callable[[], None]
-
-    def ready(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        raise AssertionError("nobody waits for this fence")
-
-    def follow(self) -> None:
-        self.act()
 
 
 class _Errors(logging.Handler):
@@ -163,7 +144,7 @@ class Side:
         self._next_look = now + LOOK_SECONDS
         if not self.rank.alive:
             self.broken("the engine's thread has ended")
-        self.rank.do(do.After(_Look(self._count)))
+        soon_on_engine_thread(self.rank, self._count)
         while len(self._looks) > 1:
             self._looks.popleft()
 

@@ -9,7 +9,7 @@ import threading
 import zmq
 from chaos.engine import SECRET
 from hostile_support import DEEP, RAW, dealer, nearly_right, shout
-from protocol.test_messages import KINDS, example
+from protocol.samples import KINDS, example
 
 from p2pkv.control.members import members_of
 from p2pkv.pairing import Address

@@ -45,12 +45,7 @@ def world(engines: World) -> Iterator[World]:
     yield engines
     for plane in PLANES.values():
         plane(engines, **dataclasses.asdict(Manner()))
-    engines.recover("P0", "D0", BACK_SECONDS)
-    for _ in range(3):
-        engines.ask("P0", "D0")
-    engines.rest()
-    found, engines.violations = engines.violations, []
-    assert found == []
+    engines.work_again("P0", "D0", BACK_SECONDS)
 
 
 def control(world: World, **values: Any) -> None:

@@ -102,6 +102,15 @@ class World:
         if not self.turn_until(self.baseline, 10.0, "the baseline"):
             self.broken(f"still held: {self.held()}")
 
+    def work_again(self, prefill: str, decode: str, seconds: float) -> None:
+        """As before the fault, and hold nothing. Raises AssertionError for what was found broken."""
+        self.recover(prefill, decode, seconds)
+        for _ in range(3):
+            self.ask(prefill, decode)
+        self.rest()
+        found, self.violations = self.violations, []
+        assert found == []
+
     def turn_until(self, condition: Callable[[], bool], seconds: float, what: str) -> bool:
         """Go on until the condition holds; a violation, and False, if it does not in time."""
         end = time.monotonic() + seconds

@@ -80,6 +80,21 @@ def arrived(d: Engine, nbytes: int) -> None:
     wait_for(lambda: value(d, "bytes_ahead") == nbytes, what=f"{nbytes} bytes ahead")
 
 
+def push_ahead(p: Engine, d: Engine) -> None:
+    """40 tokens lie on D's shelf, for which no request has come."""
+    acquaint(p, d)
+    prefill(p, "k", d.address, 40, BLOCKS, chunk=16)
+    arrived(d, 40 * TOKEN)
+
+
+def push_half_ahead(p: Engine, d: Engine) -> None:
+    """48 of 96 tokens do."""
+    acquaint(p, d)
+    p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
+    step(p, "k", BLOCKS, 0, 48)
+    arrived(d, 48 * TOKEN)
+
+
 def quiet(p: Engine, d: Engine) -> None:
     wait_for(lambda: at_baseline(p) and at_baseline(d), what="the baseline")
     assert value(d, "ahead_bytes") == 0
@@ -120,10 +135,7 @@ def test_what_d_has_cached_itself_is_not_written_to(links, codec, other_blocks):
 
 def test_a_request_that_comes_in_the_middle_takes_the_rest_straight_to_its_pages(links):
     with engines(ONE, ONE, links, ahead_bytes=ROOM) as (p, d):
-        acquaint(p, d)
-        p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
-        step(p, "k", BLOCKS, 0, 48)
-        arrived(d, 48 * TOKEN)
+        push_half_ahead(p, d)
         d.do(do.Expect("k", p.address, 96, b"digest"))
         d.wait(do.Begun("k"))
         d.do(do.Load("k", 0, 95, (BLOCKS,)))
@@ -140,9 +152,7 @@ def test_a_request_that_comes_in_the_middle_takes_the_rest_straight_to_its_pages
 @pytest.mark.parametrize("shapes", [(TWO, ONE), (ONE, TWO), (TWO, TWO), (Geometry(layers=(2, 2)), TWO)])
 def test_ranks_of_any_shape(links, shapes):
     with engines(*shapes, links, ahead_bytes=ROOM) as (p, d):
-        acquaint(p, d)
-        prefill(p, "k", d.address, 40, BLOCKS, chunk=16)
-        arrived(d, 40 * TOKEN)
+        push_ahead(p, d)
         load(p, d, "k", 40)
         assert [wrong_cells(rank, BLOCKS, 0, 39) for rank in d.ranks] == [[]] * len(d.ranks)
         finish(p, "k")
@@ -169,9 +179,7 @@ def test_a_preempted_prompt_is_taken_anew(links):
 
 def test_what_nobody_asks_for_goes_after_a_lease(links):
     with engines(ONE, ONE, links, ahead_bytes=ROOM, lease_seconds=1.0) as (p, d):
-        acquaint(p, d)
-        prefill(p, "k", d.address, 40, BLOCKS, chunk=16)
-        arrived(d, 40 * TOKEN)
+        push_ahead(p, d)
         p.wait(do.PagesFree("k"))
         p.do(do.Forget("k"))
         quiet(p, d)
@@ -196,9 +204,7 @@ def test_without_room_it_waits_on_p(links):
 
 def test_p_may_die_when_all_is_here(links):
     with engines(ONE, ONE, links, ahead_bytes=ROOM) as (p, d):
-        acquaint(p, d)
-        prefill(p, "k", d.address, 40, BLOCKS, chunk=16)
-        arrived(d, 40 * TOKEN)
+        push_ahead(p, d)
         p.stop()
         load(p, d, "k", 40)
         assert wrong_cells(d.ranks[0], BLOCKS, 0, 39) == []
@@ -207,9 +213,7 @@ def test_p_may_die_when_all_is_here(links):
 
 def test_a_request_that_ends_before_it_has_pages_frees_ps_at_once(links):
     with engines(ONE, ONE, links, ahead_bytes=ROOM, lease_seconds=60.0) as (p, d):
-        acquaint(p, d)
-        prefill(p, "k", d.address, 40, BLOCKS, chunk=16)
-        arrived(d, 40 * TOKEN)
+        push_ahead(p, d)
         d.do(do.Expect("k", p.address, 40, b"digest"))
         d.wait(do.Begun("k"))
         d.do(do.Drop("k", "the client has left"))
@@ -220,9 +224,7 @@ def test_a_request_that_ends_before_it_has_pages_frees_ps_at_once(links):
 
 def test_nothing_wanted_of_it_frees_ps_at_once(links):
     with engines(ONE, ONE, links, ahead_bytes=ROOM, lease_seconds=60.0) as (p, d):
-        acquaint(p, d)
-        prefill(p, "k", d.address, 40, BLOCKS, chunk=16)
-        arrived(d, 40 * TOKEN)
+        push_ahead(p, d)
         d.do(do.Expect("k", p.address, 40, b"digest"))
         d.do(do.Load("k", 0, 0, ()))
         d.wait(do.Loaded("k"))
@@ -234,9 +236,7 @@ def test_nothing_wanted_of_it_frees_ps_at_once(links):
 @pytest.mark.parametrize("tokens, digest", [(40, b"another"), (41, b"digest")])
 def test_another_prompt_of_that_name_is_refused(links, tokens, digest):
     with engines(ONE, ONE, links, ahead_bytes=ROOM) as (p, d):
-        acquaint(p, d)
-        prefill(p, "k", d.address, 40, BLOCKS, chunk=16)
-        arrived(d, 40 * TOKEN)
+        push_ahead(p, d)
         d.do(do.Expect("k", p.address, tokens, digest))
         wait_for(lambda: d.ranks[0].events(do.LoadFailed))
         (failed,) = d.ranks[0].events(do.LoadFailed)
@@ -250,10 +250,7 @@ def test_a_link_that_breaks_meanwhile_costs_nothing():
     """P has kept its pages: the request loads as if nothing had come."""
     network = MemoryNetwork()
     with engines(ONE, ONE, lambda side, rank: network.rank(), ahead_bytes=ROOM) as (p, d):
-        acquaint(p, d)
-        p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
-        step(p, "k", BLOCKS, 0, 48)
-        arrived(d, 48 * TOKEN)
+        push_half_ahead(p, d)
         before = value(p, "links_aborted")
         break_link(p, d)
         wait_for(lambda: value(p, "links_aborted") > before and value(d, "ahead_bytes") == 0)

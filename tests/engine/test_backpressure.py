@@ -16,6 +16,7 @@ from engine_support import (
     make_engine,
     on_engine_thread,
     prefill,
+    soon_on_engine_thread,
     wait_for,
     wrong_cells,
 )
@@ -116,7 +117,12 @@ class Slow:
         match self._how:
             case "frozen":
                 asleep = threading.Event()
-                self._rank.do(do.After(_Sleep(asleep, self._gate)))
+
+                def sleep() -> None:
+                    asleep.set()
+                    assert self._gate.wait(60.0)
+
+                soon_on_engine_thread(self._rank, sleep)
                 assert asleep.wait(20.0)
             case "grants nothing":
                 self._set(lambda now: False)
@@ -135,23 +141,6 @@ class Slow:
 
     def _set(self, pump: Callable[[float], bool]) -> None:
         on_engine_thread(self._rank, lambda: setattr(self._half, "pump", pump))
-
-
-class _Sleep:
-    """A fence at which the engine's thread sleeps."""
-
-    def __init__(self, asleep: threading.Event, gate: threading.Event) -> None:
-        self._asleep, self._gate = asleep, gate
-
-    def ready(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        raise AssertionError("nobody waits for this fence")
-
-    def follow(self) -> None:
-        self._asleep.set()
-        assert self._gate.wait(60.0)
 
 
 @pytest.mark.parametrize("how", ["frozen", "grants nothing", "takes nothing"])

@@ -60,6 +60,14 @@ class Pair:
     def at_rest(self) -> None:
         wait_for(lambda: at_baseline(self.p) and at_baseline(self.d))
 
+    def goes_on(self) -> None:
+        """Nothing is left of the request that has ended, and the next one is served."""
+        for engine in (self.p, self.d):
+            engine.do(do.Forget("k"))
+        self.at_rest()
+        self.ask("next")
+        self.done("next")
+
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Pair]]:
@@ -310,11 +318,7 @@ def test_words_that_wait_when_the_link_goes_are_never_said(start):
     pair.on_p.free()
     pair.p.wait(do.PagesFree("k"))
     pair.on_d.free()
-    for engine in (pair.p, pair.d):
-        engine.do(do.Forget("k"))
-    pair.at_rest()
-    pair.ask("next")
-    pair.done("next")
+    pair.goes_on()
 
 
 def test_a_flipped_byte_is_found_behind_the_scatter_and_fails_the_load(start):
@@ -331,11 +335,7 @@ def test_a_flipped_byte_is_found_behind_the_scatter_and_fails_the_load(start):
     assert do.Loaded("k") not in heard(pair.d, do.Loaded)
     assert pair.d.ranks[0].rank.counters.values["chunks_corrupt"] == 1
     pair.p.wait(do.PagesFree("k"))
-    for engine in (pair.p, pair.d):
-        engine.do(do.Forget("k"))
-    pair.at_rest()
-    pair.ask("next")
-    pair.done("next")
+    pair.goes_on()
 
 
 def test_a_load_is_not_reported_before_its_checksums_are_compared(start):

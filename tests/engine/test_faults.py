@@ -71,6 +71,28 @@ def failure(engine: Engine, key: str, seconds: float = 10.0) -> str:
     return failed()[0].reason
 
 
+def begin(p: Engine, d: Engine, key: str, salt: int = 0) -> None:
+    """32 tokens are computed, and D expects them."""
+    d.do(do.Expect(key, p.address, 32, b"digest"))
+    prefill(p, key, d.address, 32, BLOCKS, chunk=32, salt=salt)
+
+
+def load(d: Engine, key: str, blocks: list[int] = BLOCKS) -> None:
+    """What has begun is loaded."""
+    d.wait(do.Begun(key))
+    d.do(do.Load(key, 0, 31, (blocks,)))
+    d.wait(do.Loaded(key))
+
+
+def halfway(p: Engine, d: Engine) -> None:
+    """48 of 96 tokens are computed, and D has asked for all."""
+    d.do(do.Expect("k", p.address, 96, b"digest"))
+    p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
+    d.wait(do.Begun("k"))
+    d.do(do.Load("k", 0, 95, (BLOCKS,)))
+    step(p, "k", BLOCKS, 0, 48)
+
+
 def test_d_gives_up_a_p_that_never_appears(lone):
     d = lone("D", lease_seconds=0.5)
     d.do(do.Expect("k", NOWHERE, 20, b"digest"))
@@ -116,47 +138,25 @@ def test_a_busy_p_that_never_hears_of_the_request(lone):
     wait_for(failed_while_p_steps)
 
 
-def in_thread(half, action):
-    """Do this once in the engine's own thread: a ZMQ socket belongs to one thread."""
-    pump, todo = half.pump, [action]
-
-    def pump_and_act(now):
-        while todo:
-            todo.pop()()
-        return pump(now)
-
-    half.pump = pump_and_act
-
-
 def test_a_sent_out_of_turn_ends_the_link_and_not_the_engine(links):
     with engines(ONE, ONE, links) as (p, d):
-        d.do(do.Expect("k", p.address, 96, b"digest"))
-        p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
-        d.wait(do.Begun("k"))
-        d.do(do.Load("k", 0, 95, (BLOCKS,)))
-        step(p, "k", BLOCKS, 0, 48)
+        halfway(p, d)
         wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
         half = p.ranks[0].rank._half
         (peer,) = half._peers.values()
-        in_thread(half, lambda: half._ctx.tell(peer.line, m.Sent("k", 1, 99, peer.link, False)))
+        word = m.Sent("k", 1, 99, peer.link, False)
+        on_engine_thread(p.ranks[0].rank, lambda: half._ctx.tell(peer.line, word))
         assert "out of step" in failure(d, "k")
         d.do(do.Forget("k"))
         p.wait(do.PagesFree("k"))
         p.do(do.Forget("k"))
-        d.do(do.Expect("again", p.address, 32, b"digest"))
-        prefill(p, "again", d.address, 32, BLOCKS, chunk=32)
-        d.wait(do.Begun("again"))
-        d.do(do.Load("again", 0, 31, (BLOCKS,)))
-        d.wait(do.Loaded("again"))
+        begin(p, d, "again")
+        load(d, "again")
 
 
 def test_p_dies_in_mid_transfer(links, lone):
     p, d = lone("P", lease_seconds=1.0), lone("D", lease_seconds=1.0)
-    d.do(do.Expect("k", p.address, 96, b"digest"))
-    p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
-    d.wait(do.Begun("k"))
-    d.do(do.Load("k", 0, 95, (BLOCKS,)))
-    step(p, "k", BLOCKS, 0, 48)
+    halfway(p, d)
     wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
     vanish(p)
     assert failure(d, "k")
@@ -166,11 +166,7 @@ def test_p_dies_in_mid_transfer(links, lone):
 
 def test_d_dies_in_mid_transfer(lone):
     p, d = lone("P", lease_seconds=1.0), lone("D", lease_seconds=1.0)
-    d.do(do.Expect("k", p.address, 96, b"digest"))
-    p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
-    d.wait(do.Begun("k"))
-    d.do(do.Load("k", 0, 95, (BLOCKS,)))
-    step(p, "k", BLOCKS, 0, 48)
+    halfway(p, d)
     wait_for(lambda: p.ranks[0].rank.counters.values["bytes_sent"])
     vanish(d)
     step(p, "k", BLOCKS, 48, 96)
@@ -182,48 +178,32 @@ def test_d_dies_in_mid_transfer(lone):
 def test_a_connection_that_went_silent_is_dialed_anew(lone):
     """Neither end was told that it is dead, as behind a firewall that has forgotten it."""
     p, d = lone("P", lease_seconds=1.0), lone("D", lease_seconds=1.0)
-
-    def begin(key):
-        d.do(do.Expect(key, p.address, 32, b"digest"))
-        prefill(p, key, d.address, 32, BLOCKS, chunk=32)
-
-    def load(key):
-        d.wait(do.Begun(key))
-        d.do(do.Load(key, 0, 31, (BLOCKS,)))
-        d.wait(do.Loaded(key))
-
-    begin("before")
-    load("before")
+    begin(p, d, "before")
+    load(d, "before")
     endpoint = p.ranks[0].rank._ctx.endpoint
     silent, receive = set(endpoint._answered.values()), endpoint.receive
     endpoint.receive = lambda: (said for said in receive() if said[0] not in silent)
-    begin("lost")
+    begin(p, d, "lost")
     assert "has not confirmed" in failure(d, "lost")
     (peer,) = d.ranks[0].rank._half._peers.values()
     line_ended = "the end of the silent connection; D may have another at once"
     wait_for(lambda: not peer.dialing.open or set(endpoint._answered.values()) - silent, what=line_ended)
-    begin("after")
-    load("after")
+    begin(p, d, "after")
+    load(d, "after")
     assert wrong_cells(d.ranks[0], BLOCKS, 0, 31) == []
 
 
 def test_a_restarted_p_is_accepted_at_once(links, lone):
     p, d = lone("P", lease_seconds=2.0), lone("D", lease_seconds=2.0)
-    d.do(do.Expect("a", p.address, 32, b"digest"))
-    prefill(p, "a", d.address, 32, BLOCKS, chunk=32)
-    d.wait(do.Begun("a"))
-    d.do(do.Load("a", 0, 31, (BLOCKS,)))
-    d.wait(do.Loaded("a"))
+    begin(p, d, "a")
+    load(d, "a")
     d.do(do.Forget("a"))
     vanish(p)
     again = make_engine("P", ONE, lambda rank: links("P", rank), lease_seconds=2.0, kv_port=p.address.port)
     try:
         for attempt in ("b", "c"):
-            d.do(do.Expect(attempt, again.address, 32, b"digest"))
-            prefill(again, attempt, d.address, 32, BLOCKS, chunk=32, salt=1)
-        d.wait(do.Begun("c"))
-        d.do(do.Load("c", 0, 31, ([20, 21],)))
-        d.wait(do.Loaded("c"))
+            begin(again, d, attempt, salt=1)
+        load(d, "c", [20, 21])
         assert wrong_cells(d.ranks[0], [20, 21], 0, 31, salt=1) == []
     finally:
         again.stop()
@@ -249,11 +229,7 @@ def test_p_aborts_before_and_during_the_prefill(links):
 
 def test_d_cancels_while_it_loads(links):
     with engines(ONE, ONE, links) as (p, d):
-        d.do(do.Expect("k", p.address, 96, b"digest"))
-        p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
-        d.wait(do.Begun("k"))
-        d.do(do.Load("k", 0, 95, (BLOCKS,)))
-        step(p, "k", BLOCKS, 0, 48)
+        halfway(p, d)
         d.do(do.Drop("k", "the client has left"))
         failure(d, "k")
         d.do(do.Forget("k"))
@@ -325,11 +301,8 @@ def test_a_rank_of_p_that_speaks_of_an_engine_of_before_is_asked_anew(lone):
         lost(peer, reason, now)
 
     consumer._requests.lost = mend
-    d.do(do.Expect("k", p.address, 32, b"digest"))
-    prefill(p, "k", d.address, 32, BLOCKS, chunk=32)
-    d.wait(do.Begun("k"))
-    d.do(do.Load("k", 0, 31, (BLOCKS,)))
-    d.wait(do.Loaded("k"))
+    begin(p, d, "k")
+    load(d, "k")
     assert wrong_cells(d.ranks[0], BLOCKS, 0, 31) == []
 
 
@@ -362,8 +335,7 @@ def test_nonsense_on_the_control_port_ends_nothing(links):
                 socket.send(garbage)
                 socket.send_multipart([garbage, garbage])
             wait_for(lambda: p.ranks[0].rank.counters.values["messages_bad"] >= 5)
-        d.do(do.Expect("k", p.address, 32, b"digest"))
-        prefill(p, "k", d.address, 32, BLOCKS, chunk=32)
+        begin(p, d, "k")
         d.wait(do.Begun("k"))
         assert p.ranks[0].rank.alive
         report = inspect(p.address)

@@ -23,7 +23,7 @@ from engine_support import (
 from hostile_support import DEEP, RAW, dealer, nearly_right, shout
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from protocol.test_messages import KINDS, any_message, example
+from protocol.samples import KINDS, any_message, example
 
 from p2pkv.control import watch
 from p2pkv.engine import commands as do

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 from engine_support import Engine, Geometry, at_baseline, make_engine, prefill, step, wait_for, wrong_cells
-from links_support import Peer
+from links_support import Peer, starting
 
 from p2pkv.cli.processes import free_ports
 from p2pkv.control.discovery import Ping, decode_ping
@@ -47,17 +47,14 @@ def proxy() -> Iterator[tuple[int, Callable[[], Ping]]]:
 
 @pytest.fixture
 def start(mode: str, proxy) -> Iterator[Callable[..., Peer]]:
-    peers: list[Peer] = []
+    with starting() as begin:
 
-    def start(role: str, port: int) -> Peer:
-        peers.append(Peer(role, str(port), str(proxy[0]), mode, script=SCRIPT))
-        assert peers[-1].hear() == {"ready": True}
-        return peers[-1]
+        def start(role: str, port: int) -> Peer:
+            peer = begin(role, str(port), str(proxy[0]), mode, script=SCRIPT)
+            assert peer.hear() == {"ready": True}
+            return peer
 
-    yield start
-    for peer in peers:
-        if peer.process.poll() is None:
-            peer.kill()
+        yield start
 
 
 @contextlib.contextmanager

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 import nccl_simulated
 import pytest
-from links_support import KINDS, make_factories
+from links_support import HOST_WINDOW, KINDS, make_factories
 
 from p2pkv.links.base import LinkFactory
+from p2pkv.links.host import HostLinks
 
 
 @pytest.fixture(params=KINDS)
@@ -16,6 +17,22 @@ def factories(request: pytest.FixtureRequest) -> Iterator[tuple[LinkFactory, Lin
     yield pair
     for factory in pair:
         factory.close()
+
+
+@pytest.fixture
+def shm() -> Iterator[HostLinks]:
+    yield from _host_links(True)
+
+
+@pytest.fixture
+def tcp() -> Iterator[HostLinks]:
+    yield from _host_links(False)
+
+
+def _host_links(shared: bool) -> Iterator[HostLinks]:
+    links = HostLinks("127.0.0.1", HOST_WINDOW, shared)
+    yield links
+    links.close()
 
 
 @pytest.fixture(autouse=True)

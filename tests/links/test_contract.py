@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from links_support import KINDS, Pair, connect, make_factories, noise, wait_until
+from links_support import KINDS, connect, make_factories, wait_until
 
 from p2pkv.links.base import LinkError, LinkFactory
 
@@ -19,22 +19,10 @@ def moves_alone(factories: Factories) -> bool:
     return factories[0].kind.startswith("nccl")
 
 
-def transfer(pair: Pair, data: torch.Tensor) -> torch.Tensor:
-    receive, send = pair.begin(data.numel())
-    send.buffer.copy_(data)
-    send.commit()
-    pair.until(receive.done)
-    got = receive.buffer.clone()
-    receive.release()
-    pair.until(send.done)
-    return got
-
-
 def test_bytes_arrive_and_both_ends_return_to_zero(factories: Factories) -> None:
     pair = connect(factories, WINDOW)
     for seed, nbytes in enumerate((1, 63, 64, 65, 4097, WINDOW)):
-        data = noise(nbytes, seed)
-        assert torch.equal(transfer(pair, data), data)
+        pair.carry(nbytes, seed)
         assert (pair.inbound.used, pair.outbound.used) == (0, 0)
 
 
@@ -100,7 +88,7 @@ def test_release_is_idempotent_and_waits_for_late_bytes(factories: Factories) ->
     pair.until(lambda: pair.inbound.used == 0)
     receive.release()
     assert pair.inbound.used == 0
-    assert torch.equal(transfer(pair, noise(WINDOW, 3)), noise(WINDOW, 3))
+    pair.carry(WINDOW)
 
 
 @pytest.mark.parametrize("nbytes", [-1, 0, WINDOW + 1, 1 << 40])
@@ -144,7 +132,7 @@ def test_abort_frees_both_ends_at_any_moment(factories: Factories, moment: str) 
         with pytest.raises(LinkError, match="aborted"):
             refused()
     receive.release()
-    assert torch.equal(transfer(connect(factories, 64), noise(64, 1)), noise(64, 1))
+    connect(factories, 64).carry(64)
 
 
 def test_a_frozen_peer_is_not_reported(factories: Factories) -> None:

@@ -92,37 +92,24 @@ def test_refusals() -> None:
 def test_one_bit_is_flipped_in_one_message(flips: str) -> None:
     flip = Faults(flip_at=1)
     pair = connect(make(flip, Faults()) if flips == "P" else make(Faults(), flip), WINDOW)
-    wrong = []
-    for i in range(3):
-        receive, send = pair.begin(100)
-        send.buffer.copy_(noise(100, i))
-        send.commit()
-        pair.until(receive.done)
-        wrong.append(int((receive.buffer != noise(100, i)).sum()))
-        receive.release()
-    assert wrong == [0, 1, 0]
+    assert [len(wrong_bits(pair, seed)) for seed in range(3)] == [0, 1, 0]
 
 
 @pytest.mark.parametrize(("place", "at"), [(0.0, 0), (1.0, 99), (0.5, 49)])
 def test_links_that_there_are_get_faults_and_later_ones_do_not(place: float, at: int) -> None:
     p, d = make(Faults(), Faults())
     old = connect((p, d), WINDOW)
-    transfer(old, 0)
+    old.carry(100)
     p.change(flip_at=1, flip_place=place, flip_bit=7)
     d.change(break_at=0)
     d.change(break_at=None)
     new = connect((p, d), WINDOW)
-    assert [transfer(pair, i) for pair in (new, old) for i in range(3)] == [[]] * 4 + [[(at, 128)], []]
+    assert [wrong_bits(pair, i) for pair in (new, old) for i in range(3)] == [[]] * 4 + [[(at, 128)], []]
 
 
-def transfer(pair: Pair, seed: int) -> list[tuple[int, int]]:
+def wrong_bits(pair: Pair, seed: int) -> list[tuple[int, int]]:
     """Send a message; where it arrives wrong, and by which bits."""
-    receive, send = pair.begin(100)
-    send.buffer.copy_(noise(100, seed))
-    send.commit()
-    pair.until(receive.done)
-    wrong = receive.buffer ^ noise(100, seed)
-    receive.release()
+    wrong = pair.transfer(100, seed) ^ noise(100, seed)
     return [(int(at), int(wrong[at])) for at in wrong.nonzero()]
 
 

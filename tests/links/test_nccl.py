@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from links_support import NCCL_KINDS, Pair, connect, nccl_links, noise, wait_until
+from links_support import NCCL_KINDS, connect, nccl_links, wait_until
 from nccl_simulated import SimulatedNccl
 from nccl_simulated_device import SimulatedDevice, SimulatedMark, SimulatedStream
 
@@ -32,17 +32,6 @@ def simulated(links: NcclLinks) -> SimulatedNccl:
 
 def both(blocking: bool, **how: object) -> tuple[NcclLinks, NcclLinks]:
     return nccl_links(blocking=blocking, **how), nccl_links(blocking=blocking, **how)  # type: ignore[arg-type]
-
-
-def finish(pair: Pair, nbytes: int = 100) -> None:
-    """One message through the link."""
-    data = noise(nbytes, 7)
-    receive, send = pair.begin(nbytes)
-    send.buffer.copy_(data)
-    send.commit()
-    pair.until(lambda: receive.done() and send.done())
-    assert torch.equal(receive.buffer, data)
-    receive.release()
 
 
 def error_of(call: Callable[[], object]) -> str:
@@ -98,7 +87,7 @@ def test_an_absent_peer_is_given_up_and_the_pair_starts_afresh(blocking: bool) -
     inbound.abort()
     wait_until(lambda: d.stuck == (1 if blocking else 0) and simulated(d).live == 0)
     d._shared.init_seconds = p._shared.init_seconds = 10.0
-    finish(connect((p, d), WINDOW))
+    connect((p, d), WINDOW).carry(100)
 
 
 def test_what_comes_up_after_it_was_given_up_is_aborted(blocking: bool) -> None:
@@ -182,7 +171,7 @@ def test_slots_return_when_the_abort_does_and_not_before(
     assert (pair.inbound.used, pair.outbound.used) == (0, 0)
     wait_until(lambda: d.stuck == 1 and p.slot_bytes == 0)
     assert d.slot_bytes == WINDOW, "the device may still write there"
-    finish(connect(factories, WINDOW), WINDOW)
+    connect(factories, WINDOW).carry(WINDOW)
     simulated(d)._over.set()
     wait_until(lambda: d.slot_bytes == 0 and d.stuck == 0)
     assert receive.buffer.numel() == send.buffer.numel() == WINDOW
@@ -233,7 +222,7 @@ def test_only_so_many_links_are_busy_at_once(blocking: bool, monkeypatch: pytest
     send.commit()
     pairs[0].until(lambda: receive.done() and send.done())  # each end counts for its own device
     receive.release()
-    finish(pairs[2])
+    pairs[2].carry(100)
     begun[1][1].commit()
     pairs[1].until(begun[1][0].done)
 

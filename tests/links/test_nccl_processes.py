@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import signal
 from collections.abc import Callable, Iterator
 
 import pytest
-from links_support import NCCL_KINDS, Peer, nccl_links, noise, wait_until
+from links_support import NCCL_KINDS, Peer, nccl_links, receive_all, send_all, starting, wait_until
 
-from p2pkv.links.base import LinkError, Outbound
+from p2pkv.links.base import LinkError
 from p2pkv.links.nccl import NcclLinks
 
 SIZES = [1, 100_001, 1 << 21]
@@ -24,16 +23,8 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def start(mode: str) -> Iterator[Callable[[str], Peer]]:
-    peers: list[Peer] = []
-
-    def start(role: str) -> Peer:
-        peers.append(Peer(role, mode))
-        return peers[-1]
-
-    yield start
-    for peer in peers:
-        if peer.process.poll() is None:
-            peer.kill()
+    with starting() as begin:
+        yield lambda role: begin(role, mode)
 
 
 @pytest.fixture
@@ -44,29 +35,11 @@ def links(mode: str) -> Iterator[NcclLinks]:
     assert links.slot_bytes == 0
 
 
-def send_all(links: NcclLinks, peer: Peer) -> tuple[Outbound, int]:
-    """Messages of all sizes to a fresh D; the link, and the landing of one more receive of WINDOW bytes."""
-    invitation = links.invite()
-    peer.tell(invitation=invitation.hex(), window=WINDOW, sizes=SIZES)
-    outbound = links.complete(invitation, bytes.fromhex(peer.hear()["acceptance"]))
-    sends = []
-    for seed, (nbytes, landing) in enumerate(zip(SIZES, peer.hear()["landings"], strict=True)):
-        send = outbound.reserve(nbytes, landing)
-        assert send is not None
-        send.buffer.copy_(noise(nbytes, seed))
-        send.commit()
-        sends.append(send)
-    wait_until(lambda: outbound.poll() or all(send.done() for send in sends))
-    expected = [hashlib.sha256(noise(nbytes, seed).numpy()).hexdigest() for seed, nbytes in enumerate(SIZES)]
-    assert peer.hear()["digests"] == expected
-    return outbound, peer.hear()["landing"]
-
-
 def test_d_dies_in_mid_message_and_another_takes_its_place(
     start: Callable[[str], Peer], links: NcclLinks
 ) -> None:
     peer, other = start("D"), start("D")
-    outbound, landing = send_all(links, peer)
+    outbound, landing = send_all(links, peer, SIZES, WINDOW)
     peer.process.send_signal(signal.SIGSTOP)  # so that no message can be taken as a whole
     send = outbound.reserve(WINDOW, landing)
     assert send is not None
@@ -78,19 +51,13 @@ def test_d_dies_in_mid_message_and_another_takes_its_place(
     assert links.slot_bytes == WINDOW
     outbound.abort()
     wait_until(lambda: links.slot_bytes == 0)
-    outbound, _ = send_all(links, other)
+    outbound, _ = send_all(links, other, SIZES, WINDOW)
     outbound.abort()
 
 
 def test_p_dies_with_a_receive_posted(start: Callable[[str], Peer], links: NcclLinks) -> None:
     peer = start("P")
-    inbound, acceptance = links.accept(bytes.fromhex(peer.hear()["invitation"]), WINDOW)
-    receives = [inbound.post(nbytes) for nbytes in SIZES]
-    peer.tell(acceptance=acceptance.hex(), sizes=SIZES, landings=[each.landing for each in receives])
-    wait_until(lambda: inbound.poll() or all(receive.done() for receive in receives))
-    for seed, (nbytes, receive) in enumerate(zip(SIZES, receives, strict=True)):
-        assert bytes(receive.buffer.numpy()) == bytes(noise(nbytes, seed).numpy())
-        receive.release()
+    inbound = receive_all(links, peer, SIZES, WINDOW)
     last = inbound.post(WINDOW)
     assert last is not None and peer.hear() == {"sent": True}
     peer.kill()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from links_support import Peer, noise, wait_until
+from links_support import Peer, receive_all, send_all, starting, wait_until
 
 from p2pkv.links.base import LinkError
 from p2pkv.links.host import HostLinks, SharedOutbound, TcpOutbound
@@ -24,16 +23,8 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def start(mode: str) -> Iterator[Callable[[str], Peer]]:
-    peers: list[Peer] = []
-
-    def start(role: str) -> Peer:
-        peers.append(Peer(role, mode))
-        return peers[-1]
-
-    yield start
-    for peer in peers:
-        if peer.process.poll() is None:
-            peer.kill()
+    with starting() as begin:
+        yield lambda role: begin(role, mode)
 
 
 @pytest.fixture
@@ -56,22 +47,10 @@ def test_to_another_process_which_is_killed(
     start: Callable[[str], Peer], links: HostLinks, mode: str
 ) -> None:
     peer = start("D")
-    invitation = links.invite()
-    peer.tell(invitation=invitation.hex(), window=WINDOW, sizes=SIZES)
-    outbound = links.complete(invitation, bytes.fromhex(peer.hear()["acceptance"]))
+    outbound, landing = send_all(links, peer, SIZES, WINDOW)
     assert isinstance(outbound, SharedOutbound if mode == "shared" else TcpOutbound)
-    sends = []
-    for seed, (nbytes, landing) in enumerate(zip(SIZES, peer.hear()["landings"], strict=True)):
-        send = outbound.reserve(nbytes, landing)
-        assert send is not None
-        send.buffer.copy_(noise(nbytes, seed))
-        send.commit()
-        sends.append(send)
-    wait_until(lambda: outbound.poll() or all(send.done() for send in sends))
-    expected = [hashlib.sha256(noise(nbytes, seed).numpy()).hexdigest() for seed, nbytes in enumerate(SIZES)]
-    assert peer.hear()["digests"] == expected
     assert outbound.used == 0
-    send = outbound.reserve(WINDOW, peer.hear()["landing"])
+    send = outbound.reserve(WINDOW, landing)
     assert send is not None
     peer.kill()
     send.buffer.fill_(1)
@@ -83,13 +62,7 @@ def test_to_another_process_which_is_killed(
 
 def test_from_another_process_which_is_killed(start: Callable[[str], Peer], links: HostLinks) -> None:
     peer = start("P")
-    inbound, acceptance = links.accept(bytes.fromhex(peer.hear()["invitation"]), WINDOW)
-    receives = [inbound.post(nbytes) for nbytes in SIZES]
-    peer.tell(acceptance=acceptance.hex(), sizes=SIZES, landings=[each.landing for each in receives])
-    wait_until(lambda: inbound.poll() or all(receive.done() for receive in receives))
-    for seed, (nbytes, receive) in enumerate(zip(SIZES, receives, strict=True)):
-        assert bytes(receive.buffer.numpy()) == bytes(noise(nbytes, seed).numpy())
-        receive.release()
+    inbound = receive_all(links, peer, SIZES, WINDOW)
     last = inbound.post(WINDOW)
     wait_until(lambda: inbound.poll() or peer.hear() == {"sent": True})
     peer.tell(nbytes=WINDOW, landing=last.landing)

@@ -14,7 +14,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shapes_support import BITS, LAYOUTS, PACKABLE, Elements, Held, Side
+from pages_support import LAYOUTS, TOKENS_TOGETHER
+from shapes_support import BITS, Elements, Held, Side
 
 from p2pkv.pages import DENSE
 from p2pkv.pages.dense import seen_as
@@ -71,7 +72,7 @@ def sides(draw: st.DrawFn, kv_heads: int, layers: int, codec: str, content: int,
     stages = tuple(stop - start for start, stop in zip([0, *cuts], [*cuts, layers], strict=True))
     ratio = draw(st.sampled_from([1, 1, 2, 3]))
     kernel = draw(st.sampled_from([32, 32, 64]) if codec == "page:amx" else st.integers(1, 9))
-    layout = draw(st.sampled_from(sorted(LAYOUTS) if codec == DENSE else PACKABLE))
+    layout = draw(st.sampled_from(sorted(LAYOUTS) if codec == DENSE else TOKENS_TOGETHER))
     shape = Shape(stages, kv_heads, draw(st.sampled_from(fits)))
     return Side(shape, kernel * ratio, ratio, layout, codec, content, dtype)
 

@@ -2,57 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
-from protocol.wires import Cell, Line, Link, LinkBroken, Receive, Violation, checksum
+from protocol.decode_data import Incoming, Peer
+from protocol.wires import Line, Violation
 
-from p2pkv.plan import Edge, Plan
+from p2pkv.plan import Plan
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.effects import Effect, Finished, Offered, Post, Tell
 from p2pkv.protocol.handshake import Dialing, Refused, judge
 from p2pkv.protocol.machine import RemoteProtocolError
-from p2pkv.protocol.receiver import Load, Receiver
+from p2pkv.protocol.receiver import Receiver
 from p2pkv.protocol.wire import Debt
 
 if TYPE_CHECKING:
     from protocol.world import World
-
-
-@dataclass(eq=False)
-class Posted:
-    """A receive, in the order of the link; P says Sent in that order too."""
-
-    receive: Receive
-    key: str
-    chunk: m.Chunk
-    since: float
-    said: m.Sent | None = None
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What has come before the request did."""
-
-    rank: int
-    chunk: m.Chunk
-    cells: list[Cell | None]
-
-
-@dataclass(eq=False)
-class Peer:
-    line: Line
-    dialing: Dialing
-    hello: m.Hello | None = None
-    plan: Plan | None = None
-    number: int = 0
-    invitation: bytes = b""
-    link: Link | None = None
-    asked: deque[tuple[str, m.Chunk]] = field(default_factory=deque)
-    posted: deque[Posted] = field(default_factory=deque)
 
 
 class DecodeRank:
@@ -60,12 +25,10 @@ class DecodeRank:
         self.world, self.rank, self.incarnation = world, rank, incarnation
         self.peers: dict[int, Peer] = {}
         self.receivers: dict[str, Receiver] = {}
-        self.cells: dict[str, dict[tuple[int, int, int], Cell]] = {}
         self.offered: set[str] = set()
         self.attempts: dict[str, int] = {}
         self.claimed: dict[str, set[int]] = {}
-        self.kept: dict[str, deque[Kept]] = {}
-        self._touched: dict[str, float] = {}
+        self._incoming = Incoming(self)
         self._attempt = 0
         self._next_beat = 0.0
 
@@ -88,13 +51,12 @@ class DecodeRank:
         if key in self.receivers or not all(connected):
             return
         self._expect(key, tokens, ahead=True)
-        self.kept[key], self._touched[key] = deque(), self.world.now
         self.connect(key)
 
     def _expect(self, key: str, tokens: int, ahead: bool = False) -> None:
         terms = self.world.terms
         self._attempt += 1
-        self.cells[key] = {}
+        self._incoming.begin(key, ahead)
         self.claimed.pop(key, None)
         self.offered.discard(key)
         self.receivers[key] = Receiver(
@@ -209,40 +171,34 @@ class DecodeRank:
         self._tell(rank, m.LinkAccept(number, peer.link.window, b""))
 
     def _about(self, rank: int, peer: Peer, key: str, message: m.Offer | m.Chunk | m.Sent | m.Failed) -> None:
-        now, receiver = self.world.now, self.receivers.get(key)
-        if isinstance(message, m.Sent) and not self._note(rank, peer, message):
+        if isinstance(message, m.Sent) and not peer.heard(message):
+            if peer.link is not None:
+                self.world.breaches += 1
+                self.link_lost(rank, f"{message} is not what the link carries next")
             return
+        receiver = self.receivers.get(key)
         if receiver is None:
             return
-        step: Callable[[], list[Effect]]
-        match message:
-            case m.Offer():
-                step = lambda: receiver.offer(rank, message, now)  # noqa: E731
-            case m.Chunk():
-                step = lambda: receiver.chunk(rank, message, now)  # noqa: E731
-            case m.Failed():
-                step = lambda: receiver.failed(rank, message)  # noqa: E731
-            case m.Sent():
-                step = lambda: receiver.sent(rank, message, now) or []  # noqa: E731
         try:
-            self.run(key, step())
+            self.run(key, self._step(receiver, rank, message))
         except RemoteProtocolError as error:
             self.world.breaches += 1
             self.run(key, receiver.lost(str(error)))
 
-    def _note(self, rank: int, peer: Peer, message: m.Sent) -> bool:
-        """P says Sent in the order of the grants; anything else means that the link is out of step."""
-        for posted in peer.posted:
-            name = (posted.key, posted.chunk.attempt, posted.chunk.chunk)
-            if posted.said is None and name == (message.key, message.attempt, message.chunk):
-                posted.said = message
-                return True
-            if posted.said is None:
-                break
-        if peer.link is not None:
-            self.world.breaches += 1
-            self.link_lost(rank, f"{message} is not what the link carries next")
-        return False
+    def _step(
+        self, receiver: Receiver, rank: int, message: m.Offer | m.Chunk | m.Sent | m.Failed
+    ) -> list[Effect]:
+        now = self.world.now
+        match message:
+            case m.Offer():
+                return receiver.offer(rank, message, now)
+            case m.Chunk():
+                return receiver.chunk(rank, message, now)
+            case m.Failed():
+                return receiver.failed(rank, message)
+            case m.Sent():
+                receiver.sent(rank, message, now)
+                return []
 
     def run(self, key: str, effects: list[Effect]) -> None:
         for effect in effects:
@@ -257,34 +213,14 @@ class DecodeRank:
                         raise Violation(f"D{self.rank} reports the offer of {key} twice")
                     self.offered.add(key)
                 case Finished() if self.receivers[key].ahead:
-                    del self.receivers[key], self.kept[key]
+                    self._incoming.end(key)
+                    del self.receivers[key]
                 case Finished(ok):
-                    self.kept.pop(key, None)
+                    self._incoming.end(key)
                     attempt = self.receivers[key].attempt
                     self.world.finished(("D", self.incarnation, self.rank, key, attempt), effect)
                     if ok:
-                        self._verify(key)
-
-    def _verify(self, key: str) -> None:
-        """Every cell that was asked for is what P computed."""
-        start, stop = self.world.wants.get(key, (0, 0))
-        for layer in self.layers:
-            for head in self.heads:
-                for token in range(start, stop):
-                    if self.cells[key].get((layer, head, token)) != (key, layer, head, token):
-                        raise Violation(
-                            f"D{self.rank} lacks layer {layer}, head {head}, token {token} of {key}"
-                        )
-
-    @property
-    def layers(self) -> range:
-        own = self.world.decode.stage_layers.ranks[self.rank // self.world.decode.tp]
-        return range(own.start, own.stop)
-
-    @property
-    def heads(self) -> range:
-        own = self.world.decode.rank_heads.ranks[self.rank % self.world.decode.tp]
-        return range(own.start, own.stop)
+                        self._incoming.verify(key)
 
     def _tell(self, rank: int, message: m.AnyMessage) -> None:
         if rank in self.peers and self.peers[rank].dialing.open:
@@ -293,7 +229,7 @@ class DecodeRank:
     def lose(self, rank: int, reason: str) -> None:
         """This incarnation of a P rank, or the connection to it, is gone."""
         peer = self.peers[rank]
-        self._close(peer)
+        peer.close()
         peer.number = 0
         peer.dialing.lost(self.world.now)
         peer.hello = peer.plan = None
@@ -304,17 +240,10 @@ class DecodeRank:
 
     def link_lost(self, rank: int, reason: str, tell: bool = True) -> None:
         peer = self.peers[rank]
-        self._close(peer)
+        peer.close()
         if tell:
             self._tell(rank, m.LinkDown(peer.number, reason))
         self._fail(rank, reason)
-
-    def _close(self, peer: Peer) -> None:
-        if peer.link is not None:
-            peer.link.abort("d")
-        peer.link = None
-        peer.asked.clear()
-        peer.posted.clear()
 
     def _fail(self, rank: int, reason: str) -> None:
         for key, receiver in list(self.receivers.items()):
@@ -323,94 +252,7 @@ class DecodeRank:
 
     def pump(self, rank: int) -> bool:
         """Post what has room, and take what has come from this P rank; whether anything moved."""
-        peer = self.peers[rank]
-        unloaded = self._unload()
-        if peer.link is None:
-            return unloaded
-        try:
-            peer.link.poll()
-            return self._post(rank, peer, peer.link) | self._land(rank, peer, peer.link) | unloaded
-        except LinkBroken as error:
-            self.link_lost(rank, str(error))
-            return True
-
-    def _post(self, rank: int, peer: Peer, link: Link) -> bool:
-        if not peer.asked:
-            return False
-        key, chunk = peer.asked[0]
-        receiver = self.receivers.get(key)
-        if receiver is None or not receiver.pieces(rank, chunk.attempt, chunk.chunk):
-            peer.asked.popleft()
-            return True
-        receive = link.post(chunk.nbytes)
-        if receive is None:
-            return False
-        peer.asked.popleft()
-        peer.posted.append(Posted(receive, key, chunk, self.world.now))
-        self.run(key, receiver.posted(rank, chunk, peer.number, 0))
-        return True
-
-    def _land(self, rank: int, peer: Peer, link: Link) -> bool:
-        if not peer.posted or peer.posted[0].said is None or peer.posted[0].receive.cells is None:
-            return False
-        posted = peer.posted.popleft()
-        link.release(posted.receive)
-        receiver, chunk = self.receivers.get(posted.key), posted.chunk
-        pieces = () if receiver is None else receiver.pieces(rank, chunk.attempt, chunk.chunk)
-        assert posted.said is not None and posted.receive.cells is not None
-        if receiver is None or not pieces or posted.said.void:
-            return True
-        if self.world.verify and checksum(posted.receive.cells) != posted.said.digest:
-            self.world.corrupt += 1
-            self.run(posted.key, receiver.cancel("a chunk changed on the way"))
-            self.link_lost(rank, "what it carries has changed")
-            return True
-        kept = Kept(rank, chunk, posted.receive.cells)
-        if receiver.load.state is Load.AHEAD:
-            self.kept[posted.key].append(kept)
-            self._touched[posted.key] = self.world.now
-            receiver.kept(rank, chunk.chunk, self.world.now)
-        else:
-            self._write(posted.key, receiver, kept)
-        return True
-
-    def _unload(self) -> bool:
-        """Write something of what was kept to the pages that it has by now; whether there was any."""
-        for key, kept in self.kept.items():
-            receiver = self.receivers[key]
-            if kept and receiver.load.state is Load.LOADING:
-                self._write(key, receiver, kept.popleft())
-                return True
-        return False
-
-    def _write(self, key: str, receiver: Receiver, kept: Kept) -> None:
-        edge = receiver.sources[kept.rank].debt.edge
-        self._scatter(key, receiver, edge, kept.chunk.pieces, kept.cells)
-        self.run(key, receiver.scattered(kept.rank, kept.chunk.chunk, self.world.now))
-
-    def _scatter(
-        self, key: str, receiver: Receiver, edge: Edge, pieces: tuple[m.Piece, ...], cells: list[Cell | None]
-    ) -> None:
-        if (
-            receiver.load.ended
-            or ("D", self.incarnation, self.rank, key, receiver.attempt) in self.world.ends
-        ):
-            raise Violation(f"D{self.rank} writes {key} after its end")
-        places = [
-            (layer, head, token)
-            for piece in pieces
-            for layer in range(piece.layer, piece.layer_stop)
-            for token in range(piece.start, piece.stop)
-            for head in edge.heads
-        ]
-        if len(places) != len(cells):
-            raise Violation(f"D{self.rank} expects {len(places)} cells of {key} and gets {len(cells)}")
-        for place, cell in zip(places, cells, strict=True):
-            start, stop = self.world.wants[key]
-            if start <= place[2] < stop:
-                if cell != (key, *place) or place in self.cells[key]:
-                    raise Violation(f"D{self.rank} writes {cell} to {place} of {key}")
-                self.cells[key][place] = cell
+        return self._incoming.pump(rank, self.peers[rank])
 
     # Time.
 
@@ -418,7 +260,7 @@ class DecodeRank:
         now, lease = self.world.now, self.world.terms.lease
         for key, receiver in list(self.receivers.items()):
             self.run(key, receiver.tick(now))
-            if receiver.ahead and key in self.kept and now - self._touched[key] > lease:
+            if receiver.ahead and self._incoming.forsaken(key):
                 self.run(key, receiver.cancel("no request has asked for it"))
         for key in list(self.receivers):
             self.connect(key)
@@ -442,8 +284,6 @@ class DecodeRank:
     @property
     def at_rest(self) -> bool:
         """Whether nothing is under way."""
-        quiet = all(
-            not peer.posted and not peer.asked and (peer.link is None or not peer.link.used)
-            for peer in self.peers.values()
+        return all(peer.idle for peer in self.peers.values()) and all(
+            receiver.load.ended for receiver in self.receivers.values()
         )
-        return quiet and all(receiver.load.ended for receiver in self.receivers.values())

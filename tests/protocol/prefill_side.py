@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from protocol.wires import GARBAGE, Cell, Line, Link, LinkBroken, Send, Violation, checksum
+from protocol.prefill_data import Outgoing, Pages, Peer
+from protocol.wires import Line, Link
 
-from p2pkv.plan import Edge, Plan
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.effects import Effect, Finished, Released, Tell, Transmit
 from p2pkv.protocol.handshake import Refused, judge
@@ -20,22 +18,6 @@ from p2pkv.protocol.wire import Debt
 
 if TYPE_CHECKING:
     from protocol.world import World
-
-
-@dataclass(eq=False)
-class Peer:
-    line: Line
-    identity: int
-    hello: m.Hello
-    plan: Plan
-    edge: Edge | None
-    number: int = 0
-    spoken: bool = False
-    link: Link | None = None
-    orders: deque[tuple[str, Transmit]] = field(default_factory=deque)
-    flights: deque[tuple[Send, float]] = field(default_factory=deque)
-    words: deque[Callable[[], None]] = field(default_factory=deque)
-    """What is to be said about the sends, in their order."""
 
 
 @dataclass
@@ -64,13 +46,14 @@ class Prefill:
 class PrefillRank:
     def __init__(self, world: World, rank: int, incarnation: str) -> None:
         self.world, self.rank, self.incarnation = world, rank, incarnation
-        self.layers = world.prefill.stage_layers.ranks[rank // world.prefill.tp]
-        self.heads = world.prefill.rank_heads.ranks[rank % world.prefill.tp]
+        layers = world.prefill.stage_layers.ranks[rank // world.prefill.tp]
+        heads = world.prefill.rank_heads.ranks[rank % world.prefill.tp]
+        self.layers = range(layers.start, layers.stop)
+        self.pages = Pages(f"P{rank}", self.layers, range(heads.start, heads.stop))
+        self._outgoing = Outgoing(self)
         self.peers: dict[int, Peer] = {}
         self.senders: dict[str, Sender] = {}
         self.prefills: dict[str, Prefill] = {}
-        self.cells: dict[str, dict[tuple[int, int, int], Cell]] = {}
-        self.free: set[str] = set()
         self.early: dict[tuple[str, int], Early] = {}
 
     # The forward pass.
@@ -78,7 +61,7 @@ class PrefillRank:
     def hold(self, key: str, chunks: tuple[int, ...]) -> None:
         self.senders[key] = Sender(key, len(self.layers), self.world.terms)
         self.prefills[key] = Prefill(chunks)
-        self.cells[key] = {}
+        self.pages.hold(key)
         for (name, rank), early in list(self.early.items()):
             if name == key:
                 del self.early[name, rank]
@@ -100,7 +83,7 @@ class PrefillRank:
             stop = prefill.chunks[prefill.at]
             begin = prefill.chunks[prefill.at - 1] if prefill.at else 0
             if self.layers:
-                self._compute(key, prefill.layer, begin, stop)
+                self.pages.compute(key, prefill.layer, begin, stop)
                 local = prefill.layer
                 self.run(key, sender.computed(local, local + 1, stop, self.world.now))
             prefill.layer += 1
@@ -111,17 +94,11 @@ class PrefillRank:
     def _say_ahead(self, sender: Sender) -> None:
         for rank, peer in list(self.peers.items()):
             if self.world.ahead and peer.edge is not None and rank not in sender.legs:
-                self._tell(peer, m.Ahead(sender.key, sender.tokens, sender.digest))
-
-    def _compute(self, key: str, local: int, begin: int, stop: int) -> None:
-        for head in range(len(self.heads)):
-            for token in range(begin, stop):
-                cell = (key, self.layers.start + local, self.heads.start + head, token)
-                self.cells[key][local, head, token] = cell
+                self.tell(peer, m.Ahead(sender.key, sender.tokens, sender.digest))
 
     def preempt(self, key: str) -> None:
         """The pages go to somebody else; the prefill will begin again."""
-        self.cells[key] = dict.fromkeys(self.cells[key], GARBAGE)
+        self.pages.take_back(key)
         self.senders[key].revoke()
         self.prefills[key] = Prefill(self.prefills[key].chunks)
 
@@ -184,7 +161,7 @@ class PrefillRank:
         held, unknown = [], []
         for key, attempt in transfers:
             (held if self._claim(peer, key, attempt) else unknown).append((key, attempt))
-        self._tell(peer, m.Holding(tuple(held), tuple(unknown)))
+        self.tell(peer, m.Holding(tuple(held), tuple(unknown)))
 
     def _claim(self, peer: Peer, key: str, attempt: int) -> bool:
         """Whether P knows of this transfer, and it has not ended."""
@@ -201,7 +178,7 @@ class PrefillRank:
         return sender.vouches(rank, attempt)
 
     def _about(self, peer: Peer, key: str, message: m.Want | m.Grant | m.Done | m.Cancel) -> None:
-        rank, now, sender = peer.hello.rank, self.world.now, self.senders.get(key)
+        rank, sender = peer.hello.rank, self.senders.get(key)
         if isinstance(message, m.Grant) and message.link != peer.number:
             return
         if sender is None:
@@ -211,18 +188,8 @@ class PrefillRank:
             elif isinstance(message, m.Want | m.Cancel) and early and early.attempt == message.attempt:
                 early.farewell = message
             return
-        step: Callable[[], list[Effect]]
-        match message:
-            case m.Want():
-                step = lambda: sender.want(rank, message, now)  # noqa: E731
-            case m.Grant():
-                step = lambda: sender.grant(rank, message, now)  # noqa: E731
-            case m.Done():
-                step = lambda: sender.done(rank, message, now)  # noqa: E731
-            case m.Cancel():
-                step = lambda: sender.cancel(rank, message)  # noqa: E731
         try:
-            effects = step()
+            effects = self._step(sender, rank, message)
         except RemoteProtocolError as error:
             self.world.breaches += 1
             self.run(key, sender.lost(rank, str(error)))
@@ -232,24 +199,33 @@ class PrefillRank:
             return
         self.run(key, effects)
 
+    def _step(self, sender: Sender, rank: int, message: m.Want | m.Grant | m.Done | m.Cancel) -> list[Effect]:
+        now = self.world.now
+        match message:
+            case m.Want():
+                return sender.want(rank, message, now)
+            case m.Grant():
+                return sender.grant(rank, message, now)
+            case m.Done():
+                return sender.done(rank, message, now)
+            case m.Cancel():
+                return sender.cancel(rank, message)
+
     def run(self, key: str, effects: list[Effect]) -> None:
         for effect in effects:
             self.world.note(self.incarnation, self.rank, key, effect)
             match effect:
                 case Tell(rank, message):
                     if rank in self.peers:
-                        self._tell(self.peers[rank], message)
+                        self.tell(self.peers[rank], message)
                 case Transmit(rank):
                     self.peers[rank].orders.append((key, effect))
                 case Released():
-                    if key in self.free:
-                        raise Violation(f"P{self.rank} releases {key} twice")
-                    self.free.add(key)
-                    self.cells[key] = dict.fromkeys(self.cells[key], GARBAGE)
+                    self.pages.release(key)
                 case Finished():
                     self.world.finished(("P", self.incarnation, self.rank, key, 0), effect)
 
-    def _tell(self, peer: Peer, message: m.AnyMessage) -> None:
+    def tell(self, peer: Peer, message: m.AnyMessage) -> None:
         if peer.identity == peer.line.identity:
             peer.line.say("d", message)
         elif self.peers.get(peer.hello.rank) is peer:
@@ -259,7 +235,7 @@ class PrefillRank:
         """This incarnation or connection of a D rank is gone."""
         del self.peers[peer.hello.rank]
         self.early = {name: early for name, early in self.early.items() if name[1] != peer.hello.rank}
-        self._close(peer)
+        peer.close()
         for key, sender in list(self.senders.items()):
             self.run(key, sender.lost(peer.hello.rank, reason))
 
@@ -268,88 +244,24 @@ class PrefillRank:
     def _invite(self, peer: Peer) -> None:
         peer.number += 1
         self.world.links[self.incarnation, self.rank, peer.hello.rank, peer.number] = Link(self.world.window)
-        self._tell(peer, m.LinkInvite(peer.number, self.incarnation.encode()))
+        self.tell(peer, m.LinkInvite(peer.number, self.incarnation.encode()))
 
     def link_lost(self, peer: Peer, reason: str, tell: bool = True) -> None:
-        self._close(peer)
+        peer.close()
         if tell:
-            self._tell(peer, m.LinkDown(peer.number, reason))
+            self.tell(peer, m.LinkDown(peer.number, reason))
         for key, sender in list(self.senders.items()):
             self.run(key, sender.lost(peer.hello.rank, reason))
         if self.peers.get(peer.hello.rank) is peer:
             self._invite(peer)
 
-    def _close(self, peer: Peer) -> None:
-        if peer.link is not None:
-            peer.link.abort("p")
-        peer.link = None
-        peer.orders.clear()
-        peer.flights.clear()
-        peer.words.clear()
-
     def transmit(self, peer: Peer) -> bool:
         """Obey the oldest grant of this peer; whether there was one."""
-        if peer.link is None:
-            return False
-        try:
-            peer.link.poll()
-        except LinkBroken as error:
-            self.link_lost(peer, str(error))
-            return True
-        while peer.flights and peer.flights[0][0].taken:
-            peer.flights.popleft()
-        if not peer.orders or len(peer.flights) >= 4:
-            return False
-        key, order = peer.orders.popleft()
-        sender = self.senders.get(key)
-        void = sender is None or not sender.readable(order)
-        assert peer.edge is not None
-        cells = [GARBAGE] if sender is None or void else self._gather(sender, peer.edge, order)
-        peer.flights.append((peer.link.send(order.grant.nbytes, cells), self.world.now))
-        digest = checksum(cells) if self.world.verify and not void else b""
-        peer.words.append(lambda: self._say(peer, key, sender, order, void, digest))
-        if not self.world.verify:
-            self.speak(peer)
-        return True
+        return self._outgoing.transmit(peer)
 
     def speak(self, peer: Peer) -> bool:
         """A checksum is known: say the oldest word about a send; whether there was one."""
-        if not peer.words:
-            return False
-        peer.words.popleft()()
-        return True
-
-    def _say(
-        self, peer: Peer, key: str, sender: Sender | None, order: Transmit, void: bool, digest: bytes
-    ) -> None:
-        if sender is not None:
-            self.run(key, sender.sent(order, void, digest))
-        else:
-            self._tell(peer, m.Sent(key, order.grant.attempt, order.grant.chunk, order.grant.link, True))
-
-    def _gather(self, sender: Sender, edge: Edge, order: Transmit) -> list[Cell | None]:
-        key, cutter = sender.key, sender.legs[order.rank].cutter
-        if key in self.free:
-            raise Violation(f"P{self.rank} reads {key} after it was released")
-        out: list[Cell | None] = []
-        assert cutter is not None
-        needed = cutter.window.stop
-        for piece in order.pieces:
-            for layer in range(piece.layer, piece.layer_stop):
-                for token in range(piece.start, piece.stop):
-                    for head in edge.heads:
-                        place = (
-                            layer - edge.layers.start + edge.source_layer,
-                            head - edge.heads.start + edge.source_head,
-                            token,
-                        )
-                        cell = self.cells[key].get(place)
-                        if token < needed and cell != (key, layer, head, token):
-                            raise Violation(
-                                f"P{self.rank} reads {cell} for layer {layer}, token {token} of {key}"
-                            )
-                        out.append(cell)
-        return out
+        return self._outgoing.speak(peer)
 
     # Time.
 
@@ -365,17 +277,14 @@ class PrefillRank:
     @property
     def at_rest(self) -> bool:
         """Whether nothing is under way and no pages are held."""
-        quiet = all(
-            not peer.orders and not peer.words and (peer.link is None or not peer.link.staged)
-            for peer in self.peers.values()
-        )
         return (
-            quiet
+            all(peer.idle for peer in self.peers.values())
             and not self.early
             and all(sender.prompt.ended and not self._live(sender) for sender in self.senders.values())
         )
 
     def _live(self, sender: Sender) -> bool:
         """Whether a leg of an ended prompt still wants pages."""
-        assert (sender.prompt.state is Prompt.HELD) or sender.key in self.free or not sender.prompt.ended
+        prompt = sender.prompt
+        assert prompt.state is Prompt.HELD or sender.key in self.pages.free or not prompt.ended
         return any(leg.machine.state in (Leg.CLAIMED, Leg.SENDING) for leg in sender.legs.values())

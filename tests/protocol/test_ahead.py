@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from protocol import test_receiver as d_side
+from protocol import receiver_rigs as d_side
 from protocol.sender_rigs import LEASE, TOKENS, Rig, offer, sent
 
+from p2pkv.protocol import receiver
 from p2pkv.protocol.effects import Finished, Offered, Released, Tell
 from p2pkv.protocol.machine import RemoteProtocolError
-from p2pkv.protocol.messages import Cancel, Done, Piece, Sent, Want
-from p2pkv.protocol.receiver import Load
+from p2pkv.protocol.messages import Cancel, Done, Piece, Want
+from p2pkv.protocol.receiver import Load, Receiver
 from p2pkv.protocol.sender_states import Leg, Prompt
 
 
@@ -71,13 +72,10 @@ def test_pages_that_nobody_asks_for_go_a_lease_after_the_prefill() -> None:
 # D's side.
 
 
-def kept() -> d_side.Receiver:
+def kept() -> Receiver:
     """Source 0 has sent all it owes, source 1 nothing."""
     made = d_side.ahead(d_side.make(ahead=True))
-    message = d_side.chunk(0, Piece(0, 1, 0, d_side.TOKENS))
-    made.chunk(0, message, 2.0)
-    made.posted(0, message, link=5, landing=64)
-    made.sent(0, Sent(d_side.KEY, d_side.ATTEMPT, 0, 5, False), 2.0)
+    d_side.arrive(made, 0, d_side.chunk(0, Piece(0, 1, 0, d_side.TOKENS)), 2.0)
     made.kept(0, 0, 3.0)
     return made
 
@@ -117,12 +115,9 @@ def test_unasked_it_is_cancelled_and_asked_for_it_is_released() -> None:
 
 
 def test_what_is_kept_does_not_count_as_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(d_side.module, "MAX_CHUNKS", 1)
+    monkeypatch.setattr(receiver, "MAX_CHUNKS", 1)
     made = d_side.ahead(d_side.make(ahead=True))
     for number in range(3):
-        message = d_side.chunk(number, Piece(0, 1, number, number + 1))
-        made.chunk(0, message, 2.0)
-        made.posted(0, message, link=5, landing=64)
-        made.sent(0, Sent(d_side.KEY, d_side.ATTEMPT, number, 5, False), 2.0)
+        d_side.arrive(made, 0, d_side.chunk(number, Piece(0, 1, number, number + 1)), 2.0)
         made.kept(0, number, 2.0)
     assert len(made.sources[0].chunks) == 3

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
+from protocol.samples import KINDS, any_message, example, smallest
 
 from p2pkv.protocol import messages
 from p2pkv.protocol.messages import (
@@ -28,7 +29,6 @@ from p2pkv.protocol.messages import (
 )
 
 budget = settings(deadline=None, max_examples=100)
-KINDS: tuple[type[Any], ...] = get_args(AnyMessage)
 HUGE = {
     "array": b"\xdd\xff\xff\xff\xff",
     "map": b"\xdf\xff\xff\xff\xff",
@@ -42,65 +42,6 @@ HUGE = {
     "1,000 maps": b"\x81\xa1k" * 1000 + b"\x80",
     "100,000 arrays": b"\x91" * 100_000 + b"\x90",
 }
-
-
-def values(info: inspect.Type) -> st.SearchStrategy[Any]:
-    """What the declared type allows, as msgspec itself reads the declaration."""
-    match info:
-        case inspect.IntType(ge=ge, le=le):
-            return st.integers(-(1 << 63) if ge is None else ge, (1 << 63) - 1 if le is None else le)
-        case inspect.StrType(min_length=low, max_length=high):
-            return st.text(max_size=min(20, high or 20), min_size=low or 0)
-        case inspect.BytesType(max_length=high):
-            return st.binary(max_size=min(20, high or 20))
-        case inspect.BoolType():
-            return st.booleans()
-        case inspect.FloatType():
-            return st.floats()
-        case inspect.LiteralType(values=allowed):
-            return st.sampled_from(allowed)
-        case inspect.VarTupleType(item_type=item, min_length=low):
-            return st.lists(values(item), min_size=low or 0, max_size=4).map(tuple)
-        case inspect.TupleType(item_types=items):
-            return st.tuples(*map(values, items))
-        case inspect.DictType(key_type=key, value_type=value):
-            return st.dictionaries(values(key), values(value), max_size=4)
-        case inspect.UnionType(types=types):
-            return st.one_of(*map(values, types))
-        case inspect.StructType(cls=cls, fields=fields):
-            return st.builds(cls, *(values(field.type) for field in fields))
-    raise AssertionError(f"messages have a type that this test does not know: {info}")
-
-
-any_message: st.SearchStrategy[AnyMessage] = st.one_of(*(values(inspect.type_info(kind)) for kind in KINDS))
-
-
-def example(kind: type[Any]) -> AnyMessage:
-    """One valid message of this kind, the same each time."""
-    return _least(inspect.type_info(kind))  # type: ignore[no-any-return]
-
-
-def _least(info: inspect.Type) -> Any:
-    match info:
-        case inspect.IntType(ge=ge):
-            return ge or 0
-        case inspect.StrType(min_length=low):
-            return "x" * max(1, low or 0)
-        case inspect.BytesType():
-            return b"x"
-        case inspect.BoolType():
-            return True
-        case inspect.LiteralType(values=allowed):
-            return allowed[0]
-        case inspect.VarTupleType(item_type=item):
-            return (_least(item),)
-        case inspect.TupleType(item_types=items):
-            return tuple(map(_least, items))
-        case inspect.DictType():
-            return {"a": 1, "b": 2.5, "c": "d"}
-        case inspect.StructType(cls=cls, fields=fields):
-            return cls(*(_least(field.type) for field in fields))
-    raise AssertionError(f"messages have a type that this test does not know: {info}")
 
 
 def raw(message: AnyMessage) -> dict[str, bytes]:
@@ -222,16 +163,16 @@ def _beyond(info: inspect.Type) -> list[Any]:
             return [b"x" * (high + 1)]
         case inspect.VarTupleType(item_type=item, max_length=int() as high, min_length=low):
             inner = [(value,) for value in _beyond(item)]
-            return [*inner, (_least(item),) * (high + 1), *([()] if low else [])]
+            return [*inner, (smallest(item),) * (high + 1), *([()] if low else [])]
         case inspect.TupleType(item_types=items):
-            least = tuple(map(_least, items))
+            least = tuple(map(smallest, items))
             return [
                 (*least[:at], value, *least[at + 1 :])
                 for at, item in enumerate(items)
                 for value in _beyond(item)
             ]
         case inspect.StructType(fields=fields) as struct:
-            least = _least(struct)
+            least = smallest(struct)
             return [
                 msgspec.structs.replace(least, **{field.name: value})
                 for field in fields

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.sender_rigs import (
-    LEASE,
-    Rig,
-    claimed,
-    held,
-    offered,
-    sending,
-)
+from protocol.sender_rigs import LEASE, Rig, claimed, held, offered, sending
 
 from p2pkv.protocol.effects import Finished, Released, Tell
 from p2pkv.protocol.messages import Failed

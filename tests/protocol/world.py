@@ -313,9 +313,8 @@ class World:
     def __repr__(self) -> str:
         lines = [f"t={self.now:g} P {self.prefill} D {self.decode} unit {self.unit}"]
         for rank in self.p:
-            lines += [
-                f"  P{rank.rank} {sender} free={key in rank.free}" for key, sender in rank.senders.items()
-            ]
+            free = rank.pages.free
+            lines += [f"  P{rank.rank} {each} free={key in free}" for key, each in rank.senders.items()]
             for d, to in rank.peers.items():
                 busy = f"orders {len(to.orders)} flights {len(to.flights)}"
                 lines.append(f"  P{rank.rank}->D{d} link {to.number} {busy}")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 from aiohttp import web
+from proxy_behaviours import Behaviour, Seen, answer_json
 
 from p2pkv.control.discovery import Ping
 from p2pkv.control.members import Members
@@ -61,71 +61,23 @@ def held(deployment: Deployment) -> dict[str, int]:
     }
 
 
+def called(*instances: FakeInstance) -> bool:
+    return all(instance.requests for instance in instances)
+
+
+async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:
+    error: dict[str, Any] = (await response.json())["error"]
+    assert set(error) >= {"message", "type", "code"}
+    assert error["code"] == response.status
+    return error
+
+
 async def quiet(deployment: Deployment) -> None:
     """Waits until nothing is under way, and nothing is held for it."""
     try:
         await until(lambda: not any(held(deployment).values()))
     except AssertionError:
         raise AssertionError(f"something is left: {held(deployment)}") from None
-
-
-@dataclass
-class Seen:
-    """One request that reached an instance.
-
-    Attributes:
-        answered: its handler has run to its end.
-        aborted: the proxy has closed the connection before that.
-    """
-
-    path: str
-    headers: Any
-    raw: bytes
-    answered: bool = False
-    aborted: bool = False
-
-    @property
-    def body(self) -> Any:
-        return json.loads(self.raw)
-
-    @property
-    def request_id(self) -> str:
-        return str(self.headers["X-Request-Id"])
-
-
-Behaviour = Callable[[web.Request, Seen], Awaitable[web.StreamResponse]]
-
-
-def completion(seen: Seen, text: str = "hello", **more: Any) -> dict[str, Any]:
-    return {"id": f"cmpl-{seen.request_id}", "object": "text_completion", "choices": [{"text": text}], **more}
-
-
-async def answer_json(request: web.Request, seen: Seen) -> web.StreamResponse:
-    return web.json_response(completion(seen))
-
-
-def answer_error(status: int, message: str = "no", **options: Any) -> Behaviour:
-    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
-        error = {"error": {"message": f"{message} {seen.request_id}", "type": "X", "code": status}}
-        return web.json_response(error, status=status, **options)
-
-    return behaviour
-
-
-async def event_stream(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-    await response.prepare(request)
-    return response
-
-
-def event(seen: Seen, text: str) -> bytes:
-    return b"data: " + json.dumps(completion(seen, text)).encode() + b"\n\n"
-
-
-def die(request: web.Request) -> None:
-    """As kill -9: the connection is reset, whatever was under way."""
-    assert request.transport is not None
-    request.transport.abort()
 
 
 @dataclass

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from proxy_fakes import Deployment, FakeInstance, Seen, answer_json, deployed, quiet, until
+from proxy_behaviours import Seen, answer_json
+from proxy_fakes import Deployment, FakeInstance, deployed, quiet, until
 
 from proxy.limits import Limits
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 from aiohttp import web
+from proxy_behaviours import Seen, answer_error, answer_json
 from proxy_fakes import (
     Deployment,
     FakeInstance,
-    Seen,
-    answer_error,
-    answer_json,
     deployed,
     join,
     ping,

@@ -1,75 +1,33 @@
-"""What becomes of the other leg, and of the client, when a leg fails or the client leaves."""
+"""What becomes of the other leg, and of the client, when a leg fails."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
-from proxy_fakes import (
+from proxy_behaviours import (
     Behaviour,
-    Deployment,
-    FakeInstance,
     Seen,
+    after,
     answer_error,
     answer_json,
     completion,
-    deployed,
     die,
+    dies,
+    dies_in_the_body,
     event,
     event_stream,
-    until,
+    never,
+    never_a_token,
+    streams,
+    telling,
 )
+from proxy_fakes import Deployment, FakeInstance, called, deployed, error_of, until
 
 pytestmark = pytest.mark.asyncio
-
-
-async def never(request: web.Request, seen: Seen) -> web.StreamResponse:
-    """Waits until the connection is closed."""
-    await asyncio.Event().wait()
-    raise AssertionError("unreachable")
-
-
-async def never_a_token(request: web.Request, seen: Seen) -> web.StreamResponse:
-    """The stream's head, as vLLM sends it while D still waits for KV; then nothing but a comment."""
-    response = await event_stream(request)
-    await response.write(b": waiting\n\n")
-    return await never(request, seen)
-
-
-async def dies(request: web.Request, seen: Seen) -> web.StreamResponse:
-    die(request)
-    return web.Response()
-
-
-async def dies_in_the_body(request: web.Request, seen: Seen) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "1000"})
-    await response.prepare(request)
-    await response.write(b'{"id": "')
-    die(request)
-    return response
-
-
-def after(ready: asyncio.Event, behaviour: Behaviour) -> Behaviour:
-    async def waits(request: web.Request, seen: Seen) -> web.StreamResponse:
-        await ready.wait()
-        return await behaviour(request, seen)
-
-    return waits
-
-
-def called(*instances: FakeInstance) -> bool:
-    return all(instance.requests for instance in instances)
-
-
-async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:
-    error: dict[str, Any] = (await response.json())["error"]
-    assert set(error) >= {"message", "type", "code"}
-    assert error["code"] == response.status
-    return error
 
 
 def shows_no_address(deployment: Deployment, text: str) -> bool:
@@ -95,12 +53,7 @@ async def test_ds_error_reaches_the_client_and_cancels_p(concurrent: Deployment,
 
 async def test_ds_4xx_closes_ps_connection(concurrent: Deployment) -> None:
     p_called = asyncio.Event()
-
-    async def note(request: web.Request, seen: Seen) -> web.StreamResponse:
-        p_called.set()
-        return await never(request, seen)
-
-    concurrent.p.behaviour = note
+    concurrent.p.behaviour = telling(p_called, never)
     concurrent.d.behaviour = after(p_called, answer_error(400))
     assert (await concurrent.post()).status == 400
     await until(lambda: concurrent.p.requests[0].aborted)
@@ -220,6 +173,14 @@ async def test_a_d_that_dies_in_a_long_json_leaves_it_unfinished(either: Deploym
         await response.read()
 
 
+async def test_a_dead_stream_is_not_the_next_requests(either: Deployment) -> None:
+    either.d.behaviour = dies
+    assert (await either.post()).status == 502
+    either.d.behaviour = answer_json
+    response = await either.post()
+    assert (await response.json())["choices"] == completion(either.d.requests[-1])["choices"]
+
+
 # P fails.
 
 
@@ -229,12 +190,7 @@ async def test_ps_failure_cancels_d_and_becomes_a_502(
     concurrent: Deployment, failure: Behaviour, ds_part: Behaviour
 ) -> None:
     d_called = asyncio.Event()
-
-    async def note(request: web.Request, seen: Seen) -> web.StreamResponse:
-        d_called.set()
-        return await ds_part(request, seen)
-
-    concurrent.d.behaviour = note
+    concurrent.d.behaviour = telling(d_called, ds_part)
     concurrent.p.behaviour = after(d_called, failure)
     response = await concurrent.post({"prompt": "x", "stream": ds_part is never_a_token})
     assert response.status == 502
@@ -277,21 +233,9 @@ async def test_sequential_never_calls_d_after_a_failed_prefill(
     assert sequential.d.requests == []
 
 
-def streams(first_sent: asyncio.Event, release: asyncio.Event) -> Behaviour:
-    async def stream(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
-        await response.write(event(seen, "first"))
-        first_sent.set()
-        await release.wait()
-        await response.write(event(seen, "second"))
-        return response
-
-    return stream
-
-
 async def test_ps_failure_after_ds_first_token_does_not_matter(concurrent: Deployment) -> None:
     p_fails, release = asyncio.Event(), asyncio.Event()
-    concurrent.d.behaviour = streams(asyncio.Event(), release)
+    concurrent.d.behaviour = streams(release)
     concurrent.p.behaviour = after(p_fails, dies)
     response = await concurrent.post({"prompt": "x", "stream": True})
     assert b"first" in await response.content.readuntil(b"\n\n")
@@ -304,7 +248,7 @@ async def test_ps_failure_after_ds_first_token_does_not_matter(concurrent: Deplo
 
 async def test_of_several_prompts_the_others_still_need_p(concurrent: Deployment) -> None:
     p_fails = asyncio.Event()
-    concurrent.d.behaviour = streams(asyncio.Event(), asyncio.Event())
+    concurrent.d.behaviour = streams(asyncio.Event())
     concurrent.p.behaviour = after(p_fails, dies)
     response = await concurrent.post({"prompt": ["x", "y"], "stream": True})
     assert b"first" in await response.content.readuntil(b"\n\n")
@@ -312,104 +256,3 @@ async def test_of_several_prompts_the_others_still_need_p(concurrent: Deployment
     error = json.loads((await response.content.read()).removeprefix(b"data: "))["error"]
     assert error["message"].startswith("The prefill instance failed")
     await until(lambda: concurrent.d.requests[0].aborted)
-
-
-# The client leaves.
-
-
-async def test_a_client_that_leaves_while_both_work(concurrent: Deployment) -> None:
-    concurrent.p.behaviour = concurrent.d.behaviour = never
-    asking = asyncio.create_task(concurrent.post())
-    await until(lambda: called(concurrent.p, concurrent.d))
-    asking.cancel()
-    await until(lambda: concurrent.p.requests[0].aborted and concurrent.d.requests[0].aborted)
-    everyone = concurrent.registry.known("P") + concurrent.registry.known("D")
-    await until(lambda: all(instance.in_flight == 0 for instance in everyone))
-
-
-async def test_a_client_that_leaves_while_p_works(sequential: Deployment) -> None:
-    sequential.p.behaviour = never
-    asking = asyncio.create_task(sequential.post())
-    await until(lambda: called(sequential.p))
-    asking.cancel()
-    await until(lambda: sequential.p.requests[0].aborted)
-    assert sequential.d.requests == []
-
-
-async def test_a_client_that_leaves_while_d_works(sequential: Deployment) -> None:
-    sequential.d.behaviour = never
-    asking = asyncio.create_task(sequential.post())
-    await until(lambda: called(sequential.d))
-    asking.cancel()
-    await until(lambda: sequential.d.requests[0].aborted)
-
-
-async def test_a_client_that_leaves_in_the_stream(concurrent: Deployment) -> None:
-    concurrent.p.behaviour = never
-    concurrent.d.behaviour = streams(asyncio.Event(), asyncio.Event())
-    response = await concurrent.post({"prompt": "x", "stream": True})
-    assert b"first" in await response.content.readuntil(b"\n\n")
-    response.close()
-    await until(lambda: concurrent.p.requests[0].aborted and concurrent.d.requests[0].aborted)
-
-
-async def test_a_client_that_leaves_in_a_flood(either: Deployment) -> None:
-    async def flood(request: web.Request, seen: Seen) -> web.StreamResponse:
-        response = await event_stream(request)
-        while True:
-            await response.write(event(seen, "x" * 10_000))
-
-    either.d.behaviour = flood
-    response = await either.post({"prompt": "x", "stream": True})
-    await response.content.readuntil(b"\n\n")
-    response.close()
-    (instance,) = either.registry.known("D")
-    await until(lambda: instance.in_flight == 0)
-
-
-# The client's mistakes.
-
-
-@pytest.mark.parametrize("raw", [b"{", b"[1]", b"", b"\xff\xfe", b"[" * 5000])
-async def test_what_is_no_json_object_is_a_400(either: Deployment, raw: bytes) -> None:
-    async with either.client.post(f"{either.url}/v1/completions", data=raw) as response:
-        assert response.status == 400
-        assert "not a JSON object" in (await error_of(response))["message"]
-    assert either.p.requests == either.d.requests == []
-
-
-async def test_too_large_a_body_is_a_413() -> None:
-    async with deployed("concurrent", 1, 1, max_body=1000) as deployment:
-        response = await deployment.post({"prompt": "x" * 2000})
-        assert response.status == 413
-        assert "1000 bytes" in (await error_of(response))["message"]
-        assert deployment.d.requests == []
-
-
-async def test_other_paths_are_a_404_that_says_what_there_is(lonely: Deployment) -> None:
-    async with lonely.client.get(f"{lonely.url}/v1/embeddings") as response:
-        assert response.status == 404
-        message = (await error_of(response))["message"]
-    assert "There is no /v1/embeddings here" in message
-    assert "/v1/chat/completions" in message
-
-
-async def test_another_method_is_a_405(lonely: Deployment) -> None:
-    async with lonely.client.get(f"{lonely.url}/v1/completions") as response:
-        assert response.status == 405
-        assert "does not take GET; it takes POST" in (await error_of(response))["message"]
-
-
-async def test_every_answer_gives_the_clients_id_back(lonely: Deployment) -> None:
-    mine = {"X-Request-Id": "mine"}
-    async with lonely.client.get(f"{lonely.url}/nowhere", headers=mine) as response:
-        assert response.headers["X-Request-Id"] == "mine"
-    assert (await lonely.post(headers=mine)).headers["X-Request-Id"] == "mine"
-
-
-async def test_a_dead_stream_is_not_the_next_requests(either: Deployment) -> None:
-    either.d.behaviour = dies
-    assert (await either.post()).status == 502
-    either.d.behaviour = answer_json
-    response = await either.post()
-    assert (await response.json())["choices"] == completion(either.d.requests[-1])["choices"]

@@ -7,41 +7,25 @@ import json
 
 import pytest
 from aiohttp import web
-from proxy_fakes import (
+from proxy_behaviours import (
     Behaviour,
-    Deployment,
     Seen,
     answer_error,
     answer_json,
     completion,
-    deployed,
     event,
     event_stream,
-    quiet,
-    until,
+    given_up,
+    stops,
+    stops_before_a_token,
 )
+from proxy_fakes import Deployment, deployed, quiet, until
 
 from proxy.given_up import GIVEN_UP, Watch
 from proxy.serving import Dispatch
 
 STREAM = {"prompt": "x", "stream": True}
 MESSAGE = "The decode instance was stopped before its answer was complete."
-
-
-def given_up(seen: Seen, text: str = "hel") -> bytes:
-    """What vLLM makes of a request that it is at when it is told to stop, in its spelling of JSON."""
-    choice = {"index": 0, "text": text, "finish_reason": "abort"}
-    return json.dumps(completion(seen) | {"choices": [choice]}, separators=(",", ":")).encode()
-
-
-async def stops(request: web.Request, seen: Seen) -> web.StreamResponse:
-    return web.Response(body=given_up(seen), content_type="application/json")
-
-
-async def stops_before_a_token(request: web.Request, seen: Seen) -> web.StreamResponse:
-    response = await event_stream(request)
-    await response.write(b"data: " + given_up(seen, "") + b"\n\ndata: [DONE]\n\n")
-    return response
 
 
 @pytest.mark.asyncio

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 import zmq
 from aiohttp import web
-from proxy_fakes import Deployment, Seen, deployed, until
+from proxy_behaviours import Seen
+from proxy_fakes import Deployment, deployed, until
 
 from p2pkv.control.discovery import encode_ping, goodbye
 

@@ -11,7 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from proxy_fakes import Deployment, Seen, answer_json, completion, deployed, event, event_stream, until
+from proxy_behaviours import Seen, answer_json, completion, event, event_stream
+from proxy_fakes import Deployment, deployed, until
 
 from p2pkv.pairing import Address, find_pair
 

@@ -6,41 +6,24 @@ import asyncio
 
 import pytest
 from aiohttp import web
-from proxy_fakes import (
+from proxy_behaviours import (
     Behaviour,
-    Deployment,
-    FakeInstance,
     Seen,
     answer_error,
     answer_json,
-    deployed,
     die,
+    dies,
+    dies_before_a_token,
     event,
     event_stream,
-    quiet,
-    until,
+    never,
+    stops,
+    stops_before_a_token,
 )
-from test_given_up import stops, stops_before_a_token
+from proxy_fakes import Deployment, FakeInstance, deployed, quiet, until
 
 from proxy.retries import Budget, pause
 from proxy.serving import Dispatch
-
-
-async def dies(request: web.Request, seen: Seen) -> web.StreamResponse:
-    die(request)
-    return web.Response()
-
-
-async def never(request: web.Request, seen: Seen) -> web.StreamResponse:
-    await asyncio.Event().wait()
-    raise AssertionError("unreachable")
-
-
-async def dies_before_a_token(request: web.Request, seen: Seen) -> web.StreamResponse:
-    response = await event_stream(request)
-    await response.write(b": waiting\n\n")
-    die(request)
-    return response
 
 
 def one_fails(instances: list[FakeInstance], behaviour: Behaviour) -> None:

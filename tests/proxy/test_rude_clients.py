@@ -13,19 +13,17 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
-from proxy_fakes import (
+from proxy_behaviours import (
     Behaviour,
-    Deployment,
     Seen,
     answer_error,
     answer_json,
-    deployed,
     die,
+    dies,
     event,
     event_stream,
-    quiet,
-    until,
 )
+from proxy_fakes import Deployment, deployed, quiet, until
 
 from proxy.limits import Limits
 from proxy.logs import Garbage
@@ -90,10 +88,6 @@ def moody(dice: random.Random) -> Behaviour:
             if dice.random() < 0.02:
                 die(request)
         return response
-
-    async def dies(request: web.Request, seen: Seen) -> web.StreamResponse:
-        die(request)
-        return web.Response()
 
     moods: list[Behaviour] = [
         answer_json,

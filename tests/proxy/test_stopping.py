@@ -14,16 +14,13 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from proxy_behaviours import Seen, answer_json, event, event_stream
 from proxy_fakes import (
     DEADLINE,
     PING_SECONDS,
     Deployment,
     FakeInstance,
-    Seen,
-    answer_json,
     deployed,
-    event,
-    event_stream,
     quiet,
     until,
 )

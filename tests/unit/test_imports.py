@@ -15,8 +15,9 @@ import p2pkv
 
 ROOT = Path(p2pkv.__file__).parents[1]
 
-# Each part, and the parts below it that it may import. A part may import itself.
-GROUND = {"pairing", "trust", "config", "protocol.messages"}
+# Each part, and the parts below it that it may import, as docs/design.md has them. A part may import itself.
+CORE = {"protocol", "protocol.messages", "plan", "sharding", "pairing", "trust", "config"}
+SEAMS = {"links", "pages", "control"}
 BELOW = {
     "": set(),
     "pairing": set(),
@@ -26,14 +27,14 @@ BELOW = {
     "protocol.messages": set(),
     "sharding": set(),
     "plan": {"sharding"},
-    "protocol": {"plan", "sharding"} | GROUND,
-    "links": {"protocol", "plan", "sharding"} | GROUND,
-    "pages": {"protocol", "plan", "sharding"} | GROUND,
-    "control": {"protocol", "plan", "sharding"} | GROUND,
-    "engine": {"links", "pages", "control", "protocol", "plan", "sharding"} | GROUND,
-    "connector": {"engine", "links", "pages", "control", "protocol", "plan", "sharding"} | GROUND,
+    "protocol": {"protocol.messages", "plan", "sharding", "pairing"},
+    "links": {"trust"},
+    "pages": set(),
+    "control": {"protocol.messages", "pairing", "trust"},
+    "engine": CORE | SEAMS,
+    "connector": CORE | SEAMS | {"engine"},
     "plugin": set(),
-    "cli": {"engine", "links", "pages", "control", "protocol", "plan", "sharding", "plugin"} | GROUND,
+    "cli": CORE | SEAMS | {"engine", "plugin"},
 }
 CLOCKS = {"time", "datetime", "asyncio", "sched"}
 HEAVY = {"torch", "zmq", "vllm", "cupy"}

@@ -6,7 +6,7 @@ import random
 from typing import TYPE_CHECKING
 
 from hostile_support import DEEP, nearly_right
-from protocol.test_messages import KINDS, example
+from protocol.samples import KINDS, example
 from virtual.network import Endpoint, Network
 
 from p2pkv.pairing import Address

@@ -1,0 +1,125 @@
+"""What host links hold, and what returns when they end."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+from links_support import HOST_WINDOW as WINDOW
+from links_support import connect
+
+from p2pkv.links.arena import ENTRIES
+from p2pkv.links.base import LinkError
+from p2pkv.links.host import HostLinks
+
+
+def mapped() -> int:
+    return Path("/proc/self/maps").read_text(encoding="utf-8").count("p2pkv-arena")
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_descriptors_and_mappings_return(shared: bool) -> None:
+    links = HostLinks("127.0.0.1", WINDOW, shared)
+    before = descriptors(), mapped()
+    for round_ in range(12):
+        pair = connect((links, links), WINDOW, ready=round_ % 3 > 0)
+        if round_ % 3 == 2:
+            pair.begin(100)
+        pair.abort()
+        del pair
+        assert (descriptors(), mapped()) == before
+    links.close()
+
+
+def test_a_ready_shared_link_holds_one_descriptor_at_each_end(shm: HostLinks) -> None:
+    before = descriptors()
+    pair = connect((shm, shm), WINDOW)
+    assert descriptors() == before + 2
+    assert mapped() == 2
+    del pair
+
+
+def test_links_dropped_without_an_abort_are_collected() -> None:
+    before = descriptors(), mapped()
+    links = HostLinks("127.0.0.1", WINDOW, True)
+    connect((links, links), WINDOW, ready=False).begin(10)
+    gc.collect()
+    assert mapped() == before[1]
+    links.close()
+
+
+def test_a_tensor_outlives_its_link(shm: HostLinks) -> None:
+    pair = connect((shm, shm), WINDOW)
+    receive, send = pair.begin(100)
+    send.buffer.fill_(5)
+    buffer = receive.buffer
+    pair.abort()
+    del receive, send, pair
+    assert mapped() == 1
+    assert int(buffer.sum()) == 500
+    del buffer
+    assert mapped() == 0
+
+
+def test_idle_pages_return_to_the_system(shm: HostLinks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2pkv.links.room.IDLE_SECONDS", 0.05)
+    before = set(os.listdir("/proc/self/fd"))
+    window = 20 << 20
+    pair = connect((shm, shm), window)
+    arena = next(fd for fd in os.listdir("/proc/self/fd") if fd not in before)
+    pair.carry(window)
+    assert os.stat(f"/proc/self/fd/{arena}").st_blocks * 512 >= window
+    pair.until(lambda: os.stat(f"/proc/self/fd/{arena}").st_blocks * 512 < 1 << 20)
+    pair.carry(window)
+
+
+def test_more_messages_than_entries(shm: HostLinks) -> None:
+    pair = connect((shm, shm), WINDOW)
+    receives = []
+    while (receive := pair.inbound.post(1)) is not None:
+        receives.append(receive)
+    assert len(receives) == ENTRIES
+    with pytest.raises(ValueError, match="never fit"):
+        pair.inbound.post(WINDOW + 1)
+    sends = [pair.outbound.reserve(1, receive.landing) for receive in receives]
+    for _ in range(2 * ENTRIES):
+        send, receive = sends.pop(0), receives.pop(0)
+        send.buffer[0] = len(receives) % 256
+        send.commit()
+        assert receive.done() and int(receive.buffer) == len(receives) % 256
+        receive.release()
+        assert send.done()
+        receives.append(pair.inbound.post(1))
+        sends.append(pair.outbound.reserve(1, receives[-1].landing))
+
+
+def test_staging_says_none_and_recovers_and_leaves_something_to_others(tcp: HostLinks) -> None:
+    first, second = connect((tcp, tcp), WINDOW), connect((tcp, tcp), WINDOW)
+    half = WINDOW // 2
+    pending = [first.begin(half)]
+    receive = first.inbound.post(half)
+    assert first.outbound.reserve(half, receive.landing) is None, "a holder must leave as much to the others"
+    other = second.begin(half)
+    third = second.inbound.post(64)
+    assert second.outbound.reserve(64, third.landing) is None, "the rank's staging is used up"
+    for pair, (posted, send) in ((first, pending[0]), (second, other)):
+        send.commit()
+        pair.until(lambda posted=posted, send=send: posted.done() and send.done())
+    assert first.outbound.reserve(half, receive.landing) is not None
+    with pytest.raises(ValueError, match="never fit"):
+        first.outbound.reserve(WINDOW + 1, 0)
+    first.abort()
+    assert second.outbound.reserve(WINDOW, third.landing) is not None, "an abort returns what a link held"
+
+
+def test_a_landing_outside_the_window_breaks_the_link(shm: HostLinks) -> None:
+    pair = connect((shm, shm), WINDOW)
+    for landing in (WINDOW << 20, -1):
+        with pytest.raises(LinkError, match="landing"):
+            pair.outbound.reserve(1, landing)
