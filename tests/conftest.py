@@ -6,8 +6,14 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from p2pkv.control.throttle import Throttle
+
+# The same examples in every run, so that a red run is the change's; `make explore` looks for others.
+settings.register_profile("steady", derandomize=True, deadline=None)
+settings.register_profile("exploring", deadline=None, print_blob=True)
+settings.load_profile("steady")
 
 
 @pytest.fixture(autouse=True)

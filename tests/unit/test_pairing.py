@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pkv.pairing import Address, Pair, PairingError, find_pair, mint, transfer_key
+from p2pkv.pairing import (
+    DECODE_MARK,
+    PREFILL_MARK,
+    Address,
+    Pair,
+    PairingError,
+    find_pair,
+    mint,
+    transfer_key,
+)
 
 UNIQUE = "0123456789abcdef0123456789abcdef"
 P = Address("10.0.0.1", 21001)
@@ -243,7 +252,11 @@ class TestTransferKeys:
     @given(request_id=st.text(max_size=2000), transfer_id=st.none() | st.text(min_size=1, max_size=2000))
     @budget
     def test_keys_are_bounded_and_printable(self, request_id: str, transfer_id: str | None) -> None:
-        key = transfer_key(request_id, transfer_id).key
+        try:
+            key = transfer_key(request_id, transfer_id).key
+        except PairingError:
+            assert PREFILL_MARK in request_id or DECODE_MARK in request_id
+            return
         assert 1 <= len(key) <= 512
         assert key.isascii() and key.isprintable()
 
