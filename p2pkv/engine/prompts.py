@@ -138,7 +138,7 @@ class Prompts:
         self, peer: Outlet, key: str, message: m.Want | m.Grant | m.Done | m.Cancel, now: float
     ) -> None:
         """D's rank says something about one transfer."""
-        if isinstance(message, m.Done | m.Cancel):
+        if isinstance(message, m.Done | m.Cancel) or (isinstance(message, m.Want) and message.empty):
             peer.confirmed(key, message.attempt)
         entry = self.paired(key, peer)
         if entry is None:
@@ -202,12 +202,12 @@ class Prompts:
         """This incarnation of a D rank is gone: it is forgotten, and its transfers fail."""
         peer.abort(now)
         self._peers.pop(peer.place, None)
-        self._lose(peer, reason, now)
+        self._lose(peer, reason, now, restarted=True)
 
-    def _lose(self, peer: Outlet, reason: str, now: float) -> None:
+    def _lose(self, peer: Outlet, reason: str, now: float, restarted: bool = False) -> None:
         for entry in list(self.entries.values()):
             if entry.decode == peer.hello.addresses[0]:
-                self.run(entry, entry.sender.lost(peer.hello.rank, reason), now)
+                self.run(entry, entry.sender.lost(peer.hello.rank, reason, restarted), now)
 
     def leave(self, reason: str, now: float, finish: bool) -> bool:
         """This rank stops: with `finish`, what D waits for and P has computed may go on. All else ends.

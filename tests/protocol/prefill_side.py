@@ -261,7 +261,7 @@ class PrefillRank:
         self.early = {name: early for name, early in self.early.items() if name[1] != peer.hello.rank}
         self._close(peer)
         for key, sender in list(self.senders.items()):
-            self.run(key, sender.lost(peer.hello.rank, reason))
+            self.run(key, sender.lost(peer.hello.rank, reason, restarted=True))
 
     # The data plane.
 
