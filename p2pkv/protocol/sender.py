@@ -241,6 +241,14 @@ class Sender:
         self.reason = self.reason or reason
         return [Tell(rank, Failed(self.key, leg.attempt, reason)), *self._settle()]
 
+    def unlinked(self, rank: int, reason: str) -> list[Effect]:
+        """The link to D's rank is gone, with what it carried. Nothing is announced before the next is up."""
+        leg = self.legs.get(rank)
+        if leg is None or leg.machine.state is not Leg.CLAIMED:
+            return self.lost(rank, reason)
+        leg.limit = 0
+        return []
+
     # What the engine reports back.
 
     def readable(self, order: Transmit) -> bool:

@@ -275,7 +275,7 @@ class PrefillRank:
         if tell:
             self._tell(peer, m.LinkDown(peer.number, reason))
         for key, sender in list(self.senders.items()):
-            self.run(key, sender.lost(peer.hello.rank, reason))
+            self.run(key, sender.unlinked(peer.hello.rank, reason))
         if self.peers.get(peer.hello.rank) is peer:
             self._invite(peer)
 

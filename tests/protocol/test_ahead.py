@@ -53,7 +53,7 @@ def withdraw(rig: Rig, how: str) -> None:
         case "let go":
             assert rig.want(0, 0, ahead=True) == []
         case "lost":
-            assert [type(effect) for effect in rig.sender.lost(0, "gone")] == [Tell]
+            assert [type(effect) for effect in rig.sender.unlinked(0, "gone")] == [Tell]
         case "silence":
             rig.sender._since = rig.now
             assert rig.sender.tick(LEASE) == []
@@ -89,7 +89,7 @@ def test_what_d_has_said_before_it_heard_of_that_brings_nothing_back(how: str) -
 
 def test_a_later_claim_is_not_touched_by_words_about_an_earlier_one() -> None:
     rig = pushed()
-    rig.sender.lost(0, "its link broke")
+    rig.sender.unlinked(0, "its link broke")
     rig.claim(attempt=2)
     assert rig.want(0, 0) == rig.want(0, 0, ahead=True) == []
     assert rig.states == (Prompt.COMPUTED, [Leg.CLAIMED])
@@ -100,7 +100,7 @@ def test_a_d_that_has_restarted_counts_its_attempts_anew() -> None:
     rig.offer()
     rig.claim(attempt=7)
     rig.want(0, TOKENS, attempt=7, ahead=True)
-    rig.sender.lost(0, "its link broke")
+    rig.sender.unlinked(0, "its link broke")
     rig.claim(attempt=8)
     rig.want(0, TOKENS, attempt=8, ahead=True)
     rig.sender.lost(0, "it has restarted", restarted=True)
@@ -109,7 +109,7 @@ def test_a_d_that_has_restarted_counts_its_attempts_anew() -> None:
 
 def test_a_d_that_has_all_of_it_releases_what_was_withdrawn() -> None:
     rig = pushed()
-    rig.sender.lost(0, "its link broke")
+    rig.sender.unlinked(0, "its link broke")
     assert rig.want(0, 0) == [Released(), Finished(True)]
 
 
