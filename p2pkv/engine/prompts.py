@@ -138,7 +138,7 @@ class Prompts:
         self, peer: Outlet, key: str, message: m.Want | m.Grant | m.Done | m.Cancel, now: float
     ) -> None:
         """D's rank says something about one transfer."""
-        if isinstance(message, m.Done | m.Cancel):
+        if isinstance(message, m.Done | m.Cancel) or (isinstance(message, m.Want) and message.empty):
             peer.confirmed(key, message.attempt)
         entry = self.paired(key, peer)
         if entry is None:
@@ -187,7 +187,8 @@ class Prompts:
         """This link is of no use any more. What it carried fails; a new one is made, if D still asks."""
         log.warning("%s", reason)
         peer.abort(now, reason if tell else "")
-        self._lose(peer, reason, now)
+        for entry in self._of(peer):
+            self.run(entry, entry.sender.unlinked(peer.hello.rank, reason), now)
         peer.parked = self.idle(peer, now)  # a dead D must not be invited for ever
         peer.invite(now)
 
@@ -202,12 +203,11 @@ class Prompts:
         """This incarnation of a D rank is gone: it is forgotten, and its transfers fail."""
         peer.abort(now)
         self._peers.pop(peer.place, None)
-        self._lose(peer, reason, now)
+        for entry in self._of(peer):
+            self.run(entry, entry.sender.lost(peer.hello.rank, reason, restarted=True), now)
 
-    def _lose(self, peer: Outlet, reason: str, now: float) -> None:
-        for entry in list(self.entries.values()):
-            if entry.decode == peer.hello.addresses[0]:
-                self.run(entry, entry.sender.lost(peer.hello.rank, reason), now)
+    def _of(self, peer: Outlet) -> list[Entry]:
+        return [entry for entry in self.entries.values() if entry.decode == peer.hello.addresses[0]]
 
     def leave(self, reason: str, now: float, finish: bool) -> bool:
         """This rank stops: with `finish`, what D waits for and P has computed may go on. All else ends.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from p2pkv.engine.arrived import Arrived
-from p2pkv.links.slots import Slots
+from p2pkv.links.slots import ALIGNMENT, Slots
 
 
 @dataclass(eq=False)
@@ -26,8 +26,9 @@ class Shelves:
     """One rank's, in a block of memory of the cache's device, taken when the rank starts."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._block = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._slots = Slots(nbytes) if nbytes else None
+        whole = nbytes // ALIGNMENT * ALIGNMENT
+        self._block = torch.empty(whole, dtype=torch.uint8, device=device)
+        self._slots = Slots(whole) if whole else None
 
     @property
     def used(self) -> int:
@@ -36,7 +37,7 @@ class Shelves:
 
     def take(self, nbytes: int, now: float) -> Shelf | None:
         """Room for a prompt of so many bytes; None if there is none now."""
-        if self._slots is None or not 1 <= nbytes <= self._slots.capacity:
+        if self._slots is None or not 1 <= nbytes <= self._block.numel():
             return None
         offset = self._slots.take(nbytes)
         return None if offset is None else Shelf(offset, now)

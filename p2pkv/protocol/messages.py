@@ -184,7 +184,8 @@ class Offer(Message, frozen=True):
 class Want(Message, frozen=True):
     """D to P: send me the KV of tokens [start, stop); an empty range releases P.
 
-    `ahead`: no request has come for it yet, so keep the pages, until the same is wanted without it.
+    `ahead`: no request has come for it yet, so keep the pages, until the same is wanted without it; with an
+    empty range I have let go of it, as if I had never asked.
     """
 
     key: Key
@@ -192,6 +193,10 @@ class Want(Message, frozen=True):
     start: Count
     stop: Count
     ahead: bool = False
+
+    @property
+    def empty(self) -> bool:
+        return self.stop <= self.start
 
 
 class Piece(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

@@ -162,11 +162,15 @@ class Receiver:
         if self._idle:
             return self._let_go()
         self._moved = now
-        if self.load.state is Load.AHEAD:
-            self.load.local(On.WANT)
-            return [Tell(rank, Want(self.key, self.attempt, 0, self.tokens)) for rank in self.sources]
+        ahead = self.load.state is Load.AHEAD
         self.load.local(On.WANT)
+        if ahead:
+            return [Tell(rank, self._rest(source)) for rank, source in self.sources.items()]
         return self._ask(start, stop, now)
+
+    def _rest(self, source: _Source) -> Want:
+        """Of what was begun ahead. Who has sent all of it is released, and need not have kept anything."""
+        return Want(self.key, self.attempt, 0, 0 if source.satisfied else self.tokens)
 
     def _ask(self, start: int, stop: int, now: float) -> list[Effect]:
         out: list[Effect] = []
@@ -366,9 +370,8 @@ class Receiver:
     def _end(self, reason: str, farewell: Cancel, but: int | None = None) -> list[Effect]:
         if self.load.ended:
             return []
-        # P keeps what was begun ahead for a request that may still come; this one has come, and goes.
-        release = Want(self.key, self.attempt, 0, 0)
-        last = release if self.load.state is Load.AHEAD and not self.ahead else farewell
+        # P keeps what was begun ahead for a request that may still come.
+        last = Want(self.key, self.attempt, 0, 0, ahead=True) if self.ahead else farewell
         self.load.local(On.END)
         tells = [Tell(rank, last) for rank in self.sources if rank != but]
         return [*tells, Finished(False, reason)]

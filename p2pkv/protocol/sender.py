@@ -61,6 +61,8 @@ class Sender:
         self.terms = terms
         self.prompt = Machine(f"prompt {key}", PROMPT, Prompt.HELD)
         self.legs: dict[int, _Leg] = {}
+        self._withdrawn: dict[int, _Leg] = {}
+        """Of ranks of D that took it ahead and have let go, or lost it: that attempt does not come back."""
         self.expects: frozenset[int] | None = None
         self.tokens = 0
         self.digest = b""
@@ -131,13 +133,15 @@ class Sender:
         known = leg is not None and leg.attempt == attempt and not leg.gone
         if leg is not None and known and leg.machine.state is not Leg.ENDED:
             return self._renew(rank, leg, limit, now)
-        if self.prompt.ended or (leg is not None and attempt <= leg.attempt):
+        past = leg or self._withdrawn.get(rank)
+        if self.prompt.ended or (past is not None and attempt <= past.attempt):
             reason = self.reason or "P has let this prompt's KV go; ask with a new request"
             return [Tell(rank, Failed(self.key, attempt, reason))]
         if leg is not None and not leg.machine.ended:
             leg.machine.remote(On.END)
         leg = _Leg(debt, attempt, limit, now, Machine(f"leg {self.key}/{rank}", LEG, Leg.CLAIMED))
         self.legs[rank] = leg
+        self._withdrawn.pop(rank, None)
         if self._since is not None:
             self._since = now
         return [] if self.prompt.state is Prompt.HELD else [self._offer(rank, leg)]
@@ -157,13 +161,12 @@ class Sender:
         return self._leg(rank, attempt) is not None
 
     def want(self, rank: int, message: Want, now: float) -> list[Effect]:
+        if message.empty:
+            return self._let_go(rank, message)
         leg = self._leg(rank, message.attempt)
         if leg is None:
             return []
         leg.heard = now
-        if message.stop <= message.start:
-            leg.machine.remote(On.NOTHING)
-            return self._settle()
         if self.prompt.state is Prompt.HELD or message.stop > self.tokens:
             raise RemoteProtocolError(
                 f"{self.key}: {message} goes beyond the {self.tokens} tokens of the offer"
@@ -174,6 +177,20 @@ class Sender:
         leg.machine.remote(On.AHEAD if message.ahead else On.WANT)
         leg.cutter = leg.cutter or Cutter(window)
         return self._announce(rank, leg, flush=True) + self._settle()
+
+    def _let_go(self, rank: int, message: Want) -> list[Effect]:
+        """D wants nothing more: it has all, or no request has come, and one may still."""
+        past = self._withdrawn.get(rank)
+        if past is not None and past.attempt == message.attempt:
+            self.legs[rank] = self._withdrawn.pop(rank)
+        leg = self._leg(rank, message.attempt)
+        if leg is None:
+            return []
+        if message.ahead:
+            self._withdraw(rank)
+            return []
+        leg.machine.remote(On.NOTHING)
+        return self._settle()
 
     def grant(self, rank: int, message: Grant, now: float) -> list[Effect]:
         """A receive is posted for this chunk. It is obeyed even by an ended transfer: void then."""
@@ -199,20 +216,22 @@ class Sender:
         leg = self._leg(rank, message.attempt)
         if leg is None:
             return []
-        if leg.machine.state is Leg.AHEAD:
-            self._withdraw(rank)
-            return []
         leg.machine.remote(On.END)
         self.reason = self.reason or f"D cancelled: {message.reason}"
         return self._settle()
 
-    def lost(self, rank: int, reason: str) -> list[Effect]:
-        """D's rank is gone, or broke the protocol; nothing of it may be waited for."""
+    def lost(self, rank: int, reason: str, restarted: bool = False) -> list[Effect]:
+        """D's rank is gone, or broke the protocol; nothing of it may be waited for.
+
+        `restarted`: what it says from now on is another incarnation's, or follows a new Hello.
+        """
+        if restarted:
+            self._withdrawn.pop(rank, None)
         leg = self.legs.get(rank)
         if leg is None:
             return []
         if leg.machine.state is Leg.AHEAD:
-            self._withdraw(rank)
+            self._withdraw(rank, restarted)
             return [Tell(rank, Failed(self.key, leg.attempt, reason))]
         # Who comes after a restart may count its attempts from the start: it is not this one.
         leg.gone = True
@@ -221,6 +240,14 @@ class Sender:
         leg.machine.local(On.END)
         self.reason = self.reason or reason
         return [Tell(rank, Failed(self.key, leg.attempt, reason)), *self._settle()]
+
+    def unlinked(self, rank: int, reason: str) -> list[Effect]:
+        """The link to D's rank is gone, with what it carried. Nothing is announced before the next is up."""
+        leg = self.legs.get(rank)
+        if leg is None or leg.machine.state is not Leg.CLAIMED:
+            return self.lost(rank, reason)
+        leg.limit = 0
+        return []
 
     # What the engine reports back.
 
@@ -285,9 +312,12 @@ class Sender:
         leg = self.legs.get(rank)
         return leg if leg is not None and leg.attempt == attempt and not leg.machine.ended else None
 
-    def _withdraw(self, rank: int) -> None:
+    def _withdraw(self, rank: int, restarted: bool = False) -> None:
         """D lets go of what no request has asked for: as if it had never claimed it."""
-        self.legs.pop(rank).machine.local(On.END)
+        leg = self.legs.pop(rank)
+        if not restarted:
+            # D may go on with this attempt for a while, with chunks that a new leg would not know.
+            self._withdrawn[rank] = leg
 
     def _offer(self, rank: int, leg: _Leg) -> Effect:
         return Tell(rank, Offer(self.key, leg.attempt, self.tokens, self.digest))

@@ -11,10 +11,14 @@ from typing import Any, Protocol
 
 from chaos.schedule import LEASE
 
+from p2pkv.engine.requests import MAX_TRIES
 from p2pkv.pairing import Address
 
 GRACE = 5.0
 """A load, and P's pages, end within the lease and this after the last progress; seconds."""
+
+PATIENCE = (1 + MAX_TRIES) * LEASE + GRACE
+"""Seconds without progress in the midst of faults: each time that P seems to have restarted, D asks anew."""
 
 AT_ONCE = 6
 """Requests of one D that may be under way."""
@@ -157,7 +161,7 @@ class Jobs:
         for job in list(self.open.values()):
             for engine, waits in ((job.prefill, job.in_prefill), (job.decode, job.in_decode)):
                 quiet = now - max(job.last, engine.continued)
-                if waits and not engine.frozen and quiet > LEASE + GRACE:
+                if waits and not engine.frozen and quiet > PATIENCE:
                     self._broken(f"{job.key} has no end on {engine.name} after {quiet:.1f} s")
                     del self.open[job.key]
                     break

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import nccl_simulated
 import pytest
 import torch
@@ -96,8 +98,7 @@ def push_half_ahead(p: Engine, d: Engine) -> None:
 
 
 def quiet(p: Engine, d: Engine) -> None:
-    wait_for(lambda: at_baseline(p) and at_baseline(d), what="the baseline")
-    assert value(d, "ahead_bytes") == 0
+    wait_for(lambda: at_baseline(p) and at_baseline(d) and not value(d, "ahead_bytes"), what="the baseline")
 
 
 @pytest.mark.parametrize("tokens", [2, 33, 100])
@@ -231,6 +232,7 @@ def test_nothing_wanted_of_it_frees_ps_at_once(links):
         d.do(do.Forget("k"))
         finish(p, "k")
         quiet(p, d)
+        assert p.ranks[0].rank.over, "a P that stops would wait for D's word"
 
 
 @pytest.mark.parametrize("tokens, digest", [(40, b"another"), (41, b"digest")])
@@ -259,6 +261,47 @@ def test_a_link_that_breaks_meanwhile_costs_nothing():
         assert wrong_cells(d.ranks[0], BLOCKS, 0, 95) == []
         finish(p, "k")
         quiet(p, d)
+
+
+def test_what_p_has_given_up_for_ds_silence_costs_nothing():
+    """D was frozen for a lease, say, and goes on with what P does not know any more."""
+    network = MemoryNetwork()
+    with engines(ONE, ONE, lambda side, rank: network.rank(), ahead_bytes=ROOM) as (p, d):
+        acquaint(p, d)
+        p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
+        step(p, "k", BLOCKS, 0, 48)
+        arrived(d, 48 * TOKEN)
+        on_engine_thread(p.ranks[0].rank, lambda: p.ranks[0].rank._half._prompts.tick(time.monotonic() + 5.5))
+        wait_for(lambda: value(d, "ahead_bytes") == 0)
+        step(p, "k", BLOCKS, 48, 96)
+        load(p, d, "k", 96)
+        assert wrong_cells(d.ranks[0], BLOCKS, 0, 95) == []
+        finish(p, "k")
+        quiet(p, d)
+
+
+def test_a_link_that_breaks_when_all_is_here_costs_nothing():
+    """P's end breaks, and P hears what D said before it knew."""
+    network = MemoryNetwork()
+    with engines(ONE, ONE, lambda side, rank: network.rank(), ahead_bytes=ROOM, lease_seconds=60.0) as (p, d):
+        acquaint(p, d)
+        prefill(p, "k", d.address, 40, BLOCKS, chunk=16)
+        arrived(d, 40 * TOKEN)
+        half = p.ranks[0].rank._half
+        (peer,) = half._peers.values()
+
+        def act() -> None:
+            claims = tuple((key, leg.attempt) for key, e in half._prompts.entries.items()
+                           for leg in e.sender.legs.values())  # fmt: skip
+            half._prompts.link_lost(peer, "broken by a test", time.monotonic())
+            half._prompts.waiting(peer, claims, time.monotonic())
+
+        on_engine_thread(p.ranks[0].rank, act)
+        load(p, d, "k", 40)
+        assert wrong_cells(d.ranks[0], BLOCKS, 0, 39) == []
+        finish(p, "k")
+        quiet(p, d)
+        assert value(p, "transfers_failed") == value(d, "transfers_failed") == 0
 
 
 def break_link(p: Engine, d: Engine) -> None:

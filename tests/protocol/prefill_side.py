@@ -237,7 +237,7 @@ class PrefillRank:
         self.early = {name: early for name, early in self.early.items() if name[1] != peer.hello.rank}
         peer.close()
         for key, sender in list(self.senders.items()):
-            self.run(key, sender.lost(peer.hello.rank, reason))
+            self.run(key, sender.lost(peer.hello.rank, reason, restarted=True))
 
     # The data plane.
 
@@ -251,7 +251,7 @@ class PrefillRank:
         if tell:
             self.tell(peer, m.LinkDown(peer.number, reason))
         for key, sender in list(self.senders.items()):
-            self.run(key, sender.lost(peer.hello.rank, reason))
+            self.run(key, sender.unlinked(peer.hello.rank, reason))
         if self.peers.get(peer.hello.rank) is peer:
             self._invite(peer)
 

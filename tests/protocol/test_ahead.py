@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from protocol import receiver_rigs as d_side
-from protocol.sender_rigs import LEASE, TOKENS, Rig, offer, sent
+from protocol.sender_rigs import LEASE, TOKENS, Rig, grant, offer, sent
 
 from p2pkv.protocol import receiver
-from p2pkv.protocol.effects import Finished, Offered, Released, Tell
+from p2pkv.protocol.effects import Finished, Offered, Released, Tell, Transmit
 from p2pkv.protocol.machine import RemoteProtocolError
-from p2pkv.protocol.messages import Cancel, Done, Piece, Want
+from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Piece, Want
 from p2pkv.protocol.receiver import Load, Receiver
 from p2pkv.protocol.sender_states import Leg, Prompt
 
@@ -45,26 +47,85 @@ def test_another_part_of_it_cannot_be_wanted() -> None:
         pushed().want(0, 4)
 
 
-@pytest.mark.parametrize("how", ["cancel", "lost", "silence"])
-def test_d_lets_go_and_the_prompt_waits_as_before(how: str) -> None:
-    rig = pushed()
+def withdraw(rig: Rig, how: str) -> None:
+    """Of a leg that is ahead; the lease of the pages is renewed, as if they took long to compute."""
     rig.now = LEASE - 1
     match how:
-        case "cancel":
-            assert rig.cancel() == []
+        case "let go":
+            assert rig.want(0, 0, ahead=True) == []
         case "lost":
-            assert [type(effect) for effect in rig.sender.lost(0, "gone")] == [Tell]
+            assert [type(effect) for effect in rig.sender.unlinked(0, "gone")] == [Tell]
         case "silence":
-            rig.sender._since = rig.now  # it took long to compute
+            rig.sender._since = rig.now
             assert rig.sender.tick(LEASE) == []
+
+
+@pytest.mark.parametrize("how", ["let go", "lost", "silence"])
+def test_d_lets_go_and_the_prompt_waits_as_before(how: str) -> None:
+    rig = pushed()
+    withdraw(rig, how)
     assert rig.states == (Prompt.COMPUTED, [])
     assert rig.claim(attempt=2) == [Tell(0, offer(2))]
     assert rig.want(0, 9, attempt=2) != [] and rig.states[1] == [Leg.SENDING]
 
 
+@pytest.mark.parametrize("how", ["let go", "lost", "silence"])
+def test_what_d_has_said_before_it_heard_of_that_brings_nothing_back(how: str) -> None:
+    """Its chunks are counted from 0 again only under another attempt, or D would take none of them."""
+    rig = Rig()
+    rig.offer()
+    rig.claim()
+    rig.want(0, TOKENS, ahead=True)
+    (announced,) = rig.compute()
+    assert isinstance(announced, Tell) and isinstance(announced.message, Chunk)
+    withdraw(rig, how)
+    (answer,) = rig.claim()
+    assert isinstance(answer, Tell) and isinstance(answer.message, Failed)
+    nbytes = announced.message.nbytes
+    assert rig.grant(0, nbytes) == [Transmit(0, grant(0, nbytes), ())]
+    assert rig.want(0, TOKENS) == rig.done() == []
+    assert rig.states == (Prompt.COMPUTED, [])
+    assert rig.claim(attempt=2) == [Tell(0, offer(2))]
+
+
+def test_a_later_claim_is_not_touched_by_words_about_an_earlier_one() -> None:
+    rig = pushed()
+    rig.sender.unlinked(0, "its link broke")
+    rig.claim(attempt=2)
+    assert rig.want(0, 0) == rig.want(0, 0, ahead=True) == []
+    assert rig.states == (Prompt.COMPUTED, [Leg.CLAIMED])
+
+
+def test_a_d_that_has_restarted_counts_its_attempts_anew() -> None:
+    rig = Rig()
+    rig.offer()
+    rig.claim(attempt=7)
+    rig.want(0, TOKENS, attempt=7, ahead=True)
+    rig.sender.unlinked(0, "its link broke")
+    rig.claim(attempt=8)
+    rig.want(0, TOKENS, attempt=8, ahead=True)
+    rig.sender.lost(0, "it has restarted", restarted=True)
+    assert rig.claim(attempt=1) == [Tell(0, offer(1))]
+
+
+def test_a_d_that_has_all_of_it_releases_what_was_withdrawn() -> None:
+    rig = pushed()
+    rig.sender.unlinked(0, "its link broke")
+    assert rig.want(0, 0) == [Released(), Finished(True)]
+
+
+def test_d_may_let_go_before_it_has_wanted_any_of_it() -> None:
+    rig = Rig()
+    rig.offer()
+    rig.claim()
+    assert rig.want(0, 0, ahead=True) == []
+    assert rig.states == (Prompt.OFFERED, [])
+    assert rig.claim(attempt=2) == [Tell(0, offer(2))]
+
+
 def test_pages_that_nobody_asks_for_go_a_lease_after_the_prefill() -> None:
     rig = pushed()
-    rig.cancel()
+    rig.want(0, 0, ahead=True)
     assert rig.sender.deadline == LEASE
     assert Released() in rig.sender.tick(LEASE)
 
@@ -90,8 +151,9 @@ def test_all_tokens_are_wanted_ahead_and_nobody_is_told_of_the_offer() -> None:
 def test_a_request_adopts_it_and_what_was_kept_counts_when_it_is_written() -> None:
     made = kept()
     assert made.adopt() == [Offered()]
+    release = Want(d_side.KEY, d_side.ATTEMPT, 0, 0)
     want = Want(d_side.KEY, d_side.ATTEMPT, 0, d_side.TOKENS)
-    assert made.want(4, 9, 4.0) == [Tell(0, want), Tell(1, want)]
+    assert made.want(4, 9, 4.0) == [Tell(0, release), Tell(1, want)]
     assert made.scattered(0, 0, 5.0) == [Tell(0, Done(d_side.KEY, d_side.ATTEMPT))]
     last = d_side.take(made, 1, d_side.chunk(0, Piece(1, 2, 0, d_side.TOKENS)))
     assert last[-1] == Finished(True) and made.load.state is Load.DONE
@@ -104,14 +166,17 @@ def test_who_has_sent_all_may_go_and_is_not_waited_for() -> None:
     assert made.lost("gone", 1)[-1] == Finished(False, "gone")
 
 
-def test_unasked_it_is_cancelled_and_asked_for_it_is_released() -> None:
-    made = kept()
-    cancel = Cancel(d_side.KEY, d_side.ATTEMPT, "enough")
-    assert made.cancel("enough") == [Tell(0, cancel), Tell(1, cancel), Finished(False, "enough")]
+@pytest.mark.parametrize("make", [kept, lambda: d_side.make(ahead=True)])
+def test_what_nobody_has_asked_for_is_left_to_p(make: Callable[[], d_side.Receiver]) -> None:
+    made, leave = make(), Want(d_side.KEY, d_side.ATTEMPT, 0, 0, ahead=True)
+    assert made.cancel("enough") == [Tell(0, leave), Tell(1, leave), Finished(False, "enough")]
+
+
+def test_what_has_been_asked_for_is_cancelled() -> None:
     made = kept()
     made.adopt()
-    release = Want(d_side.KEY, d_side.ATTEMPT, 0, 0)
-    assert made.cancel("enough") == [Tell(0, release), Tell(1, release), Finished(False, "enough")]
+    cancel = Cancel(d_side.KEY, d_side.ATTEMPT, "enough")
+    assert made.cancel("enough") == [Tell(0, cancel), Tell(1, cancel), Finished(False, "enough")]
 
 
 def test_what_is_kept_does_not_count_as_under_way(monkeypatch: pytest.MonkeyPatch) -> None:

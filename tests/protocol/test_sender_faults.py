@@ -8,6 +8,7 @@ from protocol.sender_rigs import (
     LEASE,
     ROW,
     TOKENS,
+    WHOLE,
     Rig,
     cancelled,
     chunk,
@@ -256,6 +257,16 @@ def test_a_lost_target_ends_its_leg_only() -> None:
     assert rig.sender.lost(0, "gone") == [] == rig.sender.lost(7, "never seen")
     rig.want(rank=1)
     assert rig.carry(rig.compute())[-2:] == [Released(), Finished(False, "gone")]
+
+
+def test_a_link_that_breaks_costs_what_it_carried_and_not_what_waits() -> None:
+    rig = computed()
+    rig.claim()
+    assert rig.sender.unlinked(0, "link broke") == [] == rig.want()
+    assert rig.sender.deadline == rig.now + LEASE
+    assert rig.claim() == [Tell(0, WHOLE)]
+    assert rig.sender.unlinked(0, "link broke")[0] == Tell(0, Failed(KEY, 1, "link broke"))
+    assert rig.sender.unlinked(7, "never seen") == []
 
 
 def test_a_lost_target_that_had_everything_in_flight_hears_of_it_and_the_outcome_stays() -> None:

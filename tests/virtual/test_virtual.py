@@ -81,7 +81,7 @@ def test_a_seed_gives_the_same_run_in_every_process() -> None:
 
 
 def test_every_kind_of_fault_happens() -> None:
-    world = World(103)
+    world = World(111)
     world.run(40.0)
     assert set(world.faults) == {fault.__name__ for fault in WEIGHTS}
 

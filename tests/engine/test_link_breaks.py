@@ -1,0 +1,78 @@
+"""A link breaks: what it carried fails, and what waits for its turn goes over the next one."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from engine_support import (
+    Engine,
+    Geometry,
+    at_baseline,
+    engines,
+    on_engine_thread,
+    prefill,
+    step,
+    wait_for,
+    wrong_cells,
+)
+
+from p2pkv.engine import commands as do
+from p2pkv.links import make_factory
+from p2pkv.links.memory import MemoryNetwork
+
+ONE = Geometry()
+BLOCKS = list(range(6))
+OTHERS = list(range(10, 16))
+
+
+@pytest.fixture(params=["memory", "host"])
+def links(request):
+    network = MemoryNetwork()
+
+    def make(side: str, rank: int):
+        if request.param == "memory":
+            return network.rank()
+        return make_factory("host", host="127.0.0.1", staging_bytes=1 << 20)
+
+    return make
+
+
+def break_link(engine: Engine) -> None:
+    """Its one link, at this end."""
+    rank = engine.ranks[0].rank
+    (peer,) = rank._half._peers.values()
+    table = rank._half._prompts if rank._ctx.hello.role == "P" else rank._half._requests
+    on_engine_thread(rank, lambda: table.link_lost(peer, "broken by a test", time.monotonic()))
+
+
+@pytest.mark.parametrize("side", ["P", "D"])
+@pytest.mark.parametrize("begun", [True, False], ids=["P has computed", "P has not begun"])
+def test_only_what_it_carried_fails(links, side, begun):
+    with engines(ONE, ONE, links, lease_seconds=60.0) as (p, d):
+        for key in ("carried", "queued"):
+            d.do(do.Expect(key, p.address, 96, b"digest"))
+            p.do(do.Hold(key, d.address))
+        p.do(do.OfferPrompt("carried", d.address, 96, b"digest"))
+        d.wait(do.Begun("carried"))
+        d.do(do.Load("carried", 0, 95, (BLOCKS,)))
+        step(p, "carried", BLOCKS, 0, 48)
+        wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
+        if begun:
+            prefill(p, "queued", d.address, 96, OTHERS, chunk=48)
+            d.wait(do.Begun("queued"))
+        break_link({"P": p, "D": d}[side])
+        wait_for(lambda: d.ranks[0].events(do.LoadFailed))
+        p.wait(do.PagesFree("carried"))
+        if not begun:
+            prefill(p, "queued", d.address, 96, OTHERS, chunk=48)
+            d.wait(do.Begun("queued"))
+        d.do(do.Load("queued", 0, 95, (OTHERS,)))
+        d.wait(do.Loaded("queued"))
+        assert wrong_cells(d.ranks[0], OTHERS, 0, 95) == []
+        assert [event.key for event in d.ranks[0].events(do.LoadFailed)] == ["carried"]
+        p.wait(do.PagesFree("queued"))
+        for key in ("carried", "queued"):
+            d.do(do.Forget(key))
+            p.do(do.Forget(key))
+        wait_for(lambda: at_baseline(p) and at_baseline(d), what="the baseline")
