@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from proxy_fakes import Deployment, FakeInstance, Seen, answer_json, deployed, quiet, until
+from proxy_fakes import Deployment, FakeInstance, Seen, answer_json, deployed, join, ping, quiet, until
 
+from proxy.admission import Admission
+from proxy.counters import Counters
 from proxy.limits import Limits
+from proxy.registry import Registry
+from proxy.routing import Router
 
 pytestmark = pytest.mark.asyncio
 
@@ -217,3 +222,33 @@ async def test_of_a_herd_everybody_gets_one_answer_and_d_never_more_than_it_take
         assert statuses.count(503) == deployment.proxy.counters.refused_full
         assert 1 <= most <= 4
         await quiet(deployment)
+
+
+async def test_those_who_wait_for_one_model_cost_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, looks = Registry(), 0
+    for model, port in (("a", 1), ("b", 11)):
+        join(registry, ping("P", port, model=model))
+        join(registry, ping("D", port + 1, model=model))
+    router = Router(registry, room=2)
+    admission = Admission(router, Limits(max_waiting=200), Counters(), lambda: 0.0)
+
+    async def once(model: str) -> None:
+        async with admission.place(model, paired=True):
+            pass
+
+    def looked(*arguments: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return routable(*arguments)
+
+    routable = registry.routable
+    async with admission.place("a", paired=True), admission.place("a", paired=True):
+        asked = [asyncio.create_task(once("a")) for _ in range(200)]
+        await until(lambda: admission.waiting == 200)
+        monkeypatch.setattr(registry, "routable", looked)
+        await once("b")
+        monkeypatch.undo()
+        assert looks < 20
+        assert admission.waiting == 200
+    await asyncio.gather(*asked)
+    assert (admission.waiting, admission.under_way) == (0, 0)
