@@ -121,14 +121,12 @@ class Admission:
                 waiter.placed.set_exception(failure)
 
     async def _wait(self, model: str | None, paired: bool) -> Place:
-        with suppress(Full):
-            self._router.able(model, self._clock(), paired=paired)
         waiter = _Waiter(next(self._numbers), (model, paired), asyncio.get_running_loop().create_future())
         self._queues.setdefault(waiter.wants, {})[waiter] = None
         try:
             self.advance()
-            if not waiter.placed.done() and self.waiting > self._limits.max_waiting:
-                raise self._refused_full()
+            if not waiter.placed.done():
+                self._check_queue(waiter)
             async with asyncio.timeout(self._limits.max_wait):
                 return await waiter.placed
         except TimeoutError:
@@ -150,9 +148,15 @@ class Admission:
         if not queue:
             self._queues.pop(waiter.wants, None)
 
-    def _refused_full(self) -> Failure:
+    def _check_queue(self, waiter: _Waiter) -> None:
+        """Whether a wait has a prospect. Raises NoInstance, UnknownModel or Failure."""
+        model, paired = waiter.wants
+        with suppress(Full):
+            self._router.able(model, self._clock(), paired=paired)
+        if self.waiting <= self._limits.max_waiting:
+            return
         self._counters.refused_full += 1
-        return Failure(
+        raise Failure(
             503,
             "All decode instances have as many requests as they take, and as many as may are waiting; "
             "try again in a few seconds.",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
+from aiohttp.connector import Connection
 from multidict import CIMultiDictProxy
 
 from .given_up import GIVEN_UP, STOPPED
@@ -25,17 +28,34 @@ _MAX_WORDS_BYTES = 64 << 10
 # so that another instance can be asked if it does not come whole.
 _MAX_HELD_BYTES = 1 << 20
 
+# While an answer is awaited nothing is sent, so a host that is gone would never be missed, once its instance
+# has said goodbye. Its kernel, which no busy process holds up, is asked after 10 s and given up after 20.
+_KEEPALIVE_PROBES = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 5}
+
 EVENT_STREAM = "text/event-stream"
 
 
 def open_session() -> aiohttp.ClientSession:
     """The one session of a proxy: a connection for every request, and no deadline on an answer."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
+        connector=_Connector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
         timeout=aiohttp.ClientTimeout(total=None, connect=_REACH_SECONDS, sock_connect=_CONNECT_SECONDS),
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("User-Agent", "Accept"),
     )
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Its connections break when the other host is gone."""
+
+    async def connect(self, *arguments: Any, **options: Any) -> Connection:
+        connection = await super().connect(*arguments, **options)
+        if connection.transport is not None:
+            sock = connection.transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _KEEPALIVE_PROBES.items():
+                sock.setsockopt(socket.IPPROTO_TCP, name, value)
+        return connection
 
 
 class CallFailed(Exception):
@@ -86,7 +106,7 @@ class Call:
         try:
             self._response = await self._asking
         except asyncio.CancelledError:
-            if self._given_up:
+            if self._given_up and not _cancelled():
                 raise CallFailed("has stopped answering") from None
             raise
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
@@ -124,6 +144,12 @@ class Call:
         elif self._response is not None:
             self._response.close()
         self._cleanup.close()
+
+
+def _cancelled() -> bool:
+    """Whether this task itself is to end, whatever became of what it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _close_answer(asking: asyncio.Task[aiohttp.ClientResponse]) -> None:
