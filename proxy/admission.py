@@ -31,6 +31,25 @@ class Place:
     model: str | None
     paired: bool
     choice: Choice
+    _expecting: Instance | None = None
+
+    def seat(self) -> None:
+        """It is coming to its instances."""
+        self.choice.decode.seats += 1
+        self._expecting = self.choice.prefill
+        if self._expecting is not None:
+            self._expecting.coming += 1
+
+    def sent(self) -> None:
+        """P is asked now, and busy by that alone. Idempotent."""
+        if self._expecting is not None:
+            self._expecting.coming -= 1
+            self._expecting = None
+
+    def unseat(self) -> None:
+        """It has left them."""
+        self.sent()
+        self.choice.decode.seats -= 1
 
 
 Wants = tuple[str | None, bool]
@@ -177,13 +196,13 @@ class Admission:
 
     def _seat(self, place: Place) -> None:
         self._places.add(place)
-        place.choice.decode.seats += 1
+        place.seat()
         for instance in place.choice.instances:
             instance.breaker.sent(place, self._clock())
 
     def _unseat(self, place: Place) -> None:
         self._places.discard(place)
-        place.choice.decode.seats -= 1
+        place.unseat()
         for instance in place.choice.instances:
             instance.breaker.given_up(place)
 

@@ -56,7 +56,8 @@ class Instance:
         healthy: its /health has answered 200, and nobody has found its port closed since.
         names: model names under which it answers; empty while unknown, and then it may serve any.
         in_flight: requests that this proxy has open there.
-        seats: requests that were sent here, and have not ended.
+        seats: requests that this D has, or gets from P, and that have not ended.
+        coming: requests that this P has been chosen for, and that are not in flight yet.
         turn: the number of the latest choice that fell on it.
         breaker: whether it is given requests, after what became of the last ones.
     """
@@ -68,6 +69,7 @@ class Instance:
     names: frozenset[str] = frozenset()
     in_flight: int = 0
     seats: int = 0
+    coming: int = 0
     turn: int = 0
     breaker: Breaker = field(default_factory=Breaker)
     _ends: set[Callable[[], None]] = field(default_factory=set)
@@ -94,6 +96,11 @@ class Instance:
     @property
     def zmq_address(self) -> Address:
         return Address.parse(self.ping.zmq_address)
+
+    @property
+    def load(self) -> int:
+        """Requests that are here or on their way."""
+        return max(self.in_flight + self.coming, self.seats)
 
     def serves(self, model: str | None) -> bool:
         """Whether it may serve `model`, None being whatever it has."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -252,3 +252,36 @@ async def test_those_who_wait_for_one_model_cost_the_others_nothing(monkeypatch:
         assert admission.waiting == 200
     await asyncio.gather(*asked)
     assert (admission.waiting, admission.under_way) == (0, 0)
+
+
+async def test_a_herd_is_spread_although_nobody_has_got_his_first_request_yet() -> None:
+    registry = Registry()
+    busier, idler = join(registry, ping("P", 1)), join(registry, ping("P", 2))
+    join(registry, ping("D", 11))
+    admission = Admission(Router(registry, room=10), Limits(), Counters(), lambda: 0.0)
+    async with AsyncExitStack() as leave:
+        leave.enter_context(busier.busy(lambda: None))
+        for _ in range(10):
+            (await leave.enter_async_context(admission.place(None, paired=True))).sent()
+        asked = [
+            asyncio.create_task(leave.enter_async_context(admission.place(None, paired=True)))
+            for _ in range(9)
+        ]
+        await until(lambda: admission.waiting == 9)
+        join(registry, ping("D", 12))
+        admission.advance()
+        chosen = [(await each).choice.prefill for each in asked]
+        assert (chosen.count(busier), chosen.count(idler)) == (4, 5)
+    assert (busier.coming, idler.coming) == (0, 0)
+
+
+async def test_a_d_whose_requests_are_still_at_p_is_busy(sequential: Deployment) -> None:
+    await sequential.add("D")
+    await sequential.ready(prefill=1, decode=2)
+    first, second = sequential.registry.known("D")
+    with slow(sequential.p), first.busy(lambda: None):
+        asked = [ask(sequential) for _ in range(9)]
+        await until(lambda: len(sequential.p.requests) == 9)
+        assert sorted((first.seats, second.seats)) == [4, 5]
+    assert await asyncio.gather(*asked) == [200] * 9
+    await quiet(sequential)
