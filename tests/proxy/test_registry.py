@@ -105,6 +105,15 @@ def test_the_registry_is_bounded() -> None:
     assert registry.observe(ping(port=2, incarnation="again"), 0.0) is not None
 
 
+def test_that_it_is_full_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    registry = Registry(capacity=1)
+    join(registry, ping(port=1))
+    for second in range(100):
+        assert registry.observe(ping(port=2 + second), float(second)) is None
+    said = [each.getMessage() for each in caplog.records if "are known already" in each.getMessage()]
+    assert len(said) == 2
+
+
 def test_p_and_d_are_chosen_independently() -> None:
     registry = Registry()
     for port in (1, 2):
