@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from proxy_fakes import Deployment, FakeInstance, Seen, answer_json, deployed, join, ping, quiet, until
+from proxy_fakes import Deployment, FakeInstance, Seen, answer_json, deployed, quiet, until
 
-from proxy.admission import Admission
-from proxy.counters import Counters
 from proxy.limits import Limits
-from proxy.registry import Registry
-from proxy.routing import Router
 
 pytestmark = pytest.mark.asyncio
 
@@ -222,66 +217,3 @@ async def test_of_a_herd_everybody_gets_one_answer_and_d_never_more_than_it_take
         assert statuses.count(503) == deployment.proxy.counters.refused_full
         assert 1 <= most <= 4
         await quiet(deployment)
-
-
-async def test_those_who_wait_for_one_model_cost_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry, looks = Registry(), 0
-    for model, port in (("a", 1), ("b", 11)):
-        join(registry, ping("P", port, model=model))
-        join(registry, ping("D", port + 1, model=model))
-    router = Router(registry, room=2)
-    admission = Admission(router, Limits(max_waiting=200), Counters(), lambda: 0.0)
-
-    async def once(model: str) -> None:
-        async with admission.place(model, paired=True):
-            pass
-
-    def looked(*arguments: Any) -> Any:
-        nonlocal looks
-        looks += 1
-        return routable(*arguments)
-
-    routable = registry.routable
-    async with admission.place("a", paired=True), admission.place("a", paired=True):
-        asked = [asyncio.create_task(once("a")) for _ in range(200)]
-        await until(lambda: admission.waiting == 200)
-        monkeypatch.setattr(registry, "routable", looked)
-        await once("b")
-        monkeypatch.undo()
-        assert looks < 20
-        assert admission.waiting == 200
-    await asyncio.gather(*asked)
-    assert (admission.waiting, admission.under_way) == (0, 0)
-
-
-async def test_a_herd_is_spread_although_nobody_has_got_his_first_request_yet() -> None:
-    registry = Registry()
-    busier, idler = join(registry, ping("P", 1)), join(registry, ping("P", 2))
-    join(registry, ping("D", 11))
-    admission = Admission(Router(registry, room=10), Limits(), Counters(), lambda: 0.0)
-    async with AsyncExitStack() as leave:
-        leave.enter_context(busier.busy(lambda: None))
-        for _ in range(10):
-            (await leave.enter_async_context(admission.place(None, paired=True))).sent()
-        asked = [
-            asyncio.create_task(leave.enter_async_context(admission.place(None, paired=True)))
-            for _ in range(9)
-        ]
-        await until(lambda: admission.waiting == 9)
-        join(registry, ping("D", 12))
-        admission.advance()
-        chosen = [(await each).choice.prefill for each in asked]
-        assert (chosen.count(busier), chosen.count(idler)) == (4, 5)
-    assert (busier.coming, idler.coming) == (0, 0)
-
-
-async def test_a_d_whose_requests_are_still_at_p_is_busy(sequential: Deployment) -> None:
-    await sequential.add("D")
-    await sequential.ready(prefill=1, decode=2)
-    first, second = sequential.registry.known("D")
-    with slow(sequential.p), first.busy(lambda: None):
-        asked = [ask(sequential) for _ in range(9)]
-        await until(lambda: len(sequential.p.requests) == 9)
-        assert sorted((first.seats, second.seats)) == [4, 5]
-    assert await asyncio.gather(*asked) == [200] * 9
-    await quiet(sequential)

@@ -303,15 +303,18 @@ async def test_ps_failure_after_ds_first_token_does_not_matter(concurrent: Deplo
 
 
 async def test_of_several_prompts_the_others_still_need_p(concurrent: Deployment) -> None:
-    p_fails = asyncio.Event()
-    concurrent.d.behaviour = streams(asyncio.Event(), asyncio.Event())
-    concurrent.p.behaviour = after(p_fails, dies)
-    response = await concurrent.post({"prompt": ["x", "y"], "stream": True})
-    assert b"first" in await response.content.readuntil(b"\n\n")
-    p_fails.set()
-    error = json.loads((await response.content.read()).removeprefix(b"data: "))["error"]
-    assert error["message"].startswith("The prefill instance failed")
-    await until(lambda: concurrent.d.requests[0].aborted)
+    for _ in range(5):
+        p_fails = asyncio.Event()
+        concurrent.d.behaviour = streams(asyncio.Event(), asyncio.Event())
+        concurrent.p.behaviour = after(p_fails, dies)
+        response = await concurrent.post({"prompt": ["x", "y"], "stream": True})
+        assert b"first" in await response.content.readuntil(b"\n\n")
+        p_fails.set()
+        error = json.loads((await response.content.read()).removeprefix(b"data: "))["error"]
+        assert error["message"].startswith("The prefill instance failed")
+        await until(lambda: concurrent.d.requests[-1].aborted)
+    (p,), (d,) = concurrent.registry.known("P"), concurrent.registry.known("D")
+    assert (p.breaker.closed, d.breaker.closed) == (False, True), "it is P that fails"
 
 
 # The client leaves.

@@ -231,6 +231,16 @@ async def test_many_requests_spread_and_leave_nothing_behind() -> None:
         await until(lambda: all(instance.in_flight == 0 for instance in everyone))
 
 
+async def test_an_end_that_looks_like_the_start_of_its_id_arrives(either: Deployment) -> None:
+    async def cut(request: web.Request, seen: Seen) -> web.StreamResponse:
+        ends.append(b"so it goes: " + seen.request_id[:5].encode())
+        return web.Response(body=ends[-1])
+
+    ends: list[bytes] = []
+    either.d.behaviour = cut
+    assert await (await either.post()).read() == ends[0]
+
+
 async def test_cookies_are_each_clients_own(either: Deployment) -> None:
     async def cookie(request: web.Request, seen: Seen) -> web.StreamResponse:
         response = web.json_response(completion(seen))

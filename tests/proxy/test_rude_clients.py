@@ -265,3 +265,7 @@ async def test_a_client_that_stays_and_does_not_read_loses_its_place(
         await until(lambda: len(short.d.requests) == 1)
         await until(lambda: short.d.requests[0].aborted)
         await quiet(short)
+        deaf.writer.transport.resume_reading()
+        async with asyncio.timeout(10):
+            with contextlib.suppress(ConnectionError):
+                await deaf.reader.read()  # to the end of the connection
