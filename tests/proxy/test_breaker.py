@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from aiohttp import web
 from proxy_fakes import (
+    Behaviour,
     Deployment,
     FakeInstance,
     Seen,
@@ -16,6 +17,8 @@ from proxy_fakes import (
     quiet,
     until,
 )
+from test_failures import dies
+from test_given_up import after_p, stops
 
 from proxy.admission import Admission
 from proxy.breaker import Breaker
@@ -23,6 +26,8 @@ from proxy.counters import Counters
 from proxy.limits import Limits
 from proxy.registry import LIFE, Instance, Registry
 from proxy.routing import Choice, Router
+
+MISTAKE = answer_error(400)
 
 
 def opened(now: float = 0.0) -> Breaker:
@@ -68,6 +73,20 @@ def test_failures_among_as_many_successes_open_it_and_among_more_do_not() -> Non
                 breaker.succeeded(0.0)
             bad = bad or breaker.failed(0.0)
         assert bad is opens
+
+
+def test_only_the_last_hundred_count() -> None:
+    breaker = Breaker()
+    for _ in range(1000):
+        breaker.succeeded(0.0)
+    assert [breaker.failed(0.0) for _ in range(50)] == [False] * 49 + [True]
+
+
+def test_once_closed_it_has_forgotten_why_it_was_open() -> None:
+    breaker = opened()
+    breaker.sent("trial", 1.0)
+    assert breaker.succeeded(1.0)
+    assert [breaker.failed(1.0) for _ in range(5)] == [False] * 4 + [True]
 
 
 def test_failures_long_ago_do_not_count() -> None:
@@ -199,6 +218,26 @@ async def serve_both(deployment: Deployment, *instances: FakeInstance) -> None:
     for _ in range(4):
         assert (await deployment.post()).status == 200
     assert [len(instance.requests) - n for instance, n in zip(instances, before, strict=True)] == [2, 2]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("role", ["P", "D"])
+@pytest.mark.parametrize("failure", [dies, stops, answer_error(500), answer_error(307), MISTAKE])
+async def test_what_counts_as_a_failure_and_whose_it_is(
+    either: Deployment, role: str, failure: Behaviour
+) -> None:
+    """Five in a row; the mistakes of clients are nobody's."""
+    (p,), (d,) = either.registry.known("P"), either.registry.known("D")
+    guilty, innocent = (p, d) if role == "P" else (d, p)
+    (either.p if role == "P" else either.d).behaviour = failure
+    if role == "P":
+        either.d.behaviour = after_p(either, answer_json)
+    for _ in range(5):
+        assert guilty.breaker.closed
+        await (await either.post()).read()
+        await quiet(either)
+    assert guilty.breaker.closed is (failure is MISTAKE)
+    assert innocent.breaker.closed
 
 
 @pytest.mark.asyncio

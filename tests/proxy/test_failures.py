@@ -150,6 +150,15 @@ async def test_a_d_that_gives_no_answer_is_a_502(either: Deployment, behaviour: 
     assert shows_no_address(either, await response.text())
 
 
+async def test_an_error_without_end_is_a_502(either: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.upstream._MAX_WHOLE_BYTES", 100_000)
+    for size, status in ((10_000, 500), (200_000, 502)):
+        either.d.behaviour = answer_error(500, "x" * size)
+        response = await either.post()
+        assert response.status == status
+    assert "answered with too many bytes" in (await error_of(response))["message"]
+
+
 async def test_an_empty_success_is_a_502(either: Deployment) -> None:
     async def empty(request: web.Request, seen: Seen) -> web.StreamResponse:
         return web.Response(status=200)
@@ -387,6 +396,8 @@ async def test_too_large_a_body_is_a_413() -> None:
         assert response.status == 413
         assert "1000 bytes" in (await error_of(response))["message"]
         assert deployment.d.requests == []
+        body = {"prompt": ""}
+        assert (await deployment.post(body | {"prompt": "x" * (1000 - len(json.dumps(body)))})).status == 200
 
 
 async def test_other_paths_are_a_404_that_says_what_there_is(lonely: Deployment) -> None:

@@ -6,13 +6,14 @@ import asyncio
 import socket
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 from multidict import CIMultiDict
 from proxy_fakes import FakeInstance, Seen, event, event_stream, join, ping
 
 from proxy.registry import Registry
-from proxy.upstream import Call, open_session
+from proxy.upstream import Call, CallFailed, open_session
 
 
 class Answer:
@@ -49,6 +50,23 @@ async def test_an_answer_that_comes_as_its_call_is_cancelled_is_closed() -> None
     await asyncio.sleep(0)
     assert answer.closed
     assert instance.in_flight == 0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("error", [aiohttp.ConnectionTimeoutError, aiohttp.ServerDisconnectedError])
+async def test_who_cannot_be_reached_waits_for_its_health_and_who_hangs_up_does_not(
+    error: type[aiohttp.ClientError],
+) -> None:
+    class Session:
+        async def post(self, *arguments: Any, **options: Any) -> Answer:
+            raise error
+
+    instance = join(Registry(), ping("D"))
+    call = Call(Session(), instance, "/v1/completions")
+    with pytest.raises(CallFailed):
+        await call.open(b"", CIMultiDict())
+    call.close()
+    assert instance.healthy is (error is aiohttp.ServerDisconnectedError)
 
 
 @pytest.mark.asyncio
