@@ -180,6 +180,10 @@ def test_a_crash_does_not_clean_the_record_and_a_goodbye_and_time_do() -> None:
     assert not again.breaker.closed
     registry.expire(LIFE + 2)
     assert not join(registry, ping(incarnation="third"), LIFE + 3).breaker.closed
+    registry.observe(ping(incarnation="third", leaving=True), LIFE + 4)
+    after_goodbye = join(registry, ping(incarnation="third and a half"), LIFE + 5)
+    assert after_goodbye.breaker.closed
+    fail(after_goodbye, LIFE + 5)
     registry.expire(200.0)
     assert registry.known("P") == [] and registry._breakers == {}
     assert join(registry, ping(incarnation="fourth"), 200.0).breaker.closed
@@ -238,6 +242,16 @@ async def test_what_counts_as_a_failure_and_whose_it_is(
         await quiet(either)
     assert guilty.breaker.closed is (failure is MISTAKE)
     assert innocent.breaker.closed
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("role", ["P", "D"])
+async def test_failures_among_more_successes_are_no_reason(sequential: Deployment, role: str) -> None:
+    instance = sequential.p if role == "P" else sequential.d
+    for number in range(30):
+        instance.behaviour = answer_error(500) if number % 3 == 2 else answer_json
+        await (await sequential.post()).read()
+    assert all(each.breaker.closed for each in sequential.everyone())
 
 
 @pytest.mark.asyncio

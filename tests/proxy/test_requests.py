@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from proxy_fakes import Deployment, Seen, answer_json, completion, deployed, event, event_stream, until
+from proxy_fakes import Deployment, Seen, answer_json, completion, deployed, event, event_stream, quiet, until
 
 from p2pkv.pairing import Address, find_pair
 
@@ -219,6 +219,24 @@ async def test_p_may_end_after_d_has_answered(concurrent: Deployment) -> None:
     await until(lambda: instance.in_flight == 0)
     assert concurrent.p.requests[0].answered
     assert not concurrent.p.requests[0].aborted
+
+
+async def test_a_p_that_does_not_end_is_closed_after_a_while(
+    concurrent: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(request: web.Request, seen: Seen) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async def answers(request: web.Request, seen: Seen) -> web.StreamResponse:
+        await until(lambda: len(concurrent.p.requests) == 1)
+        return await answer_json(request, seen)
+
+    monkeypatch.setattr("proxy.dispatch._GRACE_SECONDS", 0.1)
+    concurrent.p.behaviour, concurrent.d.behaviour = never, answers
+    assert (await concurrent.post()).status == 200
+    await until(lambda: concurrent.p.requests[0].aborted)
+    await quiet(concurrent)
 
 
 async def test_many_requests_spread_and_leave_nothing_behind() -> None:

@@ -22,6 +22,7 @@ from proxy_fakes import (
 )
 from test_given_up import stops, stops_before_a_token
 
+from proxy.limits import Limits
 from proxy.retries import Budget, pause
 from proxy.serving import Dispatch
 
@@ -126,6 +127,16 @@ async def test_with_no_other_instance_there_is_no_second_try(concurrent: Deploym
 
 
 @pytest.mark.asyncio
+async def test_nobody_is_asked_twice_however_often_it_may_be_tried() -> None:
+    async with deployed("sequential", prefill=3, decode=1, limits=Limits(retries=9)) as deployment:
+        for instance in deployment.prefills:
+            instance.behaviour = answer_error(500)
+        assert (await deployment.post()).status == 502
+        assert asked(deployment.prefills) == [1, 1, 1]
+        await quiet(deployment)
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("role", ["P", "D"])
 async def test_the_clients_mistake_is_not_tried_again(role: str) -> None:
     async with deployed("sequential", prefill=2, decode=2) as deployment:
@@ -206,6 +217,7 @@ async def test_a_second_try_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyP
         response = await asking
         assert response.status == 503
         assert "had to stop" in (await response.json())["error"]["message"]
+        assert deployment.proxy.counters.cut_off == 1
         await quiet(deployment)
 
 
