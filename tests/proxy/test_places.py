@@ -161,6 +161,15 @@ async def test_a_herd_is_spread_although_nobody_has_got_his_first_request_yet() 
     assert (busier.coming, idler.coming) == (0, 0)
 
 
+async def test_a_p_is_busy_until_it_has_answered_and_no_longer(either: Deployment) -> None:
+    (p,) = either.registry.known("P")
+    with slow(either.d):
+        asked = [ask(either) for _ in range(3)]
+        await until(lambda: len(either.d.requests) == 3)
+        await until(lambda: p.load == 0)
+    assert await asyncio.gather(*asked) == [200] * 3
+
+
 async def test_a_d_whose_requests_are_still_at_p_is_busy(sequential: Deployment) -> None:
     await sequential.add("D")
     await sequential.ready(prefill=1, decode=2)

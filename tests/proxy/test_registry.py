@@ -146,6 +146,27 @@ def test_the_least_busy_comes_first() -> None:
     assert busy.in_flight == 0
 
 
+def test_one_that_is_dead_ends_what_it_has_and_gets_no_more() -> None:
+    registry = Registry()
+    instance = join(registry, ping("D"))
+    ended: list[str] = []
+    with instance.busy(lambda: ended.append("over before")):
+        pass
+    with instance.busy(lambda: ended.append("under way")):
+        instance.dead()
+    assert ended == ["under way"]
+    assert registry.routable("D", 0.0) == []
+
+
+def test_only_those_with_requests_are_missed_before_their_life_ends() -> None:
+    registry = Registry()
+    idle, busy = join(registry, ping("D", 1)), join(registry, ping("D", 2))
+    with busy.busy(lambda: None):
+        assert registry.silent(LIFE * 0.6) == []
+        assert registry.silent(LIFE * 0.7) == [busy]
+    assert idle.healthy
+
+
 def pools(*models: str) -> Registry:
     """A P and a D for each model."""
     registry = Registry()

@@ -94,6 +94,14 @@ async def test_who_leaves_as_the_instance_dies_has_left(dead_first: bool) -> Non
 
 
 @pytest.mark.asyncio
+async def test_a_connection_is_not_used_again_when_vllm_may_be_closing_it() -> None:
+    """Its server does so after five idle seconds."""
+    async with open_session() as session:
+        assert session.connector is not None
+        assert 1.0 <= session.connector._keepalive_timeout <= 4.0
+
+
+@pytest.mark.asyncio
 async def test_a_host_that_vanishes_is_noticed_although_nothing_is_sent_to_it() -> None:
     """After a goodbye no ping is missed; the kernel asks whether its host is still there."""
 
