@@ -12,6 +12,7 @@ import aiohttp
 from aiohttp.connector import Connection
 from multidict import CIMultiDictProxy
 
+from . import events
 from .given_up import GIVEN_UP, STOPPED
 from .headers import Headers
 from .registry import Instance
@@ -21,7 +22,7 @@ _KEEPALIVE_SECONDS = 3.0
 _CONNECT_SECONDS = 5.0
 # The same, and the time to look its name up.
 _REACH_SECONDS = 10.0
-# Errors, lists of models, P's single tokens; and comments before an event stream's first data.
+# Errors, lists of models, P's single tokens; and what an event stream begins with before it says anything.
 _MAX_WHOLE_BYTES = 64 << 20
 _MAX_WORDS_BYTES = 64 << 10
 # An answer that is no stream comes at once when it is complete; up to this size it is held until it is here,
@@ -172,14 +173,15 @@ async def read_whole(response: aiohttp.ClientResponse) -> Reply:
 
 async def first_words(response: aiohttp.ClientResponse) -> bytes:
     """The start of a successful answer, as far as it proves that generation has begun: in an event stream
-    everything up to the first data, else all of it, or its first MiB. Raises CallFailed if nothing comes."""
+    everything up to the first event that says something, else all of it, or its first MiB. Raises CallFailed
+    if there is none."""
     streamed = response.content_type == EVENT_STREAM
     most = _MAX_WORDS_BYTES if streamed else _MAX_HELD_BYTES
     head = b""
     try:
         while chunk := await response.content.readany():
             head += chunk
-            if (streamed and b"data:" in head) or len(head) > most:
+            if (streamed and events.begun(head)) or len(head) > most:
                 break
         else:
             if streamed or not head:
@@ -188,4 +190,6 @@ async def first_words(response: aiohttp.ClientResponse) -> bytes:
         raise CallFailed(f"died before its {'first token' if streamed else 'answer was complete'}") from error
     if GIVEN_UP in head:
         raise CallFailed(STOPPED)
+    if streamed and events.failed(head):
+        raise CallFailed("answered with an error before its first token")
     return head
