@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -111,7 +112,8 @@ class Call:
                 raise CallFailed("has stopped answering") from None
             raise
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
-            self.instance.healthy = False  # until its /health answers again
+            if not _is_ours(error):
+                self.instance.healthy = False  # until its /health answers again
             raise CallFailed("could not be reached") from error
         except (aiohttp.ClientError, OSError) as error:
             raise CallFailed("closed the connection before it answered") from error
@@ -151,6 +153,11 @@ def _cancelled() -> bool:
     """Whether this task itself is to end, whatever became of what it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether a connection did not come about because this machine had no descriptors left."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def _close_answer(asking: asyncio.Task[aiohttp.ClientResponse]) -> None:

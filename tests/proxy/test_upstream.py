@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.client_reqrep import ConnectionKey
 from multidict import CIMultiDict
 from proxy_fakes import FakeInstance, Seen, event, event_stream, join, ping
 
@@ -67,6 +69,22 @@ async def test_who_cannot_be_reached_waits_for_its_health_and_who_hangs_up_does_
         await call.open(b"", CIMultiDict())
     call.close()
     assert instance.healthy is (error is aiohttp.ServerDisconnectedError)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("number", "healthy"), [(errno.EMFILE, True), (errno.ECONNREFUSED, False)])
+async def test_when_the_proxy_has_no_descriptors_left_nobody_is_to_blame(number: int, healthy: bool) -> None:
+    class Session:
+        async def post(self, *arguments: Any, **options: Any) -> Answer:
+            key = ConnectionKey("10.0.0.1", 8100, False, True, None, None, None)
+            raise aiohttp.ClientConnectorError(key, OSError(number, "no"))
+
+    instance = join(Registry(), ping("D"))
+    call = Call(Session(), instance, "/v1/completions")
+    with pytest.raises(CallFailed):
+        await call.open(b"", CIMultiDict())
+    call.close()
+    assert instance.healthy is healthy
 
 
 @pytest.mark.asyncio
