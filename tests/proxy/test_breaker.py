@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from aiohttp import web
 from proxy_fakes import (
-    Behaviour,
     Deployment,
     FakeInstance,
     Seen,
@@ -17,8 +16,6 @@ from proxy_fakes import (
     quiet,
     until,
 )
-from test_failures import dies
-from test_given_up import after_p, stops
 
 from proxy.admission import Admission
 from proxy.breaker import Breaker
@@ -26,8 +23,6 @@ from proxy.counters import Counters
 from proxy.limits import Limits
 from proxy.registry import LIFE, Instance, Registry
 from proxy.routing import Choice, Router
-
-MISTAKE = answer_error(400)
 
 
 def opened(now: float = 0.0) -> Breaker:
@@ -116,6 +111,14 @@ def test_what_was_asked_before_the_pause_decides_nothing() -> None:
     assert not breaker.failed(0.5)
     assert not breaker.closed
     assert breaker.admits(1.0)
+
+
+def test_what_is_asked_in_the_pause_for_want_of_another_is_no_trial() -> None:
+    breaker = opened()
+    breaker.sent("the last of its kind", 0.5)
+    assert not breaker.failed(0.6)
+    assert not breaker.succeeded(0.7)
+    assert not breaker.closed and breaker.admits(1.0)
 
 
 def test_after_a_long_time_without_failures_the_first_pause_is_short_again() -> None:
@@ -222,36 +225,6 @@ async def serve_both(deployment: Deployment, *instances: FakeInstance) -> None:
     for _ in range(4):
         assert (await deployment.post()).status == 200
     assert [len(instance.requests) - n for instance, n in zip(instances, before, strict=True)] == [2, 2]
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("role", ["P", "D"])
-@pytest.mark.parametrize("failure", [dies, stops, answer_error(500), answer_error(307), MISTAKE])
-async def test_what_counts_as_a_failure_and_whose_it_is(
-    either: Deployment, role: str, failure: Behaviour
-) -> None:
-    """Five in a row; the mistakes of clients are nobody's."""
-    (p,), (d,) = either.registry.known("P"), either.registry.known("D")
-    guilty, innocent = (p, d) if role == "P" else (d, p)
-    (either.p if role == "P" else either.d).behaviour = failure
-    if role == "P":
-        either.d.behaviour = after_p(either, answer_json)
-    for _ in range(5):
-        assert guilty.breaker.closed
-        await (await either.post()).read()
-        await quiet(either)
-    assert guilty.breaker.closed is (failure is MISTAKE)
-    assert innocent.breaker.closed
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("role", ["P", "D"])
-async def test_failures_among_more_successes_are_no_reason(sequential: Deployment, role: str) -> None:
-    instance = sequential.p if role == "P" else sequential.d
-    for number in range(30):
-        instance.behaviour = answer_error(500) if number % 3 == 2 else answer_json
-        await (await sequential.post()).read()
-    assert all(each.breaker.closed for each in sequential.everyone())
 
 
 @pytest.mark.asyncio

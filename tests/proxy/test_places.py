@@ -97,6 +97,23 @@ async def test_who_moves_makes_room_for_who_waits() -> None:
     assert one.seats == 0
 
 
+async def test_who_wants_different_things_of_one_d_is_served_in_order_too() -> None:
+    registry, served = Registry(), []
+    join(registry, ping("D"))
+    admission = small(registry)
+
+    async def take(number: int, model: str | None) -> None:
+        async with admission.place(model, paired=False):
+            served.append(number)
+
+    async with admission.place(None, paired=False):
+        wanted = enumerate([None, "x", None, "y", "x", None])
+        asked = [asyncio.create_task(take(number, model)) for number, model in wanted]
+        await until(lambda: admission.waiting == 6)
+    await asyncio.gather(*asked)
+    assert served == [0, 1, 2, 3, 4, 5]
+
+
 async def test_nothing_is_left_of_names_that_were_waited_for() -> None:
     registry = Registry()
     join(registry, ping("D"))

@@ -127,6 +127,26 @@ async def test_with_no_other_instance_there_is_no_second_try(concurrent: Deploym
 
 
 @pytest.mark.asyncio
+async def test_if_the_other_one_is_gone_after_the_pause_there_is_no_second_try(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with deployed("sequential", prefill=2, decode=1) as deployment:
+
+        def everybody_goes(tries: int) -> float:
+            for instance in deployment.registry.known("P"):
+                instance.healthy = False
+            return 0.0
+
+        monkeypatch.setattr("proxy.serving.pause", everybody_goes)
+        for instance in deployment.prefills:
+            instance.behaviour = dies
+        assert (await deployment.post()).status == 502
+        assert asked(deployment.prefills) == [0, 1]
+        assert deployment.proxy.counters.retried == 0
+        await quiet(deployment)
+
+
+@pytest.mark.asyncio
 async def test_nobody_is_asked_twice_however_often_it_may_be_tried() -> None:
     async with deployed("sequential", prefill=3, decode=1, limits=Limits(retries=9)) as deployment:
         for instance in deployment.prefills:
