@@ -7,6 +7,8 @@ model holds up nobody who wants another.
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -29,12 +31,35 @@ class Place:
     model: str | None
     paired: bool
     choice: Choice
+    _expecting: Instance | None = None
+
+    def seat(self) -> None:
+        """It is coming to its instances."""
+        self.choice.decode.seats += 1
+        self._expecting = self.choice.prefill
+        if self._expecting is not None:
+            self._expecting.coming += 1
+
+    def sent(self) -> None:
+        """P is asked now, and busy by that alone. Idempotent."""
+        if self._expecting is not None:
+            self._expecting.coming -= 1
+            self._expecting = None
+
+    def unseat(self) -> None:
+        """It has left them."""
+        self.sent()
+        self.choice.decode.seats -= 1
+
+
+Wants = tuple[str | None, bool]
+"""A model, and whether P is to help: who wants the same can be served by the same instances."""
 
 
 @dataclass(eq=False)
 class _Waiter:
-    model: str | None
-    paired: bool
+    number: int
+    wants: Wants
     placed: asyncio.Future[Place]
 
 
@@ -48,12 +73,13 @@ class Admission:
         self._limits = limits
         self._counters = counters
         self._clock = clock
-        self._queue: dict[_Waiter, None] = {}
+        self._numbers = itertools.count()
+        self._queues: dict[Wants, dict[_Waiter, None]] = {}
         self._places: set[Place] = set()
 
     @property
     def waiting(self) -> int:
-        return len(self._queue)
+        return sum(len(queue) for queue in self._queues.values())
 
     @property
     def under_way(self) -> int:
@@ -92,38 +118,34 @@ class Admission:
 
     def advance(self) -> None:
         """Gives out what places there are; call it when there may be new ones."""
-        stuck: set[tuple[str | None, bool]] = set()
-        for waiter in list(self._queue):
-            if not self._router.has_room(self._clock()):
-                return
-            if waiter.placed.done() or (waiter.model, waiter.paired) in stuck:
-                continue
+        firsts = [(first.number, first) for queue in self._queues.values() if (first := _first(queue))]
+        heapq.heapify(firsts)
+        while firsts and self._router.has_room(self._clock()):
+            _, waiter = heapq.heappop(firsts)
             try:
-                choice = self._choose(waiter.model, waiter.paired)
+                place = Place(*waiter.wants, self._choose(*waiter.wants))
             except (Full, NoInstance, UnknownModel):
                 # An instance may come, or come back, before the wait is over.
-                stuck.add((waiter.model, waiter.paired))
                 continue
-            place = Place(waiter.model, waiter.paired, choice)
             self._seat(place)
-            del self._queue[waiter]
+            self._remove(waiter)
             waiter.placed.set_result(place)
+            if following := _first(self._queues.get(waiter.wants, {})):
+                heapq.heappush(firsts, (following.number, following))
 
     def close(self, failure: Failure) -> None:
         """Turns away all who wait."""
-        for waiter in list(self._queue):
+        for waiter in [waiter for queue in self._queues.values() for waiter in queue]:
             if not waiter.placed.done():
                 waiter.placed.set_exception(failure)
 
     async def _wait(self, model: str | None, paired: bool) -> Place:
-        with suppress(Full):
-            self._router.able(model, self._clock(), paired=paired)
-        waiter = _Waiter(model, paired, asyncio.get_running_loop().create_future())
-        self._queue[waiter] = None
+        waiter = _Waiter(next(self._numbers), (model, paired), asyncio.get_running_loop().create_future())
+        self._queues.setdefault(waiter.wants, {})[waiter] = None
         try:
             self.advance()
-            if not waiter.placed.done() and len(self._queue) > self._limits.max_waiting:
-                raise self._refused_full()
+            if not waiter.placed.done():
+                self._check_queue(waiter)
             async with asyncio.timeout(self._limits.max_wait):
                 return await waiter.placed
         except TimeoutError:
@@ -137,11 +159,23 @@ class Admission:
             self._counters.left_waiting += 1
             raise
         finally:
-            self._queue.pop(waiter, None)
+            self._remove(waiter)
 
-    def _refused_full(self) -> Failure:
+    def _remove(self, waiter: _Waiter) -> None:
+        queue = self._queues.get(waiter.wants, {})
+        queue.pop(waiter, None)
+        if not queue:
+            self._queues.pop(waiter.wants, None)
+
+    def _check_queue(self, waiter: _Waiter) -> None:
+        """Whether a wait has a prospect. Raises NoInstance, UnknownModel or Failure."""
+        model, paired = waiter.wants
+        with suppress(Full):
+            self._router.able(model, self._clock(), paired=paired)
+        if self.waiting <= self._limits.max_waiting:
+            return
         self._counters.refused_full += 1
-        return Failure(
+        raise Failure(
             503,
             "All decode instances have as many requests as they take, and as many as may are waiting; "
             "try again in a few seconds.",
@@ -162,12 +196,17 @@ class Admission:
 
     def _seat(self, place: Place) -> None:
         self._places.add(place)
-        place.choice.decode.seats += 1
+        place.seat()
         for instance in place.choice.instances:
             instance.breaker.sent(place, self._clock())
 
     def _unseat(self, place: Place) -> None:
         self._places.discard(place)
-        place.choice.decode.seats -= 1
+        place.unseat()
         for instance in place.choice.instances:
             instance.breaker.given_up(place)
+
+
+def _first(queue: dict[_Waiter, None]) -> _Waiter | None:
+    """Who has waited longest, without those who have just been turned away or have left."""
+    return next((waiter for waiter in queue if not waiter.placed.done()), None)

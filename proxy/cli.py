@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -38,12 +39,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     logging.basicConfig(level=arguments.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("aiohttp.server").addFilter(Garbage())
+    _take_descriptors()
     try:
         asyncio.run(_serve(arguments, members))
     except OSError as error:
         print(f"p2pkv-proxy: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _take_descriptors() -> None:
+    """As many as it may: a request needs three, and the usual soft limit is 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _members(arguments: argparse.Namespace) -> Members | None:

@@ -71,6 +71,7 @@ class Exchange:
         unique: 32 hex digits, made here.
         lingering: P's calls that may outlive their exchange.
         clock: monotonic seconds.
+        sent: to be called when P is asked.
         complete: the client has got the whole answer.
         gave_up: P was told to stop before it had done its part.
         culprit: who failed before anything of D's answer went to the client.
@@ -85,6 +86,7 @@ class Exchange:
     lingering: set[asyncio.Task[Reply]]
     clock: Callable[[], float]
     counters: Counters
+    sent: Callable[[], None]
     complete: bool = False
     gave_up: bool = False
     culprit: Instance | None = None
@@ -104,6 +106,7 @@ class Exchange:
         instance = self.choice.prefill
         assert instance is not None
         call = Call(self.session, instance, self.request.path)
+        self.sent()
         try:
             reply = await call.whole(self.body.for_prefill(), self._headers(instance))
             self.gave_up = GIVEN_UP in reply.body

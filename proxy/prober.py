@@ -88,6 +88,8 @@ class Prober:
                 "%s neither pings nor answers (%r): its %d requests fail", instance, error, instance.in_flight
             )
             instance.dead()
+        except Exception:  # as below; it has answered something
+            logger.exception("%s could not be asked for its health", instance)
 
     async def _health(self, instance: Instance) -> bool:
         async with self._session.get(

@@ -56,7 +56,8 @@ class Instance:
         healthy: its /health has answered 200, and nobody has found its port closed since.
         names: model names under which it answers; empty while unknown, and then it may serve any.
         in_flight: requests that this proxy has open there.
-        seats: requests that were sent here, and have not ended.
+        seats: requests that this D has, or gets from P, and that have not ended.
+        coming: requests that this P has been chosen for, and that are not in flight yet.
         turn: the number of the latest choice that fell on it.
         breaker: whether it is given requests, after what became of the last ones.
     """
@@ -68,6 +69,7 @@ class Instance:
     names: frozenset[str] = frozenset()
     in_flight: int = 0
     seats: int = 0
+    coming: int = 0
     turn: int = 0
     breaker: Breaker = field(default_factory=Breaker)
     _ends: set[Callable[[], None]] = field(default_factory=set)
@@ -94,6 +96,11 @@ class Instance:
     @property
     def zmq_address(self) -> Address:
         return Address.parse(self.ping.zmq_address)
+
+    @property
+    def load(self) -> int:
+        """Requests that are here or on their way."""
+        return max(self.in_flight + self.coming, self.seats)
 
     def serves(self, model: str | None) -> bool:
         """Whether it may serve `model`, None being whatever it has."""
@@ -139,7 +146,7 @@ class Registry:
         self._life = life
         self._capacity = capacity
         self.claims_refused = 0
-        self._next_complaint = float("-inf")
+        self._next_complaints: dict[str, float] = {}
         self._instances: dict[Key, Instance] = {}
         self._breakers: dict[Key, Breaker] = {}
         """A crash is no way to get a clean record: they outlive their instances for a while."""
@@ -159,7 +166,8 @@ class Registry:
             self._refuse(newcomer, holder, now)
             return None
         if known is None and len(self._instances) >= self._capacity:
-            logger.warning("%s ignored: %d instances are known already", newcomer, self._capacity)
+            if self._may_complain("full", now):
+                logger.warning("%s ignored: %d instances are known already", newcomer, self._capacity)
             return None
         newcomer.breaker = self._breakers.setdefault(newcomer.key, newcomer.breaker)
         self._instances[newcomer.key] = newcomer
@@ -191,10 +199,8 @@ class Registry:
         return now - holder.last_seen <= self._life * _DOUBT and holder.source.stands()
 
     def _refuse(self, newcomer: Instance, holder: Instance, now: float) -> None:
-        """One line a minute: whoever it is, it tries again every few seconds."""
         self.claims_refused += 1
-        if now >= self._next_complaint:
-            self._next_complaint = now + _COMPLAIN_SECONDS
+        if self._may_complain("claim", now):
             logger.warning(
                 "%s refused (%d such pings so far): this address or its ZMQ address %s belongs to %s, "
                 "which is alive; each instance needs addresses of its own",
@@ -203,6 +209,13 @@ class Registry:
                 newcomer.zmq_address,
                 holder,
             )
+
+    def _may_complain(self, about: str, now: float) -> bool:
+        """Once a minute: whoever it is, it tries again every few seconds."""
+        due = now >= self._next_complaints.get(about, float("-inf"))
+        if due:
+            self._next_complaints[about] = now + _COMPLAIN_SECONDS
+        return due
 
     def _leave(self, known: Instance | None, leaver: Instance, now: float) -> None:
         """A goodbye counts for the incarnation that says it, not for its successor, and not if it comes

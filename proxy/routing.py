@@ -37,13 +37,13 @@ class Choice:
 
 
 class LeastBusy:
-    """The candidate with the fewest requests in flight; among equals, who has waited longest for a turn."""
+    """The candidate with the fewest requests, there or coming; among equals, whose turn was longest ago."""
 
     def __init__(self) -> None:
         self._turns = itertools.count(1)
 
     def __call__(self, candidates: Sequence[Instance]) -> Instance:
-        chosen = min(candidates, key=lambda instance: (instance.in_flight, instance.turn))
+        chosen = min(candidates, key=lambda instance: (instance.load, instance.turn))
         chosen.turn = next(self._turns)
         return chosen
 

@@ -95,6 +95,7 @@ class Proxy:
                 self.lingering,
                 self.clock,
                 self.counters,
+                place.sent,
             )
             response = await self._dispatch(exchange)
             if exchange.culprit is None:

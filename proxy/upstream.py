@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
+from aiohttp.connector import Connection
 from multidict import CIMultiDictProxy
 
+from . import events
 from .given_up import GIVEN_UP, STOPPED
 from .headers import Headers
 from .registry import Instance
@@ -18,12 +23,16 @@ _KEEPALIVE_SECONDS = 3.0
 _CONNECT_SECONDS = 5.0
 # The same, and the time to look its name up.
 _REACH_SECONDS = 10.0
-# Errors, lists of models, P's single tokens; and comments before an event stream's first data.
+# Errors, lists of models, P's single tokens; and what an event stream begins with before it says anything.
 _MAX_WHOLE_BYTES = 64 << 20
 _MAX_WORDS_BYTES = 64 << 10
 # An answer that is no stream comes at once when it is complete; up to this size it is held until it is here,
 # so that another instance can be asked if it does not come whole.
 _MAX_HELD_BYTES = 1 << 20
+
+# While an answer is awaited nothing is sent, so a host that is gone would never be missed, once its instance
+# has said goodbye. Its kernel, which no busy process holds up, is asked after 10 s and given up after 20.
+_KEEPALIVE_PROBES = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 5}
 
 EVENT_STREAM = "text/event-stream"
 
@@ -31,11 +40,24 @@ EVENT_STREAM = "text/event-stream"
 def open_session() -> aiohttp.ClientSession:
     """The one session of a proxy: a connection for every request, and no deadline on an answer."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
+        connector=_Connector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
         timeout=aiohttp.ClientTimeout(total=None, connect=_REACH_SECONDS, sock_connect=_CONNECT_SECONDS),
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("User-Agent", "Accept"),
     )
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Its connections break when the other host is gone."""
+
+    async def connect(self, *arguments: Any, **options: Any) -> Connection:
+        connection = await super().connect(*arguments, **options)
+        if connection.transport is not None:
+            sock = connection.transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _KEEPALIVE_PROBES.items():
+                sock.setsockopt(socket.IPPROTO_TCP, name, value)
+        return connection
 
 
 class CallFailed(Exception):
@@ -86,11 +108,12 @@ class Call:
         try:
             self._response = await self._asking
         except asyncio.CancelledError:
-            if self._given_up:
+            if self._given_up and not _cancelled():
                 raise CallFailed("has stopped answering") from None
             raise
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
-            self.instance.healthy = False  # until its /health answers again
+            if not _is_ours(error):
+                self.instance.healthy = False  # until its /health answers again
             raise CallFailed("could not be reached") from error
         except (aiohttp.ClientError, OSError) as error:
             raise CallFailed("closed the connection before it answered") from error
@@ -126,6 +149,17 @@ class Call:
         self._cleanup.close()
 
 
+def _cancelled() -> bool:
+    """Whether this task itself is to end, whatever became of what it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether a connection did not come about because this machine had no descriptors left."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+
+
 def _close_answer(asking: asyncio.Task[aiohttp.ClientResponse]) -> None:
     if not asking.cancelled() and asking.exception() is None:
         asking.result().close()
@@ -146,14 +180,15 @@ async def read_whole(response: aiohttp.ClientResponse) -> Reply:
 
 async def first_words(response: aiohttp.ClientResponse) -> bytes:
     """The start of a successful answer, as far as it proves that generation has begun: in an event stream
-    everything up to the first data, else all of it, or its first MiB. Raises CallFailed if nothing comes."""
+    everything up to the first event that says something, else all of it, or its first MiB. Raises CallFailed
+    if there is none."""
     streamed = response.content_type == EVENT_STREAM
     most = _MAX_WORDS_BYTES if streamed else _MAX_HELD_BYTES
     head = b""
     try:
         while chunk := await response.content.readany():
             head += chunk
-            if (streamed and b"data:" in head) or len(head) > most:
+            if (streamed and events.begun(head)) or len(head) > most:
                 break
         else:
             if streamed or not head:
@@ -162,4 +197,6 @@ async def first_words(response: aiohttp.ClientResponse) -> bytes:
         raise CallFailed(f"died before its {'first token' if streamed else 'answer was complete'}") from error
     if GIVEN_UP in head:
         raise CallFailed(STOPPED)
+    if streamed and events.failed(head):
+        raise CallFailed("answered with an error before its first token")
     return head

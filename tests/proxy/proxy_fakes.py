@@ -55,6 +55,7 @@ def held(deployment: Deployment) -> dict[str, int]:
     gauges = {name: value for name, value in proxy.gauges().items() if name != "breakers_open"}
     return gauges | {
         "seats": sum(instance.seats for instance in deployment.everyone()),
+        "coming": sum(instance.coming for instance in deployment.everyone()),
         "lingering": len(proxy.lingering),
         "handlers": len(proxy.desk),
         "connections": len(proxy.session.connector._acquired),

@@ -183,6 +183,7 @@ async def test_bodies_are_held_within_a_bound(narrow: Deployment) -> None:
         response = await narrow.post({"prompt": "x" * 4000})
         assert response.status == 503
         assert "holds as many requests as it can" in (await response.json())["error"]["message"]
+        assert narrow.proxy.counters.refused_full == 1
     assert await asyncio.gather(*asked) == [200, 200]
     await quiet(narrow)
     assert narrow.proxy.intake.held == 0

@@ -68,6 +68,20 @@ def test_failures_among_as_many_successes_open_it_and_among_more_do_not() -> Non
         assert bad is opens
 
 
+def test_only_the_last_hundred_count() -> None:
+    breaker = Breaker()
+    for _ in range(1000):
+        breaker.succeeded(0.0)
+    assert [breaker.failed(0.0) for _ in range(50)] == [False] * 49 + [True]
+
+
+def test_once_closed_it_has_forgotten_why_it_was_open() -> None:
+    breaker = opened()
+    breaker.sent("trial", 1.0)
+    assert breaker.succeeded(1.0)
+    assert [breaker.failed(1.0) for _ in range(5)] == [False] * 4 + [True]
+
+
 def test_failures_long_ago_do_not_count() -> None:
     breaker = Breaker()
     assert not any(breaker.failed(10.0 * number) for number in range(50))
@@ -95,6 +109,14 @@ def test_what_was_asked_before_the_pause_decides_nothing() -> None:
     assert not breaker.failed(0.5)
     assert not breaker.closed
     assert breaker.admits(1.0)
+
+
+def test_what_is_asked_in_the_pause_for_want_of_another_is_no_trial() -> None:
+    breaker = opened()
+    breaker.sent("the last of its kind", 0.5)
+    assert not breaker.failed(0.6)
+    assert not breaker.succeeded(0.7)
+    assert not breaker.closed and breaker.admits(1.0)
 
 
 def test_after_a_long_time_without_failures_the_first_pause_is_short_again() -> None:
@@ -159,6 +181,10 @@ def test_a_crash_does_not_clean_the_record_and_a_goodbye_and_time_do() -> None:
     assert not again.breaker.closed
     registry.expire(LIFE + 2)
     assert not join(registry, ping(incarnation="third"), LIFE + 3).breaker.closed
+    registry.observe(ping(incarnation="third", leaving=True), LIFE + 4)
+    after_goodbye = join(registry, ping(incarnation="third and a half"), LIFE + 5)
+    assert after_goodbye.breaker.closed
+    fail(after_goodbye, LIFE + 5)
     registry.expire(200.0)
     assert registry.known("P") == [] and registry._breakers == {}
     assert join(registry, ping(incarnation="fourth"), 200.0).breaker.closed

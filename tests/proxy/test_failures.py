@@ -103,6 +103,15 @@ async def test_a_d_that_gives_no_answer_is_a_502(either: Deployment, behaviour: 
     assert shows_no_address(either, await response.text())
 
 
+async def test_an_error_without_end_is_a_502(either: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.upstream._MAX_WHOLE_BYTES", 100_000)
+    for size, status in ((10_000, 500), (200_000, 502)):
+        either.d.behaviour = answer_error(500, "x" * size)
+        response = await either.post()
+        assert response.status == status
+    assert "answered with too many bytes" in (await error_of(response))["message"]
+
+
 async def test_an_empty_success_is_a_502(either: Deployment) -> None:
     async def empty(request: web.Request, seen: Seen) -> web.StreamResponse:
         return web.Response(status=200)
@@ -247,12 +256,15 @@ async def test_ps_failure_after_ds_first_token_does_not_matter(concurrent: Deplo
 
 
 async def test_of_several_prompts_the_others_still_need_p(concurrent: Deployment) -> None:
-    p_fails = asyncio.Event()
-    concurrent.d.behaviour = streams(asyncio.Event())
-    concurrent.p.behaviour = after(p_fails, dies)
-    response = await concurrent.post({"prompt": ["x", "y"], "stream": True})
-    assert b"first" in await response.content.readuntil(b"\n\n")
-    p_fails.set()
-    error = json.loads((await response.content.read()).removeprefix(b"data: "))["error"]
-    assert error["message"].startswith("The prefill instance failed")
-    await until(lambda: concurrent.d.requests[0].aborted)
+    for _ in range(5):
+        p_fails = asyncio.Event()
+        concurrent.d.behaviour = streams(asyncio.Event())
+        concurrent.p.behaviour = after(p_fails, dies)
+        response = await concurrent.post({"prompt": ["x", "y"], "stream": True})
+        assert b"first" in await response.content.readuntil(b"\n\n")
+        p_fails.set()
+        error = json.loads((await response.content.read()).removeprefix(b"data: "))["error"]
+        assert error["message"].startswith("The prefill instance failed")
+        await until(lambda: concurrent.d.requests[-1].aborted)
+    (p,), (d,) = concurrent.registry.known("P"), concurrent.registry.known("D")
+    assert (p.breaker.closed, d.breaker.closed) == (False, True), "it is P that fails"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from proxy_fakes import Deployment, deployed, error_of
 
@@ -22,6 +24,8 @@ async def test_too_large_a_body_is_a_413() -> None:
         assert response.status == 413
         assert "1000 bytes" in (await error_of(response))["message"]
         assert deployment.d.requests == []
+        body = {"prompt": ""}
+        assert (await deployment.post(body | {"prompt": "x" * (1000 - len(json.dumps(body)))})).status == 200
 
 
 async def test_other_paths_are_a_404_that_says_what_there_is(lonely: Deployment) -> None:

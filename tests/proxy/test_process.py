@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,23 @@ def test_it_serves_and_stops_cleanly(signum: signal.Signals) -> None:
         command.process.send_signal(signum)
         assert command.end() == 0
         assert "Traceback" not in command.log
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[int]:
+    """What is started meanwhile has half of what it may take; gives all of it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
+    yield hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_it_takes_all_the_descriptors_that_it_may(few_descriptors: int) -> None:
+    """A request needs three of them, and a shell gives 1024."""
+    with running("--port", "0", "--discovery", f"127.0.0.1:{free_port()}") as command:
+        command.says("serving on")
+        limits = Path(f"/proc/{command.process.pid}/limits").read_text()
+        assert re.search(rf"Max open files +{few_descriptors} +{few_descriptors} ", limits)
 
 
 def test_a_taken_port_is_said_in_a_sentence() -> None:

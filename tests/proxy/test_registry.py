@@ -105,6 +105,15 @@ def test_the_registry_is_bounded() -> None:
     assert registry.observe(ping(port=2, incarnation="again"), 0.0) is not None
 
 
+def test_that_it_is_full_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    registry = Registry(capacity=1)
+    join(registry, ping(port=1))
+    for second in range(100):
+        assert registry.observe(ping(port=2 + second), float(second)) is None
+    said = [each.getMessage() for each in caplog.records if "are known already" in each.getMessage()]
+    assert len(said) == 2
+
+
 def test_p_and_d_are_chosen_independently() -> None:
     registry = Registry()
     for port in (1, 2):
@@ -135,6 +144,27 @@ def test_the_least_busy_comes_first() -> None:
     with busy.busy(lambda: None):
         assert [router.choose(None, 0.0, paired=False).decode for _ in range(3)] == [idle] * 3
     assert busy.in_flight == 0
+
+
+def test_one_that_is_dead_ends_what_it_has_and_gets_no_more() -> None:
+    registry = Registry()
+    instance = join(registry, ping("D"))
+    ended: list[str] = []
+    with instance.busy(lambda: ended.append("over before")):
+        pass
+    with instance.busy(lambda: ended.append("under way")):
+        instance.dead()
+    assert ended == ["under way"]
+    assert registry.routable("D", 0.0) == []
+
+
+def test_only_those_with_requests_are_missed_before_their_life_ends() -> None:
+    registry = Registry()
+    idle, busy = join(registry, ping("D", 1)), join(registry, ping("D", 2))
+    with busy.busy(lambda: None):
+        assert registry.silent(LIFE * 0.6) == []
+        assert registry.silent(LIFE * 0.7) == [busy]
+    assert idle.healthy
 
 
 def pools(*models: str) -> Registry:

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from proxy_behaviours import Seen, answer_json, completion, event, event_stream
-from proxy_fakes import Deployment, deployed, until
+from proxy_fakes import Deployment, deployed, quiet, until
 
 from p2pkv.pairing import Address, find_pair
 
@@ -222,6 +222,24 @@ async def test_p_may_end_after_d_has_answered(concurrent: Deployment) -> None:
     assert not concurrent.p.requests[0].aborted
 
 
+async def test_a_p_that_does_not_end_is_closed_after_a_while(
+    concurrent: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(request: web.Request, seen: Seen) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async def answers(request: web.Request, seen: Seen) -> web.StreamResponse:
+        await until(lambda: len(concurrent.p.requests) == 1)
+        return await answer_json(request, seen)
+
+    monkeypatch.setattr("proxy.dispatch._GRACE_SECONDS", 0.1)
+    concurrent.p.behaviour, concurrent.d.behaviour = never, answers
+    assert (await concurrent.post()).status == 200
+    await until(lambda: concurrent.p.requests[0].aborted)
+    await quiet(concurrent)
+
+
 async def test_many_requests_spread_and_leave_nothing_behind() -> None:
     async with deployed("concurrent", prefill=2, decode=3) as deployment:
         responses = await asyncio.gather(*(deployment.post() for _ in range(30)))
@@ -230,6 +248,16 @@ async def test_many_requests_spread_and_leave_nothing_behind() -> None:
         assert [len(p.requests) for p in deployment.prefills] == [15] * 2
         everyone = deployment.registry.known("P") + deployment.registry.known("D")
         await until(lambda: all(instance.in_flight == 0 for instance in everyone))
+
+
+async def test_an_end_that_looks_like_the_start_of_its_id_arrives(either: Deployment) -> None:
+    async def cut(request: web.Request, seen: Seen) -> web.StreamResponse:
+        ends.append(b"so it goes: " + seen.request_id[:5].encode())
+        return web.Response(body=ends[-1])
+
+    ends: list[bytes] = []
+    either.d.behaviour = cut
+    assert await (await either.post()).read() == ends[0]
 
 
 async def test_cookies_are_each_clients_own(either: Deployment) -> None:

@@ -22,6 +22,7 @@ from proxy_behaviours import (
 )
 from proxy_fakes import Deployment, FakeInstance, deployed, quiet, until
 
+from proxy.limits import Limits
 from proxy.retries import Budget, pause
 from proxy.serving import Dispatch
 
@@ -103,6 +104,39 @@ async def test_with_no_other_instance_there_is_no_second_try(concurrent: Deploym
     assert response.status == 503
     assert (await response.json())["error"]["message"].startswith("busy")
     assert len(concurrent.d.requests) == 1
+    for _ in range(20):
+        await concurrent.post()
+    assert concurrent.proxy.counters.retries_refused == 0, "the budget is for those who have somewhere to go"
+
+
+@pytest.mark.asyncio
+async def test_if_the_other_one_is_gone_after_the_pause_there_is_no_second_try(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with deployed("sequential", prefill=2, decode=1) as deployment:
+
+        def everybody_goes(tries: int) -> float:
+            for instance in deployment.registry.known("P"):
+                instance.healthy = False
+            return 0.0
+
+        monkeypatch.setattr("proxy.serving.pause", everybody_goes)
+        for instance in deployment.prefills:
+            instance.behaviour = dies
+        assert (await deployment.post()).status == 502
+        assert asked(deployment.prefills) == [0, 1]
+        assert deployment.proxy.counters.retried == 0
+        await quiet(deployment)
+
+
+@pytest.mark.asyncio
+async def test_nobody_is_asked_twice_however_often_it_may_be_tried() -> None:
+    async with deployed("sequential", prefill=3, decode=1, limits=Limits(retries=9)) as deployment:
+        for instance in deployment.prefills:
+            instance.behaviour = answer_error(500)
+        assert (await deployment.post()).status == 502
+        assert asked(deployment.prefills) == [1, 1, 1]
+        await quiet(deployment)
 
 
 @pytest.mark.asyncio
@@ -165,6 +199,49 @@ async def test_a_client_that_leaves_between_two_tries_is_gone(monkeypatch: pytes
         await until(lambda: deployment.proxy.gauges()["calls"] == 0)
         asking.cancel()
         await quiet(deployment)
+        assert asked(deployment.prefills) == [0, 1]
+
+
+@pytest.mark.asyncio
+async def test_a_second_try_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    pausing = asyncio.Event()
+
+    def long(tries: int) -> float:
+        pausing.set()
+        return 1000.0
+
+    monkeypatch.setattr("proxy.serving.pause", long)
+    async with deployed("sequential", prefill=2, decode=1) as deployment:
+        for instance in deployment.prefills:
+            instance.behaviour = dies
+        asking = asyncio.create_task(deployment.post())
+        await pausing.wait()
+        assert await deployment.proxy.stop(0.01, asyncio.Event()) == 1
+        response = await asking
+        assert response.status == 503
+        assert "had to stop" in (await response.json())["error"]["message"]
+        assert deployment.proxy.counters.cut_off == 1
+        await quiet(deployment)
+
+
+@pytest.mark.asyncio
+async def test_what_fails_while_the_proxy_stops_is_not_tried_again() -> None:
+    fail = asyncio.Event()
+
+    async def fails(request: web.Request, seen: Seen) -> web.StreamResponse:
+        await fail.wait()
+        return await answer_error(500)(request, seen)
+
+    async with deployed("sequential", prefill=2, decode=1) as deployment:
+        for instance in deployment.prefills:
+            instance.behaviour = fails
+        asking = asyncio.create_task(deployment.post())
+        await until(lambda: asked(deployment.prefills) == [0, 1])
+        stopping = asyncio.create_task(deployment.proxy.stop(1000.0, asyncio.Event()))
+        await until(lambda: deployment.proxy.desk.stopping)
+        fail.set()
+        assert (await asking).status == 502
+        assert await stopping == 0
         assert asked(deployment.prefills) == [0, 1]
 
 

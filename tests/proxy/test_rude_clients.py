@@ -242,6 +242,12 @@ async def test_a_client_that_leaves_after_many_in_one_breath_leaves_nothing(
     assert len(short.d.requests) < 100
 
 
+def cut_off(writer: asyncio.StreamWriter) -> bool:
+    """Whether the other end has reset the connection: who does not read finds that out by writing."""
+    writer.write(b" ")
+    return writer.transport.is_closing()
+
+
 @pytest.mark.asyncio
 async def test_a_client_that_stays_and_does_not_read_loses_its_place(
     short: Deployment, monkeypatch: pytest.MonkeyPatch
@@ -259,3 +265,4 @@ async def test_a_client_that_stays_and_does_not_read_loses_its_place(
         await until(lambda: len(short.d.requests) == 1)
         await until(lambda: short.d.requests[0].aborted)
         await quiet(short)
+        await until(lambda: cut_off(deaf.writer))

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from proxy_fakes import Deployment, FakeInstance, deployed, quiet, until
 
-from proxy.registry import Role
+from proxy.registry import Instance, Role
 from proxy.serving import Dispatch
 
 pytestmark = pytest.mark.asyncio
@@ -223,6 +223,28 @@ async def test_a_rude_health_check_makes_nobody_ready_and_stops_no_probe(kind: s
         await until(lambda: len(deployment.registry.known("D")) == 2)
         await deployment.add("D")
         await deployment.ready(prefill=1, decode=2)
+
+
+async def test_a_doubt_that_fails_in_an_unforeseen_way_stops_no_probe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with deployed("concurrent", 1, 1, life=1.0) as deployment:
+        (instance,) = deployment.registry.known("D")
+        doubted = asyncio.Event()
+
+        async def health(asked: Instance) -> bool:
+            if asked is instance:
+                doubted.set()
+                raise ValueError("nobody has thought of this")
+            return True
+
+        monkeypatch.setattr(deployment.proxy.prober, "_health", health)
+        with instance.busy(lambda: None):
+            deployment.pingers[deployment.d.http_address]._interval = 1000.0
+            async with asyncio.timeout(10):
+                await doubted.wait()
+            newcomer = await deployment.add("D")
+            await until(lambda: newcomer.http_address in deployment.routable("D"))
 
 
 LISTS = [

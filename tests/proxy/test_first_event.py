@@ -1,0 +1,124 @@
+"""A stream that says who speaks, and then fails, has not begun: the request is tried elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from aiohttp import web
+from proxy_behaviours import Behaviour, Seen, answer_json, event_stream
+from proxy_fakes import Deployment, deployed, quiet
+
+from proxy.events import begun, failed
+
+CHAT = "/v1/chat/completions"
+STREAM = {"messages": [], "prompt": "x", "stream": True}
+
+
+def data(message: Any) -> bytes:
+    return b"data: " + json.dumps(message).encode() + b"\n\n"
+
+
+def chunk(**choice: Any) -> bytes:
+    return data({"id": "chatcmpl-x", "choices": [{"index": 0, "finish_reason": None, **choice}]})
+
+
+ROLE = chunk(delta={"role": "assistant", "content": ""})
+TOKEN = chunk(delta={"content": "hi"})
+ABORT = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"abort"}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+def error(code: int) -> bytes:
+    return data({"error": {"message": "Internal server error", "type": "X", "param": None, "code": code}})
+
+
+def streams(*events: bytes) -> Behaviour:
+    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = await event_stream(request)
+        for event in events:
+            await response.write(event)
+            await asyncio.sleep(0.01)
+        return response
+
+    return behaviour
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "events",
+    [(error(500), DONE), (ROLE, error(500), DONE), (ROLE, ABORT, DONE), (ROLE,), (ROLE[:20], ROLE[20:])],
+)
+async def test_another_d_is_asked(events: tuple[bytes, ...]) -> None:
+    async with deployed("concurrent", prefill=1, decode=2) as deployment:
+
+        async def first(request: web.Request, seen: Seen) -> web.StreamResponse:
+            asked = sum(len(each.requests) for each in deployment.decodes)
+            return await (streams(*events) if asked == 1 else streams(ROLE, TOKEN, DONE))(request, seen)
+
+        for each in deployment.decodes:
+            each.behaviour = first
+        response = await deployment.post(STREAM, CHAT)
+        assert (response.status, await response.read()) == (200, ROLE + TOKEN + DONE)
+        assert [len(each.requests) for each in deployment.decodes] == [1, 1]
+        await quiet(deployment)
+
+
+@pytest.mark.asyncio
+async def test_with_nobody_else_it_is_a_502(either: Deployment) -> None:
+    either.d.behaviour = streams(ROLE, error(500), DONE)
+    response = await either.post(STREAM, CHAT)
+    assert response.status == 502
+    message = (await response.json())["error"]["message"]
+    assert message == "The decode instance answered with an error before its first token."
+    await quiet(either)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("events", [(error(400), DONE), (ROLE, TOKEN, error(500), DONE), (DONE,)])
+async def test_anything_else_reaches_the_client_as_it_is(
+    either: Deployment, events: tuple[bytes, ...]
+) -> None:
+    either.d.behaviour = streams(*events)
+    response = await either.post(STREAM, CHAT)
+    assert (response.status, await response.read()) == (200, b"".join(events))
+    either.d.behaviour = answer_json
+    assert (await either.post()).status == 200
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        TOKEN,
+        ROLE + TOKEN,
+        DONE,
+        b"data: \xff\n",
+        b"data: 7\r\n\r\n",
+        b"data: null\n\n",
+        data({"choices": []}),
+        data({"choices": 7}),
+        data({"choices": [7]}),
+        data({"choices": [{"delta": {"role": "assistant"}}, {"delta": {"content": "hi"}}]}),
+        chunk(delta=None),
+        chunk(delta={"content": ""}),
+        chunk(delta={"role": "assistant", "content": "x"}),
+        chunk(delta={"role": "assistant", "tool_calls": [{}]}),
+        chunk(delta={"role": "assistant"}, finish_reason="stop"),
+        chunk(text=""),
+        data({"error": "no"}),
+    ],
+)
+def test_what_begins_an_answer(events: bytes) -> None:
+    assert begun(events) and not failed(events)
+
+
+@pytest.mark.parametrize("events", [b"", b": waiting\n\n", ROLE, ROLE * 3, ROLE + TOKEN[:-2], TOKEN[:-2]])
+def test_what_does_not_yet(events: bytes) -> None:
+    assert not begun(events) and not failed(events)
+
+
+@pytest.mark.parametrize("events", [error(500), error(503), ROLE + error(500), b": x\n\n" + error(500)])
+def test_what_fails_instead(events: bytes) -> None:
+    assert begun(events) and failed(events)

@@ -1,0 +1,199 @@
+"""Places at instances: none is lost, none is kept, and they are given out evenly and cheaply."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from proxy_fakes import Deployment, join, ping, quiet, until
+from test_admission import ask, slow
+
+from proxy.admission import Admission
+from proxy.counters import Counters
+from proxy.errors import Failure
+from proxy.limits import Limits
+from proxy.registry import Registry
+from proxy.routing import Router
+
+pytestmark = pytest.mark.asyncio
+
+
+def small(registry: Registry, **limits: Any) -> Admission:
+    """Each D takes one request."""
+    return Admission(Router(registry, room=1), Limits(**limits), Counters(), lambda: 0.0)
+
+
+async def enter(admission: Admission, leave: asyncio.Event | None = None, model: str | None = None) -> None:
+    """Gets a place, and keeps it until told to leave."""
+    async with admission.place(model, paired=False):
+        if leave is not None:
+            await leave.wait()
+
+
+async def test_a_place_that_comes_as_the_wait_ends_is_not_lost() -> None:
+    registry = Registry()
+    join(registry, ping("D"))
+    admission, leave = small(registry, max_wait=0.05), asyncio.Event()
+    holder = asyncio.create_task(enter(admission, leave))
+    await until(lambda: admission.under_way == 1)
+    late = asyncio.create_task(enter(admission))
+    await until(lambda: admission.waiting == 1)
+    leave.set()
+    time.sleep(0.06)  # the holder leaves and the deadline passes in the same turn of the loop
+    with pytest.raises(Failure):
+        await late
+    await holder
+    assert (admission.waiting, admission.under_way) == (0, 0)
+    await enter(admission)
+
+
+async def test_a_place_passes_by_who_has_just_left() -> None:
+    registry = Registry()
+    join(registry, ping("D"))
+    admission = small(registry)
+    async with admission.place(None, paired=False):
+        leaver, stayer = (asyncio.create_task(enter(admission)) for _ in range(2))
+        await until(lambda: admission.waiting == 2)
+        leaver.cancel()
+    await stayer
+    with pytest.raises(asyncio.CancelledError):
+        await leaver
+    assert (admission.waiting, admission.under_way) == (0, 0)
+
+
+async def test_who_has_just_left_does_not_spoil_the_end() -> None:
+    registry = Registry()
+    join(registry, ping("D"))
+    admission = small(registry)
+    async with admission.place(None, paired=False):
+        leaver, stayer = (asyncio.create_task(enter(admission)) for _ in range(2))
+        await until(lambda: admission.waiting == 2)
+        leaver.cancel()
+        admission.close(Failure(503, "the end"))
+        with pytest.raises(Failure, match="the end"):
+            await stayer
+        with pytest.raises(asyncio.CancelledError):
+            await leaver
+    assert (admission.waiting, admission.under_way) == (0, 0)
+
+
+async def test_who_moves_makes_room_for_who_waits() -> None:
+    registry = Registry()
+    both, one = join(registry, ping("D", 1)), join(registry, ping("D", 2))
+    both.learn(frozenset({"a", "b"}))
+    one.learn(frozenset({"b"}))
+    one.turn = 1  # so that the other one is first
+    admission = small(registry)
+    async with admission.place("b", paired=False) as place:
+        assert place.choice.decode is both
+        waiter = asyncio.create_task(enter(admission, model="a"))
+        await until(lambda: admission.waiting == 1)
+        assert admission.move(place, frozenset({both}))
+        await waiter
+        assert (both.seats, one.seats) == (0, 1)
+    assert one.seats == 0
+
+
+async def test_who_wants_different_things_of_one_d_is_served_in_order_too() -> None:
+    registry, served = Registry(), []
+    join(registry, ping("D"))
+    admission = small(registry)
+
+    async def take(number: int, model: str | None) -> None:
+        async with admission.place(model, paired=False):
+            served.append(number)
+
+    async with admission.place(None, paired=False):
+        wanted = enumerate([None, "x", None, "y", "x", None])
+        asked = [asyncio.create_task(take(number, model)) for number, model in wanted]
+        await until(lambda: admission.waiting == 6)
+    await asyncio.gather(*asked)
+    assert served == [0, 1, 2, 3, 4, 5]
+
+
+async def test_nothing_is_left_of_names_that_were_waited_for() -> None:
+    registry = Registry()
+    join(registry, ping("D"))
+    admission = small(registry)
+    async with admission.place(None, paired=False):
+        asked = [asyncio.create_task(enter(admission, model=str(number))) for number in range(20)]
+        await until(lambda: admission.waiting == 20)
+        for leaver in asked[10:]:
+            leaver.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+    assert not admission._queues
+
+
+async def test_those_who_wait_for_one_model_cost_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, looks = Registry(), 0
+    for model, port in (("a", 1), ("b", 11)):
+        join(registry, ping("P", port, model=model))
+        join(registry, ping("D", port + 1, model=model))
+    router = Router(registry, room=2)
+    admission = Admission(router, Limits(max_waiting=200), Counters(), lambda: 0.0)
+
+    async def once(model: str) -> None:
+        async with admission.place(model, paired=True):
+            pass
+
+    def looked(*arguments: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return routable(*arguments)
+
+    routable = registry.routable
+    async with admission.place("a", paired=True), admission.place("a", paired=True):
+        asked = [asyncio.create_task(once("a")) for _ in range(200)]
+        await until(lambda: admission.waiting == 200)
+        monkeypatch.setattr(registry, "routable", looked)
+        await once("b")
+        monkeypatch.undo()
+        assert looks < 20
+        assert admission.waiting == 200
+    await asyncio.gather(*asked)
+    assert (admission.waiting, admission.under_way) == (0, 0)
+
+
+async def test_a_herd_is_spread_although_nobody_has_got_his_first_request_yet() -> None:
+    registry = Registry()
+    busier, idler = join(registry, ping("P", 1)), join(registry, ping("P", 2))
+    join(registry, ping("D", 11))
+    admission = Admission(Router(registry, room=10), Limits(), Counters(), lambda: 0.0)
+    async with AsyncExitStack() as leave:
+        leave.enter_context(busier.busy(lambda: None))
+        for _ in range(10):
+            (await leave.enter_async_context(admission.place(None, paired=True))).sent()
+        asked = [
+            asyncio.create_task(leave.enter_async_context(admission.place(None, paired=True)))
+            for _ in range(9)
+        ]
+        await until(lambda: admission.waiting == 9)
+        join(registry, ping("D", 12))
+        admission.advance()
+        chosen = [(await each).choice.prefill for each in asked]
+        assert (chosen.count(busier), chosen.count(idler)) == (4, 5)
+    assert (busier.coming, idler.coming) == (0, 0)
+
+
+async def test_a_p_is_busy_until_it_has_answered_and_no_longer(either: Deployment) -> None:
+    (p,) = either.registry.known("P")
+    with slow(either.d):
+        asked = [ask(either) for _ in range(3)]
+        await until(lambda: len(either.d.requests) == 3)
+        await until(lambda: p.load == 0)
+    assert await asyncio.gather(*asked) == [200] * 3
+
+
+async def test_a_d_whose_requests_are_still_at_p_is_busy(sequential: Deployment) -> None:
+    await sequential.add("D")
+    await sequential.ready(prefill=1, decode=2)
+    first, second = sequential.registry.known("D")
+    with slow(sequential.p), first.busy(lambda: None):
+        asked = [ask(sequential) for _ in range(9)]
+        await until(lambda: len(sequential.p.requests) == 9)
+        assert sorted((first.seats, second.seats)) == [4, 5]
+    assert await asyncio.gather(*asked) == [200] * 9
+    await quiet(sequential)

@@ -1,0 +1,51 @@
+"""docs/operations.md gives numbers of the proxy: they are those of the code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from proxy import app, breaker, relay, retries, upstream
+from proxy.cli import _parser
+from proxy.errors import retry_after
+from proxy.limits import Limits
+
+PAGE = " ".join((Path(__file__).parents[2] / "docs" / "operations.md").read_text().split())
+
+
+@pytest.mark.parametrize(
+    "option", ["max_requests", "max_waiting", "max_wait", "max_held_mib", "retries", "drain_seconds"]
+)
+def test_defaults(option: str) -> None:
+    default = _parser().get_default(option)
+    assert f"| `--{option.replace('_', '-')}` | {default:g} |" in PAGE
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        f"A body of which nothing comes for {Limits().body_patience:g} seconds gets 408",
+        f"a connection on which no request comes is closed after {app.IDLE_SECONDS:g}.",
+        f"A client that takes nothing of its answer for {relay.STALL_SECONDS:g} seconds",
+        f"(in {breaker._WINDOW_SECONDS:g} s, a hundred at most) five or more, and at least half",
+        f"up to {breaker._LONGEST_PAUSE:g}. Then one request is its trial",
+        "at most a fifth of the requests of the last ten seconds, or ten, whichever is more",
+        "what it was at fails after 20 s",
+    ],
+)
+def test_sentences(sentence: str) -> None:
+    assert sentence in PAGE
+
+
+def test_numbers_in_words() -> None:
+    assert (breaker._OUTCOMES, breaker._FAILURES, breaker._SHARE, breaker._FIRST_PAUSE) == (100, 5, 0.5, 1.0)
+    assert (retries._SHARE, retries._WINDOW_SECONDS) == (0.2, 10.0)
+    assert retries._AT_LEAST_PER_SECOND * retries._WINDOW_SECONDS == 10
+    idle, interval, probes = upstream._KEEPALIVE_PROBES.values()
+    assert idle + interval * probes == 20
+
+
+def test_retry_after() -> None:
+    assert "a `Retry-After` of 3 to 6 seconds" in PAGE
+    assert {retry_after()["Retry-After"] for _ in range(200)} == {"3", "4", "5", "6"}
