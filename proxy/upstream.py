@@ -7,10 +7,9 @@ import errno
 import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
-from aiohttp.connector import Connection
+from aiohttp import AddrInfoType
 from multidict import CIMultiDictProxy
 
 from . import events
@@ -40,24 +39,22 @@ EVENT_STREAM = "text/event-stream"
 def open_session() -> aiohttp.ClientSession:
     """The one session of a proxy: a connection for every request, and no deadline on an answer."""
     return aiohttp.ClientSession(
-        connector=_Connector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, socket_factory=_socket),
         timeout=aiohttp.ClientTimeout(total=None, connect=_REACH_SECONDS, sock_connect=_CONNECT_SECONDS),
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("User-Agent", "Accept"),
     )
 
 
-class _Connector(aiohttp.TCPConnector):
-    """Its connections break when the other host is gone."""
-
-    async def connect(self, *arguments: Any, **options: Any) -> Connection:
-        connection = await super().connect(*arguments, **options)
-        if connection.transport is not None:
-            sock = connection.transport.get_extra_info("socket")
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in _KEEPALIVE_PROBES.items():
-                sock.setsockopt(socket.IPPROTO_TCP, name, value)
-        return connection
+def _socket(place: AddrInfoType) -> socket.socket:
+    """For a connection that breaks when the other host is gone."""
+    family, kind, protocol, *_ = place
+    made = socket.socket(family, kind, protocol)
+    made.setblocking(False)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE_PROBES.items():
+        made.setsockopt(socket.IPPROTO_TCP, name, value)
+    return made
 
 
 class CallFailed(Exception):
