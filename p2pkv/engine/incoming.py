@@ -10,7 +10,8 @@ from p2pkv.engine.inlet import Inlet, Posted
 from p2pkv.engine.requests import Entry, Requests
 from p2pkv.engine.shelves import Shelves
 from p2pkv.links.base import LinkError
-from p2pkv.protocol.receiver import Load, Receiver
+from p2pkv.protocol.receiver import Receiver
+from p2pkv.protocol.receiver_states import Load
 
 RESERVED = 2
 """Chunks of staging that only requests which have pages may take."""

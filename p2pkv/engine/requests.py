@@ -17,7 +17,8 @@ from p2pkv.protocol import messages as m
 from p2pkv.protocol.effects import Effect, Finished, Offered, Post, Tell
 from p2pkv.protocol.handshake import Dialing
 from p2pkv.protocol.machine import RemoteProtocolError
-from p2pkv.protocol.receiver import Load, Receiver
+from p2pkv.protocol.receiver import Receiver
+from p2pkv.protocol.receiver_states import Load
 
 MAX_TRIES = 3
 """How often a request that P has not begun is asked for anew when P has restarted."""

@@ -1,96 +1,21 @@
 """D's side of one transfer: a prompt whose KV this rank wants from the ranks of one P.
 
-    transfer:  WAITING -> OFFERED -> LOADING -> DONE         (any) -> ENDED
-                          OFFERED -> AHEAD -> LOADING or DONE
-
 The Receiver follows the request, one Source for each P rank what that rank owes. The sources are
-known once P's shape is; until then the lease runs on the whole.
+known once P's shape is; until then the lease runs on the whole. All moves go through the table in
+receiver_states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum, auto
 from math import inf
 
 from p2pkv.protocol.effects import Effect, Finished, Offered, Post, Tell
-from p2pkv.protocol.machine import Machine, RemoteProtocolError, Table
+from p2pkv.protocol.machine import Machine, RemoteProtocolError
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Offer, Piece, Sent, Want
-from p2pkv.protocol.pieces import Coverage
+from p2pkv.protocol.receiver_states import LOAD, Load, On
+from p2pkv.protocol.sources import Source
 from p2pkv.protocol.wire import Debt
-
-MAX_CHUNKS = 256
-"""Chunks of one source that may be announced and not yet have come; more is a broken peer."""
-
-
-class Load(Enum):
-    WAITING = auto()  # P has not begun
-    OFFERED = auto()  # every source has begun
-    AHEAD = auto()  # P pushes it, although no request for it has come to D
-    LOADING = auto()  # D has said what it wants
-    DONE = auto()  # all of it is in D's pages
-    ENDED = auto()  # failed or cancelled
-
-
-class On(Enum):
-    OFFERED = auto()
-    AHEAD = auto()
-    WANT = auto()
-    NOTHING = auto()
-    COMPLETE = auto()
-    END = auto()
-
-
-LOAD: Table[Load, On] = {
-    Load.WAITING: {On.OFFERED: Load.OFFERED, On.NOTHING: Load.DONE, On.END: Load.ENDED},
-    Load.OFFERED: {
-        On.AHEAD: Load.AHEAD,
-        On.WANT: Load.LOADING,
-        On.NOTHING: Load.DONE,
-        On.END: Load.ENDED,
-    },
-    Load.AHEAD: {On.WANT: Load.LOADING, On.NOTHING: Load.DONE, On.END: Load.ENDED},
-    Load.LOADING: {On.COMPLETE: Load.DONE, On.END: Load.ENDED},
-    Load.DONE: {},
-    Load.ENDED: {},
-}
-
-
-@dataclass
-class _Announced:
-    """A chunk that P has announced and that has not come yet."""
-
-    chunk: Chunk
-    posted: bool = False
-    sent: bool = False
-    kept: bool = False
-
-
-@dataclass
-class _Source:
-    """What one P rank owes."""
-
-    debt: Debt
-    heard: float
-    offered: bool = False
-    coverage: Coverage | None = None
-    next: int = 0
-    """The number of the next chunk: P counts them up, so a smaller one has been seen before."""
-    chunks: dict[int, _Announced] = field(default_factory=dict)
-    kept: int = 0
-    """Chunks that are here, and wait for pages."""
-    kept_bytes: int = 0
-
-    @property
-    def satisfied(self) -> bool:
-        """Whether this rank of P has sent all that it owes."""
-        return self.coverage is not None and self.coverage.left == self.kept_bytes
-
-    @property
-    def complete(self) -> bool:
-        """Whether all of that is in D's pages."""
-        return self.coverage is not None and not self.coverage.left
 
 
 class Receiver:
@@ -116,7 +41,7 @@ class Receiver:
         self.digest = digest
         self.lease = lease
         self.load = Machine(f"load {key}", LOAD, Load.WAITING)
-        self.sources: dict[int, _Source] = {}
+        self.sources: dict[int, Source] = {}
         self.stall = stall
         self._began = now
         self._moved = now
@@ -130,7 +55,7 @@ class Receiver:
         """P's shape is known: these of its ranks hold what this rank needs. Without any, all is there."""
         if self.sources or self.load.state is not Load.WAITING:
             return []
-        self.sources = {rank: _Source(debt, now) for rank, debt in debts.items()}
+        self.sources = {rank: Source(debt, now) for rank, debt in debts.items()}
         if self.nothing:
             return self._let_go()
         if self.sources:
@@ -168,15 +93,14 @@ class Receiver:
             return [Tell(rank, self._rest(source)) for rank, source in self.sources.items()]
         return self._ask(start, stop, now)
 
-    def _rest(self, source: _Source) -> Want:
+    def _rest(self, source: Source) -> Want:
         """Of what was begun ahead. Who has sent all of it is released, and need not have kept anything."""
         return Want(self.key, self.attempt, 0, 0 if source.satisfied else self.tokens)
 
     def _ask(self, start: int, stop: int, now: float) -> list[Effect]:
         out: list[Effect] = []
         for rank, source in self.sources.items():
-            source.coverage = Coverage(source.debt.window(start, stop))
-            source.heard = now
+            source.want(start, stop, now)
             out.append(Tell(rank, Want(self.key, self.attempt, start, stop, self.ahead)))
         return out
 
@@ -212,44 +136,15 @@ class Receiver:
 
     def chunk(self, rank: int, message: Chunk, now: float) -> list[Effect]:
         source = self._source(rank, message.attempt)
-        if source is None:
+        if source is None or not source.announced(message, now):
             return []
-        if message.chunk < source.next:
-            return []
-        if source.coverage is None:
-            raise RemoteProtocolError(f"{self.key}: a chunk before anything was asked for")
-        if message.chunk > source.next or len(source.chunks) - source.kept >= MAX_CHUNKS:
-            raise RemoteProtocolError(
-                f"{self.key}: chunk {message.chunk} is announced where {source.next} is due, "
-                f"or is one more than {MAX_CHUNKS}"
-            )
-        nbytes = source.coverage.window.check(message.pieces)
-        if nbytes != message.nbytes:
-            raise RemoteProtocolError(
-                f"{self.key}: chunk of {message.nbytes} bytes whose pieces make {nbytes}"
-            )
-        source.coverage.reserve(message.pieces)
-        source.heard = now
-        source.next += 1
-        source.chunks[message.chunk] = _Announced(message)
         return [Post(rank, message)]
 
     def sent(self, rank: int, message: Sent, now: float) -> None:
         """P has sent this chunk. A void one may be announced again under another number."""
         source = self._source(rank, message.attempt)
-        if source is None:
-            return
-        announced = source.chunks.get(message.chunk)
-        if message.chunk < source.next and (announced is None or announced.sent):
-            return
-        if announced is None or not announced.posted:
-            raise RemoteProtocolError(f"{self.key}: chunk {message.chunk} was sent without a grant")
-        source.heard = now
-        announced.sent = True
-        if message.void:
-            assert source.coverage is not None
-            source.coverage.give_back(announced.chunk.pieces)
-            del source.chunks[message.chunk]
+        if source is not None:
+            source.sent(message, now)
 
     def failed(self, rank: int, message: Failed) -> list[Effect]:
         source = self._source(rank, message.attempt)
@@ -271,7 +166,7 @@ class Receiver:
         """A receive is posted for this chunk; the grant goes out, whatever has happened meanwhile."""
         source = self._source(rank, message.attempt)
         if source is not None:
-            source.chunks[message.chunk].posted = True
+            source.posted(message.chunk)
         return [Tell(rank, Grant(self.key, message.attempt, message.chunk, message.nbytes, link, landing))]
 
     def pieces(self, rank: int, attempt: int, chunk: int) -> tuple[Piece, ...]:
@@ -280,31 +175,21 @@ class Receiver:
         Bytes may be written only after P's Sent for them: until then they may turn out to be void.
         """
         source = self._source(rank, attempt)
-        return source.chunks[chunk].chunk.pieces if source is not None and chunk in source.chunks else ()
+        return source.pieces(chunk) if source is not None else ()
 
     def kept(self, rank: int, chunk: int, now: float) -> None:
         """The bytes of this chunk are on D, and wait there for pages. What P owes is paid with that."""
-        source = self.sources[rank]
-        announced = source.chunks[chunk]
-        assert self.load.state is Load.AHEAD and announced.sent and not announced.kept
-        announced.kept = True
-        source.kept += 1
-        source.kept_bytes += announced.chunk.nbytes
-        source.heard = now
+        assert self.load.state is Load.AHEAD
+        self.sources[rank].keep(chunk, now)
 
     def scattered(self, rank: int, chunk: int, now: float) -> list[Effect]:
         """The bytes of this chunk are in D's pages. Without effect if the load has ended meanwhile."""
         if self.load.ended:
             return []
         source = self.sources[rank]
-        announced = source.chunks.pop(chunk)
-        assert source.coverage is not None and announced.sent
-        source.coverage.filled(announced.chunk.nbytes)
-        if announced.kept:
-            source.kept -= 1
-            source.kept_bytes -= announced.chunk.nbytes
-        source.heard = self._moved = now
-        if source.coverage.left:
+        source.fill(chunk, now)
+        self._moved = now
+        if not source.complete:
             return []
         out: list[Effect] = [Tell(rank, Done(self.key, self.attempt))]
         if all(each.complete for each in self.sources.values()):
@@ -358,7 +243,7 @@ class Receiver:
         tells = [Tell(rank, Want(self.key, self.attempt, 0, 0)) for rank in self.sources]
         return [*tells, Finished(True)]
 
-    def _source(self, rank: int, attempt: int) -> _Source | None:
+    def _source(self, rank: int, attempt: int) -> Source | None:
         """The source that a message comes from; None if the message is stale."""
         if self.load.ended or attempt != self.attempt:
             return None

@@ -1,22 +1,19 @@
 """P's side of one transfer: a prompt whose KV this rank computes and pushes to the ranks of one D.
 
-The Sender follows the prompt; one Leg for each D rank follows the conversation with it. All moves go
+The Sender follows the prompt; one Talk for each D rank follows the conversation with it. All moves go
 through the two tables in sender_states.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from p2pkv.protocol.effects import Effect, Finished, Released, Tell, Transmit
+from p2pkv.protocol.legs import Talk
 from p2pkv.protocol.machine import LocalProtocolError, Machine, RemoteProtocolError
-from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Offer, Piece, Sent, Want
-from p2pkv.protocol.pieces import Cutter
+from p2pkv.protocol.messages import Cancel, Done, Failed, Grant, Offer, Sent, Want
 from p2pkv.protocol.sender_states import LEG, PROMPT, Leg, Of, On, Prompt
 from p2pkv.protocol.wire import Debt
-
-MAX_ANNOUNCED = 64
-"""Chunks of one leg that may be announced and not yet sent; bounds what D has to remember."""
 
 
 @dataclass(frozen=True)
@@ -34,22 +31,6 @@ class Terms:
     whole: bool = False
 
 
-@dataclass
-class _Leg:
-    """The conversation with one D rank."""
-
-    debt: Debt
-    attempt: int
-    limit: int
-    heard: float
-    machine: Machine[Leg, On]
-    gone: bool = False
-    cutter: Cutter | None = None
-    chunks: int = 0
-    announced: dict[int, tuple[int, tuple[Piece, ...]]] = field(default_factory=dict)
-    granted: set[int] = field(default_factory=set)
-
-
 class Sender:
     """One prompt on one P rank.
 
@@ -60,8 +41,8 @@ class Sender:
         self.key = key
         self.terms = terms
         self.prompt = Machine(f"prompt {key}", PROMPT, Prompt.HELD)
-        self.legs: dict[int, _Leg] = {}
-        self._withdrawn: dict[int, _Leg] = {}
+        self.legs: dict[int, Talk] = {}
+        self._withdrawn: dict[int, Talk] = {}
         """Of ranks of D that took it ahead and have let go, or lost it: that attempt does not come back."""
         self.expects: frozenset[int] | None = None
         self.tokens = 0
@@ -139,14 +120,14 @@ class Sender:
             return [Tell(rank, Failed(self.key, attempt, reason))]
         if leg is not None and not leg.machine.ended:
             leg.machine.remote(On.END)
-        leg = _Leg(debt, attempt, limit, now, Machine(f"leg {self.key}/{rank}", LEG, Leg.CLAIMED))
+        leg = Talk(debt, attempt, limit, now, Machine(f"leg {self.key}/{rank}", LEG, Leg.CLAIMED))
         self.legs[rank] = leg
         self._withdrawn.pop(rank, None)
         if self._since is not None:
             self._since = now
         return [] if self.prompt.state is Prompt.HELD else [self._offer(rank, leg)]
 
-    def _renew(self, rank: int, leg: _Leg, limit: int, now: float) -> list[Effect]:
+    def _renew(self, rank: int, leg: Talk, limit: int, now: float) -> list[Effect]:
         opened = limit > 0 and not leg.limit
         leg.heard, leg.limit = now, limit or leg.limit
         return self._announce(rank, leg, flush=opened or self.prompt.state is Prompt.COMPUTED)
@@ -171,11 +152,7 @@ class Sender:
             raise RemoteProtocolError(
                 f"{self.key}: {message} goes beyond the {self.tokens} tokens of the offer"
             )
-        window = leg.debt.window(message.start, message.stop)
-        if leg.cutter is not None and leg.cutter.window != window:
-            raise RemoteProtocolError(f"{message} is not what was wanted ahead, {leg.cutter.window}")
-        leg.machine.remote(On.AHEAD if message.ahead else On.WANT)
-        leg.cutter = leg.cutter or Cutter(window)
+        leg.want(message)
         return self._announce(rank, leg, flush=True) + self._settle()
 
     def _let_go(self, rank: int, message: Want) -> list[Effect]:
@@ -197,12 +174,9 @@ class Sender:
         leg = self._leg(rank, message.attempt)
         if leg is None:
             return [Transmit(rank, message, ())]
-        announced = leg.announced.get(message.chunk)
-        if announced is None or announced[0] != message.nbytes or message.chunk in leg.granted:
-            raise RemoteProtocolError(f"{message} grants what was not announced, or grants it twice")
+        pieces = leg.grant(message)
         leg.heard = now
-        leg.granted.add(message.chunk)
-        return [Transmit(rank, message, announced[1])]
+        return [Transmit(rank, message, pieces)]
 
     def done(self, rank: int, message: Done, now: float) -> list[Effect]:
         leg = self._leg(rank, message.attempt)
@@ -254,10 +228,7 @@ class Sender:
     def readable(self, order: Transmit) -> bool:
         """Whether the pages still hold what was announced and granted."""
         leg = self._leg(order.rank, order.grant.attempt)
-        if leg is None or leg.cutter is None or order.void:
-            return False
-        window = leg.cutter.window
-        return all(window.sendable(min(self._slice(leg, piece))) >= piece.stop for piece in order.pieces)
+        return leg is not None and not order.void and leg.readable(self._computed, order.pieces)
 
     def sent(self, order: Transmit, void: bool, digest: bytes = b"") -> list[Effect]:
         """This chunk has been gathered (unless `void`), with this checksum, and handed to the link."""
@@ -265,12 +236,9 @@ class Sender:
         said = Sent(self.key, grant.attempt, grant.chunk, grant.link, void, digest)
         out: list[Effect] = [Tell(order.rank, said)]
         leg = self._leg(order.rank, grant.attempt)
-        if leg is None or leg.cutter is None:
+        if leg is None or order.void:
             return out
-        _, pieces = leg.announced.pop(grant.chunk)
-        leg.granted.remove(grant.chunk)
-        if void:
-            leg.cutter.put_back(pieces)
+        leg.sent(grant.chunk, void)
         flush = self.prompt.state is Prompt.COMPUTED
         return out + self._announce(order.rank, leg, flush) + self._settle()
 
@@ -304,10 +272,10 @@ class Sender:
 
     # Inside.
 
-    def _open(self) -> list[tuple[int, _Leg]]:
+    def _open(self) -> list[tuple[int, Talk]]:
         return [(rank, leg) for rank, leg in self.legs.items() if not leg.machine.ended]
 
-    def _leg(self, rank: int, attempt: int) -> _Leg | None:
+    def _leg(self, rank: int, attempt: int) -> Talk | None:
         """The live leg that a message means; None for a stale one."""
         leg = self.legs.get(rank)
         return leg if leg is not None and leg.attempt == attempt and not leg.machine.ended else None
@@ -319,12 +287,8 @@ class Sender:
             # D may go on with this attempt for a while, with chunks that a new leg would not know.
             self._withdrawn[rank] = leg
 
-    def _offer(self, rank: int, leg: _Leg) -> Effect:
+    def _offer(self, rank: int, leg: Talk) -> Effect:
         return Tell(rank, Offer(self.key, leg.attempt, self.tokens, self.digest))
-
-    def _slice(self, leg: _Leg, piece: Piece) -> list[int]:
-        shift = leg.debt.edge.source_layer - leg.debt.edge.layers.start
-        return self._computed[piece.layer + shift : piece.layer_stop + shift]
 
     def _announce_all(self, flush: bool) -> list[Effect]:
         out: list[Effect] = []
@@ -332,30 +296,16 @@ class Sender:
             out += self._announce(rank, leg, flush)
         return out
 
-    def _announce(self, rank: int, leg: _Leg, flush: bool) -> list[Effect]:
-        """Chunks that are worth a message now: full ones, and with `flush` the rest."""
-        if leg.cutter is None or leg.machine.ended or not leg.limit:
-            return []
+    def _announce(self, rank: int, leg: Talk, flush: bool) -> list[Effect]:
         if self.terms.whole and self.prompt.state is not Prompt.COMPUTED:
             return []
-        out: list[Effect] = []
-        first = leg.debt.edge.source_layer
-        computed = self._computed[first : first + len(leg.debt.edge.layers)]
-        limit = min(self.terms.chunk_bytes, leg.limit)
-        ready = leg.cutter.pending(computed)
-        while ready and (flush or ready >= limit) and len(leg.announced) < MAX_ANNOUNCED:
-            pieces = leg.cutter.cut(computed, limit)
-            nbytes = sum(map(leg.cutter.window.size, pieces))
-            out.append(Tell(rank, Chunk(self.key, leg.attempt, leg.chunks, nbytes, pieces)))
-            leg.announced[leg.chunks] = (nbytes, pieces)
-            leg.chunks += 1
-            ready -= nbytes
-        return out
+        chunks = leg.announce(self.key, self._computed, self.terms.chunk_bytes, flush)
+        return [Tell(rank, chunk) for chunk in chunks]
 
     def _settle(self) -> list[Effect]:
         """Note which legs need the pages no more, and whether any does."""
         for _, leg in self._open():
-            if leg.machine.state is Leg.SENDING and leg.cutter and not leg.cutter.left and not leg.announced:
+            if leg.machine.state is Leg.SENDING and leg.drained:
                 leg.machine.local(On.DRAIN)
         if self.prompt.state not in (Prompt.OFFERED, Prompt.COMPUTED) or not self._all_claimed():
             return []

@@ -11,7 +11,8 @@ from protocol.wires import Cell, Line, Link, LinkBroken, Receive, Violation, che
 from p2pkv.plan import Edge, Plan
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import Dialing
-from p2pkv.protocol.receiver import Load, Receiver
+from p2pkv.protocol.receiver import Receiver
+from p2pkv.protocol.receiver_states import Load
 
 if TYPE_CHECKING:
     from protocol.decode_side import DecodeRank

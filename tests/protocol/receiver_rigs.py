@@ -5,7 +5,8 @@ from __future__ import annotations
 from p2pkv.plan import Edge, make_plan
 from p2pkv.protocol.effects import Effect, Post, Tell
 from p2pkv.protocol.messages import Chunk, Grant, Offer, Piece, Sent
-from p2pkv.protocol.receiver import Load, Receiver
+from p2pkv.protocol.receiver import Receiver
+from p2pkv.protocol.receiver_states import Load
 from p2pkv.protocol.wire import Debt, Wire
 from p2pkv.sharding import Shape
 

@@ -8,11 +8,12 @@ import pytest
 from protocol import receiver_rigs as d_side
 from protocol.sender_rigs import LEASE, TOKENS, Rig, grant, offer, sent
 
-from p2pkv.protocol import receiver
+from p2pkv.protocol import sources
 from p2pkv.protocol.effects import Finished, Offered, Released, Tell, Transmit
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Piece, Want
-from p2pkv.protocol.receiver import Load, Receiver
+from p2pkv.protocol.receiver import Receiver
+from p2pkv.protocol.receiver_states import Load
 from p2pkv.protocol.sender_states import Leg, Prompt
 
 
@@ -180,7 +181,7 @@ def test_what_has_been_asked_for_is_cancelled() -> None:
 
 
 def test_what_is_kept_does_not_count_as_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver, "MAX_CHUNKS", 1)
+    monkeypatch.setattr(sources, "MAX_CHUNKS", 1)
     made = d_side.ahead(d_side.make(ahead=True))
     for number in range(3):
         d_side.arrive(made, 0, d_side.chunk(number, Piece(0, 1, number, number + 1)), 2.0)

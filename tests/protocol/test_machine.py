@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from p2pkv.protocol import handshake, receiver, sender
+from p2pkv.protocol import handshake, receiver_states, sender_states
 from p2pkv.protocol.machine import LocalProtocolError, Machine, ProtocolError, RemoteProtocolError
 
 TABLES: list[tuple[dict[Any, dict[Any, Any]], type[Enum], type[Enum]]] = [
-    (dict(sender.PROMPT), sender.Prompt, sender.Of),
-    (dict(sender.LEG), sender.Leg, sender.On),
-    (dict(receiver.LOAD), receiver.Load, receiver.On),
+    (dict(sender_states.PROMPT), sender_states.Prompt, sender_states.Of),
+    (dict(sender_states.LEG), sender_states.Leg, sender_states.On),
+    (dict(receiver_states.LOAD), receiver_states.Load, receiver_states.On),
     (dict(handshake.DIAL), handshake.Dial, handshake.On),
 ]
 MOVES = [
@@ -60,7 +60,7 @@ def test_both_errors_are_protocol_errors_and_neither_is_the_other() -> None:
 
 
 def test_ended_is_a_state_that_nothing_leads_out_of() -> None:
-    load = Machine("load", receiver.LOAD, receiver.Load.WAITING)
+    load = Machine("load", receiver_states.LOAD, receiver_states.Load.WAITING)
     assert not load.ended and repr(load) == "load:WAITING"
-    load.local(receiver.On.END)
+    load.local(receiver_states.On.END)
     assert load.ended and repr(load) == "load:ENDED"

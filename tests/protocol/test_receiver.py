@@ -24,7 +24,8 @@ from protocol.receiver_rigs import (
 from p2pkv.protocol.effects import Effect, Finished, Offered, Tell
 from p2pkv.protocol.machine import LocalProtocolError
 from p2pkv.protocol.messages import Done, Failed, Piece, Sent, Want
-from p2pkv.protocol.receiver import LOAD, Load, On, Receiver
+from p2pkv.protocol.receiver import Receiver
+from p2pkv.protocol.receiver_states import LOAD, Load, On
 
 # One load, from end to end.
 

@@ -19,11 +19,11 @@ from protocol.receiver_rigs import (
     whole,
 )
 
-from p2pkv.protocol import receiver as module
+from p2pkv.protocol import sources as module
 from p2pkv.protocol.effects import Finished, Tell
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Piece, Sent
-from p2pkv.protocol.receiver import Load
+from p2pkv.protocol.receiver_states import Load
 
 # What P may not say.
 

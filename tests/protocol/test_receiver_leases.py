@@ -19,7 +19,8 @@ from protocol.receiver_rigs import (
 
 from p2pkv.protocol.effects import Finished
 from p2pkv.protocol.messages import Sent
-from p2pkv.protocol.receiver import Load, Receiver
+from p2pkv.protocol.receiver import Receiver
+from p2pkv.protocol.receiver_states import Load
 
 
 def test_the_lease_runs_from_the_start_until_p_is_known() -> None:

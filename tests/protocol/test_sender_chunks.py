@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from protocol.sender_rigs import ROW, TERMS, WHOLE, Rig, chunk, computed
 
-from p2pkv.protocol import sender as module
+from p2pkv.protocol import legs as module
 from p2pkv.protocol.effects import Tell
 from p2pkv.protocol.messages import Chunk, Piece
 from p2pkv.protocol.sender_states import Leg, Prompt

@@ -277,3 +277,13 @@ def test_a_lost_target_that_had_everything_in_flight_hears_of_it_and_the_outcome
     assert rig.carry(rig.compute())[-1] == Finished(True)
     assert rig.sender.lost(0, "link broke") == [Tell(0, Failed(KEY, 1, "link broke"))]
     assert rig.done() == [] and rig.states == (Prompt.RELEASED, [Leg.ENDED])
+
+
+def test_a_grant_from_before_its_claim_takes_no_chunk_of_it() -> None:
+    rig = computed()
+    (early,) = rig.grant(0, WHOLE.nbytes)
+    assert isinstance(early, Transmit) and early.void
+    rig.claim()
+    assert rig.want() == [Tell(0, WHOLE)]
+    assert rig.sender.sent(early, void=True) == [Tell(0, sent(0, void=True))]
+    assert rig.carry([Tell(0, WHOLE)]) == [Tell(0, sent(0)), Released(), Finished(True)]

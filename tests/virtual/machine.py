@@ -20,8 +20,8 @@ from p2pkv.engine.core import Core
 from p2pkv.engine.producer import Producer
 from p2pkv.links.faulty import Faults, FaultyLinks
 from p2pkv.pairing import Address
-from p2pkv.protocol.receiver import MAX_CHUNKS
-from p2pkv.protocol.sender import MAX_ANNOUNCED
+from p2pkv.protocol.legs import MAX_ANNOUNCED
+from p2pkv.protocol.sources import MAX_CHUNKS
 
 STAGING, CHUNK = 1 << 18, 16384
 STALL = 1.05 * LEASE
