@@ -26,6 +26,9 @@ DEFAULT_KV_PORT = 21001
 
 _ROLES: dict[str, Role] = {"kv_producer": "P", "kv_consumer": "D"}
 
+RESERVED_CHUNKS = 2
+"""Chunks of D's staging that only requests which have pages may take."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
@@ -117,6 +120,12 @@ class Options:
             raise ConfigError(
                 f"chunk_bytes is {self.chunk_bytes} and staging_bytes only {self.staging_bytes}: expected a "
                 "chunk to fit; raise staging_bytes or lower chunk_bytes"
+            )
+        if self.ahead_bytes and self.staging_bytes <= RESERVED_CHUNKS * self.chunk_bytes:
+            raise ConfigError(
+                f"ahead_bytes is set and staging_bytes only {self.staging_bytes}: expected more than "
+                f"{RESERVED_CHUNKS} chunks of {self.chunk_bytes} bytes, which are kept for requests that D "
+                "has admitted; raise staging_bytes or lower chunk_bytes"
             )
         self._check_proxy()
         self._check_trust()

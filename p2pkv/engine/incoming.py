@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from p2pkv.config import RESERVED_CHUNKS
 from p2pkv.engine.arrived import Arrived, Check
 from p2pkv.engine.context import BURST, Context
 from p2pkv.engine.inlet import Inlet, Posted
@@ -12,9 +13,6 @@ from p2pkv.engine.shelves import Shelves
 from p2pkv.links.base import LinkError
 from p2pkv.protocol.receiver import Receiver
 from p2pkv.protocol.receiver_states import Load
-
-RESERVED = 2
-"""Chunks of staging that only requests which have pages may take."""
 
 
 class Incoming:
@@ -53,7 +51,7 @@ class Incoming:
             if entry is None or not entry.receiver.pieces(peer.rank, chunk.attempt, chunk.chunk):
                 peer.asked.popleft()
                 continue
-            reserve = RESERVED * self._ctx.options.chunk_bytes if _is_ahead(entry) else 0
+            reserve = RESERVED_CHUNKS * self._ctx.options.chunk_bytes if _is_ahead(entry) else 0
             posted = peer.post() if self._may_hold(peer, chunk.nbytes, reserve) else None
             if posted is None:
                 peer.wait()

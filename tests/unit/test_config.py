@@ -178,6 +178,16 @@ class TestBadInput:
         said = refused({"staging_bytes": MIB, "chunk_bytes": 2 * MIB})
         assert str(MIB) in said and str(2 * MIB) in said
 
+    def test_kv_ahead_needs_more_than_what_is_kept_for_admitted_requests(self) -> None:
+        sizes = {"staging_bytes": 4 * MIB, "chunk_bytes": 2 * MIB}
+        assert options(sizes).ahead_bytes == 0
+        said = refused(sizes | {"ahead_bytes": MIB})
+        assert said.startswith(
+            f"ahead_bytes is set and staging_bytes only {4 * MIB}: expected more than 2 chunks"
+        )
+        assert said.endswith("raise staging_bytes or lower chunk_bytes")
+        assert options(sizes | {"ahead_bytes": MIB, "staging_bytes": 4 * MIB + 1}).ahead_bytes == MIB
+
     def test_links(self) -> None:
         assert "expected one of auto, nccl, host" in refused({"link": "rdma"})
         assert "needs a CUDA device" in refused({"link": "nccl"})
