@@ -16,7 +16,7 @@ MAX_ANNOUNCED = 64
 
 
 @dataclass
-class Talk:
+class DecodeLeg:
     """What this rank owes a rank of D, under one attempt.
 
     `computed`, an argument of its methods: for each layer of this rank, how many of the prompt's first tokens

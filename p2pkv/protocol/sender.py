@@ -1,6 +1,6 @@
 """P's side of one transfer: a prompt whose KV this rank computes and pushes to the ranks of one D.
 
-The Sender follows the prompt; one Talk for each D rank follows the conversation with it. All moves go
+The Sender follows the prompt; one DecodeLeg for each D rank follows the conversation with it. All moves go
 through the two tables in sender_states.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from p2pkv.protocol.effects import Effect, Finished, Released, Tell, Transmit
-from p2pkv.protocol.legs import Talk
+from p2pkv.protocol.legs import DecodeLeg
 from p2pkv.protocol.machine import LocalProtocolError, Machine, RemoteProtocolError
 from p2pkv.protocol.messages import Cancel, Done, Failed, Grant, Offer, Sent, Want
 from p2pkv.protocol.sender_states import LEG, PROMPT, Leg, Of, On, Prompt
@@ -41,8 +41,8 @@ class Sender:
         self.key = key
         self.terms = terms
         self.prompt = Machine(f"prompt {key}", PROMPT, Prompt.HELD)
-        self.legs: dict[int, Talk] = {}
-        self._withdrawn: dict[int, Talk] = {}
+        self.legs: dict[int, DecodeLeg] = {}
+        self._withdrawn: dict[int, DecodeLeg] = {}
         """Of ranks of D that took it ahead and have let go, or lost it: that attempt does not come back."""
         self.expects: frozenset[int] | None = None
         self.tokens = 0
@@ -120,14 +120,14 @@ class Sender:
             return [Tell(rank, Failed(self.key, attempt, reason))]
         if leg is not None and not leg.machine.ended:
             leg.machine.remote(On.END)
-        leg = Talk(debt, attempt, limit, now, Machine(f"leg {self.key}/{rank}", LEG, Leg.CLAIMED))
+        leg = DecodeLeg(debt, attempt, limit, now, Machine(f"leg {self.key}/{rank}", LEG, Leg.CLAIMED))
         self.legs[rank] = leg
         self._withdrawn.pop(rank, None)
         if self._since is not None:
             self._since = now
         return [] if self.prompt.state is Prompt.HELD else [self._offer(rank, leg)]
 
-    def _renew(self, rank: int, leg: Talk, limit: int, now: float) -> list[Effect]:
+    def _renew(self, rank: int, leg: DecodeLeg, limit: int, now: float) -> list[Effect]:
         opened = limit > 0 and not leg.limit
         leg.heard, leg.limit = now, limit or leg.limit
         return self._announce(rank, leg, flush=opened or self.prompt.state is Prompt.COMPUTED)
@@ -272,10 +272,10 @@ class Sender:
 
     # Inside.
 
-    def _open(self) -> list[tuple[int, Talk]]:
+    def _open(self) -> list[tuple[int, DecodeLeg]]:
         return [(rank, leg) for rank, leg in self.legs.items() if not leg.machine.ended]
 
-    def _leg(self, rank: int, attempt: int) -> Talk | None:
+    def _leg(self, rank: int, attempt: int) -> DecodeLeg | None:
         """The live leg that a message means; None for a stale one."""
         leg = self.legs.get(rank)
         return leg if leg is not None and leg.attempt == attempt and not leg.machine.ended else None
@@ -287,7 +287,7 @@ class Sender:
             # D may go on with this attempt for a while, with chunks that a new leg would not know.
             self._withdrawn[rank] = leg
 
-    def _offer(self, rank: int, leg: Talk) -> Effect:
+    def _offer(self, rank: int, leg: DecodeLeg) -> Effect:
         return Tell(rank, Offer(self.key, leg.attempt, self.tokens, self.digest))
 
     def _announce_all(self, flush: bool) -> list[Effect]:
@@ -296,7 +296,7 @@ class Sender:
             out += self._announce(rank, leg, flush)
         return out
 
-    def _announce(self, rank: int, leg: Talk, flush: bool) -> list[Effect]:
+    def _announce(self, rank: int, leg: DecodeLeg, flush: bool) -> list[Effect]:
         if self.terms.whole and self.prompt.state is not Prompt.COMPUTED:
             return []
         chunks = leg.announce(self.key, self._computed, self.terms.chunk_bytes, flush)
