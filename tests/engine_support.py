@@ -16,7 +16,9 @@ from p2pkv.cli.processes import free_ports
 from p2pkv.config import Options
 from p2pkv.engine import commands as do
 from p2pkv.engine.rank import Rank
+from p2pkv.links import make_factory
 from p2pkv.links.base import LinkFactory
+from p2pkv.links.memory import MemoryNetwork
 from p2pkv.pages.codecs import DENSE, pack, unpack
 from p2pkv.pages.device import make_recorder
 from p2pkv.pages.geometry import PagedCache
@@ -24,6 +26,14 @@ from p2pkv.pairing import Address
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
 
 READY = make_recorder(torch.device("cpu"))()
+
+
+def plain_links(kind: str) -> Callable[[str, int], LinkFactory]:
+    """The links of each rank of a pair, by side and rank: through one "memory" network, or the "host"."""
+    network = MemoryNetwork()
+    if kind == "memory":
+        return lambda side, rank: network.rank()
+    return lambda side, rank: make_factory("host", host="127.0.0.1", staging_bytes=1 << 20)
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 20.0, what: str = "the condition") -> None:
@@ -295,3 +305,11 @@ def at_baseline(engine: Engine) -> bool:
     """No pages held, staging empty, nothing under way."""
     snapshots = [each.rank.counters.snapshot() for each in engine.ranks]
     return not any(snapshot.get(name, 0) for snapshot in snapshots for name in BUSY)
+
+
+def break_link(engine: Engine) -> None:
+    """The one link of its one rank, at this end."""
+    rank = engine.ranks[0].rank
+    (peer,) = rank._half._peers.values()
+    table = rank._half._prompts if rank._ctx.hello.role == "P" else rank._half._requests
+    on_engine_thread(rank, lambda: table.link_lost(peer, "broken by a test", time.monotonic()))

@@ -92,8 +92,11 @@ def test_short_stalls_cost_nothing_but_time(world: World, treat: Treat) -> None:
 @ways
 def test_one_way_is_frozen_for_longer_than_a_lease(world: World, treat: Treat, way: str) -> None:
     world.load(0.5)
+    before = world.jobs.outcomes["failed"]
     treat(world, held=[way])
     world.load(2 * LEASE)
+    all_end(world)
+    assert world.jobs.outcomes["failed"] > before, "nothing was frozen"
 
 
 @pytest.mark.slow
@@ -112,8 +115,17 @@ def test_connections_are_reset_in_the_middle_of_messages(world: World, treat: Tr
 @ways
 def test_connections_are_half_closed(world: World, treat: Treat, way: str) -> None:
     world.load(0.5)
+    before = world.jobs.outcomes["failed"]
     treat(world, half=[way])
     world.load(LEASE)
+    all_end(world)
+    assert world.jobs.outcomes["failed"] > before, "nothing was cut"
+
+
+def all_end(world: World) -> None:
+    """Every request ends by itself while the connections are still treated so."""
+    world.turn_until(lambda: not world.jobs.open, 10 * LEASE, "the end of every request")
+    assert world.violations == []
 
 
 def turn_for(world: World, seconds: float) -> None:

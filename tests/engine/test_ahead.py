@@ -12,9 +12,11 @@ from engine_support import (
     Engine,
     Geometry,
     at_baseline,
+    break_link,
     compute,
     engines,
     on_engine_thread,
+    plain_links,
     prefill,
     step,
     wait_for,
@@ -23,7 +25,6 @@ from engine_support import (
 from links_support import nccl_links
 
 from p2pkv.engine import commands as do
-from p2pkv.links import make_factory
 from p2pkv.links.faulty import Faults, FaultyLinks
 from p2pkv.links.memory import MemoryNetwork
 from p2pkv.pages.codecs import DENSE
@@ -40,16 +41,10 @@ BLOCKS = list(range(8))
 
 @pytest.fixture(params=["memory", "host", "nccl"])
 def links(request):
-    network = MemoryNetwork()
-
-    def make(side: str, rank: int):
-        if request.param == "memory":
-            return network.rank()
-        if request.param == "nccl":
-            return nccl_links(blocking=False, staging=1 << 20)
-        return make_factory("host", host="127.0.0.1", staging_bytes=1 << 20)
-
-    yield make
+    if request.param == "nccl":
+        yield lambda side, rank: nccl_links(blocking=False, staging=1 << 20)
+    else:
+        yield plain_links(request.param)
     nccl_simulated.let_go()
 
 
@@ -221,6 +216,7 @@ def test_a_request_that_ends_before_it_has_pages_frees_ps_at_once(links):
         d.do(do.Forget("k"))
         finish(p, "k")
         quiet(p, d)
+        assert value(p, "pages_held") == 0 and p.ranks[0].rank.over
 
 
 def test_nothing_wanted_of_it_frees_ps_at_once(links):
@@ -254,7 +250,7 @@ def test_a_link_that_breaks_meanwhile_costs_nothing():
     with engines(ONE, ONE, lambda side, rank: network.rank(), ahead_bytes=ROOM) as (p, d):
         push_half_ahead(p, d)
         before = value(p, "links_aborted")
-        break_link(p, d)
+        break_link(d)
         wait_for(lambda: value(p, "links_aborted") > before and value(d, "ahead_bytes") == 0)
         step(p, "k", BLOCKS, 48, 96)
         load(p, d, "k", 96)
@@ -267,10 +263,7 @@ def test_what_p_has_given_up_for_ds_silence_costs_nothing():
     """D was frozen for a lease, say, and goes on with what P does not know any more."""
     network = MemoryNetwork()
     with engines(ONE, ONE, lambda side, rank: network.rank(), ahead_bytes=ROOM) as (p, d):
-        acquaint(p, d)
-        p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
-        step(p, "k", BLOCKS, 0, 48)
-        arrived(d, 48 * TOKEN)
+        push_half_ahead(p, d)
         on_engine_thread(p.ranks[0].rank, lambda: p.ranks[0].rank._half._prompts.tick(time.monotonic() + 5.5))
         wait_for(lambda: value(d, "ahead_bytes") == 0)
         step(p, "k", BLOCKS, 48, 96)
@@ -284,9 +277,7 @@ def test_a_link_that_breaks_when_all_is_here_costs_nothing():
     """P's end breaks, and P hears what D said before it knew."""
     network = MemoryNetwork()
     with engines(ONE, ONE, lambda side, rank: network.rank(), ahead_bytes=ROOM, lease_seconds=60.0) as (p, d):
-        acquaint(p, d)
-        prefill(p, "k", d.address, 40, BLOCKS, chunk=16)
-        arrived(d, 40 * TOKEN)
+        push_ahead(p, d)
         half = p.ranks[0].rank._half
         (peer,) = half._peers.values()
 
@@ -302,12 +293,6 @@ def test_a_link_that_breaks_when_all_is_here_costs_nothing():
         finish(p, "k")
         quiet(p, d)
         assert value(p, "transfers_failed") == value(d, "transfers_failed") == 0
-
-
-def break_link(p: Engine, d: Engine) -> None:
-    half = d.ranks[0].rank._half
-    (peer,) = half._peers.values()
-    on_engine_thread(d.ranks[0].rank, lambda: half._requests.link_lost(peer, "broken by a test", 0.0))
 
 
 def test_a_byte_that_changes_meanwhile_costs_nothing():

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_support import Geometry, at_baseline, engines, prefill, step, wait_for, wrong_cells
+from engine_support import Geometry, at_baseline, engines, plain_links, prefill, step, wait_for, wrong_cells
 from msgspec.structs import replace
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Context
-from p2pkv.links import make_factory
 from p2pkv.links.memory import MemoryNetwork
 from p2pkv.protocol.handshake import Refused
 
@@ -19,14 +18,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 @pytest.fixture(params=["memory", "host"])
 def links(request):
-    network = MemoryNetwork()
-
-    def make(side: str, rank: int):
-        if request.param == "memory":
-            return network.rank()
-        return make_factory("host", host="127.0.0.1", staging_bytes=1 << 20)
-
-    return make
+    return plain_links(request.param)
 
 
 def cpu(isa: str, block: int, tp: int = 1, content: int = 16, dtype: torch.dtype = F32) -> Geometry:

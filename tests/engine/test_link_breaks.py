@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from engine_support import (
-    Engine,
     Geometry,
     at_baseline,
+    break_link,
     engines,
-    on_engine_thread,
+    plain_links,
     prefill,
     step,
     wait_for,
@@ -18,8 +16,6 @@ from engine_support import (
 )
 
 from p2pkv.engine import commands as do
-from p2pkv.links import make_factory
-from p2pkv.links.memory import MemoryNetwork
 
 ONE = Geometry()
 BLOCKS = list(range(6))
@@ -28,22 +24,7 @@ OTHERS = list(range(10, 16))
 
 @pytest.fixture(params=["memory", "host"])
 def links(request):
-    network = MemoryNetwork()
-
-    def make(side: str, rank: int):
-        if request.param == "memory":
-            return network.rank()
-        return make_factory("host", host="127.0.0.1", staging_bytes=1 << 20)
-
-    return make
-
-
-def break_link(engine: Engine) -> None:
-    """Its one link, at this end."""
-    rank = engine.ranks[0].rank
-    (peer,) = rank._half._peers.values()
-    table = rank._half._prompts if rank._ctx.hello.role == "P" else rank._half._requests
-    on_engine_thread(rank, lambda: table.link_lost(peer, "broken by a test", time.monotonic()))
+    return plain_links(request.param)
 
 
 @pytest.mark.parametrize("side", ["P", "D"])

@@ -6,29 +6,31 @@ import threading
 
 import nccl_simulated
 import pytest
-from engine_support import Engine, Geometry, at_baseline, engines, prefill, step, wait_for, wrong_cells
+from engine_support import (
+    Engine,
+    Geometry,
+    at_baseline,
+    engines,
+    plain_links,
+    prefill,
+    step,
+    wait_for,
+    wrong_cells,
+)
 from links_support import NCCL_KINDS, nccl_links
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.inlet import Posted
-from p2pkv.links import make_factory
-from p2pkv.links.memory import MemoryNetwork
 
 ONE = Geometry()
 
 
 @pytest.fixture(params=["memory", "host", *NCCL_KINDS])
 def links(request):
-    network = MemoryNetwork()
-
-    def make(side: str, rank: int):
-        if request.param == "memory":
-            return network.rank()
-        if request.param in NCCL_KINDS:
-            return nccl_links(blocking=request.param == "nccl-blocking", staging=1 << 20)
-        return make_factory("host", host="127.0.0.1", staging_bytes=1 << 20)
-
-    yield make
+    if request.param in NCCL_KINDS:
+        yield lambda side, rank: nccl_links(blocking=request.param == "nccl-blocking", staging=1 << 20)
+    else:
+        yield plain_links(request.param)
     nccl_simulated.let_go()
 
 

@@ -33,6 +33,14 @@ async def enter(admission: Admission, leave: asyncio.Event | None = None, model:
             await leave.wait()
 
 
+async def one_leaves(admission: Admission) -> tuple[asyncio.Task[None], asyncio.Task[None]]:
+    """Two wait, and the first has been cancelled in this turn of the loop."""
+    leaver, stayer = (asyncio.create_task(enter(admission)) for _ in range(2))
+    await until(lambda: admission.waiting == 2)
+    leaver.cancel()
+    return leaver, stayer
+
+
 async def test_a_place_that_comes_as_the_wait_ends_is_not_lost() -> None:
     registry = Registry()
     join(registry, ping("D"))
@@ -55,9 +63,7 @@ async def test_a_place_passes_by_who_has_just_left() -> None:
     join(registry, ping("D"))
     admission = small(registry)
     async with admission.place(None, paired=False):
-        leaver, stayer = (asyncio.create_task(enter(admission)) for _ in range(2))
-        await until(lambda: admission.waiting == 2)
-        leaver.cancel()
+        leaver, stayer = await one_leaves(admission)
     await stayer
     with pytest.raises(asyncio.CancelledError):
         await leaver
@@ -69,9 +75,7 @@ async def test_who_has_just_left_does_not_spoil_the_end() -> None:
     join(registry, ping("D"))
     admission = small(registry)
     async with admission.place(None, paired=False):
-        leaver, stayer = (asyncio.create_task(enter(admission)) for _ in range(2))
-        await until(lambda: admission.waiting == 2)
-        leaver.cancel()
+        leaver, stayer = await one_leaves(admission)
         admission.close(Failure(503, "the end"))
         with pytest.raises(Failure, match="the end"):
             await stayer
