@@ -74,6 +74,11 @@ class Options:
     stall_seconds: float = 120.0
     """Default 120; seconds. An engine that has work and stays this long in one step counts as hung."""
 
+    idle_wait_ms: float = 5.0
+    """Default 5; milliseconds. How long a step in which vLLM has nothing to compute may wait for KV, and so
+    how much later a request may be scheduled that comes meanwhile. vLLM's processes nap between such steps
+    instead of spinning; 0: neither."""
+
     discovery: Discovery = "plain"
     """Default curve with a secret, else plain. How the proxy is pinged: `curve` shows it that this instance
     is a member; `plain` is what routers other than p2pkv-proxy understand."""
@@ -218,6 +223,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "ahead_bytes": (0, 1 << 40),
     "lease_seconds": _SECONDS,
     "stall_seconds": _SECONDS,
+    "idle_wait_ms": (0, 100),
     "max_links": (1, 1 << 16),
     "nccl_num_channels": (1, 64),
 }
@@ -234,6 +240,7 @@ _READERS: dict[str, read.Reader] = {
     "ahead_bytes": read.whole,
     "lease_seconds": read.number,
     "stall_seconds": read.number,
+    "idle_wait_ms": read.number,
     "discovery": read.one_of("curve", "plain"),
     "secret_file": read.path,
     "allowed_peers": read.networks,

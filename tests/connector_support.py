@@ -7,7 +7,7 @@ import random
 import tempfile
 import uuid
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -153,6 +153,10 @@ class FakeRank:
     def __post_init__(self) -> None:
         self.counters, self.steps = Counters(), Steps(1e9)
         self._events: list[do.Event] = []
+        self.waits: list[float] = []
+        """Seconds that each idle step was allowed to wait."""
+        self.meanwhile: Callable[[], None] = lambda: None
+        """What happens in such a wait."""
 
     def do(self, command: do.Command) -> None:
         self.log.append(command)
@@ -221,6 +225,10 @@ class FakeRank:
     def free(self, key: str) -> None:
         self._last_word(do.PagesFree(key))
 
+    def wait_for_event(self, seconds: float) -> None:
+        self.waits.append(seconds)
+        self.meanwhile()
+
     def said(self, kind: type) -> list[Any]:
         return [command for command in self.log if isinstance(command, kind)]
 
@@ -273,6 +281,11 @@ class Instance:
 
     def ask(self, request_id: str, prompt: Sequence[int], **more: Any) -> Request:
         return self.add(make_request(request_id, prompt, **more))
+
+    @property
+    def computing(self) -> bool:
+        """Whether the result of a step with tokens is not known yet."""
+        return any(scheduled.total_num_scheduled_tokens for scheduled, _ in self._running)
 
     def abort(self, request: Request) -> None:
         self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)

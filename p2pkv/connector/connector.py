@@ -30,6 +30,7 @@ from p2pkv.connector.describe import (
     refuse_what_cannot_pair,
 )
 from p2pkv.connector.identity import Pairs
+from p2pkv.connector.idle_steps import SPINNING, IdlePace
 from p2pkv.connector.metadata import StepMetadata, WorkerNews
 from p2pkv.connector.producing import Producing
 from p2pkv.connector.stats import P2pKvMetrics, P2pKvStats
@@ -79,18 +80,24 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         self._consuming: Consuming | None = None
         self._worker: Worker | None = None
         self._pinger: Pinger | None = None
+        if self.options.idle_wait_ms:
+            SPINNING.install()
         if role is KVConnectorRole.SCHEDULER:
             self._schedule()
 
     def _schedule(self) -> None:
         for note in self.options.notes:
             log.warning("%s", note)
-        pairs = Pairs(self.options.address, self.options.role)
+        config, pairs = self._vllm_config, Pairs(self.options.address, self.options.role)
+        # Ranks of other replicas may wait for a batch of this one that computes nothing.
+        bound = 0.0 if config.parallel_config.data_parallel_size > 1 else self.options.idle_wait_ms / 1000
+        self._pace = IdlePace(bound, config.max_concurrent_batches)
+        self._news = False
         if self.options.role == "P":
             groups = self._kv_cache_config.kv_cache_groups
             self._producing = Producing(pairs, tuple(group.kv_cache_spec.block_size for group in groups))
             return
-        transfer, parallel = self._vllm_config.kv_transfer_config, self._vllm_config.parallel_config
+        transfer, parallel = config.kv_transfer_config, config.parallel_config
         world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._consuming = Consuming(pairs, world, transfer.kv_load_failure_policy == "recompute")
 
@@ -121,15 +128,21 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         half = self._producing or self._consuming
         assert half is not None
-        return half.step(scheduler_output)
+        meta = half.step(scheduler_output)
+        changed, self._news = self._news or meta.orders, False
+        meta.idle_wait = self._pace.step(tokens=meta.work, awaited=half.awaits_news, changed=changed)
+        SPINNING.idle = meta.idle_wait > 0
+        return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        sent, received = connector_output.finished_sending or (), set(connector_output.finished_recving or ())
+        news = connector_output.kv_connector_worker_meta
+        assert news is None or isinstance(news, WorkerNews)
+        self._news |= bool(sent or received or news)
         if self._producing is not None:
-            self._producing.heard(connector_output.finished_sending or ())
+            self._producing.heard(sent)
         elif self._consuming is not None:
-            news = connector_output.kv_connector_worker_meta
-            assert news is None or isinstance(news, WorkerNews)
-            self._consuming.heard(news, set(connector_output.finished_recving or ()))
+            self._consuming.heard(news, received)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self._producing is not None:

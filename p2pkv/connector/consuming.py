@@ -101,6 +101,11 @@ class Consuming:
         meta.work = output.total_num_scheduled_tokens > 0
         return meta
 
+    @property
+    def awaits_news(self) -> bool:
+        """Whether a request waits for P, or for its KV."""
+        return any(asking.state is not State.SETTLED for asking in self._asking.values())
+
     def heard(self, news: WorkerNews | None, received: set[str]) -> None:
         """What the workers report; `received`: loads that have ended, well or not."""
         for request_id in received:

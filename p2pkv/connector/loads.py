@@ -125,6 +125,11 @@ class Loads:
 
     # What vLLM asks.
 
+    @property
+    def anything_new(self) -> bool:
+        """Whether `results` or `news` would say something."""
+        return bool(self._results.finished_recving or self._news.begun or self._news.failed)
+
     def results(self) -> KVConnectorTransferResults:
         """Loads that have ended since the last call."""
         results, self._results = self._results, KVConnectorTransferResults()

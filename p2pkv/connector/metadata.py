@@ -51,6 +51,8 @@ class StepMetadata(KVConnectorMetadata):
 
     work: bool = False
     """Whether this step computes anything."""
+    idle_wait: float = 0.0
+    """Seconds that this step may wait for news of the transfers; 0 unless it computes nothing."""
 
     # P
     holds: list[Hold] = field(default_factory=list)
@@ -63,6 +65,20 @@ class StepMetadata(KVConnectorMetadata):
     expects: list[tuple[str, Expect]] = field(default_factory=list)
     loads: list[tuple[str, Load]] = field(default_factory=list)
     drops: list[Ended] = field(default_factory=list)
+
+    @property
+    def orders(self) -> bool:
+        """Whether the workers hear of anything new."""
+        return bool(
+            self.holds
+            or self.offers
+            or self.prefills
+            or self.revoked
+            or self.sent
+            or self.expects
+            or self.loads
+            or self.drops
+        )
 
 
 @dataclass

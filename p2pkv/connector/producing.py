@@ -102,6 +102,11 @@ class Producing:
                 fresh.update(group[start // size :])
         return fresh
 
+    @property
+    def awaits_news(self) -> bool:
+        """Whether pages wait for word from the workers that they are free."""
+        return bool(self._ended)
+
     def finished(self, request: Request) -> bool:
         """The request has ended; whether its pages must wait for word from the workers."""
         prompt = self._prompts.pop(request.request_id, None)

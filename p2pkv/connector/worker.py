@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
+from p2pkv.connector.idle_steps import SPINNING
 from p2pkv.connector.loads import Loads
 from p2pkv.connector.metadata import Ended, StepMetadata, WorkerNews
 from p2pkv.connector.stats import Growth, P2pKvStats
@@ -38,6 +39,7 @@ class Worker:
         # P, by key: requests that vLLM has ended and waits for, and prompts whose pages are free.
         self._ended: dict[str, str] = {}
         self._free: set[str] = set()
+        self._idle_wait = 0.0
         self.loads = Loads(rank)
 
     # Before the forward.
@@ -49,6 +51,8 @@ class Worker:
         self.rank.revoke(meta.revoked)
 
     def begin(self, meta: StepMetadata) -> None:
+        self._idle_wait = meta.idle_wait
+        SPINNING.idle = meta.idle_wait > 0
         if meta.work:
             self.rank.steps.begin(time.monotonic())
         for hold in meta.holds:
@@ -107,20 +111,34 @@ class Worker:
     # What vLLM asks afterwards.
 
     def results(self) -> KVConnectorTransferResults:
-        """Each id once, and a send only when vLLM has been told to wait for it."""
+        """Each id once, and a send only when vLLM has been told to wait for it.
+
+        A step that computes nothing waits for the engine thread here, up to `StepMetadata.idle_wait`.
+        """
         # An engine that is idle after this must not count as hung, and some runners leave out the end.
         self.rank.steps.end()
-        for event in self.rank.events():
-            if isinstance(event, do.PagesFree):
-                self._free.add(event.key)
-            else:
-                self.loads.note(event)
+        self._hear()
+        if self._idle_wait and not self._anything_new:
+            self.rank.wait_for_event(self._idle_wait)
+            self._hear()
         results = self.loads.results()
         for key in self._free & self._ended.keys():
             self._free.discard(key)
             results.finished_sending.add(self._ended.pop(key))
             self.rank.do(do.Forget(key))
         return results
+
+    def _hear(self) -> None:
+        for event in self.rank.events():
+            if isinstance(event, do.PagesFree):
+                self._free.add(event.key)
+            else:
+                self.loads.note(event)
+
+    @property
+    def _anything_new(self) -> bool:
+        """Whether this step has something to report to the scheduler."""
+        return self.loads.anything_new or not self._free.isdisjoint(self._ended)
 
     def news(self) -> WorkerNews | None:
         news = self.loads.news()

@@ -41,7 +41,7 @@ class Core:
         self.steps = Steps(options.stall_seconds)
         self._events: deque[Event] = deque()
         self._commands: deque[Command] = deque()
-        self._ctx = Context(hello, options, cache, links, endpoint, self.steps, self._events.append)
+        self._ctx = Context(hello, options, cache, links, endpoint, self.steps, self._emit)
         self._half = Producer(self._ctx) if hello.role == "P" else Consumer(self._ctx)
         self.counters = self._ctx.counters
         self._soon = False
@@ -77,6 +77,10 @@ class Core:
         while self._events:
             out.append(self._events.popleft())
         return out
+
+    def _emit(self, event: Event) -> None:
+        """Something has happened; the engine thread says so."""
+        self._events.append(event)
 
     # The owner.
 

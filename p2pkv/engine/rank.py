@@ -9,7 +9,7 @@ from collections.abc import Callable
 from p2pkv.config import Options
 from p2pkv.control.endpoint import Endpoint
 from p2pkv.control.members import members_of
-from p2pkv.engine.commands import Command
+from p2pkv.engine.commands import Command, Event
 from p2pkv.engine.context import log
 from p2pkv.engine.core import Core
 from p2pkv.links.base import LinkFactory
@@ -37,6 +37,7 @@ class Rank(Core):
         cache.warm_up()
         place = Address.parse(hello.address)
         endpoint = Endpoint(place, members_of(options.secret), options.allowed_peers)
+        self._happened = threading.Event()
         super().__init__(hello, options, cache, links, endpoint)
         self._asleep = False
         self._stopping = False
@@ -52,6 +53,15 @@ class Rank(Core):
         super().do(command)
         if self._asleep:
             self._ctx.endpoint.wake()
+
+    def events(self) -> list[Event]:
+        """What has happened since the last call."""
+        self._happened.clear()  # before the look: what happens later ends the next wait
+        return super().events()
+
+    def wait_for_event(self, seconds: float) -> None:
+        """Wait until something has happened since the last `events`, for so long at most, lock released."""
+        self._happened.wait(seconds)
 
     def stop(self) -> None:
         """End the thread, the sockets and the links, by a deadline. Idempotent.
@@ -70,6 +80,10 @@ class Rank(Core):
         return self._thread.is_alive()
 
     # The engine thread.
+
+    def _emit(self, event: Event) -> None:
+        super()._emit(event)
+        self._happened.set()
 
     def _main(self) -> None:
         with own_stream(self._ctx.cache.device):

@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from p2pkv.connector import P2pKvConnector
+from p2pkv.connector.idle_steps import SPINNING
 from p2pkv.connector.metadata import Ended, Prefill, StepMetadata
 from p2pkv.connector.worker import Worker
 from p2pkv.engine import commands as do
@@ -309,3 +310,38 @@ def test_a_load_writes_its_pages_only_behind_the_forward_that_had_them(make: Mak
     runner.step(StepMetadata(work=True, loads=[("r", load)]))
     kinds = [type(command) for command in rank.log]
     assert kinds == ([do.Expect, do.After, do.Load] if still_runs else [do.Expect, do.Load])
+
+
+IDLE = StepMetadata(idle_wait=0.005)
+
+
+def test_an_idle_step_waits_for_news_once(make: Make) -> None:
+    runner, rank = make("D")
+    runner.step(IDLE)
+    assert rank.waits == [IDLE.idle_wait] and SPINNING.idle
+
+
+def test_a_step_with_something_to_report_does_not_wait(make: Make) -> None:
+    runner, rank = make("D")
+    expect = do.Expect("k", Address("127.0.0.1", 1), 32, b"")
+    runner.step(StepMetadata(idle_wait=0.005, expects=[("r", expect)]))
+    rank.begin("k")
+    runner.step(IDLE)
+    assert len(rank.waits) == 1
+
+
+def test_nor_does_one_that_computes(make: Make) -> None:
+    runner, rank = make()
+    runner.step(IDLE)
+    runner.step(prefill_step(16, first=True))
+    assert len(rank.waits) == 1 and not SPINNING.idle
+
+
+def test_free_blocks_are_news_once_vllm_waits_for_them(make: Make) -> None:
+    runner, rank = make()
+    runner.step(prefill_step(32, first=True))
+    rank.free("k")
+    runner.step(IDLE)
+    assert len(rank.waits) == 1
+    runner.step(StepMetadata(idle_wait=0.005, sent=[Ended("r", "k", "")]))
+    assert len(rank.waits) == 1

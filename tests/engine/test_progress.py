@@ -10,6 +10,7 @@ from engine_support import Engine, Geometry, at_baseline, engines, prefill, step
 
 from p2pkv.engine import commands as do
 from p2pkv.links.memory import MemoryNetwork
+from p2pkv.pairing import Address
 
 ONE = Geometry()
 BLOCKS = list(range(6))
@@ -170,3 +171,17 @@ def test_a_load_that_gets_nothing_for_long_ends_although_p_is_alive(links):
         assert "answers, and has pushed nothing" in failures(d)[0].reason
         p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
         end(p, d)
+
+
+def test_an_event_ends_the_forward_threads_wait(links):
+    """What happens in the wait, and what has happened before it; else it would outlast the test."""
+    with engines(ONE, ONE, links) as (_, d):
+        rank = d.ranks[0].rank
+        for meanwhile in (True, False):
+            d.do(do.Expect("k", Address("127.0.0.1", 1), 96, b"digest"))
+            d.do(do.Drop("k", "over"))
+            if not meanwhile:
+                wait_for(lambda: rank._events)
+            rank.wait_for_event(300.0)
+            assert [type(event) for event in rank.events()] == [do.LoadFailed]
+            d.do(do.Forget("k"))

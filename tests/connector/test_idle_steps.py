@@ -1,0 +1,242 @@
+"""Steps that compute nothing: which of them wait for news, what ends the wait, how vLLM's processes nap."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+from connector_support import Instance, inner_id, pair_id, tokens, vllm_config
+from vllm.distributed.device_communicators import shm_broadcast
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from p2pkv.connector import P2pKvConnector, connector
+from p2pkv.connector.idle_steps import FIRST_WAIT, LONGEST_NAP_MS, SPINNING, IdlePace, SpinWait
+from p2pkv.engine import commands as do
+
+pytestmark = pytest.mark.vllm
+
+BOUND = 0.005
+each_pace = pytest.mark.parametrize("ahead", [0, 1], ids=["step-by-step", "one-step-ahead"])
+
+
+def idle(pace: IdlePace, steps: int = 1) -> list[float]:
+    return [pace.step(tokens=False, awaited=True, changed=False) for _ in range(steps)]
+
+
+class TestPace:
+    def test_a_wait_grows_to_the_bound_while_nothing_happens(self) -> None:
+        assert idle(IdlePace(BOUND, 1), 5) == [FIRST_WAIT, 2 * FIRST_WAIT, 4 * FIRST_WAIT, BOUND, BOUND]
+
+    @pytest.mark.parametrize("what", ["tokens", "changed"])
+    def test_it_is_short_again_once_something_has_happened(self, what: str) -> None:
+        pace = IdlePace(BOUND, 1)
+        idle(pace, 5)
+        pace.step(tokens=what == "tokens", awaited=True, changed=what == "changed")
+        assert idle(pace)[0] <= 2 * FIRST_WAIT
+
+    def test_a_step_with_tokens_does_not_wait(self) -> None:
+        pace = IdlePace(BOUND, 1)
+        assert pace.step(tokens=True, awaited=True, changed=False) == 0
+
+    def test_nor_one_in_which_no_news_is_awaited(self) -> None:
+        assert IdlePace(BOUND, 1).step(tokens=False, awaited=False, changed=False) == 0
+
+    @pytest.mark.parametrize("batches", [2, 3])
+    def test_none_waits_while_a_step_with_tokens_may_be_out(self, batches: int) -> None:
+        pace = IdlePace(BOUND, batches)
+        for _ in range(3):
+            pace.step(tokens=True, awaited=True, changed=False)
+            assert idle(pace, batches - 1) == [0.0] * (batches - 1)
+            assert idle(pace)[0] > 0
+
+    @pytest.mark.parametrize("batches", [1, 2, 4])
+    def test_all_that_may_be_under_way_together_wait_no_longer_than_the_bound(self, batches: int) -> None:
+        assert batches * max(idle(IdlePace(BOUND, batches), 20)) == pytest.approx(BOUND)
+
+    def test_a_bound_of_0_switches_it_off(self) -> None:
+        assert set(idle(IdlePace(0.0, 1), 5)) == {0.0}
+
+
+class TestScheduling:
+    def test_ranks_of_other_replicas_are_not_kept_waiting(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They may need a batch of this one that computes nothing."""
+        monkeypatch.setattr(connector, "refuse_what_cannot_pair", lambda config: None)
+        bounds = []
+        monkeypatch.setattr(connector, "IdlePace", lambda bound, batches: bounds.append(bound))
+        for size in (1, 2):
+            config = vllm_config("D")
+            config.parallel_config.data_parallel_size = size
+            P2pKvConnector(config, KVConnectorRole.SCHEDULER, SimpleNamespace(kv_cache_groups=[]))
+        assert bounds == [BOUND, 0.0]
+
+    @each_pace
+    def test_d_waits_for_p_in_steps_that_compute_nothing(self, ahead: int) -> None:
+        d = Instance("D", ahead=ahead)
+        d.ask(inner_id(pair_id()), tokens(50))
+        d.step(12)
+        assert d.rank.waits and max(d.rank.waits) == pytest.approx(BOUND / (1 + ahead))
+        assert d.rank.waits == sorted(d.rank.waits)
+
+    @each_pace
+    def test_news_that_comes_in_the_wait_are_told_in_the_same_step(self, ahead: int) -> None:
+        d = Instance("D", ahead=ahead)
+        request = d.ask(inner_id(pair_id()), tokens(50))
+        d.step(3)
+        key = d.key(request)
+        d.rank.meanwhile = lambda: None if d.rank.facts[key].offered else d.rank.begin(key)
+        d.run_until(lambda: d.blocks(request), most=3 + ahead)
+
+    @each_pace
+    def test_no_step_waits_while_the_tokens_of_an_earlier_one_are_out(self, ahead: int) -> None:
+        d = Instance("D", ahead=ahead)
+        out: list[bool] = []
+        d.rank.meanwhile = lambda: out.append(d.computing)
+        d.ask(inner_id(pair_id()), tokens(50))
+        for number in range(5):
+            alone = d.ask(f"cmpl-alone-0-{number:08x}", tokens(20, number), max_tokens=3)
+            d.run_until(lambda: alone.request_id in d.ended)  # noqa: B023
+            d.step(3)
+        assert out and not any(out)
+
+    @each_pace
+    def test_p_waits_for_word_that_the_blocks_are_free(self, ahead: int) -> None:
+        p = Instance("P", ahead=ahead)
+        request = p.ask(inner_id(pair_id()), tokens(50), max_tokens=1)
+        p.run_until(lambda: request.request_id in p.ended)
+        assert not p.rank.waits
+        p.step(6)
+        assert p.rank.waits
+        (hold,) = p.rank.said(do.Hold)
+        p.rank.meanwhile = lambda: p.rank.free(hold.key) if hold.key in p.rank.facts else None
+        p.run_until(lambda: request.request_id in p.reported, most=2 + ahead)
+
+    def test_a_step_of_several_ranks_waits_in_each(self) -> None:
+        d = Instance("D", ranks=2)
+        d.ask(inner_id(pair_id()), tokens(50))
+        d.step(5)
+        assert d.ranks[0].waits == d.ranks[1].waits != []
+
+    def test_the_option_switches_it_off(self) -> None:
+        d = Instance("D", idle_wait_ms=0)
+        d.ask(inner_id(pair_id()), tokens(50))
+        d.step(5)
+        assert not d.rank.waits and not SPINNING.idle
+
+
+@pytest.fixture
+def condition(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A reader's SpinCondition as vLLM makes it; `yields` counts its turns of spinning."""
+    # Connectors that other tests have made in this process have put the nap there already.
+    original = inspect.unwrap(shm_broadcast.SpinCondition.wait)
+    monkeypatch.setattr(shm_broadcast.SpinCondition, "wait", original)
+    context = zmq.Context()
+    writer = shm_broadcast.SpinCondition(False, context, "inproc://spin")
+    reader = shm_broadcast.SpinCondition(True, context, "inproc://spin")
+    reader.writer, reader.yields = writer, 0
+
+    def count() -> None:
+        reader.yields += 1
+
+    monkeypatch.setattr(shm_broadcast, "sched_yield", count)
+    yield reader
+    context.destroy(linger=0)
+
+
+class TestSpinning:
+    def spinning(self) -> SpinWait:
+        made = SpinWait()
+        made.install()
+        return made
+
+    def test_a_process_with_something_to_compute_spins_as_vllm_made_it(self, condition: Any) -> None:
+        self.spinning()
+        condition.wait(timeout_ms=5000)
+        assert condition.yields == 1
+
+    def test_an_idle_one_sleeps_on_the_socket_of_the_wake_ups(self, condition: Any) -> None:
+        self.spinning().idle = True
+        polled: list[int] = []
+        condition.poller = SimpleNamespace(poll=lambda timeout: polled.append(timeout) or [])
+        for waited in (0.0, 0.003, 0.5):
+            condition.last_read = time.monotonic() - waited
+            condition.wait(timeout_ms=5000)
+        assert not condition.yields
+        assert polled[0] == 1 and 3 <= polled[1] <= LONGEST_NAP_MS and polled[2] == LONGEST_NAP_MS
+        assert condition.busy_loop_s == 1, "vLLM's own setting is back"
+
+    def test_a_wake_up_ends_the_nap(self, condition: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.spinning().idle = True
+        monkeypatch.setattr("p2pkv.connector.idle_steps.SHORTEST_NAP_MS", 60_000)
+        monkeypatch.setattr("p2pkv.connector.idle_steps.LONGEST_NAP_MS", 60_000)
+        threading.Timer(0.05, condition.writer.notify).start()
+        condition.wait(timeout_ms=None)
+
+    def test_after_vllms_own_second_it_waits_as_vllm_does(self, condition: Any) -> None:
+        self.spinning().idle = True
+        condition.last_read -= 2
+        polled: list[int] = []
+        condition.poller = SimpleNamespace(poll=lambda timeout: polled.append(timeout) or [])
+        condition.wait(timeout_ms=5000)
+        assert polled == [5000]
+
+    def test_messages_come_although_their_wake_ups_are_lost(
+        self, condition: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """vLLM looks for itself after five seconds only."""
+        made = self.spinning()
+        made.idle = True
+        monkeypatch.setattr(shm_broadcast.SpinCondition, "notify", lambda self: None)
+        writer = shm_broadcast.MessageQueue(1, 1, max_chunk_bytes=1 << 16, max_chunks=4)
+        reader = shm_broadcast.MessageQueue.create_from_handle(writer.export_handle(), 0)
+        for number in range(20):
+            timer = threading.Timer(0.01, writer.enqueue, (number,))
+            timer.start()
+            assert reader.dequeue(timeout=2.0) == number
+            timer.join()
+
+    @pytest.mark.parametrize("version", ["0.31.9", "of unknown version"])
+    def test_a_vllm_that_was_not_tested_is_left_alone(
+        self, condition: Any, version: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    ) -> None:
+        monkeypatch.setattr("p2pkv.connector.idle_steps.vllm_version", lambda: version)
+        self.left_alone(caplog, version)
+
+    def test_so_is_one_that_waits_otherwise(
+        self, condition: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    ) -> None:
+        def wait(self: Any, timeout_ms: int | None = None) -> None: ...
+
+        monkeypatch.setattr(shm_broadcast.SpinCondition, "wait", wait)
+        self.left_alone(caplog, "does not know")
+        monkeypatch.setattr(shm_broadcast.SpinCondition, "wait", lambda self: None)
+        self.left_alone(caplog, "no SpinCondition.wait")
+
+    def left_alone(self, caplog: Any, why: str) -> None:
+        before = shm_broadcast.SpinCondition.wait
+        with caplog.at_level(logging.INFO, logger="p2pkv"):
+            logging.getLogger("p2pkv").addHandler(caplog.handler)
+            self.spinning()
+            logging.getLogger("p2pkv").removeHandler(caplog.handler)
+        assert shm_broadcast.SpinCondition.wait is before
+        assert why in caplog.text and "spin" in caplog.text
+
+    def test_the_extension_in_c_does_not_spin_either(
+        self, condition: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        spun: list[str] = []
+        monkeypatch.setattr(shm_broadcast, "SPINLOOP_EXT_ENABLED", True)
+        monkeypatch.setattr(
+            shm_broadcast, "spinloop", lambda *args, **kwargs: spun.append("spun"), raising=False
+        )
+        made = self.spinning()
+        shm_broadcast.spinloop(b"", bool, timeout=1)
+        made.idle = True
+        shm_broadcast.spinloop(b"", bool, timeout=1)
+        assert spun == ["spun"]
