@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 import zmq
 
@@ -79,6 +80,9 @@ class Endpoint:
         self._troubles: deque[Trouble] = deque(maxlen=MAX_STRANGERS)
         self._answered: dict[bytes, Line] = {}
         self._dialed: dict[zmq.Socket[bytes], Line] = {}
+        self._watched: dict[zmq.Socket[Any], Line] = {}
+        self._ready: list[Any] | None = None
+        """What the last `wait` has found, until `receive` has read it."""
         self._gate = Gate(members, allowed)
         self._asked = self._gate.open(self._context)
         self._poller.register(self._asked, zmq.POLLIN)
@@ -137,6 +141,7 @@ class Endpoint:
         if self._members is not None:
             self._members.join(socket, "rank")
         line._watch = Watch(socket, dials=True)
+        self._watched[line._watch.socket] = line
         self._poller.register(line._watch.socket, zmq.POLLIN)
         socket.connect(f"tcp://{address}")
         self._poller.register(socket, zmq.POLLIN)
@@ -155,20 +160,27 @@ class Endpoint:
 
     def wait(self, seconds: float) -> None:
         """Sleep until something can be received, somebody wakes us, or the time is over."""
-        ready = dict(self._poller.poll(max(0, int(seconds * 1000 + 0.999))))
-        if self._wake in ready:
-            os.eventfd_read(self._wake)
-        if self._asked in ready:
-            self._admit()
-        if self._watch.socket in ready:
-            self._refused()
-        for line in list(self._dialed.values()):
-            if line._watch is not None and line._watch.socket in ready:
+        self._ready = [each for each, _ in self._poller.poll(max(0, int(seconds * 1000 + 0.999)))]
+        for each in self._ready:
+            if each is self._router or each in self._dialed:
+                continue  # for `receive`
+            if each == self._wake:
+                os.eventfd_read(self._wake)
+            elif each is self._asked:
+                self._admit()
+            elif each is self._watch.socket:
+                self._refused()
+            elif (line := self._watched.get(each)) is not None and line._watch is not None:
                 self._look_after(line, line._watch)
 
     def receive(self) -> Iterator[tuple[Line, bytes]]:
         """What has come in, without waiting. What is not one frame comes as b"", which is no message."""
-        for socket in [self._router, *self._dialed]:
+        if self._ready is None:
+            self._ready = [each for each, _ in self._poller.poll(0)]
+        ready, self._ready = self._ready, None
+        for socket in ready:
+            if socket is not self._router and socket not in self._dialed:
+                continue
             for _ in range(BURST):
                 if socket.closed:
                     break
@@ -256,6 +268,7 @@ class Endpoint:
             if line._watch.proven:
                 line.awaited = time.monotonic() + RESTARTING
             self._poller.unregister(line._watch.socket)
+            del self._watched[line._watch.socket]
             line._watch.close()
             line._watch = None
         if socket in self._poller:

@@ -41,9 +41,11 @@ class Line:
         """Hand over one message; False if the peer is gone or its queue is full."""
         if self._socket is None:
             return False
-        frames = [data] if self._identity is None else [self._identity, data]
         try:
-            self._socket.send_multipart(frames, zmq.DONTWAIT)
+            if self._identity is None:
+                self._socket.send(data, zmq.DONTWAIT)
+            else:
+                self._socket.send_multipart([self._identity, data], zmq.DONTWAIT)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.ETERM, zmq.ENOTSOCK):
                 return False

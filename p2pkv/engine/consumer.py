@@ -6,10 +6,12 @@ is said about a request is in `requests`, its data in `incoming`.
 
 from __future__ import annotations
 
+from math import inf
+
 from p2pkv.control.endpoint import Line
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Context, log
-from p2pkv.engine.idle import IDLE_BEATS, REASON, surplus
+from p2pkv.engine.idle import IDLE_BEATS, LOOK_SECONDS, REASON, surplus
 from p2pkv.engine.incoming import Incoming
 from p2pkv.engine.inlet import Inlet
 from p2pkv.engine.requests import Requests
@@ -31,9 +33,12 @@ class Consumer:
     def __init__(self, context: Context) -> None:
         self._ctx = context
         self._peers: dict[str, Inlet] = {}
+        self._active: dict[Inlet, None] = {}
+        """Those with something under way, and those whose link is not up."""
+        self._next_look = 0.0
         shelves = Shelves(context.options.ahead_bytes, context.cache.device)
-        self._requests = Requests(context, self._peers, shelves)
-        self._incoming = Incoming(context, self._peers, self._requests, shelves)
+        self._requests = Requests(context, self._peers, self._active, shelves)
+        self._incoming = Incoming(context, self._peers, self._active, self._requests, shelves)
         self._next_beat = 0.0
         self._window = max(1, context.options.staging_bytes // 2)
         context.counters.gauges |= {
@@ -160,24 +165,37 @@ class Consumer:
     def tick(self, now: float) -> None:
         self._requests.tick(now)
         lease = self._ctx.options.lease_seconds
-        for peer in list(self._peers.values()):
-            if peer.mute is not None and now - peer.mute > lease:
-                self._redial(peer, f"{peer.address} has answered nothing for {lease:g} s", now)
+        for peer in list(self._active):
             if peer.overdue(now, lease):
                 reason = f"{peer.address} has not sent what was granted for {lease:g} s"
                 self._requests.link_lost(peer, reason, now)
-            wanted = any(peer in entry.peers.values() for entry in self._requests.entries.values())
-            if not wanted and not peer.posted and now - peer.used > max(IDLE_SECONDS, lease):
-                self._hang_up(peer)
-        self._close_idle(now)
+        if now >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            self._look(now, lease)
         if now >= self._next_beat and not self._ctx.steps.stalled(now):
             self._next_beat = now + self._ctx.beat
             self._requests.say_waiting(now)
 
+    def _look(self, now: float, lease: float) -> None:
+        """At all ranks of P, those with nothing under way too."""
+        for peer in list(self._peers.values()):
+            if peer.mute is not None and now - peer.mute > lease:
+                self._redial(peer, f"{peer.address} has answered nothing for {lease:g} s", now)
+            if now - peer.used <= max(IDLE_SECONDS, lease) or peer.posted or self._requests.wants(peer):
+                peer.stir()
+            else:
+                self._hang_up(peer)
+        self._close_idle(now)
+
     @property
     def idle(self) -> bool:
-        """Whether nothing is due soon."""
-        return not self._requests.entries and not any(peer.posted for peer in self._peers.values())
+        """Whether nothing is under way that has to be looked at often."""
+        return self._requests.connected and not any(peer.busy for peer in self._active)
+
+    @property
+    def due(self) -> float:
+        """When the next deadline ends, if nothing happens before."""
+        return min(self._requests.due, self._next_beat if self._requests.entries else inf)
 
     # The end.
 

@@ -18,7 +18,8 @@ from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.messages import BadMessage, Hello, Inspect, Report, decode
 
 TICK, IDLE_TICK = 0.02, 0.25
-"""Seconds between two looks at deadlines, with something under way and without."""
+"""Seconds between two looks at deadlines: with something under way, and at most. With nothing under way the
+next look is when the next deadline ends."""
 
 SOON = 0.001
 """Seconds to sleep while a link has something under way; messages end the sleep at once."""
@@ -100,8 +101,8 @@ class Core:
         if now >= self._next_tick:
             self._half.tick(now)
             self._next_tick = now + IDLE_TICK
-        if not self._half.idle:
-            self._next_tick = min(self._next_tick, now + TICK)
+        due = max(self._half.due, now + TICK) if self._half.idle else now + TICK
+        self._next_tick = min(self._next_tick, due)
 
     def pause(self, now: float) -> float:
         """Seconds after which the next turn is due, unless a message or a command comes first."""

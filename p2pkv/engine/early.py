@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from p2pkv.engine.outlet import Place
 from p2pkv.protocol.messages import Cancel, Want
@@ -30,6 +31,8 @@ class EarlyClaims:
     def __init__(self, lease: float) -> None:
         self._lease = lease
         self._claims: dict[str, dict[Place, Early]] = {}
+        self._next = 0.0
+        """No claim expires before."""
 
     def __len__(self) -> int:
         return len(self._claims)
@@ -67,10 +70,22 @@ class EarlyClaims:
         """The prompts of which something was said."""
         return list(self._claims)
 
+    @property
+    def due(self) -> float:
+        """When `expire` has something to do."""
+        return self._next if self._claims else inf
+
     def expire(self, now: float) -> None:
+        """Drop what is older than a lease. A look at all claims is worth it once a lease or so."""
+        if now < self._next:
+            return
+        self._next = now + self._lease  # of a claim that comes or is renewed after this
         for key, claims in list(self._claims.items()):
             for place, early in list(claims.items()):
-                if now - early.since > self._lease * (PATIENCE if early.last else 1):
+                end = early.since + self._lease * (PATIENCE if early.last else 1)
+                if now > end:
                     del claims[place]
+                else:
+                    self._next = min(self._next, end)
             if not claims:
                 del self._claims[key]

@@ -1,4 +1,7 @@
-"""Which links to close when there are more than `max_links`: idle ones, the longest unused first."""
+"""Peers with nothing under way: how often they are looked at, and which links to close.
+
+When there are more than `max_links`, idle ones are closed, the longest unused first.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ _Peer = TypeVar("_Peer")
 
 IDLE_BEATS = 2
 """Beats without a transfer after which P may close a link; D, whose word P goes by, waits one more."""
+
+LOOK_SECONDS = 0.25
+"""Between two looks at all peers; in the turns between only those are looked at that have something to do."""
 
 FORGOTTEN_SECONDS = 180.0
 """After so long without a transfer D has hung up, which nobody tells P: it closes its end too."""

@@ -16,19 +16,35 @@ from p2pkv.protocol.receiver_states import Load
 
 
 class Incoming:
-    """What comes from the ranks of P, `peers` by address; one rank's staging is shared by all of them."""
+    """What comes from the ranks of P; one rank's staging is shared by all of them.
+
+    `peers`: all of them, by address; only those that are `active` are looked at in a turn.
+    """
 
     def __init__(
-        self, context: Context, peers: dict[str, Inlet], requests: Requests, shelves: Shelves
+        self,
+        context: Context,
+        peers: dict[str, Inlet],
+        active: dict[Inlet, None],
+        requests: Requests,
+        shelves: Shelves,
     ) -> None:
         self._ctx = context
         self._peers = peers
+        self._active = active
+        self._others = 0
+        """Bytes that receives of others than the rank of P that has its turn hold."""
         self._requests = requests
         self._shelves = shelves
 
     def pump(self, now: float) -> bool:
         """Move what can be moved now; whether to come back soon."""
-        for peer in list(self._peers.values()):
+        staged = sum(peer.staged for peer in self._active)
+        for peer in list(self._active):
+            if self._peers.get(peer.address) is not peer:
+                del self._active[peer]
+                continue
+            rests, self._others = not peer.busy, staged - peer.staged
             try:
                 peer.poll()
                 self._post(peer, now)
@@ -39,8 +55,11 @@ class Incoming:
                 self._post(peer, now)
             except LinkError as error:
                 self._requests.link_lost(peer, f"the link from {peer.address} broke: {error}", now)
+            staged = self._others + peer.staged
+            if rests and not peer.busy:
+                self._active.pop(peer, None)
         self._unload(now)
-        return any(peer.posted for peer in self._peers.values())
+        return any(peer.posted for peer in self._active)
 
     def _post(self, peer: Inlet, now: float) -> None:
         """Post receives for announced chunks while there is room; one a turn if other peers wait too."""
@@ -58,7 +77,7 @@ class Incoming:
                 return
             effects = entry.receiver.posted(peer.rank, chunk, peer.link, posted.receive.landing)
             self._requests.run(entry, effects, now)
-            if any(other.asked for other in self._peers.values() if other is not peer):
+            if any(other.asked for other in self._active if other is not peer):
                 return
 
     def _admitted_first(self, peer: Inlet) -> None:
@@ -170,8 +189,9 @@ class Incoming:
 
         Who holds something must leave as much to the others, so peers that are silent never take everything.
         """
-        left = self._ctx.options.staging_bytes - self.staged - nbytes - reserve
-        return left >= 0 and (not peer.staged or peer.staged + nbytes <= left)
+        held = peer.staged
+        left = self._ctx.options.staging_bytes - self._others - held - nbytes - reserve
+        return left >= 0 and (not held or held + nbytes <= left)
 
     @property
     def staged(self) -> int:

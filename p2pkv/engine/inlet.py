@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -42,6 +43,8 @@ class Inlet:
     line: Line
     dialing: Dialing
     used: float
+    active: dict[Inlet, None] = field(default_factory=dict, repr=False)
+    """The ranks of P to be looked at in every turn: shared by all of this rank's."""
     hello: Hello | None = None
     plan: Plan | None = None
     wire: Wire | None = None
@@ -54,6 +57,8 @@ class Inlet:
     posted: deque[Posted] = field(default_factory=deque)
     _waited: Chunk | None = None
     _inbound: Inbound | None = None
+    _up: bool = False
+    """Whether the link's two ends have met, or never will."""
     _oldest: Posted | None = None
     _moved: float = 0.0
 
@@ -87,6 +92,20 @@ class Inlet:
     def staged(self) -> int:
         """Bytes that posted receives hold."""
         return self._inbound.used if self._inbound is not None else 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether the next turn may find something to do here."""
+        return bool(self.asked or self.posted or (self._inbound is not None and not self._up) or self.staged)
+
+    def stir(self) -> None:
+        """The next turns look at this rank, for as long as it is busy."""
+        self.active[self] = None
+
+    def announced(self, key: str, chunk: Chunk) -> None:
+        """This chunk waits for room."""
+        self.asked.append((key, chunk))
+        self.stir()
 
     def greet(self, now: float) -> None:
         """Say Hello, if it is time to."""
@@ -129,7 +148,8 @@ class Inlet:
         except LinkError as error:
             self.ctx.tell(self.line, LinkDown(message.link, str(error)))
             raise
-        self.link = message.link
+        self.link, self._up = message.link, False
+        self.stir()
         self.ctx.tell(self.line, LinkAccept(message.link, window, blob))
 
     @property
@@ -163,6 +183,10 @@ class Inlet:
         """Move what can be moved. Raises LinkError."""
         if self._inbound is not None:
             self._inbound.poll()
+            if not self._up:
+                self._up = True
+                with contextlib.suppress(LinkError):  # whoever posts a receive is told
+                    self._up = self._inbound.ready()
 
     def post(self) -> Posted | None:
         """Post a receive for the oldest announced chunk, if the link has room. Raises LinkError."""

@@ -16,21 +16,30 @@ from p2pkv.protocol.sender_states import Prompt
 
 
 class Outgoing:
-    """What goes to the ranks of D, `peers` by place."""
+    """What goes to the ranks of D, `peers` by place; only those that are `active` are looked at in a turn."""
 
-    def __init__(self, context: Context, peers: dict[Place, Outlet], prompts: Prompts) -> None:
+    def __init__(
+        self, context: Context, peers: dict[Place, Outlet], active: dict[Outlet, None], prompts: Prompts
+    ) -> None:
         self._ctx = context
         self._peers = peers
+        self._active = active
         self._prompts = prompts
 
     def pump(self, now: float) -> bool:
         """Move what can be moved now; whether to come back soon."""
-        for peer in list(self._peers.values()):
+        for peer in list(self._active):
+            if self._peers.get(peer.place) is not peer:
+                del self._active[peer]
+                continue
+            rests = peer.up and not peer.busy
             try:
                 self._pump(peer, now)
             except LinkError as error:
                 self._prompts.link_lost(peer, f"the link to {peer.address} broke: {error}", now)
-        return any(peer.busy for peer in self._peers.values())
+            if rests and peer.up and not peer.busy:
+                self._active.pop(peer, None)
+        return any(peer.busy for peer in self._active)
 
     def _pump(self, peer: Outlet, now: float) -> None:
         if peer.poll():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from p2pkv.control.endpoint import Line
 from p2pkv.engine.context import Context
@@ -57,6 +58,8 @@ class Outlet:
     plan: Plan
     pages: Rectangles
     debt: Debt | None
+    active: dict[Outlet, None] = field(default_factory=dict, repr=False)
+    """The ranks of D to be looked at in every turn: shared by all of this rank's."""
     link: int = 0
     window: int = 0
     since: float = 0.0
@@ -82,18 +85,32 @@ class Outlet:
     _oldest: Flight | None = None
     _moved: float = 0.0
 
-    @property
+    @cached_property
     def place(self) -> Place:
         return self.hello.addresses[0], self.hello.rank
+
+    @cached_property
+    def served(self) -> frozenset[int]:
+        """The ranks of its engine that are owed something by this rank."""
+        return frozenset(edge.target for edge in self.plan.from_source(self.ctx.hello.rank))
 
     @property
     def address(self) -> str:
         return self.hello.address
 
-    @property
+    @cached_property
     def verify(self) -> bool:
         """Whether this rank or ours wants a checksum of each chunk."""
         return verified(self.ctx.hello, self.hello)
+
+    def stir(self) -> None:
+        """The next turns look at this rank, for as long as it is busy or its link is not up."""
+        self.active[self] = None
+
+    def order(self, key: str, order: Transmit) -> None:
+        """D has granted this send."""
+        self.orders.append((key, order))
+        self.stir()
 
     @property
     def busy(self) -> bool:
@@ -121,6 +138,7 @@ class Outlet:
 
     def invite(self, now: float) -> None:
         """Begin a link if there is none, and it is time to try again; D's answer comes to `accept`."""
+        self.stir()
         if self.debt is None or self._invited or self.parked or now < self._next:
             return
         self._invited = True
@@ -150,6 +168,7 @@ class Outlet:
         self.words.clear()
         self.unconfirmed.clear()
         self._oldest = None
+        self.stir()
 
     def park(self, now: float, tell: str = "") -> None:
         """Close the idle link until D names a transfer; `tell`: why, for D."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from p2pkv.control.endpoint import Line
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Context, log
-from p2pkv.engine.idle import FORGOTTEN_SECONDS, REASON, surplus
+from p2pkv.engine.idle import FORGOTTEN_SECONDS, LOOK_SECONDS, REASON, surplus
 from p2pkv.engine.outgoing import Outgoing
 from p2pkv.engine.outlet import Outlet, Place
 from p2pkv.engine.prompts import Entry, Prompts
@@ -27,11 +27,14 @@ class Producer:
     def __init__(self, context: Context) -> None:
         self._ctx = context
         self._peers: dict[Place, Outlet] = {}
+        self._active: dict[Outlet, None] = {}
+        """Those with something under way, and those whose link is not up."""
+        self._next_look = 0.0
         self._leaving = ""
         self.told = False
         """Whether ranks of D were told that something has ended because this rank stops."""
         self._prompts = Prompts(context, self._peers)
-        self._outgoing = Outgoing(context, self._peers, self._prompts)
+        self._outgoing = Outgoing(context, self._peers, self._active, self._prompts)
         context.counters.gauges |= {
             "staging_bytes": lambda: sum(peer.used for peer in tuple(self._peers.values())),
             "sends_under_way": lambda: sum(
@@ -132,7 +135,7 @@ class Producer:
         if old is not None and old.line is line and old.fresh and old.hello == hello:
             return
         debts = {edge.target: Debt(edge, wire) for edge in plan.from_source(mine.rank)}
-        peer = Outlet(self._ctx, line, hello, plan, pages, debts.get(hello.rank), wanted=now)
+        peer = Outlet(self._ctx, line, hello, plan, pages, debts.get(hello.rank), self._active, wanted=now)
         if old is not None:
             self._prompts.drop(old, f"{hello.address} has restarted or reconnected", now)
             peer.link = old.link
@@ -187,19 +190,28 @@ class Producer:
     def tick(self, now: float) -> None:
         self._prompts.tick(now)
         lease = self._ctx.options.lease_seconds
-        for peer in list(self._peers.values()):
+        for peer in list(self._active):
             if peer.overdue(now, lease):
                 self._prompts.link_lost(peer, f"{peer.address} has taken nothing for {lease:g} s", now)
             elif peer.building and now - peer.since > lease:
                 reason = f"the link to {peer.address} did not come up in {lease:g} s"
                 self._prompts.link_lost(peer, reason, now)
             peer.invite(now)
-        self._close_idle(now)
+        if now >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            self._close_idle(now)
+            for peer in self._peers.values():
+                peer.stir()
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is due soon."""
-        return self._prompts.quiet and all(peer.up for peer in self._peers.values())
+        """Whether nothing is under way that has to be looked at often."""
+        return all(peer.up and not peer.busy for peer in self._active)
+
+    @property
+    def due(self) -> float:
+        """When the next deadline ends, if nothing happens before."""
+        return self._prompts.due
 
     # The end.
 

@@ -45,6 +45,10 @@ class Prompts:
         self._ends = Ends(options.lease_seconds)
         self._leaving = ""
         self.entries: dict[str, Entry] = {}
+        self._paired: dict[str, dict[str, Entry]] = {}
+        """The same, by the D that they are for."""
+        self._next_look = 0.0
+        """No lease ends before."""
         context.counters.gauges |= {
             "prompts": lambda: sum(1 for e in tuple(self.entries.values()) if not e.sender.prompt.ended),
             "pages_held": lambda: sum(1 for entry in tuple(self.entries.values()) if not entry.free),
@@ -60,11 +64,17 @@ class Prompts:
         if entry is None:
             self._ends.discard(key)
             entry = self.entries[key] = Entry(Sender(key, self._ctx.cache.layers, self._terms), decode)
+            self._paired.setdefault(decode, {})[key] = entry
             self._claim_early(key, now)
         return entry
 
     def forget(self, key: str) -> None:
-        self.entries.pop(key, None)
+        entry = self.entries.pop(key, None)
+        if entry is not None:
+            of_this_decode = self._paired[entry.decode]
+            del of_this_decode[key]
+            if not of_this_decode:
+                del self._paired[entry.decode]
 
     def live(self, *keys: str) -> Iterator[Entry]:
         """The entries of these keys that have not ended."""
@@ -79,9 +89,9 @@ class Prompts:
         return entry if entry is not None and entry.decode == peer.hello.addresses[0] else None
 
     @property
-    def quiet(self) -> bool:
-        """Whether no prompt is known, and none is asked for."""
-        return not self.entries and not len(self._early)
+    def due(self) -> float:
+        """When `tick` has something to do, if nothing happens before."""
+        return min(self._next_look, self._early.due)
 
     # The ranks of D.
 
@@ -111,7 +121,7 @@ class Prompts:
         if entry is None:
             return self._early.note(key, peer.place, attempt, self._ctx.steps.running, now)
         sender = entry.sender
-        sender.expects = frozenset(edge.target for edge in peer.plan.from_source(self._ctx.hello.rank))
+        sender.expects = peer.served
         if peer.debt is None:
             self.run(entry, [] if sender.prompt.ended else sender.flush(), now)
             return True
@@ -146,7 +156,7 @@ class Prompts:
                 if len(peer.orders) >= MAX_ORDERS:
                     self.link_lost(peer, f"{peer.address} grants without end", now)
                     return
-                peer.orders.append((key, Transmit(peer.hello.rank, message, ())))
+                peer.order(key, Transmit(peer.hello.rank, message, ()))
             elif isinstance(message, m.Want | m.Cancel):
                 self._early.keep(key, peer.place, message)
             elif isinstance(message, m.Done):
@@ -175,9 +185,9 @@ class Prompts:
 
     def linked(self, peer: Outlet, now: float) -> None:
         """The link is up, and so is the limit of a chunk: what has been claimed can be announced."""
-        for entry in list(self.entries.values()):
+        for entry in self._of(peer):
             leg = entry.sender.legs.get(peer.hello.rank)
-            if entry.decode == peer.hello.addresses[0] and leg is not None and peer.debt is not None:
+            if leg is not None and peer.debt is not None:
                 effects = entry.sender.claim(peer.hello.rank, peer.debt, leg.attempt, peer.limit, now)
                 self.run(entry, effects, now)
 
@@ -195,9 +205,7 @@ class Prompts:
     def idle(self, peer: Outlet, now: float) -> bool:
         """Whether neither side has a use for this link now."""
         quiet = now - peer.wanted > IDLE_BEATS * self._ctx.beat and not peer.busy
-        return quiet and not any(
-            entry.decode == peer.hello.addresses[0] for entry in self.live(*self.entries)
-        )
+        return quiet and all(entry.sender.prompt.ended for entry in self._of(peer))
 
     def drop(self, peer: Outlet, reason: str, now: float) -> None:
         """This incarnation of a D rank is gone: it is forgotten, and its transfers fail."""
@@ -207,7 +215,7 @@ class Prompts:
             self.run(entry, entry.sender.lost(peer.hello.rank, reason, restarted=True), now)
 
     def _of(self, peer: Outlet) -> list[Entry]:
-        return [entry for entry in self.entries.values() if entry.decode == peer.hello.addresses[0]]
+        return list(self._paired.get(peer.hello.addresses[0], {}).values())
 
     def leave(self, reason: str, now: float, finish: bool) -> bool:
         """This rank stops: with `finish`, what D waits for and P has computed may go on. All else ends.
@@ -229,8 +237,13 @@ class Prompts:
     # Time.
 
     def tick(self, now: float) -> None:
-        for entry in list(self.entries.values()):
-            self.run(entry, entry.sender.tick(now), now)
+        if now >= self._next_look:
+            # Of a lease that begins after this, and of those that run; a word from D puts the end off.
+            self._next_look = now + self._terms.lease
+            for entry in list(self.entries.values()):
+                self.run(entry, entry.sender.tick(now), now)
+                if (deadline := entry.sender.deadline) is not None:
+                    self._next_look = min(self._next_look, deadline)
         self._early.expire(now)
         self._ends.expire(now)
 
@@ -251,7 +264,7 @@ class Prompts:
                 case Transmit():
                     peer = self._peers.get((entry.decode, effect.rank))
                     if peer is not None and effect.grant.link == peer.link:
-                        peer.orders.append((entry.sender.key, effect))
+                        peer.order(entry.sender.key, effect)
                 case Released():
                     self._ctx.copies.then(entry.sender.key, lambda _: self._released(entry), now)
                 case Finished(ok, reason):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Context, log
@@ -42,6 +44,11 @@ class Entry:
     shelf: Shelf | None = None
     """Where KV waits that came before the request did."""
 
+    @cached_property
+    def prefill(self) -> str:
+        """The address of P's rank 0."""
+        return str(self.expect.prefill)
+
     def rank_of(self, peer: Inlet) -> int | None:
         """Which of this request's ranks of P that is; None if it is none of them, or not yet."""
         return next((rank for rank, each in self.peers.items() if each is peer), None)
@@ -51,15 +58,24 @@ class Requests:
     """The conversation about each request with the ranks of P that owe it something.
 
     `peers` are the dialed ranks of P by address: a rank that a request needs is dialed and added here, and
-    taken out by the consumer when no request needs it.
+    taken out by the consumer when no request needs it. `active`: see Inlet.
     """
 
-    def __init__(self, context: Context, peers: dict[str, Inlet], shelves: Shelves) -> None:
+    def __init__(
+        self, context: Context, peers: dict[str, Inlet], active: dict[Inlet, None], shelves: Shelves
+    ) -> None:
         self._ctx = context
         self._peers = peers
+        self._active = active
         self._shelves = shelves
         self._attempt = 0
         self.entries: dict[str, Entry] = {}
+        self._of: dict[str, dict[str, Entry]] = {}
+        """By address and key: for each rank of P those connected to it, or of whose P it is rank 0."""
+        self._unconnected: dict[str, dict[str, Entry]] = {}
+        """Those not connected, by the address of P's rank 0 and key; some that have ended stay for a tick."""
+        self._next_look = 0.0
+        """No lease ends before."""
         self.unloading: deque[Entry] = deque()
         """Loads of which a part is on a shelf."""
         context.counters.gauges |= {
@@ -80,8 +96,41 @@ class Requests:
             self.run(entry, entry.receiver.cancel("D has another request of this name"), now)
         elif entry is not None:
             return
-        entry = self.entries[expect.key] = Entry(expect, self._receiver(expect, now))
+        entry = Entry(expect, self._receiver(expect, now))
+        self._enter(entry)
         self._connect(entry, now)
+
+    def _enter(self, entry: Entry) -> None:
+        """A new request, which has to be connected to its ranks of P."""
+        key = entry.expect.key
+        self.entries[key] = entry
+        self._of.setdefault(entry.prefill, {})[key] = entry
+        self._unconnected.setdefault(entry.prefill, {})[key] = entry
+
+    def _connected(self, entry: Entry, peers: dict[int, Inlet]) -> None:
+        """These are the ranks of P that this request has to do with."""
+        entry.peers = peers
+        for peer in peers.values():
+            self._of.setdefault(peer.address, {})[entry.expect.key] = entry
+        self._unconnected.get(entry.prefill, {}).pop(entry.expect.key, None)
+
+    def _disconnected(self, entry: Entry) -> None:
+        """It has to be connected anew."""
+        self._out_of_tables(entry)
+        entry.peers = {}
+        self._enter(entry)
+
+    def forget(self, key: str) -> None:
+        if entry := self.entries.pop(key, None):
+            self._out_of_tables(entry)
+
+    def _out_of_tables(self, entry: Entry) -> None:
+        for address in [entry.prefill, *(peer.address for peer in entry.peers.values())]:
+            for table in (self._of, self._unconnected):
+                if (entries := table.get(address)) is not None:
+                    entries.pop(entry.expect.key, None)
+                    if not entries:
+                        del table[address]
 
     def _receiver(self, expect: do.Expect, now: float, ahead: bool = False) -> Receiver:
         self._attempt += 1
@@ -97,6 +146,7 @@ class Requests:
         elif not entry.receiver.load.ended:
             entry.blocks, entry.wanted = load.blocks, (load.start, load.stop)
             self._guard(entry, lambda: entry.receiver.want(load.start, load.stop, now), now)
+            self._next_look = min(self._next_look, entry.receiver.deadline or inf)  # a load may stall sooner
             if entry.shelf is not None:
                 self.unloading.append(entry)
 
@@ -104,15 +154,32 @@ class Requests:
         if entry := self.entries.get(key):
             self.run(entry, entry.receiver.cancel(reason), now)
 
-    def forget(self, key: str) -> None:
-        self.entries.pop(key, None)
-
     # The ranks of P.
 
     def connect(self, now: float) -> None:
         """A rank of P is connected now: it may be the last one that a request has waited for."""
-        for entry in list(self.entries.values()):
+        for prefill, waiting in list(self._unconnected.items()):
+            self._connect_all(waiting, now)
+            if not waiting and self._unconnected.get(prefill) is waiting:
+                del self._unconnected[prefill]
+
+    def _connect_all(self, waiting: dict[str, Entry], now: float) -> None:
+        """All are for one P: what one of them still waits for, the others do, and need not be tried."""
+        while waiting:
+            key, entry = next(iter(waiting.items()))
             self._connect(entry, now)
+            if waiting.get(key) is entry and not entry.receiver.load.ended:
+                return
+            waiting.pop(key, None)
+
+    @property
+    def connected(self) -> bool:
+        """Whether no request waits for a connection."""
+        return not self._unconnected
+
+    def wants(self, peer: Inlet) -> bool:
+        """Whether a request is connected to this rank of P."""
+        return any(entry.rank_of(peer) is not None for entry in self.of(peer))
 
     def _connect(self, entry: Entry, now: float) -> None:
         """Connect the request to all the ranks that owe it something; then say that it waits."""
@@ -132,7 +199,7 @@ class Requests:
         if stray := next((peer for peer in peers.values() if not peer.is_of_the_engine_of(first)), None):
             self._stray(entry, stray, first, now)
             return
-        entry.peers = peers
+        self._connected(entry, peers)
         for peer in peers.values():
             peer.ask(m.Waiting(((entry.expect.key, entry.receiver.attempt),)), now)
         debts = {rank: peers[rank].owes(edge) for rank, edge in edges.items()}
@@ -172,13 +239,14 @@ class Requests:
             return
         expect = do.Expect(message.key, first, message.tokens, message.digest)
         entry = Entry(expect, self._receiver(expect, now, ahead=True), shelf=shelf)
-        self.entries[message.key] = entry
+        self._enter(entry)
         self._connect(entry, now)
 
     def _peer(self, address: Address, now: float) -> Inlet:
         peer = self._peers.get(str(address))
         if peer is None:
-            peer = Inlet(self._ctx, self._ctx.endpoint.dial(address), Dialing(str(address), now), now)
+            line, dialing = self._ctx.endpoint.dial(address), Dialing(str(address), now)
+            peer = Inlet(self._ctx, line, dialing, now, self._active)
             peer.line.tag = self._peers[str(address)] = peer
         peer.used = now
         peer.greet(now)
@@ -244,7 +312,8 @@ class Requests:
             receiver = entry.receiver
             waiting = receiver.load.state is Load.WAITING and not (receiver.nothing or receiver.ahead)
             if waiting and entry.tries < MAX_TRIES:
-                entry.receiver, entry.peers = self._receiver(entry.expect, now), {}
+                entry.receiver = self._receiver(entry.expect, now)
+                self._disconnected(entry)
                 entry.tries += 1
             else:
                 self.run(entry, entry.receiver.lost(reason, entry.rank_of(peer)), now)
@@ -257,11 +326,7 @@ class Requests:
 
     def of(self, peer: Inlet) -> list[Entry]:
         """The requests that this rank of P has to do with."""
-        return [
-            entry
-            for entry in self.entries.values()
-            if peer in entry.peers.values() or str(entry.expect.prefill) == peer.address
-        ]
+        return list(self._of.get(peer.address, {}).values())
 
     def leave(self, reason: str, now: float) -> None:
         """This rank stops: nothing is loaded any more, and P need not keep anything."""
@@ -271,27 +336,39 @@ class Requests:
     # Time.
 
     def tick(self, now: float) -> None:
-        lease = self._ctx.options.lease_seconds
+        if now >= self._next_look:
+            self._look(now, self._ctx.options.lease_seconds)
+        self.connect(now)
+
+    def _look(self, now: float, lease: float) -> None:
+        """End what has outlived its lease, and note when the next lease may end: P's word puts it off."""
+        self._next_look = now + lease  # of a lease that begins after this
         for entry in list(self.entries.values()):
             self.run(entry, entry.receiver.tick(now), now)
-            self._connect(entry, now)
-            if entry.receiver.ahead and entry.shelf is not None and now - entry.shelf.touched > lease:
-                reason = f"no request has asked for it here for {lease:g} s"
-                self.run(entry, entry.receiver.cancel(reason), now)
+            ends = [entry.receiver.deadline or inf]
+            if entry.receiver.ahead and entry.shelf is not None:
+                ends.append(entry.shelf.touched + lease)
+                if now - entry.shelf.touched > lease:
+                    reason = f"no request has asked for it here for {lease:g} s"
+                    self.run(entry, entry.receiver.cancel(reason), now)
+            self._next_look = min(self._next_look, *ends)
+
+    @property
+    def due(self) -> float:
+        """When the next lease may end, if nothing happens before."""
+        return self._next_look if self.entries else inf
 
     def say_waiting(self, now: float) -> None:
         """Tell each rank of P which transfers wait for it, to renew its leases."""
-        waiting: dict[str, list[tuple[str, int]]] = {}
-        for key, entry in self.entries.items():
-            if not entry.receiver.load.ended:
-                for peer in entry.peers.values():
-                    peer.used = now
-                    waiting.setdefault(peer.address, []).append((key, entry.receiver.attempt))
-        for address, transfers in waiting.items():
-            peer = self._peers[address]
+        for address, peer in list(self._peers.items()):
+            entries = self._of.get(address, {}).values()
+            # P's rank 0 may owe this rank nothing, and need not hear of the request.
+            told = (e.receiver for e in entries if e.prefill != address or e.rank_of(peer) is not None)
+            transfers = [(each.key, each.attempt) for each in told if not each.load.ended]
+            if transfers:
+                peer.used = now
             for first in range(0, len(transfers), WAITING_AT_ONCE):
-                some = tuple(transfers[first : first + WAITING_AT_ONCE])
-                if not peer.ask(m.Waiting(some), now):
+                if not peer.ask(m.Waiting(tuple(transfers[first : first + WAITING_AT_ONCE])), now):
                     self.lost(peer, f"the connection to {address} is gone", now)
                     break
 
@@ -307,7 +384,7 @@ class Requests:
                         self.lost(peer, f"the connection to {peer.address} is gone", now)
                 case Post(rank, chunk):
                     if rank in entry.peers:
-                        entry.peers[rank].asked.append((entry.expect.key, chunk))
+                        entry.peers[rank].announced(entry.expect.key, chunk)
                 case Offered():
                     self._ctx.emit(do.Begun(entry.expect.key))
                 case Finished(ok, reason):
@@ -321,7 +398,7 @@ class Requests:
             entry.shelf = None
         if entry.receiver.ahead:
             log.debug("let go of %s, which no request had asked for: %s", key, reason)
-            del self.entries[key]
+            self.forget(key)
             return
         self._ctx.counters.add("transfers_loaded" if ok else "transfers_failed")
         if not ok:

@@ -194,11 +194,15 @@ class PagedCache:
         if buffer.numel() == 0:
             return []
         parts: list[tuple[Span, Cut, torch.Tensor]] = []
+        tables: dict[tuple[int, int, int], Index] = {}  # layers of separate storages mostly share one
         for span in self._spans:
             some = max(layers[0], span.first), min(layers[1], span.stop)
             if some[0] >= some[1]:
                 continue
-            cut = Cut(some, units, heads, self.row_bytes, self._table(span, units, blocks))
+            kind = span.pages.group, span.pages.block_units, span.pages.blocks
+            if (table := tables.get(kind)) is None:
+                table = tables[kind] = self._table(span, units, blocks)
+            cut = Cut(some, units, heads, self.row_bytes, table)
             part = buffer[(some[0] - layers[0]) * layer_bytes : (some[1] - layers[0]) * layer_bytes]
             parts.append((span, cut, part))
         return parts

@@ -33,17 +33,14 @@ Table = Mapping[State, Mapping[Event, State]]
 class Machine(Generic[State, Event]):
     """One state and the table by which it moves."""
 
-    __slots__ = ("name", "state", "table")
+    __slots__ = ("ended", "name", "state", "table")
 
     def __init__(self, name: str, table: Table[State, Event], start: State) -> None:
         self.name = name
         self.table = table
         self.state = start
-
-    @property
-    def ended(self) -> bool:
+        self.ended = not table[start]
         """Whether no move leads out of this state."""
-        return not self.table[self.state]
 
     def local(self, event: Event) -> None:
         """Move by something that this side does. Raises LocalProtocolError."""
@@ -62,6 +59,7 @@ class Machine(Generic[State, Event]):
         if to is None:
             raise error(f"{self.name}: {event.name} in state {self.state.name}")
         self.state = to
+        self.ended = not self.table[to]
 
     def __repr__(self) -> str:
         return f"{self.name}:{self.state.name}"

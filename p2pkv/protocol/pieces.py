@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.messages import MAX_PIECES, Piece
@@ -39,7 +40,7 @@ class Window:
                 f"but rows of this cache begin at multiples of {self.unit}"
             )
 
-    @property
+    @cached_property
     def ceiling(self) -> int:
         """`stop`, rounded up to a whole unit."""
         return -(-self.stop // self.unit) * self.unit

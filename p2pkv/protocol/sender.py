@@ -297,7 +297,7 @@ class Sender:
         return out
 
     def _announce(self, rank: int, leg: DecodeLeg, flush: bool) -> list[Effect]:
-        if self.terms.whole and self.prompt.state is not Prompt.COMPUTED:
+        if leg.cutter is None or (self.terms.whole and self.prompt.state is not Prompt.COMPUTED):
             return []
         chunks = leg.announce(self.key, self._computed, self.terms.chunk_bytes, flush)
         return [Tell(rank, chunk) for chunk in chunks]

@@ -86,6 +86,7 @@ class Way:
         while self._flying and not self.dead and not network.holds(self.source, self.target):
             due, data = self._flying[0]
             if due > network.clock.now:
+                self._wait()  # the clock may have rounded down
                 return
             self._flying.popleft()
             network.note("message", self.source.name, self.target.name, data)
