@@ -91,7 +91,7 @@ class Run:
         self.records.append({"group": self.group, "section": section, "system": system, **more})
 
     def ask(self, section: str, system: System, tokens: int, number: int, answer: int = 1) -> Taken | None:
-        """One request, timed and recorded; None if it failed. Two failures in a row and it is asked no more."""
+        """One request, timed and recorded; None if it failed: after two in a row it is asked no more."""
         if system.name in self.missing:
             return None
         one = asking(tokens, MODEL.vocab, NAME, answer=answer)

@@ -243,11 +243,11 @@ def paired_ratio(these: Sequence[float], those: Sequence[float]) -> Ratio:
     return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
 
 
-_EXACT_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
+_EXACT_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447}
 
 
 def t_quantile(degrees: int) -> float:
-    """Student's t, two-sided 95%: a table where the series below is not good to a hundredth, then it."""
+    """Student's t, two-sided 95%: from a table for few, and by its series for more."""
     if exact := _EXACT_T.get(degrees):
         return exact
     z = statistics.NormalDist().inv_cdf(0.975)

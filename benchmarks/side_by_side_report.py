@@ -101,8 +101,8 @@ def _head(found: Found, picture: bool) -> Iterator[str]:
     yield ""
     yield (
         f"One run of {about.get('minutes', 0):.0f} minutes. Every server: OMP_NUM_THREADS=1, "
-        "VLLM_CPU_OMP_THREADS_BIND=nobind, no prefix cache; a random Llama with the KV of an 8B model (128 KiB "
-        "a token). Milliseconds are medians (lowest to highest), ratios are geometric means of paired "
+        "VLLM_CPU_OMP_THREADS_BIND=nobind, no prefix cache; a random Llama with the KV of an 8B model "
+        "(128 KiB a token). Milliseconds are medians (lowest to highest), ratios are geometric means of paired "
         "measurements (95% interval). Each system is held against the plain server of its own group. What is "
         "measured, and how, is written at the top of `benchmarks/side_by_side.py`."
     )
@@ -132,8 +132,8 @@ def _systems(found: Found) -> Iterator[str]:
         )
     yield ""
     yield (
-        f"A stall is a hand-over of more than {STALL_SECONDS:g} s, of one request at a time. Prompt tokens from P: "
-        "by D's own count, of all systems that share the D."
+        f"A stall is a hand-over of more than {STALL_SECONDS:g} s, of one request at a time. Prompt tokens from "
+        "P: by D's own count, of all systems that share the D."
     )
 
 
@@ -207,7 +207,8 @@ def _loads(found: Found) -> Iterator[str]:
                 failed = [sentence for r in mine for sentence in r["failed"]]
                 remark = f"{len(failed)}: {_cell(failed[0])}" if failed else "0"
                 against = f"{rate / base:.2f}" if base else "-"
-                yield f"| {clients} | {group} | {name} | {rate:.2f} | {against} | {' | '.join(times)} | {remark} |"
+                cells = [str(clients), group, name, f"{rate:.2f}", against, *times, remark]
+                yield f"| {' | '.join(cells)} |"
     yield ""
     mix = ", ".join(f"{share:.0%} of {tokens:,} tokens" for tokens, share in MIX.items())
     yield f"Prompts: {mix}; the same to each system. Milliseconds. Two servers where plain has one."
