@@ -102,9 +102,9 @@ def _head(found: Found, picture: bool) -> Iterator[str]:
     yield (
         f"One run of {about.get('minutes', 0):.0f} minutes. Every server: OMP_NUM_THREADS=1, "
         "VLLM_CPU_OMP_THREADS_BIND=nobind, no prefix cache; a random Llama with the KV of an 8B model "
-        "(128 KiB a token). Milliseconds are medians (lowest to highest), ratios are geometric means of paired "
-        "measurements (95% interval). Each system is held against the plain server of its own group. What is "
-        "measured, and how, is written at the top of `benchmarks/side_by_side.py`."
+        "(128 KiB a token). Milliseconds are medians (lowest to highest), ratios are geometric means of "
+        "paired measurements (95% interval). Each system is held against the plain server of its own group. "
+        "What is measured, and how, is written at the top of `benchmarks/side_by_side.py`."
     )
     if picture:
         yield ""
@@ -132,8 +132,8 @@ def _systems(found: Found) -> Iterator[str]:
         )
     yield ""
     yield (
-        f"A stall is a hand-over of more than {STALL_SECONDS:g} s, of one request at a time. Prompt tokens from "
-        "P: by D's own count, of all systems that share the D."
+        f"A stall is a hand-over of more than {STALL_SECONDS:g} s, of one request at a time. Prompt tokens "
+        "from P: by D's own count, of all systems that share the D."
     )
 
 

@@ -194,8 +194,11 @@ def test_an_answer_without_tokens_or_with_an_error_has_failed(events: list[str],
     async def p(_request: web.Request) -> web.Response:
         return web.json_response({})
 
+    async def d(request: web.Request) -> web.StreamResponse:
+        return await _stream(request, events)
+
     async def talk() -> None:
-        async with server(p) as to_p, server(lambda r: _stream(r, events)) as to_d, Asker() as asker:
+        async with server(p) as to_p, server(d) as to_d, Asker() as asker:
             await asker.at_once(to_p, to_d, Asking([5], "m"))
 
     with pytest.raises(Failed, match=sentence):
