@@ -185,6 +185,22 @@ def _slowdown(found: Found) -> Iterator[str]:
         return _ratio(paired(found, group, tokens, (name, "p"), ("plain", "first")))
 
     yield from _by_length(found, cell, lambda name: name not in ("plain", "p2pkv proxy"))
+    for name in names(found, "series"):
+        if (ratio := _series_slowdown(found, name)) is not None:
+            tokens = select(found, "series", system=name)[0]["tokens"]
+            yield ""
+            yield f"In the series of {tokens:,} tokens, by their medians: {name} {ratio}."
+
+
+def _series_slowdown(found: Found, name: str) -> Ratio | None:
+    """P's answer / the plain server's, a pair for each series."""
+    pairs = []
+    for number in sorted({r["round"] for r in select(found, "series", system=name)}):
+        mine = [r["p"] for r in select(found, "series", system=name, round=number) if r["p"] is not None]
+        base = [r["first"] for r in select(found, "series", system="plain", round=number)]
+        if mine and base:
+            pairs.append((statistics.median(mine), statistics.median(base)))
+    return paired_ratio(*map(list, zip(*pairs, strict=True))) if pairs else None
 
 
 def _loads(found: Found) -> Iterator[str]:
