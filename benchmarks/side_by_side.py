@@ -31,6 +31,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -160,6 +161,7 @@ class Run:
 
 def start(run: Run, stack: contextlib.ExitStack, wanted: Sequence[System], until: float) -> list[System]:
     """Start their servers, two at a time; those that serve. The others are rows that say why not."""
+    wanted = [system for system in wanted if system.name not in run.args.without]
     servers: list[VllmServer] = []
     for system in wanted:
         servers += [server for server in system.servers if server not in servers]
@@ -174,22 +176,23 @@ def start(run: Run, stack: contextlib.ExitStack, wanted: Sequence[System], until
             try:
                 say(f"  {server.name} serves after {server.wait_ready(seconds):.0f} s")
             except ServerFailed as error:
-                failed[server.name] = _why(error)
+                failed[server.name] = why(str(error), server.log_path)
                 say(f"  {server.name} does not serve: {failed[server.name]}")
     for system in wanted:
         broken = [server.name for server in system.servers if server.name in failed]
         if broken:
             run.missing[system.name] = f"{broken[0]} did not serve: {failed[broken[0]]}"
             for server in system.servers:
-                server.stop()
+                if server in waiting:
+                    server.stop()
     return [system for system in wanted if system.name not in run.missing]
 
 
-def _why(error: ServerFailed) -> str:
-    """The first line, and the last of the log that names an error."""
-    lines = str(error).splitlines()
-    errors = [line for line in lines[1:] if "Error" in line]
-    return lines[0] + (f" ({errors[-1].split('] ')[-1].strip()[:200]})" if errors else "")
+def why(error: str, log: Path) -> str:
+    """The error's first line, and the first exception in the log: later ones only follow from it."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    raised = re.search(r"\b\w*(?:Error|Exception): .+", text)
+    return error.splitlines()[0] + (f" ({raised[0].strip()[:200]})" if raised else "")
 
 
 def warm(run: Run, present: Sequence[System], until: float) -> None:
@@ -514,6 +517,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=55.0, help="the run ends by itself within this time")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS), help="which systems")
+    parser.add_argument(
+        "--without", nargs="+", default=[], metavar="SYSTEM", help='names in the tables, as "NIXL naps"'
+    )
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=[64, 256, 1000, 2000, 4000, 8000], help="prompt lengths"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
-from side_by_side import rounded, while_all
+from side_by_side import rounded, while_all, why
 from side_by_side_load import (
     Asker,
     Asking,
@@ -97,6 +97,13 @@ def test_steps_count_only_while_all_answers_are_under_way() -> None:
 
 def test_floats_are_rounded_and_nothing_else() -> None:
     assert rounded({"a": [1.23456789, 2], "b": (None, "x")}) == {"a": [1.23457, 2], "b": [None, "x"]}
+
+
+def test_a_server_that_did_not_start_says_what_was_raised_first(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    log.write_text("INFO starting\n(Worker) ERROR OSError: no such library\nRuntimeError: engine failed\n")
+    assert why("it ended.\nmore", log) == "it ended. (OSError: no such library)"
+    assert why("it ended.", tmp_path / "none.log") == "it ended."
 
 
 # Clients.
