@@ -62,6 +62,9 @@ SERIES = {"plain": 3, "p2pkv": 3, "p2pkv proxy": 3, "p2pkv P first": 6}
 """How often each is asked in a series."""
 
 DECODE_TOKENS = 9
+IDLE_SECONDS = 2.5, 4.0
+"""How long KV is waited for before CPU time is counted, and how long it is counted."""
+
 LONG = 4000
 """Prompts from this length on are asked in one round of three."""
 
@@ -81,6 +84,7 @@ class Run:
         self.missing: dict[str, str] = {}
         self.cut: list[str] = []
         self.titles: dict[str, str] = {}
+        self.start_seconds = 0.0  # The longest start of a server so far.
         self.group = ""
         self.runner, self.asker = runner, asker
         self._failures: dict[str, int] = {}
@@ -174,7 +178,9 @@ def start(run: Run, stack: contextlib.ExitStack, wanted: Sequence[System], until
         for server in some:
             seconds = min(run.args.start_seconds, max(1.0, until - time.monotonic()))
             try:
-                say(f"  {server.name} serves after {server.wait_ready(seconds):.0f} s")
+                took = server.wait_ready(seconds)
+                run.start_seconds = max(run.start_seconds, took)
+                say(f"  {server.name} serves after {took:.0f} s")
             except ServerFailed as error:
                 failed[server.name] = why(str(error), server.log_path)
                 say(f"  {server.name} does not serve: {failed[server.name]}")
@@ -297,9 +303,9 @@ def _waiting(run: Run, server: VllmServer, headers: dict[str, str], d: VllmServe
         asked = asyncio.create_task(asker.single(server.base_url, one))
         if server is not d:
             await asked
-        await asyncio.sleep(2.5)
+        await asyncio.sleep(IDLE_SECONDS[0])
         begin, before = time.monotonic(), systems.cpu_seconds(server)
-        await asyncio.sleep(4.0)
+        await asyncio.sleep(IDLE_SECONDS[1])
         seconds, after = time.monotonic() - begin, systems.cpu_seconds(server)
         if server is d:
             asked.cancel()
@@ -436,6 +442,9 @@ def measure(run: Run) -> None:
             run.group = group
             until = time.monotonic() + run.left() * weights[group] / sum(weights.values())
             del weights[group]
+            if time.monotonic() + 2 * run.start_seconds > until:
+                run.cut.append(f"group {group}: all of it, there was no time to start its servers")
+                continue
             say(f"group {group}: {until - time.monotonic():.0f} s")
             with contextlib.ExitStack() as own:
                 if group == "p2pkv":
@@ -544,7 +553,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--settle", type=float, default=1.1, help="seconds between two requests: servers spin on"
     )
-    parser.add_argument("--kv-gib", type=int, default=2, help="memory of each server's KV cache")
+    parser.add_argument("--kv-gib", type=int, default=1, help="memory of each server's KV cache")
     parser.add_argument("--block-size", type=int, default=32, help="tokens in a block of every server")
     parser.add_argument(
         "--chunk-tokens", type=int, default=2048, help="tokens that a server computes in a step"
