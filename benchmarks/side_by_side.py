@@ -17,6 +17,7 @@ decode: 16 answers at once on D, with and without naps in turn: the mean time be
     16 are under way.
 idle: CPU time of D's worker and engine core while a request waits for a P that never computes it, and of
     P's while its blocks wait for D.
+legs: P first at p2pkv and at ExampleConnector in turn, prompts of --series-tokens: D's legs.
 load: a closed loop of mixed prompts (side_by_side_load.MIX), 16 and 64 clients: the same requests to each.
 links: bytes alone, without vLLM.
 
@@ -51,12 +52,16 @@ from p2pkv.cli.processes import ServerFailed, ending_on_signals, wait_until
 from p2pkv.cli.servers import ProxyServer, VllmServer
 from p2pkv.cli.tiny_model import ensure_model
 
-SECTIONS = ("links", "series", "lengths", "decode", "idle", "load")
-GROUPS = {"p2pkv": 0.46, "files": 0.16, "nixl": 0.15, "mooncake": 0.15, "push": 0.08}
+SECTIONS = ("links", "series", "lengths", "legs", "decode", "idle", "load")
+GROUPS = {"p2pkv": 0.51, "files": 0.16, "nixl": 0.14, "mooncake": 0.14, "push": 0.05}
 """Groups, in this order, and their shares of the time."""
 
-SHARES = {"series": 0.36, "lengths": 0.26, "decode": 0.1, "idle": 0.04, "load": 0.24}
-"""Shares of a group's time of its sections, in this order."""
+SHARES = {
+    "p2pkv": {"series": 0.36, "lengths": 0.24, "decode": 0.15, "idle": 0.05, "load": 0.2},
+    "files": {"legs": 0.3, "lengths": 0.35, "load": 0.35},
+    "others": {"lengths": 0.5, "load": 0.5},
+}
+"""Shares of a group's time of its sections, in this order. What is not used goes to those after it."""
 
 SERIES = {"plain": 3, "p2pkv": 3, "p2pkv proxy": 3, "p2pkv P first": 6}
 """How often each is asked in a series."""
@@ -66,7 +71,10 @@ IDLE_SECONDS = 2.5, 4.0
 """How long KV is waited for before CPU time is counted, and how long it is counted."""
 
 LONG = 4000
-"""Prompts from this length on are asked in one round of three."""
+"""Prompts from this length on are asked in one round of three, and not of these systems:"""
+
+NOT_LONG = ("p2pkv proxy", "p2pkv no naps P first")
+DECODE_ANSWER = 32
 
 END_SECONDS = 45.0
 """Kept for stopping the servers and writing the page."""
@@ -245,10 +253,18 @@ def lengths(run: Run, present: Sequence[System], until: float) -> None:
                 continue
             begin = time.monotonic()
             for system in _turned(present, number):
-                run.ask("lengths", system, tokens, number)
+                if tokens < LONG or system.name not in NOT_LONG:
+                    run.ask("lengths", system, tokens, number)
             settled = run.args.settle * len(present)
             if tokens >= 1000:
                 cost = max(cost, (time.monotonic() - begin - settled) / tokens)
+
+
+def legs(run: Run, present: Sequence[System], until: float) -> None:
+    these = [system for system in present if system.name == "p2pkv P first" or system.name.startswith("Ex")]
+    for number in run.rounds("legs", run.args.leg_rounds, until):
+        for system in _turned(these, number):
+            run.ask("legs", system, run.args.series_tokens, number)
 
 
 def decode(run: Run, present: Sequence[System], until: float) -> None:
@@ -258,7 +274,7 @@ def decode(run: Run, present: Sequence[System], until: float) -> None:
         return
     for number in run.rounds("decode", run.args.decode_rounds, until):
         for system in _turned(pairs, number):
-            requests = [asking(64, MODEL.vocab, NAME, answer=64) for _ in range(16)]
+            requests = [asking(64, MODEL.vocab, NAME, answer=DECODE_ANSWER) for _ in range(16)]
             try:
                 taken = run.together(system, requests)
             except Failed as error:
@@ -378,6 +394,7 @@ def _turned(present: Sequence[System], number: int) -> list[System]:
 STEPS: dict[str, Callable[[Run, Sequence[System], float], None]] = {
     "series": series,
     "lengths": lengths,
+    "legs": legs,
     "decode": decode,
     "idle": idle,
     "load": load,
@@ -478,18 +495,19 @@ def _ours(
 
 
 def _sections(run: Run, own: contextlib.ExitStack, group: str, present: list[System], until: float) -> None:
-    wanted = [section for section in SHARES if section in run.args.sections]
-    if group != "p2pkv":
-        wanted = [section for section in wanted if section in ("lengths", "load")]
+    shares = SHARES.get(group, SHARES["others"])
+    wanted = [section for section in shares if section in run.args.sections]
     taken = {system.name: systems.external_tokens(system) for system in present if system.is_pair}
     for number, section in enumerate(wanted):
-        rest = sum(SHARES[each] for each in wanted[number:])
-        share = (until - time.monotonic()) * SHARES[section] / rest
+        rest = sum(shares[each] for each in wanted[number:])
+        share = (until - time.monotonic()) * shares[section] / rest
         if share <= 0:
             run.cut.append(f"{group}, {section}: nothing, the group's time was over")
             continue
         say(f"  {section}: {share:.0f} s")
         these = list(present)
+        if section == "lengths" and group not in ("p2pkv", "files"):
+            these.remove(present[2])  # P first
         if section == "load":
             # P first is a router's choice for one request; under load p2pkv is asked at once.
             these = [system for system in present if not system.name.endswith("P first")]
@@ -536,10 +554,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=4, help="rounds of all lengths in a group")
     parser.add_argument("--series", type=int, default=5, help="series")
     parser.add_argument("--series-tokens", type=int, default=2000, help="prompt length of the series")
-    parser.add_argument("--decode-rounds", type=int, default=12, help="rounds of 16 answers at once")
+    parser.add_argument("--leg-rounds", type=int, default=8, help="rounds of legs beside ExampleConnector's")
+    parser.add_argument("--decode-rounds", type=int, default=10, help="rounds of 16 answers at once")
     parser.add_argument("--clients", type=int, nargs="+", default=[16, 64], help="clients of the loads")
     parser.add_argument(
-        "--load-requests", type=int, nargs="+", default=[48, 96], help="requests of each load"
+        "--load-requests", type=int, nargs="+", default=[48, 64], help="requests of each load"
     )
     parser.add_argument("--load-rounds", type=int, default=1, help="rounds of each load")
     parser.add_argument("--answer", type=int, default=16, help="tokens of each answer under load")

@@ -53,12 +53,18 @@ def groups(found: Found, section: str) -> list[str]:
 
 
 def paired(
-    found: Found, group: str, tokens: int, these: tuple[str, str], those: tuple[str, str]
+    found: Found,
+    group: str,
+    tokens: int | None,
+    these: tuple[str, str],
+    those: tuple[str, str],
+    section: str = "lengths",
 ) -> Ratio | None:
-    """Ratio of two (system, what) in the rounds of `lengths` that have both; None if none has."""
+    """Ratio of two (system, what) in the rounds of a section that have both; None if none has."""
+    facts = {"group": group} | ({} if tokens is None else {"tokens": tokens})
 
     def by_round(system: str, what: str) -> dict[int, float]:
-        records = select(found, "lengths", group=group, tokens=tokens, system=system)
+        records = select(found, section, system=system, **facts)
         return {record["round"]: record[what] for record in records if record.get(what) is not None}
 
     left, right = by_round(*these), by_round(*those)
@@ -117,7 +123,7 @@ def _systems(found: Found) -> Iterator[str]:
     rows = dict.fromkeys([*found["titles"], *(n for n in found["missing"] if not n.startswith("link "))])
     for name in rows:
         mine = [r for r in found["records"] if r["system"] == name]
-        single = [r for r in mine if r["section"] in ("warm-up", "series", "lengths")]
+        single = [r for r in mine if r["section"] in ("warm-up", "series", "lengths", "legs")]
         asked = len(single) + sum(r["count"] for r in mine if r["section"] == "load")
         broken = sum(bool(r.get("failed")) for r in single)
         broken += sum(len(r["failed"]) for r in mine if r["section"] == "load")
@@ -178,6 +184,14 @@ def _hand_over(found: Found) -> Iterator[str]:
         return milliseconds([r["after"] for r in records if r.get("after") is not None])
 
     yield from _by_length(found, cell, lambda name: name not in ("plain", "p2pkv proxy"))
+    for name in names(found, "legs"):
+        if mine := select(found, "legs", system=name):
+            legs = [r["d"] for r in mine]
+            yield ""
+            yield (
+                f"D's leg, P first, {mine[0]['tokens']:,} tokens, in turn: {name} {milliseconds(legs)}, p90 "
+                f"{percentile(legs, 90) * 1e3:,.0f}, of {len(legs)}."
+            )
 
 
 def _slowdown(found: Found) -> Iterator[str]:
@@ -356,13 +370,13 @@ def _leg_marks(found: Found) -> Iterator[tuple[bool, str]]:
             f"{high / middle:.2f} times, at most {MOST_SPREAD}",
         )
     for name in ("Example", "Example naps"):
-        for tokens in (n for n in _lengths(found) if n == 2000):
-            ratio = paired(found, "files", tokens, ("p2pkv P first", "d"), (name, "d"))
-            if ratio is not None:
-                yield (
-                    ratio.mean <= MOST_OF_EXAMPLE,
-                    f"D's leg after P, {tokens:,} tokens: {ratio} times {name}'s, at most {MOST_OF_EXAMPLE}",
-                )
+        ratio = paired(found, "files", None, ("p2pkv P first", "d"), (name, "d"), "legs")
+        if ratio is not None:
+            tokens = select(found, "legs", system=name)[0]["tokens"]
+            yield (
+                ratio.mean <= MOST_OF_EXAMPLE,
+                f"D's leg after P, {tokens:,} tokens: {ratio} times {name}'s, at most {MOST_OF_EXAMPLE}",
+            )
 
 
 def decode_ratio(found: Found) -> Ratio | None:

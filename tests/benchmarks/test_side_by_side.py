@@ -239,6 +239,8 @@ def everything() -> dict[str, Any]:
         records.append(timed("lengths", "p2pkv", 2.2 + number / 100, p=2.1, d=2.2, after=0.1, **files))
         records.append(timed("lengths", "p2pkv P first", 2.2, p=2.1, d=0.1, after=0.1, **files))
         records.append(timed("lengths", "Example", 3.0, p=2.6, d=0.4, after=0.4, **files))
+        records.append(timed("legs", "p2pkv P first", 2.2, p=2.1, d=0.1, after=0.1, **files))
+        records.append(timed("legs", "Example", 3.0, p=2.6, d=0.4, after=0.4, **files))
     failed = {"group": "nixl", "section": "lengths", "system": "NIXL", "tokens": 2000, "round": 0}
     records.append({**failed, "failed": "not answered within 60 s"})
     for name, first in (("plain", 1.0), ("p2pkv", 0.9), ("Example", 2.0)):

@@ -16,7 +16,18 @@ from p2pkv.cli.servers import ProxyServer, VllmServer
 FAKE = str(Path(__file__).with_name("fake_vllm.py"))
 FEW = [
     *("--lengths", "16", "32", "--series-tokens", "32", "--rounds", "2", "--series", "2"),
-    *("--decode-rounds", "2", "--clients", "2", "--load-requests", "4", "--settle", "0.01"),
+    *(
+        "--decode-rounds",
+        "2",
+        "--leg-rounds",
+        "2",
+        "--clients",
+        "2",
+        "--load-requests",
+        "4",
+        "--settle",
+        "0.01",
+    ),
     *("--deadline", "20", "--start-seconds", "30"),
 ]
 
@@ -60,11 +71,11 @@ def run(fakes: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[st
 
 @pytest.mark.slow
 def test_a_run_measures_every_section_of_every_group(fakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    every = ["--sections", "series", "lengths", "decode", "idle", "load"]
+    every = ["--sections", "series", "lengths", "legs", "decode", "idle", "load"]
     text, found = run(fakes, monkeypatch, "--minutes", "2", *every)
     sections = {(r["group"], r["section"]) for r in found["records"]}
     assert {("p2pkv", name) for name in ("series", "lengths", "decode", "idle", "load")} <= sections
-    assert {("files", "lengths"), ("files", "load"), ("nixl", "lengths")} <= sections
+    assert {("files", "lengths"), ("files", "legs"), ("files", "load"), ("nixl", "lengths")} <= sections
     load = {r["system"] for r in found["records"] if r["section"] == "load" and r["group"] == "p2pkv"}
     assert load == {"plain", "round robin", "p2pkv", "p2pkv proxy", "p2pkv no naps"}
     assert found["missing"]["Mooncake"] == "pip is offline"
