@@ -74,7 +74,7 @@ LONG = 4000
 """Prompts from this length on are asked in one round of three, and not of these systems:"""
 
 NOT_LONG = ("p2pkv proxy", "p2pkv no naps P first")
-DECODE_ANSWER = 32
+DECODE_ANSWER = 40
 
 END_SECONDS = 45.0
 """Kept for stopping the servers and writing the page."""
@@ -274,15 +274,15 @@ def decode(run: Run, present: Sequence[System], until: float) -> None:
         return
     for number in run.rounds("decode", run.args.decode_rounds, until):
         for system in _turned(pairs, number):
-            requests = [asking(64, MODEL.vocab, NAME, answer=DECODE_ANSWER) for _ in range(16)]
+            requests = [asking(32, MODEL.vocab, NAME, answer=DECODE_ANSWER) for _ in range(16)]
             try:
-                taken = run.together(system, requests)
+                step = while_all(run.together(system, requests))
             except Failed as error:
                 run.record("decode", system.name, round=number, failed=str(error))
                 continue
             finally:
                 time.sleep(run.args.settle)
-            run.record("decode", system.name, round=number, step=while_all(taken))
+            run.record("decode", system.name, round=number, step=step)
 
 
 def while_all(taken: Sequence[Taken]) -> float:
