@@ -39,8 +39,8 @@ class Line:
 
     @property
     def reached(self) -> bool:
-        """Whether the other side of a dialed line has finished the handshake."""
-        return self._watch is not None and self._watch.proven
+        """Whether somebody listens at the other end of a dialed line, although it may not have answered."""
+        return self._watch is not None and self._watch.connected
 
     def send(self, data: bytes) -> bool:
         """Hand over one message; False if the peer is gone or its queue is full."""

@@ -1,4 +1,4 @@
-"""The first prompt of an instance, which no client pays for: what a first step compiles, it compiles here."""
+"""The first prompts of an instance, which no client pays for: what first steps compile, they compile here."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ REQUEST_MARK = "p2pkv-warm-up-"
 ANSWER_TOKENS = 2
 """A step that prefills, and one that decodes."""
 
+_GREEDY = {"temperature": 0.0}
+_SAMPLED = {"temperature": 1.0, "top_p": 0.9, "top_k": 20, "n": 3}
+# vLLM compiles parts of its sampler when they are first used: log-probabilities, random tokens, and each of
+# them again for a batch that is not the first one's.
+_KINDS = (_GREEDY, _SAMPLED)
+
 _POLL_SECONDS = 0.25
 _HEALTH_SECONDS = 2.0
 _LONGEST_QUOTE = 200
@@ -32,8 +38,8 @@ class WarmUp(Struct, frozen=True):
         url: of the instance's own HTTP API, as http://10.0.0.1:8000. With https no certificate is checked:
             it is our own, and may be for another name.
         model: a name under which the instance serves its model.
-        tokens: of the prompt.
-        seconds: how long to wait for the health page, and then again for the answer.
+        tokens: of a prompt.
+        seconds: how long to wait for the health page, and then again for the answers.
         api_key: of the HTTP API; "" for none.
     """
 
@@ -45,8 +51,8 @@ class WarmUp(Struct, frozen=True):
 
 
 def warm_up(plan: WarmUp) -> bool:
-    """Wait until the instance serves, and send it one prompt. Whether it has answered."""
-    failure = _wait_for_health(plan) or _ask(plan)
+    """Wait until the instance serves, and send it a few prompts. Whether it has answered all of them."""
+    failure = _wait_for_health(plan) or _ask_all(plan)
     if failure:
         logger.warning(
             "not warmed up: %s; the instance is announced all the same, and its first request may be slow",
@@ -74,7 +80,18 @@ def _wait_for_health(plan: WarmUp) -> str:
     )
 
 
-def _ask(plan: WarmUp) -> str:
+def _ask_all(plan: WarmUp) -> str:
+    """A prompt of each kind, one after the other; "" if all were answered, else what is wrong."""
+    begun = time.monotonic()
+    for kind in _KINDS:
+        if failure := _ask(plan, kind, begun + plan.seconds):
+            return failure
+    took = time.monotonic() - begun
+    logger.info("warmed up: %d prompts of %d tokens were answered in %.1f s", len(_KINDS), plan.tokens, took)
+    return ""
+
+
+def _ask(plan: WarmUp, kind: dict[str, float], end: float) -> str:
     """One prompt, random so that no cache holds it; "" if it was answered, else what is wrong."""
     text = " ".join(secrets.token_hex(4) for _ in range(plan.tokens))  # a word is a token at least
     body = {
@@ -83,21 +100,20 @@ def _ask(plan: WarmUp) -> str:
         "truncate_prompt_tokens": plan.tokens,
         "max_tokens": ANSWER_TOKENS,
         "ignore_eos": True,
-        "temperature": 0.0,
+        "logprobs": 1,
+        **kind,
     }
-    begun = time.monotonic()
     try:
-        status, answer = _call(plan, "POST", "/v1/completions", body, plan.seconds)
+        left = max(_POLL_SECONDS, end - time.monotonic())
+        status, answer = _call(plan, "POST", "/v1/completions", body, left)
     except TimeoutError:
-        return f"the first prompt was not answered in {plan.seconds:g} s"
+        return f"the first prompts were not answered in {plan.seconds:g} s"
     except (OSError, http.client.HTTPException) as error:
         return f"the first prompt was not answered: {str(error) or type(error).__name__}"
     if status == 401:
         return "the HTTP API wants a key: set VLLM_API_KEY in the instance's environment, or warm_up_api_key"
     if status != 200:
         return f"the first prompt was answered with status {status}: {answer[:_LONGEST_QUOTE]}"
-    took = time.monotonic() - begun
-    logger.info("warmed up: a prompt of %d tokens was answered in %.1f s", plan.tokens, took)
     return ""
 
 

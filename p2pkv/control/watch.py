@@ -19,7 +19,7 @@ _FAILED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-_ENDED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_COURSE = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _numbers = itertools.count()
 
 
@@ -48,14 +48,16 @@ class Watch:
     Close it before the socket.
 
     Attributes:
-        proven: the handshake of the socket that dials has succeeded.
+        connected: the socket that dials has been let in by the other side's kernel.
+        proven: its handshake has succeeded.
     """
 
     def __init__(self, watched: zmq.Socket[Any], *, dials: bool = False) -> None:
         place = f"inproc://p2pkv-watch-{next(_numbers)}"
         self._watched = watched
+        self.connected = False
         self.proven = False
-        watched.monitor(place, _FAILED | _ENDED if dials else _FAILED)
+        watched.monitor(place, _FAILED | _COURSE if dials else _FAILED)
         self.socket: zmq.Socket[Any] = watched.context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
         # Without a limit: libzmq's IO thread would wait for room, and the close for the IO thread.
@@ -70,7 +72,9 @@ class Watch:
             except zmq.Again:
                 return
             event, value = event_of(frames)
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if event == zmq.EVENT_CONNECTED:
+                self.connected = True
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.proven = True
             elif event == zmq.EVENT_DISCONNECTED:
                 # Some kinds of garbage end a connection without any other event.

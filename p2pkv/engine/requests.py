@@ -143,7 +143,7 @@ class Requests:
     def _stray(self, entry: Entry, stray: Inlet, first: Inlet, now: float) -> None:
         """What a rank has said may be left from before a restart of its engine: it is asked anew."""
         reason = unfit(
-            stray.address, first.address, "they say different things of the engine that both are in"
+            first.address, stray.address, "they say different things of the engine that both are in"
         )
         entry.tries += 1
         if entry.tries > MAX_TRIES:

@@ -49,7 +49,7 @@ class Receiver:
         """D has said that it wants none of it."""
         self.ahead = ahead
         self.reached = False
-        """Whether P's rank 0 has finished the handshake of the connection."""
+        """Whether there is a connection to P's rank 0, which may not have answered yet."""
 
     # What D's own engine does.
 

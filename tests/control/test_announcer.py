@@ -249,36 +249,32 @@ def test_no_ping_before_the_first_prompt_is_answered(start, proxy, api) -> None:
     assert proxy.silent()
     there.answer.set()
     assert proxy.hear() == PING
-    (body,) = there.asked
+    body, sampled = there.asked
     assert (body["model"], body["max_tokens"], body["truncate_prompt_tokens"]) == ("tiny", 2, 49)
     assert len(body["prompt"].split()) == 49
+    assert body["temperature"] == 0.0 and sampled["temperature"] == 1.0 and sampled["n"] > 1
+    assert body["logprobs"] and sampled["logprobs"]
     assert there.ids[0].startswith(REQUEST_MARK) and "addr" not in there.ids[0]
 
 
 def test_every_first_prompt_is_another(start, proxy, api) -> None:
     there = api()
-    for number in (1, 2):
+    for number in (2, 4):
         start(warm_up=plan(there.url))
-        wait_for(lambda number=number: len(there.asked) == number, what="the first prompt")
-    assert there.asked[0]["prompt"] != there.asked[1]["prompt"]
+        wait_for(lambda number=number: len(there.asked) == number, what="the first prompts")
+    assert len({each["prompt"] for each in there.asked}) == 4
 
 
 @pytest.mark.parametrize("kind", ["nobody", "never healthy", "no answer", "an error", "a key is missing"])
 def test_who_cannot_be_warmed_up_is_announced_all_the_same_and_the_log_says_why(
     proxy, api, kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    there = {
-        "never healthy": lambda: api(sick=1000),
-        "no answer": api,
-        "an error": lambda: api(status=500),
-        "a key is missing": lambda: api(key="a key"),
-    }.get(kind)
-    url = there().url if there else f"http://127.0.0.1:{free_ports()}"
-    warm_up = plan(url, seconds=1.0)
+    how = {"never healthy": {"sick": 1000}, "an error": {"status": 500}, "a key is missing": {"key": "a key"}}
+    there = api(**how.get(kind, {}))
     if kind == "no answer":
-        made = api()
-        made.answer.clear()
-        warm_up = plan(made.url, seconds=1.0)
+        there.answer.clear()
+    url = f"http://127.0.0.1:{free_ports()}" if kind == "nobody" else there.url
+    warm_up = plan(url, seconds=1.0)
     announcer = Announcer(Announcement(proxy=proxy.address, ping=PING, interval=INTERVAL, warm_up=warm_up))
     announcer.start()
     try:
@@ -290,7 +286,7 @@ def test_who_cannot_be_warmed_up_is_announced_all_the_same_and_the_log_says_why(
     why = {
         "nobody": "did not answer 200 in 1 s",
         "never healthy": "status 503",
-        "no answer": "was not answered in 1 s",
+        "no answer": "were not answered in 1 s",
         "an error": "status 500",
         "a key is missing": "VLLM_API_KEY",
     }
