@@ -76,11 +76,11 @@ class _Orders(Struct, frozen=True):
 class Announcer:
     """The worker's side: starts the child, beats, and starts it again should it end by itself.
 
-    Raises ValueError for a malformed address of the proxy, or an interval that is not positive.
+    Raises ValueError for a malformed address of the proxy.
     """
 
     def __init__(self, announcement: Announcement) -> None:
-        Pinger(announcement.proxy, announcement.ping, announcement.interval)  # judges both
+        Address.parse(announcement.proxy)
         self._announcement = announcement
         self._stopping = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
@@ -236,7 +236,7 @@ def main() -> None:
     if told.warm_up is not None:
         warm_up(told.warm_up)
     pinger = Pinger(
-        str(Address.parse(told.proxy)),
+        told.proxy,
         told.ping,
         told.interval,
         members_of(told.secret),
