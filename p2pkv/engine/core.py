@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable
 
@@ -25,6 +26,9 @@ SOON = 0.001
 
 HELD_SECONDS = 1.0
 """A turn so much later than it was due: something held this rank up, and it could hear nobody."""
+
+LONG_HELD_SECONDS = 5.0
+"""From here on the log says so."""
 
 QUIET_SECONDS = 60.0
 """Between two lines about connections that said nothing wrong and went: a monitor may make many."""
@@ -158,7 +162,8 @@ class Core:
         if late > HELD_SECONDS:
             self._held += late
             self.steps.held = self._held
-            log.warning("this rank was held up for %.1f s, which count against nobody", late)
+            level = logging.WARNING if late > LONG_HELD_SECONDS else logging.DEBUG
+            log.log(level, "this rank was held up for %.1f s, which count against nobody", late)
         self._turned = self._due = now
         return now - self._held
 
