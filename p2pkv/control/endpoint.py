@@ -48,6 +48,9 @@ one P together do not come back together."""
 LASTING = 0.5
 """Seconds after which a connection that ends is dialed again at once; others wait for `redial`."""
 
+SLOW_SECONDS = 5.0
+"""Who closes a connection in the handshake after so long has waited for something; who refuses does not."""
+
 RESTARTING = 60.0
 """Seconds that a peer which had shaken hands has to come back: while it restarts, the dying process or a
 forwarder in front of it accepts connections, and closes them."""
@@ -244,14 +247,19 @@ class Endpoint:
             self._shut(line)
             if time.monotonic() - line.since > LASTING:
                 self.redial(line)
-        elif failure is not None and failure.late:
+        elif failure is not None and (failure.late or (failure.gone and self._slow(watch))):
             self._shut(line)
-            reason = no_answer(line.address, failure, self._members is not None)
+            reason = no_answer(line.address, failure._replace(late=True), self._members is not None)
             self._troubles.append(Trouble(line, reason, late=True))
         elif failure is not None and failure.gone and time.monotonic() < line.awaited:
             self._shut(line)
         elif failure is not None:
             self._give_up(line, no_answer(line.address, failure, self._members is not None))
+
+    def _slow(self, watch: Watch) -> bool:
+        """Whether the other side has ended its wait for its own busy thread, and not refused us at once."""
+        begun = watch.connected
+        return begun is not None and time.monotonic() - begun > min(SLOW_SECONDS, self._patience / 2)
 
     def _give_up(self, line: Line, reason: str) -> None:
         self._shut(line)

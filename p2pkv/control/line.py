@@ -40,7 +40,7 @@ class Line:
     @property
     def reached(self) -> bool:
         """Whether somebody listens at the other end of a dialed line, although it may not have answered."""
-        return self._watch is not None and self._watch.connected
+        return self._watch is not None and self._watch.connected is not None
 
     def send(self, data: bytes) -> bool:
         """Hand over one message; False if the peer is gone or its queue is full."""

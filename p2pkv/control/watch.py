@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -48,14 +49,14 @@ class Watch:
     Close it before the socket.
 
     Attributes:
-        connected: the socket that dials has been let in by the other side's kernel.
+        connected: when the other side's kernel has let the socket in that dials; None before.
         proven: its handshake has succeeded.
     """
 
     def __init__(self, watched: zmq.Socket[Any], *, dials: bool = False) -> None:
         place = f"inproc://p2pkv-watch-{next(_numbers)}"
         self._watched = watched
-        self.connected = False
+        self.connected: float | None = None
         self.proven = False
         watched.monitor(place, _FAILED | _COURSE if dials else _FAILED)
         self.socket: zmq.Socket[Any] = watched.context.socket(zmq.PAIR)
@@ -73,7 +74,7 @@ class Watch:
                 return
             event, value = event_of(frames)
             if event == zmq.EVENT_CONNECTED:
-                self.connected = True
+                self.connected = time.monotonic()
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.proven = True
             elif event == zmq.EVENT_DISCONNECTED:

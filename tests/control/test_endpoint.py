@@ -137,6 +137,23 @@ def test_who_answers_late_is_not_refused_and_can_be_dialed_again() -> None:
         made.close()
 
 
+def test_who_waits_for_its_own_thread_and_then_closes_has_not_refused() -> None:
+    """A busy peer whose lease is shorter than ours."""
+    made = Endpoint(Address("127.0.0.1", free_ports()), patience=1.0)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as busy:
+            line = made.dial(Address("127.0.0.1", busy.getsockname()[1]))
+            connection, _ = busy.accept()
+            end = time.monotonic() + 0.7
+            while time.monotonic() < end or not line.reached:
+                made.wait(0.05)
+            connection.close()
+            (trouble,) = shut(made, line)
+            assert trouble.late and "did not answer in time" in trouble.reason
+    finally:
+        made.close()
+
+
 def test_a_stranger_that_closes_a_connection_is_given_up(endpoint: Endpoint) -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         line = endpoint.dial(Address("127.0.0.1", stranger.getsockname()[1]))
