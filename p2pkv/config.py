@@ -79,6 +79,17 @@ class Options:
     how much later a request may be scheduled that comes meanwhile. vLLM's processes nap between such steps
     instead of spinning; 0: neither."""
 
+    warm_up_seconds: float = 120.0
+    """Default 120; seconds; 0: off. Before an instance registers with the proxy it waits so long for its own
+    /health, then sends itself one prompt and waits so long for the answer; after that it registers anyway."""
+
+    warm_up_api_key: str = field(default="", repr=False)
+    """Default: VLLM_API_KEY from the environment, if set. What that prompt shows to an HTTP API with a key.
+    vLLM writes all options into its log: the variable keeps the key out of it."""
+
+    warm_up_tls: bool = False
+    """Default false. The HTTP API of this instance speaks TLS. Its certificate is not checked."""
+
     discovery: Discovery = "plain"
     """Default curve with a secret, else plain. How the proxy is pinged: `curve` shows it that this instance
     is a member; `plain` is what routers other than p2pkv-proxy understand."""
@@ -200,6 +211,7 @@ class Options:
         _refuse_unknown(extra)
         secret = _secret(given, environ)
         values: dict[str, Any] = {"host": default_host, "staging_bytes": (512 if has_gpu else 64) * MIB}
+        values |= {"warm_up_api_key": environ.get("VLLM_API_KEY", "")}
         values |= {"secret": secret, "discovery": "curve" if secret and not former else "plain"}
         values |= {name: reader(name, given[name]) for name, reader in _READERS.items() if name in given}
         port = DEFAULT_KV_PORT if kv_port is None else read.whole("kv_port", kv_port)
@@ -224,6 +236,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "lease_seconds": _SECONDS,
     "stall_seconds": _SECONDS,
     "idle_wait_ms": (0, 100),
+    "warm_up_seconds": (0, 1e9),
     "max_links": (1, 1 << 16),
     "nccl_num_channels": (1, 64),
 }
@@ -241,6 +254,9 @@ _READERS: dict[str, read.Reader] = {
     "lease_seconds": read.number,
     "stall_seconds": read.number,
     "idle_wait_ms": read.number,
+    "warm_up_seconds": read.number,
+    "warm_up_api_key": read.text,
+    "warm_up_tls": read.flag,
     "discovery": read.one_of("curve", "plain"),
     "secret_file": read.path,
     "allowed_peers": read.networks,

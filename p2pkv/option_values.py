@@ -103,6 +103,13 @@ def path(name: str, value: object) -> str:
     raise ConfigError(f"{name} is {shown(value)}: expected the path of a file; correct it")
 
 
+def text(name: str, value: object) -> str:
+    """Any text. What was written is not quoted: it may be a key."""
+    if isinstance(value, str):
+        return value
+    raise ConfigError(f"{name} is a {type(value).__name__}: expected a text; put it in quotes")
+
+
 def networks(name: str, value: object) -> Networks:
     """A list, or one text with commas."""
     texts = value.split(",") if isinstance(value, str) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import time
@@ -33,3 +34,9 @@ def lets_others_run(copy: Callable[[], None], times: int = 20) -> bool:
     assert len(copies) == times
     middles = [(start + (stop - start) / 4, stop - (stop - start) / 4) for start, stop in copies]
     return any(start < turn < stop for start, stop in middles for turn in turns)
+
+
+def hold_lock(seconds: float) -> None:
+    """Keep the interpreter's lock, as a compilation in one long call does: no other thread runs meanwhile."""
+    # PyDLL, unlike CDLL, calls without letting go of the lock.
+    assert ctypes.PyDLL(None).usleep(int(seconds * 1e6)) == 0

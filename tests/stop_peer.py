@@ -1,7 +1,7 @@
 """A rank in a process of its own, which its tests stop, kill, and start again.
 
-`python stop_peer.py P|D KV_PORT PROXY_PORT shared|tcp`; JSON lines both ways. It ends as vLLM's worker does:
-SIGTERM raises SystemExit in the main thread, and then the pinger is stopped, and the rank.
+`python stop_peer.py P|D KV_PORT PROXY_PORT shared|tcp [LEASE [SECRET]]`; JSON lines both ways. It ends as
+vLLM's worker does: SIGTERM raises SystemExit in the main thread; then the pinger is stopped, and the rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from engine_support import Engine, Geometry, make_engine, prefill, step
+from engine_support import Engine, Geometry, make_engine, prefill, step, wrong_cells
+from gil_support import hold_lock
 
 from p2pkv.control.discovery import Ping
 from p2pkv.control.pinger import Pinger
@@ -27,6 +28,10 @@ BLOCKS = list(range(6))
 
 
 def obey(engine: Engine, order: dict[str, Any]) -> None:
+    if order["do"] == "hold":
+        print(json.dumps({"holding": True}), flush=True)
+        hold_lock(order["seconds"])
+        return
     peer, key, tokens = Address.parse(order["peer"]), order["key"], order["tokens"]
     match order["do"]:
         case "prefill":
@@ -34,6 +39,15 @@ def obey(engine: Engine, order: dict[str, Any]) -> None:
         case "half":
             engine.do(do.OfferPrompt(key, peer, tokens, b"digest"))
             step(engine, key, BLOCKS, 0, tokens // 2)
+        case "other half":
+            step(engine, key, BLOCKS, tokens // 2, tokens)
+        case "expect":
+            engine.do(do.Expect(key, peer, tokens, b"digest"))
+        case "take":
+            engine.wait(do.Begun(key))
+            engine.do(do.Load(key, 0, tokens - 1, (BLOCKS,)))
+            engine.wait(do.Loaded(key))
+            assert wrong_cells(engine.ranks[0], BLOCKS, 0, tokens - 1) == []
         case "load":
             engine.do(do.Expect(key, peer, tokens, b"digest"))
             engine.wait(do.Begun(key))
@@ -44,10 +58,12 @@ def end(number: int, _frame: object) -> NoReturn:
     raise SystemExit(0)
 
 
-def main(role: str, kv_port: str, proxy_port: str, mode: str) -> None:
+def main(
+    role: str, kv_port: str, proxy_port: str, mode: str, lease: str = str(LEASE), secret: str = ""
+) -> None:
     signal.signal(signal.SIGTERM, end)
     links = HostLinks("127.0.0.1", 1 << 20, mode == "shared")
-    options = {"kv_port": int(kv_port), "lease_seconds": LEASE}
+    options = {"kv_port": int(kv_port), "lease_seconds": float(lease), "secret": secret.encode() or None}
     engine = make_engine(role, Geometry(), lambda rank: links, **options)
     http = "127.0.0.1:8000"
     assert role in ("P", "D")

@@ -103,8 +103,8 @@ def _wait_ready(vllm: list[VllmServer], proxy: ProxyServer, timeout_seconds: flo
     _say(f"starting {', '.join(server.name for server in vllm)} and the proxy; half a minute or more ...")
     for server in vllm:
         _say(f"  {server.name} serves after {server.wait_ready(timeout_seconds):.0f} s (pid {server.pid})")
-    # Its health page says 503 until it has found a P and a D.
-    proxy.wait_ready(60.0)
+    # Its health page says 503 until a P and a D have registered, which they do once they are warm.
+    proxy.wait_ready(timeout_seconds)
     _say("  the proxy has found prefill and decode")
 
 
@@ -134,9 +134,10 @@ def _prompts() -> list[tuple[str, str]]:
         f"On day {day} the ship sailed {day * 7 % 31} miles and saw {day * 5 % 13} whales."
         for day in range(60)
     )
+    paragraphs = [f"In year {year}: {story[at : at + 400]}" for year, at in enumerate(range(0, 1600, 400), 1)]
     return [
+        *(("a paragraph", text + " What did the ship see next?") for text in paragraphs),
         ("short", "A cache is"),
-        ("a paragraph", story[:400] + " What did the ship see next?"),
         ("several chunks", story[:2800] + " How many whales did it see?"),
     ]
 

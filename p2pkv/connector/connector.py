@@ -35,9 +35,9 @@ from p2pkv.connector.metadata import StepMetadata, WorkerNews
 from p2pkv.connector.producing import Producing
 from p2pkv.connector.stats import P2pKvMetrics, P2pKvStats
 from p2pkv.connector.worker import Worker
+from p2pkv.control.announcer import Announcement, Announcer
 from p2pkv.control.discovery import DISCOVERY_VERSION, Ping
-from p2pkv.control.members import members_of
-from p2pkv.control.pinger import Pinger
+from p2pkv.control.warm_up import ANSWER_TOKENS, WarmUp
 from p2pkv.engine.rank import Rank
 from p2pkv.links import make_factory
 from p2pkv.pages.geometry import PagedCache
@@ -56,6 +56,9 @@ log = logging.getLogger("p2pkv")
 
 SWITCH_SECONDS = 0.0002
 """How long a thread of a worker may keep the interpreter's lock when another wants it."""
+
+WARM_UP_BLOCKS = 3
+"""Full blocks of the prompt that an instance sends itself before it registers."""
 
 
 class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
@@ -79,7 +82,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         self._producing: Producing | None = None
         self._consuming: Consuming | None = None
         self._worker: Worker | None = None
-        self._pinger: Pinger | None = None
+        self._announcer: Announcer | None = None
         if self.options.idle_wait_ms:
             SPINNING.install()
         if role is KVConnectorRole.SCHEDULER:
@@ -197,19 +200,40 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             links.kind,
         )
         if number == 0 and options.proxy is not None and options.http_address is not None:
-            model = self._vllm_config.model_config.served_model_name
-            ping = Ping(
-                type=options.role,
-                http_address=str(options.http_address),
-                zmq_address=str(options.address),
-                tp_size=config.parallel_config.tensor_parallel_size,
-                version=DISCOVERY_VERSION,
-                incarnation=hello.incarnation,
-                model=model if isinstance(model, str) else model[0],
-            )
-            members = members_of(options.secret) if options.discovery == "curve" else None
-            self._pinger = Pinger(str(options.proxy), ping, members=members)
-            self._pinger.start()
+            self._announce(hello.incarnation)
+
+    def _announce(self, incarnation: str) -> None:
+        """Tell the proxy of this instance once it is warm, from a process of its own."""
+        config, options = self._vllm_config, self.options
+        names = config.model_config.served_model_name
+        model = names if isinstance(names, str) else names[0]
+        ping = Ping(
+            type=options.role,
+            http_address=str(options.http_address),
+            zmq_address=str(options.address),
+            tp_size=config.parallel_config.tensor_parallel_size,
+            version=DISCOVERY_VERSION,
+            incarnation=incarnation,
+            model=model,
+        )
+        room = config.model_config.max_model_len - ANSWER_TOKENS
+        plan = WarmUp(
+            url=f"{'https' if options.warm_up_tls else 'http'}://{options.http_address}",
+            model=model,
+            tokens=max(1, min(WARM_UP_BLOCKS * config.cache_config.block_size + 1, room)),
+            seconds=options.warm_up_seconds,
+            api_key=options.warm_up_api_key,
+        )
+        announcement = Announcement(
+            proxy=str(options.proxy),
+            ping=ping,
+            stall_seconds=options.stall_seconds,
+            secret=options.secret if options.discovery == "curve" else None,
+            warm_up=plan if options.warm_up_seconds else None,
+            log_level=log.getEffectiveLevel(),
+        )
+        self._announcer = Announcer(announcement)
+        self._announcer.start()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, StepMetadata)
@@ -249,8 +273,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.stats() if self._worker is not None else None
 
     def shutdown(self) -> None:
-        if self._pinger is not None:
-            self._pinger.stop()
+        if self._announcer is not None:
+            self._announcer.stop()
         if self._worker is not None:
             self._worker.stop()
 

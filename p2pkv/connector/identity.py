@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from p2pkv.connector.weights import adapter_fingerprint
+from p2pkv.control.warm_up import REQUEST_MARK
 from p2pkv.pairing import Address, PairingError, find_pair, transfer_key
 
 if TYPE_CHECKING:
@@ -46,7 +47,10 @@ class Pairs:
         try:
             pair = find_pair(request.request_id)
             if pair is None:
-                self._warn("none", "a request names no pair of P and D in its id; it is served here, alone")
+                if REQUEST_MARK not in request.request_id:
+                    self._warn(
+                        "none", "a request names no pair of P and D in its id; it is served here, alone"
+                    )
                 return None
             named = transfer_key(request.request_id, transfer_id if isinstance(transfer_id, str) else None)
         except PairingError as error:

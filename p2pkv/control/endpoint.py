@@ -21,7 +21,7 @@ import zmq
 from p2pkv.control.gate import Gate
 from p2pkv.control.line import Line, Trouble
 from p2pkv.control.members import Members
-from p2pkv.control.watch import Watch, limit_handshake, no_answer
+from p2pkv.control.watch import HANDSHAKE_SECONDS, Watch, limit_handshake, no_answer
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import MAX_MESSAGE_BYTES
 from p2pkv.trust import Networks
@@ -49,6 +49,9 @@ one P together do not come back together."""
 LASTING = 0.5
 """Seconds after which a connection that ends is dialed again at once; others wait for `redial`."""
 
+SLOW_SECONDS = 5.0
+"""Who closes a connection in the handshake after so long has waited for something; who refuses does not."""
+
 RESTARTING = 60.0
 """Seconds that a peer which had shaken hands has to come back: while it restarts, the dying process or a
 forwarder in front of it accepts connections, and closes them."""
@@ -62,15 +65,21 @@ class Endpoint:
     """Listens at `address` at once. Raises PortTaken with a sentence.
 
     With `members`, only they get through the handshake, either way; with `allowed`, only peers from
-    these networks do, and no other address is dialed.
+    these networks do, and no other address is dialed. `patience`: how many seconds a handshake may take;
+    the peer's interpreter may be busy, and with members or networks it is its thread that answers.
     """
 
     def __init__(
-        self, address: Address, members: Members | None = None, allowed: Networks | None = None
+        self,
+        address: Address,
+        members: Members | None = None,
+        allowed: Networks | None = None,
+        patience: float = HANDSHAKE_SECONDS,
     ) -> None:
         self.address = address
         self._members = members
         self._allowed = allowed
+        self._patience = patience
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -120,14 +129,15 @@ class Endpoint:
         if self._allowed is not None and not self._allowed.admits(line.address.host):
             self._give_up(
                 line,
-                f"{line.address} is not dialed: allowed_peers are {self._allowed}, and names are in no "
-                "network; add the network of that instance, or give it a numeric `host`",
+                f"{line.address} could not be reached, since it is not dialed: allowed_peers are "
+                f"{self._allowed}, and names are in no network; add the network of that instance, or give it "
+                "a numeric `host`",
             )
             return
         try:
             self._connect(line, line.address)
         except zmq.ZMQError as error:  # no descriptors left
-            self._give_up(line, f"{line.address} cannot be dialed: {error}")
+            self._give_up(line, f"{line.address} could not be reached: {error}")
 
     def _connect(self, line: Line, address: Address) -> None:
         socket = line._socket = self._socket(zmq.DEALER)
@@ -249,10 +259,19 @@ class Endpoint:
             self._shut(line)
             if time.monotonic() - line.since > LASTING:
                 self.redial(line)
+        elif failure is not None and (failure.late or (failure.gone and self._slow(watch))):
+            self._shut(line)
+            reason = no_answer(line.address, failure._replace(late=True), self._members is not None)
+            self._troubles.append(Trouble(line, reason, late=True))
         elif failure is not None and failure.gone and time.monotonic() < line.awaited:
             self._shut(line)
         elif failure is not None:
             self._give_up(line, no_answer(line.address, failure, self._members is not None))
+
+    def _slow(self, watch: Watch) -> bool:
+        """Whether the other side has ended its wait for its own busy thread, and not refused us at once."""
+        begun = watch.connected
+        return begun is not None and time.monotonic() - begun > min(SLOW_SECONDS, self._patience / 2)
 
     def _give_up(self, line: Line, reason: str) -> None:
         self._shut(line)
@@ -277,7 +296,7 @@ class Endpoint:
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
-        limit_handshake(socket)
+        limit_handshake(socket, self._patience)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)

@@ -37,6 +37,11 @@ class Line:
     def shut(self) -> bool:
         return self._socket is None
 
+    @property
+    def reached(self) -> bool:
+        """Whether somebody listens at the other end of a dialed line, although it may not have answered."""
+        return self._watch is not None and self._watch.connected is not None
+
     def send(self, data: bytes) -> bool:
         """Hand over one message; False if the peer is gone or its queue is full."""
         if self._socket is None:
@@ -61,3 +66,5 @@ class Trouble(NamedTuple):
     reason: str
     quiet: bool = False
     """Whoever it was has just gone: a port scan, a monitor, or a peer that has seen first that we differ."""
+    late: bool = False
+    """A dialed peer has not answered in time. It may be busy: dial it again while somebody waits for it."""

@@ -6,12 +6,13 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import zmq
 
 from p2pkv.control.discovery import PING_INTERVAL, Ping, encode_ping, goodbye
 from p2pkv.control.members import Members
-from p2pkv.control.watch import Watch, no_answer
+from p2pkv.control.watch import Failure, Watch, no_answer
 from p2pkv.pairing import Address
 
 logger = logging.getLogger(__name__)
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 _GOODBYE_LINGER_MS = 500
 # ZMQ gives a connection up for good if its other end ever spoke something else than ZMTP.
 _PATIENCE_SECONDS = 2.0
+# Of a handshake of which nothing has been said: the proxy may be busy.
+_HANDSHAKE_SECONDS = 30.0
 _COMPLAIN_SECONDS = 60.0
 
 
@@ -32,6 +35,7 @@ class Pinger:
         proxy_address: host:port of the proxy's discovery socket.
         interval: seconds between two pings.
         members: show the proxy that we are one of them; None to ping in the clear.
+        vouched_for: asked before each ping, from the thread; while it says False none is sent.
 
     Raises:
         ValueError: malformed address, or an interval that is not positive.
@@ -43,6 +47,7 @@ class Pinger:
         ping: Ping,
         interval: float = PING_INTERVAL,
         members: Members | None = None,
+        vouched_for: Callable[[], bool] = lambda: True,
     ) -> None:
         if not interval > 0:
             raise ValueError(f"the ping interval must be more than 0 seconds, not {interval}")
@@ -51,6 +56,7 @@ class Pinger:
         self._goodbye = encode_ping(goodbye(ping))
         self._interval = interval
         self._members = members
+        self._vouched_for = vouched_for
         self._next_complaint = 0.0
         self._stopping = threading.Event()
         self._waker, self._wakened = socket.socketpair()
@@ -93,12 +99,9 @@ class Pinger:
             if self._members is not None:
                 self._members.join(dealer, "proxy")
             _configure(dealer, self._proxy)
-            connected = time.monotonic()
-            while not self._stopping.is_set() and time.monotonic() - connected < _PATIENCE_SECONDS:
-                if self._ping_once(dealer):
-                    connected = time.monotonic()
-                else:
-                    self._complain(watch)
+            while not self._stopping.is_set():
+                if not self._ping_once(dealer, watch):
+                    break
             self._say_goodbye(dealer)
         except zmq.ZMQError as error:
             logger.warning("discovery ping to %s failed, trying again: %s", self._proxy, error)
@@ -107,33 +110,42 @@ class Pinger:
             watch.close()
             dealer.close()
 
-    def _complain(self, watch: Watch) -> None:
+    def _complain(self, failure: Failure) -> None:
         """One line a minute about a proxy that is there and does not take our pings."""
-        failures = [failure for failure in watch.failures() if not failure.lost]
-        if failures and time.monotonic() >= self._next_complaint:
+        if not failure.lost and time.monotonic() >= self._next_complaint:
             self._next_complaint = time.monotonic() + _COMPLAIN_SECONDS
             secret = self._members is not None
-            logger.warning(
-                "not registered: %s", no_answer(f"the proxy at {self._proxy}", failures[0], secret)
-            )
+            logger.warning("not registered: %s", no_answer(f"the proxy at {self._proxy}", failure, secret))
 
-    def _ping_once(self, dealer: zmq.Socket[bytes]) -> bool:
-        """Pings, and waits until the next ping is due. False if the proxy is not there."""
+    def _ping_once(self, dealer: zmq.Socket[bytes], watch: Watch) -> bool:
+        """Pings, and waits until the next ping is due. False if another socket might do better."""
         due = time.monotonic() + self._interval
-        if not self._wait(dealer, zmq.POLLOUT, _PATIENCE_SECONDS):
-            return False
-        dealer.send(self._frame, zmq.NOBLOCK)
-        self._wait(dealer, 0, due - time.monotonic())
-        return True
+        if self._connected(dealer, watch):
+            if self._vouched_for():
+                dealer.send(self._frame, zmq.NOBLOCK)
+            self._wait(due - time.monotonic())
+            return True
+        return False
 
-    def _wait(self, dealer: zmq.Socket[bytes], events: int, seconds: float) -> bool:
-        """Whether `events` came within `seconds`; a stop ends the wait."""
+    def _connected(self, dealer: zmq.Socket[bytes], watch: Watch) -> bool:
+        """Waits until the proxy takes a ping, for a while; a stop ends the wait."""
+        end = time.monotonic() + _HANDSHAKE_SECONDS
+        while (left := end - time.monotonic()) > 0 and not self._stopping.is_set():
+            ready = self._wait(left, (dealer, zmq.POLLOUT), (watch.socket, zmq.POLLIN))
+            if dealer in ready:
+                return True
+            for failure in watch.failures():
+                self._complain(failure)
+                end = min(end, time.monotonic() + _PATIENCE_SECONDS)
+        return False
+
+    def _wait(self, seconds: float, *sockets: tuple[zmq.Socket[bytes], int]) -> dict[object, int]:
+        """Until one of these is ready, the time is over, or we are to stop."""
         poller = zmq.Poller()
         poller.register(self._wakened, zmq.POLLIN)
-        if events:
-            poller.register(dealer, events)
-        ready = dict(poller.poll(max(0, int(seconds * 1000))))
-        return dealer in ready
+        for each, events in sockets:
+            poller.register(each, events)
+        return dict(poller.poll(max(0, int(seconds * 1000))))
 
     def _say_goodbye(self, dealer: zmq.Socket[bytes]) -> None:
         if self._stopping.is_set() and dealer.poll(0, zmq.POLLOUT):

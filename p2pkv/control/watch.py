@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,14 +11,16 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 HANDSHAKE_SECONDS = 10.0
-"""A connection that has not shaken hands after so long is closed, on either side."""
+"""A connection to a proxy that has not shaken hands after so long is closed; ranks wait for a lease."""
+
+_LONGEST_HANDSHAKE = 86_400.0
 
 _FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-_ENDED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_COURSE = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _numbers = itertools.count()
 
 
@@ -31,6 +34,8 @@ class Failure(NamedTuple):
     """By the gate of a listening socket, ours or theirs."""
     lost: bool = False
     """The handshake had succeeded; the connection has ended since."""
+    late: bool = False
+    """The other side has not finished the handshake in time: nothing is known of it."""
 
     @property
     def gone(self) -> bool:
@@ -44,14 +49,16 @@ class Watch:
     Close it before the socket.
 
     Attributes:
-        proven: the handshake of the socket that dials has succeeded.
+        connected: when the other side's kernel has let the socket in that dials; None before.
+        proven: its handshake has succeeded.
     """
 
     def __init__(self, watched: zmq.Socket[Any], *, dials: bool = False) -> None:
         place = f"inproc://p2pkv-watch-{next(_numbers)}"
         self._watched = watched
+        self.connected: float | None = None
         self.proven = False
-        watched.monitor(place, _FAILED | _ENDED if dials else _FAILED)
+        watched.monitor(place, _FAILED | _COURSE if dials else _FAILED)
         self.socket: zmq.Socket[Any] = watched.context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
         # Without a limit: libzmq's IO thread would wait for room, and the close for the IO thread.
@@ -66,7 +73,9 @@ class Watch:
             except zmq.Again:
                 return
             event, value = event_of(frames)
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if event == zmq.EVENT_CONNECTED:
+                self.connected = time.monotonic()
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.proven = True
             elif event == zmq.EVENT_DISCONNECTED:
                 # Some kinds of garbage end a connection without any other event.
@@ -92,7 +101,7 @@ def failure_of(event: int, value: int) -> Failure:
         return Failure("not admitted", refused=True)
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
         if value == zmq.EAGAIN:
-            return Failure("the handshake took too long", spoke=False)
+            return Failure("the handshake took too long", spoke=False, late=True)
         return Failure("the other side closed the connection in the handshake", spoke=False)
     if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
         return Failure("one side has a secret and the other has none")
@@ -101,14 +110,17 @@ def failure_of(event: int, value: int) -> Failure:
     return Failure("it does not speak this protocol")
 
 
-def limit_handshake(socket: zmq.Socket[Any]) -> None:
-    """Before it binds or connects: no handshake on `socket` takes longer than HANDSHAKE_SECONDS."""
-    socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000))
+def limit_handshake(socket: zmq.Socket[Any], seconds: float | None = None) -> None:
+    """Before it binds or connects: no handshake on `socket` takes longer, by default HANDSHAKE_SECONDS."""
+    limit = min(HANDSHAKE_SECONDS if seconds is None else seconds, _LONGEST_HANDSHAKE)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, int(limit * 1000)))
 
 
 def no_answer(address: object, failure: Failure, secret: bool) -> str:
     """The sentence for whoever has dialed `address` in vain, with a secret or without."""
     if failure.refused:
-        return f"{address} does not admit us: is this address in its allowed_peers, and the secret the same?"
+        return f"{address} refused us: is this address in its allowed_peers, and the secret the same?"
+    if failure.late:
+        return f"{address} did not answer in time: {failure.detail}; is its process frozen or overloaded?"
     same = "has it the same secret" if secret else "does it need a secret"
-    return f"no answer from {address} ({failure.detail}): is p2pkv up there, and {same}?"
+    return f"{address} refused the handshake ({failure.detail}): is p2pkv up there, and {same}?"

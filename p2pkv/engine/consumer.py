@@ -18,7 +18,7 @@ from p2pkv.engine.requests import Requests
 from p2pkv.engine.shelves import Shelves
 from p2pkv.links.base import LinkError
 from p2pkv.protocol import messages as m
-from p2pkv.protocol.handshake import Refused
+from p2pkv.protocol.handshake import Refused, unfit
 from p2pkv.protocol.machine import RemoteProtocolError
 
 IDLE_SECONDS = 60.0
@@ -85,7 +85,9 @@ class Consumer:
                 self._refuse(peer, reason, now)
             case m.Stranger():
                 if peer.dialing.open:
-                    self._requests.lost(peer, f"{peer.address} does not know this connection any more", now)
+                    self._requests.lost(
+                        peer, f"{peer.address} is gone: who answers there does not know this connection", now
+                    )
             case m.Holding(held, _):
                 self._requests.holding(peer, held, now)
             case m.Ahead():
@@ -108,7 +110,7 @@ class Consumer:
         try:
             peer.welcome(message)
         except Refused as refused:
-            self._refuse(peer, str(refused), now)
+            self._refuse(peer, unfit(self._ctx.hello.address, peer.address, refused), now)
             return
         sums = ", with checksums" if peer.verify else ""
         log.info("P rank %d at %s is connected; what travels: %s%s", peer.rank, peer.address, peer.wire, sums)
@@ -118,7 +120,7 @@ class Consumer:
         self._ctx.counters.add("messages_refused")
         log.warning("no transfers from %s: %s", peer.address, reason)
         peer.dialing.refuse(reason, now)
-        self._requests.fail(peer, f"{peer.address} and this instance do not fit: {reason}", now)
+        self._requests.fail(peer, reason, now)
 
     def unreachable(self, line: Line, reason: str, now: float) -> None:
         """Whoever listens there is no member, or nobody that we may dial; it is left alone for a while."""
@@ -167,7 +169,7 @@ class Consumer:
         lease = self._ctx.options.lease_seconds
         for peer in list(self._active):
             if peer.overdue(now, lease):
-                reason = f"{peer.address} has not sent what was granted for {lease:g} s"
+                reason = f"{peer.address} did not send in time what was granted: nothing for {lease:g} s"
                 self._requests.link_lost(peer, reason, now)
         if now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
@@ -180,7 +182,7 @@ class Consumer:
         """At all ranks of P, those with nothing under way too."""
         for peer in list(self._peers.values()):
             if peer.mute is not None and now - peer.mute > lease:
-                self._redial(peer, f"{peer.address} has answered nothing for {lease:g} s", now)
+                self._redial(peer, f"{peer.address} did not answer in time: nothing for {lease:g} s", now)
             if now - peer.used <= max(IDLE_SECONDS, lease) or peer.posted or self._requests.wants(peer):
                 peer.stir()
             else:
@@ -204,7 +206,7 @@ class Consumer:
 
     def leave(self, now: float, finish: bool = True) -> None:
         """Load nothing any more, whatever `finish`: nobody would use it."""
-        self._requests.leave(f"{self._ctx.hello.address} is shutting down", now)
+        self._requests.leave(f"{self._ctx.hello.address} is gone: it is shutting down", now)
 
     @property
     def over(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable
 
@@ -23,6 +24,12 @@ next look is when the next deadline ends."""
 
 SOON = 0.001
 """Seconds to sleep while a link has something under way; messages end the sleep at once."""
+
+HELD_SECONDS = 1.0
+"""A turn so much later than it was due: something held this rank up, and it could hear nobody."""
+
+LONG_HELD_SECONDS = 5.0
+"""From here on the log says so."""
 
 QUIET_SECONDS = 60.0
 """Between two lines about connections that said nothing wrong and went: a monitor may make many."""
@@ -48,6 +55,9 @@ class Core:
         self._soon = False
         self._next_tick = 0.0
         self._next_quiet = 0.0
+        self._turned: float | None = None
+        self._due = 0.0
+        self._held = 0.0
 
     # The forward thread.
 
@@ -90,7 +100,11 @@ class Core:
 
         `now`: seconds of any clock that never goes back. What this raises is a fault of ours: the turn is
         lost, and the next one goes on.
+
+        While this rank is held up (its interpreter's lock, its process, its machine), its own clock stands:
+        a silence counts against a peer only while it could have been heard.
         """
+        now = self._listening(now)
         self._soon = False
         self._look_after_connections(now)
         self._listen(now)
@@ -107,16 +121,20 @@ class Core:
     def pause(self, now: float) -> float:
         """Seconds after which the next turn is due, unless a message or a command comes first."""
         if self._commands:
-            return SOON if self._blocked() else 0.0
-        return SOON if self._soon else max(0.0, self._next_tick - now)
+            pause = SOON if self._blocked() else 0.0
+        else:
+            pause = SOON if self._soon else max(0.0, self._next_tick - (now - self._held))
+        if self._turned is not None:
+            self._due = self._turned + pause
+        return pause
 
     def hurry(self, now: float) -> None:
         """Look at deadlines soon, although nothing may be under way."""
-        self._next_tick = min(self._next_tick, now + TICK)
+        self._next_tick = min(self._next_tick, now - self._held + TICK)
 
     def leave(self, now: float, finish: bool = True) -> None:
         """Take on nothing new, and end what cannot be finished now; without `finish` everything."""
-        self._half.leave(now, finish)
+        self._half.leave(now - self._held, finish)
 
     @property
     def over(self) -> bool:
@@ -143,6 +161,17 @@ class Core:
 
     # The parts of a turn.
 
+    def _listening(self, now: float) -> float:
+        """`now` by the clock that stands while this rank is held up, in a turn or between two."""
+        late = 0.0 if self._turned is None else now - self._due
+        if late > HELD_SECONDS:
+            self._held += late
+            self.steps.held = self._held
+            level = logging.WARNING if late > LONG_HELD_SECONDS else logging.DEBUG
+            log.log(level, "this rank was held up for %.1f s, which count against nobody", late)
+        self._turned = self._due = now
+        return now - self._held
+
     def _listen(self, now: float) -> None:
         for line, data in self._ctx.endpoint.receive():
             try:
@@ -159,14 +188,16 @@ class Core:
                 log.debug("dropped: %s", error)
 
     def _look_after_connections(self, now: float) -> None:
-        for line, reason, quiet in self._ctx.endpoint.troubles():
+        for trouble in self._ctx.endpoint.troubles():
             self._ctx.counters.add("handshakes_failed")
-            if line is not None:
-                self._half.unreachable(line, reason, now)
-            elif not quiet:
-                log.warning("%s", reason)
+            if trouble.late:
+                log.warning("%s It is dialed again while a request waits for it.", trouble.reason)
+            elif trouble.line is not None:
+                self._half.unreachable(trouble.line, trouble.reason, now)
+            elif not trouble.quiet:
+                log.warning("%s", trouble.reason)
             elif now >= self._next_quiet:
-                log.warning("%s; said once a minute", reason)
+                log.warning("%s; said once a minute", trouble.reason)
                 self._next_quiet = now + QUIET_SECONDS
 
     def _inspect(self, line: Line) -> None:

@@ -68,6 +68,8 @@ class Outlet:
     linked: bool = False
     wanted: float = 0.0
     """When D last named a transfer."""
+    heard: float = 0.0
+    """When it last said anything but Hello."""
     parked: bool = False
     """Whether the link was closed as idle, and waits for D to name a transfer."""
     orders: deque[tuple[str, Transmit]] = field(default_factory=deque)

@@ -15,7 +15,7 @@ from p2pkv.engine.outlet import Outlet, Place
 from p2pkv.engine.prompts import Entry, Prompts
 from p2pkv.links.base import LinkError
 from p2pkv.protocol import messages as m
-from p2pkv.protocol.handshake import Refused, judge
+from p2pkv.protocol.handshake import Refused, judge, unfit
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.wire import Debt
 
@@ -96,7 +96,7 @@ class Producer:
         if not isinstance(peer, Outlet) or self._peers.get(peer.place) is not peer:
             self._ctx.tell(line, m.Stranger())
             return
-        peer.fresh = False
+        peer.fresh, peer.heard = False, now
         match message:
             case m.Waiting(transfers):
                 self._prompts.waiting(peer, transfers, now)
@@ -126,9 +126,10 @@ class Producer:
             plan = judge(mine, hello)
             wire, pages = self._ctx.form(hello)
         except Refused as refused:
-            log.warning("refused %s: %s", hello.address, refused)
+            reason = self._leaving or unfit(mine.address, hello.address, refused)
+            log.warning("refused %s: %s", hello.address, reason)
             self._ctx.counters.add("messages_refused")
-            self._ctx.tell(line, m.Refuse(hello.incarnation, str(refused)))
+            self._ctx.tell(line, m.Refuse(hello.incarnation, reason))
             return
         self._ctx.tell(line, m.Welcome(hello.incarnation, mine, plan.digest))
         old = self._peers.get((hello.addresses[0], hello.rank))
@@ -137,7 +138,7 @@ class Producer:
         debts = {edge.target: Debt(edge, wire) for edge in plan.from_source(mine.rank)}
         peer = Outlet(self._ctx, line, hello, plan, pages, debts.get(hello.rank), self._active, wanted=now)
         if old is not None:
-            self._prompts.drop(old, f"{hello.address} has restarted or reconnected", now)
+            self._prompts.drop(old, f"{hello.address} is gone: it has restarted or reconnected", now)
             peer.link = old.link
         self._make_room(line, now)
         line.tag = self._peers[peer.place] = peer
@@ -192,9 +193,11 @@ class Producer:
         lease = self._ctx.options.lease_seconds
         for peer in list(self._active):
             if peer.overdue(now, lease):
-                self._prompts.link_lost(peer, f"{peer.address} has taken nothing for {lease:g} s", now)
-            elif peer.building and now - peer.since > lease:
-                reason = f"the link to {peer.address} did not come up in {lease:g} s"
+                self._prompts.link_lost(
+                    peer, f"{peer.address} did not answer in time: it has taken nothing for {lease:g} s", now
+                )
+            elif peer.building and now - peer.since > self._patience_with(peer, now):
+                reason = f"the link to {peer.address} did not come up in time: in {now - peer.since:.0f} s"
                 self._prompts.link_lost(peer, reason, now)
             peer.invite(now)
         if now >= self._next_look:
@@ -202,6 +205,11 @@ class Producer:
             self._close_idle(now)
             for peer in self._peers.values():
                 peer.stir()
+
+    def _patience_with(self, peer: Outlet, now: float) -> float:
+        """How long a link may take to come up: while D is heard of, its process may just be busy."""
+        lease, stall = self._ctx.options.lease_seconds, self._ctx.options.stall_seconds
+        return max(lease, stall) if now - peer.heard < lease else lease
 
     @property
     def idle(self) -> bool:
@@ -217,7 +225,7 @@ class Producer:
 
     def leave(self, now: float, finish: bool = True) -> None:
         """Take on nothing new, and end what cannot be finished now; without `finish` everything."""
-        self._leaving = f"{self._ctx.hello.address} is shutting down"
+        self._leaving = f"{self._ctx.hello.address} is gone: it is shutting down"
         self.told |= self._prompts.leave(self._leaving, now, finish)
 
     @property

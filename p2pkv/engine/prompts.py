@@ -260,7 +260,7 @@ class Prompts:
                     elif peer is not None and isinstance(message, m.Failed):
                         peer.confirmed(message.key, message.attempt)
                     if peer is not None and not self._ctx.tell(peer.line, message):
-                        self.drop(peer, f"the connection to {peer.address} is gone", now)
+                        self.drop(peer, f"{peer.address} is gone: the connection to it has ended", now)
                 case Transmit():
                     peer = self._peers.get((entry.decode, effect.rank))
                     if peer is not None and effect.grant.link == peer.link:

@@ -36,7 +36,7 @@ class Rank(Core):
     def __init__(self, hello: Hello, options: Options, cache: PagedCache, links: LinkFactory) -> None:
         cache.warm_up()
         place = Address.parse(hello.address)
-        endpoint = Endpoint(place, members_of(options.secret), options.allowed_peers)
+        endpoint = Endpoint(place, members_of(options.secret), options.allowed_peers, options.lease_seconds)
         self._happened = threading.Event()
         super().__init__(hello, options, cache, links, endpoint)
         self._asleep = False

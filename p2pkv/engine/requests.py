@@ -17,13 +17,13 @@ from p2pkv.pairing import Address
 from p2pkv.plan import Edge
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.effects import Effect, Finished, Offered, Post, Tell
-from p2pkv.protocol.handshake import Dialing
+from p2pkv.protocol.handshake import Dialing, unfit
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.receiver import Receiver
 from p2pkv.protocol.receiver_states import Load
 
 MAX_TRIES = 3
-"""How often a request that P has not begun is asked for anew when P has restarted."""
+"""How often ranks of one P that contradict each other are asked anew."""
 
 WAITING_AT_ONCE = 1024
 """Transfers that one `Waiting` names at most."""
@@ -41,6 +41,8 @@ class Entry:
     wanted: tuple[int, int] = (0, 0)
     """The tokens to be loaded into these blocks."""
     tries: int = 0
+    lost: float | None = None
+    """When P was lost first, of a request that it had not begun; None while P vouches for it."""
     shelf: Shelf | None = None
     """Where KV waits that came before the request did."""
 
@@ -187,8 +189,7 @@ class Requests:
             return
         first = self._peer(entry.expect.prefill, now)
         if first.dialing.refused:
-            reason = f"{first.address} and this instance do not fit: {first.dialing.reason}"
-            self.run(entry, entry.receiver.lost(reason), now)
+            self.run(entry, entry.receiver.lost(first.dialing.reason), now)
             return
         if not first.dialing.open or first.hello is None or first.plan is None:
             return
@@ -207,7 +208,9 @@ class Requests:
 
     def _stray(self, entry: Entry, stray: Inlet, first: Inlet, now: float) -> None:
         """What a rank has said may be left from before a restart of its engine: it is asked anew."""
-        reason = f"{stray.address} and {first.address} say different things of the engine that both are in"
+        reason = unfit(
+            first.address, stray.address, "they say different things of the engine that both are in"
+        )
         entry.tries += 1
         if entry.tries > MAX_TRIES:
             advice = "start all ranks of that P anew, with the same options"
@@ -257,6 +260,7 @@ class Requests:
         for key, attempt in held:
             entry = self.entries.get(key)
             if entry is not None and entry.receiver.attempt == attempt and peer.hello is not None:
+                entry.lost = None
                 entry.receiver.held(peer.rank, now)
 
     def about(
@@ -311,10 +315,12 @@ class Requests:
         for entry in self.of(peer):
             receiver = entry.receiver
             waiting = receiver.load.state is Load.WAITING and not (receiver.nothing or receiver.ahead)
-            if waiting and entry.tries < MAX_TRIES:
-                entry.receiver = self._receiver(entry.expect, now)
+            entry.lost = now if entry.lost is None else entry.lost
+            if waiting and now - entry.lost < self._ctx.options.lease_seconds:
+                # Another connection, or another incarnation, may answer: within one lease of the loss.
+                entry.receiver = self._receiver(entry.expect, entry.lost)
+                self._next_look = min(self._next_look, entry.receiver.deadline or inf)
                 self._disconnected(entry)
-                entry.tries += 1
             else:
                 self.run(entry, entry.receiver.lost(reason, entry.rank_of(peer)), now)
 
@@ -343,6 +349,9 @@ class Requests:
     def _look(self, now: float, lease: float) -> None:
         """End what has outlived its lease, and note when the next lease may end: P's word puts it off."""
         self._next_look = now + lease  # of a lease that begins after this
+        for prefill, waiting in self._unconnected.items():
+            for entry in waiting.values():
+                entry.receiver.reached = prefill in self._peers and self._peers[prefill].line.reached
         for entry in list(self.entries.values()):
             self.run(entry, entry.receiver.tick(now), now)
             ends = [entry.receiver.deadline or inf]
@@ -368,8 +377,9 @@ class Requests:
             if transfers:
                 peer.used = now
             for first in range(0, len(transfers), WAITING_AT_ONCE):
-                if not peer.ask(m.Waiting(tuple(transfers[first : first + WAITING_AT_ONCE])), now):
-                    self.lost(peer, f"the connection to {address} is gone", now)
+                some = tuple(transfers[first : first + WAITING_AT_ONCE])
+                if not peer.ask(m.Waiting(some), now):
+                    self.lost(peer, f"{address} is gone: the connection to it has ended", now)
                     break
 
     # What a receiver wants done.
@@ -381,7 +391,7 @@ class Requests:
                 case Tell(rank, message):
                     peer = entry.peers.get(rank)
                     if peer is not None and not self._ctx.tell(peer.line, message):
-                        self.lost(peer, f"the connection to {peer.address} is gone", now)
+                        self.lost(peer, f"{peer.address} is gone: the connection to it has ended", now)
                 case Post(rank, chunk):
                     if rank in entry.peers:
                         entry.peers[rank].announced(entry.expect.key, chunk)

@@ -11,6 +11,8 @@ class Steps:
 
     def __init__(self, stall: float) -> None:
         self.stall = stall
+        self.held = 0.0
+        """By how much the engine thread's clock is behind the forward thread's; see Core.turn."""
         self._number = 0
         self._since: float | None = None
 
@@ -29,4 +31,4 @@ class Steps:
 
     def stalled(self, now: float) -> bool:
         since = self._since
-        return since is not None and now - since > self.stall
+        return since is not None and now + self.held - since > self.stall

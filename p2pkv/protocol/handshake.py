@@ -27,6 +27,11 @@ class Refused(Exception):
     """These two ranks cannot work together; the message says why, with both values."""
 
 
+def unfit(mine: str, theirs: str, why: object) -> str:
+    """The verdict on a pair, which only an answer can bring: somebody has looked at both Hellos."""
+    return f"{theirs} and {mine} do not fit: {why}"
+
+
 def shape(cache: Cache) -> Shape:
     """What the planner must know of a cache."""
     return Shape(cache.layers, cache.kv_heads, cache.tp)

@@ -48,6 +48,8 @@ class Receiver:
         self.nothing = False
         """D has said that it wants none of it."""
         self.ahead = ahead
+        self.reached = False
+        """Whether there is a connection to P's rank 0, which may not have answered yet."""
 
     # What D's own engine does.
 
@@ -226,8 +228,14 @@ class Receiver:
                 "or it has preempted the prompt, perhaps for want of pages that it keeps for what this D "
                 "has no room for"
             )
+        if not self.sources and not self.reached:
+            return self.cancel(
+                f"P could not be reached: there was no connection to it for {self.lease:g} s; is it up, and "
+                "is its address right?"
+            )
         return self.cancel(
-            f"P has not confirmed this request for {self.lease:g} s; it is dead, or never got it"
+            f"P did not answer in time: it has not confirmed this request for {self.lease:g} s; it is dead, "
+            "or never got it"
         )
 
     # Inside.

@@ -267,7 +267,8 @@ class Sender:
         if deadline is None or now < deadline:
             return []
         return self.abort(
-            f"no word from D about this request for {self.terms.lease:g} s; P has let its KV go"
+            f"D did not answer in time: no word from it about this request for {self.terms.lease:g} s; P has "
+            "let its KV go"
         )
 
     # Inside.

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import zmq
-from connector_support import inner_id, pair_id, tokens
+from connector_support import BLOCK, inner_id, pair_id, tokens
 from real_ranks_support import Engine, ask_both, finish, starting
 
+from p2pkv.connector import connector
+from p2pkv.control.announcer import Announcement, Announcer
 from p2pkv.control.discovery import decode_ping
 from p2pkv.control.members import Members
 
@@ -44,7 +46,7 @@ def test_members_of_one_secret_transfer_and_ping_as_members(engines: Any, tmp_pa
     with zmq.Context() as context, context.socket(zmq.ROUTER) as proxy:
         Members(b"a secret of the tests").serve(proxy, "proxy")
         port = proxy.bind_to_random_port("tcp://127.0.0.1")
-        place = {"proxy_ip": "127.0.0.1", "proxy_port": port, "http_port": 8100}
+        place = {"proxy_ip": "127.0.0.1", "proxy_port": port, "http_port": 8100, "warm_up_seconds": 0}
         p, d = engines(1, 2, secret_file=str(tmp_path / "secret"), **place)
         ask_both(p, d, "k", tokens(40))
         finish(p, d)
@@ -53,6 +55,33 @@ def test_members_of_one_secret_transfer_and_ping_as_members(engines: Any, tmp_pa
         while roles != {"P", "D"}:
             assert proxy.poll(10_000)
             roles.add(decode_ping(proxy.recv_multipart()[1]).type)
+
+
+@pytest.mark.parametrize("off", [False, True], ids=["warm", "as it is"])
+def test_what_the_first_rank_announces(engines: Any, monkeypatch: pytest.MonkeyPatch, off: bool) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "a key")
+    made: list[Announcement] = []
+
+    class Recorder(Announcer):
+        def __init__(self, announcement: Announcement) -> None:
+            made.append(announcement)
+            super().__init__(announcement)
+
+        def start(self) -> None:
+            pass
+
+    monkeypatch.setattr(connector, "Announcer", Recorder)
+    more = {"warm_up_seconds": 0} if off else {"warm_up_tls": True, "stall_seconds": 70}
+    engines(1, 2, proxy_ip="127.0.0.1", proxy_port=9, http_port=8100, **more)
+    assert [each.ping.type for each in made] == ["P", "D"], "only the first rank of an instance announces it"
+    for each in made:
+        assert (each.proxy, each.ping.http_address, each.secret) == ("127.0.0.1:9", "127.0.0.1:8100", None)
+        if off:
+            assert each.warm_up is None
+            continue
+        assert each.stall_seconds == 70 and each.warm_up is not None
+        assert (each.warm_up.url, each.warm_up.api_key) == ("https://127.0.0.1:8100", "a key")
+        assert each.warm_up.tokens == 3 * BLOCK + 1 and each.warm_up.model == each.ping.model
 
 
 def test_prompts_with_a_common_beginning_in_one_step(engines: Any) -> None:

@@ -62,7 +62,7 @@ def test_what_speaks_another_protocol_is_said_and_left_alone(member: Endpoint, k
     with Canary(RAW[kind]) as canary:
         line = member.dial(canary.address)
         (trouble,) = shut(member, line)
-        assert trouble.line is line and f"no answer from {canary.address}" in trouble.reason
+        assert trouble.line is line and f"{canary.address} refused the handshake" in trouble.reason
         assert not line.send(b"x")
         member.redial(line)
         assert not line.shut
@@ -120,6 +120,38 @@ def test_a_peer_that_closes_connections_while_it_restarts_is_not_given_up(
             assert len(troubles) == long_ago
     endpoint.redial(line)
     reach(endpoint, line, place)
+
+
+def test_who_answers_late_is_not_refused_and_can_be_dialed_again() -> None:
+    made = Endpoint(Address("127.0.0.1", free_ports()), patience=0.3)
+    try:
+        with Canary() as silent:
+            line = made.dial(silent.address)
+            for number in (1, 2):
+                (trouble,) = shut(made, line)
+                assert trouble.late and trouble.line is line
+                assert f"{silent.address} did not answer in time" in trouble.reason
+                assert len(silent.heard) == number
+                made.redial(line)
+    finally:
+        made.close()
+
+
+def test_who_waits_for_its_own_thread_and_then_closes_has_not_refused() -> None:
+    """A busy peer whose lease is shorter than ours."""
+    made = Endpoint(Address("127.0.0.1", free_ports()), patience=1.0)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as busy:
+            line = made.dial(Address("127.0.0.1", busy.getsockname()[1]))
+            connection, _ = busy.accept()
+            end = time.monotonic() + 0.7
+            while time.monotonic() < end or not line.reached:
+                made.wait(0.05)
+            connection.close()
+            (trouble,) = shut(made, line)
+            assert trouble.late and "did not answer in time" in trouble.reason
+    finally:
+        made.close()
 
 
 def test_a_stranger_that_closes_a_connection_is_given_up(endpoint: Endpoint) -> None:

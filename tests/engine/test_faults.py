@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 
 import msgspec
@@ -16,6 +17,7 @@ from engine_support import (
     make_engine,
     on_engine_thread,
     prefill,
+    soon_on_engine_thread,
     step,
     wait_for,
     wrong_cells,
@@ -193,6 +195,50 @@ def test_a_connection_that_went_silent_is_dialed_anew(lone):
     assert wrong_cells(d.ranks[0], BLOCKS, 0, 31) == []
 
 
+def test_a_request_outlives_any_number_of_lost_connections_within_a_lease(lone):
+    p, d = lone("P"), lone("D", lease_seconds=30.0)
+    requests, peers = d.ranks[0].rank._half._requests, d.ranks[0].rank._half._peers
+    d.do(do.Expect("k", p.address, 32, b"digest"))
+    for _ in range(6):
+        wait_for(lambda: [peer for peer in peers.values() if peer.dialing.open], what="a connection")
+        (peer,) = peers.values()
+        on_engine_thread(
+            d.ranks[0].rank, lambda peer=peer: requests.lost(peer, "cut by a test", time.monotonic())
+        )
+    prefill(p, "k", d.address, 32, BLOCKS, chunk=32)
+    load(d, "k")
+    assert wrong_cells(d.ranks[0], BLOCKS, 0, 31) == []
+
+
+def test_a_request_that_p_never_vouches_for_ends_a_lease_after_its_connection_was_lost_first(lone):
+    p, d = lone("P"), lone("D", lease_seconds=1.0)
+    d.do(do.Expect("k", p.address, 32, b"digest"))
+    peers, end = d.ranks[0].rank._half._peers, time.monotonic() + 10.0
+
+    def cut() -> None:
+        for peer in list(peers.values()):
+            if peer.dialing.open:
+                d.ranks[0].rank._half._requests.lost(peer, "cut by a test", time.monotonic())
+
+    while not d.ranks[0].events(do.LoadFailed):
+        assert time.monotonic() < end, "it is asked for anew without end"
+        on_engine_thread(d.ranks[0].rank, cut)
+
+
+def test_a_silence_counts_only_while_it_could_have_been_heard(lone):
+    """Both are held up, as on a machine that stands still; P comes to itself first, and hears nothing yet."""
+    p, d = lone("P", lease_seconds=3.0), lone("D", lease_seconds=3.0)
+    begin(p, d, "k")
+    d.wait(do.Begun("k"))
+    asleep = threading.Event()
+    soon_on_engine_thread(d.ranks[0].rank, lambda: (asleep.set(), time.sleep(5.0)))
+    assert asleep.wait(10.0)
+    on_engine_thread(p.ranks[0].rank, lambda: None)  # what D has said until now is heard
+    soon_on_engine_thread(p.ranks[0].rank, lambda: time.sleep(4.0))
+    load(d, "k")
+    assert wrong_cells(d.ranks[0], BLOCKS, 0, 31) == []
+
+
 def test_a_restarted_p_is_accepted_at_once(links, lone):
     p, d = lone("P", lease_seconds=2.0), lone("D", lease_seconds=2.0)
     begin(p, d, "a")
@@ -265,13 +311,14 @@ def test_ranks_that_do_not_fit_refuse_each_other(lone, change, words):
     d.do(do.Expect("k", p.address, 32, b"digest"))
     reason = failure(d, "k")
     assert all(word in reason for word in words), reason
+    assert reason.startswith(f"{d.address} and {p.address} do not fit: "), reason
 
 
 def test_caches_that_do_not_fit(lone):
     p, d = lone("P"), lone("D", dataclasses.replace(ONE, kv_heads=3))
     d.do(do.Expect("k", p.address, 32, b"digest"))
     reason = failure(d, "k")
-    assert "2" in reason and "3" in reason
+    assert "do not fit" in reason and "2" in reason and "3" in reason
 
 
 PIPELINED = {"layers": (2, 2), "tp": 1}
@@ -284,7 +331,8 @@ def test_ranks_of_p_that_describe_their_engine_differently_are_not_believed(lone
     cache = msgspec.structs.replace(context.hello.cache, **PIPELINED)
     context.hello = msgspec.structs.replace(context.hello, cache=cache)
     d.do(do.Expect("k", p.address, 32, b"digest"))
-    assert f"{p.address.shifted(1)} and {p.address} say different things" in failure(d, "k")
+    verdict = f"{p.address.shifted(1)} and {p.address} do not fit: they say different things"
+    assert verdict in failure(d, "k")
 
 
 def test_a_rank_of_p_that_speaks_of_an_engine_of_before_is_asked_anew(lone):

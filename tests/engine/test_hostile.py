@@ -25,7 +25,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from protocol.samples import KINDS, any_message, example
 
-from p2pkv.control import watch
 from p2pkv.engine import commands as do
 from p2pkv.engine import producer, prompts
 from p2pkv.links.memory import MemoryNetwork
@@ -215,10 +214,9 @@ def test_raw_bytes_never_reach_the_decoder_of_members(members, kind):
     assert counters["messages_bad"] == counters["messages_refused"] == 0
 
 
-def test_idle_connections_are_closed_and_disturb_nobody(monkeypatch):
-    monkeypatch.setattr(watch, "HANDSHAKE_SECONDS", 2.0)
+def test_idle_connections_are_closed_and_disturb_nobody():
     network = MemoryNetwork()
-    with engines(ONE, ONE, lambda side, rank: network.rank()) as made:
+    with engines(ONE, ONE, lambda side, rank: network.rank(), lease_seconds=2.0) as made:
         pair = Pair(*made)
         idle = [shout(pair.p.address, b"") for _ in range(300)]
         pair.serves()

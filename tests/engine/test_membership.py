@@ -13,7 +13,6 @@ import zmq
 from engine_support import Engine, Geometry, at_baseline, make_engine, prefill, wait_for, wrong_cells
 from hostile_support import ZMTP_3_CURVE, ZMTP_3_NULL, Canary, dealer
 
-from p2pkv.control import watch
 from p2pkv.control.inspection import inspect
 from p2pkv.control.members import Members
 from p2pkv.engine import commands as do
@@ -92,7 +91,7 @@ def test_without_the_same_secret_no_kv_moves_and_both_sides_say_why(
     prefill(p, "k", d.address, 32, BLOCKS, chunk=32)
     d.do(do.Expect("k", p.address, 32, b"digest"))
     reason = failure(d, "k")
-    assert f"no answer from {p.address}" in reason and "secret" in reason
+    assert f"{p.address} refused the handshake" in reason and "secret" in reason
     wait_for(lambda: p.ranks[0].rank.counters.values["handshakes_failed"])
     for line in (f"no transfers from {p.address}", f"a connection to {p.address} was refused"):
         wait_for(lambda line=line: line in caplog.text, what=f"the log to say {line!r}")
@@ -102,19 +101,15 @@ def test_without_the_same_secret_no_kv_moves_and_both_sides_say_why(
 
 
 CANARIES = {
-    "says nothing": (b"", 64),
     "hangs up": (b"", 64),
     "hangs up after a greeting": (ZMTP_3_CURVE, 64 + 202),
     "is no member and has no secret": (ZMTP_3_NULL, 64),
-    # The 200 bytes of CURVE's own hello, which say nothing but that we know another key than it does.
-    "claims to be a member": (ZMTP_3_CURVE, 64 + 202),
     "speaks something else": (b"HTTP/1.1 400 Bad Request\r\n\r\n" * 3, 64),
 }
 
 
 @pytest.mark.parametrize("kind", CANARIES)
 def test_a_forged_request_id_brings_a_canary_one_connection_and_no_message(lone, kind, monkeypatch):
-    monkeypatch.setattr(watch, "HANDSHAKE_SECONDS", 1.0)
     monkeypatch.setattr("p2pkv.protocol.handshake.REFUSED_FOR", 60.0)  # however slow this machine is now
     greeting, most = CANARIES[kind]
     p, d = lone("P"), lone("D")
@@ -124,12 +119,32 @@ def test_a_forged_request_id_brings_a_canary_one_connection_and_no_message(lone,
             failure(d, key)
         transfer(p, d, "honest")
         d.do(do.Expect("once more", canary.address, 32, b"digest"))
-        assert "no answer" in failure(d, "once more")
+        assert "refused the handshake" in failure(d, "once more")
         assert len(canary.heard) == 1
         assert len(canary.heard[0]) <= most
         incarnation = d.ranks[0].rank._ctx.hello.incarnation.encode()
         assert incarnation not in canary.heard[0] and str(d.address).encode() not in canary.heard[0]
     assert d.ranks[0].rank.alive
+
+
+@pytest.mark.parametrize(
+    ("greeting", "most"),
+    # The 200 bytes of CURVE's own hello, which say nothing but that we know another key than it does.
+    [(b"", 64), (ZMTP_3_CURVE, 64 + 202)],
+    ids=["says nothing", "claims to be a member"],
+)
+def test_a_canary_that_does_not_answer_gets_a_connection_per_lease_and_no_message(lone, greeting, most):
+    """It may be a busy P: it is dialed again, while somebody waits for it."""
+    p, d = lone("P"), lone("D", lease_seconds=2.0)
+    with Canary(greeting) as canary:
+        d.do(do.Expect("forged", canary.address, 32, b"digest"))
+        reason = failure(d, "forged")
+        assert "did not answer in time" in reason and "fit" not in reason
+        assert 1 <= len(canary.heard) <= 2
+        wait_for(lambda: d.ranks[0].rank.counters.values["handshakes_failed"], what="the end of a handshake")
+        transfer(p, d, "honest")
+        assert 1 <= len(canary.heard) <= 2, "nobody waits for it any more"
+        assert all(len(said) <= most for said in canary.heard)
 
 
 def test_a_forged_request_id_that_names_another_service_of_ours(lone):
@@ -185,7 +200,7 @@ def test_networks_are_asked_before_any_connection(lone):
 def test_networks_are_asked_before_any_hello(lone, secret, caplog):
     p, d = lone("P", secret, allowed_peers=ELSEWHERE), lone("D", secret)
     d.do(do.Expect("k", p.address, 32, b"digest"))
-    assert f"{p.address} does not admit us" in failure(d, "k")
+    assert f"{p.address} refused us" in failure(d, "k")
     wait_for(lambda: "a connection from 127.0.0.1 was refused: allowed_peers are 10.0.0.0/8" in caplog.text)
     assert p.ranks[0].rank.counters.snapshot()["peers"] == 0
 

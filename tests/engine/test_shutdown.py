@@ -117,7 +117,7 @@ def test_a_p_that_stops_ends_at_once_what_it_has_not_computed(make: Make) -> Non
     wait_for(lambda: p.ranks[0].rank.counters.snapshot()["early_claims"])
     p.stop()
     wait_for(lambda: len(reasons(d)) == 3)
-    assert set(reasons(d).values()) == {f"{p.address} is shutting down"}
+    assert set(reasons(d).values()) == {f"{p.address} is gone: it is shutting down"}
     for key in reasons(d):
         d.do(do.Forget(key))
     wait_for(lambda: at_baseline(d))

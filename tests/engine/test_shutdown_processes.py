@@ -166,7 +166,7 @@ def test_sigterm_of_a_p_under_load(mode, start, proxy) -> None:
         stops(p, proxy[1])
         d.wait(do.Loaded("whole"))
         assert wrong_cells(d.ranks[0], BLOCKS, 0, 95) == []
-        assert reason(d, "half") == f"{place} is shutting down"
+        assert reason(d, "half") == f"{place} is gone: it is shutting down"
         ask(d, place, "late")
         assert reason(d, "late")
         for key in ("whole", "half", "late"):

@@ -27,8 +27,19 @@ def test_the_lease_runs_from_the_start_until_p_is_known() -> None:
     made = make(attach=False)
     assert made.deadline == LEASE
     assert made.tick(LEASE - 0.01) == []
-    reason = f"P has not confirmed this request for {LEASE:g} s; it is dead, or never got it"
-    assert made.tick(LEASE) == [Finished(False, reason)] and made.deadline is None
+    (end,) = made.tick(LEASE)
+    assert isinstance(end, Finished) and not end.ok and made.deadline is None
+    assert f"P could not be reached: there was no connection to it for {LEASE:g} s" in end.reason
+
+
+def test_a_p_that_was_reached_and_is_silent_did_not_answer() -> None:
+    made = make(attach=False)
+    made.reached = True
+    reason = (
+        f"P did not answer in time: it has not confirmed this request for {LEASE:g} s; it is dead, or never "
+        "got it"
+    )
+    assert made.tick(LEASE) == [Finished(False, reason)]
 
 
 def test_every_word_of_a_source_renews_its_lease_and_the_oldest_counts() -> None:

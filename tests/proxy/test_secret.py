@@ -81,7 +81,7 @@ async def test_an_instance_without_the_secret_hears_so(
     caplog.set_level(logging.WARNING)
     pinger = Pinger(guarded.discovery, FORGED, 0.1, way)
     pinger.start()
-    await until(lambda: f"no answer from the proxy at {guarded.discovery}" in caplog.text)
+    await until(lambda: f"the proxy at {guarded.discovery} refused the handshake" in caplog.text)
     await asyncio.to_thread(pinger.stop)
     said = [line.getMessage() for line in caplog.records if "not registered" in line.getMessage()]
     assert len(said) == 1 and "secret" in said[0]

@@ -49,6 +49,19 @@ class TestDefaults:
         assert (made.lease_seconds, made.stall_seconds) == (30, 120)
         assert (made.allow_insecure, made.whole_request, made.notes) == (False, False, ())
         assert made.verify is False
+        assert (made.warm_up_seconds, made.warm_up_api_key, made.warm_up_tls) == (120, "", False)
+
+    def test_the_key_of_the_warm_up_is_that_of_the_api_and_is_not_shown(self) -> None:
+        environ = {"VLLM_API_KEY": "from outside"}
+        assert options(environ=environ).warm_up_api_key == "from outside"
+        made = options({"warm_up_api_key": "given"}, environ=environ)
+        assert made.warm_up_api_key == "given" and "given" not in repr(made)
+        assert "warm_up_api_key is a int" in refused({"warm_up_api_key": 12345})
+        assert "12345" not in refused({"warm_up_api_key": 12345})
+
+    def test_the_warm_up_can_be_switched_off(self) -> None:
+        assert options({"warm_up_seconds": 0}).warm_up_seconds == 0
+        assert "warm_up_seconds is -1" in refused({"warm_up_seconds": -1})
 
     def test_a_gpu_gets_more_staging(self) -> None:
         assert options(has_gpu=True).staging_bytes == 512 * MIB

@@ -40,6 +40,11 @@ class Line:
         self.dialing = False
 
     @property
+    def reached(self) -> bool:
+        """Whether the handshake of a dialed line is over."""
+        return self.way is not None
+
+    @property
     def shut(self) -> bool:
         return self.way is None and not self.dialing
 
@@ -187,9 +192,8 @@ class Endpoint:
             network.connect(self, line, target)
         elif network.clock.now - since > HANDSHAKE_SECONDS and target.listens:
             line.dialing = False
-            self._troubles.append(
-                Trouble(line, f"no answer from {line.address}: the handshake took too long")
-            )
+            reason = f"{line.address} did not answer in time: the handshake took too long"
+            self._troubles.append(Trouble(line, reason, late=True))
             self._ring()
         else:
             later = pause + network.latency()

@@ -188,5 +188,6 @@ def test_nobody_answers_for_a_frozen_process() -> None:
     peers.p.answers = False
     peers.d.redial(peers.line)
     peers.pass_by(15.0)
-    ((line, reason, _),) = peers.d.troubles()
-    assert line is peers.line and line.shut and "no answer from 127.0.0.1:1" in reason
+    (trouble,) = peers.d.troubles()
+    assert trouble.line is peers.line and peers.line.shut and trouble.late
+    assert "127.0.0.1:1 did not answer in time" in trouble.reason

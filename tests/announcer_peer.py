@@ -1,0 +1,36 @@
+"""A worker that announces itself, which its tests hold up, freeze and kill.
+
+`python announcer_peer.py ANNOUNCEMENT`, as JSON; JSON lines both ways.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from gil_support import hold_lock
+
+from p2pkv.control.announcer import Announcement, Announcer
+
+
+def main(announcement: str) -> None:
+    announcer = Announcer(msgspec.json.decode(announcement, type=Announcement))
+    announcer.start()
+    print(json.dumps({"pid": announcer.pid}), flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        if order["do"] == "hold":
+            print(json.dumps({"holding": True}), flush=True)
+            hold_lock(order["seconds"])
+        elif order["do"] == "stop":
+            announcer.stop()
+        print(json.dumps({"done": True}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

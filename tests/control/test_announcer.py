@@ -1,0 +1,311 @@
+"""The process that announces an instance: beside a worker that is busy, frozen, killed, or ends well."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from engine_support import wait_for
+from links_support import Peer, starting
+
+from p2pkv.cli.processes import free_ports
+from p2pkv.control.announcer import Announcement, Announcer
+from p2pkv.control.discovery import Ping, decode_ping, goodbye
+from p2pkv.control.members import Members
+from p2pkv.control.warm_up import REQUEST_MARK, WarmUp
+
+SCRIPT = Path(__file__).parents[1] / "announcer_peer.py"
+PING = Ping(type="P", http_address="127.0.0.1:8100", zmq_address="127.0.0.1:21001", incarnation="one")
+SECRET = b"a secret of the tests"
+INTERVAL = 0.1
+QUIET = 1.0
+"""Seconds without a ping that are no accident; a machine in a hurry may keep a single one back for longer."""
+
+
+class Proxy:
+    """The discovery socket, of which the connections are watched."""
+
+    def __init__(self, context: zmq.Context[Any]) -> None:
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.events = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.address = f"127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
+
+    def hear(self, seconds: float = 20.0) -> Ping:
+        assert self.socket.poll(int(seconds * 1000)), f"no ping in {seconds:g} s"
+        return decode_ping(self.socket.recv_multipart()[1])
+
+    def silent(self) -> bool:
+        """Whether no ping comes for a while, after those that have come already."""
+        while self.socket.poll(0):
+            self.socket.recv_multipart()
+        return not self.socket.poll(int(QUIET * 1000))
+
+    def hear_no_more(self) -> None:
+        wait_for(self.silent, what="the last ping")
+
+    def lost_the_connection(self, seconds: float = 20.0) -> bool:
+        return bool(self.events.poll(int(seconds * 1000)))
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    with zmq.Context() as context:
+        made = Proxy(context)
+        yield made
+        made.socket.disable_monitor()
+        made.events.close(0)
+        made.socket.close(0)
+
+
+@pytest.fixture
+def start(proxy: Proxy) -> Iterator[Callable[..., tuple[Peer, int]]]:
+    """Start a worker that announces itself; it, and the process id of its child."""
+    with starting() as begin:
+
+        def start(**changes: Any) -> tuple[Peer, int]:
+            announcement = Announcement(proxy=proxy.address, ping=PING, interval=INTERVAL)
+            changed = msgspec.structs.replace(announcement, **changes)
+            peer = begin(msgspec.json.encode(changed).decode(), script=SCRIPT)
+            return peer, peer.hear()["pid"]
+
+        yield start
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_pings_go_on_while_the_worker_holds_its_lock(start, proxy) -> None:
+    worker, _ = start()
+    assert proxy.hear() == PING
+    worker.tell(do="hold", seconds=4.0)
+    assert worker.hear() == {"holding": True}
+    end, pings = time.monotonic() + 3.0, 0
+    while time.monotonic() < end:
+        assert proxy.hear(2.0) == PING
+        pings += 1
+    assert pings > 5
+    assert worker.hear() == {"done": True}
+
+
+def test_a_silent_worker_is_vouched_for_until_it_counts_as_hung_and_is_back_when_it_beats(
+    start, proxy
+) -> None:
+    worker, _ = start(stall_seconds=2.0)
+    proxy.hear()
+    worker.tell(do="hold", seconds=8.0)
+    assert worker.hear() == {"holding": True}
+    held = time.monotonic()
+    proxy.hear_no_more()
+    assert time.monotonic() - held > 1.0
+    assert proxy.hear() == PING
+    assert worker.hear() == {"done": True}
+
+
+def test_a_clean_end_says_goodbye(start, proxy) -> None:
+    worker, child = start()
+    proxy.hear()
+    worker.tell(do="stop")
+    assert worker.hear() == {"done": True}
+    while (said := proxy.hear()) == PING:
+        continue
+    assert said == goodbye(PING)
+    assert gone(child)
+
+
+def test_a_killed_worker_takes_its_child_and_the_connection_along(start, proxy) -> None:
+    worker, child = start()
+    proxy.hear()
+    worker.kill()
+    assert proxy.lost_the_connection()
+    wait_for(lambda: gone(child), what="the end of the child")
+    while proxy.socket.poll(0):
+        assert not proxy.hear().leaving, "a crash is no goodbye"
+
+
+def test_a_child_that_ends_is_started_again(start, proxy) -> None:
+    _, child = start()
+    proxy.hear()
+    os.kill(child, signal.SIGKILL)
+    assert proxy.lost_the_connection()
+    assert proxy.hear() == PING
+
+
+def test_signals_for_the_whole_group_do_not_end_the_child_before_its_worker(start, proxy) -> None:
+    worker, child = start()
+    proxy.hear()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(child, number)
+    worker.tell(do="stop")
+    while (said := proxy.hear()) == PING:
+        continue
+    assert said == goodbye(PING)
+
+
+def test_with_the_secret_it_pings_as_a_member() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        Members(SECRET).serve(socket, "proxy")
+        place = f"127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+        announcer = Announcer(Announcement(proxy=place, ping=PING, interval=INTERVAL, secret=SECRET))
+        announcer.start()
+        assert socket.poll(20_000) and decode_ping(socket.recv_multipart()[1]) == PING
+        announcer.stop()
+        announcer.stop()  # again: no harm
+
+
+def test_what_is_no_address_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ValueError, match="address"):
+        Announcer(Announcement(proxy="nowhere", ping=PING))
+    Announcer(Announcement(proxy="127.0.0.1:9", ping=PING)).stop()  # never started: no harm
+
+
+# The warm-up.
+
+
+class Api:
+    """An instance's HTTP API: healthy after `sick` questions, and with `key` it wants one."""
+
+    def __init__(self, sick: int = 0, key: str = "", status: int = 200) -> None:
+        self.sick, self.key, self.status = sick, key, status
+        self.asked: list[dict[str, Any]] = []
+        self.ids: list[str] = []
+        self.answer = threading.Event()
+        self.answer.set()
+        api = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                api.sick -= 1
+                self.reply(503 if api.sick >= 0 or self.path != "/health" else 200)
+
+            def do_POST(self) -> None:
+                api.ids.append(self.headers["X-Request-Id"])
+                api.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                allowed = not api.key or self.headers["Authorization"] == f"Bearer {api.key}"
+                api.answer.wait(30.0)
+                self.reply(api.status if allowed else 401)
+
+            def reply(self, status: int) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", "2")
+                self.end_headers()
+                self.wfile.write(b"{}")
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.answer.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def api() -> Iterator[Callable[..., Api]]:
+    made: list[Api] = []
+
+    def make(**how: Any) -> Api:
+        made.append(Api(**how))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def plan(url: str, **changes: Any) -> WarmUp:
+    return msgspec.structs.replace(
+        WarmUp(url=url, model="tiny", tokens=49, seconds=20.0, api_key=""), **changes
+    )
+
+
+def test_no_ping_before_the_first_prompt_is_answered(start, proxy, api) -> None:
+    there = api(sick=2, key="a key")
+    there.answer.clear()
+    start(warm_up=plan(there.url, api_key="a key"))
+    wait_for(lambda: there.asked, what="the first prompt")
+    assert proxy.silent()
+    there.answer.set()
+    assert proxy.hear() == PING
+    body, sampled = there.asked
+    assert (body["model"], body["max_tokens"], body["truncate_prompt_tokens"]) == ("tiny", 2, 49)
+    assert len(body["prompt"].split()) == 49
+    assert body["temperature"] == 0.0 and sampled["temperature"] == 1.0 and sampled["n"] > 1
+    assert body["logprobs"] and sampled["logprobs"]
+    assert there.ids[0].startswith(REQUEST_MARK) and "addr" not in there.ids[0]
+
+
+def test_every_first_prompt_is_another(start, proxy, api) -> None:
+    there = api()
+    for number in (2, 4):
+        start(warm_up=plan(there.url))
+        wait_for(lambda number=number: len(there.asked) == number, what="the first prompts")
+    assert len({each["prompt"] for each in there.asked}) == 4
+
+
+@pytest.mark.parametrize("kind", ["nobody", "never healthy", "no answer", "an error", "a key is missing"])
+def test_who_cannot_be_warmed_up_is_announced_all_the_same_and_the_log_says_why(
+    proxy, api, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    how = {"never healthy": {"sick": 1000}, "an error": {"status": 500}, "a key is missing": {"key": "a key"}}
+    there = api(**how.get(kind, {}))
+    if kind == "no answer":
+        there.answer.clear()
+    url = f"http://127.0.0.1:{free_ports()}" if kind == "nobody" else there.url
+    warm_up = plan(url, seconds=1.0)
+    announcer = Announcer(Announcement(proxy=proxy.address, ping=PING, interval=INTERVAL, warm_up=warm_up))
+    announcer.start()
+    try:
+        assert proxy.hear() == PING
+    finally:
+        announcer.stop()
+    said = capfd.readouterr().err
+    assert "WARNING" in said and "not warmed up" in said and "announced all the same" in said
+    why = {
+        "nobody": "did not answer 200 in 1 s",
+        "never healthy": "status 503",
+        "no answer": "were not answered in 1 s",
+        "an error": "status 500",
+        "a key is missing": "VLLM_API_KEY",
+    }
+    assert why[kind] in said
+
+
+def test_who_is_stopped_before_it_is_warm_says_nothing(start, proxy, api) -> None:
+    there = api()
+    there.answer.clear()
+    worker, child = start(warm_up=plan(there.url))
+    wait_for(lambda: there.asked, what="the first prompt")
+    worker.tell(do="stop")
+    assert worker.hear() == {"done": True}
+    assert gone(child) and proxy.silent()
+
+
+def test_the_child_imports_nothing_heavy() -> None:
+    """It stays beside every instance, and must be up at once."""
+
+    code = "import sys, p2pkv.control.announcer; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "vllm", "numpy"} & set(loaded.stdout.split())
