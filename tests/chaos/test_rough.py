@@ -80,11 +80,13 @@ def test_short_stalls_cost_nothing_but_time(world: World, treat: Treat) -> None:
     for _ in range(4):
         world.ask("P0", "D0")
         treat(world, held=[THERE, BACK])
+        held = world.jobs.ask(*world.machines.values(), must=True, shortest=100, fresh=True)
         turn_for(world, 0.3 * LEASE)
+        assert not held.outcome, "nothing was held"
         treat(world, held=[])
         turn_for(world, 0.1)
     world.turn_until(lambda: not world.jobs.open, 5 * LEASE, "the end of every request")
-    assert world.jobs.outcomes["loaded"] == before + 4 and world.violations == []
+    assert world.jobs.outcomes["loaded"] == before + 8 and world.violations == []
 
 
 @pytest.mark.slow
