@@ -1,6 +1,6 @@
 # make demo    a prefill and a decode server on this machine, compared with a single server
-# make test    every test that this machine can run in half an hour
-# make test-long   those that take longer: servers killed and frozen one after the other
+# make test    the tests, with real vLLM servers among them, but those of test-long: half an hour on two cores
+# make test-long   those that take longer: servers killed, frozen and stopped one after the other
 # make unit    the tests that start no vLLM server
 # make explore the property tests, with other examples in each run
 # make mutants changes that tests must notice, each made in a copy of the tree (ARGS="--only TEXT" for some)
@@ -89,7 +89,7 @@ test-long: $(STAMP)
 	@$(PY) -m pytest -m long $(ARGS)
 
 unit: $(STAMP)
-	@$(PY) -m pytest -m "not vllm $(NO_GPU)" $(ARGS)
+	@$(PY) -m pytest -m "not servers and not long $(NO_GPU)" $(ARGS)
 
 explore: $(STAMP)
 	@$(PY) -m pytest -m "hypothesis and not long $(NO_GPU)" --hypothesis-profile=exploring $(ARGS)

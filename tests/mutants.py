@@ -111,7 +111,22 @@ PRODUCT = (
     ),
 )  # fmt: skip
 
-FAULTS: tuple[Mutant, ...] = ()
+FAULTS = (
+    Mutant(
+        "a relay that should hold everything holds nothing",
+        "tests/chaos/rough.py",
+        "if way.name in manner.held or way.shut:",
+        "if way.shut:",
+        ("tests/chaos/test_rough.py::test_short_stalls_cost_nothing_but_time",),
+    ),
+    Mutant(
+        "connections that should be held are not, and the test of partitions asks for nothing",
+        "tests/chaos/rough.py",
+        "if way.name in manner.held or way.shut:",
+        "if way.shut:",
+        ("tests/chaos/test_rough.py::test_while_both_ways_are_held_nothing_comes_through",),
+    ),
+)
 
 
 @contextmanager

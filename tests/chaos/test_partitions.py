@@ -52,13 +52,6 @@ def world(engines: World) -> Iterator[World]:
     engines.work_again("P0", "D0", BACK_SECONDS)
 
 
-def nothing_comes_through(world: World, seconds: float) -> None:
-    """Load for so long; a request that was asked first is not loaded, or nothing was cut."""
-    asked = world.jobs.ask(*world.machines.values(), plain=True, shortest=100, fresh=True)
-    world.load(seconds)
-    assert asked.outcome != "loaded", "a request came through a cable that was cut"
-
-
 @pytest.mark.parametrize("seconds", [0.4 * LEASE, 2.5 * LEASE], ids=["shorter than a lease", "longer"])
 @pytest.mark.parametrize("sides", ["P", "D", "PD"], ids=["of P", "of D", "of both"])
 def test_packets_are_lost_under_load_and_then_arrive_again(
@@ -67,7 +60,7 @@ def test_packets_are_lost_under_load_and_then_arrive_again(
     world.load(1.0)
     for side in sides:
         cable.lose(side)
-    nothing_comes_through(world, seconds)
+    world.nothing_comes_through(seconds)
     for side in sides:
         cable.find(side)
     assert world.violations == []
@@ -77,7 +70,7 @@ def test_packets_are_lost_under_load_and_then_arrive_again(
 def test_one_side_has_no_way_to_the_other(cable: Cable, world: World, side: str) -> None:
     world.load(1.0)
     cable.blackhole(side)
-    nothing_comes_through(world, 2 * LEASE)
+    world.nothing_comes_through(2 * LEASE)
     cable.open(side)
     assert world.violations == []
 

@@ -90,6 +90,21 @@ def test_short_stalls_cost_nothing_but_time(world: World, treat: Treat) -> None:
 
 
 @pytest.mark.slow
+def test_a_cut_that_cuts_nothing_is_noticed(world: World) -> None:
+    """So the tests of partitions cannot pass without one."""
+    with pytest.raises(AssertionError, match="should have been cut"):
+        world.nothing_comes_through(LEASE)
+
+
+@pytest.mark.slow
+@planes
+def test_while_both_ways_are_held_nothing_comes_through(world: World, treat: Treat) -> None:
+    world.load(0.5)
+    treat(world, held=[THERE, BACK])
+    world.nothing_comes_through(0.5 * LEASE)
+
+
+@pytest.mark.slow
 @planes
 @ways
 def test_one_way_is_frozen_for_longer_than_a_lease(world: World, treat: Treat, way: str) -> None:
