@@ -105,7 +105,7 @@ def _beside_whole(results: Results, tokens: int) -> tuple[bool, str]:
 
 def sequential_table(results: Results) -> Iterator[str]:
     """D's leg when P has answered before."""
-    yield "| tokens | MiB | p2pkv | whole request | ahead | ExampleConnector | p2pkv, ahead / it |"
+    yield "| tokens | MiB | p2pkv | whole request | ahead | ExampleConnector | medians: p2pkv, ahead / it |"
     yield "|---:|---:|---:|---:|---:|---:|---:|"
     for tokens, taken in results.taken.items():
         ways = ("layers", "whole", "ahead", "files")
@@ -118,7 +118,7 @@ def sequential_table(results: Results) -> Iterator[str]:
 
 def concurrent_table(results: Results) -> Iterator[str]:
     """P and D asked at once."""
-    yield "| tokens | D after P: p2pkv | whole request | both: p2pkv | whole request | p2pkv / whole |"
+    yield "| tokens | D after P: p2pkv | whole request | both: p2pkv | whole request | p2pkv / whole, median of the turns |"
     yield "|---:|---:|---:|---:|---:|---:|"
     for tokens, taken in results.taken.items():
         columns = [

@@ -98,7 +98,7 @@ class Options:
 
     whole_request: bool = False
     """Default false. Announce the KV when the whole prompt is done instead of layer by layer: the
-    benchmark's baseline, slower."""
+    benchmark's baseline."""
 
     verify: bool = False
     """Default false. A checksum of each message, computed by P and again by D, so that bytes that changed on

@@ -65,8 +65,8 @@ def doubt(installed: str) -> str:
             f"vLLM {line} say; compare a few answers with those of a single server"
         )
     return (
-        f"untested: p2pkv is tested with {tested} and may fail here; install vLLM {TESTED[-1]}, or try it and "
-        "compare the answers with those of a single server"
+        f"untested: p2pkv is tested with {tested} and may fail here; install vLLM {TESTED[-1]}, or try it "
+        "and compare the answers with those of a single server"
     )
 
 

@@ -34,8 +34,8 @@ def fingerprint(config: VllmConfig) -> str:
 
     Other training changes all of a tensor, so it is seen whichever tensors it has changed. A few bytes that
     differ, as on a bad disk, are seen only where they are looked at: reading all of a large model from a
-    network's disk would take minutes at each start. Without files (weights that are random, or not on this machine) the model's configuration stands
-    in for them.
+    network's disk would take minutes at each start. Without files (weights that are random, or not on this
+    machine) the model's configuration stands in for them.
     """
     model, dummy = config.model_config, str(config.load_config.load_format) == "dummy"
     digest = hashlib.blake2b(digest_size=12)

@@ -1,4 +1,4 @@
-"""docs/options.md has every option of p2pkv, with the default that the code has; and pages name real options only."""
+"""docs/options.md has every option of p2pkv with its default; pages name real options only."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_while_p_computes_and_pushes_and_while_p_and_d_have_it_queued(
 
 
 def test_while_d_loads(fleet: Fleet, held: Callable[[], None]) -> None:
-    """P's forward is held, so D has blocks and waits for KV until the client has gone: nobody else ends it."""
+    """P's forward is held, so D has blocks and waits for KV when the client goes."""
     prompt, headers = tokens(CHUNK, "leave D loading"), paired_headers(fleet.p, fleet.d)
     to_p = Caller(fleet.p.base_url, prompt, headers, max_tokens=1)
     held()
