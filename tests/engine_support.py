@@ -72,6 +72,14 @@ def on_engine_thread(rank: Rank, act: Callable[[], object]) -> None:
     assert done.wait(20.0), "the engine's thread did not come to it in 20 s"
 
 
+def hold_back(p: Engine) -> Callable[[], None]:
+    """A P that announces and obeys no grant; the result lets it go on."""
+    half = p.ranks[0].rank._half
+    pump = half.pump
+    on_engine_thread(p.ranks[0].rank, lambda: setattr(half, "pump", lambda now: False))
+    return lambda: on_engine_thread(p.ranks[0].rank, lambda: setattr(half, "pump", pump))
+
+
 @dataclass(frozen=True)
 class Geometry:
     """One engine's cache: KV heads and layers of the whole model, and how it spreads them."""

@@ -105,10 +105,8 @@ def _vllm() -> Finding:
         importlib.import_module("vllm.config")
     except Exception as error:  # any library that vLLM pulls in may be the one that fails
         return Finding(ok=False, about="vLLM", sentence=f"{version} cannot be imported: {error}")
-    if plugin.is_tested(version):
-        return Finding(ok=True, about="vLLM", sentence=version)
-    lines = " and ".join(plugin.TESTED)
-    return Finding(ok=True, about="vLLM", sentence=f"{version}, untested: p2pkv is tested with {lines}")
+    said = plugin.doubt(version)
+    return Finding(ok=True, about="vLLM", sentence=f"{version}, {said}" if said else version)
 
 
 def _plugin() -> Finding:

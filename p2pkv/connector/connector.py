@@ -1,6 +1,6 @@
 """P2pKvConnector: vLLM's KV connector interface, handed on to the parts that do the work.
 
-When vLLM calls what, and in which order, is written down in docs/design.md.
+docs/design.md, "When vLLM calls what", has the order of the calls.
 """
 
 from __future__ import annotations

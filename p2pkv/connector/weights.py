@@ -7,24 +7,35 @@ import json
 import logging
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 log = logging.getLogger("p2pkv")
 
-SAMPLE_BYTES = 1 << 16
+ENDS_BYTES = 1 << 16
 """Bytes hashed at both ends of each weight file."""
+
+SAMPLE_BYTES = 1 << 12
+"""Bytes hashed at each place between them."""
+
+PLACES = 512
+"""Places looked at in a file of which we do not know where its tensors lie."""
+
+MOST_HEADER_BYTES = 1 << 27
+"""A longer header is none of safetensors'."""
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 
 
 def fingerprint(config: VllmConfig) -> str:
-    """24 hex digits over the sizes and sampled bytes of the weight files.
+    """24 hex digits over the sizes and sampled bytes of the weight files: of every tensor of safetensors.
 
-    Without files (weights that are random, or not on this machine) the model's configuration stands
-    in for them.
+    Other training changes all of a tensor, so it is seen whichever tensors it has changed. A few bytes that
+    differ, as on a bad disk, are seen only where they are looked at: reading all of a large model from a
+    network's disk would take minutes at each start. Without files (weights that are random, or not on this
+    machine) the model's configuration stands in for them.
     """
     model, dummy = config.model_config, str(config.load_config.load_format) == "dummy"
     digest = hashlib.blake2b(digest_size=12)
@@ -59,9 +70,36 @@ def _sample(digest: hashlib.blake2b, file: Path) -> None:
     size = file.stat().st_size
     digest.update(f"{file.name}:{size}".encode())
     with file.open("rb") as data:
-        digest.update(data.read(SAMPLE_BYTES))
-        data.seek(max(0, size - SAMPLE_BYTES))
-        digest.update(data.read(SAMPLE_BYTES))
+        digest.update(data.read(ENDS_BYTES))
+        data.seek(max(0, size - ENDS_BYTES))
+        digest.update(data.read(ENDS_BYTES))
+        for place in _places(data, file, size):
+            data.seek(place)
+            digest.update(data.read(SAMPLE_BYTES))
+
+
+def _places(data: BinaryIO, file: Path, size: int) -> list[int]:
+    """Where to look between the ends of a file: in the middle and at the end of every tensor, in order."""
+    if file.suffix == ".safetensors" and (tensors := _tensors(data, size)):
+        return [
+            at for start, stop in tensors for at in ((start + stop) // 2, max(start, stop - SAMPLE_BYTES))
+        ]
+    return [size * place // PLACES for place in range(PLACES)] if size > 2 * ENDS_BYTES else []
+
+
+def _tensors(data: BinaryIO, size: int) -> list[tuple[int, int]]:
+    """Where the tensors of a safetensors file lie in it; empty if it is not one."""
+    data.seek(0)
+    length = int.from_bytes(data.read(8), "little")
+    if not 0 < length <= min(size - 8, MOST_HEADER_BYTES):
+        return []
+    try:
+        header = json.loads(data.read(length))
+        spans = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
+        found = sorted((8 + length + int(start), 8 + length + int(stop)) for start, stop in spans)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return []
+    return found if all(0 <= start <= stop <= size for start, stop in found) else []
 
 
 def _settings(model: ModelConfig) -> str:

@@ -53,6 +53,8 @@ class Job:
     in_prefill: bool = False
     in_decode: bool = False
     must: bool = False
+    outcome: str = ""
+    """What became of it on D: "loaded", "failed" or nothing yet."""
 
 
 class Jobs:
@@ -131,7 +133,8 @@ class Jobs:
 
     def _count(self, job: Job, said: dict[str, Any]) -> None:
         reason = said["reason"]
-        self.outcomes["failed" if reason else "loaded"] += 1
+        job.outcome = "failed" if reason else "loaded"
+        self.outcomes[job.outcome] += 1
         self.nbytes += said["nbytes"]
         if reason:
             # Without addresses and numbers, so that they can be counted.

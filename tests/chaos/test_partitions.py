@@ -60,7 +60,7 @@ def test_packets_are_lost_under_load_and_then_arrive_again(
     world.load(1.0)
     for side in sides:
         cable.lose(side)
-    world.load(seconds)
+    world.nothing_comes_through(seconds)
     for side in sides:
         cable.find(side)
     assert world.violations == []
@@ -70,7 +70,7 @@ def test_packets_are_lost_under_load_and_then_arrive_again(
 def test_one_side_has_no_way_to_the_other(cable: Cable, world: World, side: str) -> None:
     world.load(1.0)
     cable.blackhole(side)
-    world.load(2 * LEASE)
+    world.nothing_comes_through(2 * LEASE)
     cable.open(side)
     assert world.violations == []
 

@@ -80,11 +80,28 @@ def test_short_stalls_cost_nothing_but_time(world: World, treat: Treat) -> None:
     for _ in range(4):
         world.ask("P0", "D0")
         treat(world, held=[THERE, BACK])
+        held = world.jobs.ask(*world.machines.values(), must=True, shortest=100, fresh=True)
         turn_for(world, 0.3 * LEASE)
+        assert not held.outcome, "nothing was held"
         treat(world, held=[])
         turn_for(world, 0.1)
     world.turn_until(lambda: not world.jobs.open, 5 * LEASE, "the end of every request")
-    assert world.jobs.outcomes["loaded"] == before + 4 and world.violations == []
+    assert world.jobs.outcomes["loaded"] == before + 8 and world.violations == []
+
+
+@pytest.mark.slow
+def test_a_cut_that_cuts_nothing_is_noticed(world: World) -> None:
+    """So the tests of partitions cannot pass without one."""
+    with pytest.raises(AssertionError, match="should have been cut"):
+        world.nothing_comes_through(LEASE)
+
+
+@pytest.mark.slow
+@planes
+def test_while_both_ways_are_held_nothing_comes_through(world: World, treat: Treat) -> None:
+    world.load(0.5)
+    treat(world, held=[THERE, BACK])
+    world.nothing_comes_through(0.5 * LEASE)
 
 
 @pytest.mark.slow

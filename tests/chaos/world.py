@@ -85,6 +85,16 @@ class World:
                 self.jobs.ask_any(self.of("P"), self.of("D"))
             self.turn()
 
+    def nothing_comes_through(self, seconds: float) -> None:
+        """Load of one P and one D for so long; a request that was asked first is not loaded.
+
+        Raises AssertionError if it is: then nothing was cut.
+        """
+        prefill, decode = self.of("P")[0], self.of("D")[0]
+        asked = self.jobs.ask(prefill, decode, plain=True, shortest=100, fresh=True)
+        self.load(seconds)
+        assert asked.outcome != "loaded", "a request came through what should have been cut"
+
     def recover(self, prefill: str, decode: str, seconds: float) -> None:
         """Until a request has come through: a broken connection may take its time to come back."""
         end, before = time.monotonic() + seconds, self.jobs.outcomes["loaded"]

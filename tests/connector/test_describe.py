@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -162,6 +163,34 @@ def test_other_weights_have_another_one(copy: Path) -> None:
     changed = fingerprint(served(copy))
     weights.write_bytes(data + b"\0")
     assert len({before, changed, fingerprint(served(copy))}) == 3
+
+
+def test_weights_that_differ_in_one_tensor_have_another_one(copy: Path) -> None:
+    """As after a LoRA was merged into some of them: in whichever tensor, and in files of any kind."""
+    (weights,) = copy.glob("*.safetensors")
+    data = weights.read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little")
+    tensors = json.loads(data[8:header])
+    tensors.pop("__metadata__", None)
+    seen = {fingerprint(served(copy))}
+    for tensor in tensors.values():
+        start, stop = (header + offset for offset in tensor["data_offsets"])
+        changed = bytes(byte ^ 1 for byte in data[start:stop])
+        weights.write_bytes(data[:start] + changed + data[stop:])
+        seen.add(fingerprint(served(copy)))
+    assert len(seen) == 1 + len(tensors) > 10
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".safetensors"])
+def test_a_large_file_of_unknown_content_is_looked_at_throughout(tmp_path: Path, suffix: str) -> None:
+    size, seen = 4 << 20, set()
+    weights = tmp_path / f"model{suffix}"
+    for part in range(8):
+        data = bytearray(size)
+        data[part * size // 8 : (part + 1) * size // 8] = b"x" * (size // 8)
+        weights.write_bytes(data)
+        seen.add(fingerprint(served(tmp_path)))
+    assert len(seen) == 8
 
 
 def test_another_element_type_has_another_one(copy: Path) -> None:

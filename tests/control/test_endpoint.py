@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 import zmq
 from hostile_support import HUGE_FRAME, NULL_READY, RAW, ZMTP_3_NULL, Canary
@@ -160,6 +162,31 @@ def test_a_stranger_that_closes_a_connection_is_given_up(endpoint: Endpoint) -> 
         stranger.accept()[0].close()
         (trouble,) = shut(endpoint, line)
         assert "closed the connection in the handshake" in trouble.reason
+
+
+def test_a_host_that_vanishes_is_noticed_by_the_kernel(endpoint: Endpoint) -> None:
+    """It probes an idle connection from both ends, and the first time after a minute, not two hours."""
+    place = Address("127.0.0.1", free_ports())
+    line, other = endpoint.dial(place), Endpoint(place)
+    try:
+        end = time.monotonic() + DEADLINE
+        while not list(other.receive()):
+            assert time.monotonic() < end
+            line.send(b"hello")
+            endpoint.wait(0.02)
+            other.wait(0.02)
+        ends = [
+            each.fd
+            for each in psutil.Process().net_connections("tcp")
+            if each.status == psutil.CONN_ESTABLISHED and place.port in (each.laddr.port, each.raddr.port)
+        ]
+        assert len(ends) == 2
+        for fd in ends:
+            with socket.socket(fileno=os.dup(fd)) as seen:
+                assert seen.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                assert seen.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60
+    finally:
+        other.close()
 
 
 def test_lines_that_are_lost_together_do_not_come_back_together(endpoint: Endpoint) -> None:

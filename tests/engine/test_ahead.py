@@ -8,13 +8,12 @@ import nccl_simulated
 import pytest
 import torch
 from engine_support import (
-    READY,
     Engine,
     Geometry,
     at_baseline,
     break_link,
-    compute,
     engines,
+    hold_back,
     on_engine_thread,
     plain_links,
     prefill,
@@ -316,28 +315,34 @@ def test_a_byte_that_changes_meanwhile_costs_nothing():
 
 
 def test_admitted_requests_go_before_it():
-    """With staging for three chunks, what no request has asked for may hold one."""
-    network = MemoryNetwork()
-    sizes = {"ahead_bytes": ROOM, "staging_bytes": 3 * 4096, "chunk_bytes": 4096}
+    """P sends nothing: what D has posted for KV ahead stays posted, and then there is one more."""
+    network, chunk = MemoryNetwork(), 1024
+    sizes = {"ahead_bytes": ROOM, "staging_bytes": 8 * chunk, "chunk_bytes": chunk, "lease_seconds": 60.0}
+    ps = {"ahead": list(range(7)), "asked": list(range(8, 15))}
+    ds = {"ahead": list(range(30, 37)), "asked": list(range(20, 27))}
     with engines(ONE, ONE, lambda side, rank: network.rank(), **sizes) as (p, d):
         acquaint(p, d)
-        for number, key in enumerate(("ahead", "asked")):
-            blocks = list(range(8 * number, 8 * number + 7))
-            if key == "asked":
-                d.do(do.Expect(key, p.address, 100, b"digest"))
-            p.do(do.OfferPrompt(key, d.address, 100, b"digest"))
-            p.do(do.Pages(key, (blocks,)))
-            for layer in range(4):
-                compute(p.ranks[0], blocks, layer, 0, 100)
-                p.do(do.Computed(((key, 100),), layer, layer + 1, READY))
-            p.do(do.Flush((key,)))
-        load(p, d, "asked", 100, blocks=list(range(20, 27)))
+        go_on = hold_back(p)
+        prefill(p, "ahead", d.address, 100, ps["ahead"], chunk=100)
+        wait_for(
+            lambda: value(d, "receives_asked") > 8 and value(d, "receives_posted"), what="chunks that wait"
+        )
+        on_engine_thread(d.ranks[0].rank, lambda: None)
+        on_engine_thread(d.ranks[0].rank, lambda: None)
+        ahead = value(d, "receives_posted")
+        d.do(do.Expect("asked", p.address, 100, b"digest"))
+        prefill(p, "asked", d.address, 100, ps["asked"], chunk=100)
+        d.wait(do.Begun("asked"))
+        d.do(do.Load("asked", 0, 99, (ds["asked"],)))
+        wait_for(lambda: value(d, "receives_posted") > ahead, what="a receive for the admitted request")
+        go_on()
+        d.wait(do.Loaded("asked"))
+        d.do(do.Forget("asked"))
         arrived(d, 100 * TOKEN)
-        load(p, d, "ahead", 100, blocks=list(range(30, 37)))
-        assert wrong_cells(d.ranks[0], list(range(20, 27)), 0, 99) == []
-        assert wrong_cells(d.ranks[0], list(range(30, 37)), 0, 99) == []
-        finish(p, "asked")
-        finish(p, "ahead")
+        load(p, d, "ahead", 100, blocks=ds["ahead"])
+        for key, blocks in ds.items():
+            assert wrong_cells(d.ranks[0], blocks, 0, 99) == []
+            finish(p, key)
         quiet(p, d)
 
 

@@ -13,6 +13,7 @@ from engine_support import (
     Geometry,
     at_baseline,
     engines,
+    hold_back,
     make_engine,
     on_engine_thread,
     prefill,
@@ -23,7 +24,6 @@ from engine_support import (
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.consumer import Consumer
-from p2pkv.engine.producer import Producer
 from p2pkv.engine.rank import Rank
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
@@ -168,15 +168,6 @@ def test_a_slow_d_does_not_delay_the_other_ds_of_its_p(make: Make, how: str) -> 
     all_at_rest(p, slow, *others)
 
 
-def hold_back(p: Engine) -> Callable[[], None]:
-    """A P that announces and obeys no grant; the result lets it go on."""
-    half = p.ranks[0].rank._half
-    assert isinstance(half, Producer)
-    pump = half.pump
-    on_engine_thread(p.ranks[0].rank, lambda: setattr(half, "pump", lambda now: False))
-    return lambda: on_engine_thread(p.ranks[0].rank, lambda: setattr(half, "pump", pump))
-
-
 @pytest.mark.parametrize("slow_ones", [1, 2])
 def test_slow_ps_do_not_delay_the_other_ps_of_their_d(make: Make, slow_ones: int) -> None:
     """D has posted receives for them, and whoever holds some of its staging leaves as much to others."""
@@ -195,6 +186,37 @@ def test_slow_ps_do_not_delay_the_other_ps_of_their_d(make: Make, slow_ones: int
         go_on[number]()
         arrives(p, d, f"slow {number}", number)
     all_at_rest(d, other, *slow)
+
+
+def test_ps_that_hold_receives_leave_room_for_another_and_all_keep_to_the_budget() -> None:
+    """Chunks are small beside a link's window, so only D's own share keeps the first from taking all."""
+    sizes = {"staging_bytes": STAGING, "chunk_bytes": CHUNK // 4, "lease_seconds": 60.0}
+    network = MemoryNetwork()
+    with contextlib.ExitStack() as stack:
+        d, other, *slow = (
+            make_engine(role, ONE, lambda rank: network.rank(STAGING), **sizes) for role in "DPPPP"
+        )
+        for engine in (d, other, *slow):
+            stack.callback(engine.stop)
+        go_on = []
+        for number, p in enumerate(slow):
+            whole(p, d, f"before {number}", number)
+            go_on.append(hold_back(p))
+            held = gauges(d)["receives_posted"]
+            begin(p, d, f"slow {number}", number)
+            wait_for(lambda held=held: gauges(d)["receives_posted"] > held, what="a receive for this P")
+            wait_for(
+                lambda number=number: gauges(d)["receives_asked"] >= 8 * (number + 1), what="more chunks"
+            )
+            for _ in range(40):
+                on_engine_thread(d.ranks[0].rank, lambda: None)  # whatever may be posted has been
+            assert gauges(d)["staging_bytes"] <= STAGING
+        for number in range(2):
+            whole(other, d, f"{number}", 5 + number)
+        for number, p in enumerate(slow):
+            go_on[number]()
+            arrives(p, d, f"slow {number}", number)
+        all_at_rest(d, other, *slow)
 
 
 def test_too_little_staging_is_counted_and_nothing_is_lost(make: Make) -> None:

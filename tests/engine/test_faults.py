@@ -62,13 +62,17 @@ def vanish(engine: Engine) -> None:
     engine.stop()
 
 
-def failure(engine: Engine, key: str, seconds: float = 10.0) -> str:
-    """Wait until the load of `key` has failed; why."""
+GRACE = 5.0
+"""Seconds after its lease in which whatever was given up has ended: the promise of docs/operations.md."""
+
+
+def failure(engine: Engine, key: str, lease: float = 5.0) -> str:
+    """Wait until the load of `key` has failed, as promised; why."""
 
     def failed():
         return [event for event in engine.ranks[0].events(do.LoadFailed) if event.key == key]
 
-    wait_for(failed, seconds, f"the failure of {key}")
+    wait_for(failed, lease + GRACE, f"the failure of {key}")
     assert len(failed()) == 1
     return failed()[0].reason
 
@@ -98,7 +102,7 @@ def halfway(p: Engine, d: Engine) -> None:
 def test_d_gives_up_a_p_that_never_appears(lone):
     d = lone("D", lease_seconds=0.5)
     d.do(do.Expect("k", NOWHERE, 20, b"digest"))
-    assert "0.5 s" in failure(d, "k")
+    assert "0.5 s" in failure(d, "k", 0.5)
     d.do(do.Forget("k"))
     wait_for(lambda: at_baseline(d))
 
@@ -106,7 +110,7 @@ def test_d_gives_up_a_p_that_never_appears(lone):
 def test_p_lets_pages_go_when_no_d_appears(lone):
     p = lone("P", lease_seconds=0.5)
     prefill(p, "k", NOWHERE, 40, BLOCKS, chunk=40)
-    p.wait(do.PagesFree("k"))
+    p.wait(do.PagesFree("k"), 0.5 + GRACE)
     p.do(do.Forget("k"))
     wait_for(lambda: at_baseline(p))
 
@@ -114,7 +118,7 @@ def test_p_lets_pages_go_when_no_d_appears(lone):
 def test_p_that_never_hears_of_the_request(lone):
     p, d = lone("P", lease_seconds=0.5), lone("D", lease_seconds=0.5)
     d.do(do.Expect("k", p.address, 20, b"digest"))
-    assert "never got it" in failure(d, "k")
+    assert "never got it" in failure(d, "k", 0.5)
 
 
 def test_p_in_a_long_step_is_waited_for(lone):
@@ -137,7 +141,7 @@ def test_a_busy_p_that_never_hears_of_the_request(lone):
         p.ranks[0].rank.steps.begin(time.monotonic())
         return d.ranks[0].events(do.LoadFailed)
 
-    wait_for(failed_while_p_steps)
+    wait_for(failed_while_p_steps, 0.7 + GRACE)
 
 
 def test_a_sent_out_of_turn_ends_the_link_and_not_the_engine(links):
@@ -161,9 +165,9 @@ def test_p_dies_in_mid_transfer(links, lone):
     halfway(p, d)
     wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
     vanish(p)
-    assert failure(d, "k")
+    assert failure(d, "k", 1.0)
     d.do(do.Forget("k"))
-    wait_for(lambda: at_baseline(d))
+    wait_for(lambda: at_baseline(d), GRACE)
 
 
 def test_d_dies_in_mid_transfer(lone):
@@ -172,9 +176,9 @@ def test_d_dies_in_mid_transfer(lone):
     wait_for(lambda: p.ranks[0].rank.counters.values["bytes_sent"])
     vanish(d)
     step(p, "k", BLOCKS, 48, 96)
-    p.wait(do.PagesFree("k"))
+    p.wait(do.PagesFree("k"), 1.0 + GRACE)
     p.do(do.Forget("k"))
-    wait_for(lambda: at_baseline(p))
+    wait_for(lambda: at_baseline(p), GRACE)
 
 
 def test_a_connection_that_went_silent_is_dialed_anew(lone):
@@ -186,7 +190,7 @@ def test_a_connection_that_went_silent_is_dialed_anew(lone):
     silent, receive = set(endpoint._answered.values()), endpoint.receive
     endpoint.receive = lambda: (said for said in receive() if said[0] not in silent)
     begin(p, d, "lost")
-    assert "has not confirmed" in failure(d, "lost")
+    assert "has not confirmed" in failure(d, "lost", 1.0)
     (peer,) = d.ranks[0].rank._half._peers.values()
     line_ended = "the end of the silent connection; D may have another at once"
     wait_for(lambda: not peer.dialing.open or set(endpoint._answered.values()) - silent, what=line_ended)

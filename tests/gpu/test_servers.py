@@ -15,7 +15,7 @@ from p2pkv.cli.tiny_model import TinyLlama, ensure_model
 from p2pkv.control.inspection import inspect
 from p2pkv.pairing import Address
 
-pytestmark = [pytest.mark.two_gpus, pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.two_gpus, pytest.mark.vllm, pytest.mark.servers, pytest.mark.timeout(600)]
 
 NAME = "tiny"
 LENGTHS = (1, 15, 16, 17, 300, 1500)

@@ -1,4 +1,4 @@
-"""docs/operations.md links faults to tests: each name there is a test's, and no fault is without one."""
+"""Pages name tests: each name there is a test's, and no fault of docs/operations.md is without one."""
 
 from __future__ import annotations
 
@@ -25,6 +25,25 @@ def test_each_name_is_a_tests(name: str) -> None:
     else:
         beginning = name.removesuffix("...")
         assert f"def {beginning}" + ("" if name.endswith("...") else "(") in TESTS
+
+
+MATRIX = (ROOT / "docs" / "compatibility.md").read_text()
+CLAIMED = sorted(set(re.findall(r"`((?:tests/\S*|test_\w+\.py)(?:::\w+)?)`", MATRIX)))
+
+
+@pytest.mark.parametrize("name", CLAIMED)
+def test_what_the_compatibility_page_names_is_there(name: str) -> None:
+    path, _, function = name.partition("::")
+    files = [ROOT / path] if "/" in path else sorted((ROOT / "tests").rglob(path))
+    assert files and all(file.exists() for file in files)
+    assert not function or any(f"def {function}(" in file.read_text() for file in files)
+
+
+def test_no_request_is_ticked_without_a_test() -> None:
+    rows = MATRIX.split("## Requests")[1].split("## ")[0].splitlines()
+    ticked = [row for row in rows if row.startswith("| ") and "✓" in row]
+    assert len(ticked) > 10
+    assert [row for row in ticked if "`test_" not in row and "`tests/" not in row] == []
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][2:50])

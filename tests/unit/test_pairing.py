@@ -214,6 +214,17 @@ class TestTransferKeys:
         keys = {transfer_key(completion(str(pair), index, suffix)).key for pair, index in prompts}
         assert len(keys) == len(prompts)
 
+    def test_ids_of_one_number_for_two_pairs_have_distinct_keys(self) -> None:
+        """A router may use its digits again for another pair, which is another transfer."""
+        elsewhere = [
+            mint(P, P, UNIQUE),
+            mint(D, D, UNIQUE),
+            mint(D, P, UNIQUE),
+            mint(P, D.shifted(1), UNIQUE),
+        ]
+        keys = {transfer_key(completion(each, 0, "deadbeef")).key for each in [ID, *elsewhere]}
+        assert len(keys) == 5
+
     @given(ids=st.sets(plain_ids, min_size=2, max_size=8), suffix=suffixes)
     @budget
     def test_distinct_ids_without_a_pair_have_distinct_keys(self, ids: set[str], suffix: str) -> None:

@@ -23,6 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = importlib.util.find_spec("vllm") is None or importlib.util.find_spec("vllm.entrypoints") is None
     for item in mine:
         item.add_marker(pytest.mark.vllm)
+        item.add_marker(pytest.mark.servers)
         # The first test pays for the start of all servers.
         item.add_marker(pytest.mark.timeout(400))
         if missing:

@@ -25,6 +25,8 @@ from vllm_support import (
 from p2pkv.cli import answers, client
 from p2pkv.cli.processes import wait_until
 from p2pkv.cli.servers import VllmServer
+from p2pkv.control.inspection import inspect
+from p2pkv.pairing import Address
 
 LEASE = 30.0
 """`lease_seconds` of the fleet: the default."""
@@ -95,8 +97,25 @@ def test_while_p_computes_and_pushes_and_while_p_and_d_have_it_queued(
         caller.hang_up()
 
 
-def test_while_d_loads(fleet: Fleet) -> None:
-    """P is done, D is asked, and the client is gone at once. P may have to keep its pages for a lease."""
+def test_while_d_loads(fleet: Fleet, held: Callable[[], None]) -> None:
+    """P's forward is held, so D has blocks and waits for KV when the client goes."""
+    prompt, headers = tokens(CHUNK, "leave D loading"), paired_headers(fleet.p, fleet.d)
+    to_p = Caller(fleet.p.base_url, prompt, headers, max_tokens=1)
+    held()
+    to_d = Caller(fleet.d.base_url, prompt, headers)
+    wait_until(lambda: loads(fleet.d) == 1, "D to load", 30.0)
+    to_d.hang_up()
+    wait_until(lambda: loads(fleet.d) == 0, "D to give the load up", LEASE / 3)
+    to_p.hang_up()
+
+
+def loads(server: VllmServer) -> int:
+    """Requests that have blocks on D and wait for KV."""
+    return int(inspect(Address.parse(server.zmq_address))["loads"])
+
+
+def test_when_p_is_done_and_d_is_asked(fleet: Fleet) -> None:
+    """The client is gone at once, wherever D is with it. P may have to keep its blocks for a lease."""
     for number in range(6):
         prompt, headers = tokens(2 * CHUNK, f"leave D loading {number}"), paired_headers(fleet.p, fleet.d)
         answers.complete(fleet.p.base_url, MODEL_NAME, prompt, max_tokens=1, headers=headers)

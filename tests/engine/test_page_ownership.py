@@ -1,0 +1,155 @@
+"""P reads a prompt's pages after its forward has written them, and never after somebody else got them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from engine_support import (
+    Engine,
+    Geometry,
+    at_baseline,
+    compute,
+    engines,
+    plain_links,
+    prefill,
+    step,
+    wait_for,
+    wrong_cells,
+)
+
+from p2pkv.engine import commands as do
+from p2pkv.pages.geometry import PagedCache
+
+ONE = Geometry()
+TOKENS = 96
+BLOCKS, OTHER_BLOCKS = list(range(6)), list(range(20, 26))
+LAYER = (TOKENS - 1) * 2 * 8 * 4
+"""Bytes of a layer on the wire."""
+
+LONG_ENOUGH = 0.5
+"""Seconds in which a revoke that does not wait for the gather returns."""
+
+
+@dataclass
+class Forward:
+    """The fence of a forward that has been queued, and is done when a test says so."""
+
+    done: threading.Event = field(default_factory=threading.Event)
+    looks: int = 0
+
+    def ready(self) -> bool:
+        self.looks += 1
+        return self.done.is_set()
+
+    def wait(self) -> None:
+        raise AssertionError("the engine's thread must not wait for the forward")
+
+    def follow(self) -> None:
+        raise AssertionError("a gather of CPU memory cannot be ordered behind the forward")
+
+
+def count(engine: Engine, name: str) -> int:
+    return engine.ranks[0].rank.counters.snapshot()[name]
+
+
+def load(d: Engine, key: str) -> None:
+    d.wait(do.Begun(key))
+    d.do(do.Load(key, 0, TOKENS - 1, (BLOCKS,)))
+
+
+def loaded(p: Engine, d: Engine, key: str) -> None:
+    """It has come, it is right, and nothing is left of it."""
+    d.wait(do.Loaded(key))
+    assert wrong_cells(d.ranks[0], BLOCKS, 0, TOKENS - 1) == []
+    p.wait(do.PagesFree(key))
+    for engine in (p, d):
+        engine.do(do.Forget(key))
+
+
+def scribble(p: Engine, blocks: list[int]) -> None:
+    """Another request has the pages."""
+    for page in p.ranks[0].pages:
+        page[blocks] = 7.0
+
+
+def test_nothing_is_read_before_the_forward_has_written_it():
+    with engines(ONE, ONE, plain_links("memory")) as (p, d):
+        d.do(do.Expect("k", p.address, TOKENS, b"digest"))
+        p.do(do.OfferPrompt("k", d.address, TOKENS, b"digest"))
+        load(d, "k")
+        forwards = [Forward() for _ in p.ranks[0].pages]
+        p.do(do.Pages("k", (BLOCKS,)))
+        for layer, forward in enumerate(forwards):
+            p.do(do.Computed((("k", TOKENS),), layer, layer + 1, forward))
+        p.do(do.Flush(("k",)))
+        for layer, forward in enumerate(forwards):
+            wait_for(lambda forward=forward: forward.looks > 2 or d.all_heard(do.Loaded("k")), what="a look")
+            assert count(p, "bytes_sent") <= layer * LAYER
+            compute(p.ranks[0], BLOCKS, layer, 0, TOKENS)
+            forward.done.set()
+        loaded(p, d, "k")
+
+
+def test_pages_taken_back_are_not_read_before_the_engine_has_heard_so():
+    """Its next command waits for the forward, and `Revoked` stands behind that."""
+    with engines(ONE, ONE, plain_links("memory")) as (p, d):
+        d.do(do.Expect("k", p.address, TOKENS, b"digest"))
+        prefill(p, "k", d.address, TOKENS, BLOCKS, chunk=TOKENS)
+        d.wait(do.Begun("k"))
+        forward = Forward()
+        p.do(do.Computed((("another", 1),), 0, 1, forward))
+        p.ranks[0].rank.revoke(["k"])
+        scribble(p, BLOCKS)
+        load(d, "k")
+        wait_for(lambda: count(p, "chunks_void") + count(p, "chunks_sent"), what="an answer to a grant")
+        assert count(p, "bytes_sent") == 0 and not forward.done.is_set()
+        forward.done.set()
+        step(p, "k", OTHER_BLOCKS, 0, TOKENS)
+        loaded(p, d, "k")
+        wait_for(lambda: at_baseline(p) and at_baseline(d))
+
+
+class Overtaken(PagedCache):
+    """In the first gather another thread takes the pages back, and gives them to another request."""
+
+    pages: list[torch.Tensor]
+    revoke: Any
+    revoker: threading.Thread | None
+    waited: bool
+
+    def gather(self, *cut: Any) -> None:
+        if self.revoker is None:
+            self.revoker = threading.Thread(target=self._take_back)
+            self.revoker.start()
+            self.revoker.join(LONG_ENOUGH)
+            self.waited = self.revoker.is_alive()
+        super().gather(*cut)
+
+    def _take_back(self) -> None:
+        self.revoke(["k"])
+        for page in self.pages:
+            page[BLOCKS] = 7.0
+
+
+def test_pages_are_not_taken_back_while_they_are_read():
+    caches: list[Overtaken] = []
+
+    def wrap(cache: PagedCache) -> PagedCache:
+        wrapped = Overtaken.__new__(Overtaken)
+        wrapped.__dict__.update(cache.__dict__, revoker=None, waited=False)
+        caches.append(wrapped)
+        return wrapped
+
+    with engines(ONE, ONE, plain_links("memory"), devices={"P": wrap}) as (p, d):
+        (cache,) = caches
+        cache.pages, cache.revoke = p.ranks[0].pages, p.ranks[0].rank.revoke
+        d.do(do.Expect("k", p.address, TOKENS, b"digest"))
+        prefill(p, "k", d.address, TOKENS, BLOCKS, chunk=TOKENS)
+        load(d, "k")
+        wait_for(lambda: cache.revoker is not None and not cache.revoker.is_alive(), what="the revoke")
+        assert cache.waited, "the pages were taken back in the middle of a gather"
+        step(p, "k", OTHER_BLOCKS, 0, TOKENS)
+        loaded(p, d, "k")

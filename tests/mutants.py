@@ -1,0 +1,224 @@
+"""`make mutants`: changes that tests must notice. Each is made in a copy of the tree; its tests run there.
+
+The first table changes the product; the second takes a fault away that a test says it injects, so that the
+test must say that nothing was broken. A mutant that survives, or whose text is not in the tree exactly once,
+makes the exit status 1. So does a test of the tables that fails on the tree as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("p2pkv", "proxy", "tests", "examples", "docs", "pyproject.toml", "README.md")
+SECONDS = 300.0
+"""For the tests of one mutant. One that hangs until then is killed, too."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """In `file`, `old` becomes `new`; then one of `tests`, as pytest names them, must fail."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+PRODUCT = (
+    Mutant(
+        "gathers ignore the forward's fence",
+        "p2pkv/engine/core.py",
+        "return isinstance(head, Computed) and not head.fence.ready()",
+        "return False",
+        ("tests/engine/test_page_ownership.py",),
+    ),
+    Mutant(
+        "pages that are taken back are not marked",
+        "p2pkv/engine/core.py",
+        "self._ctx.revoked.update(keys)",
+        "pass",
+        ("tests/engine/test_page_ownership.py",),
+    ),
+    Mutant(
+        "pages are taken back in the middle of a gather",
+        "p2pkv/engine/outgoing.py",
+        "with self._ctx.reading:",
+        "if True:",
+        ("tests/engine/test_page_ownership.py",),
+    ),
+    Mutant(
+        "D's staging is granted without a budget",
+        "p2pkv/engine/incoming.py",
+        "return left >= 0 and (not peer.staged or peer.staged + nbytes <= left)",
+        "return True",
+        ("tests/engine/test_backpressure.py::"
+         "test_ps_that_hold_receives_leave_room_for_another_and_all_keep_to_the_budget",),
+    ),
+    Mutant(
+        "one P may hold all of D's staging",
+        "p2pkv/engine/incoming.py",
+        "return left >= 0 and (not peer.staged or peer.staged + nbytes <= left)",
+        "return left >= 0",
+        ("tests/engine/test_backpressure.py::"
+         "test_ps_that_hold_receives_leave_room_for_another_and_all_keep_to_the_budget",),
+    ),
+    Mutant(
+        "nothing is reserved for admitted requests",
+        "p2pkv/engine/incoming.py",
+        "reserve = RESERVED_CHUNKS * self._ctx.options.chunk_bytes if _is_ahead(entry) else 0",
+        "reserve = 0",
+        ("tests/engine/test_ahead.py::test_admitted_requests_go_before_it",),
+    ),
+    Mutant(
+        "admitted requests wait behind what comes ahead",
+        "p2pkv/engine/incoming.py",
+        "            self._admitted_first(peer)\n",
+        "",
+        ("tests/engine/test_ahead.py::test_admitted_requests_go_before_it",),
+    ),
+    Mutant(
+        "the tag of a pair is constant",
+        "p2pkv/pairing.py",
+        'return f"pair:{found.pair.unique}:{tag}"',
+        'return f"pair:{found.pair.unique}:0"',
+        ("tests/unit/test_pairing.py",),
+    ),
+    Mutant(
+        "control sockets have no keepalive",
+        "p2pkv/control/endpoint.py",
+        "socket.setsockopt(zmq.TCP_KEEPALIVE, 1)",
+        "socket.setsockopt(zmq.TCP_KEEPALIVE, 0)",
+        ("tests/control/test_endpoint.py",),
+    ),
+    Mutant(
+        "the kernel probes control sockets only after its own two hours",
+        "p2pkv/control/endpoint.py",
+        "        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)\n",
+        "",
+        ("tests/control/test_endpoint.py",),
+    ),
+)  # fmt: skip
+
+FAULTS = (
+    Mutant(
+        "a relay that should hold everything holds nothing",
+        "tests/chaos/rough.py",
+        "if way.name in manner.held or way.shut:",
+        "if way.shut:",
+        ("tests/chaos/test_rough.py::test_short_stalls_cost_nothing_but_time",),
+    ),
+    Mutant(
+        "connections that should be held are not, and the test of partitions asks for nothing",
+        "tests/chaos/rough.py",
+        "if way.name in manner.held or way.shut:",
+        "if way.shut:",
+        ("tests/chaos/test_rough.py::test_while_both_ways_are_held_nothing_comes_through",),
+    ),
+)
+
+
+@contextmanager
+def copy_of_the_tree() -> Iterator[Path]:
+    """The parts that tests need, in a folder that is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="p2pkv-mutants-") as folder:
+        copy = Path(folder)
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+            elif source.exists():
+                shutil.copy2(source, copy / name)
+        # p2pkv_proxy is installed from proxy/, under another name.
+        (copy / "p2pkv_proxy").symlink_to("proxy")
+        yield copy
+
+
+def run_tests(copy: Path, tests: Iterable[str]) -> tuple[str, str]:
+    """Run tests of the copy: "passed", "failed", "hung" or "did not run", and what pytest said."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    env = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    with subprocess.Popen(
+        command, cwd=copy, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as child:
+        try:
+            said = child.communicate(timeout=SECONDS)[0]
+        except subprocess.TimeoutExpired:
+            child.kill()
+            return "hung", child.communicate()[0]
+    last = said.strip().splitlines()[-1:] or [""]
+    passed = child.returncode == 0 and " passed" in last[0]
+    return ("passed" if passed else "failed" if child.returncode == 1 else "did not run"), said
+
+
+def foreign_imports(copy: Path) -> str:
+    """Where p2pkv or p2pkv_proxy would come from if not from the copy; "" if all is well."""
+    say = "import p2pkv, p2pkv_proxy; print(p2pkv.__file__, p2pkv_proxy.__file__)"
+    env = os.environ | {"PYTHONPATH": str(copy)}
+    where = subprocess.run(
+        [sys.executable, "-c", say], cwd=copy, env=env, capture_output=True, text=True, timeout=60, check=True
+    ).stdout.split()
+    return "" if all(Path(each).is_relative_to(copy) for each in where) else " and ".join(where)
+
+
+def verdict(copy: Path, mutant: Mutant) -> str:
+    """ "killed", or what is wrong."""
+    path = copy / mutant.file
+    before = path.read_text() if path.exists() else ""
+    if before.count(mutant.old) != 1:
+        return (
+            f"STALE: {mutant.file} has {before.count(mutant.old)} times {mutant.old!r}; mend tests/mutants.py"
+        )
+    path.write_text(before.replace(mutant.old, mutant.new))
+    try:
+        result, said = run_tests(copy, mutant.tests)
+    finally:
+        path.write_text(before)
+    if result == "passed":
+        return f"SURVIVED {' '.join(mutant.tests)}"
+    if result == "did not run":
+        return f"ITS TESTS DID NOT RUN:\n{said}"
+    return "killed" if result == "failed" else "killed (its tests hung)"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make mutants", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="mutants with this text in their name or file")
+    parser.add_argument("--list", action="store_true", help="say which there are, and run nothing")
+    chosen = parser.parse_args()
+    mutants = [each for each in (*PRODUCT, *FAULTS) if chosen.only in f"{each.what} {each.file}"]
+    if chosen.list or not mutants:
+        print("\n".join(f"{each.file}: {each.what}" for each in mutants) or f"none has {chosen.only!r} in it")
+        return 0 if mutants else 1
+    bad = 0
+    with copy_of_the_tree() as copy:
+        if where := foreign_imports(copy):
+            print(f"the tests would not run against the copy, but against {where}")
+            return 1
+        tests = sorted({test for each in mutants for test in each.tests})
+        result, said = run_tests(copy, tests)
+        if result != "passed":
+            print(f"{said}\nthe tests do not pass on the tree as it is ({result}), so they show nothing")
+            return 1
+        for each in mutants:
+            began = time.monotonic()
+            found = verdict(copy, each)
+            bad += not found.startswith("killed")
+            print(f"{each.file}: {each.what}: {found} in {time.monotonic() - began:.0f} s", flush=True)
+    print(f"{len(mutants) - bad} of {len(mutants)} mutants were killed")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
