@@ -17,6 +17,8 @@ class Limits:
         max_held: bytes of the bodies of all requests that have arrived and not ended.
         body_patience: seconds without a byte after which a body is not waited for any longer.
         retries: how often one request is tried again elsewhere, before its first byte.
+        alone_share: of one decode instance's places, the share for requests that no prefill instance can
+            serve, and whose prompts it computes itself; 0 for none.
     """
 
     max_requests: int = 1024
@@ -26,3 +28,9 @@ class Limits:
     max_held: int = 1 << 30
     body_patience: float = 30.0
     retries: int = 1
+    alone_share: float = 0.25
+
+    @property
+    def alone(self) -> int:
+        """The places of that share: at least one, unless there is none."""
+        return max(1, int(self.max_requests * self.alone_share)) if self.alone_share > 0 else 0

@@ -137,7 +137,7 @@ class ProxyServer(ServerProcess):
                 *("--discovery", f"{LOOPBACK}:{self.discovery_port}", "--dispatch", dispatch),
                 *extra_args,
             ],
-            health_url=f"{self.base_url}/health",
+            health_url=f"{self.base_url}/health?prefill=1&decode=1",
             log_path=log_path or Path(".demo", "logs", f"{name}.log"),
             env={**os.environ, **(env or {})},
         )

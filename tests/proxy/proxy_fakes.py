@@ -52,13 +52,15 @@ def join(registry: Registry, message: Ping, now: float = 0.0) -> Instance:
 def held(deployment: Deployment) -> dict[str, int]:
     """Whatever the proxy holds for requests; all 0 when nothing is under way."""
     proxy = deployment.proxy
-    gauges = {name: value for name, value in proxy.gauges().items() if name != "breakers_open"}
+    gauges = {
+        name: value for name, value in proxy.gauges().items() if name not in ("breakers_open", "silent")
+    }
     return gauges | {
         "seats": sum(instance.seats for instance in deployment.everyone()),
         "coming": sum(instance.coming for instance in deployment.everyone()),
         "lingering": len(proxy.lingering),
         "handlers": len(proxy.desk),
-        "connections": len(proxy.session.connector._acquired),
+        "connections": proxy.session.open,
     }
 
 
@@ -239,12 +241,13 @@ async def deployed(
     prefill: int = 0,
     decode: int = 0,
     life: float = 10.0,
+    lease: float = 30.0,
     max_body: int = 1 << 20,
     limits: Limits | None = None,
     members: Members | None = None,
 ) -> AsyncIterator[Deployment]:
     async with AsyncExitStack() as cleanup:
-        registry = Registry(life)
+        registry = Registry(life, lease=lease)
         limits = limits or Limits(max_body=max_body)
         plain = None if members is None else "tcp://127.0.0.1:*"
         app = make_app("tcp://127.0.0.1:*", dispatch, registry, limits, members, plain)

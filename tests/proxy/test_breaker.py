@@ -20,7 +20,7 @@ from proxy.breaker import Breaker
 from proxy.counters import Counters
 from proxy.limits import Limits
 from proxy.registry import LIFE, Instance, Registry
-from proxy.routing import Choice, Router
+from proxy.routing import Choice, Help, Router
 
 
 def opened(now: float = 0.0) -> Breaker:
@@ -171,7 +171,7 @@ def test_if_all_are_open_all_are_used() -> None:
     for instance in both:
         fail(instance)
     router = Router(registry)
-    assert {router.choose(None, 0.1, paired=False).decode for _ in range(4)} == set(both)
+    assert {router.choose(None, 0.1, help=Help.NONE).decode for _ in range(4)} == set(both)
 
 
 def test_a_crash_does_not_clean_the_record_and_a_goodbye_and_time_do() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -16,7 +17,7 @@ from proxy_behaviours import Seen, event, event_stream
 from proxy_fakes import FakeInstance, join, ping
 
 from proxy.registry import Registry
-from proxy.upstream import Call, CallFailed, open_session
+from proxy.upstream import Call, CallFailed, Client
 
 
 class Answer:
@@ -104,7 +105,8 @@ async def test_who_leaves_as_the_instance_dies_has_left(dead_first: bool) -> Non
     call = Call(Session(), instance, "/v1/completions")
     asking = asyncio.create_task(call.open(b"", CIMultiDict()))
     await asked.wait()
-    for end in [instance.dead, asking.cancel] if dead_first else [asking.cancel, instance.dead]:
+    ends: list[Callable[[], object]] = [lambda: instance.dead(known=True), asking.cancel]
+    for end in ends if dead_first else reversed(ends):
         end()
     with pytest.raises(asyncio.CancelledError):
         await asking
@@ -115,9 +117,9 @@ async def test_who_leaves_as_the_instance_dies_has_left(dead_first: bool) -> Non
 @pytest.mark.asyncio
 async def test_a_connection_is_not_used_again_when_vllm_may_be_closing_it() -> None:
     """Its server does so after five idle seconds."""
-    async with open_session() as session:
-        assert session.connector is not None
-        assert 1.0 <= session.connector._keepalive_timeout <= 4.0
+    async with Client() as client:
+        assert client.kept.connector is not None
+        assert 1.0 <= client.kept.connector._keepalive_timeout <= 4.0
 
 
 @pytest.mark.asyncio
@@ -133,9 +135,9 @@ async def test_a_host_that_vanishes_is_noticed_although_nothing_is_sent_to_it() 
     instance = FakeInstance("D", behaviour=streams)
     await instance.start()
     try:
-        async with open_session() as session:
+        async with Client() as client:
             url = f"http://{instance.http_address}/v1/completions"
-            async with session.post(url, data=b"{}", headers={"X-Request-Id": "x"}) as answer:
+            async with await client.post(url, b"{}", CIMultiDict({"X-Request-Id": "x"})) as answer:
                 assert answer.connection is not None and answer.connection.transport is not None
                 sock = answer.connection.transport.get_extra_info("socket")
                 assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1

@@ -53,7 +53,7 @@ class Pair:
 
     def serving(self) -> bool:
         try:
-            return bool(client.get(f"{self.proxy.base_url}/health"))
+            return bool(client.get(f"{self.proxy.base_url}/health?prefill=1&decode=1"))
         except (client.RequestFailed, http.client.HTTPException, OSError):
             return False
 
