@@ -103,7 +103,7 @@ class Proxy:
             if exchange.culprit is None or self.desk.stopping:
                 return response
             if exchange.unlucky and lucky:
-                # Under a new id neither side takes it for the one that was aborted. Once, and nobody is blamed.
+                # Under a new id neither side takes it for the one that was aborted. Nobody is blamed.
                 lucky = False
                 continue
             failed.add(exchange.culprit)

@@ -132,7 +132,7 @@ class Producing:
         return True
 
     def _heir(self, prompt: _Prompt) -> Request | None:
-        """Who pushes the prompt of an aborted request in its place: a repeated request with the same tokens."""
+        """Who pushes the prompt of an aborted request in its place: one that asks for the same again."""
         for request in self._spare.get(prompt.paired.key, {}).values():
             if prompt_digest(request) == prompt_digest(prompt.request):
                 self._no_spare(request)

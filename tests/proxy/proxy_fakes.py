@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,6 +62,11 @@ def held(deployment: Deployment) -> dict[str, int]:
         "handlers": len(proxy.desk),
         "connections": proxy.session.open,
     }
+
+
+def asked(instances: Iterable[FakeInstance]) -> list[int]:
+    """How many requests reached each, fewest first; one that came twice over two connections is one."""
+    return sorted(len({seen.request_id for seen in each.requests}) for each in instances)
 
 
 def called(*instances: FakeInstance) -> bool:

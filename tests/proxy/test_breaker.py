@@ -227,7 +227,8 @@ async def serve_both(deployment: Deployment, *instances: FakeInstance) -> None:
 
 @pytest.mark.asyncio
 async def test_the_last_p_may_fail_and_fail_and_is_asked_and_asked() -> None:
-    async with deployed("sequential", prefill=1, decode=1) as deployment:
+    limits = Limits(alone_share=0)
+    async with deployed("sequential", prefill=1, decode=1, limits=limits) as deployment:
         deployment.p.behaviour = answer_error(500)
         for _ in range(12):
             assert (await deployment.post()).status == 502

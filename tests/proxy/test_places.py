@@ -16,7 +16,7 @@ from proxy.counters import Counters
 from proxy.errors import Failure
 from proxy.limits import Limits
 from proxy.registry import Registry
-from proxy.routing import Router
+from proxy.routing import Help, Router
 
 pytestmark = pytest.mark.asyncio
 
@@ -95,7 +95,7 @@ async def test_who_moves_makes_room_for_who_waits() -> None:
         assert place.choice.decode is both
         waiter = asyncio.create_task(enter(admission, model="a"))
         await until(lambda: admission.waiting == 1)
-        assert admission.move(place, frozenset({both}))
+        assert admission.move(place, Help.NONE, frozenset({both}))
         await waiter
         assert (both.seats, one.seats) == (0, 1)
     assert one.seats == 0

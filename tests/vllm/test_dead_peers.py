@@ -1,16 +1,19 @@
 """P or D dies, freezes or is told to stop, at three moments, under sixteen requests.
 
-All requests end, the survivor goes on, and both are back where they were.
+All requests end, the survivor goes on, and both are back where they were. Whatever becomes of P, all are
+answered: D computes what P cannot.
 """
 
 from __future__ import annotations
 
 import http.client
+import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -114,6 +117,8 @@ def test_all_requests_end_and_the_survivor_goes_on(
         with out_of_action(victim, fault):
             ended = [each.result(120.0) for each in asked]
             check_ends(expected, [(what, when - struck) for what, when in ended])
+            if who == "P":
+                assert [what for what, _ in ended if isinstance(what, Exception)] == []
             alone = answers.complete(survivor.base_url, MODEL_NAME, prompts[0], max_tokens=TOKENS)
             assert_same(expected[:1], alone)
             at_rest(survivor, seconds=SETTLE_SECONDS)
@@ -124,6 +129,32 @@ def test_all_requests_end_and_the_survivor_goes_on(
     again, _ = pair.ask(prompts[0])
     assert isinstance(again, Answer), again
     assert_same(expected[:1], [again])
+
+
+@pytest.mark.timeout(600)
+def test_with_no_p_ever_started_d_answers_alone(
+    fleet_keeper, launch: Callable[..., None], tiny_model: Path, tmp_path: Path
+) -> None:
+    fleet_keeper.stop()
+    proxy = ProxyServer(log_path=tmp_path / "proxy.log", prefill=0)
+    d = VllmServer(
+        tiny_model,
+        role="D",
+        proxy=proxy.discovery,
+        extra_args=SETTINGS,
+        load_failure_policy="fail",
+        log_path=tmp_path / "D.log",
+    )
+    launch(proxy, d)
+    prompts = [tokens(300, f"alone {number}") for number in range(PROMPTS)]
+    expected = [answers.complete(d.base_url, MODEL_NAME, each, max_tokens=TOKENS)[0] for each in prompts]
+    with ThreadPoolExecutor(PROMPTS) as pool:
+        ask = partial(answers.complete, proxy.base_url, MODEL_NAME, max_tokens=TOKENS)
+        asked = [pool.submit(ask, prompt=prompt) for prompt in prompts]
+        got = [each.result(120.0)[0] for each in asked]
+    assert_same(expected, got)
+    report = json.loads(client.get(f"{proxy.base_url}/health"))
+    assert (report["status"], report["counters"]["alone"]) == ("degraded", PROMPTS)
 
 
 @contextmanager
