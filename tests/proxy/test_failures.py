@@ -85,6 +85,39 @@ async def test_a_d_that_freezes_is_a_502(behaviour: Behaviour) -> None:
         assert (await error_of(response))["message"].startswith("The decode instance")
 
 
+async def test_a_d_that_freezes_and_wakes_within_its_lease_answers() -> None:
+    async with deployed("concurrent", 1, 1, life=0.3) as deployment:
+        ready = asyncio.Event()
+        deployment.d.behaviour = after(ready, answer_json)
+        asked = asyncio.create_task(deployment.post())
+        await until(lambda: called(deployment.d))
+        freeze(deployment, deployment.d)
+        (instance,) = deployment.registry.known("D")
+        await until(lambda: instance.silent(deployment.proxy.clock()))
+        probed = deployment.d.healths
+        await until(lambda: deployment.d.healths > probed + 1, "it is asked, and says nothing")
+        again = asyncio.create_task(deployment.post())
+        await until(lambda: len(deployment.d.requests) == 2, "there is nobody else")
+        ready.set()
+        assert {(await asked).status, (await again).status} == {200}
+
+
+async def test_a_silent_d_whose_port_refuses_is_gone_at_once() -> None:
+    async with deployed("concurrent", 1, 1, life=0.3) as deployment:
+        deployment.d.behaviour = never
+        asked = asyncio.create_task(deployment.post())
+        await until(lambda: called(deployment.d))
+        deployment.pingers[deployment.d.http_address]._interval = 1000.0
+        assert deployment.d.runner is not None
+        for site in list(deployment.d.runner.sites):
+            await site.stop()
+        response = await asked
+        assert (response.status, (await error_of(response))["message"]) == (
+            502,
+            "The decode instance is gone.",
+        )
+
+
 async def test_a_d_whose_pings_are_lost_goes_on() -> None:
     async with deployed("concurrent", 1, 1, life=0.5, lease=1.0) as deployment:
         ready = asyncio.Event()
