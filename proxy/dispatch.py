@@ -138,6 +138,7 @@ class Exchange:
         except Refused as error:
             logger.warning("request %s: %s answered %d", self.unique, instance, error.reply.status)
             theirs = 400 <= error.reply.status < 500
+            self.owed = "" if theirs else f"answered {error.reply.status}"
             self.judge(instance, theirs)
             raise PrefillFailed(str(error), error.reply if theirs else None) from error
         finally:
