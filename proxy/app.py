@@ -52,7 +52,7 @@ def make_app(
     async def running(app: web.Application) -> AsyncIterator[None]:
         async with AsyncExitStack() as cleanup:
             session = await cleanup.enter_async_context(Client())
-            app[PROXY] = proxy = Proxy(session, registry or Registry(), dispatch, limits)
+            app[PROXY] = proxy = Proxy(session, registry or Registry(lease=limits.lease), dispatch, limits)
             app[LISTENER] = listener = Listener(discovery, proxy.take, members)
             cleanup.callback(listener.close)
             tasks = [asyncio.create_task(listener.run()), asyncio.create_task(proxy.prober.run())]

@@ -123,6 +123,7 @@ def _limits(arguments: argparse.Namespace) -> Limits:
         max_wait=arguments.max_wait,
         max_held=arguments.max_held_mib << 20,
         retries=arguments.retries,
+        lease=arguments.lease_seconds,
         alone_share=0.0 if arguments.no_decode_alone else arguments.alone_share,
     )
 
@@ -204,6 +205,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         ("--alone-share", _share, limits.alone_share, "SHARE",
             "of each decode instance's --max-requests, for prompts that it computes because no prefill "
             "instance can; others get a 503"),
+        ("--lease-seconds", _seconds, limits.lease, "SECONDS",
+            "how long an instance may be silent, its connection open, until it is gone"),
         ("--drain-seconds", _seconds, 25.0, "SECONDS",
             "after SIGTERM, how long requests under way may go on"),
     ]  # fmt: skip

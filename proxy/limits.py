@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .registry import LEASE
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -17,6 +19,7 @@ class Limits:
         max_held: bytes of the bodies of all requests that have arrived and not ended.
         body_patience: seconds without a byte after which a body is not waited for any longer.
         retries: how often one request is tried again elsewhere, before its first byte.
+        lease: seconds for which an instance may be silent while its connection stands, before it is gone.
         alone_share: of one decode instance's places, the share for requests that no prefill instance can
             serve, and whose prompts it computes itself; 0 for none.
     """
@@ -28,6 +31,7 @@ class Limits:
     max_held: int = 1 << 30
     body_patience: float = 30.0
     retries: int = 1
+    lease: float = LEASE
     alone_share: float = 0.25
 
     @property

@@ -16,7 +16,16 @@ PAGE = " ".join((Path(__file__).parents[2] / "docs" / "operations.md").read_text
 
 @pytest.mark.parametrize(
     "option",
-    ["max_requests", "max_waiting", "max_wait", "max_held_mib", "retries", "alone_share", "drain_seconds"],
+    [
+        "max_requests",
+        "max_waiting",
+        "max_wait",
+        "max_held_mib",
+        "retries",
+        "alone_share",
+        "lease_seconds",
+        "drain_seconds",
+    ],
 )
 def test_defaults(option: str) -> None:
     default = _parser().get_default(option)
