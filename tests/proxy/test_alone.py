@@ -230,8 +230,8 @@ async def test_the_place_that_a_request_has_is_enough_for_it() -> None:
 
 @pytest_asyncio.fixture
 async def brief() -> AsyncIterator[Deployment]:
-    """A proxy for which silence begins after half a second, and ends everything a second later."""
-    async with deployed("concurrent", 1, 1, life=0.5, lease=1.5) as deployment:
+    """A proxy for which silence begins after a second and a half, and ends everything as much later."""
+    async with deployed("concurrent", 1, 1, life=1.5, lease=3.0) as deployment:
         yield deployment
 
 
@@ -252,7 +252,7 @@ async def test_of_a_frozen_p_d_hears_by_itself_and_is_not_broken_off(brief: Depl
 @pytest.mark.parametrize("alone", [True, False])
 async def test_if_d_fails_for_want_of_a_frozen_ps_kv_it_is_not_ds_failure(alone: bool) -> None:
     limits = Limits(alone_share=0.25 if alone else 0)
-    async with deployed("concurrent", 1, 1, life=0.5, lease=30.0, limits=limits) as deployment:
+    async with deployed("concurrent", 1, 1, life=1.5, lease=30.0, limits=limits) as deployment:
         ended = asyncio.Event()
 
         async def internal(request: web.Request, seen: Seen) -> web.StreamResponse:
@@ -278,13 +278,13 @@ async def test_if_d_fails_for_want_of_a_frozen_ps_kv_it_is_not_ds_failure(alone:
 
 async def test_a_silent_p_is_spared_while_d_may_do_it_alone_and_is_better_than_nobody() -> None:
     for limits in (Limits(), OFF):
-        async with deployed("concurrent", 1, 1, life=0.3, limits=limits) as deployment:
+        async with deployed("concurrent", 1, 1, life=1.5, limits=limits) as deployment:
             deployment.pingers[deployment.p.http_address]._interval = 1000.0
             p = known(deployment, deployment.p)
             await until(lambda p=p, deployment=deployment: p.silent(deployment.proxy.clock()))
             assert (await deployment.post()).status == 200
             assert paired(deployment.d) == [limits is OFF]
-            assert deployment.proxy.gauges()["silent"] == 1
+            assert deployment.proxy.gauges()["silent"] >= 1
             # Neither is it gone: its connection stands.
             assert deployment.registry.known("P") == [p]
 
