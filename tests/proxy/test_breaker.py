@@ -238,7 +238,9 @@ async def test_the_last_p_may_fail_and_fail_and_is_asked_and_asked() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_d_that_dies_in_every_stream_gets_a_pause() -> None:
+async def test_a_d_that_dies_in_every_stream_gets_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.breaker._FIRST_PAUSE", 30.0)  # no trial, however slow this machine is
+
     async def breaks(request: web.Request, seen: Seen) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Content-Length": "99"})
         await response.prepare(request)
