@@ -10,19 +10,20 @@ import asyncio
 import heapq
 import itertools
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from .counters import Counters
 from .errors import Failure
 from .limits import Limits
 from .registry import Instance
-from .routing import Choice, Full, NoInstance, Router, UnknownModel
+from .routing import AloneFull, Choice, Full, Help, NoInstance, Router, UnknownModel
 
 
 @dataclass(eq=False)
 class Place:
-    """What one request holds at its instances: a seat at D, and the trial of an instance in doubt.
+    """What one request holds at its instances: a seat at D, perhaps one of those for prompts that D computes
+    alone, and the trial of an instance in doubt.
 
     Attributes:
         choice: who serves it.
@@ -36,6 +37,7 @@ class Place:
     def seat(self) -> None:
         """It is coming to its instances."""
         self.choice.decode.seats += 1
+        self.choice.decode.alone += self.choice.missed
         self._expecting = self.choice.prefill
         if self._expecting is not None:
             self._expecting.coming += 1
@@ -50,6 +52,7 @@ class Place:
         """It has left them."""
         self.sent()
         self.choice.decode.seats -= 1
+        self.choice.decode.alone -= self.choice.missed
 
 
 Wants = tuple[str | None, bool]
@@ -96,23 +99,38 @@ class Admission:
         finally:
             self._leave(place)
 
-    def can_move(self, place: Place, avoid: frozenset[Instance]) -> bool:
+    def can_move(self, place: Place, help: Help, avoid: frozenset[Instance]) -> bool:
         """Whether there are other instances with room."""
         try:
-            self._router.able(place.model, self._clock(), paired=place.paired, avoid=avoid)
+            self._router.able(place.model, self._clock(), help=help, avoid=avoid)
         except (NoInstance, UnknownModel, Full):
             return False
         return True
 
-    def move(self, place: Place, avoid: frozenset[Instance]) -> bool:
+    def move(self, place: Place, help: Help, avoid: frozenset[Instance]) -> bool:
         """Puts a request at other instances, without a wait. False if there are none with room."""
         try:
-            other = self._choose(place.model, place.paired, avoid)
+            other = self._choose(place.model, help, avoid)
         except (NoInstance, UnknownModel, Full):
             return False
         self._unseat(place)
         place.choice = other
         self._seat(place)
+        self._counters.alone += other.missed
+        self.advance()
+        return True
+
+    def stay_alone(self, place: Place, avoid: frozenset[Instance]) -> bool:
+        """Lets a D alone go on with a request that has a place; the place itself may be the last one there
+        is. False if no D may: then all have as many of those as they may, or there is no D."""
+        self._unseat(place)
+        try:
+            place.choice = self._choose(place.model, Help.MISSED, avoid)
+        except (NoInstance, UnknownModel, Full):
+            return False
+        finally:
+            self._seat(place)
+        self._counters.alone += 1
         self.advance()
         return True
 
@@ -123,11 +141,12 @@ class Admission:
         while firsts and self._router.has_room(self._clock()):
             _, waiter = heapq.heappop(firsts)
             try:
-                place = Place(*waiter.wants, self._choose(*waiter.wants))
+                place = Place(*waiter.wants, self._choose(waiter.wants[0], _help(waiter.wants)))
             except (Full, NoInstance, UnknownModel):
                 # An instance may come, or come back, before the wait is over.
                 continue
             self._seat(place)
+            self._counters.alone += place.choice.missed
             self._remove(waiter)
             waiter.placed.set_result(place)
             if following := _first(self._queues.get(waiter.wants, {})):
@@ -169,9 +188,13 @@ class Admission:
 
     def _check_queue(self, waiter: _Waiter) -> None:
         """Whether a wait has a prospect. Raises NoInstance, UnknownModel or Failure."""
-        model, paired = waiter.wants
-        with suppress(Full):
-            self._router.able(model, self._clock(), paired=paired)
+        try:
+            self._router.able(waiter.wants[0], self._clock(), help=_help(waiter.wants))
+        except AloneFull as full:
+            self._counters.refused_alone += 1
+            raise Failure(503, f"{full}; try again in a few seconds.") from None
+        except Full:
+            pass
         if self.waiting <= self._limits.max_waiting:
             return
         self._counters.refused_full += 1
@@ -187,8 +210,8 @@ class Admission:
         if placed.done() and not placed.cancelled() and placed.exception() is None:
             self._leave(placed.result())
 
-    def _choose(self, model: str | None, paired: bool, avoid: frozenset[Instance] = frozenset()) -> Choice:
-        return self._router.choose(model, self._clock(), paired=paired, avoid=avoid)
+    def _choose(self, model: str | None, help: Help, avoid: frozenset[Instance] = frozenset()) -> Choice:
+        return self._router.choose(model, self._clock(), help=help, avoid=avoid)
 
     def _leave(self, place: Place) -> None:
         self._unseat(place)
@@ -205,6 +228,10 @@ class Admission:
         place.unseat()
         for instance in place.choice.instances:
             instance.breaker.given_up(place)
+
+
+def _help(wants: Wants) -> Help:
+    return Help.WANTED if wants[1] else Help.NONE
 
 
 def _first(queue: dict[_Waiter, None]) -> _Waiter | None:

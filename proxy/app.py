@@ -17,7 +17,7 @@ from .limits import Limits
 from .listener import Listener
 from .registry import Registry
 from .serving import Dispatch, Proxy
-from .upstream import open_session
+from .upstream import Client
 
 # A connection on which no request is under way, or not even its head has come, is closed after this.
 IDLE_SECONDS = 75.0
@@ -51,8 +51,8 @@ def make_app(
 
     async def running(app: web.Application) -> AsyncIterator[None]:
         async with AsyncExitStack() as cleanup:
-            session = await cleanup.enter_async_context(open_session())
-            app[PROXY] = proxy = Proxy(session, registry or Registry(), dispatch, limits)
+            session = await cleanup.enter_async_context(Client())
+            app[PROXY] = proxy = Proxy(session, registry or Registry(lease=limits.lease), dispatch, limits)
             app[LISTENER] = listener = Listener(discovery, proxy.take, members)
             cleanup.callback(listener.close)
             tasks = [asyncio.create_task(listener.run()), asyncio.create_task(proxy.prober.run())]

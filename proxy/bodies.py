@@ -98,6 +98,17 @@ def _without_the_forbidden(fields: Fields) -> Fields:
     return kept
 
 
+def message_of(raw: bytes) -> str:
+    """The message of an error in OpenAI's form, or in FastAPI's; "" if there is none."""
+    try:
+        fields = _decoder.decode(raw)
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return ""
+    error = fields.get("error")
+    message = error.get("message") if isinstance(error, dict) else fields.get("detail")
+    return message if isinstance(message, str) else ""
+
+
 def returned_params(raw: bytes) -> Fields | None:
     """The kv_transfer_params in P's answer, for D; None if it has none, or is not JSON."""
     try:

@@ -123,6 +123,8 @@ def _limits(arguments: argparse.Namespace) -> Limits:
         max_wait=arguments.max_wait,
         max_held=arguments.max_held_mib << 20,
         retries=arguments.retries,
+        lease=arguments.lease_seconds,
+        alone_share=0.0 if arguments.no_decode_alone else arguments.alone_share,
     )
 
 
@@ -200,6 +202,11 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
             "MiB of the bodies of all requests together; others get a 503"),
         ("--retries", _at_least(0), limits.retries, "N",
             "tries at other instances if one fails before the first byte"),
+        ("--alone-share", _share, limits.alone_share, "SHARE",
+            "of each decode instance's --max-requests, for prompts that it computes because no prefill "
+            "instance can; others get a 503"),
+        ("--lease-seconds", _seconds, limits.lease, "SECONDS",
+            "how long an instance may be silent, its connection open, until it is gone"),
         ("--drain-seconds", _seconds, 25.0, "SECONDS",
             "after SIGTERM, how long requests under way may go on"),
     ]  # fmt: skip
@@ -207,6 +214,12 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             option, type=read, default=default, metavar=unit, help=f"{what} (default: %(default)g)"
         )
+    parser.add_argument(
+        "--no-decode-alone",
+        action="store_true",
+        help="when no prefill instance can serve a request, fail it; by default a decode instance computes "
+        "its prompt",
+    )
 
 
 def _address(text: str) -> Address:
@@ -233,6 +246,18 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds of at least 0")
     return seconds
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no share: expected more than 0 and at most 1; to have none, --no-decode-alone"
+        )
+    return share
 
 
 def _port(text: str) -> int:

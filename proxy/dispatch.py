@@ -3,8 +3,9 @@
 The rules, wherever a leg fails:
 
 - Before D's first token nothing has gone to the client, so any failure becomes a whole error response.
-- P's failure then cancels D: it would wait for KV that never comes. But a P that gives up, told to stop,
-  tells D itself, which may compute the prompt; only if D fails then, P has.
+- P's failure then cancels D: it would wait for KV that never comes, and the caller may ask another P, or a D
+  without one. Where D knows better, it goes on, and may compute the prompt; only if it fails then, P has:
+  a P that gives up, told to stop, tells D itself; and of a silent P nobody knows whether it is dead.
 - D's first token proves that it has the KV of its prompt. From there on P's fate does not matter,
   unless the request has several prompts; then the stream ends with an error event.
 - D's failure cancels P. So does the client when it leaves, which cancels the handler.
@@ -29,7 +30,7 @@ from aiohttp import web
 
 from p2pkv.pairing import mint
 
-from .bodies import Body, returned_params
+from .bodies import Body, message_of, returned_params
 from .counters import Counters
 from .errors import error_response
 from .given_up import GIVEN_UP, STOPPED
@@ -37,22 +38,31 @@ from .headers import REQUEST_ID, Headers, to_instance
 from .registry import Instance
 from .relay import Relay, Scrubber, refusal
 from .routing import Choice
-from .upstream import Call, CallFailed, Refused, Reply, first_words, read_whole
+from .upstream import Call, CallFailed, Client, Errored, Refused, Reply, Silent, first_words, read_whole
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# How long a D's error is held back while P's part is open: it may be for want of P's KV, and P's failure, of
+# which D has heard first, on its way to us.
+_VERDICT_SECONDS = 1.0
+_UNANSWERED = "has not answered"
+# What vLLM says of every failure within its engine, KV that did not come included.
+_SAYS_NOTHING = "internal server error"
 
 # How long P may go on after D's answer is complete: its own last step and response.
 _GRACE_SECONDS = 10.0
 
 
 class PrefillFailed(Exception):
-    """P did not do its part. `reply` is its own error, if the client's request caused it."""
+    """P did not do its part. `reply` is its own error, if the client's request caused it; `silent`: nobody
+    knows that it died."""
 
-    def __init__(self, why: str, reply: Reply | None = None) -> None:
+    def __init__(self, why: str, reply: Reply | None = None, *, silent: bool = False) -> None:
         super().__init__(f"The prefill instance failed: {why}.")
         self.reply = reply
+        self.silent = silent
 
 
 @dataclass(frozen=True)
@@ -74,11 +84,14 @@ class Exchange:
         sent: to be called when P is asked.
         complete: the client has got the whole answer.
         gave_up: P was told to stop before it had done its part.
+        owed: what P has not done, in words, once it has been asked; "" when it has.
         culprit: who failed before anything of D's answer went to the client.
+        repeated: an instance was sent the request twice, since its connection had been closed.
+        unlucky: D failed, and that may be why: the first one had arrived after all, and was aborted.
         relay: D's answer on its way to the client, once it is.
     """
 
-    session: aiohttp.ClientSession
+    session: Client
     request: web.Request
     body: Body
     choice: Choice
@@ -89,7 +102,10 @@ class Exchange:
     sent: Callable[[], None]
     complete: bool = False
     gave_up: bool = False
+    owed: str = ""
     culprit: Instance | None = None
+    repeated: bool = False
+    unlucky: bool = False
     relay: Relay | None = None
     request_id: str = field(init=False)
     scrubber: Scrubber = field(init=False)
@@ -105,20 +121,24 @@ class Exchange:
         """P's whole answer. Raises PrefillFailed."""
         instance = self.choice.prefill
         assert instance is not None
-        call = Call(self.session, instance, self.request.path)
+        call = Call(self.session, instance, self.request.path, self._sent_again)
         self.sent()
+        self.owed = _UNANSWERED
         try:
             reply = await call.whole(self.body.for_prefill(), self._headers(instance))
             self.gave_up = GIVEN_UP in reply.body
+            self.owed = STOPPED if self.gave_up else ""
             self.judge(instance, not self.gave_up)
             return reply
         except CallFailed as error:
+            self.owed = str(error)
             self.judge(instance, False)
             logger.warning("request %s: %s %s (%r)", self.unique, instance, error, error.__cause__)
-            raise PrefillFailed(f"it {error}") from error
+            raise PrefillFailed(f"it {error}", silent=isinstance(error, Silent)) from error
         except Refused as error:
             logger.warning("request %s: %s answered %d", self.unique, instance, error.reply.status)
             theirs = 400 <= error.reply.status < 500
+            self.owed = "" if theirs else f"answered {error.reply.status}"
             self.judge(instance, theirs)
             raise PrefillFailed(str(error), error.reply if theirs else None) from error
         finally:
@@ -127,7 +147,7 @@ class Exchange:
     @contextmanager
     def decode_call(self) -> Iterator[Call]:
         """The call to D, closed at the end whatever happens."""
-        call = Call(self.session, self.choice.decode, self.request.path)
+        call = Call(self.session, self.choice.decode, self.request.path, self._sent_again)
         try:
             yield call
         finally:
@@ -143,13 +163,26 @@ class Exchange:
         self.judge(call.instance, True)
         return answer
 
-    def decode_failed(self) -> None:
-        """D has not answered, and nothing has gone to the client."""
-        self.culprit = self.choice.decode
-        if self.gave_up:
-            self.culprit = self.choice.prefill  # judged before
+    def _sent_again(self) -> None:
+        self.repeated = True
+
+    def decode_failed(self, spoke: bool) -> None:
+        """D has not answered, and nothing has gone to the client. `spoke`: it said itself that it failed."""
+        if spoke and self.repeated:
+            self.culprit, self.unlucky = self.choice.decode, True
+        elif self.blames_prefill:
+            self.culprit = self.choice.prefill  # judged before, or only silent
         else:
+            self.culprit = self.choice.decode
             self.judge(self.choice.decode, False)
+
+    @property
+    def blames_prefill(self) -> bool:
+        """Whether D, if it fails, does so for want of KV: P has failed, or has fallen silent."""
+        prefill = self.choice.prefill
+        if prefill is None or not self.owed:
+            return False
+        return self.owed != _UNANSWERED or prefill.silent(self.clock())
 
     def judge(self, instance: Instance, success: bool) -> None:
         """Tells an instance's breaker what became of its part."""
@@ -170,9 +203,9 @@ class Exchange:
             prefilling.add_done_callback(self.lingering.discard)
             asyncio.get_running_loop().call_later(_GRACE_SECONDS, prefilling.cancel)
 
-    def failed(self, why: str) -> web.Response:
-        """A 502, with the id under which the log has the details."""
-        response = error_response(502, why)
+    def failed(self, why: str, status: int = 502) -> web.Response:
+        """An error of ours, with the id under which the log has the details."""
+        response = error_response(status, why)
         response.headers[REQUEST_ID] = self.unique
         return response
 
@@ -213,10 +246,13 @@ async def concurrent(exchange: Exchange) -> web.StreamResponse:
 
 
 async def _first_token(prefilling: asyncio.Task[Reply], decoding: asyncio.Task[Answer]) -> None:
-    """Until D's part is settled, either way. Raises PrefillFailed if P fails before D succeeds."""
+    """Until D's part is settled, either way. Raises PrefillFailed if P is known to have failed before D
+    succeeds."""
     await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
     if prefilling.done() and not (decoding.done() and decoding.exception() is None):
-        prefilling.result()
+        error = prefilling.exception()
+        if not (isinstance(error, PrefillFailed) and error.silent):
+            prefilling.result()
     await asyncio.wait((decoding,))
 
 
@@ -232,14 +268,23 @@ async def _answered(
         )
         if 400 <= refused.reply.status < 500:
             exchange.judge(exchange.choice.decode, True)
-        else:
-            exchange.decode_failed()
+            return _refused(exchange, "decode", refused.reply)
+        await _verdict(prefilling)
+        exchange.decode_failed(spoke=True)
+        if refused.reply.status == 500 and _says_nothing(message_of(refused.reply.body)):
+            return exchange.failed(_why_decode_failed(exchange), 500)
         return _refused(exchange, "decode", refused.reply)
     except CallFailed as error:
-        exchange.decode_failed()
+        if isinstance(error, Errored):
+            await _verdict(prefilling)
+        exchange.decode_failed(spoke=isinstance(error, Errored))
         logger.warning(
             "request %s: %s %s (%r)", exchange.unique, exchange.choice.decode, error, error.__cause__
         )
+        if isinstance(error, Errored):
+            if _says_nothing(error.said):
+                return exchange.failed(_why_decode_failed(exchange))
+            return exchange.failed(exchange.scrubber.text(f"The decode instance {error}: {error.said}"))
         return exchange.failed(f"The decode instance {error}.")
     relay = exchange.relay = Relay(exchange.request, answer.response, answer.head, exchange.scrubber)
     if prefilling is not None and not exchange.body.one_prompt:
@@ -249,6 +294,32 @@ async def _answered(
     if relay.broken:
         exchange.judge(exchange.choice.decode, False)
     return response
+
+
+async def _verdict(prefilling: asyncio.Task[Reply] | None) -> None:
+    """Until P's part is settled, if that is soon."""
+    if prefilling is not None:
+        await asyncio.wait((prefilling,), timeout=_VERDICT_SECONDS)
+
+
+def _says_nothing(message: str) -> bool:
+    return not message or message.lower().rstrip(".") == _SAYS_NOTHING
+
+
+def _why_decode_failed(exchange: Exchange) -> str:
+    """In place of D's own words, which name no reason."""
+    prefill, now = exchange.choice.prefill, exchange.clock()
+    if prefill is None:
+        return "The decode instance failed with an internal error; its log says how."
+    if exchange.blames_prefill:
+        silence = now - prefill.last_seen
+        silent = f" and has not pinged for {silence:.0f} s" if prefill.silent(now) else ""
+        owed = f"The prefill instance {exchange.owed}{silent}"
+        return f"{owed}, and the decode instance could not go on without it."
+    return (
+        "The decode instance failed with an internal error; its log says how. With kv_load_failure_policy "
+        "`fail` it does so when KV of the prefill instance does not arrive."
+    )
 
 
 def _interrupt(relay: Relay, prefilling: asyncio.Task[Reply]) -> None:

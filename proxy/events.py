@@ -25,6 +25,14 @@ def failed(head: bytes) -> bool:
     return not (isinstance(code, int) and 400 <= code < 500)
 
 
+def said(head: bytes) -> str:
+    """The message of the error that it is; "" if it has none."""
+    event = _first(head)
+    error = event.get("error") if isinstance(event, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return message if isinstance(message, str) else ""
+
+
 def _first(head: bytes) -> Any:
     """The first event that says something, decoded; None while there is none."""
     *lines, _ = head.split(b"\n")

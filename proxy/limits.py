@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .registry import LEASE
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -17,6 +19,9 @@ class Limits:
         max_held: bytes of the bodies of all requests that have arrived and not ended.
         body_patience: seconds without a byte after which a body is not waited for any longer.
         retries: how often one request is tried again elsewhere, before its first byte.
+        lease: seconds for which an instance may be silent while its connection stands, before it is gone.
+        alone_share: of one decode instance's places, the share for requests that no prefill instance can
+            serve, and whose prompts it computes itself; 0 for none.
     """
 
     max_requests: int = 1024
@@ -26,3 +31,10 @@ class Limits:
     max_held: int = 1 << 30
     body_patience: float = 30.0
     retries: int = 1
+    lease: float = LEASE
+    alone_share: float = 0.25
+
+    @property
+    def alone(self) -> int:
+        """The places of that share: at least one, unless there is none."""
+        return max(1, int(self.max_requests * self.alone_share)) if self.alone_share > 0 else 0

@@ -16,7 +16,7 @@ from .headers import to_instance
 from .registry import Instance
 from .relay import Scrubber, refusal
 from .routing import Choice
-from .upstream import CallFailed, Reply, read_whole
+from .upstream import CallFailed, Client, Reply, read_whole
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _listing = msgspec.json.Decoder(_Listing)
 
 
 async def merged(
-    session: aiohttp.ClientSession, request: web.Request, decoders: Sequence[Instance], unique: str
+    session: Client, request: web.Request, decoders: Sequence[Instance], unique: str
 ) -> web.Response:
     """Every model once, asked for with the client's own headers. If no instance lists any, the first
     instance's own error, such as 401 without its key."""
@@ -48,9 +48,7 @@ async def merged(
     return error_response(502, "No decode instance listed its models.")
 
 
-async def _ask(
-    session: aiohttp.ClientSession, request: web.Request, instance: Instance, unique: str
-) -> Reply | None:
+async def _ask(session: Client, request: web.Request, instance: Instance, unique: str) -> Reply | None:
     headers = to_instance(request.headers, instance, unique)
     try:
         async with session.get(

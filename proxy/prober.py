@@ -1,12 +1,14 @@
 """Asks instances for their /health.
 
 Newcomers, because a ping comes from a worker, which starts before the API listens; and those with requests
-in flight whose pings have stopped: a frozen process keeps its connections open, and answers nothing.
+in flight whose pings have stopped: a port that refuses says that they are gone, and an answer that they live.
+One that says nothing is frozen, or busy: what it has goes on until it has been silent for a lease.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections.abc import Callable
 
@@ -14,7 +16,7 @@ import aiohttp
 import msgspec
 
 from .registry import Instance, Registry
-from .upstream import CallFailed, read_whole
+from .upstream import CallFailed, Client, read_whole
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ class Prober:
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        session: Client,
         registry: Registry,
         clock: Callable[[], float],
         changed: Callable[[], None],
@@ -67,7 +69,7 @@ class Prober:
             now = self._clock()
             self._gone.update(self._registry.expire(now))
             self._gone = {instance for instance in self._gone if instance.in_flight}
-            doubtful = {*self._registry.silent(now), *self._gone}
+            doubtful = {*self._registry.late(now), *self._gone}
             await asyncio.gather(
                 *(self._probe(instance) for instance in self._registry.unready()),
                 *(self._doubt(instance) for instance in doubtful),
@@ -80,14 +82,17 @@ class Prober:
                 continue
 
     async def _doubt(self, instance: Instance) -> None:
-        """A lost ping ends no request; an instance that does not answer either does."""
+        """Silence ends no request before its lease has run out, and none of an instance that answers."""
         try:
             await self._health(instance)
         except (aiohttp.ClientError, OSError) as error:
+            refused = isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
+            if not refused and not self._registry.overdue(instance, self._clock()):
+                return
             logger.warning(
                 "%s neither pings nor answers (%r): its %d requests fail", instance, error, instance.in_flight
             )
-            instance.dead()
+            instance.dead(refused)
         except Exception:  # as below; it has answered something
             logger.exception("%s could not be asked for its health", instance)
 
@@ -95,7 +100,7 @@ class Prober:
         async with self._session.get(
             f"{instance.url}/health", timeout=_TIMEOUT, allow_redirects=False
         ) as answer:
-            return answer.status == 200
+            return bool(answer.status == 200)
 
     async def _probe(self, instance: Instance) -> None:
         try:

@@ -2,6 +2,10 @@
 
 All `now` are seconds of one monotonic clock.
 
+An instance whose pings stop while their connection stands is silent, not gone: its process may be compiling,
+or wait for a core. Others are preferred, and it is given up after a lease. It is gone when it says goodbye,
+when the connection is closed and no other comes, or when its port refuses.
+
 An address belongs to whoever has it, for as long as the connection of its pings stands and they keep coming:
 another instance under it is a mistake, or worse, and is refused. A process that ends, however it ends, loses
 its connection; so its successor is taken at once.
@@ -24,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 # Three lost pings and a little: an instance whose ping is merely late stays.
 LIFE = 3 * PING_INTERVAL + 1.0
+# How long a silent instance whose connection stands is kept: as long as p2pkv's own lease, by default.
+LEASE = 30.0
 MAX_INSTANCES = 4096
 # Of its life, how much an instance may be silent before it is asked whether it still works, and before
 # another one may have its address.
@@ -52,11 +58,13 @@ class Instance:
     Attributes:
         ping: its latest ping; all its pings are equal.
         last_seen: when that came.
+        life: seconds without a ping after which it counts as silent.
         source: where from; None if that is not known, and then its address is anybody's.
         healthy: its /health has answered 200, and nobody has found its port closed since.
         names: model names under which it answers; empty while unknown, and then it may serve any.
         in_flight: requests that this proxy has open there.
         seats: requests that this D has, or gets from P, and that have not ended.
+        alone: of these, the ones whose prompt it computes because no P could.
         coming: requests that this P has been chosen for, and that are not in flight yet.
         turn: the number of the latest choice that fell on it.
         breaker: whether it is given requests, after what became of the last ones.
@@ -65,14 +73,16 @@ class Instance:
     ping: Ping
     last_seen: float
     source: Source | None = None
+    life: float = LIFE
     healthy: bool = False
     names: frozenset[str] = frozenset()
     in_flight: int = 0
     seats: int = 0
+    alone: int = 0
     coming: int = 0
     turn: int = 0
     breaker: Breaker = field(default_factory=Breaker)
-    _ends: set[Callable[[], None]] = field(default_factory=set)
+    _ends: set[Callable[[bool], None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.learn(frozenset())
@@ -102,6 +112,10 @@ class Instance:
         """Requests that are here or on their way."""
         return max(self.in_flight + self.coming, self.seats)
 
+    def silent(self, now: float) -> bool:
+        """Whether its pings have stopped."""
+        return now - self.last_seen > self.life
+
     def serves(self, model: str | None) -> bool:
         """Whether it may serve `model`, None being whatever it has."""
         return model is None or not self.names or model in self.names
@@ -111,8 +125,9 @@ class Instance:
         return not self.names or not other.names or not self.names.isdisjoint(other.names)
 
     @contextmanager
-    def busy(self, end: Callable[[], None]) -> Iterator[None]:
-        """Counts one request as in flight here; `end` ends it if the instance turns out to be dead."""
+    def busy(self, end: Callable[[bool], None]) -> Iterator[None]:
+        """Counts one request as in flight here; `end` ends it if the instance turns out to be dead, see
+        `dead`."""
         self.in_flight += 1
         self._ends.add(end)
         try:
@@ -121,11 +136,12 @@ class Instance:
             self.in_flight -= 1
             self._ends.discard(end)
 
-    def dead(self) -> None:
-        """It answers nobody: end what is in flight."""
+    def dead(self, known: bool) -> None:
+        """It answers nobody: end what is in flight. `known`: it is gone; else it has been silent for too
+        long, and may yet come back."""
         self.healthy = False
         for end in list(self._ends):
-            end()
+            end(known)
 
     def __str__(self) -> str:
         kind = "prefill" if self.role == "P" else "decode"
@@ -136,14 +152,18 @@ class Registry:
     """The living instances, one for each (role, HTTP address, data-parallel rank).
 
     Args:
-        life: seconds without a ping after which an instance is gone.
+        life: seconds without a ping after which an instance is silent, or gone if its connection is.
+        lease: seconds without a ping after which it is gone all the same.
 
     Attributes:
         claims_refused: pings under the address of another live instance.
     """
 
-    def __init__(self, life: float = LIFE, capacity: int = MAX_INSTANCES) -> None:
+    def __init__(self, life: float = LIFE, capacity: int = MAX_INSTANCES, lease: float = LEASE) -> None:
         self._life = life
+        self._lease = max(life, lease)
+        self._silent: set[Instance] = set()
+        """Those of whom the log has said so."""
         self._capacity = capacity
         self.claims_refused = 0
         self._next_complaints: dict[str, float] = {}
@@ -153,7 +173,7 @@ class Registry:
 
     def observe(self, ping: Ping, now: float, source: Source | None = None) -> Instance | None:
         """Takes one ping in. Returns the instance if it is new, or new again after a restart."""
-        newcomer = Instance(ping, now, source)
+        newcomer = Instance(ping, now, source, self._life)
         known = self._instances.get(newcomer.key)
         if ping.leaving:
             self._leave(known, newcomer, now)
@@ -230,21 +250,38 @@ class Registry:
             logger.info("%s said goodbye", known)
 
     def expire(self, now: float) -> list[Instance]:
-        """Removes and returns the instances whose life has ended."""
+        """Removes and returns the instances that are gone."""
         dead = [instance for instance in self._instances.values() if not self._alive(instance, now)]
         for instance in dead:
             del self._instances[instance.key]
-            logger.warning("%s removed: no ping for %.0f s", instance, self._life)
+            lost = "" if self.overdue(instance, now) else ", and its connection is closed"
+            logger.warning("%s removed: no ping for %.0f s%s", instance, now - instance.last_seen, lost)
+        self._say_silent(now)
         for key in [key for key in self._breakers if key not in self._instances]:
             if self._breakers[key].forgettable(now):
                 del self._breakers[key]
         return dead
 
+    def _say_silent(self, now: float) -> None:
+        silent = {each for each in self._instances.values() if each.silent(now)}
+        for instance in silent - self._silent:
+            logger.warning(
+                "%s is silent: no ping for %.0f s, but its connection stands; others are preferred, "
+                "and it is removed after %.0f s",
+                instance,
+                now - instance.last_seen,
+                self._lease,
+            )
+        for instance in self._silent - silent:
+            if self._instances.get(instance.key) is instance:
+                logger.info("%s pings again", instance)
+        self._silent = silent
+
     def unready(self) -> list[Instance]:
         """Those whose /health has yet to answer."""
         return [instance for instance in self._instances.values() if not instance.healthy]
 
-    def silent(self, now: float) -> list[Instance]:
+    def late(self, now: float) -> list[Instance]:
         """Those with requests in flight whose ping is late."""
         late = now - self._life * _DOUBT
         return [each for each in self._instances.values() if each.in_flight and each.last_seen < late]
@@ -253,8 +290,14 @@ class Registry:
         return [instance for instance in self._instances.values() if instance.role == role]
 
     def routable(self, role: Role, now: float) -> list[Instance]:
-        """Those that ping and are healthy."""
+        """Those that are not gone, and were healthy when they were last asked; some may be silent."""
         return [i for i in self.known(role) if i.healthy and self._alive(i, now)]
 
     def _alive(self, instance: Instance, now: float) -> bool:
-        return now - instance.last_seen <= self._life
+        if not instance.silent(now):
+            return True
+        return not self.overdue(instance, now) and instance.source is not None and instance.source.stands()
+
+    def overdue(self, instance: Instance, now: float) -> bool:
+        """Whether it has been silent for a lease, which is the end of all patience."""
+        return now - instance.last_seen > self._lease

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import socket
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any, Self
 
 import aiohttp
 from aiohttp import AddrInfoType
@@ -16,6 +19,8 @@ from . import events
 from .given_up import GIVEN_UP, STOPPED
 from .headers import Headers
 from .registry import Instance
+
+logger = logging.getLogger(__name__)
 
 # vLLM's server closes a connection that was idle for 5 s; one that it may be closing is not used again.
 _KEEPALIVE_SECONDS = 3.0
@@ -36,14 +41,90 @@ _KEEPALIVE_PROBES = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 2, socket.TC
 EVENT_STREAM = "text/event-stream"
 
 
-def open_session() -> aiohttp.ClientSession:
-    """The one session of a proxy: a connection for every request, and no deadline on an answer."""
+class Client:
+    """A proxy's connections to instances: as many as there are requests, and no deadline on an answer.
+
+    Connections are kept for the next request. One that was idle may have been closed by the instance in the
+    very moment in which it is used: that is nobody's failure, and the request goes once more, over a new one.
+
+    Attributes:
+        kept: makes and keeps connections.
+        reconnected: how many requests went once more.
+    """
+
+    def __init__(self) -> None:
+        self.kept = _session(
+            aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, socket_factory=_socket)
+        )
+        self._fresh = _session(aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_socket))
+        self.reconnected = 0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.kept.close()
+        await self._fresh.close()
+
+    def get(self, url: str, **options: Any) -> Any:
+        """As aiohttp's, which tries once more by itself."""
+        return self.kept.get(url, **options)
+
+    async def post(
+        self, url: str, data: bytes, headers: Headers, again: Callable[[], None] = lambda: None
+    ) -> aiohttp.ClientResponse:
+        """The head of the answer; `again` is called if the request goes once more. Raises aiohttp.ClientError
+        or OSError."""
+        was = _Was()
+        try:
+            return await self.kept.post(
+                url, data=data, headers=headers, allow_redirects=False, trace_request_ctx=was
+            )
+        except (aiohttp.ClientError, OSError) as error:
+            if not (was.idle and _closed_unanswered(error)):
+                raise
+            logger.info("%s closed an idle connection as it was used: once more, over a new one", url)
+        self.reconnected += 1
+        again()
+        return await self._fresh.post(url, data=data, headers=headers, allow_redirects=False)
+
+    @property
+    def open(self) -> int:
+        """Connections on which something is under way."""
+        return sum(len(each.connector._acquired) for each in (self.kept, self._fresh) if each.connector)
+
+
+@dataclass
+class _Was:
+    """What one request learns of its connection: whether it was idle until now."""
+
+    idle: bool = False
+
+
+async def _reused(_: aiohttp.ClientSession, context: Any, __: aiohttp.TraceConnectionReuseconnParams) -> None:
+    if isinstance(context.trace_request_ctx, _Was):
+        context.trace_request_ctx.idle = True
+
+
+def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+    watch = aiohttp.TraceConfig()
+    watch.on_connection_reuseconn.append(_reused)
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, socket_factory=_socket),
+        connector=connector,
         timeout=aiohttp.ClientTimeout(total=None, connect=_REACH_SECONDS, sock_connect=_CONNECT_SECONDS),
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("User-Agent", "Accept"),
+        trace_configs=[watch],
     )
+
+
+def _closed_unanswered(error: Exception) -> bool:
+    """Whether a connection ended before any byte of an answer."""
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return isinstance(error.message, str)  # else it is the part of a head that came
+    if isinstance(error, aiohttp.ClientConnectorError | TimeoutError):
+        return False
+    return isinstance(error, ConnectionError | aiohttp.ClientOSError)
 
 
 def _socket(place: AddrInfoType) -> socket.socket:
@@ -61,6 +142,10 @@ class CallFailed(Exception):
     """An instance gave no whole answer. The message is for the client; the log has the details."""
 
 
+class Silent(CallFailed):
+    """An instance has said nothing for a lease. It may be frozen, and nobody has seen it die."""
+
+
 @dataclass(frozen=True)
 class Reply:
     """A whole answer."""
@@ -72,6 +157,14 @@ class Reply:
     @property
     def ok(self) -> bool:
         return 200 <= self.status < 300
+
+
+class Errored(CallFailed):
+    """An instance's event stream begins with an error. `said`: its own words."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__("answered with an error before its first token")
+        self.said = said
 
 
 class Refused(Exception):
@@ -87,15 +180,19 @@ class Call:
 
     Attributes:
         instance: who is asked.
+        again: called if the request goes once more, over another connection.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, instance: Instance, path: str) -> None:
+    def __init__(
+        self, session: Client, instance: Instance, path: str, again: Callable[[], None] = lambda: None
+    ) -> None:
         self.instance = instance
+        self.again = again
         self._session = session
         self._url = instance.url + path
         self._asking: asyncio.Task[aiohttp.ClientResponse] | None = None
         self._response: aiohttp.ClientResponse | None = None
-        self._given_up = False
+        self._given_up: CallFailed | None = None
         self._cleanup = ExitStack()
 
     async def open(self, body: bytes, headers: Headers) -> aiohttp.ClientResponse:
@@ -105,8 +202,8 @@ class Call:
         try:
             self._response = await self._asking
         except asyncio.CancelledError:
-            if self._given_up and not _cancelled():
-                raise CallFailed("has stopped answering") from None
+            if self._given_up is not None and not _cancelled():
+                raise self._given_up from None
             raise
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
             if not _is_ours(error):
@@ -117,11 +214,11 @@ class Call:
         return self._response
 
     async def _ask(self, body: bytes, headers: Headers) -> aiohttp.ClientResponse:
-        return await self._session.post(self._url, data=body, headers=headers, allow_redirects=False)
+        return await self._session.post(self._url, body, headers, self.again)
 
-    def _give_up(self) -> None:
+    def _give_up(self, known: bool) -> None:
         """The instance is dead: whoever waits for it gets CallFailed."""
-        self._given_up = True
+        self._given_up = CallFailed("is gone") if known else Silent("has stopped answering")
         if self._response is not None:
             self._response.close()
         elif self._asking is not None:
@@ -130,7 +227,12 @@ class Call:
     async def whole(self, body: bytes, headers: Headers) -> Reply:
         """The whole answer. Raises CallFailed, or Refused if it is no success."""
         response = await self.open(body, headers)
-        reply = await read_whole(response)
+        try:
+            reply = await read_whole(response)
+        except CallFailed:
+            if self._given_up is not None:
+                raise self._given_up from None
+            raise
         if not reply.ok:
             raise Refused(reply)
         return reply
@@ -195,5 +297,5 @@ async def first_words(response: aiohttp.ClientResponse) -> bytes:
     if GIVEN_UP in head:
         raise CallFailed(STOPPED)
     if streamed and events.failed(head):
-        raise CallFailed("answered with an error before its first token")
+        raise Errored(events.said(head))
     return head

@@ -111,6 +111,7 @@ class ProxyServer(ServerProcess):
         http_port: port for clients; default a free one.
         discovery_port: port that instances ping; default a free one.
         dispatch: "concurrent" (P and D at once) or "sequential" (D when P is done).
+        prefill: how many P's must be there before it is ready.
         extra_args: more command-line arguments of the proxy.
         log_path: as for `VllmServer`.
     """
@@ -121,6 +122,7 @@ class ProxyServer(ServerProcess):
         http_port: int | None = None,
         discovery_port: int | None = None,
         dispatch: Literal["concurrent", "sequential"] = "concurrent",
+        prefill: int = 1,
         extra_args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         log_path: Path | None = None,
@@ -137,7 +139,7 @@ class ProxyServer(ServerProcess):
                 *("--discovery", f"{LOOPBACK}:{self.discovery_port}", "--dispatch", dispatch),
                 *extra_args,
             ],
-            health_url=f"{self.base_url}/health",
+            health_url=f"{self.base_url}/health?prefill={prefill}&decode=1",
             log_path=log_path or Path(".demo", "logs", f"{name}.log"),
             env={**os.environ, **(env or {})},
         )

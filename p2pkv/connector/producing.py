@@ -35,13 +35,19 @@ class Producing:
         self._block_sizes = block_sizes
         self._prompts: dict[str, _Prompt] = {}
         self._taken: set[str] = set()
+        self._spare: dict[str, dict[str, Request]] = {}
+        """By key: requests of the same prompt that do not push, unless the one that does is aborted."""
         self._ended: dict[str, str] = {}
         self._next = StepMetadata()
 
     def new(self, request: Request) -> None:
         paired = self._pairs.of(request)
-        # Some routers leave `n` on P: its first child pushes, the others would push the same again.
-        if paired is None or paired.key in self._taken:
+        if paired is None:
+            return
+        # Some routers leave `n` on P: its first child pushes, the others would push the same again. And a
+        # router that lost its connection asks again, while the first one may be running still.
+        if paired.key in self._taken:
+            self._spare.setdefault(paired.key, {})[request.request_id] = request
             return
         self._taken.add(paired.key)
         self._prompts[request.request_id] = _Prompt(request, paired)
@@ -111,8 +117,15 @@ class Producing:
         """The request has ended; whether its pages must wait for word from the workers."""
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is None:
+            self._no_spare(request)
             return False
         key = prompt.paired.key
+        if prompt.said < request.num_prompt_tokens and (heir := self._heir(prompt)):
+            # As after a preemption: the same prompt, with other pages.
+            if prompt.said:
+                self._next.revoked.append(key)
+            self._prompts[heir.request_id] = _Prompt(heir, prompt.paired, prompt.offered)
+            return False
         if prompt.said and not request.num_computed_tokens:
             # Preempted since the last step, so its pages are gone already.
             prompt.said = 0
@@ -122,6 +135,19 @@ class Producing:
         self._ended[request.request_id] = key
         self._next.sent.append(Ended(request.request_id, key, reason))
         return True
+
+    def _heir(self, prompt: _Prompt) -> Request | None:
+        """Who pushes the prompt of an aborted request in its place: one that asks for the same again."""
+        for request in self._spare.get(prompt.paired.key, {}).values():
+            if prompt_digest(request) == prompt_digest(prompt.request):
+                self._no_spare(request)
+                return request
+        return None
+
+    def _no_spare(self, request: Request) -> None:
+        for key, spare in list(self._spare.items()):
+            if spare.pop(request.request_id, None) is not None and not spare:
+                del self._spare[key]
 
     def heard(self, sent: Iterable[str]) -> None:
         """The workers have reported these requests: their keys may be used again."""

@@ -164,3 +164,32 @@ def test_a_client_that_leaves(engines: Any, stage: Callable[[Play], None], who: 
     if "D" not in left and play.on_d is not None:
         wanted = {"length"} if policy == "recompute" else {"length", "error"}
         assert d.ended[play._id] in wanted
+
+
+REPEATED = [Play.in_ps_queue, Play.p_running, Play.transferring, Play.d_waiting_for_admission]
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("who", ["P", "D"])
+@pytest.mark.parametrize("stage", REPEATED, ids=lambda stage: stage.__name__)
+def test_a_request_that_comes_twice_is_one(
+    engines: Any, stage: Callable[[Play], None], who: str, policy: str
+) -> None:
+    """A router whose connection broke asks again under the same id, and only then vLLM aborts the first."""
+    p, d = engines(1, 1, budget=BUDGET, policy=policy, lease_seconds=LEASE)
+    play = Play(p, d)
+    stage(play)
+    engine, first = (p, play.on_p) if who == "P" else (d, play.on_d)
+    again = engine.ask(play._id[:-8] + "00000000", play._prompt, max_tokens=1)
+    engine.step()
+    assert first is not None
+    if not first.is_finished():
+        engine.abort(first)
+    for each in (p, d):
+        each.admits(True)
+    run(p, d, lambda: not p.scheduler.requests and not d.scheduler.requests, seconds=4 * LEASE + 10)
+    answered = play._id if who == "P" else again.request_id
+    assert d.ended[answered] == "length"
+    assert p.ended[again.request_id if who == "P" else play._id] == "length"
+    run(p, d, lambda: not holdings(p) and not holdings(d), seconds=2 * LEASE + 5)
+    assert p.free == p._free and d.free == d._free

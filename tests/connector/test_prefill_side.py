@@ -273,3 +273,39 @@ def test_a_transfer_id_names_the_transfer_on_both_sides() -> None:
         instance.step()
     (hold,), (expect,) = p.rank.said(do.Hold), d.rank.said(do.Expect)
     assert hold.key == expect.key == "tx:tx-1/0"
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@each_pace
+def test_of_a_repeated_request_the_second_pushes_what_the_aborted_first_did_not(
+    steps: int, ahead: int
+) -> None:
+    """As a router's that lost its connection, and asks again before vLLM has noticed."""
+    p = Instance("P", budget=32, ahead=ahead)
+    outer, prompt = pair_id(), tokens(150)
+    first = p.ask(inner_id(outer), prompt, max_tokens=1)
+    p.step(steps)
+    second = p.ask(inner_id(outer), prompt, max_tokens=1)
+    p.step()
+    p.abort(first)
+    finish(p, second)
+    key = the_key(p)
+    assert not p.rank.said(do.Abort)
+    assert len(p.rank.said(do.Hold)) == len(p.rank.said(do.OfferPrompt)) == 1
+    assert prefills(p, key)[-1].stop == 150
+    p.rank.free(key)
+    p.assert_at_rest()
+    assert p.reported == [second.request_id]
+
+
+def test_another_prompt_under_the_same_id_takes_nothing_over() -> None:
+    p = Instance("P", budget=32)
+    outer = pair_id()
+    first = p.ask(inner_id(outer), tokens(100, "first"), max_tokens=1)
+    p.step()
+    second = p.ask(inner_id(outer), tokens(100, "second"), max_tokens=1)
+    p.abort(first)
+    finish(p, second)
+    assert [abort.key for abort in p.rank.said(do.Abort)] == [the_key(p)]
+    p.assert_at_rest()
+    assert p.reported == [first.request_id]

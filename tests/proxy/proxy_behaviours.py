@@ -103,6 +103,15 @@ async def dies_in_the_body(request: web.Request, seen: Seen) -> web.StreamRespon
     return response
 
 
+def with_a_p(behaviour: Behaviour) -> Behaviour:
+    """What a D does with requests that wait for a P's KV; others it answers."""
+
+    async def either(request: web.Request, seen: Seen) -> web.StreamResponse:
+        return await (behaviour if "_addr_" in seen.request_id else answer_json)(request, seen)
+
+    return either
+
+
 def after(ready: asyncio.Event, behaviour: Behaviour) -> Behaviour:
     async def waits(request: web.Request, seen: Seen) -> web.StreamResponse:
         await ready.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,14 +52,21 @@ def join(registry: Registry, message: Ping, now: float = 0.0) -> Instance:
 def held(deployment: Deployment) -> dict[str, int]:
     """Whatever the proxy holds for requests; all 0 when nothing is under way."""
     proxy = deployment.proxy
-    gauges = {name: value for name, value in proxy.gauges().items() if name != "breakers_open"}
+    gauges = {
+        name: value for name, value in proxy.gauges().items() if name not in ("breakers_open", "silent")
+    }
     return gauges | {
         "seats": sum(instance.seats for instance in deployment.everyone()),
         "coming": sum(instance.coming for instance in deployment.everyone()),
         "lingering": len(proxy.lingering),
         "handlers": len(proxy.desk),
-        "connections": len(proxy.session.connector._acquired),
+        "connections": proxy.session.open,
     }
+
+
+def asked(instances: Iterable[FakeInstance]) -> list[int]:
+    """How many requests reached each, fewest first; one that came twice over two connections is one."""
+    return sorted(len({seen.request_id for seen in each.requests}) for each in instances)
 
 
 def called(*instances: FakeInstance) -> bool:
@@ -239,12 +246,13 @@ async def deployed(
     prefill: int = 0,
     decode: int = 0,
     life: float = 10.0,
+    lease: float = 30.0,
     max_body: int = 1 << 20,
     limits: Limits | None = None,
     members: Members | None = None,
 ) -> AsyncIterator[Deployment]:
     async with AsyncExitStack() as cleanup:
-        registry = Registry(life)
+        registry = Registry(life, lease=lease)
         limits = limits or Limits(max_body=max_body)
         plain = None if members is None else "tcp://127.0.0.1:*"
         app = make_app("tcp://127.0.0.1:*", dispatch, registry, limits, members, plain)

@@ -20,7 +20,7 @@ from proxy.breaker import Breaker
 from proxy.counters import Counters
 from proxy.limits import Limits
 from proxy.registry import LIFE, Instance, Registry
-from proxy.routing import Choice, Router
+from proxy.routing import Choice, Help, Router
 
 
 def opened(now: float = 0.0) -> Breaker:
@@ -171,7 +171,7 @@ def test_if_all_are_open_all_are_used() -> None:
     for instance in both:
         fail(instance)
     router = Router(registry)
-    assert {router.choose(None, 0.1, paired=False).decode for _ in range(4)} == set(both)
+    assert {router.choose(None, 0.1, help=Help.NONE).decode for _ in range(4)} == set(both)
 
 
 def test_a_crash_does_not_clean_the_record_and_a_goodbye_and_time_do() -> None:
@@ -227,7 +227,8 @@ async def serve_both(deployment: Deployment, *instances: FakeInstance) -> None:
 
 @pytest.mark.asyncio
 async def test_the_last_p_may_fail_and_fail_and_is_asked_and_asked() -> None:
-    async with deployed("sequential", prefill=1, decode=1) as deployment:
+    limits = Limits(alone_share=0)
+    async with deployed("sequential", prefill=1, decode=1, limits=limits) as deployment:
         deployment.p.behaviour = answer_error(500)
         for _ in range(12):
             assert (await deployment.post()).status == 502
@@ -237,7 +238,9 @@ async def test_the_last_p_may_fail_and_fail_and_is_asked_and_asked() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_d_that_dies_in_every_stream_gets_a_pause() -> None:
+async def test_a_d_that_dies_in_every_stream_gets_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.breaker._FIRST_PAUSE", 30.0)  # no trial, however slow this machine is
+
     async def breaks(request: web.Request, seen: Seen) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Content-Length": "99"})
         await response.prepare(request)

@@ -14,12 +14,14 @@ import pytest
 import pytest_asyncio
 from hostile_support import dealer
 from proxy_fakes import Deployment, deployed, join, ping, until
+from test_breaker import fail
 
 from p2pkv.control.discovery import PING_INTERVAL, Ping, encode_ping, goodbye
 from p2pkv.control.members import Members
 from p2pkv.pairing import Address
 from proxy.app import LISTENER
-from proxy.registry import LIFE, Instance, Registry
+from proxy.registry import LEASE, LIFE, Instance, Registry, Role
+from proxy.routing import Router
 
 MEMBERS = Members(b"a secret of the tests")
 
@@ -145,6 +147,69 @@ def test_it_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     said = [each.getMessage() for each in caplog.records]
     assert len(said) == 2
     assert re.search(r"10\.0\.0\.1:8100 refused \(1 such .* 10\.0\.0\.1:18100 belongs to prefill", said[0])
+
+
+# Silent, and gone.
+
+
+def test_it_is_silent_while_its_connection_stands_and_gone_when_that_closes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    registry, holder, line = held()
+    for second in range(12, 25):
+        assert registry.expire(float(second)) == []
+        assert holder.silent(float(second)) and registry.routable("P", float(second)) == [holder]
+    line.open = False
+    assert registry.routable("P", 25.0) == []
+    assert registry.expire(25.0) == [holder]
+    (silent, removed) = (each.getMessage() for each in caplog.records if each.levelname == "WARNING")
+    assert "is silent: no ping for 12 s, but its connection stands" in silent
+    assert removed.endswith("removed: no ping for 25 s, and its connection is closed")
+
+
+def test_after_a_lease_of_silence_it_is_gone_whatever_stands() -> None:
+    registry, holder, _ = held()
+    assert registry.expire(LEASE - 0.1) == [] and registry.routable("P", LEASE - 0.1) == [holder]
+    assert registry.routable("P", LEASE + 0.1) == [] and registry.expire(LEASE + 0.1) == [holder]
+
+
+def test_a_closed_connection_alone_is_a_reconnection() -> None:
+    registry, holder, line = held()
+    line.open = False
+    assert registry.expire(LIFE - 0.1) == [] and not holder.silent(LIFE - 0.1)
+    assert registry.observe(holder.ping, LIFE, Line()) is None
+    assert registry.expire(LIFE + 5.0) == []
+
+
+def test_it_speaks_again_and_is_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    registry, holder, line = held()
+    registry.expire(20.0)
+    assert registry.observe(holder.ping, 21.0, line) is None
+    registry.expire(22.0)
+    assert not holder.silent(22.0)
+    assert caplog.records[-1].getMessage().endswith("pings again")
+
+
+@pytest.mark.parametrize("role", ["P", "D"])
+def test_others_are_preferred_to_a_silent_one_and_it_is_better_than_nobody(role: Role) -> None:
+    registry, line = Registry(), Line()
+    for port, kind in ((1, "P"), (2, "D"), (3, role)):
+        instance = registry.observe(ping(kind, port), 0.0, line)
+        assert instance is not None
+        instance.healthy = True
+    both = registry.known(role)
+    router = Router(registry)
+
+    def chosen() -> set[Instance]:
+        return {each for _ in range(4) for each in router.choose(None, 20.0).instances if each in both}
+
+    assert chosen() == set(both), "all are silent"
+    both[1].last_seen = 19.0
+    assert chosen() == {both[1]}
+    fail(both[1], 20.0)
+    assert chosen() == {both[0]}, "rather one that says nothing than one that fails"
 
 
 # The same over real connections.

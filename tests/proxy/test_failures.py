@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
+import pytest_asyncio
 from aiohttp import web
 from proxy_behaviours import (
     Behaviour,
@@ -26,6 +28,8 @@ from proxy_behaviours import (
     telling,
 )
 from proxy_fakes import Deployment, FakeInstance, called, deployed, error_of, until
+
+from proxy.limits import Limits
 
 pytestmark = pytest.mark.asyncio
 
@@ -69,18 +73,53 @@ def freeze(deployment: Deployment, instance: FakeInstance) -> None:
 
 @pytest.mark.parametrize("behaviour", [never, never_a_token])
 async def test_a_d_that_freezes_is_a_502(behaviour: Behaviour) -> None:
-    async with deployed("concurrent", 1, 1, life=1.5) as deployment:
+    async with deployed("concurrent", 1, 1, life=1.5, lease=3.0) as deployment:
         deployment.d.behaviour = behaviour
         asked = asyncio.create_task(deployment.post())
         await until(lambda: called(deployment.d))
         freeze(deployment, deployment.d)
+        (instance,) = deployment.registry.known("D")
         response = await asked
         assert response.status == 502
+        assert deployment.proxy.clock() - instance.last_seen >= 3.0, "not before its lease is over"
         assert (await error_of(response))["message"].startswith("The decode instance")
 
 
-async def test_a_d_whose_pings_are_lost_goes_on() -> None:
+async def test_a_d_that_freezes_and_wakes_within_its_lease_answers() -> None:
     async with deployed("concurrent", 1, 1, life=1.5) as deployment:
+        ready = asyncio.Event()
+        deployment.d.behaviour = after(ready, answer_json)
+        asked = asyncio.create_task(deployment.post())
+        await until(lambda: called(deployment.d))
+        freeze(deployment, deployment.d)
+        (instance,) = deployment.registry.known("D")
+        await until(lambda: instance.silent(deployment.proxy.clock()))
+        probed = deployment.d.healths
+        await until(lambda: deployment.d.healths > probed + 1, "it is asked, and says nothing")
+        again = asyncio.create_task(deployment.post())
+        await until(lambda: len(deployment.d.requests) == 2, "there is nobody else")
+        ready.set()
+        assert {(await asked).status, (await again).status} == {200}
+
+
+async def test_a_silent_d_whose_port_refuses_is_gone_at_once() -> None:
+    async with deployed("concurrent", 1, 1, life=1.5) as deployment:
+        deployment.d.behaviour = never
+        asked = asyncio.create_task(deployment.post())
+        await until(lambda: called(deployment.d))
+        deployment.pingers[deployment.d.http_address]._interval = 1000.0
+        assert deployment.d.runner is not None
+        for site in list(deployment.d.runner.sites):
+            await site.stop()
+        response = await asked
+        assert (response.status, (await error_of(response))["message"]) == (
+            502,
+            "The decode instance is gone.",
+        )
+
+
+async def test_a_d_whose_pings_are_lost_goes_on() -> None:
+    async with deployed("concurrent", 1, 1, life=1.5, lease=2.0) as deployment:
         ready = asyncio.Event()
         deployment.d.behaviour = after(ready, answer_json)
         asked = asyncio.create_task(deployment.post())
@@ -193,12 +232,22 @@ async def test_a_dead_stream_is_not_the_next_requests(either: Deployment) -> Non
 # P fails.
 
 
+OFF = Limits(alone_share=0)
+
+
+@pytest_asyncio.fixture
+async def no_alone() -> AsyncIterator[Deployment]:
+    """One P, one D, and a D may not do P's part."""
+    async with deployed("concurrent", 1, 1, limits=OFF) as deployment:
+        yield deployment
+
+
 @pytest.mark.parametrize("ds_part", [never, never_a_token])
 @pytest.mark.parametrize("failure", [answer_error(500), dies, dies_in_the_body, answer_error(307)])
-async def test_ps_failure_cancels_d_and_becomes_a_502(
-    concurrent: Deployment, failure: Behaviour, ds_part: Behaviour
+async def test_ps_failure_cancels_d_and_without_d_alone_becomes_a_502(
+    no_alone: Deployment, failure: Behaviour, ds_part: Behaviour
 ) -> None:
-    d_called = asyncio.Event()
+    concurrent, d_called = no_alone, asyncio.Event()
     concurrent.d.behaviour = telling(d_called, ds_part)
     concurrent.p.behaviour = after(d_called, failure)
     response = await concurrent.post({"prompt": "x", "stream": ds_part is never_a_token})
@@ -212,7 +261,8 @@ async def test_ps_failure_cancels_d_and_becomes_a_502(
     await until(lambda: instance.in_flight == 0)
 
 
-async def test_a_p_that_is_gone_cancels_d(concurrent: Deployment) -> None:
+async def test_a_p_that_is_gone_cancels_d(no_alone: Deployment) -> None:
+    concurrent = no_alone
     concurrent.d.behaviour = never
     await concurrent.p.stop()
     response = await concurrent.post()
@@ -234,12 +284,13 @@ async def test_ps_4xx_is_the_clients(either: Deployment, status: int) -> None:
 
 
 @pytest.mark.parametrize("failure", [answer_error(500), dies, dies_in_the_body])
-async def test_sequential_never_calls_d_after_a_failed_prefill(
+async def test_sequential_never_calls_d_for_the_kv_of_a_failed_prefill(
     sequential: Deployment, failure: Behaviour
 ) -> None:
     sequential.p.behaviour = failure
-    assert (await sequential.post()).status == 502
-    assert sequential.d.requests == []
+    assert (await sequential.post()).status == 200
+    (alone,) = sequential.d.requests
+    assert "_addr_" not in alone.request_id
 
 
 async def test_ps_failure_after_ds_first_token_does_not_matter(concurrent: Deployment) -> None:

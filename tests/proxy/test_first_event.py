@@ -31,8 +31,8 @@ ABORT = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"abort"}]}\n\n
 DONE = b"data: [DONE]\n\n"
 
 
-def error(code: int) -> bytes:
-    return data({"error": {"message": "Internal server error", "type": "X", "param": None, "code": code}})
+def error(code: int, message: str = "Internal server error") -> bytes:
+    return data({"error": {"message": message, "type": "X", "param": None, "code": code}})
 
 
 def streams(*events: bytes) -> Behaviour:
@@ -72,7 +72,12 @@ async def test_with_nobody_else_it_is_a_502(either: Deployment) -> None:
     response = await either.post(STREAM, CHAT)
     assert response.status == 502
     message = (await response.json())["error"]["message"]
-    assert message == "The decode instance answered with an error before its first token."
+    assert message.startswith("The decode instance failed with an internal error; its log says how.")
+    either.d.behaviour = streams(ROLE, error(500, "no room for 10 blocks"), DONE)
+    message = (await (await either.post(STREAM, CHAT)).json())["error"]["message"]
+    assert message == (
+        "The decode instance answered with an error before its first token: no room for 10 blocks"
+    )
     await quiet(either)
 
 

@@ -22,6 +22,7 @@ from proxy_behaviours import (
 from proxy_fakes import Deployment, deployed, quiet, until
 
 from proxy.given_up import GIVEN_UP, Watch
+from proxy.limits import Limits
 from proxy.serving import Dispatch
 
 STREAM = {"prompt": "x", "stream": True}
@@ -57,15 +58,18 @@ async def test_of_a_p_it_is_ds_affair(concurrent: Deployment) -> None:
 
 
 @pytest.mark.asyncio
-async def test_where_d_is_not_asked_yet_it_is_ps_failure(sequential: Deployment) -> None:
-    sequential.p.behaviour = stops
-    response = await sequential.post()
-    assert response.status == 502
-    assert (await response.json())["error"]["message"] == (
-        "The prefill instance failed: it was stopped before its answer was complete."
-    )
-    assert sequential.d.requests == []
-    await quiet(sequential)
+@pytest.mark.parametrize("alone", [True, False])
+async def test_where_d_is_not_asked_yet_it_is_ps_failure(alone: bool) -> None:
+    async with deployed("sequential", 1, 1, limits=Limits(alone_share=0.25 if alone else 0)) as sequential:
+        sequential.p.behaviour = stops
+        response = await sequential.post()
+        assert len(sequential.d.requests) == alone
+        assert response.status == (200 if alone else 502)
+        if not alone:
+            assert (await response.json())["error"]["message"] == (
+                "The prefill instance failed: it was stopped before its answer was complete."
+            )
+        await quiet(sequential)
 
 
 @pytest.mark.asyncio

@@ -10,10 +10,11 @@ import msgspec
 import pytest
 import zmq
 from aiohttp import web
-from proxy_behaviours import Seen
+from proxy_behaviours import Seen, answer_json, never, with_a_p
 from proxy_fakes import Deployment, deployed, until
 
 from p2pkv.control.discovery import encode_ping, goodbye
+from proxy.limits import Limits
 
 pytestmark = pytest.mark.asyncio
 
@@ -53,17 +54,18 @@ async def test_health_is_200_when_both_are_there(concurrent: Deployment) -> None
     assert rest == {"status": "ok", "prefill": 1, "decode": 1, "missing": []}
 
 
-async def test_an_instance_that_pings_but_is_not_healthy_is_not_routable(lonely: Deployment) -> None:
-    await lonely.add("D")
-    p = await lonely.add("P", health=503)
-    await lonely.ready(prefill=0, decode=1)
-    await until(lambda: len(lonely.registry.known("P")) == 1)
-    response = await lonely.post()
-    assert response.status == 503
-    assert "No prefill instance is ready: of 1 registered" in (await response.json())["error"]["message"]
-    p.health = 200
-    await lonely.ready(prefill=1, decode=1)
-    assert (await lonely.post()).status == 200
+async def test_an_instance_that_pings_but_is_not_healthy_is_not_routable() -> None:
+    async with deployed("concurrent", limits=Limits(alone_share=0)) as lonely:
+        await lonely.add("D")
+        p = await lonely.add("P", health=503)
+        await lonely.ready(prefill=0, decode=1)
+        await until(lambda: len(lonely.registry.known("P")) == 1)
+        response = await lonely.post()
+        assert response.status == 503
+        assert "No prefill instance is ready: of 1 registered" in (await response.json())["error"]["message"]
+        p.health = 200
+        await lonely.ready(prefill=1, decode=1)
+        assert (await lonely.post()).status == 200
 
 
 async def test_goodbye_ends_membership_at_once(concurrent: Deployment) -> None:
@@ -213,8 +215,10 @@ async def test_one_bad_list_of_models_does_not_spoil_the_others(lonely: Deployme
 
 async def test_an_instance_found_closed_comes_back_when_it_answers(concurrent: Deployment) -> None:
     await concurrent.p.stop()
-    assert (await concurrent.post()).status == 502
+    concurrent.d.behaviour = with_a_p(never)
+    assert (await concurrent.post()).status == 200
     assert concurrent.routable("P") == []
+    concurrent.d.behaviour = answer_json
     await concurrent.p.start()
     await concurrent.ready(prefill=1, decode=1)
     assert (await concurrent.post()).status == 200

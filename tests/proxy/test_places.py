@@ -16,7 +16,7 @@ from proxy.counters import Counters
 from proxy.errors import Failure
 from proxy.limits import Limits
 from proxy.registry import Registry
-from proxy.routing import Router
+from proxy.routing import Help, Router
 
 pytestmark = pytest.mark.asyncio
 
@@ -95,7 +95,7 @@ async def test_who_moves_makes_room_for_who_waits() -> None:
         assert place.choice.decode is both
         waiter = asyncio.create_task(enter(admission, model="a"))
         await until(lambda: admission.waiting == 1)
-        assert admission.move(place, frozenset({both}))
+        assert admission.move(place, Help.NONE, frozenset({both}))
         await waiter
         assert (both.seats, one.seats) == (0, 1)
     assert one.seats == 0
@@ -167,7 +167,7 @@ async def test_a_herd_is_spread_although_nobody_has_got_his_first_request_yet() 
     join(registry, ping("D", 11))
     admission = Admission(Router(registry, room=10), Limits(), Counters(), lambda: 0.0)
     async with AsyncExitStack() as leave:
-        leave.enter_context(busier.busy(lambda: None))
+        leave.enter_context(busier.busy(lambda known: None))
         for _ in range(10):
             (await leave.enter_async_context(admission.place(None, paired=True))).sent()
         asked = [
@@ -195,7 +195,7 @@ async def test_a_d_whose_requests_are_still_at_p_is_busy(sequential: Deployment)
     await sequential.add("D")
     await sequential.ready(prefill=1, decode=2)
     first, second = sequential.registry.known("D")
-    with slow(sequential.p), first.busy(lambda: None):
+    with slow(sequential.p), first.busy(lambda known: None):
         asked = [ask(sequential) for _ in range(9)]
         await until(lambda: len(sequential.p.requests) == 9)
         assert sorted((first.seats, second.seats)) == [4, 5]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from proxy import app, breaker, relay, retries, upstream
-from proxy.cli import _parser
+from proxy import app, breaker, registry, relay, retries, upstream
+from proxy.cli import _limits, _parser
 from proxy.errors import retry_after
 from proxy.limits import Limits
 
@@ -15,7 +15,17 @@ PAGE = " ".join((Path(__file__).parents[2] / "docs" / "operations.md").read_text
 
 
 @pytest.mark.parametrize(
-    "option", ["max_requests", "max_waiting", "max_wait", "max_held_mib", "retries", "drain_seconds"]
+    "option",
+    [
+        "max_requests",
+        "max_waiting",
+        "max_wait",
+        "max_held_mib",
+        "retries",
+        "alone_share",
+        "lease_seconds",
+        "drain_seconds",
+    ],
 )
 def test_defaults(option: str) -> None:
     default = _parser().get_default(option)
@@ -32,6 +42,9 @@ def test_defaults(option: str) -> None:
         f"up to {breaker._LONGEST_PAUSE:g}. Then one request is its trial",
         "at most a fifth of the requests of the last ten seconds, or ten, whichever is more",
         "what it was at fails after 20 s",
+        f"whose pings have stopped for {registry.LIFE:g} seconds while their connection stands is silent",
+        f"no new one has come for {registry.LIFE:g} seconds, when its port refuses, or after "
+        f"{registry.LEASE:g} seconds of silence",
     ],
 )
 def test_sentences(sentence: str) -> None:
@@ -49,3 +62,24 @@ def test_numbers_in_words() -> None:
 def test_retry_after() -> None:
     assert "a `Retry-After` of 3 to 6 seconds" in PAGE
     assert {retry_after()["Retry-After"] for _ in range(200)} == {"3", "4", "5", "6"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "places"),
+    [
+        ([], 256),
+        (["--alone-share", "1"], 1024),
+        (["--max-requests", "8"], 2),
+        (["--max-requests", "1"], 1),
+        (["--no-decode-alone"], 0),
+    ],
+)
+def test_the_share_of_d_alone_in_places(arguments: list[str], places: int) -> None:
+    assert _limits(_parser().parse_args(arguments)).alone == places
+
+
+@pytest.mark.parametrize("share", ["0", "1.5", "-1", "nan", "much"])
+def test_what_is_no_share(share: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _parser().parse_args(["--alone-share", share])
+    assert f"{share!r} is no share: expected more than 0 and at most 1" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from proxy_fakes import join, ping
 
 from p2pkv.control.discovery import PING_INTERVAL, goodbye
 from proxy.registry import LIFE, Instance, Registry
-from proxy.routing import NoInstance, Router, UnknownModel
+from proxy.routing import Help, NoInstance, Router, UnknownModel
 
 
 def test_a_ping_alone_does_not_make_an_instance_routable() -> None:
@@ -122,7 +122,7 @@ def test_p_and_d_are_chosen_independently() -> None:
         join(registry, ping("D", port))
     router = Router(registry)
     choices = [router.choose(None, 0.0) for _ in range(2)]
-    router.choose(None, 0.0, paired=False)  # takes D's turn, not P's
+    router.choose(None, 0.0, help=Help.NONE)  # takes D's turn, not P's
     choices += [router.choose(None, 0.0) for _ in range(2)]
     pairs = {(c.prefill.ping.http_address, c.decode.ping.http_address) for c in choices if c.prefill}
     assert len(pairs) == 4
@@ -133,7 +133,7 @@ def test_equals_take_turns() -> None:
     for port in (1, 2, 3):
         join(registry, ping("D", port))
     router = Router(registry)
-    chosen = [router.choose(None, 0.0, paired=False).decode.ping.http_address for _ in range(6)]
+    chosen = [router.choose(None, 0.0, help=Help.NONE).decode.ping.http_address for _ in range(6)]
     assert sorted(chosen[:3]) == sorted(chosen[3:]) == ["10.0.0.1:1", "10.0.0.1:2", "10.0.0.1:3"]
 
 
@@ -141,29 +141,29 @@ def test_the_least_busy_comes_first() -> None:
     registry = Registry()
     busy, idle = join(registry, ping("D", 1)), join(registry, ping("D", 2))
     router = Router(registry)
-    with busy.busy(lambda: None):
-        assert [router.choose(None, 0.0, paired=False).decode for _ in range(3)] == [idle] * 3
+    with busy.busy(lambda known: None):
+        assert [router.choose(None, 0.0, help=Help.NONE).decode for _ in range(3)] == [idle] * 3
     assert busy.in_flight == 0
 
 
 def test_one_that_is_dead_ends_what_it_has_and_gets_no_more() -> None:
     registry = Registry()
     instance = join(registry, ping("D"))
-    ended: list[str] = []
-    with instance.busy(lambda: ended.append("over before")):
+    ended: list[tuple[str, bool]] = []
+    with instance.busy(lambda known: ended.append(("over before", known))):
         pass
-    with instance.busy(lambda: ended.append("under way")):
-        instance.dead()
-    assert ended == ["under way"]
+    with instance.busy(lambda known: ended.append(("under way", known))):
+        instance.dead(known=False)
+    assert ended == [("under way", False)]
     assert registry.routable("D", 0.0) == []
 
 
 def test_only_those_with_requests_are_missed_before_their_life_ends() -> None:
     registry = Registry()
     idle, busy = join(registry, ping("D", 1)), join(registry, ping("D", 2))
-    with busy.busy(lambda: None):
-        assert registry.silent(LIFE * 0.6) == []
-        assert registry.silent(LIFE * 0.7) == [busy]
+    with busy.busy(lambda known: None):
+        assert registry.late(LIFE * 0.6) == []
+        assert registry.late(LIFE * 0.7) == [busy]
     assert idle.healthy
 
 
@@ -230,7 +230,7 @@ def test_who_is_missing_is_said() -> None:
         router.choose(None, 0.0)
     registry.observe(ping("D"), 0.0)
     with pytest.raises(NoInstance, match="No decode instance is ready: of 1 registered, none has answered"):
-        router.choose(None, 0.0, paired=False)
+        router.choose(None, 0.0, help=Help.NONE)
     join(registry, ping("D", 9))
     with pytest.raises(NoInstance, match="No prefill instance is ready: none has registered"):
         router.choose(None, 0.0)

@@ -15,6 +15,7 @@ from proxy_behaviours import Seen, answer_json, completion, event, event_stream
 from proxy_fakes import Deployment, deployed, quiet, until
 
 from p2pkv.pairing import Address, find_pair
+from proxy.limits import Limits
 
 pytestmark = pytest.mark.asyncio
 
@@ -199,8 +200,8 @@ async def test_what_p_cannot_help_with_goes_to_d_alone(either: Deployment, field
     assert either.p.requests == []
 
 
-async def test_d_alone_needs_no_p() -> None:
-    async with deployed("concurrent", decode=1) as deployment:
+async def test_what_is_none_of_ps_business_needs_no_p() -> None:
+    async with deployed("concurrent", decode=1, limits=Limits(alone_share=0)) as deployment:
         assert (await deployment.post({"prompt": "x", "echo": True})).status == 200
         assert (await deployment.post({"prompt": "x"})).status == 503
 

@@ -20,26 +20,24 @@ from proxy_behaviours import (
     stops,
     stops_before_a_token,
 )
-from proxy_fakes import Deployment, FakeInstance, deployed, quiet, until
+from proxy_fakes import Deployment, FakeInstance, asked, deployed, quiet, until
 
 from proxy.limits import Limits
 from proxy.retries import Budget, pause
 from proxy.serving import Dispatch
+
+OFF = Limits(alone_share=0)
+"""No D does P's part."""
 
 
 def one_fails(instances: list[FakeInstance], behaviour: Behaviour) -> None:
     """Whoever of them is asked first fails; the others answer."""
 
     async def first(request: web.Request, seen: Seen) -> web.StreamResponse:
-        asked = sum(len(instance.requests) for instance in instances)
-        return await (behaviour if asked == 1 else answer_json)(request, seen)
+        return await (behaviour if sum(asked(instances)) == 1 else answer_json)(request, seen)
 
     for instance in instances:
         instance.behaviour = first
-
-
-def asked(instances: list[FakeInstance]) -> list[int]:
-    return sorted(len(instance.requests) for instance in instances)
 
 
 @pytest.mark.asyncio
@@ -52,8 +50,7 @@ async def test_another_p_serves_what_the_first_failed(dispatch: Dispatch, failur
         response = await deployment.post()
         assert response.status == 200
         assert asked(deployment.prefills) == [1, 1]
-        ids = {seen.request_id for seen in deployment.d.requests}
-        assert len(ids) == len(deployment.d.requests)
+        assert asked(deployment.decodes) == [2 if dispatch == "concurrent" else 1], "each try has its own id"
         assert deployment.proxy.counters.retried == 1
         await quiet(deployment)
 
@@ -113,7 +110,7 @@ async def test_with_no_other_instance_there_is_no_second_try(concurrent: Deploym
 async def test_if_the_other_one_is_gone_after_the_pause_there_is_no_second_try(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with deployed("sequential", prefill=2, decode=1) as deployment:
+    async with deployed("sequential", prefill=2, decode=1, limits=OFF) as deployment:
 
         def everybody_goes(tries: int) -> float:
             for instance in deployment.registry.known("P"):
@@ -131,7 +128,9 @@ async def test_if_the_other_one_is_gone_after_the_pause_there_is_no_second_try(
 
 @pytest.mark.asyncio
 async def test_nobody_is_asked_twice_however_often_it_may_be_tried() -> None:
-    async with deployed("sequential", prefill=3, decode=1, limits=Limits(retries=9)) as deployment:
+    async with deployed(
+        "sequential", prefill=3, decode=1, limits=Limits(retries=9, alone_share=0)
+    ) as deployment:
         for instance in deployment.prefills:
             instance.behaviour = answer_error(500)
         assert (await deployment.post()).status == 502
@@ -174,7 +173,7 @@ async def test_after_the_first_byte_nothing_is_tried_again() -> None:
 
 @pytest.mark.asyncio
 async def test_an_outage_does_not_multiply_the_load() -> None:
-    async with deployed("sequential", prefill=3, decode=1) as deployment:
+    async with deployed("sequential", prefill=3, decode=1, limits=OFF) as deployment:
         for instance in deployment.prefills:
             instance.behaviour = answer_error(500)
         statuses = [(await deployment.post()).status for _ in range(40)]

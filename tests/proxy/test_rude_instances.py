@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from proxy_fakes import Deployment, FakeInstance, deployed, quiet, until
 
+from proxy.limits import Limits
 from proxy.registry import Instance, Role
 from proxy.serving import Dispatch
 
@@ -58,11 +59,11 @@ class RudeInstance(FakeInstance):
 
 @asynccontextmanager
 async def rude(
-    role: Role, dispatch: Dispatch = "concurrent"
+    role: Role, dispatch: Dispatch = "concurrent", limits: Limits | None = None
 ) -> AsyncIterator[tuple[Deployment, RudeInstance]]:
     """A proxy with one rude instance, and a good one of the other kind."""
     other: Role = "D" if role == "P" else "P"
-    async with deployed(dispatch) as deployment:
+    async with deployed(dispatch, limits=limits) as deployment:
         await deployment.add(other)
         instance = RudeInstance(role)
         await instance.start()
@@ -119,7 +120,7 @@ async def test_a_d_that_answers_wrongly_is_an_error_that_says_so(kind: str, disp
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 @pytest.mark.parametrize("kind", [kind for kind in BAD if kind not in SUCCESSES])
 async def test_a_p_that_answers_wrongly_is_an_error_too(kind: str, dispatch: Dispatch) -> None:
-    async with rude("P", dispatch) as (deployment, p):
+    async with rude("P", dispatch, Limits(alone_share=0)) as (deployment, p):
         p.answer = BAD[kind]
         if dispatch == "concurrent":
             deployment.d.behaviour = never
@@ -239,7 +240,7 @@ async def test_a_doubt_that_fails_in_an_unforeseen_way_stops_no_probe(
             return True
 
         monkeypatch.setattr(deployment.proxy.prober, "_health", health)
-        with instance.busy(lambda: None):
+        with instance.busy(lambda known: None):
             deployment.pingers[deployment.d.http_address]._interval = 1000.0
             async with asyncio.timeout(10):
                 await doubted.wait()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import random
 import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -12,11 +15,13 @@ import pytest
 from aiohttp import web
 from aiohttp.client_reqrep import ConnectionKey
 from multidict import CIMultiDict
-from proxy_behaviours import Seen, event, event_stream
-from proxy_fakes import FakeInstance, join, ping
+from proxy_behaviours import Seen, answer_error, answer_json, dies, event, event_stream
+from proxy_fakes import Deployment, FakeInstance, deployed, join, ping, quiet
 
+from proxy.limits import Limits
 from proxy.registry import Registry
-from proxy.upstream import Call, CallFailed, open_session
+from proxy.serving import Dispatch
+from proxy.upstream import Call, CallFailed, Client
 
 
 class Answer:
@@ -104,7 +109,8 @@ async def test_who_leaves_as_the_instance_dies_has_left(dead_first: bool) -> Non
     call = Call(Session(), instance, "/v1/completions")
     asking = asyncio.create_task(call.open(b"", CIMultiDict()))
     await asked.wait()
-    for end in [instance.dead, asking.cancel] if dead_first else [asking.cancel, instance.dead]:
+    ends: list[Callable[[], object]] = [lambda: instance.dead(known=True), asking.cancel]
+    for end in ends if dead_first else reversed(ends):
         end()
     with pytest.raises(asyncio.CancelledError):
         await asking
@@ -115,9 +121,9 @@ async def test_who_leaves_as_the_instance_dies_has_left(dead_first: bool) -> Non
 @pytest.mark.asyncio
 async def test_a_connection_is_not_used_again_when_vllm_may_be_closing_it() -> None:
     """Its server does so after five idle seconds."""
-    async with open_session() as session:
-        assert session.connector is not None
-        assert 1.0 <= session.connector._keepalive_timeout <= 4.0
+    async with Client() as client:
+        assert client.kept.connector is not None
+        assert 1.0 <= client.kept.connector._keepalive_timeout <= 4.0
 
 
 @pytest.mark.asyncio
@@ -133,9 +139,9 @@ async def test_a_host_that_vanishes_is_noticed_although_nothing_is_sent_to_it() 
     instance = FakeInstance("D", behaviour=streams)
     await instance.start()
     try:
-        async with open_session() as session:
+        async with Client() as client:
             url = f"http://{instance.http_address}/v1/completions"
-            async with session.post(url, data=b"{}", headers={"X-Request-Id": "x"}) as answer:
+            async with await client.post(url, b"{}", CIMultiDict({"X-Request-Id": "x"})) as answer:
                 assert answer.connection is not None and answer.connection.transport is not None
                 sock = answer.connection.transport.get_extra_info("socket")
                 assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
@@ -144,3 +150,133 @@ async def test_a_host_that_vanishes_is_noticed_although_nothing_is_sent_to_it() 
                 assert 5 <= idle + interval * probes <= 30
     finally:
         await instance.stop()
+
+
+class Forgetful(FakeInstance):
+    """Keeps an idle connection for 5 s of the test's own clock, and closes it in the moment of its next use:
+    by turns before the request is read, which resets it, and after.
+
+    Attributes:
+        now: the clock.
+        closed: how many requests met a connection that was just closed.
+        answers: what it answers, once it does.
+    """
+
+    now: float = 0.0
+    closed: int = 0
+    answers: bytes = b'{"id": "x", "choices": [{"text": "hello"}]}'
+    half: bytes = b""
+
+    async def start(self) -> None:
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.http_address = f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+
+    async def stop(self) -> None:
+        self.server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        used: float | None = None
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                if head.startswith(b"POST") and used is not None and self.now - used > 5.0:
+                    self.closed += 1
+                    if self.closed % 2:
+                        await reader.readexactly(int(head.split(b"Content-Length: ")[1].split(b"\r\n")[0]))
+                        writer.write(self.half)
+                        await writer.drain()
+                        writer.close()
+                    else:
+                        writer.transport.abort()
+                    return
+                if head.startswith(b"POST"):
+                    await reader.readexactly(int(head.split(b"Content-Length: ")[1].split(b"\r\n")[0]))
+                body = self.answers if head.startswith(b"POST") else b'{"data": []}'
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n")
+                writer.write(b"Content-Length: %d\r\n\r\n" % len(body) + body)
+                await writer.drain()
+                used = self.now
+        except (OSError, asyncio.IncompleteReadError):
+            writer.close()
+
+
+@asynccontextmanager
+async def forgetful(dispatch: Dispatch) -> AsyncIterator[tuple[Deployment, list[Forgetful]]]:
+    """A P and a D of that kind, and no try at others: there are none."""
+    async with deployed(dispatch, limits=Limits(retries=0, alone_share=0)) as deployment:
+        instances = [Forgetful("P"), Forgetful("D")]
+        for each in instances:
+            await each.start()
+            deployment.cleanup.push_async_callback(each.stop)
+            deployment.begin_ping(each)
+        await deployment.ready(1, 1)
+        yield deployment, instances
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
+async def test_a_connection_that_was_idle_for_too_long_fails_no_request(
+    dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2,000 requests, with 4.8 to 5.2 s of the instances' clock between two uses of a connection."""
+    monkeypatch.setattr("proxy.upstream._KEEPALIVE_SECONDS", 1000.0)
+    draw = random.Random(1)
+    async with forgetful(dispatch) as (deployment, instances):
+        for _ in range(100):
+            responses = await asyncio.gather(*(deployment.post() for _ in range(10)))
+            assert {response.status for response in responses} == {200}
+            for each in instances:
+                each.now += draw.uniform(4.8, 5.2)
+        closed = sum(each.closed for each in instances)
+        assert 500 < closed < 1500, "about half of 2,000"
+        assert deployment.proxy.session.reconnected == closed
+        assert not any(good is False for each in deployment.everyone() for _, good in each.breaker._outcomes)
+        assert deployment.proxy.counters.retried == deployment.proxy.counters.retries_refused == 0
+        await quiet(deployment)
+
+
+@pytest.mark.asyncio
+async def test_what_had_begun_to_answer_is_not_asked_again() -> None:
+    async with forgetful("sequential") as (deployment, (p, d)):
+        assert (await deployment.post()).status == 200
+        d.half, d.now = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", 6.0
+        response = await deployment.post()
+        assert response.status == 502
+        assert (p.closed, d.closed, deployment.proxy.session.reconnected) == (0, 1, 0)
+
+
+@pytest.mark.asyncio
+async def test_a_connection_that_is_new_is_not_made_again() -> None:
+    """Nor a second time the one that was made anew."""
+    async with deployed("sequential", 1, 1, limits=Limits(retries=0, alone_share=0)) as deployment:
+        (p,) = deployment.registry.known("P")
+        deployment.p.behaviour = dies
+        await deployment.proxy.session.kept.connector.close()
+        deployment.proxy.session.kept._connector = aiohttp.TCPConnector(limit=0)
+        assert (await deployment.post()).status == 502
+        assert len(deployment.p.requests) == 1
+        deployment.p.behaviour = answer_json
+        assert (await deployment.post()).status == 200
+        deployment.p.behaviour = dies
+        assert (await deployment.post()).status == 502
+        assert len(deployment.p.requests) == 4, "over the kept connection, and over a new one"
+        assert deployment.p.requests[2].request_id == deployment.p.requests[3].request_id
+        assert [good for _, good in p.breaker._outcomes] == [False, True, False]
+        assert deployment.proxy.session.reconnected == 1
+
+
+@pytest.mark.asyncio
+async def test_if_d_fails_what_it_was_sent_twice_it_is_asked_anew_and_nobody_is_blamed() -> None:
+    """The first one had arrived after all, was aborted, and took the KV of both with it."""
+    async with deployed("concurrent", 1, 1, limits=Limits(retries=0, alone_share=0)) as deployment:
+
+        async def breaks(request: web.Request, seen: Seen) -> web.StreamResponse:
+            number = len(deployment.d.requests)
+            return await (dies, answer_error(500), answer_json)[number - 1](request, seen)
+
+        deployment.d.behaviour = breaks
+        assert (await deployment.post()).status == 200
+        ids = [seen.request_id for seen in deployment.d.requests]
+        assert ids[0] == ids[1] != ids[2]
+        (d,) = deployment.registry.known("D")
+        assert all(good for _, good in d.breaker._outcomes)

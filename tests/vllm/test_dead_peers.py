@@ -1,16 +1,19 @@
 """P or D dies, freezes or is told to stop, at three moments, under sixteen requests.
 
-All requests end, the survivor goes on, and both are back where they were.
+All requests end, the survivor goes on, and both are back where they were. Whatever becomes of P, all are
+answered: D computes what P cannot.
 """
 
 from __future__ import annotations
 
 import http.client
+import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,8 @@ from p2pkv.cli.servers import ProxyServer, VllmServer
 pytestmark = pytest.mark.long
 
 LEASE = 5
+PROXYS_LEASE = 10
+"""Its least: three lost pings and a little."""
 PROMPTS = 16
 TOKENS = 48
 # Whoever computes a prompt again, or decodes on, needs two cores to itself for this long.
@@ -53,7 +58,7 @@ class Pair:
 
     def serving(self) -> bool:
         try:
-            return bool(client.get(f"{self.proxy.base_url}/health"))
+            return bool(client.get(f"{self.proxy.base_url}/health?prefill=1&decode=1"))
         except (client.RequestFailed, http.client.HTTPException, OSError):
             return False
 
@@ -62,7 +67,7 @@ class Pair:
 def pair(fleet_keeper, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     fleet_keeper.stop()
     logs = tmp_path_factory.mktemp("dead-peers")
-    proxy = ProxyServer(log_path=logs / "proxy.log")
+    proxy = ProxyServer(log_path=logs / "proxy.log", extra_args=["--lease-seconds", str(PROXYS_LEASE)])
     # Without a prefix cache every prompt is computed by P, and moved as a whole, each time it is asked.
     settings = [*SETTINGS, "--no-enable-prefix-caching"]
 
@@ -113,7 +118,11 @@ def test_all_requests_end_and_the_survivor_goes_on(
         struck = time.monotonic()
         with out_of_action(victim, fault):
             ended = [each.result(120.0) for each in asked]
-            check_ends(expected, [(what, when - struck) for what, when in ended])
+            frozen_d = (fault, who) == ("freeze", "D")  # which only the proxy can give up
+            lease = PROXYS_LEASE if frozen_d else LEASE
+            check_ends(expected, [(what, when - struck) for what, when in ended], lease)
+            if who == "P":
+                assert [what for what, _ in ended if isinstance(what, Exception)] == []
             alone = answers.complete(survivor.base_url, MODEL_NAME, prompts[0], max_tokens=TOKENS)
             assert_same(expected[:1], alone)
             at_rest(survivor, seconds=SETTLE_SECONDS)
@@ -126,6 +135,32 @@ def test_all_requests_end_and_the_survivor_goes_on(
     assert_same(expected[:1], [again])
 
 
+@pytest.mark.timeout(600)
+def test_with_no_p_ever_started_d_answers_alone(
+    fleet_keeper, launch: Callable[..., None], tiny_model: Path, tmp_path: Path
+) -> None:
+    fleet_keeper.stop()
+    proxy = ProxyServer(log_path=tmp_path / "proxy.log", prefill=0)
+    d = VllmServer(
+        tiny_model,
+        role="D",
+        proxy=proxy.discovery,
+        extra_args=SETTINGS,
+        load_failure_policy="fail",
+        log_path=tmp_path / "D.log",
+    )
+    launch(proxy, d)
+    prompts = [tokens(300, f"alone {number}") for number in range(PROMPTS)]
+    expected = [answers.complete(d.base_url, MODEL_NAME, each, max_tokens=TOKENS)[0] for each in prompts]
+    with ThreadPoolExecutor(PROMPTS) as pool:
+        ask = partial(answers.complete, proxy.base_url, MODEL_NAME, max_tokens=TOKENS)
+        asked = [pool.submit(ask, prompt=prompt) for prompt in prompts]
+        got = [each.result(120.0)[0] for each in asked]
+    assert_same(expected, got)
+    report = json.loads(client.get(f"{proxy.base_url}/health"))
+    assert (report["status"], report["counters"]["alone"]) == ("degraded", PROMPTS)
+
+
 @contextmanager
 def out_of_action(server: VllmServer, fault: str) -> Iterator[None]:
     """It dies, freezes or stops, and is there again in the end."""
@@ -136,11 +171,11 @@ def out_of_action(server: VllmServer, fault: str) -> Iterator[None]:
         (server.thaw if fault == "freeze" else server.start)()
 
 
-def check_ends(expected: list[Answer], ended: list[tuple[Answer | Exception, float]]) -> None:
+def check_ends(expected: list[Answer], ended: list[tuple[Answer | Exception, float]], lease: float) -> None:
     """All that was asked has ended in time, after so many seconds: rightly, or with a clear error."""
     late = [round(seconds, 1) for what, seconds in ended if isinstance(what, Exception)]
-    assert all(seconds < LEASE + 5 + 2 for seconds in late), f"errors came after {late} s"
-    assert all(seconds < LEASE + 5 + WORK_SECONDS for _, seconds in ended)
+    assert all(seconds < lease + 5 + 2 for seconds in late), f"errors came after {late} s"
+    assert all(seconds < lease + 5 + WORK_SECONDS for _, seconds in ended)
     right = [
         (want, what) for want, (what, _) in zip(expected, ended, strict=True) if isinstance(what, Answer)
     ]

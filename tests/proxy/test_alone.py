@@ -1,0 +1,303 @@
+"""D alone: a request that no P can serve is answered all the same, by a D that computes the prompt itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from proxy_behaviours import (
+    Behaviour,
+    Seen,
+    after,
+    answer_error,
+    answer_json,
+    dies,
+    dies_in_the_body,
+    never,
+    never_a_token,
+    stops,
+    telling,
+    with_a_p,
+)
+from proxy_fakes import Deployment, FakeInstance, asked, called, deployed, error_of, quiet, until
+from test_admission import ask, slow
+from test_failures import freeze
+
+from proxy.limits import Limits
+from proxy.registry import Instance
+from proxy.serving import Dispatch
+
+pytestmark = pytest.mark.asyncio
+
+OFF = Limits(alone_share=0)
+INTERNAL = "Internal server error"
+"""All that vLLM says of a load that has failed."""
+
+
+def paired(instance: FakeInstance) -> list[bool]:
+    """Of each request that reached this D: whether it names a P."""
+    return ["_addr_" in seen.request_id for seen in instance.requests]
+
+
+def known(deployment: Deployment, instance: FakeInstance) -> Instance:
+    return next(each for each in deployment.everyone() if each.ping == instance.ping)
+
+
+def counted(deployment: Deployment) -> tuple[int, int, int]:
+    counters = deployment.proxy.counters
+    return counters.alone, counters.refused_alone, counters.retried
+
+
+@pytest.mark.parametrize("ds_part", [never, never_a_token])
+@pytest.mark.parametrize("failure", [answer_error(500), dies, dies_in_the_body, answer_error(307)])
+async def test_when_p_fails_d_is_asked_again_without_it(
+    concurrent: Deployment, failure: Behaviour, ds_part: Behaviour
+) -> None:
+    d_called = asyncio.Event()
+    concurrent.d.behaviour = with_a_p(telling(d_called, ds_part))
+    concurrent.p.behaviour = after(d_called, failure)
+    response = await concurrent.post({"prompt": "x", "stream": ds_part is never_a_token})
+    assert response.status == 200 and (await response.json())["choices"] == [{"text": "hello"}]
+    assert paired(concurrent.d) == [True, False]
+    await until(lambda: concurrent.d.requests[0].aborted)
+    assert counted(concurrent) == (1, 0, 0)
+    assert known(concurrent, concurrent.d).breaker.closed
+    await quiet(concurrent)
+
+
+async def test_when_ps_port_is_closed_d_is_asked_again_without_it(concurrent: Deployment) -> None:
+    concurrent.d.behaviour = with_a_p(never)
+    await concurrent.p.stop()
+    responses = await asyncio.gather(*(concurrent.post() for _ in range(16)))
+    assert {response.status for response in responses} == {200}
+    assert paired(concurrent.d).count(False) == 16
+    await quiet(concurrent)
+
+
+@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
+async def test_without_any_p_d_answers_and_health_says_so(dispatch: Dispatch) -> None:
+    async with deployed(dispatch, decode=1) as deployment:
+        assert (await deployment.post()).status == 200
+        assert paired(deployment.d) == [False]
+        async with deployment.client.get(f"{deployment.url}/health") as health:
+            report = await health.json()
+        assert (health.status, report["status"]) == (200, "degraded")
+        assert report["missing"] == ["No prefill instance is ready: none has registered."]
+        assert (report["counters"]["alone"], report["gauges"]["alone"]) == (1, 0)
+        async with deployment.client.get(f"{deployment.url}/health?prefill=1&decode=1") as health:
+            assert health.status == 503
+        async with deployment.client.get(f"{deployment.url}/health?prefill=one") as health:
+            assert health.status == 400
+        await deployment.add("P")
+        await deployment.ready(prefill=1, decode=1)
+        assert (await deployment.post()).status == 200
+        assert paired(deployment.d) == [False, True]
+        async with deployment.client.get(f"{deployment.url}/health?prefill=1&decode=1") as health:
+            assert (health.status, (await health.json())["status"]) == (200, "ok")
+
+
+async def test_by_option_it_is_off() -> None:
+    async with deployed("concurrent", decode=1, limits=OFF) as deployment:
+        response = await deployment.post()
+        assert response.status == 503
+        assert (await error_of(response))["message"].startswith("No prefill instance is ready")
+        async with deployment.client.get(f"{deployment.url}/health") as health:
+            assert health.status == 503
+        assert deployment.d.requests == []
+
+
+async def test_a_d_of_a_model_that_no_p_has_answers_alone(lonely: Deployment) -> None:
+    for name in ("a", "b"):
+        await lonely.add("P", model=name, models=(name,))
+    d = await lonely.add("D", model="c", models=("c",))
+    await lonely.ready(prefill=2, decode=1)
+    assert (await lonely.post({"model": "c", "prompt": "x"})).status == 200
+    assert paired(d) == [False]
+
+
+# Which comes first.
+
+
+async def test_another_p_comes_first() -> None:
+    async with deployed("concurrent", prefill=2, decode=1) as deployment:
+
+        async def p(request: web.Request, seen: Seen) -> web.StreamResponse:
+            fails = sum(asked(deployment.prefills)) == 1
+            return await (answer_error(500) if fails else answer_json)(request, seen)
+
+        async def d(request: web.Request, seen: Seen) -> web.StreamResponse:
+            good = asked(deployment.prefills) == [1, 1]
+            return await (answer_json if good else never)(request, seen)
+
+        deployment.d.behaviour = with_a_p(d)
+        for each in deployment.prefills:
+            each.behaviour = p
+        assert (await deployment.post()).status == 200
+        assert all(paired(deployment.d))
+        assert counted(deployment) == (0, 0, 1)
+
+
+async def test_when_the_budget_of_retries_is_spent_no_request_of_an_outage_fails() -> None:
+    async with deployed("sequential", prefill=2, decode=1) as deployment:
+        for each in deployment.prefills:
+            each.behaviour = answer_error(500)
+        for _ in range(40):
+            assert (await deployment.post()).status == 200
+        alone, refused, retried = counted(deployment)
+        assert (alone, refused) == (40, 0) and retried <= 10
+        # Both got their pause after five failures or a few more, and were left alone.
+        assert sum(asked(deployment.prefills)) < 20
+
+
+async def test_a_paused_p_is_spared_and_tried_again_after_its_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with deployed("sequential", prefill=1, decode=1) as deployment:
+        now = deployment.proxy.clock()
+        monkeypatch.setattr(deployment.proxy.admission, "_clock", lambda: now)
+        p = known(deployment, deployment.p)
+        p.breaker._uniform = lambda low, high: high
+        for _ in range(5):
+            p.breaker.failed(now)
+        for _ in range(3):
+            assert (await deployment.post()).status == 200
+        assert deployment.p.requests == [] and counted(deployment) == (3, 0, 0)
+        now += 1.0
+        p.last_seen = now
+        assert (await deployment.post()).status == 200
+        assert len(deployment.p.requests) == 1 and p.breaker.closed
+
+
+# The share.
+
+
+async def test_beyond_the_share_requests_are_turned_away() -> None:
+    limits = Limits(max_requests=8, alone_share=0.25)
+    async with deployed("concurrent", decode=1, limits=limits) as deployment:
+        with slow(deployment.d):
+            first = [ask(deployment) for _ in range(2)]
+            await until(lambda: len(deployment.d.requests) == 2)
+            assert deployment.proxy.gauges()["alone"] == 2
+            response = await deployment.post()
+            assert response.status == 503
+            assert int(response.headers["Retry-After"]) in range(3, 7)
+            assert "as many prompts by themselves as they may" in (await error_of(response))["message"]
+            # What never wanted a P is not counted among them.
+            other = asyncio.create_task(deployment.post({"prompt": "x", "echo": True}))
+            await until(lambda: len(deployment.d.requests) == 3)
+        assert await asyncio.gather(*first) == [200, 200]
+        assert (await other).status == 200
+        assert counted(deployment) == (2, 1, 0)
+        assert (await deployment.post()).status == 200
+        await quiet(deployment)
+
+
+async def test_of_those_whose_p_fails_the_share_goes_on_and_the_others_are_turned_away() -> None:
+    fail, release = asyncio.Event(), asyncio.Event()
+    async with deployed("concurrent", 1, 1, limits=Limits(max_requests=8, alone_share=0.25)) as deployment:
+        deployment.p.behaviour = after(fail, dies)
+
+        async def ds(request: web.Request, seen: Seen) -> web.StreamResponse:
+            return await (never if "_addr_" in seen.request_id else after(release, answer_json))(
+                request, seen
+            )
+
+        deployment.d.behaviour = ds
+        tasks = [ask(deployment) for _ in range(8)]
+        await until(lambda: len(deployment.d.requests) == len(deployment.p.requests) == 8)
+        fail.set()
+        await until(lambda: sum(task.done() for task in tasks) == 6)
+        assert deployment.proxy.gauges()["alone"] == 2
+        release.set()
+        assert sorted(await asyncio.gather(*tasks)) == [200] * 2 + [503] * 6
+        assert counted(deployment) == (2, 6, 0)
+        await quiet(deployment)
+
+
+async def test_the_place_that_a_request_has_is_enough_for_it() -> None:
+    async with deployed("concurrent", 1, 1, limits=Limits(max_requests=1)) as deployment:
+        deployment.p.behaviour, deployment.d.behaviour = dies, with_a_p(never)
+        assert await asyncio.gather(*(ask(deployment) for _ in range(4))) == [200] * 4
+        assert counted(deployment) == (4, 0, 0)
+        await quiet(deployment)
+
+
+# P is silent: nobody knows whether it is dead.
+
+
+@pytest_asyncio.fixture
+async def brief() -> AsyncIterator[Deployment]:
+    """A proxy for which silence begins after a second and a half, and ends everything as much later."""
+    async with deployed("concurrent", 1, 1, life=1.5, lease=3.0) as deployment:
+        yield deployment
+
+
+async def test_of_a_frozen_p_d_hears_by_itself_and_is_not_broken_off(brief: Deployment) -> None:
+    recomputed = asyncio.Event()
+    brief.p.behaviour, brief.d.behaviour = never, after(recomputed, answer_json)
+    asking = asyncio.create_task(brief.post())
+    await until(lambda: called(brief.p, brief.d))
+    freeze(brief, brief.p)
+    await until(lambda: not brief.registry.known("P") and brief.p.requests[0].aborted)
+    assert not asking.done() and not brief.d.requests[0].aborted
+    recomputed.set()
+    assert (await asking).status == 200
+    assert paired(brief.d) == [True]
+    await quiet(brief)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+async def test_if_d_fails_for_want_of_a_frozen_ps_kv_it_is_not_ds_failure(alone: bool) -> None:
+    limits = Limits(alone_share=0.25 if alone else 0)
+    async with deployed("concurrent", 1, 1, life=1.5, lease=30.0, limits=limits) as deployment:
+        ended = asyncio.Event()
+
+        async def internal(request: web.Request, seen: Seen) -> web.StreamResponse:
+            return web.json_response({"error": {"message": INTERNAL, "code": 500}}, status=500)
+
+        deployment.p.behaviour = never
+        deployment.d.behaviour = with_a_p(after(ended, internal))
+        asking = asyncio.create_task(deployment.post())
+        await until(lambda: called(deployment.p, deployment.d))
+        freeze(deployment, deployment.p)
+        p = known(deployment, deployment.p)
+        await until(lambda: p.silent(deployment.proxy.clock()))
+        ended.set()
+        response = await asking
+        assert response.status == (200 if alone else 500)
+        if not alone:
+            message = (await error_of(response))["message"]
+            assert message.startswith("The prefill instance has not answered and has not pinged for ")
+            assert message.endswith("and the decode instance could not go on without it.")
+        assert not any(not good for _, good in known(deployment, deployment.d).breaker._outcomes)
+        await quiet(deployment)
+
+
+async def test_a_silent_p_is_spared_while_d_may_do_it_alone_and_is_better_than_nobody() -> None:
+    for limits in (Limits(), OFF):
+        async with deployed("concurrent", 1, 1, life=1.5, limits=limits) as deployment:
+            deployment.pingers[deployment.p.http_address]._interval = 1000.0
+            p = known(deployment, deployment.p)
+            await until(lambda p=p, deployment=deployment: p.silent(deployment.proxy.clock()))
+            assert (await deployment.post()).status == 200
+            assert paired(deployment.d) == [limits is OFF]
+            assert deployment.proxy.gauges()["silent"] >= 1
+            # Neither is it gone: its connection stands.
+            assert deployment.registry.known("P") == [p]
+
+
+async def test_a_p_that_gives_up_is_followed_by_d_alone_if_d_cannot_help_itself(
+    concurrent: Deployment,
+) -> None:
+    async def after_p(request: web.Request, seen: Seen) -> web.StreamResponse:
+        await until(lambda: concurrent.p.requests != [] and concurrent.p.requests[0].answered)
+        return await answer_error(500)(request, seen)
+
+    concurrent.p.behaviour, concurrent.d.behaviour = stops, with_a_p(after_p)
+    assert (await concurrent.post()).status == 200
+    assert paired(concurrent.d) == [True, False]
+    assert known(concurrent, concurrent.d).breaker._outcomes[-1][1]
+    await quiet(concurrent)
