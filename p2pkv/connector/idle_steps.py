@@ -20,7 +20,7 @@ import time
 from functools import wraps
 from typing import Any
 
-from p2pkv.plugin import is_tested, vllm_version
+from p2pkv.plugin import doubt, vllm_version
 
 log = logging.getLogger("p2pkv")
 
@@ -97,7 +97,7 @@ class SpinWait:
     def _misfit(self, module: Any) -> str:
         """Why this vLLM's wait is left alone; empty if it is the one that we know."""
         installed = vllm_version() or "of unknown version"
-        if not is_tested(installed):
+        if doubt(installed):
             return f"p2pkv lets them nap in a vLLM that it is tested with, and this one is {installed}"
         wait = getattr(getattr(module, "SpinCondition", None), "wait", None)
         known = ["self", "timeout_ms"]
