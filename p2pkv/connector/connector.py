@@ -166,6 +166,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         from vllm.distributed.parallel_state import get_world_group
 
         config, options = self._vllm_config, self.options
+        SPINNING.worker = config.parallel_config.data_parallel_size == 1
         layers = Layers(kv_caches, self._kv_cache_config)
         codec = codec_of(config, layers.names)
         cache = PagedCache.from_tensors(

@@ -7,7 +7,8 @@ Two things end that:
 - `IdlePace`, in the engine core, says how long the workers may wait in such a step. They wait with the
   interpreter's lock released and return as soon as there is news (`Worker.results`).
 - `SPINNING`, one in each process, makes the wait for the next message of vLLM's other process a nap while
-  steps are idle. It is as vLLM made it as soon as there is something to compute.
+  steps are idle, and in a worker also once no step has come for a while. It is as vLLM made it as soon as
+  there is something to compute.
 
 docs/design.md, "Idle steps", has the figures, and what we propose to vLLM.
 """
@@ -27,9 +28,12 @@ log = logging.getLogger("p2pkv")
 FIRST_WAIT = 0.001
 """Seconds that the first idle step may wait. Each further one may wait twice as long, up to the bound."""
 
-SHORTEST_NAP_MS, LONGEST_NAP_MS = 1, 4
-"""A napping process looks by itself after so long, since vLLM's wake-ups can be lost: a nap is as long as it
-has waited, within these bounds, in milliseconds."""
+LONGEST_NAP_MS = 4
+"""Milliseconds after which a napping process looks by itself, since vLLM's wake-ups can be lost."""
+
+STEPLESS_MS = 8
+"""A worker that has waited so long for a step has nothing to compute. Between two steps of a busy engine it
+waits for less; should it be longer all the same, a nap is at most an eighth of it."""
 
 
 class IdlePace:
@@ -77,6 +81,8 @@ class SpinWait:
     def __init__(self) -> None:
         self.idle = False
         """Whether the last step of this process had nothing to compute and might wait."""
+        self.worker = False
+        """Whether this process waits for steps only, and so has nothing to compute while none comes."""
         self._installed = False
 
     def install(self) -> None:
@@ -112,11 +118,10 @@ class SpinWait:
 
         @wraps(spinning)
         def wait(condition: Any, timeout_ms: int | None = None) -> None:
-            waited = time.monotonic() - condition.last_read
-            if not self.idle or waited > condition.busy_loop_s:
+            nap = self._nap(time.monotonic() - condition.last_read, condition.busy_loop_s)
+            if not nap:
                 spinning(condition, timeout_ms)
                 return
-            nap = min(max(SHORTEST_NAP_MS, int(waited * 1000)), LONGEST_NAP_MS)
             busy, condition.busy_loop_s = condition.busy_loop_s, -1.0
             try:
                 spinning(condition, nap if timeout_ms is None else min(nap, timeout_ms))
@@ -126,6 +131,14 @@ class SpinWait:
         module.SpinCondition.wait = wait
         if getattr(module, "SPINLOOP_EXT_ENABLED", False):
             self._replace_extension(module)
+
+    def _nap(self, waited: float, busy: float) -> int:
+        """Milliseconds to sleep after so many seconds; 0: do as vLLM does, which spins for `busy` seconds."""
+        if waited > busy:
+            return 0
+        if self.idle:
+            return LONGEST_NAP_MS
+        return min(int(waited * 1000) // STEPLESS_MS, LONGEST_NAP_MS) if self.worker else 0
 
     def _replace_extension(self, module: Any) -> None:
         """vLLM's extension in C spins before `wait` is called at all."""

@@ -17,7 +17,14 @@ from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from p2pkv.connector import P2pKvConnector, connector
-from p2pkv.connector.idle_steps import FIRST_WAIT, LONGEST_NAP_MS, SPINNING, IdlePace, SpinWait
+from p2pkv.connector.idle_steps import (
+    FIRST_WAIT,
+    LONGEST_NAP_MS,
+    SPINNING,
+    STEPLESS_MS,
+    IdlePace,
+    SpinWait,
+)
 from p2pkv.engine import commands as do
 
 pytestmark = pytest.mark.vllm
@@ -168,12 +175,25 @@ class TestSpinning:
             condition.last_read = time.monotonic() - waited
             condition.wait(timeout_ms=5000)
         assert not condition.yields
-        assert polled[0] == 1 and 3 <= polled[1] <= LONGEST_NAP_MS and polled[2] == LONGEST_NAP_MS
+        assert polled == [LONGEST_NAP_MS] * 3
         assert condition.busy_loop_s == 1, "vLLM's own setting is back"
+
+    def test_a_worker_without_a_step_naps_for_an_eighth_of_its_wait(self, condition: Any) -> None:
+        made = self.spinning()
+        polled: list[int] = []
+        condition.poller = SimpleNamespace(poll=lambda timeout: polled.append(timeout) or [])
+        for made.worker, waited in ((True, 0.0), (True, 0.5 * STEPLESS_MS), (True, 1.5 * STEPLESS_MS)):
+            condition.last_read = time.monotonic() - waited / 1000
+            condition.wait(timeout_ms=5000)
+        assert condition.yields == 2 and polled == [1]
+        condition.last_read = time.monotonic() - 0.5
+        condition.wait(timeout_ms=5000)
+        made.worker = False
+        condition.wait(timeout_ms=5000)
+        assert condition.yields == 3 and polled == [1, LONGEST_NAP_MS]
 
     def test_a_wake_up_ends_the_nap(self, condition: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.spinning().idle = True
-        monkeypatch.setattr("p2pkv.connector.idle_steps.SHORTEST_NAP_MS", 60_000)
         monkeypatch.setattr("p2pkv.connector.idle_steps.LONGEST_NAP_MS", 60_000)
         threading.Timer(0.05, condition.writer.notify).start()
         condition.wait(timeout_ms=None)
