@@ -43,6 +43,8 @@ def written(name: str) -> str:
     if name in ("host", "discovery", "staging_bytes"):
         # They depend on the machine or on another option.
         return {"host": "what vLLM", "discovery": "`curve` with", "staging_bytes": "512 MiB with"}[name]
+    if value == "":
+        return "none"
     if isinstance(value, str):
         return f"`{value}`"
     return f"{value // MIB} MiB" if value and value % MIB == 0 else f"{value:g}"
