@@ -25,8 +25,8 @@ IDLE_SECONDS = 60.0
 """A dialed rank of P that nobody has asked for anything for so long is hung up on."""
 
 
-UNASKED = (m.Ahead, m.LinkInvite, m.LinkDown)
-"""What a P says of its own accord: it need not have heard anything from us."""
+ANSWERS = (m.Welcome, m.Refuse, m.Stranger, m.Holding)
+"""What a P says to what we have asked. All else may come over a connection on which P does not hear us."""
 
 
 class Consumer:
@@ -76,7 +76,7 @@ class Consumer:
         peer = line.tag
         if not isinstance(peer, Inlet):
             return
-        if not isinstance(message, UNASKED):
+        if isinstance(message, ANSWERS):
             peer.mute = None
         match message:
             case m.Welcome():

@@ -51,6 +51,8 @@ class Inlet:
     pages: Rectangles | None = None
     mute: float | None = None
     """Since when it has answered nothing that we asked; None if it has, or we did not ask."""
+    reached: bool = False
+    """Whether somebody listened at its address when a request last looked."""
     link: int = -1
     asked: deque[tuple[str, Chunk]] = field(default_factory=deque)
     """Announced chunks that wait for room."""

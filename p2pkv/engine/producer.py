@@ -208,8 +208,8 @@ class Producer:
 
     def _patience_with(self, peer: Outlet, now: float) -> float:
         """How long a link may take to come up: while D is heard of, its process may just be busy."""
-        lease, stall = self._ctx.options.lease_seconds, self._ctx.options.stall_seconds
-        return max(lease, stall) if now - peer.heard < lease else lease
+        lease = self._ctx.options.lease_seconds
+        return 2 * lease if now - peer.heard < lease else lease
 
     @property
     def idle(self) -> bool:

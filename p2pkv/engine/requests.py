@@ -191,6 +191,7 @@ class Requests:
         if first.dialing.refused:
             self.run(entry, entry.receiver.lost(first.dialing.reason), now)
             return
+        first.reached = first.line.reached
         if not first.dialing.open or first.hello is None or first.plan is None:
             return
         edges, places = self._ranks(first)
@@ -351,7 +352,7 @@ class Requests:
         self._next_look = now + lease  # of a lease that begins after this
         for prefill, waiting in self._unconnected.items():
             for entry in waiting.values():
-                entry.receiver.reached = prefill in self._peers and self._peers[prefill].line.reached
+                entry.receiver.reached = prefill in self._peers and self._peers[prefill].reached
         for entry in list(self.entries.values()):
             self.run(entry, entry.receiver.tick(now), now)
             ends = [entry.receiver.deadline or inf]

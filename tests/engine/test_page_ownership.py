@@ -119,17 +119,18 @@ class Overtaken(PagedCache):
     revoke: Any
     revoker: threading.Thread | None
     waited: bool
+    taken_back: threading.Event
 
     def gather(self, *cut: Any) -> None:
         if self.revoker is None:
             self.revoker = threading.Thread(target=self._take_back)
             self.revoker.start()
-            self.revoker.join(LONG_ENOUGH)
-            self.waited = self.revoker.is_alive()
+            self.waited = not self.taken_back.wait(LONG_ENOUGH)
         super().gather(*cut)
 
     def _take_back(self) -> None:
         self.revoke(["k"])
+        self.taken_back.set()
         for page in self.pages:
             page[BLOCKS] = 7.0
 
@@ -139,7 +140,7 @@ def test_pages_are_not_taken_back_while_they_are_read():
 
     def wrap(cache: PagedCache) -> PagedCache:
         wrapped = Overtaken.__new__(Overtaken)
-        wrapped.__dict__.update(cache.__dict__, revoker=None, waited=False)
+        wrapped.__dict__.update(cache.__dict__, revoker=None, waited=False, taken_back=threading.Event())
         caches.append(wrapped)
         return wrapped
 
@@ -149,7 +150,7 @@ def test_pages_are_not_taken_back_while_they_are_read():
         d.do(do.Expect("k", p.address, TOKENS, b"digest"))
         prefill(p, "k", d.address, TOKENS, BLOCKS, chunk=TOKENS)
         load(d, "k")
-        wait_for(lambda: cache.revoker is not None and not cache.revoker.is_alive(), what="the revoke")
+        wait_for(cache.taken_back.is_set, what="the revoke")
         assert cache.waited, "the pages were taken back in the middle of a gather"
         step(p, "k", OTHER_BLOCKS, 0, TOKENS)
         loaded(p, d, "k")

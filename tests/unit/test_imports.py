@@ -32,7 +32,7 @@ BELOW = {
     "pages": set(),
     "control": {"protocol.messages", "pairing", "trust"},
     "engine": CORE | SEAMS,
-    "connector": CORE | SEAMS | {"engine"},
+    "connector": CORE | SEAMS | {"engine", "plugin"},
     "plugin": set(),
     "cli": CORE | SEAMS | {"engine", "plugin"},
 }
