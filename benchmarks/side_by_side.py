@@ -3,9 +3,10 @@
 The systems: one plain vLLM server; two behind round robin; p2pkv (P and D asked at once, or P first, or
 through p2pkv-proxy), with and without idle naps; vLLM's ExampleConnector (files), NixlConnector,
 NixlPushConnector and MooncakeConnector, each without and with naps. NIXL and Mooncake live in an
-environment of their own (`.side/`), which this script makes. A model with tiny weights and Llama-8B's KV
-geometry: 128 KiB a token. Every server has one OpenMP thread, bound to no core
-(OMP_NUM_THREADS=1, VLLM_CPU_OMP_THREADS_BIND=nobind), and no prefix cache. All clients are in this process.
+environment of their own (`.side/`), which this script makes. A model with tiny weights and 128 KiB of KV a
+token, as Llama-8B has; in float32 where the CPU does not compute in bfloat16. Every server has one OpenMP
+thread, bound to no core (OMP_NUM_THREADS=1, VLLM_CPU_OMP_THREADS_BIND=nobind), and no prefix cache. All
+clients are in this process.
 
 Few servers live at a time, so the systems come in groups. Each group has the same plain server and the same
 p2pkv pair beside its own, and its rounds are interleaved: every figure is held against those of its group.
@@ -46,7 +47,7 @@ import side_by_side_systems as systems
 from decode_leg_report import description
 from side_by_side_load import Asker, Asking, Failed, Taken, asking, closed_loop, mixed, within
 from side_by_side_report import plot, report
-from side_by_side_systems import MODEL, NAME, System, Workshop
+from side_by_side_systems import MODEL, MODEL_SAID, NAME, System, Workshop
 
 from p2pkv.cli.processes import ServerFailed, ending_on_signals, wait_until
 from p2pkv.cli.servers import ProxyServer, VllmServer
@@ -410,26 +411,26 @@ def members(run: Run, group: str) -> list[System]:
     made: list[System] = []
     if group == "files":
         made = [
-            systems.example(shop, "Example", "ExampleConnector (files)", "0"),
-            systems.example(shop, "Example naps", "ExampleConnector with naps", "any"),
+            systems.example(shop, "Example", "ExampleConnector (files)", False),
+            systems.example(shop, "Example naps", "ExampleConnector with naps", True),
         ]
     elif group in ("nixl", "push"):
         connector = "NixlConnector" if group == "nixl" else "NixlPushConnector"
         short = "NIXL" if group == "nixl" else "NIXL push"
         for name, title, naps in (
-            (short, connector, "0"),
-            (f"{short} naps", f"{connector} with naps", "any"),
+            (short, connector, False),
+            (f"{short} naps", f"{connector} with naps", True),
         ):
             if "nixl" in missing:
                 run.missing[name] = missing["nixl"]
             else:
                 made.append(systems.nixl(shop, name, title, naps, connector))
     elif group == "mooncake":
-        for name, naps in (("Mooncake", "0"), ("Mooncake naps", "any")):
+        for name, naps in (("Mooncake", False), ("Mooncake naps", True)):
             if "mooncake" in missing:
                 run.missing[name] = missing["mooncake"]
             else:
-                title = "MooncakeConnector (TCP)" + (" with naps" if naps != "0" else "")
+                title = "MooncakeConnector (TCP)" + (" with naps" if naps else "")
                 made.append(systems.mooncake(shop, name, title, naps))
     return made
 
@@ -444,7 +445,7 @@ def measure(run: Run) -> None:
         proxy = ProxyServer(log_path=args.logs / "proxy.log")
         stack.enter_context(proxy)
         plain = systems.plain(run.shop.server("plain"))
-        pair = systems.p2pkv_pair(run.shop, "", "1", proxy)
+        pair = systems.p2pkv_pair(run.shop, "", True, proxy)
         at_once = systems.p2pkv("p2pkv", "p2pkv, P and D at once", pair, first=False)
         first = systems.p2pkv("p2pkv P first", "p2pkv, P first", pair, first=True)
         routed = systems.through_proxy("p2pkv proxy", "p2pkv through p2pkv-proxy", pair, proxy)
@@ -452,7 +453,7 @@ def measure(run: Run) -> None:
         start(run, stack, [plain, at_once], run.end)
         if plain.name in run.missing or at_once.name in run.missing:
             raise ServerFailed("; ".join(run.missing.values()))
-        wait_until(lambda: _serves(proxy), "the proxy finds P and D", 60.0)
+        wait_until(lambda: _serves(proxy), "the proxy finds P and D", 240.0)  # they warm up first
         warm(run, [plain, at_once], run.end)
         weights = {group: GROUPS[group] for group in GROUPS if group in args.groups}
         for group in list(weights):
@@ -484,7 +485,7 @@ def _ours(
     routed: System,
     until: float,
 ) -> list[System]:
-    pair = systems.p2pkv_pair(run.shop, "-no-naps", "0", None)
+    pair = systems.p2pkv_pair(run.shop, "-no-naps", False, None)
     awake = systems.p2pkv("p2pkv no naps", "p2pkv without naps, at once", pair, first=False)
     awake_first = systems.p2pkv("p2pkv no naps P first", "p2pkv without naps, P first", pair, first=True)
     # Half of the time at most: the rest of the group can do without these two.
@@ -620,7 +621,7 @@ def main() -> int:
         finally:
             runner.run(asker.__aexit__())
     found = {
-        "about": {**description(args), "minutes": (time.monotonic() - begin) / 60},
+        "about": {**description(args), "model": MODEL_SAID, "minutes": (time.monotonic() - begin) / 60},
         "titles": run.titles,
         "missing": run.missing,
         "cut": run.cut,

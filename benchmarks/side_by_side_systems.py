@@ -14,7 +14,7 @@ import sys
 import uuid
 import venv
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,13 @@ from p2pkv.cli.processes import free_ports, group_members
 from p2pkv.cli.servers import LOOPBACK, ProxyServer, VllmServer
 from p2pkv.cli.tiny_model import llama_8b_geometry
 
-MODEL = llama_8b_geometry()
+_FLAGS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+_BFLOAT16 = "avx512_bf16" in _FLAGS or "amx_bf16" in _FLAGS
+# A CPU that does not compute in bfloat16 is slow with it. Half the heads in float32 have as many bytes of KV.
+MODEL = (
+    llama_8b_geometry() if _BFLOAT16 else replace(llama_8b_geometry(), dtype="float32", heads=4, kv_heads=4)
+)
+MODEL_SAID = f"{MODEL.layers} layers x {MODEL.kv_heads} KV heads x {MODEL.head_dim}, {MODEL.dtype}"
 NAME = "llama-8b-kv"
 PACKAGES = {
     "nixl": ("nixl==1.5.1", "nixl-cu12==1.5.1"),
@@ -37,9 +43,6 @@ SYSTEM_PACKAGES = ("libibverbs1", "libnl-3-200", "libnl-route-3-200")
 """What Mooncake's engine is linked to, even where it moves bytes by TCP alone."""
 
 INSTALL_SECONDS = 240.0
-NAPS = "P2PKV_IDLE_NAPS"
-"""Environment variable of a server: 0 no naps, 1 naps of p2pkv's connector, `any` naps of any connector."""
-
 
 # The environment of NIXL and Mooncake.
 
@@ -152,14 +155,16 @@ class Workshop:
     scratch: Path
     logs: Path
 
-    def server(self, name: str, *, naps: str = "0", python: Path | None = None, **more: Any) -> VllmServer:
+    def server(self, name: str, *, python: Path | None = None, **more: Any) -> VllmServer:
         """A server that is not started yet; `python` is another one than ours."""
         settings = [
             *("--served-model-name", NAME, "--dtype", MODEL.dtype, "--block-size", str(self.block)),
             *("--max-model-len", str(self.longest), "--max-num-batched-tokens", str(self.chunk)),
             "--no-enable-prefix-caching",
         ]
-        env = {NAPS: naps, **more.pop("env", {})}
+        here = str(Path(__file__).parent)
+        path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
+        env = {"PYTHONPATH": path, **more.pop("env", {})}
         if python is not None:
             env |= self.environment.variables
         log = self.logs / f"{name}.log"
@@ -221,8 +226,10 @@ def round_robin(servers: list[VllmServer]) -> System:
     return System("round robin", "two plain servers, round robin", servers, way)
 
 
-def p2pkv_pair(shop: Workshop, tag: str, naps: str, proxy: ProxyServer | None) -> list[VllmServer]:
-    more: dict[str, Any] = {"naps": naps, "proxy": proxy.discovery if proxy else None}
+def p2pkv_pair(shop: Workshop, tag: str, naps: bool, proxy: ProxyServer | None) -> list[VllmServer]:
+    more: dict[str, Any] = {"proxy": proxy.discovery if proxy else None}
+    if not naps:
+        more["extra_config"] = {"idle_wait_ms": 0}
     return [shop.server(f"p2pkv{tag}-{role}", role=role, **more) for role in ("P", "D")]
 
 
@@ -250,7 +257,12 @@ def pair_headers(p: VllmServer, d: VllmServer) -> dict[str, str]:
     return {"X-Request-Id": name}
 
 
-def example(shop: Workshop, name: str, title: str, naps: str) -> System:
+def _module(naps: bool) -> dict[str, str]:
+    """Where a connector that naps comes from."""
+    return {"kv_connector_module_path": "side_by_side_naps"} if naps else {}
+
+
+def example(shop: Workshop, name: str, title: str, naps: bool) -> System:
     """vLLM's ExampleConnector: KV in files."""
     files = shop.scratch / name.replace(" ", "-")
     files.mkdir()
@@ -258,8 +270,8 @@ def example(shop: Workshop, name: str, title: str, naps: str) -> System:
     def server(role: str) -> VllmServer:
         return shop.server(
             f"{name.replace(' ', '-')}-{role}",
-            naps=naps,
             kv_transfer_config={
+                **_module(naps),
                 "kv_connector": "ExampleConnector",
                 "kv_role": role,
                 "kv_connector_extra_config": {"shared_storage_path": str(files)},
@@ -278,19 +290,19 @@ def example(shop: Workshop, name: str, title: str, naps: str) -> System:
     return System(name, title, pair, way, forget)
 
 
-def nixl(shop: Workshop, name: str, title: str, naps: str, connector: str) -> System:
+def nixl(shop: Workshop, name: str, title: str, naps: bool, connector: str) -> System:
     """NIXL over UCX; D reads from P, or P writes to D with NixlPushConnector. P is asked first."""
 
     def server(role: str) -> VllmServer:
         return shop.server(
             f"{name.replace(' ', '-')}-{role}",
-            naps=naps,
             python=shop.environment.python,
             env={
                 "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports()),
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
             },
             kv_transfer_config={
+                **_module(naps),
                 "kv_connector": connector,
                 "kv_role": role,
                 "kv_buffer_device": "cpu",
@@ -309,24 +321,21 @@ def nixl(shop: Workshop, name: str, title: str, naps: str, connector: str) -> Sy
     return System(name, title, pair, way)
 
 
-def mooncake(shop: Workshop, name: str, title: str, naps: str) -> System:
+def mooncake(shop: Workshop, name: str, title: str, naps: bool) -> System:
     """Mooncake over TCP; P and D are asked at once, as its router does. side_by_side_mooncake.py has why."""
     bootstrap = free_ports()
-    here = str(Path(__file__).parent)
 
     def server(role: str) -> VllmServer:
         return shop.server(
             f"{name.replace(' ', '-')}-{role}",
-            naps=naps,
             python=shop.environment.python,
             env={
                 "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bootstrap),
                 "VLLM_HOST_IP": LOOPBACK,
-                "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")])),
             },
             kv_transfer_config={
                 "kv_connector": "MooncakeConnector",
-                "kv_connector_module_path": "side_by_side_mooncake",
+                "kv_connector_module_path": "side_by_side_naps" if naps else "side_by_side_mooncake",
                 "kv_role": role,
                 "kv_load_failure_policy": "fail",
                 "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
