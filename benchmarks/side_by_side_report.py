@@ -101,7 +101,8 @@ def _head(found: Found, picture: bool) -> Iterator[str]:
     about = found["about"]
     yield "# Side by side"
     yield ""
-    yield f"{about['date']}; {about['cpu']}, {about['cores']} cores; {about['versions']}. Model: {about['model']}."
+    yield f"{about['date']}; {about['cpu']}, {about['cores']} cores; {about['versions']}."
+    yield f"The model has {about['model']}."
     yield ""
     yield f"    {about['command']}"
     yield ""

@@ -32,6 +32,7 @@ ABOUT = {
     "date": "2026-11-22 10:00 UTC",
     "cpu": "a CPU",
     "cores": 2,
+    "model": "32 layers",
     "versions": "Python 3.11",
     "command": "python side_by_side.py",
     "minutes": 30.0,
