@@ -61,7 +61,7 @@ PRODUCT = (
     Mutant(
         "D's staging is granted without a budget",
         "p2pkv/engine/incoming.py",
-        "return left >= 0 and (not peer.staged or peer.staged + nbytes <= left)",
+        "return left >= 0 and (not held or held + nbytes <= left)",
         "return True",
         ("tests/engine/test_backpressure.py::"
          "test_ps_that_hold_receives_leave_room_for_another_and_all_keep_to_the_budget",),
@@ -69,7 +69,7 @@ PRODUCT = (
     Mutant(
         "one P may hold all of D's staging",
         "p2pkv/engine/incoming.py",
-        "return left >= 0 and (not peer.staged or peer.staged + nbytes <= left)",
+        "return left >= 0 and (not held or held + nbytes <= left)",
         "return left >= 0",
         ("tests/engine/test_backpressure.py::"
          "test_ps_that_hold_receives_leave_room_for_another_and_all_keep_to_the_budget",),
@@ -94,6 +94,27 @@ PRODUCT = (
         'return f"pair:{found.pair.unique}:{tag}"',
         'return f"pair:{found.pair.unique}:0"',
         ("tests/unit/test_pairing.py",),
+    ),
+    Mutant(
+        "a step waits while an earlier one with tokens is out",
+        "p2pkv/connector/idle_steps.py",
+        "if self._empty < self._batches or not awaited:",
+        "if not self._empty or not awaited:",
+        ("tests/connector/test_idle_steps.py",),
+    ),
+    Mutant(
+        "an event does not end the wait of an idle step",
+        "p2pkv/engine/rank.py",
+        "        self._happened.set()\n",
+        "",
+        ("tests/engine/test_progress.py::test_an_event_ends_the_forward_threads_wait",),
+    ),
+    Mutant(
+        "naps wait for a wake-up that can be lost",
+        "p2pkv/connector/idle_steps.py",
+        "LONGEST_NAP_MS = 4\n",
+        "LONGEST_NAP_MS = 60_000\n",
+        ("tests/connector/test_idle_steps.py",),
     ),
     Mutant(
         "control sockets have no keepalive",
