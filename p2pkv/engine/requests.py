@@ -373,8 +373,8 @@ class Requests:
         for address, peer in list(self._peers.items()):
             entries = self._of.get(address, {}).values()
             # P's rank 0 may owe this rank nothing, and need not hear of the request.
-            told = (e.receiver for e in entries if e.prefill != address or e.rank_of(peer) is not None)
-            transfers = [(each.key, each.attempt) for each in told if not each.load.ended]
+            ranks = ((entry.rank_of(peer), entry.receiver) for entry in entries)
+            transfers = [(r.key, r.attempt) for rank, r in ranks if rank is not None and r.waits_for(rank)]
             if transfers:
                 peer.used = now
             for first in range(0, len(transfers), WAITING_AT_ONCE):

@@ -110,6 +110,12 @@ class Receiver:
         """D does not want it any more. What is on its way will be received and dropped."""
         return self._end(reason, Cancel(self.key, self.attempt, reason))
 
+    def waits_for(self, rank: int) -> bool:
+        """Whether this rank of P still owes something, as far as is known. Who has been told Done does not:
+        it may have forgotten the transfer, and would take it for a new one."""
+        source = self.sources.get(rank)
+        return not self.load.ended and (source is None or not source.complete)
+
     # What a P rank says.
 
     def offer(self, rank: int, message: Offer, now: float) -> list[Effect]:

@@ -43,6 +43,16 @@ def test_a_load_from_two_sources() -> None:
     assert made.load.state is Load.DONE and made.deadline is None
 
 
+def test_a_source_that_was_told_done_is_not_told_that_d_still_waits() -> None:
+    """P's rank may have forgotten the transfer by then, and would keep the claim of a new one for a lease."""
+    made = loading(make())
+    assert made.waits_for(0) and made.waits_for(1)
+    take(made, 1, whole(1))
+    assert made.waits_for(0) and not made.waits_for(1)
+    take(made, 0, whole(0))
+    assert not made.waits_for(0)
+
+
 def test_an_empty_want_releases_p_at_any_time_before_the_load() -> None:
     for made in (make(), offered(make())):
         tells = [Tell(rank, Want(KEY, ATTEMPT, 0, 0)) for rank in (0, 1)]
