@@ -25,6 +25,9 @@ from p2pkv.links.base import Inbound, LinkError, Receive
 from p2pkv.pages import make_recorder
 from p2pkv.pairing import Address
 
+AHEAD = 64
+"""Receives posted at once: many more, and the words about them fill the socket in both directions."""
+
 
 class Decode:
     """One rank of D for each layout, and its ends of bare links."""
@@ -97,11 +100,11 @@ class Decode:
         poll_until(inbound.poll, inbound.ready, "building the bare link")
 
     def _receive(self, sizes: list[int]) -> None:
-        """Receive these messages over the latest bare link, as many posted as its window takes."""
+        """Receive these messages over the latest bare link, with at most AHEAD posted."""
         inbound = self._inbounds[-1]
         waiting, posted = deque(sizes), deque[Receive]()
         while waiting or posted:
-            while waiting and (receive := inbound.post(waiting[0])) is not None:
+            while waiting and len(posted) < AHEAD and (receive := inbound.post(waiting[0])) is not None:
                 waiting.popleft()
                 posted.append(receive)
                 self._wire.say(landing=receive.landing)
