@@ -157,6 +157,7 @@ class FakeRank:
         """Seconds that each idle step was allowed to wait."""
         self.meanwhile: Callable[[], None] = lambda: None
         """What happens in such a wait."""
+        self._call: Callable[[], None] = lambda: None
 
     def do(self, command: do.Command) -> None:
         self.log.append(command)
@@ -196,7 +197,11 @@ class FakeRank:
         fact = self.facts[event.key]
         if not fact.over:
             fact.over = True
-            self._events.append(event)
+            self._emit(event)
+
+    def _emit(self, event: do.Event) -> None:
+        self._events.append(event)
+        self._call()
 
     def revoke(self, keys: Iterable[str]) -> None:
         self.revoked += keys
@@ -213,7 +218,7 @@ class FakeRank:
     def begin(self, key: str) -> None:
         assert not self.facts[key].offered
         self.facts[key].offered = True
-        self._events.append(do.Begun(key))
+        self._emit(do.Begun(key))
 
     def load(self, key: str) -> None:
         assert self.facts[key].asked
@@ -224,6 +229,9 @@ class FakeRank:
 
     def free(self, key: str) -> None:
         self._last_word(do.PagesFree(key))
+
+    def call_on_event(self, call: Callable[[], None]) -> None:
+        self._call = call
 
     def wait_for_event(self, seconds: float) -> None:
         self.waits.append(seconds)

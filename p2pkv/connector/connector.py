@@ -30,7 +30,7 @@ from p2pkv.connector.describe import (
     refuse_what_cannot_pair,
 )
 from p2pkv.connector.identity import Pairs
-from p2pkv.connector.idle_steps import SPINNING, IdlePace
+from p2pkv.connector.idle_steps import LONGEST_REST, REST, SPINNING, IdlePace
 from p2pkv.connector.metadata import StepMetadata, WorkerNews
 from p2pkv.connector.producing import Producing
 from p2pkv.connector.stats import P2pKvMetrics, P2pKvStats
@@ -92,9 +92,13 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         for note in self.options.notes:
             log.warning("%s", note)
         config, pairs = self._vllm_config, Pairs(self.options.address, self.options.role)
+        self._pace = IdlePace(config.max_concurrent_batches)
         # Ranks of other replicas may wait for a batch of this one that computes nothing.
-        bound = 0.0 if config.parallel_config.data_parallel_size > 1 else self.options.idle_wait_ms / 1000
-        self._pace = IdlePace(bound, config.max_concurrent_batches)
+        pausing = self.options.idle_wait_ms > 0 and config.parallel_config.data_parallel_size == 1
+        self._longest_wait = pausing * self.options.idle_wait_ms / 1000 / config.max_concurrent_batches
+        self._rests = pausing and _on_this_host(config.parallel_config)
+        if self._rests:
+            REST.install()
         self._news = False
         if self.options.role == "P":
             groups = self._kv_cache_config.kv_cache_groups
@@ -133,15 +137,29 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         assert half is not None
         meta = half.step(scheduler_output)
         changed, self._news = self._news or meta.orders, False
-        meta.idle_wait = self._pace.step(tokens=meta.work, awaited=half.awaits_news, changed=changed)
-        SPINNING.idle = meta.idle_wait > 0
+        bell = REST.address if self._rests else ""
+        pause = self._pace.step(
+            LONGEST_REST if bell else self._longest_wait,
+            tokens=meta.work,
+            awaited=half.awaits_news,
+            changed=changed,
+            rung=REST.rung(),
+        )
+        SPINNING.idle = meta.idle = pause > 0
+        if bell:
+            REST.seconds = pause
+            meta.bell = bell if meta.idle else ""
+        else:
+            meta.idle_wait = pause
         return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         sent, received = connector_output.finished_sending or (), set(connector_output.finished_recving or ())
         news = connector_output.kv_connector_worker_meta
         assert news is None or isinstance(news, WorkerNews)
-        self._news |= bool(sent or received or news)
+        if sent or received or news:
+            self._news = True
+            REST.seconds = 0.0
         if self._producing is not None:
             self._producing.heard(sent)
         elif self._consuming is not None:
@@ -294,6 +312,11 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
 class P2pNcclConnector(P2pKvConnector):
     """The name under which users of vLLM's removed connector know it."""
+
+
+def _on_this_host(parallel: Any) -> bool:
+    """Whether all workers run on the engine core's host, as far as vLLM's configuration says."""
+    return parallel.nnodes == 1 and parallel.distributed_executor_backend in (None, "mp", "uni")
 
 
 def _log_as_vllm_does() -> None:

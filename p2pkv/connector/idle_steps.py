@@ -2,10 +2,13 @@
 
 While requests wait for KV, or blocks wait for D, vLLM steps an engine that has nothing to compute over and
 over: the engine core schedules nothing, the workers run nothing, and between two messages each of them spins.
-Two things end that:
+Four things end that:
 
-- `IdlePace`, in the engine core, says how long the workers may wait in such a step. They wait with the
-  interpreter's lock released and return as soon as there is news (`Worker.results`).
+- `IdlePace`, in the engine core, says how long it may be until the next such step.
+- `REST`, in the engine core's process, lets it rest so long. A request ends the rest, and so does a worker
+  that has news: it rings a `Bell`.
+- Where the engine core cannot rest, the workers wait so long for news in the step itself, with the
+  interpreter's lock released (`Worker.results`). A request that comes meanwhile waits for them.
 - `SPINNING`, one in each process, makes the wait for the next message of vLLM's other process a nap while
   steps are idle, and in a worker also once no step has come for a while. It is as vLLM made it as soon as
   there is something to compute.
@@ -15,9 +18,14 @@ docs/design.md, "Idle steps", has the figures, and what we propose to vLLM.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
+import queue
+import socket
+import threading
 import time
+import uuid
 from functools import wraps
 from typing import Any
 
@@ -26,7 +34,10 @@ from p2pkv.plugin import doubt, vllm_version
 log = logging.getLogger("p2pkv")
 
 FIRST_WAIT = 0.001
-"""Seconds that the first idle step may wait. Each further one may wait twice as long, up to the bound."""
+"""Seconds of the first pause. Each further one may be twice as long, up to the longest."""
+
+LONGEST_REST = 0.03
+"""Seconds after which a resting engine core looks by itself. Requests and news end the rest before."""
 
 LONGEST_NAP_MS = 4
 """Milliseconds after which a napping process looks by itself, since vLLM's wake-ups can be lost."""
@@ -37,38 +48,146 @@ waits for less; should it be longer all the same, a nap is at most an eighth of 
 
 
 class IdlePace:
-    """How long the workers may wait for news in a step without tokens. For the engine core; no clock.
+    """How long the pause of a step without tokens may be. For the engine core; no clock.
 
     Args:
-        bound: seconds that a request which arrives in such steps may wait for them; 0: never wait.
         batches: the most steps that vLLM has under way at once (`max_concurrent_batches`).
     """
 
-    def __init__(self, bound: float, batches: int) -> None:
+    def __init__(self, batches: int) -> None:
         self._batches = batches
-        self._longest = bound / batches
         self._empty = 0
         self._next = FIRST_WAIT
 
-    def step(self, *, tokens: bool, awaited: bool, changed: bool) -> float:
-        """Seconds for the step that is scheduled now; 0: it must not wait.
+    def step(
+        self, longest: float, *, tokens: bool, awaited: bool, changed: bool, rung: bool = False
+    ) -> float:
+        """Seconds for the step that is scheduled now; 0: no pause.
 
         Args:
+            longest: seconds of the longest pause; 0: none at all.
             tokens: it computes something.
             awaited: the workers may have news of a transfer, now or later.
             changed: the workers hear of something new in this step, or have just had news.
+            rung: a worker has news, which one of the steps that may be under way will bring.
 
         vLLM takes the outputs of steps in their order. So once as many steps without tokens have been
         scheduled as there may be under way, no earlier step with tokens is still out.
         """
-        self._empty = 0 if tokens else self._empty + 1
-        if tokens or changed:
+        self._empty = 0 if tokens else 1 if rung else self._empty + 1
+        if tokens or changed or rung:
             self._next = FIRST_WAIT
-        if self._empty < self._batches or not awaited:
+        if self._empty < self._batches or not awaited or not longest:
             return 0.0
-        wait = min(self._next, self._longest)
-        self._next = min(2 * self._next, self._longest)
-        return wait
+        pause = min(self._next, longest)
+        self._next = min(2 * self._next, longest)
+        return pause
+
+
+class Bell:
+    """A worker's end of what wakes the resting engine core. Any thread may ring."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self.address = ""
+        """Where the engine core listens (`CoreRest.address`); "" while nobody may be resting."""
+
+    def ring(self) -> None:
+        """Does not wait. A bell that cannot be heard is no error: the engine core looks by itself."""
+        if self.address:
+            with contextlib.suppress(OSError):
+                self._socket.sendto(b"!", self.address)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class CoreRest:
+    """The engine core's rest between two idle steps, in place of the millisecond that vLLM sleeps.
+
+    vLLM calls `EngineCoreProc._process_input_queue` before each step. For `seconds` that call waits first,
+    as vLLM itself does when no request is there at all: for the next item of the input queue. That is a
+    request, an abort, vLLM's own wake-up at its shutdown, or the same wake-up because a bell was rung.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """How long to rest before the next step; used up by that rest."""
+        self.address = ""
+        """Where bells ring: an abstract Unix socket. "" until an engine core of this process can rest."""
+        self._bells: socket.socket | None = None
+        self._rung = False
+
+    def rung(self) -> bool:
+        """Whether a bell has ended the rest before this step."""
+        rung, self._rung = self._rung, False
+        return rung
+
+    def install(self) -> None:
+        """Let vLLM's engine core rest, once; only a log line where it does not fit."""
+        if self._bells is not None:
+            return
+        try:
+            from vllm.v1.engine import EngineCoreRequestType, core
+
+            reason = self._misfit(core, EngineCoreRequestType)
+            if not reason:
+                bells = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+                bells.bind(f"\0p2pkv-{uuid.uuid4().hex}")
+        except (ImportError, OSError) as error:
+            reason = str(error)
+        if reason:
+            log.info("vLLM's engine core steps while it has nothing to compute: %s", reason)
+            return
+        self._bells = bells
+        self._replace(core, EngineCoreRequestType.WAKEUP)
+
+    def _misfit(self, module: Any, requests: Any) -> str:
+        if reason := _untested():
+            return reason
+        take = getattr(getattr(module, "EngineCoreProc", None), "_process_input_queue", None)
+        known = {"has_work", "is_running", "input_queue", "_handle_client_request"}
+        if not inspect.isfunction(take) or not known <= set(take.__code__.co_names):
+            return "this vLLM's engine core takes its requests in a way that p2pkv does not know"
+        return "" if hasattr(requests, "WAKEUP") else "this vLLM's engine core cannot be woken"
+
+    def _replace(self, module: Any, wake_up: Any) -> None:
+        take = module.EngineCoreProc._process_input_queue
+
+        @wraps(take)
+        def rest_and_take(core: Any) -> None:
+            if not self.address:
+                self._listen(core.input_queue, wake_up)
+            self._rest(core, wake_up)
+            take(core)
+
+        module.EngineCoreProc._process_input_queue = rest_and_take
+
+    def _listen(self, requests: queue.Queue[Any], wake_up: Any) -> None:
+        bells = self._bells
+        assert bells is not None
+
+        def pass_on() -> None:
+            while bells.recv(1):
+                requests.put_nowait((wake_up, None))
+
+        threading.Thread(target=pass_on, name="p2pkv-bells", daemon=True).start()
+        self.address = bells.getsockname().decode()
+
+    def _rest(self, core: Any, wake_up: Any) -> None:
+        seconds, self.seconds = self.seconds, 0.0
+        if not seconds or not core.is_running():
+            return
+        try:
+            kind, request = core.input_queue.get(timeout=seconds)
+        except queue.Empty:
+            return
+        self._rung = kind is wake_up
+        core._handle_client_request(kind, request)
+
+
+REST = CoreRest()
+"""Of this process."""
 
 
 class SpinWait:
@@ -102,9 +221,8 @@ class SpinWait:
 
     def _misfit(self, module: Any) -> str:
         """Why this vLLM's wait is left alone; empty if it is the one that we know."""
-        installed = vllm_version() or "of unknown version"
-        if doubt(installed):
-            return f"p2pkv lets them nap in a vLLM that it is tested with, and this one is {installed}"
+        if reason := _untested():
+            return reason
         wait = getattr(getattr(module, "SpinCondition", None), "wait", None)
         known = ["self", "timeout_ms"]
         if not inspect.isfunction(wait) or list(inspect.signature(wait).parameters) != known:
@@ -152,3 +270,13 @@ class SpinWait:
 
 SPINNING = SpinWait()
 """Of this process: vLLM's wait is one per process, whatever the number of connectors in it."""
+
+
+def _untested() -> str:
+    """Why nothing of this vLLM is replaced, whatever it looks like; empty if p2pkv is tested with it."""
+    installed = vllm_version() or "of unknown version"
+    return (
+        f"p2pkv changes only a vLLM that it is tested with, and this one is {installed}"
+        if doubt(installed)
+        else ""
+    )

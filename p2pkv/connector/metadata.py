@@ -51,8 +51,12 @@ class StepMetadata(KVConnectorMetadata):
 
     work: bool = False
     """Whether this step computes anything."""
+    idle: bool = False
+    """Whether it computes nothing, no step before it is still out, and only news can change that."""
     idle_wait: float = 0.0
-    """Seconds that this step may wait for news of the transfers; 0 unless it computes nothing."""
+    """Seconds that this step may wait for news of the transfers; 0 unless it is idle."""
+    bell: str = ""
+    """Where to ring when there is news after this step (`idle_steps.Bell`); "" unless it is idle."""
 
     # P
     holds: list[Hold] = field(default_factory=list)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from p2pkv.connector.idle_steps import SPINNING
+from p2pkv.connector.idle_steps import SPINNING, Bell
 from p2pkv.connector.loads import Loads
 from p2pkv.connector.metadata import Ended, StepMetadata, WorkerNews
 from p2pkv.connector.stats import Growth, P2pKvStats
@@ -40,6 +40,8 @@ class Worker:
         self._ended: dict[str, str] = {}
         self._free: set[str] = set()
         self._idle_wait = 0.0
+        self._bell = Bell()
+        rank.call_on_event(self._bell.ring)
         self.loads = Loads(rank)
 
     # Before the forward.
@@ -52,7 +54,8 @@ class Worker:
 
     def begin(self, meta: StepMetadata) -> None:
         self._idle_wait = meta.idle_wait
-        SPINNING.idle = meta.idle_wait > 0
+        self._bell.address = meta.bell
+        SPINNING.idle = meta.idle
         if meta.work:
             self.rank.steps.begin(time.monotonic())
         for hold in meta.holds:
@@ -149,3 +152,4 @@ class Worker:
 
     def stop(self) -> None:
         self.rank.stop()
+        self._bell.close()

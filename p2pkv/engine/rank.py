@@ -38,6 +38,7 @@ class Rank(Core):
         place = Address.parse(hello.address)
         endpoint = Endpoint(place, members_of(options.secret), options.allowed_peers, options.lease_seconds)
         self._happened = threading.Event()
+        self._call: Callable[[], None] = _nothing
         super().__init__(hello, options, cache, links, endpoint)
         self._asleep = False
         self._stopping = False
@@ -63,6 +64,10 @@ class Rank(Core):
         """Wait until something has happened since the last `events`, for so long at most, lock released."""
         self._happened.wait(seconds)
 
+    def call_on_event(self, call: Callable[[], None]) -> None:
+        """The engine thread calls this when something has happened, once between two calls of `events`."""
+        self._call = call
+
     def stop(self) -> None:
         """End the thread, the sockets and the links, by a deadline. Idempotent.
 
@@ -83,7 +88,9 @@ class Rank(Core):
 
     def _emit(self, event: Event) -> None:
         super()._emit(event)
-        self._happened.set()
+        if not self._happened.is_set():  # else the next `events` is still to come, and will find this one
+            self._happened.set()
+            self._call()
 
     def _main(self) -> None:
         with own_stream(self._ctx.cache.device):
@@ -124,3 +131,6 @@ class Rank(Core):
         self._asleep = True  # before the look at the commands: who adds one later wakes us
         self._ctx.endpoint.wait(self.pause(time.monotonic()))
         self._asleep = False
+
+
+def _nothing() -> None: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -15,16 +16,23 @@ import zmq
 from connector_support import Instance, inner_id, pair_id, tokens, vllm_config
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine import core as engine_core
 
 from p2pkv.connector import P2pKvConnector, connector
 from p2pkv.connector.idle_steps import (
     FIRST_WAIT,
     LONGEST_NAP_MS,
+    LONGEST_REST,
+    REST,
     SPINNING,
     STEPLESS_MS,
+    Bell,
+    CoreRest,
     IdlePace,
     SpinWait,
 )
+from p2pkv.connector.metadata import StepMetadata
 from p2pkv.engine import commands as do
 
 pytestmark = pytest.mark.vllm
@@ -33,55 +41,96 @@ BOUND = 0.005
 each_pace = pytest.mark.parametrize("ahead", [0, 1], ids=["step-by-step", "one-step-ahead"])
 
 
-def idle(pace: IdlePace, steps: int = 1) -> list[float]:
-    return [pace.step(tokens=False, awaited=True, changed=False) for _ in range(steps)]
+def idle(pace: IdlePace, steps: int = 1, longest: float = BOUND) -> list[float]:
+    return [pace.step(longest, tokens=False, awaited=True, changed=False) for _ in range(steps)]
 
 
 class TestPace:
-    def test_a_wait_grows_to_the_bound_while_nothing_happens(self) -> None:
-        assert idle(IdlePace(BOUND, 1), 5) == [FIRST_WAIT, 2 * FIRST_WAIT, 4 * FIRST_WAIT, BOUND, BOUND]
+    def test_a_pause_grows_to_the_longest_while_nothing_happens(self) -> None:
+        assert idle(IdlePace(1), 5) == [FIRST_WAIT, 2 * FIRST_WAIT, 4 * FIRST_WAIT, BOUND, BOUND]
 
-    @pytest.mark.parametrize("what", ["tokens", "changed"])
+    @pytest.mark.parametrize("what", ["tokens", "changed", "rung"])
     def test_it_is_short_again_once_something_has_happened(self, what: str) -> None:
-        pace = IdlePace(BOUND, 1)
+        pace = IdlePace(1)
         idle(pace, 5)
-        pace.step(tokens=what == "tokens", awaited=True, changed=what == "changed")
+        happened = {"tokens": False, "changed": False, "rung": False} | {what: True}
+        pace.step(BOUND, awaited=True, **happened)
         assert idle(pace)[0] <= 2 * FIRST_WAIT
 
-    def test_a_step_with_tokens_does_not_wait(self) -> None:
-        pace = IdlePace(BOUND, 1)
-        assert pace.step(tokens=True, awaited=True, changed=False) == 0
+    def test_a_step_with_tokens_does_not_pause(self) -> None:
+        assert IdlePace(1).step(BOUND, tokens=True, awaited=True, changed=False) == 0
 
     def test_nor_one_in_which_no_news_is_awaited(self) -> None:
-        assert IdlePace(BOUND, 1).step(tokens=False, awaited=False, changed=False) == 0
+        assert IdlePace(1).step(BOUND, tokens=False, awaited=False, changed=False) == 0
 
     @pytest.mark.parametrize("batches", [2, 3])
-    def test_none_waits_while_a_step_with_tokens_may_be_out(self, batches: int) -> None:
-        pace = IdlePace(BOUND, batches)
+    def test_none_pauses_while_a_step_with_tokens_may_be_out(self, batches: int) -> None:
+        pace = IdlePace(batches)
         for _ in range(3):
-            pace.step(tokens=True, awaited=True, changed=False)
+            pace.step(BOUND, tokens=True, awaited=True, changed=False)
             assert idle(pace, batches - 1) == [0.0] * (batches - 1)
             assert idle(pace)[0] > 0
 
     @pytest.mark.parametrize("batches", [1, 2, 4])
-    def test_all_that_may_be_under_way_together_wait_no_longer_than_the_bound(self, batches: int) -> None:
-        assert batches * max(idle(IdlePace(BOUND, batches), 20)) == pytest.approx(BOUND)
+    def test_nor_while_a_step_may_be_out_that_brings_what_was_rung_for(self, batches: int) -> None:
+        pace = IdlePace(batches)
+        idle(pace, 5)
+        rung = pace.step(BOUND, tokens=False, awaited=True, changed=False, rung=True)
+        assert [rung, *idle(pace, batches)].count(0.0) == batches - 1
 
-    def test_a_bound_of_0_switches_it_off(self) -> None:
-        assert set(idle(IdlePace(0.0, 1), 5)) == {0.0}
+    def test_a_longest_of_0_is_none(self) -> None:
+        assert set(idle(IdlePace(1), 5, 0.0)) == {0.0}
 
 
 class TestScheduling:
-    def test_ranks_of_other_replicas_are_not_kept_waiting(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """They may need a batch of this one that computes nothing."""
+    @pytest.fixture
+    def bell(self, monkeypatch: pytest.MonkeyPatch) -> str:
+        """An engine core of this process can rest."""
+        monkeypatch.setattr(REST, "address", "\0a bell")
+        return REST.address
+
+    def idle_steps(self, monkeypatch: pytest.MonkeyPatch, **parallel: Any) -> list[StepMetadata]:
+        """What D says to its workers in five steps without tokens, with vLLM configured so."""
         monkeypatch.setattr(connector, "refuse_what_cannot_pair", lambda config: None)
-        bounds = []
-        monkeypatch.setattr(connector, "IdlePace", lambda bound, batches: bounds.append(bound))
-        for size in (1, 2):
-            config = vllm_config("D")
-            config.parallel_config.data_parallel_size = size
-            P2pKvConnector(config, KVConnectorRole.SCHEDULER, SimpleNamespace(kv_cache_groups=[]))
-        assert bounds == [BOUND, 0.0]
+        config = vllm_config("D")
+        for name, value in parallel.items():
+            setattr(config.parallel_config, name, value)
+        made = P2pKvConnector(config, KVConnectorRole.SCHEDULER, SimpleNamespace(kv_cache_groups=[]))
+        waiting = SimpleNamespace(step=lambda scheduled: StepMetadata(), awaits_news=True)
+        made._consuming = waiting  # type: ignore[assignment]
+        return [made.build_connector_meta(None) for _ in range(5)]  # type: ignore[arg-type]
+
+    def test_ranks_of_other_replicas_are_not_kept_waiting(
+        self, monkeypatch: pytest.MonkeyPatch, bell: str
+    ) -> None:
+        """They may need a batch of this one that computes nothing."""
+        assert not any(meta.idle for meta in self.idle_steps(monkeypatch, data_parallel_size=2))
+        assert REST.seconds == 0
+        assert {meta.bell for meta in self.idle_steps(monkeypatch)} == {bell}
+
+    @pytest.mark.parametrize("change", [{"nnodes": 2}, {"distributed_executor_backend": "ray"}])
+    def test_ranks_of_other_hosts_wait_in_the_step_for_no_bell_is_heard_from_there(
+        self, monkeypatch: pytest.MonkeyPatch, bell: str, change: dict[str, Any]
+    ) -> None:
+        metas = self.idle_steps(monkeypatch, **change)
+        assert all(meta.idle and meta.idle_wait and not meta.bell for meta in metas)
+
+    @each_pace
+    def test_it_rests_after_an_idle_step_until_there_are_news(self, bell: str, ahead: int) -> None:
+        d = Instance("D", ahead=ahead)
+        request = d.ask(inner_id(pair_id()), tokens(50))
+        rests = []
+        for _ in range(12):
+            d.step()
+            rests.append(REST.seconds)
+        assert rests[-1] == LONGEST_REST and not d.rank.waits
+        assert all(bool(meta.bell) == meta.idle for meta in d.metas)
+        d.rank.begin(d.key(request))
+        d.step(1 + ahead)
+        assert REST.seconds == 0.0
+        alone = d.ask("cmpl-alone-0-00000001", tokens(20), max_tokens=1)
+        d.run_until(lambda: alone.request_id in d.ended)
+        assert not any(meta.idle for meta in d.metas if meta.work)
 
     @each_pace
     def test_d_waits_for_p_in_steps_that_compute_nothing(self, ahead: int) -> None:
@@ -135,6 +184,99 @@ class TestScheduling:
         d.ask(inner_id(pair_id()), tokens(50))
         d.step(5)
         assert not d.rank.waits and not SPINNING.idle
+
+
+class Core:
+    """As much of vLLM's EngineCoreProc as takes its requests."""
+
+    def __init__(self) -> None:
+        self.input_queue: queue.Queue[Any] = queue.Queue()
+        self.handled: list[Any] = []
+        self.running = True
+
+    def is_running(self) -> bool:
+        return self.running
+
+    def has_work(self) -> bool:
+        return True
+
+    def _handle_client_request(self, kind: Any, request: Any) -> None:
+        self.handled.append(kind)
+
+    def take(self) -> float:
+        """Seconds that vLLM's engine core, as it is now, takes to look for requests."""
+        begin = time.monotonic()
+        engine_core.EngineCoreProc._process_input_queue(self)
+        return time.monotonic() - begin
+
+
+class TestRest:
+    LONG = 60.0
+
+    @pytest.fixture
+    def rest(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[CoreRest]:
+        # Connectors that other tests have made in this process have put the rest there already.
+        original = inspect.unwrap(engine_core.EngineCoreProc._process_input_queue)
+        monkeypatch.setattr(engine_core.EngineCoreProc, "_process_input_queue", original)
+        yield CoreRest()
+
+    def test_nobody_rests_before_an_engine_core_has_looked_for_requests(self, rest: CoreRest) -> None:
+        rest.install()
+        assert not rest.address
+        Core().take()
+        assert rest.address
+
+    def test_it_rests_once_for_the_time_that_it_was_told(self, rest: CoreRest) -> None:
+        rest.install()
+        core = Core()
+        rest.seconds = 0.05
+        assert core.take() >= 0.05 and not rest.seconds and not core.handled and not rest.rung()
+
+    def test_a_request_ends_the_rest_and_is_handled(self, rest: CoreRest) -> None:
+        rest.install()
+        core = Core()
+        rest.seconds = self.LONG
+        threading.Timer(0.05, core.input_queue.put, ((EngineCoreRequestType.ADD, None),)).start()
+        core.take()
+        assert core.handled == [EngineCoreRequestType.ADD] and not rest.rung()
+
+    def test_a_bell_ends_the_rest_even_if_it_was_rung_before(self, rest: CoreRest) -> None:
+        rest.install()
+        core = Core()
+        core.take()
+        bell = Bell()
+        bell.address = rest.address
+        bell.ring()
+        for _ in range(2):
+            rest.seconds = self.LONG
+            threading.Timer(0.05, bell.ring).start()
+            core.take()
+            assert rest.rung() and not rest.rung()
+        bell.close()
+
+    def test_one_that_shuts_down_does_not_rest(self, rest: CoreRest) -> None:
+        rest.install()
+        core = Core()
+        core.running = False
+        rest.seconds = self.LONG
+        core.take()
+
+    def test_a_vllm_that_was_not_tested_is_left_alone(
+        self, rest: CoreRest, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("p2pkv.connector.idle_steps.vllm_version", lambda: "0.31.9")
+        self.left_alone(rest)
+
+    def test_so_is_one_that_takes_its_requests_otherwise(
+        self, rest: CoreRest, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(engine_core.EngineCoreProc, "_process_input_queue", lambda self: None)
+        self.left_alone(rest)
+
+    def left_alone(self, rest: CoreRest) -> None:
+        before = engine_core.EngineCoreProc._process_input_queue
+        rest.install()
+        assert engine_core.EngineCoreProc._process_input_queue is before and not rest.address
 
 
 @pytest.fixture

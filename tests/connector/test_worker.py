@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import uuid
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -312,7 +314,7 @@ def test_a_load_writes_its_pages_only_behind_the_forward_that_had_them(make: Mak
     assert kinds == ([do.Expect, do.After, do.Load] if still_runs else [do.Expect, do.Load])
 
 
-IDLE = StepMetadata(idle_wait=0.005)
+IDLE = StepMetadata(idle=True, idle_wait=0.005)
 
 
 def test_an_idle_step_waits_for_news_once(make: Make) -> None:
@@ -324,7 +326,7 @@ def test_an_idle_step_waits_for_news_once(make: Make) -> None:
 def test_a_step_with_something_to_report_does_not_wait(make: Make) -> None:
     runner, rank = make("D")
     expect = do.Expect("k", Address("127.0.0.1", 1), 32, b"")
-    runner.step(StepMetadata(idle_wait=0.005, expects=[("r", expect)]))
+    runner.step(StepMetadata(idle=True, idle_wait=0.005, expects=[("r", expect)]))
     rank.begin("k")
     runner.step(IDLE)
     assert len(rank.waits) == 1
@@ -337,11 +339,34 @@ def test_nor_does_one_that_computes(make: Make) -> None:
     assert len(rank.waits) == 1 and not SPINNING.idle
 
 
+def test_news_ring_the_bell_after_an_idle_step_only(make: Make) -> None:
+    runner, rank = make("D")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bells:
+        bells.bind(f"\0p2pkv-test-{uuid.uuid4().hex}")
+        bells.setblocking(False)
+        idle = StepMetadata(idle=True, bell=bells.getsockname().decode())
+        expects = [(name, do.Expect(name, D, 32, b"")) for name in "abc"]
+        runner.step(StepMetadata(expects=expects))
+        rank.begin("a")
+        with pytest.raises(BlockingIOError):
+            bells.recv(1)
+        runner.step(idle)
+        rank.begin("b")
+        assert bells.recv(1)
+        runner.step(StepMetadata(work=True))
+        rank.begin("c")
+        with pytest.raises(BlockingIOError):
+            bells.recv(1)
+    runner.step(idle)
+    rank.fail("a")  # nobody hears it, and nothing happens
+    assert not rank.waits
+
+
 def test_free_blocks_are_news_once_vllm_waits_for_them(make: Make) -> None:
     runner, rank = make()
     runner.step(prefill_step(32, first=True))
     rank.free("k")
     runner.step(IDLE)
     assert len(rank.waits) == 1
-    runner.step(StepMetadata(idle_wait=0.005, sent=[Ended("r", "k", "")]))
+    runner.step(StepMetadata(idle=True, idle_wait=0.005, sent=[Ended("r", "k", "")]))
     assert len(rank.waits) == 1
