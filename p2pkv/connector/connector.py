@@ -30,7 +30,7 @@ from p2pkv.connector.describe import (
     refuse_what_cannot_pair,
 )
 from p2pkv.connector.identity import Pairs
-from p2pkv.connector.idle_steps import LONGEST_REST, REST, SPINNING, IdlePace
+from p2pkv.connector.idle_steps import CORE, FIRST_WAIT, REST, SPINNING, IdlePace
 from p2pkv.connector.metadata import StepMetadata, WorkerNews
 from p2pkv.connector.producing import Producing
 from p2pkv.connector.stats import P2pKvMetrics, P2pKvStats
@@ -98,7 +98,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         self._longest_wait = pausing * self.options.idle_wait_ms / 1000 / config.max_concurrent_batches
         self._rests = pausing and _on_this_host(config.parallel_config)
         if self._rests:
-            REST.install()
+            CORE.install()
         self._news = False
         if self.options.role == "P":
             groups = self._kv_cache_config.kv_cache_groups
@@ -137,17 +137,17 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         assert half is not None
         meta = half.step(scheduler_output)
         changed, self._news = self._news or meta.orders, False
-        bell = REST.address if self._rests else ""
+        bell = CORE.address if self._rests else ""
         pause = self._pace.step(
-            LONGEST_REST if bell else self._longest_wait,
+            *((REST, REST) if bell else (FIRST_WAIT, self._longest_wait)),
             tokens=meta.work,
             awaited=half.awaits_news,
             changed=changed,
-            rung=REST.rung(),
+            rung=CORE.rung(),
         )
         SPINNING.idle = meta.idle = pause > 0
         if bell:
-            REST.seconds = pause
+            CORE.seconds = pause
             meta.bell = bell if meta.idle else ""
         else:
             meta.idle_wait = pause
@@ -159,7 +159,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         assert news is None or isinstance(news, WorkerNews)
         if sent or received or news:
             self._news = True
-            REST.seconds = 0.0
+            CORE.seconds = 0.0
         if self._producing is not None:
             self._producing.heard(sent)
         elif self._consuming is not None:

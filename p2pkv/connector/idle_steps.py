@@ -5,7 +5,7 @@ over: the engine core schedules nothing, the workers run nothing, and between tw
 Four things end that:
 
 - `IdlePace`, in the engine core, says how long it may be until the next such step.
-- `REST`, in the engine core's process, lets it rest so long. A request ends the rest, and so does a worker
+- `CORE`, in the engine core's process, lets it rest so long. A request ends the rest, and so does a worker
   that has news: it rings a `Bell`.
 - Where the engine core cannot rest, the workers wait so long for news in the step itself, with the
   interpreter's lock released (`Worker.results`). A request that comes meanwhile waits for them.
@@ -34,10 +34,10 @@ from p2pkv.plugin import doubt, vllm_version
 log = logging.getLogger("p2pkv")
 
 FIRST_WAIT = 0.001
-"""Seconds of the first pause. Each further one may be twice as long, up to the longest."""
+"""Seconds that the workers of the first idle step may wait. Each further step may wait twice as long."""
 
-LONGEST_REST = 0.03
-"""Seconds after which a resting engine core looks by itself. Requests and news end the rest before."""
+REST = 0.03
+"""Seconds after which a resting engine core steps all the same. Requests and news end the rest before."""
 
 LONGEST_NAP_MS = 4
 """Milliseconds after which a napping process looks by itself, since vLLM's wake-ups can be lost."""
@@ -57,15 +57,16 @@ class IdlePace:
     def __init__(self, batches: int) -> None:
         self._batches = batches
         self._empty = 0
-        self._next = FIRST_WAIT
+        self._last = 0.0
 
     def step(
-        self, longest: float, *, tokens: bool, awaited: bool, changed: bool, rung: bool = False
+        self, first: float, longest: float, *, tokens: bool, awaited: bool, changed: bool, rung: bool = False
     ) -> float:
         """Seconds for the step that is scheduled now; 0: no pause.
 
         Args:
-            longest: seconds of the longest pause; 0: none at all.
+            first, longest: seconds of the first pause, and of the longest; each is twice the one before.
+                A longest of 0: none at all.
             tokens: it computes something.
             awaited: the workers may have news of a transfer, now or later.
             changed: the workers hear of something new in this step, or have just had news.
@@ -76,12 +77,11 @@ class IdlePace:
         """
         self._empty = 0 if tokens else 1 if rung else self._empty + 1
         if tokens or changed or rung:
-            self._next = FIRST_WAIT
-        if self._empty < self._batches or not awaited or not longest:
+            self._last = 0.0
+        if self._empty < self._batches or not awaited:
             return 0.0
-        pause = min(self._next, longest)
-        self._next = min(2 * self._next, longest)
-        return pause
+        self._last = min(2 * self._last or first, longest)
+        return self._last
 
 
 class Bell:
@@ -186,7 +186,7 @@ class CoreRest:
         core._handle_client_request(kind, request)
 
 
-REST = CoreRest()
+CORE = CoreRest()
 """Of this process."""
 
 

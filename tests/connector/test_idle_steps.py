@@ -21,9 +21,9 @@ from vllm.v1.engine import core as engine_core
 
 from p2pkv.connector import P2pKvConnector, connector
 from p2pkv.connector.idle_steps import (
+    CORE,
     FIRST_WAIT,
     LONGEST_NAP_MS,
-    LONGEST_REST,
     REST,
     SPINNING,
     STEPLESS_MS,
@@ -42,7 +42,7 @@ each_pace = pytest.mark.parametrize("ahead", [0, 1], ids=["step-by-step", "one-s
 
 
 def idle(pace: IdlePace, steps: int = 1, longest: float = BOUND) -> list[float]:
-    return [pace.step(longest, tokens=False, awaited=True, changed=False) for _ in range(steps)]
+    return [pace.step(FIRST_WAIT, longest, tokens=False, awaited=True, changed=False) for _ in range(steps)]
 
 
 class TestPace:
@@ -54,20 +54,20 @@ class TestPace:
         pace = IdlePace(1)
         idle(pace, 5)
         happened = {"tokens": False, "changed": False, "rung": False} | {what: True}
-        pace.step(BOUND, awaited=True, **happened)
+        pace.step(FIRST_WAIT, BOUND, awaited=True, **happened)
         assert idle(pace)[0] <= 2 * FIRST_WAIT
 
     def test_a_step_with_tokens_does_not_pause(self) -> None:
-        assert IdlePace(1).step(BOUND, tokens=True, awaited=True, changed=False) == 0
+        assert IdlePace(1).step(FIRST_WAIT, BOUND, tokens=True, awaited=True, changed=False) == 0
 
     def test_nor_one_in_which_no_news_is_awaited(self) -> None:
-        assert IdlePace(1).step(BOUND, tokens=False, awaited=False, changed=False) == 0
+        assert IdlePace(1).step(FIRST_WAIT, BOUND, tokens=False, awaited=False, changed=False) == 0
 
     @pytest.mark.parametrize("batches", [2, 3])
     def test_none_pauses_while_a_step_with_tokens_may_be_out(self, batches: int) -> None:
         pace = IdlePace(batches)
         for _ in range(3):
-            pace.step(BOUND, tokens=True, awaited=True, changed=False)
+            pace.step(FIRST_WAIT, BOUND, tokens=True, awaited=True, changed=False)
             assert idle(pace, batches - 1) == [0.0] * (batches - 1)
             assert idle(pace)[0] > 0
 
@@ -75,7 +75,7 @@ class TestPace:
     def test_nor_while_a_step_may_be_out_that_brings_what_was_rung_for(self, batches: int) -> None:
         pace = IdlePace(batches)
         idle(pace, 5)
-        rung = pace.step(BOUND, tokens=False, awaited=True, changed=False, rung=True)
+        rung = pace.step(FIRST_WAIT, BOUND, tokens=False, awaited=True, changed=False, rung=True)
         assert [rung, *idle(pace, batches)].count(0.0) == batches - 1
 
     def test_a_longest_of_0_is_none(self) -> None:
@@ -86,8 +86,8 @@ class TestScheduling:
     @pytest.fixture
     def bell(self, monkeypatch: pytest.MonkeyPatch) -> str:
         """An engine core of this process can rest."""
-        monkeypatch.setattr(REST, "address", "\0a bell")
-        return REST.address
+        monkeypatch.setattr(CORE, "address", "\0a bell")
+        return CORE.address
 
     def idle_steps(self, monkeypatch: pytest.MonkeyPatch, **parallel: Any) -> list[StepMetadata]:
         """What D says to its workers in five steps without tokens, with vLLM configured so."""
@@ -105,7 +105,7 @@ class TestScheduling:
     ) -> None:
         """They may need a batch of this one that computes nothing."""
         assert not any(meta.idle for meta in self.idle_steps(monkeypatch, data_parallel_size=2))
-        assert REST.seconds == 0
+        assert CORE.seconds == 0
         assert {meta.bell for meta in self.idle_steps(monkeypatch)} == {bell}
 
     @pytest.mark.parametrize("change", [{"nnodes": 2}, {"distributed_executor_backend": "ray"}])
@@ -122,12 +122,12 @@ class TestScheduling:
         rests = []
         for _ in range(12):
             d.step()
-            rests.append(REST.seconds)
-        assert rests[-1] == LONGEST_REST and not d.rank.waits
+            rests.append(CORE.seconds)
+        assert rests[-1] == REST and not d.rank.waits
         assert all(bool(meta.bell) == meta.idle for meta in d.metas)
         d.rank.begin(d.key(request))
         d.step(1 + ahead)
-        assert REST.seconds == 0.0
+        assert CORE.seconds == 0.0
         alone = d.ask("cmpl-alone-0-00000001", tokens(20), max_tokens=1)
         d.run_until(lambda: alone.request_id in d.ended)
         assert not any(meta.idle for meta in d.metas if meta.work)
