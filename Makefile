@@ -16,6 +16,7 @@
 #   PYTHON=python3.12     another Python for .venv (3.11 or newer)
 #   TORCH_INDEX=address   a further package index for torch, see README.md ("CPU builds of torch")
 #   GPU_PYTHON=python3    the Python of gpu-test; .venv's by default, if there is one
+#   JOBS=2                processes of the tests that start no vLLM server
 #   DEVICE=cpu|cuda       what to install for; found out by itself
 #   ARGS=...              more arguments for pytest, the demo or the benchmark
 
@@ -40,6 +41,8 @@ DEVICE ?= $(shell { test -e /dev/nvidia0 || nvidia-smi -L >/dev/null 2>&1; } && 
 STAMP := $(VENV)/.installed-$(DEVICE)
 
 GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
+JOBS ?= 2
+SIDE_BY_SIDE := -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 NO_GPU := $(if $(filter cpu,$(DEVICE)),and not gpu and not two_gpus)
 
 .PHONY: help venv demo test test-long unit explore mutants gpu-test chaos lint bench clean
@@ -83,13 +86,13 @@ demo: $(STAMP)
 	@$(PY) -m p2pkv.cli demo $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 test: $(STAMP)
-	@$(PY) -m pytest -m "not long $(NO_GPU)" $(ARGS)
+	@$(PY) -m pytest $(SIDE_BY_SIDE) -m "not long $(NO_GPU)" $(ARGS)
 
 test-long: $(STAMP)
 	@$(PY) -m pytest -m long $(ARGS)
 
 unit: $(STAMP)
-	@$(PY) -m pytest -m "not servers and not long $(NO_GPU)" $(ARGS)
+	@$(PY) -m pytest $(SIDE_BY_SIDE) -m "not servers and not long $(NO_GPU)" $(ARGS)
 
 explore: $(STAMP)
 	@$(PY) -m pytest -m "hypothesis and not long $(NO_GPU)" --hypothesis-profile=exploring $(ARGS)

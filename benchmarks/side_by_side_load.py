@@ -78,7 +78,8 @@ class Asker:
 
     async def __aenter__(self) -> Asker:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),  # servers close what idles
+            timeout=aiohttp.ClientTimeout(total=None),
         )
         return self
 

@@ -16,6 +16,14 @@ settings.register_profile("exploring", deadline=None, print_blob=True)
 settings.load_profile("steady")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with real servers come last and in one process: they share servers, and need both cores."""
+    for item in items:
+        if item.get_closest_marker("servers"):
+            item.add_marker(pytest.mark.xdist_group("servers"))
+    items.sort(key=lambda item: item.get_closest_marker("servers") is not None)
+
+
 @pytest.fixture(autouse=True)
 def the_log() -> Iterator[None]:
     """A connector sends p2pkv's messages where vLLM's go; other tests want to read them."""
