@@ -13,11 +13,13 @@ p2pkv pair beside its own, and its rounds are interleaved: every figure is held 
 
 series: prompts of --series-tokens; what "Done when" asks for. One plain server is asked for nine tokens,
     which gives its decode step as well.
+small: the same with prompts of 64 tokens, each system once a round.
 lengths: one request at a time, one token, by prompt length: time to first token, P's answer, hand-over.
 decode: 16 answers at once on D, with and without naps in turn: the mean time between two tokens while all
     16 are under way.
 idle: CPU time of D's worker and engine core while a request waits for a P that never computes it, and of
     P's while its blocks wait for D.
+arrivals: short prompts at a D where such a request waits, and where none does, in turn.
 legs: P first at p2pkv and at ExampleConnector in turn, prompts of --series-tokens: D's legs.
 load: a closed loop of mixed prompts (side_by_side_load.MIX), 16 and 64 clients: the same requests to each.
 links: bytes alone, without vLLM.
@@ -33,6 +35,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -53,12 +56,20 @@ from p2pkv.cli.processes import ServerFailed, ending_on_signals, wait_until
 from p2pkv.cli.servers import ProxyServer, VllmServer
 from p2pkv.cli.tiny_model import ensure_model
 
-SECTIONS = ("links", "series", "lengths", "legs", "decode", "idle", "load")
+SECTIONS = ("links", "series", "small", "lengths", "legs", "decode", "idle", "arrivals", "load")
 GROUPS = {"p2pkv": 0.51, "files": 0.16, "nixl": 0.14, "mooncake": 0.14, "push": 0.05}
 """Groups, in this order, and their shares of the time."""
 
 SHARES = {
-    "p2pkv": {"series": 0.36, "lengths": 0.24, "decode": 0.15, "idle": 0.05, "load": 0.2},
+    "p2pkv": {
+        "series": 0.33,
+        "small": 0.08,
+        "lengths": 0.22,
+        "decode": 0.13,
+        "idle": 0.04,
+        "arrivals": 0.04,
+        "load": 0.16,
+    },
     "files": {"legs": 0.3, "lengths": 0.35, "load": 0.35},
     "others": {"lengths": 0.5, "load": 0.5},
 }
@@ -66,6 +77,12 @@ SHARES = {
 
 SERIES = {"plain": 3, "p2pkv": 3, "p2pkv proxy": 3, "p2pkv P first": 6}
 """How often each is asked in a series."""
+
+SMALL = 64
+"""Tokens of a small prompt."""
+
+ARRIVALS = 10
+"""Short prompts in a round of arrivals, with and without a request that waits."""
 
 DECODE_TOKENS = 9
 IDLE_SECONDS = 2.5, 4.0
@@ -243,6 +260,13 @@ def series(run: Run, present: Sequence[System], until: float) -> None:
                     run.ask("series", system, run.args.series_tokens, number, answer)
 
 
+def small(run: Run, present: Sequence[System], until: float) -> None:
+    these = [system for system in present if system.name in SERIES]
+    for number in run.rounds("small", run.args.small_rounds, until):
+        for system in _turned(these, number):
+            run.ask("small", system, SMALL, number, DECODE_TOKENS if system.name == "plain" else 1)
+
+
 def lengths(run: Run, present: Sequence[System], until: float) -> None:
     cost = 0.0  # Seconds a token of a block, the highest so far.
     for number in run.rounds("lengths", run.args.rounds, until):
@@ -308,6 +332,30 @@ def idle(run: Run, present: Sequence[System], until: float) -> None:
             for role, server in (("D", d), ("P", p)):
                 used = _waiting(run, server, systems.pair_headers(p, d), d)
                 run.record("idle", system.name, role=role, cores=used)
+
+
+def arrivals(run: Run, present: Sequence[System], until: float) -> None:
+    p, d = next(system for system in present if system.name == "p2pkv").servers
+
+    async def measured(waits: bool) -> list[float]:
+        """Seconds of each short prompt at D."""
+        vain = asking(256, MODEL.vocab, NAME)
+        vain.headers = systems.pair_headers(p, d)
+        asked = asyncio.create_task(run.asker.single(d.base_url, vain)) if waits else None
+        await asyncio.sleep(run.args.settle)
+        taken = []
+        for _ in range(ARRIVALS):
+            taken.append((await run.asker.single(d.base_url, asking(8, MODEL.vocab, NAME))).first)
+            await asyncio.sleep(random.uniform(0.05, 0.1))
+        if asked is not None:
+            asked.cancel()
+            await asyncio.wait([asked])
+        return taken
+
+    for number in run.rounds("arrivals", run.args.arrival_rounds, until):
+        for waits in (False, True):
+            taken = run.runner.run(within(run.args.deadline, measured(waits)))
+            run.record("arrivals", "p2pkv", round=number, waits=waits, first=taken)
 
 
 def _waiting(run: Run, server: VllmServer, headers: dict[str, str], d: VllmServer) -> dict[str, float]:
@@ -394,10 +442,12 @@ def _turned(present: Sequence[System], number: int) -> list[System]:
 
 STEPS: dict[str, Callable[[Run, Sequence[System], float], None]] = {
     "series": series,
+    "small": small,
     "lengths": lengths,
     "legs": legs,
     "decode": decode,
     "idle": idle,
+    "arrivals": arrivals,
     "load": load,
 }
 
@@ -557,6 +607,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=4, help="rounds of all lengths in a group")
     parser.add_argument("--series", type=int, default=5, help="series")
     parser.add_argument("--series-tokens", type=int, default=2000, help="prompt length of the series")
+    parser.add_argument("--small-rounds", type=int, default=10, help="rounds of prompts of 64 tokens")
+    parser.add_argument(
+        "--arrival-rounds", type=int, default=5, help="rounds of short prompts at a waiting D"
+    )
     parser.add_argument("--leg-rounds", type=int, default=8, help="rounds of legs beside ExampleConnector's")
     parser.add_argument("--decode-rounds", type=int, default=10, help="rounds of 16 answers at once")
     parser.add_argument("--clients", type=int, nargs="+", default=[16, 64], help="clients of the loads")

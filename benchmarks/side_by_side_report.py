@@ -21,6 +21,8 @@ STALL_SECONDS = 5.0
 
 MOST_TOTAL, MOST_OF_EXAMPLE, MOST_SPREAD, MOST_CORES, MOST_DECODE = 1.10, 0.4, 1.5, 0.25, 1.03
 PROXY_MORE = 0.02
+MOST_SMALL, MOST_LATER = 0.015, 0.007
+"""Seconds."""
 
 
 # Reading records.
@@ -124,7 +126,7 @@ def _systems(found: Found) -> Iterator[str]:
     rows = dict.fromkeys([*found["titles"], *(n for n in found["missing"] if not n.startswith("link "))])
     for name in rows:
         mine = [r for r in found["records"] if r["system"] == name]
-        single = [r for r in mine if r["section"] in ("warm-up", "series", "lengths", "legs")]
+        single = [r for r in mine if r["section"] in ("warm-up", "series", "small", "lengths", "legs")]
         asked = len(single) + sum(r["count"] for r in mine if r["section"] == "load")
         broken = sum(bool(r.get("failed")) for r in single)
         broken += sum(len(r["failed"]) for r in mine if r["section"] == "load")
@@ -305,7 +307,9 @@ def _marks(found: Found) -> Iterator[str]:
 def marks(found: Found) -> Iterator[tuple[bool, str]]:
     """Each mark that was measured: whether it is reached, and the sentence."""
     yield from _total_marks(found)
+    yield from _small_marks(found)
     yield from _leg_marks(found)
+    yield from _arrival_marks(found)
     for row in select(found, "idle", system="p2pkv"):
         used = sum(row["cores"].values())
         yield (
@@ -359,6 +363,39 @@ def _total_marks(found: Found) -> Iterator[tuple[bool, str]]:
         if name == "p2pkv proxy" and at_once:
             sentence += f"; {value - statistics.median(at_once):+.3f} against no proxy"
         yield value <= bound, sentence
+
+
+def _small_marks(found: Found) -> Iterator[tuple[bool, str]]:
+    base = select(found, "small", system="plain")
+    steps = [gap for r in base for gap in r["gaps"]]
+    if not steps:
+        return
+    plain, step = statistics.median(r["first"] for r in base), statistics.median(steps)
+    for name, title in (("p2pkv", "P and D at once"), ("p2pkv P first", "P first")):
+        totals = [r["first"] for r in select(found, "small", system=name)]
+        if totals:
+            more = statistics.median(totals) - plain - step
+            yield (
+                more <= MOST_SMALL,
+                f"{title}, {base[0]['tokens']} tokens: {milliseconds(totals)} ms of {len(totals)} prompts, "
+                f"{more * 1e3:+.0f} ms against one plain server ({plain * 1e3:.0f}) and one decode step "
+                f"({step * 1e3:.0f}), at most +{MOST_SMALL * 1e3:.0f}",
+            )
+
+
+def _arrival_marks(found: Found) -> Iterator[tuple[bool, str]]:
+    taken = {
+        waits: [first for r in select(found, "arrivals", waits=waits) for first in r["first"]]
+        for waits in (False, True)
+    }
+    if taken[False] and taken[True]:
+        later = statistics.median(taken[True]) - statistics.median(taken[False])
+        yield (
+            later <= MOST_LATER,
+            f"a short prompt at a D where a request waits for KV: {later * 1e3:+.1f} ms, median of "
+            f"{len(taken[True])} against {len(taken[False])} where none waits, at most "
+            f"+{MOST_LATER * 1e3:.0f}",
+        )
 
 
 def _leg_marks(found: Found) -> Iterator[tuple[bool, str]]:

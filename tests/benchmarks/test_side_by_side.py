@@ -249,6 +249,12 @@ def everything() -> dict[str, Any]:
             {"group": "files", "section": "load", "system": name, "clients": 16, "round": 0, "count": 2}
             | {"seconds": 2.0, "failed": ["it | broke"], "first": [first], "gaps": [0.05, 0.06]}
         )
+    records.append(timed("small", "plain", 0.08, tokens=64, gaps=[0.04, 0.04]))
+    records.append(timed("small", "p2pkv", 0.13, tokens=64))
+    records.append(timed("small", "p2pkv P first", 0.14, tokens=64))
+    for waits, first in ((False, 0.05), (True, 0.056)):
+        arrived = {"group": "p2pkv", "section": "arrivals", "system": "p2pkv", "round": 0}
+        records.append({**arrived, "waits": waits, "first": [first] * 10})
     cores = {"worker": 0.1, "engine core": 0.05}
     records.append({"group": "p2pkv", "section": "idle", "system": "p2pkv", "role": "D", "cores": cores})
     link = {"group": "", "section": "links", "system": "memcpy", "MiB": 1}
@@ -288,6 +294,9 @@ def test_marks_are_held_against_what_the_issue_asks_for() -> None:
     assert not verdict("P first, 2,000 tokens")
     assert verdict("D's leg after P: median 500 ms, p90 500 ms of 5")
     assert verdict("D's leg after P, 2,000 tokens: 0.250")
+    assert verdict("P and D at once, 64 tokens: 130 ms of 1 prompts, +10 ms")
+    assert not verdict("P first, 64 tokens")
+    assert verdict("a short prompt at a D where a request waits for KV: +6.0 ms, median of 10 against 10")
     assert verdict("D's worker and engine core take 15% of a core")
     assert verdict("a decode with 16 at once")
     assert verdict("TTFT, p2pkv / Example")

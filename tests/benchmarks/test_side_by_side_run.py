@@ -25,6 +25,10 @@ FEW = [
         "2",
         "--load-requests",
         "4",
+        "--small-rounds",
+        "2",
+        "--arrival-rounds",
+        "1",
         "--settle",
         "0.01",
     ),
@@ -71,10 +75,11 @@ def run(fakes: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[st
 
 @pytest.mark.slow
 def test_a_run_measures_every_section_of_every_group(fakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    every = ["--sections", "series", "lengths", "legs", "decode", "idle", "load"]
+    every = ["--sections", "series", "small", "lengths", "legs", "decode", "idle", "arrivals", "load"]
     text, found = run(fakes, monkeypatch, "--minutes", "2", *every)
     sections = {(r["group"], r["section"]) for r in found["records"]}
-    assert {("p2pkv", name) for name in ("series", "lengths", "decode", "idle", "load")} <= sections
+    ours = ("series", "small", "lengths", "decode", "idle", "arrivals", "load")
+    assert {("p2pkv", name) for name in ours} <= sections
     assert {("files", "lengths"), ("files", "legs"), ("files", "load"), ("nixl", "lengths")} <= sections
     load = {r["system"] for r in found["records"] if r["section"] == "load" and r["group"] == "p2pkv"}
     assert load == {"plain", "round robin", "p2pkv", "p2pkv proxy", "p2pkv no naps"}
