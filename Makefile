@@ -42,7 +42,7 @@ STAMP := $(VENV)/.installed-$(DEVICE)
 
 GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 JOBS ?= 2
-SIDE_BY_SIDE := -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+SIDE_BY_SIDE := -n $(JOBS) --no-loadscope-reorder
 NO_GPU := $(if $(filter cpu,$(DEVICE)),and not gpu and not two_gpus)
 
 .PHONY: help venv demo test test-long unit explore mutants gpu-test chaos lint bench clean

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -16,12 +17,19 @@ settings.register_profile("exploring", deadline=None, print_blob=True)
 settings.load_profile("steady")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with real servers come last and in one process: they share servers, and need both cores."""
-    for item in items:
-        if item.get_closest_marker("servers"):
-            item.add_marker(pytest.mark.xdist_group("servers"))
-    items.sort(key=lambda item: item.get_closest_marker("servers") is not None)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Any process takes the next test, but all of tests/vllm are one's: they share real servers.
+
+    They come last, by their name.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ServersInOne(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "servers" if nodeid.startswith("tests/vllm/") else nodeid
+
+    return ServersInOne(config, log)
 
 
 @pytest.fixture(autouse=True)
