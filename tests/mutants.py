@@ -105,9 +105,30 @@ PRODUCT = (
     Mutant(
         "an event does not end the wait of an idle step",
         "p2pkv/engine/rank.py",
-        "        self._happened.set()\n",
-        "",
+        "self._happened.set()",
+        "pass",
         ("tests/engine/test_progress.py::test_an_event_ends_the_forward_threads_wait",),
+    ),
+    Mutant(
+        "a worker with news does not ring",
+        "p2pkv/engine/rank.py",
+        "self._call()\n",
+        "pass\n",
+        ("tests/engine/test_progress.py::test_an_event_is_called_out_once_until_it_has_been_heard",),
+    ),
+    Mutant(
+        "the engine core rests although it has just heard news",
+        "p2pkv/connector/connector.py",
+        "            CORE.seconds = 0.0\n",
+        "",
+        ("tests/connector/test_idle_steps.py",),
+    ),
+    Mutant(
+        "a bell ends a rest, and the step that may bring its news is forgotten",
+        "p2pkv/connector/idle_steps.py",
+        "0 if tokens else 1 if rung else",
+        "0 if tokens else",
+        ("tests/connector/test_idle_steps.py",),
     ),
     Mutant(
         "naps wait for a wake-up that can be lost",

@@ -1,13 +1,14 @@
-"""P or D dies, freezes or is told to stop, at three moments, under sixteen requests.
+"""P or D dies, freezes, is told to stop or is only slow, at several moments, under sixteen requests.
 
 All requests end, the survivor goes on, and both are back where they were. Whatever becomes of P, all are
-answered: D computes what P cannot.
+answered: D computes what P cannot. Who is slow loses nothing at all.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 from vllm_support import MODEL_NAME, SETTINGS, assert_same, at_rest, tokens
 
@@ -31,6 +33,7 @@ PROXYS_LEASE = 10
 """Its least: three lost pings and a little."""
 PROMPTS = 16
 TOKENS = 48
+FREEZE_SECONDS = LEASE * 2 / 3
 # Whoever computes a prompt again, or decodes on, needs two cores to itself for this long.
 WORK_SECONDS = 20.0
 # P keeps D's last word about a prompt that it does not know for ten leases.
@@ -48,6 +51,14 @@ class Pair:
     def victim(self, who: str) -> VllmServer:
         return self.p if who == "P" else self.d
 
+    def sign(self, moment: str) -> tuple[VllmServer, str]:
+        """A server and its counter that grows when the moment has come."""
+        return {
+            "queued": (self.p, "vllm:prompt_tokens_total"),
+            "pushing": (self.p, "p2pkv_bytes_sent_total"),
+            "decoding": (self.d, "vllm:generation_tokens_total"),
+        }[moment]
+
     def ask(self, prompt: list[int]) -> tuple[Answer | Exception, float]:
         """The answer or the error, and when it came."""
         try:
@@ -55,6 +66,16 @@ class Pair:
         except (client.RequestFailed, http.client.HTTPException, OSError) as error:
             return error, time.monotonic()
         return answer, time.monotonic()
+
+    def done(self) -> dict[str, float]:
+        """What has been computed, loaded and lost so far."""
+        report = json.loads(client.get(f"{self.proxy.base_url}/health"))
+        return {
+            "computed by P": metric(self.p, "vllm:prompt_tokens_total"),
+            "loaded by D": metric(self.d, "p2pkv_transfers_loaded_total"),
+            "failed on D": metric(self.d, "p2pkv_transfers_failed_total"),
+            "alone": report["counters"]["alone"],
+        }
 
     def serving(self) -> bool:
         try:
@@ -104,12 +125,7 @@ def test_all_requests_end_and_the_survivor_goes_on(
     victim, survivor = pair.victim(who), pair.victim("D" if who == "P" else "P")
     prompts = [tokens(300, f"{fault} {who} {moment} {number}") for number in range(PROMPTS)]
     expected = [answers.complete(pair.d.base_url, MODEL_NAME, each, max_tokens=TOKENS)[0] for each in prompts]
-    # (server, its counter that grows when the moment has come)
-    server, name = {
-        "queued": (pair.p, "vllm:prompt_tokens_total"),
-        "pushing": (pair.p, "p2pkv_bytes_sent_total"),
-        "decoding": (pair.d, "vllm:generation_tokens_total"),
-    }[moment]
+    server, name = pair.sign(moment)
     before = metric(server, name)
     with ThreadPoolExecutor(PROMPTS) as pool:
         asked = [pool.submit(pair.ask, prompt) for prompt in prompts]
@@ -136,6 +152,96 @@ def test_all_requests_end_and_the_survivor_goes_on(
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("moment", ["before the handshake", "pushing", "decoding"])
+@pytest.mark.parametrize("what", ["instance", "worker"])
+@pytest.mark.parametrize("who", ["P", "D"])
+def test_a_freeze_of_two_thirds_of_the_lease_fails_no_request(
+    pair: Pair, servers_on_failure: Callable[..., None], who: str, what: str, moment: str
+) -> None:
+    servers_on_failure(pair.p, pair.d)
+    victim = pair.victim(who)
+    wait_until(pair.serving, "a pair that serves", 200.0)
+    prompts = [tokens(300, f"slow {who} {what} {moment} {number}") for number in range(PROMPTS)]
+    expected = [answers.complete(pair.d.base_url, MODEL_NAME, each, max_tokens=TOKENS)[0] for each in prompts]
+    if moment == "before the handshake":
+        victim.stop()
+        victim.start()
+        victim.wait_ready()
+        wait_until(pair.serving, "a pair that serves", 200.0)
+    before = pair.done()
+    worker = worker_of(victim)
+    freeze, thaw = {
+        "instance": (victim.freeze, victim.thaw),
+        "worker": (worker.suspend, worker.resume),
+    }[what]
+    with ThreadPoolExecutor(PROMPTS) as pool:
+        if moment == "before the handshake":
+            freeze()
+            asked = [pool.submit(pair.ask, prompt) for prompt in prompts]
+        else:
+            server, name = pair.sign(moment)
+            sign = metric(server, name)
+            asked = [pool.submit(pair.ask, prompt) for prompt in prompts]
+            wait_until(lambda: metric(server, name) > sign, f"the moment of {moment}", 30.0)
+            freeze()
+        try:
+            time.sleep(FREEZE_SECONDS)  # what is tested: a silence of this length
+        finally:
+            thaw()
+        ended = [each.result(120.0)[0] for each in asked]
+    assert [each for each in ended if isinstance(each, Exception)] == []
+    assert_same(expected, [each for each in ended if isinstance(each, Answer)])
+    # Each prompt was computed by P, once, and loaded by D, once.
+    grown = {name: value - before[name] for name, value in pair.done().items()}
+    assert grown == {"computed by P": PROMPTS * 300, "loaded by D": PROMPTS, "failed on D": 0, "alone": 0}
+    for each in (pair.p, pair.d):
+        at_rest(each, seconds=SETTLE_SECONDS)
+
+
+@pytest.mark.timeout(900)
+def test_with_the_policy_fail_and_nobody_alone_each_failure_comes_in_time_and_says_why(
+    fleet_keeper, launch: Callable[..., None], tiny_model: Path, tmp_path: Path
+) -> None:
+    fleet_keeper.stop()
+    proxy = ProxyServer(
+        log_path=tmp_path / "proxy.log",
+        extra_args=["--no-decode-alone", "--lease-seconds", str(PROXYS_LEASE)],
+    )
+    p, d = (
+        VllmServer(
+            tiny_model,
+            role=role,  # type: ignore[arg-type]
+            proxy=proxy.discovery,
+            extra_args=[*SETTINGS, "--no-enable-prefix-caching"],
+            extra_config={"lease_seconds": LEASE, "chunk_bytes": 16384},
+            load_failure_policy="fail" if role == "D" else None,
+            log_path=tmp_path / f"{role}.log",
+        )
+        for role in "PD"
+    )
+    launch(proxy, p, d)
+    pair = Pair(p, d, proxy)
+    for fault in ("freeze", "kill"):
+        wait_until(pair.serving, "a pair that serves", 200.0)
+        prompts = [tokens(300, f"fail {fault} {number}") for number in range(PROMPTS)]
+        expected = [answers.complete(d.base_url, MODEL_NAME, each, max_tokens=TOKENS)[0] for each in prompts]
+        server, name = pair.sign("pushing")
+        before = metric(server, name)
+        with ThreadPoolExecutor(PROMPTS) as pool:
+            asked = [pool.submit(pair.ask, prompt) for prompt in prompts]
+            wait_until(lambda: metric(server, name) > before, "the moment of pushing", 30.0)  # noqa: B023
+            struck = time.monotonic()
+            with out_of_action(p, fault):
+                ended = [each.result(120.0) for each in asked]
+        check_ends(expected, [(what, when - struck) for what, when in ended], LEASE)
+        failures = [what for what, _ in ended if isinstance(what, Exception)]
+        assert failures, "all were answered before P failed"
+        for failure in failures:
+            assert isinstance(failure, client.RequestFailed), failure
+            assert re.search(r"P|prefill", str(failure)), failure
+
+
+@pytest.mark.timeout(600)
 def test_with_no_p_ever_started_d_answers_alone(
     fleet_keeper, launch: Callable[..., None], tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -159,6 +265,16 @@ def test_with_no_p_ever_started_d_answers_alone(
     assert_same(expected, got)
     report = json.loads(client.get(f"{proxy.base_url}/health"))
     assert (report["status"], report["counters"]["alone"]) == ("degraded", PROMPTS)
+
+
+def worker_of(server: VllmServer) -> psutil.Process:
+    """The process of its only rank."""
+    (worker,) = (
+        child
+        for child in psutil.Process(server.pid).children(recursive=True)
+        if "Worker" in " ".join(child.cmdline()) or "Worker" in child.name()
+    )
+    return worker
 
 
 @contextmanager
