@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from p2pkv.pages.kernels import source
+from p2pkv.pages.kernels import names, source
 
 log = logging.getLogger("p2pkv")
 
@@ -28,28 +28,27 @@ class _Borrowed:
 
 
 class CupyLauncher:
-    """Launches on torch's current stream of one CUDA device. Raises ImportError without CuPy."""
+    """Launches on torch's current stream of one CUDA device; all kernels are compiled when it is made.
+
+    Raises ImportError without CuPy, and what CuPy raises where it cannot compile.
+    """
 
     def __init__(self, device: torch.device) -> None:
         import cupy
 
         self._cupy = cupy
         self._index = device.index if device.index is not None else torch.cuda.current_device()
-        self._module = cupy.RawModule(code=source())
-        self._functions: dict[str, Any] = {}
+        module = cupy.RawModule(code=source())
+        with cupy.cuda.Device(self._index):
+            self._functions = {name: module.get_function(name) for name in names()}
         self._streams: dict[int, Any] = {}
         count = torch.cuda.get_device_properties(self._index).multi_processor_count
         self.most_blocks = BLOCKS_PER_PROCESSOR * count
 
     def launch(self, name: str, blocks: int, threads: tuple[int, int], args: Sequence[int]) -> None:
-        """Queue one kernel; the first of a name compiles it."""
+        """Queue one kernel."""
         with self._cupy.cuda.Device(self._index), self._stream():
-            self._function(name)((blocks,), threads, tuple(map(np.int64, args)))
-
-    def _function(self, name: str) -> Any:
-        if name not in self._functions:
-            self._functions[name] = self._module.get_function(name)
-        return self._functions[name]
+            self._functions[name]((blocks,), threads, tuple(map(np.int64, args)))
 
     def _stream(self) -> Any:
         """Torch's current stream, as CuPy knows it."""
@@ -63,13 +62,18 @@ class CupyLauncher:
 
 
 def cupy_launcher(device: torch.device) -> CupyLauncher | None:
-    """The launcher for this CUDA device, or None, with a line in the log, where CuPy is missing."""
+    """The launcher for this CUDA device, or None, with a line in the log, where CuPy cannot be used."""
     try:
         return CupyLauncher(device)
     except ImportError as error:
-        log.warning(
-            "CuPy cannot be imported (%s): KV is gathered and scattered by torch's index kernels, which are "
-            "slower; install cupy-cuda12x or cupy-cuda13x",
-            error,
+        reason, advice = f"CuPy cannot be imported ({error})", "install cupy-cuda12x or cupy-cuda13x"
+    except Exception as error:  # its compiler or CUDA's headers are missing, its cache cannot be written, ...
+        reason = f"CuPy cannot compile p2pkv's kernels ({type(error).__name__}: {error})"
+        advice = (
+            "install NVRTC and the CUDA runtime's headers beside CuPy, or set CUPY_CACHE_DIR to a folder "
+            "that can be written"
         )
-        return None
+    log.warning(
+        "%s: KV is gathered and scattered by torch's index kernels, which are slower; %s", reason, advice
+    )
+    return None

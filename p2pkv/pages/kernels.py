@@ -33,8 +33,13 @@ MOST_ROWS = 1 << 31
 
 
 def source() -> str:
-    """The kernels' text, CUDA C: p2pkv_gather_W and p2pkv_scatter_W for each W in WIDTHS; p2pkv_digest."""
+    """The kernels' text, CUDA C."""
     return files("p2pkv.pages").joinpath("kernels.cu").read_text(encoding="utf-8")
+
+
+def names() -> list[str]:
+    """The kernels' names."""
+    return [*(f"p2pkv_{what}_{width}" for what in ("gather", "scatter") for width in WIDTHS), "p2pkv_digest"]
 
 
 class Launcher(Protocol):

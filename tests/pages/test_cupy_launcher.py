@@ -23,6 +23,8 @@ class PretendCupy(types.ModuleType):
         self.launches: list[tuple[Any, ...]] = []
         self.compiled: list[str] = []
         self.inside: list[Any] = []
+        self.broken: Exception | None = None
+        """What compiling raises."""
         stream = types.SimpleNamespace()
         if new:
             stream.from_external = lambda source: self._enter(source.__cuda_stream__()[1])
@@ -30,7 +32,13 @@ class PretendCupy(types.ModuleType):
 
     def RawModule(self, code: str) -> Any:
         self.compiled.append(code)
-        return types.SimpleNamespace(get_function=lambda name: lambda *args: self._launch(name, *args))
+        return types.SimpleNamespace(get_function=self._function)
+
+    def _function(self, name: str) -> Any:
+        assert self.inside == [1], "compiled for another device"
+        if self.broken is not None:
+            raise self.broken
+        return lambda *args: self._launch(name, *args)
 
     def _launch(self, name: str, grid: Any, block: Any, args: Any) -> None:
         self.launches.append((*self.inside, name, grid, block, args))
@@ -83,3 +91,16 @@ def test_without_cupy_torch_does_it_and_the_log_says_so(
     assert "install cupy-cuda12x or cupy-cuda13x" in caplog.text
     with pytest.raises(ImportError):
         CupyLauncher(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError("/root/.cupy"), RuntimeError("CuPy failed to load libnvrtc")]
+)
+def test_where_cupy_cannot_compile_torch_does_it_and_the_log_says_why(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cupy = PretendCupy(True)
+    cupy.broken = error
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    assert cupy_launcher(torch.device("cuda", 1)) is None
+    assert str(error) in caplog.text and "torch's index kernels" in caplog.text
