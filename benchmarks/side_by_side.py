@@ -62,13 +62,13 @@ GROUPS = {"p2pkv": 0.51, "files": 0.16, "nixl": 0.14, "mooncake": 0.14, "push": 
 
 SHARES = {
     "p2pkv": {
-        "series": 0.33,
+        "series": 0.46,
         "small": 0.08,
-        "lengths": 0.22,
+        "lengths": 0.13,
         "decode": 0.13,
-        "idle": 0.04,
+        "idle": 0.03,
         "arrivals": 0.04,
-        "load": 0.16,
+        "load": 0.13,
     },
     "files": {"legs": 0.3, "lengths": 0.35, "load": 0.35},
     "others": {"lengths": 0.5, "load": 0.5},
