@@ -125,6 +125,11 @@ class Run:
         """One request, timed and recorded; None if it failed: after two in a row it is asked no more."""
         if system.name in self.missing:
             return None
+        if system.longest is not None and tokens > system.longest:
+            self.note(
+                f"{system.name}: no prompts of more than {system.longest:,} tokens, which it cannot move"
+            )
+            return None
         one = asking(tokens, MODEL.vocab, NAME, answer=answer)
         deadline = min(self.args.deadline, max(5.0, self.left() + END_SECONDS / 3))
         facts: dict[str, Any] = {"tokens": tokens, "round": number}
@@ -142,6 +147,11 @@ class Run:
         self._failures[system.name] = 0
         self.record(section, system.name, **facts, answer=answer, **asdict(taken))
         return taken
+
+    def note(self, cut: str) -> None:
+        """Something was left out; said once."""
+        if cut not in self.cut:
+            self.cut.append(cut)
 
     def load(self, system: System, requests: list[Asking], clients: int, number: int) -> None:
         """A closed loop, recorded."""
@@ -229,7 +239,8 @@ def why(error: str, log: Path) -> str:
 
 def warm(run: Run, present: Sequence[System], until: float) -> None:
     """Links made, products asked for, memory touched: the KV cache of each server once around."""
-    turns = max(1, run.args.kv_gib * (1 << 30) // (max(run.args.lengths) * MODEL.kv_bytes_per_token))
+    longest = max(run.args.lengths)
+    turns = max(1, run.args.kv_gib * (1 << 30) // (longest * MODEL.kv_bytes_per_token))
     seen: set[str] = set()
     for system in present:
         key = system.servers[0].name
@@ -239,7 +250,7 @@ def warm(run: Run, present: Sequence[System], until: float) -> None:
         run.ask("warm-up", system, 64, 0)
         for turn in range(turns):
             if time.monotonic() < until:
-                run.ask("warm-up", system, max(run.args.lengths), turn + 1)
+                run.ask("warm-up", system, min(longest, system.longest or longest), turn + 1)
     if present:
         say(f"  warm; these servers take {systems.memory_gib(_alive(present)):.1f} GiB")
 
@@ -550,7 +561,10 @@ def _ours(
 def _sections(run: Run, own: contextlib.ExitStack, group: str, present: list[System], until: float) -> None:
     shares = SHARES.get(group, SHARES["others"])
     wanted = [section for section in shares if section in run.args.sections]
-    taken = {system.name: systems.external_tokens(system) for system in present if system.is_pair}
+    taken = {}
+    for system in present:
+        if system.is_pair and system.name not in run.missing:
+            taken[system.name] = systems.external_tokens(system)
     for number, section in enumerate(wanted):
         rest = sum(shares[each] for each in wanted[number:])
         share = (until - time.monotonic()) * shares[section] / rest

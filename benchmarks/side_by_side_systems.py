@@ -192,6 +192,7 @@ class System:
         servers: the vLLM servers that it needs; P is the first, D the last.
         way: asks it for one answer.
         after: called when nothing is under way, to leave nothing behind.
+        longest: tokens of the longest prompt that it bears; None: any.
     """
 
     name: str
@@ -199,6 +200,7 @@ class System:
     servers: list[VllmServer]
     way: Callable[[Asker, Asking], Any]
     after: Callable[[], None] = lambda: None
+    longest: int | None = None
 
     @property
     def is_pair(self) -> bool:
@@ -263,7 +265,7 @@ def _module(naps: bool) -> dict[str, str]:
 
 
 def example(shop: Workshop, name: str, title: str, naps: bool) -> System:
-    """vLLM's ExampleConnector: KV in files."""
+    """vLLM's ExampleConnector: KV in files. Of a prompt in several steps it keeps the last step's KV only."""
     files = shop.scratch / name.replace(" ", "-")
     files.mkdir()
 
@@ -287,7 +289,7 @@ def example(shop: Workshop, name: str, title: str, naps: bool) -> System:
         for folder in files.iterdir():
             shutil.rmtree(folder)
 
-    return System(name, title, pair, way, forget)
+    return System(name, title, pair, way, forget, shop.chunk)
 
 
 def nixl(shop: Workshop, name: str, title: str, naps: bool, connector: str) -> System:

@@ -108,3 +108,13 @@ def test_what_is_left_out_is_not_started(fakes: Path, monkeypatch: pytest.Monkey
     options = ["--groups", "files", "--sections", "lengths", "--without", "Example naps"]
     _text, found = run(fakes, monkeypatch, "--minutes", "1", *options)
     assert {r["system"] for r in found["records"]} == {"plain", "p2pkv", "p2pkv P first", "Example"}
+
+
+def test_prompts_that_a_system_cannot_move_are_not_asked_of_it(
+    fakes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--groups", "files", "--sections", "lengths", "--without", "Example naps"]
+    text, found = run(fakes, monkeypatch, "--minutes", "1", *options, "--chunk-tokens", "16")
+    asked = {r["tokens"] for r in found["records"] if r["system"] == "Example" and r["section"] == "lengths"}
+    assert asked == {16}
+    assert text.count("Example: no prompts of more than 16 tokens") == 1

@@ -79,7 +79,8 @@ class Pair:
 
     def serving(self) -> bool:
         try:
-            return bool(client.get(f"{self.proxy.base_url}/health?prefill=1&decode=1"))
+            report = json.loads(client.get(f"{self.proxy.base_url}/health"))
+            return bool(report["prefill"] and report["decode"])
         except (client.RequestFailed, http.client.HTTPException, OSError):
             return False
 
