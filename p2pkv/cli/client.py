@@ -108,7 +108,8 @@ def _request(
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout)
     try:
         data = None if body is None else json.dumps(body)
-        connection.request(method, parts.path, data, {"Content-Type": "application/json", **headers})
+        target = parts._replace(scheme="", netloc="", fragment="").geturl()
+        connection.request(method, target, data, {"Content-Type": "application/json", **headers})
         response = connection.getresponse()
         if response.status != 200:
             raise RequestFailed(url, response.status, response.read().decode(errors="replace"))

@@ -13,6 +13,7 @@ from p2pkv.cli import client
 
 PAGES = {
     "/metrics": (200, 'p2pkv_bytes_sent_total{rank="0"} 5\np2pkv_bytes_sent_total{rank="1"} 7.0\n'),
+    "/health?prefill=1&decode=2": (200, "enough"),
     "/teapot": (418, "short and stout"),
     "/whole": (200, 'data: {"n": 1}\n\n: a comment\n\ndata: {"n": 2}\n\ndata: [DONE]\n\n'),
     "/cut": (200, 'data: {"n": 1}\n\n'),
@@ -54,6 +55,10 @@ def base_url() -> Iterator[str]:
 def test_post_sends_json_and_headers(base_url: str) -> None:
     answer = client.post(f"{base_url}/echo", {"prompt": [1, 2]}, headers={"X-Request-Id": "abc"})
     assert answer == {"body": {"prompt": [1, 2]}, "id": "abc"}
+
+
+def test_a_query_is_sent(base_url: str) -> None:
+    assert client.get(f"{base_url}/health?prefill=1&decode=2") == "enough"
 
 
 def test_an_error_carries_status_and_text(base_url: str) -> None:
