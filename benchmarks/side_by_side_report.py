@@ -514,7 +514,7 @@ def _plot_after(found: Found, axes: Any, tokens: int) -> None:
     ]
     axes.barh(list(bars), middles, xerr=spread, color="tab:blue", ecolor="gray", height=0.6)
     axes.invert_yaxis()
-    axes.set(xlabel="seconds, median and range", title=f"D's first token after P's answer, {tokens:,} tokens")
+    axes.set(xlabel="seconds, median and range", title=f"hand-over of {tokens:,} tokens")
     axes.grid(axis="x", alpha=0.3)
 
 
