@@ -65,8 +65,8 @@ class IdlePace:
         """Seconds for the step that is scheduled now; 0: no pause.
 
         Args:
-            first, longest: seconds of the first pause, and of the longest; each is twice the one before.
-                A longest of 0: none at all.
+            first: seconds of the first pause; each further one is twice as long as the one before it.
+            longest: seconds that no pause exceeds; 0: there is no pause at all.
             tokens: it computes something.
             awaited: the workers may have news of a transfer, now or later.
             changed: the workers hear of something new in this step, or have just had news.
@@ -168,7 +168,8 @@ class CoreRest:
         assert bells is not None
 
         def pass_on() -> None:
-            while bells.recv(1):
+            while True:  # also after an empty datagram; it ends with the process
+                bells.recv(1)
                 requests.put_nowait((wake_up, None))
 
         threading.Thread(target=pass_on, name="p2pkv-bells", daemon=True).start()
