@@ -139,7 +139,10 @@ class Outlet:
         return self._outbound.used if self._outbound is not None else 0
 
     def invite(self, now: float) -> None:
-        """Begin a link if there is none, and it is time to try again; D's answer comes to `accept`."""
+        """Begin a link if there is none, and it is time to try again; D's answer comes to `accept`.
+
+        Raises LinkError if this rank can make none now.
+        """
         self.stir()
         if self.debt is None or self._invited or self.parked or now < self._next:
             return
@@ -178,9 +181,8 @@ class Outlet:
         self.parked, self._next, self._pause = True, now, 0.0
 
     def want(self, now: float) -> None:
-        """D names a transfer: a parked link is built again."""
+        """D names a transfer: a parked link may be built again."""
         self.wanted, self.parked = now, False
-        self.invite(now)
 
     def sent(self, key: str, attempt: int) -> None:
         """Something of this transfer has gone out."""

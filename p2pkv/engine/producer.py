@@ -144,7 +144,7 @@ class Producer:
         line.tag = self._peers[peer.place] = peer
         sums = ", with checksums" if peer.verify else ""
         log.info("D rank %d at %s is connected; what travels: %s%s", hello.rank, hello.address, wire, sums)
-        peer.invite(now)
+        self._prompts.invite(peer, now)
 
     def _make_room(self, line: Line, now: float) -> None:
         """One connection is one rank, and they are bounded in number."""
@@ -199,7 +199,7 @@ class Producer:
             elif peer.building and now - peer.since > self._patience_with(peer, now):
                 reason = f"the link to {peer.address} did not come up in time: in {now - peer.since:.0f} s"
                 self._prompts.link_lost(peer, reason, now)
-            peer.invite(now)
+            self._prompts.invite(peer, now)
         if now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
             self._close_idle(now)

@@ -10,6 +10,7 @@ from p2pkv.engine.context import Context, Ends, log
 from p2pkv.engine.early import EarlyClaims
 from p2pkv.engine.idle import IDLE_BEATS
 from p2pkv.engine.outlet import Outlet, Place
+from p2pkv.links.base import LinkError
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.effects import Effect, Finished, Released, Tell, Transmit
 from p2pkv.protocol.machine import RemoteProtocolError
@@ -99,6 +100,7 @@ class Prompts:
         """D's rank waits for these; answer which of them P knows."""
         if transfers:
             peer.want(now)
+            self.invite(peer, now)
         held: list[tuple[str, int]] = []
         unknown: list[tuple[str, int]] = []
         for key, attempt in transfers:
@@ -191,6 +193,13 @@ class Prompts:
                 effects = entry.sender.claim(peer.hello.rank, peer.debt, leg.attempt, peer.limit, now)
                 self.run(entry, effects, now)
 
+    def invite(self, peer: Outlet, now: float) -> None:
+        """Begin a link to this rank of D, if there is none and it is time to try again."""
+        try:
+            peer.invite(now)
+        except LinkError as error:
+            self.link_lost(peer, f"no link to {peer.address}: {error}", now, tell=False)
+
     # What breaks.
 
     def link_lost(self, peer: Outlet, reason: str, now: float, tell: bool = True) -> None:
@@ -200,7 +209,7 @@ class Prompts:
         for entry in self._of(peer):
             self.run(entry, entry.sender.unlinked(peer.hello.rank, reason), now)
         peer.parked = self.idle(peer, now)  # a dead D must not be invited for ever
-        peer.invite(now)
+        self.invite(peer, now)
 
     def idle(self, peer: Outlet, now: float) -> bool:
         """Whether neither side has a use for this link now."""

@@ -30,6 +30,7 @@ class Faults:
     """Which byte: 0 is the first of the message, 1 the last."""
     flip_bit: int = 0
     """Which bit of it, 0 to 7."""
+    refuse_invite: bool = False
     refuse_accept: bool = False
     refuse_complete: bool = False
 
@@ -77,7 +78,9 @@ class FaultyLinks(LinkFactory):
             )
 
     def invite(self) -> bytes:
-        """The inner factory's."""
+        """The inner factory's, or refused."""
+        if self.faults.refuse_invite:
+            raise LinkError("injected fault: no interface of this name")
         return self.inner.invite()
 
     def accept(self, invitation: bytes, window: int) -> tuple[FaultyInbound, bytes]:

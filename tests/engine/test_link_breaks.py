@@ -16,6 +16,8 @@ from engine_support import (
 )
 
 from p2pkv.engine import commands as do
+from p2pkv.links.faulty import Faults, FaultyLinks
+from p2pkv.links.memory import MemoryNetwork
 
 ONE = Geometry()
 BLOCKS = list(range(6))
@@ -57,3 +59,27 @@ def test_only_what_it_carried_fails(links, side, begun):
             d.do(do.Forget(key))
             p.do(do.Forget(key))
         wait_for(lambda: at_baseline(p) and at_baseline(d), what="the baseline")
+
+
+def test_a_p_that_can_make_no_link_says_why_and_tries_again(caplog):
+    """As with NCCL_SOCKET_IFNAME set wrongly, which NCCL says when it is asked for a new name."""
+    network = MemoryNetwork()
+    broken = FaultyLinks(network.rank(), Faults(refuse_invite=True))
+    with engines(ONE, ONE, lambda side, rank: broken if side == "P" else network.rank()) as (p, d):
+
+        def load(key):
+            prefill(p, key, d.address, 96, BLOCKS, chunk=48)
+            d.do(do.Expect(key, p.address, 96, b"digest"))
+            d.wait(do.Begun(key))
+            d.do(do.Load(key, 0, 95, (BLOCKS,)))
+
+        load("lost")
+        wait_for(lambda: d.ranks[0].events(do.LoadFailed))
+        (failed,) = d.ranks[0].events(do.LoadFailed)
+        assert "no interface of this name" in failed.reason
+        p.wait(do.PagesFree("lost"))
+        broken.faults = Faults()
+        load("next")
+        d.wait(do.Loaded("next"))
+        assert wrong_cells(d.ranks[0], BLOCKS, 0, 95) == []
+    assert not [record for record in caplog.records if record.exc_info]
