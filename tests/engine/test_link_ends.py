@@ -33,6 +33,7 @@ def test_an_answer_to_an_invitation_that_was_given_up_comes_too_late() -> None:
     assert not outlet.poll() and not outlet.linked
 
     outlet.want(now=3.0)
+    outlet.invite(now=3.0)
     invited = told[-1]
     assert isinstance(invited, LinkInvite) and invited.link != given_up.link
     inbound, blob = d.accept(invited.blob, WINDOW)
