@@ -48,10 +48,10 @@ from typing import Any
 import numpy as np
 from decode_leg_report import KINDS, MODEL, Results, Taken, description, marks, milliseconds, report
 
-from p2pkv.cli import client
-from p2pkv.cli.processes import ending_on_signals, free_ports, wait_until
-from p2pkv.cli.servers import LOOPBACK, VllmServer
-from p2pkv.cli.tiny_model import ensure_model
+from p2pkv.demo import client
+from p2pkv.demo.processes import ending_on_signals, free_ports, wait_until
+from p2pkv.demo.servers import LOOPBACK, VllmServer
+from p2pkv.demo.tiny_model import ensure_model
 
 NAME = "llama-8b-kv"
 SETTLE_SECONDS = 1.1

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 
 from nccl_simulated_wire import HEADER, Op, accept, dial, exactly, send
 
-from p2pkv.links.nccl_api import IN_PROGRESS, SUCCESS, UNIQUE_ID_BYTES, Nccl, NcclError
+from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, UNIQUE_ID_BYTES, Nccl, NcclError
 
 TICK = 0.005
 ALL: weakref.WeakSet[SimulatedNccl] = weakref.WeakSet()

@@ -1,8 +1,8 @@
 """The control plane of one rank: one socket that listens, one for each peer that it dials.
 
-A Line is a connection, whichever side made it. Nothing here blocks but `wait`, and nothing that comes
-in raises: bytes go to the caller as they are. All calls but `wake` come from the thread that owns the
-endpoint.
+A Line is a connection, whichever side made it. Only `wait` blocks. Received bytes go to the caller as they
+are, and nothing that a peer sends makes an endpoint raise. All calls but `wake` come from the thread that
+owns the endpoint. `inspect` is for other processes: it asks a running rank what it holds.
 """
 
 from __future__ import annotations
@@ -14,59 +14,116 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
-from p2pkv.control.gate import Gate
-from p2pkv.control.line import Line, Trouble
-from p2pkv.control.members import Members
-from p2pkv.control.watch import HANDSHAKE_SECONDS, Watch, limit_handshake, no_answer
+from p2pkv.control.security import HANDSHAKE_SECONDS, Gate, Members, Watch, limit_handshake, no_answer
 from p2pkv.pairing import Address
-from p2pkv.protocol.messages import MAX_MESSAGE_BYTES
+from p2pkv.protocol.messages import MAX_MESSAGE_BYTES, AnyMessage, Inspect, Report, decode, encode
 from p2pkv.trust import Networks
-
-__all__ = ["Endpoint", "Line", "PortTaken"]
 
 BURST = 256
 """Messages taken from one socket before the others get their turn."""
 
 MAX_STRANGERS = 4096
-"""Connections kept in mind; beyond this many, those that have not said Hello are forgotten."""
+"""Connections that are remembered. Beyond this number, those that have not said Hello are forgotten."""
 
 MAX_SOCKETS = 16_384
 """A dialed line takes three: itself and its watch, which has two ends."""
 
 LINGER_MS = 500
-"""How long a closing endpoint waits for its last words to leave; for peers in health no time at all.
+"""How long a closing endpoint waits until its last messages are sent; to healthy peers they go at once.
 
-A peer that has dialed us loses what it has not read when the connection ends, so who listens waits before."""
+A peer that has dialed us loses what it has not read when the connection ends, so the rank waits before."""
 
 FIRST_PAUSE, LAST_PAUSE = (15, 30), (700, 1000)
-"""Milliseconds between two tries of libzmq, which doubles them. Each line draws its own: those who have lost
-one P together do not come back together."""
+"""Milliseconds: the first and the longest pause between two tries of libzmq, which doubles it each time. Each
+line draws its own, so that peers which lost one P together do not all come back at once."""
 
 LASTING = 0.5
-"""Seconds after which a connection that ends is dialed again at once; others wait for `redial`."""
+"""A connection that ends after so many seconds or more is dialed again at once; others wait for `redial`."""
 
 SLOW_SECONDS = 5.0
-"""Who closes a connection in the handshake after so long has waited for something; who refuses does not."""
+"""A peer that closes a connection so many seconds into the handshake was busy: a refusal comes at once."""
 
 RESTARTING = 60.0
-"""Seconds that a peer which had shaken hands has to come back: while it restarts, the dying process or a
-forwarder in front of it accepts connections, and closes them."""
+"""Seconds that a peer has to come back after a connection whose handshake had succeeded. While it restarts,
+the dying process or a forwarder in front of it accepts connections and closes them."""
 
 
 class PortTaken(Exception):
     """Somebody listens there already."""
 
 
+class Line:
+    """One connection to a peer. `tag` belongs to the line's owner, who finds the peer by it; None: no owner.
+
+    A dialed line, which has an `address`, is shut when its handshake has failed or it has ended
+    too soon, until `Endpoint.redial`.
+    """
+
+    __slots__ = ("_identity", "_socket", "_watch", "address", "awaited", "since", "tag")
+
+    def __init__(
+        self,
+        address: Address | None,
+        socket: zmq.Socket[bytes] | None = None,
+        identity: bytes | None = None,
+    ) -> None:
+        self.address = address
+        self.since = 0.0  # when it was dialed last
+        self.awaited = 0.0  # until when its other side, which had shaken hands, may be restarting
+        self.tag: object = None
+        self._socket = socket
+        self._identity = identity
+        self._watch: Watch | None = None
+
+    @property
+    def shut(self) -> bool:
+        return self._socket is None
+
+    @property
+    def reached(self) -> bool:
+        """Whether somebody listens at the other end of a dialed line, although it may not have answered."""
+        return self._watch is not None and self._watch.connected is not None
+
+    def send(self, data: bytes) -> bool:
+        """Hand over one message; False if the peer is gone or its queue is full."""
+        if self._socket is None:
+            return False
+        try:
+            if self._identity is None:
+                self._socket.send(data, zmq.DONTWAIT)
+            else:
+                self._socket.send_multipart([self._identity, data], zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.ETERM, zmq.ENOTSOCK):
+                return False
+            raise
+        return True
+
+
+class Trouble(NamedTuple):
+    """A connection that failed, and why, in a sentence."""
+
+    line: Line | None
+    """The dialed line, which is shut now; None for somebody who wanted to connect to us."""
+    reason: str
+    quiet: bool = False
+    """The other side just closed: a port scan, a monitor, or a peer that has seen first that we differ."""
+    late: bool = False
+    """A dialed peer has not answered in time. It may be busy: dial it again while somebody waits for it."""
+
+
 class Endpoint:
     """Listens at `address` at once. Raises PortTaken with a sentence.
 
-    With `members`, only they get through the handshake, either way; with `allowed`, only peers from
-    these networks do, and no other address is dialed. `patience`: how many seconds a handshake may take;
-    the peer's interpreter may be busy, and with members or networks it is its thread that answers.
+    Args:
+        members: only they get through the handshake, in either direction; None for anybody.
+        allowed: only peers from these networks get through, and no other address is dialed; None for any.
+        patience: seconds that a handshake may take. With members or networks the peer's own thread takes
+            part in it, and may be busy.
     """
 
     def __init__(
@@ -246,7 +303,7 @@ class Endpoint:
                 self._troubles.append(Trouble(None, refusal))
 
     def _refused(self) -> None:
-        """Somebody did not get through the handshake with us. What the gate has refused, it has said."""
+        """Note failed handshakes with us, but not what the gate refused: `_admit` has noted that."""
         for failure in islice(self._watch.failures(), BURST):
             if not failure.refused:
                 reason = f"a connection to {self.address} was refused: {failure.detail}"
@@ -269,7 +326,7 @@ class Endpoint:
             self._give_up(line, no_answer(line.address, failure, self._members is not None))
 
     def _slow(self, watch: Watch) -> bool:
-        """Whether the other side has ended its wait for its own busy thread, and not refused us at once."""
+        """Whether the peer closed the connection because its own thread was busy, and not to refuse us."""
         begun = watch.connected
         return begun is not None and time.monotonic() - begun > min(SLOW_SECONDS, self._patience / 2)
 
@@ -316,3 +373,51 @@ def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:
         if len(frames) < 3:
             frames.append(frame)
     return frames
+
+
+# Asking a running rank what it holds now.
+
+
+def inspect(
+    address: Address, seconds: float = 2.0, members: Members | None = None
+) -> dict[str, int | float | str]:
+    """Counters and gauges of the rank that listens at `address`; `members` if it has a secret.
+
+    Raises TimeoutError with a sentence if no rank of p2pkv answers in time or the secrets differ,
+    BadMessage if what answers is something else.
+    """
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        if members is not None:
+            members.join(socket, "rank")
+        watch = Watch(socket, dials=True)
+        try:
+            answer = _ask(socket, watch, address, seconds, members is not None)
+        finally:
+            watch.close()
+    if not isinstance(answer, Report):
+        raise TimeoutError(f"{address} answered {type(answer).__name__}, which is no report")
+    return answer.values
+
+
+def _ask(
+    socket: zmq.Socket[bytes], watch: Watch, address: Address, seconds: float, secret: bool
+) -> AnyMessage:
+    socket.connect(f"tcp://{address}")
+    socket.send(encode(Inspect()))
+    poller = zmq.Poller()
+    poller.register(socket, zmq.POLLIN)
+    poller.register(watch.socket, zmq.POLLIN)
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        ready = dict(poller.poll(int(left * 1000) + 1))
+        if socket in ready:
+            return decode(socket.recv())
+        for failure in watch.failures():
+            raise TimeoutError(no_answer(address, failure, secret))
+    raise TimeoutError(
+        f"nothing at {address} answered in {seconds:g} s: is an instance running there, with this kv_port "
+        "plus the rank?"
+    )

@@ -8,13 +8,12 @@ from collections.abc import Iterable
 
 from p2pkv.config import Options
 from p2pkv.control.endpoint import Endpoint, Line
-from p2pkv.engine.commands import After, Command, Computed, Event, Revoked
+from p2pkv.engine.commands import Command, Computed, Event, Revoked
 from p2pkv.engine.consumer import Consumer
-from p2pkv.engine.context import Context, log
+from p2pkv.engine.context import Context, Steps, log
 from p2pkv.engine.producer import Producer
-from p2pkv.engine.steps import Steps
+from p2pkv.kv.cache import PagedCache
 from p2pkv.links.base import LinkFactory
-from p2pkv.pages.geometry import PagedCache
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.messages import BadMessage, Hello, Inspect, Report, decode
 
@@ -72,7 +71,7 @@ class Core:
         return cache.layers if options.whole_request else max(1, -(-options.chunk_bytes // layer))
 
     def revoke(self, keys: Iterable[str]) -> None:
-        """These prompts' pages will be overwritten: on return nothing reads them, and nothing will."""
+        """These prompts' blocks will be overwritten: on return nothing reads them, and nothing will."""
         keys = list(keys)
         if not keys:
             return
@@ -218,8 +217,4 @@ class Core:
 
     def _obey(self, now: float) -> None:
         while self._commands and not self._blocked():
-            command = self._commands.popleft()
-            if isinstance(command, After):
-                command.fence.follow()
-            else:
-                self._half.command(command, now)
+            self._half.command(self._commands.popleft(), now)

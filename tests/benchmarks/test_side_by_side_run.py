@@ -11,7 +11,7 @@ import pytest
 import side_by_side
 import side_by_side_systems
 
-from p2pkv.cli.servers import ProxyServer, VllmServer
+from p2pkv.demo.servers import ProxyServer, VllmServer
 
 FAKE = str(Path(__file__).with_name("fake_vllm.py"))
 FEW = [

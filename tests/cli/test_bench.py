@@ -8,10 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from p2pkv.bench.harness import (
+    CELL,
+    HEADS,
+    LAYERS,
+    LAYOUTS,
+    TOKEN_BYTES,
+    BenchError,
+    Layout,
+    Memory,
+    capacity_for,
+)
+from p2pkv.bench.prefill import prefill
 from p2pkv.cli import main
-from p2pkv.cli.bench_pages import CELL, HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, Layout, Memory, capacity_for
-from p2pkv.cli.bench_prefill import prefill
-from p2pkv.cli.bench_ranks import BenchError
 
 TOKENS = 40
 
@@ -81,6 +90,6 @@ def test_kv_of_another_place_is_noticed(layout: Layout) -> None:
 def test_a_decode_process_that_ends_is_an_error() -> None:
     with prefill(TOKENS, 1 << 20, "host") as both:
         assert both.push_ready("dense", TOKENS).total > 0
-        both._wire.say(order="load", layout="dense", key="k", prefill="nowhere", tokens=TOKENS)
+        both._pipe.say(order="load", layout="dense", key="k", prefill="nowhere", tokens=TOKENS)
         with pytest.raises(BenchError, match="nowhere"):
             both.raw(1 << 20)

@@ -12,11 +12,10 @@ import pytest
 import zmq
 from hostile_support import HUGE_FRAME, NULL_READY, RAW, ZMTP_3_NULL, Canary
 
-from p2pkv.cli.processes import free_ports
 from p2pkv.control import endpoint as module
-from p2pkv.control.endpoint import Endpoint, Line
-from p2pkv.control.line import Trouble
-from p2pkv.control.members import Members
+from p2pkv.control.endpoint import Endpoint, Line, Trouble
+from p2pkv.control.security import Members
+from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import Address
 
 DEADLINE = 10.0

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 
 import pytest
 import zmq
 from zmq.utils import z85
 
-from p2pkv.control import members as module
-from p2pkv.control.gate import Gate
-from p2pkv.control.members import Members, NoCurve, members_of
-from p2pkv.control.throttle import Throttle
+from p2pkv.control import security as module
+from p2pkv.control.security import Gate, Members, NoCurve, members_of
 from p2pkv.trust import Networks
 
 SECRET = b"a secret of the tests"
@@ -78,20 +75,3 @@ def test_networks_count_with_and_without_a_secret() -> None:
 @pytest.mark.parametrize("length", range(8))
 def test_a_question_cut_short_gets_no_answer(length: int) -> None:
     assert Gate(Members(SECRET), None).answer(REQUEST[:length]) == ([], "")
-
-
-def test_a_log_cannot_be_filled(caplog: pytest.LogCaptureFixture) -> None:
-    clock = [0.0]
-    log = logging.getLogger("p2pkv.tests.throttle")
-    throttle = Throttle(burst=3, seconds=10.0, clock=lambda: clock[0])
-    log.addFilter(throttle)
-    for clock[0] in (0.0, 9.0, 10.0, 11.0):
-        for number in range(100):
-            log.warning("line %d", number)
-        log.warning("another %s", "line")
-    log.removeFilter(throttle)
-    lines = [record.getMessage() for record in caplog.records]
-    first = ["line 0", "line 1", "line 2"]
-    again = ["line 0 (197 more lines of this kind were left out)", *first[1:]]
-    assert [line for line in lines if not line.startswith("another")] == first + again
-    assert lines.count("another line") == 4

@@ -12,7 +12,7 @@ from links_support import NCCL_KINDS, connect, nccl_links, wait_until
 from nccl_simulated import SimulatedNccl
 from nccl_simulated_device import SimulatedDevice, SimulatedMark, SimulatedStream
 
-from p2pkv.links import nccl_end, nccl_opening
+from p2pkv.links import nccl, nccl_communicator
 from p2pkv.links.base import LinkError
 from p2pkv.links.nccl import NcclLinks, cuda_links
 
@@ -105,7 +105,7 @@ def test_what_comes_up_after_it_was_given_up_is_aborted(blocking: bool) -> None:
 
 
 def test_too_many_stuck_threads_are_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_opening, "MOST_STUCK", 2)
+    monkeypatch.setattr(nccl_communicator, "MOST_STUCK", 2)
     p, d = both(True, init_seconds=0.01)
     for _ in range(2):
         inbound, _ = d.accept(p.invite(), WINDOW)
@@ -159,7 +159,7 @@ def test_a_failed_device_breaks_the_link(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_slots_return_when_the_abort_does_and_not_before(
     blocking: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl_end, "ABORT_SECONDS", 0.05)
+    monkeypatch.setattr(nccl, "ABORT_SECONDS", 0.05)
     p, d = factories = both(blocking)
     pair = connect(factories, WINDOW)
     receive, send = pair.begin(WINDOW)
@@ -213,7 +213,7 @@ def test_links_share_the_ranks_slots(blocking: bool) -> None:
 
 
 def test_only_so_many_links_are_busy_at_once(blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_end, "MOST_BUSY", 2)
+    monkeypatch.setattr(nccl, "MOST_BUSY", 2)
     factories = both(blocking)
     pairs = [connect(factories, WINDOW) for _ in range(3)]
     begun = [pair.begin(100) for pair in pairs[:2]]

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 
 from virtual.clock import Clock
 
-from p2pkv.control.endpoint import LASTING
-from p2pkv.control.line import Trouble
-from p2pkv.control.watch import HANDSHAKE_SECONDS
+from p2pkv.control.endpoint import LASTING, Trouble
+from p2pkv.control.security import HANDSHAKE_SECONDS
 from p2pkv.pairing import Address
 
 LATENCY = 0.0003

@@ -19,8 +19,7 @@ from virtual.faults import WEIGHTS
 from virtual.network import Endpoint, Network
 from virtual.world import Broken, World
 
-from p2pkv.engine.consumer import Consumer
-from p2pkv.engine.incoming import Incoming
+from p2pkv.engine.consumer import Consumer, Incoming
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.receiver import Receiver
@@ -128,7 +127,7 @@ def test_a_link_that_d_gives_up_without_being_able_to_say_so_is_built_anew() -> 
 
     load()
     assert d.life is not None and world.jobs.outcomes["loaded"] == 1
-    (inlet,) = d.life.core._half._peers.values()
+    (inlet,) = d.life.core._half._peers
     inlet.line.refuses = 1  # type: ignore[attr-defined]
     d.life.links.change(break_at=-1)
     world.wait(1.0)

@@ -15,13 +15,13 @@ from typing import Any
 
 from chaos.jobs import GRACE, Jobs
 from chaos.schedule import LEASE
+from memory_links import MemoryNetwork
 from virtual.clock import Clock
 from virtual.faults import WEIGHTS, Heal
 from virtual.machine import Machine
 from virtual.network import Network
 from virtual.stranger import Stranger
 
-from p2pkv.links.memory import MemoryNetwork
 from p2pkv.protocol.handshake import REFUSED_FOR
 
 LONGEST = 220

@@ -21,10 +21,10 @@ import psutil
 import pytest
 from vllm_support import MODEL_NAME, SETTINGS, assert_same, at_rest, tokens
 
-from p2pkv.cli import answers, client
-from p2pkv.cli.answers import Answer
-from p2pkv.cli.processes import wait_until
-from p2pkv.cli.servers import ProxyServer, VllmServer
+from p2pkv.demo import answers, client
+from p2pkv.demo.answers import Answer
+from p2pkv.demo.processes import wait_until
+from p2pkv.demo.servers import ProxyServer, VllmServer
 
 pytestmark = pytest.mark.long
 
