@@ -47,10 +47,10 @@ import torch
 from p2pkv.config import Options
 from p2pkv.control.endpoint import Endpoint
 from p2pkv.demo.processes import free_ports
+from p2pkv.device import make_recorder
 from p2pkv.engine import commands as do
 from p2pkv.engine.core import Core
 from p2pkv.kv import DENSE, PagedCache
-from p2pkv.kv.device import make_recorder
 from p2pkv.links import make_factory
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
 

@@ -116,10 +116,6 @@ class Options:
     """Default false. Needed to bind off loopback without a secret; each start then warns that whoever
     reaches this instance can read and alter KV."""
 
-    whole_request: bool = False
-    """Default false. Announce the KV when the whole prompt is done instead of layer by layer: the
-    benchmark's baseline."""
-
     verify: bool = False
     """Default false. A checksum of each message, computed by P and again by D, so that bytes that changed on
     the way fail the request instead of making its answer wrong. A pair does it if either side asks for it."""
@@ -382,7 +378,6 @@ _READERS: dict[str, _Reader] = {
     "allowed_peers": _read_networks,
     "max_links": _read_whole,
     "allow_insecure": _read_flag,
-    "whole_request": _read_flag,
     "verify": _read_flag,
     "nccl_num_channels": _read_whole,
 }
@@ -435,8 +430,7 @@ def _old_notes(given: Mapping[str, object], options: Options) -> Iterator[str]:
     if "send_type" in values:
         yield (
             f"send_type {values['send_type']} is an option of the former connector and has no effect: P "
-            "always pushes while the prefill runs (whole_request pushes at its end instead). Remove it; see "
-            "docs/coming-from-p2pnccl.md"
+            "always pushes while the prefill runs. Remove it; see docs/coming-from-p2pnccl.md"
         )
 
 

@@ -15,11 +15,11 @@ from memory_links import MemoryNetwork
 
 from p2pkv.config import Options
 from p2pkv.demo.processes import free_ports
+from p2pkv.device import make_recorder
 from p2pkv.engine import commands as do
 from p2pkv.engine.rank import Rank
 from p2pkv.kv.cache import PagedCache
 from p2pkv.kv.codecs import DENSE, pack, unpack
-from p2pkv.kv.device import make_recorder
 from p2pkv.links import make_factory
 from p2pkv.links.base import LinkFactory
 from p2pkv.pairing import Address

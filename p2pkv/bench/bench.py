@@ -288,7 +288,8 @@ def _hooks(results: Results) -> Iterator[str]:
         rows = [row["modes"][name] for row in results["layers"] if name in row["modes"]]
         if rows:
             calls = [call for row in rows for hooks in row["hooks"] for call in hooks]
-            yield _hook_line(f"the call, while prompts are pushed, {title}", calls)
+            if calls:
+                yield _hook_line(f"the call, while prompts are pushed, {title}", calls)
             yield _hook_line(
                 f"all that a layer takes longer than alone, {title}", list(_added(results, name))
             )

@@ -27,9 +27,9 @@ from p2pkv.bench.harness import (
     poll_until,
     wait_for,
 )
+from p2pkv.device import make_recorder
 from p2pkv.engine import commands as do
 from p2pkv.engine.rank import Rank
-from p2pkv.kv import make_recorder
 from p2pkv.links import make_factory
 from p2pkv.links.base import Inbound, LinkError, Receive
 from p2pkv.pairing import Address

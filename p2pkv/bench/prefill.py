@@ -30,9 +30,9 @@ from p2pkv.bench.harness import (
     wait_for,
 )
 from p2pkv.demo.processes import free_ports
+from p2pkv.device import make_recorder
 from p2pkv.engine import commands as do
 from p2pkv.engine.rank import Rank
-from p2pkv.kv import make_recorder
 from p2pkv.links import make_factory
 from p2pkv.links.base import Outbound, Send
 from p2pkv.pairing import Address
@@ -119,14 +119,13 @@ class PrefillSide:
         self._keys = (f"bench-{number}" for number in itertools.count())
         self._memory = Memory(capacity_for(longest), "P")
         self._copy = torch.zeros_like(self._memory.flat)
-        self._ranks: dict[tuple[str, bool], tuple[Address, Rank]] = {}
+        self._ranks: dict[str, tuple[Address, Rank]] = {}
         try:
             self._pipe = self._start_decode(link)
             self._decode = {
                 name: Address.parse(at) for name, at in self._pipe.expect("addresses")["addresses"].items()
             }
-            for layout, whole in itertools.product(LAYOUTS, (False, True)):
-                self._ranks[layout, whole] = self._start_rank(layout, link, whole_request=whole)
+            self._ranks = {layout: self._start_rank(layout, link) for layout in LAYOUTS}
             self._verified = self._start_rank("dense", link, verify=True)
             self._outbound = self._start_link(link)
         except BaseException:
@@ -162,7 +161,7 @@ class PrefillSide:
 
     def push_ready(self, layout: str, tokens: int, *, verify: bool = False) -> Push:
         """A sequential router's request: P has computed it all when D comes. `verify`: dense only."""
-        address, rank = self._verified if verify else self._ranks[layout, False]
+        address, rank = self._verified if verify else self._ranks[layout]
         key = self._hold(layout, rank, tokens)
         Hook(rank, ((key, tokens),), LAYERS).end()
         self._ask(layout, key, address, tokens)
@@ -171,8 +170,11 @@ class PrefillSide:
         return Push(0.0, took, took, times["begun"] - times["expected"], 0.0)
 
     def push_layers(self, layout: str, tokens: int, layer_seconds: float, *, whole: bool) -> Push:
-        """A concurrent router's request: D waits while the forward runs, layer after layer."""
-        address, rank = self._ranks[layout, whole]
+        """A concurrent router's request: D waits while the forward runs, layer after layer.
+
+        `whole`: P hands nothing over before the end, the baseline.
+        """
+        address, rank = self._ranks[layout]
         before = dict(rank.counters.values)
         self._ask(layout, key := next(self._keys), address, tokens)
         rank.steps.begin(time.monotonic())
@@ -181,8 +183,9 @@ class PrefillSide:
         hook, hooks = Hook(rank, ((key, tokens),), rank.layers_per_message(tokens)), []
         for layer in range(LAYERS):
             time.sleep(layer_seconds)
-            hooks.append(hook.timed(layer))
-        end = time.monotonic() - hooks[-1]
+            if not whole:
+                hooks.append(hook.timed(layer))
+        end = time.monotonic() - (hooks[-1] if hooks else 0.0)
         hook.end()
         rank.steps.end()
         times = self._loaded(layout, rank, key, tokens)
@@ -206,7 +209,7 @@ class PrefillSide:
 
     def hooks_asleep(self) -> list[float]:
         """Seconds of hooks, each of which wakes the engine; nobody wants the prompt."""
-        _, rank = self._ranks["dense", False]
+        _, rank = self._ranks["dense"]
         key = self._hold("dense", rank, 1 << 20, blocks=())
         hook, hooks = Hook(rank, ((key, 1),), stride=1), []
         for number in range(ASLEEP_HOOKS):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from p2pkv.kv.device import Fence
+from p2pkv.device import Fence
 from p2pkv.pairing import Address
 
 Blocks = tuple[list[int], ...]

@@ -262,12 +262,15 @@ class Incoming:
             rests, self._others = not peer.busy, staged - peer.staged
             try:
                 peer.poll()
+                newest = peer.newest
                 self._post(peer, now)
                 for _ in range(BURST):
                     if not peer.posted or not self._may_land(peer.posted[0]):
                         break
                     self._land(peer, peer.posted.popleft(), now)
                 self._post(peer, now)
+                if peer.newest is not newest:
+                    peer.poll()  # which may launch receives: their grants are out by now
             except LinkError as error:
                 self._requests.link_lost(peer, f"the link from {peer.address} broke: {error}", now)
             staged = self._others + peer.staged

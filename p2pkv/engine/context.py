@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from p2pkv.config import Options
 from p2pkv.control.endpoint import Endpoint, Line
+from p2pkv.device import Fence
 from p2pkv.engine.commands import Event
 from p2pkv.kv.cache import PagedCache, Rectangles, seen_as
-from p2pkv.kv.device import Fence
 from p2pkv.links.base import LinkFactory
 from p2pkv.log import Throttle
 from p2pkv.protocol.handshake import Refused, Wire, wire_between

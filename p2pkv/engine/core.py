@@ -68,7 +68,7 @@ class Core:
         """How many layers of so many tokens fill a message."""
         cache, options = self._ctx.cache, self._ctx.options
         layer = max(1, tokens * cache.heads * cache.row_bytes // cache.unit_tokens)
-        return cache.layers if options.whole_request else max(1, -(-options.chunk_bytes // layer))
+        return max(1, -(-options.chunk_bytes // layer))
 
     def revoke(self, keys: Iterable[str]) -> None:
         """These prompts' blocks will be overwritten: on return nothing reads them, and nothing will."""

@@ -225,6 +225,11 @@ class DecodePeer:
         return self._invited and not self.linked
 
     @property
+    def accepted(self) -> bool:
+        """Whether D has answered the invitation: the link is up, or the two ends bring it up."""
+        return self._outbound is not None
+
+    @property
     def used(self) -> int:
         return self._outbound.used if self._outbound is not None else 0
 
@@ -508,6 +513,11 @@ class PrefillPeer:
                 self._up = True
                 with contextlib.suppress(LinkError):  # whoever posts a receive is told
                     self._up = self._inbound.ready()
+
+    @property
+    def newest(self) -> Posted | None:
+        """The receive that was posted last, of those that wait."""
+        return self.posted[-1] if self.posted else None
 
     def post(self) -> Posted | None:
         """Post a receive for the oldest announced chunk, if the link has room. Raises LinkError."""

@@ -224,7 +224,8 @@ class Producer:
         """Seconds that a link may take to come up: twice as many while D is heard of, since it may just be
         busy."""
         lease = self._ctx.options.lease_seconds
-        return 2 * lease if now - peer.heard < lease else lease
+        patience = 2 * lease if now - peer.heard < lease else lease
+        return max(patience, self._ctx.links.build_seconds) if peer.accepted else patience
 
     @property
     def idle(self) -> bool:

@@ -40,7 +40,7 @@ class Prompts:
         self._ctx = context
         self._peers = peers
         options = context.options
-        self._terms = Terms(options.chunk_bytes, options.lease_seconds, options.whole_request)
+        self._terms = Terms(options.chunk_bytes, options.lease_seconds)
         self._early = EarlyClaims(options.lease_seconds)
         self._ends = Ends(options.lease_seconds)
         self._leaving = ""

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 
+from p2pkv.device import Fence
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Context, log
 from p2pkv.engine.early import EarlyBuffer, EarlyBuffers
 from p2pkv.engine.peers import Peers, PrefillPeer
-from p2pkv.kv.device import Fence
 from p2pkv.links.base import LinkError
 from p2pkv.pairing import Address
 from p2pkv.plan import Edge

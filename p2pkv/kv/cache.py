@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from p2pkv.device import Fence, make_recorder
 from p2pkv.kv.checksum import Checksum
 from p2pkv.kv.codecs import DENSE, check_page, is_paged, pack_into, unpack_into
 from p2pkv.kv.copiers import Copier, copier_of
-from p2pkv.kv.device import Fence, make_recorder
 from p2pkv.kv.layouts import Bounds, Cut, Index, LayerPages, Span, check_layer, pages_of
 
 BlockTables = Sequence[Sequence[int]]

@@ -44,7 +44,10 @@ from p2pkv.links.staging import Slots, aligned
 
 logger = logging.getLogger(__name__)
 
-INIT_SECONDS = 30.0
+INIT_SECONDS = 120.0
+"""How long NCCL may take to bring a communicator up, whatever the lease: the first one loads modules, and
+looks for the ways between two hosts."""
+
 CLOSE_SECONDS = 2.0
 ABORT_SECONDS = 10.0
 """An abort that takes longer counts as stuck; the slots that it holds stay lost until it comes back."""
@@ -116,6 +119,7 @@ class NcclLinks(LinkFactory):
             staging_bytes: device memory of the slots that all links of this rank share.
             init_seconds: how long a communicator may take to come up.
         """
+        self.build_seconds = init_seconds
         owner = Guard(f"NCCL on {device.name}")
         self._shared = Shared(nccl, device, DevicePool(device, staging_bytes), init_seconds, owner)
         self._version = nccl.version()
@@ -322,10 +326,9 @@ class End:
         self.shared.busy.add(self)
 
     def want(self, operation: Operation) -> None:
-        """It may begin, as soon as what is queued on the current stream now is done."""
+        """`poll` may launch it; it begins when what is queued on the current stream now is done."""
         operation.after = self.shared.device.here()
         operation.wanted = True
-        self.poll()
 
     def free(self, operation: Operation) -> None:
         """Its slot may be used again."""
@@ -418,7 +421,11 @@ class NcclReceive:
 
 
 class NcclInbound(End, Inbound):
-    """D's end. Its window bounds what it may hold of the slots that all links of the rank share."""
+    """D's end. Its window bounds what it may hold of the slots that all links of the rank share.
+
+    `post` launches nothing, `poll` does: a receive that is launched before its grant has gone out would
+    wait for ever where launches block (CUDA_LAUNCH_BLOCKING=1, profilers, sanitizers).
+    """
 
     def __init__(self, shared: Shared, unique_id: bytes, window: int) -> None:
         self._window = Slots(window).capacity
@@ -469,6 +476,7 @@ class NcclSend:
         """Hand the buffer over; NCCL reads it when the current stream has written it."""
         self._link.check()
         self._link.want(self._operation)
+        self._link.poll()
 
     def done(self) -> bool:
         """Whether D's receive has taken the bytes, as of the last `poll`."""

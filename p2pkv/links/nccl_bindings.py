@@ -33,7 +33,7 @@ MOST_CTAS = 32
 
 NEEDED = (
     "Config", "NCCLError", "UniqueId", "comm_abort", "comm_destroy", "comm_get_async_error",
-    "comm_init_rank_config", "get_unique_id", "get_version", "group_end", "group_start", "recv", "send",
+    "comm_init_rank_config", "get_unique_id", "get_version", "recv", "send",
 )  # fmt: skip
 
 
@@ -81,14 +81,6 @@ class Nccl(ABC):
     @abstractmethod
     def recv(self, ptr: int, nbytes: int, peer: int, comm: int, stream: int) -> None:
         """Queue a receive into device memory on a CUDA stream. Raises NcclError."""
-
-    @abstractmethod
-    def group_start(self) -> None:
-        """What follows, up to `group_end`, is launched together. The link itself needs no groups."""
-
-    @abstractmethod
-    def group_end(self) -> None:
-        """Launch what was called since `group_start`. Raises NcclError."""
 
     @abstractmethod
     def async_error(self, comm: int) -> int:
@@ -198,12 +190,6 @@ class Nccl4pyNccl(Nccl):
     def recv(self, ptr: int, nbytes: int, peer: int, comm: int, stream: int) -> None:
         self._call("recv", ptr, nbytes, UINT8, peer, self._comms[comm], stream)
 
-    def group_start(self) -> None:
-        self._call("group_start")
-
-    def group_end(self) -> None:
-        self._call("group_end")
-
     def async_error(self, comm: int) -> int:
         return int(self._call("comm_get_async_error", self._comms[comm]))
 
@@ -279,12 +265,6 @@ class CupyNccl(Nccl):
 
     def recv(self, ptr: int, nbytes: int, peer: int, comm: int, stream: int) -> None:
         self._call("recv", self._comms[comm].recv, ptr, nbytes, UINT8, peer, stream)
-
-    def group_start(self) -> None:
-        self._call("group_start", self._nccl.groupStart)
-
-    def group_end(self) -> None:
-        self._call("group_end", self._nccl.groupEnd)
 
     def async_error(self, comm: int) -> int:
         try:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
+from p2pkv.device import end_stream, ignore_captures, make_stream
 from p2pkv.links.base import LinkError
 from p2pkv.links.staging import Slots, aligned
-
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no order with the default stream
 
 
 class Mark(Protocol):
@@ -89,19 +87,14 @@ class CudaMark:
 
 
 class CudaStream:
-    """A stream made by the driver itself.
-
-    torch hands out 32 streams in turn, to vLLM too: on one of those, a receive that waits for its peer
-    could stand before another link's, or before a model's work.
-    """
+    """A stream that nobody else of this process uses; see `device.make_stream`."""
 
     def __init__(self, device: torch.device) -> None:
-        """On the calling thread's current device."""
-        handle = ctypes.c_void_p()
-        result = driver().cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)
-        if result != 0 or handle.value is None:
-            raise LinkError(f"CUDA cannot make a stream for a link: cuStreamCreate says {result}")
-        self.number = handle.value
+        """On the calling thread's current device. Raises LinkError."""
+        try:
+            self.number = make_stream()
+        except RuntimeError as error:
+            raise LinkError(str(error)) from None
         self._stream = torch.cuda.ExternalStream(self.number, device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> CudaMark:
@@ -112,7 +105,7 @@ class CudaStream:
         self._stream.wait_event(mark.event)
 
     def close(self) -> None:
-        driver().cuStreamDestroy_v2(ctypes.c_void_p(self.number))
+        end_stream(self.number)
 
 
 class CudaDevice:
@@ -127,6 +120,7 @@ class CudaDevice:
         torch.cuda.set_device(self._device)
         # A thread has no context until its first call to the runtime, and `set_device` may make none.
         torch.cuda.mem_get_info(self._device)
+        ignore_captures()
 
     def memory(self, nbytes: int) -> torch.Tensor:
         try:
@@ -145,11 +139,6 @@ class CudaDevice:
 
     def here(self) -> CudaMark:
         return CudaMark(torch.cuda.current_stream(self._device))
-
-
-def driver() -> Any:
-    """CUDA's driver library, which is wherever a CUDA device is."""
-    return ctypes.CDLL("libcuda.so.1")
 
 
 # Device memory: what is being sent, or received, lies in its slots.

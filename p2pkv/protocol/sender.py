@@ -212,12 +212,10 @@ class Terms:
     Attributes:
         chunk_bytes: what a message is filled up to.
         lease: seconds for which blocks wait for a D that says nothing.
-        whole: push nothing before the whole prompt is computed.
     """
 
     chunk_bytes: int
     lease: float
-    whole: bool = False
 
 
 class Sender:
@@ -490,7 +488,7 @@ class Sender:
         return out
 
     def _announce(self, rank: int, leg: DecodeLeg, flush: bool) -> list[Effect]:
-        if leg.cutter is None or (self.terms.whole and self.prompt.state is not PromptPhase.COMPUTED):
+        if leg.cutter is None:
             return []
         chunks = leg.announce(self.key, self._computed, self.terms.chunk_bytes, flush)
         return [Tell(rank, chunk) for chunk in chunks]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import nccl_simulated
@@ -99,6 +100,33 @@ def test_a_link_that_failed_to_come_up_is_built_anew(make: Make) -> None:
     d.do(do.Load("k", 0, TOKENS - 1, (BLOCKS,)))
     d.wait(do.Loaded("k"))
     assert wrong_cells(d.ranks[0], BLOCKS, 0, TOKENS - 1) == []
+
+
+def test_a_link_may_take_longer_to_come_up_than_a_lease(make: Make) -> None:
+    p, d = make("P", lease_seconds=1.0), make("D", lease_seconds=1.0)
+    assert links_of(p).build_seconds > 5
+    nccl_of(d).joins.clear()
+    d.do(do.Expect("early", p.address, TOKENS, b"digest"))
+    wait_for(lambda: p.ranks[0].rank._half._peers, what="the connection")
+    (peer,) = p.ranks[0].rank._half._peers
+    wait_for(lambda: peer.accepted, what="D's end of the link")
+    first, begin = peer.link, time.monotonic()
+    wait_for(lambda: time.monotonic() - begin > 2.5, what="more than two leases")
+    assert peer.link == first and not peer.linked
+    nccl_of(d).joins.set()
+    wait_for(lambda: peer.linked, what="the link")
+    assert peer.link == first
+    d.do(do.Drop("early", "the client has left"))
+    push(p, d, "k", salt=1)
+
+
+@pytest.mark.parametrize("make", ["nccl-blocking"], indirect=True)
+def test_where_launches_wait_for_the_device_a_receive_comes_after_its_grant(make: Make) -> None:
+    """As with CUDA_LAUNCH_BLOCKING=1: P would never hear of a receive that is launched before."""
+    p, d = make("P"), make("D")
+    push(p, d, "before", salt=1)
+    nccl_of(p).launches_wait = nccl_of(d).launches_wait = True
+    push(p, d, "k", salt=2)
 
 
 def test_a_d_that_dies_in_mid_push_costs_p_nothing(make: Make) -> None:

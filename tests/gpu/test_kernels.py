@@ -9,7 +9,8 @@ import torch
 from kv_support import POISON, Seeded, check_exchange
 
 from p2pkv.bench.harness import HEADS, LAYERS, LAYOUTS, Memory
-from p2pkv.kv import PagedCache, copiers, make_recorder, own_stream
+from p2pkv.device import make_recorder, own_stream
+from p2pkv.kv import PagedCache, copiers
 from p2pkv.kv.checksum import digest_by_torch
 from p2pkv.kv.copiers import KernelCopier
 

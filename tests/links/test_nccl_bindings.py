@@ -14,6 +14,7 @@ import pytest
 import torch
 from nccl_fakes import UNIQUE_ID, FakeNcclError, fake_cupy, fake_nccl4py, install
 
+from p2pkv import device
 from p2pkv.links import make_factory, nccl_bindings, nccl_device
 from p2pkv.links.base import LinkError
 from p2pkv.links.nccl_bindings import (
@@ -60,20 +61,16 @@ def test_the_calls_that_reach_cupy(patch: pytest.MonkeyPatch) -> None:
     assert nccl.blocking and nccl.binding == "CuPy 14.2.0" and nccl.version() == 23203
     assert nccl.unique_id() == UNIQUE_ID
     comm = nccl.init(2, UNIQUE_ID, 1)
-    nccl.group_start()
     nccl.send(1000, 64, 1, comm, 7)
     nccl.recv(2000, 65, 0, comm, 8)
-    nccl.group_end()
     assert nccl.async_error(comm) == SUCCESS
     nccl.abort(comm)
     nccl.destroy(nccl.init(2, UNIQUE_ID, 0))
     assert asked.calls == [
         ("get_unique_id",),
         ("init", 2, UNIQUE_ID, 1),
-        ("groupStart",),
         ("send", 1000, 64, 1, 1, 7),
         ("recv", 2000, 65, 1, 0, 8),
-        ("groupEnd",),
         ("check_async_error",),
         ("abort",),
         ("init", 2, UNIQUE_ID, 0),
@@ -96,20 +93,16 @@ def test_the_calls_that_reach_nccl4py(patch: pytest.MonkeyPatch) -> None:
     assert not nccl.blocking and nccl.binding == "nccl4py 0.6.0"
     assert nccl.version() == 23203 and nccl.unique_id() == UNIQUE_ID
     comm = nccl.init(2, UNIQUE_ID, 1)
-    nccl.group_start()
     nccl.send(1000, 64, 1, comm, 7)
     nccl.recv(2000, 65, 0, comm, 8)
-    nccl.group_end()
     assert nccl.async_error(comm) == IN_PROGRESS
     nccl.abort(comm)
     nccl.destroy(nccl.init(2, UNIQUE_ID, 0))
     assert asked.calls[2:] == [
         ("get_unique_id",),
         ("init", 2, UNIQUE_ID, 1, 0, 32),  # does not block; NCCL takes no more than 32
-        ("group_start",),
         ("send", 1000, 64, 1, 1, "a Comm", 7),
         ("recv", 2000, 65, 1, 0, "a Comm", 8),
-        ("group_end",),
         ("comm_get_async_error", "a Comm"),
         ("comm_abort", "a Comm"),
         ("init", 2, UNIQUE_ID, 0, 0, 32),
@@ -210,7 +203,7 @@ class FakeDriver:
 
 def test_each_stream_is_its_own_and_waits_for_no_default_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeDriver()
-    monkeypatch.setattr(nccl_device, "driver", lambda: fake)
+    monkeypatch.setattr(device, "driver", lambda: fake)
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda number, device: (number, device))
     streams = [nccl_device.CudaStream(torch.device("cuda", 0)) for _ in range(2)]
     assert [stream.number for stream in streams] == [0x1231, 0x1232] and fake.flags == [1, 1]

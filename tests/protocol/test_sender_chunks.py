@@ -46,15 +46,6 @@ def test_nothing_is_announced_before_it_is_known_how_much_d_takes() -> None:
     assert rig.claim(limit=0) == []
 
 
-def test_a_whole_request_is_pushed_when_all_of_it_is_computed() -> None:
-    rig = Rig(replace(TERMS, whole=True, chunk_bytes=1))
-    rig.offer()
-    rig.claim()
-    rig.want()
-    assert rig.compute(9) == rig.sender.flush() == []
-    assert len(rig.compute()) == 18
-
-
 def test_announced_chunks_are_bounded_and_go_on_as_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_ANNOUNCED", 3)
     rig = Rig(replace(TERMS, chunk_bytes=1))

@@ -47,7 +47,6 @@ class World:
     unit: int
     chunk_bytes: int
     window: int
-    whole: bool = False
     ahead: bool = False
     """Whether D takes KV for which no request has come."""
     verify: bool = False
@@ -66,7 +65,7 @@ class World:
     _trace: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
 
     def __post_init__(self) -> None:
-        self.terms = Terms(self.chunk_bytes, LEASE, self.whole)
+        self.terms = Terms(self.chunk_bytes, LEASE)
         self.wire = Wire("dense", self.unit, 8)
         self.start_p()
         self.start_d()

@@ -17,7 +17,7 @@ ROOT = Path(p2pkv.__file__).parents[1]
 
 # Each part, and the parts below it that it may import, as docs/design.md has them. A part may import itself.
 CORE = {"protocol", "protocol.messages", "plan", "sharding", "pairing", "trust", "config", "log"}
-SEAMS = {"links", "kv", "control"}
+SEAMS = {"links", "kv", "control", "device"}
 BELOW = {
     "": set(),
     "pairing": set(),
@@ -28,8 +28,9 @@ BELOW = {
     "sharding": set(),
     "plan": {"sharding"},
     "protocol": {"protocol.messages", "plan", "sharding", "pairing"},
-    "links": {"trust"},
-    "kv": set(),
+    "device": set(),
+    "links": {"trust", "device"},
+    "kv": {"device"},
     "control": {"protocol.messages", "pairing", "trust", "log"},
     "engine": CORE | SEAMS,
     "connector": CORE | SEAMS | {"engine", "plugin"},
