@@ -229,7 +229,8 @@ class Worker:
             self._say()
             self._run = place, place
         self._run = self._run[0], place + 1
-        if self._run[1] - self._run[0] >= self._stride:
+        # The last layer's too: the step's end may come only after sampling.
+        if self._run[1] - self._run[0] >= self._stride or place == self._layers - 1:
             self._say()
 
     def _say(self) -> None:

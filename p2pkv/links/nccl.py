@@ -52,8 +52,9 @@ CLOSE_SECONDS = 2.0
 ABORT_SECONDS = 10.0
 """An abort that takes longer counts as stuck; the slots that it holds stay lost until it comes back."""
 
-MOST_BUSY = 16
-"""Ends of one device that have operations under way at once: each may hold SMs while it waits. A guess."""
+BUSY_SHARE = 0.25
+"""Part of a device's multiprocessors (SMs) that links may hold: NCCL's kernels spin while they wait for the
+peer, one on each channel of each link that has something under way."""
 
 _SIZE_BITS = 41
 _SEQUENCES = 1 << 21
@@ -109,7 +110,12 @@ class NcclLinks(LinkFactory):
     """
 
     def __init__(
-        self, nccl: Nccl, device: Device, staging_bytes: int, init_seconds: float = INIT_SECONDS
+        self,
+        nccl: Nccl,
+        device: Device,
+        staging_bytes: int,
+        init_seconds: float = INIT_SECONDS,
+        channels: int = 8,
     ) -> None:
         """Raises ValueError if there is no staging, MemoryError if the device has no room for it.
 
@@ -118,10 +124,12 @@ class NcclLinks(LinkFactory):
             device: where the KV is.
             staging_bytes: device memory of the slots that all links of this rank share.
             init_seconds: how long a communicator may take to come up.
+            channels: the most channels of a communicator.
         """
         self.build_seconds = init_seconds
         owner = Guard(f"NCCL on {device.name}")
-        self._shared = Shared(nccl, device, DevicePool(device, staging_bytes), init_seconds, owner)
+        most_busy = max(1, int(device.processors * BUSY_SHARE) // channels)
+        self._shared = Shared(nccl, device, DevicePool(device, staging_bytes), init_seconds, owner, most_busy)
         self._version = nccl.version()
         self.kind = f"nccl {version_name(self._version)}"
         self._links: list[NcclInbound | NcclOutbound] = []
@@ -203,7 +211,8 @@ def cuda_links(staging_bytes: int, *, device: torch.device | None = None, channe
         )
     index = torch.cuda.current_device() if device is None or device.index is None else device.index
     try:
-        return NcclLinks(load_nccl(channels), CudaDevice(torch.device("cuda", index)), staging_bytes)
+        on = CudaDevice(torch.device("cuda", index))
+        return NcclLinks(load_nccl(channels), on, staging_bytes, channels=channels)
     except (NcclMissing, MemoryError) as error:
         raise ValueError(str(error)) from None
 
@@ -315,7 +324,7 @@ class End:
 
     def admitted(self) -> bool:
         """Whether this end may have operations under way, as few enough others have."""
-        return self in self.shared.busy or len(self.shared.busy) < MOST_BUSY
+        return self in self.shared.busy or len(self.shared.busy) < self.shared.most_busy
 
     def enqueue(self, operation: Operation) -> None:
         """The next operation in order; it begins once it is wanted."""

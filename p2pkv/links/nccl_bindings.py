@@ -307,7 +307,12 @@ def _set_channels(channels: int) -> None:
 
 
 def _nccl_in_use() -> bool:
-    """Whether torch runs collectives over NCCL in this process: the usual other user."""
+    """Whether torch runs collectives over NCCL in this process: the usual other user.
+
+    vLLM names the backend in each worker; one that is alone has nobody to talk to, and uses none.
+    """
     import torch.distributed as dist
 
-    return dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend())
+    if not (dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend())):
+        return False
+    return dist.get_world_size() > 1

@@ -89,6 +89,8 @@ class Shared:
     pool: DevicePool
     init_seconds: float
     owner: Guard
+    most_busy: int
+    """Ends that may have operations under way at once."""
     openings: Helpers = field(default_factory=Helpers)
     aborts: Helpers = field(default_factory=Helpers)
     busy: set[object] = field(default_factory=set)

@@ -50,9 +50,11 @@ class Device(Protocol):
 
     Attributes:
         name: for people.
+        processors: its multiprocessors (SMs).
     """
 
     name: str
+    processors: int
 
     def enter(self) -> None:
         """Make this the current device of the calling thread; helper threads begin with it."""
@@ -115,6 +117,7 @@ class CudaDevice:
         assert device.type == "cuda" and device.index is not None
         self._device = device
         self.name = str(device)
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def enter(self) -> None:
         torch.cuda.set_device(self._device)

@@ -204,6 +204,16 @@ def test_a_hook_is_said_at_once(make: Make) -> None:
     assert [(each.layer, each.layer_stop) for each in after] == [(1, 2)]
 
 
+def test_the_last_layers_hook_says_what_does_not_fill_a_message(make: Make) -> None:
+    """The end of the step may come late: behind sampling, with vLLM's second runner."""
+    runner, rank = make()
+    rank.layers_per_message = lambda tokens: 99  # type: ignore[method-assign]
+    forward, seen = runner.forward, list[do.Computed]()
+    runner.forward = lambda: (forward(), seen.extend(rank.said(do.Computed)))  # type: ignore[method-assign, func-returns-value]
+    runner.step(prefill_step(16, first=True))
+    assert [(each.layer, each.layer_stop) for each in seen] == [(0, 2)]
+
+
 def test_with_micro_batches_only_the_end_of_the_step_says_anything(make: Make) -> None:
     runner, rank = make(hooks=False)
     runner.step(prefill_step(16, first=True))

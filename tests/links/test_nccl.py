@@ -228,9 +228,17 @@ def test_links_share_the_ranks_slots(blocking: bool) -> None:
     wait_until(lambda: p.slot_bytes == d.slot_bytes == 0)
 
 
-def test_only_so_many_links_are_busy_at_once(blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "MOST_BUSY", 2)
+@pytest.mark.parametrize(("processors", "channels", "busy"), [(132, 8, 4), (132, 32, 1), (10, 8, 1)])
+def test_links_leave_most_of_the_device_to_the_model(processors: int, channels: int, busy: int) -> None:
+    simulation = SimulatedNccl()
+    device = SimulatedDevice(simulation, processors=processors)
+    assert NcclLinks(simulation, device, WINDOW, channels=channels)._shared.most_busy == busy
+
+
+def test_only_so_many_links_are_busy_at_once(blocking: bool) -> None:
     factories = both(blocking)
+    for links in factories:
+        links._shared.most_busy = 2
     pairs = [connect(factories, WINDOW) for _ in range(3)]
     begun = [pair.begin(100) for pair in pairs[:2]]
     assert pairs[2].inbound.post(100) is None

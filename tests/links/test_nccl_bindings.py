@@ -172,13 +172,19 @@ def test_channels_go_through_the_environment_with_cupy(
     assert "nccl_num_channels is 5, but the environment's" in caplog.messages[0]
 
 
-def test_channels_that_come_too_late_are_warned_of(
-    patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_channels_that_come_too_late_are_warned_of_where_somebody_uses_nccl(
+    patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ranks: int
 ) -> None:
+    """Each of vLLM's workers names NCCL as its backend, also one without others."""
     give_cupy(patch)
     patch.setattr(torch.distributed, "is_initialized", lambda: True)
     patch.setattr(torch.distributed, "get_backend", lambda: "nccl")
+    patch.setattr(torch.distributed, "get_world_size", lambda: ranks)
     nccl_bindings.make_cupy(4)
+    if ranks == 1:
+        assert caplog.messages == []
+        return
     assert "nccl_num_channels=4 may come too late" in caplog.messages[0]
     assert "set NCCL_MAX_NCHANNELS=4 and NCCL_MIN_NCHANNELS=4 before vLLM starts" in caplog.messages[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,5 +59,8 @@ def test_helper_threads_of_nccl_ignore_captures(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(device, "driver", lambda: fake)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 0))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)
+    )
     nccl_device.CudaDevice(torch.device("cuda", 0)).enter()
     assert fake.modes == [1]
