@@ -57,21 +57,21 @@ from p2pkv.demo.servers import ProxyServer, VllmServer
 from p2pkv.demo.tiny_model import ensure_model
 
 SECTIONS = ("links", "series", "small", "lengths", "legs", "decode", "idle", "arrivals", "load")
-GROUPS = {"p2pkv": 0.51, "files": 0.16, "nixl": 0.14, "mooncake": 0.14, "push": 0.05}
+GROUPS = {"p2pkv": 0.44, "files": 0.21, "nixl": 0.17, "mooncake": 0.14, "push": 0.04}
 """Groups, in this order, and their shares of the time."""
 
 SHARES = {
     "p2pkv": {
-        "series": 0.46,
-        "small": 0.08,
-        "lengths": 0.13,
-        "decode": 0.13,
+        "series": 0.42,
+        "small": 0.05,
+        "lengths": 0.07,
+        "decode": 0.25,
         "idle": 0.03,
-        "arrivals": 0.04,
-        "load": 0.13,
+        "arrivals": 0.03,
+        "load": 0.15,
     },
-    "files": {"legs": 0.3, "lengths": 0.35, "load": 0.35},
-    "others": {"lengths": 0.5, "load": 0.5},
+    "files": {"legs": 0.33, "lengths": 0.27, "load": 0.4},
+    "others": {"lengths": 0.4, "load": 0.6},
 }
 """Shares of a group's time of its sections, in this order. What is not used goes to those after it."""
 
@@ -88,6 +88,7 @@ DECODE_TOKENS = 9
 IDLE_SECONDS = 2.5, 4.0
 """How long KV is waited for before CPU time is counted, and how long it is counted."""
 
+LENGTHS = 64, 256, 1000, 2000, 4000, 8000
 LONG = 4000
 """Prompts from this length on are asked in one round of three, and not of these systems:"""
 
@@ -478,9 +479,10 @@ def members(run: Run, group: str) -> list[System]:
     elif group in ("nixl", "push"):
         connector = "NixlConnector" if group == "nixl" else "NixlPushConnector"
         short = "NIXL" if group == "nixl" else "NIXL push"
+        # Those with naps start first: beside NIXL's spinning threads a start takes twice as long.
         for name, title, naps in (
-            (short, connector, False),
             (f"{short} naps", f"{connector} with naps", True),
+            (short, connector, False),
         ):
             if "nixl" in missing:
                 run.missing[name] = missing["nixl"]
@@ -615,9 +617,7 @@ def arguments() -> argparse.Namespace:
         "--without", nargs="+", default=[], metavar="SYSTEM", help='names in the tables, as "NIXL naps"'
     )
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[64, 256, 1000, 2000, 4000, 8000], help="prompt lengths"
-    )
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="prompt lengths")
     parser.add_argument("--rounds", type=int, default=4, help="rounds of all lengths in a group")
     parser.add_argument("--series", type=int, default=5, help="series")
     parser.add_argument("--series-tokens", type=int, default=2000, help="prompt length of the series")
@@ -626,7 +626,7 @@ def arguments() -> argparse.Namespace:
         "--arrival-rounds", type=int, default=5, help="rounds of short prompts at a waiting D"
     )
     parser.add_argument("--leg-rounds", type=int, default=8, help="rounds of legs beside ExampleConnector's")
-    parser.add_argument("--decode-rounds", type=int, default=10, help="rounds of 16 answers at once")
+    parser.add_argument("--decode-rounds", type=int, default=40, help="rounds of 16 answers at once")
     parser.add_argument("--clients", type=int, nargs="+", default=[16, 64], help="clients of the loads")
     parser.add_argument(
         "--load-requests", type=int, nargs="+", default=[48, 64], help="requests of each load"
@@ -682,6 +682,8 @@ def main() -> int:
         asker = runner.run(_entered(Asker()))
         run = Run(args, runner, asker, shop)
         run.end -= time.monotonic() - begin
+        if without := [f"{tokens:,}" for tokens in LENGTHS if tokens not in args.lengths]:
+            run.note(f"prompts of {' and '.join(without)} tokens: not asked for (--lengths)")
         try:
             measure(run)
         except (ServerFailed, Failed, TimeoutError, OSError) as error:
