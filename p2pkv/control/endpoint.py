@@ -1,6 +1,6 @@
 """The control plane of one rank: one socket that listens, one for each peer that it dials.
 
-A Line is a connection, whichever side made it. Only `wait` blocks. Received bytes go to the caller as they
+A Connection is the same whichever side made it. Only `wait` blocks. Received bytes go to the caller as they
 are, and nothing that a peer sends makes an endpoint raise. All calls but `wake` come from the thread that
 owns the endpoint. `inspect` is for other processes: it asks a running rank what it holds.
 """
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from p2pkv.control.security import HANDSHAKE_SECONDS, Gate, Members, Watch, limit_handshake, no_answer
+from p2pkv.control.security import HANDSHAKE_SECONDS, Members, Watch, ZapHandler, limit_handshake, no_answer
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import MAX_MESSAGE_BYTES, AnyMessage, Inspect, Report, decode, encode
 from p2pkv.trust import Networks
@@ -30,7 +30,7 @@ MAX_STRANGERS = 4096
 """Connections that are remembered. Beyond this number, those that have not said Hello are forgotten."""
 
 MAX_SOCKETS = 16_384
-"""A dialed line takes three: itself and its watch, which has two ends."""
+"""A dialed connection takes three: itself and its watch, which has two ends."""
 
 LINGER_MS = 500
 """How long a closing endpoint waits until its last messages are sent; to healthy peers they go at once.
@@ -56,10 +56,10 @@ class PortTaken(Exception):
     """Somebody listens there already."""
 
 
-class Line:
-    """One connection to a peer. `tag` belongs to the line's owner, who finds the peer by it; None: no owner.
+class Connection:
+    """One connection to a peer. `tag` is the owner's, who finds the peer by it; None: nobody owns it.
 
-    A dialed line, which has an `address`, is shut when its handshake has failed or it has ended
+    A dialed connection, which has an `address`, is shut when its handshake has failed or it has ended
     too soon, until `Endpoint.redial`.
     """
 
@@ -85,7 +85,7 @@ class Line:
 
     @property
     def reached(self) -> bool:
-        """Whether somebody listens at the other end of a dialed line, although it may not have answered."""
+        """Whether somebody listens at the other end of a dialed connection; it may not have answered yet."""
         return self._watch is not None and self._watch.connected is not None
 
     def send(self, data: bytes) -> bool:
@@ -104,11 +104,11 @@ class Line:
         return True
 
 
-class Trouble(NamedTuple):
+class ConnectionFailure(NamedTuple):
     """A connection that failed, and why, in a sentence."""
 
-    line: Line | None
-    """The dialed line, which is shut now; None for somebody who wanted to connect to us."""
+    connection: Connection | None
+    """The dialed connection, which is shut now; None for somebody who wanted to connect to us."""
     reason: str
     quiet: bool = False
     """The other side just closed: a port scan, a monitor, or a peer that has seen first that we differ."""
@@ -143,14 +143,14 @@ class Endpoint:
         self._waking = threading.Lock()
         self._poller = zmq.Poller()
         self._poller.register(self._wake, zmq.POLLIN)
-        self._troubles: deque[Trouble] = deque(maxlen=MAX_STRANGERS)
-        self._answered: dict[bytes, Line] = {}
-        self._dialed: dict[zmq.Socket[bytes], Line] = {}
-        self._watched: dict[zmq.Socket[Any], Line] = {}
+        self._failures: deque[ConnectionFailure] = deque(maxlen=MAX_STRANGERS)
+        self._answered: dict[bytes, Connection] = {}
+        self._dialed: dict[zmq.Socket[bytes], Connection] = {}
+        self._watched: dict[zmq.Socket[Any], Connection] = {}
         self._ready: list[Any] | None = None
         """What the last `wait` has found, until `receive` has read it."""
-        self._gate = Gate(members, allowed)
-        self._asked = self._gate.open(self._context)
+        self._zap = ZapHandler(members, allowed)
+        self._asked = self._zap.open(self._context)
         self._poller.register(self._asked, zmq.POLLIN)
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -159,8 +159,8 @@ class Endpoint:
         self._listen(address)
 
     def _listen(self, address: Address) -> None:
-        if self._gate.needed:
-            self._gate.guard(self._router)
+        if self._zap.needed:
+            self._zap.guard(self._router)
         if self._members is not None:
             self._members.serve(self._router, "rank")
         try:
@@ -173,33 +173,33 @@ class Endpoint:
             ) from None
         self._poller.register(self._router, zmq.POLLIN)
 
-    def dial(self, address: Address) -> Line:
-        """A line to `address`. It comes up by itself; until then its sends return False."""
-        line = Line(address)
-        self.redial(line)
-        return line
+    def dial(self, address: Address) -> Connection:
+        """A connection to `address`. It comes up by itself; until then its sends return False."""
+        connection = Connection(address)
+        self.redial(connection)
+        return connection
 
-    def redial(self, line: Line) -> None:
-        """Try a line that is shut once more: one connection, if `allowed_peers` admit its address."""
-        if line.address is None or not line.shut:
+    def redial(self, connection: Connection) -> None:
+        """Try a connection that is shut once more: one connection, if `allowed_peers` admit its address."""
+        if connection.address is None or not connection.shut:
             return
-        if self._allowed is not None and not self._allowed.admits(line.address.host):
+        if self._allowed is not None and not self._allowed.admits(connection.address.host):
             self._give_up(
-                line,
-                f"{line.address} could not be reached, since it is not dialed: allowed_peers are "
+                connection,
+                f"{connection.address} could not be reached, since it is not dialed: allowed_peers are "
                 f"{self._allowed}, and names are in no network; add the network of that instance, or give it "
                 "a numeric `host`",
             )
             return
         try:
-            self._connect(line, line.address)
+            self._connect(connection, connection.address)
         except zmq.ZMQError as error:  # no descriptors left
-            self._give_up(line, f"{line.address} could not be reached: {error}")
+            self._give_up(connection, f"{connection.address} could not be reached: {error}")
 
-    def _connect(self, line: Line, address: Address) -> None:
-        socket = line._socket = self._socket(zmq.DEALER)
-        self._dialed[socket] = line
-        line.since = time.monotonic()
+    def _connect(self, connection: Connection, address: Address) -> None:
+        socket = connection._socket = self._socket(zmq.DEALER)
+        self._dialed[socket] = connection
+        connection.since = time.monotonic()
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.RECONNECT_IVL, random.randint(*FIRST_PAUSE))
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, random.randint(*LAST_PAUSE))
@@ -207,23 +207,23 @@ class Endpoint:
         socket.setsockopt(zmq.RECONNECT_STOP, zmq.RECONNECT_STOP_HANDSHAKE_FAILED)
         if self._members is not None:
             self._members.join(socket, "rank")
-        line._watch = Watch(socket, dials=True)
-        self._watched[line._watch.socket] = line
-        self._poller.register(line._watch.socket, zmq.POLLIN)
+        connection._watch = Watch(socket, dials=True)
+        self._watched[connection._watch.socket] = connection
+        self._poller.register(connection._watch.socket, zmq.POLLIN)
         socket.connect(f"tcp://{address}")
         self._poller.register(socket, zmq.POLLIN)
 
-    def hang_up(self, line: Line) -> None:
-        """Forget a line; a dialed one is closed."""
-        if line._identity is not None:
-            self._answered.pop(line._identity, None)
+    def hang_up(self, connection: Connection) -> None:
+        """Forget a connection; a dialed one is closed."""
+        if connection._identity is not None:
+            self._answered.pop(connection._identity, None)
         else:
-            self._shut(line)
+            self._shut(connection)
 
-    def troubles(self) -> Iterator[Trouble]:
+    def failures(self) -> Iterator[ConnectionFailure]:
         """What has gone wrong with connections since the last call."""
-        while self._troubles:
-            yield self._troubles.popleft()
+        while self._failures:
+            yield self._failures.popleft()
 
     def wait(self, seconds: float) -> None:
         """Sleep until something can be received, somebody wakes us, or the time is over."""
@@ -237,10 +237,10 @@ class Endpoint:
                 self._admit()
             elif each is self._watch.socket:
                 self._refused()
-            elif (line := self._watched.get(each)) is not None and line._watch is not None:
-                self._look_after(line, line._watch)
+            elif (connection := self._watched.get(each)) is not None and connection._watch is not None:
+                self._look_after(connection, connection._watch)
 
-    def receive(self) -> Iterator[tuple[Line, bytes]]:
+    def receive(self) -> Iterator[tuple[Connection, bytes]]:
         """What has come in, without waiting. What is not one frame comes as b"", which is no message."""
         if self._ready is None:
             self._ready = [each for each, _ in self._poller.poll(0)]
@@ -257,8 +257,8 @@ class Endpoint:
                     break
                 if socket is self._router:
                     yield self._answer(frames[0]), frames[1] if len(frames) == 2 else b""
-                elif line := self._dialed.get(socket):
-                    yield line, frames[0] if len(frames) == 1 else b""
+                elif connection := self._dialed.get(socket):
+                    yield connection, frames[0] if len(frames) == 1 else b""
 
     def wake(self) -> None:
         """End the owner's `wait`. From any thread, even after `close`."""
@@ -267,8 +267,8 @@ class Endpoint:
                 os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        for line in list(self._dialed.values()):
-            self._shut(line, LINGER_MS)
+        for connection in list(self._dialed.values()):
+            self._shut(connection, LINGER_MS)
         self._watch.close()
         self._router.close(LINGER_MS)
         self._asked.close(0)
@@ -277,17 +277,19 @@ class Endpoint:
             os.close(self._wake)
             self._wake = -1
 
-    def _answer(self, identity: bytes) -> Line:
-        line = self._answered.get(identity)
-        if line is None:
+    def _answer(self, identity: bytes) -> Connection:
+        connection = self._answered.get(identity)
+        if connection is None:
             if len(self._answered) >= MAX_STRANGERS:
                 self._forget_strangers()
-            line = self._answered[identity] = Line(None, self._router, identity)
-        return line
+            connection = self._answered[identity] = Connection(None, self._router, identity)
+        return connection
 
     def _forget_strangers(self) -> None:
         """Drop the lines that nobody owns; whoever is still there is a stranger again."""
-        self._answered = {key: line for key, line in self._answered.items() if line.tag is not None}
+        self._answered = {
+            key: connection for key, connection in self._answered.items() if connection.tag is not None
+        }
 
     def _admit(self) -> None:
         """Answer libzmq's questions about who wants to connect."""
@@ -296,57 +298,57 @@ class Endpoint:
                 request = self._asked.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            reply, refusal = self._gate.answer(request)
+            reply, refusal = self._zap.answer(request)
             if reply:
                 self._asked.send_multipart(reply, zmq.DONTWAIT)
             if refusal:
-                self._troubles.append(Trouble(None, refusal))
+                self._failures.append(ConnectionFailure(None, refusal))
 
     def _refused(self) -> None:
-        """Note failed handshakes with us, but not what the gate refused: `_admit` has noted that."""
+        """Note failed handshakes with us, but not what the ZAP handler refused: `_admit` has noted that."""
         for failure in islice(self._watch.failures(), BURST):
             if not failure.refused:
                 reason = f"a connection to {self.address} was refused: {failure.detail}"
-                self._troubles.append(Trouble(None, reason, quiet=not failure.spoke))
+                self._failures.append(ConnectionFailure(None, reason, quiet=not failure.spoke))
 
-    def _look_after(self, line: Line, watch: Watch) -> None:
+    def _look_after(self, connection: Connection, watch: Watch) -> None:
         failure = next(watch.failures(), None)
         if failure is not None and failure.lost:
             # libzmq dials again by itself, but not after every kind of end.
-            self._shut(line)
-            if time.monotonic() - line.since > LASTING:
-                self.redial(line)
+            self._shut(connection)
+            if time.monotonic() - connection.since > LASTING:
+                self.redial(connection)
         elif failure is not None and (failure.late or (failure.gone and self._slow(watch))):
-            self._shut(line)
-            reason = no_answer(line.address, failure._replace(late=True), self._members is not None)
-            self._troubles.append(Trouble(line, reason, late=True))
-        elif failure is not None and failure.gone and time.monotonic() < line.awaited:
-            self._shut(line)
+            self._shut(connection)
+            reason = no_answer(connection.address, failure._replace(late=True), self._members is not None)
+            self._failures.append(ConnectionFailure(connection, reason, late=True))
+        elif failure is not None and failure.gone and time.monotonic() < connection.awaited:
+            self._shut(connection)
         elif failure is not None:
-            self._give_up(line, no_answer(line.address, failure, self._members is not None))
+            self._give_up(connection, no_answer(connection.address, failure, self._members is not None))
 
     def _slow(self, watch: Watch) -> bool:
         """Whether the peer closed the connection because its own thread was busy, and not to refuse us."""
         begun = watch.connected
         return begun is not None and time.monotonic() - begun > min(SLOW_SECONDS, self._patience / 2)
 
-    def _give_up(self, line: Line, reason: str) -> None:
-        self._shut(line)
-        self._troubles.append(Trouble(line, reason))
+    def _give_up(self, connection: Connection, reason: str) -> None:
+        self._shut(connection)
+        self._failures.append(ConnectionFailure(connection, reason))
 
-    def _shut(self, line: Line, linger: int = 0) -> None:
-        """Close what a dialed line has open."""
-        socket, line._socket = line._socket, None
+    def _shut(self, connection: Connection, linger: int = 0) -> None:
+        """Close what a dialed connection has open."""
+        socket, connection._socket = connection._socket, None
         if socket is None:
             return
         del self._dialed[socket]
-        if line._watch is not None:
-            if line._watch.proven:
-                line.awaited = time.monotonic() + RESTARTING
-            self._poller.unregister(line._watch.socket)
-            del self._watched[line._watch.socket]
-            line._watch.close()
-            line._watch = None
+        if connection._watch is not None:
+            if connection._watch.proven:
+                connection.awaited = time.monotonic() + RESTARTING
+            self._poller.unregister(connection._watch.socket)
+            del self._watched[connection._watch.socket]
+            connection._watch.close()
+            connection._watch = None
         if socket in self._poller:
             self._poller.unregister(socket)
         socket.close(linger)

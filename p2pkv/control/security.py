@@ -92,16 +92,16 @@ def _pair(slow: bytes, name: str) -> Keys:
 
 # Admission: libzmq asks about each connection to a listening socket, once (ZAP, RFC 27).
 #
-# The owner of the listening socket polls the gate's socket too, and answers in its own loop. So admission
-# works as long as messages are read: there is no thread that could end and leave every newcomer waiting.
-# Without a gate, CURVE would admit any client that knows the server's key, and ZMTP 1.0 would bypass CURVE.
+# The owner of the listening socket polls the ZAP handler's socket, too, and answers in its own loop. So
+# admission works as long as messages are read: there is no thread that could end and leave every newcomer
+# waiting. Without a handler, CURVE would admit any client that knows the server's key, and ZMTP 1.0 would bypass CURVE.
 
 _PLACE = "inproc://zeromq.zap.01"  # fixed by the protocol
 _DOMAIN = b"p2pkv"  # any, but not empty: without a domain libzmq does not ask about plain connections
 _FIELDS = 8  # identity, delimiter, version, request id, domain, address, the peer's identity, mechanism
 
 
-class Gate:
+class ZapHandler:
     """Admits `members` (anybody if None) from `allowed` networks (from anywhere if None)."""
 
     def __init__(self, members: Members | None, allowed: Networks | None) -> None:
@@ -171,7 +171,7 @@ class Failure(NamedTuple):
     spoke: bool = True
     """Whether the other side has said something wrong, and not just gone."""
     refused: bool = False
-    """By the gate of a listening socket, ours or theirs."""
+    """By the ZAP handler of a listening socket, ours or theirs."""
     lost: bool = False
     """The handshake had succeeded; the connection has ended since."""
     late: bool = False

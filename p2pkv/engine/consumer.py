@@ -10,7 +10,7 @@ from functools import partial
 from math import inf
 
 from p2pkv.config import RESERVED_CHUNKS
-from p2pkv.control.endpoint import Line
+from p2pkv.control.endpoint import Connection
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import BURST, Context, log
 from p2pkv.engine.early import EarlyBuffers
@@ -78,12 +78,12 @@ class Consumer:
 
     # The ranks of P, and their links.
 
-    def receive(self, line: Line, message: m.AnyMessage, now: float) -> None:
+    def receive(self, connection: Connection, message: m.AnyMessage, now: float) -> None:
         if isinstance(message, m.Hello):
             reason = f"{self._ctx.hello.address} is a consumer: consumers dial producers, nobody dials them"
-            self._ctx.tell(line, m.Refuse(message.incarnation, reason))
+            self._ctx.tell(connection, m.Refuse(message.incarnation, reason))
             return
-        peer = line.tag
+        peer = connection.tag
         if not isinstance(peer, PrefillPeer):
             return
         if isinstance(message, ANSWERS):
@@ -132,11 +132,11 @@ class Consumer:
         peer.dialing.refuse(reason, now)
         self._requests.fail(peer, reason, now)
 
-    def unreachable(self, line: Line, reason: str, now: float) -> None:
+    def unreachable(self, connection: Connection, reason: str, now: float) -> None:
         """Whoever listens at that address is not a member, or must not be dialed: leave it alone for a
         while."""
-        if isinstance(line.tag, PrefillPeer):
-            self._refuse(line.tag, reason, now)
+        if isinstance(connection.tag, PrefillPeer):
+            self._refuse(connection.tag, reason, now)
 
     def _invited(self, peer: PrefillPeer, message: m.LinkInvite, now: float) -> None:
         if peer.linked:
@@ -148,12 +148,12 @@ class Consumer:
 
     def _redial(self, peer: PrefillPeer, reason: str, now: float) -> None:
         """The connection may be dead although neither end was told: the next request opens another."""
-        self._ctx.endpoint.hang_up(peer.line)
+        self._ctx.endpoint.hang_up(peer.connection)
         self._requests.lost(peer, reason, now)
 
     def _hang_up(self, peer: PrefillPeer) -> None:
         peer.abort()
-        self._ctx.endpoint.hang_up(peer.line)
+        self._ctx.endpoint.hang_up(peer.connection)
         self._peers.remove(peer)
 
     def _close_idle(self, now: float) -> None:

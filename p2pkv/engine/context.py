@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from p2pkv.config import Options
-from p2pkv.control.endpoint import Endpoint, Line
+from p2pkv.control.endpoint import Connection, Endpoint
 from p2pkv.device import Fence
 from p2pkv.engine.commands import Event
 from p2pkv.kv.cache import PagedCache, Rectangles, seen_as
@@ -187,8 +187,8 @@ class Context:
         self.copies = Copies(self.cache.fence)
         self.counters.gauges["copies"] = lambda: len(self.copies)
 
-    def tell(self, line: Line, message: AnyMessage) -> bool:
-        return line.send(encode(message))
+    def tell(self, connection: Connection, message: AnyMessage) -> bool:
+        return connection.send(encode(message))
 
     def form(self, theirs: Hello) -> tuple[Wire, Rectangles]:
         """How rows travel between this rank and a peer that `judge` has accepted, and our cache in that form.

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from p2pkv.config import Options
-from p2pkv.control.endpoint import Endpoint, Line
+from p2pkv.control.endpoint import Connection, Endpoint
 from p2pkv.engine.commands import Command, Computed, Event, Revoked
 from p2pkv.engine.consumer import Consumer
 from p2pkv.engine.context import Context, Steps, log
@@ -172,13 +172,13 @@ class Core:
         return now - self._held
 
     def _listen(self, now: float) -> None:
-        for line, data in self._ctx.endpoint.receive():
+        for connection, data in self._ctx.endpoint.receive():
             try:
                 message = decode(data)
                 if isinstance(message, Inspect):
-                    self._inspect(line)
+                    self._inspect(connection)
                 elif not isinstance(message, Report):
-                    self._half.receive(line, message, now)
+                    self._half.receive(connection, message, now)
             except BadMessage as error:
                 self._ctx.counters.add("messages_bad")
                 log.debug("dropped: %s", error)
@@ -187,19 +187,19 @@ class Core:
                 log.debug("dropped: %s", error)
 
     def _look_after_connections(self, now: float) -> None:
-        for trouble in self._ctx.endpoint.troubles():
+        for failure in self._ctx.endpoint.failures():
             self._ctx.counters.add("handshakes_failed")
-            if trouble.late:
-                log.warning("%s It is dialed again while a request waits for it.", trouble.reason)
-            elif trouble.line is not None:
-                self._half.unreachable(trouble.line, trouble.reason, now)
-            elif not trouble.quiet:
-                log.warning("%s", trouble.reason)
+            if failure.late:
+                log.warning("%s It is dialed again while a request waits for it.", failure.reason)
+            elif failure.connection is not None:
+                self._half.unreachable(failure.connection, failure.reason, now)
+            elif not failure.quiet:
+                log.warning("%s", failure.reason)
             elif now >= self._next_quiet:
-                log.warning("%s; said once a minute", trouble.reason)
+                log.warning("%s; said once a minute", failure.reason)
                 self._next_quiet = now + QUIET_SECONDS
 
-    def _inspect(self, line: Line) -> None:
+    def _inspect(self, connection: Connection) -> None:
         hello = self._ctx.hello
         values: dict[str, int | float | str] = {**self.counters.snapshot()}
         values |= {
@@ -208,7 +208,7 @@ class Core:
             "incarnation": hello.incarnation,
             "model": hello.model,
         }
-        self._ctx.tell(line, Report(values))
+        self._ctx.tell(connection, Report(values))
 
     def _blocked(self) -> bool:
         """Whether the next command waits for the device."""

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import msgspec
 import torch
 
-from p2pkv.control.endpoint import Line
+from p2pkv.control.endpoint import Connection
 from p2pkv.engine.context import Context
 from p2pkv.kv.cache import Rectangles
 from p2pkv.kv.checksum import Checksum
@@ -151,7 +151,7 @@ class DecodePeer:
     """
 
     ctx: Context
-    line: Line
+    connection: Connection
     hello: Hello
     plan: Plan
     pages: Rectangles
@@ -245,7 +245,7 @@ class DecodePeer:
         self.link += 1
         self._invitation = self.ctx.links.invite()
         self.since = now
-        self.ctx.tell(self.line, LinkInvite(self.link, self._invitation))
+        self.ctx.tell(self.connection, LinkInvite(self.link, self._invitation))
 
     def accept(self, message: LinkAccept) -> None:
         """D has made its end: make ours. Does nothing if that invitation was given up. Raises LinkError."""
@@ -256,7 +256,7 @@ class DecodePeer:
     def abort(self, now: float, tell: str = "") -> None:
         """Give the link up, and all that it carried; `tell`: the reason, for D. Each new try waits longer."""
         if tell:
-            self.ctx.tell(self.line, LinkDown(self.link, tell))
+            self.ctx.tell(self.connection, LinkDown(self.link, tell))
         if self._outbound is not None:
             self.ctx.counters.add("links_aborted")
             self._outbound.abort()
@@ -375,7 +375,7 @@ class PrefillPeer:
     """
 
     ctx: Context
-    line: Line
+    connection: Connection
     dialing: Dialing
     used: float
     table: Peers[str, PrefillPeer] = field(default_factory=prefill_peers, repr=False)
@@ -442,12 +442,12 @@ class PrefillPeer:
     def greet(self, now: float) -> None:
         """Say Hello, if it is time to."""
         if self.dialing.due(now):
-            self.ctx.endpoint.redial(self.line)
+            self.ctx.endpoint.redial(self.connection)
             self.ask(msgspec.structs.replace(self.ctx.hello, to=self.address), now)
 
     def ask(self, message: Hello | Heartbeat, now: float) -> bool:
         """Send a question that a healthy P answers at once; False if the connection is gone."""
-        told = self.ctx.tell(self.line, message)
+        told = self.ctx.tell(self.connection, message)
         if told and self.unanswered_since is None:
             self.unanswered_since = now
         return told
@@ -478,11 +478,11 @@ class PrefillPeer:
         try:
             self._inbound, blob = self.ctx.links.accept(message.blob, window)
         except LinkError as error:
-            self.ctx.tell(self.line, LinkDown(message.link, str(error)))
+            self.ctx.tell(self.connection, LinkDown(message.link, str(error)))
             raise
         self.link, self._up = message.link, False
         self.stir()
-        self.ctx.tell(self.line, LinkAccept(message.link, window, blob))
+        self.ctx.tell(self.connection, LinkAccept(message.link, window, blob))
 
     @property
     def linked(self) -> bool:
@@ -491,9 +491,9 @@ class PrefillPeer:
     def abort(self, tell: str = "") -> None:
         """Give the link up, and all that it carried; `tell`: why, for P."""
         if self._inbound is not None:
-            if tell and not self.ctx.tell(self.line, LinkDown(self.link, tell)):
+            if tell and not self.ctx.tell(self.connection, LinkDown(self.link, tell)):
                 # A P that was not told would announce chunks for a link that it has alone.
-                self.ctx.endpoint.hang_up(self.line)
+                self.ctx.endpoint.hang_up(self.connection)
             self.ctx.counters.add("links_aborted")
             self._inbound.abort()
         self._inbound, self.link = None, -1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from p2pkv.control.endpoint import Line
+from p2pkv.control.endpoint import Connection
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import BURST, Context, log
 from p2pkv.engine.peers import (
@@ -99,13 +99,13 @@ class Producer:
 
     # The ranks of D, and their links.
 
-    def receive(self, line: Line, message: m.AnyMessage, now: float) -> None:
+    def receive(self, connection: Connection, message: m.AnyMessage, now: float) -> None:
         if isinstance(message, m.Hello):
-            self._hello(line, message, now)
+            self._hello(connection, message, now)
             return
-        peer = line.tag
+        peer = connection.tag
         if not isinstance(peer, DecodePeer) or peer not in self._peers:
-            self._ctx.tell(line, m.Stranger())
+            self._ctx.tell(connection, m.Stranger())
             return
         peer.fresh, peer.heard = False, now
         match message:
@@ -124,7 +124,7 @@ class Producer:
             case _:
                 raise RemoteProtocolError(f"{type(message).__name__} is not for a P")
 
-    def _hello(self, line: Line, hello: m.Hello, now: float) -> None:
+    def _hello(self, connection: Connection, hello: m.Hello, now: float) -> None:
         mine = self._ctx.hello
         try:
             if self._leaving:
@@ -140,36 +140,36 @@ class Producer:
             reason = self._leaving or unfit(mine.address, hello.address, refused)
             log.warning("refused %s: %s", hello.address, reason)
             self._ctx.counters.add("messages_refused")
-            self._ctx.tell(line, m.Refuse(hello.incarnation, reason))
+            self._ctx.tell(connection, m.Refuse(hello.incarnation, reason))
             return
-        self._ctx.tell(line, m.Welcome(hello.incarnation, mine, plan.digest))
+        self._ctx.tell(connection, m.Welcome(hello.incarnation, mine, plan.digest))
         old = self._peers.get((hello.addresses[0], hello.rank))
-        if old is not None and old.line is line and old.fresh and old.hello == hello:
+        if old is not None and old.connection is connection and old.fresh and old.hello == hello:
             return
         assignments = {edge.target: Assignment(edge, wire) for edge in plan.from_source(mine.rank)}
         peer = DecodePeer(
-            self._ctx, line, hello, plan, pages, assignments.get(hello.rank), self._peers, wanted=now
+            self._ctx, connection, hello, plan, pages, assignments.get(hello.rank), self._peers, wanted=now
         )
         if old is not None:
             self._prompts.drop(old, f"{hello.address} is gone: it has restarted or reconnected", now)
             peer.link = old.link
-        self._make_room(line, now)
-        line.tag = peer
+        self._make_room(connection, now)
+        connection.tag = peer
         self._peers.add(peer)
         sums = ", with checksums" if peer.verify else ""
         log.info("D rank %d at %s is connected; what travels: %s%s", hello.rank, hello.address, wire, sums)
         self._prompts.invite(peer, now)
 
-    def _make_room(self, line: Line, now: float) -> None:
+    def _make_room(self, connection: Connection, now: float) -> None:
         """Forget what this connection was before, and a peer if there are too many."""
-        if isinstance(line.tag, DecodePeer) and line.tag in self._peers:
-            self._prompts.drop(line.tag, f"{line.tag.address} says that it is another", now)
+        if isinstance(connection.tag, DecodePeer) and connection.tag in self._peers:
+            self._prompts.drop(connection.tag, f"{connection.tag.address} says that it is another", now)
         if len(self._peers) >= MAX_PEERS:
             peers = list(self._peers)
             idle = next((peer for peer in peers if not peer.busy), peers[0])
             self._prompts.drop(idle, f"{idle.address} makes room for another", now)
 
-    def unreachable(self, line: Line, reason: str, now: float) -> None:
+    def unreachable(self, connection: Connection, reason: str, now: float) -> None:
         """A P dials nobody."""
         raise AssertionError(reason)
 
@@ -351,7 +351,7 @@ class Outgoing:
         if entry is not None:
             self._prompts.run(entry, entry.sender.sent(order, void, value), now)
         else:
-            self._ctx.tell(peer.line, m.Sent(key, grant.attempt, grant.chunk, grant.link, void))
+            self._ctx.tell(peer.connection, m.Sent(key, grant.attempt, grant.chunk, grant.link, void))
 
     def _gather(self, entry: PromptEntry, peer: DecodePeer, edge: Edge, order: Transmit, send: Send) -> None:
         pages, offset = peer.pages, 0

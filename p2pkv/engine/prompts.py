@@ -110,11 +110,11 @@ class Prompts:
             if reason is not None or (entry is not None and entry.decode != peer.hello.addresses[0]):
                 another = f"P has this request paired with another D, {entry.decode if entry else ''}"
                 reason = reason or another
-                self._ctx.tell(peer.line, m.Failed(key, attempt, reason))
+                self._ctx.tell(peer.connection, m.Failed(key, attempt, reason))
                 continue
             (held if self._claim(peer, key, attempt, now) else unknown).append((key, attempt))
         if not self._ctx.steps.stalled(now):
-            self._ctx.tell(peer.line, m.HeartbeatAck(tuple(held), tuple(unknown)))
+            self._ctx.tell(peer.connection, m.HeartbeatAck(tuple(held), tuple(unknown)))
 
     def _claim(self, peer: DecodePeer, key: str, attempt: int, now: float) -> bool:
         """Note that D's rank waits for this prompt; whether P vouches for it."""
@@ -137,7 +137,7 @@ class Prompts:
         for peer in self._peers:
             decode, rank = peer.place
             if decode == entry.decode and peer.hello.ahead and peer.assignment and rank not in sender.legs:
-                self._ctx.tell(peer.line, message)
+                self._ctx.tell(peer.connection, message)
 
     def _claim_early(self, key: str, now: float) -> None:
         """P's scheduler has announced this prompt: apply what ranks of D said about it before."""
@@ -237,7 +237,7 @@ class Prompts:
         for key in self._early.known():
             for place, early in self._early.take(key).items():
                 if peer := self._peers.get(place):
-                    self._ctx.tell(peer.line, m.Failed(key, early.attempt, reason))
+                    self._ctx.tell(peer.connection, m.Failed(key, early.attempt, reason))
                     told = True
         for entry in self.live(*self.entries):
             if not (finish and entry.sender.awaited):
@@ -271,7 +271,7 @@ class Prompts:
                         peer.sent(message.key, message.attempt)
                     elif peer is not None and isinstance(message, m.Failed):
                         peer.confirmed(message.key, message.attempt)
-                    if peer is not None and not self._ctx.tell(peer.line, message):
+                    if peer is not None and not self._ctx.tell(peer.connection, message):
                         self.drop(peer, f"{peer.address} is gone: the connection to it has ended", now)
                 case Transmit():
                     peer = self._peers.get((entry.decode, effect.rank))

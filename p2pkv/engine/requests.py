@@ -205,7 +205,7 @@ class Requests:
         if first.dialing.refused:
             self.run(entry, entry.receiver.lost(first.dialing.reason), now)
             return
-        first.reached = first.line.reached
+        first.reached = first.connection.reached
         if not first.dialing.open or first.hello is None or first.plan is None:
             return
         edges, places = self._ranks(first)
@@ -267,9 +267,9 @@ class Requests:
     def _peer(self, address: Address, now: float) -> PrefillPeer:
         peer = self._peers.get(str(address))
         if peer is None:
-            line, dialing = self._ctx.endpoint.dial(address), Dialing(str(address), now)
-            peer = PrefillPeer(self._ctx, line, dialing, now, self._peers)
-            peer.line.tag = peer
+            connection, dialing = self._ctx.endpoint.dial(address), Dialing(str(address), now)
+            peer = PrefillPeer(self._ctx, connection, dialing, now, self._peers)
+            peer.connection.tag = peer
             self._peers.add(peer)
         peer.used = now
         peer.greet(now)
@@ -413,7 +413,7 @@ class Requests:
             match effect:
                 case Tell(rank, message):
                     peer = entry.peers.get(rank)
-                    if peer is not None and not self._ctx.tell(peer.line, message):
+                    if peer is not None and not self._ctx.tell(peer.connection, message):
                         self.lost(peer, f"{peer.address} is gone: the connection to it has ended", now)
                 case Post(rank, chunk):
                     if rank in entry.peers:

@@ -357,7 +357,7 @@ def test_what_p_says_of_its_own_accord_is_no_answer():
         def hear() -> None:
             for message in (m.Ahead("k", 40, b"digest"), m.HeartbeatAck((), ())):
                 peer.unanswered_since = 1.0 if not seen else peer.unanswered_since
-                half.receive(peer.line, message, 2.0)
+                half.receive(peer.connection, message, 2.0)
                 seen.append(peer.unanswered_since)
 
         on_engine_thread(d.ranks[0].rank, hear)

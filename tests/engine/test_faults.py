@@ -150,7 +150,7 @@ def test_a_sent_out_of_turn_ends_the_link_and_not_the_engine(links):
         half = p.ranks[0].rank._half
         (peer,) = half._peers
         word = m.Sent("k", 1, 99, peer.link, False)
-        on_engine_thread(p.ranks[0].rank, lambda: half._ctx.tell(peer.line, word))
+        on_engine_thread(p.ranks[0].rank, lambda: half._ctx.tell(peer.connection, word))
         assert "out of step" in failure(d, "k")
         d.do(do.Forget("k"))
         p.wait(do.BlocksFree("k"))

@@ -268,7 +268,7 @@ def test_a_d_has_no_say_in_the_transfers_of_another():
         d.do(do.Load("k", 0, 95, (blocks,)))
         step(p, "k", blocks, 0, 48)
         wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
-        (line,) = [peer.line for peer in other.ranks[0].rank._half._peers]
+        (line,) = [peer.connection for peer in other.ranks[0].rank._half._peers]
         context = other.ranks[0].rank._ctx
         for message in (
             m.Heartbeat((("k", 1),)),

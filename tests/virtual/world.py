@@ -56,7 +56,7 @@ class World:
         self.wires = MemoryNetwork()
         self.jobs = Jobs(self.draw, lambda: self.clock.now, self.broken)
         self.faults: Counter[str] = Counter()
-        self.lines = 0
+        self.connections = 0
         self._began = self.clock.now
         self._until = 0.0
         self._suffering: Counter[str] = Counter()
@@ -82,16 +82,16 @@ class World:
 
     def note(self, *words: object) -> None:
         """Something has happened."""
-        line = f"{self.now:.6f} {' '.join(map(repr, words))}"
-        self._hash.update(line.encode())
-        self._last.append(line)
-        self.lines += 1
+        connection = f"{self.now:.6f} {' '.join(map(repr, words))}"
+        self._hash.update(connection.encode())
+        self._last.append(connection)
+        self.connections += 1
         if self._say:
-            print(line)
+            print(connection)
 
     def broken(self, invariant: str) -> None:
         """Raises Broken, with what happened before."""
-        last = "\n".join(f"  {line[:240]}" for line in self._last)
+        last = "\n".join(f"  {connection[:240]}" for connection in self._last)
         raise Broken(f"at {self.now:.3f} s: {invariant}\nwhat happened before:\n{last}")
 
     # The run.
@@ -106,7 +106,7 @@ class World:
             assert machine.life is not None
             machine.life.links.mend()
         for way in self.network.ways:
-            way.line.refuses = 0
+            way.connection.refuses = 0
         self._ask_all(must=False)  # it takes a request to find out that a connection is deaf
         self.turn_until(lambda: not self.jobs.open, 2 * (LEASE + GRACE))
         self.wait(REFUSED_FOR + 1)  # a P that failed a handshake is left alone for so long
