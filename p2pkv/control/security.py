@@ -94,7 +94,8 @@ def _pair(slow: bytes, name: str) -> Keys:
 #
 # The owner of the listening socket polls the ZAP handler's socket, too, and answers in its own loop. So
 # admission works as long as messages are read: there is no thread that could end and leave every newcomer
-# waiting. Without a handler, CURVE would admit any client that knows the server's key, and ZMTP 1.0 would bypass CURVE.
+# waiting. Without a handler, CURVE would admit any client that knows the server's key, and ZMTP 1.0 would
+# bypass CURVE.
 
 _PLACE = "inproc://zeromq.zap.01"  # fixed by the protocol
 _DOMAIN = b"p2pkv"  # any, but not empty: without a domain libzmq does not ask about plain connections
