@@ -146,11 +146,11 @@ def test_who_waits_for_its_own_thread_and_then_closes_has_not_refused() -> None:
     try:
         with socket.create_server(("127.0.0.1", 0)) as busy:
             connection = made.dial(Address("127.0.0.1", busy.getsockname()[1]))
-            connection, _ = busy.accept()
+            accepted, _ = busy.accept()
             end = time.monotonic() + 0.7
             while time.monotonic() < end or not connection.reached:
                 made.wait(0.05)
-            connection.close()
+            accepted.close()
             (failure,) = shut(made, connection)
             assert failure.late and "did not answer in time" in failure.reason
     finally:

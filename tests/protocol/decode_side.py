@@ -110,7 +110,7 @@ class DecodeRank:
             self.peers[rank] = Peer(self.world.dial(rank, self.rank), Dialing(f"p:{rank}", self.world.now))
         peer = self.peers[rank]
         if peer.dialing.due(self.world.now):
-            peer.connection.say("p", replace(self.world.d_hello(self.rank), to=f"p:{rank}"))
+            peer.line.say("p", replace(self.world.d_hello(self.rank), to=f"p:{rank}"))
         return peer
 
     def receive(self, line: Line, message: m.AnyMessage) -> None:

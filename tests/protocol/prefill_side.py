@@ -225,8 +225,8 @@ class PrefillRank:
                     self.world.finished(("P", self.incarnation, self.rank, key, 0), effect)
 
     def tell(self, peer: Peer, message: m.AnyMessage) -> None:
-        if peer.identity == peer.connection.identity:
-            peer.connection.say("d", message)
+        if peer.identity == peer.line.identity:
+            peer.line.say("d", message)
         elif self.peers.get(peer.hello.rank) is peer:
             self.drop(peer, "the connection is gone")
 

@@ -67,7 +67,7 @@ def test_a_seed_gives_the_same_run_twice_and_another_seed_another() -> None:
     for seed in (1, 1, 2):
         world = World(seed)
         world.run(SHORT)
-        runs.append((world.trace, world.connections, world.jobs.nbytes))
+        runs.append((world.trace, world.lines, world.jobs.nbytes))
     assert runs[0] == runs[1] != runs[2]
 
 

@@ -56,7 +56,7 @@ class World:
         self.wires = MemoryNetwork()
         self.jobs = Jobs(self.draw, lambda: self.clock.now, self.broken)
         self.faults: Counter[str] = Counter()
-        self.connections = 0
+        self.lines = 0
         self._began = self.clock.now
         self._until = 0.0
         self._suffering: Counter[str] = Counter()
@@ -82,16 +82,16 @@ class World:
 
     def note(self, *words: object) -> None:
         """Something has happened."""
-        connection = f"{self.now:.6f} {' '.join(map(repr, words))}"
-        self._hash.update(connection.encode())
-        self._last.append(connection)
-        self.connections += 1
+        line = f"{self.now:.6f} {' '.join(map(repr, words))}"
+        self._hash.update(line.encode())
+        self._last.append(line)
+        self.lines += 1
         if self._say:
-            print(connection)
+            print(line)
 
     def broken(self, invariant: str) -> None:
         """Raises Broken, with what happened before."""
-        last = "\n".join(f"  {connection[:240]}" for connection in self._last)
+        last = "\n".join(f"  {line[:240]}" for line in self._last)
         raise Broken(f"at {self.now:.3f} s: {invariant}\nwhat happened before:\n{last}")
 
     # The run.
