@@ -203,8 +203,8 @@ def test_a_request_outlives_any_number_of_lost_connections_within_a_lease(lone):
     requests, peers = d.ranks[0].rank._half._requests, d.ranks[0].rank._half._peers
     d.do(do.Expect("k", p.address, 32, b"digest"))
     for _ in range(6):
-        wait_for(lambda: [peer for peer in peers.values() if peer.dialing.open], what="a connection")
-        (peer,) = peers.values()
+        wait_for(lambda: [peer for peer in peers if peer.dialing.open], what="a connection")
+        (peer,) = peers
         on_engine_thread(
             d.ranks[0].rank, lambda peer=peer: requests.lost(peer, "cut by a test", time.monotonic())
         )
@@ -219,7 +219,7 @@ def test_a_request_that_p_never_vouches_for_ends_a_lease_after_its_connection_wa
     peers, end = d.ranks[0].rank._half._peers, time.monotonic() + 10.0
 
     def cut() -> None:
-        for peer in list(peers.values()):
+        for peer in peers:
             if peer.dialing.open:
                 d.ranks[0].rank._half._requests.lost(peer, "cut by a test", time.monotonic())
 
@@ -348,7 +348,8 @@ def test_a_rank_of_p_that_speaks_of_an_engine_of_before_is_asked_anew(lone):
 
     def mend(peer, reason, now):
         context.hello = true
-        on_engine_thread(p.ranks[1].rank, p.ranks[1].rank._half._peers.clear)
+        table = p.ranks[1].rank._half._peers
+        on_engine_thread(p.ranks[1].rank, lambda: [table.remove(each) for each in table])
         lost(peer, reason, now)
 
     consumer._requests.lost = mend

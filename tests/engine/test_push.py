@@ -136,8 +136,8 @@ def test_d_cancels_before_p_knows_the_request(links):
 
 
 def test_a_claim_that_outlives_its_prompt_ends_with_the_transfer(links, monkeypatch):
-    gate, here = threading.Event(), Posted.arrived.fget
-    monkeypatch.setattr(Posted, "here", property(lambda posted: gate.is_set() and here(posted)))
+    gate, arrived = threading.Event(), Posted.arrived.fget
+    monkeypatch.setattr(Posted, "arrived", property(lambda posted: gate.is_set() and arrived(posted)))
     with engines(ONE, ONE, links) as (p, d):
         d.do(do.Expect("k", p.address, 20, b"digest"))
         prefill(p, "k", d.address, 20, [3, 4], chunk=20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -179,6 +180,7 @@ def test_slots_return_when_the_abort_does_and_not_before(
     p, d = factories = both(blocking)
     pair = connect(factories, WINDOW)
     receive, send = pair.begin(WINDOW)
+    pair.inbound.poll()  # launches the receive, so the device may write to its slot
     simulated(d).abort_hangs = True
     began = time.monotonic()
     pair.inbound.abort()
@@ -279,6 +281,7 @@ def test_nccl_follows_what_is_queued_before_a_commit_or_a_post(
 
 def test_a_full_device_fails_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Mock(multi_processor_count=132))
     monkeypatch.setattr("p2pkv.links.nccl.load_nccl", lambda channels: SimulatedNccl())
 
     def full(*shape: object, **how: object) -> torch.Tensor:

@@ -9,6 +9,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -155,6 +156,7 @@ def test_no_binding_is_a_sentence(patch: pytest.MonkeyPatch) -> None:
         load_nccl()
     patch.setattr(torch.cuda, "is_available", lambda: True)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
+    patch.setattr(torch.cuda, "get_device_properties", lambda _: Mock(multi_processor_count=132))
     for kind in ("auto", "nccl"):
         with pytest.raises(ValueError, match="no binding to NCCL works here"):
             make_factory(kind, host="127.0.0.1", staging_bytes=1 << 20)
