@@ -88,6 +88,10 @@ class Overdue:
         self._next: object = None
         self._since = 0.0
 
+    def clear(self) -> None:
+        """The link is gone: let go of its message, which may hold memory of it."""
+        self._next = None
+
     def check(self, next_one: object, now: float, seconds: float) -> bool:
         """Whether `next_one` (None: nothing is under way) has been the next for longer; to be asked often."""
         if next_one is not self._next:
@@ -267,6 +271,7 @@ class DecodePeer:
         self.flights.clear()
         self.words.clear()
         self.unconfirmed.clear()
+        self._overdue.clear()
         self.stir()
 
     def park(self, now: float, tell: str = "") -> None:
@@ -499,6 +504,7 @@ class PrefillPeer:
         self._inbound, self.link = None, -1
         self.asked.clear()
         self.posted.clear()
+        self._overdue.clear()
 
     def overdue(self, now: float, lease: float) -> bool:
         """Whether P has left the oldest posted receive waiting for a lease; to be asked often."""
