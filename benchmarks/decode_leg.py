@@ -1,10 +1,10 @@
 """The decode leg of a request: p2pkv beside vLLM's ExampleConnector (files), with real servers on a CPU.
 
 A model with tiny weights and Llama-8B's KV geometry (32 layers x 8 KV heads x 128, bfloat16: 128 KiB a
-token), so that 2,048 tokens are 256 MiB. Six servers: a P that pushes layer by layer, a P with
-`whole_request`, one D for both, a D with `ahead_bytes` (which P pushes to layer by layer), and a P and a D
-with ExampleConnector. Prompts are fresh each time, and one request is under way at any time; the kinds of
-request take turns, so that a busy machine is so to all.
+token), so that 2,048 tokens are 256 MiB. Six servers: a P that pushes layer by layer, a P that pushes when
+all of the prompt is computed, one D for both, a D with `ahead_bytes` (which P pushes to layer by layer), and
+a P and a D with ExampleConnector. Prompts are fresh each time, and one request is under way at any time;
+the kinds of request take turns, so that a busy machine is so to all.
 
 sequential: P is asked and has answered; then D is asked for one token, and that is timed.
 concurrent: P and D are asked at once. D's lag is the time from P's answer to D's answer (one token).
@@ -48,10 +48,10 @@ from typing import Any
 import numpy as np
 from decode_leg_report import KINDS, MODEL, Results, Taken, description, marks, milliseconds, report
 
-from p2pkv.cli import client
-from p2pkv.cli.processes import ending_on_signals, free_ports, wait_until
-from p2pkv.cli.servers import LOOPBACK, VllmServer
-from p2pkv.cli.tiny_model import ensure_model
+from p2pkv.demo import client
+from p2pkv.demo.processes import ending_on_signals, free_ports, wait_until
+from p2pkv.demo.servers import LOOPBACK, VllmServer
+from p2pkv.demo.tiny_model import ensure_model
 
 NAME = "llama-8b-kv"
 SETTLE_SECONDS = 1.1
@@ -107,7 +107,13 @@ def fleet(args: argparse.Namespace) -> Iterator[Fleet]:
 
         both = Fleet(
             server("layers", role="P"),
-            server("whole", role="P", extra_config={"whole_request": True}),
+            server(
+                "whole",
+                role="P",
+                connector="WholeRequestConnector",
+                connector_module="decode_leg_whole",
+                env={"PYTHONPATH": _path_with(Path(__file__).parent)},
+            ),
             _counting_decode(server, passes),
             server("ahead", role="D", extra_config={"ahead_bytes": AHEAD_BYTES}),
             server("files-p", kv_transfer_config=_example("kv_producer", files)),

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from p2pkv.cli.tiny_model import llama_8b_geometry
+from p2pkv.demo.tiny_model import llama_8b_geometry
 
 MODEL = llama_8b_geometry()
 KINDS = (

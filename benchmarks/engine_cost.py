@@ -44,14 +44,14 @@ from typing import Any, Literal
 
 import torch
 
-from p2pkv.cli.processes import free_ports
 from p2pkv.config import Options
 from p2pkv.control.endpoint import Endpoint
+from p2pkv.demo.processes import free_ports
+from p2pkv.device import make_recorder
 from p2pkv.engine import commands as do
 from p2pkv.engine.core import Core
+from p2pkv.kv import DENSE, PagedCache
 from p2pkv.links import make_factory
-from p2pkv.pages import DENSE, PagedCache
-from p2pkv.pages.device import make_recorder
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
 
 HOST = "127.0.0.1"
@@ -236,7 +236,7 @@ class Star:
         key, self._peer = request
         p, d = self._pair(self._peer)
         p.do(do.OfferPrompt(key, d.address, TOKENS, b"digest"))
-        p.do(do.Pages(key, BLOCKS))
+        p.do(do.PromptBlocks(key, BLOCKS))
         self._until(d, do.Begun(key))
         d.do(do.Load(key, 0, TOKENS - 1, BLOCKS))
         step = LAYERS // RUNS
@@ -245,7 +245,7 @@ class Star:
         p.do(do.Computed(((key, TOKENS),), 0, LAYERS, READY))
         p.do(do.Flush((key,)))
         self._until(d, do.Loaded(key))
-        self._until(p, do.PagesFree(key))
+        self._until(p, do.BlocksFree(key))
         d.do(do.Forget(key))
         p.do(do.Forget(key))
 

@@ -52,9 +52,9 @@ from side_by_side_load import Asker, Asking, Failed, Taken, asking, closed_loop,
 from side_by_side_report import plot, report
 from side_by_side_systems import MODEL, MODEL_SAID, NAME, System, Workshop
 
-from p2pkv.cli.processes import ServerFailed, ending_on_signals, wait_until
-from p2pkv.cli.servers import ProxyServer, VllmServer
-from p2pkv.cli.tiny_model import ensure_model
+from p2pkv.demo.processes import ServerFailed, ending_on_signals, wait_until
+from p2pkv.demo.servers import ProxyServer, VllmServer
+from p2pkv.demo.tiny_model import ensure_model
 
 SECTIONS = ("links", "series", "small", "lengths", "legs", "decode", "idle", "arrivals", "load")
 GROUPS = {"p2pkv": 0.44, "files": 0.21, "nixl": 0.17, "mooncake": 0.14, "push": 0.04}

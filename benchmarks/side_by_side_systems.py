@@ -21,10 +21,10 @@ from typing import Any
 import psutil
 from side_by_side_load import Asker, Asking, Taken
 
-from p2pkv.cli import client
-from p2pkv.cli.processes import free_ports, group_members
-from p2pkv.cli.servers import LOOPBACK, ProxyServer, VllmServer
-from p2pkv.cli.tiny_model import llama_8b_geometry
+from p2pkv.demo import client
+from p2pkv.demo.processes import free_ports, group_members
+from p2pkv.demo.servers import LOOPBACK, ProxyServer, VllmServer
+from p2pkv.demo.tiny_model import llama_8b_geometry
 
 _FLAGS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
 _BFLOAT16 = "avx512_bf16" in _FLAGS or "amx_bf16" in _FLAGS

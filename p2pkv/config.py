@@ -1,4 +1,4 @@
-"""Every option of p2pkv: its default, its unit, what it means; and the sentences for bad ones.
+"""Every option of p2pkv: its default, its unit, what it means, how it is read; and errors in sentences.
 
 Options are written in `--kv-transfer-config`, under `kv_connector_extra_config`. Old names of the
 connector that p2pkv succeeds are understood.
@@ -7,14 +7,14 @@ connector that p2pkv succeeds are understood.
 from __future__ import annotations
 
 import difflib
+import math
 import os
-from collections.abc import Iterator, Mapping
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from p2pkv import option_values as read
-from p2pkv.option_values import ConfigError as ConfigError
-from p2pkv.pairing import Address
+from p2pkv.pairing import Address, PairingError, normal_host
 from p2pkv.trust import SECRET_VARIABLE, Networks, TrustError, is_loopback, read_secret
 
 Role = Literal["P", "D"]
@@ -28,6 +28,10 @@ _ROLES: dict[str, Role] = {"kv_producer": "P", "kv_consumer": "D"}
 
 RESERVED_CHUNKS = 2
 """Chunks of D's staging that only requests which have pages may take."""
+
+
+class ConfigError(ValueError):
+    """An option that cannot be used: what was given, what was expected, what to do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,10 +116,6 @@ class Options:
     """Default false. Needed to bind off loopback without a secret; each start then warns that whoever
     reaches this instance can read and alter KV."""
 
-    whole_request: bool = False
-    """Default false. Announce the KV when the whole prompt is done instead of layer by layer: the
-    benchmark's baseline."""
-
     verify: bool = False
     """Default false. A checksum of each message, computed by P and again by D, so that bytes that changed on
     the way fail the request instead of making its answer wrong. A pair does it if either side asks for it."""
@@ -128,7 +128,7 @@ class Options:
     """Not an option: what the person who wrote the options should read once at start, a sentence each."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "host", read.own_host("host", self.host))
+        object.__setattr__(self, "host", _read_own_host("host", self.host))
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
@@ -217,7 +217,7 @@ class Options:
         values |= {"warm_up_api_key": environ.get("VLLM_API_KEY", "")}
         values |= {"secret": secret, "discovery": "curve" if secret and not former else "plain"}
         values |= {name: reader(name, given[name]) for name, reader in _READERS.items() if name in given}
-        port = DEFAULT_KV_PORT if kv_port is None else read.whole("kv_port", kv_port)
+        port = DEFAULT_KV_PORT if kv_port is None else _read_whole("kv_port", kv_port)
         options = cls(role=_role(role), kv_port=port, **values)
         if options.link == "nccl" and not has_gpu:
             raise ConfigError(
@@ -226,6 +226,119 @@ class Options:
         former_way = former and secret is not None and "discovery" not in given
         return replace(options, notes=(*_old_notes(given, options), *_notes(options, former_way)))
 
+
+# Reading what was written for one option: the value that is meant, or a sentence about a bad one. A reader
+# gets the option's name, for that sentence, and what was written. It raises ConfigError.
+
+_Reader = Callable[[str, object], object]
+
+_short = reprlib.Repr()
+_short.maxstring = 80
+
+
+def _shown(value: object) -> str:
+    """A value as sentences quote it: cut, if it is long."""
+    return _short.repr(value)
+
+
+def _read_whole(name: str, value: object) -> int:
+    """A number without a fraction."""
+    read = _read_number(name, value, "a whole number")
+    if read != int(read):
+        raise ConfigError(f"{name} is {_shown(value)}: expected a whole number; leave out the fraction")
+    return int(read)
+
+
+def _read_number(name: str, value: object, expected: str = "a number") -> float:
+    """An int stays one, however large; strings are read as numbers."""
+    try:
+        if isinstance(value, str):
+            read = float(value) if set(value) & set(".eEn") else int(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            read = value
+        else:
+            raise TypeError
+        if not math.isfinite(read):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(
+            f'{name} is {_shown(value)}: expected {expected}, as 8 or as "8"; correct it'
+        ) from None
+    return read
+
+
+def _read_flag(name: str, value: object) -> bool:
+    """A bool, or a text that says one."""
+    known = {"true": True, "false": False}
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in known:
+        return known[value.lower()]
+    raise ConfigError(f"{name} is {_shown(value)}: expected true or false; correct it")
+
+
+def _read_host(name: str, value: object) -> str:
+    """A host name or address in its normal form, without a port."""
+    try:
+        return normal_host(str(value))
+    except PairingError as error:
+        raise ConfigError(
+            f"{name}: {error}; write the host alone, its port is an option of its own"
+        ) from None
+
+
+def _read_own_host(name: str, value: object) -> str:
+    """A host that peers can connect to: no wildcard."""
+    read = _read_host(name, value)
+    if read in ("0.0.0.0", "::"):
+        raise ConfigError(
+            f"{name} is {_shown(value)}: expected an address that peers can connect to, since it is "
+            "advertised to them; write this machine's own address"
+        )
+    return read
+
+
+def _one_of(*known: str) -> Callable[[str, object], str]:
+    """A reader for one of these words."""
+
+    def read(name: str, value: object) -> str:
+        if value in known:
+            return str(value)
+        raise ConfigError(
+            f"{name} is {_shown(value)}: expected one of {', '.join(known)}; choose one of them"
+        )
+
+    return read
+
+
+def _read_path(name: str, value: object) -> str:
+    """A text; whether there is such a file is not looked at."""
+    if isinstance(value, str):
+        return value
+    raise ConfigError(f"{name} is {_shown(value)}: expected the path of a file; correct it")
+
+
+def _read_text(name: str, value: object) -> str:
+    """Any text. What was written is not quoted: it may be a key."""
+    if isinstance(value, str):
+        return value
+    raise ConfigError(f"{name} is a {type(value).__name__}: expected a text; put it in quotes")
+
+
+def _read_networks(name: str, value: object) -> Networks:
+    """A list, or one text with commas."""
+    texts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise ConfigError(
+            f'{name} is {_shown(value)}: expected a list of networks, as ["10.0.0.0/8"]; correct it'
+        )
+    try:
+        return Networks.parse(texts)
+    except TrustError as error:
+        raise ConfigError(f"{name}: {error}; leave the option out to admit any") from None
+
+
+# The range and the reader of each option.
 
 _PORT = (1, 65535)
 _SECONDS = (0.001, 1e9)
@@ -245,33 +358,32 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 
 
-_READERS: dict[str, read.Reader] = {
-    "host": read.own_host,
-    "proxy_ip": read.host,
-    "proxy_port": read.whole,
-    "http_port": read.whole,
-    "link": read.one_of("auto", "nccl", "host"),
-    "staging_bytes": read.whole,
-    "chunk_bytes": read.whole,
-    "ahead_bytes": read.whole,
-    "lease_seconds": read.number,
-    "stall_seconds": read.number,
-    "idle_wait_ms": read.number,
-    "warm_up_seconds": read.number,
-    "warm_up_api_key": read.text,
-    "warm_up_tls": read.flag,
-    "discovery": read.one_of("curve", "plain"),
-    "secret_file": read.path,
-    "allowed_peers": read.networks,
-    "max_links": read.whole,
-    "allow_insecure": read.flag,
-    "whole_request": read.flag,
-    "verify": read.flag,
-    "nccl_num_channels": read.whole,
+_READERS: dict[str, _Reader] = {
+    "host": _read_own_host,
+    "proxy_ip": _read_host,
+    "proxy_port": _read_whole,
+    "http_port": _read_whole,
+    "link": _one_of("auto", "nccl", "host"),
+    "staging_bytes": _read_whole,
+    "chunk_bytes": _read_whole,
+    "ahead_bytes": _read_whole,
+    "lease_seconds": _read_number,
+    "stall_seconds": _read_number,
+    "idle_wait_ms": _read_number,
+    "warm_up_seconds": _read_number,
+    "warm_up_api_key": _read_text,
+    "warm_up_tls": _read_flag,
+    "discovery": _one_of("curve", "plain"),
+    "secret_file": _read_path,
+    "allowed_peers": _read_networks,
+    "max_links": _read_whole,
+    "allow_insecure": _read_flag,
+    "verify": _read_flag,
+    "nccl_num_channels": _read_whole,
 }
-_OLD: dict[str, read.Reader] = {
-    "mem_pool_size_gb": read.number,
-    "send_type": read.one_of("PUT", "GET", "PUT_ASYNC"),
+_OLD: dict[str, _Reader] = {
+    "mem_pool_size_gb": _read_number,
+    "send_type": _one_of("PUT", "GET", "PUT_ASYNC"),
 }
 _KNOWN = (*_READERS, *_OLD)
 
@@ -284,7 +396,7 @@ def _role(role: str) -> Role:
         )
     if role not in _ROLES:
         raise ConfigError(
-            f"kv_role is {read.shown(role)}: expected kv_producer or kv_consumer; choose one of them"
+            f"kv_role is {_shown(role)}: expected kv_producer or kv_consumer; choose one of them"
         )
     return _ROLES[role]
 
@@ -294,13 +406,13 @@ def _refuse_unknown(extra: Mapping[str, object]) -> None:
         if name not in _KNOWN:
             closest = difflib.get_close_matches(name.lower(), _KNOWN, n=1, cutoff=0.0)[0]
             raise ConfigError(
-                f"{read.shown(name)} in kv_connector_extra_config is no option of p2pkv: did you mean "
+                f"{_shown(name)} in kv_connector_extra_config is no option of p2pkv: did you mean "
                 f"{closest!r}? There are {', '.join(_KNOWN)}; correct or remove it"
             )
 
 
 def _secret(given: Mapping[str, object], environ: Mapping[str, str]) -> bytes | None:
-    file = read.path("secret_file", given["secret_file"]) if "secret_file" in given else None
+    file = _read_path("secret_file", given["secret_file"]) if "secret_file" in given else None
     try:
         return read_secret(file, environ)
     except TrustError as error:
@@ -318,8 +430,7 @@ def _old_notes(given: Mapping[str, object], options: Options) -> Iterator[str]:
     if "send_type" in values:
         yield (
             f"send_type {values['send_type']} is an option of the former connector and has no effect: P "
-            "always pushes while the prefill runs (whole_request pushes at its end instead). Remove it; see "
-            "docs/coming-from-p2pnccl.md"
+            "always pushes while the prefill runs. Remove it; see docs/coming-from-p2pnccl.md"
         )
 
 

@@ -21,7 +21,7 @@ MAX_EDGES = 1 << 20
 """An edge is a link between two processes; a plan with more is an error in somebody's configuration."""
 
 _FORMAT = 2
-"""Part of every digest: another number when the same shapes give other edges than before."""
+"""Part of every digest. Raise it whenever the same shapes begin to give other edges."""
 
 _Need = tuple[Overlap, Overlap]
 
@@ -73,7 +73,7 @@ class Plan(Struct, frozen=True, dict=True):
         )
 
     def from_source(self, rank: int) -> tuple[Edge, ...]:
-        """What P's `rank` sends, ordered by target; empty if other ranks send in its stead."""
+        """What P's `rank` sends, ordered by target; empty if other ranks send instead."""
         return self._by_source[_known(rank, self.prefill)]
 
     def to_target(self, rank: int) -> tuple[Edge, ...]:
@@ -168,7 +168,7 @@ def _needs(prefill: Shape, decode: Shape) -> dict[tuple[int, int], list[_Need]]:
 
 
 def _spread(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need]]:
-    """Give each need to one holder, or, if there are fewer needs than holders, to each a share of them."""
+    """Give each need to one holder. If there are fewer needs than holders, divide them among all holders."""
     if len(holders) == 1:
         return ((holders[0], need) for need in needs)
     return _shared(holders, needs) if len(needs) < len(holders) else _dealt(holders, needs)
@@ -177,7 +177,7 @@ def _spread(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need
 def _dealt(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need]]:
     """The largest need first, to whoever has least so far.
 
-    So the busiest holder has at most the mean and one need more. Ties go by rank, which also gives
+    So the busiest holder has at most one need more than the mean. Ties go by rank, which also gives
     rank r of D to rank r of P when both are divided alike.
     """
     loads = [(0, holder) for holder in holders]
@@ -190,8 +190,8 @@ def _dealt(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need]
 def _shared(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need]]:
     """All needs in a line, cut between layers into one stretch for each holder, as equal as can be.
 
-    So the busiest holder has at most the mean and one layer of a need more, and what one holder sends
-    to one target is one run of layers.
+    So the busiest holder has at most one layer of a need more than the mean, and what one holder sends to
+    one target is one run of layers.
     """
     total, before = sum(map(_weight, needs)), 0
     for layer, head in needs:

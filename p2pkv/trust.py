@@ -1,6 +1,6 @@
 """Who may take part: the secret that members share, the networks that peers live in, and loopback.
 
-Sentences and values only; `control.members` makes keys of the secret.
+Sentences and values only; `control.security` derives keys from the secret.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Who goes to an instance now, who waits for a place, in which order, and who is turned away.
+"""How much the proxy takes on: which request goes to its instances now, which waits, which is turned away;
+and how many bytes the bodies of all requests may hold.
 
-First come, first served among those who can be served by the same instances: a request that waits for one
-model holds up nobody who wants another.
+Requests that the same instances can serve get their places in the order of arrival. A request that waits for
+one model holds up no request for another.
 """
 
 from __future__ import annotations
@@ -9,23 +10,91 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from .counters import Counters
-from .errors import Failure
-from .limits import Limits
-from .registry import Instance
+from aiohttp import web
+
+from .errors import ProxyError
+from .registry import LEASE, Instance
 from .routing import AloneFull, Choice, Full, Help, NoInstance, Router, UnknownModel
 
 
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds of one proxy.
+
+    Attributes:
+        max_requests: requests under way at one decode instance. It should be more than the instance's batch
+            holds, or the batch runs empty.
+        max_waiting: requests that wait for a place, in all.
+        max_wait: seconds that one of them waits at most.
+        max_body: bytes of the largest request.
+        max_held: bytes of the bodies of all requests that have arrived and not ended.
+        body_patience: seconds without a byte after which a body is not waited for any longer.
+        retries: how often one request is tried again elsewhere, before its first byte.
+        lease: seconds for which an instance may be silent while its connection stands, before it is gone.
+        alone_share: of one decode instance's places, the share for requests that no prefill instance can
+            serve, and whose prompts it computes itself; 0 for none.
+    """
+
+    max_requests: int = 1024
+    max_waiting: int = 1024
+    max_wait: float = 30.0
+    max_body: int = 64 << 20
+    max_held: int = 1 << 30
+    body_patience: float = 30.0
+    retries: int = 1
+    lease: float = LEASE
+    alone_share: float = 0.25
+
+    @property
+    def alone(self) -> int:
+        """The places of that share: at least one, unless there is none."""
+        return max(1, int(self.max_requests * self.alone_share)) if self.alone_share > 0 else 0
+
+
+@dataclass
+class RequestCounters:
+    """What the proxy has counted since it started; GET /health shows it.
+
+    Attributes:
+        admitted: requests that were given a place at an instance.
+        refused_full: turned away because too many waited, or their bodies held too much.
+        refused_late: turned away after the longest wait.
+        left_waiting: whose client left while they waited.
+        alone: requests that a decode instance was given because no prefill instance could serve them.
+        refused_alone: turned away because as many of those as may were under way.
+        retried: tries at another instance.
+        retries_refused: failures that were not tried again because the budget of retries was spent.
+        breakers_opened: how often an instance was given a pause.
+        cut_off: requests that were ended because the proxy stopped.
+    """
+
+    admitted: int = 0
+    refused_full: int = 0
+    refused_late: int = 0
+    left_waiting: int = 0
+    alone: int = 0
+    refused_alone: int = 0
+    retried: int = 0
+    retries_refused: int = 0
+    breakers_opened: int = 0
+    cut_off: int = 0
+
+
+# Places at instances.
+
+
 @dataclass(eq=False)
-class Place:
+class RequestPlace:
     """What one request holds at its instances: a seat at D, perhaps one of those for prompts that D computes
     alone, and the trial of an instance in doubt.
 
     Attributes:
+        model: the model that the request names; None if it names none.
+        paired: P is to help, if any can.
         choice: who serves it.
     """
 
@@ -35,24 +104,31 @@ class Place:
     _expecting: Instance | None = None
 
     def seat(self) -> None:
-        """It is coming to its instances."""
-        self.choice.decode.seats += 1
-        self.choice.decode.alone += self.choice.missed
+        """The request is on its way to its instances."""
+        self.choice.decode.take_seat(alone=self.choice.missed)
         self._expecting = self.choice.prefill
         if self._expecting is not None:
-            self._expecting.coming += 1
+            self._expecting.expect()
 
     def sent(self) -> None:
-        """P is asked now, and busy by that alone. Idempotent."""
+        """P is asked now: from here on its call counts, and the expectation no more. Idempotent."""
         if self._expecting is not None:
-            self._expecting.coming -= 1
+            self._expecting.expect_no_more()
             self._expecting = None
 
     def unseat(self) -> None:
-        """It has left them."""
+        """The request has left its instances."""
         self.sent()
-        self.choice.decode.seats -= 1
-        self.choice.decode.alone -= self.choice.missed
+        self.choice.decode.leave_seat(alone=self.choice.missed)
+
+    def help_after(self, culprit: Instance) -> Help:
+        """What a second try needs of P, after `culprit` has failed. Without a P, D alone is asked, which no
+        budget of retries bounds."""
+        if self.choice.missed:
+            return Help.MISSED
+        if not self.paired:
+            return Help.NONE
+        return Help.NEEDED if culprit.role == "P" else Help.WANTED
 
 
 Wants = tuple[str | None, bool]
@@ -63,14 +139,14 @@ Wants = tuple[str | None, bool]
 class _Waiter:
     number: int
     wants: Wants
-    placed: asyncio.Future[Place]
+    placed: asyncio.Future[RequestPlace]
 
 
 class Admission:
-    """Gives out places. `clock` is the registry's."""
+    """Gives out places, and keeps those in a queue who wait for one. `clock` is the registry's."""
 
     def __init__(
-        self, router: Router, limits: Limits, counters: Counters, clock: Callable[[], float]
+        self, router: Router, limits: Limits, counters: RequestCounters, clock: Callable[[], float]
     ) -> None:
         self._router = router
         self._limits = limits
@@ -78,7 +154,7 @@ class Admission:
         self._clock = clock
         self._numbers = itertools.count()
         self._queues: dict[Wants, dict[_Waiter, None]] = {}
-        self._places: set[Place] = set()
+        self._places: set[RequestPlace] = set()
 
     @property
     def waiting(self) -> int:
@@ -89,9 +165,11 @@ class Admission:
         return len(self._places)
 
     @asynccontextmanager
-    async def place(self, model: str | None, *, paired: bool) -> AsyncIterator[Place]:
-        """A place, as soon as there is one. Raises NoInstance, UnknownModel, or Failure if there is none
-        in time."""
+    async def place(self, model: str | None, *, paired: bool) -> AsyncIterator[RequestPlace]:
+        """A place, as soon as there is one.
+
+        Raises NoInstance, UnknownModel, or ProxyError if there is none in time.
+        """
         place = await self._wait(model, paired)
         self._counters.admitted += 1
         try:
@@ -99,7 +177,7 @@ class Admission:
         finally:
             self._leave(place)
 
-    def can_move(self, place: Place, help: Help, avoid: frozenset[Instance]) -> bool:
+    def can_move(self, place: RequestPlace, help: Help, avoid: frozenset[Instance]) -> bool:
         """Whether there are other instances with room."""
         try:
             self._router.able(place.model, self._clock(), help=help, avoid=avoid)
@@ -107,7 +185,7 @@ class Admission:
             return False
         return True
 
-    def move(self, place: Place, help: Help, avoid: frozenset[Instance]) -> bool:
+    def move(self, place: RequestPlace, help: Help, avoid: frozenset[Instance]) -> bool:
         """Puts a request at other instances, without a wait. False if there are none with room."""
         try:
             other = self._choose(place.model, help, avoid)
@@ -120,9 +198,11 @@ class Admission:
         self.advance()
         return True
 
-    def stay_alone(self, place: Place, avoid: frozenset[Instance]) -> bool:
-        """Lets a D alone go on with a request that has a place; the place itself may be the last one there
-        is. False if no D may: then all have as many of those as they may, or there is no D."""
+    def stay_alone(self, place: RequestPlace, avoid: frozenset[Instance]) -> bool:
+        """Lets a D alone go on with a request that has a place, which may be the last one there is.
+
+        False if no D may: all compute as many prompts alone as they may, or there is no D.
+        """
         self._unseat(place)
         try:
             place.choice = self._choose(place.model, Help.MISSED, avoid)
@@ -141,7 +221,7 @@ class Admission:
         while firsts and self._router.has_room(self._clock()):
             _, waiter = heapq.heappop(firsts)
             try:
-                place = Place(*waiter.wants, self._choose(waiter.wants[0], _help(waiter.wants)))
+                place = RequestPlace(*waiter.wants, self._choose(waiter.wants[0], _help(waiter.wants)))
             except (Full, NoInstance, UnknownModel):
                 # An instance may come, or come back, before the wait is over.
                 continue
@@ -152,13 +232,13 @@ class Admission:
             if following := _first(self._queues.get(waiter.wants, {})):
                 heapq.heappush(firsts, (following.number, following))
 
-    def close(self, failure: Failure) -> None:
+    def close(self, failure: ProxyError) -> None:
         """Turns away all who wait."""
         for waiter in [waiter for queue in self._queues.values() for waiter in queue]:
             if not waiter.placed.done():
                 waiter.placed.set_exception(failure)
 
-    async def _wait(self, model: str | None, paired: bool) -> Place:
+    async def _wait(self, model: str | None, paired: bool) -> RequestPlace:
         waiter = _Waiter(next(self._numbers), (model, paired), asyncio.get_running_loop().create_future())
         self._queues.setdefault(waiter.wants, {})[waiter] = None
         try:
@@ -170,7 +250,7 @@ class Admission:
         except TimeoutError:
             self._give_back(waiter)
             self._counters.refused_late += 1
-            raise Failure(
+            raise ProxyError(
                 503, f"No instance had room for this request within {self._limits.max_wait:g} seconds."
             ) from None
         except asyncio.CancelledError:
@@ -187,18 +267,18 @@ class Admission:
             self._queues.pop(waiter.wants, None)
 
     def _check_queue(self, waiter: _Waiter) -> None:
-        """Whether a wait has a prospect. Raises NoInstance, UnknownModel or Failure."""
+        """Whether a wait has a prospect. Raises NoInstance, UnknownModel or ProxyError."""
         try:
             self._router.able(waiter.wants[0], self._clock(), help=_help(waiter.wants))
         except AloneFull as full:
             self._counters.refused_alone += 1
-            raise Failure(503, f"{full}; try again in a few seconds.") from None
+            raise ProxyError(503, f"{full}; try again in a few seconds.") from None
         except Full:
             pass
         if self.waiting <= self._limits.max_waiting:
             return
         self._counters.refused_full += 1
-        raise Failure(
+        raise ProxyError(
             503,
             "All decode instances have as many requests as they take, and as many as may are waiting; "
             "try again in a few seconds.",
@@ -213,17 +293,17 @@ class Admission:
     def _choose(self, model: str | None, help: Help, avoid: frozenset[Instance] = frozenset()) -> Choice:
         return self._router.choose(model, self._clock(), help=help, avoid=avoid)
 
-    def _leave(self, place: Place) -> None:
+    def _leave(self, place: RequestPlace) -> None:
         self._unseat(place)
         self.advance()
 
-    def _seat(self, place: Place) -> None:
+    def _seat(self, place: RequestPlace) -> None:
         self._places.add(place)
         place.seat()
         for instance in place.choice.instances:
             instance.breaker.sent(place, self._clock())
 
-    def _unseat(self, place: Place) -> None:
+    def _unseat(self, place: RequestPlace) -> None:
         self._places.discard(place)
         place.unseat()
         for instance in place.choice.instances:
@@ -237,3 +317,77 @@ def _help(wants: Wants) -> Help:
 def _first(queue: dict[_Waiter, None]) -> _Waiter | None:
     """Who has waited longest, without those who have just been turned away or have left."""
     return next((waiter for waiter in queue if not waiter.placed.done()), None)
+
+
+# Requests' bodies.
+
+
+class Intake:
+    """Counts the bytes of all bodies, from their arrival to the end of their requests.
+
+    Attributes:
+        held: bytes now.
+    """
+
+    def __init__(self, limits: Limits, counters: RequestCounters) -> None:
+        self._limits = limits
+        self._counters = counters
+        self.held = 0
+
+    @contextmanager
+    def reader(self) -> Iterator[BodyReader]:
+        """For one request's body; at the end its bytes are no longer held."""
+        reader = BodyReader(self)
+        try:
+            yield reader
+        finally:
+            self.held -= reader.size
+
+    def take(self, size: int) -> None:
+        """`size` bytes more. Raises ProxyError if they are too many."""
+        if self.held + size > self._limits.max_held:
+            self._counters.refused_full += 1
+            raise ProxyError(503, "This proxy holds as many requests as it can; try again in a few seconds.")
+        self.held += size
+
+    @property
+    def patience(self) -> float:
+        return self._limits.body_patience
+
+
+class BodyReader:
+    """Reads one request's body, within the bound for all of them, and not for ever.
+
+    Attributes:
+        size: bytes read so far.
+    """
+
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
+        self.size = 0
+
+    async def read(self, request: web.Request) -> bytes:
+        """The whole body. Raises ProxyError, or HTTPRequestEntityTooLarge."""
+        body = bytearray()
+        while chunk := await self._next(request):
+            self._intake.take(len(chunk))
+            self.size += len(chunk)
+            body += chunk
+            if len(body) > request.client_max_size:
+                raise web.HTTPRequestEntityTooLarge(max_size=request.client_max_size, actual_size=len(body))
+        return bytes(body)
+
+    async def _next(self, request: web.Request) -> bytes:
+        try:
+            async with asyncio.timeout(self._intake.patience):
+                chunk: bytes = await request.content.readany()
+                return chunk
+        except web.RequestPayloadError as error:
+            # What is left of it cannot be read either, and aiohttp would try.
+            request.content.feed_eof()
+            why = " ".join(str(error).split())
+            raise ProxyError(400, f"The request's body cannot be read: {why}.", last=True) from None
+        except TimeoutError:
+            raise ProxyError(
+                408, f"Nothing more of the request's body came for {self._intake.patience:g} seconds."
+            ) from None

@@ -9,11 +9,11 @@ from typing import Any
 
 from aiohttp import web
 
-from p2pkv.control.members import Members
+from p2pkv.control.security import Members
 
+from .admission import Limits
 from .errors import errors_as_json, note_begin
-from .headers import REQUEST_ID
-from .limits import Limits
+from .http import REQUEST_ID
 from .listener import Listener
 from .registry import Registry
 from .serving import Dispatch, Proxy

@@ -9,24 +9,27 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
-from p2pkv.control.members import Members, NoCurve, members_of
+from p2pkv.control.security import Members, NoCurve, members_of
 from p2pkv.pairing import Address
 from p2pkv.trust import SECRET_VARIABLE, TrustError, is_loopback, read_secret
 
+from .admission import Limits
 from .app import LISTENER, PLAIN_LISTENER, PROXY, make_app, make_runner
-from .limits import Limits
 from .listener import endpoint_of
-from .logs import Garbage
 from .serving import Dispatch
 
 logger = logging.getLogger(__name__)
 
 # For connections on which nothing moves any more, after all that `--drain-seconds` allows.
 _SHUTDOWN_SECONDS = 1.0
+# Between two log lines about what is no HTTP request.
+_GARBAGE_SECONDS = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -266,3 +269,35 @@ def _port(text: str) -> int:
             f"{text!r} is not a port: expected a number from 1 to 65535, or 0 for a free one"
         )
     return int(text)
+
+
+# What strangers can write into the log: little.
+
+
+class Garbage(logging.Filter):
+    """For aiohttp's server: what is no HTTP makes one line in ten seconds, and not a traceback each time."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._next = float("-inf")
+        self._seen = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is written; it may be another one by then."""
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, HttpProcessingError):
+            return True
+        self._seen += 1
+        if self._clock() < self._next:
+            return False
+        self._next = self._clock() + _GARBAGE_SECONDS
+        record.levelno, record.levelname, record.exc_info, record.exc_text = (
+            logging.WARNING,
+            "WARNING",
+            None,
+            None,
+        )
+        why = " ".join(error.message.split())[:200]
+        record.msg, record.args = "something that is no HTTP request came (%d so far): %s", (self._seen, why)
+        return True

@@ -1,18 +1,18 @@
 """Serving one request: by P and D at once, by P and then D, or by D alone.
 
-The rules, wherever a leg fails:
+The rules, wherever P or D fails:
 
 - Before D's first token nothing has gone to the client, so any failure becomes a whole error response.
-- P's failure then cancels D: it would wait for KV that never comes, and the caller may ask another P, or a D
-  without one. Where D knows better, it goes on, and may compute the prompt; only if it fails then, P has:
-  a P that gives up, told to stop, tells D itself; and of a silent P nobody knows whether it is dead.
+- P's failure then cancels D: D would wait for KV that never comes, and the caller may ask another P, or a D
+  without one. In two cases D goes on, and may compute the prompt: a P that is told to stop tells D itself,
+  and of a silent P nobody knows whether it is dead. If D fails then, P is to blame.
 - D's first token proves that it has the KV of its prompt. From there on P's fate does not matter,
   unless the request has several prompts; then the stream ends with an error event.
 - D's failure cancels P. So does the client when it leaves, which cancels the handler.
 - A P that is still busy when D has answered is given a moment to end by itself, then closed.
 
-A failure that may be an instance's own, before the client has got anything, leaves its `culprit`, so that the
-caller may try another instance.
+If an instance may be at fault, and nothing has gone to the client, the exchange names it as its `culprit`, so
+that the caller may try another instance.
 """
 
 from __future__ import annotations
@@ -30,22 +30,30 @@ from aiohttp import web
 
 from p2pkv.pairing import mint
 
-from .bodies import Body, message_of, returned_params
-from .counters import Counters
+from .admission import RequestCounters
 from .errors import error_response
-from .given_up import GIVEN_UP, STOPPED
-from .headers import REQUEST_ID, Headers, to_instance
+from .http import GIVEN_UP, REQUEST_ID, STOPPED, Body, Headers, message_of, returned_params, to_instance
 from .registry import Instance
 from .relay import Relay, Scrubber, refusal
 from .routing import Choice
-from .upstream import Call, CallFailed, Client, Errored, Refused, Reply, Silent, first_words, read_whole
+from .upstream import (
+    Call,
+    CallFailed,
+    Client,
+    Errored,
+    InstanceRefused,
+    Reply,
+    Silent,
+    first_words,
+    read_whole,
+)
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# How long a D's error is held back while P's part is open: it may be for want of P's KV, and P's failure, of
-# which D has heard first, on its way to us.
+# How long D's error is held back while P's part is open: D may have failed for want of P's KV, and the news
+# of P's failure, which reached D first, may still be on its way to us.
 _VERDICT_SECONDS = 1.0
 _UNANSWERED = "has not answered"
 # What vLLM says of every failure within its engine, KV that did not come included.
@@ -56,8 +64,12 @@ _GRACE_SECONDS = 10.0
 
 
 class PrefillFailed(Exception):
-    """P did not do its part. `reply` is its own error, if the client's request caused it; `silent`: nobody
-    knows that it died."""
+    """P did not do its part.
+
+    Attributes:
+        reply: P's own error, if the client's request caused it; else None.
+        silent: P has stopped answering, and nobody has seen it die.
+    """
 
     def __init__(self, why: str, reply: Reply | None = None, *, silent: bool = False) -> None:
         super().__init__(f"The prefill instance failed: {why}.")
@@ -66,7 +78,7 @@ class PrefillFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Answer:
+class DecodeAnswer:
     """D's answer, begun: a success with the start of its body, which holds the first token."""
 
     response: aiohttp.ClientResponse
@@ -84,11 +96,11 @@ class Exchange:
         sent: to be called when P is asked.
         complete: the client has got the whole answer.
         gave_up: P was told to stop before it had done its part.
-        owed: what P has not done, in words, once it has been asked; "" when it has.
-        culprit: who failed before anything of D's answer went to the client.
-        repeated: an instance was sent the request twice, since its connection had been closed.
-        unlucky: D failed, and that may be why: the first one had arrived after all, and was aborted.
-        relay: D's answer on its way to the client, once it is.
+        owed: what P has failed to do so far, in words; "" before it is asked, and if it has not failed.
+        culprit: the instance that failed before anything of D's answer went to the client; None if none did.
+        repeated: an instance was sent the request twice, because its connection was closed the first time.
+        unlucky: D failed, perhaps because the request had arrived both times and vLLM aborted the first.
+        relay: D's answer on its way to the client; None before it begins.
     """
 
     session: Client
@@ -98,7 +110,7 @@ class Exchange:
     unique: str
     lingering: set[asyncio.Task[Reply]]
     clock: Callable[[], float]
-    counters: Counters
+    counters: RequestCounters
     sent: Callable[[], None]
     complete: bool = False
     gave_up: bool = False
@@ -135,7 +147,7 @@ class Exchange:
             self.judge(instance, False)
             logger.warning("request %s: %s %s (%r)", self.unique, instance, error, error.__cause__)
             raise PrefillFailed(f"it {error}", silent=isinstance(error, Silent)) from error
-        except Refused as error:
+        except InstanceRefused as error:
             logger.warning("request %s: %s answered %d", self.unique, instance, error.reply.status)
             theirs = 400 <= error.reply.status < 500
             self.owed = "" if theirs else f"answered {error.reply.status}"
@@ -153,13 +165,13 @@ class Exchange:
         finally:
             call.close()
 
-    async def decode(self, call: Call, kv_transfer_params: dict[str, Any] | None = None) -> Answer:
-        """D's answer from its first token on. Raises Refused or CallFailed."""
+    async def decode(self, call: Call, kv_transfer_params: dict[str, Any] | None = None) -> DecodeAnswer:
+        """D's answer from its first token on. Raises InstanceRefused or CallFailed."""
         body = self.body.for_decode(kv_transfer_params)
         response = await call.open(body, self._headers(call.instance))
         if not 200 <= response.status < 300:
-            raise Refused(await read_whole(response))
-        answer = Answer(response, await first_words(response))
+            raise InstanceRefused(await read_whole(response))
+        answer = DecodeAnswer(response, await first_words(response))
         self.judge(call.instance, True)
         return answer
 
@@ -245,7 +257,7 @@ async def concurrent(exchange: Exchange) -> web.StreamResponse:
         return await _answered(exchange, decoding, prefilling)
 
 
-async def _first_token(prefilling: asyncio.Task[Reply], decoding: asyncio.Task[Answer]) -> None:
+async def _first_token(prefilling: asyncio.Task[Reply], decoding: asyncio.Task[DecodeAnswer]) -> None:
     """Until D's part is settled, either way. Raises PrefillFailed if P is known to have failed before D
     succeeds."""
     await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
@@ -257,12 +269,12 @@ async def _first_token(prefilling: asyncio.Task[Reply], decoding: asyncio.Task[A
 
 
 async def _answered(
-    exchange: Exchange, decoding: Awaitable[Answer], prefilling: asyncio.Task[Reply] | None = None
+    exchange: Exchange, decoding: Awaitable[DecodeAnswer], prefilling: asyncio.Task[Reply] | None = None
 ) -> web.StreamResponse:
     """The response to the client, once D's part is settled."""
     try:
         answer = await decoding
-    except Refused as refused:
+    except InstanceRefused as refused:
         logger.info(
             "request %s: %s answered %d", exchange.unique, exchange.choice.decode, refused.reply.status
         )

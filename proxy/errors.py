@@ -34,7 +34,7 @@ _begun: ContextVar[bool] = ContextVar("begun", default=False)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Failure(Exception):
+class ProxyError(Exception):
     """A request that ends with an error of this proxy's own.
 
     Attributes:
@@ -48,7 +48,8 @@ class Failure(Exception):
 
 
 def retry_after() -> dict[str, str]:
-    """After one ping interval an instance that lives has been heard of; and not all at once."""
+    """For a 503. Every living instance pings within 3 s; the rest is random, so that not all clients come
+    back at once."""
     return {"Retry-After": str(random.randint(3, 6))}
 
 
@@ -80,7 +81,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     _begun.set(False)
     try:
         return await handler(request)
-    except Failure as failure:
+    except ProxyError as failure:
         response = error_response(failure.status, str(failure))
         if failure.last:
             response.force_close()

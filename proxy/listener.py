@@ -13,9 +13,7 @@ import zmq
 import zmq.asyncio
 
 from p2pkv.control.discovery import MAX_PING_BYTES, BadPing, Ping, decode_ping
-from p2pkv.control.gate import Gate
-from p2pkv.control.members import Members
-from p2pkv.control.watch import Watch, event_of, failure_of, limit_handshake
+from p2pkv.control.security import Members, Watch, ZapHandler, event_of, failure_of, limit_handshake
 from p2pkv.pairing import Address
 
 logger = logging.getLogger(__name__)
@@ -25,7 +23,7 @@ _COMPLAIN_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Connection:
+class PingConnection:
     """Where a ping came from. libzmq gives each connection an identity of its own."""
 
     listener: Listener
@@ -41,7 +39,7 @@ class Connection:
         return self.listener.reaches(self.identity)
 
 
-Take = Callable[[Ping, Connection], None]
+Take = Callable[[Ping, PingConnection], None]
 
 
 class Listener:
@@ -62,15 +60,15 @@ class Listener:
         self._take = take
         self.guarded = members is not None
         self._context = zmq.asyncio.Context()
-        self._gate = Gate(members, None)
-        self._asked = cast("zmq.asyncio.Socket", self._gate.open(self._context))
+        self._zap = ZapHandler(members, None)
+        self._asked = cast("zmq.asyncio.Socket", self._zap.open(self._context))
         self._router = self._context.socket(zmq.ROUTER)
         self._watch = Watch(self._router)
         self._failures = cast("zmq.asyncio.Socket", self._watch.socket)
         try:
             _configure(self._router, ipv6="[" in endpoint)
             if members is not None:
-                self._gate.guard(self._router)
+                self._zap.guard(self._router)
                 members.serve(self._router, "proxy")
             self._router.bind(endpoint)
         except zmq.ZMQError as error:
@@ -106,7 +104,7 @@ class Listener:
 
     async def _admit(self) -> None:
         """Answers one question of libzmq's about who wants to connect."""
-        reply, _ = self._gate.answer(await self._asked.recv_multipart())
+        reply, _ = self._zap.answer(await self._asked.recv_multipart())
         if reply:
             await self._asked.send_multipart(reply)
 
@@ -150,7 +148,7 @@ class Listener:
             raise BadPing(
                 f"a discovery ping is one frame without a delimiter, this had {len(frames) - 1} or more"
             )
-        self._take(decode_ping(frames[1]), Connection(self, frames[0]))
+        self._take(decode_ping(frames[1]), PingConnection(self, frames[0]))
 
     def _complain(self, sentence: str) -> None:
         """One line in ten seconds, however much garbage comes."""

@@ -1,8 +1,8 @@
 """Asks instances for their /health.
 
-Newcomers, because a ping comes from a worker, which starts before the API listens; and those with requests
-in flight whose pings have stopped: a port that refuses says that they are gone, and an answer that they live.
-One that says nothing is frozen, or busy: what it has goes on until it has been silent for a lease.
+It asks newcomers, because a ping comes from a worker, which starts before the API listens. And it asks those
+with requests in flight whose pings have stopped: if the port refuses they are gone, if they answer they live.
+One that says nothing is frozen or busy: its requests go on until it has been silent for a lease.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Prober:
                 continue
 
     async def _doubt(self, instance: Instance) -> None:
-        """Silence ends no request before its lease has run out, and none of an instance that answers."""
+        """Ends the requests of an instance that refuses, or that neither pings nor answers for a lease."""
         try:
             await self._health(instance)
         except (aiohttp.ClientError, OSError) as error:

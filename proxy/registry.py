@@ -1,19 +1,23 @@
-"""Which instances exist, as their pings and their /health tell. No IO, no clock: `now` is an argument.
+"""Which instances exist, whether each of them answers, and how busy it is. No IO, no clock.
 
 All `now` are seconds of one monotonic clock.
 
 An instance whose pings stop while their connection stands is silent, not gone: its process may be compiling,
-or wait for a core. Others are preferred, and it is given up after a lease. It is gone when it says goodbye,
-when the connection is closed and no other comes, or when its port refuses.
+or wait for a core. The router prefers others, and the registry removes it after a lease. It is gone when it
+says goodbye, when its connection is closed and no other comes, or when its port refuses.
 
-An address belongs to whoever has it, for as long as the connection of its pings stands and they keep coming:
-another instance under it is a mistake, or worse, and is refused. A process that ends, however it ends, loses
-its connection; so its successor is taken at once.
+An address belongs to one instance for as long as its pings keep coming and their connection stands. Another
+instance that pings with this address is a mistake or an attack, and is refused. A process that ends, by
+kill -9 too, loses its connection; so its successor is taken at once.
+
+How busy an instance is (`in_flight`, `seats`, `alone`, `coming`) is written by its own methods only.
 """
 
 from __future__ import annotations
 
 import logging
+import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,8 +25,6 @@ from typing import Literal, Protocol
 
 from p2pkv.control.discovery import PING_INTERVAL, Ping, goodbye
 from p2pkv.pairing import Address
-
-from .breaker import Breaker
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +38,20 @@ MAX_INSTANCES = 4096
 _DOUBT = 0.65
 _COMPLAIN_SECONDS = 60.0
 
+_BREAKER_WINDOW_SECONDS = 30.0
+_BREAKER_OUTCOMES = 100
+_BREAKER_FAILURES = 5
+_BREAKER_SHARE = 0.5
+_BREAKER_FIRST_PAUSE = 1.0
+_BREAKER_LONGEST_PAUSE = 30.0
+# A breaker that has been closed for so long, without a failure, has no past.
+_BREAKER_FORGET_SECONDS = 120.0
+
 Role = Literal["P", "D"]
-Key = tuple[Role, Address, int]
+InstanceKey = tuple[Role, Address, int]
 
 
-class Source(Protocol):
+class PingSource(Protocol):
     """The connection on which a ping came; equal to itself only."""
 
     @property
@@ -49,6 +60,91 @@ class Source(Protocol):
 
     def stands(self) -> bool:
         """Whether it has not been closed."""
+
+
+class Breaker:
+    """Whether an instance that fails again and again is given requests.
+
+    It opens when many of the latest requests failed. After a pause it lets one request through, the trial: if
+    that succeeds the breaker closes, if it fails the next pause is about twice as long. A trial that ends
+    without an outcome, because its client left, or that has none for long, makes room for another.
+
+    Args:
+        uniform: draws the jitter of its pauses.
+
+    Attributes:
+        opened: how often in a row it has opened; 0 when it has no past.
+    """
+
+    def __init__(self, uniform: Callable[[float, float], float] = random.uniform) -> None:
+        self._uniform = uniform
+        self._outcomes: deque[tuple[float, bool]] = deque(maxlen=_BREAKER_OUTCOMES)
+        self._resume: float | None = None
+        self._trial: object | None = None
+        self._patience = 0.0
+        self._last_failure = float("-inf")
+        self.opened = 0
+
+    @property
+    def closed(self) -> bool:
+        return self._resume is None
+
+    def admits(self, now: float) -> bool:
+        """Whether a request may be sent now."""
+        if self._resume is None:
+            return True
+        return now >= self._resume and (self._trial is None or now >= self._patience)
+
+    def sent(self, owner: object, now: float) -> None:
+        """`owner` has been chosen for this instance; if the pause is over, it is the trial."""
+        if self._resume is not None and self.admits(now):
+            self._trial = owner
+            self._patience = now + _BREAKER_LONGEST_PAUSE
+
+    def given_up(self, owner: object) -> None:
+        """`owner` has ended, perhaps without an outcome: then somebody else may be the trial."""
+        if self._trial is owner:
+            self._trial = None
+
+    def succeeded(self, now: float) -> bool:
+        """An answer came. True if that closes the breaker."""
+        if self._resume is None:
+            self._outcomes.append((now, True))
+            return False
+        if self._trial is None:
+            return False  # asked before the pause; only the trial decides
+        self._resume = self._trial = None
+        self._outcomes.clear()
+        return True
+
+    def failed(self, now: float) -> bool:
+        """No answer came, or an error of the server's. True if that opens the breaker."""
+        if self.forgettable(now):
+            self.opened = 0
+        self._last_failure = now
+        if self._resume is None:
+            self._outcomes.append((now, False))
+            bad = self._too_many(now)
+        else:
+            bad = self._trial is not None
+        if bad:
+            self._open(now)
+        return bad
+
+    def forgettable(self, now: float) -> bool:
+        """Whether it has no past that matters."""
+        return now - self._last_failure > _BREAKER_FORGET_SECONDS
+
+    def _too_many(self, now: float) -> bool:
+        recent = [success for when, success in self._outcomes if now - when <= _BREAKER_WINDOW_SECONDS]
+        failures = recent.count(False)
+        return failures >= _BREAKER_FAILURES and failures >= _BREAKER_SHARE * len(recent)
+
+    def _open(self, now: float) -> None:
+        self.opened += 1
+        longest = min(_BREAKER_LONGEST_PAUSE, _BREAKER_FIRST_PAUSE * 2.0 ** min(self.opened - 1, 16))
+        self._resume = now + self._uniform(longest / 2, longest)
+        self._trial = None
 
 
 @dataclass(eq=False)
@@ -63,7 +159,7 @@ class Instance:
         healthy: its /health has answered 200, and nobody has found its port closed since.
         names: model names under which it answers; empty while unknown, and then it may serve any.
         in_flight: requests that this proxy has open there.
-        seats: requests that this D has, or gets from P, and that have not ended.
+        seats: requests that have a place at this D and have not ended.
         alone: of these, the ones whose prompt it computes because no P could.
         coming: requests that this P has been chosen for, and that are not in flight yet.
         turn: the number of the latest choice that fell on it.
@@ -72,7 +168,7 @@ class Instance:
 
     ping: Ping
     last_seen: float
-    source: Source | None = None
+    source: PingSource | None = None
     life: float = LIFE
     healthy: bool = False
     names: frozenset[str] = frozenset()
@@ -96,7 +192,7 @@ class Instance:
         return self.ping.type
 
     @property
-    def key(self) -> Key:
+    def key(self) -> InstanceKey:
         return self.ping.type, Address.parse(self.ping.http_address), self.ping.dp_rank
 
     @property
@@ -123,6 +219,24 @@ class Instance:
     def matches(self, other: Instance) -> bool:
         """Whether one request's `model` can mean the same to both."""
         return not self.names or not other.names or not self.names.isdisjoint(other.names)
+
+    def take_seat(self, *, alone: bool) -> None:
+        """This D gets one request more; `alone`: it computes the prompt because no P could."""
+        self.seats += 1
+        self.alone += alone
+
+    def leave_seat(self, *, alone: bool) -> None:
+        """That request has ended, or goes elsewhere."""
+        self.seats -= 1
+        self.alone -= alone
+
+    def expect(self) -> None:
+        """This P has been chosen for one request more."""
+        self.coming += 1
+
+    def expect_no_more(self) -> None:
+        """That request is in flight now, has ended, or goes elsewhere."""
+        self.coming -= 1
 
     @contextmanager
     def busy(self, end: Callable[[bool], None]) -> Iterator[None]:
@@ -167,11 +281,11 @@ class Registry:
         self._capacity = capacity
         self.claims_refused = 0
         self._next_complaints: dict[str, float] = {}
-        self._instances: dict[Key, Instance] = {}
-        self._breakers: dict[Key, Breaker] = {}
+        self._instances: dict[InstanceKey, Instance] = {}
+        self._breakers: dict[InstanceKey, Breaker] = {}
         """A crash is no way to get a clean record: they outlive their instances for a while."""
 
-    def observe(self, ping: Ping, now: float, source: Source | None = None) -> Instance | None:
+    def observe(self, ping: Ping, now: float, source: PingSource | None = None) -> Instance | None:
         """Takes one ping in. Returns the instance if it is new, or new again after a restart."""
         newcomer = Instance(ping, now, source, self._life)
         known = self._instances.get(newcomer.key)

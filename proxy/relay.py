@@ -1,30 +1,134 @@
-"""What the client gets to see of D's answer: all of it, as it comes, except ids and addresses."""
+"""What the client gets to see of the instances' answers: all of it, as it comes, except ids and addresses."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
-from .errors import error_event
-from .given_up import STOPPED, Watch
-from .headers import REQUEST_ID, Headers, to_client
-from .rewriter import Rewriter
+from .errors import error_event, error_response
+from .http import REQUEST_ID, STOPPED, GivenUpFilter, Headers, to_client, to_instance
+from .registry import Instance
 from .routing import Choice
-from .upstream import EVENT_STREAM, Reply
+from .upstream import EVENT_STREAM, CallFailed, Client, Reply, read_whole
 
 logger = logging.getLogger(__name__)
 
-
-# A client that takes nothing of what waits for it, for so long, is taken for dead.
+# A client that has taken nothing of what waits for it for so long counts as dead.
 STALL_SECONDS = 60.0
+# For an instance to list its models.
+_LIST_SECONDS = 5.0
 
 
 class ClientGone(Exception):
     """The client's connection broke while we wrote to it."""
+
+
+class Relay:
+    """One successful answer on its way to the client; `run` it once.
+
+    Args:
+        head: the part of the answer's body that has been read already.
+
+    Attributes:
+        complete: the client has got all of it.
+        broken: the instance ended it too early, by itself.
+    """
+
+    def __init__(
+        self, request: web.Request, answer: aiohttp.ClientResponse, head: bytes, scrubber: Scrubber
+    ) -> None:
+        self._request = request
+        self._answer = answer
+        self._head = head
+        self._filter = GivenUpFilter()
+        self._rewriter = scrubber.rewriter()
+        self._response = web.StreamResponse(
+            status=answer.status, headers=scrubber.headers(to_client(answer.headers))
+        )
+        self._last_bytes = b""
+        self._status = 502
+        self._why = "The decode instance died in the middle of its answer."
+        self._interrupted = False
+        self.complete = False
+        self.broken = False
+
+    def interrupt(self, why: str, status: int = 502) -> None:
+        """Breaks the answer off with an error, for a reason that lies elsewhere."""
+        self._interrupted = True
+        self._status, self._why = status, why
+        self._answer.close()
+
+    async def run(self) -> web.StreamResponse:
+        """Relays the answer to its end, or until either side breaks."""
+        try:
+            await self._pass_on(self._head)
+            if await self._relay_rest():
+                await self._send(self._rewriter.flush())
+                self.complete = True
+            else:
+                await self._break_off()
+        except ClientGone:
+            logger.debug("a client left in the middle of its answer")
+        return self._response
+
+    async def _relay_rest(self) -> bool:
+        """Whether D's answer came to its end. Raises ClientGone."""
+        try:
+            async for chunk in self._answer.content.iter_any():
+                await self._pass_on(chunk)
+                if self._filter.given_up:
+                    self._why = f"The decode instance {STOPPED}."
+                    return self._broke_off(None)
+        except (aiohttp.ClientError, OSError) as error:
+            return self._broke_off(error)
+        return True
+
+    def _broke_off(self, error: Exception | None) -> bool:
+        logger.warning("an answer broke off: %s (%r)", self._why, error)
+        self.broken = not self._interrupted
+        return False
+
+    async def _pass_on(self, chunk: bytes) -> None:
+        await self._send(self._rewriter.feed(self._filter.feed(chunk)))
+
+    async def _send(self, data: bytes) -> None:
+        try:
+            if not self._response.prepared:
+                await self._response.prepare(self._request)
+            if data:
+                async with asyncio.timeout(STALL_SECONDS):
+                    await self._response.write(data)
+        except TimeoutError as error:
+            # It would keep its place for ever, and D's answer with it.
+            logger.info("a client has read nothing for %g s: its connection is closed", STALL_SECONDS)
+            self._abort()
+            raise ClientGone from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise ClientGone from error
+        self._last_bytes = (self._last_bytes + data)[-4:]
+
+    def _abort(self) -> None:
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+    async def _break_off(self) -> None:
+        """An event stream ends with an error event. Any other body is left visibly unfinished."""
+        if self._answer.content_type != EVENT_STREAM:
+            self._abort()
+            return
+        await self._send(self._rewriter.flush())
+        between_events = self._last_bytes.endswith((b"\n\n", b"\r\n\r\n"))
+        await self._send((b"" if between_events else b"\n\n") + error_event(self._status, self._why))
+
+
+# What names instances.
 
 
 @dataclass(frozen=True)
@@ -71,99 +175,92 @@ def refusal(reply: Reply, scrubber: Scrubber) -> web.Response:
     return web.Response(status=reply.status, headers=headers, body=body)
 
 
-class Relay:
-    """One successful answer on its way to the client; `run` it once.
+class Rewriter:
+    """Replaces every `old` by `new`, as `bytes.replace` would over the whole stream.
 
-    Args:
-        head: the part of the answer's body that has been read already.
-
-    Attributes:
-        complete: the client has got all of it.
-        broken: the instance ended it too early, by itself.
+    What may turn out to be the start of `old` is held back until the next bytes decide it; nothing
+    else waits. Raises ValueError if `old` is empty.
     """
 
-    def __init__(
-        self, request: web.Request, answer: aiohttp.ClientResponse, head: bytes, scrubber: Scrubber
-    ) -> None:
-        self._request = request
-        self._answer = answer
-        self._head = head
-        self._watch = Watch()
-        self._rewriter = scrubber.rewriter()
-        self._response = web.StreamResponse(
-            status=answer.status, headers=scrubber.headers(to_client(answer.headers))
-        )
-        self._last_bytes = b""
-        self._status = 502
-        self._why = "The decode instance died in the middle of its answer."
-        self._interrupted = False
-        self.complete = False
-        self.broken = False
+    def __init__(self, old: bytes, new: bytes) -> None:
+        if not old:
+            raise ValueError("there is nothing to replace: `old` is empty")
+        self._old = old
+        self._new = new
+        self._held = b""
 
-    def interrupt(self, why: str, status: int = 502) -> None:
-        """Breaks the answer off with an error, for a reason that lies elsewhere."""
-        self._interrupted = True
-        self._status, self._why = status, why
-        self._answer.close()
+    def feed(self, chunk: bytes) -> bytes:
+        """The bytes that are certain now that `chunk` has come; may be empty."""
+        *whole, tail = (self._held + chunk).split(self._old)
+        cut = self._undecided(tail)
+        self._held = tail[cut:]
+        return self._new.join([*whole, tail[:cut]])
 
-    async def run(self) -> web.StreamResponse:
-        """Relays the answer to its end, or until either side breaks."""
-        try:
-            await self._pass_on(self._head)
-            if await self._relay_rest():
-                await self._send(self._rewriter.flush())
-                self.complete = True
-            else:
-                await self._break_off()
-        except ClientGone:
-            logger.debug("a client left in the middle of its answer")
-        return self._response
+    def flush(self) -> bytes:
+        """What was held back, at the end of the stream."""
+        held, self._held = self._held, b""
+        return held
 
-    async def _relay_rest(self) -> bool:
-        """Whether D's answer came to its end. Raises ClientGone."""
-        try:
-            async for chunk in self._answer.content.iter_any():
-                await self._pass_on(chunk)
-                if self._watch.given_up:
-                    self._why = f"The decode instance {STOPPED}."
-                    return self._broke_off(None)
-        except (aiohttp.ClientError, OSError) as error:
-            return self._broke_off(error)
-        return True
+    def _undecided(self, tail: bytes) -> int:
+        """Where the longest suffix of `tail` that begins `old` starts; len(tail) if none does."""
+        at = tail.find(self._old[:1], max(0, len(tail) - len(self._old) + 1))
+        while at >= 0:
+            if self._old.startswith(tail[at:]):
+                return at
+            at = tail.find(self._old[:1], at + 1)
+        return len(tail)
 
-    def _broke_off(self, error: Exception | None) -> bool:
-        logger.warning("an answer broke off: %s (%r)", self._why, error)
-        self.broken = not self._interrupted
-        return False
 
-    async def _pass_on(self, chunk: bytes) -> None:
-        await self._send(self._rewriter.feed(self._watch.sound(chunk)))
+# GET /v1/models.
 
-    async def _send(self, data: bytes) -> None:
-        try:
-            if not self._response.prepared:
-                await self._response.prepare(self._request)
-            if data:
-                async with asyncio.timeout(STALL_SECONDS):
-                    await self._response.write(data)
-        except TimeoutError as error:
-            # It would keep its place for ever, and D's answer with it.
-            logger.info("a client has read nothing for %g s: its connection is closed", STALL_SECONDS)
-            self._abort()
-            raise ClientGone from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise ClientGone from error
-        self._last_bytes = (self._last_bytes + data)[-4:]
 
-    def _abort(self) -> None:
-        if self._request.transport is not None:
-            self._request.transport.abort()
+class _Listing(msgspec.Struct):
+    data: list[dict[str, Any]]
 
-    async def _break_off(self) -> None:
-        """An event stream ends with an error event. Any other body is left visibly unfinished."""
-        if self._answer.content_type != EVENT_STREAM:
-            self._abort()
-            return
-        await self._send(self._rewriter.flush())
-        between_events = self._last_bytes.endswith((b"\n\n", b"\r\n\r\n"))
-        await self._send((b"" if between_events else b"\n\n") + error_event(self._status, self._why))
+
+_listing = msgspec.json.Decoder(_Listing)
+
+
+async def merged_models(
+    session: Client, request: web.Request, decoders: Sequence[Instance], unique: str
+) -> web.Response:
+    """Every model once, asked for with the client's own headers. If no instance lists any, the first
+    instance's own error, such as 401 without its key."""
+    replies = await asyncio.gather(
+        *(_ask_for_models(session, request, instance, unique) for instance in decoders)
+    )
+    answers = [reply for reply in replies if reply is not None]
+    listings = [models for reply in answers if reply.ok and (models := _models_in(reply)) is not None]
+    if listings:
+        by_name = {str(model.get("id")): model for listing in reversed(listings) for model in listing}
+        data = {"object": "list", "data": list(by_name.values())}
+        return web.Response(body=msgspec.json.encode(data), content_type="application/json")
+    for instance, reply in zip(decoders, replies, strict=True):
+        if reply is not None and reply.status >= 400:
+            return refusal(reply, Scrubber(Choice(None, instance), unique, unique))
+    return error_response(502, "No decode instance listed its models.")
+
+
+async def _ask_for_models(
+    session: Client, request: web.Request, instance: Instance, unique: str
+) -> Reply | None:
+    headers = to_instance(request.headers, instance, unique)
+    try:
+        async with session.get(
+            f"{instance.url}/v1/models",
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=_LIST_SECONDS),
+            allow_redirects=False,
+        ) as answer:
+            return await read_whole(answer)
+    except (aiohttp.ClientError, OSError, CallFailed) as error:
+        logger.warning("%s did not list its models: %r", instance, error)
+        return None
+
+
+def _models_in(reply: Reply) -> list[dict[str, Any]] | None:
+    try:
+        return _listing.decode(reply.body).data
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        logger.warning("a list of models could not be read")
+        return None

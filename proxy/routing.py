@@ -27,11 +27,12 @@ class NoInstance(Exception):
 
 
 class Full(Exception):
-    """Those who can serve this request have as many as they take."""
+    """Those who can serve this request have as many requests as they take."""
 
 
 class AloneFull(Full):
-    """No P can serve this request, and D's have as many without a P as they take; the message says so."""
+    """No P can serve this request, and every D computes as many prompts alone as it may. The message says so
+    to the client."""
 
 
 class UnknownModel(Exception):

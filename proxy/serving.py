@@ -1,12 +1,16 @@
-"""What becomes of one client's request: taken in, given a place, dispatched, perhaps a second time."""
+"""What becomes of one client's request: it is taken in, given a place and dispatched, perhaps a second time
+at other instances; and how all requests end when the proxy is told to stop."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 import uuid
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -14,19 +18,14 @@ from aiohttp import web
 
 from p2pkv.control.discovery import Ping
 
-from .admission import Admission, Place
-from .bodies import BadBody, Body, parse
-from .counters import Counters
+from .admission import Admission, Intake, Limits, RequestCounters, RequestPlace
 from .dispatch import Exchange, alone, concurrent, sequential
-from .errors import Failure, retry_after
-from .intake import Intake
-from .leaving import STOPPING, Desk, Work
-from .limits import Limits
-from .models import merged
+from .errors import ProxyError, retry_after
+from .http import BadBody, Body, parse
 from .prober import Prober
-from .registry import Instance, Registry, Role, Source
-from .retries import Budget, pause
-from .routing import Help, NoInstance, Router, UnknownModel
+from .registry import Instance, PingSource, Registry, Role
+from .relay import merged_models
+from .routing import NoInstance, Router, UnknownModel
 from .upstream import Client, Reply
 
 logger = logging.getLogger(__name__)
@@ -35,6 +34,11 @@ Dispatch = Literal["concurrent", "sequential"]
 
 _ROLES: dict[str, Role] = {"prefill": "P", "decode": "D"}
 
+STOPPING = "This proxy is stopping; try again in a few seconds."
+_CUT_OFF = "This proxy had to stop before the answer was complete."
+# After the end of what was under way: for the errors to be sent.
+_LAST_WORDS_SECONDS = 2.0
+
 
 @dataclass
 class Proxy:
@@ -42,7 +46,7 @@ class Proxy:
 
     Attributes:
         dispatch: whether P and D get a request at once or one after the other.
-        lingering: P's calls whose client has its answer already.
+        lingering: calls to P that are still open although the client has its answer.
         clock: monotonic seconds.
     """
 
@@ -52,7 +56,7 @@ class Proxy:
     limits: Limits = field(default_factory=Limits)
     clock: Callable[[], float] = time.monotonic
     lingering: set[asyncio.Task[Reply]] = field(default_factory=set)
-    counters: Counters = field(default_factory=Counters)
+    counters: RequestCounters = field(default_factory=RequestCounters)
 
     def __post_init__(self) -> None:
         self.router = Router(self.registry, room=self.limits.max_requests, alone=self.limits.alone)
@@ -60,29 +64,31 @@ class Proxy:
         self.intake = Intake(self.limits, self.counters)
         self.desk = Desk(self.counters)
         self.prober = Prober(self.session, self.registry, self.clock, self.admission.advance)
-        self._budget = Budget()
+        self._budget = RetryBudget()
 
-    def take(self, ping: Ping, source: Source) -> None:
+    def take(self, ping: Ping, source: PingSource) -> None:
         """One ping from a discovery socket."""
         if self.registry.observe(ping, self.clock(), source) is not None:
             self.prober.hurry()
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/completions and /v1/chat/completions."""
-        with self.desk.work(request) as work, self.intake.shelf() as shelf:
+        with self.desk.work(request) as work, self.intake.reader() as reader:
             try:
-                body = parse(await shelf.read(request))
+                body = parse(await reader.read(request))
             except BadBody as error:
-                raise Failure(400, str(error)) from None
+                raise ProxyError(400, str(error)) from None
             try:
                 async with self.admission.place(body.model, paired=body.wants_pair) as place:
                     return await self._serve(request, body, place, work)
             except NoInstance as error:
-                raise Failure(503, f"{error} Try again in a few seconds.") from None
+                raise ProxyError(503, f"{error} Try again in a few seconds.") from None
             except UnknownModel as error:
-                raise Failure(404, str(error)) from None
+                raise ProxyError(404, str(error)) from None
 
-    async def _serve(self, request: web.Request, body: Body, place: Place, work: Work) -> web.StreamResponse:
+    async def _serve(
+        self, request: web.Request, body: Body, place: RequestPlace, work: Work
+    ) -> web.StreamResponse:
         self._budget.request(self.clock())
         failed: set[Instance] = set()
         tries = 1
@@ -123,12 +129,12 @@ class Proxy:
         return await (concurrent if self.dispatch == "concurrent" else sequential)(exchange)
 
     async def _elsewhere(
-        self, place: Place, culprit: Instance, failed: frozenset[Instance], tries: int
+        self, place: RequestPlace, culprit: Instance, failed: frozenset[Instance], tries: int
     ) -> bool:
         """Moves a request away from those that failed it. False if that was its last try."""
         if tries > self.limits.retries:
             return False
-        help = _help(place, culprit)
+        help = place.help_after(culprit)
         if not self.admission.can_move(place, help, failed):
             return False
         if not self._budget.spend(self.clock()):
@@ -146,7 +152,7 @@ class Proxy:
             return response
         self.counters.refused_alone += 1
         logger.info("request %s is turned away: no D may take it alone", exchange.unique)
-        raise Failure(
+        raise ProxyError(
             503,
             "The prefill instance failed, no other can serve this request, and the decode instances compute "
             "as many prompts by themselves as they may; try again in a few seconds.",
@@ -157,8 +163,8 @@ class Proxy:
         with self.desk.work(request):
             decoders = self.registry.routable("D", self.clock())
             if not decoders:
-                raise Failure(503, " ".join(self.router.missing(self.clock())))
-            return await merged(self.session, request, decoders, uuid.uuid4().hex)
+                raise ProxyError(503, " ".join(self.router.missing(self.clock())))
+            return await merged_models(self.session, request, decoders, uuid.uuid4().hex)
 
     async def health(self, request: web.Request) -> web.Response:
         """GET /health: 200 if a request can be served, else 503; and what is missing.
@@ -201,22 +207,164 @@ class Proxy:
     async def stop(self, seconds: float, hurry: asyncio.Event) -> int:
         """Takes no more requests, turns away those who wait, gives the others `seconds`; see Desk.clear."""
         self.desk.stopping = True
-        self.admission.close(Failure(503, STOPPING, last=True))
+        self.admission.close(ProxyError(503, STOPPING, last=True))
         return await self.desk.clear(seconds, hurry)
-
-
-def _help(place: Place, culprit: Instance) -> Help:
-    """What a second try needs of P. Without one, D alone is asked, which no budget of retries bounds."""
-    if place.choice.missed:
-        return Help.MISSED
-    if not place.paired:
-        return Help.NONE
-    return Help.NEEDED if culprit.role == "P" else Help.WANTED
 
 
 def _number(request: web.Request, name: str) -> int:
     """How many instances of one kind a question about health asks for."""
     text = request.query.get(name, "0")
     if not text.isdecimal():
-        raise Failure(400, f"`{name}` in /health?{name}=... is a number of instances, such as 1.")
+        raise ProxyError(400, f"`{name}` in /health?{name}=... is a number of instances, such as 1.")
     return int(text)
+
+
+# Second tries.
+
+_RETRY_WINDOW_SECONDS = 10.0
+_RETRY_SHARE = 0.2
+_RETRIES_PER_SECOND = 1.0
+# Requests and retries are counted together within so many seconds.
+_RETRY_TICK_SECONDS = 0.1
+_FIRST_RETRY_PAUSE = 0.05
+_LONGEST_RETRY_PAUSE = 1.0
+
+
+class RetryBudget:
+    """Counts requests and retries of the last ten seconds.
+
+    What it allows is a share of the requests: in an outage, when everything fails, retries add that share to
+    the load and do not multiply it.
+    """
+
+    def __init__(self) -> None:
+        self._asked = _Recent()
+        self._retried = _Recent()
+
+    def request(self, now: float) -> None:
+        """One request has been admitted."""
+        self._asked.add(now)
+
+    def spend(self, now: float) -> bool:
+        """Whether one retry is within the budget; if so it is counted."""
+        allowed = max(_RETRY_SHARE * self._asked.total(now), _RETRIES_PER_SECOND * _RETRY_WINDOW_SECONDS)
+        if self._retried.total(now) + 1 > allowed:
+            return False
+        self._retried.add(now)
+        return True
+
+
+class _Recent:
+    """How many things happened in the last window, in bounded memory."""
+
+    def __init__(self) -> None:
+        self._ticks: deque[list[float]] = deque()
+        self._total = 0
+
+    def add(self, now: float) -> None:
+        if not self._ticks or now - self._ticks[-1][0] >= _RETRY_TICK_SECONDS:
+            self._ticks.append([now, 0])
+        self._ticks[-1][1] += 1
+        self._total += 1
+        self.total(now)
+
+    def total(self, now: float) -> int:
+        while self._ticks and now - self._ticks[0][0] > _RETRY_WINDOW_SECONDS:
+            self._total -= int(self._ticks.popleft()[1])
+        return self._total
+
+
+def pause(tries: int, uniform: Callable[[float, float], float] = random.uniform) -> float:
+    """Seconds before the next try, after `tries` (at least 1) have failed: random, so that what failed
+    together does not come back together."""
+    return uniform(0.0, min(_LONGEST_RETRY_PAUSE, _FIRST_RETRY_PAUSE * 2.0 ** (tries - 1)))
+
+
+# What is under way, and its end.
+
+
+@dataclass(eq=False)
+class Work:
+    """One client's request.
+
+    Attributes:
+        exchange: its present try at instances, if it has got so far.
+        cut: it was ended because the proxy stops.
+    """
+
+    task: asyncio.Task[Any]
+    request: web.Request
+    exchange: Exchange | None = None
+    cut: bool = False
+
+    def cut_off(self) -> None:
+        """Ends it with an error, whatever it is at."""
+        self.cut = True
+        if self.exchange is not None and self.exchange.relay is not None:
+            self.exchange.relay.interrupt(_CUT_OFF, 503)
+        else:
+            self.task.cancel()
+
+    def hang_up(self) -> None:
+        """Closes the client's connection, whatever it has not read yet."""
+        if self.request.transport is not None:
+            self.request.transport.abort()
+
+
+class Desk:
+    """All the work there is.
+
+    Attributes:
+        stopping: no more is taken on.
+    """
+
+    def __init__(self, counters: RequestCounters) -> None:
+        self._counters = counters
+        self._open: set[Work] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.stopping = False
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @contextmanager
+    def work(self, request: web.Request) -> Iterator[Work]:
+        """One request, from its head to its end. Raises ProxyError if the proxy stops."""
+        if self.stopping:
+            raise ProxyError(503, STOPPING, last=True)
+        task = asyncio.current_task()
+        assert task is not None
+        work = Work(task, request)
+        self._open.add(work)
+        self._empty.clear()
+        try:
+            yield work
+        except asyncio.CancelledError:
+            if not work.cut:
+                raise
+            task.uncancel()
+            raise ProxyError(503, _CUT_OFF, last=True) from None
+        finally:
+            self._open.discard(work)
+            if not self._open:
+                self._empty.set()
+
+    async def clear(self, seconds: float, hurry: asyncio.Event) -> int:
+        """Waits for the work to end by itself, for `seconds` at most and not once there is a `hurry`; ends
+        the rest, and returns how much that was."""
+        self.stopping = True
+        waits = [asyncio.create_task(self._empty.wait()), asyncio.create_task(hurry.wait())]
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        rest = list(self._open)
+        self._counters.cut_off += len(rest)
+        for work in rest:
+            work.cut_off()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_SECONDS):
+                await self._empty.wait()
+        for work in list(self._open):
+            work.hang_up()
+        return len(rest)

@@ -15,9 +15,7 @@ import aiohttp
 from aiohttp import AddrInfoType
 from multidict import CIMultiDictProxy
 
-from . import events
-from .given_up import GIVEN_UP, STOPPED
-from .headers import Headers
+from .http import GIVEN_UP, STOPPED, Headers, first_event_came, first_event_failed, first_event_message
 from .registry import Instance
 
 logger = logging.getLogger(__name__)
@@ -27,15 +25,17 @@ _KEEPALIVE_SECONDS = 3.0
 _CONNECT_SECONDS = 5.0
 # The same, and the time to look its name up.
 _REACH_SECONDS = 10.0
-# Errors, lists of models, P's single tokens; and what an event stream begins with before it says anything.
+# The largest answer that is read whole: errors, lists of models, P's single tokens.
 _MAX_WHOLE_BYTES = 64 << 20
+# How much of an event stream is held back until its first event that says something.
 _MAX_WORDS_BYTES = 64 << 10
-# An answer that is no stream comes at once when it is complete; up to this size it is held until it is here,
-# so that another instance can be asked if it does not come whole.
+# An answer that is no stream comes at once when it is complete. Up to this size it is held back until all of
+# it has arrived, so that another instance can be asked if it does not come whole.
 _MAX_HELD_BYTES = 1 << 20
 
-# While an answer is awaited nothing is sent, so a host that is gone would never be missed, once its instance
-# has said goodbye. Its kernel, which no busy process holds up, is asked after 10 s and given up after 20.
+# While we wait for an answer we send nothing, and nobody probes an instance that has said goodbye: if its
+# host went down then, we would wait for ever. So TCP asks the host's kernel, which no busy process holds up,
+# after 10 s of silence, and gives up after 20.
 _KEEPALIVE_PROBES = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 5}
 
 EVENT_STREAM = "text/event-stream"
@@ -44,8 +44,8 @@ EVENT_STREAM = "text/event-stream"
 class Client:
     """A proxy's connections to instances: as many as there are requests, and no deadline on an answer.
 
-    Connections are kept for the next request. One that was idle may have been closed by the instance in the
-    very moment in which it is used: that is nobody's failure, and the request goes once more, over a new one.
+    Connections are kept for the next request. An instance may close an idle one at the very moment in which
+    it is used again. That is nobody's failure: the request goes once more, over a new connection.
 
     Attributes:
         kept: makes and keeps connections.
@@ -167,7 +167,7 @@ class Errored(CallFailed):
         self.said = said
 
 
-class Refused(Exception):
+class InstanceRefused(Exception):
     """An instance answered, but not with success."""
 
     def __init__(self, reply: Reply) -> None:
@@ -176,7 +176,7 @@ class Refused(Exception):
 
 
 class Call:
-    """One POST to one instance. Closing the connection is the way to abort it, so `close` does that.
+    """One POST to one instance. `close` aborts it, by closing the connection.
 
     Attributes:
         instance: who is asked.
@@ -225,7 +225,7 @@ class Call:
             self._asking.cancel()
 
     async def whole(self, body: bytes, headers: Headers) -> Reply:
-        """The whole answer. Raises CallFailed, or Refused if it is no success."""
+        """The whole answer. Raises CallFailed, or InstanceRefused if it is no success."""
         response = await self.open(body, headers)
         try:
             reply = await read_whole(response)
@@ -234,7 +234,7 @@ class Call:
                 raise self._given_up from None
             raise
         if not reply.ok:
-            raise Refused(reply)
+            raise InstanceRefused(reply)
         return reply
 
     def close(self) -> None:
@@ -287,7 +287,7 @@ async def first_words(response: aiohttp.ClientResponse) -> bytes:
     try:
         while chunk := await response.content.readany():
             head += chunk
-            if (streamed and events.begun(head)) or len(head) > most:
+            if (streamed and first_event_came(head)) or len(head) > most:
                 break
         else:
             if streamed or not head:
@@ -296,6 +296,6 @@ async def first_words(response: aiohttp.ClientResponse) -> bytes:
         raise CallFailed(f"died before its {'first token' if streamed else 'answer was complete'}") from error
     if GIVEN_UP in head:
         raise CallFailed(STOPPED)
-    if streamed and events.failed(head):
-        raise Errored(events.said(head))
+    if streamed and first_event_failed(head):
+        raise Errored(first_event_message(head))
     return head

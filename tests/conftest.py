@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from p2pkv.control.throttle import Throttle
+from p2pkv.log import Throttle
 
 # The same examples in every run, so that a red run is the change's; `make explore` looks for others.
 settings.register_profile("steady", derandomize=True, deadline=None)

@@ -34,12 +34,11 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from p2pkv.cli.tiny_model import TinyLlama, ensure_model
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.connector.worker import Worker
+from p2pkv.demo.tiny_model import TinyLlama, ensure_model
 from p2pkv.engine import commands as do
-from p2pkv.engine.counters import Counters
-from p2pkv.engine.steps import Steps
+from p2pkv.engine.context import Counters, Steps
 from p2pkv.pairing import Address, mint
 
 BLOCK = 16
@@ -143,7 +142,7 @@ class Fact:
 class FakeRank:
     """Writes down its commands, keeps the engine's promises, and refuses what the engine cannot do.
 
-    Its promises: each D key has one last word (Loaded or LoadFailed), each P key one PagesFree.
+    Its promises: each D key has one last word (Loaded or LoadFailed), each P key one BlocksFree.
     """
 
     log: list[do.Command] = field(default_factory=list)
@@ -168,7 +167,7 @@ class FakeRank:
             case do.OfferPrompt(key):
                 assert not self.facts[key].offered, f"{key} is offered twice"
                 self.facts[key].offered = True
-            case do.Pages(key):
+            case do.PromptBlocks(key):
                 assert self.facts[key].offered
             case do.Computed(prompts):
                 assert all(self.facts[key].offered for key, _ in prompts)
@@ -177,7 +176,7 @@ class FakeRank:
             case do.Drop(key, reason):
                 self._last_word(do.LoadFailed(key, reason))
             case do.Abort(key):
-                self._last_word(do.PagesFree(key))
+                self._last_word(do.BlocksFree(key))
             case do.Forget(key):
                 assert self.facts.pop(key).over, f"{key} is forgotten before the engine's last word"
 
@@ -193,7 +192,7 @@ class FakeRank:
         else:
             assert fact.offered or fact.over, f"{key} is asked for before P has begun"
 
-    def _last_word(self, event: do.Loaded | do.LoadFailed | do.PagesFree) -> None:
+    def _last_word(self, event: do.Loaded | do.LoadFailed | do.BlocksFree) -> None:
         fact = self.facts[event.key]
         if not fact.over:
             fact.over = True
@@ -228,7 +227,7 @@ class FakeRank:
         self._last_word(do.LoadFailed(key, "P is gone"))
 
     def free(self, key: str) -> None:
-        self._last_word(do.PagesFree(key))
+        self._last_word(do.BlocksFree(key))
 
     def call_on_event(self, call: Callable[[], None]) -> None:
         self._call = call

@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from engine_support import Engine, Geometry, engines, prefill, wait_for, wrong_cells
+from memory_links import MemoryNetwork
 
 from p2pkv.engine import commands as do
-from p2pkv.links.memory import MemoryNetwork
 from p2pkv.pairing import Address
 
 BLOCKS = list(range(6))

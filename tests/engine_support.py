@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from memory_links import MemoryNetwork
 
-from p2pkv.cli.processes import free_ports
 from p2pkv.config import Options
+from p2pkv.demo.processes import free_ports
+from p2pkv.device import make_recorder
 from p2pkv.engine import commands as do
 from p2pkv.engine.rank import Rank
+from p2pkv.kv.cache import PagedCache
+from p2pkv.kv.codecs import DENSE, pack, unpack
 from p2pkv.links import make_factory
 from p2pkv.links.base import LinkFactory
-from p2pkv.links.memory import MemoryNetwork
-from p2pkv.pages.codecs import DENSE, pack, unpack
-from p2pkv.pages.device import make_recorder
-from p2pkv.pages.geometry import PagedCache
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
 
@@ -46,23 +46,18 @@ def wait_for(condition: Callable[[], object], seconds: float = 20.0, what: str =
 
 @dataclass(frozen=True)
 class _Deed:
-    """A fence that a rank's thread cannot follow without doing something for a test."""
+    """A command that only tests give."""
 
     act: Callable[[], object]
-
-    def ready(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        raise AssertionError("nobody waits for this fence")
-
-    def follow(self) -> None:
-        self.act()
 
 
 def soon_on_engine_thread(rank: Rank, act: Callable[[], object]) -> None:
     """Have the engine's thread do this, since sockets and links are its own; returns at once."""
-    rank.do(do.After(_Deed(act)))
+    half: Any = rank._half
+    if not hasattr(half, "obeys_tests"):
+        command, half.obeys_tests = half.command, True
+        half.command = lambda order, now: order.act() if isinstance(order, _Deed) else command(order, now)
+    rank.do(_Deed(act))  # type: ignore[arg-type]
 
 
 def on_engine_thread(rank: Rank, act: Callable[[], object]) -> None:
@@ -70,6 +65,21 @@ def on_engine_thread(rank: Rank, act: Callable[[], object]) -> None:
     done = threading.Event()
     soon_on_engine_thread(rank, lambda: (act(), done.set()))
     assert done.wait(20.0), "the engine's thread did not come to it in 20 s"
+
+
+@dataclass
+class Forward:
+    """The fence of a forward that has been queued, and is done when a test says so."""
+
+    done: threading.Event = field(default_factory=threading.Event)
+    looks: int = 0
+
+    def ready(self) -> bool:
+        self.looks += 1
+        return self.done.is_set()
+
+    def wait(self) -> None:
+        raise AssertionError("the engine's thread must not wait for the forward")
 
 
 def hold_back(p: Engine) -> Callable[[], None]:
@@ -274,7 +284,7 @@ def prefill(
 
 
 def step(engine: Engine, key: str, blocks: list[int], start: int, stop: int, salt: int = 0) -> None:
-    engine.do(do.Pages(key, (blocks,)))
+    engine.do(do.PromptBlocks(key, (blocks,)))
     for rank in engine.ranks:
         for layer in range(len(rank.pages)):
             compute(rank, blocks, layer, start, stop, salt)
@@ -318,6 +328,6 @@ def at_baseline(engine: Engine) -> bool:
 def break_link(engine: Engine) -> None:
     """The one link of its one rank, at this end."""
     rank = engine.ranks[0].rank
-    (peer,) = rank._half._peers.values()
+    (peer,) = rank._half._peers
     table = rank._half._prompts if rank._ctx.hello.role == "P" else rank._half._requests
     on_engine_thread(rank, lambda: table.link_lost(peer, "broken by a test", time.monotonic()))

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from memory_links import MemoryLinks, MemoryReceive, MemorySend
 
+from p2pkv.kv import PagedCache
+from p2pkv.kv.checksum import FOLD, digest_by_torch
 from p2pkv.links.base import Inbound, LinkFactory, Outbound
-from p2pkv.links.memory import MemoryLinks, MemoryReceive, MemorySend
-from p2pkv.pages import PagedCache
-from p2pkv.pages.digest import FOLD, digest_by_torch
 
 WAIT_SECONDS = 20.0
 
@@ -84,9 +84,6 @@ class FakeFence:
 
     def wait(self) -> None:
         self.device.wait(self.place)
-
-    def follow(self) -> None:
-        """The device does everything in order anyway."""
 
 
 @dataclass

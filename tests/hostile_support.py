@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from p2pkv.control.members import Members
+from p2pkv.control.security import Members
 from p2pkv.pairing import Address
 
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
@@ -117,7 +117,7 @@ def nearly_right(message: Any, encode: Callable[[Any], bytes]) -> Iterator[bytes
     for length in range(len(wire)):
         yield wire[:length]
     yield wire + b"\x00"
-    fields = msgspec.to_builtins(message, builtin_types=(bytes,)) | {"t": type(message).__name__}
+    fields = msgspec.to_builtins(message, builtin_types=(bytes,)) | {"t": type(message).__struct_config__.tag}
     for name in fields:
         for value in (None, -1, 1 << 63, "x" * 9000, [[]] * 50, {"t": "Hello"}, b"\x00", [1 << 40] * 5000):
             yield msgspec.msgpack.encode(fields | {name: value})

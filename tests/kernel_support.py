@@ -12,9 +12,9 @@ from unittest import mock
 
 import torch
 
-from p2pkv.pages import geometry
-from p2pkv.pages.kernels import KernelCopier, source
-from p2pkv.pages.rows import LayerPages
+from p2pkv.kv import cache
+from p2pkv.kv.copiers import KernelCopier, kernel_source
+from p2pkv.kv.layouts import LayerPages
 
 BEFORE = """
 #include <stddef.h>
@@ -58,7 +58,7 @@ NO_GCC = "" if shutil.which("gcc") else "gcc is not installed, and it compiles t
 def compiled(folder: Path) -> ctypes.CDLL:
     """The kernels as a shared library. Raises CalledProcessError if gcc refuses the text."""
     text, library = folder / "kernels.c", folder / "kernels.so"
-    text.write_text(BEFORE + source() + AFTER)
+    text.write_text(BEFORE + kernel_source() + AFTER)
     flags = ["-O2", "-fno-strict-aliasing", "-shared", "-fPIC", "-Wall", "-Werror", "-Wno-unused-function"]
     subprocess.run(["gcc", *flags, "-o", str(library), str(text)], check=True, capture_output=True, text=True)
     return ctypes.CDLL(str(library))
@@ -96,5 +96,5 @@ class CpuLauncher:
         def copier(pages: list[LayerPages], tensors: Sequence[torch.Tensor]) -> KernelCopier:
             return KernelCopier(pages, tensors, self)
 
-        with mock.patch.object(geometry, "_copier_of", copier):
+        with mock.patch.object(cache, "copier_of", copier):
             yield

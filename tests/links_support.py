@@ -14,15 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from faulty_links import Faults, FaultyLinks
+from memory_links import MemoryNetwork
 from nccl_simulated import SimulatedNccl
 from nccl_simulated_device import SimulatedDevice
 
-from p2pkv.links import blobs
-from p2pkv.links.base import Inbound, LinkFactory, Outbound, Receive, Send
-from p2pkv.links.blobs import Acceptance
-from p2pkv.links.faulty import Faults, FaultyLinks
-from p2pkv.links.host import HostInbound, HostLinks
-from p2pkv.links.memory import MemoryNetwork
+from p2pkv.links.base import Inbound, LinkFactory, Outbound, Receive, Send, decode_blob
+from p2pkv.links.host import HostAcceptance, HostInbound, HostLinks
 from p2pkv.links.nccl import NcclLinks
 
 NCCL_KINDS = ("nccl-blocking", "nccl-polled")
@@ -124,11 +122,11 @@ def noise(nbytes: int, seed: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(random.Random(seed).randbytes(nbytes)), dtype=torch.uint8)
 
 
-def accepted(links: HostLinks, window: int) -> tuple[bytes, HostInbound, Acceptance]:
+def accepted(links: HostLinks, window: int) -> tuple[bytes, HostInbound, HostAcceptance]:
     """The invitation, D's end, and what D answers."""
     invitation = links.invite()
     inbound, acceptance = links.accept(invitation, window)
-    return invitation, inbound, blobs.decode(acceptance, Acceptance)
+    return invitation, inbound, decode_blob(acceptance, HostAcceptance)
 
 
 class Peer:

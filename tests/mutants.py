@@ -53,14 +53,14 @@ PRODUCT = (
     ),
     Mutant(
         "pages are taken back in the middle of a gather",
-        "p2pkv/engine/outgoing.py",
-        "with self._ctx.reading:",
-        "if True:",
+        "p2pkv/engine/producer.py",
+        "with self._ctx.reading:\n            void",
+        "if True:\n            void",
         ("tests/engine/test_page_ownership.py",),
     ),
     Mutant(
         "D's staging is granted without a budget",
-        "p2pkv/engine/incoming.py",
+        "p2pkv/engine/consumer.py",
         "return left >= 0 and (not held or held + nbytes <= left)",
         "return True",
         ("tests/engine/test_backpressure.py::"
@@ -68,7 +68,7 @@ PRODUCT = (
     ),
     Mutant(
         "one P may hold all of D's staging",
-        "p2pkv/engine/incoming.py",
+        "p2pkv/engine/consumer.py",
         "return left >= 0 and (not held or held + nbytes <= left)",
         "return left >= 0",
         ("tests/engine/test_backpressure.py::"
@@ -76,14 +76,14 @@ PRODUCT = (
     ),
     Mutant(
         "nothing is reserved for admitted requests",
-        "p2pkv/engine/incoming.py",
+        "p2pkv/engine/consumer.py",
         "reserve = RESERVED_CHUNKS * self._ctx.options.chunk_bytes if _is_ahead(entry) else 0",
         "reserve = 0",
         ("tests/engine/test_ahead.py::test_admitted_requests_go_before_it",),
     ),
     Mutant(
         "admitted requests wait behind what comes ahead",
-        "p2pkv/engine/incoming.py",
+        "p2pkv/engine/consumer.py",
         "            self._admitted_first(peer)\n",
         "",
         ("tests/engine/test_ahead.py::test_admitted_requests_go_before_it",),

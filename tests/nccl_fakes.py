@@ -123,17 +123,11 @@ def fake_nccl4py() -> tuple[types.ModuleType, Asked]:
     def comm_destroy(comm: object) -> None:
         asked.note("comm_destroy", comm)
 
-    def group_start() -> None:
-        asked.note("group_start")
-
-    def group_end() -> None:
-        asked.note("group_end")
-
     module = types.ModuleType("nccl.bindings.nccl")
     module.NCCLError = FakeNcclError  # type: ignore[attr-defined]
     for each in (
         Config, UniqueId, get_version, get_unique_id, comm_init_rank_config, send, recv,
-        comm_get_async_error, comm_abort, comm_destroy, group_start, group_end,
+        comm_get_async_error, comm_abort, comm_destroy,
     ):  # fmt: skip
         setattr(module, each.__name__, each)
     return module, asked

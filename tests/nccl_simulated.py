@@ -18,7 +18,7 @@ from queue import SimpleQueue
 
 from nccl_simulated_wire import HEADER, Op, accept, dial, exactly, send
 
-from p2pkv.links.nccl_api import IN_PROGRESS, SUCCESS, UNIQUE_ID_BYTES, Nccl, NcclError
+from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, UNIQUE_ID_BYTES, Nccl, NcclError
 
 TICK = 0.005
 ALL: weakref.WeakSet[SimulatedNccl] = weakref.WeakSet()
@@ -57,6 +57,9 @@ class SimulatedNccl(Nccl):
     Attributes:
         fails_with: what `async_error` says of every communicator, if not None.
         abort_hangs: whether `abort` waits until `let_go`.
+        launches_wait: whether `send` and `recv` return only when the device has done them, as with
+            CUDA_LAUNCH_BLOCKING=1; blocking bindings only.
+        joins: `init` waits until this is set.
     """
 
     def __init__(self, *, version: int = 22809, blocking: bool = True, launch_polls: int = 2) -> None:
@@ -65,6 +68,9 @@ class SimulatedNccl(Nccl):
         self.violations: list[str] = []
         self.fails_with: int | None = None
         self.abort_hangs = False
+        self.launches_wait = False
+        self.joins = threading.Event()
+        self.joins.set()
         self.aborted = 0
         self.last: dict[int, Op] = {}  # of each stream
         self._version = version
@@ -129,12 +135,6 @@ class SimulatedNccl(Nccl):
     def recv(self, ptr: int, nbytes: int, peer: int, comm: int, stream: int) -> None:
         with self._call("recv", comm) as inside:
             self._queue(inside, Op(False, ptr, nbytes, stream), comm, peer)
-
-    def group_start(self) -> None:
-        raise NcclError("group_start", 5, "groups are not simulated")
-
-    def group_end(self) -> None:
-        raise NcclError("group_end", 5, "groups are not simulated")
 
     def async_error(self, comm: int) -> int:
         with self._call("async_error", comm) as inside:
@@ -204,6 +204,8 @@ class SimulatedNccl(Nccl):
         root = self._roots.pop(unique_id, None) if comm.rank == 0 else None
         name = b"\0" + unique_id.rstrip(b"\0")
         line = None
+        while not (self.joins.wait(TICK) or self._ended(comm)):
+            pass
         while line is None and not self._ended(comm):
             line = accept(root) if root is not None else dial(name)
             if line is None:
@@ -243,6 +245,8 @@ class SimulatedNccl(Nccl):
             if first:
                 self._meet(comm)
             self._launch(comm, op)
+            while self.launches_wait and not op.done and not self._ended(comm):
+                comm.gone.wait(TICK)
             return
         comm.launching, comm.polls = op, self._launch_polls
         if first:

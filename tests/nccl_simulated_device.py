@@ -44,8 +44,9 @@ class SimulatedStream:
 class SimulatedDevice:
     """A CPU that looks like a device of its own to NCCL links."""
 
-    def __init__(self, nccl: SimulatedNccl, name: str = "simulated:0") -> None:
+    def __init__(self, nccl: SimulatedNccl, name: str = "simulated:0", processors: int = 512) -> None:
         self.name = name
+        self.processors = processors
         self._nccl = nccl
 
     def enter(self) -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from p2pkv.cli.processes import wait_until
+from p2pkv.demo.processes import wait_until
 
 SECONDS = 20.0
 

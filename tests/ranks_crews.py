@@ -17,7 +17,7 @@ import torch
 from engine_support import Geometry
 from ranks_support import DEADLINE, OPTIONS, Crew, Player
 
-from p2pkv.cli.processes import free_ports
+from p2pkv.demo.processes import free_ports
 from p2pkv.links import make_factory
 from p2pkv.links.base import LinkFactory
 from p2pkv.pairing import Address
@@ -92,7 +92,7 @@ class Processes:
 def _forkserver() -> Any:
     """A process that has imported torch and has one thread: to fork it is quick, and safe."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "p2pkv.engine.rank", "p2pkv.cli.processes"])
+    context.set_forkserver_preload(["torch", "p2pkv.engine.rank", "p2pkv.demo.processes"])
     with patch.dict(os.environ, {"OPENBLAS_NUM_THREADS": "1"}):  # numpy starts threads when imported
         forkserver.ensure_running()
     return context

@@ -90,7 +90,7 @@ class Player:
 
     def compute(self, prompt: Prompt, start: int, stop: int) -> None:
         """One step of a forward over tokens [start, stop), layer by layer with all its hooks."""
-        self.do(do.Pages(prompt.key, (prompt.blocks("P", self.geometry),)))
+        self.do(do.PromptBlocks(prompt.key, (prompt.blocks("P", self.geometry),)))
         for layer in range(len(self.it.pages)):
             self._write(self.it.pages, prompt, layer, start, stop)
             self.do(do.Computed(((prompt.key, stop),), layer, layer + 1, READY))
@@ -178,7 +178,7 @@ def push(p: Crew, d: Crew, prompts: Sequence[Prompt]) -> None:
         for start in range(prompt.chunk, prompt.tokens, prompt.chunk):
             p.each("compute", prompt, start, min(start + prompt.chunk, prompt.tokens))
     for prompt in prompts:
-        for crew, event in ((d, do.Loaded(prompt.key)), (p, do.PagesFree(prompt.key))):
+        for crew, event in ((d, do.Loaded(prompt.key)), (p, do.BlocksFree(prompt.key))):
             crew.each("wait", event)
             crew.each("do", do.Forget(prompt.key))
     for crew in (p, d):
@@ -192,7 +192,7 @@ def check(p: Crew, d: Crew, prompts: Sequence[Prompt]) -> None:
     cell_bytes = sum(prompt.tokens - 1 - prompt.cached for prompt in prompts) * p.geometry.content * 4
     for rank, account in enumerate(p.each("account")):
         edges = plan.from_source(rank)
-        assert sorted(account.heard, key=str) == [do.PagesFree(prompt.key) for prompt in prompts]
+        assert sorted(account.heard, key=str) == [do.BlocksFree(prompt.key) for prompt in prompts]
         assert (account.sent, account.void) == (cell_bytes * sum(edge.cells for edge in edges), 0)
         assert account.links == len(edges)
     for rank, account in enumerate(d.each("account")):

@@ -20,9 +20,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from p2pkv.cli.processes import free_ports
 from p2pkv.connector import P2pKvConnector
 from p2pkv.connector.worker import Worker
+from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import Address
 
 HEADS, CONTENT = 2, 32

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from kv_support import LAYOUTS
 from numpy.typing import NDArray
-from pages_support import LAYOUTS
 
-from p2pkv.pages import DENSE, PagedCache
-from p2pkv.pages.codecs import pack_into, unpack_into
+from p2pkv.kv import DENSE, PagedCache
+from p2pkv.kv.codecs import pack_into, unpack_into
 from p2pkv.protocol.messages import Cache
 from p2pkv.sharding import Shape
 

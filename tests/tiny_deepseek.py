@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from p2pkv.cli.tiny_model import write_tokenizer
+from p2pkv.demo.tiny_model import write_tokenizer
 
 _RECIPE = 1
 

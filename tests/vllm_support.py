@@ -15,12 +15,12 @@ from typing import Any, Self
 
 import zmq
 
-from p2pkv.cli import answers, client
-from p2pkv.cli.answers import Answer
-from p2pkv.cli.processes import ServerProcess, free_ports, wait_until
-from p2pkv.cli.servers import LOOPBACK, ProxyServer, Role, VllmServer
-from p2pkv.cli.tiny_model import TinyLlama
-from p2pkv.control.inspection import inspect
+from p2pkv.control.endpoint import inspect
+from p2pkv.demo import answers, client
+from p2pkv.demo.answers import Answer
+from p2pkv.demo.processes import ServerProcess, free_ports, wait_until
+from p2pkv.demo.servers import LOOPBACK, ProxyServer, Role, VllmServer
+from p2pkv.demo.tiny_model import TinyLlama
 from p2pkv.pairing import Address
 
 MODEL_NAME = "tiny"

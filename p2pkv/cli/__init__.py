@@ -10,27 +10,30 @@ from collections.abc import Sequence
 import p2pkv
 
 _COMMANDS = {
-    "demo": "start a prefill, a decode and a plain vLLM server, and compare their answers",
-    "bench": "measure the layer hook, the push and the link, without vLLM",
-    "doctor": "say what is installed here and what p2pkv can use of it",
+    "demo": (
+        "p2pkv.demo.demo",
+        "start a prefill, a decode and a plain vLLM server, and compare their answers",
+    ),
+    "bench": ("p2pkv.bench.bench", "measure the layer hook, the push and the link, without vLLM"),
+    "doctor": ("p2pkv.cli.doctor", "say what is installed here and what p2pkv can use of it"),
 }
+"""Of each command: its module, which has `add_arguments(parser)` and `run(args) -> int`, and a summary."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns its exit code.
 
-    Each lives in a module of its name with `add_arguments(parser)` and `run(args) -> int`. Only the one
-    that is asked for is imported, so that `p2pkv --help` needs neither torch nor vLLM.
+    Only the module of the command that is asked for is imported: `p2pkv --help` needs neither torch nor vLLM.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="p2pkv", description=p2pkv.__doc__)
     parser.add_argument("--version", action="version", version=f"p2pkv {p2pkv.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     wanted = next((word for word in arguments if not word.startswith("-")), None)
-    for name, summary in _COMMANDS.items():
+    for name, (place, summary) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         if name == wanted:
-            module = importlib.import_module(f"p2pkv.cli.{name}")
+            module = importlib.import_module(place)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     args = parser.parse_args(arguments)

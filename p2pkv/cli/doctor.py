@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _ask(rank: str, secret_file: str | None) -> int:
     """Print a running rank's counters and gauges."""
-    from p2pkv.control.inspection import inspect
-    from p2pkv.control.members import NoCurve, members_of
+    from p2pkv.control.endpoint import inspect
+    from p2pkv.control.security import NoCurve, members_of
 
     try:
         members = members_of(read_secret(secret_file, os.environ))
@@ -155,7 +155,7 @@ def _nccl() -> Finding:
     try:
         import torch
 
-        from p2pkv.links.nccl_api import NcclMissing, load_nccl
+        from p2pkv.links.nccl_bindings import NcclMissing, load_nccl
     except ImportError as error:
         return Finding(ok=True, about="NCCL link", sentence=f"not usable without torch ({error})")
     device = torch.cuda.is_available()

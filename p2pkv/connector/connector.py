@@ -19,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from p2pkv.connector.consuming import Consuming
 from p2pkv.connector.describe import (
     Layers,
     codec_of,
@@ -32,15 +31,14 @@ from p2pkv.connector.describe import (
 from p2pkv.connector.identity import Pairs
 from p2pkv.connector.idle_steps import CORE, FIRST_WAIT, REST, SPINNING, IdlePace
 from p2pkv.connector.metadata import StepMetadata, WorkerNews
-from p2pkv.connector.producing import Producing
+from p2pkv.connector.scheduler import ConsumerScheduler, ProducerScheduler
 from p2pkv.connector.stats import P2pKvMetrics, P2pKvStats
 from p2pkv.connector.worker import Worker
-from p2pkv.control.announcer import Announcement, Announcer
+from p2pkv.control.announcer import ANSWER_TOKENS, Announcement, Announcer, WarmUp
 from p2pkv.control.discovery import DISCOVERY_VERSION, Ping
-from p2pkv.control.warm_up import ANSWER_TOKENS, WarmUp
 from p2pkv.engine.rank import Rank
+from p2pkv.kv.cache import PagedCache
 from p2pkv.links import make_factory
-from p2pkv.pages.geometry import PagedCache
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -68,7 +66,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """No: the pages that a rank has registered stay where they are."""
+        """No: the blocks that a rank has registered stay where they are."""
         return False
 
     def __init__(
@@ -79,8 +77,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         self.options = options_of(vllm_config)
         refuse_what_cannot_pair(vllm_config)
         refuse_what_cannot_move(kv_cache_config)
-        self._producing: Producing | None = None
-        self._consuming: Consuming | None = None
+        self._producing: ProducerScheduler | None = None
+        self._consuming: ConsumerScheduler | None = None
         self._worker: Worker | None = None
         self._announcer: Announcer | None = None
         if self.options.idle_wait_ms:
@@ -102,11 +100,13 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         self._news = False
         if self.options.role == "P":
             groups = self._kv_cache_config.kv_cache_groups
-            self._producing = Producing(pairs, tuple(group.kv_cache_spec.block_size for group in groups))
+            self._producing = ProducerScheduler(
+                pairs, tuple(group.kv_cache_spec.block_size for group in groups)
+            )
             return
         transfer, parallel = config.kv_transfer_config, config.parallel_config
         world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        self._consuming = Consuming(pairs, world, transfer.kv_load_failure_policy == "recompute")
+        self._consuming = ConsumerScheduler(pairs, world, transfer.kv_load_failure_policy == "recompute")
 
     # Scheduler side.
 

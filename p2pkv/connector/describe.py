@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from p2pkv.config import ConfigError, Options
-from p2pkv.connector.weights import fingerprint
-from p2pkv.pages.codecs import DENSE, cpu_codec
-from p2pkv.pages.geometry import PagedCache
+from p2pkv.connector.identity import fingerprint
+from p2pkv.kv.cache import PagedCache
+from p2pkv.kv.codecs import DENSE, cpu_codec
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
 
 if TYPE_CHECKING:

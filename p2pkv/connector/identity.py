@@ -1,20 +1,139 @@
-"""Which requests are the same: transfer keys, pairs and prompt digests of vLLM's requests."""
+"""What P and D must agree on: the weights, whatever their path; a request's pair, key and prompt digest."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
-from p2pkv.connector.weights import adapter_fingerprint
-from p2pkv.control.warm_up import REQUEST_MARK
+from p2pkv.control.announcer import REQUEST_MARK
 from p2pkv.pairing import Address, PairingError, find_pair, transfer_key
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.request import Request
+
+# Models.
+
+
+log = logging.getLogger("p2pkv")
+
+ENDS_BYTES = 1 << 16
+"""Bytes hashed at both ends of each weight file."""
+
+SAMPLE_BYTES = 1 << 12
+"""Bytes hashed at each place between them."""
+
+PLACES = 512
+"""Places looked at in a file of which we do not know where its tensors lie."""
+
+MOST_HEADER_BYTES = 1 << 27
+"""A longer header is none of safetensors'."""
+
+SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+
+
+def fingerprint(config: VllmConfig) -> str:
+    """24 hex digits over the sizes and sampled bytes of the weight files: of every tensor of safetensors.
+
+    Other training changes all of a tensor, so it is seen whichever tensors it has changed. A few bytes that
+    differ, as on a bad disk, are seen only where they are looked at: reading all of a large model from a
+    network's disk would take minutes at each start. Without files (weights that are random, or not on this
+    machine) the model's configuration stands in for them.
+    """
+    model, dummy = config.model_config, str(config.load_config.load_format) == "dummy"
+    digest = hashlib.blake2b(digest_size=12)
+    digest.update(f"{model.dtype} {model.quantization} {dummy}".encode())
+    files = [] if dummy else _files(_folder(str(model.model), model.revision))
+    for file in files:
+        _sample(digest, file)
+    if not files:
+        digest.update(f"{model.seed if dummy else ''} {_settings(model)}".encode())
+        log.info("no weight files for %s: peers are told apart by the model's configuration", model.model)
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=256)
+def adapter_fingerprint(path: str, number: int) -> str:
+    """The same for an adapter: 24 hex digits, or "" if its files are not on this machine.
+
+    `number` is vLLM's own of this adapter, and new when another one is loaded from the same path.
+    """
+    files = _files(_folder(path, None), (*SUFFIXES, ".json"))
+    digest = hashlib.blake2b(digest_size=12)
+    for file in files:
+        _sample(digest, file)
+    return digest.hexdigest() if files else ""
+
+
+def _files(folder: Path | None, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.suffix in suffixes) if folder else []
+
+
+def _sample(digest: hashlib.blake2b, file: Path) -> None:
+    size = file.stat().st_size
+    digest.update(f"{file.name}:{size}".encode())
+    with file.open("rb") as data:
+        digest.update(data.read(ENDS_BYTES))
+        data.seek(max(0, size - ENDS_BYTES))
+        digest.update(data.read(ENDS_BYTES))
+        for place in _places(data, file, size):
+            data.seek(place)
+            digest.update(data.read(SAMPLE_BYTES))
+
+
+def _places(data: BinaryIO, file: Path, size: int) -> list[int]:
+    """Where to look between the ends of a file: in the middle and at the end of every tensor, in order."""
+    if file.suffix == ".safetensors" and (tensors := _tensors(data, size)):
+        return [
+            at for start, stop in tensors for at in ((start + stop) // 2, max(start, stop - SAMPLE_BYTES))
+        ]
+    return [size * place // PLACES for place in range(PLACES)] if size > 2 * ENDS_BYTES else []
+
+
+def _tensors(data: BinaryIO, size: int) -> list[tuple[int, int]]:
+    """Where the tensors of a safetensors file lie in it; empty if it is not one."""
+    data.seek(0)
+    length = int.from_bytes(data.read(8), "little")
+    if not 0 < length <= min(size - 8, MOST_HEADER_BYTES):
+        return []
+    try:
+        header = json.loads(data.read(length))
+        spans = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
+        found = sorted((8 + length + int(start), 8 + length + int(stop)) for start, stop in spans)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return []
+    return found if all(0 <= start <= stop <= size for start, stop in found) else []
+
+
+def _settings(model: ModelConfig) -> str:
+    """The model's configuration without what depends on the machine."""
+    settings = json.loads(model.hf_config.to_json_string())
+    for name in ("_name_or_path", "transformers_version"):
+        settings.pop(name, None)
+    return json.dumps(settings, sort_keys=True)
+
+
+def _folder(model: str, revision: str | None) -> Path | None:
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except (LocalEntryNotFoundError, OSError, ValueError):
+        return None
+
+
+# Requests.
+
 
 log = logging.getLogger("p2pkv")
 

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from p2pkv.engine.commands import Expect, Hold, Load, OfferPrompt, Pages
+from p2pkv.engine.commands import Expect, Hold, Load, OfferPrompt, PromptBlocks
 
 
 @dataclass
@@ -21,11 +21,11 @@ class Prefill:
     """P: what this step does to one prompt.
 
     Attributes:
-        cached: its pages hold tokens [0, cached) already, and no step will touch them again.
+        cached: its blocks hold tokens [0, cached) already, and no step will touch them again.
         start, stop: this step computes tokens [start, stop).
     """
 
-    pages: Pages
+    blocks: PromptBlocks
     cached: int
     start: int
     stop: int
@@ -36,7 +36,7 @@ class Ended:
     """A request that is over, and why if it was cut short.
 
     Attributes:
-        report: vLLM keeps the request's pages until it hears that nobody uses them any more.
+        report: vLLM keeps the request's blocks until it hears that nobody uses them any more.
     """
 
     request_id: str
@@ -91,7 +91,7 @@ class WorkerNews(KVConnectorWorkerMetadata):
 
     Attributes:
         begun: how many ranks have heard that P has begun.
-        failed: transfers that failed before D had pages for them, and why.
+        failed: transfers that failed before D had blocks for them, and why.
     """
 
     begun: dict[str, int] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from p2pkv.engine.counters import Counters
+from p2pkv.engine.context import Counters
 
 
 @dataclass

@@ -1,20 +1,156 @@
-"""The workers' side: what vLLM's forward thread does for p2pkv. It only appends to a queue."""
+"""The connector in vLLM's workers: what the forward thread does for p2pkv. It only appends to a queue."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from p2pkv.connector.idle_steps import SPINNING, Bell
-from p2pkv.connector.loads import Loads
 from p2pkv.connector.metadata import Ended, StepMetadata, WorkerNews
 from p2pkv.connector.stats import Growth, P2pKvStats
+from p2pkv.device import Fence, make_recorder
 from p2pkv.engine import commands as do
 from p2pkv.engine.rank import Rank
-from p2pkv.pages.device import make_recorder
+
+# D's loads.
+
+
+@dataclass
+class _Load:
+    """One request that the engine knows."""
+
+    request_id: str
+    waited: bool = False
+    """vLLM has given it blocks, and keeps them until it hears of it."""
+    unwanted: bool = False
+    """Nobody will ask for it any more."""
+    complete: bool | None = None
+    """Whether all has come; None until the engine has said how it ended."""
+
+
+@dataclass
+class _Later:
+    """A request that uses the key of one that the engine still knows."""
+
+    request_id: str
+    expect: do.Expect
+    order: do.Load | None = None
+
+
+class Loads:
+    """The engine says of each request, once, how it has ended; only then is it forgotten."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._known: dict[str, _Load] = {}
+        self._later: dict[str, _Later] = {}
+        self._results = KVConnectorTransferResults()
+        self._news = WorkerNews()
+
+    @property
+    def requests(self) -> dict[str, str]:
+        """vLLM's ids of the requests that the engine knows, by key."""
+        return {key: load.request_id for key, load in self._known.items()}
+
+    # What vLLM's scheduler says.
+
+    def begin(self, meta: StepMetadata, fence: Fence | None = None) -> None:
+        """`fence`: nothing may be written to the blocks of these loads before it is passed; None: it may."""
+        for request_id, expect in meta.expects:
+            self._expect(request_id, expect)
+        for request_id, load in meta.loads:
+            self._load(request_id, replace(load, fence=fence))
+        for ended in meta.drops:
+            self._drop(ended)
+
+    def _expect(self, request_id: str, expect: do.Expect) -> None:
+        if expect.key in self._known:
+            self._later[expect.key] = _Later(request_id, expect)
+        else:
+            self._known[expect.key] = _Load(request_id)
+            self._rank.do(expect)
+
+    def _load(self, request_id: str, order: do.Load) -> None:
+        if (later := self._later.get(order.key)) and later.request_id == request_id:
+            later.order = order
+            return
+        load = self._known[order.key]
+        assert load.request_id == request_id
+        load.waited = order.stop > order.start
+        load.unwanted = not load.waited
+        if load.complete is None:
+            self._rank.do(order)
+        self._settle(order.key)
+
+    def _drop(self, ended: Ended) -> None:
+        """The request has ended, or is to fail: load nothing more."""
+        key = ended.key
+        if (later := self._later.get(key)) and later.request_id == ended.request_id:
+            del self._later[key]
+        load = self._known.get(key)
+        if load is None or load.request_id != ended.request_id:
+            return
+        load.waited = ended.report
+        load.unwanted = not load.waited
+        if load.complete is None:
+            self._rank.do(do.Drop(key, ended.reason))
+        self._settle(key)
+
+    # What the engine says.
+
+    def note(self, event: do.Event) -> None:
+        match event:
+            case do.Begun(key) if key in self._known:
+                self._news.begun[self._known[key].request_id] = 1
+            case do.Loaded(key) if key in self._known:
+                self._known[key].complete = True
+                self._settle(key)
+            case do.LoadFailed(key, reason) if key in self._known:
+                load = self._known[key]
+                load.complete = False
+                if not load.waited and not load.unwanted:
+                    self._news.failed[load.request_id] = reason
+                self._settle(key)
+
+    def _settle(self, key: str) -> None:
+        """Tell vLLM, if it waits, and let the engine forget, once there is nothing more to be said."""
+        load = self._known[key]
+        if load.complete is None or not (load.waited or load.unwanted):
+            return
+        if load.waited:
+            self._results.finished_recving.add(load.request_id)
+            if not load.complete:
+                self._results.failed_recving.add(load.request_id)
+        del self._known[key]
+        self._rank.do(do.Forget(key))
+        if later := self._later.pop(key, None):
+            self._expect(later.request_id, later.expect)
+            if later.order is not None:
+                self._load(later.request_id, later.order)
+
+    # What vLLM asks.
+
+    @property
+    def anything_new(self) -> bool:
+        """Whether `results` or `news` would say something."""
+        return bool(self._results.finished_recving or self._news.begun or self._news.failed)
+
+    def results(self) -> KVConnectorTransferResults:
+        """Loads that have ended since the last call."""
+        results, self._results = self._results, KVConnectorTransferResults()
+        return results
+
+    def news(self) -> WorkerNews:
+        """What the scheduler's side must learn besides, since the last call."""
+        news, self._news = self._news, WorkerNews()
+        return news
+
+
+# The worker.
 
 
 class Worker:
@@ -33,10 +169,11 @@ class Worker:
         self._record = make_recorder(device)
         self._growth = Growth(rank.counters)
         self._prompts: tuple[tuple[str, int], ...] = ()
-        # Layers whose hooks have fired and which have not been handed over, and how many make a message.
+        # The run of layers whose hooks have fired and that the engine does not know of, and how many fill a
+        # message.
         self._run = 0, 0
         self._stride = 1
-        # P, by key: requests that vLLM has ended and waits for, and prompts whose pages are free.
+        # P, by key: requests that vLLM has ended and waits for, and prompts whose blocks are free.
         self._ended: dict[str, str] = {}
         self._free: set[str] = set()
         self._idle_wait = 0.0
@@ -47,7 +184,7 @@ class Worker:
     # Before the forward.
 
     def preempt(self, meta: StepMetadata) -> None:
-        """Nothing reads the revoked prompts' pages any more when this returns."""
+        """Nothing reads the revoked prompts' blocks any more when this returns."""
         # Some runners leave out the end of a step: V1's on all but the last stage, with a drafter.
         self.end()
         self.rank.revoke(meta.revoked)
@@ -63,19 +200,18 @@ class Worker:
         for offer in meta.offers:
             self.rank.do(offer)
         for prefill in meta.prefills:
-            self.rank.do(prefill.pages)
+            self.rank.do(prefill.blocks)
             if prefill.cached:
-                cached = ((prefill.pages.key, prefill.cached),)
+                cached = ((prefill.blocks.key, prefill.cached),)
                 self.rank.do(do.Computed(cached, 0, self._layers, self._record()))
         self._stride = self.rank.layers_per_message(sum(each.stop - each.start for each in meta.prefills))
         self._run = 0, 0
-        self._prompts = tuple((prefill.pages.key, prefill.stop) for prefill in meta.prefills)
+        self._prompts = tuple((prefill.blocks.key, prefill.stop) for prefill in meta.prefills)
         for ended in meta.sent:
             self._prompt_ended(ended)
-        if meta.loads and not (fence := self._record()).ready():
-            # The pages may have been another request's until now, and the step before still runs.
-            self.rank.do(do.After(fence))
-        self.loads.begin(meta)
+        # The blocks may have been another request's until now, and the step before may still run.
+        fence = self._record() if meta.loads else None
+        self.loads.begin(meta, None if fence is None or fence.ready() else fence)
 
     def _prompt_ended(self, ended: Ended) -> None:
         if ended.reason:
@@ -93,7 +229,8 @@ class Worker:
             self._say()
             self._run = place, place
         self._run = self._run[0], place + 1
-        if self._run[1] - self._run[0] >= self._stride:
+        # The last layer's too: the step's end may come only after sampling.
+        if self._run[1] - self._run[0] >= self._stride or place == self._layers - 1:
             self._say()
 
     def _say(self) -> None:
@@ -133,7 +270,7 @@ class Worker:
 
     def _hear(self) -> None:
         for event in self.rank.events():
-            if isinstance(event, do.PagesFree):
+            if isinstance(event, do.BlocksFree):
                 self._free.add(event.key)
             else:
                 self.loads.note(event)

@@ -8,34 +8,42 @@ The worker is the child's parent and holds the other end of its stdin: it writes
 announce, a beat every second, and `STOP` at a clean end. A worker that is silent is vouched for until
 `stall_seconds` have passed; then there are no more pings until it beats again. When the worker dies, the pipe
 ends, so does the child, and with it the connection to the proxy. Both are in one process group: a signal that
-freezes or kills the whole instance means the child, too.
+freezes or kills the whole instance reaches the child, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import logging
 import os
+import secrets
 import select
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
+import urllib.parse
+from collections.abc import Callable
 
 import msgspec
+import zmq
 from msgspec import Struct
 
-from p2pkv.control.discovery import PING_INTERVAL, Ping
-from p2pkv.control.members import members_of
-from p2pkv.control.pinger import Pinger
-from p2pkv.control.warm_up import WarmUp, warm_up
+from p2pkv.control.discovery import PING_INTERVAL, Ping, encode_ping, goodbye
+from p2pkv.control.security import Failure, Members, Watch, members_of, no_answer
+from p2pkv.log import RateLimit
 from p2pkv.pairing import Address
 
+# By name: in the child this module is called __main__.
 logger = logging.getLogger("p2pkv.control.announcer")
 
 BEAT_SECONDS = 1.0
-"""Between two beats of the worker, and two looks of the child at who its parent is."""
+"""Between two beats of the worker. The child looks as often whether the worker is still its parent."""
 
 STOP_SECONDS = 2.0
 """How long a clean end may take, with the goodbye."""
@@ -43,6 +51,25 @@ STOP_SECONDS = 2.0
 _BEAT, _STOP = b".", b"q"
 _FORMAT = "(p2pkv-announcer pid=%(process)d) %(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
 _DATE_FORMAT = "%m-%d %H:%M:%S"
+
+
+class WarmUp(Struct, frozen=True):
+    """Where the first prompts go, and how long they are.
+
+    Attributes:
+        url: of the instance's own HTTP API, as http://10.0.0.1:8000. With https no certificate is checked:
+            it is our own, and may be for another name.
+        model: a name under which the instance serves its model.
+        tokens: of a prompt.
+        seconds: how long to wait for the health page, and then again for the answers.
+        api_key: of the HTTP API; "" for none.
+    """
+
+    url: str
+    model: str
+    tokens: int
+    seconds: float
+    api_key: str = ""
 
 
 class Announcement(Struct, frozen=True, kw_only=True):
@@ -127,7 +154,7 @@ class Announcer:
             )
             _close(self._child)
             with contextlib.suppress(OSError):
-                # Whoever was announced is warm, or has been waited for as long as is allowed.
+                # The instance is warm by now, or we have waited for as long as is allowed.
                 self._child = _spawn(msgspec.structs.replace(self._announcement, warm_up=None))
 
 
@@ -223,7 +250,7 @@ class _Worker:
 
 
 def main() -> None:
-    # Who signals the whole process group means the worker: it says goodbye through us, or ends, and so do we.
+    # A signal to the process group is for the worker: it says goodbye through us, or ends, and so do we.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     worker = _Worker(sys.stdin.fileno())
@@ -246,6 +273,265 @@ def main() -> None:
     pinger.start()
     worker.stopping.wait()
     pinger.stop()
+
+
+# The child's pings.
+
+_GOODBYE_LINGER_MS = 500
+# ZMQ gives a connection up for good if its other end ever spoke something else than ZMTP.
+_PATIENCE_SECONDS = 2.0
+# For a handshake that neither succeeds nor fails: the proxy may be busy.
+_HANDSHAKE_SECONDS = 30.0
+_COMPLAIN_SECONDS = 60.0  # between two lines about one proxy
+
+
+class Pinger:
+    """Sends `ping` to the proxy's discovery socket every `interval` seconds, from a daemon thread.
+
+    The proxy may be absent, come late, go and come back: nothing is queued for it meanwhile. Nothing
+    is expected in return. The thread has a ZMQ context of its own and touches no other.
+
+    Args:
+        proxy_address: host:port of the proxy's discovery socket.
+        interval: seconds between two pings.
+        members: show the proxy that we are one of them; None to ping in the clear.
+        vouched_for: asked before each ping, from the thread; while it says False none is sent.
+
+    Raises:
+        ValueError: malformed address, or an interval that is not positive.
+    """
+
+    def __init__(
+        self,
+        proxy_address: str,
+        ping: Ping,
+        interval: float = PING_INTERVAL,
+        members: Members | None = None,
+        vouched_for: Callable[[], bool] = lambda: True,
+    ) -> None:
+        if not interval > 0:
+            raise ValueError(f"the ping interval must be more than 0 seconds, not {interval}")
+        self._proxy = Address.parse(proxy_address)
+        self._frame = encode_ping(ping)
+        self._goodbye = encode_ping(goodbye(ping))
+        self._interval = interval
+        self._members = members
+        self._vouched_for = vouched_for
+        self._complaints = RateLimit(seconds=_COMPLAIN_SECONDS)
+        self._stopping = threading.Event()
+        self._waker, self._wakened = socket.socketpair()
+        self._waker.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="p2pkv-pinger", daemon=True)
+
+    def start(self) -> None:
+        """Begins to ping."""
+        self._thread.start()
+
+    def stop(self, timeout: float = 2.0) -> None:
+        """Says goodbye to a proxy that is there, and ends the thread within `timeout` seconds. Idempotent."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        self._waker.send(b"!")
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+        if self._thread.is_alive():
+            logger.warning(
+                "the discovery pinger did not end within %.1f s; it dies with the process", timeout
+            )
+            return
+        self._waker.close()
+        self._wakened.close()
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        try:
+            while not self._stopping.is_set():
+                self._converse(context)
+        finally:
+            context.term()
+
+    def _converse(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        """Pings over one socket until told to stop, or until another socket might do better."""
+        dealer = context.socket(zmq.DEALER)
+        watch = Watch(dealer, dials=True)
+        try:
+            if self._members is not None:
+                self._members.join(dealer, "proxy")
+            _configure(dealer, self._proxy)
+            while not self._stopping.is_set():
+                if not self._ping_once(dealer, watch):
+                    break
+            self._say_goodbye(dealer)
+        except zmq.ZMQError as error:
+            logger.warning("discovery ping to %s failed, trying again: %s", self._proxy, error)
+            self._stopping.wait(self._interval)
+        finally:
+            watch.close()
+            dealer.close()
+
+    def _complain(self, failure: Failure) -> None:
+        """One line a minute about a proxy that is there and does not take our pings."""
+        if not failure.lost and self._complaints.admits():
+            secret = self._members is not None
+            logger.warning("not registered: %s", no_answer(f"the proxy at {self._proxy}", failure, secret))
+
+    def _ping_once(self, dealer: zmq.Socket[bytes], watch: Watch) -> bool:
+        """Pings, and waits until the next ping is due. False if another socket might do better."""
+        due = time.monotonic() + self._interval
+        if self._connected(dealer, watch):
+            if self._vouched_for():
+                dealer.send(self._frame, zmq.NOBLOCK)
+            self._wait(due - time.monotonic())
+            return True
+        return False
+
+    def _connected(self, dealer: zmq.Socket[bytes], watch: Watch) -> bool:
+        """Waits until the proxy takes a ping, for a while; a stop ends the wait."""
+        end = time.monotonic() + _HANDSHAKE_SECONDS
+        while (left := end - time.monotonic()) > 0 and not self._stopping.is_set():
+            ready = self._wait(left, (dealer, zmq.POLLOUT), (watch.socket, zmq.POLLIN))
+            if dealer in ready:
+                return True
+            for failure in watch.failures():
+                self._complain(failure)
+                end = min(end, time.monotonic() + _PATIENCE_SECONDS)
+        return False
+
+    def _wait(self, seconds: float, *sockets: tuple[zmq.Socket[bytes], int]) -> dict[object, int]:
+        """Until one of these is ready, the time is over, or we are to stop."""
+        poller = zmq.Poller()
+        poller.register(self._wakened, zmq.POLLIN)
+        for each, events in sockets:
+            poller.register(each, events)
+        return dict(poller.poll(max(0, int(seconds * 1000))))
+
+    def _say_goodbye(self, dealer: zmq.Socket[bytes]) -> None:
+        if self._stopping.is_set() and dealer.poll(0, zmq.POLLOUT):
+            dealer.setsockopt(zmq.LINGER, _GOODBYE_LINGER_MS)
+            dealer.send(self._goodbye, zmq.NOBLOCK)
+
+
+def _configure(dealer: zmq.Socket[bytes], proxy: Address) -> None:
+    """No identity: an explicit one would lock a restarted instance out while the old one is frozen."""
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.setsockopt(zmq.IMMEDIATE, 1)
+    dealer.setsockopt(zmq.SNDHWM, 4)
+    dealer.setsockopt(zmq.RCVHWM, 1)
+    dealer.setsockopt(zmq.MAXMSGSIZE, 1024)
+    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    # For names this stays off: "localhost" would mean ::1 only, and proxies bind 127.0.0.1.
+    dealer.setsockopt(zmq.IPV6, ":" in proxy.host)
+    dealer.connect(f"tcp://{proxy}")
+
+
+# The first prompts, which no client pays for: what first steps compile, they compile here.
+
+REQUEST_MARK = "p2pkv-warm-up-"
+"""What the request id of a warm-up begins with. It names no P and no D, so nothing is transferred."""
+
+ANSWER_TOKENS = 2
+"""A step that prefills, and one that decodes."""
+
+_GREEDY = {"temperature": 0.0}
+_SAMPLED = {"temperature": 1.0, "top_p": 0.9, "top_k": 20, "n": 3}
+# vLLM compiles parts of its sampler when they are first used: log-probabilities, random tokens, and each of
+# them again for a batch that is not the first one's.
+_KINDS = (_GREEDY, _SAMPLED)
+
+_POLL_SECONDS = 0.25
+_HEALTH_SECONDS = 2.0
+_LONGEST_QUOTE = 200
+
+
+def warm_up(plan: WarmUp) -> bool:
+    """Wait until the instance serves, and send it a few prompts. Whether it has answered all of them."""
+    failure = _wait_for_health(plan) or _ask_all(plan)
+    if failure:
+        logger.warning(
+            "not warmed up: %s; the instance is announced all the same, and its first request may be slow",
+            failure,
+        )
+    return not failure
+
+
+def _wait_for_health(plan: WarmUp) -> str:
+    """Until the health page answers 200; "" then, else what is wrong."""
+    end, seen = time.monotonic() + plan.seconds, ""
+    while time.monotonic() < end:
+        try:
+            status, _ = _call(plan, "GET", "/health", None, min(_HEALTH_SECONDS, plan.seconds))
+        except (OSError, http.client.HTTPException) as error:
+            seen = str(error) or type(error).__name__
+        else:
+            if status == 200:
+                return ""
+            seen = f"status {status}"
+        time.sleep(_POLL_SECONDS)
+    return (
+        f"{plan.url}/health did not answer 200 in {plan.seconds:g} s ({seen}): is http_port the number given "
+        "to --port, and does --host include this address? With TLS set warm_up_tls"
+    )
+
+
+def _ask_all(plan: WarmUp) -> str:
+    """A prompt of each kind, one after the other; "" if all were answered, else what is wrong."""
+    begun = time.monotonic()
+    for kind in _KINDS:
+        if failure := _ask(plan, kind, begun + plan.seconds):
+            return failure
+    took = time.monotonic() - begun
+    logger.info("warmed up: %d prompts of %d tokens were answered in %.1f s", len(_KINDS), plan.tokens, took)
+    return ""
+
+
+def _ask(plan: WarmUp, kind: dict[str, float], end: float) -> str:
+    """One prompt, random so that no cache holds it; "" if it was answered, else what is wrong."""
+    text = " ".join(secrets.token_hex(4) for _ in range(plan.tokens))  # a word is a token at least
+    body = {
+        "model": plan.model,
+        "prompt": text,
+        "truncate_prompt_tokens": plan.tokens,
+        "max_tokens": ANSWER_TOKENS,
+        "ignore_eos": True,
+        "logprobs": 1,
+        **kind,
+    }
+    try:
+        left = max(_POLL_SECONDS, end - time.monotonic())
+        status, answer = _call(plan, "POST", "/v1/completions", body, left)
+    except TimeoutError:
+        return f"the first prompts were not answered in {plan.seconds:g} s"
+    except (OSError, http.client.HTTPException) as error:
+        return f"the first prompt was not answered: {str(error) or type(error).__name__}"
+    if status == 401:
+        return "the HTTP API wants a key: set VLLM_API_KEY in the instance's environment, or warm_up_api_key"
+    if status != 200:
+        return f"the first prompt was answered with status {status}: {answer[:_LONGEST_QUOTE]}"
+    return ""
+
+
+def _call(
+    plan: WarmUp, method: str, path: str, body: dict[str, object] | None, seconds: float
+) -> tuple[int, str]:
+    """Status and text. Raises OSError or HTTPException; TimeoutError if nothing comes for so long."""
+    parts = urllib.parse.urlsplit(plan.url)
+    assert parts.hostname is not None
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=seconds)
+    if parts.scheme == "https":
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        connection = http.client.HTTPSConnection(parts.hostname, parts.port, timeout=seconds, context=context)
+    headers = {"Content-Type": "application/json", "X-Request-Id": REQUEST_MARK + secrets.token_hex(8)}
+    if plan.api_key:
+        headers["Authorization"] = f"Bearer {plan.api_key}"
+    try:
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        response = connection.getresponse()
+        return response.status, response.read().decode(errors="replace")
+    finally:
+        connection.close()
 
 
 if __name__ == "__main__":

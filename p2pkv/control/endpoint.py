@@ -1,8 +1,8 @@
 """The control plane of one rank: one socket that listens, one for each peer that it dials.
 
-A Line is a connection, whichever side made it. Nothing here blocks but `wait`, and nothing that comes
-in raises: bytes go to the caller as they are. All calls but `wake` come from the thread that owns the
-endpoint.
+A Connection is the same whichever side made it. Only `wait` blocks. Received bytes go to the caller as they
+are, and nothing that a peer sends makes an endpoint raise. All calls but `wake` come from the thread that
+owns the endpoint. `inspect` is for other processes: it asks a running rank what it holds.
 """
 
 from __future__ import annotations
@@ -14,59 +14,116 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
-from p2pkv.control.gate import Gate
-from p2pkv.control.line import Line, Trouble
-from p2pkv.control.members import Members
-from p2pkv.control.watch import HANDSHAKE_SECONDS, Watch, limit_handshake, no_answer
+from p2pkv.control.security import HANDSHAKE_SECONDS, Members, Watch, ZapHandler, limit_handshake, no_answer
 from p2pkv.pairing import Address
-from p2pkv.protocol.messages import MAX_MESSAGE_BYTES
+from p2pkv.protocol.messages import MAX_MESSAGE_BYTES, AnyMessage, Inspect, Report, decode, encode
 from p2pkv.trust import Networks
-
-__all__ = ["Endpoint", "Line", "PortTaken"]
 
 BURST = 256
 """Messages taken from one socket before the others get their turn."""
 
 MAX_STRANGERS = 4096
-"""Connections kept in mind; beyond this many, those that have not said Hello are forgotten."""
+"""Connections that are remembered. Beyond this number, those that have not said Hello are forgotten."""
 
 MAX_SOCKETS = 16_384
-"""A dialed line takes three: itself and its watch, which has two ends."""
+"""A dialed connection takes three: itself and its watch, which has two ends."""
 
 LINGER_MS = 500
-"""How long a closing endpoint waits for its last words to leave; for peers in health no time at all.
+"""How long a closing endpoint waits until its last messages are sent; to healthy peers they go at once.
 
-A peer that has dialed us loses what it has not read when the connection ends, so who listens waits before."""
+A peer that has dialed us loses what it has not read when the connection ends, so the rank waits before."""
 
 FIRST_PAUSE, LAST_PAUSE = (15, 30), (700, 1000)
-"""Milliseconds between two tries of libzmq, which doubles them. Each line draws its own: those who have lost
-one P together do not come back together."""
+"""Milliseconds: the first and the longest pause between two tries of libzmq, which doubles it each time. Each
+line draws its own, so that peers which lost one P together do not all come back at once."""
 
 LASTING = 0.5
-"""Seconds after which a connection that ends is dialed again at once; others wait for `redial`."""
+"""A connection that ends after so many seconds or more is dialed again at once; others wait for `redial`."""
 
 SLOW_SECONDS = 5.0
-"""Who closes a connection in the handshake after so long has waited for something; who refuses does not."""
+"""A peer that closes a connection so many seconds into the handshake was busy: a refusal comes at once."""
 
 RESTARTING = 60.0
-"""Seconds that a peer which had shaken hands has to come back: while it restarts, the dying process or a
-forwarder in front of it accepts connections, and closes them."""
+"""Seconds that a peer has to come back after a connection whose handshake had succeeded. While it restarts,
+the dying process or a forwarder in front of it accepts connections and closes them."""
 
 
 class PortTaken(Exception):
     """Somebody listens there already."""
 
 
+class Connection:
+    """One connection to a peer. `tag` is the owner's, who finds the peer by it; None: nobody owns it.
+
+    A dialed connection, which has an `address`, is shut when its handshake has failed or it has ended
+    too soon, until `Endpoint.redial`.
+    """
+
+    __slots__ = ("_identity", "_socket", "_watch", "address", "awaited", "since", "tag")
+
+    def __init__(
+        self,
+        address: Address | None,
+        socket: zmq.Socket[bytes] | None = None,
+        identity: bytes | None = None,
+    ) -> None:
+        self.address = address
+        self.since = 0.0  # when it was dialed last
+        self.awaited = 0.0  # until when its other side, which had shaken hands, may be restarting
+        self.tag: object = None
+        self._socket = socket
+        self._identity = identity
+        self._watch: Watch | None = None
+
+    @property
+    def shut(self) -> bool:
+        return self._socket is None
+
+    @property
+    def reached(self) -> bool:
+        """Whether somebody listens at the other end of a dialed connection; it may not have answered yet."""
+        return self._watch is not None and self._watch.connected is not None
+
+    def send(self, data: bytes) -> bool:
+        """Hand over one message; False if the peer is gone or its queue is full."""
+        if self._socket is None:
+            return False
+        try:
+            if self._identity is None:
+                self._socket.send(data, zmq.DONTWAIT)
+            else:
+                self._socket.send_multipart([self._identity, data], zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH, zmq.ETERM, zmq.ENOTSOCK):
+                return False
+            raise
+        return True
+
+
+class ConnectionFailure(NamedTuple):
+    """A connection that failed, and why, in a sentence."""
+
+    connection: Connection | None
+    """The dialed connection, which is shut now; None for somebody who wanted to connect to us."""
+    reason: str
+    quiet: bool = False
+    """The other side just closed: a port scan, a monitor, or a peer that has seen first that we differ."""
+    late: bool = False
+    """A dialed peer has not answered in time. It may be busy: dial it again while somebody waits for it."""
+
+
 class Endpoint:
     """Listens at `address` at once. Raises PortTaken with a sentence.
 
-    With `members`, only they get through the handshake, either way; with `allowed`, only peers from
-    these networks do, and no other address is dialed. `patience`: how many seconds a handshake may take;
-    the peer's interpreter may be busy, and with members or networks it is its thread that answers.
+    Args:
+        members: only they get through the handshake, in either direction; None for anybody.
+        allowed: only peers from these networks get through, and no other address is dialed; None for any.
+        patience: seconds that a handshake may take. With members or networks the peer's own thread takes
+            part in it, and may be busy.
     """
 
     def __init__(
@@ -86,14 +143,14 @@ class Endpoint:
         self._waking = threading.Lock()
         self._poller = zmq.Poller()
         self._poller.register(self._wake, zmq.POLLIN)
-        self._troubles: deque[Trouble] = deque(maxlen=MAX_STRANGERS)
-        self._answered: dict[bytes, Line] = {}
-        self._dialed: dict[zmq.Socket[bytes], Line] = {}
-        self._watched: dict[zmq.Socket[Any], Line] = {}
+        self._failures: deque[ConnectionFailure] = deque(maxlen=MAX_STRANGERS)
+        self._answered: dict[bytes, Connection] = {}
+        self._dialed: dict[zmq.Socket[bytes], Connection] = {}
+        self._watched: dict[zmq.Socket[Any], Connection] = {}
         self._ready: list[Any] | None = None
         """What the last `wait` has found, until `receive` has read it."""
-        self._gate = Gate(members, allowed)
-        self._asked = self._gate.open(self._context)
+        self._zap = ZapHandler(members, allowed)
+        self._asked = self._zap.open(self._context)
         self._poller.register(self._asked, zmq.POLLIN)
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -102,8 +159,8 @@ class Endpoint:
         self._listen(address)
 
     def _listen(self, address: Address) -> None:
-        if self._gate.needed:
-            self._gate.guard(self._router)
+        if self._zap.needed:
+            self._zap.guard(self._router)
         if self._members is not None:
             self._members.serve(self._router, "rank")
         try:
@@ -116,33 +173,33 @@ class Endpoint:
             ) from None
         self._poller.register(self._router, zmq.POLLIN)
 
-    def dial(self, address: Address) -> Line:
-        """A line to `address`. It comes up by itself; until then its sends return False."""
-        line = Line(address)
-        self.redial(line)
-        return line
+    def dial(self, address: Address) -> Connection:
+        """A connection to `address`. It comes up by itself; until then its sends return False."""
+        connection = Connection(address)
+        self.redial(connection)
+        return connection
 
-    def redial(self, line: Line) -> None:
-        """Try a line that is shut once more: one connection, if `allowed_peers` admit its address."""
-        if line.address is None or not line.shut:
+    def redial(self, connection: Connection) -> None:
+        """Try a connection that is shut once more: one connection, if `allowed_peers` admit its address."""
+        if connection.address is None or not connection.shut:
             return
-        if self._allowed is not None and not self._allowed.admits(line.address.host):
+        if self._allowed is not None and not self._allowed.admits(connection.address.host):
             self._give_up(
-                line,
-                f"{line.address} could not be reached, since it is not dialed: allowed_peers are "
+                connection,
+                f"{connection.address} could not be reached, since it is not dialed: allowed_peers are "
                 f"{self._allowed}, and names are in no network; add the network of that instance, or give it "
                 "a numeric `host`",
             )
             return
         try:
-            self._connect(line, line.address)
+            self._connect(connection, connection.address)
         except zmq.ZMQError as error:  # no descriptors left
-            self._give_up(line, f"{line.address} could not be reached: {error}")
+            self._give_up(connection, f"{connection.address} could not be reached: {error}")
 
-    def _connect(self, line: Line, address: Address) -> None:
-        socket = line._socket = self._socket(zmq.DEALER)
-        self._dialed[socket] = line
-        line.since = time.monotonic()
+    def _connect(self, connection: Connection, address: Address) -> None:
+        socket = connection._socket = self._socket(zmq.DEALER)
+        self._dialed[socket] = connection
+        connection.since = time.monotonic()
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.RECONNECT_IVL, random.randint(*FIRST_PAUSE))
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, random.randint(*LAST_PAUSE))
@@ -150,23 +207,23 @@ class Endpoint:
         socket.setsockopt(zmq.RECONNECT_STOP, zmq.RECONNECT_STOP_HANDSHAKE_FAILED)
         if self._members is not None:
             self._members.join(socket, "rank")
-        line._watch = Watch(socket, dials=True)
-        self._watched[line._watch.socket] = line
-        self._poller.register(line._watch.socket, zmq.POLLIN)
+        connection._watch = Watch(socket, dials=True)
+        self._watched[connection._watch.socket] = connection
+        self._poller.register(connection._watch.socket, zmq.POLLIN)
         socket.connect(f"tcp://{address}")
         self._poller.register(socket, zmq.POLLIN)
 
-    def hang_up(self, line: Line) -> None:
-        """Forget a line; a dialed one is closed."""
-        if line._identity is not None:
-            self._answered.pop(line._identity, None)
+    def hang_up(self, connection: Connection) -> None:
+        """Forget a connection; a dialed one is closed."""
+        if connection._identity is not None:
+            self._answered.pop(connection._identity, None)
         else:
-            self._shut(line)
+            self._shut(connection)
 
-    def troubles(self) -> Iterator[Trouble]:
+    def failures(self) -> Iterator[ConnectionFailure]:
         """What has gone wrong with connections since the last call."""
-        while self._troubles:
-            yield self._troubles.popleft()
+        while self._failures:
+            yield self._failures.popleft()
 
     def wait(self, seconds: float) -> None:
         """Sleep until something can be received, somebody wakes us, or the time is over."""
@@ -180,10 +237,10 @@ class Endpoint:
                 self._admit()
             elif each is self._watch.socket:
                 self._refused()
-            elif (line := self._watched.get(each)) is not None and line._watch is not None:
-                self._look_after(line, line._watch)
+            elif (connection := self._watched.get(each)) is not None and connection._watch is not None:
+                self._look_after(connection, connection._watch)
 
-    def receive(self) -> Iterator[tuple[Line, bytes]]:
+    def receive(self) -> Iterator[tuple[Connection, bytes]]:
         """What has come in, without waiting. What is not one frame comes as b"", which is no message."""
         if self._ready is None:
             self._ready = [each for each, _ in self._poller.poll(0)]
@@ -200,8 +257,8 @@ class Endpoint:
                     break
                 if socket is self._router:
                     yield self._answer(frames[0]), frames[1] if len(frames) == 2 else b""
-                elif line := self._dialed.get(socket):
-                    yield line, frames[0] if len(frames) == 1 else b""
+                elif connection := self._dialed.get(socket):
+                    yield connection, frames[0] if len(frames) == 1 else b""
 
     def wake(self) -> None:
         """End the owner's `wait`. From any thread, even after `close`."""
@@ -210,8 +267,8 @@ class Endpoint:
                 os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        for line in list(self._dialed.values()):
-            self._shut(line, LINGER_MS)
+        for connection in list(self._dialed.values()):
+            self._shut(connection, LINGER_MS)
         self._watch.close()
         self._router.close(LINGER_MS)
         self._asked.close(0)
@@ -220,17 +277,19 @@ class Endpoint:
             os.close(self._wake)
             self._wake = -1
 
-    def _answer(self, identity: bytes) -> Line:
-        line = self._answered.get(identity)
-        if line is None:
+    def _answer(self, identity: bytes) -> Connection:
+        connection = self._answered.get(identity)
+        if connection is None:
             if len(self._answered) >= MAX_STRANGERS:
                 self._forget_strangers()
-            line = self._answered[identity] = Line(None, self._router, identity)
-        return line
+            connection = self._answered[identity] = Connection(None, self._router, identity)
+        return connection
 
     def _forget_strangers(self) -> None:
         """Drop the lines that nobody owns; whoever is still there is a stranger again."""
-        self._answered = {key: line for key, line in self._answered.items() if line.tag is not None}
+        self._answered = {
+            key: connection for key, connection in self._answered.items() if connection.tag is not None
+        }
 
     def _admit(self) -> None:
         """Answer libzmq's questions about who wants to connect."""
@@ -239,57 +298,57 @@ class Endpoint:
                 request = self._asked.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            reply, refusal = self._gate.answer(request)
+            reply, refusal = self._zap.answer(request)
             if reply:
                 self._asked.send_multipart(reply, zmq.DONTWAIT)
             if refusal:
-                self._troubles.append(Trouble(None, refusal))
+                self._failures.append(ConnectionFailure(None, refusal))
 
     def _refused(self) -> None:
-        """Somebody did not get through the handshake with us. What the gate has refused, it has said."""
+        """Note failed handshakes with us, but not what the ZAP handler refused: `_admit` has noted that."""
         for failure in islice(self._watch.failures(), BURST):
             if not failure.refused:
                 reason = f"a connection to {self.address} was refused: {failure.detail}"
-                self._troubles.append(Trouble(None, reason, quiet=not failure.spoke))
+                self._failures.append(ConnectionFailure(None, reason, quiet=not failure.spoke))
 
-    def _look_after(self, line: Line, watch: Watch) -> None:
+    def _look_after(self, connection: Connection, watch: Watch) -> None:
         failure = next(watch.failures(), None)
         if failure is not None and failure.lost:
             # libzmq dials again by itself, but not after every kind of end.
-            self._shut(line)
-            if time.monotonic() - line.since > LASTING:
-                self.redial(line)
+            self._shut(connection)
+            if time.monotonic() - connection.since > LASTING:
+                self.redial(connection)
         elif failure is not None and (failure.late or (failure.gone and self._slow(watch))):
-            self._shut(line)
-            reason = no_answer(line.address, failure._replace(late=True), self._members is not None)
-            self._troubles.append(Trouble(line, reason, late=True))
-        elif failure is not None and failure.gone and time.monotonic() < line.awaited:
-            self._shut(line)
+            self._shut(connection)
+            reason = no_answer(connection.address, failure._replace(late=True), self._members is not None)
+            self._failures.append(ConnectionFailure(connection, reason, late=True))
+        elif failure is not None and failure.gone and time.monotonic() < connection.awaited:
+            self._shut(connection)
         elif failure is not None:
-            self._give_up(line, no_answer(line.address, failure, self._members is not None))
+            self._give_up(connection, no_answer(connection.address, failure, self._members is not None))
 
     def _slow(self, watch: Watch) -> bool:
-        """Whether the other side has ended its wait for its own busy thread, and not refused us at once."""
+        """Whether the peer closed the connection because its own thread was busy, and not to refuse us."""
         begun = watch.connected
         return begun is not None and time.monotonic() - begun > min(SLOW_SECONDS, self._patience / 2)
 
-    def _give_up(self, line: Line, reason: str) -> None:
-        self._shut(line)
-        self._troubles.append(Trouble(line, reason))
+    def _give_up(self, connection: Connection, reason: str) -> None:
+        self._shut(connection)
+        self._failures.append(ConnectionFailure(connection, reason))
 
-    def _shut(self, line: Line, linger: int = 0) -> None:
-        """Close what a dialed line has open."""
-        socket, line._socket = line._socket, None
+    def _shut(self, connection: Connection, linger: int = 0) -> None:
+        """Close what a dialed connection has open."""
+        socket, connection._socket = connection._socket, None
         if socket is None:
             return
         del self._dialed[socket]
-        if line._watch is not None:
-            if line._watch.proven:
-                line.awaited = time.monotonic() + RESTARTING
-            self._poller.unregister(line._watch.socket)
-            del self._watched[line._watch.socket]
-            line._watch.close()
-            line._watch = None
+        if connection._watch is not None:
+            if connection._watch.proven:
+                connection.awaited = time.monotonic() + RESTARTING
+            self._poller.unregister(connection._watch.socket)
+            del self._watched[connection._watch.socket]
+            connection._watch.close()
+            connection._watch = None
         if socket in self._poller:
             self._poller.unregister(socket)
         socket.close(linger)
@@ -316,3 +375,51 @@ def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:
         if len(frames) < 3:
             frames.append(frame)
     return frames
+
+
+# Asking a running rank what it holds now.
+
+
+def inspect(
+    address: Address, seconds: float = 2.0, members: Members | None = None
+) -> dict[str, int | float | str]:
+    """Counters and gauges of the rank that listens at `address`; `members` if it has a secret.
+
+    Raises TimeoutError with a sentence if no rank of p2pkv answers in time or the secrets differ,
+    BadMessage if what answers is something else.
+    """
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        if members is not None:
+            members.join(socket, "rank")
+        watch = Watch(socket, dials=True)
+        try:
+            answer = _ask(socket, watch, address, seconds, members is not None)
+        finally:
+            watch.close()
+    if not isinstance(answer, Report):
+        raise TimeoutError(f"{address} answered {type(answer).__name__}, which is no report")
+    return answer.values
+
+
+def _ask(
+    socket: zmq.Socket[bytes], watch: Watch, address: Address, seconds: float, secret: bool
+) -> AnyMessage:
+    socket.connect(f"tcp://{address}")
+    socket.send(encode(Inspect()))
+    poller = zmq.Poller()
+    poller.register(socket, zmq.POLLIN)
+    poller.register(watch.socket, zmq.POLLIN)
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        ready = dict(poller.poll(int(left * 1000) + 1))
+        if socket in ready:
+            return decode(socket.recv())
+        for failure in watch.failures():
+            raise TimeoutError(no_answer(address, failure, secret))
+    raise TimeoutError(
+        f"nothing at {address} answered in {seconds:g} s: is an instance running there, with this kv_port "
+        "plus the rank?"
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from p2pkv.pages.device import Fence
+from p2pkv.device import Fence
 from p2pkv.pairing import Address
 
 Blocks = tuple[list[int], ...]
@@ -36,7 +36,7 @@ class OfferPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
+class PromptBlocks:
     """Where the prompt's tokens lie, from this step on."""
 
     key: str
@@ -62,7 +62,7 @@ class Flush:
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
-    """The pages of this prompt were taken back; see Rank.revoke."""
+    """The blocks of this prompt were taken back; see Rank.revoke."""
 
     key: str
 
@@ -90,30 +90,28 @@ class Expect:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The request has pages: load tokens [start, stop); an empty range releases P."""
+    """The request has blocks: load tokens [start, stop); an empty range releases P.
+
+    `fence`: until it is passed the step before may still write to these blocks, which were another
+    request's; None: nobody else does.
+    """
 
     key: str
     start: int
     stop: int
     blocks: Blocks
+    fence: Fence | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """D's request has ended: load nothing more into its pages."""
+    """D's request has ended: load nothing more into its blocks."""
 
     key: str
     reason: str
 
 
 # To either.
-
-
-@dataclass(frozen=True, slots=True)
-class After:
-    """Copies into or out of pages that are named from now on come after this point of the forward's work."""
-
-    fence: Fence
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +122,7 @@ class Forget:
 
 
 Command = (
-    Hold | OfferPrompt | Pages | Computed | Flush | Revoked | Abort | Expect | Load | Drop | After | Forget
+    Hold | OfferPrompt | PromptBlocks | Computed | Flush | Revoked | Abort | Expect | Load | Drop | Forget
 )
 
 
@@ -132,8 +130,8 @@ Command = (
 
 
 @dataclass(frozen=True, slots=True)
-class PagesFree:
-    """P: nothing reads this prompt's pages any more."""
+class BlocksFree:
+    """P: nothing reads this prompt's blocks any more."""
 
     key: str
 
@@ -147,17 +145,17 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """D: all that was asked for is in the pages."""
+    """D: all that was asked for is in the blocks."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """D: it will not come; nothing is written to the pages any more."""
+    """D: it will not come; nothing is written to the blocks any more."""
 
     key: str
     reason: str
 
 
-Event = PagesFree | Begun | Loaded | LoadFailed
+Event = BlocksFree | Begun | Loaded | LoadFailed

@@ -1,53 +1,63 @@
-"""D's half of a rank: dials the ranks of P, and writes what they push into its requests' pages.
+"""D's half of a rank: dials the ranks of P, and writes what they push to its requests' blocks.
 
-Here is what reaches it, from the forward thread, from the ranks of P and by time, and who is connected. What
-is said about a request is in `requests`, its data in `incoming`.
+`Consumer` gets what comes from the forward thread, from the ranks of P and by time; `Incoming` posts the
+receives and writes what has come. What is said about a request is in `requests`.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from math import inf
 
-from p2pkv.control.endpoint import Line
+from p2pkv.config import RESERVED_CHUNKS
+from p2pkv.control.endpoint import Connection
 from p2pkv.engine import commands as do
-from p2pkv.engine.context import Context, log
-from p2pkv.engine.idle import IDLE_BEATS, LOOK_SECONDS, REASON, surplus
-from p2pkv.engine.incoming import Incoming
-from p2pkv.engine.inlet import Inlet
-from p2pkv.engine.requests import Requests
-from p2pkv.engine.shelves import Shelves
+from p2pkv.engine.context import BURST, Context, log
+from p2pkv.engine.early import EarlyBuffers
+from p2pkv.engine.peers import (
+    IDLE_BEATS,
+    IDLE_REASON,
+    LOOK_SECONDS,
+    Arrived,
+    Check,
+    Peers,
+    Posted,
+    PrefillPeer,
+    prefill_peers,
+    surplus,
+)
+from p2pkv.engine.requests import RequestEntry, Requests
 from p2pkv.links.base import LinkError
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import Refused, unfit
 from p2pkv.protocol.machine import RemoteProtocolError
+from p2pkv.protocol.receiver import LoadPhase, Receiver
 
 IDLE_SECONDS = 60.0
-"""A dialed rank of P that nobody has asked for anything for so long is hung up on."""
+"""Seconds without a request after which the connection to a rank of P is closed."""
 
 
-ANSWERS = (m.Welcome, m.Refuse, m.Stranger, m.Holding)
-"""What a P says to what we have asked. All else may come over a connection on which P does not hear us."""
+ANSWERS = (m.Welcome, m.Refuse, m.Stranger, m.HeartbeatAck)
+"""Messages with which P answers ours. Any other may come over a connection on which P does not hear us."""
 
 
 class Consumer:
     def __init__(self, context: Context) -> None:
         self._ctx = context
-        self._peers: dict[str, Inlet] = {}
-        self._active: dict[Inlet, None] = {}
-        """Those with something under way, and those whose link is not up."""
+        self._peers = prefill_peers()
         self._next_look = 0.0
-        shelves = Shelves(context.options.ahead_bytes, context.cache.device)
-        self._requests = Requests(context, self._peers, self._active, shelves)
-        self._incoming = Incoming(context, self._peers, self._active, self._requests, shelves)
+        early_buffers = EarlyBuffers(context.options.ahead_bytes, context.cache.device)
+        self._requests = Requests(context, self._peers, early_buffers)
+        self._incoming = Incoming(context, self._peers, self._requests, early_buffers)
         self._next_beat = 0.0
         self._window = max(1, context.options.staging_bytes // 2)
         context.counters.gauges |= {
             "staging_bytes": lambda: self._incoming.staged,
-            "ahead_bytes": lambda: shelves.used,
-            "receives_posted": lambda: sum(len(peer.posted) for peer in tuple(self._peers.values())),
-            "receives_asked": lambda: sum(len(peer.asked) for peer in tuple(self._peers.values())),
+            "ahead_bytes": lambda: early_buffers.used,
+            "receives_posted": lambda: sum(len(peer.posted) for peer in self._peers),
+            "receives_asked": lambda: sum(len(peer.asked) for peer in self._peers),
             "peers": lambda: len(self._peers),
-            "links": lambda: sum(1 for peer in tuple(self._peers.values()) if peer.linked),
+            "links": lambda: sum(1 for peer in self._peers if peer.linked),
             "links_stuck": lambda: context.links.stuck,
         }
 
@@ -68,16 +78,16 @@ class Consumer:
 
     # The ranks of P, and their links.
 
-    def receive(self, line: Line, message: m.AnyMessage, now: float) -> None:
+    def receive(self, connection: Connection, message: m.AnyMessage, now: float) -> None:
         if isinstance(message, m.Hello):
             reason = f"{self._ctx.hello.address} is a consumer: consumers dial producers, nobody dials them"
-            self._ctx.tell(line, m.Refuse(message.incarnation, reason))
+            self._ctx.tell(connection, m.Refuse(message.incarnation, reason))
             return
-        peer = line.tag
-        if not isinstance(peer, Inlet):
+        peer = connection.tag
+        if not isinstance(peer, PrefillPeer):
             return
         if isinstance(message, ANSWERS):
-            peer.mute = None
+            peer.unanswered_since = None
         match message:
             case m.Welcome():
                 self._welcome(peer, message, now)
@@ -88,7 +98,7 @@ class Consumer:
                     self._requests.lost(
                         peer, f"{peer.address} is gone: who answers there does not know this connection", now
                     )
-            case m.Holding(held, _):
+            case m.HeartbeatAck(held, _):
                 self._requests.holding(peer, held, now)
             case m.Ahead():
                 self._requests.ahead(peer, message, now)
@@ -103,7 +113,7 @@ class Consumer:
             case _:
                 raise RemoteProtocolError(f"{type(message).__name__} is not for a D")
 
-    def _welcome(self, peer: Inlet, message: m.Welcome, now: float) -> None:
+    def _welcome(self, peer: PrefillPeer, message: m.Welcome, now: float) -> None:
         again = peer.hello is not None and peer.hello.incarnation == message.hello.incarnation
         if message.you != self._ctx.hello.incarnation or again:
             return
@@ -116,18 +126,19 @@ class Consumer:
         log.info("P rank %d at %s is connected; what travels: %s%s", peer.rank, peer.address, peer.wire, sums)
         self._requests.connect(now)
 
-    def _refuse(self, peer: Inlet, reason: str, now: float) -> None:
+    def _refuse(self, peer: PrefillPeer, reason: str, now: float) -> None:
         self._ctx.counters.add("messages_refused")
         log.warning("no transfers from %s: %s", peer.address, reason)
         peer.dialing.refuse(reason, now)
         self._requests.fail(peer, reason, now)
 
-    def unreachable(self, line: Line, reason: str, now: float) -> None:
-        """Whoever listens there is no member, or nobody that we may dial; it is left alone for a while."""
-        if isinstance(line.tag, Inlet):
-            self._refuse(line.tag, reason, now)
+    def unreachable(self, connection: Connection, reason: str, now: float) -> None:
+        """Whoever listens at that address is not a member, or must not be dialed: leave it alone for a
+        while."""
+        if isinstance(connection.tag, PrefillPeer):
+            self._refuse(connection.tag, reason, now)
 
-    def _invited(self, peer: Inlet, message: m.LinkInvite, now: float) -> None:
+    def _invited(self, peer: PrefillPeer, message: m.LinkInvite, now: float) -> None:
         if peer.linked:
             self._requests.link_lost(peer, f"{peer.address} builds its link anew", now, tell=False)
         try:
@@ -135,26 +146,26 @@ class Consumer:
         except LinkError as error:
             self._requests.fail(peer, f"no link from {peer.address}: {error}", now)
 
-    def _redial(self, peer: Inlet, reason: str, now: float) -> None:
-        """A connection may be dead although neither end was told: the next request gets a new one."""
-        self._ctx.endpoint.hang_up(peer.line)
+    def _redial(self, peer: PrefillPeer, reason: str, now: float) -> None:
+        """The connection may be dead although neither end was told: the next request opens another."""
+        self._ctx.endpoint.hang_up(peer.connection)
         self._requests.lost(peer, reason, now)
 
-    def _hang_up(self, peer: Inlet) -> None:
+    def _hang_up(self, peer: PrefillPeer) -> None:
         peer.abort()
-        self._ctx.endpoint.hang_up(peer.line)
-        del self._peers[peer.address]
+        self._ctx.endpoint.hang_up(peer.connection)
+        self._peers.remove(peer)
 
     def _close_idle(self, now: float) -> None:
-        linked = [peer for peer in self._peers.values() if peer.linked]
+        linked = [peer for peer in self._peers if peer.linked]
         quiet = (IDLE_BEATS + 1) * self._ctx.beat
 
-        def idle(peer: Inlet) -> bool:
+        def idle(peer: PrefillPeer) -> bool:
             return now - peer.used > quiet and not (peer.posted or peer.asked or self._requests.of(peer))
 
         for peer in surplus(linked, self._ctx.options.max_links, idle, lambda peer: peer.used):
-            log.info("closing the link from %s: %s", peer.address, REASON)
-            peer.abort(REASON)
+            log.info("closing the link from %s: %s", peer.address, IDLE_REASON)
+            peer.abort(IDLE_REASON)
 
     # The data.
 
@@ -167,7 +178,7 @@ class Consumer:
     def tick(self, now: float) -> None:
         self._requests.tick(now)
         lease = self._ctx.options.lease_seconds
-        for peer in list(self._active):
+        for peer in self._peers.watched:
             if peer.overdue(now, lease):
                 reason = f"{peer.address} did not send in time what was granted: nothing for {lease:g} s"
                 self._requests.link_lost(peer, reason, now)
@@ -179,9 +190,9 @@ class Consumer:
             self._requests.say_waiting(now)
 
     def _look(self, now: float, lease: float) -> None:
-        """At all ranks of P, those with nothing under way too."""
-        for peer in list(self._peers.values()):
-            if peer.mute is not None and now - peer.mute > lease:
+        """Look at all ranks of P, also at those with nothing under way."""
+        for peer in self._peers:
+            if peer.unanswered_since is not None and now - peer.unanswered_since > lease:
                 self._redial(peer, f"{peer.address} did not answer in time: nothing for {lease:g} s", now)
             if now - peer.used <= max(IDLE_SECONDS, lease) or peer.posted or self._requests.wants(peer):
                 peer.stir()
@@ -192,7 +203,7 @@ class Consumer:
     @property
     def idle(self) -> bool:
         """Whether nothing is under way that has to be looked at often."""
-        return self._requests.connected and not any(peer.busy for peer in self._active)
+        return self._requests.connected and not any(peer.busy for peer in self._peers.watched)
 
     @property
     def due(self) -> float:
@@ -202,7 +213,7 @@ class Consumer:
     # The end.
 
     told = False
-    """Whether a peer needs time to hear of it: a P hears even what was said just before the end."""
+    """D need not wait for anybody to read its last messages: P gets them even if D closes right after."""
 
     def leave(self, now: float, finish: bool = True) -> None:
         """Load nothing any more, whatever `finish`: nobody would use it."""
@@ -214,5 +225,205 @@ class Consumer:
         return not any(not entry.receiver.load.ended for entry in self._requests.entries.values())
 
     def close(self) -> None:
-        for peer in list(self._peers.values()):
+        for peer in self._peers:
             peer.abort("D is shutting down")
+
+
+# The data.
+
+
+class Incoming:
+    """What comes from the ranks of P; one rank's staging is shared by all of them.
+
+    A turn looks at the `watched` of `peers`.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        peers: Peers[str, PrefillPeer],
+        requests: Requests,
+        early_buffers: EarlyBuffers,
+    ) -> None:
+        self._ctx = context
+        self._peers = peers
+        self._others = 0
+        """Bytes that receives of all other ranks of P hold while one has its turn."""
+        self._requests = requests
+        self._early_buffers = early_buffers
+
+    def pump(self, now: float) -> bool:
+        """Move what can be moved now; whether to come back soon."""
+        watched = self._peers.watched
+        staged = sum(peer.staged for peer in watched)
+        for peer in watched:
+            if peer not in self._peers:
+                continue
+            rests, self._others = not peer.busy, staged - peer.staged
+            try:
+                peer.poll()
+                newest = peer.newest
+                self._post(peer, now)
+                for _ in range(BURST):
+                    if not peer.posted or not self._may_land(peer.posted[0]):
+                        break
+                    self._land(peer, peer.posted.popleft(), now)
+                self._post(peer, now)
+                if peer.newest is not newest:
+                    peer.poll()  # which may launch receives: their grants are out by now
+            except LinkError as error:
+                self._requests.link_lost(peer, f"the link from {peer.address} broke: {error}", now)
+            staged = self._others + peer.staged
+            if rests and not peer.busy:
+                self._peers.rest(peer)
+        self._unload(now)
+        return bool(self._requests.unloading) or any(peer.posted for peer in self._peers.watched)
+
+    def _post(self, peer: PrefillPeer, now: float) -> None:
+        """Post receives for announced chunks while there is room; only one if other peers wait, too."""
+        while peer.asked:
+            self._admitted_first(peer)
+            key, chunk = peer.asked[0]
+            entry = self._requests.entries.get(key)
+            if entry is None or not entry.receiver.pieces(peer.rank, chunk.attempt, chunk.chunk):
+                peer.asked.popleft()
+                continue
+            reserve = RESERVED_CHUNKS * self._ctx.options.chunk_bytes if _is_ahead(entry) else 0
+            posted = peer.post() if self._may_hold(peer, chunk.nbytes, reserve) else None
+            if posted is None:
+                peer.wait()
+                return
+            effects = entry.receiver.posted(peer.rank, chunk, peer.link, posted.receive.landing)
+            self._requests.run(entry, effects, now)
+            if any(other.asked for other in self._peers.watched if other is not peer):
+                return
+
+    def _admitted_first(self, peer: PrefillPeer) -> None:
+        """Chunks of requests that have blocks go before chunks that no request has asked for yet."""
+        for index, (key, _) in enumerate(peer.asked):
+            entry = self._requests.entries.get(key)
+            if entry is None or not _is_ahead(entry):
+                if index:
+                    first = peer.asked[index]
+                    del peer.asked[index]
+                    peer.asked.appendleft(first)
+                return
+
+    def _may_land(self, posted: Posted) -> bool:
+        """Whether the bytes are here, and nobody else writes where they belong."""
+        if not posted.arrived:
+            return False
+        entry = self._requests.entries.get(posted.key)
+        return entry is None or entry.receiver.load.ended or entry.writable
+
+    def _land(self, peer: PrefillPeer, posted: Posted, now: float) -> None:
+        """A receive is complete: write its bytes where they belong, unless the transfer has ended."""
+        entry, chunk = self._requests.entries.get(posted.key), posted.chunk
+        pieces = () if entry is None else entry.receiver.pieces(peer.rank, chunk.attempt, chunk.chunk)
+        try:
+            if entry is None or not pieces:
+                self._ctx.counters.add("chunks_dropped")
+                return
+            assert peer.pages is not None
+            check, buffer = self._check(peer, posted), posted.receive.buffer
+            arrived = Arrived(peer, peer.rank, chunk, buffer, peer.pages, check)
+            refuted = check is not None and check.refuted
+            if not refuted:
+                (self._keep if _is_ahead(entry) else self._write)(entry, arrived, now)
+        finally:
+            posted.receive.release()
+        if refuted:
+            self._corrupt(entry, entry.receiver, arrived, now)
+
+    def _check(self, peer: PrefillPeer, posted: Posted) -> Check | None:
+        """The checksum of the bytes that arrived, computed before the scatter; None where none is wanted."""
+        if not peer.verify or posted.sent is None:
+            return None
+        return Check(self._ctx.cache.digest(posted.receive.buffer), posted.sent)
+
+    def _keep(self, entry: RequestEntry, arrived: Arrived, now: float) -> None:
+        """The request has no blocks yet: copy the chunk to its early buffer."""
+        assert entry.early is not None
+        self._early_buffers.keep(entry.early, arrived, now)
+        self._ctx.copies.launched(entry.expect.key)
+        entry.receiver.kept(arrived.rank, arrived.chunk.chunk, now)
+        self._ctx.counters.add("bytes_ahead", arrived.chunk.nbytes)
+
+    def _unload(self, now: float) -> None:
+        """Write what waits in early buffers to the blocks that it has now, some of it each turn."""
+        waiting = self._requests.unloading
+        for _ in range(BURST):
+            while waiting and not (waiting[0].early and waiting[0].early.kept):
+                waiting.popleft()
+            if not waiting or not waiting[0].writable:
+                return
+            buffer = waiting[0].early
+            assert buffer is not None
+            self._write(waiting[0], buffer.kept.popleft(), now)
+        self._ctx.endpoint.wake()
+
+    def _write(self, entry: RequestEntry, arrived: Arrived, now: float) -> None:
+        """Write a chunk to the blocks."""
+        receiver, key = entry.receiver, entry.expect.key
+        try:
+            self._scatter(entry, arrived)
+        except ValueError as error:
+            self._requests.run(entry, receiver.cancel(f"D cannot write its pages: {error}"), now)
+            return
+        finally:
+            self._ctx.copies.launched(key)
+        self._ctx.copies.then(key, partial(self._landed, entry, receiver, arrived), now)
+
+    def _landed(self, entry: RequestEntry, receiver: Receiver, arrived: Arrived, now: float) -> None:
+        """The device has written this chunk to the blocks, and computed its checksum."""
+        if arrived.check is not None and arrived.check.differs():
+            self._corrupt(entry, receiver, arrived, now)
+            return
+        self._ctx.counters.add("bytes_scattered", arrived.chunk.nbytes)
+        self._ctx.counters.add("chunks_scattered")
+        self._requests.run(entry, receiver.scattered(arrived.rank, arrived.chunk.chunk, now), now)
+
+    def _corrupt(self, entry: RequestEntry, receiver: Receiver, arrived: Arrived, now: float) -> None:
+        """The bytes differ from what P gathered: end the transfer, and the link, since it may spoil
+        others."""
+        peer, check = arrived.peer, arrived.check
+        assert check is not None
+        self._ctx.counters.add("chunks_corrupt")
+        theirs, ours = check.sent.digest.hex() or "none", check.digest.value().hex()
+        reason = (
+            f"chunk {check.sent.chunk} from {peer.address} has checksum {ours} here and {theirs} there: its "
+            "bytes changed on the way"
+        )
+        self._requests.run(entry, receiver.cancel(reason), now)
+        if peer.link == check.sent.link:
+            self._requests.link_lost(peer, f"the link is given up: {reason}", now)
+
+    def _scatter(self, entry: RequestEntry, arrived: Arrived) -> None:
+        assignment, offset = entry.receiver.sources[arrived.rank].assignment, 0
+        window, edge = assignment.window(*entry.wanted), assignment.edge
+        shift = edge.target_layer - edge.layers.start
+        heads = (edge.target_head, edge.target_head + len(edge.heads))
+        for piece in arrived.chunk.pieces:
+            for begin, part in window.within(piece):
+                layers = (part.layer + shift, part.layer_stop + shift)
+                part_bytes = arrived.buffer[offset + begin :][: window.size(part)]
+                arrived.pages.scatter(part_bytes, layers, (part.start, part.stop), heads, entry.blocks)
+            offset += window.size(piece)
+
+    def _may_hold(self, peer: PrefillPeer, nbytes: int, reserve: int) -> bool:
+        """Whether this peer's receives may hold `nbytes` more and leave `reserve` bytes of staging free.
+
+        A peer that already holds some must leave as much free, so silent peers together never take all of it.
+        """
+        held = peer.staged
+        left = self._ctx.options.staging_bytes - self._others - held - nbytes - reserve
+        return left >= 0 and (not held or held + nbytes <= left)
+
+    @property
+    def staged(self) -> int:
+        """Bytes that posted receives hold."""
+        return sum(peer.staged for peer in self._peers)
+
+
+def _is_ahead(entry: RequestEntry) -> bool:
+    return entry.receiver.load.state is LoadPhase.AHEAD

@@ -1,26 +1,160 @@
-"""What the parts of one rank share."""
+"""What the parts of one rank share: what it was made with, its counters, its steps, copies under way."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from p2pkv.config import Options
-from p2pkv.control.endpoint import Endpoint, Line
-from p2pkv.control.throttle import Throttle
+from p2pkv.control.endpoint import Connection, Endpoint
+from p2pkv.device import Fence
 from p2pkv.engine.commands import Event
-from p2pkv.engine.copies import Copies
-from p2pkv.engine.counters import Counters
-from p2pkv.engine.steps import Steps
+from p2pkv.kv.cache import PagedCache, Rectangles, seen_as
 from p2pkv.links.base import LinkFactory
-from p2pkv.pages.dense import Rectangles, seen_as
-from p2pkv.pages.geometry import PagedCache
-from p2pkv.protocol.handshake import Refused
+from p2pkv.log import Throttle
+from p2pkv.protocol.handshake import Refused, Wire, wire_between
 from p2pkv.protocol.messages import AnyMessage, Hello, encode
-from p2pkv.protocol.wire import Wire, wire_between
+
+
+class Counters:
+    """Named numbers of one rank; written by the engine thread, read by anybody.
+
+    A gauge that reads a dict of the engine thread's copies its values first: the dict may grow meanwhile.
+    """
+
+    NAMES = (
+        "bytes_sent",  # KV bytes gathered and handed to a link
+        "bytes_early",  # of those, taken by D before P had computed the whole prompt
+        "bytes_ahead",  # KV bytes that came to D before the request did
+        "bytes_scattered",  # KV bytes received and written to blocks
+        "chunks_sent",
+        "chunks_void",  # granted, but sent as filler
+        "chunks_scattered",
+        "chunks_dropped",  # received for a transfer that had ended
+        "chunks_corrupt",  # received with another checksum than P had sent
+        "chunks_waited",  # on D announced, on P granted, and no room in the staging at first
+        "transfers_sent",
+        "transfers_loaded",
+        "transfers_failed",
+        "messages_bad",  # not messages of this protocol
+        "messages_refused",  # messages that the protocol does not allow
+        "handshakes_failed",  # connections that did not come about: strangers here, no members there
+        "links_aborted",
+    )
+
+    def __init__(self) -> None:
+        self.values = dict.fromkeys(self.NAMES, 0)
+        self.gauges: dict[str, Callable[[], int]] = {}
+
+    def add(self, name: str, value: int = 1) -> None:
+        self.values[name] += value
+
+    def snapshot(self) -> dict[str, int]:
+        """All counters and gauges now."""
+        return self.values | {name: read() for name, read in self.gauges.items()}
+
+
+class Steps:
+    """Written by the forward thread, read by the engine thread; single attributes, so no lock.
+
+    `stall`: seconds after which a step that has work counts as hung.
+    """
+
+    def __init__(self, stall: float) -> None:
+        self.stall = stall
+        self.held = 0.0
+        """By how much the engine thread's clock is behind the forward thread's; see Core.turn."""
+        self._number = 0
+        self._since: float | None = None
+
+    def begin(self, now: float) -> None:
+        self._number += 1
+        self._since = now
+
+    def end(self) -> None:
+        self._since = None
+
+    @property
+    def running(self) -> int | None:
+        """The number of the step that runs now; None between steps."""
+        number = self._number
+        return number if self._since is not None else None
+
+    def stalled(self, now: float) -> bool:
+        since = self._since
+        return since is not None and now + self.held - since > self.stall
+
+
+Action = Callable[[float], None]
+"""What to do, told the time."""
+
+
+@dataclass(eq=False, slots=True)
+class _Launch:
+    """A copy for one transfer, and what waits for it."""
+
+    fence: Fence
+    key: str
+    actions: deque[Action] = field(default_factory=deque)
+
+
+class Copies:
+    """Launched copies in their order. They share a stream, so they are done in that order.
+
+    All calls come from the engine thread but `wait`, which is for any.
+    """
+
+    def __init__(self, record: Callable[[], Fence]) -> None:
+        self._record = record
+        self._launches: deque[_Launch] = deque()
+        self._last: dict[str, _Launch] = {}
+
+    def launched(self, key: str) -> None:
+        """Note that a copy for this transfer has just been queued on the current stream."""
+        fence = self._record()
+        if not self._launches and fence.ready():
+            return
+        launch = _Launch(fence, key)
+        self._launches.append(launch)
+        self._last[key] = launch
+
+    def then(self, key: str, action: Action, now: float) -> None:
+        """Do this when all copies launched for this transfer are done: at once, if none is under way."""
+        launch = self._last.get(key)
+        if launch is None:
+            action(now)
+        else:
+            launch.actions.append(action)
+
+    def poll(self, now: float) -> None:
+        """Run, in order, the actions that waited for copies that are done by now."""
+        while self._launches and self._launches[0].fence.ready():
+            launch = self._launches[0]
+            while launch.actions:
+                launch.actions.popleft()(now)
+            self._launches.popleft()
+            if self._last.get(launch.key) is launch:
+                del self._last[launch.key]
+
+    def wait(self, keys: Iterable[str]) -> None:
+        """Wait for the device, never for a peer, until all copies launched for these transfers are done."""
+        for key in keys:
+            if launch := self._last.get(key):
+                launch.fence.wait()
+
+    def close(self) -> None:
+        """Wait until the device has made all of them. The actions that waited for them are dropped."""
+        if self._launches:
+            self._launches[-1].fence.wait()
+        self._launches.clear()
+        self._last.clear()
+
+    def __len__(self) -> int:
+        return len(self._launches)
+
 
 log = logging.getLogger("p2pkv.engine")
 log.addFilter(Throttle())
@@ -32,7 +166,7 @@ engine thread may have to wait for the interpreter's lock, so a few copies share
 
 @dataclass
 class Context:
-    """One rank's belongings. `hello.to` is empty; whoever dials fills it in."""
+    """What one rank works with. `hello.to` is empty; whoever dials fills it in."""
 
     hello: Hello
     options: Options
@@ -43,9 +177,9 @@ class Context:
     emit: Callable[[Event], None]
     counters: Counters = field(default_factory=Counters)
     reading: threading.Lock = field(default_factory=threading.Lock)
-    """Held while gathers are launched: who holds it knows that none is being launched."""
+    """Held while gathers are launched, so whoever holds it knows that none is being launched."""
     revoked: Counter[str] = field(default_factory=Counter)
-    """Prompts whose pages were taken back, until the engine thread has been told; under `reading`."""
+    """Prompts whose blocks were taken back, until the engine thread knows of it. Guarded by `reading`."""
 
     copies: Copies = field(init=False)
 
@@ -53,13 +187,13 @@ class Context:
         self.copies = Copies(self.cache.fence)
         self.counters.gauges["copies"] = lambda: len(self.copies)
 
-    def tell(self, line: Line, message: AnyMessage) -> bool:
-        return line.send(encode(message))
+    def tell(self, connection: Connection, message: AnyMessage) -> bool:
+        return connection.send(encode(message))
 
     def form(self, theirs: Hello) -> tuple[Wire, Rectangles]:
         """How rows travel between this rank and a peer that `judge` has accepted, and our cache in that form.
 
-        Raises Refused if our pages cannot be brought into it.
+        Raises Refused if our blocks cannot be brought into it.
         """
         wire = wire_between(self.hello.cache, theirs.cache)
         assert wire is not None
@@ -76,12 +210,12 @@ class Context:
 
     @property
     def beat(self) -> float:
-        """Seconds between two signs of life about a transfer."""
+        """Seconds between two heartbeats."""
         return min(1.0, self.options.lease_seconds / 6)
 
 
 class Ends:
-    """Keys that have ended, and why, for a while: bounded in number and in time."""
+    """Keys of transfers that have ended, each with the reason; bounded in number and in time."""
 
     MOST = 1024
 

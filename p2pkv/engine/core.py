@@ -7,14 +7,13 @@ from collections import deque
 from collections.abc import Iterable
 
 from p2pkv.config import Options
-from p2pkv.control.endpoint import Endpoint, Line
-from p2pkv.engine.commands import After, Command, Computed, Event, Revoked
+from p2pkv.control.endpoint import Connection, Endpoint
+from p2pkv.engine.commands import Command, Computed, Event, Revoked
 from p2pkv.engine.consumer import Consumer
-from p2pkv.engine.context import Context, log
+from p2pkv.engine.context import Context, Steps, log
 from p2pkv.engine.producer import Producer
-from p2pkv.engine.steps import Steps
+from p2pkv.kv.cache import PagedCache
 from p2pkv.links.base import LinkFactory
-from p2pkv.pages.geometry import PagedCache
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.messages import BadMessage, Hello, Inspect, Report, decode
 
@@ -69,10 +68,10 @@ class Core:
         """How many layers of so many tokens fill a message."""
         cache, options = self._ctx.cache, self._ctx.options
         layer = max(1, tokens * cache.heads * cache.row_bytes // cache.unit_tokens)
-        return cache.layers if options.whole_request else max(1, -(-options.chunk_bytes // layer))
+        return max(1, -(-options.chunk_bytes // layer))
 
     def revoke(self, keys: Iterable[str]) -> None:
-        """These prompts' pages will be overwritten: on return nothing reads them, and nothing will."""
+        """These prompts' blocks will be overwritten: on return nothing reads them, and nothing will."""
         keys = list(keys)
         if not keys:
             return
@@ -173,13 +172,13 @@ class Core:
         return now - self._held
 
     def _listen(self, now: float) -> None:
-        for line, data in self._ctx.endpoint.receive():
+        for connection, data in self._ctx.endpoint.receive():
             try:
                 message = decode(data)
                 if isinstance(message, Inspect):
-                    self._inspect(line)
+                    self._inspect(connection)
                 elif not isinstance(message, Report):
-                    self._half.receive(line, message, now)
+                    self._half.receive(connection, message, now)
             except BadMessage as error:
                 self._ctx.counters.add("messages_bad")
                 log.debug("dropped: %s", error)
@@ -188,19 +187,19 @@ class Core:
                 log.debug("dropped: %s", error)
 
     def _look_after_connections(self, now: float) -> None:
-        for trouble in self._ctx.endpoint.troubles():
+        for failure in self._ctx.endpoint.failures():
             self._ctx.counters.add("handshakes_failed")
-            if trouble.late:
-                log.warning("%s It is dialed again while a request waits for it.", trouble.reason)
-            elif trouble.line is not None:
-                self._half.unreachable(trouble.line, trouble.reason, now)
-            elif not trouble.quiet:
-                log.warning("%s", trouble.reason)
+            if failure.late:
+                log.warning("%s It is dialed again while a request waits for it.", failure.reason)
+            elif failure.connection is not None:
+                self._half.unreachable(failure.connection, failure.reason, now)
+            elif not failure.quiet:
+                log.warning("%s", failure.reason)
             elif now >= self._next_quiet:
-                log.warning("%s; said once a minute", trouble.reason)
+                log.warning("%s; said once a minute", failure.reason)
                 self._next_quiet = now + QUIET_SECONDS
 
-    def _inspect(self, line: Line) -> None:
+    def _inspect(self, connection: Connection) -> None:
         hello = self._ctx.hello
         values: dict[str, int | float | str] = {**self.counters.snapshot()}
         values |= {
@@ -209,7 +208,7 @@ class Core:
             "incarnation": hello.incarnation,
             "model": hello.model,
         }
-        self._ctx.tell(line, Report(values))
+        self._ctx.tell(connection, Report(values))
 
     def _blocked(self) -> bool:
         """Whether the next command waits for the device."""
@@ -218,8 +217,4 @@ class Core:
 
     def _obey(self, now: float) -> None:
         while self._commands and not self._blocked():
-            command = self._commands.popleft()
-            if isinstance(command, After):
-                command.fence.follow()
-            else:
-                self._half.command(command, now)
+            self._half.command(self._commands.popleft(), now)

@@ -1,48 +1,59 @@
-"""P's half of a rank: answers the ranks of D, and pushes to them what its prompts' pages hold.
+"""P's half of a rank: answers the ranks of D, and pushes to them what its prompts' blocks hold.
 
-Here is what reaches it, from the forward thread, from the ranks of D and by time, and who is connected. What
-is said about a prompt is in `prompts`, its data in `outgoing`.
+`Producer` gets what comes from the forward thread, from the ranks of D and by time; `Outgoing` fills the
+sends. What is said about a prompt is in `prompts`.
 """
 
 from __future__ import annotations
 
-from p2pkv.control.endpoint import Line
+from functools import partial
+
+from p2pkv.control.endpoint import Connection
 from p2pkv.engine import commands as do
-from p2pkv.engine.context import Context, log
-from p2pkv.engine.idle import FORGOTTEN_SECONDS, LOOK_SECONDS, REASON, surplus
-from p2pkv.engine.outgoing import Outgoing
-from p2pkv.engine.outlet import Outlet, Place
-from p2pkv.engine.prompts import Entry, Prompts
-from p2pkv.links.base import LinkError
+from p2pkv.engine.context import BURST, Context, log
+from p2pkv.engine.peers import (
+    FORGOTTEN_SECONDS,
+    IDLE_REASON,
+    LOOK_SECONDS,
+    DecodePeer,
+    DecodeRank,
+    Flight,
+    Peers,
+    Word,
+    decode_peers,
+    surplus,
+)
+from p2pkv.engine.prompts import PromptEntry, Prompts
+from p2pkv.kv.checksum import Checksum
+from p2pkv.links.base import LinkError, Send
+from p2pkv.plan import Edge
 from p2pkv.protocol import messages as m
-from p2pkv.protocol.handshake import Refused, judge, unfit
-from p2pkv.protocol.machine import RemoteProtocolError
-from p2pkv.protocol.wire import Debt
+from p2pkv.protocol.handshake import Assignment, Refused, judge, unfit
+from p2pkv.protocol.machine import RemoteProtocolError, Transmit
+from p2pkv.protocol.sender import PromptPhase
 
 MAX_PEERS = 4096
-"""Ranks of D kept in mind; beyond this many, one with nothing under way is forgotten: it says Hello again."""
+"""The most ranks of D in the table. Beyond it one with nothing under way is forgotten; it says Hello
+again."""
 
 
 class Producer:
     def __init__(self, context: Context) -> None:
         self._ctx = context
-        self._peers: dict[Place, Outlet] = {}
-        self._active: dict[Outlet, None] = {}
-        """Those with something under way, and those whose link is not up."""
+        self._peers = decode_peers()
         self._next_look = 0.0
         self._leaving = ""
         self.told = False
-        """Whether ranks of D were told that something has ended because this rank stops."""
+        """Whether ranks of D were told, because this rank stops, that a transfer has ended."""
         self._prompts = Prompts(context, self._peers)
-        self._outgoing = Outgoing(context, self._peers, self._active, self._prompts)
+        self._outgoing = Outgoing(context, self._peers, self._prompts)
         context.counters.gauges |= {
-            "staging_bytes": lambda: sum(peer.used for peer in tuple(self._peers.values())),
+            "staging_bytes": lambda: sum(peer.used for peer in self._peers),
             "sends_under_way": lambda: sum(
-                len(peer.orders) + max(len(peer.flights), len(peer.words))
-                for peer in tuple(self._peers.values())
+                len(peer.orders) + max(len(peer.flights), len(peer.words)) for peer in self._peers
             ),
             "peers": lambda: len(self._peers),
-            "links": lambda: sum(1 for peer in tuple(self._peers.values()) if peer.linked),
+            "links": lambda: sum(1 for peer in self._peers if peer.linked),
             "links_stuck": lambda: context.links.stuck,
         }
 
@@ -54,7 +65,7 @@ class Producer:
                 self._prompts.hold(key, str(decode), now)
             case do.OfferPrompt(key, decode, tokens, digest):
                 self._offer(self._prompts.hold(key, str(decode), now), tokens, digest, now)
-            case do.Pages(key, blocks):
+            case do.PromptBlocks(key, blocks):
                 for entry in self._prompts.live(key):
                     entry.blocks = blocks
             case do.Computed(prompts, layer, layer_stop, _):
@@ -74,7 +85,7 @@ class Producer:
             case _:
                 raise AssertionError(f"{command} is not for a P")
 
-    def _offer(self, entry: Entry, tokens: int, digest: bytes, now: float) -> None:
+    def _offer(self, entry: PromptEntry, tokens: int, digest: bytes, now: float) -> None:
         if not entry.sender.prompt.ended:
             self._prompts.run(entry, entry.sender.offer(tokens, digest), now)
             self._prompts.say_ahead(entry)
@@ -88,17 +99,17 @@ class Producer:
 
     # The ranks of D, and their links.
 
-    def receive(self, line: Line, message: m.AnyMessage, now: float) -> None:
+    def receive(self, connection: Connection, message: m.AnyMessage, now: float) -> None:
         if isinstance(message, m.Hello):
-            self._hello(line, message, now)
+            self._hello(connection, message, now)
             return
-        peer = line.tag
-        if not isinstance(peer, Outlet) or self._peers.get(peer.place) is not peer:
-            self._ctx.tell(line, m.Stranger())
+        peer = connection.tag
+        if not isinstance(peer, DecodePeer) or peer not in self._peers:
+            self._ctx.tell(connection, m.Stranger())
             return
         peer.fresh, peer.heard = False, now
         match message:
-            case m.Waiting(transfers):
+            case m.Heartbeat(transfers):
                 self._prompts.waiting(peer, transfers, now)
             case m.LinkAccept():
                 self._accept(peer, message, now)
@@ -113,7 +124,7 @@ class Producer:
             case _:
                 raise RemoteProtocolError(f"{type(message).__name__} is not for a P")
 
-    def _hello(self, line: Line, hello: m.Hello, now: float) -> None:
+    def _hello(self, connection: Connection, hello: m.Hello, now: float) -> None:
         mine = self._ctx.hello
         try:
             if self._leaving:
@@ -129,52 +140,55 @@ class Producer:
             reason = self._leaving or unfit(mine.address, hello.address, refused)
             log.warning("refused %s: %s", hello.address, reason)
             self._ctx.counters.add("messages_refused")
-            self._ctx.tell(line, m.Refuse(hello.incarnation, reason))
+            self._ctx.tell(connection, m.Refuse(hello.incarnation, reason))
             return
-        self._ctx.tell(line, m.Welcome(hello.incarnation, mine, plan.digest))
+        self._ctx.tell(connection, m.Welcome(hello.incarnation, mine, plan.digest))
         old = self._peers.get((hello.addresses[0], hello.rank))
-        if old is not None and old.line is line and old.fresh and old.hello == hello:
+        if old is not None and old.connection is connection and old.fresh and old.hello == hello:
             return
-        debts = {edge.target: Debt(edge, wire) for edge in plan.from_source(mine.rank)}
-        peer = Outlet(self._ctx, line, hello, plan, pages, debts.get(hello.rank), self._active, wanted=now)
+        assignments = {edge.target: Assignment(edge, wire) for edge in plan.from_source(mine.rank)}
+        peer = DecodePeer(
+            self._ctx, connection, hello, plan, pages, assignments.get(hello.rank), self._peers, wanted=now
+        )
         if old is not None:
             self._prompts.drop(old, f"{hello.address} is gone: it has restarted or reconnected", now)
             peer.link = old.link
-        self._make_room(line, now)
-        line.tag = self._peers[peer.place] = peer
+        self._make_room(connection, now)
+        connection.tag = peer
+        self._peers.add(peer)
         sums = ", with checksums" if peer.verify else ""
         log.info("D rank %d at %s is connected; what travels: %s%s", hello.rank, hello.address, wire, sums)
         self._prompts.invite(peer, now)
 
-    def _make_room(self, line: Line, now: float) -> None:
-        """One connection is one rank, and they are bounded in number."""
-        if isinstance(line.tag, Outlet) and self._peers.get(line.tag.place) is line.tag:
-            self._prompts.drop(line.tag, f"{line.tag.address} says that it is another", now)
+    def _make_room(self, connection: Connection, now: float) -> None:
+        """Forget what this connection was before, and a peer if there are too many."""
+        if isinstance(connection.tag, DecodePeer) and connection.tag in self._peers:
+            self._prompts.drop(connection.tag, f"{connection.tag.address} says that it is another", now)
         if len(self._peers) >= MAX_PEERS:
-            peers = list(self._peers.values())
+            peers = list(self._peers)
             idle = next((peer for peer in peers if not peer.busy), peers[0])
             self._prompts.drop(idle, f"{idle.address} makes room for another", now)
 
-    def unreachable(self, line: Line, reason: str, now: float) -> None:
+    def unreachable(self, connection: Connection, reason: str, now: float) -> None:
         """A P dials nobody."""
         raise AssertionError(reason)
 
-    def _accept(self, peer: Outlet, message: m.LinkAccept, now: float) -> None:
+    def _accept(self, peer: DecodePeer, message: m.LinkAccept, now: float) -> None:
         try:
             peer.accept(message)
         except LinkError as error:
             self._prompts.link_lost(peer, f"no link to {peer.address}: {error}", now)
 
     def _close_idle(self, now: float) -> None:
-        linked = [peer for peer in self._peers.values() if peer.linked]
+        linked = [peer for peer in self._peers if peer.linked]
         most = self._ctx.options.max_links
 
-        def idle(peer: Outlet) -> bool:
+        def idle(peer: DecodePeer) -> bool:
             return self._prompts.idle(peer, now)
 
         for peer in surplus(linked, most, idle, lambda peer: peer.wanted):
-            log.info("closing the link to %s: %s", peer.address, REASON)
-            peer.park(now, REASON)
+            log.info("closing the link to %s: %s", peer.address, IDLE_REASON)
+            peer.park(now, IDLE_REASON)
         forgotten = max(FORGOTTEN_SECONDS, 2 * self._ctx.options.lease_seconds)
         for peer in linked:
             if peer.linked and now - peer.wanted > forgotten and idle(peer):
@@ -191,7 +205,7 @@ class Producer:
     def tick(self, now: float) -> None:
         self._prompts.tick(now)
         lease = self._ctx.options.lease_seconds
-        for peer in list(self._active):
+        for peer in self._peers.watched:
             if peer.overdue(now, lease):
                 self._prompts.link_lost(
                     peer, f"{peer.address} did not answer in time: it has taken nothing for {lease:g} s", now
@@ -203,18 +217,20 @@ class Producer:
         if now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
             self._close_idle(now)
-            for peer in self._peers.values():
+            for peer in self._peers:
                 peer.stir()
 
-    def _patience_with(self, peer: Outlet, now: float) -> float:
-        """How long a link may take to come up: while D is heard of, its process may just be busy."""
+    def _patience_with(self, peer: DecodePeer, now: float) -> float:
+        """Seconds that a link may take to come up: twice as many while D is heard of, since it may just be
+        busy."""
         lease = self._ctx.options.lease_seconds
-        return 2 * lease if now - peer.heard < lease else lease
+        patience = 2 * lease if now - peer.heard < lease else lease
+        return max(patience, self._ctx.links.build_seconds) if peer.accepted else patience
 
     @property
     def idle(self) -> bool:
         """Whether nothing is under way that has to be looked at often."""
-        return all(peer.up and not peer.busy for peer in self._active)
+        return all(peer.up and not peer.busy for peer in self._peers.watched)
 
     @property
     def due(self) -> float:
@@ -232,9 +248,119 @@ class Producer:
     def over(self) -> bool:
         """Whether nothing is under way."""
         return not any(self._prompts.live(*self._prompts.entries)) and not any(
-            peer.unfinished for peer in self._peers.values()
+            peer.unfinished for peer in self._peers
         )
 
     def close(self) -> None:
-        for peer in list(self._peers.values()):
+        for peer in self._peers:
             peer.abort(0.0, "P is shutting down")
+
+
+# The data.
+
+
+class Outgoing:
+    """What goes to the ranks of D. A turn looks at the `watched` of `peers`."""
+
+    def __init__(
+        self,
+        context: Context,
+        peers: Peers[DecodeRank, DecodePeer],
+        prompts: Prompts,
+    ) -> None:
+        self._ctx = context
+        self._peers = peers
+        self._prompts = prompts
+
+    def pump(self, now: float) -> bool:
+        """Move what can be moved now; whether to come back soon."""
+        for peer in self._peers.watched:
+            if peer not in self._peers:
+                continue
+            rests = peer.up and not peer.busy
+            try:
+                self._pump(peer, now)
+            except LinkError as error:
+                self._prompts.link_lost(peer, f"the link to {peer.address} broke: {error}", now)
+            if rests and peer.up and not peer.busy:
+                self._peers.rest(peer)
+        return any(peer.busy for peer in self._peers.watched)
+
+    def _pump(self, peer: DecodePeer, now: float) -> None:
+        if peer.poll():
+            self._prompts.linked(peer, now)
+        for flight in peer.taken():
+            entry = self._prompts.entries.get(flight.key)
+            if entry is not None and entry.sender.prompt.state is PromptPhase.OFFERED:
+                self._ctx.counters.add("bytes_early", flight.nbytes)
+        for _ in range(BURST):
+            if (found := peer.next_send()) is None:
+                break
+            self._transmit(peer, *found, now)
+
+    def _transmit(self, peer: DecodePeer, key: str, order: Transmit, send: Send, now: float) -> None:
+        """Fill one send from the blocks, under the lock that keeps them from being taken back meanwhile.
+
+        On a device the gather is only queued. The send is ordered behind it, and `Copies` knows of it, so
+        that
+        whoever takes blocks back waits for it.
+        """
+        entry = self._prompts.paired(key, peer)
+        wrong = ""
+        with self._ctx.reading:
+            void = entry is None or not entry.sender.readable(order) or key in self._ctx.revoked
+            if entry is not None and peer.assignment is not None and not void:
+                try:
+                    self._gather(entry, peer, peer.assignment.edge, order, send)
+                except ValueError as error:
+                    void, wrong = True, str(error)
+                self._ctx.copies.launched(key)
+        digest = None if void or not peer.verify else self._digest(key, send)
+        send.commit()
+        peer.flights.append(Flight(send, key, 0 if void else order.grant.nbytes))
+        self._ctx.counters.add("chunks_void" if void else "chunks_sent")
+        if not void:
+            self._ctx.counters.add("bytes_sent", order.grant.nbytes)
+        if entry is not None and wrong:
+            self._prompts.run(entry, entry.sender.abort(f"P cannot read its pages: {wrong}"), now)
+        if not peer.verify:
+            self._say(peer, key, entry, order, void, None, now)
+            return
+        word = Word(partial(self._say, peer, key, entry, order, void, digest))
+        peer.words.append(word)
+        self._ctx.copies.then(key, partial(peer.speak, word), now)
+
+    def _digest(self, key: str, send: Send) -> Checksum:
+        """The checksum of the gathered bytes. It may only be queued, so `Copies` knows of it, too."""
+        digest = self._ctx.cache.digest(send.buffer)
+        self._ctx.copies.launched(key)
+        return digest
+
+    def _say(
+        self,
+        peer: DecodePeer,
+        key: str,
+        entry: PromptEntry | None,
+        order: Transmit,
+        void: bool,
+        digest: Checksum | None,
+        now: float,
+    ) -> None:
+        """Tell D what this send holds."""
+        value, grant = b"" if digest is None else digest.value(), order.grant
+        if entry is not None:
+            self._prompts.run(entry, entry.sender.sent(order, void, value), now)
+        else:
+            self._ctx.tell(peer.connection, m.Sent(key, grant.attempt, grant.chunk, grant.link, void))
+
+    def _gather(self, entry: PromptEntry, peer: DecodePeer, edge: Edge, order: Transmit, send: Send) -> None:
+        pages, offset = peer.pages, 0
+        shift = edge.source_layer - edge.layers.start
+        heads = (edge.source_head, edge.source_head + len(edge.heads))
+        for piece in order.pieces:
+            layers = (piece.layer + shift, piece.layer_stop + shift)
+            size = pages.nbytes(layers[1] - layers[0], piece.start, piece.stop, len(edge.heads))
+            pages.gather(
+                send.buffer[offset : offset + size], layers, (piece.start, piece.stop), heads, entry.blocks
+            )
+            offset += size

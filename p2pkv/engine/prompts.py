@@ -1,4 +1,5 @@
-"""The prompts that P's scheduler has told of: what D's ranks say about each, and what becomes of it."""
+"""The prompts that P's scheduler has announced to this rank: what the ranks of D say about each, and what
+follows."""
 
 from __future__ import annotations
 
@@ -8,21 +9,19 @@ from dataclasses import dataclass
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Context, Ends, log
 from p2pkv.engine.early import EarlyClaims
-from p2pkv.engine.idle import IDLE_BEATS
-from p2pkv.engine.outlet import Outlet, Place
+from p2pkv.engine.peers import IDLE_BEATS, DecodePeer, DecodeRank, Peers
 from p2pkv.links.base import LinkError
 from p2pkv.protocol import messages as m
-from p2pkv.protocol.effects import Effect, Finished, Released, Tell, Transmit
-from p2pkv.protocol.machine import RemoteProtocolError
+from p2pkv.protocol.machine import Effect, Finished, Released, RemoteProtocolError, Tell, Transmit
 from p2pkv.protocol.sender import Sender, Terms
 
 MAX_ORDERS = 4096
-"""Grants of one rank of D that wait to be obeyed, and to which no chunk of ours belongs."""
+"""The most grants of one rank of D that may wait here although they name a prompt that P does not have."""
 
 
 @dataclass
-class Entry:
-    """One prompt that P's scheduler has told us of."""
+class PromptEntry:
+    """One prompt that P's scheduler has announced."""
 
     sender: Sender
     decode: str
@@ -31,25 +30,25 @@ class Entry:
 
 
 class Prompts:
-    """The conversation about each prompt with the ranks of D that it is owed to.
+    """The conversation about each prompt with the ranks of the D that it is for.
 
     `peers` are the ranks of D that have said Hello: the producer adds them, and one that is gone is taken
     out here (`drop`).
     """
 
-    def __init__(self, context: Context, peers: dict[Place, Outlet]) -> None:
+    def __init__(self, context: Context, peers: Peers[DecodeRank, DecodePeer]) -> None:
         self._ctx = context
         self._peers = peers
         options = context.options
-        self._terms = Terms(options.chunk_bytes, options.lease_seconds, options.whole_request)
+        self._terms = Terms(options.chunk_bytes, options.lease_seconds)
         self._early = EarlyClaims(options.lease_seconds)
         self._ends = Ends(options.lease_seconds)
         self._leaving = ""
-        self.entries: dict[str, Entry] = {}
-        self._paired: dict[str, dict[str, Entry]] = {}
-        """The same, by the D that they are for."""
+        self.entries: dict[str, PromptEntry] = {}
+        self._paired: dict[str, dict[str, PromptEntry]] = {}
+        """The entries of each D, by the address of its rank 0 and by key."""
         self._next_look = 0.0
-        """No lease ends before."""
+        """No lease ends before this time."""
         context.counters.gauges |= {
             "prompts": lambda: sum(1 for e in tuple(self.entries.values()) if not e.sender.prompt.ended),
             "pages_held": lambda: sum(1 for entry in tuple(self.entries.values()) if not entry.free),
@@ -59,12 +58,12 @@ class Prompts:
 
     # The table.
 
-    def hold(self, key: str, decode: str, now: float) -> Entry:
+    def hold(self, key: str, decode: str, now: float) -> PromptEntry:
         """The entry of this prompt, from now on if it is new."""
         entry = self.entries.get(key)
         if entry is None:
             self._ends.discard(key)
-            entry = self.entries[key] = Entry(Sender(key, self._ctx.cache.layers, self._terms), decode)
+            entry = self.entries[key] = PromptEntry(Sender(key, self._ctx.cache.layers, self._terms), decode)
             self._paired.setdefault(decode, {})[key] = entry
             self._claim_early(key, now)
         return entry
@@ -77,15 +76,15 @@ class Prompts:
             if not of_this_decode:
                 del self._paired[entry.decode]
 
-    def live(self, *keys: str) -> Iterator[Entry]:
+    def live(self, *keys: str) -> Iterator[PromptEntry]:
         """The entries of these keys that have not ended."""
         for key in keys:
             entry = self.entries.get(key)
             if entry is not None and not entry.sender.prompt.ended:
                 yield entry
 
-    def paired(self, key: str, peer: Outlet) -> Entry | None:
-        """The entry of this key, if it is for this D: no other has a say in it."""
+    def paired(self, key: str, peer: DecodePeer) -> PromptEntry | None:
+        """The entry of this key, if this peer's D is the one that it is for; else None."""
         entry = self.entries.get(key)
         return entry if entry is not None and entry.decode == peer.hello.addresses[0] else None
 
@@ -96,7 +95,7 @@ class Prompts:
 
     # The ranks of D.
 
-    def waiting(self, peer: Outlet, transfers: m.Transfers, now: float) -> None:
+    def waiting(self, peer: DecodePeer, transfers: m.Transfers, now: float) -> None:
         """D's rank waits for these; answer which of them P knows."""
         if transfers:
             peer.want(now)
@@ -111,35 +110,37 @@ class Prompts:
             if reason is not None or (entry is not None and entry.decode != peer.hello.addresses[0]):
                 another = f"P has this request paired with another D, {entry.decode if entry else ''}"
                 reason = reason or another
-                self._ctx.tell(peer.line, m.Failed(key, attempt, reason))
+                self._ctx.tell(peer.connection, m.Failed(key, attempt, reason))
                 continue
             (held if self._claim(peer, key, attempt, now) else unknown).append((key, attempt))
         if not self._ctx.steps.stalled(now):
-            self._ctx.tell(peer.line, m.Holding(tuple(held), tuple(unknown)))
+            self._ctx.tell(peer.connection, m.HeartbeatAck(tuple(held), tuple(unknown)))
 
-    def _claim(self, peer: Outlet, key: str, attempt: int, now: float) -> bool:
+    def _claim(self, peer: DecodePeer, key: str, attempt: int, now: float) -> bool:
         """Note that D's rank waits for this prompt; whether P vouches for it."""
         entry = self.entries.get(key)
         if entry is None:
             return self._early.note(key, peer.place, attempt, self._ctx.steps.running, now)
         sender = entry.sender
         sender.expects = peer.served
-        if peer.debt is None:
+        if peer.assignment is None:
             self.run(entry, [] if sender.prompt.ended else sender.flush(), now)
             return True
-        self.run(entry, sender.claim(peer.hello.rank, peer.debt, attempt, peer.limit, now), now)
+        self.run(entry, sender.claim(peer.hello.rank, peer.assignment, attempt, peer.limit, now), now)
         return sender.vouches(peer.hello.rank, attempt)
 
-    def say_ahead(self, entry: Entry) -> None:
-        """Tell the ranks of D that have not asked for this prompt, and may have room for it all the same."""
+    def say_ahead(self, entry: PromptEntry) -> None:
+        """Offer this prompt to the ranks of D that may take it before the request for it comes
+        (`ahead_bytes`)."""
         sender = entry.sender
         message = m.Ahead(sender.key, sender.tokens, sender.digest)
-        for (decode, rank), peer in list(self._peers.items()):
-            if decode == entry.decode and peer.hello.ahead and peer.debt and rank not in sender.legs:
-                self._ctx.tell(peer.line, message)
+        for peer in self._peers:
+            decode, rank = peer.place
+            if decode == entry.decode and peer.hello.ahead and peer.assignment and rank not in sender.legs:
+                self._ctx.tell(peer.connection, message)
 
     def _claim_early(self, key: str, now: float) -> None:
-        """P has heard of this prompt: take in what was said before."""
+        """P's scheduler has announced this prompt: apply what ranks of D said about it before."""
         for place, early in self._early.take(key).items():
             if peer := self._peers.get(place):
                 self._claim(peer, key, early.attempt, now)
@@ -147,7 +148,7 @@ class Prompts:
                     self.about(peer, key, early.last, now)
 
     def about(
-        self, peer: Outlet, key: str, message: m.Want | m.Grant | m.Done | m.Cancel, now: float
+        self, peer: DecodePeer, key: str, message: m.Want | m.Grant | m.Done | m.Cancel, now: float
     ) -> None:
         """D's rank says something about one transfer."""
         if isinstance(message, m.Done | m.Cancel) or (isinstance(message, m.Want) and message.empty):
@@ -162,7 +163,7 @@ class Prompts:
             elif isinstance(message, m.Want | m.Cancel):
                 self._early.keep(key, peer.place, message)
             elif isinstance(message, m.Done):
-                # D still said that it waited when P had already let the prompt go.
+                # D's last heartbeats still named a prompt that P had already let go.
                 self._early.drop(key, peer.place, message.attempt)
             return
         sender = entry.sender
@@ -181,19 +182,19 @@ class Prompts:
             log.warning("%s: %s", peer.address, error)
             effects = sender.lost(peer.hello.rank, str(error))
             if isinstance(message, m.Grant):
-                # D has posted a receive that nobody will fill in order.
+                # D has posted a receive that no send of ours will fill, so the link is out of step.
                 self.link_lost(peer, f"{peer.address} granted what was not announced", now)
         self.run(entry, effects, now)
 
-    def linked(self, peer: Outlet, now: float) -> None:
-        """The link is up, and so is the limit of a chunk: what has been claimed can be announced."""
+    def linked(self, peer: DecodePeer, now: float) -> None:
+        """The link is up, and with it the limit of a chunk is known: announce what has been claimed."""
         for entry in self._of(peer):
             leg = entry.sender.legs.get(peer.hello.rank)
-            if leg is not None and peer.debt is not None:
-                effects = entry.sender.claim(peer.hello.rank, peer.debt, leg.attempt, peer.limit, now)
+            if leg is not None and peer.assignment is not None:
+                effects = entry.sender.claim(peer.hello.rank, peer.assignment, leg.attempt, peer.limit, now)
                 self.run(entry, effects, now)
 
-    def invite(self, peer: Outlet, now: float) -> None:
+    def invite(self, peer: DecodePeer, now: float) -> None:
         """Begin a link to this rank of D, if there is none and it is time to try again."""
         try:
             peer.invite(now)
@@ -202,28 +203,29 @@ class Prompts:
 
     # What breaks.
 
-    def link_lost(self, peer: Outlet, reason: str, now: float, tell: bool = True) -> None:
-        """This link is of no use any more. What it carried fails; a new one is made, if D still asks."""
+    def link_lost(self, peer: DecodePeer, reason: str, now: float, tell: bool = True) -> None:
+        """This link is given up. What it carried fails; a new link is built if D still waits for
+        something."""
         log.warning("%s", reason)
         peer.abort(now, reason if tell else "")
         for entry in self._of(peer):
             self.run(entry, entry.sender.unlinked(peer.hello.rank, reason), now)
-        peer.parked = self.idle(peer, now)  # a dead D must not be invited for ever
+        peer.parked = self.idle(peer, now)  # else a dead D would be invited for ever
         self.invite(peer, now)
 
-    def idle(self, peer: Outlet, now: float) -> bool:
+    def idle(self, peer: DecodePeer, now: float) -> bool:
         """Whether neither side has a use for this link now."""
         quiet = now - peer.wanted > IDLE_BEATS * self._ctx.beat and not peer.busy
         return quiet and all(entry.sender.prompt.ended for entry in self._of(peer))
 
-    def drop(self, peer: Outlet, reason: str, now: float) -> None:
+    def drop(self, peer: DecodePeer, reason: str, now: float) -> None:
         """This incarnation of a D rank is gone: it is forgotten, and its transfers fail."""
         peer.abort(now)
-        self._peers.pop(peer.place, None)
+        self._peers.remove(peer)
         for entry in self._of(peer):
             self.run(entry, entry.sender.lost(peer.hello.rank, reason, restarted=True), now)
 
-    def _of(self, peer: Outlet) -> list[Entry]:
+    def _of(self, peer: DecodePeer) -> list[PromptEntry]:
         return list(self._paired.get(peer.hello.addresses[0], {}).values())
 
     def leave(self, reason: str, now: float, finish: bool) -> bool:
@@ -235,7 +237,7 @@ class Prompts:
         for key in self._early.known():
             for place, early in self._early.take(key).items():
                 if peer := self._peers.get(place):
-                    self._ctx.tell(peer.line, m.Failed(key, early.attempt, reason))
+                    self._ctx.tell(peer.connection, m.Failed(key, early.attempt, reason))
                     told = True
         for entry in self.live(*self.entries):
             if not (finish and entry.sender.awaited):
@@ -247,7 +249,8 @@ class Prompts:
 
     def tick(self, now: float) -> None:
         if now >= self._next_look:
-            # Of a lease that begins after this, and of those that run; a word from D puts the end off.
+            # The earliest end of a lease that begins later, or of one that runs. Messages from D may put it
+            # off.
             self._next_look = now + self._terms.lease
             for entry in list(self.entries.values()):
                 self.run(entry, entry.sender.tick(now), now)
@@ -258,7 +261,7 @@ class Prompts:
 
     # What a sender wants done.
 
-    def run(self, entry: Entry, effects: list[Effect], now: float) -> None:
+    def run(self, entry: PromptEntry, effects: list[Effect], now: float) -> None:
         """Do what the sender of this prompt has decided."""
         for effect in effects:
             match effect:
@@ -268,7 +271,7 @@ class Prompts:
                         peer.sent(message.key, message.attempt)
                     elif peer is not None and isinstance(message, m.Failed):
                         peer.confirmed(message.key, message.attempt)
-                    if peer is not None and not self._ctx.tell(peer.line, message):
+                    if peer is not None and not self._ctx.tell(peer.connection, message):
                         self.drop(peer, f"{peer.address} is gone: the connection to it has ended", now)
                 case Transmit():
                     peer = self._peers.get((entry.decode, effect.rank))
@@ -279,11 +282,11 @@ class Prompts:
                 case Finished(ok, reason):
                     self._finished(entry, ok, reason, now)
 
-    def _released(self, entry: Entry) -> None:
+    def _released(self, entry: PromptEntry) -> None:
         entry.free = True
-        self._ctx.emit(do.PagesFree(entry.sender.key))
+        self._ctx.emit(do.BlocksFree(entry.sender.key))
 
-    def _finished(self, entry: Entry, ok: bool, reason: str, now: float) -> None:
+    def _finished(self, entry: PromptEntry, ok: bool, reason: str, now: float) -> None:
         key = entry.sender.key
         self._ctx.counters.add("transfers_sent" if ok else "transfers_failed")
         if ok:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 from p2pkv.config import Options
 from p2pkv.control.endpoint import Endpoint
-from p2pkv.control.members import members_of
+from p2pkv.control.security import members_of
+from p2pkv.device import own_stream
 from p2pkv.engine.commands import Command, Event
 from p2pkv.engine.context import log
 from p2pkv.engine.core import Core
+from p2pkv.kv.cache import PagedCache
 from p2pkv.links.base import LinkFactory
-from p2pkv.pages.device import own_stream
-from p2pkv.pages.geometry import PagedCache
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import Hello
 

@@ -1,9 +1,9 @@
 """The data plane's seam: one ordered, abortable, two-sided link from one P rank to one D rank.
 
-Its shape is NCCL's. Sends and receives match in the order in which they are posted; a send is done
-only when the matching receive has taken it; completion is polled, never waited for; a dead peer is
-not reported by the link, so deadlines are the caller's; `abort` frees the calls of this end. All
-calls to one link come from one thread (NCCL's own rule: one owner thread per device).
+Its shape is NCCL's. Sends and receives match in the order in which they are posted. A send is done only
+when the matching receive has taken it. Completion is polled, never waited for. The link does not report a
+dead peer, so its callers need deadlines of their own. `abort` frees the calls of this end. All calls to
+one link come from one thread (NCCL's own rule: one owner thread per device).
 
 On a device, `commit` and `release` order and do not wait: the bytes are sent, or the room is written
 again, only after what the calling thread's current stream holds at the call. A link's own operations
@@ -15,17 +15,21 @@ A link is set up by two opaque blobs, which the control plane carries:
     D: inbound, acceptance = factory.accept(invitation, window)  -> to P
     P: outbound = factory.complete(invitation, acceptance)
 
-A *landing* is the receiver's word for "where this receive lies". It travels from D to P with the
-grant, so that a link whose ends share memory lets P gather straight into D's buffer; a link that
-needs no such thing (NCCL) says which message it is and how long, since nothing else would notice.
+A *landing* names the place of a receive. D sends it to P with the grant. If both ends share memory, P
+gathers straight into D's buffer at that place. NCCL needs no place: there the landing carries the number
+and the size of the message, because NCCL itself would not notice a wrong one.
 """
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from typing import Protocol
+from threading import get_ident
+from typing import Annotated, ClassVar, Protocol, TypeVar
 
+import msgspec
 import torch
+from msgspec import Meta, Struct
 
 
 class LinkError(Exception):
@@ -124,6 +128,8 @@ class LinkFactory(ABC):
     """Makes the ends of links of one kind for one rank. `kind` is the name that peers compare."""
 
     kind: str
+    build_seconds = 0.0
+    """Seconds that a link may take to come up once both ends are made, however short the lease is."""
 
     @property
     def stuck(self) -> int:
@@ -148,3 +154,90 @@ class LinkFactory(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free what all links of this rank share. Idempotent."""
+
+
+# The two blobs that set up a link: checked, bounded, no pickle.
+
+MAX_BLOB_BYTES = 4096
+NONCE_BYTES = 16
+
+Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+
+
+class SetupBlob(Struct, frozen=True, forbid_unknown_fields=True):
+    """An invitation or an acceptance of one kind of link.
+
+    Attributes:
+        link: the kind of link, for people.
+        name: which of the two it is, for people.
+    """
+
+    link: ClassVar[str]
+    name: ClassVar[str]
+
+
+_AnyBlob = TypeVar("_AnyBlob", bound=SetupBlob)
+
+
+def encode_blob(blob: SetupBlob) -> bytes:
+    """The blob's bytes (msgpack)."""
+    return msgspec.msgpack.encode(blob)
+
+
+def decode_blob(blob: bytes, kind: type[_AnyBlob]) -> _AnyBlob:
+    """The `kind` of blob in `blob`. Raises LinkError, and nothing else, for whatever is not one."""
+    if len(blob) > MAX_BLOB_BYTES:
+        raise LinkError(f"the link {kind.name} has {len(blob)} bytes; at most {MAX_BLOB_BYTES} are expected")
+    try:
+        return msgspec.msgpack.decode(blob, type=kind)
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
+        raise LinkError(
+            f"not a link {kind.name} of kind {kind.link} ({error}); both sides need the same `link` setting "
+            "and p2pkv version"
+        ) from None
+
+
+# Who may call one end of a link, and whether it still works.
+
+
+class Guard:
+    """The checks that every call to one end of a link makes first.
+
+    The first caller's thread becomes the owner; the factory, which may run elsewhere, does not count.
+    """
+
+    __slots__ = ("_ident", "_name", "_what", "reason")
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._ident = 0
+        self._name = ""
+        self.reason: str | None = None
+
+    def owned(self) -> None:
+        """Raises RuntimeError if a second thread calls."""
+        if get_ident() != self._ident:
+            self._meet()
+
+    def check(self) -> None:
+        """Raises RuntimeError if a second thread calls, LinkError if this end no longer works."""
+        if get_ident() != self._ident:
+            self._meet()
+        if self.reason is not None:
+            raise LinkError(self.reason)
+
+    def fail(self, reason: str) -> LinkError:
+        """Break this end for good; the first reason stays. Returns the error to be raised."""
+        if self.reason is None:
+            self.reason = f"{self._what}: {reason}"
+        return LinkError(self.reason)
+
+    def _meet(self) -> None:
+        thread = threading.current_thread()
+        if self._ident == 0:
+            self._ident, self._name = get_ident(), thread.name
+            return
+        raise RuntimeError(
+            f"{self._what} belongs to thread {self._name!r} ({self._ident}) but was called by thread "
+            f"{thread.name!r} ({get_ident()}); all calls to one link must come from one thread"
+        )

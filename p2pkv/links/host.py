@@ -1,6 +1,7 @@
 """The CPU's link: shared memory between ranks of one host, TCP between hosts.
 
-D offers both in its acceptance; P takes the memory if it can open it, and TCP if not.
+D offers both in its acceptance. P takes the memory if it can open it, and TCP if not. D's end is the same
+for both: one arena, into which P writes itself, or the TCP reader writes for it.
 """
 
 from __future__ import annotations
@@ -8,18 +9,85 @@ from __future__ import annotations
 import logging
 import secrets
 import weakref
+from typing import Annotated, Literal
 
-from p2pkv.links import blobs
-from p2pkv.links.arena import can_share, open_arena
-from p2pkv.links.base import LinkError, LinkFactory
-from p2pkv.links.blobs import NONCE_BYTES, Acceptance, Invitation
-from p2pkv.links.host_inbound import HostInbound
-from p2pkv.links.shared_memory import SharedOutbound
-from p2pkv.links.tcp import is_loopback, numeric
-from p2pkv.links.tcp_outbound import Budget, TcpOutbound
+import torch
+from msgspec import Meta
+
+from p2pkv.links.base import (
+    NONCE_BYTES,
+    Guard,
+    Inbound,
+    LinkError,
+    LinkFactory,
+    Nonce,
+    SetupBlob,
+    decode_blob,
+    encode_blob,
+)
+from p2pkv.links.shared_memory import (
+    COMMITTED,
+    ENTRIES,
+    NBYTES,
+    TAKEN,
+    Arena,
+    PidNamespace,
+    SharedArena,
+    SharedOutbound,
+    Text,
+    can_share,
+    create_arena,
+    entry,
+    fence,
+    open_arena,
+    this_namespace,
+    to_landing,
+)
+from p2pkv.links.staging import StagingBudget
+from p2pkv.links.tcp import TcpListener, TcpOutbound, TcpReader, is_loopback, numeric
 from p2pkv.trust import Networks
 
 logger = logging.getLogger(__name__)
+
+Port = Annotated[int, Meta(ge=1, le=65535)]
+
+
+class HostInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True):
+    """P's first word: `nonce` is random; `place` is P's, or None if P does not want to share memory."""
+
+    link = "host"
+    name = "invitation"
+
+    kind: Literal["host"]
+    version: Literal[1]
+    nonce: Nonce
+    place: PidNamespace | None
+
+
+class HostAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True):
+    """D's answer.
+
+    Attributes:
+        answers: the invitation's nonce.
+        nonce: D's own, random.
+        window: bytes of D's window.
+        place: D's; None where the system cannot tell it.
+        shared: how P finds the arena; None if D does not share it.
+        host, port: where D listens for TCP; `host` is numeric.
+    """
+
+    link = "host"
+    name = "acceptance"
+
+    kind: Literal["host"]
+    version: Literal[1]
+    answers: Nonce
+    nonce: Nonce
+    window: Annotated[int, Meta(ge=1, le=1 << 44)]
+    place: PidNamespace | None
+    shared: SharedArena | None
+    host: Text
+    port: Port
 
 
 class HostLinks(LinkFactory):
@@ -41,45 +109,45 @@ class HostLinks(LinkFactory):
         self.host = numeric(host)
         self.shared_memory = shared_memory and can_share()
         self._allowed = allowed
-        self._budget = Budget(staging_bytes)
+        self._budget = StagingBudget(staging_bytes)
         self._links: weakref.WeakSet[HostInbound | SharedOutbound | TcpOutbound] = weakref.WeakSet()
         self._closed = False
 
     def invite(self) -> bytes:
         """A nonce, and where this process runs."""
         self._check()
-        place = blobs.here() if self.shared_memory else None
+        namespace = this_namespace() if self.shared_memory else None
         nonce = secrets.token_bytes(NONCE_BYTES)
-        return blobs.encode(Invitation(kind="host", version=1, nonce=nonce, place=place))
+        return encode_blob(HostInvitation(kind="host", version=1, nonce=nonce, place=namespace))
 
     def accept(self, invitation: bytes, window: int) -> tuple[HostInbound, bytes]:
         """D's end, listening, with its arena made. ValueError if `window` is not positive."""
         self._check()
         if window < 1:
             raise ValueError(f"window is {window} bytes; it must be positive")
-        invited = blobs.decode(invitation, Invitation)
+        invited = decode_blob(invitation, HostInvitation)
         nonce = secrets.token_bytes(NONCE_BYTES)
-        shared = self.shared_memory and invited.place is not None and invited.place == blobs.here()
+        shared = self.shared_memory and invited.place is not None and invited.place == this_namespace()
         inbound = HostInbound(window, (invited.nonce, nonce), self.host, shared=shared)
         self._links.add(inbound)
-        acceptance = Acceptance(
+        acceptance = HostAcceptance(
             kind="host",
             version=1,
             answers=invited.nonce,
             nonce=nonce,
             window=window,
-            place=blobs.here(),
+            place=this_namespace(),
             shared=inbound.offer(),
             host=self.host,
             port=inbound.port,
         )
-        return inbound, blobs.encode(acceptance)
+        return inbound, encode_blob(acceptance)
 
     def complete(self, invitation: bytes, acceptance: bytes) -> SharedOutbound | TcpOutbound:
         """P's end. Over TCP it is not `ready` yet; shared memory is."""
         self._check()
-        invited = blobs.decode(invitation, Invitation)
-        accepted = blobs.decode(acceptance, Acceptance)
+        invited = decode_blob(invitation, HostInvitation)
+        accepted = decode_blob(acceptance, HostAcceptance)
         if accepted.answers != invited.nonce:
             raise LinkError("this acceptance answers another invitation")
         outbound = self._share(invited, accepted) or self._dial(invited, accepted)
@@ -98,24 +166,24 @@ class HostLinks(LinkFactory):
         if self._closed:
             raise LinkError("this rank's links are closed")
 
-    def _share(self, invited: Invitation, accepted: Acceptance) -> SharedOutbound | None:
+    def _share(self, invited: HostInvitation, accepted: HostAcceptance) -> SharedOutbound | None:
         if not self.shared_memory or accepted.shared is None:
             return None
         try:
-            arena = open_arena(accepted)
+            arena = open_arena(accepted.shared, accepted.place, accepted.window, accepted.nonce)
         except LinkError as error:
             logger.warning("no shared memory with %s:%d, using TCP: %s", accepted.host, accepted.port, error)
             return None
         return SharedOutbound(arena, invited.nonce)
 
-    def _dial(self, invited: Invitation, accepted: Acceptance) -> TcpOutbound:
+    def _dial(self, invited: HostInvitation, accepted: HostAcceptance) -> TcpOutbound:
         if self._allowed is not None and not self._allowed.admits(accepted.host):
             raise LinkError(
                 f"the peer's {accepted.host} is not dialed: allowed_peers are {self._allowed}; add the "
                 "network of that instance"
             )
-        place = blobs.here()
-        elsewhere = place is not None and accepted.place is not None and place.boot != accepted.place.boot
+        here, there = this_namespace(), accepted.place
+        elsewhere = here is not None and there is not None and here.boot != there.boot
         if is_loopback(accepted.host) and elsewhere:
             raise LinkError(
                 f"the peer listens on {accepted.host}, which only its own machine can reach; set its `host` "
@@ -125,4 +193,220 @@ class HostLinks(LinkFactory):
         return TcpOutbound(address, accepted.nonce, invited.nonce, self._budget)
 
 
-__all__ = ["HostInbound", "HostLinks", "SharedOutbound", "TcpOutbound"]
+# D's end.
+
+
+class HostReceive:
+    """One posted receive. `done` reads one flag of the arena; nothing here makes a system call."""
+
+    __slots__ = (
+        "_arrived",
+        "_entry",
+        "_link",
+        "_words",
+        "buffer",
+        "landing",
+        "nbytes",
+        "offset",
+        "released",
+        "stamp",
+    )
+
+    def __init__(self, link: HostInbound, arena: Arena, sequence: int, offset: int, nbytes: int) -> None:
+        self.buffer: torch.Tensor = arena.pool.tensor(offset, nbytes)
+        self.landing = to_landing(offset, sequence)
+        self.nbytes = nbytes
+        self.offset = offset
+        self.stamp = sequence + 1
+        self.released = False
+        self._arrived = False
+        self._link = link
+        self._words = arena.words
+        self._entry = entry(sequence)
+
+    def done(self) -> bool:
+        """Whether all bytes have arrived. Raises LinkError if they never will."""
+        self._link.guard.check()
+        if self._arrived or self.arrived():
+            return True
+        if self._link.lost is not None:
+            raise LinkError(self._link.lost)
+        return False
+
+    def arrived(self) -> bool:
+        """`done` without the checks. Raises LinkError if P sent another size."""
+        if self._words[self._entry + COMMITTED] != self.stamp:
+            return self._arrived
+        fence()
+        sent = self._words[self._entry + NBYTES]
+        if sent != self.nbytes:
+            raise self._link.guard.fail(f"the peer sent {sent} bytes where {self.nbytes} were posted")
+        self._arrived = True
+        return True
+
+    def land(self) -> None:
+        """The TCP reader has filled the buffer."""
+        self._arrived = True
+
+    def release(self) -> None:
+        """Return the room; if bytes are still on their way, as soon as they have arrived. Idempotent."""
+        self._link.guard.owned()
+        if not self.released:
+            self.released = True
+            self._link.give(self)
+
+    def take(self) -> None:
+        """Tell a P that shares the arena that the bytes have been read."""
+        fence()
+        self._words[self._entry + TAKEN] = self.stamp
+
+
+class HostInbound(Inbound):
+    """D's end. It learns from P's first sign of life whether P shares the arena or comes by TCP.
+
+    Invariant: a slot that P may still write is never posted again. `abort` gives up the whole arena,
+    so what a frozen P writes afterwards lands in memory that no link uses.
+    """
+
+    def __init__(self, window: int, nonces: tuple[bytes, bytes], host: str, *, shared: bool) -> None:
+        """`nonces`: P's, then D's own. Raises LinkError if the system refuses memory or a port."""
+        self.guard = Guard("the link from a peer")
+        self.lost: str | None = None
+        self._peer_nonce, nonce = nonces
+        self._arena: Arena | None = create_arena(window, nonce, shared=shared)
+        self._listener: TcpListener | None = TcpListener(host, nonce)
+        self.port = self._listener.port
+        self._reader: TcpReader | None = None
+        self._ready = False
+        self._next = 0
+        self._live: dict[int, HostReceive] = {}
+        self._early: list[HostReceive] = []
+
+    def offer(self) -> SharedArena | None:
+        """What a P on this host needs to open the arena; None if it cannot."""
+        return None if self._arena is None else self._arena.offer()
+
+    def ready(self) -> bool:
+        """Whether P has mapped the arena or said hello over TCP."""
+        self.guard.check()
+        if not self._ready:
+            self._meet()
+        if self.lost is not None:
+            raise LinkError(self.lost)
+        return self._ready
+
+    def post(self, nbytes: int) -> HostReceive | None:
+        """Post the next receive, or None while the window has no room for it."""
+        self.guard.check()
+        if self.lost is not None:
+            raise LinkError(self.lost)
+        assert self._arena is not None
+        sequence = self._next
+        if sequence - ENTRIES in self._live:  # its entry of the header is still in use
+            self._arena.pool.check(nbytes)
+            return None
+        offset = self._arena.pool.take(nbytes)
+        if offset is None:
+            return None
+        receive = HostReceive(self, self._arena, sequence, offset, nbytes)
+        self._live[sequence] = receive
+        self._next += 1
+        return receive
+
+    @property
+    def used(self) -> int:
+        """Bytes of the window that posted receives hold."""
+        return 0 if self._arena is None else self._arena.pool.used
+
+    def poll(self) -> None:
+        """Take what TCP has brought and return idle pages. Raises LinkError if a receive can never end."""
+        self.guard.check()
+        if not self._ready:
+            self._meet()
+        if self._reader is not None:
+            self._pump(self._reader)
+        if self._early:
+            self._settle()
+        assert self._arena is not None
+        self._arena.pool.tidy()
+
+    def abort(self) -> None:
+        """Give up the arena and the connection. Idempotent."""
+        self.guard.owned()
+        self.close("aborted on this side")
+
+    def close(self, reason: str) -> None:
+        """`abort` for the factory, whose thread may be another one."""
+        self.guard.fail(reason)
+        self._close_listener()
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+        if self._arena is not None:
+            self._arena.seal_off()
+            self._arena = None
+        self._live.clear()
+        self._early.clear()
+
+    def give(self, receive: HostReceive) -> None:
+        """A receive has been released: its room returns now, or when its bytes have arrived."""
+        if self._arena is None:
+            return
+        if self.guard.reason is not None:
+            return  # P may still write there; the arena goes as a whole
+        if not receive.arrived():
+            self._early.append(receive)
+            return
+        receive.take()
+        del self._live[receive.stamp - 1]
+        self._arena.pool.give(receive.offset)
+
+    def __repr__(self) -> str:
+        how = "tcp" if self._reader is not None else "shared memory" if self._ready else "not ready"
+        return f"HostInbound({how}, {len(self._live)} receives posted, {self.used} bytes used)"
+
+    def _settle(self) -> None:
+        early, self._early = self._early, []
+        for receive in early:
+            self.give(receive)
+
+    def _meet(self) -> None:
+        assert self._arena is not None and self._listener is not None
+        if self._arena.greeted(self._peer_nonce):
+            self._ready = True
+        else:
+            connection = self._listener.admit()
+            if connection is None:
+                return
+            self._reader = TcpReader(connection, self._peer_nonce, self._place, self._landed)
+            self._ready = True
+            self._pump(self._reader)
+        self._arena.seal_off()
+        self._close_listener()
+
+    def _pump(self, reader: TcpReader) -> None:
+        try:
+            reader.poll()
+        except LinkError as error:
+            raise self.guard.fail(str(error)) from None
+        if reader.lost is not None:
+            self.lost = f"the link from a peer: {reader.lost}"
+            if reader.taken < self._next:
+                raise LinkError(self.lost)
+
+    def _place(self, sequence: int, nbytes: int) -> memoryview:
+        receive = self._live.get(sequence)
+        if receive is None:
+            raise LinkError(f"the peer sent message {sequence}, for which no receive is posted")
+        if receive.nbytes != nbytes:
+            raise LinkError(f"the peer sent {nbytes} bytes where {receive.nbytes} were posted")
+        assert self._arena is not None
+        return self._arena.pool.view(receive.offset, nbytes)
+
+    def _landed(self, sequence: int) -> None:
+        self._live[sequence].land()
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None

@@ -10,24 +10,410 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import deque
+from typing import Annotated, Literal
 
 import torch
+from msgspec import Meta
 
-from p2pkv.links.base import Inbound, LinkError, LinkFactory, Outbound
-from p2pkv.links.blobs import NONCE_BYTES, decode, encode
-from p2pkv.links.guard import Guard
-from p2pkv.links.nccl_api import Nccl, NcclError, NcclMissing, load_nccl, version_name
-from p2pkv.links.nccl_blobs import Acceptance, Invitation, check_versions
-from p2pkv.links.nccl_device import CudaDevice, Device
-from p2pkv.links.nccl_end import End, Operation, to_landing
-from p2pkv.links.nccl_opening import Shared
-from p2pkv.links.nccl_pool import Pool
-from p2pkv.links.slots import Slots, aligned
+from p2pkv.links.base import (
+    NONCE_BYTES,
+    Guard,
+    Inbound,
+    LinkError,
+    LinkFactory,
+    Nonce,
+    Outbound,
+    SetupBlob,
+    decode_blob,
+    encode_blob,
+)
+from p2pkv.links.nccl_bindings import (
+    IN_PROGRESS,
+    SUCCESS,
+    UNIQUE_ID_BYTES,
+    Nccl,
+    NcclError,
+    NcclMissing,
+    load_nccl,
+    version_name,
+)
+from p2pkv.links.nccl_communicator import Opening, Shared, wait_out
+from p2pkv.links.nccl_device import CudaDevice, Device, DevicePool, Mark
+from p2pkv.links.staging import Slots, aligned
 
 logger = logging.getLogger(__name__)
 
-INIT_SECONDS = 30.0
+INIT_SECONDS = 120.0
+"""How long NCCL may take to bring a communicator up, whatever the lease: the first one loads modules, and
+looks for the ways between two hosts."""
+
 CLOSE_SECONDS = 2.0
+ABORT_SECONDS = 10.0
+"""An abort that takes longer counts as stuck; the slots that it holds stay lost until it comes back."""
+
+BUSY_SHARE = 0.25
+"""Part of a device's multiprocessors (SMs) that links may hold: NCCL's kernels spin while they wait for the
+peer, one on each channel of each link that has something under way."""
+
+_SIZE_BITS = 41
+_SEQUENCES = 1 << 21
+
+UniqueId = Annotated[bytes, Meta(min_length=UNIQUE_ID_BYTES, max_length=UNIQUE_ID_BYTES)]
+Version = Annotated[int, Meta(ge=1, lt=1 << 31)]
+
+
+# What the two ends tell each other through the control plane.
+
+
+class NcclInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True):
+    """P's first word: the communicator's name, P's NCCL, and a random tag that the answer repeats."""
+
+    link = "nccl"
+    name = "invitation"
+
+    kind: Literal["nccl"]
+    version: Literal[1]
+    tag: Nonce
+    nccl: Version
+    unique_id: UniqueId
+
+
+class NcclAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True):
+    """D's answer: `answers` is the invitation's tag."""
+
+    link = "nccl"
+    name = "acceptance"
+
+    kind: Literal["nccl"]
+    version: Literal[1]
+    answers: Nonce
+    nccl: Version
+
+
+def check_versions(mine: int, theirs: int) -> None:
+    """Raises LinkError unless both ends load the very same NCCL; others may hang instead of failing."""
+    if mine != theirs:
+        raise LinkError(
+            f"this rank has NCCL {version_name(mine)} and its peer NCCL {version_name(theirs)}: both must be "
+            "the same; install the same nvidia-nccl package on both sides (see `p2pkv doctor`)"
+        )
+
+
+# A rank's links.
+
+
+class NcclLinks(LinkFactory):
+    """Makes NCCL links for one rank. One thread owns all of them (the engine's): a second one is refused.
+
+    `kind` names NCCL's exact version, so that peers with another one are refused at the handshake.
+    """
+
+    def __init__(
+        self,
+        nccl: Nccl,
+        device: Device,
+        staging_bytes: int,
+        init_seconds: float = INIT_SECONDS,
+        channels: int = 8,
+    ) -> None:
+        """Raises ValueError if there is no staging, MemoryError if the device has no room for it.
+
+        Args:
+            nccl: the binding.
+            device: where the KV is.
+            staging_bytes: device memory of the slots that all links of this rank share.
+            init_seconds: how long a communicator may take to come up.
+            channels: the most channels of a communicator.
+        """
+        self.build_seconds = init_seconds
+        owner = Guard(f"NCCL on {device.name}")
+        most_busy = max(1, int(device.processors * BUSY_SHARE) // channels)
+        self._shared = Shared(nccl, device, DevicePool(device, staging_bytes), init_seconds, owner, most_busy)
+        self._version = nccl.version()
+        self.kind = f"nccl {version_name(self._version)}"
+        self._links: list[NcclInbound | NcclOutbound] = []
+        self._closed = False
+        logger.info(
+            "%s on %s; staging takes %.0f MiB of it (the option staging_bytes), %.0f MiB are left",
+            nccl.describe(),
+            device.name,
+            staging_bytes / (1 << 20),
+            device.free_bytes() / (1 << 20),
+        )
+
+    @property
+    def stuck(self) -> int:
+        """Calls to NCCL that were given up and have not come back."""
+        return self._shared.stuck
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the slots in use, those included that a stuck abort holds; 0 at the baseline."""
+        return self._shared.pool.used
+
+    def invite(self) -> bytes:
+        """The name of a new communicator, and this rank's NCCL version."""
+        self._check()
+        try:
+            name = self._shared.nccl.unique_id()
+        except NcclError as error:
+            raise LinkError(str(error)) from None
+        tag = secrets.token_bytes(NONCE_BYTES)
+        return encode_blob(
+            NcclInvitation(kind="nccl", version=1, tag=tag, nccl=self._version, unique_id=name)
+        )
+
+    def accept(self, invitation: bytes, window: int) -> tuple[NcclInbound, bytes]:
+        """D's end, which begins to join. ValueError if `window` is not positive."""
+        self._check()
+        invited = decode_blob(invitation, NcclInvitation)
+        check_versions(self._version, invited.nccl)
+        inbound = NcclInbound(self._shared, invited.unique_id, window)
+        self._links.append(inbound)
+        return inbound, encode_blob(
+            NcclAcceptance(kind="nccl", version=1, answers=invited.tag, nccl=self._version)
+        )
+
+    def complete(self, invitation: bytes, acceptance: bytes) -> NcclOutbound:
+        """P's end, which begins to join."""
+        self._check()
+        invited = decode_blob(invitation, NcclInvitation)
+        accepted = decode_blob(acceptance, NcclAcceptance)
+        if accepted.answers != invited.tag:
+            raise LinkError("this acceptance answers another invitation")
+        check_versions(self._version, accepted.nccl)
+        outbound = NcclOutbound(self._shared, invited.unique_id)
+        self._links.append(outbound)
+        return outbound
+
+    def close(self) -> None:
+        """Abort every link of this rank, and give NCCL a moment to let go. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for link in self._links:
+            link.close("its rank has closed")
+        self._links.clear()
+        self._shared.aborts.join(CLOSE_SECONDS)
+        if busy := self._shared.aborts.busy:
+            logger.warning("%d aborts of NCCL have not returned; the process ends without them", busy)
+
+    def _check(self) -> None:
+        if self._closed:
+            raise LinkError("this rank's links are closed")
+        self._links = [link for link in self._links if not link.closed]
+        self._shared.check()
+
+
+def cuda_links(staging_bytes: int, *, device: torch.device | None = None, channels: int = 8) -> NcclLinks:
+    """NCCL links on a CUDA device, the current one by default.
+
+    Raises ValueError with a sentence if there is no device, no binding, or no memory.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "the NCCL link needs a CUDA device, and torch finds none; set the option `link` to `host`"
+        )
+    index = torch.cuda.current_device() if device is None or device.index is None else device.index
+    try:
+        on = CudaDevice(torch.device("cuda", index))
+        return NcclLinks(load_nccl(channels), on, staging_bytes, channels=channels)
+    except (NcclMissing, MemoryError) as error:
+        raise ValueError(str(error)) from None
+
+
+# One end of a link: its operations, from being asked for to being polled as done.
+
+
+def to_landing(sequence: int, nbytes: int) -> int:
+    """The landing of message number `sequence`: which message it is, and how long."""
+    return sequence % _SEQUENCES << _SIZE_BITS | nbytes
+
+
+class Operation:
+    """One send or receive: asked for, wanted, launched by NCCL, marked in the stream, finished."""
+
+    __slots__ = ("after", "buffer", "finished", "mark", "nbytes", "offset", "released", "wanted")
+
+    def __init__(self, offset: int, buffer: torch.Tensor) -> None:
+        self.offset = offset
+        self.buffer = buffer
+        self.nbytes = buffer.numel()
+        self.after: Mark | None = None
+        self.mark: Mark | None = None
+        self.wanted = False
+        self.finished = False
+        self.released = False
+
+
+class End:
+    """What both ends have in common. `rank` 0 is P and sends, 1 is D and receives.
+
+    Streams: NCCL's kernels of an end run on a stream of its own, never on one of the engine's. What the
+    owner thread has queued on its *current* stream is done before NCCL reads a send (if it was queued
+    before `commit`) or writes a receive (before `post`). A receive is done only when its bytes are there,
+    so what is queued afterwards, on any stream, reads them.
+    """
+
+    def __init__(self, shared: Shared, what: str, unique_id: bytes, rank: int) -> None:
+        self.guard = Guard(what)
+        self.shared = shared
+        self.sequence = 0
+        self.operations: set[Operation] = set()
+        """Those that hold a slot."""
+        self._rank = rank
+        self._held = 0
+        self.closed = False
+        shared.device.enter()
+        self._stream = shared.device.stream()
+        self._queue: deque[Operation] = deque()  # in order, not launched
+        self._launching: Operation | None = None  # called for, and NCCL is at it
+        self._flying: deque[Operation] = deque()  # launched and marked
+        self._opening = Opening(shared, unique_id, rank, self._stream)
+
+    def ready(self) -> bool:
+        """Whether the communicator is up and has carried a message. Raises LinkError if it never will be."""
+        self.check()
+        return self._comm() is not None
+
+    @property
+    def used(self) -> int:
+        """Bytes that this end's operations hold."""
+        return self._held
+
+    def poll(self) -> None:
+        """Launch what can be, and see what the device has finished. Raises LinkError."""
+        self.check()
+        comm = self._comm()
+        if comm is None or not (self._queue or self._launching or self._flying):
+            return
+        try:
+            self._advance(comm)
+        except NcclError as error:
+            raise self.guard.fail(str(error)) from None
+        if not (self._queue or self._launching or self._flying):
+            self.shared.busy.discard(self)
+
+    def abort(self) -> None:
+        """End the communicator, on a helper thread; nothing of this end completes any more. Idempotent."""
+        self.shared.owner.owned()
+        self.guard.owned()
+        self.close("aborted on this side")
+
+    def close(self, reason: str) -> None:
+        """`abort` for the factory, whose thread may be another one."""
+        if self.closed:
+            return
+        self.closed = True
+        self.guard.fail(reason)
+        comm = self._opening.give_up()
+        under_way = [*self._flying] + ([self._launching] if self._launching else [])
+        for operation in self.operations.difference(under_way):
+            self.shared.pool.give(operation.offset)
+        self.operations.clear()
+        self._queue.clear()
+        self._flying.clear()
+        self._launching, self._held = None, 0
+        self.shared.busy.discard(self)
+        if comm is not None:
+            offsets = [operation.offset for operation in under_way]
+            name = f"p2pkv-nccl-abort-{'PD'[self._rank]}"
+            self.shared.aborts.run(name, ABORT_SECONDS, lambda: self._end(comm, offsets))
+
+    def check(self) -> None:
+        """Raises RuntimeError if a second thread calls, LinkError if this end no longer works."""
+        self.shared.owner.owned()
+        self.guard.check()
+
+    # For the two kinds of ends.
+
+    def admitted(self) -> bool:
+        """Whether this end may have operations under way, as few enough others have."""
+        return self in self.shared.busy or len(self.shared.busy) < self.shared.most_busy
+
+    def enqueue(self, operation: Operation) -> None:
+        """The next operation in order; it begins once it is wanted."""
+        self.sequence += 1
+        self.operations.add(operation)
+        self._held += aligned(operation.nbytes)
+        self._queue.append(operation)
+        self.shared.busy.add(self)
+
+    def want(self, operation: Operation) -> None:
+        """`poll` may launch it; it begins when what is queued on the current stream now is done."""
+        operation.after = self.shared.device.here()
+        operation.wanted = True
+
+    def free(self, operation: Operation) -> None:
+        """Its slot may be used again."""
+        self.operations.discard(operation)
+        self._held -= aligned(operation.nbytes)
+        self.shared.pool.give(operation.offset)
+
+    def finished(self, operation: Operation) -> None:
+        """The device has done it."""
+        raise NotImplementedError
+
+    # Inside.
+
+    def _comm(self) -> int | None:
+        try:
+            return self._opening.comm()
+        except LinkError as error:
+            raise self.guard.fail(str(error)) from None
+
+    def _advance(self, comm: int) -> None:
+        state = self.shared.nccl.async_error(comm)
+        if state not in (SUCCESS, IN_PROGRESS):
+            raise self.guard.fail(f"NCCL reports error {state}; NCCL_DEBUG=INFO shows more")
+        if state == SUCCESS:
+            if self._launching is not None:
+                self._mark(self._launching)
+                self._launching = None
+            self._launch(comm)
+        while self._flying and self._passed(self._flying[0]):
+            operation = self._flying.popleft()
+            operation.finished = True
+            self.finished(operation)
+
+    def _launch(self, comm: int) -> None:
+        """In order; with a binding that does not block, one, because NCCL must be asked in between."""
+        nccl = self.shared.nccl
+        call, peer = (nccl.send, 1) if self._rank == 0 else (nccl.recv, 0)
+        while self._queue and self._queue[0].wanted and self._launching is None:
+            operation = self._queue.popleft()
+            self._launching = operation  # from here on the device may touch its slot
+            if operation.after is not None:
+                self._stream.follow(operation.after)
+            call(operation.buffer.data_ptr(), operation.nbytes, peer, comm, self._stream.number)
+            if nccl.blocking:
+                self._mark(operation)
+                self._launching = None
+
+    def _mark(self, operation: Operation) -> None:
+        # Only now: a mark made before NCCL has launched would lie before its kernel.
+        operation.mark = self._stream.mark()
+        self._flying.append(operation)
+
+    def _passed(self, operation: Operation) -> bool:
+        assert operation.mark is not None
+        try:
+            return operation.mark.ready()
+        except RuntimeError as error:
+            raise self.guard.fail(f"the device has failed: {error}") from None
+
+    def _end(self, comm: int, offsets: list[int]) -> None:
+        """On a helper thread: slots return when the device can no longer touch them."""
+        self.shared.device.enter()
+        self.shared.nccl.abort(comm)
+        wait_out(self._stream.mark())
+        self._stream.close()
+        for offset in offsets:
+            self.shared.pool.give(offset)
+
+
+# D's end, and P's.
 
 
 class NcclReceive:
@@ -50,7 +436,11 @@ class NcclReceive:
 
 
 class NcclInbound(End, Inbound):
-    """D's end. Its window bounds what it may hold of the slots that all links of the rank share."""
+    """D's end. Its window bounds what it may hold of the slots that all links of the rank share.
+
+    `post` launches nothing, `poll` does: a receive that is launched before its grant has gone out would
+    wait for ever where launches block (CUDA_LAUNCH_BLOCKING=1, profilers, sanitizers).
+    """
 
     def __init__(self, shared: Shared, unique_id: bytes, window: int) -> None:
         self._window = Slots(window).capacity
@@ -101,6 +491,7 @@ class NcclSend:
         """Hand the buffer over; NCCL reads it when the current stream has written it."""
         self._link.check()
         self._link.want(self._operation)
+        self._link.poll()
 
     def done(self) -> bool:
         """Whether D's receive has taken the bytes, as of the last `poll`."""
@@ -140,104 +531,3 @@ class NcclOutbound(End, Outbound):
 
     def __repr__(self) -> str:
         return f"NcclOutbound(reserved {self.sequence}, {self.used} bytes held)"
-
-
-class NcclLinks(LinkFactory):
-    """Makes NCCL links for one rank. One thread owns all of them (the engine's): a second one is refused.
-
-    `kind` names NCCL's exact version, so that peers with another one are refused at the handshake.
-    """
-
-    def __init__(
-        self, nccl: Nccl, device: Device, staging_bytes: int, init_seconds: float = INIT_SECONDS
-    ) -> None:
-        """Raises ValueError if there is no staging, MemoryError if the device has no room for it.
-
-        Args:
-            nccl: the binding.
-            device: where the KV is.
-            staging_bytes: device memory of the slots that all links of this rank share.
-            init_seconds: how long a communicator may take to come up.
-        """
-        owner = Guard(f"NCCL on {device.name}")
-        self._shared = Shared(nccl, device, Pool(device, staging_bytes), init_seconds, owner)
-        self._version = nccl.version()
-        self.kind = f"nccl {version_name(self._version)}"
-        self._links: list[NcclInbound | NcclOutbound] = []
-        self._closed = False
-        logger.info("%s on %s", nccl.describe(), device.name)
-
-    @property
-    def stuck(self) -> int:
-        """Calls to NCCL that were given up and have not come back."""
-        return self._shared.stuck
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of the slots in use, those included that a stuck abort holds; 0 at the baseline."""
-        return self._shared.pool.used
-
-    def invite(self) -> bytes:
-        """The name of a new communicator, and this rank's NCCL version."""
-        self._check()
-        try:
-            name = self._shared.nccl.unique_id()
-        except NcclError as error:
-            raise LinkError(str(error)) from None
-        tag = secrets.token_bytes(NONCE_BYTES)
-        return encode(Invitation(kind="nccl", version=1, tag=tag, nccl=self._version, unique_id=name))
-
-    def accept(self, invitation: bytes, window: int) -> tuple[NcclInbound, bytes]:
-        """D's end, which begins to join. ValueError if `window` is not positive."""
-        self._check()
-        invited = decode(invitation, Invitation, "nccl")
-        check_versions(self._version, invited.nccl)
-        inbound = NcclInbound(self._shared, invited.unique_id, window)
-        self._links.append(inbound)
-        return inbound, encode(Acceptance(kind="nccl", version=1, answers=invited.tag, nccl=self._version))
-
-    def complete(self, invitation: bytes, acceptance: bytes) -> NcclOutbound:
-        """P's end, which begins to join."""
-        self._check()
-        invited = decode(invitation, Invitation, "nccl")
-        accepted = decode(acceptance, Acceptance, "nccl")
-        if accepted.answers != invited.tag:
-            raise LinkError("this acceptance answers another invitation")
-        check_versions(self._version, accepted.nccl)
-        outbound = NcclOutbound(self._shared, invited.unique_id)
-        self._links.append(outbound)
-        return outbound
-
-    def close(self) -> None:
-        """Abort every link of this rank, and give NCCL a moment to let go. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        for link in self._links:
-            link.close("its rank has closed")
-        self._links.clear()
-        self._shared.aborts.join(CLOSE_SECONDS)
-        if busy := self._shared.aborts.busy:
-            logger.warning("%d aborts of NCCL have not returned; the process ends without them", busy)
-
-    def _check(self) -> None:
-        if self._closed:
-            raise LinkError("this rank's links are closed")
-        self._links = [link for link in self._links if not link.closed]
-        self._shared.check()
-
-
-def cuda_links(staging_bytes: int, *, device: torch.device | None = None, channels: int = 8) -> NcclLinks:
-    """NCCL links on a CUDA device, the current one by default.
-
-    Raises ValueError with a sentence if there is no device, no binding, or no memory.
-    """
-    if not torch.cuda.is_available():
-        raise ValueError(
-            "the NCCL link needs a CUDA device, and torch finds none; set the option `link` to `host`"
-        )
-    index = torch.cuda.current_device() if device is None or device.index is None else device.index
-    try:
-        return NcclLinks(load_nccl(channels), CudaDevice(torch.device("cuda", index)), staging_bytes)
-    except (NcclMissing, MemoryError) as error:
-        raise ValueError(str(error)) from None

@@ -1,15 +1,15 @@
-"""What a link needs of a device besides NCCL: memory, a stream of its own, and marks that can be polled."""
+"""What NCCL links need besides NCCL: memory in slots, a stream for each end, and marks."""
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any, Protocol
+import threading
+from typing import Protocol
 
 import torch
 
+from p2pkv.device import end_stream, ignore_captures, make_stream
 from p2pkv.links.base import LinkError
-
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no order with the default stream
+from p2pkv.links.staging import Slots, aligned
 
 
 class Mark(Protocol):
@@ -50,9 +50,11 @@ class Device(Protocol):
 
     Attributes:
         name: for people.
+        processors: its multiprocessors (SMs).
     """
 
     name: str
+    processors: int
 
     def enter(self) -> None:
         """Make this the current device of the calling thread; helper threads begin with it."""
@@ -87,19 +89,14 @@ class CudaMark:
 
 
 class CudaStream:
-    """A stream made by the driver itself.
-
-    torch hands out 32 streams in turn, to vLLM too: on one of those, a receive that waits for its peer
-    could stand before another link's, or before a model's work.
-    """
+    """A stream that nobody else of this process uses; see `device.make_stream`."""
 
     def __init__(self, device: torch.device) -> None:
-        """On the calling thread's current device."""
-        handle = ctypes.c_void_p()
-        result = driver().cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)
-        if result != 0 or handle.value is None:
-            raise LinkError(f"CUDA cannot make a stream for a link: cuStreamCreate says {result}")
-        self.number = handle.value
+        """On the calling thread's current device. Raises LinkError."""
+        try:
+            self.number = make_stream()
+        except RuntimeError as error:
+            raise LinkError(str(error)) from None
         self._stream = torch.cuda.ExternalStream(self.number, device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> CudaMark:
@@ -110,7 +107,7 @@ class CudaStream:
         self._stream.wait_event(mark.event)
 
     def close(self) -> None:
-        driver().cuStreamDestroy_v2(ctypes.c_void_p(self.number))
+        end_stream(self.number)
 
 
 class CudaDevice:
@@ -120,11 +117,13 @@ class CudaDevice:
         assert device.type == "cuda" and device.index is not None
         self._device = device
         self.name = str(device)
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def enter(self) -> None:
         torch.cuda.set_device(self._device)
         # A thread has no context until its first call to the runtime, and `set_device` may make none.
         torch.cuda.mem_get_info(self._device)
+        ignore_captures()
 
     def memory(self, nbytes: int) -> torch.Tensor:
         try:
@@ -145,6 +144,56 @@ class CudaDevice:
         return CudaMark(torch.cuda.current_stream(self._device))
 
 
-def driver() -> Any:
-    """CUDA's driver library, which is wherever a CUDA device is."""
-    return ctypes.CDLL("libcuda.so.1")
+# Device memory: what is being sent, or received, lies in its slots.
+
+
+class DevicePool:
+    """Slots in one block of device memory, taken once and for all: a full device fails at the start.
+
+    The owner thread takes slots; whoever has seen the device finish with them gives them back.
+    """
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        """Raises ValueError if `nbytes` is not positive, MemoryError if the device has no room."""
+        self._slots = Slots(nbytes)
+        self._bytes = device.memory(self._slots.capacity)
+        self._lock = threading.Lock()
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the whole pool."""
+        return self._slots.capacity
+
+    @property
+    def used(self) -> int:
+        """Bytes in slots, those of links included whose abort has not come back."""
+        return self._slots.used
+
+    def check(self, nbytes: int) -> None:
+        """Raises ValueError if `nbytes` is not positive or could never fit."""
+        self._slots.check(nbytes)
+
+    def take(self, nbytes: int) -> int | None:
+        """The offset of a new slot, or None while there is no room; ValueError if it could never fit."""
+        with self._lock:
+            return self._slots.take(nbytes)
+
+    def take_fairly(self, nbytes: int, held: int) -> int | None:
+        """`take` for a link that holds `held` bytes already.
+
+        A link that holds something must leave as much to the others, so a silent peer never takes all.
+        """
+        left = self.capacity - self.used - aligned(nbytes)
+        if held and held + aligned(nbytes) > left:
+            self.check(nbytes)
+            return None
+        return self.take(nbytes)
+
+    def give(self, offset: int) -> None:
+        """Return the slot at `offset`."""
+        with self._lock:
+            self._slots.give(offset)
+
+    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes] over the slot."""
+        return self._bytes[offset : offset + nbytes]

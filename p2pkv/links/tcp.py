@@ -1,8 +1,8 @@
-"""D's end of a host link over TCP: the door that P knocks at, and the pump from the socket into the arena.
+"""A host link over TCP: D's listener and its reader into the arena, P's end and its staging.
 
 P says its 24-byte hello (magic and D's nonce), D answers with P's nonce. Then P sends messages, each a
-header (sequence number, size) and its bytes; D answers each with the count of messages taken. Plain
-sockets and not ZMQ: the kernel copies straight into the slot of the posted receive, and a stranger
+header (sequence number, size) and its bytes; D answers each with the count of messages taken. These are
+plain sockets and not ZMQ: the kernel copies straight into the slot of the posted receive, and a stranger
 costs no memory beyond a hello.
 """
 
@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import mmap
 import socket
 import struct
+from collections import deque
 from collections.abc import Callable
 
-from p2pkv.links.base import LinkError
-from p2pkv.links.blobs import NONCE_BYTES
+import torch
+
+from p2pkv.links.base import NONCE_BYTES, Guard, LinkError, Outbound
+from p2pkv.links.shared_memory import from_landing
+from p2pkv.links.staging import MappedPool, StagingBudget, aligned
 
 MAGIC = b"p2pkv\x00L1"
 HELLO_BYTES = len(MAGIC) + NONCE_BYTES
@@ -24,10 +29,13 @@ TAKEN = struct.Struct("<Q")  # messages taken so far
 PIECE_BYTES = 1 << 20
 BURST_BYTES = 8 << 20  # what one poll may move: a few milliseconds at most
 _GUESTS = 8
-_BACKLOG = 64  # knocks between two polls; the kernel drops the rest, and they knock again
+_BACKLOG = 64  # connections between two polls; the kernel drops the rest, and they try again
 
 
-class Door:
+# D's end.
+
+
+class TcpListener:
     """A listening socket that lets in the one connection which knows the nonce, and then closes.
 
     Strangers are dropped at their first wrong byte; at most 8 may be undecided, then the oldest goes.
@@ -39,13 +47,13 @@ class Door:
         self._guests: list[tuple[socket.socket, bytearray]] = []
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+            self._socket = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         except OSError as error:
             raise LinkError(
                 f"cannot listen on {host}: {error}; `host` must be an address of this machine"
             ) from error
-        self._listener.setblocking(False)
-        self.port = int(self._listener.getsockname()[1])
+        self._socket.setblocking(False)
+        self.port = int(self._socket.getsockname()[1])
 
     def admit(self) -> socket.socket | None:
         """The connection that has shown the nonce, if there is one now."""
@@ -62,7 +70,7 @@ class Door:
 
     def close(self) -> None:
         """Close the listener and whoever is undecided. Idempotent."""
-        self._listener.close()
+        self._socket.close()
         for guest, _ in self._guests:
             guest.close()
         self._guests.clear()
@@ -70,7 +78,7 @@ class Door:
     def _accept(self) -> None:
         for _ in range(_GUESTS):
             try:
-                guest, _address = self._listener.accept()
+                guest, _address = self._socket.accept()
             except OSError:  # nobody there, gone again, or no descriptor left: all the same to us
                 return
             guest.setblocking(False)
@@ -79,7 +87,7 @@ class Door:
                 self._guests.pop(0)[0].close()
 
     def _hear(self, guest: socket.socket, heard: bytearray) -> bool | None:
-        """True: the hello is right; False: it never will be; None: not all of it is here."""
+        """True: the hello is right; False: it never will be; None: not all of it has arrived."""
         try:
             part = guest.recv(HELLO_BYTES - len(heard))
         except BlockingIOError:
@@ -94,7 +102,7 @@ class Door:
         return hmac.compare_digest(bytes(heard), self._hello)
 
 
-class Inlet:
+class TcpReader:
     """Takes messages off P's connection, in order, into the slots that `place` names.
 
     place(sequence, nbytes) -> memoryview [nbytes]; it raises LinkError if no such receive is posted.
@@ -120,7 +128,7 @@ class Inlet:
         self._answers = bytearray(answer)
 
     def poll(self) -> None:
-        """Take what is here; `lost` says if the connection ended. LinkError for what P may not send."""
+        """Take what has arrived; `lost` says if the connection ended. LinkError for what P may not send."""
         if self.lost is None:
             try:
                 self._take_all()
@@ -169,6 +177,222 @@ class Inlet:
             except BlockingIOError:
                 return
             del self._answers[:count]
+
+
+# P's end.
+
+
+class TcpSend:
+    """One send; its bytes are staged here until D has taken them."""
+
+    __slots__ = ("_link", "buffer", "committed", "header", "nbytes", "offset", "sequence")
+
+    def __init__(self, link: TcpOutbound, sequence: int, offset: int, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self.sequence = sequence
+        self.offset = offset
+        self.nbytes = buffer.numel()
+        self.header = HEADER.pack(sequence, self.nbytes)
+        self.committed = False
+        self._link = link
+
+    def commit(self) -> None:
+        """Hand the buffer over; it leaves when the sends before it have left."""
+        self._link.guard.check()
+        self.committed = True
+
+    def done(self) -> bool:
+        """Whether D has taken all bytes. Raises LinkError if it never will."""
+        link = self._link
+        link.guard.check()
+        if self.sequence < link.taken:
+            return True
+        if link.lost is not None:
+            raise LinkError(link.lost)
+        return False
+
+
+class TcpOutbound(Outbound):
+    """P's end. Connects without blocking; `ready` once D has answered the hello."""
+
+    def __init__(self, address: tuple[str, int], hello: bytes, answer: bytes, budget: StagingBudget) -> None:
+        """`hello`: D's nonce, which P shows; `answer`: P's nonce, which D must show.
+
+        Raises LinkError if the address is malformed or there is no socket.
+        """
+        self.guard = Guard(f"the link to {address[0]}:{address[1]}")
+        self.taken = 0
+        self.lost: str | None = None
+        self._budget = budget
+        self._expected = answer
+        self._greeted = False
+        self._next = 0
+        self._outgoing: deque[TcpSend] = deque()  # not yet all in the kernel's hands
+        self._unfinished: deque[TcpSend] = deque()
+        self._gone = 0  # bytes of the first outgoing send in the kernel's hands, its header included
+        self._unsaid = bytearray(MAGIC + hello)
+        self._heard = bytearray()
+        self._pool: MappedPool | None = _new_pool(budget.limit)
+        self._socket = _connect(address)
+
+    def ready(self) -> bool:
+        """Whether D has answered. Raises LinkError if the connection has ended."""
+        if not self._greeted:
+            self.poll()
+        self.guard.check()
+        return self._greeted
+
+    def reserve(self, nbytes: int, landing: int) -> TcpSend | None:
+        """A staging buffer, or None while the rank's staging has no room. ValueError if it never has."""
+        self.guard.check()
+        if self.lost is not None:
+            raise LinkError(self.lost)
+        assert self._pool is not None
+        self._pool.check(nbytes)
+        try:
+            from_landing(landing, self._next)
+        except LinkError as error:
+            raise self.guard.fail(str(error)) from None
+        if not self._budget.grants(self._pool.used, aligned(nbytes)):
+            return None
+        offset = self._pool.take(nbytes)
+        if offset is None:
+            return None
+        self._budget.used += aligned(nbytes)
+        send = TcpSend(self, self._next, offset, self._pool.tensor(offset, nbytes))
+        self._next += 1
+        self._outgoing.append(send)
+        self._unfinished.append(send)
+        return send
+
+    @property
+    def used(self) -> int:
+        """Bytes of staging that D has not taken yet."""
+        return 0 if self._pool is None else self._pool.used
+
+    def poll(self) -> None:
+        """Send and receive what can be now. Raises LinkError if a send of ours can never end."""
+        self.guard.check()
+        if self.lost is None:
+            try:
+                self._hear()  # first: a failing send must not hide what D has taken
+                self._speak()
+            except OSError as error:
+                self.lost = f"{self} broke: {error}"
+        if self.lost is not None and (self._unfinished or not self._greeted):
+            raise LinkError(self.lost)
+        assert self._pool is not None
+        self._pool.tidy()
+
+    def abort(self) -> None:
+        """Close the connection and free the staging. Idempotent."""
+        self.guard.owned()
+        self.close("aborted on this side")
+
+    def close(self, reason: str) -> None:
+        """`abort` for the factory, whose thread may be another one."""
+        self.guard.fail(reason)
+        self._socket.close()
+        if self._pool is not None:
+            self._budget.used -= self._pool.used
+            self._pool = None
+        self._outgoing.clear()
+        self._unfinished.clear()
+
+    def __repr__(self) -> str:
+        return f"TcpOutbound(taken {self.taken} of {self._next}, {self.used} bytes staged)"
+
+    def _speak(self) -> None:
+        if self._unsaid:
+            del self._unsaid[: self._send([self._unsaid])]
+        budget = BURST_BYTES
+        while self._greeted and self._outgoing and self._outgoing[0].committed and budget > 0:
+            send = self._outgoing[0]
+            count = self._send(self._rest(send))
+            if count == 0:
+                return
+            budget -= count
+            self._gone += count
+            if self._gone == HEADER.size + send.nbytes:
+                self._outgoing.popleft()
+                self._gone = 0
+
+    def _rest(self, send: TcpSend) -> list[bytes | memoryview]:
+        assert self._pool is not None
+        start = max(0, self._gone - HEADER.size)
+        piece = self._pool.view(send.offset + start, min(PIECE_BYTES, send.nbytes - start))
+        return [piece] if self._gone >= HEADER.size else [send.header[self._gone :], piece]
+
+    def _send(self, parts: list[bytes | memoryview] | list[bytearray]) -> int:
+        try:
+            return self._socket.sendmsg(parts)
+        except BlockingIOError:
+            return 0
+
+    def _hear(self) -> None:
+        try:
+            part = self._socket.recv(4096)
+        except BlockingIOError:
+            return
+        if not part:
+            self.lost = f"{self}: the peer closed the connection"
+            return
+        self._heard += part
+        if not self._greeted:
+            self._greet()
+        while self._greeted and len(self._heard) >= TAKEN.size:
+            (count,) = TAKEN.unpack_from(self._heard)
+            del self._heard[: TAKEN.size]
+            self._finish(count)
+
+    def _greet(self) -> None:
+        if len(self._heard) >= NONCE_BYTES:
+            if self._heard[:NONCE_BYTES] != self._expected:
+                raise self.guard.fail("who answered there does not know this link")
+            del self._heard[:NONCE_BYTES]
+            self._greeted = True
+
+    def _finish(self, count: int) -> None:
+        sent = self._next - len(self._outgoing)
+        if not self.taken < count <= sent:
+            raise self.guard.fail(
+                f"the peer says it took {count} messages of {sent} sent, {self.taken} before"
+            )
+        assert self._pool is not None
+        for _ in range(count - self.taken):
+            send = self._unfinished.popleft()
+            self._budget.used -= aligned(send.nbytes)
+            self._pool.give(send.offset)
+        self.taken = count
+
+
+def _new_pool(nbytes: int) -> MappedPool:
+    """A pool of the link's own: an abort never hands it to another link. Untouched pages cost nothing."""
+    size = -(-aligned(nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise LinkError(f"no memory for a link's staging of {nbytes} bytes: {error}") from error
+    return MappedPool(memory, 0, nbytes, mmap.MADV_DONTNEED)
+
+
+def _connect(address: tuple[str, int]) -> socket.socket:
+    host, port = address
+    connection = None
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        connection = socket.socket(found[0][0], socket.SOCK_STREAM)
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.connect_ex(found[0][4])  # an error, if any, is met again at the first send
+        return connection
+    except OSError as error:
+        if connection is not None:
+            connection.close()
+        raise LinkError(f"cannot connect to {host}:{port}: {error}") from error
+
+
+# Addresses.
 
 
 def numeric(host: str) -> str:

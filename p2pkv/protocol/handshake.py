@@ -1,19 +1,100 @@
-"""The first words of two ranks: D dials and says Hello until P answers; each side judges the other.
+"""What two ranks agree on before KV travels: D dials and says Hello until P answers; each judges the other.
 
 P never dials. A request id, which a client may have forged, can therefore make D open one connection
 that says Hello, and can make P do nothing at all.
+
+Both compute the form of the KV from the same two Hellos. Where the caches are alike, their rows travel as
+they lie. Where they are not, a row is the K and V of one (token, head): a dense cache has such rows, and a
+packed one can make them if the packing is known.
 """
 
 from __future__ import annotations
 
 from enum import Enum, auto
 
+from msgspec import Struct
+
 from p2pkv.pairing import Address, PairingError
-from p2pkv.plan import Plan, make_plan
+from p2pkv.plan import Edge, Plan, make_plan
 from p2pkv.protocol.machine import Machine, Table
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
-from p2pkv.protocol.wire import token_bytes, wire_between
+from p2pkv.protocol.pieces import Window
 from p2pkv.sharding import Shape, ShardingError
+
+# The form in which KV travels.
+
+
+DENSE = "dense"
+KNOWN_PACKINGS = {
+    "page:vec": ("bfloat16", "float16", "float32"),
+    "page:vec16": ("bfloat16", "float16", "float32"),
+    "page:amx": ("bfloat16",),
+}
+"""Codecs that can be undone, and the element types with which vLLM uses them in the order that we know; it
+packs fp8 in another."""
+
+
+class Wire(Struct, frozen=True):
+    """How rows are arranged between two ranks.
+
+    Attributes:
+        codec: "dense", or the codec of both caches.
+        unit: tokens in a row.
+        row_bytes: bytes of one (layer, head, unit) row.
+    """
+
+    codec: str
+    unit: int
+    row_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.codec} rows of {self.unit} tokens, {self.row_bytes} bytes for each layer and head"
+
+
+def wire_between(one: Cache, other: Cache) -> Wire | None:
+    """The form in which rows travel between two caches; None if there is none. The order does not matter."""
+    mine, theirs = _as_it_lies(one), _as_it_lies(other)
+    if one.dtype != other.dtype:
+        return None
+    if mine == theirs:
+        return mine
+    if not (_can_be_dense(one) and _can_be_dense(other)):
+        return None
+    dense = Wire(DENSE, 1, token_bytes(one))
+    return dense if dense.row_bytes == token_bytes(other) else None
+
+
+def token_bytes(cache: Cache) -> int:
+    """Bytes of the K and V of one (layer, head, token)."""
+    return cache.row_bytes // cache.unit_tokens
+
+
+def _as_it_lies(cache: Cache) -> Wire:
+    return Wire(cache.codec, cache.unit_tokens, cache.row_bytes)
+
+
+def _can_be_dense(cache: Cache) -> bool:
+    known = cache.codec == DENSE or cache.dtype in KNOWN_PACKINGS.get(cache.codec, ())
+    return known and cache.row_bytes % cache.unit_tokens == 0
+
+
+class Assignment(Struct, frozen=True):
+    """What one rank of P owes one rank of D: a rectangle of the cache, in the form agreed on."""
+
+    edge: Edge
+    wire: Wire
+
+    def window(self, start: int, stop: int) -> Window:
+        """The part of it that holds tokens [start, stop).
+
+        Raises RemoteProtocolError if `start` is inside a row of the wire.
+        """
+        layers, row = self.edge.layers, len(self.edge.heads) * self.wire.row_bytes
+        return Window(layers.start, layers.stop, start, stop, self.wire.unit, row)
+
+
+# The verdict on a pair, and D's dialing.
+
 
 FIRST_RETRY = 0.05
 LAST_RETRY = 1.0
@@ -106,7 +187,7 @@ def _layout(cache: Cache) -> str:
 
 
 def _advice(mine: Cache, theirs: Cache) -> str:
-    """What makes two caches exchange whole pages, since one of them cannot be undone."""
+    """What makes two caches exchange whole blocks, since one of them cannot be undone."""
     if mine.codec == theirs.codec:
         return "this codec's pages travel whole, so set the same --block-size"
     return (
@@ -128,28 +209,36 @@ def _differ(what: str, mine: Hello, theirs: Hello, here: object, there: object) 
     return f"{what} differ: {here} at {mine.address}, {there} at {theirs.address}"
 
 
-class Dial(Enum):
+class DialPhase(Enum):
     ASKING = auto()
     OPEN = auto()
     REFUSED = auto()
 
 
-class On(Enum):
+class DialEvent(Enum):
     WELCOME = auto()
     REFUSE = auto()
     LOST = auto()
     RETRY = auto()
 
 
-DIAL: Table[Dial, On] = {
-    Dial.ASKING: {On.WELCOME: Dial.OPEN, On.REFUSE: Dial.REFUSED, On.LOST: Dial.ASKING},
-    Dial.OPEN: {On.WELCOME: Dial.OPEN, On.REFUSE: Dial.REFUSED, On.LOST: Dial.ASKING},
+DIAL: Table[DialPhase, DialEvent] = {
+    DialPhase.ASKING: {
+        DialEvent.WELCOME: DialPhase.OPEN,
+        DialEvent.REFUSE: DialPhase.REFUSED,
+        DialEvent.LOST: DialPhase.ASKING,
+    },
+    DialPhase.OPEN: {
+        DialEvent.WELCOME: DialPhase.OPEN,
+        DialEvent.REFUSE: DialPhase.REFUSED,
+        DialEvent.LOST: DialPhase.ASKING,
+    },
     # A Welcome after a refusal answers a later Hello, or comes from a P that has restarted.
-    Dial.REFUSED: {
-        On.WELCOME: Dial.OPEN,
-        On.REFUSE: Dial.REFUSED,
-        On.LOST: Dial.REFUSED,
-        On.RETRY: Dial.ASKING,
+    DialPhase.REFUSED: {
+        DialEvent.WELCOME: DialPhase.OPEN,
+        DialEvent.REFUSE: DialPhase.REFUSED,
+        DialEvent.LOST: DialPhase.REFUSED,
+        DialEvent.RETRY: DialPhase.ASKING,
     },
 }
 
@@ -159,25 +248,25 @@ class Dialing:
 
     def __init__(self, address: str, now: float) -> None:
         self.address = address
-        self.machine = Machine(f"dial {address}", DIAL, Dial.ASKING)
+        self.machine = Machine(f"dial {address}", DIAL, DialPhase.ASKING)
         self.reason = ""
         self._next = now
         self._pause = FIRST_RETRY
 
     @property
     def open(self) -> bool:
-        return self.machine.state is Dial.OPEN
+        return self.machine.state is DialPhase.OPEN
 
     @property
     def refused(self) -> bool:
-        return self.machine.state is Dial.REFUSED
+        return self.machine.state is DialPhase.REFUSED
 
     def due(self, now: float) -> bool:
         """Whether to say Hello now; the next time is then set, with a growing pause."""
         if self.open or now < self._next:
             return False
         if self.refused:
-            self.machine.local(On.RETRY)
+            self.machine.local(DialEvent.RETRY)
         self._next = now + self._pause
         self._pause = min(2 * self._pause, LAST_RETRY)
         return True
@@ -185,17 +274,17 @@ class Dialing:
     @property
     def deadline(self) -> float | None:
         """When `due` may next be true; None while nobody need ask."""
-        return self._next if self.machine.state is Dial.ASKING else None
+        return self._next if self.machine.state is DialPhase.ASKING else None
 
     def welcomed(self) -> None:
         """P has accepted us, and `judge` has accepted P."""
-        self.machine.remote(On.WELCOME)
+        self.machine.remote(DialEvent.WELCOME)
         self.reason = ""
         self._pause = FIRST_RETRY
 
     def refuse(self, reason: str, now: float) -> None:
         """P has refused us, or `judge` has refused P."""
-        self.machine.remote(On.REFUSE)
+        self.machine.remote(DialEvent.REFUSE)
         self.reason = reason
         self._next = now + REFUSED_FOR
         self._pause = FIRST_RETRY
@@ -208,4 +297,4 @@ class Dialing:
         """
         if self.open:
             self._next = now
-        self.machine.local(On.LOST)
+        self.machine.local(DialEvent.LOST)

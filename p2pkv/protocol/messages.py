@@ -34,8 +34,8 @@ Digest = Annotated[bytes, Meta(max_length=64)]
 Checksum = Annotated[bytes, Meta(max_length=16)]
 
 
-class Message(Struct, frozen=True, forbid_unknown_fields=True, array_like=False, tag=True, tag_field="t"):
-    """The base of every message; the tag is the class's name."""
+class Message(Struct, frozen=True, forbid_unknown_fields=True, array_like=False, tag_field="t"):
+    """The base of every message. Its tag is what peers see, so it stays when the class is renamed."""
 
 
 def _shorten(message: Refuse | LinkDown | Failed | Cancel) -> None:
@@ -55,7 +55,7 @@ class Cache(Struct, frozen=True, forbid_unknown_fields=True):
         unit_tokens: tokens in a row: 1 where the content is dense, those of a (kernel) block where a
             kernel packs tokens together.
         dtype: element type, torch's name without the prefix.
-        codec: how the bytes of a row are arranged; wire.py says what travels between which.
+        codec: how the bytes of a row are arranged; handshake.py says what travels between which.
         layer_names: digest of the names of all layers, in order.
     """
 
@@ -69,7 +69,7 @@ class Cache(Struct, frozen=True, forbid_unknown_fields=True):
     layer_names: Name
 
 
-class Hello(Message, frozen=True):
+class Hello(Message, frozen=True, tag="Hello"):
     """Who I am and what my cache looks like: the first message of a connection, and its answer.
 
     `digest` is the checksum that this rank can compute, and `verify` whether it wants one of each chunk.
@@ -94,7 +94,7 @@ class Hello(Message, frozen=True):
     ahead: bool = False
 
 
-class Welcome(Message, frozen=True):
+class Welcome(Message, frozen=True, tag="Welcome"):
     """Your Hello is accepted; `hello` is mine, `plan` the hash of our common plan."""
 
     you: Incarnation
@@ -102,7 +102,7 @@ class Welcome(Message, frozen=True):
     plan: Name
 
 
-class Refuse(Message, frozen=True):
+class Refuse(Message, frozen=True, tag="Refuse"):
     """Your Hello is refused for good, and why, for a person."""
 
     you: Incarnation
@@ -112,28 +112,28 @@ class Refuse(Message, frozen=True):
         _shorten(self)
 
 
-class Stranger(Message, frozen=True):
+class Stranger(Message, frozen=True, tag="Stranger"):
     """I have no Hello of this connection (I may have restarted): say Hello again."""
 
 
-class Inspect(Message, frozen=True):
+class Inspect(Message, frozen=True, tag="Inspect"):
     """Anybody who may connect: what do you hold now?"""
 
 
-class Report(Message, frozen=True):
+class Report(Message, frozen=True, tag="Report"):
     """The answer to Inspect: counters and gauges of this rank, by name."""
 
     values: dict[Name, int | float | str]
 
 
-class LinkInvite(Message, frozen=True):
+class LinkInvite(Message, frozen=True, tag="LinkInvite"):
     """P to D: let us build link number `link`; `blob` is the factory's."""
 
     link: Small
     blob: Blob
 
 
-class LinkAccept(Message, frozen=True):
+class LinkAccept(Message, frozen=True, tag="LinkAccept"):
     """D to P: my end of link number `link` is up, with room for `window` bytes; `blob` is the factory's."""
 
     link: Small
@@ -141,7 +141,7 @@ class LinkAccept(Message, frozen=True):
     blob: Blob
 
 
-class LinkDown(Message, frozen=True):
+class LinkDown(Message, frozen=True, tag="LinkDown"):
     """Either way: I have aborted link number `link`."""
 
     link: Small
@@ -151,20 +151,20 @@ class LinkDown(Message, frozen=True):
         _shorten(self)
 
 
-class Waiting(Message, frozen=True):
+class Heartbeat(Message, frozen=True, tag="Waiting"):
     """D to P, every beat: these transfers are still wanted or queued here. Renews P's leases."""
 
     transfers: Transfers
 
 
-class Holding(Message, frozen=True):
+class HeartbeatAck(Message, frozen=True, tag="Holding"):
     """P to D, the answer: these I know (or may still learn of in the step that runs), these I do not."""
 
     held: Transfers
     unknown: Transfers
 
 
-class Ahead(Message, frozen=True):
+class Ahead(Message, frozen=True, tag="Ahead"):
     """P to D: the prefill of this prompt, which is for you, has begun, and you have not asked for it yet."""
 
     key: Key
@@ -172,7 +172,7 @@ class Ahead(Message, frozen=True):
     digest: Digest
 
 
-class Offer(Message, frozen=True):
+class Offer(Message, frozen=True, tag="Offer"):
     """P to D: the prefill of this prompt has begun."""
 
     key: Key
@@ -181,10 +181,10 @@ class Offer(Message, frozen=True):
     digest: Digest
 
 
-class Want(Message, frozen=True):
+class Want(Message, frozen=True, tag="Want"):
     """D to P: send me the KV of tokens [start, stop); an empty range releases P.
 
-    `ahead`: no request has come for it yet, so keep the pages, until the same is wanted without it; with an
+    `ahead`: no request has come for it yet, so keep the blocks, until the same is wanted without it; with an
     empty range I have let go of it, as if I had never asked.
     """
 
@@ -208,7 +208,7 @@ class Piece(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     stop: Count
 
 
-class Chunk(Message, frozen=True):
+class Chunk(Message, frozen=True, tag="Chunk"):
     """P to D: message number `chunk` of this transfer is ready to be gathered; may I send it?"""
 
     key: Key
@@ -218,7 +218,7 @@ class Chunk(Message, frozen=True):
     pieces: Annotated[tuple[Piece, ...], Meta(min_length=1, max_length=MAX_PIECES)]
 
 
-class Grant(Message, frozen=True):
+class Grant(Message, frozen=True, tag="Grant"):
     """D to P: the receive of this chunk is posted on link number `link`, at `landing`. Grants are
     obeyed in order, and each one is obeyed, with filler if the transfer has ended meanwhile."""
 
@@ -230,7 +230,7 @@ class Grant(Message, frozen=True):
     landing: Annotated[int, Meta(ge=0, le=1 << 62)]
 
 
-class Sent(Message, frozen=True):
+class Sent(Message, frozen=True, tag="Sent"):
     """P to D: this chunk has gone out on the link. `void`: what went out is filler, drop it.
 
     `digest` is the checksum of its bytes between ranks of which one wants that, else empty.
@@ -244,14 +244,14 @@ class Sent(Message, frozen=True):
     digest: Checksum = b""
 
 
-class Done(Message, frozen=True):
-    """D to P: every byte that I wanted from you is in my pages."""
+class Done(Message, frozen=True, tag="Done"):
+    """D to P: every byte that I wanted from you is in my blocks."""
 
     key: Key
     attempt: Serial
 
 
-class Failed(Message, frozen=True):
+class Failed(Message, frozen=True, tag="Failed"):
     """P to D: this transfer will not complete, and why."""
 
     key: Key
@@ -262,7 +262,7 @@ class Failed(Message, frozen=True):
         _shorten(self)
 
 
-class Cancel(Message, frozen=True):
+class Cancel(Message, frozen=True, tag="Cancel"):
     """D to P: I do not want this transfer any more, and why."""
 
     key: Key
@@ -283,8 +283,8 @@ AnyMessage = (
     | LinkInvite
     | LinkAccept
     | LinkDown
-    | Waiting
-    | Holding
+    | Heartbeat
+    | HeartbeatAck
     | Ahead
     | Offer
     | Want

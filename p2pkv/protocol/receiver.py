@@ -1,21 +1,181 @@
 """D's side of one transfer: a prompt whose KV this rank wants from the ranks of one P.
 
-The Receiver follows the request, one Source for each P rank what that rank owes. The sources are
-known once P's shape is; until then the lease runs on the whole. All moves go through the table in
-receiver_states.
+The Receiver follows the request, one Source for each rank of P what that rank has been assigned. The sources
+are known once P's shape is; until then one lease runs for all of them.
+
+WAITING -> OFFERED -> LOADING -> DONE         (any) -> ENDED
+           OFFERED -> AHEAD -> LOADING or DONE
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from math import inf
 
-from p2pkv.protocol.effects import Effect, Finished, Offered, Post, Tell
-from p2pkv.protocol.machine import Machine, RemoteProtocolError
+from p2pkv.protocol.handshake import Assignment
+from p2pkv.protocol.machine import Effect, Finished, Machine, Offered, Post, RemoteProtocolError, Table, Tell
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Offer, Piece, Sent, Want
-from p2pkv.protocol.receiver_states import LOAD, Load, On
-from p2pkv.protocol.sources import Source
-from p2pkv.protocol.wire import Debt
+from p2pkv.protocol.pieces import Coverage
+
+# Every legal move.
+
+
+class LoadPhase(Enum):
+    WAITING = auto()  # P has not begun
+    OFFERED = auto()  # every source has begun
+    AHEAD = auto()  # P pushes it, although no request for it has come to D
+    LOADING = auto()  # D has said what it wants
+    DONE = auto()  # all of it is in D's blocks
+    ENDED = auto()  # failed or cancelled
+
+
+class LoadEvent(Enum):
+    OFFERED = auto()
+    AHEAD = auto()
+    WANT = auto()
+    NOTHING = auto()
+    COMPLETE = auto()
+    END = auto()
+
+
+LOAD: Table[LoadPhase, LoadEvent] = {
+    LoadPhase.WAITING: {
+        LoadEvent.OFFERED: LoadPhase.OFFERED,
+        LoadEvent.NOTHING: LoadPhase.DONE,
+        LoadEvent.END: LoadPhase.ENDED,
+    },
+    LoadPhase.OFFERED: {
+        LoadEvent.AHEAD: LoadPhase.AHEAD,
+        LoadEvent.WANT: LoadPhase.LOADING,
+        LoadEvent.NOTHING: LoadPhase.DONE,
+        LoadEvent.END: LoadPhase.ENDED,
+    },
+    LoadPhase.AHEAD: {
+        LoadEvent.WANT: LoadPhase.LOADING,
+        LoadEvent.NOTHING: LoadPhase.DONE,
+        LoadEvent.END: LoadPhase.ENDED,
+    },
+    LoadPhase.LOADING: {LoadEvent.COMPLETE: LoadPhase.DONE, LoadEvent.END: LoadPhase.ENDED},
+    LoadPhase.DONE: {},
+    LoadPhase.ENDED: {},
+}
+
+
+# One rank of P.
+
+
+MAX_CHUNKS = 256
+"""Chunks that one rank of P may announce ahead of their bytes; a peer that announces more is broken."""
+
+
+@dataclass
+class _Announced:
+    """A chunk that P has announced and that is not in D's blocks yet."""
+
+    chunk: Chunk
+    posted: bool = False
+    sent: bool = False
+    kept: bool = False
+
+
+@dataclass
+class Source:
+    """What one rank of P has been asked for and has sent. `heard`: when its last message came."""
+
+    assignment: Assignment
+    heard: float
+    offered: bool = False
+    _coverage: Coverage | None = None
+    _next: int = 0
+    """The number of the next chunk. P counts up, so a smaller number has been seen before."""
+    chunks: dict[int, _Announced] = field(default_factory=dict)
+    _kept: int = 0
+    """Chunks that have arrived and wait for blocks."""
+    _kept_bytes: int = 0
+
+    @property
+    def satisfied(self) -> bool:
+        """Whether this rank of P has sent all that it owes."""
+        return self._coverage is not None and self._coverage.left == self._kept_bytes
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it is in D's blocks."""
+        return self._coverage is not None and not self._coverage.left
+
+    def want(self, start: int, stop: int, now: float) -> None:
+        """It is asked for its part of tokens [start, stop)."""
+        self._coverage = Coverage(self.assignment.window(start, stop))
+        self.heard = now
+
+    def announced(self, message: Chunk, now: float) -> bool:
+        """Take note of a chunk; False if it was announced before. Raises RemoteProtocolError."""
+        if message.chunk < self._next:
+            return False
+        if self._coverage is None:
+            raise RemoteProtocolError(f"{message.key}: a chunk before anything was asked for")
+        if message.chunk > self._next or len(self.chunks) - self._kept >= MAX_CHUNKS:
+            raise RemoteProtocolError(
+                f"{message.key}: chunk {message.chunk} is announced where {self._next} is due, "
+                f"or is one more than {MAX_CHUNKS}"
+            )
+        nbytes = self._coverage.window.check(message.pieces)
+        if nbytes != message.nbytes:
+            raise RemoteProtocolError(
+                f"{message.key}: chunk of {message.nbytes} bytes whose pieces make {nbytes}"
+            )
+        self._coverage.reserve(message.pieces)
+        self.heard = now
+        self._next += 1
+        self.chunks[message.chunk] = _Announced(message)
+        return True
+
+    def posted(self, chunk: int) -> None:
+        """A receive is posted for it."""
+        self.chunks[chunk].posted = True
+
+    def sent(self, message: Sent, now: float) -> None:
+        """P has sent it; a void one will come again. Raises RemoteProtocolError."""
+        announced = self.chunks.get(message.chunk)
+        if message.chunk < self._next and (announced is None or announced.sent):
+            return
+        if announced is None or not announced.posted:
+            raise RemoteProtocolError(f"{message.key}: chunk {message.chunk} was sent without a grant")
+        self.heard = now
+        announced.sent = True
+        if message.void:
+            assert self._coverage is not None
+            self._coverage.give_back(announced.chunk.pieces)
+            del self.chunks[message.chunk]
+
+    def pieces(self, chunk: int) -> tuple[Piece, ...]:
+        """Where its bytes belong; () if it was void."""
+        announced = self.chunks.get(chunk)
+        return announced.chunk.pieces if announced is not None else ()
+
+    def keep(self, chunk: int, now: float) -> None:
+        """Its bytes are on D, and wait there for blocks."""
+        announced = self.chunks[chunk]
+        assert announced.sent and not announced.kept
+        announced.kept = True
+        self._kept += 1
+        self._kept_bytes += announced.chunk.nbytes
+        self.heard = now
+
+    def fill(self, chunk: int, now: float) -> None:
+        """Its bytes are in D's blocks."""
+        announced = self.chunks.pop(chunk)
+        assert self._coverage is not None and announced.sent
+        self._coverage.filled(announced.chunk.nbytes)
+        if announced.kept:
+            self._kept -= 1
+            self._kept_bytes -= announced.chunk.nbytes
+        self.heard = now
+
+
+# One load.
 
 
 class Receiver:
@@ -33,14 +193,14 @@ class Receiver:
         stall: float = inf,
         ahead: bool = False,
     ) -> None:
-        """`stall`: seconds without a byte after which a load ends, although P says that it is alive.
+        """`stall`: seconds without a byte after which a load ends, even if P's heartbeats come.
         `ahead`: P has begun it, and no request for it has come to D yet; see `adopt`."""
         self.key = key
         self.attempt = attempt
         self.tokens = tokens
         self.digest = digest
         self.lease = lease
-        self.load = Machine(f"load {key}", LOAD, Load.WAITING)
+        self.load = Machine(f"load {key}", LOAD, LoadPhase.WAITING)
         self.sources: dict[int, Source] = {}
         self.stall = stall
         self._began = now
@@ -53,22 +213,23 @@ class Receiver:
 
     # What D's own engine does.
 
-    def attach(self, debts: Mapping[int, Debt], now: float) -> list[Effect]:
-        """P's shape is known: these of its ranks hold what this rank needs. Without any, all is there."""
-        if self.sources or self.load.state is not Load.WAITING:
+    def attach(self, assignments: Mapping[int, Assignment], now: float) -> list[Effect]:
+        """P's shape is known: these ranks of P hold what this rank needs; with none there is nothing to
+        load."""
+        if self.sources or self.load.state is not LoadPhase.WAITING:
             return []
-        self.sources = {rank: Source(debt, now) for rank, debt in debts.items()}
+        self.sources = {rank: Source(assignment, now) for rank, assignment in assignments.items()}
         if self.nothing:
             return self._let_go()
         if self.sources:
             return []
-        self.load.local(On.OFFERED)
+        self.load.local(LoadEvent.OFFERED)
         return [Offered()]
 
     def adopt(self) -> list[Effect]:
         """The request for what P has begun ahead has come to D."""
         self.ahead = False
-        return [Offered()] if self.load.state is Load.AHEAD else []
+        return [Offered()] if self.load.state is LoadPhase.AHEAD else []
 
     def want(self, start: int, stop: int, now: float) -> list[Effect]:
         """The request has its pages: load tokens [start, stop); nothing if empty, which releases P.
@@ -80,7 +241,7 @@ class Receiver:
         if stop <= start:
             self.nothing = True
             return self._let_go() if self.sources or self._idle else []
-        unit = max((source.debt.wire.unit for source in self.sources.values()), default=1)
+        unit = max((source.assignment.wire.unit for source in self.sources.values()), default=1)
         if start < 0 or stop > self.tokens or start % unit:
             raise ValueError(
                 f"{self.key}: tokens [{start}, {stop}) of {self.tokens} cannot be loaded: "
@@ -89,14 +250,14 @@ class Receiver:
         if self._idle:
             return self._let_go()
         self._moved = now
-        ahead = self.load.state is Load.AHEAD
-        self.load.local(On.WANT)
+        ahead = self.load.state is LoadPhase.AHEAD
+        self.load.local(LoadEvent.WANT)
         if ahead:
             return [Tell(rank, self._rest(source)) for rank, source in self.sources.items()]
         return self._ask(start, stop, now)
 
     def _rest(self, source: Source) -> Want:
-        """Of what was begun ahead. Who has sent all of it is released, and need not have kept anything."""
+        """Ask for a part of what was taken ahead. A rank of P that has sent all of it is released."""
         return Want(self.key, self.attempt, 0, 0 if source.satisfied else self.tokens)
 
     def _ask(self, start: int, stop: int, now: float) -> list[Effect]:
@@ -107,7 +268,7 @@ class Receiver:
         return out
 
     def cancel(self, reason: str) -> list[Effect]:
-        """D does not want it any more. What is on its way will be received and dropped."""
+        """D does not want the prompt any more. Chunks on their way will be received and dropped."""
         return self._end(reason, Cancel(self.key, self.attempt, reason))
 
     def waits_for(self, rank: int) -> bool:
@@ -128,13 +289,13 @@ class Receiver:
                 "both must get the same prompt, model, adapter and cache salt"
             )
         source.offered, source.heard = True, now
-        if self.load.state is Load.WAITING and all(each.offered for each in self.sources.values()):
-            self.load.remote(On.OFFERED)
+        if self.load.state is LoadPhase.WAITING and all(each.offered for each in self.sources.values()):
+            self.load.remote(LoadEvent.OFFERED)
             return self._go_ahead(now) if self.ahead else [Offered()]
         return []
 
     def _go_ahead(self, now: float) -> list[Effect]:
-        self.load.local(On.AHEAD)
+        self.load.local(LoadEvent.AHEAD)
         return self._ask(0, self.tokens, now)
 
     def held(self, rank: int, now: float) -> None:
@@ -163,7 +324,7 @@ class Receiver:
     def lost(self, reason: str, rank: int | None = None) -> list[Effect]:
         """P is gone, has refused us, or broke the protocol; with `rank`, only this one of its ranks.
 
-        A rank whose part is all here may go.
+        A rank whose part has arrived completely may go.
         """
         source = self.sources.get(rank) if rank is not None else None
         return [] if source is not None and source.satisfied else self.cancel(reason)
@@ -186,12 +347,13 @@ class Receiver:
         return source.pieces(chunk) if source is not None else ()
 
     def kept(self, rank: int, chunk: int, now: float) -> None:
-        """The bytes of this chunk are on D, and wait there for pages. What P owes is paid with that."""
-        assert self.load.state is Load.AHEAD
+        """The bytes of this chunk are on D, and wait there for blocks. Counts as delivered by this rank of
+        P."""
+        assert self.load.state is LoadPhase.AHEAD
         self.sources[rank].keep(chunk, now)
 
     def scattered(self, rank: int, chunk: int, now: float) -> list[Effect]:
-        """The bytes of this chunk are in D's pages. Without effect if the load has ended meanwhile."""
+        """The bytes of this chunk are in D's blocks. Without effect if the load has ended meanwhile."""
         if self.load.ended:
             return []
         source = self.sources[rank]
@@ -201,7 +363,7 @@ class Receiver:
             return []
         out: list[Effect] = [Tell(rank, Done(self.key, self.attempt))]
         if all(each.complete for each in self.sources.values()):
-            self.load.local(On.COMPLETE)
+            self.load.local(LoadEvent.COMPLETE)
             out.append(Finished(True))
         return out
 
@@ -216,7 +378,7 @@ class Receiver:
             return self._began + self.lease
         heard = [source.heard for source in self.sources.values() if not source.satisfied]
         ends = [min(heard) + self.lease] if heard else []
-        if self.load.state is Load.LOADING:
+        if self.load.state is LoadPhase.LOADING:
             ends.append(self._stalls)
         return min(ends, default=None)
 
@@ -249,11 +411,11 @@ class Receiver:
     @property
     def _idle(self) -> bool:
         """Whether no rank of P owes this rank anything (a stage without KV layers)."""
-        return self.load.state is Load.OFFERED and not self.sources
+        return self.load.state is LoadPhase.OFFERED and not self.sources
 
     def _let_go(self) -> list[Effect]:
         """Nothing is wanted: say so, which releases P."""
-        self.load.local(On.NOTHING)
+        self.load.local(LoadEvent.NOTHING)
         tells = [Tell(rank, Want(self.key, self.attempt, 0, 0)) for rank in self.sources]
         return [*tells, Finished(True)]
 
@@ -271,7 +433,7 @@ class Receiver:
             return []
         # P keeps what was begun ahead for a request that may still come.
         last = Want(self.key, self.attempt, 0, 0, ahead=True) if self.ahead else farewell
-        self.load.local(On.END)
+        self.load.local(LoadEvent.END)
         tells = [Tell(rank, last) for rank in self.sources if rank != but]
         return [*tells, Finished(False, reason)]
 

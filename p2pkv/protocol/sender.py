@@ -1,19 +1,208 @@
 """P's side of one transfer: a prompt whose KV this rank computes and pushes to the ranks of one D.
 
-The Sender follows the prompt; one DecodeLeg for each D rank follows the conversation with it. All moves go
-through the two tables in sender_states.
+The Sender follows the prompt; one DecodeLeg for each D rank follows the conversation with it.
+
+prompt:  HELD -> OFFERED <-> COMPUTED -> RELEASED        (any) -> ENDED
+leg:     CLAIMED -> SENDING -> DRAINED -> DONE           (any) -> ENDED
+         CLAIMED -> AHEAD -> SENDING or DONE
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
 
-from p2pkv.protocol.effects import Effect, Finished, Released, Tell, Transmit
-from p2pkv.protocol.legs import DecodeLeg
-from p2pkv.protocol.machine import LocalProtocolError, Machine, RemoteProtocolError
-from p2pkv.protocol.messages import Cancel, Done, Failed, Grant, Offer, Sent, Want
-from p2pkv.protocol.sender_states import LEG, PROMPT, Leg, Of, On, Prompt
-from p2pkv.protocol.wire import Debt
+from p2pkv.protocol.handshake import Assignment
+from p2pkv.protocol.machine import (
+    Effect,
+    Finished,
+    LocalProtocolError,
+    Machine,
+    Released,
+    RemoteProtocolError,
+    Table,
+    Tell,
+    Transmit,
+)
+from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Offer, Piece, Sent, Want
+from p2pkv.protocol.pieces import Cutter
+
+# Every legal move.
+
+
+class PromptPhase(Enum):
+    HELD = auto()  # in P's queue
+    OFFERED = auto()  # its prefill has begun
+    COMPUTED = auto()  # all its tokens are in the blocks
+    RELEASED = auto()  # nothing will be read from the blocks any more
+    ENDED = auto()  # failed, aborted or cancelled
+
+
+class PromptEvent(Enum):
+    OFFER = auto()
+    COMPLETE = auto()
+    REVOKE = auto()
+    RELEASE = auto()
+    END = auto()
+
+
+PROMPT: Table[PromptPhase, PromptEvent] = {
+    PromptPhase.HELD: {
+        PromptEvent.OFFER: PromptPhase.OFFERED,
+        PromptEvent.REVOKE: PromptPhase.HELD,
+        PromptEvent.END: PromptPhase.ENDED,
+    },
+    PromptPhase.OFFERED: {
+        PromptEvent.OFFER: PromptPhase.OFFERED,
+        PromptEvent.COMPLETE: PromptPhase.COMPUTED,
+        PromptEvent.REVOKE: PromptPhase.OFFERED,
+        PromptEvent.RELEASE: PromptPhase.RELEASED,
+        PromptEvent.END: PromptPhase.ENDED,
+    },
+    PromptPhase.COMPUTED: {
+        PromptEvent.OFFER: PromptPhase.COMPUTED,
+        PromptEvent.REVOKE: PromptPhase.OFFERED,
+        PromptEvent.RELEASE: PromptPhase.RELEASED,
+        PromptEvent.END: PromptPhase.ENDED,
+    },
+    PromptPhase.RELEASED: {},
+    PromptPhase.ENDED: {},
+}
+
+
+class LegPhase(Enum):
+    CLAIMED = auto()  # D's rank waits for this prompt
+    AHEAD = auto()  # it takes all of it, although no request for it has come; the blocks stay
+    SENDING = auto()  # it said which tokens it wants
+    DRAINED = auto()  # all of them have been read from the blocks
+    DONE = auto()  # and are in D's blocks
+    ENDED = auto()  # failed or cancelled
+
+
+class LegEvent(Enum):
+    AHEAD = auto()
+    WANT = auto()
+    NOTHING = auto()
+    DRAIN = auto()
+    DONE = auto()
+    END = auto()
+
+
+LEG: Table[LegPhase, LegEvent] = {
+    LegPhase.CLAIMED: {
+        LegEvent.AHEAD: LegPhase.AHEAD,
+        LegEvent.WANT: LegPhase.SENDING,
+        LegEvent.NOTHING: LegPhase.DONE,
+        LegEvent.END: LegPhase.ENDED,
+    },
+    LegPhase.AHEAD: {
+        LegEvent.WANT: LegPhase.SENDING,
+        LegEvent.NOTHING: LegPhase.DONE,
+        LegEvent.END: LegPhase.ENDED,
+    },
+    LegPhase.SENDING: {LegEvent.DRAIN: LegPhase.DRAINED, LegEvent.END: LegPhase.ENDED},
+    LegPhase.DRAINED: {LegEvent.DONE: LegPhase.DONE, LegEvent.END: LegPhase.ENDED},
+    LegPhase.DONE: {},
+    LegPhase.ENDED: {},
+}
+
+
+# One rank of D.
+
+
+MAX_ANNOUNCED = 64
+"""Chunks of one leg that may be announced and not yet sent; bounds what D has to remember."""
+
+
+@dataclass
+class DecodeLeg:
+    """What this rank owes a rank of D, under one attempt.
+
+    `computed`, an argument of its methods: for each layer of this rank, how many of the prompt's first tokens
+    have their KV in the blocks.
+
+    Attributes:
+        limit: the most bytes of one chunk; 0 while it is not known, and nothing is announced.
+        heard: when D's rank said something last.
+        gone: that rank has restarted or broken the protocol; who comes next is somebody else.
+        cutter: what of the tokens that it wants has not been announced yet; None before it has said which.
+        announced: bytes and pieces of each chunk that has not been sent.
+    """
+
+    assignment: Assignment
+    attempt: int
+    limit: int
+    heard: float
+    machine: Machine[LegPhase, LegEvent]
+    gone: bool = False
+    cutter: Cutter | None = None
+    _chunks: int = 0
+    announced: dict[int, tuple[int, tuple[Piece, ...]]] = field(default_factory=dict)
+    _granted: set[int] = field(default_factory=set)
+
+    def want(self, message: Want) -> None:
+        """D's rank says which tokens. Raises RemoteProtocolError if it said something else before."""
+        window = self.assignment.window(message.start, message.stop)
+        if self.cutter is not None and self.cutter.window != window:
+            raise RemoteProtocolError(f"{message} is not what was wanted ahead, {self.cutter.window}")
+        self.machine.remote(LegEvent.AHEAD if message.ahead else LegEvent.WANT)
+        self.cutter = self.cutter or Cutter(window)
+
+    def announce(self, key: str, computed: Sequence[int], limit: int, flush: bool) -> Iterator[Chunk]:
+        """Chunks to announce now: full ones, and with `flush` the rest."""
+        limit = min(limit, self.limit)
+        if self.cutter is None or self.machine.ended or not limit:
+            return
+        computed = self._owed(computed)
+        ready = self.cutter.pending(computed)
+        while ready and (flush or ready >= limit) and len(self.announced) < MAX_ANNOUNCED:
+            pieces = self.cutter.cut(computed, limit)
+            nbytes = sum(map(self.cutter.window.size, pieces))
+            yield Chunk(key, self.attempt, self._chunks, nbytes, pieces)
+            self.announced[self._chunks] = (nbytes, pieces)
+            self._chunks += 1
+            ready -= nbytes
+
+    def grant(self, message: Grant) -> tuple[Piece, ...]:
+        """A receive is posted for this chunk; what is in it. Raises RemoteProtocolError."""
+        announced = self.announced.get(message.chunk)
+        if announced is None or announced[0] != message.nbytes or message.chunk in self._granted:
+            raise RemoteProtocolError(f"{message} grants what was not announced, or grants it twice")
+        self._granted.add(message.chunk)
+        return announced[1]
+
+    def readable(self, computed: Sequence[int], pieces: Sequence[Piece]) -> bool:
+        """Whether the blocks still hold all of these pieces."""
+        if self.cutter is None:
+            return False
+        window, computed = self.cutter.window, self._owed(computed)
+        first = self.assignment.edge.layers.start
+        return all(
+            window.sendable(min(computed[piece.layer - first : piece.layer_stop - first])) >= piece.stop
+            for piece in pieces
+        )
+
+    def sent(self, chunk: int, void: bool) -> None:
+        """The chunk has been handed to the link; a void one will be announced again."""
+        assert self.cutter is not None
+        _, pieces = self.announced.pop(chunk)
+        self._granted.remove(chunk)
+        if void:
+            self.cutter.put_back(pieces)
+
+    @property
+    def drained(self) -> bool:
+        """Whether all that is wanted has been read from the blocks."""
+        return self.cutter is not None and not self.cutter.left and not self.announced
+
+    def _owed(self, computed: Sequence[int]) -> Sequence[int]:
+        """Of the layers that it owes."""
+        first = self.assignment.edge.source_layer
+        return computed[first : first + len(self.assignment.edge.layers)]
+
+
+# One prompt.
 
 
 @dataclass(frozen=True)
@@ -22,13 +211,11 @@ class Terms:
 
     Attributes:
         chunk_bytes: what a message is filled up to.
-        lease: seconds for which pages wait for a D that says nothing.
-        whole: push nothing before the whole prompt is computed.
+        lease: seconds for which blocks wait for a D that says nothing.
     """
 
     chunk_bytes: int
     lease: float
-    whole: bool = False
 
 
 class Sender:
@@ -40,10 +227,11 @@ class Sender:
     def __init__(self, key: str, layers: int, terms: Terms) -> None:
         self.key = key
         self.terms = terms
-        self.prompt = Machine(f"prompt {key}", PROMPT, Prompt.HELD)
+        self.prompt = Machine(f"prompt {key}", PROMPT, PromptPhase.HELD)
         self.legs: dict[int, DecodeLeg] = {}
         self._withdrawn: dict[int, DecodeLeg] = {}
-        """Of ranks of D that took it ahead and have let go, or lost it: that attempt does not come back."""
+        """Legs of ranks of D that took the prompt ahead and let it go or lost it: that attempt does not
+        come back."""
         self.expects: frozenset[int] | None = None
         self.tokens = 0
         self.digest = b""
@@ -57,7 +245,7 @@ class Sender:
         """The prefill begins, or begins again after a `revoke`: `tokens` in the prompt."""
         if self.prompt.ended:
             return []
-        self.prompt.local(Of.OFFER)
+        self.prompt.local(PromptEvent.OFFER)
         self.tokens, self.digest = tokens, digest
         return [*(self._offer(rank, leg) for rank, leg in self._open()), *self._settle()]
 
@@ -65,12 +253,12 @@ class Sender:
         """Local layers [layer, layer_stop) now hold KV for the prompt's tokens [0, stop)."""
         if self.prompt.ended:
             return []
-        if self.prompt.state is Prompt.HELD:
+        if self.prompt.state is PromptPhase.HELD:
             raise LocalProtocolError(f"{self.key}: tokens are computed before the prompt was offered")
         for index in range(layer, layer_stop):
             self._computed[index] = max(self._computed[index], stop)
-        if self.prompt.state is Prompt.OFFERED and min(self._computed) >= self.tokens:
-            self.prompt.local(Of.COMPLETE)
+        if self.prompt.state is PromptPhase.OFFERED and min(self._computed) >= self.tokens:
+            self.prompt.local(PromptEvent.COMPLETE)
             self._since = now
             return self.flush()
         return self._announce_all(flush=False)
@@ -80,65 +268,67 @@ class Sender:
         return self._announce_all(flush=True) + self._settle()
 
     def revoke(self) -> None:
-        """The pages have been taken back (preemption); what was granted goes out void."""
+        """The blocks have been taken back (preemption); what was granted goes out void."""
         if not self.prompt.ended:
-            self.prompt.local(Of.REVOKE)
+            self.prompt.local(PromptEvent.REVOKE)
         self._computed = [0] * len(self._computed)
         self._since = None
 
     def abort(self, reason: str) -> list[Effect]:
-        """End the transfer towards every D rank; the pages are free."""
+        """End the transfer towards every D rank; the blocks are free."""
         if self.prompt.ended:
             return []
-        self.prompt.local(Of.END)
+        self.prompt.local(PromptEvent.END)
         self.reason = reason
         out: list[Effect] = []
         for rank, leg in self._open():
-            leg.machine.local(On.END)
+            leg.machine.local(LegEvent.END)
             out.append(Tell(rank, Failed(self.key, leg.attempt, reason)))
         return [*out, Released(), Finished(False, reason)]
 
     # What a D rank says.
 
-    def claim(self, rank: int, debt: Debt, attempt: int, limit: int, now: float) -> list[Effect]:
-        """D's rank waits for this prompt; it says so again and again, which renews the lease.
+    def claim(self, rank: int, assignment: Assignment, attempt: int, limit: int, now: float) -> list[Effect]:
+        """A rank of D waits for this prompt. Each of its heartbeats claims it again, which renews the lease.
 
-        Who asks for what has ended is told so each time. A later attempt takes the place of the one
-        before.
+        A claim of a transfer that has ended is answered with Failed each time. A later attempt replaces the
+        one before.
 
         Args:
-            debt: what this rank owes it.
+            assignment: what this rank owes it.
             limit: the most bytes of one chunk; 0 while it is not known, and nothing is announced.
         """
         leg = self.legs.get(rank)
         known = leg is not None and leg.attempt == attempt and not leg.gone
-        if leg is not None and known and leg.machine.state is not Leg.ENDED:
+        if leg is not None and known and leg.machine.state is not LegPhase.ENDED:
             return self._renew(rank, leg, limit, now)
         past = leg or self._withdrawn.get(rank)
         if self.prompt.ended or (past is not None and attempt <= past.attempt):
             reason = self.reason or "P has let this prompt's KV go; ask with a new request"
             return [Tell(rank, Failed(self.key, attempt, reason))]
         if leg is not None and not leg.machine.ended:
-            leg.machine.remote(On.END)
-        leg = DecodeLeg(debt, attempt, limit, now, Machine(f"leg {self.key}/{rank}", LEG, Leg.CLAIMED))
+            leg.machine.remote(LegEvent.END)
+        leg = DecodeLeg(
+            assignment, attempt, limit, now, Machine(f"leg {self.key}/{rank}", LEG, LegPhase.CLAIMED)
+        )
         self.legs[rank] = leg
         self._withdrawn.pop(rank, None)
         if self._since is not None:
             self._since = now
-        return [] if self.prompt.state is Prompt.HELD else [self._offer(rank, leg)]
+        return [] if self.prompt.state is PromptPhase.HELD else [self._offer(rank, leg)]
 
     def _renew(self, rank: int, leg: DecodeLeg, limit: int, now: float) -> list[Effect]:
         opened = limit > 0 and not leg.limit
         leg.heard, leg.limit = now, limit or leg.limit
-        return self._announce(rank, leg, flush=opened or self.prompt.state is Prompt.COMPUTED)
+        return self._announce(rank, leg, flush=opened or self.prompt.state is PromptPhase.COMPUTED)
 
     @property
     def awaited(self) -> bool:
         """Whether all of it is computed, and a rank of D has something to wait for."""
-        return self.prompt.state is Prompt.COMPUTED and bool(self._open())
+        return self.prompt.state is PromptPhase.COMPUTED and bool(self._open())
 
     def vouches(self, rank: int, attempt: int) -> bool:
-        """Whether this transfer is alive here, so that D may go on waiting: what Holding says."""
+        """Whether this transfer is alive here, so that D may go on waiting: what HeartbeatAck says."""
         return self._leg(rank, attempt) is not None
 
     def want(self, rank: int, message: Want, now: float) -> list[Effect]:
@@ -148,7 +338,7 @@ class Sender:
         if leg is None:
             return []
         leg.heard = now
-        if self.prompt.state is Prompt.HELD or message.stop > self.tokens:
+        if self.prompt.state is PromptPhase.HELD or message.stop > self.tokens:
             raise RemoteProtocolError(
                 f"{self.key}: {message} goes beyond the {self.tokens} tokens of the offer"
             )
@@ -156,7 +346,7 @@ class Sender:
         return self._announce(rank, leg, flush=True) + self._settle()
 
     def _let_go(self, rank: int, message: Want) -> list[Effect]:
-        """D wants nothing more: it has all, or no request has come, and one may still."""
+        """D wants nothing more: it has all of it; or no request has come yet, and one still may."""
         past = self._withdrawn.get(rank)
         if past is not None and past.attempt == message.attempt:
             self.legs[rank] = self._withdrawn.pop(rank)
@@ -166,7 +356,7 @@ class Sender:
         if message.ahead:
             self._withdraw(rank)
             return []
-        leg.machine.remote(On.NOTHING)
+        leg.machine.remote(LegEvent.NOTHING)
         return self._settle()
 
     def grant(self, rank: int, message: Grant, now: float) -> list[Effect]:
@@ -183,14 +373,14 @@ class Sender:
         if leg is None:
             return []
         leg.heard = now
-        leg.machine.remote(On.DONE)
+        leg.machine.remote(LegEvent.DONE)
         return self._settle()
 
     def cancel(self, rank: int, message: Cancel) -> list[Effect]:
         leg = self._leg(rank, message.attempt)
         if leg is None:
             return []
-        leg.machine.remote(On.END)
+        leg.machine.remote(LegEvent.END)
         self.reason = self.reason or f"D cancelled: {message.reason}"
         return self._settle()
 
@@ -204,21 +394,21 @@ class Sender:
         leg = self.legs.get(rank)
         if leg is None:
             return []
-        if leg.machine.state is Leg.AHEAD:
+        if leg.machine.state is LegPhase.AHEAD:
             self._withdraw(rank, restarted)
             return [Tell(rank, Failed(self.key, leg.attempt, reason))]
-        # Who comes after a restart may count its attempts from the start: it is not this one.
+        # After a restart D may count its attempts from the start again.
         leg.gone = True
         if leg.machine.ended:
             return []
-        leg.machine.local(On.END)
+        leg.machine.local(LegEvent.END)
         self.reason = self.reason or reason
         return [Tell(rank, Failed(self.key, leg.attempt, reason)), *self._settle()]
 
     def unlinked(self, rank: int, reason: str) -> list[Effect]:
         """The link to D's rank is gone, with what it carried. Nothing is announced before the next is up."""
         leg = self.legs.get(rank)
-        if leg is None or leg.machine.state is not Leg.CLAIMED:
+        if leg is None or leg.machine.state is not LegPhase.CLAIMED:
             return self.lost(rank, reason)
         leg.limit = 0
         return []
@@ -226,7 +416,7 @@ class Sender:
     # What the engine reports back.
 
     def readable(self, order: Transmit) -> bool:
-        """Whether the pages still hold what was announced and granted."""
+        """Whether the blocks still hold what was announced and granted."""
         leg = self._leg(order.rank, order.grant.attempt)
         return leg is not None and not order.void and leg.readable(self._computed, order.pieces)
 
@@ -239,7 +429,7 @@ class Sender:
         if leg is None or order.void:
             return out
         leg.sent(grant.chunk, void)
-        flush = self.prompt.state is Prompt.COMPUTED
+        flush = self.prompt.state is PromptPhase.COMPUTED
         return out + self._announce(order.rank, leg, flush) + self._settle()
 
     # Time.
@@ -261,7 +451,7 @@ class Sender:
     def tick(self, now: float) -> list[Effect]:
         """End what has outlived its lease."""
         for rank, leg in self._open():
-            if leg.machine.state is Leg.AHEAD and now - leg.heard >= self.terms.lease:
+            if leg.machine.state is LegPhase.AHEAD and now - leg.heard >= self.terms.lease:
                 self._withdraw(rank)
         deadline = self.deadline
         if deadline is None or now < deadline:
@@ -282,7 +472,7 @@ class Sender:
         return leg if leg is not None and leg.attempt == attempt and not leg.machine.ended else None
 
     def _withdraw(self, rank: int, restarted: bool = False) -> None:
-        """D lets go of what no request has asked for: as if it had never claimed it."""
+        """D lets go of a prompt that no request has asked for: as if it had never claimed it."""
         leg = self.legs.pop(rank)
         if not restarted:
             # D may go on with this attempt for a while, with chunks that a new leg would not know.
@@ -298,22 +488,25 @@ class Sender:
         return out
 
     def _announce(self, rank: int, leg: DecodeLeg, flush: bool) -> list[Effect]:
-        if leg.cutter is None or (self.terms.whole and self.prompt.state is not Prompt.COMPUTED):
+        if leg.cutter is None:
             return []
         chunks = leg.announce(self.key, self._computed, self.terms.chunk_bytes, flush)
         return [Tell(rank, chunk) for chunk in chunks]
 
     def _settle(self) -> list[Effect]:
-        """Note which legs need the pages no more, and whether any does."""
+        """Note which legs need the blocks no more, and whether any does."""
         for _, leg in self._open():
-            if leg.machine.state is Leg.SENDING and leg.drained:
-                leg.machine.local(On.DRAIN)
-        if self.prompt.state not in (Prompt.OFFERED, Prompt.COMPUTED) or not self._all_claimed():
+            if leg.machine.state is LegPhase.SENDING and leg.drained:
+                leg.machine.local(LegEvent.DRAIN)
+        if self.prompt.state not in (PromptPhase.OFFERED, PromptPhase.COMPUTED) or not self._all_claimed():
             return []
-        if any(leg.machine.state in (Leg.CLAIMED, Leg.AHEAD, Leg.SENDING) for leg in self.legs.values()):
+        if any(
+            leg.machine.state in (LegPhase.CLAIMED, LegPhase.AHEAD, LegPhase.SENDING)
+            for leg in self.legs.values()
+        ):
             return []
-        self.prompt.local(Of.RELEASE)
-        failed = any(leg.machine.state is Leg.ENDED for leg in self.legs.values())
+        self.prompt.local(PromptEvent.RELEASE)
+        failed = any(leg.machine.state is LegPhase.ENDED for leg in self.legs.values())
         return [Released(), Finished(not failed, self.reason if failed else "")]
 
     def _all_claimed(self) -> bool:

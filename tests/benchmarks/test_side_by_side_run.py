@@ -11,7 +11,7 @@ import pytest
 import side_by_side
 import side_by_side_systems
 
-from p2pkv.cli.servers import ProxyServer, VllmServer
+from p2pkv.demo.servers import ProxyServer, VllmServer
 
 FAKE = str(Path(__file__).with_name("fake_vllm.py"))
 FEW = [
@@ -86,7 +86,7 @@ def test_a_run_measures_every_section_of_every_group(fakes: Path, monkeypatch: p
     assert found["missing"]["Mooncake"] == "pip is offline"
     assert "no such device" in found["missing"]["NIXL push"]
     assert "this server only fails" in found["missing"]["NIXL"]
-    assert found["cut"] == []
+    assert [sentence for sentence in found["cut"] if not sentence.endswith("(--lengths)")] == []
     assert "| 2 | p2pkv | round robin |" in text
     for number in (0, 1):
         these = [r for r in found["records"] if r["section"] == "series" and r["round"] == number]

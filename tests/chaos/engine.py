@@ -22,11 +22,11 @@ from chaos.model import SHAPE, Memory, Violation
 from chaos.prefill import PrefillSide
 from chaos.schedule import DECODES, LEASE
 from engine_support import BUSY, make_rank, soon_on_engine_thread
+from faulty_links import Faults, FaultyLinks
 
 from p2pkv.control.endpoint import Endpoint
 from p2pkv.engine import rank as rank_module
 from p2pkv.links.base import LinkFactory
-from p2pkv.links.faulty import Faults, FaultyLinks
 from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
 

@@ -11,7 +11,7 @@ from chaos.engine import SECRET
 from hostile_support import DEEP, RAW, dealer, nearly_right, shout
 from protocol.samples import KINDS, example
 
-from p2pkv.control.members import members_of
+from p2pkv.control.security import members_of
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
 

@@ -13,7 +13,7 @@ from typing import Any
 from chaos.engine import main
 from chaos.relay import Door
 
-from p2pkv.cli.processes import free_ports
+from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import Address
 
 # Every engine is forked by one process that has imported torch, so that a restart takes no seconds.

@@ -58,7 +58,7 @@ class PrefillSide(Forward):
     def turn(self, now: float) -> Iterator[float]:
         """Hear what is free, and compute one chunk of one prompt."""
         for event in self.rank.events():
-            assert isinstance(event, do.PagesFree)
+            assert isinstance(event, do.BlocksFree)
             prompt = self._prompts.get(event.key)
             if prompt is None or prompt.free:
                 self.broken(f"the pages of {event.key} were given back twice")
@@ -96,7 +96,7 @@ class PrefillSide(Forward):
         return True
 
     def _compute(self, prompt: Prompt, stop: int) -> Iterator[float]:
-        self.rank.do(do.Pages(prompt.key, (prompt.blocks,)))
+        self.rank.do(do.PromptBlocks(prompt.key, (prompt.blocks,)))
         for layer in range(LAYERS):
             self.memory.compute(prompt.prompt, layer, prompt.blocks, prompt.computed, stop)
             self.rank.do(do.Computed(((prompt.key, stop),), layer, layer + 1, READY))

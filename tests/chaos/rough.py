@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from p2pkv.links import blobs
-from p2pkv.links.base import Inbound, LinkFactory, Outbound
-from p2pkv.links.blobs import Acceptance
+from p2pkv.links.base import Inbound, LinkFactory, Outbound, decode_blob, encode_blob
+from p2pkv.links.host import HostAcceptance
 
 THERE, BACK = "there", "back"
 """The ways of a connection: from whoever dialed, and to it."""
@@ -188,13 +187,13 @@ class RoughLinks(LinkFactory):
     def accept(self, invitation: bytes, window: int) -> tuple[Inbound, bytes]:
         """The inner link's, with the relay's port in place of its own."""
         inbound, blob = self._inner.accept(invitation, window)
-        said = blobs.decode(blob, Acceptance)
+        said = decode_blob(blob, HostAcceptance)
         relay = Relay(said.host, said.port, self.manner, seed=len(self._relays))
         self._relays.append(relay)
         if len(self._relays) > self.MOST:
             self._relays.popleft().close()
         assert said.shared is None
-        return inbound, blobs.encode(msgspec.structs.replace(said, port=relay.port))
+        return inbound, encode_blob(msgspec.structs.replace(said, port=relay.port))
 
     def complete(self, invitation: bytes, acceptance: bytes) -> Outbound:
         return self._inner.complete(invitation, acceptance)

@@ -9,7 +9,7 @@ from chaos.engine import STAGING, Side, main
 from chaos.machines import CONTEXT, Machine
 from chaos.rough import Manner, Relay, RoughLinks
 
-from p2pkv.cli.processes import free_ports
+from p2pkv.demo.processes import free_ports
 from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
 

@@ -17,7 +17,7 @@ from chaos.model import CANARY, LAYERS, SHAPE, Memory, Violation, kv
 from chaos.relay import Door, Doors
 from chaos.schedule import KINDS, LEASE, SETTLE, schedule
 
-from p2pkv.cli.processes import free_ports
+from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import Address
 
 ROOT = Path(__file__).parents[2]

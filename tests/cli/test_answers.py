@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2pkv.cli.answers import Answer, answer_of, difference
+from p2pkv.demo.answers import Answer, answer_of, difference
 
 EXPECTED = Answer(text="a b c", tokens=(1, 2, 3), margins=(0.5, 0.0005, 0.5))
 

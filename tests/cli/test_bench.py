@@ -8,10 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from p2pkv.bench.harness import (
+    CELL,
+    HEADS,
+    LAYERS,
+    LAYOUTS,
+    TOKEN_BYTES,
+    BenchError,
+    Layout,
+    Memory,
+    capacity_for,
+)
+from p2pkv.bench.prefill import prefill
 from p2pkv.cli import main
-from p2pkv.cli.bench_pages import CELL, HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, Layout, Memory, capacity_for
-from p2pkv.cli.bench_prefill import prefill
-from p2pkv.cli.bench_ranks import BenchError
 
 TOKENS = 40
 
@@ -28,9 +37,9 @@ def test_it_measures_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[st
     # Short prompts are measured three times for each --repeat.
     for kind in ("copy", "raw", "page_copy", "page_raw", "dense", "pages", "verified"):
         assert len(ready[kind]) == 3 and min(ready[kind]) > 0
-    for mode in ("layers", "whole"):
+    for mode, called in (("layers", LAYERS), ("whole", 0)):
         measured = layers["modes"][mode]
-        assert [len(hooks) for hooks in measured["hooks"]] == [LAYERS] * 3
+        assert [len(hooks) for hooks in measured["hooks"]] == [called] * 3
         assert all(0 < tail < total for tail, total in zip(measured["tail"], measured["total"], strict=True))
         assert min(measured["forward"]) >= LAYERS * 0.1e-3
     printed = capsys.readouterr().out
@@ -81,6 +90,6 @@ def test_kv_of_another_place_is_noticed(layout: Layout) -> None:
 def test_a_decode_process_that_ends_is_an_error() -> None:
     with prefill(TOKENS, 1 << 20, "host") as both:
         assert both.push_ready("dense", TOKENS).total > 0
-        both._wire.say(order="load", layout="dense", key="k", prefill="nowhere", tokens=TOKENS)
+        both._pipe.say(order="load", layout="dense", key="k", prefill="nowhere", tokens=TOKENS)
         with pytest.raises(BenchError, match="nowhere"):
             both.raw(1 << 20)

@@ -9,19 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from p2pkv.cli import bench_communicators, bench_fanout, bench_nccl, main
-from p2pkv.cli.bench_fanout import FAN_OUTS, FanOut, fan_out, place
-from p2pkv.cli.bench_pages import (
+from p2pkv.bench import fanout, nccl
+from p2pkv.bench.fanout import FAN_OUTS, FanOut, fan_out, place
+from p2pkv.bench.harness import (
     CELL,
     HEADS,
     LAYERS,
     LAYOUTS,
     TOKEN_BYTES,
+    BenchError,
     Layout,
     Memory,
     capacity_for,
 )
-from p2pkv.cli.bench_ranks import BenchError
+from p2pkv.cli import main
 
 TOTAL, TOKENS = 2 << 20, 17
 FEW = (1, 2)
@@ -35,7 +36,7 @@ def fans() -> Iterator[FanOut]:
 
 def test_every_rank_of_d_gets_its_share_of_the_heads(fans: FanOut) -> None:
     """Each rank looks at what it got, and its bytes are counted, so a rate is one of a right push."""
-    rows = bench_fanout.rows_of(fans, FEW, 2)
+    rows = fanout.rows_of(fans, FEW, 2)
     assert [(row["fan_out"], len(row["push"])) for row in rows] == [(1, 2), (2, 2)]
     assert min(rate for row in rows for rate in row["push"]) > 0
     sent = fans._rank.counters.values
@@ -60,7 +61,7 @@ def test_the_host_link_is_measured_when_asked(tmp_path: Path, capsys: pytest.Cap
 def test_the_table_has_medians_and_ratios_turn_by_turn() -> None:
     rows = [{"fan_out": 1, "push": [1e9, 2e9, 4e9]}, {"fan_out": 4, "push": [3e9, 3e9, 6e9]}]
     devices = ["cuda:0", "cuda:1", "cuda:2"]
-    lines = list(bench_fanout.table({"rows": rows, "total": 256 << 20, "devices": devices}))
+    lines = list(fanout.table({"rows": rows, "total": 256 << 20, "devices": devices}))
     assert "256 MiB" in lines[0]
     assert lines[1] == "P on cuda:0, D's ranks on cuda:1, cuda:2"
     assert [line.split() for line in lines[3:]] == [["1", "2.00", "1.00"], ["4", "3.00", "1.50"]]
@@ -74,7 +75,7 @@ def test_ranks_of_d_take_turns_on_the_devices_that_p_has_not() -> None:
 def test_the_fan_outs_can_be_measured() -> None:
     for number in FAN_OUTS:
         assert HEADS % number == 0
-    assert all(total % TOKEN_BYTES == 0 for total in bench_fanout.TOTAL.values())
+    assert all(total % TOKEN_BYTES == 0 for total in fanout.TOTAL.values())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -100,10 +101,10 @@ def test_each_link_costs_what_the_device_has_less_when_it_is_up() -> None:
         asked.append(device)
         return next(left) << 20
 
-    costs = bench_communicators.measure("host", ("cpu", "cpu"), free)
-    assert asked == ["cpu"] * (2 + bench_communicators.LINKS)
+    costs = fanout.measure_communicators("host", ("cpu", "cpu"), free)
+    assert asked == ["cpu"] * (2 + fanout.LINKS)
     assert costs["slots"] == 100 << 20 and costs["links"] == [n << 20 for n in (50, 30, 30, 30)]
-    lines = list(bench_communicators.table(costs))
+    lines = list(fanout.communicators_table(costs))
     assert "P's end" in lines[0]
     assert [line.split()[:2] for line in lines[2:]] == [
         ["1", "50.0"], ["2", "30.0"], ["3", "30.0"], ["4", "30.0"], ["slots", "100.0"],
@@ -120,6 +121,6 @@ def test_the_report_has_all_three_tables() -> None:
         "fan_out": {"devices": ["cuda:0"], "total": 256 << 20, "rows": [{"fan_out": 1, "push": [7e9]}]},
         "communicators": {"ends": 2, "staging_bytes": 64 << 20, "slots": 64 << 20, "links": [5 << 20]},
     }
-    text = bench_nccl.show({"torch": torch.__version__}, results)
+    text = nccl.show({"torch": torch.__version__}, results)
     assert "1024 KiB" in text and "ranks of D" in text and "both ends" in text
     assert "7.00" in text and "5.0" in text

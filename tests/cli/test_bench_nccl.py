@@ -8,11 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from p2pkv.cli import bench_nccl, main
-from p2pkv.cli.bench_device import BLOCK_BYTES, Strip, environment, environment_of_child
-from p2pkv.cli.bench_messages import SIZES, messages
-from p2pkv.cli.bench_pages import TOKEN_BYTES, Memory
-from p2pkv.cli.bench_ranks import BenchError
+from p2pkv.bench import nccl
+from p2pkv.bench.harness import (
+    BLOCK_BYTES,
+    TOKEN_BYTES,
+    BenchError,
+    Memory,
+    Strip,
+    environment,
+    environment_of_child,
+)
+from p2pkv.bench.nccl import SIZES, messages
+from p2pkv.cli import main
 
 SMALL = [64 << 10, 1 << 20]
 
@@ -26,21 +33,21 @@ def test_without_a_device_it_refuses_with_a_sentence(capsys: pytest.CaptureFixtu
 def test_messages_of_every_size_at_every_level() -> None:
     """The host link in place of NCCL's; D checks what it got, so a rate is one of a right push."""
     with messages("host", ("cpu", "cpu"), SMALL, 2 << 20) as both:
-        rows = bench_nccl.rows_of(both, SMALL, 2, raw=False)
+        rows = nccl.rows_of(both, SMALL, 2, raw=False)
     assert [row["bytes"] for row in rows] == SMALL
     for row in rows:
-        assert min(row[kind] for kind in bench_nccl.DEVICE_KINDS) > 0
+        assert min(row[kind] for kind in nccl.DEVICE_KINDS) > 0
         assert [len(row[kind]) for kind in ("link", "push")] == [2, 2]
         assert min(row["link"] + row["push"]) > 0
-    lines = list(bench_nccl.table(rows))
+    lines = list(nccl.table(rows))
     assert [line.split()[:2] for line in lines[1:]] == [["64", "KiB"], ["1024", "KiB"]]
     assert all(len(line.split()) == 12 for line in lines[1:])
 
 
 def test_the_sizes_can_be_measured() -> None:
     for size in SIZES:
-        assert bench_nccl.TOTAL % size == 0 and size % BLOCK_BYTES == 0
-    assert bench_nccl.TOTAL % TOKEN_BYTES == 0
+        assert nccl.TOTAL % size == 0 and size % BLOCK_BYTES == 0
+    assert nccl.TOTAL % TOKEN_BYTES == 0
 
 
 def test_a_strip_moves_as_many_bytes_as_it_says() -> None:
@@ -54,7 +61,7 @@ def test_a_plot_needs_matplotlib_or_draws(tmp_path: Path) -> None:
     row = {"bytes": 1 << 20, "copy": 3e9, "gather": 2e9, "scatter": 2e9, "raw": [1e9], "link": [1e9]}
     path = tmp_path / "curves.png"
     try:
-        bench_nccl.plot([{**row, "push": [1e9]}], path)
+        nccl.plot([{**row, "push": [1e9]}], path)
     except BenchError as error:
         assert "install it, or use --json" in str(error)
     else:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from p2pkv.cli.bench_raw import RawNccl, new_name
+from p2pkv.bench.harness import RawNccl, new_name
 
 NAME = bytes(range(128, 256)) + bytes(0)
 SIGNED = tuple(part - 256 for part in NAME)

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from p2pkv.cli import client
+from p2pkv.demo import client
 
 PAGES = {
     "/metrics": (200, 'p2pkv_bytes_sent_total{rank="0"} 5\np2pkv_bytes_sent_total{rank="1"} 7.0\n'),

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from engine_support import Geometry, make_engine
+from memory_links import MemoryNetwork
 
 from p2pkv.cli import main
-from p2pkv.links.memory import MemoryNetwork
 from p2pkv.trust import SECRET_VARIABLE
 
 SECRET = "a secret of the tests"

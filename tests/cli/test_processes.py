@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pkv.cli.processes import (
+from p2pkv.demo.processes import (
     ServerFailed,
     ServerProcess,
     answers_ok,
@@ -131,7 +131,7 @@ def test_a_signal_stops_the_servers_on_the_way_out(tmp_path: Path, number: signa
     code = f"""
 import os, sys, time
 from pathlib import Path
-from p2pkv.cli.processes import ServerProcess, ending_on_signals
+from p2pkv.demo.processes import ServerProcess, ending_on_signals
 with ending_on_signals():
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     log = Path({str(tmp_path / "log")!r})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pkv.cli.tiny_model import TinyLlama, default_cache_dir, ensure_model, llama_8b_geometry
+from p2pkv.demo.tiny_model import TinyLlama, default_cache_dir, ensure_model, llama_8b_geometry
 
 SMALL = TinyLlama(layers=1, hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=64, vocab=512)
 

@@ -153,7 +153,7 @@ def assert_contiguous(metas: list[StepMetadata]) -> None:
         said |= dict.fromkeys([*meta.revoked, *(hold.key for hold in meta.holds)], 0)
         tokens |= {offer.key: offer.tokens for offer in meta.offers}
         for each in meta.prefills:
-            key = each.pages.key
+            key = each.blocks.key
             assert 0 <= each.cached <= each.start <= each.stop <= tokens[key]
             assert said[key] in (0, each.start), "a gap, or tokens that are said twice"
             assert each.stop > said[key]

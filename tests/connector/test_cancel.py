@@ -13,7 +13,7 @@ from connector_support import inner_id, pair_id, tokens
 from real_ranks_support import Engine, run, starting
 from vllm.v1.request import Request
 
-from p2pkv.connector.consuming import State
+from p2pkv.connector.scheduler import LoadState
 from p2pkv.engine.context import Context
 
 pytestmark = pytest.mark.vllm
@@ -87,7 +87,7 @@ class Play:
         self.p.step()
         counters = self.d.workers[0].rank.counters.values
         run(self.d, self.d, lambda: bool(counters["bytes_scattered"]))
-        assert self.asking().state is State.LOADING
+        assert self.asking().state is LoadState.LOADING
 
     def d_waiting_for_admission(self) -> None:
         """P has computed it, and D has no room for it."""
@@ -95,14 +95,14 @@ class Play:
         self.ask_p()
         self.ask_d()
         self.both_until(lambda: self.asking().begun and self.ended(self.p))
-        assert self.asking().state is State.WAITING
+        assert self.asking().state is LoadState.WAITING
 
     def just_admitted(self) -> None:
         """D's scheduler has given it pages, and its workers have not heard of it."""
         self.d_waiting_for_admission()
         self.d.admits(True)
         self.d.scheduled = self.d.scheduler.schedule()
-        assert self.asking().state is State.LOADING
+        assert self.asking().state is LoadState.LOADING
         self.d._running.append((self.d.scheduled, self.d._run(self.d.scheduled)))
 
     def decoding(self) -> None:

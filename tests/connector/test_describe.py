@@ -27,8 +27,8 @@ from p2pkv.connector.describe import (
     refuse_what_cannot_move,
     refuse_what_cannot_pair,
 )
-from p2pkv.connector.weights import fingerprint
-from p2pkv.pages.geometry import PagedCache
+from p2pkv.connector.identity import fingerprint
+from p2pkv.kv.cache import PagedCache
 from p2pkv.protocol.messages import Hello
 
 pytestmark = pytest.mark.vllm

@@ -16,7 +16,7 @@ each_pace = pytest.mark.parametrize("ahead", [0, 1], ids=["step-by-step", "one-s
 
 
 def prefills(p: Instance, key: str) -> list[Prefill]:
-    return [each for meta in p.metas for each in meta.prefills if each.pages.key == key]
+    return [each for meta in p.metas for each in meta.prefills if each.blocks.key == key]
 
 
 def the_key(p: Instance) -> str:
@@ -42,7 +42,7 @@ def test_a_prompt_is_held_then_offered_then_computed_in_contiguous_chunks(ahead:
     said = prefills(p, key)
     assert [each.stop for each in said] == [64, 128, 150]
     for each in said:
-        (table,) = each.pages.blocks
+        (table,) = each.blocks.blocks
         assert table == blocks[: len(table)]
         assert len(table) * BLOCK >= each.stop
     assert p.blocks(request) == blocks, "vLLM keeps the pages"
@@ -77,7 +77,7 @@ def test_a_prefix_that_p_has_cached_is_said_at_once() -> None:
     p.step()
     (said,) = prefills(p, the_key(p))
     assert (said.cached, said.start, said.stop) == (64, 64, 100)
-    assert len(said.pages.blocks[0]) == 7
+    assert len(said.blocks.blocks[0]) == 7
 
 
 def test_a_prefix_that_another_request_computes_in_this_very_step_is_not_said_early() -> None:
@@ -161,7 +161,7 @@ def test_preempted_while_it_prefills_it_is_revoked_and_computed_again() -> None:
     finish(p, request, filler)
     after = prefills(p, key)[2:]
     assert [each.stop for each in after] == [64, 128, 150]
-    assert after[-1].pages.blocks[0] != before
+    assert after[-1].blocks.blocks[0] != before
     assert len(p.rank.said(do.OfferPrompt)) == 1
     p.rank.free(key)
     p.assert_at_rest()

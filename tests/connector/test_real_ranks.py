@@ -17,7 +17,7 @@ from real_ranks_support import Engine, ask_both, finish, starting
 from p2pkv.connector import connector
 from p2pkv.control.announcer import Announcement, Announcer
 from p2pkv.control.discovery import decode_ping
-from p2pkv.control.members import Members
+from p2pkv.control.security import Members
 
 pytestmark = pytest.mark.vllm
 

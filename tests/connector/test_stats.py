@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from p2pkv.connector import P2pKvConnector
 from p2pkv.connector.metadata import WorkerNews
 from p2pkv.connector.stats import Growth, P2pKvStats
-from p2pkv.engine.counters import Counters
+from p2pkv.engine.context import Counters
 
 pytestmark = pytest.mark.vllm
 

@@ -31,7 +31,7 @@ LAST = list(LAYERS)[-1]
 
 
 def prefill_step(stop: int, *, first: bool) -> StepMetadata:
-    meta = StepMetadata(work=True, prefills=[Prefill(do.Pages("k", ([1, 2],)), 0, 0, stop)])
+    meta = StepMetadata(work=True, prefills=[Prefill(do.PromptBlocks("k", ([1, 2],)), 0, 0, stop)])
     if first:
         meta.holds, meta.offers = [do.Hold("k", D)], [do.OfferPrompt("k", D, 32, b"digest")]
     return meta
@@ -171,7 +171,7 @@ def test_every_layer_is_said_by_the_end_of_the_step_or_the_beginning_of_the_next
     assert [flush.keys for flush in rank.said(do.Flush)] == [("k",), ("k",)]
     assert rank.steps.running is None
     kinds = [type(command).__name__ for command in rank.log]
-    assert kinds[:3] == ["Hold", "OfferPrompt", "Pages"]
+    assert kinds[:3] == ["Hold", "OfferPrompt", "PromptBlocks"]
 
 
 def test_a_rank_is_in_a_step_while_it_computes_and_idle_ever_after(make: Make) -> None:
@@ -202,6 +202,16 @@ def test_a_hook_is_said_at_once(make: Make) -> None:
     before, after = seen
     assert not before, "nothing is computed before the forward"
     assert [(each.layer, each.layer_stop) for each in after] == [(1, 2)]
+
+
+def test_the_last_layers_hook_says_what_does_not_fill_a_message(make: Make) -> None:
+    """The end of the step may come late: behind sampling, with vLLM's second runner."""
+    runner, rank = make()
+    rank.layers_per_message = lambda tokens: 99  # type: ignore[method-assign]
+    forward, seen = runner.forward, list[do.Computed]()
+    runner.forward = lambda: (forward(), seen.extend(rank.said(do.Computed)))  # type: ignore[method-assign, func-returns-value]
+    runner.step(prefill_step(16, first=True))
+    assert [(each.layer, each.layer_stop) for each in seen] == [(0, 2)]
 
 
 def test_with_micro_batches_only_the_end_of_the_step_says_anything(make: Make) -> None:
@@ -310,8 +320,9 @@ def test_a_load_writes_its_pages_only_behind_the_forward_that_had_them(make: Mak
     rank.begin("k")
     load = do.Load("k", 0, 31, ([1, 2],))
     runner.step(StepMetadata(work=True, loads=[("r", load)]))
-    kinds = [type(command) for command in rank.log]
-    assert kinds == ([do.Expect, do.After, do.Load] if still_runs else [do.Expect, do.Load])
+    expect, load = rank.log
+    assert isinstance(expect, do.Expect) and isinstance(load, do.Load)
+    assert load.fence is (fence if still_runs else None)
 
 
 IDLE = StepMetadata(idle=True, idle_wait=0.005)

@@ -20,11 +20,10 @@ import zmq
 from engine_support import wait_for
 from links_support import Peer, starting
 
-from p2pkv.cli.processes import free_ports
-from p2pkv.control.announcer import Announcement, Announcer
+from p2pkv.control.announcer import REQUEST_MARK, Announcement, Announcer, WarmUp
 from p2pkv.control.discovery import Ping, decode_ping, goodbye
-from p2pkv.control.members import Members
-from p2pkv.control.warm_up import REQUEST_MARK, WarmUp
+from p2pkv.control.security import Members
+from p2pkv.demo.processes import free_ports
 
 SCRIPT = Path(__file__).parents[1] / "announcer_peer.py"
 PING = Ping(type="P", http_address="127.0.0.1:8100", zmq_address="127.0.0.1:21001", incarnation="one")

@@ -12,11 +12,10 @@ import pytest
 import zmq
 from hostile_support import HUGE_FRAME, NULL_READY, RAW, ZMTP_3_NULL, Canary
 
-from p2pkv.cli.processes import free_ports
 from p2pkv.control import endpoint as module
-from p2pkv.control.endpoint import Endpoint, Line
-from p2pkv.control.line import Trouble
-from p2pkv.control.members import Members
+from p2pkv.control.endpoint import Connection, ConnectionFailure, Endpoint
+from p2pkv.control.security import Members
+from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import Address
 
 DEADLINE = 10.0
@@ -36,23 +35,23 @@ def member() -> Iterator[Endpoint]:
     made.close()
 
 
-def shut(endpoint: Endpoint, line: Line) -> list[Trouble]:
-    """Wait until the line is shut; what was said about it."""
+def shut(endpoint: Endpoint, connection: Connection) -> list[ConnectionFailure]:
+    """Wait until the connection is shut; what was said about it."""
     end, said = time.monotonic() + DEADLINE, []
-    while not line.shut:
+    while not connection.shut:
         assert time.monotonic() < end, "the line is still open"
         endpoint.wait(0.05)
-        said += endpoint.troubles()
+        said += endpoint.failures()
     return said
 
 
-def reach(endpoint: Endpoint, line: Line, place: Address) -> None:
-    """Listen there until something has come over the line, and no longer."""
+def reach(endpoint: Endpoint, connection: Connection, place: Address) -> None:
+    """Listen there until something has come over the connection, and no longer."""
     other, end = Endpoint(place), time.monotonic() + DEADLINE
     try:
         while not list(other.receive()):
             assert time.monotonic() < end
-            line.send(b"hello")
+            connection.send(b"hello")
             endpoint.wait(0.02)
             other.wait(0.02)
     finally:
@@ -62,23 +61,25 @@ def reach(endpoint: Endpoint, line: Line, place: Address) -> None:
 @pytest.mark.parametrize("kind", ["http", "TLS", "zeros"])
 def test_what_speaks_another_protocol_is_said_and_left_alone(member: Endpoint, kind: str) -> None:
     with Canary(RAW[kind]) as canary:
-        line = member.dial(canary.address)
-        (trouble,) = shut(member, line)
-        assert trouble.line is line and f"{canary.address} refused the handshake" in trouble.reason
-        assert not line.send(b"x")
-        member.redial(line)
-        assert not line.shut
-        shut(member, line)
+        connection = member.dial(canary.address)
+        (failure,) = shut(member, connection)
+        assert (
+            failure.connection is connection and f"{canary.address} refused the handshake" in failure.reason
+        )
+        assert not connection.send(b"x")
+        member.redial(connection)
+        assert not connection.shut
+        shut(member, connection)
         assert len(canary.heard) == 2
 
 
 def test_a_connection_that_breaks_the_protocol_later_can_be_dialed_again(endpoint: Endpoint) -> None:
     """libzmq itself would never come back to it."""
     with Canary(ZMTP_3_NULL + NULL_READY, after=HUGE_FRAME) as canary:
-        line = endpoint.dial(canary.address)
-        assert shut(endpoint, line) == []  # an end like any other, and too soon to dial again at once
-        endpoint.redial(line)
-        shut(endpoint, line)
+        connection = endpoint.dial(canary.address)
+        assert shut(endpoint, connection) == []  # an end like any other, and too soon to dial again at once
+        endpoint.redial(connection)
+        shut(endpoint, connection)
         assert len(canary.heard) == 2
 
 
@@ -87,20 +88,20 @@ def test_a_connection_that_lasted_is_dialed_again_at_once(
 ) -> None:
     monkeypatch.setattr(module, "LASTING", 0.0)
     with Canary(ZMTP_3_NULL + NULL_READY, after=HUGE_FRAME) as canary:
-        line, end = endpoint.dial(canary.address), time.monotonic() + DEADLINE
+        connection, end = endpoint.dial(canary.address), time.monotonic() + DEADLINE
         while len(canary.heard) < 3:
-            assert time.monotonic() < end and list(endpoint.troubles()) == []
+            assert time.monotonic() < end and list(endpoint.failures()) == []
             endpoint.wait(0.05)
-        endpoint.hang_up(line)
-        assert line.shut
+        endpoint.hang_up(connection)
+        assert connection.shut
 
 
 def test_a_peer_that_comes_late_is_reached(endpoint: Endpoint) -> None:
     place = Address("127.0.0.1", free_ports())
-    line = endpoint.dial(place)
+    connection = endpoint.dial(place)
     endpoint.wait(0.1)
-    reach(endpoint, line, place)
-    assert list(endpoint.troubles()) == []
+    reach(endpoint, connection, place)
+    assert list(endpoint.failures()) == []
 
 
 @pytest.mark.parametrize("long_ago", [False, True])
@@ -110,31 +111,31 @@ def test_a_peer_that_closes_connections_while_it_restarts_is_not_given_up(
     if long_ago:
         monkeypatch.setattr(module, "RESTARTING", -1.0)
     place = Address("127.0.0.1", free_ports())
-    line = endpoint.dial(place)
-    reach(endpoint, line, place)
-    shut(endpoint, line)
+    connection = endpoint.dial(place)
+    reach(endpoint, connection, place)
+    shut(endpoint, connection)
     with socket.create_server((place.host, place.port)) as dying:
         for _ in range(3):
-            endpoint.redial(line)
+            endpoint.redial(connection)
             endpoint.wait(0.0)
             dying.accept()[0].close()
-            troubles = shut(endpoint, line)
-            assert len(troubles) == long_ago
-    endpoint.redial(line)
-    reach(endpoint, line, place)
+            failures = shut(endpoint, connection)
+            assert len(failures) == long_ago
+    endpoint.redial(connection)
+    reach(endpoint, connection, place)
 
 
 def test_who_answers_late_is_not_refused_and_can_be_dialed_again() -> None:
     made = Endpoint(Address("127.0.0.1", free_ports()), patience=0.3)
     try:
         with Canary() as silent:
-            line = made.dial(silent.address)
+            connection = made.dial(silent.address)
             for number in (1, 2):
-                (trouble,) = shut(made, line)
-                assert trouble.late and trouble.line is line
-                assert f"{silent.address} did not answer in time" in trouble.reason
+                (failure,) = shut(made, connection)
+                assert failure.late and failure.connection is connection
+                assert f"{silent.address} did not answer in time" in failure.reason
                 assert len(silent.heard) == number
-                made.redial(line)
+                made.redial(connection)
     finally:
         made.close()
 
@@ -144,35 +145,35 @@ def test_who_waits_for_its_own_thread_and_then_closes_has_not_refused() -> None:
     made = Endpoint(Address("127.0.0.1", free_ports()), patience=1.0)
     try:
         with socket.create_server(("127.0.0.1", 0)) as busy:
-            line = made.dial(Address("127.0.0.1", busy.getsockname()[1]))
-            connection, _ = busy.accept()
+            connection = made.dial(Address("127.0.0.1", busy.getsockname()[1]))
+            accepted, _ = busy.accept()
             end = time.monotonic() + 0.7
-            while time.monotonic() < end or not line.reached:
+            while time.monotonic() < end or not connection.reached:
                 made.wait(0.05)
-            connection.close()
-            (trouble,) = shut(made, line)
-            assert trouble.late and "did not answer in time" in trouble.reason
+            accepted.close()
+            (failure,) = shut(made, connection)
+            assert failure.late and "did not answer in time" in failure.reason
     finally:
         made.close()
 
 
 def test_a_stranger_that_closes_a_connection_is_given_up(endpoint: Endpoint) -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
-        line = endpoint.dial(Address("127.0.0.1", stranger.getsockname()[1]))
+        connection = endpoint.dial(Address("127.0.0.1", stranger.getsockname()[1]))
         stranger.accept()[0].close()
-        (trouble,) = shut(endpoint, line)
-        assert "closed the connection in the handshake" in trouble.reason
+        (failure,) = shut(endpoint, connection)
+        assert "closed the connection in the handshake" in failure.reason
 
 
 def test_a_host_that_vanishes_is_noticed_by_the_kernel(endpoint: Endpoint) -> None:
     """It probes an idle connection from both ends, and the first time after a minute, not two hours."""
     place = Address("127.0.0.1", free_ports())
-    line, other = endpoint.dial(place), Endpoint(place)
+    connection, other = endpoint.dial(place), Endpoint(place)
     try:
         end = time.monotonic() + DEADLINE
         while not list(other.receive()):
             assert time.monotonic() < end
-            line.send(b"hello")
+            connection.send(b"hello")
             endpoint.wait(0.02)
             other.wait(0.02)
         ends = [

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 
 import pytest
 import zmq
 from zmq.utils import z85
 
-from p2pkv.control import members as module
-from p2pkv.control.gate import Gate
-from p2pkv.control.members import Members, NoCurve, members_of
-from p2pkv.control.throttle import Throttle
+from p2pkv.control import security as module
+from p2pkv.control.security import Members, NoCurve, ZapHandler, members_of
 from p2pkv.trust import Networks
 
 SECRET = b"a secret of the tests"
@@ -44,7 +41,7 @@ def test_without_curve_a_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_members_are_admitted() -> None:
-    reply, refusal = Gate(Members(SECRET), None).answer(REQUEST)
+    reply, refusal = ZapHandler(Members(SECRET), None).answer(REQUEST)
     assert (reply, refusal) == ([b"id", b"", b"1.0", b"7", b"200", b"", b"member", b""], "")
 
 
@@ -60,7 +57,7 @@ def test_members_are_admitted() -> None:
     ],
 )
 def test_others_are_not(change: list[bytes]) -> None:
-    reply, refusal = Gate(Members(SECRET), None).answer([*REQUEST[:7], *change])
+    reply, refusal = ZapHandler(Members(SECRET), None).answer([*REQUEST[:7], *change])
     assert reply[4] == b"400"
     assert "10.0.0.9" in refusal and "members' key" in refusal
 
@@ -69,29 +66,12 @@ def test_networks_count_with_and_without_a_secret() -> None:
     here, elsewhere = Networks.parse(["10.0.0.0/8"]), Networks.parse(["192.168.0.0/16"])
     plain = [*REQUEST[:7], b"NULL"]
     for members, request in ((Members(SECRET), REQUEST), (None, plain)):
-        assert Gate(members, here).answer(request)[0][4] == b"200"
-        reply, refusal = Gate(members, elsewhere).answer(request)
+        assert ZapHandler(members, here).answer(request)[0][4] == b"200"
+        reply, refusal = ZapHandler(members, elsewhere).answer(request)
         assert reply[4] == b"400" and "allowed_peers are 192.168.0.0/16" in refusal
-    assert not Gate(None, None).needed
+    assert not ZapHandler(None, None).needed
 
 
 @pytest.mark.parametrize("length", range(8))
 def test_a_question_cut_short_gets_no_answer(length: int) -> None:
-    assert Gate(Members(SECRET), None).answer(REQUEST[:length]) == ([], "")
-
-
-def test_a_log_cannot_be_filled(caplog: pytest.LogCaptureFixture) -> None:
-    clock = [0.0]
-    log = logging.getLogger("p2pkv.tests.throttle")
-    throttle = Throttle(burst=3, seconds=10.0, clock=lambda: clock[0])
-    log.addFilter(throttle)
-    for clock[0] in (0.0, 9.0, 10.0, 11.0):
-        for number in range(100):
-            log.warning("line %d", number)
-        log.warning("another %s", "line")
-    log.removeFilter(throttle)
-    lines = [record.getMessage() for record in caplog.records]
-    first = ["line 0", "line 1", "line 2"]
-    again = ["line 0 (197 more lines of this kind were left out)", *first[1:]]
-    assert [line for line in lines if not line.startswith("another")] == first + again
-    assert lines.count("another line") == 4
+    assert ZapHandler(Members(SECRET), None).answer(REQUEST[:length]) == ([], "")

@@ -21,12 +21,12 @@ from engine_support import (
     wait_for,
     wrong_cells,
 )
+from faulty_links import Faults, FaultyLinks
 from links_support import nccl_links
+from memory_links import MemoryNetwork
 
 from p2pkv.engine import commands as do
-from p2pkv.links.faulty import Faults, FaultyLinks
-from p2pkv.links.memory import MemoryNetwork
-from p2pkv.pages.codecs import DENSE
+from p2pkv.kv.codecs import DENSE
 from p2pkv.protocol import messages as m
 
 ONE = Geometry()
@@ -60,7 +60,7 @@ def load(p: Engine, d: Engine, key: str, tokens: int, start: int = 0, blocks: li
 
 
 def finish(p: Engine, key: str) -> None:
-    p.wait(do.PagesFree(key))
+    p.wait(do.BlocksFree(key))
     p.do(do.Forget(key))
 
 
@@ -77,7 +77,7 @@ def arrived(d: Engine, nbytes: int) -> None:
 
 
 def push_ahead(p: Engine, d: Engine) -> None:
-    """40 tokens lie on D's shelf, for which no request has come."""
+    """40 tokens lie on D's early buffer, for which no request has come."""
     acquaint(p, d)
     prefill(p, "k", d.address, 40, BLOCKS, chunk=16)
     arrived(d, 40 * TOKEN)
@@ -175,7 +175,7 @@ def test_a_preempted_prompt_is_taken_anew(links):
 def test_what_nobody_asks_for_goes_after_a_lease(links):
     with engines(ONE, ONE, links, ahead_bytes=ROOM, lease_seconds=1.0) as (p, d):
         push_ahead(p, d)
-        p.wait(do.PagesFree("k"))
+        p.wait(do.BlocksFree("k"))
         p.do(do.Forget("k"))
         quiet(p, d)
         assert d.ranks[0].events(do.LoadFailed) == []
@@ -278,7 +278,7 @@ def test_a_link_that_breaks_when_all_is_here_costs_nothing():
     with engines(ONE, ONE, lambda side, rank: network.rank(), ahead_bytes=ROOM, lease_seconds=60.0) as (p, d):
         push_ahead(p, d)
         half = p.ranks[0].rank._half
-        (peer,) = half._peers.values()
+        (peer,) = half._peers
 
         def act() -> None:
             claims = tuple((key, leg.attempt) for key, e in half._prompts.entries.items()
@@ -352,13 +352,13 @@ def test_what_p_says_of_its_own_accord_is_no_answer():
     with engines(ONE, ONE, lambda side, rank: network.rank()) as (p, d):
         acquaint(p, d)
         half = d.ranks[0].rank._half
-        (peer,) = half._peers.values()
+        (peer,) = half._peers
 
         def hear() -> None:
-            for message in (m.Ahead("k", 40, b"digest"), m.Holding((), ())):
-                peer.mute = 1.0 if not seen else peer.mute
-                half.receive(peer.line, message, 2.0)
-                seen.append(peer.mute)
+            for message in (m.Ahead("k", 40, b"digest"), m.HeartbeatAck((), ())):
+                peer.unanswered_since = 1.0 if not seen else peer.unanswered_since
+                half.receive(peer.connection, message, 2.0)
+                seen.append(peer.unanswered_since)
 
         on_engine_thread(d.ranks[0].rank, hear)
         assert seen == [1.0, None]

@@ -21,13 +21,13 @@ from engine_support import (
     wait_for,
     wrong_cells,
 )
+from memory_links import MemoryNetwork
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.consumer import Consumer
 from p2pkv.engine.rank import Rank
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
-from p2pkv.links.memory import MemoryNetwork
 
 ONE = Geometry((8,))
 TOKENS = 65
@@ -87,7 +87,7 @@ def arrives(p: Engine, d: Engine, key: str, number: int) -> None:
     d.wait(do.Loaded(key))
     for rank in d.ranks:
         assert wrong_cells(rank, blocks_of(number), 0, TOKENS - 1, number) == []
-    p.wait(do.PagesFree(key))
+    p.wait(do.BlocksFree(key))
     for engine in (p, d):
         engine.do(do.Forget(key))
 
@@ -135,7 +135,7 @@ class Slow:
 
     def _only_grant(self, now: float) -> bool:
         incoming = self._half._incoming
-        for peer in incoming._peers.values():
+        for peer in incoming._peers:
             incoming._post(peer, now)
         return False
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from engine_support import Geometry, at_baseline, engines, plain_links, prefill, step, wait_for, wrong_cells
+from memory_links import MemoryNetwork
 from msgspec.structs import replace
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Context
-from p2pkv.links.memory import MemoryNetwork
 from p2pkv.protocol.handshake import Refused
 
 TOKENS = 300
@@ -65,7 +65,7 @@ def test_blocks_of_other_sizes_and_packings(links, pair, prefix):
                     torch.equal(page[d_blocks[0]], was[d_blocks[0]])
                     for page, was in zip(rank.pages, old, strict=True)
                 )
-        p.wait(do.PagesFree("k"))
+        p.wait(do.BlocksFree("k"))
         for engine in (p, d):
             engine.do(do.Forget("k"))
         wait_for(lambda: at_baseline(p) and at_baseline(d))

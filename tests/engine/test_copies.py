@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fake_device import Device
 
-from p2pkv.engine.copies import Copies
-from p2pkv.pages import PASSED
+from p2pkv.device import PASSED
+from p2pkv.engine.context import Copies
 
 
 def test_on_a_cpu_nothing_waits_and_nothing_is_kept():

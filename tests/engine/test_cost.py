@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from engine_support import READY, Geometry, make_hello, make_pages
+from memory_links import MemoryNetwork
 from virtual.clock import Clock
 from virtual.network import Endpoint, Network
 
@@ -16,9 +17,7 @@ from p2pkv.config import Options
 from p2pkv.engine import commands as do
 from p2pkv.engine import prompts, requests
 from p2pkv.engine.core import Core
-from p2pkv.engine.inlet import Inlet
-from p2pkv.engine.outlet import Outlet
-from p2pkv.links.memory import MemoryNetwork
+from p2pkv.engine.peers import DecodePeer, PrefillPeer
 from p2pkv.pairing import Address
 
 SHAPE = Geometry(blocks=8)
@@ -102,11 +101,11 @@ class Rig:
         return keys
 
     def transfer(self, key: str, p: Seat, d: Seat) -> None:
-        p.do(do.OfferPrompt(key, d.address, TOKENS, b"digest"), do.Pages(key, BLOCKS))
+        p.do(do.OfferPrompt(key, d.address, TOKENS, b"digest"), do.PromptBlocks(key, BLOCKS))
         self.until(lambda: do.Begun(key) in d.seen)
         d.do(do.Load(key, 0, TOKENS - 1, BLOCKS))
         p.do(do.Computed(((key, TOKENS),), 0, 4, READY), do.Flush((key,)))
-        self.until(lambda: do.Loaded(key) in d.seen and do.PagesFree(key) in p.seen)
+        self.until(lambda: do.Loaded(key) in d.seen and do.BlocksFree(key) in p.seen)
         d.do(do.Forget(key))
         p.do(do.Forget(key))
 
@@ -125,8 +124,8 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(kind, "__getattribute__", read)
 
-    count("request", requests.Entry)
-    count("prompt", prompts.Entry)
+    count("request", requests.RequestEntry)
+    count("prompt", prompts.PromptEntry)
     return counted
 
 
@@ -135,7 +134,7 @@ def polls(monkeypatch: pytest.MonkeyPatch) -> Counter[Address | str]:
     """How often the link of each peer is polled, by the peer's address."""
     counted: Counter[Address | str] = Counter()
 
-    def count(kind: type[Inlet] | type[Outlet]) -> None:
+    def count(kind: type[PrefillPeer] | type[DecodePeer]) -> None:
         plain = kind.poll
 
         def poll(self: Any) -> Any:
@@ -144,8 +143,8 @@ def polls(monkeypatch: pytest.MonkeyPatch) -> Counter[Address | str]:
 
         monkeypatch.setattr(kind, "poll", poll)
 
-    count(Inlet)
-    count(Outlet)
+    count(PrefillPeer)
+    count(DecodePeer)
     return counted
 
 

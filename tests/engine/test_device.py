@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from engine_support import (
     Engine,
+    Forward,
     Geometry,
     at_baseline,
     engines,
@@ -18,10 +19,10 @@ from engine_support import (
     wrong_cells,
 )
 from fake_device import Device, DeviceCache, OrderedLinks
+from faulty_links import Faults, FaultyLinks
+from memory_links import MemoryNetwork
 
 from p2pkv.engine import commands as do
-from p2pkv.links.faulty import Faults, FaultyLinks
-from p2pkv.links.memory import MemoryNetwork
 
 ONE = Geometry()
 TOKENS = 96
@@ -53,7 +54,7 @@ class Pair:
     def done(self, key: str = "k", blocks: list[int] = D_BLOCKS) -> None:
         self.d.wait(do.Loaded(key))
         assert wrong_cells(self.d.ranks[0], blocks, 0, TOKENS - 1) == []
-        self.p.wait(do.PagesFree(key))
+        self.p.wait(do.BlocksFree(key))
         for engine in (self.p, self.d):
             engine.do(do.Forget(key))
 
@@ -112,10 +113,10 @@ def test_pages_are_free_and_loads_reported_only_when_the_device_is_done(start):
     pair.queued(pair.p)
     sender = pair.p.ranks[0].rank._half._prompts.entries["k"].sender
     assert sender.prompt.ended, "for the conversation, the pages have been read"
-    assert heard(pair.p, do.PagesFree) == []
+    assert heard(pair.p, do.BlocksFree) == []
     assert pair.p.ranks[0].rank.counters.snapshot()["pages_held"] == 1
     pair.on_p.free()
-    pair.p.wait(do.PagesFree("k"))
+    pair.p.wait(do.BlocksFree("k"))
     pair.queued(pair.d)
     assert heard(pair.d, do.Loaded) == [] and heard(pair.d, do.LoadFailed) == []
     assert pair.d.ranks[0].rank.counters.values["bytes_scattered"] == 0
@@ -123,6 +124,40 @@ def test_pages_are_free_and_loads_reported_only_when_the_device_is_done(start):
     pair.on_d.free()
     pair.done()
     pair.at_rest()
+
+
+def test_a_load_waits_on_the_host_for_the_step_that_still_writes_to_its_blocks(start):
+    """Its chunks arrive meanwhile, and nothing is queued on the device: a receive would wait behind it."""
+    pair = start(chunk_bytes=1 << 20)
+    pair.on_p.free()
+    forward = Forward()
+    pair.d.do(do.Expect("k", pair.p.address, TOKENS, b"digest"))
+    prefill(pair.p, "k", pair.d.address, TOKENS, BLOCKS, chunk=TOKENS)
+    pair.d.wait(do.Begun("k"))
+    pair.d.do(do.Load("k", 0, TOKENS - 1, (D_BLOCKS,), forward))
+    wait_for(lambda: forward.looks > 2, what="looks at the fence, which come when a chunk has arrived")
+    assert pair.d.ranks[0].rank.counters.snapshot()["copies"] == 0
+    scribble(pair.d, D_BLOCKS)  # the step before
+    pair.on_d.free()
+    forward.done.set()
+    pair.done()
+    pair.at_rest()
+
+
+def test_a_drop_while_the_step_before_still_writes_ends_the_load_at_once(start):
+    pair = start(chunk_bytes=1 << 20)
+    pair.on_p.free()
+    pair.on_d.free()
+    forward = Forward()
+    pair.d.do(do.Expect("k", pair.p.address, TOKENS, b"digest"))
+    prefill(pair.p, "k", pair.d.address, TOKENS, BLOCKS, chunk=TOKENS)
+    pair.d.wait(do.Begun("k"))
+    pair.d.do(do.Load("k", 0, TOKENS - 1, (D_BLOCKS,), forward))
+    wait_for(lambda: forward.looks > 0, what="a look at the fence")
+    pair.d.do(do.Drop("k", "the client has left"))
+    wait_for(lambda: heard(pair.d, do.LoadFailed))
+    assert pair.d.ranks[0].pages[0].max() == -1.0, "nothing has been written"
+    pair.goes_on()
 
 
 def test_revoke_waits_for_what_the_device_still_reads_and_for_nothing_else(start):
@@ -174,10 +209,10 @@ def test_an_abort_on_p_frees_the_pages_when_the_device_has_read_them(start):
     pair.queued(pair.p)
     pair.p.do(do.Abort("k", "the client has left"))
     pair.queued(pair.p)
-    assert heard(pair.p, do.PagesFree) == []
+    assert heard(pair.p, do.BlocksFree) == []
     pair.on_p.free()
-    pair.p.wait(do.PagesFree("k"))
-    assert len(heard(pair.p, do.PagesFree)) == 1
+    pair.p.wait(do.BlocksFree("k"))
+    assert len(heard(pair.p, do.BlocksFree)) == 1
 
 
 def test_a_drop_on_d_is_confirmed_when_nothing_writes_to_the_pages_any_more(start):
@@ -192,7 +227,7 @@ def test_a_drop_on_d_is_confirmed_when_nothing_writes_to_the_pages_any_more(star
     wait_for(lambda: heard(pair.d, do.LoadFailed))
     scribble(pair.d, D_BLOCKS)
     pair.d.do(do.Forget("k"))
-    pair.p.wait(do.PagesFree("k"))
+    pair.p.wait(do.BlocksFree("k"))
     pair.p.do(do.Forget("k"))
     pair.at_rest()
     assert all((page[D_BLOCKS] == 7.0).all() for page in pair.d.ranks[0].pages)
@@ -204,12 +239,12 @@ def test_a_lost_link_frees_pages_only_behind_the_device(start):
     pair.ask()
     pair.queued(pair.p)
     half = pair.p.ranks[0].rank._half
-    (peer,) = half._peers.values()
+    (peer,) = half._peers
     on_engine_thread(pair.p.ranks[0].rank, lambda: half._prompts.link_lost(peer, "a test cuts it", 0.0))
     wait_for(lambda: heard(pair.d, do.LoadFailed))
-    assert heard(pair.p, do.PagesFree) == []
+    assert heard(pair.p, do.BlocksFree) == []
     pair.on_p.free()
-    pair.p.wait(do.PagesFree("k"))
+    pair.p.wait(do.BlocksFree("k"))
 
 
 @pytest.mark.parametrize("verify", [False, True])
@@ -253,8 +288,8 @@ def test_a_stopped_rank_leaves_no_copy_behind(start):
 
 def said(pair: Pair) -> list[tuple[str, bool, int]]:
     """What P has told D about the posted receives, in their order: key, whether void, bytes of checksum."""
-    (peer,) = pair.d.ranks[0].rank._half._peers.values()
-    words = [posted.said for posted in tuple(peer.posted)]
+    (peer,) = pair.d.ranks[0].rank._half._peers
+    words = [posted.sent for posted in tuple(peer.posted)]
     return [(word.key, word.void, len(word.digest)) for word in words if word is not None]
 
 
@@ -267,10 +302,10 @@ def test_p_says_that_a_chunk_was_sent_when_its_checksum_is_known(start):
     assert pair.on_p.run(1) >= 1, "the gather alone"
     pair.queued(pair.p, count=1)
     assert said(pair) == []
-    assert heard(pair.p, do.PagesFree) == []
+    assert heard(pair.p, do.BlocksFree) == []
     pair.on_p.run(1)
     wait_for(lambda: said(pair) == [("k", False, 8)])
-    pair.p.wait(do.PagesFree("k"))
+    pair.p.wait(do.BlocksFree("k"))
     pair.on_p.free()
     pair.on_d.free()
     pair.done()
@@ -289,7 +324,7 @@ def test_a_void_chunk_is_not_said_before_the_one_in_front_of_it(start):
     rank._ctx.revoked.update(["void"])  # as Rank.revoke does, before the engine has heard of it
     pair.d.do(do.Load("void", 0, TOKENS - 1, (other,)))
     wait_for(lambda: rank.counters.values["chunks_void"] >= 1)
-    (peer,) = rank._half._peers.values()
+    (peer,) = rank._half._peers
     on_engine_thread(rank, lambda: None)
     assert [word.due for word in tuple(peer.words)][:2] == [False, True]
     on_engine_thread(pair.d.ranks[0].rank, lambda: None)
@@ -311,12 +346,12 @@ def test_words_that_wait_when_the_link_goes_are_never_said(start):
     pair.ask()
     pair.queued(pair.p, count=2)
     rank = pair.p.ranks[0].rank
-    (peer,) = rank._half._peers.values()
+    (peer,) = rank._half._peers
     on_engine_thread(rank, lambda: rank._half._prompts.link_lost(peer, "a test cuts it", 0.0))
     wait_for(lambda: heard(pair.d, do.LoadFailed))
     assert not peer.words
     pair.on_p.free()
-    pair.p.wait(do.PagesFree("k"))
+    pair.p.wait(do.BlocksFree("k"))
     pair.on_d.free()
     pair.goes_on()
 
@@ -334,7 +369,7 @@ def test_a_flipped_byte_is_found_behind_the_scatter_and_fails_the_load(start):
     assert "its bytes changed on the way" in heard(pair.d, do.LoadFailed)[0].reason
     assert do.Loaded("k") not in heard(pair.d, do.Loaded)
     assert pair.d.ranks[0].rank.counters.values["chunks_corrupt"] == 1
-    pair.p.wait(do.PagesFree("k"))
+    pair.p.wait(do.BlocksFree("k"))
     pair.goes_on()
 
 

@@ -22,11 +22,10 @@ from engine_support import (
     wait_for,
     wrong_cells,
 )
+from memory_links import MemoryNetwork
 
-from p2pkv.control.endpoint import PortTaken
-from p2pkv.control.inspection import inspect
+from p2pkv.control.endpoint import PortTaken, inspect
 from p2pkv.engine import commands as do
-from p2pkv.links.memory import MemoryNetwork
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
 
@@ -110,7 +109,7 @@ def test_d_gives_up_a_p_that_never_appears(lone):
 def test_p_lets_pages_go_when_no_d_appears(lone):
     p = lone("P", lease_seconds=0.5)
     prefill(p, "k", NOWHERE, 40, BLOCKS, chunk=40)
-    p.wait(do.PagesFree("k"), 0.5 + GRACE)
+    p.wait(do.BlocksFree("k"), 0.5 + GRACE)
     p.do(do.Forget("k"))
     wait_for(lambda: at_baseline(p))
 
@@ -149,12 +148,12 @@ def test_a_sent_out_of_turn_ends_the_link_and_not_the_engine(links):
         halfway(p, d)
         wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
         half = p.ranks[0].rank._half
-        (peer,) = half._peers.values()
+        (peer,) = half._peers
         word = m.Sent("k", 1, 99, peer.link, False)
-        on_engine_thread(p.ranks[0].rank, lambda: half._ctx.tell(peer.line, word))
+        on_engine_thread(p.ranks[0].rank, lambda: half._ctx.tell(peer.connection, word))
         assert "out of step" in failure(d, "k")
         d.do(do.Forget("k"))
-        p.wait(do.PagesFree("k"))
+        p.wait(do.BlocksFree("k"))
         p.do(do.Forget("k"))
         begin(p, d, "again")
         load(d, "again")
@@ -176,7 +175,7 @@ def test_d_dies_in_mid_transfer(lone):
     wait_for(lambda: p.ranks[0].rank.counters.values["bytes_sent"])
     vanish(d)
     step(p, "k", BLOCKS, 48, 96)
-    p.wait(do.PagesFree("k"), 1.0 + GRACE)
+    p.wait(do.BlocksFree("k"), 1.0 + GRACE)
     p.do(do.Forget("k"))
     wait_for(lambda: at_baseline(p), GRACE)
 
@@ -191,7 +190,7 @@ def test_a_connection_that_went_silent_is_dialed_anew(lone):
     endpoint.receive = lambda: (said for said in receive() if said[0] not in silent)
     begin(p, d, "lost")
     assert "has not confirmed" in failure(d, "lost", 1.0)
-    (peer,) = d.ranks[0].rank._half._peers.values()
+    (peer,) = d.ranks[0].rank._half._peers
     line_ended = "the end of the silent connection; D may have another at once"
     wait_for(lambda: not peer.dialing.open or set(endpoint._answered.values()) - silent, what=line_ended)
     begin(p, d, "after")
@@ -204,8 +203,8 @@ def test_a_request_outlives_any_number_of_lost_connections_within_a_lease(lone):
     requests, peers = d.ranks[0].rank._half._requests, d.ranks[0].rank._half._peers
     d.do(do.Expect("k", p.address, 32, b"digest"))
     for _ in range(6):
-        wait_for(lambda: [peer for peer in peers.values() if peer.dialing.open], what="a connection")
-        (peer,) = peers.values()
+        wait_for(lambda: [peer for peer in peers if peer.dialing.open], what="a connection")
+        (peer,) = peers
         on_engine_thread(
             d.ranks[0].rank, lambda peer=peer: requests.lost(peer, "cut by a test", time.monotonic())
         )
@@ -220,7 +219,7 @@ def test_a_request_that_p_never_vouches_for_ends_a_lease_after_its_connection_wa
     peers, end = d.ranks[0].rank._half._peers, time.monotonic() + 10.0
 
     def cut() -> None:
-        for peer in list(peers.values()):
+        for peer in peers:
             if peer.dialing.open:
                 d.ranks[0].rank._half._requests.lost(peer, "cut by a test", time.monotonic())
 
@@ -270,7 +269,7 @@ def test_p_aborts_before_and_during_the_prefill(links):
                 d.do(do.Load(key, 0, 63, (BLOCKS,)))
                 step(p, key, BLOCKS, 0, 32)
             p.do(do.Abort(key, "the client has left"))
-            p.wait(do.PagesFree(key))
+            p.wait(do.BlocksFree(key))
             p.do(do.Forget(key))
             assert "the client has left" in failure(d, key)
             d.do(do.Forget(key))
@@ -286,7 +285,7 @@ def test_d_cancels_while_it_loads(links):
         for page in d.ranks[0].pages:
             page[:] = 5.0
         step(p, "k", BLOCKS, 48, 96)
-        p.wait(do.PagesFree("k"))
+        p.wait(do.BlocksFree("k"))
         p.do(do.Forget("k"))
         wait_for(lambda: at_baseline(p) and at_baseline(d))
         assert all((page == 5.0).all() for page in d.ranks[0].pages), "late data was written"
@@ -349,7 +348,8 @@ def test_a_rank_of_p_that_speaks_of_an_engine_of_before_is_asked_anew(lone):
 
     def mend(peer, reason, now):
         context.hello = true
-        on_engine_thread(p.ranks[1].rank, p.ranks[1].rank._half._peers.clear)
+        table = p.ranks[1].rank._half._peers
+        on_engine_thread(p.ranks[1].rank, lambda: [table.remove(each) for each in table])
         lost(peer, reason, now)
 
     consumer._requests.lost = mend

@@ -10,7 +10,7 @@ import pytest
 from engine_support import Engine, Geometry, at_baseline, make_engine, prefill, step, wait_for, wrong_cells
 from links_support import Peer, starting
 
-from p2pkv.cli.processes import free_ports
+from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
 from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
@@ -107,7 +107,7 @@ def test_d_holds_its_lock_before_it_asks() -> None:
         order(d, "expect", p)
         order(d, "take", p)
         obeyed(d, 3)
-        p.wait(do.PagesFree("k"))
+        p.wait(do.BlocksFree("k"))
         nothing_was_lost(p)
 
 
@@ -123,5 +123,5 @@ def test_d_holds_its_lock_when_it_has_asked() -> None:
         step(p, "k", BLOCKS, TOKENS // 2, TOKENS)
         order(d, "take", p)
         obeyed(d, 2)
-        p.wait(do.PagesFree("k"))
+        p.wait(do.BlocksFree("k"))
         nothing_was_lost(p)

@@ -23,11 +23,11 @@ from engine_support import (
 from hostile_support import DEEP, RAW, dealer, nearly_right, shout
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from memory_links import MemoryNetwork
 from protocol.samples import KINDS, any_message, example
 
 from p2pkv.engine import commands as do
 from p2pkv.engine import producer, prompts
-from p2pkv.links.memory import MemoryNetwork
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import judge
@@ -65,7 +65,7 @@ class Pair:
         self.d.do(do.Load(key, 0, 31, (BLOCKS,)))
         self.d.wait(do.Loaded(key))
         assert wrong_cells(self.d.ranks[0], BLOCKS, 0, 31) == []
-        self.p.wait(do.PagesFree(key))
+        self.p.wait(do.BlocksFree(key))
         for engine in self.both.values():
             engine.do(do.Forget(key))
         wait_for(
@@ -145,7 +145,7 @@ def test_every_truncation_and_wrong_value_from_a_p_that_was_welcomed(pair):
         hello = m.decode(data)
         mine = msgspec.structs.replace(pair.hello("P"), address=str(place), addresses=(str(place),))
         false.send_multipart([line, m.encode(m.Welcome(hello.incarnation, mine, judge(hello, mine).digest))])
-        wait_for(lambda: pair.d.ranks[0].rank._half._peers[str(place)].dialing.open)
+        wait_for(lambda: pair.d.ranks[0].rank._half._peers.get(str(place)).dialing.open)
         bad = pair.counters("D")["messages_bad"]
         everything = list(nonsense())
         for data in everything:
@@ -268,10 +268,10 @@ def test_a_d_has_no_say_in_the_transfers_of_another():
         d.do(do.Load("k", 0, 95, (blocks,)))
         step(p, "k", blocks, 0, 48)
         wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
-        (line,) = [peer.line for peer in other.ranks[0].rank._half._peers.values()]
+        (line,) = [peer.connection for peer in other.ranks[0].rank._half._peers]
         context = other.ranks[0].rank._ctx
         for message in (
-            m.Waiting((("k", 1),)),
+            m.Heartbeat((("k", 1),)),
             m.Want("k", 1, 0, 16),
             m.Done("k", 1),
             m.Grant("k", 1, 0, 4096, 1, 0),
@@ -284,7 +284,7 @@ def test_a_d_has_no_say_in_the_transfers_of_another():
         step(p, "k", blocks, 48, 96)
         d.wait(do.Loaded("k"))
         assert wrong_cells(d.ranks[0], blocks, 0, 95) == []
-        p.wait(do.PagesFree("k"))
+        p.wait(do.BlocksFree("k"))
         assert d.ranks[0].rank.counters.values["links_aborted"] == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pkv.engine.idle import surplus
+from p2pkv.engine.peers import surplus
 
 
 @given(

@@ -14,10 +14,10 @@ from engine_support import (
     wait_for,
     wrong_cells,
 )
+from faulty_links import Faults, FaultyLinks
+from memory_links import MemoryNetwork
 
 from p2pkv.engine import commands as do
-from p2pkv.links.faulty import Faults, FaultyLinks
-from p2pkv.links.memory import MemoryNetwork
 
 ONE = Geometry()
 BLOCKS = list(range(6))
@@ -46,7 +46,7 @@ def test_only_what_it_carried_fails(links, side, begun):
             d.wait(do.Begun("queued"))
         break_link({"P": p, "D": d}[side])
         wait_for(lambda: d.ranks[0].events(do.LoadFailed))
-        p.wait(do.PagesFree("carried"))
+        p.wait(do.BlocksFree("carried"))
         if not begun:
             prefill(p, "queued", d.address, 96, OTHERS, chunk=48)
             d.wait(do.Begun("queued"))
@@ -54,7 +54,7 @@ def test_only_what_it_carried_fails(links, side, begun):
         d.wait(do.Loaded("queued"))
         assert wrong_cells(d.ranks[0], OTHERS, 0, 95) == []
         assert [event.key for event in d.ranks[0].events(do.LoadFailed)] == ["carried"]
-        p.wait(do.PagesFree("queued"))
+        p.wait(do.BlocksFree("queued"))
         for key in ("carried", "queued"):
             d.do(do.Forget(key))
             p.do(do.Forget(key))
@@ -77,7 +77,7 @@ def test_a_p_that_can_make_no_link_says_why_and_tries_again(caplog):
         wait_for(lambda: d.ranks[0].events(do.LoadFailed))
         (failed,) = d.ranks[0].events(do.LoadFailed)
         assert "no interface of this name" in failed.reason
-        p.wait(do.PagesFree("lost"))
+        p.wait(do.BlocksFree("lost"))
         broken.faults = Faults()
         load("next")
         d.wait(do.Loaded("next"))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from p2pkv.engine.counters import Counters
-from p2pkv.engine.inlet import Inlet, Posted
-from p2pkv.engine.outlet import Flight, Outlet
-from p2pkv.links.memory import MemoryNetwork
+from memory_links import MemoryNetwork
+
+from p2pkv.engine.context import Counters
+from p2pkv.engine.peers import DecodePeer, Flight, Posted, PrefillPeer
 from p2pkv.protocol.messages import AnyMessage, LinkAccept, LinkInvite
 
 WINDOW = 4096
@@ -22,7 +22,7 @@ def test_an_answer_to_an_invitation_that_was_given_up_comes_too_late() -> None:
         links=p, counters=Counters(), tell=lambda _, message: told.append(message) or True
     )
     unused: Any = None
-    outlet = Outlet(context, unused, unused, unused, unused, debt=SimpleNamespace())  # type: ignore[arg-type]
+    outlet = DecodePeer(context, unused, unused, unused, unused, assignment=SimpleNamespace())  # type: ignore[arg-type]
 
     outlet.invite(now=0.0)
     (given_up,) = told
@@ -53,7 +53,7 @@ class Behind:
 
 def test_a_send_behind_others_on_a_slow_link_is_not_overdue() -> None:
     unused: Any = None
-    outlet, link = Outlet(unused, unused, unused, unused, unused, unused), Behind()
+    outlet, link = DecodePeer(unused, unused, unused, unused, unused, unused), Behind()
     outlet.flights.extend(Flight(link.send(number), "k", 1) for number in range(3))
     for second in range(3):
         assert not outlet.overdue(second * 1.5, lease=2.0)
@@ -68,7 +68,7 @@ def test_a_send_behind_others_on_a_slow_link_is_not_overdue() -> None:
 
 def test_a_receive_behind_others_on_a_slow_link_is_not_overdue() -> None:
     unused: Any = None
-    inlet = Inlet(unused, unused, unused, used=0.0)
+    inlet = PrefillPeer(unused, unused, unused, used=0.0)
     inlet.posted.extend(Posted(unused, "k", unused) for _ in range(3))
     for second in range(3):
         assert not inlet.overdue(second * 1.5, lease=2.0)

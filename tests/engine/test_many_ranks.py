@@ -7,12 +7,12 @@ import signal
 
 import pytest
 from engine_support import Geometry
+from memory_links import MemoryNetwork
 from ranks_crews import Processes, Threads, both, short_turns
 from ranks_support import Prompt, check, plan_of, push, shape
 
 from p2pkv.links import make_factory
 from p2pkv.links.base import LinkFactory
-from p2pkv.links.memory import MemoryNetwork
 
 ONE = (Prompt(),)
 

@@ -12,11 +12,11 @@ import pytest
 import zmq
 from engine_support import Engine, Geometry, at_baseline, make_engine, prefill, wait_for, wrong_cells
 from hostile_support import ZMTP_3_CURVE, ZMTP_3_NULL, Canary, dealer
+from memory_links import MemoryNetwork
 
-from p2pkv.control.inspection import inspect
-from p2pkv.control.members import Members
+from p2pkv.control.endpoint import inspect
+from p2pkv.control.security import Members
 from p2pkv.engine import commands as do
-from p2pkv.links.memory import MemoryNetwork
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
 from p2pkv.trust import Networks
@@ -60,7 +60,7 @@ def transfer(p: Engine, d: Engine, key: str) -> None:
     d.wait(do.Loaded(key))
     for rank in d.ranks:
         assert wrong_cells(rank, BLOCKS, 0, 31) == []
-    p.wait(do.PagesFree(key))
+    p.wait(do.BlocksFree(key))
     for engine in (p, d):
         engine.do(do.Forget(key))
     wait_for(lambda: at_baseline(p) and at_baseline(d))
@@ -174,7 +174,7 @@ def test_an_attacker_is_not_answered_and_changes_nothing(lone, role, way):
     before = set(threading.enumerate())
     hello = msgspec.structs.replace(d.ranks[0].rank._ctx.hello, to=str(victim.address))
     with dealer(victim.address, attackers()[way]) as socket:
-        for message in (m.Inspect(), hello, m.Waiting((("k", 1),)), m.Want("k", 1, 0, 31)):
+        for message in (m.Inspect(), hello, m.Heartbeat((("k", 1),)), m.Want("k", 1, 0, 31)):
             with contextlib.suppress(zmq.Again):  # libzmq has given up the connection
                 socket.send(m.encode(message), zmq.DONTWAIT)
         wait_for(lambda: victim.ranks[0].rank.counters.values["handshakes_failed"])
@@ -218,6 +218,6 @@ def test_a_p_that_was_refused_is_asked_again_when_its_secret_is_mended(lone, mon
     failure(d, "k")
     p.stop()
     transfer_to = lone("P", SECRET, kv_port=p.address.port)
-    dialing = d.ranks[0].rank._half._peers[str(p.address)].dialing
+    dialing = d.ranks[0].rank._half._peers.get(str(p.address)).dialing
     wait_for(lambda: time.monotonic() > dialing._next, what="the time for which a refused peer is left alone")
     transfer(transfer_to, d, "next")

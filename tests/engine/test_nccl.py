@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import nccl_simulated
@@ -67,7 +68,7 @@ def push(p: Engine, d: Engine, key: str, salt: int) -> None:
     d.wait(do.Loaded(key))
     assert wrong_cells(d.ranks[0], BLOCKS, 0, TOKENS - 1, salt) == []
     d.do(do.Forget(key))
-    p.wait(do.PagesFree(key))
+    p.wait(do.BlocksFree(key))
     p.do(do.Forget(key))
 
 
@@ -92,13 +93,40 @@ def test_a_link_that_failed_to_come_up_is_built_anew(make: Make) -> None:
     d.do(do.Expect("k", p.address, TOKENS, b"digest"))
     wait_for(lambda: d.ranks[0].rank.counters.values["links_aborted"])
     nccl_of(d).fails_with = None
-    (peer,) = p.ranks[0].rank._half._peers.values()
+    (peer,) = p.ranks[0].rank._half._peers
     wait_for(lambda: p.ranks[0].rank.counters.values["links_aborted"] and peer.linked)
     prefill(p, "k", d.address, TOKENS, BLOCKS, chunk=TOKENS)
     d.wait(do.Begun("k"))
     d.do(do.Load("k", 0, TOKENS - 1, (BLOCKS,)))
     d.wait(do.Loaded("k"))
     assert wrong_cells(d.ranks[0], BLOCKS, 0, TOKENS - 1) == []
+
+
+def test_a_link_may_take_longer_to_come_up_than_a_lease(make: Make) -> None:
+    p, d = make("P", lease_seconds=1.0), make("D", lease_seconds=1.0)
+    assert links_of(p).build_seconds > 5
+    nccl_of(d).joins.clear()
+    d.do(do.Expect("early", p.address, TOKENS, b"digest"))
+    wait_for(lambda: p.ranks[0].rank._half._peers, what="the connection")
+    (peer,) = p.ranks[0].rank._half._peers
+    wait_for(lambda: peer.accepted, what="D's end of the link")
+    first, begin = peer.link, time.monotonic()
+    wait_for(lambda: time.monotonic() - begin > 2.5, what="more than two leases")
+    assert peer.link == first and not peer.linked
+    nccl_of(d).joins.set()
+    wait_for(lambda: peer.linked, what="the link")
+    assert peer.link == first
+    d.do(do.Drop("early", "the client has left"))
+    push(p, d, "k", salt=1)
+
+
+@pytest.mark.parametrize("make", ["nccl-blocking"], indirect=True)
+def test_where_launches_wait_for_the_device_a_receive_comes_after_its_grant(make: Make) -> None:
+    """As with CUDA_LAUNCH_BLOCKING=1: P would never hear of a receive that is launched before."""
+    p, d = make("P"), make("D")
+    push(p, d, "before", salt=1)
+    nccl_of(p).launches_wait = nccl_of(d).launches_wait = True
+    push(p, d, "k", salt=2)
 
 
 def test_a_d_that_dies_in_mid_push_costs_p_nothing(make: Make) -> None:
@@ -112,7 +140,7 @@ def test_a_d_that_dies_in_mid_push_costs_p_nothing(make: Make) -> None:
     d.ranks[0].rank._finish = d.ranks[0].rank._half.close = lambda: None  # no farewell
     d.stop()
     step(p, "k", BLOCKS, 48, 96)
-    p.wait(do.PagesFree("k"))
+    p.wait(do.BlocksFree("k"))
     p.do(do.Forget("k"))
     wait_for(lambda: at_baseline(p) and links_of(p).slot_bytes == 0)
     push(p, make("D"), "again", salt=1)
@@ -121,14 +149,14 @@ def test_a_d_that_dies_in_mid_push_costs_p_nothing(make: Make) -> None:
 def test_a_frozen_d_is_not_invited_for_ever(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d = make("P", lease_seconds=0.7), make("D", lease_seconds=0.7)
     push(p, d, "before", salt=1)
-    (peer,) = p.ranks[0].rank._half._peers.values()
+    (peer,) = p.ranks[0].rank._half._peers
     d.do(do.Expect("k", p.address, 96, b"digest"))
     p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
     d.wait(do.Begun("k"))
     with monkeypatch.context() as frozen:
         for name in ("receive", "tick", "pump", "command"):
             frozen.setattr(d.ranks[0].rank._half, name, lambda *given: False)
-        p.wait(do.PagesFree("k"))
+        p.wait(do.BlocksFree("k"))
         peer._outbound.guard.fail("broken for the test")
         wait_for(lambda: peer.parked, what="P inviting the frozen D no more")
     p.do(do.Forget("k"))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from engine_support import (
     Engine,
+    Forward,
     Geometry,
     at_baseline,
     compute,
@@ -21,7 +21,7 @@ from engine_support import (
 )
 
 from p2pkv.engine import commands as do
-from p2pkv.pages.geometry import PagedCache
+from p2pkv.kv.cache import PagedCache
 
 ONE = Geometry()
 TOKENS = 96
@@ -31,24 +31,6 @@ LAYER = (TOKENS - 1) * 2 * 8 * 4
 
 LONG_ENOUGH = 0.5
 """Seconds in which a revoke that does not wait for the gather returns."""
-
-
-@dataclass
-class Forward:
-    """The fence of a forward that has been queued, and is done when a test says so."""
-
-    done: threading.Event = field(default_factory=threading.Event)
-    looks: int = 0
-
-    def ready(self) -> bool:
-        self.looks += 1
-        return self.done.is_set()
-
-    def wait(self) -> None:
-        raise AssertionError("the engine's thread must not wait for the forward")
-
-    def follow(self) -> None:
-        raise AssertionError("a gather of CPU memory cannot be ordered behind the forward")
 
 
 def count(engine: Engine, name: str) -> int:
@@ -64,7 +46,7 @@ def loaded(p: Engine, d: Engine, key: str) -> None:
     """It has come, it is right, and nothing is left of it."""
     d.wait(do.Loaded(key))
     assert wrong_cells(d.ranks[0], BLOCKS, 0, TOKENS - 1) == []
-    p.wait(do.PagesFree(key))
+    p.wait(do.BlocksFree(key))
     for engine in (p, d):
         engine.do(do.Forget(key))
 
@@ -81,7 +63,7 @@ def test_nothing_is_read_before_the_forward_has_written_it():
         p.do(do.OfferPrompt("k", d.address, TOKENS, b"digest"))
         load(d, "k")
         forwards = [Forward() for _ in p.ranks[0].pages]
-        p.do(do.Pages("k", (BLOCKS,)))
+        p.do(do.PromptBlocks("k", (BLOCKS,)))
         for layer, forward in enumerate(forwards):
             p.do(do.Computed((("k", TOKENS),), layer, layer + 1, forward))
         p.do(do.Flush(("k",)))

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 from engine_support import Engine, Geometry, at_baseline, engines, prefill, step, wait_for, wrong_cells
+from memory_links import MemoryNetwork
 
 from p2pkv.engine import commands as do
-from p2pkv.links.memory import MemoryNetwork
 from p2pkv.pairing import Address
 
 ONE = Geometry()
@@ -57,7 +57,7 @@ def half_a_push(p: Engine, d: Engine) -> None:
 
 
 def end(p: Engine, d: Engine) -> None:
-    p.wait(do.PagesFree("k"))
+    p.wait(do.BlocksFree("k"))
     for engine in (p, d):
         engine.do(do.Forget("k"))
     wait_for(lambda: at_baseline(p) and at_baseline(d))
@@ -79,7 +79,7 @@ def test_a_p_that_hangs_in_a_step_ends_ds_requests_and_holds_nothing_when_it_wak
         wake(p)
         step(p, "k", BLOCKS, 48, 96)
         p.do(do.OfferPrompt("queued", d.address, 32, b"digest"))
-        p.wait(do.PagesFree("queued"))
+        p.wait(do.BlocksFree("queued"))
         p.do(do.Forget("queued"))
         end(p, d)
         assert all((page == 5.0).all() for page in d.ranks[0].pages), "late data was written"
@@ -92,8 +92,8 @@ def test_a_d_that_hangs_in_a_step_does_not_keep_ps_pages(links):
         prefill(p, "k", d.address, 96, BLOCKS, chunk=96)
         d.wait(do.Begun("k"))
         hang(d)
-        lasts(lambda: not p.all_heard(do.PagesFree("k")), STALL - 0.1)
-        p.wait(do.PagesFree("k"), LEASE + 5.0)
+        lasts(lambda: not p.all_heard(do.BlocksFree("k")), STALL - 0.1)
+        p.wait(do.BlocksFree("k"), LEASE + 5.0)
         wait_for(lambda: len(failures(d)) == 1)
         wake(d)
         end(p, d)
@@ -103,7 +103,7 @@ def test_a_d_that_hangs_in_mid_transfer_costs_p_nothing(links):
     with engines(ONE, ONE, links, lease_seconds=LEASE, stall_seconds=STALL) as (p, d):
         half_a_push(p, d)
         hang(d)
-        p.wait(do.PagesFree("k"), STALL + LEASE + 5.0)
+        p.wait(do.BlocksFree("k"), STALL + LEASE + 5.0)
         wait_for(lambda: len(failures(d)) == 1)
         wake(d)
         end(p, d)
@@ -120,7 +120,7 @@ def test_who_is_idle_is_not_dead_however_long(links, who):
         p.do(do.Hold("k", d.address))
         if who == "D":
             prefill(p, "k", d.address, 96, BLOCKS, chunk=96)
-        lasts(lambda: not failures(d) and not p.all_heard(do.PagesFree("k")), LONG)
+        lasts(lambda: not failures(d) and not p.all_heard(do.BlocksFree("k")), LONG)
         if who == "P":
             prefill(p, "k", d.address, 96, BLOCKS, chunk=96)
         d.wait(do.Begun("k"))
@@ -136,7 +136,7 @@ def test_a_step_longer_than_the_lease_and_shorter_than_a_stall_is_waited_for(lin
         busy = p if who == "P" else d
         half_a_push(p, d)
         hang(busy)
-        lasts(lambda: not failures(d) and not p.all_heard(do.PagesFree("k")), LONG)
+        lasts(lambda: not failures(d) and not p.all_heard(do.BlocksFree("k")), LONG)
         step(p, "k", BLOCKS, 48, 96)
         wake(busy)
         d.wait(do.Loaded("k"))

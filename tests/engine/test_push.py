@@ -20,7 +20,7 @@ from engine_support import (
 from links_support import NCCL_KINDS, nccl_links
 
 from p2pkv.engine import commands as do
-from p2pkv.engine.inlet import Posted
+from p2pkv.engine.peers import Posted
 
 ONE = Geometry()
 
@@ -35,7 +35,7 @@ def links(request):
 
 
 def finish(engine: Engine, key: str) -> None:
-    engine.wait(do.PagesFree(key))
+    engine.wait(do.BlocksFree(key))
     engine.do(do.Forget(key))
 
 
@@ -136,14 +136,14 @@ def test_d_cancels_before_p_knows_the_request(links):
 
 
 def test_a_claim_that_outlives_its_prompt_ends_with_the_transfer(links, monkeypatch):
-    gate, here = threading.Event(), Posted.here.fget
-    monkeypatch.setattr(Posted, "here", property(lambda posted: gate.is_set() and here(posted)))
+    gate, arrived = threading.Event(), Posted.arrived.fget
+    monkeypatch.setattr(Posted, "arrived", property(lambda posted: gate.is_set() and arrived(posted)))
     with engines(ONE, ONE, links) as (p, d):
         d.do(do.Expect("k", p.address, 20, b"digest"))
         prefill(p, "k", d.address, 20, [3, 4], chunk=20)
         d.wait(do.Begun("k"))
         d.do(do.Load("k", 0, 19, ([5, 6],)))
-        p.wait(do.PagesFree("k"))
+        p.wait(do.BlocksFree("k"))
         p.do(do.Forget("k"))
         # D has not seen its bytes yet, and says again that it waits.
         wait_for(lambda: p.ranks[0].rank.counters.snapshot()["early_claims"])

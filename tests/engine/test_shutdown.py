@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 from engine_support import Engine, Geometry, at_baseline, make_engine, prefill, step, wait_for, wrong_cells
+from memory_links import MemoryNetwork
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.rank import FINISH_SECONDS
 from p2pkv.links.host import HostLinks
-from p2pkv.links.memory import MemoryNetwork
 
 ONE = Geometry()
 BLOCKS = list(range(6))
@@ -66,7 +66,7 @@ def linked(p: Engine, d: Engine) -> None:
     d.wait(do.Begun("first"))
     d.do(do.Load("first", 0, 31, (BLOCKS,)))
     d.wait(do.Loaded("first"))
-    p.wait(do.PagesFree("first"))
+    p.wait(do.BlocksFree("first"))
     for engine in (p, d):
         engine.do(do.Forget("first"))
 
@@ -81,7 +81,7 @@ def test_a_p_that_stops_finishes_what_it_has_computed_and_d_loads(make: Make, fo
     d.wait(do.Begun("k"))
     d.do(do.Load("k", 0, 95, (BLOCKS,)))
     if forgotten:
-        p.wait(do.PagesFree("k"))
+        p.wait(do.BlocksFree("k"))
         p.do(do.Forget("k"))
     p.stop()
     d.wait(do.Loaded("k"))
@@ -150,9 +150,9 @@ def test_a_d_that_stops_lets_ps_pages_go_at_once(make: Make) -> None:
     d.wait(do.Begun("waiting"))
     d.stop()
     for key in ("half", "waiting"):
-        p.wait(do.PagesFree(key))
+        p.wait(do.BlocksFree(key))
     prefill(p, "queued", d.address, 96, BLOCKS, chunk=96)
-    p.wait(do.PagesFree("queued"))
+    p.wait(do.BlocksFree("queued"))
     for key in ("half", "waiting", "queued"):
         p.do(do.Forget(key))
     wait_for(lambda: at_baseline(p))
@@ -237,7 +237,7 @@ def test_a_stop_at_any_moment_leaves_nothing_behind(make: Make, who: str, seed: 
     for key in traffic.asked:
         # As vLLM does: what the client has left is dropped, and what has had its last word is forgotten.
         other.do(do.Abort(key, "the end") if other is p else do.Drop(key, "the end"))
-    last = do.PagesFree if other is p else do.Loaded | do.LoadFailed
+    last = do.BlocksFree if other is p else do.Loaded | do.LoadFailed
     wait_for(
         lambda: {event.key for event in other.ranks[0].events(last)} == set(traffic.asked),
         what="a last word about each request",

@@ -13,8 +13,8 @@ import zmq
 from engine_support import Engine, Geometry, at_baseline, make_engine, prefill, step, wait_for, wrong_cells
 from links_support import Peer, starting
 
-from p2pkv.cli.processes import free_ports
 from p2pkv.control.discovery import Ping, decode_ping
+from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
 from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
@@ -128,13 +128,13 @@ def test_a_killed_d_leaves_no_memory_behind_and_the_next_one_is_served_at_once(m
         wait_for(lambda: p.ranks[0].rank.counters.values["bytes_sent"])
         assert bool(shared_memory()[0]) is (mode == "shared")
         d.kill()
-        p.wait(do.PagesFree("k"))
+        p.wait(do.BlocksFree("k"))
         p.do(do.Forget("k"))
         wait_for(lambda: at_baseline(p))
         d = start("D", port)
         prefill(p, "again", place, 96, BLOCKS, chunk=96)
         order(d, "load", "again", p)
-        p.wait(do.PagesFree("again"))
+        p.wait(do.BlocksFree("again"))
         assert p.ranks[0].rank.counters.values["transfers_sent"] == 1
         d.kill()
     wait_for(lambda: not any(shared_memory()))
@@ -184,7 +184,7 @@ def test_sigterm_of_a_d_under_load(mode, start, proxy) -> None:
         step(p, "k", BLOCKS, 0, 48)
         wait_for(lambda: p.ranks[0].rank.counters.values["bytes_sent"])
         stops(d, proxy[1])
-        p.wait(do.PagesFree("k"))
+        p.wait(do.BlocksFree("k"))
         p.do(do.Forget("k"))
         wait_for(lambda: at_baseline(p))
     wait_for(lambda: not any(shared_memory()))

@@ -20,16 +20,16 @@ from engine_support import (
     wrong_cells,
 )
 from fake_device import DeviceCache
+from faulty_links import Faults, FaultyLinks
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from links_support import nccl_links
+from memory_links import MemoryNetwork
 
 from p2pkv.engine import commands as do
-from p2pkv.links.faulty import Faults, FaultyLinks
+from p2pkv.kv import PagedCache
+from p2pkv.kv.checksum import FOLD, XXH3
 from p2pkv.links.host import HostLinks
-from p2pkv.links.memory import MemoryNetwork
-from p2pkv.pages import PagedCache
-from p2pkv.pages.digest import FOLD, XXH3
 from p2pkv.protocol.messages import Sent
 
 ONE = Geometry()
@@ -65,7 +65,7 @@ class Pair:
         self.d.do(do.Load(key, 0, TOKENS - 1, (blocks,)))
         reason = self._outcome(key)
         wrong = wrong_cells(self.d.ranks[0], blocks, 0, TOKENS - 1, salt)
-        self.p.wait(do.PagesFree(key))
+        self.p.wait(do.BlocksFree(key))
         for engine in (self.p, self.d):
             engine.do(do.Forget(key))
         wait_for(lambda: at_baseline(self.p) and at_baseline(self.d), what="the baseline")
@@ -160,7 +160,7 @@ def test_p_hears_of_it_and_sends_no_more_of_that_prompt(start):
     pair.d.do(do.Load("k", 0, TOKENS - 1, (list(range(20, 26)),)))
     step(pair.p, "k", list(range(6)), 0, 48)
     assert "its bytes changed on the way" in pair._outcome("k")
-    pair.p.wait(do.PagesFree("k"))
+    pair.p.wait(do.BlocksFree("k"))
     why = pair.p.ranks[0].rank._half._prompts._ends
     wait_for(lambda: why.get("k"), what="the end on P")
     assert why.get("k").startswith("D cancelled: chunk 1 from ")
@@ -227,7 +227,7 @@ def test_what_the_link_carries_beside_it_fails_too_and_is_right_when_asked_again
     assert sum(1 for reason in reasons.values() if "its bytes changed on the way" in reason) >= 1
     for key, blocks in keys.items():
         assert reasons[key] or wrong_cells(pair.d.ranks[0], blocks, 0, TOKENS - 1) == []
-        pair.p.wait(do.PagesFree(key))
+        pair.p.wait(do.BlocksFree(key))
         for engine in (pair.p, pair.d):
             engine.do(do.Forget(key))
     assert pair.transfer() == ("", [])
@@ -326,5 +326,5 @@ def test_nothing_is_computed_when_nobody_asks(apart, monkeypatch):
     monkeypatch.setattr(DeviceCache, "digest", never)
     pair = apart({}, {})
     assert pair.transfer() == ("", [])
-    outlet = next(iter(pair.p.ranks[0].rank._half._peers.values()))
+    outlet = next(iter(pair.p.ranks[0].rank._half._peers))
     assert not outlet.verify and not outlet.words

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from p2pkv.cli import bench_communicators, bench_fanout
-from p2pkv.cli.bench_fanout import fan_out
+from p2pkv.bench import fanout
+from p2pkv.bench.fanout import fan_out
 
 TOTAL = 32 << 20
 FAN_OUTS = (1, 2, 4)
@@ -20,11 +20,11 @@ DEVICES = [
 def test_ranks_that_share_the_heads_get_what_p_computed(devices: list[str]) -> None:
     """Each rank of D looks at samples of what it got, and says how many bytes it wrote."""
     with fan_out("nccl", devices, FAN_OUTS, TOTAL, 1 << 20) as fans:
-        rows = bench_fanout.rows_of(fans, FAN_OUTS, 2)
+        rows = fanout.rows_of(fans, FAN_OUTS, 2)
     assert all(min(row["push"]) > 0 for row in rows)
 
 
 @pytest.mark.parametrize("devices", DEVICES)
 def test_communicators_take_device_memory(devices: list[str]) -> None:
-    costs = bench_communicators.measure("nccl", (devices[0], devices[-1]))
-    assert len(costs["links"]) == bench_communicators.LINKS and sum(costs["links"]) > 0
+    costs = fanout.measure_communicators("nccl", (devices[0], devices[-1]))
+    assert len(costs["links"]) == fanout.LINKS and sum(costs["links"]) > 0

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from p2pkv.cli.bench_messages import Messages, messages
-from p2pkv.cli.bench_ranks import BenchError, wait_for
+from p2pkv.bench.harness import BenchError, wait_for
+from p2pkv.bench.nccl import Messages, messages
 from p2pkv.engine import commands as do
 
 SIZES = [64 << 10, 1 << 20, 8 << 20]
@@ -59,7 +59,7 @@ def test_the_two_ends_compute_the_same_checksums(place: tuple[str, tuple[str, st
     with messages(link, devices, SIZES, TOTAL, lease_seconds=LEASE_SECONDS, verify=True) as pair:
         for size in SIZES:
             assert pair.push(size) > 0
-            (peer,) = pair.rank(size)._half._peers.values()
+            (peer,) = pair.rank(size)._half._peers
             assert peer.verify
 
 
@@ -87,7 +87,7 @@ def test_d_is_killed_in_mid_transfer_and_comes_back(both: Messages) -> None:
     begin = time.monotonic()
     rank.revoke([key])
     assert time.monotonic() - begin < 1.0, "the forward's thread has waited for the network"
-    wait_for(rank, do.PagesFree(key))
+    wait_for(rank, do.BlocksFree(key))
     assert time.monotonic() - begin < 3 * LEASE_SECONDS
     rank.do(do.Forget(key))
     both.restart_decode()
@@ -103,7 +103,7 @@ def test_an_aborted_prompt_frees_its_pages_at_once(both: Messages) -> None:
     key = both.hold(SIZES[0])
     begin = time.monotonic()
     rank.do(do.Abort(key, "a test needs it no more"))
-    wait_for(rank, do.PagesFree(key))
+    wait_for(rank, do.BlocksFree(key))
     assert time.monotonic() - begin < LEASE_SECONDS, "it has waited for a lease"
     rank.do(do.Forget(key))
     assert both.push(SIZES[0]) > 0

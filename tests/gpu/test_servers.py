@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from p2pkv.cli import answers
-from p2pkv.cli.servers import ProxyServer, VllmServer
-from p2pkv.cli.tiny_model import TinyLlama, ensure_model
-from p2pkv.control.inspection import inspect
+from p2pkv.control.endpoint import inspect
+from p2pkv.demo import answers
+from p2pkv.demo.servers import ProxyServer, VllmServer
+from p2pkv.demo.tiny_model import TinyLlama, ensure_model
 from p2pkv.pairing import Address
 
 pytestmark = [pytest.mark.two_gpus, pytest.mark.vllm, pytest.mark.servers, pytest.mark.timeout(600)]

@@ -12,11 +12,11 @@ import pytest
 from links_support import HOST_WINDOW as WINDOW
 from links_support import Pair, accepted, connect
 
-from p2pkv.links import blobs, make_factory
-from p2pkv.links.arena import arena_bytes
-from p2pkv.links.base import LinkError
-from p2pkv.links.blobs import Acceptance, Invitation, SharedArena
-from p2pkv.links.host import HostLinks, SharedOutbound, TcpOutbound
+from p2pkv.links import make_factory
+from p2pkv.links.base import LinkError, decode_blob, encode_blob
+from p2pkv.links.host import HostAcceptance, HostInvitation, HostLinks
+from p2pkv.links.shared_memory import SharedArena, SharedOutbound, arena_bytes
+from p2pkv.links.tcp import TcpOutbound
 from p2pkv.trust import Networks
 
 
@@ -63,7 +63,7 @@ def test_memory_that_cannot_be_had_means_tcp(shm: HostLinks, caplog, spoil, why:
     invitation, inbound, acceptance = accepted(shm, WINDOW)
     assert acceptance.shared is not None
     bad = spoil(acceptance.shared)
-    outbound = shm.complete(invitation, blobs.encode(msgspec.structs.replace(acceptance, shared=bad)))
+    outbound = shm.complete(invitation, encode_blob(msgspec.structs.replace(acceptance, shared=bad)))
     if bad.fd not in (0, 1 << 20, acceptance.shared.fd):
         os.close(bad.fd)
     assert isinstance(outbound, TcpOutbound) and why in caplog.text
@@ -71,11 +71,11 @@ def test_memory_that_cannot_be_had_means_tcp(shm: HostLinks, caplog, spoil, why:
 
 
 def test_an_invitation_from_elsewhere_is_answered_with_tcp_only(shm: HostLinks) -> None:
-    invited = blobs.decode(shm.invite(), Invitation)
+    invited = decode_blob(shm.invite(), HostInvitation)
     assert invited.place is not None
     elsewhere = msgspec.structs.replace(invited.place, boot="another")
-    _, answer = shm.accept(blobs.encode(msgspec.structs.replace(invited, place=elsewhere)), WINDOW)
-    assert blobs.decode(answer, Acceptance).shared is None
+    _, answer = shm.accept(encode_blob(msgspec.structs.replace(invited, place=elsewhere)), WINDOW)
+    assert decode_blob(answer, HostAcceptance).shared is None
 
 
 def test_a_loopback_address_of_another_host_is_refused_with_a_sentence(tcp: HostLinks) -> None:
@@ -85,18 +85,18 @@ def test_a_loopback_address_of_another_host_is_refused_with_a_sentence(tcp: Host
     with pytest.raises(
         LinkError, match=r"127\.0\.0\.1, which only its own machine can reach; set its `host`"
     ):
-        tcp.complete(invitation, blobs.encode(far))
+        tcp.complete(invitation, encode_blob(far))
 
 
 def test_an_address_outside_of_the_allowed_networks_is_not_dialed() -> None:
     """D names it, and P would connect to it: to any service, if D is no friend."""
     links = HostLinks("127.0.0.1", WINDOW, False, Networks.parse(["10.0.0.0/8", "127.0.0.1/32"]))
     invitation, _, acceptance = accepted(links, WINDOW)
-    links.complete(invitation, blobs.encode(acceptance))
+    links.complete(invitation, encode_blob(acceptance))
     with socket.create_server(("127.0.0.2", 0)) as service:
         far = msgspec.structs.replace(acceptance, host="127.0.0.2", port=service.getsockname()[1])
         with pytest.raises(LinkError, match=r"127\.0\.0\.2 is not dialed: allowed_peers are 10\.0\.0\.0/8"):
-            links.complete(invitation, blobs.encode(far))
+            links.complete(invitation, encode_blob(far))
         service.settimeout(0.2)
         with pytest.raises(TimeoutError):
             service.accept()
@@ -107,7 +107,7 @@ def test_an_address_outside_of_the_allowed_networks_is_not_dialed() -> None:
 def test_an_announced_name_is_no_address(tcp: HostLinks, host: str) -> None:
     invitation, _, acceptance = accepted(tcp, WINDOW)
     with pytest.raises(LinkError, match="not a numeric address"):
-        tcp.complete(invitation, blobs.encode(msgspec.structs.replace(acceptance, host=host)))
+        tcp.complete(invitation, encode_blob(msgspec.structs.replace(acceptance, host=host)))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "no-such-host.invalid", ""])

@@ -9,10 +9,8 @@ import pytest
 from links_support import HOST_WINDOW as WINDOW
 from links_support import Pair, accepted, connect, wait_until
 
-from p2pkv.links import blobs
-from p2pkv.links.base import LinkError
-from p2pkv.links.blobs import Invitation
-from p2pkv.links.host import HostInbound, HostLinks
+from p2pkv.links.base import LinkError, decode_blob, encode_blob
+from p2pkv.links.host import HostInbound, HostInvitation, HostLinks
 from p2pkv.links.tcp import HEADER, MAGIC, TAKEN
 
 
@@ -26,7 +24,7 @@ def test_strangers_do_not_get_in(tcp: HostLinks) -> None:
         stranger.sendall((b"GET / HTTP/1.0\r\n\r\n", MAGIC + bytes(16), b"", b"\xff\x00" * 500)[i % 4])
         inbound.poll()
     assert not inbound.ready()
-    pair = Pair(tcp.complete(invitation, blobs.encode(acceptance)), inbound)
+    pair = Pair(tcp.complete(invitation, encode_blob(acceptance)), inbound)
     wait_until(lambda: pair.outbound.ready() & inbound.ready())
     pair.carry(1000)
     for stranger in strangers:
@@ -78,12 +76,12 @@ def test_a_d_that_answers_wrongly_breaks_the_link(tcp: HostLinks, answer: bytes 
     invitation, _, acceptance = accepted(tcp, WINDOW)
     with socket.create_server(("127.0.0.1", 0)) as server:
         fake = msgspec.structs.replace(acceptance, port=server.getsockname()[1])
-        outbound = tcp.complete(invitation, blobs.encode(fake))
+        outbound = tcp.complete(invitation, encode_blob(fake))
         peer, _ = server.accept()
         with peer:
             outbound.poll()
             assert peer.recv(100) == MAGIC + acceptance.nonce
-            nonce = blobs.decode(invitation, Invitation).nonce
+            nonce = decode_blob(invitation, HostInvitation).nonce
             peer.sendall(nonce + TAKEN.pack(1) if answer is None else answer)
             with pytest.raises(LinkError, match=r"does not know this link|took 1 messages of 0 sent"):
                 wait_until(lambda: outbound.poll() or False)
@@ -108,7 +106,7 @@ def test_what_has_arrived_survives_the_end_of_the_connection(tcp: HostLinks) -> 
 def test_nobody_there(tcp: HostLinks) -> None:
     invitation, inbound, acceptance = accepted(tcp, WINDOW)
     inbound.abort()
-    outbound = tcp.complete(invitation, blobs.encode(acceptance))
+    outbound = tcp.complete(invitation, encode_blob(acceptance))
     with pytest.raises(LinkError, match="refused"):
         wait_until(outbound.ready)
     outbound.abort()

@@ -10,9 +10,9 @@ import pytest
 from links_support import HOST_WINDOW as WINDOW
 from links_support import connect
 
-from p2pkv.links.arena import ENTRIES
 from p2pkv.links.base import LinkError
 from p2pkv.links.host import HostLinks
+from p2pkv.links.shared_memory import ENTRIES
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_a_tensor_outlives_its_link(shm: HostLinks) -> None:
 
 
 def test_idle_pages_return_to_the_system(shm: HostLinks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2pkv.links.room.IDLE_SECONDS", 0.05)
+    monkeypatch.setattr("p2pkv.links.staging.IDLE_SECONDS", 0.05)
     before = set(os.listdir("/proc/self/fd"))
     window = 20 << 20
     pair = connect((shm, shm), window)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from links_support import NCCL_KINDS, connect, nccl_links, wait_until
 from nccl_simulated import SimulatedNccl
 from nccl_simulated_device import SimulatedDevice, SimulatedMark, SimulatedStream
 
-from p2pkv.links import nccl_end, nccl_opening
+from p2pkv.links import nccl, nccl_communicator
 from p2pkv.links.base import LinkError
 from p2pkv.links.nccl import NcclLinks, cuda_links
 
@@ -77,6 +78,22 @@ def test_ready_means_that_a_message_has_gone_through(blocking: bool) -> None:
         assert len(simulated(links).last) == 1 and all(op.done for op in simulated(links).last.values())
 
 
+def test_a_receive_is_launched_by_poll_and_not_when_it_is_posted(blocking: bool) -> None:
+    """Its grant goes out in between."""
+    pair = both(blocking)
+    link = connect(pair, WINDOW)
+    link.carry(100)
+    (before,) = simulated(pair[1]).last.values()
+    receive = link.inbound.post(100)
+    assert receive is not None
+    assert list(simulated(pair[1]).last.values()) == [before]
+    send = link.outbound.reserve(100, receive.landing)
+    assert send is not None
+    send.commit()
+    link.until(lambda: receive.done() and send.done())
+    receive.release()
+
+
 def test_an_absent_peer_is_given_up_and_the_pair_starts_afresh(blocking: bool) -> None:
     p, d = both(blocking, init_seconds=0.05)
     inbound, _ = d.accept(p.invite(), WINDOW)
@@ -105,7 +122,7 @@ def test_what_comes_up_after_it_was_given_up_is_aborted(blocking: bool) -> None:
 
 
 def test_too_many_stuck_threads_are_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_opening, "MOST_STUCK", 2)
+    monkeypatch.setattr(nccl_communicator, "MOST_STUCK", 2)
     p, d = both(True, init_seconds=0.01)
     for _ in range(2):
         inbound, _ = d.accept(p.invite(), WINDOW)
@@ -159,10 +176,11 @@ def test_a_failed_device_breaks_the_link(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_slots_return_when_the_abort_does_and_not_before(
     blocking: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl_end, "ABORT_SECONDS", 0.05)
+    monkeypatch.setattr(nccl, "ABORT_SECONDS", 0.05)
     p, d = factories = both(blocking)
     pair = connect(factories, WINDOW)
     receive, send = pair.begin(WINDOW)
+    pair.inbound.poll()  # launches the receive, so the device may write to its slot
     simulated(d).abort_hangs = True
     began = time.monotonic()
     pair.inbound.abort()
@@ -212,9 +230,17 @@ def test_links_share_the_ranks_slots(blocking: bool) -> None:
     wait_until(lambda: p.slot_bytes == d.slot_bytes == 0)
 
 
-def test_only_so_many_links_are_busy_at_once(blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_end, "MOST_BUSY", 2)
+@pytest.mark.parametrize(("processors", "channels", "busy"), [(132, 8, 4), (132, 32, 1), (10, 8, 1)])
+def test_links_leave_most_of_the_device_to_the_model(processors: int, channels: int, busy: int) -> None:
+    simulation = SimulatedNccl()
+    device = SimulatedDevice(simulation, processors=processors)
+    assert NcclLinks(simulation, device, WINDOW, channels=channels)._shared.most_busy == busy
+
+
+def test_only_so_many_links_are_busy_at_once(blocking: bool) -> None:
     factories = both(blocking)
+    for links in factories:
+        links._shared.most_busy = 2
     pairs = [connect(factories, WINDOW) for _ in range(3)]
     begun = [pair.begin(100) for pair in pairs[:2]]
     assert pairs[2].inbound.post(100) is None
@@ -255,6 +281,7 @@ def test_nccl_follows_what_is_queued_before_a_commit_or_a_post(
 
 def test_a_full_device_fails_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Mock(multi_processor_count=132))
     monkeypatch.setattr("p2pkv.links.nccl.load_nccl", lambda channels: SimulatedNccl())
 
     def full(*shape: object, **how: object) -> torch.Tensor:

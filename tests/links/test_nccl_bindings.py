@@ -9,14 +9,16 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
 from nccl_fakes import UNIQUE_ID, FakeNcclError, fake_cupy, fake_nccl4py, install
 
-from p2pkv.links import make_factory, nccl_cupy, nccl_device, nccl_nccl4py
+from p2pkv import device
+from p2pkv.links import make_factory, nccl_bindings, nccl_device
 from p2pkv.links.base import LinkError
-from p2pkv.links.nccl_api import (
+from p2pkv.links.nccl_bindings import (
     IN_PROGRESS,
     SUCCESS,
     Nccl,
@@ -34,7 +36,7 @@ NOBODY = {"cupy": None, "nccl": None, "nccl__bindings": None, "nccl__bindings__n
 def patch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """No binding is installed, and no number of channels is set."""
     install(monkeypatch, **NOBODY)
-    for name in nccl_cupy.CHANNEL_VARIABLES:
+    for name in nccl_bindings.CHANNEL_VARIABLES:
         monkeypatch.setenv(name, "8")
         monkeypatch.delenv(name)
     return monkeypatch
@@ -56,24 +58,20 @@ def give_nccl4py(patch: pytest.MonkeyPatch):
 
 def test_the_calls_that_reach_cupy(patch: pytest.MonkeyPatch) -> None:
     asked = give_cupy(patch)
-    nccl = nccl_cupy.make(8)
+    nccl = nccl_bindings.make_cupy(8)
     assert nccl.blocking and nccl.binding == "CuPy 14.2.0" and nccl.version() == 23203
     assert nccl.unique_id() == UNIQUE_ID
     comm = nccl.init(2, UNIQUE_ID, 1)
-    nccl.group_start()
     nccl.send(1000, 64, 1, comm, 7)
     nccl.recv(2000, 65, 0, comm, 8)
-    nccl.group_end()
     assert nccl.async_error(comm) == SUCCESS
     nccl.abort(comm)
     nccl.destroy(nccl.init(2, UNIQUE_ID, 0))
     assert asked.calls == [
         ("get_unique_id",),
         ("init", 2, UNIQUE_ID, 1),
-        ("groupStart",),
         ("send", 1000, 64, 1, 1, 7),
         ("recv", 2000, 65, 1, 0, 8),
-        ("groupEnd",),
         ("check_async_error",),
         ("abort",),
         ("init", 2, UNIQUE_ID, 0),
@@ -83,7 +81,7 @@ def test_the_calls_that_reach_cupy(patch: pytest.MonkeyPatch) -> None:
 
 def test_unique_ids_of_cupy_13_are_signed_numbers(patch: pytest.MonkeyPatch) -> None:
     asked = give_cupy(patch, "13.6.0")
-    nccl = nccl_cupy.make(8)
+    nccl = nccl_bindings.make_cupy(8)
     assert nccl.unique_id() == UNIQUE_ID
     nccl.init(2, UNIQUE_ID, 0)
     name = asked.calls[-1][2]
@@ -92,24 +90,20 @@ def test_unique_ids_of_cupy_13_are_signed_numbers(patch: pytest.MonkeyPatch) -> 
 
 def test_the_calls_that_reach_nccl4py(patch: pytest.MonkeyPatch) -> None:
     _, asked = give_nccl4py(patch)
-    nccl = nccl_nccl4py.make(64)
+    nccl = nccl_bindings.make_nccl4py(64)
     assert not nccl.blocking and nccl.binding == "nccl4py 0.6.0"
     assert nccl.version() == 23203 and nccl.unique_id() == UNIQUE_ID
     comm = nccl.init(2, UNIQUE_ID, 1)
-    nccl.group_start()
     nccl.send(1000, 64, 1, comm, 7)
     nccl.recv(2000, 65, 0, comm, 8)
-    nccl.group_end()
     assert nccl.async_error(comm) == IN_PROGRESS
     nccl.abort(comm)
     nccl.destroy(nccl.init(2, UNIQUE_ID, 0))
     assert asked.calls[2:] == [
         ("get_unique_id",),
         ("init", 2, UNIQUE_ID, 1, 0, 32),  # does not block; NCCL takes no more than 32
-        ("group_start",),
         ("send", 1000, 64, 1, 1, "a Comm", 7),
         ("recv", 2000, 65, 1, 0, "a Comm", 8),
-        ("group_end",),
         ("comm_get_async_error", "a Comm"),
         ("comm_abort", "a Comm"),
         ("init", 2, UNIQUE_ID, 0, 0, 32),
@@ -133,7 +127,7 @@ def test_errors_become_sentences(patch: pytest.MonkeyPatch, binding: str) -> Non
 
 def test_a_result_that_cupy_cannot_name(patch: pytest.MonkeyPatch) -> None:
     asked = give_cupy(patch)
-    nccl = nccl_cupy.make(8)
+    nccl = nccl_bindings.make_cupy(8)
     comm = nccl.init(2, UNIQUE_ID, 0)
     asked.fail["check_async_error"] = KeyError(6)
     assert nccl.async_error(comm) == 6
@@ -151,7 +145,7 @@ def test_nccl4py_is_chosen_where_it_works(patch: pytest.MonkeyPatch) -> None:
     del module.comm_init_rank_config
     assert load_nccl().binding.startswith("CuPy")
     with pytest.raises(NcclMissing, match=r"0\.6\.0 lacks comm_init_rank_config; .* nccl4py 0\.6"):
-        nccl_nccl4py.make(8)
+        nccl_bindings.make_nccl4py(8)
 
 
 def test_no_binding_is_a_sentence(patch: pytest.MonkeyPatch) -> None:
@@ -162,6 +156,7 @@ def test_no_binding_is_a_sentence(patch: pytest.MonkeyPatch) -> None:
         load_nccl()
     patch.setattr(torch.cuda, "is_available", lambda: True)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
+    patch.setattr(torch.cuda, "get_device_properties", lambda _: Mock(multi_processor_count=132))
     for kind in ("auto", "nccl"):
         with pytest.raises(ValueError, match="no binding to NCCL works here"):
             make_factory(kind, host="127.0.0.1", staging_bytes=1 << 20)
@@ -171,21 +166,27 @@ def test_channels_go_through_the_environment_with_cupy(
     patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     give_cupy(patch)
-    nccl_cupy.make(4)
-    assert [os.environ[name] for name in nccl_cupy.CHANNEL_VARIABLES] == ["4", "4"]
+    nccl_bindings.make_cupy(4)
+    assert [os.environ[name] for name in nccl_bindings.CHANNEL_VARIABLES] == ["4", "4"]
     assert caplog.messages == []
-    nccl_cupy.make(5)
-    assert [os.environ[name] for name in nccl_cupy.CHANNEL_VARIABLES] == ["4", "4"]
+    nccl_bindings.make_cupy(5)
+    assert [os.environ[name] for name in nccl_bindings.CHANNEL_VARIABLES] == ["4", "4"]
     assert "nccl_num_channels is 5, but the environment's" in caplog.messages[0]
 
 
-def test_channels_that_come_too_late_are_warned_of(
-    patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_channels_that_come_too_late_are_warned_of_where_somebody_uses_nccl(
+    patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ranks: int
 ) -> None:
+    """Each of vLLM's workers names NCCL as its backend, also one without others."""
     give_cupy(patch)
     patch.setattr(torch.distributed, "is_initialized", lambda: True)
     patch.setattr(torch.distributed, "get_backend", lambda: "nccl")
-    nccl_cupy.make(4)
+    patch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    nccl_bindings.make_cupy(4)
+    if ranks == 1:
+        assert caplog.messages == []
+        return
     assert "nccl_num_channels=4 may come too late" in caplog.messages[0]
     assert "set NCCL_MAX_NCHANNELS=4 and NCCL_MIN_NCHANNELS=4 before vLLM starts" in caplog.messages[0]
 
@@ -210,7 +211,7 @@ class FakeDriver:
 
 def test_each_stream_is_its_own_and_waits_for_no_default_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeDriver()
-    monkeypatch.setattr(nccl_device, "driver", lambda: fake)
+    monkeypatch.setattr(device, "driver", lambda: fake)
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda number, device: (number, device))
     streams = [nccl_device.CudaStream(torch.device("cuda", 0)) for _ in range(2)]
     assert [stream.number for stream in streams] == [0x1231, 0x1232] and fake.flags == [1, 1]
@@ -263,7 +264,7 @@ def test_cupy_is_as_the_fake_says() -> None:
 def test_nccl4py_is_as_the_fake_says() -> None:
     module = real("nccl.bindings.nccl")
     fake, _ = fake_nccl4py()
-    for name in nccl_nccl4py.NEEDED:
+    for name in nccl_bindings.NEEDED:
         true, ours = getattr(module, name), getattr(fake, name)
         if not isinstance(ours, type):
             assert parameters(true, true.__doc__) == parameters(ours, None), name
@@ -275,13 +276,13 @@ def test_nccl4py_is_as_the_fake_says() -> None:
     assert name == UNIQUE_ID
 
 
-@pytest.mark.parametrize("make", [nccl_cupy.make, nccl_nccl4py.make])
+@pytest.mark.parametrize("make", [nccl_bindings.make_cupy, nccl_bindings.make_nccl4py])
 def test_the_real_bindings_refuse_politely_without_a_device(
     make: Callable[[int], Nccl], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    for name in nccl_cupy.CHANNEL_VARIABLES:
+    for name in nccl_bindings.CHANNEL_VARIABLES:
         monkeypatch.setenv(name, "8")
     try:
         nccl = make(8)

@@ -8,7 +8,7 @@ import torch
 from links_support import wait_until
 from nccl_simulated import SimulatedNccl
 
-from p2pkv.links.nccl_api import IN_PROGRESS, SUCCESS
+from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS
 
 
 def raw_pair(blocking: bool = True) -> tuple[SimulatedNccl, int, SimulatedNccl, int]:

@@ -10,7 +10,9 @@ import pytest
 from links_support import Peer, receive_all, send_all, starting, wait_until
 
 from p2pkv.links.base import LinkError
-from p2pkv.links.host import HostLinks, SharedOutbound, TcpOutbound
+from p2pkv.links.host import HostLinks
+from p2pkv.links.shared_memory import SharedOutbound
+from p2pkv.links.tcp import TcpOutbound
 
 SIZES = [1, 4096, 100_001, 1 << 21, (1 << 23) + 7]
 WINDOW = 1 << 24

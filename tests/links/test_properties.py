@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from links_support import KINDS, connect, make_factories, noise, wait_until
 
-from p2pkv.links.slots import ALIGNMENT, Slots, aligned
+from p2pkv.links.staging import ALIGNMENT, Slots, aligned
 
 
 class Conversation:

@@ -11,7 +11,7 @@ import time
 from protocol.walks import walk
 from protocol.world import START
 
-from p2pkv.protocol import legs
+from p2pkv.protocol import sender
 
 ANNOUNCED = 3
 """So few chunks that small prompts reach the bound."""
@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=100_000.0, help="virtual ones (default 100000)")
     parser.add_argument("--seed", type=int, default=1, help="of everything (default 1)")
     args = parser.parse_args()
-    legs.MAX_ANNOUNCED = ANNOUNCED
+    sender.MAX_ANNOUNCED = ANNOUNCED
     began, passed, ends, whole = time.monotonic(), 0.0, 0, hashlib.blake2b(digest_size=16)
     for number in itertools.count():
         if passed >= args.seconds:

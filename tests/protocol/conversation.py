@@ -44,7 +44,6 @@ def worlds(draw: st.DrawFn) -> World:
         unit=draw(st.sampled_from([1, 1, 2])),
         chunk_bytes=draw(st.integers(1, 8)) * 8,
         window=draw(st.integers(1, 8)) * row,
-        whole=draw(st.booleans()),
         ahead=draw(st.booleans()),
         verify=draw(st.booleans()),
     )

@@ -11,8 +11,7 @@ from protocol.wires import Cell, Line, Link, LinkBroken, Receive, Violation, che
 from p2pkv.plan import Edge, Plan
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import Dialing
-from p2pkv.protocol.receiver import Receiver
-from p2pkv.protocol.receiver_states import Load
+from p2pkv.protocol.receiver import LoadPhase, Receiver
 
 if TYPE_CHECKING:
     from protocol.decode_side import DecodeRank
@@ -146,7 +145,7 @@ class Incoming:
             self._owner.link_lost(rank, "what it carries has changed")
             return True
         kept = Kept(rank, chunk, posted.receive.cells)
-        if receiver.load.state is Load.AHEAD:
+        if receiver.load.state is LoadPhase.AHEAD:
             self._kept[posted.key].append(kept)
             self._touched[posted.key] = self._world.now
             receiver.kept(rank, chunk.chunk, self._world.now)
@@ -158,7 +157,7 @@ class Incoming:
         """Write something of what was kept to the pages that it has by now; whether there was any."""
         for key, kept in self._kept.items():
             receiver = self._owner.receivers[key]
-            if kept and receiver.load.state is Load.LOADING:
+            if kept and receiver.load.state is LoadPhase.LOADING:
                 self._write(key, receiver, kept.popleft())
                 return True
         return False
@@ -168,7 +167,7 @@ class Incoming:
         end = ("D", owner.incarnation, owner.rank, key, receiver.attempt)
         if receiver.load.ended or end in self._world.ends:
             raise Violation(f"D{owner.rank} writes {key} after its end")
-        self._scatter(key, receiver.sources[kept.rank].debt.edge, kept.chunk.pieces, kept.cells)
+        self._scatter(key, receiver.sources[kept.rank].assignment.edge, kept.chunk.pieces, kept.cells)
         owner.run(key, receiver.scattered(kept.rank, kept.chunk.chunk, self._world.now))
 
     def _scatter(self, key: str, edge: Edge, pieces: tuple[m.Piece, ...], cells: list[Cell | None]) -> None:

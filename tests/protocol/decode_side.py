@@ -10,11 +10,9 @@ from protocol.wires import Line, Violation
 
 from p2pkv.plan import Plan
 from p2pkv.protocol import messages as m
-from p2pkv.protocol.effects import Effect, Finished, Offered, Post, Tell
-from p2pkv.protocol.handshake import Dialing, Refused, judge
-from p2pkv.protocol.machine import RemoteProtocolError
+from p2pkv.protocol.handshake import Assignment, Dialing, Refused, judge
+from p2pkv.protocol.machine import Effect, Finished, Offered, Post, RemoteProtocolError, Tell
 from p2pkv.protocol.receiver import Receiver
-from p2pkv.protocol.wire import Debt
 
 if TYPE_CHECKING:
     from protocol.world import World
@@ -98,9 +96,9 @@ class DecodeRank:
         if all(peer.dialing.open for peer in dialed):
             self.claimed[key] = ranks
             for rank in sorted(ranks):
-                self._tell(rank, m.Waiting(((key, receiver.attempt),)))
-            debts = {rank: Debt(edge, self.world.wire) for rank, edge in edges.items()}
-            self.run(key, receiver.attach(debts, self.world.now))
+                self._tell(rank, m.Heartbeat(((key, receiver.attempt),)))
+            assignments = {rank: Assignment(edge, self.world.wire) for rank, edge in edges.items()}
+            self.run(key, receiver.attach(assignments, self.world.now))
 
     def _idle(self, plan: Plan) -> list[int]:
         """The ranks of P that owe nobody anything, and hear so from this rank of D."""
@@ -125,7 +123,7 @@ class DecodeRank:
             case m.Stranger():
                 if peer.dialing.open:
                     self.lose(line.p, "P does not know this connection any more")
-            case m.Holding(held, _):
+            case m.HeartbeatAck(held, _):
                 for key, attempt in held:
                     receiver = self.receivers.get(key)
                     if receiver is not None and receiver.attempt == attempt:
@@ -279,7 +277,7 @@ class DecodeRank:
                 if not receiver.load.ended and rank in self.claimed.get(key, ())
             ]
             if live:
-                self._tell(rank, m.Waiting(tuple(live)))
+                self._tell(rank, m.Heartbeat(tuple(live)))
 
     @property
     def at_rest(self) -> bool:

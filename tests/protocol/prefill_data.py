@@ -11,7 +11,7 @@ from protocol.wires import GARBAGE, Cell, Line, Link, LinkBroken, Send, Violatio
 
 from p2pkv.plan import Edge, Plan
 from p2pkv.protocol import messages as m
-from p2pkv.protocol.effects import Transmit
+from p2pkv.protocol.machine import Transmit
 from p2pkv.protocol.sender import Sender
 
 if TYPE_CHECKING:

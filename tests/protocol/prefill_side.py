@@ -9,12 +9,9 @@ from protocol.prefill_data import Outgoing, Pages, Peer
 from protocol.wires import Line, Link
 
 from p2pkv.protocol import messages as m
-from p2pkv.protocol.effects import Effect, Finished, Released, Tell, Transmit
-from p2pkv.protocol.handshake import Refused, judge
-from p2pkv.protocol.machine import RemoteProtocolError
-from p2pkv.protocol.sender import Sender
-from p2pkv.protocol.sender_states import Leg, Prompt
-from p2pkv.protocol.wire import Debt
+from p2pkv.protocol.handshake import Assignment, Refused, judge
+from p2pkv.protocol.machine import Effect, Finished, Released, RemoteProtocolError, Tell, Transmit
+from p2pkv.protocol.sender import LegPhase, PromptPhase, Sender
 
 if TYPE_CHECKING:
     from protocol.world import World
@@ -121,7 +118,7 @@ class PrefillRank:
             return
         peer.spoken = True
         match message:
-            case m.Waiting(transfers):
+            case m.Heartbeat(transfers):
                 self._waiting(peer, transfers)
             case m.LinkAccept(number, window, _):
                 if number == peer.number and peer.link is None:
@@ -161,7 +158,7 @@ class PrefillRank:
         held, unknown = [], []
         for key, attempt in transfers:
             (held if self._claim(peer, key, attempt) else unknown).append((key, attempt))
-        self.tell(peer, m.Holding(tuple(held), tuple(unknown)))
+        self.tell(peer, m.HeartbeatAck(tuple(held), tuple(unknown)))
 
     def _claim(self, peer: Peer, key: str, attempt: int) -> bool:
         """Whether P knows of this transfer, and it has not ended."""
@@ -174,7 +171,9 @@ class PrefillRank:
         if peer.edge is None:
             self.run(key, sender.flush())
             return True
-        self.run(key, sender.claim(rank, Debt(peer.edge, self.world.wire), attempt, limit, self.world.now))
+        self.run(
+            key, sender.claim(rank, Assignment(peer.edge, self.world.wire), attempt, limit, self.world.now)
+        )
         return sender.vouches(rank, attempt)
 
     def _about(self, peer: Peer, key: str, message: m.Want | m.Grant | m.Done | m.Cancel) -> None:
@@ -286,5 +285,5 @@ class PrefillRank:
     def _live(self, sender: Sender) -> bool:
         """Whether a leg of an ended prompt still wants pages."""
         prompt = sender.prompt
-        assert prompt.state is Prompt.HELD or sender.key in self.pages.free or not prompt.ended
-        return any(leg.machine.state in (Leg.CLAIMED, Leg.SENDING) for leg in sender.legs.values())
+        assert prompt.state is PromptPhase.HELD or sender.key in self.pages.free or not prompt.ended
+        return any(leg.machine.state in (LegPhase.CLAIMED, LegPhase.SENDING) for leg in sender.legs.values())

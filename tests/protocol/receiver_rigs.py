@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from p2pkv.plan import Edge, make_plan
-from p2pkv.protocol.effects import Effect, Post, Tell
+from p2pkv.protocol.handshake import Assignment, Wire
+from p2pkv.protocol.machine import Effect, Post, Tell
 from p2pkv.protocol.messages import Chunk, Grant, Offer, Piece, Sent
-from p2pkv.protocol.receiver import Receiver
-from p2pkv.protocol.receiver_states import Load
-from p2pkv.protocol.wire import Debt, Wire
+from p2pkv.protocol.receiver import LoadPhase, Receiver
 from p2pkv.sharding import Shape
 
 KEY, ATTEMPT, TOKENS, DIGEST, ROW, LEASE = "k", 7, 10, b"prompt", 3, 30.0
@@ -18,16 +17,16 @@ EDGES: dict[int, Edge] = {
 """P has two stages of one layer, D has one of two; each source owes a layer with two heads."""
 
 
-def owed(edges: dict[int, Edge] = EDGES, unit: int = 1) -> dict[int, Debt]:
-    return {rank: Debt(edge, Wire("dense", unit, ROW)) for rank, edge in edges.items()}
+def owed(edges: dict[int, Edge] = EDGES, unit: int = 1) -> dict[int, Assignment]:
+    return {rank: Assignment(edge, Wire("dense", unit, ROW)) for rank, edge in edges.items()}
 
 
 def make(
-    debts: dict[int, Debt] | None = None, unit: int = 1, attach: bool = True, ahead: bool = False
+    assignments: dict[int, Assignment] | None = None, unit: int = 1, attach: bool = True, ahead: bool = False
 ) -> Receiver:
     made = Receiver(KEY, ATTEMPT, TOKENS, DIGEST, LEASE, now=0.0, ahead=ahead)
     if attach:
-        made.attach(owed(unit=unit) if debts is None else debts, now=0.0)
+        made.attach(owed(unit=unit) if assignments is None else assignments, now=0.0)
     return made
 
 
@@ -49,20 +48,20 @@ def chunk(number: int, *pieces: Piece, nbytes: int | None = None, attempt: int =
 def offered(made: Receiver) -> Receiver:
     for rank in made.sources:
         made.offer(rank, offer(), now=1.0)
-    assert made.load.state is Load.OFFERED
+    assert made.load.state is LoadPhase.OFFERED
     return made
 
 
 def ahead(made: Receiver) -> Receiver:
     for rank in made.sources:
         made.offer(rank, offer(), now=1.0)
-    assert made.load.state is Load.AHEAD
+    assert made.load.state is LoadPhase.AHEAD
     return made
 
 
 def loading(made: Receiver, start: int = 0, stop: int = 9) -> Receiver:
     offered(made).want(start, stop, now=2.0)
-    assert made.load.state is Load.LOADING
+    assert made.load.state is LoadPhase.LOADING
     return made
 
 

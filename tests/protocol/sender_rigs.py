@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from p2pkv.plan import make_plan
-from p2pkv.protocol.effects import Effect, Tell, Transmit
+from p2pkv.protocol.handshake import Assignment, Wire
+from p2pkv.protocol.machine import Effect, Tell, Transmit
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Grant, Offer, Piece, Sent, Want
-from p2pkv.protocol.sender import Sender, Terms
-from p2pkv.protocol.sender_states import Leg, Prompt
-from p2pkv.protocol.wire import Debt, Wire
+from p2pkv.protocol.sender import LegPhase, PromptPhase, Sender, Terms
 from p2pkv.sharding import Shape
 
 KEY, TOKENS, DIGEST, LEASE = "k", 10, b"prompt", 30.0
@@ -34,11 +33,11 @@ class Rig:
         self.wires = wires
 
     @property
-    def states(self) -> tuple[Prompt, list[Leg]]:
+    def states(self) -> tuple[PromptPhase, list[LegPhase]]:
         return self.sender.prompt.state, [leg.machine.state for leg in self.sender.legs.values()]
 
     def claim(self, rank: int = 0, attempt: int = 1, limit: int = 1 << 20) -> list[Effect]:
-        return self.sender.claim(rank, Debt(EDGES[rank], self.wires[rank]), attempt, limit, self.now)
+        return self.sender.claim(rank, Assignment(EDGES[rank], self.wires[rank]), attempt, limit, self.now)
 
     def offer(self) -> list[Effect]:
         return self.sender.offer(TOKENS, DIGEST)

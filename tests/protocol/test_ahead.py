@@ -8,13 +8,11 @@ import pytest
 from protocol import receiver_rigs as d_side
 from protocol.sender_rigs import LEASE, TOKENS, Rig, grant, offer, sent
 
-from p2pkv.protocol import sources
-from p2pkv.protocol.effects import Finished, Offered, Released, Tell, Transmit
-from p2pkv.protocol.machine import RemoteProtocolError
+from p2pkv.protocol import receiver
+from p2pkv.protocol.machine import Finished, Offered, Released, RemoteProtocolError, Tell, Transmit
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Piece, Want
-from p2pkv.protocol.receiver import Receiver
-from p2pkv.protocol.receiver_states import Load
-from p2pkv.protocol.sender_states import Leg, Prompt
+from p2pkv.protocol.receiver import LoadPhase, Receiver
+from p2pkv.protocol.sender import LegPhase, PromptPhase
 
 
 def pushed() -> Rig:
@@ -24,7 +22,7 @@ def pushed() -> Rig:
     rig.claim()
     rig.want(0, TOKENS, ahead=True)
     assert rig.carry(rig.compute())[0] == Tell(0, sent(0))
-    assert rig.states == (Prompt.COMPUTED, [Leg.AHEAD])
+    assert rig.states == (PromptPhase.COMPUTED, [LegPhase.AHEAD])
     return rig
 
 
@@ -34,8 +32,8 @@ def pushed() -> Rig:
 def test_the_pages_stay_until_the_request_has_come() -> None:
     rig = pushed()
     assert rig.want(0, TOKENS) == [Released(), Finished(True)]
-    assert rig.states == (Prompt.RELEASED, [Leg.DRAINED])
-    assert rig.done() == [] and rig.states[1] == [Leg.DONE]
+    assert rig.states == (PromptPhase.RELEASED, [LegPhase.DRAINED])
+    assert rig.done() == [] and rig.states[1] == [LegPhase.DONE]
 
 
 def test_nothing_of_it_may_be_wanted() -> None:
@@ -65,9 +63,9 @@ def withdraw(rig: Rig, how: str) -> None:
 def test_d_lets_go_and_the_prompt_waits_as_before(how: str) -> None:
     rig = pushed()
     withdraw(rig, how)
-    assert rig.states == (Prompt.COMPUTED, [])
+    assert rig.states == (PromptPhase.COMPUTED, [])
     assert rig.claim(attempt=2) == [Tell(0, offer(2))]
-    assert rig.want(0, 9, attempt=2) != [] and rig.states[1] == [Leg.SENDING]
+    assert rig.want(0, 9, attempt=2) != [] and rig.states[1] == [LegPhase.SENDING]
 
 
 @pytest.mark.parametrize("how", ["let go", "lost", "silence"])
@@ -85,7 +83,7 @@ def test_what_d_has_said_before_it_heard_of_that_brings_nothing_back(how: str) -
     nbytes = announced.message.nbytes
     assert rig.grant(0, nbytes) == [Transmit(0, grant(0, nbytes), ())]
     assert rig.want(0, TOKENS) == rig.done() == []
-    assert rig.states == (Prompt.COMPUTED, [])
+    assert rig.states == (PromptPhase.COMPUTED, [])
     assert rig.claim(attempt=2) == [Tell(0, offer(2))]
 
 
@@ -94,7 +92,7 @@ def test_a_later_claim_is_not_touched_by_words_about_an_earlier_one() -> None:
     rig.sender.unlinked(0, "its link broke")
     rig.claim(attempt=2)
     assert rig.want(0, 0) == rig.want(0, 0, ahead=True) == []
-    assert rig.states == (Prompt.COMPUTED, [Leg.CLAIMED])
+    assert rig.states == (PromptPhase.COMPUTED, [LegPhase.CLAIMED])
 
 
 def test_a_d_that_has_restarted_counts_its_attempts_anew() -> None:
@@ -120,7 +118,7 @@ def test_d_may_let_go_before_it_has_wanted_any_of_it() -> None:
     rig.offer()
     rig.claim()
     assert rig.want(0, 0, ahead=True) == []
-    assert rig.states == (Prompt.OFFERED, [])
+    assert rig.states == (PromptPhase.OFFERED, [])
     assert rig.claim(attempt=2) == [Tell(0, offer(2))]
 
 
@@ -157,12 +155,12 @@ def test_a_request_adopts_it_and_what_was_kept_counts_when_it_is_written() -> No
     assert made.want(4, 9, 4.0) == [Tell(0, release), Tell(1, want)]
     assert made.scattered(0, 0, 5.0) == [Tell(0, Done(d_side.KEY, d_side.ATTEMPT))]
     last = d_side.take(made, 1, d_side.chunk(0, Piece(1, 2, 0, d_side.TOKENS)))
-    assert last[-1] == Finished(True) and made.load.state is Load.DONE
+    assert last[-1] == Finished(True) and made.load.state is LoadPhase.DONE
 
 
 def test_who_has_sent_all_may_go_and_is_not_waited_for() -> None:
     made = kept()
-    assert made.lost("gone", 0) == [] and made.load.state is Load.AHEAD
+    assert made.lost("gone", 0) == [] and made.load.state is LoadPhase.AHEAD
     assert made.deadline == 1.0 + d_side.LEASE
     assert made.lost("gone", 1)[-1] == Finished(False, "gone")
 
@@ -181,7 +179,7 @@ def test_what_has_been_asked_for_is_cancelled() -> None:
 
 
 def test_what_is_kept_does_not_count_as_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MAX_CHUNKS", 1)
+    monkeypatch.setattr(receiver, "MAX_CHUNKS", 1)
     made = d_side.ahead(d_side.make(ahead=True))
     for number in range(3):
         d_side.arrive(made, 0, d_side.chunk(number, Piece(0, 1, number, number + 1)), 2.0)

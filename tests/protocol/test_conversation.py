@@ -12,14 +12,14 @@ from protocol.walks import walk
 from protocol.wires import Violation
 from protocol.world import BEAT, World
 
-from p2pkv.protocol import legs
+from p2pkv.protocol import sender
 from p2pkv.sharding import Shape
 
 
 @pytest.fixture(autouse=True)
 def few_announced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """So few that small prompts reach the bound."""
-    monkeypatch.setattr(legs, "MAX_ANNOUNCED", 3)
+    monkeypatch.setattr(sender, "MAX_ANNOUNCED", 3)
     yield
 
 

@@ -13,9 +13,9 @@ from p2pkv.protocol.handshake import (
     FIRST_RETRY,
     LAST_RETRY,
     REFUSED_FOR,
-    Dial,
+    DialEvent,
     Dialing,
-    On,
+    DialPhase,
     Refused,
     judge,
     shape,
@@ -202,25 +202,29 @@ def test_packings_that_can_be_undone_fit_each_other_and_dense() -> None:
 # The dial.
 
 
-PATHS: dict[Dial, list[On]] = {Dial.ASKING: [], Dial.OPEN: [On.WELCOME], Dial.REFUSED: [On.REFUSE]}
+PATHS: dict[DialPhase, list[DialEvent]] = {
+    DialPhase.ASKING: [],
+    DialPhase.OPEN: [DialEvent.WELCOME],
+    DialPhase.REFUSED: [DialEvent.REFUSE],
+}
 
 
-def do(dialing: Dialing, event: On, now: float) -> None:
+def do(dialing: Dialing, event: DialEvent, now: float) -> None:
     match event:
-        case On.WELCOME:
+        case DialEvent.WELCOME:
             dialing.welcomed()
-        case On.REFUSE:
+        case DialEvent.REFUSE:
             dialing.refuse("no", now)
-        case On.LOST:
+        case DialEvent.LOST:
             dialing.lost(now)
-        case On.RETRY:
+        case DialEvent.RETRY:
             assert dialing.due(now + REFUSED_FOR)
 
 
 @pytest.mark.parametrize(
     ("state", "event"), [(state, event) for state, row in DIAL.items() for event in row], ids=lambda x: x.name
 )
-def test_every_row_of_the_table(state: Dial, event: On) -> None:
+def test_every_row_of_the_table(state: DialPhase, event: DialEvent) -> None:
     dialing = Dialing("p:1", now=10.0)
     for step in PATHS[state]:
         do(dialing, step, 10.0)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from p2pkv.protocol import handshake, receiver_states, sender_states
+from p2pkv.protocol import handshake, receiver, sender
 from p2pkv.protocol.machine import LocalProtocolError, Machine, ProtocolError, RemoteProtocolError
 
 TABLES: list[tuple[dict[Any, dict[Any, Any]], type[Enum], type[Enum]]] = [
-    (dict(sender_states.PROMPT), sender_states.Prompt, sender_states.Of),
-    (dict(sender_states.LEG), sender_states.Leg, sender_states.On),
-    (dict(receiver_states.LOAD), receiver_states.Load, receiver_states.On),
-    (dict(handshake.DIAL), handshake.Dial, handshake.On),
+    (dict(sender.PROMPT), sender.PromptPhase, sender.PromptEvent),
+    (dict(sender.LEG), sender.LegPhase, sender.LegEvent),
+    (dict(receiver.LOAD), receiver.LoadPhase, receiver.LoadEvent),
+    (dict(handshake.DIAL), handshake.DialPhase, handshake.DialEvent),
 ]
 MOVES = [
     (table, state, event) for table, states, events in TABLES for state, event in product(states, events)
@@ -60,7 +60,7 @@ def test_both_errors_are_protocol_errors_and_neither_is_the_other() -> None:
 
 
 def test_ended_is_a_state_that_nothing_leads_out_of() -> None:
-    load = Machine("load", receiver_states.LOAD, receiver_states.Load.WAITING)
+    load = Machine("load", receiver.LOAD, receiver.LoadPhase.WAITING)
     assert not load.ended and repr(load) == "load:WAITING"
-    load.local(receiver_states.On.END)
+    load.local(receiver.LoadEvent.END)
     assert load.ended and repr(load) == "load:ENDED"

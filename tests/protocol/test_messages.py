@@ -19,11 +19,11 @@ from p2pkv.protocol.messages import (
     Cancel,
     Chunk,
     Failed,
+    Heartbeat,
     LinkDown,
     Piece,
     Refuse,
     Report,
-    Waiting,
     decode,
     encode,
 )
@@ -112,10 +112,19 @@ def test_noise_is_refused(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_tag_is_the_name_of_the_class(kind: type[Any]) -> None:
+def test_a_message_begins_with_its_tag_and_comes_back(kind: type[Any]) -> None:
     message = example(kind)
     assert parse(encode(message)) == message
-    assert next(iter(raw(message).items())) == ("t", msgspec.msgpack.encode(kind.__name__))
+    assert next(iter(raw(message).items())) == ("t", msgspec.msgpack.encode(kind.__struct_config__.tag))
+
+
+def test_tags_are_those_that_peers_know_whatever_the_classes_are_called() -> None:
+    """Another tag is another protocol: PROTOCOL_VERSION has to move with it."""
+    assert messages.PROTOCOL_VERSION == 1
+    assert " ".join(sorted(kind.__struct_config__.tag for kind in KINDS)) == (
+        "Ahead Cancel Chunk Done Failed Grant Hello Holding Inspect LinkAccept LinkDown LinkInvite Offer "
+        "Refuse Report Sent Stranger Waiting Want Welcome"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -210,7 +219,7 @@ def test_a_reason_is_shortened_by_who_says_it_and_refused_from_who_does_not(kind
 
 
 def test_numbers_in_a_longer_form_than_needed_are_refused() -> None:
-    fields = raw(example(Waiting)) | {"transfers": b"\x91\x92\xa1k\xcd\x00\x07"}
+    fields = raw(example(Heartbeat)) | {"transfers": b"\x91\x92\xa1k\xcd\x00\x07"}
     assert parse(join(list(fields.items()))) is None
     fields["transfers"] = b"\x91\x92\xa1k\x07"
-    assert parse(join(list(fields.items()))) == Waiting((("k", 7),))
+    assert parse(join(list(fields.items()))) == Heartbeat((("k", 7),))

@@ -21,26 +21,24 @@ from protocol.receiver_rigs import (
     whole,
 )
 
-from p2pkv.protocol.effects import Effect, Finished, Offered, Tell
-from p2pkv.protocol.machine import LocalProtocolError
+from p2pkv.protocol.machine import Effect, Finished, LocalProtocolError, Offered, Tell
 from p2pkv.protocol.messages import Done, Failed, Piece, Sent, Want
-from p2pkv.protocol.receiver import Receiver
-from p2pkv.protocol.receiver_states import LOAD, Load, On
+from p2pkv.protocol.receiver import LOAD, LoadEvent, LoadPhase, Receiver
 
 # One load, from end to end.
 
 
 def test_a_load_from_two_sources() -> None:
     made = make()
-    assert made.load.state is Load.WAITING
-    assert made.offer(0, offer(), 1.0) == [] and made.load.state is Load.WAITING
+    assert made.load.state is LoadPhase.WAITING
+    assert made.offer(0, offer(), 1.0) == [] and made.load.state is LoadPhase.WAITING
     assert made.offer(1, offer(), 1.0) == [Offered()]
     assert made.want(0, 9, 2.0) == [Tell(rank, Want(KEY, ATTEMPT, 0, 9)) for rank in (0, 1)]
     assert take(made, 1, whole(1)) == [Tell(1, Done(KEY, ATTEMPT))]
     assert take(made, 0, chunk(0, Piece(0, 1, 0, 4))) == []
-    assert made.load.state is Load.LOADING
+    assert made.load.state is LoadPhase.LOADING
     assert take(made, 0, chunk(1, Piece(0, 1, 4, 9))) == [Tell(0, Done(KEY, ATTEMPT)), Finished(True)]
-    assert made.load.state is Load.DONE and made.deadline is None
+    assert made.load.state is LoadPhase.DONE and made.deadline is None
 
 
 def test_a_source_that_was_told_done_is_not_told_that_d_still_waits() -> None:
@@ -57,12 +55,12 @@ def test_an_empty_want_releases_p_at_any_time_before_the_load() -> None:
     for made in (make(), offered(make())):
         tells = [Tell(rank, Want(KEY, ATTEMPT, 0, 0)) for rank in (0, 1)]
         assert made.want(9, 9, 1.0) == [*tells, Finished(True)]
-        assert made.load.state is Load.DONE and made.deadline is None
+        assert made.load.state is LoadPhase.DONE and made.deadline is None
 
 
 def test_an_empty_want_waits_until_p_can_be_told_or_the_lease_ends() -> None:
     made = make(attach=False)
-    assert made.want(3, 2, 1.0) == [] and made.load.state is Load.WAITING
+    assert made.want(3, 2, 1.0) == [] and made.load.state is LoadPhase.WAITING
     assert made.attach(owed(), 2.0) == [
         Tell(0, Want(KEY, ATTEMPT, 0, 0)),
         Tell(1, Want(KEY, ATTEMPT, 0, 0)),
@@ -86,35 +84,35 @@ def test_a_rank_that_nobody_owes_anything_waits_for_nobody() -> None:
 # Every row of the table.
 
 
-PATHS: dict[Load, Callable[[], Receiver]] = {
-    Load.WAITING: make,
-    Load.OFFERED: lambda: offered(make()),
-    Load.AHEAD: lambda: ahead(make(ahead=True)),
-    Load.LOADING: lambda: loading(one_source()),
-    Load.DONE: lambda: (made := make(), made.want(0, 0, 0.0))[0],
-    Load.ENDED: lambda: (made := make(), made.cancel("no"))[0],
+PATHS: dict[LoadPhase, Callable[[], Receiver]] = {
+    LoadPhase.WAITING: make,
+    LoadPhase.OFFERED: lambda: offered(make()),
+    LoadPhase.AHEAD: lambda: ahead(make(ahead=True)),
+    LoadPhase.LOADING: lambda: loading(one_source()),
+    LoadPhase.DONE: lambda: (made := make(), made.want(0, 0, 0.0))[0],
+    LoadPhase.ENDED: lambda: (made := make(), made.cancel("no"))[0],
 }
 
 
-def do(made: Receiver, event: On) -> list[Effect]:
+def do(made: Receiver, event: LoadEvent) -> list[Effect]:
     match event:
-        case On.OFFERED:
+        case LoadEvent.OFFERED:
             return [effect for rank in made.sources for effect in made.offer(rank, offer(), 1.0)]
-        case On.AHEAD:
+        case LoadEvent.AHEAD:
             made.ahead = True
             return made._go_ahead(1.0)
-        case On.WANT:
+        case LoadEvent.WANT:
             return made.want(0, 9, 1.0)
-        case On.NOTHING:
+        case LoadEvent.NOTHING:
             return made.want(0, 0, 1.0)
-        case On.COMPLETE:
+        case LoadEvent.COMPLETE:
             return take(made, 0, chunk(0, Piece(0, 2, 0, 9)))
-        case On.END:
+        case LoadEvent.END:
             return made.cancel("enough")
 
 
 @pytest.mark.parametrize(("state", "event"), [(state, on) for state, row in LOAD.items() for on in row])
-def test_every_row_of_the_table(state: Load, event: On) -> None:
+def test_every_row_of_the_table(state: LoadPhase, event: LoadEvent) -> None:
     made = PATHS[state]()
     assert made.load.state is state
     effects = do(made, event)
@@ -123,8 +121,8 @@ def test_every_row_of_the_table(state: Load, event: On) -> None:
     assert len(finished) == (1 if made.load.ended else 0)
 
 
-@pytest.mark.parametrize("state", [Load.DONE, Load.ENDED])
-def test_after_the_end_nothing_has_an_effect(state: Load) -> None:
+@pytest.mark.parametrize("state", [LoadPhase.DONE, LoadPhase.ENDED])
+def test_after_the_end_nothing_has_an_effect(state: LoadPhase) -> None:
     made = PATHS[state]()
     assert made.want(0, 9, 1.0) == made.cancel("again") == made.lost("gone") == made.tick(1e9) == []
     assert made.offer(0, offer(), 1.0) == made.chunk(0, whole(0), 1.0) == []
@@ -146,5 +144,5 @@ def test_tokens_that_cannot_be_loaded_are_an_error_of_ours(start: int, stop: int
     made = offered(make(unit=unit))
     with pytest.raises(ValueError, match=rf"tokens \[{start}, {stop}\) of 10.*multiple of {unit}"):
         made.want(start, stop, 1.0)
-    assert made.load.state is Load.OFFERED
+    assert made.load.state is LoadPhase.OFFERED
     assert made.want(0, 9, 1.0) != []

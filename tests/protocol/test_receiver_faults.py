@@ -19,11 +19,10 @@ from protocol.receiver_rigs import (
     whole,
 )
 
-from p2pkv.protocol import sources as module
-from p2pkv.protocol.effects import Finished, Tell
-from p2pkv.protocol.machine import RemoteProtocolError
+from p2pkv.protocol import receiver as module
+from p2pkv.protocol.machine import Finished, RemoteProtocolError, Tell
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Piece, Sent
-from p2pkv.protocol.receiver_states import Load
+from p2pkv.protocol.receiver import LoadPhase
 
 # What P may not say.
 
@@ -35,7 +34,7 @@ def test_another_prompt_of_the_same_name_is_refused_with_both_sizes() -> None:
         reason = effects[-1].reason if isinstance(effects[-1], Finished) else ""
         assert f"({wrong.tokens} tokens)" in reason and f"({TOKENS} tokens)" in reason
         assert effects[:-1] == [Tell(rank, Cancel(KEY, ATTEMPT, reason)) for rank in (0, 1)]
-        assert made.load.state is Load.ENDED
+        assert made.load.state is LoadPhase.ENDED
 
 
 @pytest.mark.parametrize(
@@ -97,7 +96,7 @@ def test_another_attempt_is_ignored() -> None:
         assert made.failed(0, Failed(KEY, attempt, "x")) == []
         made.sent(0, Sent(KEY, attempt, 0, 0, True), 9.0)
         assert made.pieces(0, attempt, 0) == ()
-    assert made.deadline == 2.0 + LEASE and made.load.state is Load.LOADING
+    assert made.deadline == 2.0 + LEASE and made.load.state is LoadPhase.LOADING
 
 
 def test_repeated_words_have_no_second_effect() -> None:
@@ -141,7 +140,7 @@ def test_an_end_while_bytes_are_being_scattered() -> None:
     message = chunk(0, Piece(0, 2, 0, 9))
     arrive(made, 0, message)
     made.cancel("enough")
-    assert made.scattered(0, 0, 3.0) == [] and made.load.state is Load.ENDED
+    assert made.scattered(0, 0, 3.0) == [] and made.load.state is LoadPhase.ENDED
 
 
 # The ends.

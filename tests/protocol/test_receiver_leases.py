@@ -17,10 +17,9 @@ from protocol.receiver_rigs import (
     whole,
 )
 
-from p2pkv.protocol.effects import Finished
+from p2pkv.protocol.machine import Finished
 from p2pkv.protocol.messages import Sent
-from p2pkv.protocol.receiver import Receiver
-from p2pkv.protocol.receiver_states import Load
+from p2pkv.protocol.receiver import LoadPhase, Receiver
 
 
 def test_the_lease_runs_from_the_start_until_p_is_known() -> None:
@@ -69,7 +68,7 @@ def test_a_source_whose_part_is_here_has_no_lease() -> None:
     made.held(1, 50.0)
     assert made.deadline == 50.0 + LEASE and made.tick(50.0 + LEASE - 0.01) == []
     effects = made.tick(50.0 + LEASE)
-    assert isinstance(effects[-1], Finished) and not effects[-1].ok and made.load.state is Load.ENDED
+    assert isinstance(effects[-1], Finished) and not effects[-1].ok and made.load.state is LoadPhase.ENDED
 
 
 def test_a_load_that_stalls_ends_although_p_vouches_for_it() -> None:

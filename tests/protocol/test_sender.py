@@ -29,20 +29,19 @@ from protocol.sender_rigs import (
     sent,
 )
 
-from p2pkv.protocol.effects import Effect, Finished, Released, Tell, Transmit
-from p2pkv.protocol.machine import RemoteProtocolError
+from p2pkv.protocol.handshake import Wire
+from p2pkv.protocol.machine import Effect, Finished, Released, RemoteProtocolError, Tell, Transmit
 from p2pkv.protocol.messages import Chunk, Piece
-from p2pkv.protocol.sender_states import LEG, PROMPT, Leg, Of, On, Prompt
-from p2pkv.protocol.wire import Wire
+from p2pkv.protocol.sender import LEG, PROMPT, LegEvent, LegPhase, PromptEvent, PromptPhase
 
 # One transfer, from end to end.
 
 
 def test_a_transfer_that_is_claimed_before_the_prefill_begins() -> None:
     rig = Rig()
-    assert rig.claim() == [] and rig.states == (Prompt.HELD, [Leg.CLAIMED])
+    assert rig.claim() == [] and rig.states == (PromptPhase.HELD, [LegPhase.CLAIMED])
     assert rig.offer() == [Tell(0, offer())]
-    assert rig.want() == [] and rig.states == (Prompt.OFFERED, [Leg.SENDING])
+    assert rig.want() == [] and rig.states == (PromptPhase.OFFERED, [LegPhase.SENDING])
     assert rig.compute(4, (0, 1)) == []
     assert rig.sender.flush() == [Tell(0, chunk(0, Piece(2, 3, 0, 4)))]
     order = Transmit(0, grant(0, 4 * ROW), (Piece(2, 3, 0, 4),))
@@ -50,18 +49,18 @@ def test_a_transfer_that_is_claimed_before_the_prefill_begins() -> None:
     assert rig.sender.readable(order) and not order.void
     assert rig.sender.sent(order, void=False) == [Tell(0, sent(0))]
     assert rig.compute(TOKENS) == [Tell(0, chunk(1, Piece(2, 3, 4, 9), Piece(3, 4, 0, 9)))]
-    assert rig.states == (Prompt.COMPUTED, [Leg.SENDING])
+    assert rig.states == (PromptPhase.COMPUTED, [LegPhase.SENDING])
     rest = Transmit(0, grant(1, 14 * ROW), (Piece(2, 3, 4, 9), Piece(3, 4, 0, 9)))
     assert rig.grant(1, 14 * ROW) == [rest]
     assert rig.sender.sent(rest, void=False) == [Tell(0, sent(1)), Released(), Finished(True)]
-    assert rig.states == (Prompt.RELEASED, [Leg.DRAINED])
-    assert rig.done() == [] and rig.states == (Prompt.RELEASED, [Leg.DONE])
+    assert rig.states == (PromptPhase.RELEASED, [LegPhase.DRAINED])
+    assert rig.done() == [] and rig.states == (PromptPhase.RELEASED, [LegPhase.DONE])
 
 
 def test_a_transfer_that_is_claimed_after_the_prefill() -> None:
     rig = Rig()
     assert rig.offer() == rig.compute() == []
-    assert rig.states == (Prompt.COMPUTED, [])
+    assert rig.states == (PromptPhase.COMPUTED, [])
     assert rig.claim() == [Tell(0, offer())]
     assert rig.want() == [Tell(0, WHOLE)]
     assert rig.carry([Tell(0, WHOLE)]) == [Tell(0, sent(0)), Released(), Finished(True)]
@@ -74,7 +73,7 @@ def test_the_pages_are_held_until_every_target_has_read_them() -> None:
     rig.claim(0)
     assert rig.carry(rig.want(rank=0)) == [Tell(0, sent(0))]
     assert rig.done(0) == [] and rig.sender.flush() == []
-    assert rig.states == (Prompt.COMPUTED, [Leg.DONE])
+    assert rig.states == (PromptPhase.COMPUTED, [LegPhase.DONE])
     assert rig.claim(1) == [Tell(1, offer())]
     assert rig.carry(rig.want(0, 4, rank=1)) == [Tell(1, sent(0)), Released(), Finished(True)]
 
@@ -102,7 +101,10 @@ def test_an_empty_want_releases_the_pages() -> None:
     for rank in (0, 1):
         rig.claim(rank)
     rig.offer()
-    assert rig.want(9, 9, rank=0) == [] and rig.states == (Prompt.OFFERED, [Leg.DONE, Leg.CLAIMED])
+    assert rig.want(9, 9, rank=0) == [] and rig.states == (
+        PromptPhase.OFFERED,
+        [LegPhase.DONE, LegPhase.CLAIMED],
+    )
     assert rig.want(0, 0, rank=1) == [Released(), Finished(True)]
     assert rig.compute() == rig.sender.flush() == rig.sender.abort("late") == []
 
@@ -110,7 +112,7 @@ def test_an_empty_want_releases_the_pages() -> None:
 def test_an_empty_want_before_the_offer_releases_the_pages_when_the_prefill_begins() -> None:
     rig = Rig()
     rig.claim()
-    assert rig.want(0, 0) == [] and rig.states == (Prompt.HELD, [Leg.DONE])
+    assert rig.want(0, 0) == [] and rig.states == (PromptPhase.HELD, [LegPhase.DONE])
     assert rig.offer() == [Released(), Finished(True)]
 
 
@@ -122,33 +124,33 @@ def test_a_rank_that_owes_nobody_anything_releases_its_pages_at_once() -> None:
 # Every row of the tables.
 
 
-PROMPTS: dict[Prompt, Callable[[], Rig]] = {
-    Prompt.HELD: held,
-    Prompt.OFFERED: offered,
-    Prompt.COMPUTED: computed,
-    Prompt.RELEASED: released,
-    Prompt.ENDED: ended,
+PROMPTS: dict[PromptPhase, Callable[[], Rig]] = {
+    PromptPhase.HELD: held,
+    PromptPhase.OFFERED: offered,
+    PromptPhase.COMPUTED: computed,
+    PromptPhase.RELEASED: released,
+    PromptPhase.ENDED: ended,
 }
 
 
-def do(rig: Rig, event: Of) -> list[Effect]:
+def do(rig: Rig, event: PromptEvent) -> list[Effect]:
     match event:
-        case Of.OFFER:
+        case PromptEvent.OFFER:
             return rig.offer()
-        case Of.COMPLETE:
+        case PromptEvent.COMPLETE:
             return rig.compute()
-        case Of.REVOKE:
+        case PromptEvent.REVOKE:
             rig.sender.revoke()
             return []
-        case Of.RELEASE:
+        case PromptEvent.RELEASE:
             rig.claim()
             return rig.want(0, 0)
-        case Of.END:
+        case PromptEvent.END:
             return rig.sender.abort("enough")
 
 
 @pytest.mark.parametrize(("state", "event"), [(state, of) for state, row in PROMPT.items() for of in row])
-def test_every_row_of_the_prompts_table(state: Prompt, event: Of) -> None:
+def test_every_row_of_the_prompts_table(state: PromptPhase, event: PromptEvent) -> None:
     rig = PROMPTS[state]()
     assert rig.sender.prompt.state is state
     effects = do(rig, event)
@@ -157,37 +159,37 @@ def test_every_row_of_the_prompts_table(state: Prompt, event: Of) -> None:
     assert len([effect for effect in effects if isinstance(effect, Finished)]) == effects.count(Released())
 
 
-LEGS: dict[Leg, Callable[[], Rig]] = {
-    Leg.CLAIMED: claimed,
-    Leg.AHEAD: ahead,
-    Leg.SENDING: sending,
-    Leg.DRAINED: drained,
-    Leg.DONE: done,
-    Leg.ENDED: cancelled,
+LEGS: dict[LegPhase, Callable[[], Rig]] = {
+    LegPhase.CLAIMED: claimed,
+    LegPhase.AHEAD: ahead,
+    LegPhase.SENDING: sending,
+    LegPhase.DRAINED: drained,
+    LegPhase.DONE: done,
+    LegPhase.ENDED: cancelled,
 }
 
-REMOTE: dict[On, Callable[[Rig], list[Effect]]] = {
-    On.AHEAD: lambda rig: rig.want(ahead=True),
-    On.WANT: lambda rig: rig.want(),
-    On.NOTHING: lambda rig: rig.want(0, 0),
-    On.DONE: lambda rig: rig.done(),
-    On.END: lambda rig: rig.cancel(),
+REMOTE: dict[LegEvent, Callable[[Rig], list[Effect]]] = {
+    LegEvent.AHEAD: lambda rig: rig.want(ahead=True),
+    LegEvent.WANT: lambda rig: rig.want(),
+    LegEvent.NOTHING: lambda rig: rig.want(0, 0),
+    LegEvent.DONE: lambda rig: rig.done(),
+    LegEvent.END: lambda rig: rig.cancel(),
 }
 
 
 @pytest.mark.parametrize(("state", "event"), [(state, on) for state, row in LEG.items() for on in row])
-def test_every_row_of_the_legs_table(state: Leg, event: On) -> None:
+def test_every_row_of_the_legs_table(state: LegPhase, event: LegEvent) -> None:
     rig = LEGS[state]()
     assert rig.states[1] == [state]
-    if event is On.DRAIN:
+    if event is LegEvent.DRAIN:
         rig.carry(rig.compute())
     else:
         REMOTE[event](rig)
     assert rig.states[1] == [LEG[state][event]]
 
 
-@pytest.mark.parametrize("state", [Leg.CLAIMED, Leg.AHEAD, Leg.SENDING, Leg.DRAINED])
-def test_every_other_word_of_d_is_its_error(state: Leg) -> None:
+@pytest.mark.parametrize("state", [LegPhase.CLAIMED, LegPhase.AHEAD, LegPhase.SENDING, LegPhase.DRAINED])
+def test_every_other_word_of_d_is_its_error(state: LegPhase) -> None:
     for event in REMOTE.keys() - LEG[state].keys():
         rig = LEGS[state]()
         with pytest.raises(RemoteProtocolError, match=f"leg k/0: {event.name} in state {state.name}"):
@@ -195,14 +197,14 @@ def test_every_other_word_of_d_is_its_error(state: Leg) -> None:
         assert rig.states[1] == [state]
 
 
-@pytest.mark.parametrize("state", [Leg.DONE, Leg.ENDED])
-def test_after_the_end_of_a_leg_no_word_of_d_has_an_effect(state: Leg) -> None:
+@pytest.mark.parametrize("state", [LegPhase.DONE, LegPhase.ENDED])
+def test_after_the_end_of_a_leg_no_word_of_d_has_an_effect(state: LegPhase) -> None:
     rig = LEGS[state]()
     assert [word(rig) for word in REMOTE.values()] == [[]] * len(REMOTE)
     assert rig.sender.lost(0, "gone") == [] and rig.states[1] == [state]
 
 
 def test_p_vouches_for_what_is_alive() -> None:
-    alive = {state: state not in (Leg.DONE, Leg.ENDED) for state in Leg}
+    alive = {state: state not in (LegPhase.DONE, LegPhase.ENDED) for state in LegPhase}
     assert {state: make().sender.vouches(0, 1) for state, make in LEGS.items()} == alive
     assert not sending().sender.vouches(0, 2) and not sending().sender.vouches(1, 1)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from protocol.sender_rigs import ROW, TERMS, WHOLE, Rig, chunk, computed
 
-from p2pkv.protocol import legs as module
-from p2pkv.protocol.effects import Tell
+from p2pkv.protocol import sender as module
+from p2pkv.protocol.machine import Tell
 from p2pkv.protocol.messages import Chunk, Piece
-from p2pkv.protocol.sender_states import Leg, Prompt
+from p2pkv.protocol.sender import LegPhase, PromptPhase
 
 
 def test_full_chunks_go_at_once_and_the_rest_when_the_step_is_over() -> None:
@@ -46,15 +46,6 @@ def test_nothing_is_announced_before_it_is_known_how_much_d_takes() -> None:
     assert rig.claim(limit=0) == []
 
 
-def test_a_whole_request_is_pushed_when_all_of_it_is_computed() -> None:
-    rig = Rig(replace(TERMS, whole=True, chunk_bytes=1))
-    rig.offer()
-    rig.claim()
-    rig.want()
-    assert rig.compute(9) == rig.sender.flush() == []
-    assert len(rig.compute()) == 18
-
-
 def test_announced_chunks_are_bounded_and_go_on_as_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_ANNOUNCED", 3)
     rig = Rig(replace(TERMS, chunk_bytes=1))
@@ -69,4 +60,4 @@ def test_announced_chunks_are_bounded_and_go_on_as_they_are_sent(monkeypatch: py
         assert len(rig.sender.legs[0].announced) <= 3
         after = rig.carry(said)
         said = [each for each in after if isinstance(each, Tell) and isinstance(each.message, Chunk)]
-    assert count == 18 and rig.states == (Prompt.RELEASED, [Leg.DRAINED])
+    assert count == 18 and rig.states == (PromptPhase.RELEASED, [LegPhase.DRAINED])

@@ -26,11 +26,10 @@ from protocol.sender_rigs import (
     sent,
 )
 
-from p2pkv.protocol.effects import Finished, Released, Tell, Transmit
-from p2pkv.protocol.machine import LocalProtocolError, RemoteProtocolError
+from p2pkv.protocol.handshake import Wire
+from p2pkv.protocol.machine import Finished, LocalProtocolError, Released, RemoteProtocolError, Tell, Transmit
 from p2pkv.protocol.messages import Chunk, Failed, Piece
-from p2pkv.protocol.sender_states import Leg, Prompt
-from p2pkv.protocol.wire import Wire
+from p2pkv.protocol.sender import LegPhase, PromptPhase
 
 # What D may not say.
 
@@ -43,7 +42,7 @@ def test_wanting_more_than_was_offered_is_an_error_of_the_peer() -> None:
     rig.claim()
     with pytest.raises(RemoteProtocolError, match="goes beyond the 0 tokens of the offer"):
         rig.want(0, 1)
-    assert rig.states[1] == [Leg.CLAIMED]
+    assert rig.states[1] == [LegPhase.CLAIMED]
 
 
 def test_wanting_from_inside_a_unit_is_an_error_of_the_peer() -> None:
@@ -77,7 +76,7 @@ def test_another_attempt_and_another_rank_are_ignored() -> None:
     rig = sending()
     for rank, attempt in ((0, 0), (0, 2), (1, 1)):
         assert rig.want(0, 99, rank, attempt) == rig.done(rank, attempt) == rig.cancel(rank, attempt) == []
-    assert rig.states[1] == [Leg.SENDING]
+    assert rig.states[1] == [LegPhase.SENDING]
 
 
 def test_a_stale_grant_is_obeyed_with_filler() -> None:
@@ -93,9 +92,9 @@ def test_claiming_again_renews_and_says_nothing() -> None:
     rig.now = 20.0
     assert rig.claim() == [] and rig.sender.deadline == 20.0 + LEASE
     rig = drained()
-    assert rig.claim() == [] and rig.states[1] == [Leg.DRAINED]
+    assert rig.claim() == [] and rig.states[1] == [LegPhase.DRAINED]
     rig = done()
-    assert rig.claim() == [] and rig.states[1] == [Leg.DONE]
+    assert rig.claim() == [] and rig.states[1] == [LegPhase.DONE]
 
 
 def test_who_claims_what_has_ended_is_told_so_each_time() -> None:
@@ -124,16 +123,16 @@ def test_a_d_that_has_restarted_is_not_taken_for_the_one_before() -> None:
 def test_a_later_attempt_takes_the_place_of_the_one_before() -> None:
     for rig in (cancelled(), sending()):
         assert rig.claim(attempt=3) == [Tell(0, offer(3))]
-        assert rig.states[1] == [Leg.CLAIMED]
-        assert rig.want(0, 0, attempt=1) == [] and rig.states[1] == [Leg.CLAIMED]
+        assert rig.states[1] == [LegPhase.CLAIMED]
+        assert rig.want(0, 0, attempt=1) == [] and rig.states[1] == [LegPhase.CLAIMED]
         stale = rig.claim(attempt=2)[0]
         assert isinstance(stale, Tell) and isinstance(stale.message, Failed) and stale.message.attempt == 2
-        assert rig.states[1] == [Leg.CLAIMED]
+        assert rig.states[1] == [LegPhase.CLAIMED]
         assert rig.want(attempt=3) == []
         again = chunk(0, Piece(2, 4, 0, 9), attempt=3)
         assert rig.compute() == [Tell(0, again)]
         assert rig.carry([Tell(0, again)]) == [Tell(0, sent(0, attempt=3))]
-        assert rig.states[1] == [Leg.DRAINED]
+        assert rig.states[1] == [LegPhase.DRAINED]
 
 
 def test_a_chunk_of_an_earlier_attempt_that_goes_out_late_is_void_and_counts_for_nothing() -> None:
@@ -146,7 +145,7 @@ def test_a_chunk_of_an_earlier_attempt_that_goes_out_late_is_void_and_counts_for
     rig.want(attempt=2)
     assert not rig.sender.readable(order)
     assert rig.sender.sent(order, void=True) == [Tell(0, sent(0, True))]
-    assert rig.states == (Prompt.COMPUTED, [Leg.SENDING])
+    assert rig.states == (PromptPhase.COMPUTED, [LegPhase.SENDING])
 
 
 def test_offers_are_repeated_when_a_prefill_begins_again() -> None:
@@ -171,7 +170,7 @@ def test_what_was_granted_when_the_pages_were_revoked_goes_out_void_and_then_aga
     rig.offer()
     assert rig.compute(3) == rig.sender.flush() == []
     assert rig.compute(TOKENS) == [Tell(0, chunk(1, Piece(2, 4, 0, 6), Piece(2, 4, 6, 9)))]
-    assert rig.states[1] == [Leg.SENDING]
+    assert rig.states[1] == [LegPhase.SENDING]
 
 
 def test_what_was_announced_when_the_pages_were_revoked_is_read_after_the_recompute() -> None:
@@ -203,11 +202,11 @@ def test_rows_that_were_sent_before_a_preemption_are_not_sent_again() -> None:
 def test_a_preempted_prompt_is_not_complete() -> None:
     rig = computed()
     rig.sender.revoke()
-    assert rig.states[0] is Prompt.OFFERED and rig.sender.deadline is None
+    assert rig.states[0] is PromptPhase.OFFERED and rig.sender.deadline is None
     rig.compute(TOKENS, (0, 1))
-    assert rig.states[0] is Prompt.OFFERED
+    assert rig.states[0] is PromptPhase.OFFERED
     rig.compute(TOKENS, (1, 2))
-    assert rig.states[0] is Prompt.COMPUTED
+    assert rig.states[0] is PromptPhase.COMPUTED
 
 
 def test_tokens_computed_before_the_offer_are_an_error_of_ours() -> None:
@@ -229,7 +228,7 @@ def test_an_abort_is_said_to_every_open_leg_once() -> None:
         Released(),
         Finished(False, "client left"),
     ]
-    assert rig.states == (Prompt.ENDED, [Leg.ENDED, Leg.ENDED])
+    assert rig.states == (PromptPhase.ENDED, [LegPhase.ENDED, LegPhase.ENDED])
     assert rig.sender.abort("again") == rig.offer() == rig.compute() == rig.sender.flush() == []
     rig.sender.revoke()
     assert rig.sender.deadline is None and rig.sender.tick(1e9) == []
@@ -244,7 +243,7 @@ def test_a_cancel_of_every_target_releases_the_pages_once_the_prefill_has_begun(
     assert rig.cancel(1) == [Released(), Finished(False, "D cancelled: enough")]
     rig = Rig()
     rig.claim()
-    assert rig.cancel() == [] and rig.states == (Prompt.HELD, [Leg.ENDED])
+    assert rig.cancel() == [] and rig.states == (PromptPhase.HELD, [LegPhase.ENDED])
     assert rig.offer() == [Released(), Finished(False, "D cancelled: enough")]
 
 
@@ -276,7 +275,7 @@ def test_a_lost_target_that_had_everything_in_flight_hears_of_it_and_the_outcome
     rig.want()
     assert rig.carry(rig.compute())[-1] == Finished(True)
     assert rig.sender.lost(0, "link broke") == [Tell(0, Failed(KEY, 1, "link broke"))]
-    assert rig.done() == [] and rig.states == (Prompt.RELEASED, [Leg.ENDED])
+    assert rig.done() == [] and rig.states == (PromptPhase.RELEASED, [LegPhase.ENDED])
 
 
 def test_a_grant_from_before_its_claim_takes_no_chunk_of_it() -> None:

@@ -6,11 +6,11 @@ from itertools import product
 
 import pytest
 
-from p2pkv.pages.codecs import UNDONE
+from p2pkv.kv.codecs import UNDONE
 from p2pkv.plan import make_plan
+from p2pkv.protocol.handshake import DENSE, KNOWN_PACKINGS, Assignment, Wire, wire_between
 from p2pkv.protocol.messages import Cache
 from p2pkv.protocol.pieces import Window
-from p2pkv.protocol.wire import DENSE, KNOWN_PACKINGS, Debt, Wire, wire_between
 from p2pkv.sharding import Shape
 
 TOKEN = 256
@@ -64,5 +64,5 @@ def test_every_packing_of_the_handshake_can_be_undone_by_the_pages() -> None:
 
 def test_a_debt_is_counted_in_rows_of_its_form() -> None:
     (edge,) = make_plan(Shape((4,), 2, 1), Shape((4,), 2, 1)).edges
-    assert Debt(edge, DENSE_WIRE).window(3, 9) == Window(0, 4, 3, 9, 1, 2 * TOKEN)
-    assert Debt(edge, Wire("page:vec", 32, 99)).window(32, 65) == Window(0, 4, 32, 65, 32, 198)
+    assert Assignment(edge, DENSE_WIRE).window(3, 9) == Window(0, 4, 3, 9, 1, 2 * TOKEN)
+    assert Assignment(edge, Wire("page:vec", 32, 99)).window(32, 65) == Window(0, 4, 32, 65, 32, 198)

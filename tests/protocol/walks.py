@@ -24,7 +24,6 @@ def walk(seed: int | str, steps: int = 250) -> World:
             unit=chance.choice([1, 1, 1, 3]),
             chunk_bytes=chance.randint(1, 24) * 8,
             window=chance.randint(2, 12) * 8 * heads,
-            whole=chance.random() < 0.1,
             ahead=chance.random() < 0.5,
             verify=chance.random() < 0.5,
         ),

@@ -10,11 +10,11 @@ from protocol.decode_side import DecodeRank
 from protocol.prefill_side import PrefillRank
 from protocol.wires import Line, Link, Violation
 
-from p2pkv.protocol import legs, sources
-from p2pkv.protocol.effects import Finished
+from p2pkv.protocol import receiver, sender
+from p2pkv.protocol.handshake import Wire
+from p2pkv.protocol.machine import Finished
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
 from p2pkv.protocol.sender import Terms
-from p2pkv.protocol.wire import Wire
 from p2pkv.sharding import Shape
 
 LEASE = 30.0
@@ -47,7 +47,6 @@ class World:
     unit: int
     chunk_bytes: int
     window: int
-    whole: bool = False
     ahead: bool = False
     """Whether D takes KV for which no request has come."""
     verify: bool = False
@@ -66,7 +65,7 @@ class World:
     _trace: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
 
     def __post_init__(self) -> None:
-        self.terms = Terms(self.chunk_bytes, LEASE, self.whole)
+        self.terms = Terms(self.chunk_bytes, LEASE)
         self.wire = Wire("dense", self.unit, 8)
         self.start_p()
         self.start_d()
@@ -280,11 +279,11 @@ class World:
         """The invariants that hold at any time."""
         for rank in self.p:
             for prompt in rank.senders.values():
-                if any(len(leg.announced) > legs.MAX_ANNOUNCED for leg in prompt.legs.values()):
+                if any(len(leg.announced) > sender.MAX_ANNOUNCED for leg in prompt.legs.values()):
                     raise Violation("P has announced too many chunks")
         for decoder in self.d:
             for load in decoder.receivers.values():
-                if any(len(source.chunks) > sources.MAX_CHUNKS for source in load.sources.values()):
+                if any(len(source.chunks) > receiver.MAX_CHUNKS for source in load.sources.values()):
                     raise Violation("D remembers too many chunks")
             for peer in decoder.peers.values():
                 if peer.link is not None and peer.link.used > peer.link.window:

@@ -14,11 +14,11 @@ import aiohttp
 from aiohttp import web
 from proxy_behaviours import Behaviour, Seen, answer_json
 
+from p2pkv.control.announcer import Pinger
 from p2pkv.control.discovery import Ping
-from p2pkv.control.members import Members
-from p2pkv.control.pinger import Pinger
+from p2pkv.control.security import Members
+from proxy.admission import Limits
 from proxy.app import LISTENER, PLAIN_LISTENER, PROXY, make_app, make_runner
-from proxy.limits import Limits
 from proxy.registry import Instance, Registry, Role
 from proxy.serving import Dispatch, Proxy
 

@@ -12,7 +12,7 @@ from aiohttp import web
 from proxy_behaviours import Seen, answer_json
 from proxy_fakes import Deployment, FakeInstance, deployed, quiet, until
 
-from proxy.limits import Limits
+from proxy.admission import Limits
 
 pytestmark = pytest.mark.asyncio
 

@@ -26,7 +26,7 @@ from proxy_fakes import Deployment, FakeInstance, asked, called, deployed, error
 from test_admission import ask, slow
 from test_failures import freeze
 
-from proxy.limits import Limits
+from proxy.admission import Limits
 from proxy.registry import Instance
 from proxy.serving import Dispatch
 

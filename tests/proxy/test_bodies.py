@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.bodies import BadBody, parse, returned_params
+from proxy.http import BadBody, parse, returned_params
 
 JSON = st.recursive(
     st.none()

@@ -15,11 +15,8 @@ from proxy_fakes import (
     until,
 )
 
-from proxy.admission import Admission
-from proxy.breaker import Breaker
-from proxy.counters import Counters
-from proxy.limits import Limits
-from proxy.registry import LIFE, Instance, Registry
+from proxy.admission import Admission, Limits, RequestCounters
+from proxy.registry import LIFE, Breaker, Instance, Registry
 from proxy.routing import Choice, Help, Router
 
 
@@ -239,7 +236,7 @@ async def test_the_last_p_may_fail_and_fail_and_is_asked_and_asked() -> None:
 
 @pytest.mark.asyncio
 async def test_a_d_that_dies_in_every_stream_gets_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.breaker._FIRST_PAUSE", 30.0)  # no trial, however slow this machine is
+    monkeypatch.setattr("proxy.registry._BREAKER_FIRST_PAUSE", 30.0)  # no trial, however slow this machine is
 
     async def breaks(request: web.Request, seen: Seen) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Content-Length": "99"})
@@ -266,7 +263,7 @@ async def test_a_trial_whose_client_leaves_is_followed_by_another() -> None:
     join(registry, ping("D", 3))
     bad.breaker._uniform = lambda low, high: high
     fail(bad)
-    admission = Admission(Router(registry), Limits(), Counters(), lambda: now)
+    admission = Admission(Router(registry), Limits(), RequestCounters(), lambda: now)
 
     async def chosen(times: int) -> list[Instance]:
         found = []

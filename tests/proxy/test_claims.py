@@ -17,7 +17,7 @@ from proxy_fakes import Deployment, deployed, join, ping, until
 from test_breaker import fail
 
 from p2pkv.control.discovery import PING_INTERVAL, Ping, encode_ping, goodbye
-from p2pkv.control.members import Members
+from p2pkv.control.security import Members
 from p2pkv.pairing import Address
 from proxy.app import LISTENER
 from proxy.registry import LEASE, LIFE, Instance, Registry, Role

@@ -29,7 +29,7 @@ from proxy_behaviours import (
 )
 from proxy_fakes import Deployment, FakeInstance, called, deployed, error_of, until
 
-from proxy.limits import Limits
+from proxy.admission import Limits
 
 pytestmark = pytest.mark.asyncio
 

@@ -21,8 +21,8 @@ from proxy_behaviours import (
 )
 from proxy_fakes import Deployment, deployed, quiet, until
 
-from proxy.given_up import GIVEN_UP, Watch
-from proxy.limits import Limits
+from proxy.admission import Limits
+from proxy.http import GIVEN_UP, GivenUpFilter
 from proxy.serving import Dispatch
 
 STREAM = {"prompt": "x", "stream": True}
@@ -149,25 +149,25 @@ END = b'data: {"text":"","finish_reason":"abort"}\n\ndata: [DONE]\n\n'
 
 @pytest.mark.parametrize("cut", range(len(EVENTS + END) + 1))
 def test_it_is_seen_however_the_bytes_are_cut(cut: int) -> None:
-    watch, passed, whole = Watch(), b"", EVENTS + END
+    watch, passed, whole = GivenUpFilter(), b"", EVENTS + END
     for chunk in (whole[:cut], whole[cut:]):
         if not watch.given_up:
-            passed += watch.sound(chunk)
+            passed += watch.feed(chunk)
     assert watch.given_up
     assert passed.startswith(EVENTS[:-1]), "an end of line may be lost, which the error event brings along"
     assert GIVEN_UP not in passed and END.startswith(passed[len(EVENTS) :])
 
 
 def test_byte_by_byte() -> None:
-    watch, whole = Watch(), EVENTS + END
+    watch, whole = GivenUpFilter(), EVENTS + END
     ends = [
-        end for end in range(1, len(whole) + 1) if not watch.given_up and watch.sound(whole[end - 1 : end])
+        end for end in range(1, len(whole) + 1) if not watch.given_up and watch.feed(whole[end - 1 : end])
     ]
     assert watch.given_up and whole[: ends[-1]] == (EVENTS + END).partition(GIVEN_UP)[0] + GIVEN_UP[:-1]
 
 
 def test_what_does_not_give_up_passes_as_it_is() -> None:
-    watch = Watch()
+    watch = GivenUpFilter()
     for chunk in (
         EVENTS,
         b'"finish_reason":"stop"',
@@ -175,5 +175,5 @@ def test_what_does_not_give_up_passes_as_it_is() -> None:
         b'"length"',
         b'\\"finish_reason\\":\\"abort',
     ):
-        assert watch.sound(chunk) == chunk
+        assert watch.feed(chunk) == chunk
         assert not watch.given_up

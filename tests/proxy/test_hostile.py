@@ -11,7 +11,7 @@ import pytest
 from hostile_support import DEEP, RAW, dealer, shout
 from proxy_fakes import Deployment, deployed, until
 
-from p2pkv.control import watch
+from p2pkv.control import security
 from p2pkv.control.discovery import Ping, encode_ping
 from p2pkv.pairing import Address
 from proxy.app import LISTENER
@@ -64,7 +64,7 @@ async def test_raw_bytes(lonely: Deployment, kind: str) -> None:
 
 
 async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "HANDSHAKE_SECONDS", 1.0)
+    monkeypatch.setattr(security, "HANDSHAKE_SECONDS", 1.0)
     async with deployed("concurrent") as deployment:
         place = Address.parse(deployment.discovery)
         with contextlib.ExitStack() as stack:

@@ -14,7 +14,7 @@ from proxy_behaviours import Seen, answer_json, never, with_a_p
 from proxy_fakes import Deployment, deployed, until
 
 from p2pkv.control.discovery import encode_ping, goodbye
-from proxy.limits import Limits
+from proxy.admission import Limits
 
 pytestmark = pytest.mark.asyncio
 

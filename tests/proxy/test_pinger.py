@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from p2pkv.control.announcer import Pinger
 from p2pkv.control.discovery import Ping, decode_ping, encode_ping, goodbye
-from p2pkv.control.pinger import Pinger
 
 PING = Ping(type="P", http_address="127.0.0.1:8100", zmq_address="127.0.0.1:21001", incarnation="one")
 

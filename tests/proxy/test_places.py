@@ -11,10 +11,8 @@ import pytest
 from proxy_fakes import Deployment, join, ping, quiet, until
 from test_admission import ask, slow
 
-from proxy.admission import Admission
-from proxy.counters import Counters
-from proxy.errors import Failure
-from proxy.limits import Limits
+from proxy.admission import Admission, Limits, RequestCounters
+from proxy.errors import ProxyError
 from proxy.registry import Registry
 from proxy.routing import Help, Router
 
@@ -23,7 +21,7 @@ pytestmark = pytest.mark.asyncio
 
 def small(registry: Registry, **limits: Any) -> Admission:
     """Each D takes one request."""
-    return Admission(Router(registry, room=1), Limits(**limits), Counters(), lambda: 0.0)
+    return Admission(Router(registry, room=1), Limits(**limits), RequestCounters(), lambda: 0.0)
 
 
 async def enter(admission: Admission, leave: asyncio.Event | None = None, model: str | None = None) -> None:
@@ -51,7 +49,7 @@ async def test_a_place_that_comes_as_the_wait_ends_is_not_lost() -> None:
     await until(lambda: admission.waiting == 1)
     leave.set()
     time.sleep(0.06)  # the holder leaves and the deadline passes in the same turn of the loop
-    with pytest.raises(Failure):
+    with pytest.raises(ProxyError):
         await late
     await holder
     assert (admission.waiting, admission.under_way) == (0, 0)
@@ -76,8 +74,8 @@ async def test_who_has_just_left_does_not_spoil_the_end() -> None:
     admission = small(registry)
     async with admission.place(None, paired=False):
         leaver, stayer = await one_leaves(admission)
-        admission.close(Failure(503, "the end"))
-        with pytest.raises(Failure, match="the end"):
+        admission.close(ProxyError(503, "the end"))
+        with pytest.raises(ProxyError, match="the end"):
             await stayer
         with pytest.raises(asyncio.CancelledError):
             await leaver
@@ -137,7 +135,7 @@ async def test_those_who_wait_for_one_model_cost_the_others_nothing(monkeypatch:
         join(registry, ping("P", port, model=model))
         join(registry, ping("D", port + 1, model=model))
     router = Router(registry, room=2)
-    admission = Admission(router, Limits(max_waiting=200), Counters(), lambda: 0.0)
+    admission = Admission(router, Limits(max_waiting=200), RequestCounters(), lambda: 0.0)
 
     async def once(model: str) -> None:
         async with admission.place(model, paired=True):
@@ -165,7 +163,7 @@ async def test_a_herd_is_spread_although_nobody_has_got_his_first_request_yet() 
     registry = Registry()
     busier, idler = join(registry, ping("P", 1)), join(registry, ping("P", 2))
     join(registry, ping("D", 11))
-    admission = Admission(Router(registry, room=10), Limits(), Counters(), lambda: 0.0)
+    admission = Admission(Router(registry, room=10), Limits(), RequestCounters(), lambda: 0.0)
     async with AsyncExitStack() as leave:
         leave.enter_context(busier.busy(lambda known: None))
         for _ in range(10):

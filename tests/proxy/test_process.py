@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 from proxy_process import DEADLINE, ROOT, free_port, running
 
+from p2pkv.control.announcer import Pinger
 from p2pkv.control.discovery import Ping
-from p2pkv.control.members import Members
-from p2pkv.control.pinger import Pinger
+from p2pkv.control.security import Members
 from proxy.cli import main
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from proxy import app, breaker, registry, relay, retries, upstream
+from proxy import app, registry, relay, serving, upstream
+from proxy.admission import Limits
 from proxy.cli import _limits, _parser
 from proxy.errors import retry_after
-from proxy.limits import Limits
 
 PAGE = " ".join((Path(__file__).parents[2] / "docs" / "operations.md").read_text().split())
 
@@ -38,8 +38,8 @@ def test_defaults(option: str) -> None:
         f"A body of which nothing comes for {Limits().body_patience:g} seconds gets 408",
         f"a connection on which no request comes is closed after {app.IDLE_SECONDS:g}.",
         f"A client that takes nothing of its answer for {relay.STALL_SECONDS:g} seconds",
-        f"(in {breaker._WINDOW_SECONDS:g} s, a hundred at most) five or more, and at least half",
-        f"up to {breaker._LONGEST_PAUSE:g}. Then one request is its trial",
+        f"(in {registry._BREAKER_WINDOW_SECONDS:g} s, a hundred at most) five or more, and at least half",
+        f"up to {registry._BREAKER_LONGEST_PAUSE:g}. Then one request is its trial",
         "at most a fifth of the requests of the last ten seconds, or ten, whichever is more",
         "what it was at fails after 20 s",
         f"whose pings have stopped for {registry.LIFE:g} seconds while their connection stands is silent",
@@ -52,9 +52,14 @@ def test_sentences(sentence: str) -> None:
 
 
 def test_numbers_in_words() -> None:
-    assert (breaker._OUTCOMES, breaker._FAILURES, breaker._SHARE, breaker._FIRST_PAUSE) == (100, 5, 0.5, 1.0)
-    assert (retries._SHARE, retries._WINDOW_SECONDS) == (0.2, 10.0)
-    assert retries._AT_LEAST_PER_SECOND * retries._WINDOW_SECONDS == 10
+    assert (
+        registry._BREAKER_OUTCOMES,
+        registry._BREAKER_FAILURES,
+        registry._BREAKER_SHARE,
+        registry._BREAKER_FIRST_PAUSE,
+    ) == (100, 5, 0.5, 1.0)
+    assert (serving._RETRY_SHARE, serving._RETRY_WINDOW_SECONDS) == (0.2, 10.0)
+    assert serving._RETRIES_PER_SECOND * serving._RETRY_WINDOW_SECONDS == 10
     idle, interval, probes = upstream._KEEPALIVE_PROBES.values()
     assert idle + interval * probes == 20
 

@@ -15,7 +15,7 @@ from proxy_behaviours import Seen, answer_json, completion, event, event_stream
 from proxy_fakes import Deployment, deployed, quiet, until
 
 from p2pkv.pairing import Address, find_pair
-from proxy.limits import Limits
+from proxy.admission import Limits
 
 pytestmark = pytest.mark.asyncio
 

@@ -22,9 +22,8 @@ from proxy_behaviours import (
 )
 from proxy_fakes import Deployment, FakeInstance, asked, deployed, quiet, until
 
-from proxy.limits import Limits
-from proxy.retries import Budget, pause
-from proxy.serving import Dispatch
+from proxy.admission import Limits
+from proxy.serving import Dispatch, RetryBudget, pause
 
 OFF = Limits(alone_share=0)
 """No D does P's part."""
@@ -245,7 +244,7 @@ async def test_what_fails_while_the_proxy_stops_is_not_tried_again() -> None:
 
 
 def test_the_budget_is_a_share_of_what_was_asked_lately() -> None:
-    budget = Budget()
+    budget = RetryBudget()
     for tick in range(1000):
         budget.request(tick * 0.005)
     assert [budget.spend(5.0) for _ in range(201)] == [True] * 200 + [False]
@@ -256,14 +255,14 @@ def test_the_budget_is_a_share_of_what_was_asked_lately() -> None:
 
 
 def test_a_little_may_always_be_spent() -> None:
-    budget = Budget()
+    budget = RetryBudget()
     assert [budget.spend(0.0) for _ in range(11)] == [True] * 10 + [False]
     assert not budget.spend(9.9)
     assert budget.spend(10.2)
 
 
 def test_the_budget_remembers_in_bounded_memory() -> None:
-    budget = Budget()
+    budget = RetryBudget()
     for tick in range(100_000):
         budget.request(tick * 0.001)
     assert len(budget._asked._ticks) <= 102

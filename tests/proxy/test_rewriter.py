@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from proxy.rewriter import Rewriter
+from proxy.relay import Rewriter
 
 MINTED = b"___prefill_addr_127.0.0.1:21001___decode_addr_[::1]:21002_" + b"0123456789abcdef" * 2
 CLEAN = b"0123456789abcdef" * 2

@@ -25,8 +25,8 @@ from proxy_behaviours import (
 )
 from proxy_fakes import Deployment, deployed, quiet, until
 
-from proxy.limits import Limits
-from proxy.logs import Garbage
+from proxy.admission import Limits
+from proxy.cli import Garbage
 from proxy.serving import Dispatch
 
 BODY = b'{"model": "tiny", "prompt": "hi", "stream": true}'
@@ -198,7 +198,7 @@ async def test_what_is_no_request_gets_an_answer_and_leaves_nothing(
 
 
 def parse_error(line: logging.LogRecord) -> bool:
-    """aiohttp's own; `proxy.logs` shortens it."""
+    """aiohttp's own; `proxy.cli` shortens it."""
     return line.exc_info is not None and isinstance(line.exc_info[1], HttpProcessingError)
 
 

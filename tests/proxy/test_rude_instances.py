@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from proxy_fakes import Deployment, FakeInstance, deployed, quiet, until
 
-from proxy.limits import Limits
+from proxy.admission import Limits
 from proxy.registry import Instance, Role
 from proxy.serving import Dispatch
 

@@ -26,7 +26,7 @@ from proxy_fakes import (
 )
 from proxy_process import Command, free_port, running
 
-from p2pkv.control.pinger import Pinger
+from p2pkv.control.announcer import Pinger
 
 pytestmark = pytest.mark.asyncio
 

@@ -18,7 +18,7 @@ from multidict import CIMultiDict
 from proxy_behaviours import Seen, answer_error, answer_json, dies, event, event_stream
 from proxy_fakes import Deployment, FakeInstance, deployed, join, ping, quiet
 
-from proxy.limits import Limits
+from proxy.admission import Limits
 from proxy.registry import Registry
 from proxy.serving import Dispatch
 from proxy.upstream import Call, CallFailed, Client

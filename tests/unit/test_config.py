@@ -47,7 +47,7 @@ class TestDefaults:
         assert (made.link, made.discovery, made.max_links) == ("auto", "plain", 64)
         assert (made.staging_bytes, made.chunk_bytes) == (64 * MIB, 8 * MIB)
         assert (made.lease_seconds, made.stall_seconds) == (30, 120)
-        assert (made.allow_insecure, made.whole_request, made.notes) == (False, False, ())
+        assert (made.allow_insecure, made.notes) == (False, ())
         assert made.verify is False
         assert (made.warm_up_seconds, made.warm_up_api_key, made.warm_up_tls) == (120, "", False)
 
@@ -101,7 +101,6 @@ class TestReading:
             "lease_seconds": "2.5",
             "stall_seconds": 60,
             "max_links": "8",
-            "whole_request": "True",
             "verify": "true",
             "allow_insecure": False,
             "link": "host",
@@ -112,7 +111,7 @@ class TestReading:
         assert (made.proxy, made.http_address) == (Address("127.0.0.1", 30001), Address("::1", 8100))
         assert (made.staging_bytes, made.chunk_bytes, made.max_links) == (32 * MIB, MIB, 8)
         assert (made.lease_seconds, made.stall_seconds, made.link) == (2.5, 60, "host")
-        assert (made.whole_request, made.allow_insecure, made.notes) == (True, False, ())
+        assert (made.allow_insecure, made.notes) == (False, ())
         assert made.verify is True
 
     @given(value=st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists))
@@ -141,7 +140,7 @@ class TestFormerNames:
         assert (made.proxy, made.nccl_num_channels) == (Address("127.0.0.1", 30001), 16)
         assert len(made.notes) == 2
         assert "mem_pool_size_gb" in made.notes[0] and "staging_bytes" in made.notes[0]
-        assert "send_type" in made.notes[1] and "whole_request" in made.notes[1]
+        assert "send_type" in made.notes[1]
 
     def test_bad_values_of_former_names(self) -> None:
         assert "PUT_ASYNC" in refused({"send_type": "SHOVE"})

@@ -16,25 +16,28 @@ import p2pkv
 ROOT = Path(p2pkv.__file__).parents[1]
 
 # Each part, and the parts below it that it may import, as docs/design.md has them. A part may import itself.
-CORE = {"protocol", "protocol.messages", "plan", "sharding", "pairing", "trust", "config"}
-SEAMS = {"links", "pages", "control"}
+CORE = {"protocol", "protocol.messages", "plan", "sharding", "pairing", "trust", "config", "log"}
+SEAMS = {"links", "kv", "control", "device"}
 BELOW = {
     "": set(),
     "pairing": set(),
     "trust": set(),
-    "option_values": {"pairing", "trust"},
-    "config": {"option_values", "pairing", "trust"},
+    "config": {"pairing", "trust"},
+    "log": set(),
     "protocol.messages": set(),
     "sharding": set(),
     "plan": {"sharding"},
     "protocol": {"protocol.messages", "plan", "sharding", "pairing"},
-    "links": {"trust"},
-    "pages": set(),
-    "control": {"protocol.messages", "pairing", "trust"},
+    "device": set(),
+    "links": {"trust", "device"},
+    "kv": {"device"},
+    "control": {"protocol.messages", "pairing", "trust", "log"},
     "engine": CORE | SEAMS,
     "connector": CORE | SEAMS | {"engine", "plugin"},
     "plugin": set(),
-    "cli": CORE | SEAMS | {"engine", "plugin"},
+    "demo": set(),
+    "bench": CORE | SEAMS | {"engine", "demo"},
+    "cli": CORE | SEAMS | {"engine", "plugin", "demo", "bench"},
 }
 CLOCKS = {"time", "datetime", "asyncio", "sched"}
 HEAVY = {"torch", "zmq", "vllm", "cupy"}
@@ -147,11 +150,13 @@ def test_nothing_is_pickled() -> None:
     assert importing(OURS | PROXY, PICKLES) == []
 
 
-def test_the_proxy_imports_only_pairing_trust_discovery_and_membership_of_p2pkv() -> None:
-    control = ("discovery", "members", "gate", "watch")
-    allowed = ("p2pkv.pairing", "p2pkv.trust", *(f"p2pkv.control.{name}" for name in control))
+def test_the_proxy_imports_only_pairing_trust_log_discovery_and_security_of_p2pkv() -> None:
+    control = ("discovery", "security")
+    allowed = ("pairing", "trust", "log", *(f"control.{name}" for name in control))
     found = importing(PROXY, {"p2pkv"})
-    assert [each for each in found if not f"{each.name}.".startswith(tuple(f"{a}." for a in allowed))] == []
+    assert [
+        each for each in found if not f"{each.name}.".startswith(tuple(f"p2pkv.{a}." for a in allowed))
+    ] == []
     assert importing(PROXY, {"torch", "vllm"}) == []
 
 
@@ -161,6 +166,7 @@ LIGHT = [
     "p2pkv.trust",
     "p2pkv.plan",
     "p2pkv.config",
+    "p2pkv.log",
     "p2pkv.plugin",
     "p2pkv.control.discovery",
 ]
@@ -205,7 +211,7 @@ def later():
         ("module", "name"),
         [
             ("p2pkv.plan", "p2pkv.protocol.machine"),
-            ("p2pkv.links.host", "p2pkv.pages.geometry"),
+            ("p2pkv.links.host", "p2pkv.kv.cache"),
             ("p2pkv.protocol.sender", "p2pkv.links.base"),
             ("p2pkv.protocol.messages", "p2pkv.protocol.machine"),
             ("p2pkv.engine.loop", "p2pkv.connector"),

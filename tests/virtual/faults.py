@@ -74,7 +74,7 @@ def break_links(world: World, machine: Machine, draw: random.Random) -> Heal:
     assert machine.life is not None
     machine.life.links.change(break_at=draw.randint(-1, 3))
     for way in world.network.of(machine.name):
-        way.line.refuses = draw.choice([0, 0, 0, 1])
+        way.connection.refuses = draw.choice([0, 0, 0, 1])
     return 0.0, lambda: None
 
 
@@ -128,7 +128,7 @@ def fill_queues(world: World, machine: Machine, draw: random.Random) -> Heal:
     """The next messages of a connection find no room."""
     ways = world.network.of(machine.name)
     if ways:
-        draw.choice(ways).line.refuses = draw.randint(1, FULL)
+        draw.choice(ways).connection.refuses = draw.randint(1, FULL)
     return 0.0, lambda: None
 
 

@@ -11,6 +11,7 @@ from chaos.model import SHAPE, Memory, Violation
 from chaos.prefill import PrefillSide
 from chaos.schedule import LEASE
 from engine_support import BUSY, make_hello, make_pages
+from faulty_links import Faults, FaultyLinks
 from virtual.clock import Clock
 from virtual.network import Endpoint, Network
 
@@ -18,10 +19,9 @@ from p2pkv.config import Options
 from p2pkv.engine.consumer import Consumer
 from p2pkv.engine.core import Core
 from p2pkv.engine.producer import Producer
-from p2pkv.links.faulty import Faults, FaultyLinks
 from p2pkv.pairing import Address
-from p2pkv.protocol.legs import MAX_ANNOUNCED
-from p2pkv.protocol.sources import MAX_CHUNKS
+from p2pkv.protocol.receiver import MAX_CHUNKS
+from p2pkv.protocol.sender import MAX_ANNOUNCED
 
 STAGING, CHUNK = 1 << 18, 16384
 STALL = 1.05 * LEASE

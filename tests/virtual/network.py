@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 
 from virtual.clock import Clock
 
-from p2pkv.control.endpoint import LASTING
-from p2pkv.control.line import Trouble
-from p2pkv.control.watch import HANDSHAKE_SECONDS
+from p2pkv.control.endpoint import LASTING, ConnectionFailure
+from p2pkv.control.security import HANDSHAKE_SECONDS
 from p2pkv.pairing import Address
 
 LATENCY = 0.0003
@@ -29,7 +28,7 @@ NOTICED = 0.2
 
 
 class Line:
-    """One end of a connection, as p2pkv's own Line. `address` is set at the dialing end."""
+    """One end of a connection, as p2pkv's own Connection. `address` is set at the dialing end."""
 
     def __init__(self, address: Address | None) -> None:
         self.address = address
@@ -41,7 +40,7 @@ class Line:
 
     @property
     def reached(self) -> bool:
-        """Whether the handshake of a dialed line is over."""
+        """Whether the handshake of a dialed connection is over."""
         return self.way is not None
 
     @property
@@ -61,12 +60,12 @@ class Line:
 
 @dataclass(eq=False)
 class Way:
-    """One direction of a connection. `target` hears it on `line`."""
+    """One direction of a connection. `target` hears it on `connection`."""
 
     network: Network
     source: Endpoint
     target: Endpoint
-    line: Line
+    connection: Line
     other: Way | None = None
     deaf: bool = False
     dead: bool = False
@@ -95,7 +94,7 @@ class Way:
                 return
             self._flying.popleft()
             network.note("message", self.source.name, self.target.name, data)
-            self.target.take(self.line, data)
+            self.target.take(self.connection, data)
 
 
 class Network:
@@ -124,14 +123,14 @@ class Network:
         for way in list(self.ways):
             way.move()
 
-    def connect(self, source: Endpoint, line: Line, target: Endpoint) -> None:
+    def connect(self, source: Endpoint, connection: Line, target: Endpoint) -> None:
         """The connection is up: either end can speak."""
         far = Line(None)
         there = Way(self, source, target, far)
-        back = Way(self, target, source, line)
+        back = Way(self, target, source, connection)
         there.other, back.other = back, there
-        line.way, far.way, line.dialing = there, back, False
-        line.since = self.clock.now
+        connection.way, far.way, connection.dialing = there, back, False
+        connection.since = self.clock.now
         self.ways += [there, back]
         self.note("connected", source.name, target.name)
 
@@ -144,7 +143,7 @@ class Network:
                 self.ways.remove(each)
                 # Until then what the end says goes nowhere.
                 self.clock.after(
-                    self.draw.uniform(0.0, NOTICED), lambda each=each: each.target.lost(each.line)
+                    self.draw.uniform(0.0, NOTICED), lambda each=each: each.target.lost(each.connection)
                 )
 
     def of(self, name: str) -> list[Way]:
@@ -163,59 +162,61 @@ class Endpoint:
         self._network = network
         self._ring = ring
         self._inbox: deque[tuple[Line, bytes, Way | None]] = deque()
-        self._troubles: deque[Trouble] = deque()
+        self._failures: deque[ConnectionFailure] = deque()
         network.endpoints[str(address)] = self
 
     # What p2pkv calls.
 
     def dial(self, address: Address) -> Line:
-        line = Line(address)
-        self.redial(line)
-        return line
+        connection = Line(address)
+        self.redial(connection)
+        return connection
 
-    def redial(self, line: Line) -> None:
-        if line.address is None or not line.shut:
+    def redial(self, connection: Line) -> None:
+        if connection.address is None or not connection.shut:
             return
-        line.dialing, line.since = True, self._network.clock.now
-        self._try(line, RETRY, line.since)
+        connection.dialing, connection.since = True, self._network.clock.now
+        self._try(connection, RETRY, connection.since)
 
-    def _try(self, line: Line, pause: float, since: float) -> None:
+    def _try(self, connection: Line, pause: float, since: float) -> None:
         """One try to connect, and the next one if nobody answers."""
         network = self._network
-        target = network.endpoints.get(str(line.address))
+        target = network.endpoints.get(str(connection.address))
         if target is None:
-            raise AssertionError(f"{self.name} dials {line.address}, where nobody was ever named")
-        if not self.listens or not line.dialing or line.since != since:
+            raise AssertionError(f"{self.name} dials {connection.address}, where nobody was ever named")
+        if not self.listens or not connection.dialing or connection.since != since:
             return
         open_ways = not network.holds(self, target) and not network.holds(target, self)
         if target.listens and target.answers and open_ways:
-            network.connect(self, line, target)
+            network.connect(self, connection, target)
         elif network.clock.now - since > HANDSHAKE_SECONDS and target.listens:
-            line.dialing = False
-            reason = f"{line.address} did not answer in time: the handshake took too long"
-            self._troubles.append(Trouble(line, reason, late=True))
+            connection.dialing = False
+            reason = f"{connection.address} did not answer in time: the handshake took too long"
+            self._failures.append(ConnectionFailure(connection, reason, late=True))
             self._ring()
         else:
             later = pause + network.latency()
-            network.clock.after(later, lambda: self._try(line, min(2 * pause, LAST_RETRY), since))
+            network.clock.after(later, lambda: self._try(connection, min(2 * pause, LAST_RETRY), since))
 
-    def hang_up(self, line: Line) -> None:
-        if line.address is None:
-            return  # the other end does not hear so; what it says comes on a line that nobody owns
-        line.dialing = False
-        if line.way is not None:
-            self._network.cut(line.way)
-            line.way = None
+    def hang_up(self, connection: Line) -> None:
+        if connection.address is None:
+            return  # the other end does not hear so; what it says comes on a connection that nobody owns
+        connection.dialing = False
+        if connection.way is not None:
+            self._network.cut(connection.way)
+            connection.way = None
 
-    def troubles(self) -> Iterator[Trouble]:
-        while self._troubles:
-            yield self._troubles.popleft()
+    def failures(self) -> Iterator[ConnectionFailure]:
+        while self._failures:
+            yield self._failures.popleft()
 
     def receive(self) -> Iterator[tuple[Line, bytes]]:
         while self._inbox:
-            line, data, way = self._inbox.popleft()
-            if line.address is None or line.way is way:  # who dials closes a connection with what came on it
-                yield line, data
+            connection, data, way = self._inbox.popleft()
+            if (
+                connection.address is None or connection.way is way
+            ):  # who dials closes a connection with what came on it
+                yield connection, data
 
     def wake(self) -> None:
         self._ring()
@@ -225,19 +226,19 @@ class Endpoint:
 
     # What the network tells.
 
-    def take(self, line: Line, data: bytes) -> None:
+    def take(self, connection: Line, data: bytes) -> None:
         """A message has come."""
-        if self.listens and line.way is not None:
-            self._inbox.append((line, data, line.way))
+        if self.listens and connection.way is not None:
+            self._inbox.append((connection, data, connection.way))
             self._ring()
 
-    def lost(self, line: Line) -> None:
-        """The connection of this line has ended."""
-        if line.way is None or not line.way.dead or not self.listens:
+    def lost(self, connection: Line) -> None:
+        """The connection of this connection has ended."""
+        if connection.way is None or not connection.way.dead or not self.listens:
             return
-        line.way = None
-        if line.address is not None and self._network.clock.now - line.since > LASTING:
-            self.redial(line)
+        connection.way = None
+        if connection.address is not None and self._network.clock.now - connection.since > LASTING:
+            self.redial(connection)
 
     def vanish(self) -> None:
         """The process has ended."""

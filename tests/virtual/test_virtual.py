@@ -19,8 +19,7 @@ from virtual.faults import WEIGHTS
 from virtual.network import Endpoint, Network
 from virtual.world import Broken, World
 
-from p2pkv.engine.consumer import Consumer
-from p2pkv.engine.incoming import Incoming
+from p2pkv.engine.consumer import Consumer, Incoming
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.receiver import Receiver
@@ -52,8 +51,8 @@ def trace(seed: int, hashes: str) -> str:
         check=False,
     )
     assert run.returncode == 0, run.stdout
-    (line,) = (line for line in run.stdout.splitlines() if line.startswith("trace "))
-    return line
+    (connection,) = (connection for connection in run.stdout.splitlines() if connection.startswith("trace "))
+    return connection
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -107,9 +106,9 @@ def test_a_wrong_byte_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_outcome_that_never_comes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     receive = Consumer.receive
 
-    def forgetful(self: Consumer, line: object, message: m.AnyMessage, now: float) -> None:
+    def forgetful(self: Consumer, connection: object, message: m.AnyMessage, now: float) -> None:
         if not isinstance(message, m.Chunk):
-            receive(self, line, message, now)  # type: ignore[arg-type]
+            receive(self, connection, message, now)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Consumer, "receive", forgetful)
     monkeypatch.setattr(Receiver, "tick", lambda *_: [])
@@ -128,11 +127,11 @@ def test_a_link_that_d_gives_up_without_being_able_to_say_so_is_built_anew() -> 
 
     load()
     assert d.life is not None and world.jobs.outcomes["loaded"] == 1
-    (inlet,) = d.life.core._half._peers.values()
-    inlet.line.refuses = 1  # type: ignore[attr-defined]
+    (inlet,) = d.life.core._half._peers
+    inlet.connection.refuses = 1  # type: ignore[attr-defined]
     d.life.links.change(break_at=-1)
     world.wait(1.0)
-    assert not inlet.linked and inlet.line.refuses == 0  # type: ignore[attr-defined]
+    assert not inlet.linked and inlet.connection.refuses == 0  # type: ignore[attr-defined]
     load()
     world.wait(1.0)
     load()
@@ -147,9 +146,9 @@ class Peers:
         self.network = Network(self.clock, random.Random(1), lambda *_: None)
         self.p = Endpoint("P", Address("127.0.0.1", 1), self.network, lambda: None)
         self.d = Endpoint("D", Address("127.0.0.1", 2), self.network, lambda: None)
-        self.line = self.d.dial(self.p.address)
-        assert not self.line.shut
-        assert self.line.send(b"0")
+        self.connection = self.d.dial(self.p.address)
+        assert not self.connection.shut
+        assert self.connection.send(b"0")
         self.pass_by(0.1)
         ((self.back, _),) = self.p.receive()
 
@@ -164,11 +163,11 @@ def test_what_is_held_arrives_in_order() -> None:
     peers = Peers()
     peers.network.hold("D", "P", by=1)
     for number in range(9):
-        assert peers.line.send(b"%d" % number)
+        assert peers.connection.send(b"%d" % number)
     assert peers.back.send(b"back")
     peers.pass_by(5.0)
     assert list(peers.p.receive()) == []
-    assert list(peers.d.receive()) == [(peers.line, b"back")]
+    assert list(peers.d.receive()) == [(peers.connection, b"back")]
     peers.network.hold("D", "P", by=-1)
     peers.pass_by(0.1)
     assert [data for _, data in peers.p.receive()] == [b"%d" % number for number in range(9)]
@@ -177,23 +176,23 @@ def test_what_is_held_arrives_in_order() -> None:
 def test_both_ends_of_a_cut_connection_hear_so_and_the_dialer_dials_again() -> None:
     peers = Peers()
     peers.pass_by(1.0)
-    assert peers.line.way is not None
-    peers.line.send(b"lost")
-    peers.network.cut(peers.line.way)
+    assert peers.connection.way is not None
+    peers.connection.send(b"lost")
+    peers.network.cut(peers.connection.way)
     peers.pass_by(1.0)
     assert list(peers.p.receive()) == [] and not peers.back.send(b"gone")
-    assert peers.line.send(b"again")
+    assert peers.connection.send(b"again")
     peers.pass_by(0.1)
-    ((line, data),) = peers.p.receive()
-    assert data == b"again" and line is not peers.back
+    ((connection, data),) = peers.p.receive()
+    assert data == b"again" and connection is not peers.back
 
 
 def test_nobody_answers_for_a_frozen_process() -> None:
     peers = Peers()
-    peers.d.hang_up(peers.line)
+    peers.d.hang_up(peers.connection)
     peers.p.answers = False
-    peers.d.redial(peers.line)
+    peers.d.redial(peers.connection)
     peers.pass_by(15.0)
-    (trouble,) = peers.d.troubles()
-    assert trouble.line is peers.line and peers.line.shut and trouble.late
-    assert "127.0.0.1:1 did not answer in time" in trouble.reason
+    (failure,) = peers.d.failures()
+    assert failure.connection is peers.connection and peers.connection.shut and failure.late
+    assert "127.0.0.1:1 did not answer in time" in failure.reason

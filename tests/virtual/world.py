@@ -15,13 +15,13 @@ from typing import Any
 
 from chaos.jobs import GRACE, Jobs
 from chaos.schedule import LEASE
+from memory_links import MemoryNetwork
 from virtual.clock import Clock
 from virtual.faults import WEIGHTS, Heal
 from virtual.machine import Machine
 from virtual.network import Network
 from virtual.stranger import Stranger
 
-from p2pkv.links.memory import MemoryNetwork
 from p2pkv.protocol.handshake import REFUSED_FOR
 
 LONGEST = 220
@@ -106,7 +106,7 @@ class World:
             assert machine.life is not None
             machine.life.links.mend()
         for way in self.network.ways:
-            way.line.refuses = 0
+            way.connection.refuses = 0
         self._ask_all(must=False)  # it takes a request to find out that a connection is deaf
         self.turn_until(lambda: not self.jobs.open, 2 * (LEASE + GRACE))
         self.wait(REFUSED_FOR + 1)  # a P that failed a handshake is left alone for so long

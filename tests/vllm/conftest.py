@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from vllm_support import MODEL, Fleet, start_fleet
 
-from p2pkv.cli.processes import ServerProcess
-from p2pkv.cli.tiny_model import ensure_model
+from p2pkv.demo.processes import ServerProcess
+from p2pkv.demo.tiny_model import ensure_model
 
 _started: list[ServerProcess] = []
 

@@ -24,7 +24,7 @@ import torch
 from p2pkv.connector import P2pKvConnector
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.engine.commands import Blocks
-from p2pkv.pages.codecs import is_paged, unpack
+from p2pkv.kv.codecs import is_paged, unpack
 from p2pkv.protocol.handshake import shape
 
 

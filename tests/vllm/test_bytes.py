@@ -12,7 +12,7 @@ import pytest
 from probes import Compared
 from vllm_support import BLOCK, CHUNK, MODEL_NAME, Fleet, assert_at_rest, tokens
 
-from p2pkv.cli import answers
+from p2pkv.demo import answers
 
 LENGTHS = (2, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK, CHUNK + 1, CHUNK + 2, 2 * CHUNK + CHUNK // 2)
 

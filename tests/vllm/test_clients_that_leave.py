@@ -22,10 +22,10 @@ from vllm_support import (
     tokens,
 )
 
-from p2pkv.cli import answers, client
-from p2pkv.cli.processes import wait_until
-from p2pkv.cli.servers import VllmServer
-from p2pkv.control.inspection import inspect
+from p2pkv.control.endpoint import inspect
+from p2pkv.demo import answers, client
+from p2pkv.demo.processes import wait_until
+from p2pkv.demo.servers import VllmServer
 from p2pkv.pairing import Address
 
 LEASE = 30.0

@@ -21,10 +21,10 @@ import psutil
 import pytest
 from vllm_support import MODEL_NAME, SETTINGS, assert_same, at_rest, tokens
 
-from p2pkv.cli import answers, client
-from p2pkv.cli.answers import Answer
-from p2pkv.cli.processes import wait_until
-from p2pkv.cli.servers import ProxyServer, VllmServer
+from p2pkv.demo import answers, client
+from p2pkv.demo.answers import Answer
+from p2pkv.demo.processes import wait_until
+from p2pkv.demo.servers import ProxyServer, VllmServer
 
 pytestmark = pytest.mark.long
 
@@ -291,7 +291,7 @@ def out_of_action(server: VllmServer, fault: str) -> Iterator[None]:
 def check_ends(expected: list[Answer], ended: list[tuple[Answer | Exception, float]], lease: float) -> None:
     """All that was asked has ended in time, after so many seconds: rightly, or with a clear error."""
     late = [round(seconds, 1) for what, seconds in ended if isinstance(what, Exception)]
-    assert all(seconds < lease + 5 + 2 for seconds in late), f"errors came after {late} s"
+    assert all(seconds < lease + 5 for seconds in late), f"errors came after {late} s"
     assert all(seconds < lease + 5 + WORK_SECONDS for _, seconds in ended)
     right = [
         (want, what) for want, (what, _) in zip(expected, ended, strict=True) if isinstance(what, Answer)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from vllm_support import MODEL_NAME, SETTINGS, Fleet, assert_same, probing_server, tokens
 
-from p2pkv.cli import answers, client
-from p2pkv.cli.processes import ServerFailed, wait_until
-from p2pkv.cli.servers import VllmServer
-from p2pkv.cli.tiny_model import TinyLlama, ensure_model
+from p2pkv.demo import answers, client
+from p2pkv.demo.processes import ServerFailed, wait_until
+from p2pkv.demo.servers import VllmServer
+from p2pkv.demo.tiny_model import TinyLlama, ensure_model
 from p2pkv.pairing import Address, mint
 
 SMALL = {"lease_seconds": 4, "chunk_bytes": 16384}

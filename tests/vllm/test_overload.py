@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from vllm_support import MODEL_NAME, SETTINGS, assert_same, at_rest, tokens
 
-from p2pkv.cli import answers
-from p2pkv.cli.servers import ProxyServer, VllmServer
+from p2pkv.demo import answers
+from p2pkv.demo.servers import ProxyServer, VllmServer
 
 pytestmark = pytest.mark.long
 

@@ -20,7 +20,7 @@ from vllm_support import (
     tokens,
 )
 
-from p2pkv.cli import answers, client
+from p2pkv.demo import answers, client
 
 DISPATCHES = ("concurrent", "sequential")
 LENGTHS = {

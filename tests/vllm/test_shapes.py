@@ -17,10 +17,10 @@ from probes import Compared
 from tiny_deepseek import TinyDeepseek
 from vllm_support import MODEL, assert_same, at_rest, paired_headers, probing_server, tokens
 
-from p2pkv.cli import answers
-from p2pkv.cli.answers import Answer
-from p2pkv.cli.servers import VllmServer
-from p2pkv.cli.tiny_model import Spec, TinyLlama, ensure_model
+from p2pkv.demo import answers
+from p2pkv.demo.answers import Answer
+from p2pkv.demo.servers import VllmServer
+from p2pkv.demo.tiny_model import Spec, TinyLlama, ensure_model
 
 NAME = "tiny"
 CHUNK = 256

@@ -1,0 +1,348 @@
+"""`p2pkv bench --link nccl`: the same bytes in messages of several sizes, at every level.
+
+Gather and scatter beside a plain copy on the device; p2pkv's bare link beside NCCL's own send and receive; a
+whole push beside the bare link. Prints a table, writes JSON and, with matplotlib, a plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from p2pkv.bench import fanout
+from p2pkv.bench.harness import (
+    HOST,
+    LAYOUT,
+    STAGING_BYTES,
+    TOKEN_BYTES,
+    BenchError,
+    Memory,
+    RawNccl,
+    Strip,
+    bare_link,
+    capacity_for,
+    devices,
+    end_decode,
+    environment,
+    environment_of_child,
+    make_rank,
+    new_name,
+    one_torch_thread,
+    poll_until,
+    start_decode,
+    wait_for,
+)
+from p2pkv.bench.prefill import Hook
+from p2pkv.demo.processes import free_ports
+from p2pkv.engine import commands as do
+from p2pkv.engine.rank import Rank
+from p2pkv.links import make_factory
+from p2pkv.links.base import Outbound, Send
+from p2pkv.pairing import Address
+
+SIZES = [64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
+
+TOTAL = 64 << 20
+"""Bytes of each push, and of each series of messages."""
+
+DEVICE_KINDS = ("copy", "gather", "scatter")
+LINK_KINDS = ("raw", "link", "push")
+Rows = list[dict[str, Any]]
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All rates in bytes per second, by size of message and by fan-out; bytes of each communicator.
+
+    Raises BenchError without a device or CuPy.
+    """
+    chosen = devices()
+    communicators = fanout.measure_communicators("nccl", chosen)  # first: see there
+    try:
+        with messages("nccl", chosen, SIZES, TOTAL) as both:
+            rows = rows_of(both, SIZES, args.repeat)
+    except ImportError as error:
+        raise BenchError(
+            f"--link nccl compares with NCCL's own calls, made through CuPy ({error}): install cupy-cuda12x "
+            "or cupy-cuda13x, as torch.version.cuda says"
+        ) from None
+    every = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    fan_outs = args.fan_out or fanout.FAN_OUTS
+    names = sorted({torch.cuda.get_device_name(device) for device in chosen})
+    return {
+        "devices": list(chosen),
+        "cards": names,
+        "total": TOTAL,
+        "rows": rows,
+        "fan_out": fanout.measure("nccl", every, fan_outs, args.chunk_bytes, args.repeat),
+        "communicators": communicators,
+    }
+
+
+def rows_of(both: Messages, sizes: Sequence[int], repeat: int, *, raw: bool = True) -> Rows:
+    """One row a size; what is compared is measured in turn. `raw`: whether NCCL itself is measured too."""
+    on_device = both.on_device(sizes)
+    rows: Rows = []
+    for size in sizes:
+        kinds = {"raw": both.raw, "link": both.link, "push": both.push}
+        if not raw:
+            del kinds["raw"]
+        row: dict[str, Any] = {"bytes": size, **on_device[size], **{kind: [] for kind in kinds}}
+        for turn in range(repeat + 1):
+            for kind, once in kinds.items():
+                rate = once(size)
+                if turn:  # the first one only warms up
+                    row[kind].append(rate)
+        rows.append(row)
+    return rows
+
+
+def show(about: dict[str, Any], results: dict[str, Any]) -> str:
+    """The whole report."""
+    parts = [
+        table(results["rows"]),
+        fanout.table(results["fan_out"]),
+        fanout.communicators_table(results["communicators"]),
+    ]
+    return "\n".join([*_head(about, results), *(line for part in parts for line in ("", *part))])
+
+
+def _head(about: dict[str, Any], results: dict[str, Any]) -> Iterator[str]:
+    yield f"{', '.join(results['cards'])}; torch {about['torch']}, CUDA {torch.version.cuda}"
+    if len(set(results["devices"])) == 1:
+        yield (
+            "P and D share one device, and NCCL goes through sockets: the rates of NCCL, link and push are "
+            "no measure of a link, only their ratios say something"
+        )
+    moved = results["total"] >> 20
+    yield f"Llama-8B's KV, blocks of 16 tokens; NCCL, link and push move {moved} MiB in such messages"
+
+
+def table(rows: Rows) -> Iterator[str]:
+    """GB/s by size of message: medians, and the ratios that matter."""
+    yield (
+        f"{'message':>10} {'copy':>8} {'gather':>8} {'/ copy':>7} {'scatter':>8} {'/ copy':>7}  "
+        f"{'NCCL':>8} {'link':>8} {'/ NCCL':>7} {'push':>8} {'/ link':>7}   GB/s"
+    )
+    for row in rows:
+        copy, gather, scatter = (row[kind] for kind in DEVICE_KINDS)
+        yield (
+            f"{row['bytes'] >> 10:>6} KiB {_rate([copy])} {_rate([gather])} {gather / copy:>7.2f} "
+            f"{_rate([scatter])} {scatter / copy:>7.2f}  "
+            f"{_rate(row.get('raw', []))} {_rate(row['link'])} {_ratio(row, 'link', 'raw')} "
+            f"{_rate(row['push'])} {_ratio(row, 'push', 'link')}"
+        )
+
+
+def _rate(rates: Sequence[float]) -> str:
+    return f"{statistics.median(rates) / 1e9:>8.2f}" if rates else f"{'-':>8}"
+
+
+def _ratio(row: dict[str, Any], this: str, that: str) -> str:
+    """The median of the ratios of measurements made one after the other."""
+    if not row.get(that):
+        return f"{'-':>7}"
+    return f"{statistics.median(a / b for a, b in zip(row[this], row[that], strict=True)):>7.2f}"
+
+
+def plot(rows: Rows, path: Path) -> None:
+    """Curves of all rates by size of message. Raises BenchError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise BenchError(f"--plot needs matplotlib ({error}): install it, or use --json") from None
+    figure = Figure(figsize=(8, 5))
+    axes = figure.subplots()
+    for kind in (*DEVICE_KINDS, *LINK_KINDS):
+        values = [row[kind] if kind in DEVICE_KINDS else statistics.median(row[kind]) for row in rows]
+        axes.plot([row["bytes"] / (1 << 20) for row in rows], [v / 1e9 for v in values], "o-", label=kind)
+    axes.set(xscale="log", yscale="log", xlabel="MiB a message", ylabel="GB/s")
+    axes.legend()
+    figure.savefig(path)
+
+
+# P, and D's process.
+
+
+class Messages:
+    """P's memory, ranks and links, and D's process. Close it.
+
+    Attributes:
+        decoder: D's process.
+        total: bytes that each measurement of a link or a push moves.
+    """
+
+    def __init__(
+        self,
+        link: str,
+        devices: tuple[str, str],
+        sizes: Sequence[int],
+        total: int,
+        lease_seconds: float = 30.0,
+        verify: bool = False,
+    ) -> None:
+        """`total`: a multiple of every size and of a token's bytes. `verify`: with checksums."""
+        self.total = total
+        self._device, self._decode_device = devices
+        self._lease_seconds = lease_seconds
+        self._verify = verify
+        self._shared = devices[0] == devices[1] != "cpu"
+        self._link = link
+        self._staging = max(4 * max(sizes), STAGING_BYTES)
+        self._tokens = total // TOKEN_BYTES + 1
+        self._stack = contextlib.ExitStack()
+        self._pool = self._stack.enter_context(ThreadPoolExecutor(1))
+        self._keys = 0
+        os.environ.update(environment("P", self._shared))
+        self._memory = Memory(capacity_for(self._tokens), "P", self._device)
+        self._ranks: dict[int, tuple[Address, Rank]] = {}
+        self._outbound: Outbound | None = None
+        self._raw: RawNccl | None = None
+        try:
+            self._start_decode()
+            for size in sizes:
+                self._ranks[size] = self._start_rank(size)
+        except BaseException:
+            self.close()
+            raise
+
+    def on_device(self, sizes: Sequence[int]) -> dict[int, dict[str, float]]:
+        """By size, bytes per second of a plain copy, a gather and a scatter."""
+        strip = Strip(self._memory, max(sizes), self._device)
+        return {size: strip.rates(size) for size in sizes}
+
+    def push(self, size: int) -> float:
+        """Bytes per second of a prompt that is all computed when D asks, with this chunk_bytes."""
+        rank, key = self.rank(size), self.hold(size)
+        self.ask(size, key)
+        times = self._pipe.expect("loaded")
+        if times["scattered"] != self.total:
+            raise BenchError(f"D wrote {times['scattered']} bytes instead of {self.total}")
+        wait_for(rank, do.BlocksFree(key))
+        rank.do(do.Forget(key))
+        return self.total / (float(times["loaded"]) - float(times["asked"]))
+
+    def hold(self, size: int, share: float = 1.0) -> str:
+        """P has computed so much of a prompt for D, in the rank with this chunk_bytes; its key."""
+        _, rank = self._ranks[size]
+        self._keys += 1
+        key = f"messages-{self._keys}"
+        rank.do(do.Hold(key, self._decode))
+        rank.do(do.OfferPrompt(key, self._decode, self._tokens, b"bench"))
+        rank.do(do.PromptBlocks(key, (LAYOUT.table(self._tokens, self._memory.capacity, "P"),)))
+        Hook(rank, ((key, int(share * self._tokens)),), 1, self._device).end()
+        return key
+
+    def ask(self, size: int, key: str) -> None:
+        """D asks for what P holds under this key."""
+        address, _ = self._ranks[size]
+        self._pipe.say(order="load", layout=LAYOUT.name, key=key, prefill=str(address), tokens=self._tokens)
+        self._pipe.expect("expecting")
+
+    def restart_decode(self) -> None:
+        """Kill D's process, without a word to anybody, and start another at another address."""
+        self.decoder.kill()
+        self.decoder.wait(10.0)
+        self._outbound = self._raw = None
+        self._start_decode()
+
+    def rank(self, size: int) -> Rank:
+        """P's rank with this chunk_bytes."""
+        return self._ranks[size][1]
+
+    def link(self, size: int) -> float:
+        """Bytes per second over the bare link, each message filled by one plain copy."""
+        outbound = self._outbound = self._outbound or self._start_link()
+        sizes, sends, offset = [size] * (self.total // size), list[Send](), 0
+        begin = time.monotonic()
+        self._pipe.say(order="receive", sizes=sizes)
+        for each in sizes:
+            landing = self._heard(outbound, "landing")["landing"]
+            send = self._reserve(outbound, each, landing)
+            send.buffer.copy_(self._memory.flat[offset : offset + each])
+            send.commit()
+            self._pipe.say(sent=True)
+            sends.append(send)
+            offset += each
+        received = float(self._heard(outbound, "received")["received"])
+        poll_until(outbound.poll, lambda: all(send.done() for send in sends), "the last send")
+        return self.total / (received - begin)
+
+    def raw(self, size: int) -> float:
+        """Bytes per second of NCCL's own send and receive. Raises ImportError without CuPy."""
+        name = new_name() if self._raw is None else ""
+        sizes = [size] * (self.total // size)
+        self._pipe.say(order="raw", name=name, sizes=sizes)
+        if self._raw is None:
+            self._raw = RawNccl(bytes.fromhex(name), rank=0)
+            self._stack.callback(self._raw.close)
+        self._pipe.expect("ready")
+        begin = time.monotonic()
+        self._raw.send(self._memory.flat, sizes)
+        return self.total / (float(self._pipe.expect("received")["received"]) - begin)
+
+    def close(self) -> None:
+        """End the ranks, the links and D's process. Idempotent."""
+        self._stack.close()
+
+    # Inside.
+
+    def _start_decode(self) -> None:
+        settings = {
+            "capacity": self._memory.capacity,
+            "link": self._link,
+            "ports": {LAYOUT.name: free_ports()},
+            "device": self._decode_device,
+            "staging_bytes": self._staging,
+            "lease_seconds": self._lease_seconds,
+        }
+        self.decoder, self._pipe = start_decode(settings, environment_of_child("D", self._shared))
+        self._stack.callback(end_decode, self.decoder)
+        self._stack.callback(self._pipe.close)
+        self._decode = Address.parse(self._pipe.expect("addresses")["addresses"][LAYOUT.name])
+
+    def _start_rank(self, size: int) -> tuple[Address, Rank]:
+        address, rank = make_rank(
+            "P", LAYOUT, self._memory, free_ports(), link=self._link,
+            staging_bytes=self._staging, chunk_bytes=size, lease_seconds=self._lease_seconds,
+            verify=self._verify,
+        )  # fmt: skip
+        self._stack.callback(rank.stop)
+        return address, rank
+
+    def _start_link(self) -> Outbound:
+        links = make_factory(self._link, host=HOST, staging_bytes=self._staging)
+        self._stack.callback(links.close)
+        return bare_link(links, self._pipe, self._staging // 2)
+
+    def _heard(self, outbound: Outbound, word: str) -> dict[str, Any]:
+        """D's next message; the link is polled meanwhile, since its sends may wait for that."""
+        future = self._pool.submit(self._pipe.expect, word)
+        poll_until(outbound.poll, future.done, f"D's word {word!r}")
+        return future.result()
+
+    def _reserve(self, outbound: Outbound, nbytes: int, landing: int) -> Send:
+        found: list[Send] = []
+
+        def tried() -> bool:
+            if (send := outbound.reserve(nbytes, landing)) is not None:
+                found.append(send)
+            return bool(found)
+
+        poll_until(outbound.poll, tried, "room for a send")
+        return found[0]
+
+
+@contextlib.contextmanager
+def messages(*args: Any, **options: Any) -> Iterator[Messages]:
+    """A Messages, ended on the way out; on a CPU torch copies in one thread meanwhile."""
+    with one_torch_thread(), contextlib.closing(Messages(*args, **options)) as both:
+        yield both

@@ -1,0 +1,283 @@
+"""The connector in vLLM's scheduler: what each step tells the workers, and what vLLM hears of requests.
+
+On P: which prompts are computed for whom, and when their blocks may go. On D: which requests wait for a P,
+and how many of their tokens come from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from p2pkv.connector.identity import Paired, Pairs, prompt_digest
+from p2pkv.connector.metadata import Ended, Prefill, StepMetadata, WorkerNews
+from p2pkv.engine.commands import Expect, Hold, Load, OfferPrompt, PromptBlocks
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+# P.
+
+
+@dataclass
+class _Prompt:
+    request: Request
+    paired: Paired
+    offered: bool = False
+    said: int = 0
+    """Tokens of the prompt that the workers know to be in the blocks, or to be computed this step."""
+
+
+class ProducerScheduler:
+    """A key is taken from the arrival of its request until the workers have reported it.
+
+    `block_sizes`: tokens in a block of each KV cache group.
+    """
+
+    def __init__(self, pairs: Pairs, block_sizes: tuple[int, ...]) -> None:
+        self._pairs = pairs
+        self._block_sizes = block_sizes
+        self._prompts: dict[str, _Prompt] = {}
+        self._taken: set[str] = set()
+        self._spare: dict[str, dict[str, Request]] = {}
+        """By key: requests of the same prompt that do not push, unless the one that does is aborted."""
+        self._ended: dict[str, str] = {}
+        self._next = StepMetadata()
+
+    def new(self, request: Request) -> None:
+        paired = self._pairs.of(request)
+        if paired is None:
+            return
+        # Some routers leave `n` on P: its first child pushes, the others would push the same again. And a
+        # router that lost its connection asks again, while the first one may be running still.
+        if paired.key in self._taken:
+            self._spare.setdefault(paired.key, {})[request.request_id] = request
+            return
+        self._taken.add(paired.key)
+        self._prompts[request.request_id] = _Prompt(request, paired)
+        self._next.holds.append(Hold(paired.key, paired.decode))
+
+    def step(self, output: SchedulerOutput) -> StepMetadata:
+        """This step's word to the workers. Called before vLLM advances the computed tokens."""
+        meta, self._next = self._next, StepMetadata()
+        meta.work = output.total_num_scheduled_tokens > 0
+        for request_id in output.preempted_req_ids or ():
+            if (prompt := self._prompts.get(request_id)) and prompt.said:
+                prompt.said = 0
+                meta.revoked.append(prompt.paired.key)
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            prompt = self._prompts.get(request_id)
+            if prompt is not None and prompt.said < prompt.request.num_prompt_tokens:
+                self._prefill(meta, prompt, scheduled, output)
+        return meta
+
+    def _prefill(self, meta: StepMetadata, prompt: _Prompt, scheduled: int, output: SchedulerOutput) -> None:
+        request, key = prompt.request, prompt.paired.key
+        if not prompt.offered:
+            prompt.offered = True
+            tokens = request.num_prompt_tokens
+            meta.offers.append(OfferPrompt(key, prompt.paired.decode, tokens, prompt_digest(request)))
+        state = output.kv_connector_block_state
+        blocks = state.get_block_ids(request.request_id) if state is not None else None
+        assert blocks is not None
+        # After a preemption even tokens of the answer may be cached.
+        start, stop = request.num_computed_tokens, request.num_computed_tokens + scheduled
+        start, stop = min(start, request.num_prompt_tokens), min(stop, request.num_prompt_tokens)
+        cached = self._settled(output, blocks, start) if start > prompt.said else 0
+        prompt.said = stop
+        table = PromptBlocks(key, tuple(list(group) for group in blocks))
+        meta.prefills.append(Prefill(table, cached, start, stop))
+
+    def _settled(self, output: SchedulerOutput, blocks: tuple[list[int], ...], cached: int) -> int:
+        """How many of the cached tokens were computed before this step.
+
+        vLLM also counts as cached what another request of this very step is about to compute; those
+        tokens come with each layer's hook.
+        """
+        fresh = self._fresh(output)
+        for size, group in zip(self._block_sizes, blocks, strict=True):
+            number = next((place for place, block in enumerate(group) if block in fresh), len(group))
+            cached = min(cached, number * size)
+        return cached
+
+    def _fresh(self, output: SchedulerOutput) -> set[int]:
+        """The blocks that this step writes."""
+        state, old = output.kv_connector_block_state, output.scheduled_cached_reqs
+        assert state is not None
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        starts |= dict(zip(old.req_ids, old.num_computed_tokens, strict=True))
+        fresh: set[int] = set()
+        for request_id, start in starts.items():
+            for size, group in zip(self._block_sizes, state.get_block_ids(request_id) or (), strict=False):
+                fresh.update(group[start // size :])
+        return fresh
+
+    @property
+    def awaits_news(self) -> bool:
+        """Whether blocks wait until the workers report that they are free."""
+        return bool(self._ended)
+
+    def finished(self, request: Request) -> bool:
+        """The request has ended; whether its blocks must wait until the workers report them free."""
+        prompt = self._prompts.pop(request.request_id, None)
+        if prompt is None:
+            self._no_spare(request)
+            return False
+        key = prompt.paired.key
+        if prompt.said < request.num_prompt_tokens and (heir := self._heir(prompt)):
+            # As after a preemption: the same prompt, with other blocks.
+            if prompt.said:
+                self._next.revoked.append(key)
+            self._prompts[heir.request_id] = _Prompt(heir, prompt.paired, prompt.offered)
+            return False
+        if prompt.said and not request.num_computed_tokens:
+            # Preempted since the last step, so its blocks are gone already.
+            prompt.said = 0
+            self._next.revoked.append(key)
+        whole = prompt.said >= request.num_prompt_tokens
+        reason = "" if whole else "P's request was aborted before its prefill ended"
+        self._ended[request.request_id] = key
+        self._next.sent.append(Ended(request.request_id, key, reason))
+        return True
+
+    def _heir(self, prompt: _Prompt) -> Request | None:
+        """Who pushes the prompt of an aborted request in its place: one that asks for the same again."""
+        for request in self._spare.get(prompt.paired.key, {}).values():
+            if prompt_digest(request) == prompt_digest(prompt.request):
+                self._no_spare(request)
+                return request
+        return None
+
+    def _no_spare(self, request: Request) -> None:
+        for key, spare in list(self._spare.items()):
+            if spare.pop(request.request_id, None) is not None and not spare:
+                del self._spare[key]
+
+    def heard(self, sent: Iterable[str]) -> None:
+        """The workers have reported these requests: their keys may be used again."""
+        for request_id in sent:
+            if key := self._ended.pop(request_id, None):
+                self._taken.discard(key)
+
+
+# D.
+
+
+class LoadState(Enum):
+    WAITING = auto()  # for P to begin
+    LOADING = auto()  # vLLM has given it blocks and waits for the load's end
+    SETTLED = auto()  # nothing more is to be loaded
+
+
+@dataclass
+class _Asking:
+    request: Request
+    paired: Paired
+    state: LoadState = LoadState.WAITING
+    local: int = 0
+    """Tokens in D's own prefix cache when vLLM last asked."""
+    begun: int = 0
+    failure: str = ""
+
+
+class ConsumerScheduler:
+    """`world` ranks must each have heard from P; `recompute`: a failed load is computed here instead."""
+
+    def __init__(self, pairs: Pairs, world: int, recompute: bool) -> None:
+        self._pairs = pairs
+        self._world = world
+        self._recompute = recompute
+        self._asking: dict[str, _Asking] = {}
+        self._owners: dict[str, str] = {}
+        self._siblings: dict[str, str] = {}
+        self._next = StepMetadata()
+
+    def new(self, request: Request) -> None:
+        paired = self._pairs.of(request)
+        if paired is None:
+            return
+        if paired.key in self._owners:
+            self._siblings[request.request_id] = paired.key
+            return
+        self._owners[paired.key] = request.request_id
+        self._asking[request.request_id] = _Asking(request, paired)
+        expect = Expect(paired.key, paired.prefill, request.num_prompt_tokens, prompt_digest(request))
+        self._next.expects.append((request.request_id, expect))
+
+    def matched(self, request: Request, local: int) -> tuple[int | None, bool]:
+        """Tokens beyond the `local` ones that P computes for us; None: ask again."""
+        asking = self._asking.get(request.request_id)
+        if asking is None:
+            return self._sibling(request), False
+        # The last token is computed here: vLLM needs its logits.
+        asking.local, external = local, request.num_prompt_tokens - 1 - local
+        if asking.state is not LoadState.WAITING or external <= 0:
+            return 0, False
+        if asking.failure:
+            # Under `fail`, vLLM fails a request only for a load that it has seen begin.
+            return (0, False) if self._recompute else (external, True)
+        return (external, True) if asking.begun >= self._world else (None, False)
+
+    def _sibling(self, request: Request) -> int | None:
+        """A further child of n waits until the first has loaded, and then takes the prefix cache."""
+        key = self._siblings.get(request.request_id)
+        owner = self._asking.get(self._owners.get(key, "")) if key is not None else None
+        return 0 if owner is None or owner.state is LoadState.SETTLED else None
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """vLLM has admitted the request: say what is wanted, once."""
+        asking = self._asking.get(request.request_id)
+        if asking is None or asking.state is not LoadState.WAITING:
+            return
+        key = asking.paired.key
+        if external <= 0:
+            asking.state = LoadState.SETTLED
+            self._next.loads.append((request.request_id, Load(key, 0, 0, ())))
+            return
+        asking.state = LoadState.LOADING
+        if asking.failure:
+            # Some ranks have not failed, and P may not even have begun for them: nothing is asked for.
+            self._next.drops.append(Ended(request.request_id, key, asking.failure))
+            return
+        table = tuple(list(group) for group in blocks.get_block_ids())
+        load = Load(key, asking.local, asking.local + external, table)
+        self._next.loads.append((request.request_id, load))
+
+    def step(self, output: SchedulerOutput) -> StepMetadata:
+        meta, self._next = self._next, StepMetadata()
+        meta.work = output.total_num_scheduled_tokens > 0
+        return meta
+
+    @property
+    def awaits_news(self) -> bool:
+        """Whether a request waits for P, or for its KV."""
+        return any(asking.state is not LoadState.SETTLED for asking in self._asking.values())
+
+    def heard(self, news: WorkerNews | None, received: set[str]) -> None:
+        """What the workers report; `received`: loads that have ended, well or not."""
+        for request_id in received:
+            if asking := self._asking.get(request_id):
+                asking.state = LoadState.SETTLED
+        if news is None:
+            return
+        for request_id, ranks in news.begun.items():
+            if asking := self._asking.get(request_id):
+                asking.begun += ranks
+        for request_id, reason in news.failed.items():
+            if asking := self._asking.get(request_id):
+                asking.failure = reason
+
+    def finished(self, request: Request) -> None:
+        """The request has ended, whatever its state. vLLM keeps the blocks of an aborted load itself."""
+        self._siblings.pop(request.request_id, None)
+        asking = self._asking.pop(request.request_id, None)
+        if asking is None:
+            return
+        self._owners.pop(asking.paired.key, None)
+        if asking.state is not LoadState.SETTLED:
+            loading, key = asking.state is LoadState.LOADING, asking.paired.key
+            self._next.drops.append(Ended(request.request_id, key, "D's request has ended", report=loading))

@@ -1,0 +1,267 @@
+"""Who gets through a handshake, and why one failed: CURVE keys, the ZAP handler, the monitor of a socket.
+
+The secret never travels, and neither does anything from which it could be read; but whoever records a
+handshake can try guesses, so the derivation of the keys is slow and the secret should be random. All members
+hold the same keys: they are one party. Ranks and proxies answer with different keys, so a rank that a forged
+request id makes dial a proxy's port does not get through the handshake.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from p2pkv.trust import Networks
+
+# Membership: the CURVE keys that whoever knows the secret can derive, and nobody else.
+
+Server = Literal["rank", "proxy"]
+
+_LABEL = b"p2pkv membership 1"
+_ROUNDS = 200_000  # about a tenth of a second, once per process
+
+
+class Keys(NamedTuple):
+    """A CURVE key pair as ZMQ takes it, Z85 text of 40 bytes each."""
+
+    public: bytes
+    secret: bytes
+
+
+class NoCurve(RuntimeError):
+    """A secret is set, and this libzmq cannot do anything with it."""
+
+
+class Members:
+    """Those who know `secret`. Raises NoCurve if libzmq was built without CURVE."""
+
+    __slots__ = ("_keys",)
+
+    def __init__(self, secret: bytes) -> None:
+        if not zmq.has("curve"):
+            raise NoCurve(
+                f"a secret is set, and libzmq {zmq.zmq_version()} here was built without CURVE: install "
+                "pyzmq from its wheel (`pip install --force-reinstall --only-binary :all: pyzmq`)"
+            )
+        self._keys = _derive(secret)
+
+    def serve(self, socket: zmq.Socket[Any], server: Server) -> None:
+        """Before it binds: `socket` answers only those who know its key. It needs a Gate beside it."""
+        keys = self._keys[server]
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+
+    def join(self, socket: zmq.Socket[Any], server: Server) -> None:
+        """Before it connects: `socket` shows the members' key to a server that proves its own."""
+        mine = self._keys["member"]
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys[server].public)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, mine.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, mine.secret)
+
+    def include(self, public: bytes) -> bool:
+        """Whether `public`, 32 bytes, is the key that members show."""
+        return public == z85.decode(self._keys["member"].public)
+
+    def __repr__(self) -> str:
+        return "Members()"
+
+
+def members_of(secret: bytes | None) -> Members | None:
+    """The members, if there is a secret. Raises NoCurve."""
+    return None if secret is None else Members(secret)
+
+
+@lru_cache(maxsize=8)
+def _derive(secret: bytes) -> dict[str, Keys]:
+    slow = hashlib.pbkdf2_hmac("sha256", secret, _LABEL, _ROUNDS)
+    return {name: _pair(slow, name) for name in ("rank", "proxy", "member")}
+
+
+def _pair(slow: bytes, name: str) -> Keys:
+    secret = z85.encode(hashlib.blake2b(name.encode(), key=slow, digest_size=32).digest())
+    return Keys(zmq.curve_public(secret), secret)
+
+
+# Admission: libzmq asks about each connection to a listening socket, once (ZAP, RFC 27).
+#
+# The owner of the listening socket polls the ZAP handler's socket, too, and answers in its own loop. So
+# admission works as long as messages are read: there is no thread that could end and leave every newcomer
+# waiting. Without a handler, CURVE would admit any client that knows the server's key, and ZMTP 1.0 would
+# bypass CURVE.
+
+_PLACE = "inproc://zeromq.zap.01"  # fixed by the protocol
+_DOMAIN = b"p2pkv"  # any, but not empty: without a domain libzmq does not ask about plain connections
+_FIELDS = 8  # identity, delimiter, version, request id, domain, address, the peer's identity, mechanism
+
+
+class ZapHandler:
+    """Admits `members` (anybody if None) from `allowed` networks (from anywhere if None)."""
+
+    def __init__(self, members: Members | None, allowed: Networks | None) -> None:
+        self._members = members
+        self._allowed = allowed
+
+    @property
+    def needed(self) -> bool:
+        """Whether it would ever refuse anybody."""
+        return self._members is not None or self._allowed is not None
+
+    def open(self, context: zmq.Context[Any]) -> zmq.Socket[Any]:
+        """The socket on which libzmq asks about connections in `context`; before anything there binds."""
+        socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(_PLACE)
+        return socket
+
+    def guard(self, socket: zmq.Socket[Any]) -> None:
+        """Before it binds: connections to `socket` are asked about."""
+        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+
+    def answer(self, request: list[bytes]) -> tuple[list[bytes], str]:
+        """What to send back, and why the connection is refused; "" if it is not."""
+        if len(request) < _FIELDS:
+            return [], ""
+        path, version, number = request[:2], request[2], request[3]
+        refusal = self._judge(_plain(request[5]), request[7], request[_FIELDS:])
+        status = (b"400", b"not admitted") if refusal else (b"200", b"")
+        return [*path, version, number, *status, b"" if refusal else b"member", b""], refusal
+
+    def _judge(self, address: str, mechanism: bytes, credentials: list[bytes]) -> str:
+        if self._allowed is not None and not self._allowed.admits(address):
+            return f"a connection from {address} was refused: allowed_peers are {self._allowed}"
+        if self._members is None:
+            return ""
+        if mechanism == b"CURVE" and len(credentials) == 1 and self._members.include(credentials[0]):
+            return ""
+        return f"a connection from {address} was refused: it does not show the members' key"
+
+
+def _plain(address: bytes) -> str:
+    """As people write it: a socket for both families puts IPv4 into IPv6."""
+    return address.decode("ascii", "replace").removeprefix("::ffff:")
+
+
+# Failed handshakes, which libzmq keeps to itself unless a socket is watched.
+
+HANDSHAKE_SECONDS = 10.0
+"""How long a handshake with a proxy may take before the connection is closed; ranks wait for a lease."""
+
+_LONGEST_HANDSHAKE = 86_400.0
+
+_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_COURSE = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_numbers = itertools.count()
+
+
+class Failure(NamedTuple):
+    """One handshake that failed, or, of a socket that dials, one connection that has ended."""
+
+    detail: str
+    spoke: bool = True
+    """Whether the other side has said something wrong, and not just gone."""
+    refused: bool = False
+    """By the ZAP handler of a listening socket, ours or theirs."""
+    lost: bool = False
+    """The handshake had succeeded; the connection has ended since."""
+    late: bool = False
+    """The other side has not finished the handshake in time: nothing is known of it."""
+
+    @property
+    def gone(self) -> bool:
+        """Nobody has said anything."""
+        return not (self.spoke or self.refused)
+
+
+class Watch:
+    """Reports the failed handshakes of one socket, and with `dials` the end of its one connection.
+
+    Close it before the socket.
+
+    Attributes:
+        connected: when the other side's kernel accepted a socket that dials (monotonic); None before.
+        proven: its handshake has succeeded.
+    """
+
+    def __init__(self, watched: zmq.Socket[Any], *, dials: bool = False) -> None:
+        place = f"inproc://p2pkv-watch-{next(_numbers)}"
+        self._watched = watched
+        self.connected: float | None = None
+        self.proven = False
+        watched.monitor(place, _FAILED | _COURSE if dials else _FAILED)
+        self.socket: zmq.Socket[Any] = watched.context.socket(zmq.PAIR)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        # Without a limit: libzmq's IO thread would wait for room, and the close for the IO thread.
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.connect(place)
+
+    def failures(self) -> Iterator[Failure]:
+        """Those since the last call, without waiting."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            event, value = event_of(frames)
+            if event == zmq.EVENT_CONNECTED:
+                self.connected = time.monotonic()
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.proven = True
+            elif event == zmq.EVENT_DISCONNECTED:
+                # Some kinds of garbage end a connection without any other event.
+                yield Failure("it does not speak this protocol", lost=self.proven)
+            else:
+                yield failure_of(event, value)
+
+    def close(self) -> None:
+        if not self._watched.closed:
+            self._watched.disable_monitor()
+        self.socket.close(0)
+
+
+def event_of(frames: list[bytes]) -> tuple[int, int]:
+    """What libzmq says of a watched socket: an event and its value."""
+    said = parse_monitor_message(frames)
+    return int(said["event"]), int(said["value"])
+
+
+def failure_of(event: int, value: int) -> Failure:
+    """What a failed handshake failed of."""
+    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        return Failure("not admitted", refused=True)
+    if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+        if value == zmq.EAGAIN:
+            return Failure("the handshake took too long", spoke=False, late=True)
+        return Failure("the other side closed the connection in the handshake", spoke=False)
+    if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+        return Failure("one side has a secret and the other has none")
+    if value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+        return Failure("the two secrets differ")
+    return Failure("it does not speak this protocol")
+
+
+def limit_handshake(socket: zmq.Socket[Any], seconds: float | None = None) -> None:
+    """Before it binds or connects: no handshake on `socket` takes longer, by default HANDSHAKE_SECONDS."""
+    limit = min(HANDSHAKE_SECONDS if seconds is None else seconds, _LONGEST_HANDSHAKE)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, int(limit * 1000)))
+
+
+def no_answer(address: object, failure: Failure, secret: bool) -> str:
+    """The sentence for whoever has dialed `address` in vain, with a secret or without."""
+    if failure.refused:
+        return f"{address} refused us: is this address in its allowed_peers, and the secret the same?"
+    if failure.late:
+        return f"{address} did not answer in time: {failure.detail}; is its process frozen or overloaded?"
+    same = "has it the same secret" if secret else "does it need a secret"
+    return f"{address} refused the handshake ({failure.detail}): is p2pkv up there, and {same}?"

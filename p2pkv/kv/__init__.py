@@ -1,0 +1,11 @@
+"""Paged KV memory of one rank: where the rows of KV lie, and how they get to and from the wire.
+
+numpy and torch only; nothing here knows vLLM, the protocol or a link.
+"""
+
+from __future__ import annotations
+
+from p2pkv.kv.cache import PagedCache
+from p2pkv.kv.codecs import DENSE, cpu_codec
+
+__all__ = ["DENSE", "PagedCache", "cpu_codec"]

@@ -1,0 +1,425 @@
+"""The KV cache of one rank, as the rest of p2pkv sees it: rectangles of rows in, rectangles out.
+
+A *row* is what moves undivided: the bytes of one (layer, unit, head). A unit is one token or, if a kernel
+packs tokens together (a page codec), all tokens of one kernel block. A *rectangle* is [layer, unit, head,
+row_bytes], dense, uint8, whatever the memory's own layout. `seen_as` shows packed pages token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from p2pkv.device import Fence, make_recorder
+from p2pkv.kv.checksum import Checksum
+from p2pkv.kv.codecs import DENSE, check_page, is_paged, pack_into, unpack_into
+from p2pkv.kv.copiers import Copier, copier_of
+from p2pkv.kv.layouts import Bounds, Cut, Index, LayerPages, Span, check_layer, pages_of
+
+BlockTables = Sequence[Sequence[int]]
+
+BATCH_BYTES = 1 << 20
+"""Packed pages that are held beside the cache while they are rearranged: about what a core's cache holds."""
+
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+class PagedCache:
+    """The registered layers of one rank; gathers rectangles out of them and scatters them into them.
+
+    Attributes:
+        layers: layers on this rank.
+        heads: KV heads on this rank.
+        blocks: logical blocks of each layer.
+        block_size: tokens in a logical block.
+        unit_tokens: tokens in a row: 1 if dense, those of a kernel block for a page codec.
+        row_bytes: bytes of a row.
+        element_bytes: bytes of a number in a row.
+        codec: how the bytes of a row are arranged.
+        groups: the block table of each layer, by number.
+        device: where the layers lie.
+        digest_name: the algorithm of `digest`; it depends on the device.
+
+    Calls from several threads are safe as long as their rectangles do not overlap.
+    """
+
+    def __init__(
+        self,
+        pages: list[LayerPages],
+        copier: Copier,
+        *,
+        heads: int,
+        block_size: int,
+        unit_tokens: int,
+        row_bytes: int,
+        element_bytes: int,
+        codec: str,
+        device: torch.device,
+    ) -> None:
+        self.layers = len(pages)
+        self.heads = heads
+        self.blocks = min(page.blocks for page in pages)
+        self.block_size = block_size
+        self.unit_tokens = unit_tokens
+        self.row_bytes = row_bytes
+        self.element_bytes = element_bytes
+        self.codec = codec
+        self.groups = tuple(page.group for page in pages)
+        self.device = device
+        self.digest_name = copier.digest_name
+        self._copier = copier
+        self._spans = copier.spans
+        self._record = make_recorder(device)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        tensors: Sequence[torch.Tensor],
+        *,
+        block_size: int,
+        codec: str = DENSE,
+        groups: Sequence[int] | None = None,
+    ) -> PagedCache:
+        """The cache whose layer i is `tensors[i]`, of logical shape [B, H, N, C] and any strides.
+
+        B counts kernel blocks of N tokens, H the KV heads of this rank; C is the K and V of one
+        (head, token) and lies together in memory. Layers that share KV register one tensor twice:
+        pass it once, and map the layers onto it outside.
+
+        Args:
+            block_size: tokens in a logical block, a multiple of N.
+            codec: "dense" or "page:<isa>".
+            groups: each layer's block table, by number; all 0 by default.
+
+        Raises:
+            ValueError: with a sentence, for tensors that this class cannot address.
+        """
+        groups = [0] * len(tensors) if groups is None else groups
+        if not tensors or len(groups) != len(tensors):
+            raise ValueError(
+                f"{len(tensors)} KV layers and {len(groups)} group numbers: expected one each, and layers"
+            )
+        if min(groups) < 0:
+            raise ValueError(f"group number {min(groups)}: block tables are numbered from 0")
+        paged = is_paged(codec)
+        for number, tensor in enumerate(tensors):
+            check_layer(number, tensor, tensors[0], block_size, paged)
+        pages = [pages_of(t, group, block_size, paged) for t, group in zip(tensors, groups, strict=True)]
+        _, heads, tokens, content = tensors[0].shape
+        unit_tokens = tokens if paged else 1
+        return cls(
+            pages,
+            copier_of(pages, tensors),
+            heads=heads,
+            block_size=block_size,
+            unit_tokens=unit_tokens,
+            row_bytes=unit_tokens * content * tensors[0].element_size(),
+            element_bytes=tensors[0].element_size(),
+            codec=codec,
+            device=tensors[0].device,
+        )
+
+    def nbytes(self, layers: int, start: int, stop: int, heads: int) -> int:
+        """Bytes on the wire of `layers` layers x tokens [start, stop) x `heads` heads.
+
+        Raises ValueError if `start` is inside a unit.
+        """
+        first, last = self._units((start, stop))
+        return layers * (last - first) * heads * self.row_bytes
+
+    def gather(
+        self, out: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
+    ) -> None:
+        """Copy a rectangle from the pages to `out`.
+
+        On CUDA the copy is queued on the current stream; on a CPU it has ended on return, and the
+        GIL is free while it runs.
+
+        Args:
+            out: uint8 [nbytes], contiguous, on the cache's device.
+            layers, tokens, heads: half-open intervals, counted on this rank.
+            blocks: per group the request's logical block ids; token t is in blocks[g][t // block_size].
+
+        Raises:
+            ValueError: for a rectangle outside the cache, a start inside a unit, a wrong `out`, a
+                block table that ends too early or names a block that does not exist.
+        """
+        for span, cut, part in self._parts(out, layers, tokens, heads, blocks):
+            self._copier.take(span, cut, part)
+
+    def scatter(
+        self, src: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
+    ) -> None:
+        """Copy a rectangle from `src` to the pages; the arguments and errors are gather's.
+
+        Nothing has been written if this raises ValueError.
+        """
+        for span, cut, part in self._parts(src, layers, tokens, heads, blocks):
+            self._copier.put(span, cut, part)
+
+    def digest(self, buffer: torch.Tensor) -> Checksum:
+        """The checksum of uint8 [n] on the cache's device, as a link's buffer is.
+
+        On CUDA it is queued on the current stream, so that it comes behind a gather and before a scatter
+        of the calling thread; on a CPU it is known on return, and the GIL is free while it is computed.
+        """
+        return self._copier.digest(buffer)
+
+    def fence(self) -> Fence:
+        """A fence behind all copies that the calling thread has queued on its current stream."""
+        return self._record()
+
+    def warm_up(self) -> None:
+        """Compile now what gather and scatter run on the device, so that the first transfer does not wait."""
+        self._copier.warm_up()
+
+    def check(self, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables) -> None:
+        """Raises the ValueErrors of gather and scatter, except the one about the buffer."""
+        _check_interval("layers", layers, self.layers)
+        _check_interval("heads", heads, self.heads)
+        units = self._units(tokens)
+        for span in self._spans:
+            if max(layers[0], span.first) < min(layers[1], span.stop) and units[0] < units[1]:
+                self._table(span, units, blocks)
+
+    def _parts(
+        self, buffer: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
+    ) -> list[tuple[Span, Cut, torch.Tensor]]:
+        """The rectangle, cut by spans of layers: span, cut, its part of the buffer."""
+        _check_interval("layers", layers, self.layers)
+        _check_interval("heads", heads, self.heads)
+        units = self._units(tokens)
+        layer_bytes = (units[1] - units[0]) * (heads[1] - heads[0]) * self.row_bytes
+        check_buffer(buffer, (layers[1] - layers[0]) * layer_bytes, self.device)
+        if buffer.numel() == 0:
+            return []
+        parts: list[tuple[Span, Cut, torch.Tensor]] = []
+        tables: dict[tuple[int, int, int], Index] = {}  # layers of separate storages mostly share one
+        for span in self._spans:
+            some = max(layers[0], span.first), min(layers[1], span.stop)
+            if some[0] >= some[1]:
+                continue
+            kind = span.pages.group, span.pages.block_units, span.pages.blocks
+            if (table := tables.get(kind)) is None:
+                table = tables[kind] = self._table(span, units, blocks)
+            cut = Cut(some, units, heads, self.row_bytes, table)
+            part = buffer[(some[0] - layers[0]) * layer_bytes : (some[1] - layers[0]) * layer_bytes]
+            parts.append((span, cut, part))
+        return parts
+
+    def _units(self, tokens: Bounds) -> Bounds:
+        start, stop = tokens
+        if not 0 <= start <= stop:
+            raise ValueError(f"tokens [{start}, {stop}) are not an interval of a prompt")
+        if start % self.unit_tokens:
+            raise ValueError(
+                f"tokens [{start}, {stop}) start inside a page: codec {self.codec} packs {self.unit_tokens} "
+                f"tokens together, so the start must be a multiple of {self.unit_tokens}"
+            )
+        return start // self.unit_tokens, -(-stop // self.unit_tokens)
+
+    def _table(self, span: Span, units: Bounds, blocks: BlockTables) -> Index:
+        """The checked block ids that `units` lie in, int64."""
+        group, whole = span.pages.group, span.pages.block_units
+        if group >= len(blocks):
+            raise ValueError(f"{len(blocks)} block tables given, but layer {span.first} uses number {group}")
+        first, stop = units[0] // whole, -(-units[1] // whole)
+        if len(blocks[group]) < stop:
+            raise ValueError(
+                f"block table {group} has {len(blocks[group])} blocks of {self.block_size} tokens; "
+                f"tokens up to {units[1] * self.unit_tokens} need {stop}"
+            )
+        table = np.asarray(blocks[group][first:stop], dtype=np.int64)
+        if int(table.min()) < 0 or int(table.max()) >= span.pages.blocks:
+            wrong = next(int(block) for block in table if not 0 <= block < span.pages.blocks)
+            raise ValueError(
+                f"block table {group} names block {wrong}; the cache has {span.pages.blocks} blocks"
+            )
+        return table
+
+
+def check_buffer(buffer: torch.Tensor, nbytes: int, device: torch.device) -> None:
+    """Raises ValueError unless `buffer` can hold a rectangle of so many bytes."""
+    fits = buffer.dtype == torch.uint8 and buffer.dim() == 1 and buffer.is_contiguous()
+    if not fits or buffer.numel() != nbytes or buffer.device != device:
+        raise ValueError(
+            f"this rectangle needs a contiguous uint8 buffer of [{nbytes}] on {device}, "
+            f"got {buffer.dtype} {list(buffer.shape)} on {buffer.device}"
+        )
+
+
+def _check_interval(what: str, interval: Bounds, size: int) -> None:
+    if not 0 <= interval[0] <= interval[1] <= size:
+        raise ValueError(f"{what} [{interval[0]}, {interval[1]}) are not within the cache's [0, {size})")
+
+
+# The cache as the wire sees it: as it lies, or, where pages are packed, token by token. Only CPU attention
+# packs pages. So packing is done and undone in CPU memory, with numpy, in the calling thread (`copiers` says
+# why), a batch of layers at a time.
+
+
+class Rectangles(Protocol):
+    """What moves rectangles [layer, unit, head, row_bytes]; PagedCache describes the methods."""
+
+    @property
+    def unit_tokens(self) -> int: ...
+
+    @property
+    def row_bytes(self) -> int: ...
+
+    def nbytes(self, layers: int, start: int, stop: int, heads: int) -> int: ...
+
+    def gather(
+        self, out: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
+    ) -> None: ...
+
+    def scatter(
+        self, src: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
+    ) -> None: ...
+
+
+def seen_as(cache: PagedCache, codec: str) -> Rectangles:
+    """The cache with its rows arranged by `codec`: its own, or "dense".
+
+    Raises ValueError, with a sentence, for another codec, or pages that cannot be undone.
+    """
+    if codec == cache.codec:
+        return cache
+    if codec != DENSE:
+        raise ValueError(f"a cache of codec {cache.codec} can travel as it is or {DENSE}, not as {codec}")
+    return DenseView(cache)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Some layers and tokens of a rectangle whose packed pages are rearranged together.
+
+    Attributes:
+        layers, pages: what to read or write in the cache; `pages` are tokens, in whole pages.
+        inside: which tokens of `pages` are meant; fewer than all only where `pages` is one page.
+        raw: uint8, room for the packed pages.
+        packed: the same memory, elements [L, U, H, N * C].
+        wire: the part's elements in the caller's buffer, [L, tokens, H, C].
+    """
+
+    layers: Bounds
+    pages: Bounds
+    inside: Bounds
+    raw: torch.Tensor
+    packed: NDArray[Any]
+    wire: NDArray[Any]
+
+    @property
+    def whole(self) -> bool:
+        return self.inside[1] - self.inside[0] == self.pages[1] - self.pages[0]
+
+    def by_page(self, page_tokens: int) -> NDArray[Any]:
+        """`wire`, if the pages are whole, as [L, U, H, N, C]."""
+        layers, tokens, heads, content = self.wire.shape
+        return self.wire.reshape(layers, tokens // page_tokens, page_tokens, heads, content).swapaxes(2, 3)
+
+
+class DenseView:
+    """A cache with packed pages, token by token: a row is the K and V of one (layer, token, head).
+
+    Scatter fills a part of a page by reading, changing and writing it, so nobody else may write to the
+    pages that its tokens lie in meanwhile. The rest is as in PagedCache.
+
+    Raises ValueError for pages that cannot be undone.
+    """
+
+    def __init__(self, cache: PagedCache) -> None:
+        if cache.device.type != "cpu":
+            raise ValueError(f"pages of codec {cache.codec} are undone on a CPU only, not on {cache.device}")
+        self.unit_tokens = 1
+        self.row_bytes = cache.row_bytes // cache.unit_tokens
+        self._cache = cache
+        self._tokens = cache.unit_tokens
+        self._content = self.row_bytes // cache.element_bytes
+        self._bits = _BITS[cache.element_bytes]
+        check_page(cache.codec, self._tokens, self._content, cache.element_bytes)
+
+    def nbytes(self, layers: int, start: int, stop: int, heads: int) -> int:
+        """Bytes on the wire of `layers` layers x tokens [start, stop) x `heads` heads."""
+        return layers * (stop - start) * heads * self.row_bytes
+
+    def gather(
+        self, out: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
+    ) -> None:
+        """Copy a rectangle from the pages to `out`; arguments and errors are PagedCache's."""
+        codec = self._cache.codec
+        for part in self._parts(out, layers, tokens, heads, blocks):
+            self._cache.gather(part.raw, part.layers, part.pages, heads, blocks)
+            if part.whole:
+                unpack_into(part.by_page(self._tokens), part.packed, codec)
+            else:
+                part.wire[...] = self._unpacked(part)[:, :, slice(*part.inside)].swapaxes(1, 2)
+
+    def scatter(
+        self, src: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
+    ) -> None:
+        """Copy a rectangle from `src` to the pages; tokens beside it keep what they hold.
+
+        Nothing has been written if this raises ValueError.
+        """
+        codec = self._cache.codec
+        for part in self._parts(src, layers, tokens, heads, blocks):
+            if part.whole:
+                pack_into(part.packed, part.by_page(self._tokens), codec)
+            else:
+                self._cache.gather(part.raw, part.layers, part.pages, heads, blocks)
+                page = self._unpacked(part)
+                page[:, :, slice(*part.inside)] = part.wire.swapaxes(1, 2)
+                pack_into(part.packed[:, 0], page, codec)
+            self._cache.scatter(part.raw, part.layers, part.pages, heads, blocks)
+
+    def _unpacked(self, part: _Part) -> NDArray[Any]:
+        """The tokens of a part that is one page, [L, H, N, C]."""
+        layers, _, heads, _ = part.packed.shape
+        page = np.empty((layers, heads, self._tokens, self._content), self._bits)
+        unpack_into(page, part.packed[:, 0], self._cache.codec)
+        return page
+
+    def _parts(
+        self, buffer: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
+    ) -> Iterator[_Part]:
+        """Everything is checked before the first part comes."""
+        if not 0 <= tokens[0] <= tokens[1]:
+            raise ValueError(f"tokens [{tokens[0]}, {tokens[1]}) are not an interval of a prompt")
+        first = tokens[0] // self._tokens * self._tokens
+        self._cache.check(layers, (first, tokens[1] if tokens[0] < tokens[1] else first), heads, blocks)
+        count, beside = layers[1] - layers[0], heads[1] - heads[0]
+        check_buffer(buffer, self.nbytes(count, *tokens, beside), self._cache.device)
+        if buffer.numel() == 0:
+            return
+        # Rows lie one after the other, but not always at a multiple of an element's size: numpy minds not.
+        wire = buffer.numpy().view(self._bits).reshape(count, -1, beside, self._content)
+        for start, stop in _cut(tokens, self._tokens):
+            pages = start // self._tokens * self._tokens, -(-stop // self._tokens) * self._tokens
+            units = (pages[1] - pages[0]) // self._tokens
+            step = max(1, BATCH_BYTES // (units * beside * self._cache.row_bytes))
+            for layer in range(0, count, step):
+                some = min(step, count - layer)
+                raw = np.empty(some * units * beside * self._cache.row_bytes, np.uint8)
+                yield _Part(
+                    (layers[0] + layer, layers[0] + layer + some),
+                    pages,
+                    (start - pages[0], stop - pages[0]),
+                    torch.from_numpy(raw),
+                    raw.view(self._bits).reshape(some, units, beside, -1),
+                    wire[layer : layer + some, start - tokens[0] : stop - tokens[0]],
+                )
+
+
+def _cut(tokens: Bounds, page: int) -> list[Bounds]:
+    """An interval as the end of a page, whole pages, and the beginning of a page; empty ones left out."""
+    start, stop = tokens
+    first, last = -(-start // page) * page, stop // page * page
+    cuts = [start, first, last, stop] if first <= last else [start, stop]
+    return [(one, two) for one, two in pairwise(cuts) if one < two]

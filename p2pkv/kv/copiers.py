@@ -1,0 +1,364 @@
+"""Moving the rows of a rectangle between paged memory and a dense buffer.
+
+On a CPU numpy does it, on CUDA a kernel that CuPy launches, and without CuPy torch's index kernels, which
+are the kernels' reference too.
+
+Why numpy on a CPU: this runs in a thread beside vLLM's forward. numpy's take and put copy in the
+calling thread and let go of the GIL meanwhile, whereas torch's would start a second OpenMP team on
+cores that the forward owns, and the number of its threads cannot be set for one thread alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.resources import files
+from math import gcd
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from p2pkv.kv.checksum import FOLD, XXH3, Checksum, Queued, digest_by_torch, digest_on_host
+from p2pkv.kv.layouts import Cut, LayerPages, Rows, Span, locate, spans_of
+
+log = logging.getLogger("p2pkv")
+
+THREADS = 256
+WIDTHS = (16, 8, 4, 2, 1)
+"""Bytes of one access; a copy takes the widest that everything in it is aligned to."""
+
+MOST_LANES = 32
+LOADS = 4
+"""Accesses of one thread that are under way together, if a run is long enough."""
+
+FULL_LINE = 8
+"""Lanes that must stand side by side before a thread takes a second access: 128 bytes of 16 each."""
+
+MOST_ROWS = 1 << 31
+
+BLOCKS_PER_PROCESSOR = 8
+"""Enough to fill a multiprocessor with blocks of 256 threads; a larger grid gains nothing."""
+
+
+class Copier(Protocol):
+    """Moves rows of its spans of layers. It decides itself which layers share a span.
+
+    Attributes:
+        digest_name: the algorithm of `digest`.
+    """
+
+    spans: Sequence[Span]
+    digest_name: str
+
+    def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
+        """Copy the cut, which is not empty, to `out`: uint8, contiguous, same device, exactly as large."""
+        ...
+
+    def put(self, span: Span, cut: Cut, src: torch.Tensor) -> None:
+        """Copy `src` (as `out` in take) to the cut."""
+        ...
+
+    def digest(self, buffer: torch.Tensor) -> Checksum:
+        """The checksum of what `out` holds behind a take, or `src` before a put."""
+        ...
+
+    def warm_up(self) -> None:
+        """Prepare now what the first copy would otherwise wait for."""
+        ...
+
+
+def copier_of(pages: list[LayerPages], tensors: Sequence[torch.Tensor]) -> Copier:
+    """Numpy's on a CPU; on CUDA the kernels', if CuPy is there to launch them, else torch's."""
+    device = tensors[0].device
+    if device.type == "cuda" and (launcher := cupy_launcher(device)) is not None:
+        return KernelCopier(pages, tensors, launcher)
+    storages = {page.storage: storage_of(tensor) for page, tensor in zip(pages, tensors, strict=True)}
+    return StorageCopier(pages, storages)
+
+
+# Rows listed on the host, and copied by numpy or torch.
+
+
+class Storage(Protocol):
+    """One storage of torch's that layers lie in, as flat bytes. Keeps that storage alive."""
+
+    def take(self, rows: Rows, out: torch.Tensor) -> None:
+        """Copy the rows, in their order, to `out`: uint8, contiguous, same device, exactly as large."""
+        ...
+
+    def put(self, rows: Rows, src: torch.Tensor) -> None:
+        """Copy `src` (as `out` in take) to the rows, in their order."""
+        ...
+
+
+class StorageCopier:
+    """Lists the rows of a cut on the host, and lets its storage copy them."""
+
+    def __init__(self, pages: Sequence[LayerPages], storages: Mapping[int, Storage]) -> None:
+        self.spans: Sequence[Span] = spans_of(pages)
+        self._storages = storages
+        on_host = all(isinstance(storage, HostStorage) for storage in storages.values())
+        self.digest_name = XXH3 if on_host else FOLD
+
+    def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
+        self._storages[span.pages.storage].take(locate(span, cut), out)
+
+    def put(self, span: Span, cut: Cut, src: torch.Tensor) -> None:
+        self._storages[span.pages.storage].put(locate(span, cut), src)
+
+    def digest(self, buffer: torch.Tensor) -> Checksum:
+        return digest_on_host(buffer) if self.digest_name == XXH3 else digest_by_torch(buffer)
+
+    def warm_up(self) -> None:
+        """Nothing: numpy and torch are ready."""
+
+
+def storage_of(tensor: torch.Tensor) -> Storage:
+    """The storage that `tensor` is a view of."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return HostStorage(flat) if tensor.device.type == "cpu" else DeviceStorage(flat)
+
+
+class HostStorage:
+    """A storage in CPU memory. The copies have ended when the calls return."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._flat: NDArray[Any] = flat.numpy()
+
+    def take(self, rows: Rows, out: torch.Tensor) -> None:
+        # "raise" would copy through a buffer; the index comes from checked block ids.
+        np.take(self._grid(rows), rows.index, axis=0, out=out.numpy().reshape(-1, rows.atom), mode="clip")
+
+    def put(self, rows: Rows, src: torch.Tensor) -> None:
+        self._grid(rows)[rows.index] = src.numpy().reshape(-1, rows.atom)
+
+    def _grid(self, rows: Rows) -> NDArray[Any]:
+        count = (self._flat.size - rows.base) // rows.atom
+        return self._flat[rows.base : rows.base + count * rows.atom].reshape(count, rows.atom)
+
+
+class DeviceStorage:
+    """A storage on an accelerator. The copies are queued on the current stream when the calls return."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._flat = flat
+
+    def take(self, rows: Rows, out: torch.Tensor) -> None:
+        torch.index_select(self._grid(rows), 0, self._index(rows), out=out.view(-1, rows.atom))
+
+    def put(self, rows: Rows, src: torch.Tensor) -> None:
+        self._grid(rows).index_copy_(0, self._index(rows), src.view(-1, rows.atom))
+
+    def _index(self, rows: Rows) -> torch.Tensor:
+        return torch.from_numpy(rows.index).to(self._flat.device, non_blocking=True)
+
+    def _grid(self, rows: Rows) -> torch.Tensor:
+        count = (self._flat.numel() - rows.base) // rows.atom
+        return self._flat[rows.base : rows.base + count * rows.atom].view(count, rows.atom)
+
+
+# One CUDA kernel for a whole rectangle. Nothing is listed row by row on the host: the kernel gets strides,
+# the layers' addresses and the block table. A kernel needs addresses and no storage, so layers of separate
+# storages are one launch too.
+
+
+def kernel_source() -> str:
+    """The kernels' text, CUDA C."""
+    return files("p2pkv.kv").joinpath("kernels.cu").read_text(encoding="utf-8")
+
+
+def kernel_names() -> list[str]:
+    """The kernels' names."""
+    return [*(f"p2pkv_{what}_{width}" for what in ("gather", "scatter") for width in WIDTHS), "p2pkv_digest"]
+
+
+class Launcher(Protocol):
+    """What runs a kernel of `kernel_source`.
+
+    Attributes:
+        most_blocks: of a grid; the kernels' loops do the rest.
+    """
+
+    most_blocks: int
+
+    def launch(self, name: str, blocks: int, threads: tuple[int, int], args: Sequence[int]) -> None:
+        """Queue one kernel on torch's current stream of the device."""
+        ...
+
+
+class KernelCopier:
+    """Copies rectangles of the given layers with kernels; `keep`: what owns the layers' memory.
+
+    The copies are queued on the current stream when the calls return, in the order of the calls.
+    """
+
+    digest_name = FOLD
+
+    def __init__(self, pages: Sequence[LayerPages], keep: Sequence[torch.Tensor], launcher: Launcher) -> None:
+        # An address is an offset into a storage that begins at 0 and that all layers share.
+        self.spans: Sequence[Span] = spans_of(
+            [replace(page, storage=0, offset=page.storage + page.offset) for page in pages]
+        )
+        self._keep = [tensor.untyped_storage() for tensor in keep]
+        self._launcher = launcher
+        self._device = keep[0].device
+        self._layers = {
+            span.first: torch.from_numpy(span.steps + span.pages.offset).to(self._device)
+            for span in self.spans
+        }
+
+    def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
+        """Copy the cut, which is not empty, to `out`: uint8, contiguous, same device, exactly as large."""
+        self._copy("gather", span, cut, out)
+
+    def put(self, span: Span, cut: Cut, src: torch.Tensor) -> None:
+        """Copy `src` (as `out` in take) to the cut."""
+        self._copy("scatter", span, cut, src)
+
+    def digest(self, buffer: torch.Tensor) -> Checksum:
+        """The fold of uint8 [n] on the layers' device, in one launch."""
+        total = torch.zeros(1, dtype=torch.int64, device=self._device)
+        words = -(-buffer.numel() // 8)
+        blocks = max(1, min(-(-words // (THREADS * LOADS)), self._launcher.most_blocks))
+        self._launch_digest(blocks, buffer.data_ptr(), buffer.numel(), total)
+        return Queued(total)
+
+    def warm_up(self) -> None:
+        """Compile and load every kernel, so that the first transfer does not wait for it."""
+        for way in ("gather", "scatter"):
+            for width in WIDTHS:
+                # No rows: nothing is read or written.
+                self._launcher.launch(f"p2pkv_{way}_{width}", 1, (1, 1), [0, 0, 0, 0] + [1] * 11)
+        self._launch_digest(1, 0, 0, torch.zeros(1, dtype=torch.int64, device=self._device))
+
+    def _launch_digest(self, blocks: int, address: int, nbytes: int, total: torch.Tensor) -> None:
+        # Whole warps, also for nothing: one of them adds up what its threads have found.
+        self._launcher.launch("p2pkv_digest", blocks, (THREADS, 1), (address, nbytes, total.data_ptr()))
+
+    def _copy(self, way: str, span: Span, cut: Cut, dense: torch.Tensor) -> None:
+        pages, table = span.pages, self._upload(cut.table)
+        beside, run = shape_of(span, cut)
+        units = cut.units[1] - cut.units[0]
+        rows = (cut.layers[1] - cut.layers[0]) * units * beside
+        assert rows < MOST_ROWS, "no staging holds so many rows"
+        width = width_of(span, cut, dense.data_ptr())
+        lanes = lanes_for(run // width)
+        high = THREADS // lanes
+        layers = self._layers[span.first]
+        args = (
+            dense.data_ptr(),
+            layers.data_ptr() + (cut.layers[0] - span.first) * layers.element_size(),
+            table.data_ptr(),
+            rows,
+            units,
+            beside,
+            cut.units[0] % pages.block_units,
+            pages.block_units,
+            pages.units,
+            pages.ratio,
+            pages.block_stride,
+            pages.unit_stride,
+            pages.head_stride,
+            cut.heads[0] * pages.head_stride,
+            run // width,
+        )
+        blocks = min(-(-rows // high), self._launcher.most_blocks)
+        self._launcher.launch(f"p2pkv_{way}_{width}", blocks, (lanes, high), args)
+
+    def _upload(self, table: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:
+        """On the device before any kernel queued later: the copy is queued on the same stream."""
+        return torch.from_numpy(table.astype(np.int32)).to(self._device, non_blocking=True)
+
+
+def shape_of(span: Span, cut: Cut) -> tuple[int, int]:
+    """Runs of one unit, and the bytes of a run: the heads of a unit are one run if they touch."""
+    heads = cut.heads[1] - cut.heads[0]
+    if heads == 1 or span.pages.head_stride == cut.row_bytes:
+        return 1, heads * cut.row_bytes
+    return heads, cut.row_bytes
+
+
+def width_of(span: Span, cut: Cut, dense: int) -> int:
+    """The widest access, in bytes, that every run of the cut and of `dense` (an address) is aligned to."""
+    pages, (beside, run) = span.pages, shape_of(span, cut)
+    first = pages.offset + int(span.steps[0]) + cut.heads[0] * pages.head_stride
+    common = gcd(dense, run, first, span.grain, pages.block_stride, pages.unit_stride)
+    if beside > 1:
+        common = gcd(common, pages.head_stride)
+    return gcd(common, WIDTHS[0])
+
+
+def lanes_for(elements: int) -> int:
+    """Threads, a power of two, that share a run of so many accesses."""
+    lanes = 1
+    while lanes < MOST_LANES and lanes < elements and (lanes < FULL_LINE or lanes * LOADS < elements):
+        lanes *= 2
+    return lanes
+
+
+# CuPy as the launcher of the kernels. It is imported only where a CUDA cache is made.
+
+
+class _Borrowed:
+    """A stream of somebody else, by the protocol that CUDA's Python packages share."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
+class CupyLauncher:
+    """Launches on torch's current stream of one CUDA device; all kernels are compiled when it is made.
+
+    Raises ImportError without CuPy, and what CuPy raises where it cannot compile.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        import cupy
+
+        self._cupy = cupy
+        self._index = device.index if device.index is not None else torch.cuda.current_device()
+        module = cupy.RawModule(code=kernel_source())
+        with cupy.cuda.Device(self._index):
+            self._functions = {name: module.get_function(name) for name in kernel_names()}
+        self._streams: dict[int, Any] = {}
+        count = torch.cuda.get_device_properties(self._index).multi_processor_count
+        self.most_blocks = BLOCKS_PER_PROCESSOR * count
+
+    def launch(self, name: str, blocks: int, threads: tuple[int, int], args: Sequence[int]) -> None:
+        """Queue one kernel."""
+        with self._cupy.cuda.Device(self._index), self._stream():
+            self._functions[name]((blocks,), threads, tuple(map(np.int64, args)))
+
+    def _stream(self) -> Any:
+        """Torch's current stream, as CuPy knows it."""
+        pointer = torch.cuda.current_stream(self._index).cuda_stream
+        if pointer not in self._streams:
+            cuda = self._cupy.cuda
+            # CuPy 14 has a new way to take a stream over, and warns of the old one.
+            new = getattr(cuda.Stream, "from_external", None)
+            self._streams[pointer] = new(_Borrowed(pointer)) if new else cuda.ExternalStream(pointer)
+        return self._streams[pointer]
+
+
+def cupy_launcher(device: torch.device) -> CupyLauncher | None:
+    """The launcher for this CUDA device, or None, with a line in the log, where CuPy cannot be used."""
+    try:
+        return CupyLauncher(device)
+    except ImportError as error:
+        reason, advice = f"CuPy cannot be imported ({error})", "install cupy-cuda12x or cupy-cuda13x"
+    except Exception as error:  # its compiler or CUDA's headers are missing, its cache cannot be written, ...
+        reason = f"CuPy cannot compile p2pkv's kernels ({type(error).__name__}: {error})"
+        advice = (
+            "install NVRTC and the CUDA runtime's headers beside CuPy, or set CUPY_CACHE_DIR to a folder "
+            "that can be written"
+        )
+    log.warning(
+        "%s: KV is gathered and scattered by torch's index kernels, which are slower; %s", reason, advice
+    )
+    return None

@@ -1,0 +1,223 @@
+"""Address arithmetic: which stretches of memory make up a rectangle of KV, in the wire's order.
+
+A rectangle on the wire is [layer, unit, head, row_bytes]. Its memory is described as rows of one size,
+`atom`, on a regular grid. So a gather is one "take these rows" and a scatter one "put these rows", whatever
+the layout. The atom is as large as the layout, the heads and the token range allow: a whole block where
+heads lie inside tokens and all are wanted, one (token, head) where not.
+
+Everything is in bytes unless it says units or blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Index = NDArray[np.int64]
+Bounds = tuple[int, int]
+"""Start and stop, half-open."""
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """Where the rows of one layer lie: byte offsets into its storage.
+
+    The row of (kernel block k, unit u in it, head h) starts at
+    `offset + k * block_stride + u * unit_stride + h * head_stride`.
+
+    Attributes:
+        storage: address of the storage; layers of one storage can be copied together.
+        group: which block table is this layer's.
+        blocks: logical blocks in the layer.
+        ratio: kernel blocks in a logical block; block b is kernel blocks [b * ratio, (b + 1) * ratio).
+            Where a logical block's units are evenly spaced, it is described as one kernel block.
+        units: units in a kernel block.
+    """
+
+    storage: int
+    group: int
+    blocks: int
+    ratio: int
+    units: int
+    block_stride: int
+    unit_stride: int
+    head_stride: int
+    offset: int
+
+    def lies_like(self, other: LayerPages) -> bool:
+        """Whether the two differ in nothing but their offset."""
+        return replace(self, offset=0) == replace(other, offset=0)
+
+    @property
+    def block_units(self) -> int:
+        """Units in a logical block."""
+        return self.ratio * self.units
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """Consecutive layers [first, stop) that differ in nothing but their offset.
+
+    Attributes:
+        pages: the first layer's.
+        steps: int64 [stop - first], each layer's offset from the first one's.
+        grain: the greatest common divisor of `steps`, 0 for a single layer.
+    """
+
+    first: int
+    stop: int
+    pages: LayerPages
+    steps: Index
+    grain: int
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """The part of a rectangle that lies in one span.
+
+    Attributes:
+        layers: counted as the cache counts them.
+        units, heads: half-open intervals.
+        row_bytes: bytes of a row.
+        table: logical block ids, int64; entry 0 is the block of the first unit.
+    """
+
+    layers: Bounds
+    units: Bounds
+    heads: Bounds
+    row_bytes: int
+    table: Index
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of a flat storage: number i is bytes [base + i * atom, base + (i + 1) * atom).
+
+    `index` is int64 [rows], in the wire's order.
+    """
+
+    atom: int
+    base: int
+    index: Index
+
+
+# From a tensor of vLLM.
+
+
+def check_layer(number: int, tensor: torch.Tensor, first: torch.Tensor, block_size: int, paged: bool) -> None:
+    """Raises ValueError unless layer `number` can be addressed and is like the first one."""
+    if tensor.dim() != 4:
+        raise ValueError(
+            f"KV layer {number} has shape {list(tensor.shape)}; expected [blocks, heads, tokens, content]"
+        )
+    blocks, heads, tokens, content = tensor.shape
+    if min(tensor.shape) < 1 or block_size % tokens or blocks % (block_size // tokens):
+        raise ValueError(
+            f"KV layer {number} has {blocks} kernel blocks of {tokens} tokens, which do not make up "
+            f"whole blocks of {block_size} tokens"
+        )
+    if (heads, content, tensor.dtype) != (first.shape[1], first.shape[3], first.dtype):
+        raise ValueError(
+            f"KV layer {number} has {heads} heads of {content} x {tensor.dtype}, layer 0 has "
+            f"{first.shape[1]} of {first.shape[3]} x {first.dtype}; models whose layers differ are "
+            f"not supported yet"
+        )
+    if tensor.device != first.device:
+        raise ValueError(
+            f"KV layer {number} is on {tensor.device}, layer 0 on {first.device}; expected one device"
+        )
+    if content > 1 and tensor.stride(3) != 1:
+        raise ValueError(
+            f"KV layer {number} has strides {list(tensor.stride())}; its content must lie together"
+        )
+    if paged and tokens > 1 and tensor.stride(2) != content:
+        raise ValueError(
+            f"KV layer {number} has strides {list(tensor.stride())}; with a page codec the tokens of a "
+            f"(block, head) must lie together (a head-major layout)"
+        )
+    if paged and tokens != first.shape[2]:
+        raise ValueError(
+            f"KV layer {number} packs {tokens} tokens in a page, layer 0 packs {first.shape[2]}; "
+            f"models whose layers differ are not supported yet"
+        )
+
+
+def pages_of(tensor: torch.Tensor, group: int, block_size: int, paged: bool) -> LayerPages:
+    """Where the rows of a layer lie that `check_layer` has accepted."""
+    size = tensor.element_size()
+    blocks, _, tokens, _ = tensor.shape
+    block_stride, head_stride, token_stride, _ = (stride * size for stride in tensor.stride())
+    units, ratio = 1 if paged else tokens, block_size // tokens
+    # With one unit in a kernel block, the next unit is the next kernel block.
+    unit_stride = block_stride if units == 1 else token_stride
+    if block_stride == units * unit_stride:
+        units, block_stride, ratio = units * ratio, block_stride * ratio, 1
+    return LayerPages(
+        storage=tensor.untyped_storage().data_ptr(),
+        group=group,
+        blocks=blocks * tokens // block_size,
+        ratio=ratio,
+        units=units,
+        block_stride=block_stride,
+        unit_stride=unit_stride,
+        head_stride=head_stride,
+        offset=int(tensor.storage_offset()) * size,
+    )
+
+
+# From a rectangle to rows.
+
+
+def spans_of(layers: Sequence[LayerPages]) -> list[Span]:
+    """Cut layers into the longest spans, in order."""
+    spans: list[Span] = []
+    first = 0
+    for stop in range(1, len(layers) + 1):
+        if stop == len(layers) or not layers[stop].lies_like(layers[first]):
+            steps = np.array([layer.offset - layers[first].offset for layer in layers[first:stop]], np.int64)
+            spans.append(Span(first, stop, layers[first], steps, int(np.gcd.reduce(steps))))
+            first = stop
+    return spans
+
+
+def locate(span: Span, cut: Cut) -> Rows:
+    """The rows of a cut that is not empty."""
+    layers, units, heads, row_bytes, table = cut.layers, cut.units, cut.heads, cut.row_bytes, cut.table
+    pages = span.pages
+    beside = heads[1] - heads[0]
+    joined = beside == 1 or pages.head_stride == row_bytes
+    run = beside * row_bytes if joined else row_bytes
+    stride = 1
+    if joined and run == pages.unit_stride:
+        stride = gcd(units[0], units[1], pages.units)
+        run *= stride
+    atom = gcd(run, pages.block_stride, stride * pages.unit_stride, span.grain)
+    if not joined:
+        atom = gcd(atom, pages.head_stride)
+
+    first = pages.offset + int(span.steps[layers[0] - span.first]) + heads[0] * pages.head_stride
+    lift = span.steps[layers[0] - span.first : layers[1] - span.first] - span.steps[layers[0] - span.first]
+    index = (lift // atom + first // atom)[:, None] + _unit_rows(pages, units, stride, atom, table)
+    if not joined:
+        index = index[..., None] + np.arange(beside) * (pages.head_stride // atom)
+    if run > atom:
+        index = index[..., None] + np.arange(run // atom)
+    return Rows(atom, first % atom, index.reshape(-1))
+
+
+def _unit_rows(pages: LayerPages, units: Bounds, stride: int, atom: int, table: Index) -> Index:
+    """Row numbers of every `stride`-th unit from the layer's start, int64 [ceil(units / stride)]."""
+    whole = pages.block_units
+    if stride == whole:
+        return table * (pages.block_stride // atom)
+    unit = np.arange(units[0] % whole, units[1] - units[0] + units[0] % whole, stride)
+    block, inside = np.divmod(unit, whole)
+    kernel, rest = np.divmod(inside, pages.units)
+    kernel += table[block] * pages.ratio
+    result: Index = kernel * (pages.block_stride // atom) + rest * pages.unit_stride // atom
+    return result

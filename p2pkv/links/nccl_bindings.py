@@ -1,0 +1,318 @@
+"""NCCL as p2pkv uses it: a dozen calls that take raw integers, and the two Python bindings that make them.
+
+One owner thread per device makes these calls, except those that may block. `init` and the first message
+wait for as long as the peer is absent, and `abort` may wait for ever. They run on helper threads, and never
+while another thread is inside a call to the same communicator.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import itertools
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+SUCCESS, IN_PROGRESS = 0, 7
+"""The two results that are no errors, numbered as NCCL does."""
+
+UNIQUE_ID_BYTES = 128
+UINT8 = 1
+"""NCCL's number for the type uint8, which every binding takes as it is."""
+
+CHANNEL_VARIABLES = ("NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS")
+
+MOST_CTAS = 32
+"""NCCL's own bound on a communicator's channels."""
+
+NEEDED = (
+    "Config", "NCCLError", "UniqueId", "comm_abort", "comm_destroy", "comm_get_async_error",
+    "comm_init_rank_config", "get_unique_id", "get_version", "recv", "send",
+)  # fmt: skip
+
+
+class NcclError(Exception):
+    """NCCL refused a call; the message names the call and the reason, `status` is NCCL's number."""
+
+    def __init__(self, call: str, status: int, reason: str) -> None:
+        super().__init__(f"NCCL's {call} failed with result {status}: {reason}")
+        self.status = status
+
+
+class NcclMissing(Exception):
+    """NCCL cannot be used here; the message is a sentence that says why and what to do."""
+
+
+class Nccl(ABC):
+    """NCCL through one binding. Pointers, streams and communicators are integers.
+
+    Attributes:
+        binding: name and version of the Python package, for people.
+        blocking: True if `init` returns a communicator that is complete, and `send` and `recv` return
+            when NCCL has launched them. False if they return at once and `async_error` says
+            IN_PROGRESS until that is so; until then nothing else may be asked of that communicator.
+    """
+
+    binding: str
+    blocking: bool
+
+    @abstractmethod
+    def version(self) -> int:
+        """The loaded library's number, 23203 for 2.32.3."""
+
+    @abstractmethod
+    def unique_id(self) -> bytes:
+        """A new name for a communicator, bytes [128]; this process listens until all ranks have met."""
+
+    @abstractmethod
+    def init(self, ranks: int, unique_id: bytes, rank: int) -> int:
+        """Join the communicator of that name on the calling thread's current device. Raises NcclError."""
+
+    @abstractmethod
+    def send(self, ptr: int, nbytes: int, peer: int, comm: int, stream: int) -> None:
+        """Queue a send of device memory on a CUDA stream. Raises NcclError."""
+
+    @abstractmethod
+    def recv(self, ptr: int, nbytes: int, peer: int, comm: int, stream: int) -> None:
+        """Queue a receive into device memory on a CUDA stream. Raises NcclError."""
+
+    @abstractmethod
+    def async_error(self, comm: int) -> int:
+        """SUCCESS, IN_PROGRESS, or the number of an error that the communicator met since."""
+
+    @abstractmethod
+    def abort(self, comm: int) -> None:
+        """End the communicator and all that it has queued; its number means nothing afterwards."""
+
+    @abstractmethod
+    def destroy(self, comm: int) -> None:
+        """End a communicator of which nothing is under way. It may wait for the peer, so links abort."""
+
+    def describe(self) -> str:
+        """Version, binding and library in one phrase."""
+        return f"NCCL {version_name(self.version())} through {self.binding} ({', '.join(library_paths())})"
+
+
+def version_name(number: int) -> str:
+    """`2.32.3` for 23203."""
+    return f"{number // 10000}.{number % 10000 // 100}.{number % 100}"
+
+
+def library_paths() -> list[str]:
+    """Where the NCCL libraries lie that this process has loaded; more than one is worth a look."""
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    except OSError:
+        return ["path unknown: no /proc here"]
+    found = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "/libnccl.so" in line}
+    return sorted(found) or ["library linked in"]
+
+
+def load_nccl(channels: int = 8) -> Nccl:
+    """NCCL through nccl4py where that is installed, else through CuPy.
+
+    nccl4py comes first: it starts communicators without blocking, aborts them cleanly, and bounds
+    their channels one by one. `channels` is the most that a communicator may use.
+    Raises NcclMissing with what was wrong with each.
+    """
+    reasons: list[str] = []
+    for make in (make_nccl4py, make_cupy):
+        try:
+            return make(channels)
+        except NcclMissing as missing:
+            reasons.append(str(missing))
+    raise NcclMissing(
+        f"no binding to NCCL works here: {'; '.join(reasons)}. Install p2pkv with its extra cuda12 or "
+        "cuda13 (CuPy), and nccl4py beside it if you can"
+    )
+
+
+# nccl4py, NVIDIA's own binding: non-blocking, so that a communicator can always be aborted.
+# Only its low-level module is used: `nccl.core` would need cuda-bindings and its own buffer objects.
+
+
+def make_nccl4py(channels: int) -> Nccl4pyNccl:
+    """Load nccl4py. Raises NcclMissing with a sentence."""
+    try:
+        nccl = importlib.import_module("nccl.bindings.nccl")
+        version = importlib.metadata.version("nccl4py")
+    except Exception as error:  # its loader raises its own for a missing library
+        raise NcclMissing(f"nccl4py cannot be imported ({error})") from None
+    missing = [name for name in NEEDED if not hasattr(nccl, name)]
+    if missing:
+        raise NcclMissing(f"nccl4py {version} lacks {', '.join(missing)}; p2pkv is written for nccl4py 0.6")
+    try:
+        nccl.get_version()
+    except Exception as error:  # the library is loaded at the first call
+        raise NcclMissing(f"nccl4py {version} finds no NCCL library ({error})") from None
+    return Nccl4pyNccl(nccl, f"nccl4py {version}", channels)
+
+
+class Nccl4pyNccl(Nccl):
+    """The calls of `nccl.bindings.nccl`, nccl4py 0.6."""
+
+    blocking = False
+
+    def __init__(self, nccl: Any, binding: str, channels: int) -> None:
+        self.binding = binding
+        self._nccl = nccl
+        self._channels = min(channels, MOST_CTAS)
+        self._numbers = itertools.count(1)
+        self._comms: dict[int, Any] = {}
+
+    def version(self) -> int:
+        return int(self._nccl.get_version())
+
+    def unique_id(self) -> bytes:
+        return bytes(self._call("get_unique_id"))
+
+    def init(self, ranks: int, unique_id: bytes, rank: int) -> int:
+        """Begins it; the binding takes NCCL's "in progress" for success, here and in all calls."""
+        assert len(unique_id) == UNIQUE_ID_BYTES
+        config = self._nccl.Config()
+        config.blocking = 0
+        config.max_ctas = self._channels
+        name = self._nccl.UniqueId.from_buffer(unique_id)
+        comm = self._call("comm_init_rank_config", ranks, name, rank, config)
+        number = next(self._numbers)
+        self._comms[number] = comm
+        return number
+
+    def send(self, ptr: int, nbytes: int, peer: int, comm: int, stream: int) -> None:
+        self._call("send", ptr, nbytes, UINT8, peer, self._comms[comm], stream)
+
+    def recv(self, ptr: int, nbytes: int, peer: int, comm: int, stream: int) -> None:
+        self._call("recv", ptr, nbytes, UINT8, peer, self._comms[comm], stream)
+
+    def async_error(self, comm: int) -> int:
+        return int(self._call("comm_get_async_error", self._comms[comm]))
+
+    def abort(self, comm: int) -> None:
+        self._call("comm_abort", self._comms[comm])
+        del self._comms[comm]
+
+    def destroy(self, comm: int) -> None:
+        self._call("comm_destroy", self._comms[comm])
+        del self._comms[comm]
+
+    def _call(self, name: str, *arguments: object) -> Any:
+        call: Callable[..., Any] = getattr(self._nccl, name)
+        try:
+            return call(*arguments)
+        except self._nccl.NCCLError as error:
+            raise NcclError(name, int(error.status), str(error)) from None
+
+
+# CuPy, p2pkv's stated dependency on a GPU: complete, and blocking. It knows no non-blocking communicators.
+# It destroys one whose object is collected, which may wait for a dead peer: so objects are kept until an
+# abort has come back.
+
+
+def make_cupy(channels: int) -> CupyNccl:
+    """Load CuPy's binding. Raises NcclMissing with a sentence.
+
+    CuPy cannot give a communicator its number of channels, so the environment must, before NCCL is
+    first used in this process; what the user has set there stays.
+    """
+    try:
+        cupy = importlib.import_module("cupy")
+        nccl = importlib.import_module("cupy.cuda.nccl")
+    except Exception as error:  # CuPy raises its own for a missing CUDA library
+        raise NcclMissing(f"CuPy cannot be imported ({error})") from None
+    if not nccl.available:
+        raise NcclMissing(f"CuPy {cupy.__version__} finds no NCCL library; install nvidia-nccl-cu12 or -cu13")
+    _set_channels(channels)
+    return CupyNccl(nccl, f"CuPy {cupy.__version__}")
+
+
+class CupyNccl(Nccl):
+    """The calls of `cupy.cuda.nccl`, CuPy 13 or 14."""
+
+    blocking = True
+
+    def __init__(self, nccl: Any, binding: str) -> None:
+        self.binding = binding
+        self._nccl = nccl
+        self._numbers = itertools.count(1)
+        self._comms: dict[int, Any] = {}
+
+    def version(self) -> int:
+        return int(self._nccl.get_version())
+
+    def unique_id(self) -> bytes:
+        """CuPy 14 gives bytes, CuPy 13 a tuple of signed numbers."""
+        name = self._call("get_unique_id", self._nccl.get_unique_id)
+        return name if isinstance(name, bytes) else bytes(part & 0xFF for part in name)
+
+    def init(self, ranks: int, unique_id: bytes, rank: int) -> int:
+        assert len(unique_id) == UNIQUE_ID_BYTES
+        name: object = unique_id
+        if int(self.binding.split()[1].split(".")[0]) < 14:
+            name = tuple(part - 256 if part > 127 else part for part in unique_id)
+        comm = self._call("init", self._nccl.NcclCommunicator, ranks, name, rank)
+        number = next(self._numbers)
+        self._comms[number] = comm
+        return number
+
+    def send(self, ptr: int, nbytes: int, peer: int, comm: int, stream: int) -> None:
+        self._call("send", self._comms[comm].send, ptr, nbytes, UINT8, peer, stream)
+
+    def recv(self, ptr: int, nbytes: int, peer: int, comm: int, stream: int) -> None:
+        self._call("recv", self._comms[comm].recv, ptr, nbytes, UINT8, peer, stream)
+
+    def async_error(self, comm: int) -> int:
+        try:
+            self._call("async_error", self._comms[comm].check_async_error)
+        except NcclError as error:
+            return error.status
+        return SUCCESS
+
+    def abort(self, comm: int) -> None:
+        self._call("abort", self._comms[comm].abort)
+        del self._comms[comm]
+
+    def destroy(self, comm: int) -> None:
+        self._call("destroy", self._comms[comm].destroy)
+        del self._comms[comm]
+
+    def _call(self, name: str, call: Callable[..., Any], *arguments: object) -> Any:
+        try:
+            return call(*arguments)
+        except self._nccl.NcclError as error:
+            raise NcclError(name, int(error.status), str(error)) from None
+        except KeyError as error:  # CuPy has no name for this result
+            raise NcclError(name, int(error.args[0]), "a result that CuPy has no name for") from None
+
+
+def _set_channels(channels: int) -> None:
+    wanted = str(channels)
+    for variable in CHANNEL_VARIABLES:
+        os.environ.setdefault(variable, wanted)
+    different = {name: os.environ[name] for name in CHANNEL_VARIABLES if os.environ[name] != wanted}
+    if different:
+        logger.warning("nccl_num_channels is %s, but the environment's %s stays", wanted, different)
+    elif _nccl_in_use():
+        logger.warning(
+            "nccl_num_channels=%s may come too late: this process has used NCCL already, which reads its "
+            "environment once; set %s before vLLM starts, or install nccl4py",
+            wanted,
+            " and ".join(f"{name}={wanted}" for name in CHANNEL_VARIABLES),
+        )
+
+
+def _nccl_in_use() -> bool:
+    """Whether torch runs collectives over NCCL in this process: the usual other user.
+
+    vLLM names the backend in each worker; one that is alone has nobody to talk to, and uses none.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend())):
+        return False
+    return dist.get_world_size() > 1

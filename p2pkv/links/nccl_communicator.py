@@ -1,0 +1,207 @@
+"""NCCL's communicators: what all of a rank's links share, and one of them as it comes up.
+
+NCCL may wait for an absent peer in the calls that bring a communicator up, and in those that end one. The
+engine's thread must not wait with it, so these calls are made on helper threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from p2pkv.links.base import Guard, LinkError
+from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, Nccl, NcclError
+from p2pkv.links.nccl_device import Device, DevicePool, Mark, Stream
+
+logger = logging.getLogger(__name__)
+
+MOST_STUCK = 16
+FIRST_MESSAGE_BYTES = 64
+_PAUSE = 0.001
+
+
+# Threads for the calls that may never return.
+
+
+class Helpers:
+    """Runs work on threads of its own. One that outlives its time is left behind, counted, never joined.
+
+    Threads are daemons: a process ends with stuck ones in it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: dict[threading.Thread, float] = {}
+
+    def run(self, name: str, seconds: float, work: Callable[[], None]) -> None:
+        """Begin `work`; it counts as stuck once it has taken longer than `seconds`."""
+
+        def main() -> None:
+            try:
+                work()
+            except Exception:
+                logger.exception("an error in the helper thread %s", name)
+            finally:
+                with self._lock:
+                    late = time.monotonic() > self._running.pop(thread)
+                if late:
+                    logger.info("%s, which had been given up, has returned", name)
+
+        thread = threading.Thread(target=main, name=name, daemon=True)
+        with self._lock:
+            self._running[thread] = time.monotonic() + seconds
+        thread.start()
+
+    @property
+    def busy(self) -> int:
+        """Threads that have not returned."""
+        with self._lock:
+            return len(self._running)
+
+    @property
+    def stuck(self) -> int:
+        """Threads among them whose time is over."""
+        now = time.monotonic()
+        with self._lock:
+            return sum(1 for end in self._running.values() if now > end)
+
+    def join(self, seconds: float) -> None:
+        """Wait for all threads, `seconds` at most."""
+        end = time.monotonic() + seconds
+        with self._lock:
+            threads = list(self._running)
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+
+# What a rank's links share, and one communicator.
+
+
+@dataclass
+class Shared:
+    """What all NCCL links of one rank share. `owner` knows the one thread that may call them."""
+
+    nccl: Nccl
+    device: Device
+    pool: DevicePool
+    init_seconds: float
+    owner: Guard
+    most_busy: int
+    """Ends that may have operations under way at once."""
+    openings: Helpers = field(default_factory=Helpers)
+    aborts: Helpers = field(default_factory=Helpers)
+    busy: set[object] = field(default_factory=set)
+    """Ends that have operations under way."""
+
+    @property
+    def stuck(self) -> int:
+        """Calls to NCCL that have outlived their time, and their threads with them."""
+        return self.openings.stuck + self.aborts.stuck
+
+    def check(self) -> None:
+        """Raises LinkError if too many threads hang in NCCL to risk another one."""
+        if self.stuck >= MOST_STUCK:
+            raise LinkError(
+                f"{self.stuck} calls to NCCL never returned in this process, for peers that were absent or "
+                "died; restart it, and install nccl4py, whose calls can be given up"
+            )
+
+
+class _GivenUp(Exception):
+    """Nobody wants this communicator any more."""
+
+
+class Opening:
+    """Joins a communicator of two ranks and carries its first message, from P (rank 0) to D (rank 1).
+
+    The first message makes NCCL connect the two, which may wait for the peer as `init` does: so it
+    belongs here, and not in a request.
+    """
+
+    def __init__(self, shared: Shared, unique_id: bytes, rank: int, stream: Stream) -> None:
+        self._shared = shared
+        self._unique_id = unique_id
+        self._rank = rank
+        self._stream = stream
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+        self._given_up = threading.Event()
+        self._reason = ""
+        self._comm: int | None = None
+        shared.openings.run(f"p2pkv-nccl-init-{'PD'[rank]}", shared.init_seconds, self._main)
+
+    def comm(self) -> int | None:
+        """The communicator once it is up, else None. Raises LinkError if it failed or took too long."""
+        if self._comm is not None:
+            return self._comm
+        if self._reason:
+            raise LinkError(self._reason)
+        seconds = self._shared.init_seconds
+        if time.monotonic() - self._began > seconds:
+            raise LinkError(f"NCCL did not come up in {seconds:g} s: the peer is absent or out of reach")
+        return None
+
+    def give_up(self) -> int | None:
+        """Stop waiting. Returns the communicator if it is up, and the caller aborts it.
+
+        If it is not up, returns None, and the helper thread aborts it as soon as NCCL lets it.
+        """
+        with self._lock:
+            self._given_up.set()
+            return self._comm
+
+    def _main(self) -> None:
+        comm = None
+        try:
+            self._shared.device.enter()
+            free = self._shared.device.free_bytes()
+            comm = self._shared.nccl.init(2, self._unique_id, self._rank)
+            self._settle(comm)
+            self._say_something(comm)
+            logger.info(
+                "an NCCL communicator came up in %.2f s; the device has %.1f MiB less than before",
+                time.monotonic() - self._began,
+                (free - self._shared.device.free_bytes()) / (1 << 20),
+            )
+        except _GivenUp:
+            pass
+        except (NcclError, MemoryError, RuntimeError) as error:  # RuntimeError: the device's own
+            self._reason = str(error)
+        with self._lock:
+            if not self._reason and not self._given_up.is_set():
+                self._comm = comm
+                return
+        if comm is not None:
+            self._shared.nccl.abort(comm)
+        wait_out(self._stream.mark())
+        self._stream.close()
+
+    def _say_something(self, comm: int) -> None:
+        nccl = self._shared.nccl
+        self._buffer = self._shared.device.memory(FIRST_MESSAGE_BYTES)  # it must outlive an abort
+        call, peer = (nccl.send, 1) if self._rank == 0 else (nccl.recv, 0)
+        call(self._buffer.data_ptr(), FIRST_MESSAGE_BYTES, peer, comm, self._stream.number)
+        self._settle(comm)
+        mark = self._stream.mark()
+        while not mark.ready():
+            self._pause()
+            self._settle(comm)
+
+    def _settle(self, comm: int) -> None:
+        while (state := self._shared.nccl.async_error(comm)) == IN_PROGRESS:
+            self._pause()
+        if state != SUCCESS:
+            raise NcclError("init", state, "the communicator has met an error; NCCL_DEBUG=INFO shows more")
+
+    def _pause(self) -> None:
+        if self._given_up.wait(_PAUSE):
+            raise _GivenUp
+
+
+def wait_out(mark: Mark) -> None:
+    """Wait, on a helper thread, until the device has passed `mark`; for ever if it never does."""
+    while not mark.ready():
+        time.sleep(_PAUSE)

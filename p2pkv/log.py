@@ -1,0 +1,69 @@
+"""Logging at a bounded rate, so that neither strangers nor a fault that lasts can fill the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable
+
+BURST, SECONDS = 20, 10.0
+"""What a Throttle lets through: so many lines from one place in the code, in so many seconds."""
+
+
+class RateLimit:
+    """Admits `burst` events of a kind in a window of `seconds`.
+
+    The first event opens the window; the first one after its end opens the next. Several threads may use it,
+    and may then be admitted an event more or less.
+
+    Args:
+        clock: in seconds; for those who do not say `now`.
+    """
+
+    def __init__(
+        self, burst: int = 1, *, seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._burst = burst
+        self._seconds = seconds
+        self._clock = clock
+        self._windows: dict[Hashable, tuple[float, int]] = {}
+        """By kind: when its window was opened, and the events since."""
+
+    def admits(self, kind: Hashable = None, now: float | None = None) -> bool:
+        """Count one event of this kind; whether it is one of the `burst` that are admitted."""
+        return self.count(kind, now)[0]
+
+    def count(self, kind: Hashable = None, now: float | None = None) -> tuple[bool, int]:
+        """The same; and how many were not admitted in the window before, if this event opens one, else 0."""
+        now = self._clock() if now is None else now
+        since, count = self._windows.get(kind, (now, 0))
+        left_out = 0
+        if now - since >= self._seconds:
+            left_out, since, count = max(0, count - self._burst), now, 0
+        self._windows[kind] = since, count + 1
+        return count < self._burst, left_out
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._windows.clear()
+
+
+class Throttle(logging.Filter):
+    """Lets `burst` lines of each place through in `seconds`; the next one says how many were left out."""
+
+    def __init__(
+        self, burst: int = BURST, seconds: float = SECONDS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__()
+        self._limit = RateLimit(burst, seconds=seconds, clock=clock)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        admitted, left_out = self._limit.count((record.pathname, record.lineno))
+        if left_out:
+            record.msg = f"{record.getMessage()} ({left_out} more lines of this kind were left out)"
+            record.args = ()
+        return admitted
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._limit.forget()

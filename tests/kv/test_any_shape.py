@@ -1,0 +1,199 @@
+"""A prompt's KV from any engine to any other: plan, chunks, gather and scatter are the real ones.
+
+P's and D's parallelism, block sizes, layouts and packings are drawn by themselves. What every rank of D
+holds in the end is compared with a slice of one global tensor.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kv_support import LAYOUTS, TOKENS_TOGETHER
+from shapes_support import BITS, Elements, Held, Side
+
+from p2pkv.kv import DENSE
+from p2pkv.kv.cache import seen_as
+from p2pkv.plan import Edge, Plan, make_plan
+from p2pkv.protocol.handshake import Assignment, wire_between
+from p2pkv.protocol.messages import Piece
+from p2pkv.protocol.pieces import Coverage, Cutter, Window
+from p2pkv.sharding import Shape
+
+CODECS = ["dense", "page:vec", "page:vec16", "page:amx"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """D wants [start, stop) of a prompt of `tokens`; P computes it in `steps`: (tokens, layers that far)."""
+
+    prefill: Side
+    decode: Side
+    tokens: int
+    start: int
+    stop: int
+    steps: tuple[tuple[int, int], ...]
+    chunk: int
+    seed: int
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    kv_heads, layers = draw(st.sampled_from([1, 2, 3, 4, 6, 8])), draw(st.integers(1, 5))
+    codecs = draw(st.tuples(st.sampled_from(CODECS), st.sampled_from(CODECS)))
+    amx = "page:amx" in codecs
+    content = 64 if amx else draw(st.sampled_from([2, 4, 6]))
+    kinds = [torch.bfloat16, torch.float16, torch.float32]
+    if codecs == ("dense", "dense"):
+        kinds.append(torch.float8_e4m3fn)
+    dtype = torch.bfloat16 if amx else draw(st.sampled_from(kinds))
+    prefill, decode = (draw(sides(kv_heads, layers, codec, content, dtype)) for codec in codecs)
+    tokens = draw(st.integers(1, 2 * max(prefill.block, decode.block) + 3))
+    start = draw(st.integers(0, (tokens - 1) // decode.block)) * decode.block
+    stop = max(start + 1, tokens - draw(st.sampled_from([0, 1, 1, 2])))
+    ends = sorted(draw(st.lists(st.integers(1, tokens), max_size=2)))
+    steps = tuple((end, draw(st.integers(1, layers))) for end in ends)
+    row = content * dtype.itemsize
+    chunk = draw(st.sampled_from([40 * row, 200 * row, 1 << 20]))
+    return Case(
+        prefill, decode, tokens, start, stop, (*steps, (tokens, layers)), chunk, draw(st.integers(0, 99))
+    )
+
+
+@st.composite
+def sides(draw: st.DrawFn, kv_heads: int, layers: int, codec: str, content: int, dtype: torch.dtype) -> Side:
+    fits = [tp for tp in range(1, 9) if kv_heads % tp == 0 or tp % kv_heads == 0]
+    cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=2))) if layers > 1 else []
+    stages = tuple(stop - start for start, stop in zip([0, *cuts], [*cuts, layers], strict=True))
+    ratio = draw(st.sampled_from([1, 1, 2, 3]))
+    kernel = draw(st.sampled_from([32, 32, 64]) if codec == "page:amx" else st.integers(1, 9))
+    layout = draw(st.sampled_from(sorted(LAYOUTS) if codec == DENSE else TOKENS_TOGETHER))
+    shape = Shape(stages, kv_heads, draw(st.sampled_from(fits)))
+    return Side(shape, kernel * ratio, ratio, layout, codec, content, dtype)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One piece on its way."""
+
+    debt: Assignment
+    piece: Piece
+    data: torch.Tensor
+
+
+def push(case: Case, plan: Plan, ranks: list[Held], truth: Elements) -> tuple[list[Sent], dict[Edge, int]]:
+    """P computes step by step, and cuts and gathers what is ready; also the bytes of each edge."""
+    wire = wire_between(case.prefill.cache, case.decode.cache)
+    assert wire is not None
+    debts = [Assignment(edge, wire) for edge in plan.edges]
+    windows = [debt.window(case.start, case.stop) for debt in debts]
+    cutters, coverages = [Cutter(window) for window in windows], [Coverage(window) for window in windows]
+    done = [0] * sum(case.prefill.shape.layers)
+    out: list[Sent] = []
+    for stop, layers in case.steps:
+        for held in ranks:
+            forward(held, done, stop, layers, truth)
+        done[:layers] = [stop] * layers
+        for debt, cutter, coverage in zip(debts, cutters, coverages, strict=True):
+            ready = done[debt.edge.layers.start : debt.edge.layers.stop]
+            while pieces := cutter.cut(ready, case.chunk):
+                coverage.filled(coverage.reserve(pieces))
+                out += [Sent(debt, piece, gathered(ranks, debt, piece, cutter.window)) for piece in pieces]
+    assert not any(cutter.left for cutter in cutters) and not any(coverage.left for coverage in coverages)
+    return out, {debt.edge: window.nbytes for debt, window in zip(debts, windows, strict=True)}
+
+
+def forward(held: Held, done: list[int], stop: int, layers: int, truth: Elements) -> None:
+    mine, heads = held.side.layers_of(held.rank), held.side.heads_of(held.rank)
+    for layer in range(mine.start, min(mine.stop, layers)):
+        if done[layer] < stop:
+            cells = truth[layer : layer + 1, done[layer] : stop, heads]
+            held.compute(slice(layer - mine.start, layer - mine.start + 1), done[layer], stop, cells)
+
+
+def gathered(ranks: list[Held], debt: Assignment, piece: Piece, window: Window) -> torch.Tensor:
+    edge, held = debt.edge, ranks[debt.edge.source]
+    pages = seen_as(held.paged, debt.wire.codec)
+    shift = edge.source_layer - edge.layers.start
+    data = torch.empty(window.size(piece), dtype=torch.uint8)
+    heads = (edge.source_head, edge.source_head + len(edge.heads))
+    pages.gather(
+        data,
+        (piece.layer + shift, piece.layer_stop + shift),
+        (piece.start, piece.stop),
+        heads,
+        [held.table],
+    )
+    return data
+
+
+def scatter(held: Held, sent: Sent) -> None:
+    edge, piece = sent.debt.edge, sent.piece
+    shift = edge.target_layer - edge.layers.start
+    seen_as(held.paged, sent.debt.wire.codec).scatter(
+        sent.data,
+        (piece.layer + shift, piece.layer_stop + shift),
+        (piece.start, piece.stop),
+        (edge.target_head, edge.target_head + len(edge.heads)),
+        [held.table],
+    )
+
+
+@pytest.mark.slow
+@given(case=cases())
+@settings(deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow])
+def test_every_rank_of_d_holds_its_slice_of_what_p_computed(case: Case) -> None:
+    chance = np.random.default_rng(case.seed)
+    p, d = case.prefill, case.decode
+    sizes = (sum(p.shape.layers), case.tokens, p.shape.kv_heads, p.content)
+    truth = chance.integers(0, 1 << 16, sizes).astype(BITS[p.dtype])
+    plan = make_plan(p.shape, d.shape)
+    sources = [Held(p, rank, case.tokens, rank) for rank in range(p.shape.world)]
+    targets = [Held(d, rank, case.tokens, 100 + rank) for rank in range(d.shape.world)]
+    before = [held.dense() for held in targets]
+
+    sent, nbytes = push(case, plan, sources, truth)
+    random.Random(case.seed).shuffle(sent)
+    for one in sent:
+        scatter(targets[one.debt.edge.target], one)
+
+    whole = sent[0].debt.wire.unit
+    for held, expected in zip(targets, before, strict=True):
+        found, mine = held.dense(), truth[d.layers_of(held.rank), :, d.heads_of(held.rank)]
+        held.put(expected, slice(None), case.start, case.stop, mine[:, case.start : case.stop])
+        if end := -case.stop % whole:
+            # Whole pages travel with what P has beyond the tokens that were asked for.
+            beside = np.zeros((*mine.shape[:1], end, *mine.shape[2:]), mine.dtype)
+            for memory in (found, expected):
+                held.put(memory, slice(None), case.stop, case.stop + end, beside)
+        assert np.array_equal(found, expected), f"rank {held.rank} of D"
+    each_byte_once(case, whole, sent, nbytes)
+    evenly_spread(case, plan, nbytes)
+
+
+def each_byte_once(case: Case, unit: int, sent: list[Sent], nbytes: dict[Edge, int]) -> None:
+    d = case.decode
+    tokens = -(-case.stop // unit) * unit - case.start
+    layers = sum(d.shape.layers) * tokens * d.content * d.dtype.itemsize
+    # Every head once, or once for each rank where there are more ranks than heads.
+    assert sum(one.data.numel() for one in sent) == sum(nbytes.values())
+    assert sum(nbytes.values()) == layers * max(d.shape.kv_heads, d.shape.tp)
+
+
+def evenly_spread(case: Case, plan: Plan, nbytes: dict[Edge, int]) -> None:
+    """The busiest of the ranks that hold the same has at most one need, or one share's layer, too much."""
+    replicas: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(case.prefill.shape.world):
+        layers, heads = case.prefill.layers_of(rank), case.prefill.heads_of(rank)
+        replicas.setdefault((layers.start, layers.stop, heads.start, heads.stop), []).append(rank)
+    for ranks in replicas.values():
+        edges = [edge for rank in ranks for edge in plan.from_source(rank)]
+        loads = [sum(nbytes[edge] for edge in plan.from_source(rank)) for rank in ranks]
+        shared = len({edge.target for edge in edges}) < len(ranks)
+        unit = max(nbytes[edge] // (len(edge.layers) if shared else 1) for edge in edges)
+        assert max(loads) <= sum(loads) / len(ranks) + unit

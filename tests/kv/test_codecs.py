@@ -1,0 +1,120 @@
+"""Undoing CPU attention's packing, against vLLM's own operator where vLLM is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+from gil_support import lets_others_run
+
+from p2pkv.kv import cpu_codec
+from p2pkv.kv.codecs import UNDONE, pack, pack_into, unpack, unpack_into
+
+HAVE_VLLM = importlib.util.find_spec("vllm") is not None
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not HAVE_VLLM, reason="needs vLLM, whose packing operator is the reference")
+@pytest.mark.parametrize(
+    ("isa", "dtype", "tokens", "head_dim"),
+    [
+        ("vec", torch.float32, 32, 64),
+        ("vec", torch.bfloat16, 128, 128),
+        ("vec", torch.float16, 96, 32),
+        ("vec16", torch.float32, 48, 80),
+        ("vec16", torch.float16, 16, 64),
+        ("vec16", torch.bfloat16, 48, 80),
+        ("amx", torch.bfloat16, 32, 64),
+        ("amx", torch.bfloat16, 96, 128),
+        ("amx", torch.bfloat16, 128, 32),
+    ],
+)
+def test_pack_does_what_vllm_does_and_unpack_undoes_it(
+    isa: str, dtype: torch.dtype, tokens: int, head_dim: int
+) -> None:
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("this vLLM was not built for a CPU")
+    if isa == "amx" and not torch.cpu._is_amx_tile_supported():
+        pytest.skip("this CPU has no AMX, and vLLM's kernel for it does not run here")
+    blocks, heads = 3, 2
+    pages = torch.zeros(blocks, heads, tokens, 2 * head_dim, dtype=dtype)
+    keys, values = pages.view(blocks, heads, 2 * tokens, head_dim).chunk(2, dim=2)
+    new = torch.randn(2, blocks * tokens, heads, head_dim).to(dtype)
+    slots = torch.randperm(blocks * tokens)
+    ops.cpu_attn_reshape_and_cache(new[0], new[1], keys, values, slots, isa)
+
+    by_slot = torch.cat([new[0], new[1]], dim=2)[slots.argsort()]
+    dense = by_slot.view(blocks, tokens, heads, 2 * head_dim).transpose(1, 2)
+    for block in range(blocks):
+        assert torch.equal(unpack(pages[block], cpu_codec(isa), head_dim), dense[block])
+        assert torch.equal(pack(dense[block].contiguous(), cpu_codec(isa), head_dim), pages[block])
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not HAVE_VLLM, reason="needs vLLM, whose packing of pages is the reference")
+def test_unpack_undoes_pack_kv_cache_of_this_host() -> None:
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    if not current_platform.is_cpu():
+        pytest.skip("this vLLM was not built for a CPU")
+    tokens, head_dim = 32, 64
+    dense = torch.randn(4, 2, tokens, 2 * head_dim).to(torch.bfloat16)
+    packed = dense.clone()
+    current_platform.pack_kv_cache(packed, torch.tensor([1, 3]))
+    codec = cpu_codec(_get_attn_isa(torch.bfloat16, tokens, head_dim))
+    for block in (1, 3):
+        assert not torch.equal(packed[block], dense[block])
+        assert torch.equal(unpack(packed[block], codec, head_dim), dense[block])
+
+
+@pytest.mark.parametrize("codec", UNDONE)
+@pytest.mark.parametrize(("tokens", "head_dim"), [(32, 32), (96, 64), (32, 96)])
+def test_a_page_is_the_same_after_both_ways(codec: str, tokens: int, head_dim: int) -> None:
+    page = torch.arange(2 * tokens * 2 * head_dim).to(torch.int16).view(2, tokens, 2 * head_dim)
+    packed = pack(page, codec, head_dim)
+    assert not torch.equal(packed, page)
+    assert torch.equal(unpack(packed, codec, head_dim), page)
+    assert torch.equal(pack(unpack(page, codec, head_dim), codec, head_dim), page)
+
+
+def test_vec_by_hand() -> None:
+    """K is [head_dim, tokens], then V is [tokens, head_dim]."""
+    page = torch.tensor([0, 2, 1, 3, 10, 11, 12, 13]).view(1, 2, 4)
+    assert unpack(page, "page:vec", 2).tolist() == [[[0, 1, 10, 11], [2, 3, 12, 13]]]
+    assert unpack(page, "dense", 2).tolist() == page.tolist()
+    assert pack(unpack(page, "page:vec", 2), "page:vec", 2).tolist() == page.tolist()
+
+
+@pytest.mark.parametrize(
+    ("page", "codec", "sentence"),
+    [
+        (torch.zeros(1, 32, 60), "page:vec", r"shape \[1, 32, 60\]"),
+        (torch.zeros(2, 32, 64).transpose(0, 1), "page:vec", "is not contiguous"),
+        (torch.zeros(1, 32, 64), "page:amx", "2-byte elements"),
+        (torch.zeros(1, 16, 64, dtype=torch.bfloat16), "page:amx", "multiples of 32"),
+        (torch.zeros(1, 32, 64), "page:neon", "'page:neon' cannot be undone"),
+    ],
+)
+def test_pages_that_cannot_be_undone(page: torch.Tensor, codec: str, sentence: str) -> None:
+    for way in (pack, unpack):
+        with pytest.raises(ValueError, match=sentence):
+            way(page, codec, 32)
+
+
+def test_an_isa_is_a_name() -> None:
+    assert cpu_codec("amx") == "page:amx"
+    with pytest.raises(ValueError, match="'a b' is not the name"):
+        cpu_codec("a b")
+
+
+@pytest.mark.parametrize("codec", UNDONE)
+def test_the_gil_is_free_while_pages_are_packed_and_unpacked(codec: str) -> None:
+    dense, packed = np.zeros((64, 2, 128, 256), np.uint16), np.zeros((64, 2, 128 * 256), np.uint16)
+    assert lets_others_run(lambda: unpack_into(dense, packed, codec)), "unpacking held the GIL"
+    assert lets_others_run(lambda: pack_into(packed, dense, codec)), "packing held the GIL"

@@ -1,0 +1,144 @@
+"""Packed pages seen token by token: what is written, what is left alone, what is refused."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from p2pkv.kv import DENSE, PagedCache
+from p2pkv.kv import cache as module
+from p2pkv.kv.cache import DenseView, seen_as
+from p2pkv.kv.codecs import UNDONE, unpack
+
+LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 5, 2, 32, 64
+TABLE = [3, 0, 4]
+
+
+def noise(seed: int = 0) -> list[torch.Tensor]:
+    chance = torch.Generator().manual_seed(seed)
+    shape = (BLOCKS, HEADS, TOKENS, CONTENT)
+    return [torch.randint(-999, 999, shape, dtype=torch.int16, generator=chance) for _ in range(LAYERS)]
+
+
+def view(layers: list[torch.Tensor], codec: str) -> DenseView:
+    seen = seen_as(PagedCache.from_tensors(layers, block_size=TOKENS, codec=codec), DENSE)
+    assert isinstance(seen, DenseView)
+    return seen
+
+
+def by_token(layers: list[torch.Tensor], codec: str) -> torch.Tensor:
+    """All tokens of the request, [L, T, H, C], found page by page with `unpack`."""
+    pages = [[unpack(layer[block], codec, CONTENT // 2) for block in TABLE] for layer in layers]
+    return torch.stack([torch.cat(each, dim=1) for each in pages]).transpose(1, 2)
+
+
+@pytest.mark.parametrize("codec", UNDONE)
+@pytest.mark.parametrize("tokens", [(0, 96), (32, 64), (5, 6), (5, 32), (31, 33), (40, 90), (64, 96)])
+@pytest.mark.parametrize("batch", [1, 1 << 20])
+def test_tokens_come_out_and_go_in_and_their_neighbours_stay(
+    codec: str, tokens: tuple[int, int], batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BATCH_BYTES", batch)
+    p, d = noise(1), noise(2)
+    layers, heads = (1, 3), (1, 2)
+    wire = torch.zeros(view(p, codec).nbytes(2, *tokens, 1), dtype=torch.uint8)
+    expected = by_token(p, codec)[1:3, slice(*tokens), 1:2]
+    view(p, codec).gather(wire, layers, tokens, heads, [TABLE])
+    assert torch.equal(wire.view(torch.int16), expected.reshape(-1))
+
+    after = by_token(d, codec)
+    after[1:3, slice(*tokens), 1:2] = expected
+    others = [layer[[1, 2]].clone() for layer in d]
+    view(d, codec).scatter(wire, layers, tokens, heads, [TABLE])
+    assert torch.equal(by_token(d, codec), after)
+    assert all(torch.equal(layer[[1, 2]], other) for layer, other in zip(d, others, strict=True))
+
+
+@pytest.mark.parametrize("codec", UNDONE)
+def test_a_page_comes_in_pieces_of_any_size_in_any_order(codec: str) -> None:
+    """As from two ranks of P, one for each head."""
+    p, d = noise(1), noise(2)
+    cuts = [0, 1, 7, 30, 33, 64, 70, 96]
+    pieces = [(cut, head) for cut in pairwise(cuts) for head in range(HEADS)]
+    random.Random(7).shuffle(pieces)
+    for tokens, head in pieces:
+        wire = torch.zeros(view(p, codec).nbytes(LAYERS, *tokens, 1), dtype=torch.uint8)
+        view(p, codec).gather(wire, (0, LAYERS), tokens, (head, head + 1), [TABLE])
+        view(d, codec).scatter(wire, (0, LAYERS), tokens, (head, head + 1), [TABLE])
+    assert torch.equal(by_token(d, codec), by_token(p, codec))
+
+
+def test_a_buffer_need_not_lie_at_a_multiple_of_an_element() -> None:
+    p, d = noise(1), noise(2)
+    room = torch.zeros(view(p, "page:amx").nbytes(LAYERS, 3, 70, HEADS) + 1, dtype=torch.uint8)
+    view(p, "page:amx").gather(room[1:], (0, LAYERS), (3, 70), (0, HEADS), [TABLE])
+    view(d, "page:vec").scatter(room[1:], (0, LAYERS), (3, 70), (0, HEADS), [TABLE])
+    assert torch.equal(by_token(d, "page:vec")[:, 3:70], by_token(p, "page:amx")[:, 3:70])
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"layers": (0, 4)}, r"layers \[0, 4\) are not within"),
+        ({"heads": (1, 3)}, r"heads \[1, 3\) are not within"),
+        ({"tokens": (50, 40)}, r"tokens \[50, 40\) are not an interval"),
+        ({"tokens": (5, 97)}, "block table 0 has 3 blocks of 32 tokens; tokens up to 128 need 4"),
+        ({"blocks": [[3, 0, 5]]}, "block table 0 names block 5"),
+        ({"blocks": []}, "0 block tables given"),
+        ({"buffer": torch.zeros(7, dtype=torch.uint8)}, "needs a contiguous uint8 buffer of"),
+    ],
+)
+@pytest.mark.parametrize("what", ["gather", "scatter"])
+def test_what_is_refused_has_moved_nothing(
+    what: str, change: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BATCH_BYTES", 1)
+    layers = noise()
+    cache = view(layers, "page:vec")
+    fine = {"layers": (0, LAYERS), "tokens": (5, 90), "heads": (0, HEADS), "blocks": [TABLE]}
+    arguments = fine | {name: value for name, value in change.items() if name != "buffer"}
+    size = max(0, cache.nbytes(LAYERS, *arguments["tokens"], HEADS))  # type: ignore[arg-type]
+    buffer = change.get("buffer", torch.ones(size, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=sentence):
+        getattr(cache, what)(buffer, *arguments.values())
+    assert all(torch.equal(layer, old) for layer, old in zip(layers, noise(), strict=True))
+
+
+def test_nothing_is_moved_by_an_empty_rectangle() -> None:
+    layers = noise()
+    view(layers, "page:amx").scatter(torch.empty(0, dtype=torch.uint8), (0, 3), (5, 5), (0, 2), [[]])
+    assert all(torch.equal(layer, old) for layer, old in zip(layers, noise(), strict=True))
+
+
+def test_a_cache_travels_as_it_is_or_dense() -> None:
+    cache = PagedCache.from_tensors(noise(), block_size=TOKENS, codec="page:vec")
+    assert seen_as(cache, "page:vec") is cache
+    assert (seen_as(cache, DENSE).unit_tokens, seen_as(cache, DENSE).row_bytes) == (1, CONTENT * 2)
+    with pytest.raises(ValueError, match="as it is or dense, not as page:amx"):
+        seen_as(cache, "page:amx")
+
+
+@pytest.mark.parametrize(
+    ("codec", "content", "sentence"),
+    [
+        ("page:neon", CONTENT, "'page:neon' cannot be undone"),
+        ("page:vec", 3, "rows of 3 elements do not hold a K and a V"),
+        ("page:amx", 48, "multiples of 32"),
+    ],
+)
+def test_pages_that_cannot_be_seen_token_by_token(codec: str, content: int, sentence: str) -> None:
+    layer = torch.zeros(BLOCKS, HEADS, TOKENS, content, dtype=torch.int16)
+    with pytest.raises(ValueError, match=sentence):
+        seen_as(PagedCache.from_tensors([layer], block_size=TOKENS, codec=codec), DENSE)
+
+
+def test_pages_are_undone_on_a_cpu_only() -> None:
+    layer = torch.zeros(BLOCKS, HEADS, TOKENS, CONTENT, dtype=torch.int16)
+    cache = PagedCache.from_tensors([layer], block_size=TOKENS, codec="page:vec")
+    cache.device = torch.device("cuda")
+    with pytest.raises(ValueError, match="undone on a CPU only, not on cuda"):
+        seen_as(cache, DENSE)

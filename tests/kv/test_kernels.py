@@ -1,0 +1,91 @@
+"""The kernels' index arithmetic, run on a CPU, against rows found one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_support import NO_GCC, CpuLauncher, compiled
+from kv_draws import FromHypothesis
+from kv_support import check_exchange
+
+from p2pkv.kv import PagedCache
+from p2pkv.kv.copiers import LOADS, MOST_LANES, WIDTHS, lanes_for
+
+pytestmark = pytest.mark.skipif(bool(NO_GCC), reason=NO_GCC)
+
+BLOCK, HEADS, CONTENT = 16, 8, 256
+ROW = CONTENT * 2
+
+
+@pytest.fixture(scope="session")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> CpuLauncher:
+    return CpuLauncher(compiled(tmp_path_factory.mktemp("kernels")))
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=300)
+def test_a_rectangle_travels_between_any_two_layouts(data: st.DataObject, launcher: CpuLauncher) -> None:
+    with launcher.moving():
+        check_exchange(FromHypothesis(data), "cpu")
+    assert launcher.unaligned == 0
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("layout", ["LBNHC", "LBHNC", "BLNHC"])
+def test_all_layers_are_one_launch(layout: str, apart: bool, memory_type: Any, launcher: CpuLauncher) -> None:
+    """Also layers of storages of their own, as vLLM makes them on a GPU; each byte is moved once."""
+    memory = memory_type(layout, 4, 8, BLOCK, 1, HEADS, CONTENT, torch.bfloat16, "dense", 0, 0, (0,) * 4, 1)
+    layers = [layer.clone() if apart else layer for layer in memory.view(memory.flat).unbind(0)]
+    if layout != "LBHNC" and apart:
+        layers = [layer.transpose(1, 2).contiguous().transpose(1, 2) for layer in layers]
+    with launcher.moving():
+        cache = PagedCache.from_tensors(layers, block_size=BLOCK)
+    cut = (0, 4), (3, 61), (2, 7)
+    out = torch.zeros(cache.nbytes(4, *cut[1], 5), dtype=torch.uint8)
+    tables = memory.tables(64, seed=1)
+    launcher.launched.clear()
+    before = launcher.accesses
+    cache.gather(out, *cut, tables)
+    assert launcher.launched == ["p2pkv_gather_16"]
+    assert launcher.accesses - before == 2 * out.numel() // 16
+    assert torch.equal(out, torch.cat(list(memory.rows(memory.flat, *cut, tables))))
+
+
+@pytest.mark.parametrize(("shift", "width"), [(0, 16), (8, 8), (4, 4), (2, 2), (1, 1)])
+def test_the_widest_access_that_the_buffer_is_aligned_to(
+    shift: int, width: int, memory_type: Any, launcher: CpuLauncher
+) -> None:
+    memory = memory_type("LBNHC", 2, 8, BLOCK, 1, 2, 32, torch.int8, "dense", 0, 0, (0, 0), seed=1)
+    with launcher.moving():
+        cache = memory.cache(memory.flat)
+    tables, nbytes = memory.tables(64, seed=1), cache.nbytes(2, 0, 64, 2)
+    buffer = torch.zeros(nbytes + 64, dtype=torch.uint8)
+    shift += -buffer.data_ptr() % 16
+    launcher.launched.clear()
+    cache.gather(buffer[shift : shift + nbytes], (0, 2), (0, 64), (0, 2), tables)
+    cache.scatter(buffer[shift : shift + nbytes], (0, 2), (0, 64), (0, 2), tables)
+    assert launcher.launched == [f"p2pkv_gather_{width}", f"p2pkv_scatter_{width}"]
+
+
+def test_a_warm_up_loads_every_kernel_and_moves_nothing(memory_type: Any, launcher: CpuLauncher) -> None:
+    memory = memory_type("LBNHC", 2, 8, BLOCK, 1, 2, 32, torch.int8, "dense", 0, 0, (0, 0), seed=1)
+    with launcher.moving():
+        cache = memory.cache(memory.flat.clone())
+    launcher.launched.clear()
+    before = launcher.accesses
+    cache.warm_up()
+    names = {f"p2pkv_{way}_{width}" for way in ("gather", "scatter") for width in WIDTHS}
+    assert set(launcher.launched) == {*names, "p2pkv_digest"}
+    assert launcher.accesses == before
+
+
+@pytest.mark.parametrize(
+    ("elements", "lanes"), [(1, 1), (2, 2), (5, 8), (8, 8), (32, 8), (64, 16), (72, 32), (256, 32)]
+)
+def test_lanes_fill_whole_lines_and_then_load_several_times(elements: int, lanes: int) -> None:
+    assert lanes_for(elements) == lanes
+    assert lanes == MOST_LANES or lanes <= 8 or lanes * LOADS >= elements

@@ -1,0 +1,97 @@
+"""What pages refuses, and that the sentence names what was wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from p2pkv.kv import PagedCache, cpu_codec
+
+BLOCKS, HEADS, TOKENS, CONTENT = 6, 2, 4, 8
+
+
+def a_layer(**other: int) -> torch.Tensor:
+    shape = {"blocks": BLOCKS, "heads": HEADS, "tokens": TOKENS, "content": CONTENT} | other
+    return torch.zeros(tuple(shape.values()))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "options", "sentence"),
+    [
+        ([], {}, "0 KV layers"),
+        ([a_layer()], {"groups": [0, 1]}, "1 KV layers and 2 group numbers"),
+        ([a_layer()], {"groups": [-1]}, "group number -1"),
+        ([a_layer()[0]], {}, r"shape \[2, 4, 8\]; expected \[blocks, heads, tokens, content\]"),
+        ([a_layer()], {"block_size": 6}, "6 kernel blocks of 4 tokens, .* whole blocks of 6 tokens"),
+        ([a_layer()], {"block_size": 16}, "6 kernel blocks of 4 tokens, .* whole blocks of 16 tokens"),
+        ([a_layer(), a_layer(heads=3)], {}, "layer 1 has 3 heads .* not supported yet"),
+        ([a_layer(), a_layer(content=4)], {}, "layer 1 has 2 heads of 4 x .* not supported yet"),
+        ([a_layer(), a_layer().int()], {}, "layer 1 has .*int32, layer 0 has .*float32"),
+        ([a_layer(), a_layer().to("meta")], {}, "layer 1 is on meta, layer 0 on cpu"),
+        ([a_layer(content=16)[..., ::2]], {}, "its content must lie together"),
+        ([a_layer().transpose(1, 2)], {"codec": "page:vec", "block_size": 2}, "head-major"),
+        (
+            [a_layer(), a_layer(tokens=2)],
+            {"codec": "page:vec"},
+            "layer 1 packs 2 tokens in a page, layer 0 packs 4",
+        ),
+        ([a_layer()], {"codec": "zip"}, "'zip' is not a codec"),
+    ],
+)
+def test_tensors_that_cannot_be_addressed(
+    tensors: list[torch.Tensor], options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        PagedCache.from_tensors(tensors, **({"block_size": TOKENS} | options))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"layers": (0, 3)}, r"layers \[0, 3\) are not within the cache's \[0, 2\)"),
+        ({"heads": (-1, 2)}, r"heads \[-1, 2\) are not within"),
+        ({"tokens": (5, 4)}, r"tokens \[5, 4\) are not an interval"),
+        ({"blocks": [[0, 5, 1], [2]]}, r"block table 1 has 1 blocks of 4 tokens; tokens up to 8 need 2"),
+        ({"blocks": [[0, 5, 1]]}, "1 block tables given, but layer 1 uses number 1"),
+        ({"blocks": [[0, 6], [1, 2]]}, "block table 0 names block 6; the cache has 6 blocks"),
+        ({"blocks": [[0, 1], [1, -1]]}, "block table 1 names block -1"),
+        ({"buffer": torch.zeros(8)}, "needs a contiguous uint8 buffer of"),
+        ({"buffer": torch.zeros(8, dtype=torch.uint8)}, r"needs .* \[1024\] on cpu, got torch.uint8 \[8\]"),
+        ({"buffer": torch.zeros(2048, dtype=torch.uint8)[::2]}, "needs a contiguous uint8 buffer of"),
+    ],
+)
+@pytest.mark.parametrize("what", ["gather", "scatter"])
+def test_rectangles_outside_the_cache(what: str, change: dict[str, Any], sentence: str) -> None:
+    layers = [a_layer(), a_layer()]
+    cache = PagedCache.from_tensors(layers, block_size=TOKENS, groups=[0, 1])
+    buffer = torch.ones(cache.nbytes(2, 0, 8, HEADS), dtype=torch.uint8)
+    fine: dict[str, Any] = {
+        "layers": (0, 2),
+        "tokens": (0, 8),
+        "heads": (0, HEADS),
+        "blocks": [[0, 5], [3, 1]],
+    }
+    arguments = {"out" if what == "gather" else "src": change.get("buffer", buffer)} | fine
+    arguments |= {name: value for name, value in change.items() if name != "buffer"}
+    with pytest.raises(ValueError, match=sentence):
+        getattr(cache, what)(**arguments)
+    assert not any(layer.any() for layer in layers), "a refused call has written"
+
+
+def test_a_page_codec_refuses_half_a_page() -> None:
+    cache = PagedCache.from_tensors([a_layer()], block_size=TOKENS, codec=cpu_codec("vec"))
+    assert (cache.unit_tokens, cache.row_bytes) == (TOKENS, TOKENS * CONTENT * 4)
+    assert cache.nbytes(1, 4, 9, 1) == 2 * cache.row_bytes
+    with pytest.raises(ValueError, match=r"start inside a page.*multiple of 4"):
+        cache.nbytes(1, 3, 8, 1)
+    with pytest.raises(ValueError, match="start inside a page"):
+        cache.gather(torch.empty(0, dtype=torch.uint8), (0, 1), (3, 8), (0, 1), [[0, 1]])
+
+
+def test_the_cache_says_what_it_is() -> None:
+    cache = PagedCache.from_tensors([a_layer(), a_layer()], block_size=2 * TOKENS, groups=[0, 1])
+    assert (cache.layers, cache.heads, cache.blocks, cache.block_size) == (2, HEADS, BLOCKS // 2, 2 * TOKENS)
+    assert (cache.unit_tokens, cache.row_bytes, cache.codec) == (1, CONTENT * 4, "dense")
+    assert (cache.groups, cache.device) == ((0, 1), torch.device("cpu"))

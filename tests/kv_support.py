@@ -1,0 +1,200 @@
+"""Random paged memory, and its reference: every row of a rectangle found by itself, the slow way."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from p2pkv.kv import PagedCache
+
+# The layouts vLLM knows, as orders of the logical axes [L, B, H, N, C], outermost first.
+LAYOUTS = {
+    "LBHNC": (0, 1, 2, 3, 4),
+    "LBNHC": (0, 1, 3, 2, 4),
+    "LHBNC": (0, 2, 1, 3, 4),
+    "BLHNC": (1, 0, 2, 3, 4),
+    "BLNHC": (1, 0, 3, 2, 4),
+    "BHLNC": (1, 2, 0, 3, 4),
+}
+TOKENS_TOGETHER = [name for name in LAYOUTS if name.endswith("NC")]
+
+Interval = tuple[int, int]
+
+POISON = 0xA5
+
+
+class Draws(Protocol):
+    """Where random choices come from: Hypothesis, or a seed where that is not installed."""
+
+    def integer(self, least: int, most: int) -> int: ...
+
+    def one_of(self, options: Sequence[Any]) -> Any: ...
+
+
+class Seeded:
+    """The choices of one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def integer(self, least: int, most: int) -> int:
+        return self._random.randint(least, most)
+
+    def one_of(self, options: Sequence[Any]) -> Any:
+        return self._random.choice(options)
+
+
+@dataclass
+class Memory:
+    """Registered layers made as views of one flat buffer full of random bytes, as vLLM makes them."""
+
+    layout: str
+    layers: int
+    blocks: int
+    block_size: int
+    ratio: int
+    heads: int
+    content: int
+    dtype: torch.dtype
+    codec: str
+    offset: int  # elements before the first page
+    padding: int  # elements after each page of the innermost of L and B
+    groups: tuple[int, ...]
+    seed: int
+    flat: torch.Tensor = field(init=False)
+    strides: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        strides, step = [0] * 5, 1
+        order = LAYOUTS[self.layout]
+        innermost = max(order.index(0), order.index(1))
+        for place in reversed(range(5)):
+            step += self.padding if place == innermost else 0
+            strides[order[place]] = step
+            step *= self.shape[order[place]]
+        size = torch.empty(0, dtype=self.dtype).element_size()
+        noise = torch.Generator().manual_seed(self.seed)
+        self.flat = torch.randint(0, 256, ((self.offset + step) * size,), dtype=torch.uint8, generator=noise)
+        self.strides = tuple(strides)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.layers, self.blocks * self.ratio, self.heads, self.kernel_tokens, self.content)
+
+    @property
+    def kernel_tokens(self) -> int:
+        return self.block_size // self.ratio
+
+    @property
+    def unit_tokens(self) -> int:
+        return 1 if self.codec == "dense" else self.kernel_tokens
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """[L, B, H, N, C] of a buffer like `flat`."""
+        return torch.as_strided(flat.view(self.dtype), self.shape, self.strides, self.offset)
+
+    def cache(self, flat: torch.Tensor) -> PagedCache:
+        return PagedCache.from_tensors(
+            self.view(flat).unbind(0), block_size=self.block_size, codec=self.codec, groups=self.groups
+        )
+
+    def tables(self, tokens: int, seed: int) -> list[list[int]]:
+        """Random block tables of a request of so many tokens, one for each group."""
+        order = torch.Generator().manual_seed(seed)
+        count = -(-tokens // self.block_size)
+        return [
+            torch.randperm(self.blocks, generator=order)[:count].tolist() for _ in range(max(self.groups) + 1)
+        ]
+
+    def rows(
+        self,
+        flat: torch.Tensor,
+        layers: tuple[int, int],
+        tokens: tuple[int, int],
+        heads: tuple[int, int],
+        tables: list[list[int]],
+    ) -> Iterator[torch.Tensor]:
+        """The bytes of each row of a rectangle, in the wire's order, as views of `flat`."""
+        for layer in range(*layers):
+            pages = self.view(flat)[layer]
+            for token in range(*tokens, self.unit_tokens):
+                block = tables[self.groups[layer]][token // self.block_size]
+                kernel = block * self.ratio + token % self.block_size // self.kernel_tokens
+                for head in range(*heads):
+                    page = pages[kernel, head].view(torch.uint8)
+                    yield page if self.codec != "dense" else page[token % self.kernel_tokens]
+
+
+def a_memory(draw: Draws, like: Memory | None = None) -> Memory:
+    """Any memory, or one that can exchange rows with `like`."""
+    codec = like.codec if like else draw.one_of(["dense", "dense", "page:vec"])
+    kernel = draw.integer(1, 6)
+    if like and codec != "dense":
+        kernel = like.unit_tokens
+    ratio = draw.integer(1, 3)
+    layers = draw.integer(1, 4)
+    paged = codec != "dense" and kernel > 1
+    return Memory(
+        layout=draw.one_of(TOKENS_TOGETHER if paged else sorted(LAYOUTS)),
+        layers=layers,
+        blocks=draw.integer(8, 11),
+        block_size=kernel * ratio,
+        ratio=ratio,
+        heads=draw.integer(1, 4),
+        content=like.content if like else draw.one_of([1, 2, 6, 16]),
+        dtype=like.dtype if like else draw.one_of([torch.int8, torch.bfloat16, torch.float32]),
+        codec=codec,
+        offset=draw.one_of([0, 0, 1, 7, 64]),
+        padding=draw.one_of([0, 0, 3, 16]),
+        groups=tuple(draw.integer(0, 1) for _ in range(layers)),
+        seed=draw.integer(0, 1 << 30),
+    )
+
+
+def an_interval(draw: Draws, size: int, length: int | None = None) -> Interval:
+    """A non-empty interval of [0, size), of a given length if there is one."""
+    if length is None:
+        length = draw.integer(1, size)
+    start = draw.integer(0, size - length)
+    return start, start + length
+
+
+def a_token_interval(draw: Draws, unit: int, most: int) -> Interval:
+    """Tokens that start at a unit and end anywhere in one."""
+    start, stop = an_interval(draw, most // unit)
+    return start * unit, stop * unit - draw.integer(0, unit - 1)
+
+
+def check_exchange(draw: Draws, device: str) -> None:
+    """One rectangle goes from P's random memory to D's, to another place in another layout."""
+    p = a_memory(draw)
+    d = a_memory(draw, like=p)
+    tokens = a_token_interval(draw, p.unit_tokens, 8 * min(p.block_size, d.block_size))
+    layers = draw.integer(1, min(p.layers, d.layers))
+    heads = draw.integer(1, min(p.heads, d.heads))
+    p_cut = an_interval(draw, p.layers, layers), tokens, an_interval(draw, p.heads, heads)
+    d_cut = an_interval(draw, d.layers, layers), tokens, an_interval(draw, d.heads, heads)
+    p_tables, d_tables = p.tables(tokens[1], seed=1), d.tables(tokens[1], seed=2)
+
+    sent = torch.cat([row.reshape(-1) for row in p.rows(p.flat, *p_cut, p_tables)])
+    expected = d.flat.clone()
+    targets = list(d.rows(expected, *d_cut, d_tables))
+    for row, target in zip(sent.split(targets[0].numel()), targets, strict=True):
+        target.copy_(row.view_as(target))
+
+    p_flat, d_flat = p.flat.clone().to(device), d.flat.clone().to(device)
+    p_cache, d_cache = p.cache(p_flat), d.cache(d_flat)
+    nbytes, before = p_cache.nbytes(layers, *tokens, heads), draw.one_of([0, 1, 2, 4, 8, 64])
+    around = torch.full((before + nbytes + 32,), POISON, dtype=torch.uint8, device=device)
+    wire = around[before : before + nbytes]
+    assert wire.numel() == sent.numel() == d_cache.nbytes(layers, *tokens, heads)
+    p_cache.gather(wire, *p_cut, p_tables)
+    d_cache.scatter(wire, *d_cut, d_tables)
+    assert torch.equal(wire.cpu(), sent)
+    assert (around[:before] == POISON).all() and (around[before + nbytes :] == POISON).all()
+    assert torch.equal(d_flat.cpu(), expected), "bytes are wrong, or bytes outside of the rectangle changed"
+    assert torch.equal(p_flat.cpu(), p.flat), "gather changed the source"

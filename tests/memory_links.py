@@ -1,0 +1,285 @@
+"""Links within one process, for tests. They keep NCCL's rules as strictly as NCCL may apply them.
+
+Data moves only inside `poll`, and only when both ends poll. Nothing tells one end that the other
+has aborted or died. Landings are checked, so a sender that obeys its grants out of order is found.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+
+import torch
+
+from p2pkv.links.base import Guard, Inbound, LinkError, LinkFactory, Outbound
+from p2pkv.links.staging import Slots, aligned
+
+_DEFAULT_STAGING = 1 << 30
+
+
+class _Wire:
+    """What the two ends share; every field is used under `lock`."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.accepted = False
+        self.completed = False
+        self.flying: deque[torch.Tensor] = deque()  # committed, not yet taken
+        self.taken = 0
+
+
+class MemoryNetwork:
+    """A pretend network: `rank()` for each rank, then invite, accept and complete as over a real one."""
+
+    def __init__(self) -> None:
+        self._names = itertools.count()
+        self._wires: dict[bytes, _Wire] = {}
+
+    def rank(self, staging_bytes: int = _DEFAULT_STAGING) -> MemoryLinks:
+        """The factory of one more rank, whose sends may hold `staging_bytes` on each link."""
+        return MemoryLinks(self, staging_bytes)
+
+    def open(self) -> bytes:
+        """The name of a new wire."""
+        name = b"memory/%d" % next(self._names)
+        self._wires[name] = _Wire()
+        return name
+
+    def wire(self, name: bytes) -> _Wire:
+        """The wire of that name. Raises LinkError if there is none."""
+        if name not in self._wires:
+            raise LinkError(f"no link {name!r} was invited on this network")
+        return self._wires[name]
+
+
+class MemoryLinks(LinkFactory):
+    """Makes memory links for one rank of a MemoryNetwork."""
+
+    kind = "memory"
+
+    def __init__(self, network: MemoryNetwork, staging_bytes: int) -> None:
+        self._network = network
+        self._staging_bytes = staging_bytes
+        self._ends: list[MemoryInbound | MemoryOutbound] = []
+        self._closed = False
+
+    def invite(self) -> bytes:
+        """The name of a new wire."""
+        self._check()
+        return self._network.open()
+
+    def accept(self, invitation: bytes, window: int) -> tuple[MemoryInbound, bytes]:
+        """D's end of the invited wire."""
+        self._check()
+        wire = self._network.wire(invitation)
+        if wire.accepted:
+            raise LinkError(f"invitation {invitation!r} was accepted before")
+        inbound = MemoryInbound(wire, window)
+        wire.accepted = True
+        self._ends.append(inbound)
+        return inbound, b"accept " + invitation
+
+    def complete(self, invitation: bytes, acceptance: bytes) -> MemoryOutbound:
+        """P's end of the accepted wire."""
+        self._check()
+        wire = self._network.wire(invitation)
+        if acceptance != b"accept " + invitation or not wire.accepted:
+            raise LinkError(f"{acceptance!r} does not answer invitation {invitation!r}")
+        outbound = MemoryOutbound(wire, self._staging_bytes)
+        wire.completed = True
+        self._ends.append(outbound)
+        return outbound
+
+    def die(self) -> None:
+        """From now on this rank's ends stand still, without a word to their peers or to their users."""
+        for end in self._ends:
+            end.dead = True
+
+    def close(self) -> None:
+        """Abort every link of this rank. Idempotent."""
+        self._closed = True
+        for end in self._ends:
+            end.close("its rank has closed")
+        self._ends.clear()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise LinkError("this rank's links are closed")
+
+
+class MemoryReceive:
+    """One posted receive."""
+
+    def __init__(self, link: MemoryInbound, sequence: int, offset: int, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self.landing = sequence
+        self.offset = offset
+        self.arrived = False
+        self.released = False
+        self._link = link
+
+    def done(self) -> bool:
+        """Whether all bytes have arrived."""
+        self._link.guard.check()
+        return self.arrived and not self._link.dead
+
+    def release(self) -> None:
+        """Return the room; if bytes are still on their way, as soon as they have arrived. Idempotent."""
+        self._link.guard.owned()
+        if not self.released:
+            self.released = True
+            self._link.give(self)
+
+
+class MemoryInbound(Inbound):
+    """D's end: a window of real bytes, so that slots can be told apart."""
+
+    def __init__(self, wire: _Wire, window: int) -> None:
+        self.guard = Guard("the memory link from a peer")
+        self.dead = False
+        self._slots = Slots(window)
+        self._window = torch.zeros(self._slots.capacity, dtype=torch.uint8)
+        self._wire = wire
+        self._next = 0
+        self._waiting: deque[MemoryReceive] = deque()
+
+    def ready(self) -> bool:
+        """Whether P has completed the link."""
+        self.guard.check()
+        return self._wire.completed and not self.dead
+
+    def post(self, nbytes: int) -> MemoryReceive | None:
+        """Post the next receive, or None while the window has no room for it."""
+        self.guard.check()
+        offset = None if self.dead else self._slots.take(nbytes)
+        if offset is None:
+            return None
+        receive = MemoryReceive(self, self._next, offset, self._window[offset : offset + nbytes])
+        self._next += 1
+        self._waiting.append(receive)
+        return receive
+
+    @property
+    def used(self) -> int:
+        """Bytes of the window that posted receives hold."""
+        return 0 if self.guard.reason else self._slots.used
+
+    def give(self, receive: MemoryReceive) -> None:
+        """A receive has been released."""
+        if receive.arrived and self.guard.reason is None:
+            self._slots.give(receive.offset)
+
+    def poll(self) -> None:
+        """Take what P's `poll` has put on the wire."""
+        self.guard.check()
+        if self.dead:
+            return
+        with self._wire.lock:
+            while self._waiting and self._wire.flying:
+                self._take(self._waiting.popleft(), self._wire.flying.popleft())
+
+    def abort(self) -> None:
+        """Later data of the peer stays on the wire for ever. Idempotent."""
+        self.guard.owned()
+        self.close("aborted on this side")
+
+    def close(self, reason: str) -> None:
+        """`abort` for the factory, whose thread may be another one."""
+        self.guard.fail(reason)
+        self._waiting.clear()
+
+    def _take(self, receive: MemoryReceive, data: torch.Tensor) -> None:
+        if data.numel() != receive.buffer.numel():
+            raise self.guard.fail(
+                f"the peer sent {data.numel()} bytes where {receive.buffer.numel()} were posted"
+            )
+        receive.buffer.copy_(data)
+        receive.arrived = True
+        self._wire.taken += 1
+        if receive.released:
+            self._slots.give(receive.offset)
+
+
+class MemorySend:
+    """One send."""
+
+    def __init__(self, link: MemoryOutbound, sequence: int, nbytes: int) -> None:
+        self.buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self.sequence = sequence
+        self.committed = False
+        self._link = link
+
+    def commit(self) -> None:
+        """Hand the buffer over."""
+        self._link.guard.check()
+        self.committed = True
+
+    def done(self) -> bool:
+        """Whether the peer's receive has taken the bytes."""
+        self._link.guard.check()
+        return self.sequence < self._link.taken
+
+
+class MemoryOutbound(Outbound):
+    """P's end."""
+
+    def __init__(self, wire: _Wire, staging_bytes: int) -> None:
+        self.guard = Guard("the memory link to a peer")
+        self.dead = False
+        self.taken = 0
+        self._wire = wire
+        self._staging_bytes = staging_bytes
+        self._next = 0
+        self._unsent: deque[MemorySend] = deque()
+        self._unfinished: deque[MemorySend] = deque()
+
+    def ready(self) -> bool:
+        """True: D's end was there first."""
+        self.guard.check()
+        return not self.dead
+
+    def reserve(self, nbytes: int, landing: int) -> MemorySend | None:
+        """A buffer, or None while this link's staging is used up."""
+        self.guard.check()
+        if not 1 <= aligned(nbytes) <= self._staging_bytes:
+            raise ValueError(f"a message of {nbytes} bytes never fits {self._staging_bytes} bytes of staging")
+        if landing != self._next:
+            raise self.guard.fail(f"landing {landing} is not that of message {self._next}")
+        if self.dead or self.used + aligned(nbytes) > self._staging_bytes:
+            return None
+        send = MemorySend(self, self._next, nbytes)
+        self._next += 1
+        self._unsent.append(send)
+        self._unfinished.append(send)
+        return send
+
+    @property
+    def used(self) -> int:
+        """Bytes that unfinished sends hold."""
+        return sum(aligned(send.buffer.numel()) for send in self._unfinished)
+
+    def poll(self) -> None:
+        """Put on the wire what is committed, in order, and hear what D has taken."""
+        self.guard.check()
+        if self.dead:
+            return
+        with self._wire.lock:
+            while self._unsent and self._unsent[0].committed:
+                self._wire.flying.append(self._unsent.popleft().buffer)
+            self.taken = self._wire.taken
+        while self._unfinished and self._unfinished[0].sequence < self.taken:
+            self._unfinished.popleft()
+
+    def abort(self) -> None:
+        """What has not been taken is gone. Idempotent."""
+        self.guard.owned()
+        self.close("aborted on this side")
+
+    def close(self, reason: str) -> None:
+        """`abort` for the factory, whose thread may be another one."""
+        self.guard.fail(reason)
+        with self._wire.lock:
+            self._wire.flying.clear()
+        self._unsent.clear()
+        self._unfinished.clear()

@@ -1,0 +1,51 @@
+"""The log at a bounded rate."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from p2pkv.log import RateLimit, Throttle
+
+
+def test_each_kind_has_windows_of_its_own() -> None:
+    clock = [100.0]
+    limit = RateLimit(2, seconds=10.0, clock=lambda: clock[0])
+    assert [limit.admits("a") for _ in range(4)] == [True, True, False, False]
+    assert limit.admits("b")
+    clock[0] = 109.9
+    assert not limit.admits("a")
+    clock[0] = 110.0
+    assert limit.count("a") == (True, 3)
+    assert limit.count("a") == (True, 0)
+    limit.forget()
+    assert limit.count("a") == (True, 0)
+
+
+def test_who_has_a_clock_of_its_own_says_what_it_is() -> None:
+    limit = RateLimit(seconds=60.0)
+    assert [limit.admits(now=now) for now in (0.0, 59.0, 60.0, 100.0, 120.0)] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_a_log_cannot_be_filled(caplog: pytest.LogCaptureFixture) -> None:
+    clock = [0.0]
+    log = logging.getLogger("p2pkv.tests.throttle")
+    throttle = Throttle(burst=3, seconds=10.0, clock=lambda: clock[0])
+    log.addFilter(throttle)
+    for clock[0] in (0.0, 9.0, 10.0, 11.0):
+        for number in range(100):
+            log.warning("line %d", number)
+        log.warning("another %s", "line")
+    log.removeFilter(throttle)
+    lines = [record.getMessage() for record in caplog.records]
+    first = ["line 0", "line 1", "line 2"]
+    again = ["line 0 (197 more lines of this kind were left out)", *first[1:]]
+    assert [line for line in lines if not line.startswith("another")] == first + again
+    assert lines.count("another line") == 4
