@@ -21,6 +21,9 @@ STALL_SECONDS = 5.0
 
 MOST_TOTAL, MOST_OF_EXAMPLE, MOST_SPREAD, MOST_CORES, MOST_DECODE = 1.10, 0.4, 1.5, 0.25, 1.03
 PROXY_MORE = 0.02
+BUSY_GROUP = 1.5
+"""From so many times the plain server's TTFT in the first group on, the page says that a group is slow."""
+
 MOST_SMALL, MOST_LATER = 0.015, 0.007
 """Seconds."""
 
@@ -439,7 +442,8 @@ def _ahead_marks(found: Found) -> Iterator[tuple[bool, str]]:
             known = {tokens: ratio for tokens, ratio in ratios.items() if ratio is not None}
             if known:
                 text = ", ".join(f"{tokens:,}: {ratio.mean:.2f}" for tokens, ratio in known.items())
-                yield all(r.mean < 1.0 for r in known.values()), f"TTFT, p2pkv / {name}, by tokens: {text}"
+                sentence = f"TTFT, p2pkv / {name}, by tokens: {text}{_beside(found, group)}"
+                yield all(r.mean < 1.0 for r in known.values()), sentence
     for group in groups(found, "load"):
         for clients in sorted({r["clients"] for r in select(found, "load", group=group)}):
             mine = [
@@ -453,7 +457,28 @@ def _ahead_marks(found: Found) -> Iterator[tuple[bool, str]]:
                 if _ours(name) or not (mine and theirs):
                     continue
                 ratio = percentile(mine, 99) / percentile(theirs, 99)
-                yield ratio < 1.0, f"p99 of TTFT, {clients} clients: p2pkv / {name} {ratio:.2f}"
+                sentence = (
+                    f"p99 of TTFT, {clients} clients: p2pkv / {name} {ratio:.2f}{_beside(found, group)}"
+                )
+                yield ratio < 1.0, sentence
+
+
+def _beside(found: Found, group: str) -> str:
+    """What to know of a group's ratios: how many rounds there were, and how its systems slow each other."""
+    rounds = 1 + max((r["round"] for r in select(found, "lengths", group=group)), default=0)
+    said = f" ({rounds} round{'s' * (rounds > 1)}"
+    first = groups(found, "lengths")[0]
+    slower = [
+        statistics.median(r["first"] for r in here) / statistics.median(r["first"] for r in there)
+        for tokens in _lengths(found)
+        if (here := select(found, "lengths", group=group, system="plain", tokens=tokens))
+        and (there := select(found, "lengths", group=first, system="plain", tokens=tokens))
+    ]
+    if slower and (times := statistics.geometric_mean(slower)) > BUSY_GROUP:
+        said += (
+            f"; beside this group's systems the plain server takes {times:.1f} times as long as in {first}'s"
+        )
+    return said + ")"
 
 
 def _ours(name: str) -> bool:
