@@ -6,6 +6,7 @@
 # make mutants changes that tests must notice, each made in a copy of the tree (ARGS="--only TEXT" for some)
 # make lint    ruff and mypy
 # make gpu-test  the tests in tests/gpu, with a Python that has torch, CuPy and pytest; installs nothing
+# make gpu-first-day  all that one or two GPUs can show, in nine minutes, into one report (ARGS="--minutes 5")
 # make chaos   engines that are killed, frozen and cut off under load (SECONDS=300 SEED=1; TIER=2 repeats exactly)
 # make bench   the benchmark (ARGS= for its options)
 # make venv    only make .venv
@@ -45,7 +46,7 @@ JOBS ?= 2
 SIDE_BY_SIDE := -n $(JOBS) --no-loadscope-reorder
 NO_GPU := $(if $(filter cpu,$(DEVICE)),and not gpu and not two_gpus)
 
-.PHONY: help venv demo test test-long unit explore mutants gpu-test chaos lint bench clean
+.PHONY: help venv demo test test-long unit explore mutants gpu-test gpu-first-day chaos lint bench clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -104,6 +105,10 @@ mutants: $(STAMP)
 gpu-test:
 	@$(GPU_PYTHON) tests/gpu/needs.py
 	@PYTHONPATH=. $(GPU_PYTHON) -m pytest -c tests/gpu/bare.ini tests/gpu $(ARGS)
+
+gpu-first-day:
+	@$(GPU_PYTHON) tests/gpu/needs.py
+	@$(GPU_PYTHON) tests/gpu/first_day.py $(ARGS)
 
 chaos: $(STAMP)
 	@PYTHONPATH=.:tests $(PY) -m $(CHAOS_$(TIER)) --seconds $(SECONDS) --seed $(SEED) $(ARGS)
