@@ -1,0 +1,89 @@
+"""The scripts in examples/ start what they say, with options that p2pkv takes. The programs are stand-ins."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2pkv.config import Options
+from p2pkv.pairing import Address
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STAND_IN = f"""#!{sys.executable}
+import json, os, sys
+print(json.dumps({{"program": os.path.basename(sys.argv[0]), "arguments": sys.argv[1:],
+                  "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}}), flush=True)
+"""
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """A folder with a `vllm`, a `p2pkv-proxy` and a `curl` that only say what they were given."""
+    for name in ("vllm", "p2pkv-proxy", "curl"):
+        (tmp_path / name).write_text(STAND_IN)
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+def started(programs: Path, *command: str, **environ: str) -> list[dict[str, Any]]:
+    """What the script has started, in any order."""
+    env = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", **environ}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert lines, done.stderr
+    return [each for each in lines if each["program"] != "curl"]
+
+
+def options_of(server: dict[str, Any], has_gpu: bool) -> tuple[str, Options]:
+    """The role that a server was given, and its options as p2pkv reads them."""
+    arguments = server["arguments"]
+    transfer = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    assert transfer["kv_connector"] == "P2pKvConnector"
+    made = Options.from_extra(
+        transfer["kv_connector_extra_config"],
+        role=transfer["kv_role"],
+        kv_port=transfer["kv_port"],
+        default_host="127.0.0.1",
+        has_gpu=has_gpu,
+        environ={},
+    )
+    return made.role, made
+
+
+def test_a_pair_on_two_gpus(programs: Path) -> None:
+    script = str(EXAMPLES / "serve_pair_gpus.sh")
+    found = started(programs, script, "a-model", "--max-model-len", "2048")
+    servers = [each for each in found if each["program"] == "vllm"]
+    assert sorted(each["gpus"] for each in servers) == ["0", "1"]
+    assert all(each["arguments"][:2] == ["serve", "a-model"] for each in servers)
+    assert all(each["arguments"][-2:] == ["--max-model-len", "2048"] for each in servers)
+    made = dict(options_of(each, has_gpu=True) for each in servers)
+    assert sorted(made) == ["D", "P"] and {each.link for each in made.values()} == {"nccl"}
+    assert {each.proxy for each in made.values()} == {Address("127.0.0.1", 30001)}
+    assert made["P"].address != made["D"].address and made["P"].http_address != made["D"].http_address
+
+
+@pytest.mark.parametrize(("what", "role"), [("prefill", "P"), ("decode", "D")])
+def test_two_hosts(programs: Path, tmp_path: Path, what: str, role: str) -> None:
+    (tmp_path / "secret").write_text("0123456789abcdef" * 4 + "\n")
+    (tmp_path / "secret").chmod(0o600)
+    environ = {"HERE": "10.0.0.2", "PROXY": "10.0.0.1", "P2PKV_SECRET_FILE": str(tmp_path / "secret")}
+    (server,) = started(programs, str(EXAMPLES / "serve_two_hosts.sh"), what, "a-model", **environ)
+    found, made = options_of(server, has_gpu=True)
+    assert (found, made.proxy, made.discovery) == (role, Address("10.0.0.1", 30001), "curve")
+    assert made.http_address == Address("10.0.0.2", 8100) and made.secret
+    (proxy,) = started(programs, str(EXAMPLES / "serve_two_hosts.sh"), "proxy", **environ)
+    assert proxy["program"] == "p2pkv-proxy" and "--secret-file" in proxy["arguments"]
+
+
+def test_what_is_missing_is_said(programs: Path) -> None:
+    script = str(EXAMPLES / "serve_two_hosts.sh")
+    environ = {name: value for name, value in os.environ.items() if name not in ("HERE", "PROXY")}
+    done = subprocess.run([script, "decode"], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and "HERE: say this host's address" in done.stderr
