@@ -16,6 +16,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from p2pkv.control.security import Members, NoCurve, members_of
+from p2pkv.log import RateLimit
 from p2pkv.pairing import Address
 from p2pkv.trust import SECRET_VARIABLE, TrustError, is_loopback, read_secret
 
@@ -279,8 +280,7 @@ class Garbage(logging.Filter):
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._clock = clock
-        self._next = float("-inf")
+        self._limit = RateLimit(seconds=_GARBAGE_SECONDS, clock=clock)
         self._seen = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -289,9 +289,8 @@ class Garbage(logging.Filter):
         if not isinstance(error, HttpProcessingError):
             return True
         self._seen += 1
-        if self._clock() < self._next:
+        if not self._limit.admits():
             return False
-        self._next = self._clock() + _GARBAGE_SECONDS
         record.levelno, record.levelname, record.exc_info, record.exc_text = (
             logging.WARNING,
             "WARNING",

@@ -14,6 +14,7 @@ import zmq.asyncio
 
 from p2pkv.control.discovery import MAX_PING_BYTES, BadPing, Ping, decode_ping
 from p2pkv.control.security import Members, Watch, ZapHandler, event_of, failure_of, limit_handshake
+from p2pkv.log import RateLimit
 from p2pkv.pairing import Address
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class Listener:
         self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.refused = 0
         self.shut_out = 0
-        self._next_complaint = 0.0
+        self._complaints = RateLimit(seconds=_COMPLAIN_SECONDS)
 
     async def run(self) -> None:
         """Listens until cancelled."""
@@ -152,9 +153,7 @@ class Listener:
 
     def _complain(self, sentence: str) -> None:
         """One line in ten seconds, however much garbage comes."""
-        now = asyncio.get_running_loop().time()
-        if now >= self._next_complaint:
-            self._next_complaint = now + _COMPLAIN_SECONDS
+        if self._complaints.admits():
             logger.warning("%s", sentence)
 
 

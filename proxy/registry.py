@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from p2pkv.control.discovery import PING_INTERVAL, Ping, goodbye
+from p2pkv.log import RateLimit
 from p2pkv.pairing import Address
 
 logger = logging.getLogger(__name__)
@@ -280,7 +281,8 @@ class Registry:
         """Those of whom the log has said so."""
         self._capacity = capacity
         self.claims_refused = 0
-        self._next_complaints: dict[str, float] = {}
+        # Once a minute: whoever it is, it tries again every few seconds.
+        self._complaints = RateLimit(seconds=_COMPLAIN_SECONDS)
         self._instances: dict[InstanceKey, Instance] = {}
         self._breakers: dict[InstanceKey, Breaker] = {}
         """A crash is no way to get a clean record: they outlive their instances for a while."""
@@ -300,7 +302,7 @@ class Registry:
             self._refuse(newcomer, holder, now)
             return None
         if known is None and len(self._instances) >= self._capacity:
-            if self._may_complain("full", now):
+            if self._complaints.admits("full", now):
                 logger.warning("%s ignored: %d instances are known already", newcomer, self._capacity)
             return None
         newcomer.breaker = self._breakers.setdefault(newcomer.key, newcomer.breaker)
@@ -334,7 +336,7 @@ class Registry:
 
     def _refuse(self, newcomer: Instance, holder: Instance, now: float) -> None:
         self.claims_refused += 1
-        if self._may_complain("claim", now):
+        if self._complaints.admits("claim", now):
             logger.warning(
                 "%s refused (%d such pings so far): this address or its ZMQ address %s belongs to %s, "
                 "which is alive; each instance needs addresses of its own",
@@ -343,13 +345,6 @@ class Registry:
                 newcomer.zmq_address,
                 holder,
             )
-
-    def _may_complain(self, about: str, now: float) -> bool:
-        """Once a minute: whoever it is, it tries again every few seconds."""
-        due = now >= self._next_complaints.get(about, float("-inf"))
-        if due:
-            self._next_complaints[about] = now + _COMPLAIN_SECONDS
-        return due
 
     def _leave(self, known: Instance | None, leaver: Instance, now: float) -> None:
         """A goodbye counts for the incarnation that says it, not for its successor, and not if it comes

@@ -14,6 +14,7 @@ from p2pkv.engine.context import Context, Steps, log
 from p2pkv.engine.producer import Producer
 from p2pkv.kv.cache import PagedCache
 from p2pkv.links.base import LinkFactory
+from p2pkv.log import RateLimit
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.messages import BadMessage, Hello, Inspect, Report, decode
 
@@ -53,7 +54,7 @@ class Core:
         self.counters = self._ctx.counters
         self._soon = False
         self._next_tick = 0.0
-        self._next_quiet = 0.0
+        self._quiet = RateLimit(seconds=QUIET_SECONDS)
         self._turned: float | None = None
         self._due = 0.0
         self._held = 0.0
@@ -195,9 +196,8 @@ class Core:
                 self._half.unreachable(failure.connection, failure.reason, now)
             elif not failure.quiet:
                 log.warning("%s", failure.reason)
-            elif now >= self._next_quiet:
+            elif self._quiet.admits(now=now):
                 log.warning("%s; said once a minute", failure.reason)
-                self._next_quiet = now + QUIET_SECONDS
 
     def _inspect(self, connection: Connection) -> None:
         hello = self._ctx.hello
