@@ -226,7 +226,13 @@ class Endpoint:
             yield self._failures.popleft()
 
     def wait(self, seconds: float) -> None:
-        """Sleep until something can be received, somebody wakes us, or the time is over."""
+        """Sleep until something can be received, somebody wakes us, or the time is over.
+
+        Of less than a millisecond, which a poller does not know, all is slept.
+        """
+        if 0.0 < seconds < 0.001:
+            time.sleep(seconds)
+            seconds = 0.0
         self._ready = [each for each, _ in self._poller.poll(max(0, int(seconds * 1000 + 0.999)))]
         for each in self._ready:
             if each is self._router or each in self._dialed:

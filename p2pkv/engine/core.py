@@ -22,9 +22,6 @@ TICK, IDLE_TICK = 0.02, 0.25
 """Seconds between two looks at deadlines: with something under way, and at most. With nothing under way the
 next look is when the next deadline ends."""
 
-SOON = 0.001
-"""Seconds to sleep while a link has something under way; messages end the sleep at once."""
-
 HELD_SECONDS = 1.0
 """A turn so much later than it was due: something held this rank up, and it could hear nobody."""
 
@@ -121,9 +118,11 @@ class Core:
     def pause(self, now: float) -> float:
         """Seconds after which the next turn is due, unless a message or a command comes first."""
         if self._commands:
-            pause = SOON if self._blocked() else 0.0
+            pause = self._ctx.links.poll_seconds if self._blocked() else 0.0
+        elif self._soon:
+            pause = self._ctx.links.poll_seconds
         else:
-            pause = SOON if self._soon else max(0.0, self._next_tick - (now - self._held))
+            pause = max(0.0, self._next_tick - (now - self._held))
         if self._turned is not None:
             self._due = self._turned + pause
         return pause

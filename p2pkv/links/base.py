@@ -128,6 +128,8 @@ class LinkFactory(ABC):
     """Makes the ends of links of one kind for one rank. `kind` is the name that peers compare."""
 
     kind: str
+    poll_seconds = 0.001
+    """Seconds between two polls while a link has something under way; messages come in between."""
     build_seconds = 0.0
     """Seconds that a link may take to come up once both ends are made, however short the lease is."""
 

@@ -73,6 +73,19 @@ def test_what_speaks_another_protocol_is_said_and_left_alone(member: Endpoint, k
         assert len(canary.heard) == 2
 
 
+def test_a_wait_of_less_than_a_millisecond_is_no_longer(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A poller counts in milliseconds, and would sleep ten times as long."""
+    slept: list[float] = []
+    asked: list[int] = []
+    monkeypatch.setattr(module.time, "sleep", slept.append)
+    monkeypatch.setattr(endpoint._poller, "poll", lambda timeout: asked.append(timeout) or [])
+    for seconds in (0.0, 0.0001, 0.001, 0.25):
+        endpoint.wait(seconds)
+    assert (slept, asked) == ([0.0001], [0, 0, 1, 250])
+
+
 def test_a_connection_that_breaks_the_protocol_later_can_be_dialed_again(endpoint: Endpoint) -> None:
     """libzmq itself would never come back to it."""
     with Canary(ZMTP_3_NULL + NULL_READY, after=HUGE_FRAME) as canary:

@@ -12,6 +12,7 @@ from engine_support import (
     Geometry,
     at_baseline,
     make_engine,
+    on_engine_thread,
     prefill,
     step,
     wait_for,
@@ -102,6 +103,19 @@ def test_a_link_that_failed_to_come_up_is_built_anew(make: Make) -> None:
     assert wrong_cells(d.ranks[0], BLOCKS, 0, TOKENS - 1) == []
 
 
+def test_a_rank_looks_often_while_nccl_has_something_under_way(make: Make) -> None:
+    """Nobody wakes it when a message has arrived, and each look may launch one only."""
+    rank = make("P").ranks[0].rank
+    seen: list[float] = []
+
+    def look() -> None:
+        rank._soon = True
+        seen.append(rank.pause(time.monotonic()))
+
+    on_engine_thread(rank, look)
+    assert seen == [rank._ctx.links.poll_seconds] == [1e-4]
+
+
 def test_a_link_may_take_longer_to_come_up_than_a_lease(make: Make) -> None:
     p, d = make("P", lease_seconds=1.0), make("D", lease_seconds=1.0)
     assert links_of(p).build_seconds > 5
@@ -162,6 +176,9 @@ def test_a_frozen_d_is_not_invited_for_ever(make: Make, monkeypatch: pytest.Monk
     p.do(do.Forget("k"))
     d.do(do.Drop("k", "too late"))
     d.do(do.Forget("k"))
+    # What P answered meanwhile was lost: D dials anew, which would end the next request with the connection.
+    (thawed,) = d.ranks[0].rank._half._peers
+    wait_for(lambda: thawed.unanswered_since is None and thawed.dialing.open, what="D's new connection")
     push(p, d, "after", salt=2)
 
 
