@@ -176,7 +176,7 @@ def test_a_frozen_d_is_not_invited_for_ever(make: Make, monkeypatch: pytest.Monk
     p.do(do.Forget("k"))
     d.do(do.Drop("k", "too late"))
     d.do(do.Forget("k"))
-    # What P answered meanwhile was lost. D notices and gives the connection up: not with the next request on it.
+    # What P answered meanwhile was lost. D notices, and gives the connection up: not under the next request.
     (thawed,) = d.ranks[0].rank._half._peers
     wait_for(lambda: thawed.unanswered_since is None or not thawed.dialing.open, what="D's notice")
     push(p, d, "after", salt=2)
