@@ -40,7 +40,7 @@ class ProbeConnector(P2pKvConnector):
         assert isinstance(connector_metadata, StepMetadata)
         if self._worker is not None:
             for prefill in connector_metadata.prefills:
-                self._prompts[prefill.pages.key] = (prefill.pages.blocks, prefill.stop)
+                self._prompts[prefill.blocks.key] = (prefill.blocks.blocks, prefill.stop)
             for ended in connector_metadata.sent:
                 blocks, stop = self._prompts.pop(ended.key, ((), 0))
                 self._write("P", ended.key, blocks, 0, stop)
