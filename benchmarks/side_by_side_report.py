@@ -465,9 +465,10 @@ def _ahead_marks(found: Found) -> Iterator[tuple[bool, str]]:
 
 def _beside(found: Found, group: str) -> str:
     """What to know of a group's ratios: how many rounds there were, and how its systems slow each other."""
-    rounds = 1 + max((r["round"] for r in select(found, "lengths", group=group)), default=0)
+    known = [*select(found, "lengths", group=group), *select(found, "load", group=group)]
+    rounds = 1 + max(r["round"] for r in known)
     said = f" ({rounds} round{'s' * (rounds > 1)}"
-    first = groups(found, "lengths")[0]
+    first = next(iter(groups(found, "lengths")), group)
     slower = [
         statistics.median(r["first"] for r in here) / statistics.median(r["first"] for r in there)
         for tokens in _lengths(found)
