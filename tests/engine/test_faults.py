@@ -208,6 +208,8 @@ def test_a_request_outlives_any_number_of_lost_connections_within_a_lease(lone):
         on_engine_thread(
             d.ranks[0].rank, lambda peer=peer: requests.lost(peer, "cut by a test", time.monotonic())
         )
+    # A prompt that P has begun would end with the connection on which D has claimed it.
+    wait_for(lambda: [peer for peer in peers if peer.dialing.open], what="the last connection")
     prefill(p, "k", d.address, 32, BLOCKS, chunk=32)
     load(d, "k")
     assert wrong_cells(d.ranks[0], BLOCKS, 0, 31) == []

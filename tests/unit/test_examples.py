@@ -16,9 +16,18 @@ from p2pkv.pairing import Address
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STAND_IN = f"""#!{sys.executable}
-import json, os, sys
-print(json.dumps({{"program": os.path.basename(sys.argv[0]), "arguments": sys.argv[1:],
-                  "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}}), flush=True)
+import json, os, pathlib, sys, time
+program = pathlib.Path(sys.argv[0])
+said = {{"program": program.name, "arguments": sys.argv[1:], "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}}
+written = program.parent / f"written-{{os.getpid()}}.json"
+written.write_text(json.dumps(said))
+written.rename(program.parent / f"started-{{os.getpid()}}.json")
+end = time.monotonic() + 30
+# The script asks with curl whether all serve, and stops them when one ends.
+while program.name == "curl" and time.monotonic() < end:
+    if len(list(program.parent.glob("started-*.json"))) == 4:
+        break
+    time.sleep(0.02)
 """
 
 
@@ -35,9 +44,12 @@ def started(programs: Path, *command: str, **environ: str) -> list[dict[str, Any
     """What the script has started, in any order."""
     env = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", **environ}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert lines, done.stderr
-    return [each for each in lines if each["program"] != "curl"]
+    files = list(programs.glob("started-*.json"))
+    assert files, done.stderr
+    found = [json.loads(file.read_text()) for file in files]
+    for file in files:
+        file.unlink()
+    return [each for each in found if each["program"] != "curl"]
 
 
 def options_of(server: dict[str, Any], has_gpu: bool) -> tuple[str, Options]:
