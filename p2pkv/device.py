@@ -102,14 +102,16 @@ def ignore_captures() -> None:
     """Let the calling thread allocate, and query events, while another thread captures a CUDA graph.
 
     A thread begins in the mode "global": vLLM's capture (in that mode, too) makes such calls of it errors,
-    and they end the capture. A driver that refuses is a warning: only a peer that comes while graphs are
-    captured can be hit then.
+    and they end the capture. A driver that refuses is a warning: it matters only if a peer connects while
+    graphs are captured.
     """
     mode = ctypes.c_int(_THREAD_LOCAL)
     result = driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     if result != 0:
         log.warning(
-            "cuThreadExchangeStreamCaptureMode says %d: no peer may come while graphs are captured", result
+            "CUDA refused a thread of p2pkv the thread-local capture mode (result %d): a peer that connects while "
+            "vLLM captures CUDA graphs may end that capture, and with it vLLM's start",
+            result,
         )
 
 

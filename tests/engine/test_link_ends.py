@@ -9,6 +9,7 @@ from memory_links import MemoryNetwork
 
 from p2pkv.engine.context import Counters
 from p2pkv.engine.peers import DecodePeer, Flight, Posted, PrefillPeer
+from p2pkv.links.base import LinkError
 from p2pkv.protocol.messages import AnyMessage, LinkAccept, LinkInvite
 
 WINDOW = 4096
@@ -77,4 +78,29 @@ def test_a_receive_behind_others_on_a_slow_link_is_not_overdue() -> None:
     inlet.posted.append(Posted(unused, "k", unused))
     assert not inlet.overdue(10.0, lease=2.0)
     assert not inlet.overdue(12.0, lease=2.0)
+    assert inlet.overdue(12.1, lease=2.0)
+
+
+class Landed:
+    """A receive whose bytes are here, or whose link is broken."""
+
+    def __init__(self, broken: bool) -> None:
+        self._broken = broken
+
+    def done(self) -> bool:
+        if self._broken:
+            raise LinkError("broken for the test")
+        return True
+
+
+def test_a_receive_that_has_arrived_is_not_overdue_and_a_broken_link_is_left_to_the_next_poll() -> None:
+    """It may wait for a long step of D's own."""
+    unused: Any = None
+    sent: Any = object()
+    inlet = PrefillPeer(unused, unused, unused, used=0.0)
+    here, broken = (Posted(Landed(each), "k", unused, sent) for each in (False, True))  # type: ignore[arg-type]
+    inlet.posted.append(here)
+    assert not inlet.overdue(0.0, lease=2.0) and not inlet.overdue(9.0, lease=2.0)
+    inlet.posted[0] = broken
+    assert not inlet.overdue(10.0, lease=2.0)
     assert inlet.overdue(12.1, lease=2.0)

@@ -51,7 +51,7 @@ def test_a_thread_ignores_the_captures_of_others(
     monkeypatch.setattr(device, "driver", lambda: fake)
     device.ignore_captures()
     assert fake.modes == [1], "CU_STREAM_CAPTURE_MODE_THREAD_LOCAL"
-    assert [bool(result)] == ["says 1: no peer may come while graphs are captured" in caplog.text]
+    assert [bool(result)] == ["(result 1): a peer that connects while vLLM captures" in caplog.text]
 
 
 def test_helper_threads_of_nccl_ignore_captures(monkeypatch: pytest.MonkeyPatch) -> None:
