@@ -109,8 +109,8 @@ def ignore_captures() -> None:
     result = driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     if result != 0:
         log.warning(
-            "CUDA refused a thread of p2pkv the thread-local capture mode (result %d): a peer that connects while "
-            "vLLM captures CUDA graphs may end that capture, and with it vLLM's start",
+            "CUDA refused a thread of p2pkv the thread-local capture mode (result %d): a peer that connects "
+            "while vLLM captures CUDA graphs may end that capture, and with it vLLM's start",
             result,
         )
 
