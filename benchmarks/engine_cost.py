@@ -50,9 +50,9 @@ from p2pkv.demo.processes import free_ports
 from p2pkv.device import make_recorder
 from p2pkv.engine import commands as do
 from p2pkv.engine.core import Core
-from p2pkv.kv import DENSE, PagedCache
+from p2pkv.kv import DENSE, PagedCache, RankCache
 from p2pkv.links import make_factory
-from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
+from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
 
 HOST = "127.0.0.1"
 LAYERS, BLOCK, CONTENT, TOKENS = 32, 16, 8, 65
@@ -89,9 +89,7 @@ class Seat:
         self.address = options.address
         links = make_factory("host", host=HOST, staging_bytes=STAGING)
         self._endpoint = Endpoint(self.address)
-        shape = Cache(
-            (LAYERS,), 1, 1, cache.row_bytes, cache.unit_tokens, "float32", cache.codec, "bench"
-        )  # fmt: skip
+        group = KvGroup((LAYERS,), 1, cache.row_bytes, cache.unit_tokens, "float32", cache.codec, "bench")
         hello = Hello(
             version=PROTOCOL_VERSION,
             incarnation=uuid.uuid4().hex,
@@ -102,12 +100,12 @@ class Seat:
             addresses=(str(self.address),),
             model="bench",
             weights="none",
-            cache=shape,
+            cache=Cache(1, (group,)),
             link=links.kind,
             digest=cache.digest_name,
             verify=False,
         )
-        self.core = Core(hello, options, cache, links, self._endpoint)
+        self.core = Core(hello, options, RankCache([cache]), links, self._endpoint)
         self.seen: list[do.Event] = []
         self.due = 0.0
         self.spent = 0.0

@@ -31,7 +31,7 @@ def measure(prefill: Shape, decode: Shape, repeat: int) -> dict[str, object]:
     """One row; each plan is made of new shapes, since a shape remembers what it has worked out."""
     plans, digests, edges = [], [], 0
     for _ in range(repeat):
-        fresh = [Shape(each.layers, each.kv_heads, each.tp) for each in (prefill, decode)]
+        fresh = [(Shape(each.layers, each.heads, each.tp),) for each in (prefill, decode)]
         start = time.perf_counter()
         plan = make_plan.__wrapped__(*fresh)
         made = time.perf_counter()

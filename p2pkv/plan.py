@@ -1,14 +1,14 @@
 """Two engines' shapes in, who sends what to whom out.
 
 A plan is pure: P and D compute it alike from the two handshakes, and compare its digest. It holds no
-addresses, tokens or leases; those are bound to it later.
+addresses, tokens or leases; those are bound to it later. Each KV group is planned by itself.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from heapq import heapreplace
 
@@ -20,8 +20,11 @@ from p2pkv.sharding import Interval, Overlap, Shape, ShardingError, overlaps
 MAX_EDGES = 1 << 20
 """An edge is a link between two processes; a plan with more is an error in somebody's configuration."""
 
-_FORMAT = 2
+_FORMAT = 3
 """Part of every digest. Raise it whenever the same shapes begin to give other edges."""
+
+Shapes = tuple[Shape, ...]
+"""How one engine divides its KV groups, in their order; all of them over the same stages and ranks."""
 
 _Need = tuple[Overlap, Overlap]
 
@@ -31,19 +34,22 @@ class PlanError(ShardingError):
 
 
 class Edge(Struct, frozen=True, array_like=True):
-    """What one P rank sends to one D rank: a rectangle of global layers and heads, for all tokens.
+    """What one P rank sends to one D rank of one KV group: a rectangle of layers and heads, for all tokens.
 
-    A plan has at most one edge for each (source, target). Which tokens travel is not an edge's business.
+    A plan has at most one edge for each (source, target, group). Which tokens travel is not an edge's
+    business.
 
     Attributes:
         source, target: world rank on P and on D.
-        layers, heads: global intervals, never empty.
-        source_layer, source_head: where the rectangle starts in the source's own cache.
-        target_layer, target_head: where it starts in the target's.
+        group: number of the KV group.
+        layers, heads: global intervals of the group, never empty.
+        source_layer, source_head: where the rectangle starts in what the source holds of the group.
+        target_layer, target_head: where it starts in what the target holds of it.
     """
 
     source: int
     target: int
+    group: int
     layers: Interval
     heads: Interval
     source_layer: int
@@ -58,27 +64,32 @@ class Edge(Struct, frozen=True, array_like=True):
 
 
 class Plan(Struct, frozen=True, dict=True):
-    """Everything that a D engine needs from a P engine: each (layer, head) cell of each D rank once.
+    """Everything that a D engine needs from a P engine: each (group, layer, head) cell of each D rank once.
 
-    `edges` are ordered by source, then target.
+    `edges` are ordered by source, then target, then group.
     """
 
-    prefill: Shape
-    decode: Shape
+    prefill: Shapes
+    decode: Shapes
     edges: tuple[Edge, ...]
 
     def __post_init__(self) -> None:
         assert len({_order(edge) for edge in self.edges}) == len(self.edges), (
-            "two edges for one pair of ranks"
+            "two edges of one group for one pair of ranks"
         )
 
     def from_source(self, rank: int) -> tuple[Edge, ...]:
-        """What P's `rank` sends, ordered by target; empty if other ranks send instead."""
+        """What P's `rank` sends, ordered by target and group; empty if other ranks send instead."""
         return self._by_source[_known(rank, self.prefill)]
 
     def to_target(self, rank: int) -> tuple[Edge, ...]:
-        """What D's `rank` receives, ordered by source."""
+        """What D's `rank` receives, ordered by source and group."""
         return self._by_target[_known(rank, self.decode)]
+
+    @property
+    def decode_ranks(self) -> int:
+        """The number of D's ranks."""
+        return self.decode[0].world
 
     @cached_property
     def digest(self) -> str:
@@ -89,16 +100,16 @@ class Plan(Struct, frozen=True, dict=True):
 
     @cached_property
     def _by_source(self) -> tuple[tuple[Edge, ...], ...]:
-        return _grouped(((edge.source, edge) for edge in self.edges), self.prefill.world)
+        return _grouped(((edge.source, edge) for edge in self.edges), self.prefill[0].world)
 
     @cached_property
     def _by_target(self) -> tuple[tuple[Edge, ...], ...]:
-        return _grouped(((edge.target, edge) for edge in self.edges), self.decode.world)
+        return _grouped(((edge.target, edge) for edge in self.edges), self.decode_ranks)
 
 
-def _known(rank: int, shape: Shape) -> int:
-    if not 0 <= rank < shape.world:
-        raise PlanError(f"rank {rank} is none of the {shape.world} ranks of {shape}")
+def _known(rank: int, shapes: Shapes) -> int:
+    if not 0 <= rank < shapes[0].world:
+        raise PlanError(f"rank {rank} is none of the {shapes[0].world} ranks of {shapes[0]}")
     return rank
 
 
@@ -110,30 +121,42 @@ def _grouped(edges: Iterable[tuple[int, Edge]], world: int) -> tuple[tuple[Edge,
 
 
 @lru_cache(maxsize=64)
-def make_plan(prefill: Shape, decode: Shape) -> Plan:
-    """The plan from a P engine of one shape to a D engine of another; the same object when asked again.
+def make_plan(prefill: Shapes, decode: Shapes) -> Plan:
+    """The plan from a P engine of these shapes to a D engine of those; the same object when asked again.
 
     Raises PlanError if the two do not hold the same model's cache.
     """
-    totals = {
-        "KV layers": (sum(prefill.layers), sum(decode.layers)),
-        "KV heads": (prefill.kv_heads, decode.kv_heads),
-    }
-    for what, (ours, theirs) in totals.items():
-        if ours != theirs:
-            raise PlanError(
-                f"the prefill instance has {ours} {what}, the decode instance {theirs}: "
-                "expected the same model on both"
-            )
-    return Plan(prefill, decode, tuple(sorted(_edges(prefill, decode), key=_order)))
+    _check_same("KV groups", len(prefill), len(decode))
+    for shapes in (prefill, decode):
+        if not shapes or len({(len(shape.layers), shape.tp) for shape in shapes}) > 1:
+            raise PlanError(f"the KV groups {_listed(shapes)} are not divided over the same stages and ranks")
+    edges: list[Edge] = []
+    for group, (ours, theirs) in enumerate(zip(prefill, decode, strict=True)):
+        of_group = f" in group {group}" if len(prefill) > 1 else ""
+        _check_same(f"KV layers{of_group}", sum(ours.layers), sum(theirs.layers))
+        _check_same(f"KV heads{of_group}", ours.heads, theirs.heads)
+        edges += _edges(group, ours, theirs)
+    return Plan(prefill, decode, tuple(sorted(edges, key=_order)))
 
 
-def _order(edge: Edge) -> tuple[int, int]:
-    return edge.source, edge.target
+def _check_same(what: str, ours: int, theirs: int) -> None:
+    if ours != theirs:
+        raise PlanError(
+            f"the prefill instance has {ours} {what}, the decode instance {theirs}: "
+            "expected the same model on both"
+        )
 
 
-def _edges(prefill: Shape, decode: Shape) -> Iterator[Edge]:
-    """Every rectangle that a D rank needs, from one of the P ranks that hold it."""
+def _listed(shapes: Sequence[Shape]) -> str:
+    return ", ".join(map(str, shapes)) or "(there are none)"
+
+
+def _order(edge: Edge) -> tuple[int, int, int]:
+    return edge.source, edge.target, edge.group
+
+
+def _edges(group: int, prefill: Shape, decode: Shape) -> Iterator[Edge]:
+    """Every rectangle of a group that a D rank needs, from one of the P ranks that hold it."""
     for (layer_part, head_part), needs in _needs(prefill, decode).items():
         stages = prefill.stage_layers.holders[layer_part]
         ranks = prefill.rank_heads.holders[head_part]
@@ -142,6 +165,7 @@ def _edges(prefill: Shape, decode: Shape) -> Iterator[Edge]:
             yield Edge(
                 source=source,
                 target=layer.target * decode.tp + head.target,
+                group=group,
                 layers=layer.cells,
                 heads=head.cells,
                 source_layer=layer.in_source,

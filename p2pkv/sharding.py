@@ -1,6 +1,6 @@
 """Who owns which interval of an axis, and where two ownerships meet.
 
-A tensor that moves is a product of axes; a layer axis and a head axis here. The ranks of a group own
+A tensor that moves is a product of axes; in a KV group a layer axis and a head axis. The ranks of a group own
 intervals of a global axis: disjoint ones that cover it (the axis is split), equal ones (it is
 replicated), or equal ones in groups (split, and every part replicated). Sizes need not divide each
 other, and two ownerships of the same axis need have nothing in common.
@@ -149,32 +149,30 @@ def overlaps(source: Ownership, target: Ownership) -> Iterator[Overlap]:
 
 
 class Shape(Struct, frozen=True, array_like=True, dict=True):
-    """How one engine divides a model's KV cache over its ranks: world rank = stage * tp + tp rank.
+    """How one engine divides one KV group over its ranks: world rank = stage * tp + tp rank.
 
     Attributes:
-        layers: layers with a KV cache, per pipeline stage, in order; their sum is the model's.
-        kv_heads: KV heads of the whole model (1 for MLA, whose cache every rank holds).
+        layers: the group's layers, per pipeline stage, in order; their sum is the model's.
+        heads: KV heads of the whole model (1 for MLA, whose cache every rank holds).
         tp: tensor-parallel size; with more ranks than KV heads, groups of ranks hold the same head.
 
     Raises ShardingError for sizes that vLLM itself would refuse.
     """
 
     layers: tuple[int, ...]
-    kv_heads: int
+    heads: int
     tp: int
 
     def __post_init__(self) -> None:
         if not self.layers or min(self.layers) < 0 or sum(self.layers) < 1:
             raise ShardingError(f"layers per stage are {self.layers}: expected at least one KV layer in all")
-        if self.kv_heads < 1 or self.tp < 1:
-            raise ShardingError(
-                f"{self.kv_heads} KV heads, tensor-parallel size {self.tp}: expected 1 or more"
-            )
+        if self.heads < 1 or self.tp < 1:
+            raise ShardingError(f"{self.heads} KV heads, tensor-parallel size {self.tp}: expected 1 or more")
         if self.world > MAX_RANKS:
             raise ShardingError(f"{self} has {self.world} ranks: p2pkv handles up to {MAX_RANKS}")
-        if self.kv_heads % self.tp and self.tp % self.kv_heads:
+        if self.heads % self.tp and self.tp % self.heads:
             raise ShardingError(
-                f"{self.kv_heads} KV heads cannot be divided over tensor-parallel size {self.tp}: expected "
+                f"{self.heads} KV heads cannot be divided over tensor-parallel size {self.tp}: expected "
                 "one to be a multiple of the other; choose another --tensor-parallel-size"
             )
 
@@ -191,9 +189,7 @@ class Shape(Struct, frozen=True, array_like=True, dict=True):
     @cached_property
     def rank_heads(self) -> Ownership:
         """Global KV heads that each rank of a stage holds."""
-        return Ownership.evenly(self.kv_heads, self.tp)
+        return Ownership.evenly(self.heads, self.tp)
 
     def __str__(self) -> str:
-        return (
-            f"PP {len(self.layers)} x TP {self.tp} ({sum(self.layers)} KV layers, {self.kv_heads} KV heads)"
-        )
+        return f"PP {len(self.layers)} x TP {self.tp} ({sum(self.layers)} KV layers, {self.heads} KV heads)"

@@ -18,12 +18,12 @@ from p2pkv.demo.processes import free_ports
 from p2pkv.device import make_recorder
 from p2pkv.engine import commands as do
 from p2pkv.engine.rank import Rank
-from p2pkv.kv.cache import PagedCache
+from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.kv.codecs import DENSE, pack, unpack
 from p2pkv.links import make_factory
 from p2pkv.links.base import LinkFactory
 from p2pkv.pairing import Address
-from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
+from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
 
 READY = make_recorder(torch.device("cpu"))()
 
@@ -156,7 +156,7 @@ def make_rank(
     pages, cache = make_pages(geometry, rank, fill)
     cache = device(cache)
     hello = make_hello(opts, geometry, rank, cache, links.kind, uuid.uuid4().hex)
-    return TestRank(geometry, Rank(hello, opts, cache, links), pages)
+    return TestRank(geometry, Rank(hello, opts, RankCache([cache]), links), pages)
 
 
 DEFAULTS = {"lease_seconds": 5.0, "staging_bytes": 1 << 20, "chunk_bytes": 4096}
@@ -174,9 +174,8 @@ def make_hello(
 ) -> Hello:
     """What a rank says of itself."""
     place, kind = opts.address, str(geometry.dtype).removeprefix("torch.")
-    described = Cache(
-        geometry.layers, geometry.kv_heads, geometry.tp,
-        cache.row_bytes, cache.unit_tokens, kind, cache.codec, "x",
+    group = KvGroup(
+        geometry.layers, geometry.kv_heads, cache.row_bytes, cache.unit_tokens, kind, cache.codec, "x"
     )  # fmt: skip
     return Hello(
         version=PROTOCOL_VERSION,
@@ -188,7 +187,7 @@ def make_hello(
         addresses=tuple(str(place.shifted(each)) for each in range(geometry.world)),
         model="made-up",
         weights="made-up",
-        cache=described,
+        cache=Cache(geometry.tp, (group,)),
         link=link,
         digest=cache.digest_name,
         verify=opts.verify,

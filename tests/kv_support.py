@@ -99,7 +99,7 @@ class Memory:
 
     def cache(self, flat: torch.Tensor) -> PagedCache:
         return PagedCache.from_tensors(
-            self.view(flat).unbind(0), block_size=self.block_size, codec=self.codec, groups=self.groups
+            self.view(flat).unbind(0), block_size=self.block_size, codec=self.codec, tables=self.groups
         )
 
     def tables(self, tokens: int, seed: int) -> list[list[int]]:

@@ -32,7 +32,7 @@ def shape(layers: tuple[int, ...], kv_heads: int, tp: int, block: int = 16, toke
 
 def plan_of(p: Geometry, d: Geometry) -> Plan:
     """The plan between two engines."""
-    return make_plan(*(Shape(each.layers, each.kv_heads, each.tp) for each in (p, d)))
+    return make_plan(*((Shape(each.layers, each.kv_heads, each.tp),) for each in (p, d)))
 
 
 @dataclass(frozen=True)

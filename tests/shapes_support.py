@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from p2pkv.kv import DENSE, PagedCache
 from p2pkv.kv.codecs import pack_into, unpack_into
-from p2pkv.protocol.messages import Cache
+from p2pkv.protocol.messages import KvGroup
 from p2pkv.sharding import Shape
 
 BITS = {
@@ -47,12 +47,12 @@ class Side:
         return self.block // self.ratio
 
     @property
-    def cache(self) -> Cache:
+    def group(self) -> KvGroup:
         """As in a Hello."""
         unit = 1 if self.codec == DENSE else self.kernel
         row = unit * self.content * self.dtype.itemsize
         kind = str(self.dtype).removeprefix("torch.")
-        return Cache(self.shape.layers, self.shape.kv_heads, self.shape.tp, row, unit, kind, self.codec, "n")
+        return KvGroup(self.shape.layers, self.shape.heads, row, unit, kind, self.codec, "n")
 
     def layers_of(self, rank: int) -> slice:
         stage = rank // self.shape.tp
@@ -60,7 +60,7 @@ class Side:
         return slice(first, first + self.shape.layers[stage])
 
     def heads_of(self, rank: int) -> slice:
-        place, tp, heads = rank % self.shape.tp, self.shape.tp, self.shape.kv_heads
+        place, tp, heads = rank % self.shape.tp, self.shape.tp, self.shape.heads
         if tp > heads:
             return slice(place // (tp // heads), place // (tp // heads) + 1)
         return slice(place * heads // tp, (place + 1) * heads // tp)

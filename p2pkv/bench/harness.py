@@ -28,11 +28,11 @@ import torch
 from p2pkv.config import Options
 from p2pkv.engine.commands import Event, LoadFailed
 from p2pkv.engine.rank import Rank
-from p2pkv.kv import DENSE, PagedCache, cpu_codec
+from p2pkv.kv import DENSE, PagedCache, RankCache, cpu_codec
 from p2pkv.links import make_factory
 from p2pkv.links.base import LinkFactory, Outbound
 from p2pkv.pairing import Address
-from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
+from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
 
 HOST = "127.0.0.1"
 STAGING_BYTES = 64 << 20
@@ -183,16 +183,16 @@ def _samples(tokens: int, heads: int) -> list[tuple[int, int, int]]:
 
 def described(layout: Layout, cache: PagedCache, tp: int = 1) -> Cache:
     """What Hello says of this cache, on each of `tp` ranks."""
-    return Cache(
+    group = KvGroup(
         layers=(LAYERS,),
-        kv_heads=HEADS,
-        tp=tp,
+        heads=HEADS,
         row_bytes=cache.row_bytes,
         unit_tokens=cache.unit_tokens,
         dtype=str(DTYPE).removeprefix("torch."),
         codec=cache.codec,
         layer_names=layout.name,
     )
+    return Cache(tp, (group,))
 
 
 # The processes.
@@ -305,7 +305,7 @@ def make_rank(
         digest=cache.digest_name,
         verify=settings.verify,
     )
-    return settings.address, Rank(hello, settings, cache, links)
+    return settings.address, Rank(hello, settings, RankCache([cache]), links)
 
 
 def poll_until(poll: Callable[[], None], done: Callable[[], bool], what: str) -> None:

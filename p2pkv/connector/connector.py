@@ -37,7 +37,7 @@ from p2pkv.connector.worker import Worker
 from p2pkv.control.announcer import ANSWER_TOKENS, Announcement, Announcer, WarmUp
 from p2pkv.control.discovery import DISCOVERY_VERSION, Ping
 from p2pkv.engine.rank import Rank
-from p2pkv.kv.cache import PagedCache
+from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.links import make_factory
 
 if TYPE_CHECKING:
@@ -187,9 +187,10 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         SPINNING.worker = config.parallel_config.data_parallel_size == 1
         layers = Layers(kv_caches, self._kv_cache_config)
         codec = codec_of(config, layers.names)
-        cache = PagedCache.from_tensors(
-            layers.tensors, block_size=config.cache_config.block_size, codec=codec, groups=layers.groups
+        attention = PagedCache.from_tensors(
+            layers.tensors, block_size=config.cache_config.block_size, codec=codec, tables=layers.tables
         )
+        cache = RankCache([attention])
         make_ready(cache.device)
         # vLLM's worker spins in Python while it waits for work and so wins the interpreter's lock back each
         # time; the engine thread would wait for the whole interval, several times a message.
@@ -212,9 +213,9 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             options.role,
             number,
             hello.address,
-            cache.layers,
-            cache.heads,
-            cache.row_bytes,
+            attention.layers,
+            attention.heads,
+            attention.row_bytes,
             codec,
             links.kind,
         )

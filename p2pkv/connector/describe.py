@@ -11,9 +11,9 @@ import torch
 
 from p2pkv.config import ConfigError, Options
 from p2pkv.connector.identity import fingerprint
-from p2pkv.kv.cache import PagedCache
+from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.kv.codecs import DENSE, cpu_codec
-from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
+from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -81,18 +81,18 @@ class Layers:
     """The registered KV tensors in layer order, each piece of memory once."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], config: KVCacheConfig) -> None:
-        groups = {
+        tables = {
             name: number for number, group in enumerate(config.kv_cache_groups) for name in group.layer_names
         }
         seen: set[tuple[int, int]] = set()
         self.names: list[str] = []
         for name in layer_order(list(tensors)):
-            place = (tensors[name].data_ptr(), groups.get(name, 0))
+            place = (tensors[name].data_ptr(), tables.get(name, 0))
             if place not in seen:
                 seen.add(place)
                 self.names.append(name)
         self.tensors = [tensors[name] for name in self.names]
-        self.groups = [groups.get(name, 0) for name in self.names]
+        self.tables = [tables.get(name, 0) for name in self.names]
         self.places = {name: place for place, name in enumerate(self.names)}
 
 
@@ -118,18 +118,12 @@ def make_ready(device: torch.device) -> None:
 
 
 def hello_of(
-    config: VllmConfig, options: Options, cache: PagedCache, layers: Layers, rank: int, link: str
+    config: VllmConfig, options: Options, cache: RankCache, layers: Layers, rank: int, link: str
 ) -> Hello:
     """This rank's Hello, without `to`. Raises ConfigError for a model whose sizes do not add up."""
     model, parallel = config.model_config, config.parallel_config
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    heads = 1 if model.use_mla else model.get_total_num_kv_heads()
-    if cache.heads != max(1, heads // tp):
-        raise ConfigError(
-            f"a rank of {tp} holds {cache.heads} KV heads, but {max(1, heads // tp)} of {heads} were "
-            "expected: p2pkv does not know how this model spreads its heads"
-        )
-    patterns = sorted({re.sub(r"\d+", "#", name) for name in layers.names})
+    (group,) = cache.groups  # all layers are alike: see `refuse_what_cannot_move`
     return Hello(
         version=PROTOCOL_VERSION,
         incarnation=uuid.uuid4().hex,
@@ -140,20 +134,32 @@ def hello_of(
         addresses=tuple(str(options.address.shifted(each)) for each in range(tp * pp)),
         model=str(model.model),
         weights=fingerprint(config),
-        cache=Cache(
-            layers=_stages(config, rank, len(layers.names)),
-            kv_heads=heads,
-            tp=tp,
-            row_bytes=cache.row_bytes,
-            unit_tokens=cache.unit_tokens,
-            dtype=_element_type(config, layers.tensors[0]),
-            codec=cache.codec,
-            layer_names=hashlib.blake2b(" ".join(patterns).encode(), digest_size=8).hexdigest(),
-        ),
+        cache=Cache(tp, (_attention(config, group, layers, rank),)),
         link=link,
         ahead=options.role == "D" and options.ahead_bytes > 0,
         digest=cache.digest_name,
         verify=options.verify,
+    )
+
+
+def _attention(config: VllmConfig, group: PagedCache, layers: Layers, rank: int) -> KvGroup:
+    """The KV group of attention layers that are all alike. Raises ConfigError."""
+    model, tp = config.model_config, config.parallel_config.tensor_parallel_size
+    heads = 1 if model.use_mla else model.get_total_num_kv_heads()
+    if group.heads != max(1, heads // tp):
+        raise ConfigError(
+            f"a rank of {tp} holds {group.heads} KV heads, but {max(1, heads // tp)} of {heads} were "
+            "expected: p2pkv does not know how this model spreads its heads"
+        )
+    patterns = sorted({re.sub(r"\d+", "#", name) for name in layers.names})
+    return KvGroup(
+        layers=_stages(config, rank, len(layers.names)),
+        heads=heads,
+        row_bytes=group.row_bytes,
+        unit_tokens=group.unit_tokens,
+        dtype=_element_type(config, layers.tensors[0]),
+        codec=group.codec,
+        layer_names=hashlib.blake2b(" ".join(patterns).encode(), digest_size=8).hexdigest(),
     )
 
 

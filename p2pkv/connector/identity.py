@@ -135,9 +135,6 @@ def _folder(model: str, revision: str | None) -> Path | None:
 # Requests.
 
 
-log = logging.getLogger("p2pkv")
-
-
 @dataclass(frozen=True)
 class Paired:
     """A request that names a P and a D."""

@@ -29,7 +29,7 @@ from p2pkv.engine.peers import (
 from p2pkv.engine.requests import RequestEntry, Requests
 from p2pkv.links.base import LinkError
 from p2pkv.protocol import messages as m
-from p2pkv.protocol.handshake import Refused, unfit
+from p2pkv.protocol.handshake import Refused, listed, unfit
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.receiver import LoadPhase, Receiver
 
@@ -123,7 +123,13 @@ class Consumer:
             self._refuse(peer, unfit(self._ctx.hello.address, peer.address, refused), now)
             return
         sums = ", with checksums" if peer.verify else ""
-        log.info("P rank %d at %s is connected; what travels: %s%s", peer.rank, peer.address, peer.wire, sums)
+        log.info(
+            "P rank %d at %s is connected; what travels: %s%s",
+            peer.rank,
+            peer.address,
+            listed(peer.wires),
+            sums,
+        )
         self._requests.connect(now)
 
     def _refuse(self, peer: PrefillPeer, reason: str, now: float) -> None:
@@ -324,7 +330,6 @@ class Incoming:
             if entry is None or not pieces:
                 self._ctx.counters.add("chunks_dropped")
                 return
-            assert peer.pages is not None
             check, buffer = self._check(peer, posted), posted.receive.buffer
             arrived = Arrived(peer, peer.rank, chunk, buffer, peer.pages, check)
             refuted = check is not None and check.refuted
@@ -400,14 +405,15 @@ class Incoming:
 
     def _scatter(self, entry: RequestEntry, arrived: Arrived) -> None:
         assignment, offset = entry.receiver.sources[arrived.rank].assignment, 0
-        window, edge = assignment.window(*entry.wanted), assignment.edge
-        shift = edge.target_layer - edge.layers.start
-        heads = (edge.target_head, edge.target_head + len(edge.heads))
+        windows = assignment.windows(*entry.wanted)
         for piece in arrived.chunk.pieces:
+            window, edge = windows.by_group[piece.group], assignment.edges[piece.group]
+            rows, shift = arrived.pages[piece.group], edge.target_layer - edge.layers.start
+            heads = (edge.target_head, edge.target_head + len(edge.heads))
             for begin, part in window.within(piece):
                 layers = (part.layer + shift, part.layer_stop + shift)
                 part_bytes = arrived.buffer[offset + begin :][: window.size(part)]
-                arrived.pages.scatter(part_bytes, layers, (part.start, part.stop), heads, entry.blocks)
+                rows.scatter(part_bytes, layers, (part.start, part.stop), heads, entry.blocks)
             offset += window.size(piece)
 
     def _may_hold(self, peer: PrefillPeer, nbytes: int, reserve: int) -> bool:

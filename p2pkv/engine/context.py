@@ -12,10 +12,10 @@ from p2pkv.config import Options
 from p2pkv.control.endpoint import Connection, Endpoint
 from p2pkv.device import Fence
 from p2pkv.engine.commands import Event
-from p2pkv.kv.cache import PagedCache, Rectangles, seen_as
+from p2pkv.kv.cache import RankCache, Rectangles
 from p2pkv.links.base import LinkFactory
 from p2pkv.log import Throttle
-from p2pkv.protocol.handshake import Refused, Wire, wire_between
+from p2pkv.protocol.handshake import Refused, Wire, wires_between
 from p2pkv.protocol.messages import AnyMessage, Hello, encode
 
 
@@ -170,7 +170,7 @@ class Context:
 
     hello: Hello
     options: Options
-    cache: PagedCache
+    cache: RankCache
     links: LinkFactory
     endpoint: Endpoint
     steps: Steps
@@ -190,23 +190,25 @@ class Context:
     def tell(self, connection: Connection, message: AnyMessage) -> bool:
         return connection.send(encode(message))
 
-    def form(self, theirs: Hello) -> tuple[Wire, Rectangles]:
-        """How rows travel between this rank and a peer that `judge` has accepted, and our cache in that form.
+    def form(self, theirs: Hello) -> tuple[tuple[Wire, ...], tuple[Rectangles, ...]]:
+        """How rows of each KV group travel between this rank and a peer that `judge` has accepted, and our
+        cache in that form.
 
         Raises Refused if our blocks cannot be brought into it.
         """
-        wire = wire_between(self.hello.cache, theirs.cache)
-        assert wire is not None
+        wires = wires_between(self.hello.cache, theirs.cache)
         try:
-            pages = seen_as(self.cache, wire.codec)
+            pages = self.cache.seen_as([wire.codec for wire in wires])
         except ValueError as error:
             raise Refused(f"{self.hello.address} and {theirs.address}: {error}") from None
-        if (pages.unit_tokens, pages.row_bytes) != (wire.unit, wire.row_bytes):
-            raise Refused(
-                f"{self.hello.address} holds rows of {pages.row_bytes} bytes for {pages.unit_tokens} tokens, "
-                f"which its Hello does not say; {theirs.address} expects {wire.row_bytes} for {wire.unit}"
-            )
-        return wire, pages
+        for ours, wire in zip(pages, wires, strict=True):
+            if (ours.unit_tokens, ours.row_bytes) != (wire.unit, wire.row_bytes):
+                raise Refused(
+                    f"{self.hello.address} holds rows of {ours.row_bytes} bytes for {ours.unit_tokens} "
+                    f"tokens, which its Hello does not say; {theirs.address} expects {wire.row_bytes} for "
+                    f"{wire.unit}"
+                )
+        return wires, pages
 
     @property
     def beat(self) -> float:

@@ -12,7 +12,7 @@ from p2pkv.engine.commands import Command, Computed, Event, Revoked
 from p2pkv.engine.consumer import Consumer
 from p2pkv.engine.context import Context, Steps, log
 from p2pkv.engine.producer import Producer
-from p2pkv.kv.cache import PagedCache
+from p2pkv.kv.cache import RankCache
 from p2pkv.links.base import LinkFactory
 from p2pkv.log import RateLimit
 from p2pkv.protocol.machine import RemoteProtocolError
@@ -41,7 +41,7 @@ class Core:
     """
 
     def __init__(
-        self, hello: Hello, options: Options, cache: PagedCache, links: LinkFactory, endpoint: Endpoint
+        self, hello: Hello, options: Options, cache: RankCache, links: LinkFactory, endpoint: Endpoint
     ) -> None:
         self.steps = Steps(options.stall_seconds)
         self._events: deque[Event] = deque()
@@ -64,9 +64,7 @@ class Core:
 
     def layers_per_message(self, tokens: int) -> int:
         """How many layers of so many tokens fill a message."""
-        cache, options = self._ctx.cache, self._ctx.options
-        layer = max(1, tokens * cache.heads * cache.row_bytes // cache.unit_tokens)
-        return max(1, -(-options.chunk_bytes // layer))
+        return max(1, -(-self._ctx.options.chunk_bytes // self._ctx.cache.layer_bytes(tokens)))
 
     def revoke(self, keys: Iterable[str]) -> None:
         """These prompts' blocks will be overwritten: on return nothing reads them, and nothing will."""

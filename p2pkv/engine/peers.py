@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Generic, TypeVar
@@ -141,7 +141,7 @@ class DecodePeer:
 
     Attributes:
         assignment: the part of each prompt's KV that this rank sends it; None: nothing.
-        pages: our cache in the form in which that travels.
+        pages: our cache in the form in which that travels, by KV group.
         table: the peers of this rank.
         link: number of the link, or of the try to build one.
         window: bytes that D can take on this link at a time.
@@ -158,7 +158,7 @@ class DecodePeer:
     connection: Connection
     hello: Hello
     plan: Plan
-    pages: Rectangles
+    pages: tuple[Rectangles, ...]
     assignment: Assignment | None
     table: Peers[DecodeRank, DecodePeer] = field(default_factory=decode_peers, repr=False)
     link: int = 0
@@ -369,8 +369,9 @@ class PrefillPeer:
     Attributes:
         used: when a request last needed it.
         table: the peers of this rank.
-        hello, plan, wire, pages: None before P's Welcome. `wire` is the form in which its rows travel, and
-            `pages` our cache in that form.
+        hello, plan: None before P's Welcome.
+        wires, pages: the form in which its rows travel, by KV group, and our cache in that form; empty before
+            P's Welcome.
         unanswered_since: time of the oldest question of ours that it has not answered; None: it has
             answered all.
         reached: whether its address accepted a connection when a request last looked.
@@ -386,8 +387,8 @@ class PrefillPeer:
     table: Peers[str, PrefillPeer] = field(default_factory=prefill_peers, repr=False)
     hello: Hello | None = None
     plan: Plan | None = None
-    wire: Wire | None = None
-    pages: Rectangles | None = None
+    wires: tuple[Wire, ...] = ()
+    pages: tuple[Rectangles, ...] = ()
     unanswered_since: float | None = None
     reached: bool = False
     link: int = -1
@@ -420,10 +421,9 @@ class PrefillPeer:
         assert first.hello is not None and first.plan is not None
         return (self.hello.addresses, self.plan.digest) == (first.hello.addresses, first.plan.digest)
 
-    def owes(self, edge: Edge) -> Assignment:
-        """What this rank owes us with `edge`; only of one that has been welcomed."""
-        assert self.wire is not None
-        return Assignment(edge, self.wire)
+    def owes(self, edges: Sequence[Edge]) -> Assignment:
+        """What this rank owes us with `edges`; only of one that has been welcomed."""
+        return Assignment.of(edges, self.wires)
 
     @property
     def staged(self) -> int:
@@ -466,7 +466,7 @@ class PrefillPeer:
                 f"{self.address} answers as {hello.address} with plan {message.plan}, not {plan.digest}: "
                 "install the same p2pkv on both sides, and use the addresses that instances advertise"
             )
-        self.wire, self.pages = self.ctx.form(hello)
+        self.wires, self.pages = self.ctx.form(hello)
         self.dialing.welcomed()
         self.hello, self.plan = hello, plan
 
@@ -475,7 +475,8 @@ class PrefillPeer:
         self.abort()
         self.dialing.lost(now)
         self.unanswered_since = None
-        self.hello = self.plan = self.wire = self.pages = None
+        self.hello = self.plan = None
+        self.wires = self.pages = ()
         self.greet(now)
 
     def invited(self, message: LinkInvite, window: int) -> None:
@@ -589,7 +590,7 @@ class Arrived:
         peer, rank: who sent it. By the time it is written to our blocks the peer may have disconnected, or
             have been replaced by another incarnation.
         buffer: uint8 [nbytes].
-        pages: our cache in the form that the bytes have.
+        pages: our cache in the form that the bytes have, by KV group.
         check: None where no checksum is wanted.
     """
 
@@ -597,7 +598,7 @@ class Arrived:
     rank: int
     chunk: Chunk
     buffer: torch.Tensor
-    pages: Rectangles
+    pages: tuple[Rectangles, ...]
     check: Check | None
 
 

@@ -6,6 +6,7 @@ sends. What is said about a prompt is in `prompts`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from p2pkv.control.endpoint import Connection
@@ -24,11 +25,11 @@ from p2pkv.engine.peers import (
     surplus,
 )
 from p2pkv.engine.prompts import PromptEntry, Prompts
+from p2pkv.kv.cache import Rectangles
 from p2pkv.kv.checksum import Checksum
 from p2pkv.links.base import LinkError, Send
-from p2pkv.plan import Edge
 from p2pkv.protocol import messages as m
-from p2pkv.protocol.handshake import Assignment, Refused, judge, unfit
+from p2pkv.protocol.handshake import Assignment, Refused, judge, listed, unfit
 from p2pkv.protocol.machine import RemoteProtocolError, Transmit
 from p2pkv.protocol.sender import PromptPhase
 
@@ -135,7 +136,7 @@ class Producer:
                     "use the address that the instance advertises"
                 )
             plan = judge(mine, hello)
-            wire, pages = self._ctx.form(hello)
+            wires, pages = self._ctx.form(hello)
         except Refused as refused:
             reason = self._leaving or unfit(mine.address, hello.address, refused)
             log.warning("refused %s: %s", hello.address, reason)
@@ -146,10 +147,9 @@ class Producer:
         old = self._peers.get((hello.addresses[0], hello.rank))
         if old is not None and old.connection is connection and old.fresh and old.hello == hello:
             return
-        assignments = {edge.target: Assignment(edge, wire) for edge in plan.from_source(mine.rank)}
-        peer = DecodePeer(
-            self._ctx, connection, hello, plan, pages, assignments.get(hello.rank), self._peers, wanted=now
-        )
+        edges = [edge for edge in plan.from_source(mine.rank) if edge.target == hello.rank]
+        assignment = Assignment.of(edges, wires) if edges else None
+        peer = DecodePeer(self._ctx, connection, hello, plan, pages, assignment, self._peers, wanted=now)
         if old is not None:
             self._prompts.drop(old, f"{hello.address} is gone: it has restarted or reconnected", now)
             peer.link = old.link
@@ -157,7 +157,9 @@ class Producer:
         connection.tag = peer
         self._peers.add(peer)
         sums = ", with checksums" if peer.verify else ""
-        log.info("D rank %d at %s is connected; what travels: %s%s", hello.rank, hello.address, wire, sums)
+        log.info(
+            "D rank %d at %s is connected; what travels: %s%s", hello.rank, hello.address, listed(wires), sums
+        )
         self._prompts.invite(peer, now)
 
     def _make_room(self, connection: Connection, now: float) -> None:
@@ -311,7 +313,7 @@ class Outgoing:
             void = entry is None or not entry.sender.readable(order) or key in self._ctx.revoked
             if entry is not None and peer.assignment is not None and not void:
                 try:
-                    self._gather(entry, peer, peer.assignment.edge, order, send)
+                    self._gather(entry, peer.pages, peer.assignment, order, send)
                 except ValueError as error:
                     void, wrong = True, str(error)
                 self._ctx.copies.launched(key)
@@ -353,14 +355,21 @@ class Outgoing:
         else:
             self._ctx.tell(peer.connection, m.Sent(key, grant.attempt, grant.chunk, grant.link, void))
 
-    def _gather(self, entry: PromptEntry, peer: DecodePeer, edge: Edge, order: Transmit, send: Send) -> None:
-        pages, offset = peer.pages, 0
-        shift = edge.source_layer - edge.layers.start
-        heads = (edge.source_head, edge.source_head + len(edge.heads))
+    def _gather(
+        self,
+        entry: PromptEntry,
+        pages: Sequence[Rectangles],
+        assignment: Assignment,
+        order: Transmit,
+        send: Send,
+    ) -> None:
+        offset = 0
         for piece in order.pieces:
+            edge, rows = assignment.edges[piece.group], pages[piece.group]
+            shift = edge.source_layer - edge.layers.start
             layers = (piece.layer + shift, piece.layer_stop + shift)
-            size = pages.nbytes(layers[1] - layers[0], piece.start, piece.stop, len(edge.heads))
-            pages.gather(
-                send.buffer[offset : offset + size], layers, (piece.start, piece.stop), heads, entry.blocks
-            )
+            heads = (edge.source_head, edge.source_head + len(edge.heads))
+            size = rows.nbytes(layers[1] - layers[0], piece.start, piece.stop, len(edge.heads))
+            part = send.buffer[offset : offset + size]
+            rows.gather(part, layers, (piece.start, piece.stop), heads, entry.blocks)
             offset += size

@@ -13,7 +13,7 @@ from p2pkv.device import own_stream
 from p2pkv.engine.commands import Command, Event
 from p2pkv.engine.context import log
 from p2pkv.engine.core import Core
-from p2pkv.kv.cache import PagedCache
+from p2pkv.kv.cache import RankCache
 from p2pkv.links.base import LinkFactory
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import Hello
@@ -33,7 +33,7 @@ class Rank(Core):
     Raises PortTaken or NoCurve with a sentence.
     """
 
-    def __init__(self, hello: Hello, options: Options, cache: PagedCache, links: LinkFactory) -> None:
+    def __init__(self, hello: Hello, options: Options, cache: RankCache, links: LinkFactory) -> None:
         cache.warm_up()
         place = Address.parse(hello.address)
         endpoint = Endpoint(place, members_of(options.secret), options.allowed_peers, options.lease_seconds)

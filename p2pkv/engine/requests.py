@@ -218,7 +218,7 @@ class Requests:
         self._connected(entry, peers)
         for peer in peers.values():
             peer.ask(m.Heartbeat(((entry.expect.key, entry.receiver.attempt),)), now)
-        assignments = {rank: peers[rank].owes(edge) for rank, edge in edges.items()}
+        assignments = {rank: peers[rank].owes(some) for rank, some in edges.items()}
         self.run(entry, entry.receiver.attach(assignments, now), now)
 
     def _stray(self, entry: RequestEntry, stray: PrefillPeer, first: PrefillPeer, now: float) -> None:
@@ -233,16 +233,18 @@ class Requests:
             self.run(entry, entry.receiver.lost(f"{reason}; {advice}"), now)
         self.lost(stray, reason, now)
 
-    def _ranks(self, peer: PrefillPeer) -> tuple[dict[int, Edge], dict[int, Address]]:
-        """The edges from `peer`'s engine to this rank, and the addresses of its ranks that must hear of a
-        request."""
+    def _ranks(self, peer: PrefillPeer) -> tuple[dict[int, list[Edge]], dict[int, Address]]:
+        """The edges from `peer`'s engine to this rank, by its ranks, and the addresses of its ranks that must
+        hear of a request."""
         assert peer.plan is not None and peer.hello is not None
         mine, plan, addresses = self._ctx.hello.rank, peer.plan, peer.hello.addresses
-        edges = {edge.source: edge for edge in plan.to_target(mine)}
+        edges: dict[int, list[Edge]] = {}
+        for edge in plan.to_target(mine):
+            edges.setdefault(edge.source, []).append(edge)
         # A rank of P that sends nothing to anybody must still learn that its blocks are free: one rank of D
         # tells it.
-        everybody = range(len(addresses))
-        idle = [rank for rank in everybody if not plan.from_source(rank) and rank % plan.decode.world == mine]
+        idle = [rank for rank in range(len(addresses)) if not plan.from_source(rank)]
+        idle = [rank for rank in idle if rank % plan.decode_ranks == mine]
         return edges, {rank: Address.parse(addresses[rank]) for rank in [*edges, *idle]}
 
     def ahead(self, peer: PrefillPeer, message: m.Ahead, now: float) -> None:
@@ -255,8 +257,8 @@ class Requests:
         peers = [self._peers.get(str(place)) for place in [first, *places.values()]]
         if not all(each is not None and each.dialing.open for each in peers):
             return
-        windows = [peer.owes(edge).window(0, message.tokens) for edge in edges.values()]
-        buffer = self._early_buffers.take(sum(window.nbytes for window in windows), now)
+        owed = [peer.owes(some).windows(0, message.tokens) for some in edges.values()]
+        buffer = self._early_buffers.take(sum(windows.nbytes for windows in owed), now)
         if buffer is None:
             return
         expect = do.Expect(message.key, first, message.tokens, message.digest)

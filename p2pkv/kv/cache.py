@@ -1,5 +1,8 @@
 """The KV cache of one rank, as the rest of p2pkv sees it: rectangles of rows in, rectangles out.
 
+A cache has one KV group or several; the layers of a group are alike. A group has a row for each unit, or one
+for a whole request: then its only unit is number 0, and its block table names the block that holds it.
+
 A *row* is what moves undivided: the bytes of one (layer, unit, head). A unit is one token or, if a kernel
 packs tokens together (a page codec), all tokens of one kernel block. A *rectangle* is [layer, unit, head,
 row_bytes], dense, uint8, whatever the memory's own layout. `seen_as` shows packed pages token by token.
@@ -9,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,10 +34,10 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class PagedCache:
-    """The registered layers of one rank; gathers rectangles out of them and scatters them into them.
+    """One KV group of one rank; gathers rectangles out of its layers and scatters them into them.
 
     Attributes:
-        layers: layers on this rank.
+        layers: layers of the group on this rank.
         heads: KV heads on this rank.
         blocks: logical blocks of each layer.
         block_size: tokens in a logical block.
@@ -42,7 +45,7 @@ class PagedCache:
         row_bytes: bytes of a row.
         element_bytes: bytes of a number in a row.
         codec: how the bytes of a row are arranged.
-        groups: the block table of each layer, by number.
+        tables: the block table of each layer, by number.
         device: where the layers lie.
         digest_name: the algorithm of `digest`; it depends on the device.
 
@@ -70,7 +73,7 @@ class PagedCache:
         self.row_bytes = row_bytes
         self.element_bytes = element_bytes
         self.codec = codec
-        self.groups = tuple(page.group for page in pages)
+        self.tables = tuple(page.table for page in pages)
         self.device = device
         self.digest_name = copier.digest_name
         self._copier = copier
@@ -84,7 +87,7 @@ class PagedCache:
         *,
         block_size: int,
         codec: str = DENSE,
-        groups: Sequence[int] | None = None,
+        tables: Sequence[int] | None = None,
     ) -> PagedCache:
         """The cache whose layer i is `tensors[i]`, of logical shape [B, H, N, C] and any strides.
 
@@ -95,22 +98,22 @@ class PagedCache:
         Args:
             block_size: tokens in a logical block, a multiple of N.
             codec: "dense" or "page:<isa>".
-            groups: each layer's block table, by number; all 0 by default.
+            tables: each layer's block table, by number; all 0 by default.
 
         Raises:
             ValueError: with a sentence, for tensors that this class cannot address.
         """
-        groups = [0] * len(tensors) if groups is None else groups
-        if not tensors or len(groups) != len(tensors):
+        tables = [0] * len(tensors) if tables is None else tables
+        if not tensors or len(tables) != len(tensors):
             raise ValueError(
-                f"{len(tensors)} KV layers and {len(groups)} group numbers: expected one each, and layers"
+                f"{len(tensors)} KV layers and {len(tables)} block tables: expected one each, and layers"
             )
-        if min(groups) < 0:
-            raise ValueError(f"group number {min(groups)}: block tables are numbered from 0")
+        if min(tables) < 0:
+            raise ValueError(f"block table number {min(tables)}: block tables are numbered from 0")
         paged = is_paged(codec)
         for number, tensor in enumerate(tensors):
             check_layer(number, tensor, tensors[0], block_size, paged)
-        pages = [pages_of(t, group, block_size, paged) for t, group in zip(tensors, groups, strict=True)]
+        pages = [pages_of(t, table, block_size, paged) for t, table in zip(tensors, tables, strict=True)]
         _, heads, tokens, content = tensors[0].shape
         unit_tokens = tokens if paged else 1
         return cls(
@@ -144,7 +147,7 @@ class PagedCache:
         Args:
             out: uint8 [nbytes], contiguous, on the cache's device.
             layers, tokens, heads: half-open intervals, counted on this rank.
-            blocks: per group the request's logical block ids; token t is in blocks[g][t // block_size].
+            blocks: the request's block tables, logical block ids; token t is in blocks[n][t // block_size].
 
         Raises:
             ValueError: for a rectangle outside the cache, a start inside a unit, a wrong `out`, a
@@ -205,7 +208,7 @@ class PagedCache:
             some = max(layers[0], span.first), min(layers[1], span.stop)
             if some[0] >= some[1]:
                 continue
-            kind = span.pages.group, span.pages.block_units, span.pages.blocks
+            kind = span.pages.table, span.pages.block_units, span.pages.blocks
             if (table := tables.get(kind)) is None:
                 table = tables[kind] = self._table(span, units, blocks)
             cut = Cut(some, units, heads, self.row_bytes, table)
@@ -226,20 +229,20 @@ class PagedCache:
 
     def _table(self, span: Span, units: Bounds, blocks: BlockTables) -> Index:
         """The checked block ids that `units` lie in, int64."""
-        group, whole = span.pages.group, span.pages.block_units
-        if group >= len(blocks):
-            raise ValueError(f"{len(blocks)} block tables given, but layer {span.first} uses number {group}")
+        number, whole = span.pages.table, span.pages.block_units
+        if number >= len(blocks):
+            raise ValueError(f"{len(blocks)} block tables given, but layer {span.first} uses number {number}")
         first, stop = units[0] // whole, -(-units[1] // whole)
-        if len(blocks[group]) < stop:
+        if len(blocks[number]) < stop:
             raise ValueError(
-                f"block table {group} has {len(blocks[group])} blocks of {self.block_size} tokens; "
+                f"block table {number} has {len(blocks[number])} blocks of {self.block_size} tokens; "
                 f"tokens up to {units[1] * self.unit_tokens} need {stop}"
             )
-        table = np.asarray(blocks[group][first:stop], dtype=np.int64)
+        table = np.asarray(blocks[number][first:stop], dtype=np.int64)
         if int(table.min()) < 0 or int(table.max()) >= span.pages.blocks:
             wrong = next(int(block) for block in table if not 0 <= block < span.pages.blocks)
             raise ValueError(
-                f"block table {group} names block {wrong}; the cache has {span.pages.blocks} blocks"
+                f"block table {number} names block {wrong}; the cache has {span.pages.blocks} blocks"
             )
         return table
 
@@ -423,3 +426,60 @@ def _cut(tokens: Bounds, page: int) -> list[Bounds]:
     first, last = -(-start // page) * page, stop // page * page
     cuts = [start, first, last, stop] if first <= last else [start, stop]
     return [(one, two) for one, two in pairwise(cuts) if one < two]
+
+
+# All KV groups of a rank.
+
+
+class RankCache:
+    """All KV groups of one rank, in the order in which its Hello names them. All lie on one device.
+
+    Attributes:
+        groups: by number.
+        layers: for each group, the numbers of its layers among all layers of this rank, in order. Two groups
+            may share a layer, as the two states of a recurrent layer do.
+        device: where the layers lie.
+        digest_name: the algorithm of `digest`; it depends on the device.
+    """
+
+    def __init__(self, groups: Sequence[PagedCache], layers: Sequence[Sequence[int]] | None = None) -> None:
+        """`layers`: by default the layers of one group follow those of the group before it.
+
+        Raises ValueError for groups on several devices, or numbers that are not those of the groups' layers.
+        """
+        if layers is None:
+            stops = [0, *accumulate(group.layers for group in groups)]
+            layers = [range(start, stop) for start, stop in pairwise(stops)]
+        if not groups or [len(numbers) for numbers in layers] != [group.layers for group in groups]:
+            raise ValueError(
+                f"KV groups of {[group.layers for group in groups]} layers, and numbers for "
+                f"{[len(numbers) for numbers in layers]}: expected one number for each layer, and groups"
+            )
+        if len({group.device for group in groups}) > 1:
+            raise ValueError(f"KV groups on {[str(group.device) for group in groups]}: expected one device")
+        self.groups = tuple(groups)
+        self.layers = tuple(layers)
+        self.device = groups[0].device
+        self.digest_name = groups[0].digest_name
+
+    def seen_as(self, codecs: Sequence[str]) -> tuple[Rectangles, ...]:
+        """Each group with its rows arranged by the codec of its number. Raises ValueError; see `seen_as`."""
+        return tuple(seen_as(group, codec) for group, codec in zip(self.groups, codecs, strict=True))
+
+    def layer_bytes(self, tokens: int) -> int:
+        """Bytes of the largest layer of this rank for so many tokens, at least 1."""
+        rows = [(group.heads * group.row_bytes, group.unit_tokens) for group in self.groups]
+        return max(1, *(tokens * nbytes // unit for nbytes, unit in rows))
+
+    def digest(self, buffer: torch.Tensor) -> Checksum:
+        """See PagedCache.digest."""
+        return self.groups[0].digest(buffer)
+
+    def fence(self) -> Fence:
+        """See PagedCache.fence."""
+        return self.groups[0].fence()
+
+    def warm_up(self) -> None:
+        """Compile now what gather and scatter run on the device, so that the first transfer does not wait."""
+        for group in self.groups:
+            group.warm_up()

@@ -32,7 +32,7 @@ class LayerPages:
 
     Attributes:
         storage: address of the storage; layers of one storage can be copied together.
-        group: which block table is this layer's.
+        table: number of the block table that is this layer's.
         blocks: logical blocks in the layer.
         ratio: kernel blocks in a logical block; block b is kernel blocks [b * ratio, (b + 1) * ratio).
             Where a logical block's units are evenly spaced, it is described as one kernel block.
@@ -40,7 +40,7 @@ class LayerPages:
     """
 
     storage: int
-    group: int
+    table: int
     blocks: int
     ratio: int
     units: int
@@ -147,7 +147,7 @@ def check_layer(number: int, tensor: torch.Tensor, first: torch.Tensor, block_si
         )
 
 
-def pages_of(tensor: torch.Tensor, group: int, block_size: int, paged: bool) -> LayerPages:
+def pages_of(tensor: torch.Tensor, table: int, block_size: int, paged: bool) -> LayerPages:
     """Where the rows of a layer lie that `check_layer` has accepted."""
     size = tensor.element_size()
     blocks, _, tokens, _ = tensor.shape
@@ -159,7 +159,7 @@ def pages_of(tensor: torch.Tensor, group: int, block_size: int, paged: bool) -> 
         units, block_stride, ratio = units * ratio, block_stride * ratio, 1
     return LayerPages(
         storage=tensor.untyped_storage().data_ptr(),
-        group=group,
+        table=table,
         blocks=blocks * tokens // block_size,
         ratio=ratio,
         units=units,

@@ -3,22 +3,25 @@
 P never dials. A request id, which a client may have forged, can therefore make D open one connection
 that says Hello, and can make P do nothing at all.
 
-Both compute the form of the KV from the same two Hellos. Where the caches are alike, their rows travel as
-they lie. Where they are not, a row is the K and V of one (token, head): a dense cache has such rows, and a
-packed one can make them if the packing is known.
+Both compute the form of the KV from the same two Hellos, for each KV group. Where the two caches are alike,
+their rows travel as they lie. Where they are not, a row is the K and V of one (token, head): a dense cache
+has such rows, and a packed one can make them if the packing is known.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum, auto
+from functools import cached_property
+from math import lcm
 
 from msgspec import Struct
 
 from p2pkv.pairing import Address, PairingError
-from p2pkv.plan import Edge, Plan, make_plan
+from p2pkv.plan import Edge, Plan, Shapes, make_plan
 from p2pkv.protocol.machine import Machine, Table
-from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
-from p2pkv.protocol.pieces import Window
+from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
+from p2pkv.protocol.pieces import Window, Windows
 from p2pkv.sharding import Shape, ShardingError
 
 # The form in which KV travels.
@@ -35,24 +38,39 @@ packs fp8 in another."""
 
 
 class Wire(Struct, frozen=True):
-    """How rows are arranged between two ranks.
+    """How rows of a KV group are arranged between two ranks.
 
     Attributes:
         codec: "dense", or the codec of both caches.
         unit: tokens in a row.
         row_bytes: bytes of one (layer, head, unit) row.
+        once: there is one row per (layer, head) for a whole request.
     """
 
     codec: str
     unit: int
     row_bytes: int
+    once: bool = False
 
     def __str__(self) -> str:
-        return f"{self.codec} rows of {self.unit} tokens, {self.row_bytes} bytes for each layer and head"
+        tokens = "the whole request" if self.once else f"{self.unit} tokens"
+        return f"{self.codec} rows of {tokens}, {self.row_bytes} bytes for each layer and head"
 
 
-def wire_between(one: Cache, other: Cache) -> Wire | None:
-    """The form in which rows travel between two caches; None if there is none. The order does not matter."""
+def listed(wires: Sequence[Wire]) -> str:
+    """What travels, for a person: each form once."""
+    return "; ".join(dict.fromkeys(map(str, wires)))
+
+
+def wires_between(one: Cache, other: Cache) -> tuple[Wire, ...]:
+    """The form in which each KV group travels between two caches that `judge` has accepted."""
+    wires = [wire_between(mine, theirs) for mine, theirs in zip(one.groups, other.groups, strict=True)]
+    assert None not in wires
+    return tuple(wire for wire in wires if wire is not None)
+
+
+def wire_between(one: KvGroup, other: KvGroup) -> Wire | None:
+    """The form in which rows of a group travel; None if there is none. The order does not matter."""
     mine, theirs = _as_it_lies(one), _as_it_lies(other)
     if one.dtype != other.dtype:
         return None
@@ -64,33 +82,61 @@ def wire_between(one: Cache, other: Cache) -> Wire | None:
     return dense if dense.row_bytes == token_bytes(other) else None
 
 
-def token_bytes(cache: Cache) -> int:
-    """Bytes of the K and V of one (layer, head, token)."""
-    return cache.row_bytes // cache.unit_tokens
+def token_bytes(group: KvGroup) -> int:
+    """Bytes of the K and V of one (layer, head, token); of a row where there is one for a whole request."""
+    return group.row_bytes // group.unit_tokens
 
 
-def _as_it_lies(cache: Cache) -> Wire:
-    return Wire(cache.codec, cache.unit_tokens, cache.row_bytes)
+def _as_it_lies(group: KvGroup) -> Wire:
+    return Wire(group.codec, group.unit_tokens, group.row_bytes, group.once)
 
 
-def _can_be_dense(cache: Cache) -> bool:
-    known = cache.codec == DENSE or cache.dtype in KNOWN_PACKINGS.get(cache.codec, ())
-    return known and cache.row_bytes % cache.unit_tokens == 0
+def _can_be_dense(group: KvGroup) -> bool:
+    known = group.codec == DENSE or group.dtype in KNOWN_PACKINGS.get(group.codec, ())
+    return known and not group.once and group.row_bytes % group.unit_tokens == 0
 
 
-class Assignment(Struct, frozen=True):
-    """What one rank of P owes one rank of D: a rectangle of the cache, in the form agreed on."""
+class Share(Struct, frozen=True):
+    """What one rank of P owes one rank of D of one KV group: a rectangle, in the form agreed on."""
 
     edge: Edge
     wire: Wire
 
     def window(self, start: int, stop: int) -> Window:
-        """The part of it that holds tokens [start, stop).
+        """See `Assignment.windows`."""
+        edge, wire = self.edge, self.wire
+        row = len(edge.heads) * wire.row_bytes
+        tokens = (0, 1) if wire.once else (start, stop)
+        ready = stop if wire.once else None
+        return Window(edge.group, edge.layers.start, edge.layers.stop, *tokens, wire.unit, row, ready)
+
+
+class Assignment(Struct, frozen=True, dict=True):
+    """What one rank of P owes one rank of D: its share of each KV group, in order; some groups have none."""
+
+    shares: tuple[Share, ...]
+
+    @classmethod
+    def of(cls, edges: Sequence[Edge], wires: Sequence[Wire]) -> Assignment:
+        """`wires`: the form of each KV group."""
+        return cls(tuple(Share(edge, wires[edge.group]) for edge in edges))
+
+    def windows(self, start: int, stop: int) -> Windows:
+        """What of the shares a D needs to go on after tokens [start, stop).
 
         Raises RemoteProtocolError if `start` is inside a row of the wire.
         """
-        layers, row = self.edge.layers, len(self.edge.heads) * self.wire.row_bytes
-        return Window(layers.start, layers.stop, start, stop, self.wire.unit, row)
+        return Windows({share.edge.group: share.window(start, stop) for share in self.shares})
+
+    @cached_property
+    def edges(self) -> dict[int, Edge]:
+        """The rectangle of each share, by KV group."""
+        return {share.edge.group: share.edge for share in self.shares}
+
+    @cached_property
+    def unit(self) -> int:
+        """Tokens may be wanted from a multiple of this on."""
+        return lcm(*(share.wire.unit for share in self.shares if not share.wire.once))
 
 
 # The verdict on a pair, and D's dialing.
@@ -113,9 +159,9 @@ def unfit(mine: str, theirs: str, why: object) -> str:
     return f"{theirs} and {mine} do not fit: {why}"
 
 
-def shape(cache: Cache) -> Shape:
-    """What the planner must know of a cache."""
-    return Shape(cache.layers, cache.kv_heads, cache.tp)
+def shapes(cache: Cache) -> Shapes:
+    """What the planner must know of a cache. Raises ShardingError."""
+    return tuple(Shape(group.layers, group.heads, cache.tp) for group in cache.groups)
 
 
 def verified(mine: Hello, theirs: Hello) -> bool:
@@ -137,12 +183,12 @@ def judge(mine: Hello, theirs: Hello) -> Plan:
         )
     if theirs.rank >= len(theirs.addresses):
         raise Refused(f"{theirs.address} says it is rank {theirs.rank} of {len(theirs.addresses)}")
-    ranks = len(theirs.cache.layers) * theirs.cache.tp
+    ranks = theirs.cache.stages * theirs.cache.tp
     if ranks != len(theirs.addresses):
         raise Refused(f"{theirs.address} names {len(theirs.addresses)} ranks, but its cache lies on {ranks}")
     if theirs.role == "P":
         _check_places(theirs)
-    same = [
+    same: list[tuple[str, object, object, str]] = [
         (
             "weights",
             mine.weights,
@@ -150,43 +196,60 @@ def judge(mine: Hello, theirs: Hello) -> Plan:
             f"serve the same model (here {mine.model}, there {theirs.model})",
         ),
         ("links", mine.link, theirs.link, "set the same `link` option, and install the same NCCL"),
-        (
-            "cache element types",
-            mine.cache.dtype,
-            theirs.cache.dtype,
-            "set the same --kv-cache-dtype and --dtype",
-        ),
-        (
-            "bytes per token and head",
-            token_bytes(mine.cache),
-            token_bytes(theirs.cache),
-            "serve the same model with the same cache type",
-        ),
-        ("KV layers", mine.cache.layer_names, theirs.cache.layer_names, "serve the same model"),
+        ("numbers of KV groups", len(mine.cache.groups), len(theirs.cache.groups), "serve the same model"),
     ]
+    for number, (ours, others) in enumerate(zip(mine.cache.groups, theirs.cache.groups, strict=False)):
+        same += [
+            (f"{what}{_of_group(number, mine)}", here, there, advice)
+            for what, here, there, advice in _same_of_groups(ours, others)
+        ]
     if verified(mine, theirs):
         advice = "a CPU and a GPU compute different ones; leave `verify` out on both sides"
         same.append(("checksums", mine.digest, theirs.digest, advice))
     for what, here, there, advice in same:
         if here != there:
             raise Refused(f"{_differ(what, mine, theirs, here, there)}; {advice}")
-    if wire_between(mine.cache, theirs.cache) is None:
-        raise Refused(
-            _differ("memory layouts", mine, theirs, _layout(mine.cache), _layout(theirs.cache))
-            + f"; {_advice(mine.cache, theirs.cache)}"
-        )
+    for number, (ours, others) in enumerate(zip(mine.cache.groups, theirs.cache.groups, strict=True)):
+        if wire_between(ours, others) is None:
+            what = f"memory layouts{_of_group(number, mine)}"
+            layouts = _differ(what, mine, theirs, _layout(ours), _layout(others))
+            raise Refused(f"{layouts}; {_advice(ours, others)}")
     prefill, decode = (mine, theirs) if mine.role == "P" else (theirs, mine)
     try:
-        return make_plan(shape(prefill.cache), shape(decode.cache))
+        return make_plan(shapes(prefill.cache), shapes(decode.cache))
     except ShardingError as error:
         raise Refused(f"{mine.address} and {theirs.address}: {error}") from None
 
 
-def _layout(cache: Cache) -> str:
-    return f"codec {cache.codec} with blocks of {cache.unit_tokens} tokens"
+def _same_of_groups(mine: KvGroup, theirs: KvGroup) -> list[tuple[str, object, object, str]]:
+    """What must be equal of a KV group: what it is, here, there, what to do if it is not."""
+    return [
+        ("rows per request", _rows(mine), _rows(theirs), "serve the same model"),
+        ("cache element types", mine.dtype, theirs.dtype, "set the same --kv-cache-dtype and --dtype"),
+        (
+            "bytes per token and head",
+            token_bytes(mine),
+            token_bytes(theirs),
+            "serve the same model with the same cache type",
+        ),
+        ("KV layers", mine.layer_names, theirs.layer_names, "serve the same model"),
+    ]
 
 
-def _advice(mine: Cache, theirs: Cache) -> str:
+def _rows(group: KvGroup) -> str:
+    return "one" if group.once else "one for each token"
+
+
+def _of_group(number: int, mine: Hello) -> str:
+    """Which KV group is meant; "" where there is only one."""
+    return f" of KV group {number}" if len(mine.cache.groups) > 1 else ""
+
+
+def _layout(group: KvGroup) -> str:
+    return f"codec {group.codec} with blocks of {group.unit_tokens} tokens"
+
+
+def _advice(mine: KvGroup, theirs: KvGroup) -> str:
     """What makes two caches exchange whole blocks, since one of them cannot be undone."""
     if mine.codec == theirs.codec:
         return "this codec's pages travel whole, so set the same --block-size"

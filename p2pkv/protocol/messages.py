@@ -13,9 +13,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_PIECES = 4096
+MAX_GROUPS = 64
 _LONGEST_REASON = 2048
 
 Key = Annotated[str, Meta(min_length=1, max_length=512)]
@@ -44,29 +45,46 @@ def _shorten(message: Refuse | LinkDown | Failed | Cancel) -> None:
     msgspec.structs.force_setattr(message, "reason", reason[:_LONGEST_REASON])
 
 
-class Cache(Struct, frozen=True, forbid_unknown_fields=True):
-    """One engine's KV cache, as far as a peer must know it.
+class KvGroup(Struct, frozen=True, forbid_unknown_fields=True):
+    """Layers whose KV has one form. A model whose layers are all alike has one KV group.
 
     Attributes:
-        layers: KV layers held by each pipeline stage, in order; their sum is the model's.
-        kv_heads: KV heads of the whole model, before tensor parallelism.
-        tp: tensor-parallel size; world rank = stage * tp + tp rank, as in vLLM.
+        layers: the group's layers on each pipeline stage, in order; their sum is the model's.
+        heads: KV heads of the whole model, before tensor parallelism.
         row_bytes: bytes of one (layer, head, unit) row in memory.
         unit_tokens: tokens in a row: 1 where the content is dense, those of a (kernel) block where a
             kernel packs tokens together.
         dtype: element type, torch's name without the prefix.
         codec: how the bytes of a row are arranged; handshake.py says what travels between which.
-        layer_names: digest of the names of all layers, in order.
+        layer_names: digest of the names of all its layers, in order.
+        once: a layer has one row per head for a whole request (a recurrent state), and not one per unit.
     """
 
-    layers: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=1024)]
-    kv_heads: Positive
-    tp: Positive
+    layers: Annotated[tuple[Small, ...], Meta(min_length=1, max_length=1024)]
+    heads: Positive
     row_bytes: Annotated[int, Meta(ge=1, le=1 << 30)]
     unit_tokens: Positive
     dtype: Name
     codec: Name
     layer_names: Name
+    once: bool = False
+
+
+class Cache(Struct, frozen=True, forbid_unknown_fields=True):
+    """One engine's KV cache, as far as a peer must know it.
+
+    Attributes:
+        tp: tensor-parallel size; world rank = stage * tp + tp rank, as in vLLM.
+        groups: its KV groups; messages name them by their number here.
+    """
+
+    tp: Positive
+    groups: Annotated[tuple[KvGroup, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return len(self.groups[0].layers)
 
 
 class Hello(Message, frozen=True, tag="Hello"):
@@ -151,13 +169,13 @@ class LinkDown(Message, frozen=True, tag="LinkDown"):
         _shorten(self)
 
 
-class Heartbeat(Message, frozen=True, tag="Waiting"):
+class Heartbeat(Message, frozen=True, tag="Heartbeat"):
     """D to P, every beat: these transfers are still wanted or queued here. Renews P's leases."""
 
     transfers: Transfers
 
 
-class HeartbeatAck(Message, frozen=True, tag="Holding"):
+class HeartbeatAck(Message, frozen=True, tag="HeartbeatAck"):
     """P to D, the answer: these I know (or may still learn of in the step that runs), these I do not."""
 
     held: Transfers
@@ -200,8 +218,10 @@ class Want(Message, frozen=True, tag="Want"):
 
 
 class Piece(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A rectangle of KV: global layers [layer, layer_stop) x tokens [start, stop), all heads of the edge."""
+    """A rectangle of a KV group: global layers [layer, layer_stop) x tokens [start, stop), all heads of the
+    edge. In a group with one row per request `tokens` are [0, 1)."""
 
+    group: Annotated[int, Meta(ge=0, le=MAX_GROUPS - 1)]
     layer: Small
     layer_stop: Small
     start: Count

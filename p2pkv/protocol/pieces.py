@@ -1,36 +1,45 @@
 """Rectangles of KV: cutting what is ready into chunks on P, counting what has come on D.
 
 Tokens are counted in units: one token where the wire is dense, a whole block where packed pages travel
-as they lie. A unit can travel once all the tokens in it that D wants have been computed.
+as they lie. A unit can travel once all the tokens in it that D wants have been computed. A KV group with one
+row per request has the one unit [0, 1), which can travel once all tokens that D wants have been computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.messages import MAX_PIECES, Piece
 
+Computed = Mapping[int, Sequence[int]]
+"""By KV group: for each layer of a window, how many of the prompt's first tokens have been computed."""
+
 
 @dataclass(frozen=True)
 class Window:
-    """The part of a prompt's KV that one P rank owes one D rank.
+    """The part of a prompt's KV that one P rank owes one D rank of one KV group.
 
     Attributes:
-        layer, layer_stop: global layers.
-        start, stop: the tokens that D wants.
+        group: number of the KV group.
+        layer, layer_stop: global layers of the group.
+        start, stop: the tokens that D wants; [0, 1) where there is one row per request.
         unit: tokens in a row of the wire.
         row: bytes of one (layer, unit) over all heads of the edge.
+        ready: where there is one row per request: it can travel once so many tokens are computed. None: there
+            is one row per unit.
     """
 
+    group: int
     layer: int
     layer_stop: int
     start: int
     stop: int
     unit: int
     row: int
+    ready: int | None = None
 
     def __post_init__(self) -> None:
         assert self.layer < self.layer_stop and self.unit > 0 and self.row > 0
@@ -53,8 +62,10 @@ class Window:
 
     def sendable(self, computed: int) -> int:
         """How far whole units reach when tokens [0, computed) are computed."""
-        if computed >= self.stop:
+        if computed >= (self.stop if self.ready is None else self.ready):
             return self.ceiling
+        if self.ready is not None:
+            return self.start
         return max(self.start, computed // self.unit * self.unit)
 
     def size(self, piece: Piece) -> int:
@@ -71,37 +82,72 @@ class Window:
         elif start < stop:
             skipped = (start - piece.start) // self.unit * self.row
             for layer in range(piece.layer, piece.layer_stop):
-                whole = self.size(Piece(piece.layer, layer, piece.start, piece.stop))
-                yield whole + skipped, Piece(layer, layer + 1, start, stop)
+                whole = self.size(Piece(self.group, piece.layer, layer, piece.start, piece.stop))
+                yield whole + skipped, Piece(self.group, layer, layer + 1, start, stop)
+
+    def contains(self, piece: Piece) -> bool:
+        """Whether a piece of this group lies in the window, in whole units."""
+        return (
+            self.layer <= piece.layer < piece.layer_stop <= self.layer_stop
+            and self.start <= piece.start < piece.stop <= self.ceiling
+            and not (piece.start % self.unit or piece.stop % self.unit)
+        )
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What one P rank owes one D rank of a prompt: a window of each KV group of which it owes something."""
+
+    by_group: Mapping[int, Window]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(window.nbytes for window in self.by_group.values())
+
+    def size(self, piece: Piece) -> int:
+        """Bytes of a piece that lies in one of the windows."""
+        return self.by_group[piece.group].size(piece)
 
     def check(self, pieces: Iterable[Piece]) -> int:
-        """Bytes of `pieces`. Raises RemoteProtocolError for one that does not lie in this window."""
+        """Bytes of `pieces`. Raises RemoteProtocolError for one that does not lie in these windows."""
         total = 0
         for piece in pieces:
-            inside = (
-                self.layer <= piece.layer < piece.layer_stop <= self.layer_stop
-                and self.start <= piece.start < piece.stop <= self.ceiling
-            )
-            if not inside or piece.start % self.unit or piece.stop % self.unit:
+            window = self.by_group.get(piece.group)
+            if window is None or not window.contains(piece):
                 raise RemoteProtocolError(f"{piece} does not lie in what was asked for, {self}")
-            total += self.size(piece)
+            total += window.size(piece)
         return total
+
+    def readable(self, computed: Computed, pieces: Iterable[Piece]) -> bool:
+        """Whether all of these pieces, which lie in the windows, have been computed."""
+        for piece in pieces:
+            window = self.by_group[piece.group]
+            layers = computed[piece.group][piece.layer - window.layer : piece.layer_stop - window.layer]
+            if window.sendable(min(layers)) < piece.stop:
+                return False
+        return True
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.by_group.values()))
 
 
 class Cutter:
-    """P's side: which rows of a window have been announced, and the next chunk to announce."""
+    """P's side: which rows of its windows have been announced, and the next chunk to announce."""
 
-    def __init__(self, window: Window) -> None:
-        self.window = window
-        self.left = window.nbytes
-        self._announced = [window.start] * (window.layer_stop - window.layer)
+    def __init__(self, windows: Windows) -> None:
+        self.windows = windows
+        self.left = windows.nbytes
+        self._announced = {
+            group: [window.start] * (window.layer_stop - window.layer)
+            for group, window in windows.by_group.items()
+        }
         self._again: list[Piece] = []
 
-    def pending(self, computed: Sequence[int]) -> int:
-        """Bytes that are ready and not announced; `computed` is the token count of each layer."""
-        return sum(map(self.window.size, self._pending(computed)))
+    def pending(self, computed: Computed) -> int:
+        """Bytes that are ready and not announced."""
+        return sum(map(self.windows.size, self._pending(computed)))
 
-    def cut(self, computed: Sequence[int], limit: int) -> tuple[Piece, ...]:
+    def cut(self, computed: Computed, limit: int) -> tuple[Piece, ...]:
         """The next chunk: ready pieces of up to `limit` bytes (one row at the least); () if none is ready."""
         taken: list[Piece] = []
         room = limit
@@ -111,7 +157,7 @@ class Cutter:
                 break
             self._take(piece, part)
             taken.append(part)
-            room -= self.window.size(part)
+            room -= self.windows.size(part)
             if part != piece:
                 break
         self.left -= limit - room
@@ -120,83 +166,90 @@ class Cutter:
     def put_back(self, pieces: tuple[Piece, ...]) -> None:
         """These were announced but went out void: announce them again when they are ready again."""
         self._again.extend(pieces)
-        self.left += sum(map(self.window.size, pieces))
+        self.left += sum(map(self.windows.size, pieces))
 
-    def _pending(self, computed: Sequence[int]) -> Iterator[Piece]:
-        first = self.window.layer
+    def _pending(self, computed: Computed) -> Iterator[Piece]:
         for piece in self._again:
-            ready = computed[piece.layer - first : piece.layer_stop - first]
-            if self.window.sendable(min(ready)) >= piece.stop:
+            if self.windows.readable(computed, (piece,)):
                 yield piece
+        for group, window in self.windows.by_group.items():
+            yield from self._runs(window, computed[group])
+
+    def _runs(self, window: Window, computed: Sequence[int]) -> Iterator[Piece]:
+        """What of a window is ready and was never announced; equal neighbours are one piece."""
         run: Piece | None = None
-        for index, start in enumerate(self._announced):
-            stop = self.window.sendable(computed[index])
-            layer = first + index
+        for index, start in enumerate(self._announced[window.group]):
+            stop = window.sendable(computed[index])
+            layer = window.layer + index
             if run is not None and (run.start, run.stop) == (start, stop):
-                run = Piece(run.layer, layer + 1, start, stop)
+                run = Piece(window.group, run.layer, layer + 1, start, stop)
                 continue
             if run is not None:
                 yield run
-            run = Piece(layer, layer + 1, start, stop) if stop > start else None
+            run = Piece(window.group, layer, layer + 1, start, stop) if stop > start else None
         if run is not None:
             yield run
 
     def _fit(self, piece: Piece, room: int, first: bool) -> Piece | None:
         """The largest part of `piece` that fits: whole layers, or else some units of one layer."""
-        units = (piece.stop - piece.start) // self.window.unit
-        layers = min(piece.layer_stop - piece.layer, max(0, room) // (units * self.window.row))
+        group, window = piece.group, self.windows.by_group[piece.group]
+        units = (piece.stop - piece.start) // window.unit
+        layers = min(piece.layer_stop - piece.layer, max(0, room) // (units * window.row))
         if layers:
-            return Piece(piece.layer, piece.layer + layers, piece.start, piece.stop)
+            return Piece(group, piece.layer, piece.layer + layers, piece.start, piece.stop)
         if not first:
             return None
-        some = max(1, room // self.window.row)
-        return Piece(piece.layer, piece.layer + 1, piece.start, piece.start + some * self.window.unit)
+        some = max(1, room // window.row)
+        return Piece(group, piece.layer, piece.layer + 1, piece.start, piece.start + some * window.unit)
 
     def _take(self, piece: Piece, part: Piece) -> None:
         if piece in self._again:
             self._again.remove(piece)
             self._again.extend(_rest(piece, part))
             return
+        announced, first = self._announced[part.group], self.windows.by_group[part.group].layer
         for layer in range(part.layer, part.layer_stop):
-            self._announced[layer - self.window.layer] = part.stop
+            announced[layer - first] = part.stop
 
 
 def _rest(piece: Piece, part: Piece) -> Iterator[Piece]:
     """What is left of `piece` without `part`, which starts at its corner."""
     if part.stop < piece.stop:
-        yield Piece(part.layer, part.layer_stop, part.stop, piece.stop)
+        yield Piece(part.group, part.layer, part.layer_stop, part.stop, piece.stop)
     if part.layer_stop < piece.layer_stop:
-        yield Piece(part.layer_stop, piece.layer_stop, piece.start, piece.stop)
+        yield Piece(part.group, part.layer_stop, piece.layer_stop, piece.start, piece.stop)
 
 
 class Coverage:
-    """D's side: which rows of a window have been announced, and how many bytes are still to come."""
+    """D's side: which rows of its windows have been announced, and how many bytes are still to come."""
 
-    def __init__(self, window: Window) -> None:
-        self.window = window
-        self.left = window.nbytes
-        self._taken = [0] * (window.layer_stop - window.layer)
-        """For each layer, a bit for each unit: so a peer cannot make it grow."""
+    def __init__(self, windows: Windows) -> None:
+        self.windows = windows
+        self.left = windows.nbytes
+        self._taken = {
+            group: [0] * (window.layer_stop - window.layer) for group, window in windows.by_group.items()
+        }
+        """By group, for each layer, a bit for each unit: so a peer cannot make it grow."""
 
     def reserve(self, pieces: tuple[Piece, ...]) -> int:
         """Note announced pieces; bytes of them. Raises RemoteProtocolError for foreign or repeated rows."""
-        total = self.window.check(pieces)
+        total = self.windows.check(pieces)
         for done, piece in enumerate(pieces):
-            rows, layers = self._rows(piece), self._layers(piece)
-            if any(self._taken[layer] & rows for layer in layers):
+            taken, rows, layers = self._taken[piece.group], self._rows(piece), self._layers(piece)
+            if any(taken[layer] & rows for layer in layers):
                 self.give_back(pieces[:done])
                 raise RemoteProtocolError(f"{piece} was announced twice")
             for layer in layers:
-                self._taken[layer] |= rows
+                taken[layer] |= rows
         return total
 
     def give_back(self, pieces: tuple[Piece, ...]) -> None:
         """These pieces came void: they may be announced again."""
         for piece in pieces:
-            rows = self._rows(piece)
+            taken, rows = self._taken[piece.group], self._rows(piece)
             for layer in self._layers(piece):
-                assert self._taken[layer] & rows == rows
-                self._taken[layer] ^= rows
+                assert taken[layer] & rows == rows
+                taken[layer] ^= rows
 
     def filled(self, nbytes: int) -> None:
         """So many bytes have been scattered."""
@@ -204,9 +257,11 @@ class Coverage:
         assert self.left >= 0
 
     def _layers(self, piece: Piece) -> range:
-        return range(piece.layer - self.window.layer, piece.layer_stop - self.window.layer)
+        first = self.windows.by_group[piece.group].layer
+        return range(piece.layer - first, piece.layer_stop - first)
 
     def _rows(self, piece: Piece) -> int:
-        first = (piece.start - self.window.start) // self.window.unit
-        count = (piece.stop - piece.start) // self.window.unit
+        window = self.windows.by_group[piece.group]
+        first = (piece.start - window.start) // window.unit
+        count = (piece.stop - piece.start) // window.unit
         return ((1 << count) - 1) << first

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from math import inf
+from math import inf, lcm
 
 from p2pkv.protocol.handshake import Assignment
 from p2pkv.protocol.machine import Effect, Finished, Machine, Offered, Post, RemoteProtocolError, Table, Tell
@@ -107,7 +107,7 @@ class Source:
 
     def want(self, start: int, stop: int, now: float) -> None:
         """It is asked for its part of tokens [start, stop)."""
-        self._coverage = Coverage(self.assignment.window(start, stop))
+        self._coverage = Coverage(self.assignment.windows(start, stop))
         self.heard = now
 
     def announced(self, message: Chunk, now: float) -> bool:
@@ -121,7 +121,7 @@ class Source:
                 f"{message.key}: chunk {message.chunk} is announced where {self._next} is due, "
                 f"or is one more than {MAX_CHUNKS}"
             )
-        nbytes = self._coverage.window.check(message.pieces)
+        nbytes = self._coverage.windows.check(message.pieces)
         if nbytes != message.nbytes:
             raise RemoteProtocolError(
                 f"{message.key}: chunk of {message.nbytes} bytes whose pieces make {nbytes}"
@@ -241,7 +241,7 @@ class Receiver:
         if stop <= start:
             self.nothing = True
             return self._let_go() if self.sources or self._idle else []
-        unit = max((source.assignment.wire.unit for source in self.sources.values()), default=1)
+        unit = lcm(*(source.assignment.unit for source in self.sources.values()))
         if start < 0 or stop > self.tokens or start % unit:
             raise ValueError(
                 f"{self.key}: tokens [{start}, {stop}) of {self.tokens} cannot be loaded: "

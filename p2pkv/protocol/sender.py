@@ -9,7 +9,7 @@ leg:     CLAIMED -> SENDING -> DRAINED -> DONE           (any) -> ENDED
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -26,7 +26,7 @@ from p2pkv.protocol.machine import (
     Transmit,
 )
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Offer, Piece, Sent, Want
-from p2pkv.protocol.pieces import Cutter
+from p2pkv.protocol.pieces import Computed, Cutter
 
 # Every legal move.
 
@@ -123,6 +123,7 @@ class DecodeLeg:
     have their KV in the blocks.
 
     Attributes:
+        layers: by KV group, the numbers on this rank of the layers that it owes.
         limit: the most bytes of one chunk; 0 while it is not known, and nothing is announced.
         heard: when D's rank said something last.
         gone: that rank has restarted or broken the protocol; who comes next is somebody else.
@@ -131,6 +132,7 @@ class DecodeLeg:
     """
 
     assignment: Assignment
+    layers: Mapping[int, Sequence[int]]
     attempt: int
     limit: int
     heard: float
@@ -143,22 +145,22 @@ class DecodeLeg:
 
     def want(self, message: Want) -> None:
         """D's rank says which tokens. Raises RemoteProtocolError if it said something else before."""
-        window = self.assignment.window(message.start, message.stop)
-        if self.cutter is not None and self.cutter.window != window:
-            raise RemoteProtocolError(f"{message} is not what was wanted ahead, {self.cutter.window}")
+        windows = self.assignment.windows(message.start, message.stop)
+        if self.cutter is not None and self.cutter.windows != windows:
+            raise RemoteProtocolError(f"{message} is not what was wanted ahead, {self.cutter.windows}")
         self.machine.remote(LegEvent.AHEAD if message.ahead else LegEvent.WANT)
-        self.cutter = self.cutter or Cutter(window)
+        self.cutter = self.cutter or Cutter(windows)
 
     def announce(self, key: str, computed: Sequence[int], limit: int, flush: bool) -> Iterator[Chunk]:
         """Chunks to announce now: full ones, and with `flush` the rest."""
         limit = min(limit, self.limit)
         if self.cutter is None or self.machine.ended or not limit:
             return
-        computed = self._owed(computed)
-        ready = self.cutter.pending(computed)
+        owed = self._owed(computed)
+        ready = self.cutter.pending(owed)
         while ready and (flush or ready >= limit) and len(self.announced) < MAX_ANNOUNCED:
-            pieces = self.cutter.cut(computed, limit)
-            nbytes = sum(map(self.cutter.window.size, pieces))
+            pieces = self.cutter.cut(owed, limit)
+            nbytes = sum(map(self.cutter.windows.size, pieces))
             yield Chunk(key, self.attempt, self._chunks, nbytes, pieces)
             self.announced[self._chunks] = (nbytes, pieces)
             self._chunks += 1
@@ -174,14 +176,7 @@ class DecodeLeg:
 
     def readable(self, computed: Sequence[int], pieces: Sequence[Piece]) -> bool:
         """Whether the blocks still hold all of these pieces."""
-        if self.cutter is None:
-            return False
-        window, computed = self.cutter.window, self._owed(computed)
-        first = self.assignment.edge.layers.start
-        return all(
-            window.sendable(min(computed[piece.layer - first : piece.layer_stop - first])) >= piece.stop
-            for piece in pieces
-        )
+        return self.cutter is not None and self.cutter.windows.readable(self._owed(computed), pieces)
 
     def sent(self, chunk: int, void: bool) -> None:
         """The chunk has been handed to the link; a void one will be announced again."""
@@ -196,10 +191,9 @@ class DecodeLeg:
         """Whether all that is wanted has been read from the blocks."""
         return self.cutter is not None and not self.cutter.left and not self.announced
 
-    def _owed(self, computed: Sequence[int]) -> Sequence[int]:
+    def _owed(self, computed: Sequence[int]) -> Computed:
         """Of the layers that it owes."""
-        first = self.assignment.edge.source_layer
-        return computed[first : first + len(self.assignment.edge.layers)]
+        return {group: [computed[layer] for layer in layers] for group, layers in self.layers.items()}
 
 
 # One prompt.
@@ -224,7 +218,9 @@ class Sender:
     `expects` is set by the engine once D's shape is known: the D ranks that this rank serves.
     """
 
-    def __init__(self, key: str, layers: int, terms: Terms) -> None:
+    def __init__(self, key: str, layers: Sequence[Sequence[int]], terms: Terms) -> None:
+        """`layers`: of each KV group, the numbers of its layers on this rank."""
+        self._layers = layers
         self.key = key
         self.terms = terms
         self.prompt = Machine(f"prompt {key}", PROMPT, PromptPhase.HELD)
@@ -236,7 +232,7 @@ class Sender:
         self.tokens = 0
         self.digest = b""
         self.reason = ""
-        self._computed = [0] * layers
+        self._computed = [0] * (1 + max(max(numbers, default=-1) for numbers in layers))
         self._since: float | None = None
 
     # What P's own engine does.
@@ -308,9 +304,8 @@ class Sender:
             return [Tell(rank, Failed(self.key, attempt, reason))]
         if leg is not None and not leg.machine.ended:
             leg.machine.remote(LegEvent.END)
-        leg = DecodeLeg(
-            assignment, attempt, limit, now, Machine(f"leg {self.key}/{rank}", LEG, LegPhase.CLAIMED)
-        )
+        machine = Machine(f"leg {self.key}/{rank}", LEG, LegPhase.CLAIMED)
+        leg = DecodeLeg(assignment, self._numbers(assignment), attempt, limit, now, machine)
         self.legs[rank] = leg
         self._withdrawn.pop(rank, None)
         if self._since is not None:
@@ -462,6 +457,13 @@ class Sender:
         )
 
     # Inside.
+
+    def _numbers(self, assignment: Assignment) -> dict[int, Sequence[int]]:
+        """By KV group, the numbers on this rank of the layers that are owed."""
+        return {
+            group: self._layers[group][edge.source_layer : edge.source_layer + len(edge.layers)]
+            for group, edge in assignment.edges.items()
+        }
 
     def _open(self) -> list[tuple[int, DecodeLeg]]:
         return [(rank, leg) for rank, leg in self.legs.items() if not leg.machine.ended]

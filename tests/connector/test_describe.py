@@ -28,7 +28,7 @@ from p2pkv.connector.describe import (
     refuse_what_cannot_pair,
 )
 from p2pkv.connector.identity import fingerprint
-from p2pkv.kv.cache import PagedCache
+from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.protocol.messages import Hello
 
 pytestmark = pytest.mark.vllm
@@ -40,7 +40,7 @@ def tensors(names: list[str], heads: int = 2, dtype: torch.dtype = torch.float32
 
 def hello(config: VllmConfig, caches: dict[str, torch.Tensor], rank: int = 0) -> Hello:
     layers = Layers(caches, kv_cache_config(layers=list(caches)))
-    cache = PagedCache.from_tensors(layers.tensors, block_size=BLOCK, groups=layers.groups)
+    cache = RankCache([PagedCache.from_tensors(layers.tensors, block_size=BLOCK, tables=layers.tables)])
     return hello_of(config, options_of(config), cache, layers, rank, "host")
 
 
@@ -58,9 +58,10 @@ def test_hello_says_who_this_rank_is_and_what_its_cache_looks_like() -> None:
     said = hello(vllm_config("P"), tensors(list(LAYERS)))
     assert (said.role, said.rank, said.link) == ("P", 0, "host")
     assert said.addresses == (said.address,) == (str(P_ADDRESS),)
-    assert (said.cache.layers, said.cache.kv_heads, said.cache.tp) == ((2,), 2, 1)
-    assert (said.cache.row_bytes, said.cache.unit_tokens) == (32 * 4, 1)
-    assert (said.cache.dtype, said.cache.codec) == ("float32", "dense")
+    (group,) = said.cache.groups
+    assert (group.layers, group.heads, said.cache.tp) == ((2,), 2, 1)
+    assert (group.row_bytes, group.unit_tokens, group.once) == (32 * 4, 1, False)
+    assert (group.dtype, group.codec) == ("float32", "dense")
     assert (said.digest, said.verify) == ("xxh3-64", False)
     assert hello(vllm_config("P"), tensors(list(LAYERS))).incarnation != said.incarnation
 
@@ -70,7 +71,7 @@ def test_a_rank_of_several_says_its_own_address_and_all_of_them() -> None:
     said = hello(config, tensors([next(iter(LAYERS))], heads=1), rank=3)
     assert said.addresses == tuple(str(P_ADDRESS.shifted(rank)) for rank in range(4))
     assert said.address == said.addresses[3]
-    assert (said.cache.layers, said.cache.tp) == ((1, 1), 2)
+    assert (said.cache.groups[0].layers, said.cache.tp) == ((1, 1), 2)
 
 
 def test_a_model_that_spreads_heads_or_layers_otherwise_is_refused() -> None:
@@ -93,12 +94,12 @@ def test_a_model_that_spreads_heads_or_layers_otherwise_is_refused() -> None:
 def test_bytes_of_different_meaning_are_different_types(tensor: torch.dtype, cache: str, said: str) -> None:
     config = vllm_config("P")
     config.cache_config.cache_dtype = cache
-    assert hello(config, tensors(list(LAYERS), dtype=tensor)).cache.dtype == said
+    assert hello(config, tensors(list(LAYERS), dtype=tensor)).cache.groups[0].dtype == said
 
 
 def test_the_names_of_layers_tell_models_apart_but_not_pipeline_stages() -> None:
     def digest(*names: str) -> str:
-        return hello(vllm_config("P"), tensors(list(names))).cache.layer_names
+        return hello(vllm_config("P"), tensors(list(names))).cache.groups[0].layer_names
 
     whole = digest("model.layers.0.attn", "model.layers.1.attn")
     assert digest("model.layers.1.attn") == whole

@@ -18,6 +18,7 @@ from p2pkv.engine import commands as do
 from p2pkv.engine import prompts, requests
 from p2pkv.engine.core import Core
 from p2pkv.engine.peers import DecodePeer, PrefillPeer
+from p2pkv.kv.cache import RankCache
 from p2pkv.pairing import Address
 
 SHAPE = Geometry(blocks=8)
@@ -41,7 +42,7 @@ class Seat:
         self.seen: list[do.Event] = []
         endpoint: Any = Endpoint(f"{role}{port}", self.address, rig.network, self.ring)
         hello = make_hello(options, SHAPE, 0, cache, links.kind, f"incarnation {port}")
-        self.core = Core(hello, options, cache, links, endpoint)
+        self.core = Core(hello, options, RankCache([cache]), links, endpoint)
 
     def do(self, *commands: do.Command) -> None:
         for command in commands:

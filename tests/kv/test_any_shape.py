@@ -20,9 +20,9 @@ from shapes_support import BITS, Elements, Held, Side
 from p2pkv.kv import DENSE
 from p2pkv.kv.cache import seen_as
 from p2pkv.plan import Edge, Plan, make_plan
-from p2pkv.protocol.handshake import Assignment, wire_between
+from p2pkv.protocol.handshake import Share, wire_between
 from p2pkv.protocol.messages import Piece
-from p2pkv.protocol.pieces import Coverage, Cutter, Window
+from p2pkv.protocol.pieces import Coverage, Cutter, Windows
 from p2pkv.sharding import Shape
 
 CODECS = ["dense", "page:vec", "page:vec16", "page:amx"]
@@ -81,18 +81,18 @@ def sides(draw: st.DrawFn, kv_heads: int, layers: int, codec: str, content: int,
 class Sent:
     """One piece on its way."""
 
-    debt: Assignment
+    debt: Share
     piece: Piece
     data: torch.Tensor
 
 
 def push(case: Case, plan: Plan, ranks: list[Held], truth: Elements) -> tuple[list[Sent], dict[Edge, int]]:
     """P computes step by step, and cuts and gathers what is ready; also the bytes of each edge."""
-    wire = wire_between(case.prefill.cache, case.decode.cache)
+    wire = wire_between(case.prefill.group, case.decode.group)
     assert wire is not None
-    debts = [Assignment(edge, wire) for edge in plan.edges]
-    windows = [debt.window(case.start, case.stop) for debt in debts]
-    cutters, coverages = [Cutter(window) for window in windows], [Coverage(window) for window in windows]
+    debts = [Share(edge, wire) for edge in plan.edges]
+    windows = [Windows({0: debt.window(case.start, case.stop)}) for debt in debts]
+    cutters, coverages = [Cutter(owed) for owed in windows], [Coverage(owed) for owed in windows]
     done = [0] * sum(case.prefill.shape.layers)
     out: list[Sent] = []
     for stop, layers in case.steps:
@@ -101,11 +101,11 @@ def push(case: Case, plan: Plan, ranks: list[Held], truth: Elements) -> tuple[li
         done[:layers] = [stop] * layers
         for debt, cutter, coverage in zip(debts, cutters, coverages, strict=True):
             ready = done[debt.edge.layers.start : debt.edge.layers.stop]
-            while pieces := cutter.cut(ready, case.chunk):
+            while pieces := cutter.cut({0: ready}, case.chunk):
                 coverage.filled(coverage.reserve(pieces))
-                out += [Sent(debt, piece, gathered(ranks, debt, piece, cutter.window)) for piece in pieces]
+                out += [Sent(debt, piece, gathered(ranks, debt, piece, cutter.windows)) for piece in pieces]
     assert not any(cutter.left for cutter in cutters) and not any(coverage.left for coverage in coverages)
-    return out, {debt.edge: window.nbytes for debt, window in zip(debts, windows, strict=True)}
+    return out, {debt.edge: owed.nbytes for debt, owed in zip(debts, windows, strict=True)}
 
 
 def forward(held: Held, done: list[int], stop: int, layers: int, truth: Elements) -> None:
@@ -116,11 +116,11 @@ def forward(held: Held, done: list[int], stop: int, layers: int, truth: Elements
             held.compute(slice(layer - mine.start, layer - mine.start + 1), done[layer], stop, cells)
 
 
-def gathered(ranks: list[Held], debt: Assignment, piece: Piece, window: Window) -> torch.Tensor:
+def gathered(ranks: list[Held], debt: Share, piece: Piece, windows: Windows) -> torch.Tensor:
     edge, held = debt.edge, ranks[debt.edge.source]
     pages = seen_as(held.paged, debt.wire.codec)
     shift = edge.source_layer - edge.layers.start
-    data = torch.empty(window.size(piece), dtype=torch.uint8)
+    data = torch.empty(windows.size(piece), dtype=torch.uint8)
     heads = (edge.source_head, edge.source_head + len(edge.heads))
     pages.gather(
         data,
@@ -150,9 +150,9 @@ def scatter(held: Held, sent: Sent) -> None:
 def test_every_rank_of_d_holds_its_slice_of_what_p_computed(case: Case) -> None:
     chance = np.random.default_rng(case.seed)
     p, d = case.prefill, case.decode
-    sizes = (sum(p.shape.layers), case.tokens, p.shape.kv_heads, p.content)
+    sizes = (sum(p.shape.layers), case.tokens, p.shape.heads, p.content)
     truth = chance.integers(0, 1 << 16, sizes).astype(BITS[p.dtype])
-    plan = make_plan(p.shape, d.shape)
+    plan = make_plan((p.shape,), (d.shape,))
     sources = [Held(p, rank, case.tokens, rank) for rank in range(p.shape.world)]
     targets = [Held(d, rank, case.tokens, 100 + rank) for rank in range(d.shape.world)]
     before = [held.dense() for held in targets]
@@ -182,7 +182,7 @@ def each_byte_once(case: Case, unit: int, sent: list[Sent], nbytes: dict[Edge, i
     layers = sum(d.shape.layers) * tokens * d.content * d.dtype.itemsize
     # Every head once, or once for each rank where there are more ranks than heads.
     assert sum(one.data.numel() for one in sent) == sum(nbytes.values())
-    assert sum(nbytes.values()) == layers * max(d.shape.kv_heads, d.shape.tp)
+    assert sum(nbytes.values()) == layers * max(d.shape.heads, d.shape.tp)
 
 
 def evenly_spread(case: Case, plan: Plan, nbytes: dict[Edge, int]) -> None:

@@ -21,8 +21,8 @@ def a_layer(**other: int) -> torch.Tensor:
     ("tensors", "options", "sentence"),
     [
         ([], {}, "0 KV layers"),
-        ([a_layer()], {"groups": [0, 1]}, "1 KV layers and 2 group numbers"),
-        ([a_layer()], {"groups": [-1]}, "group number -1"),
+        ([a_layer()], {"tables": [0, 1]}, "1 KV layers and 2 block tables"),
+        ([a_layer()], {"tables": [-1]}, "block table number -1"),
         ([a_layer()[0]], {}, r"shape \[2, 4, 8\]; expected \[blocks, heads, tokens, content\]"),
         ([a_layer()], {"block_size": 6}, "6 kernel blocks of 4 tokens, .* whole blocks of 6 tokens"),
         ([a_layer()], {"block_size": 16}, "6 kernel blocks of 4 tokens, .* whole blocks of 16 tokens"),
@@ -65,7 +65,7 @@ def test_tensors_that_cannot_be_addressed(
 @pytest.mark.parametrize("what", ["gather", "scatter"])
 def test_rectangles_outside_the_cache(what: str, change: dict[str, Any], sentence: str) -> None:
     layers = [a_layer(), a_layer()]
-    cache = PagedCache.from_tensors(layers, block_size=TOKENS, groups=[0, 1])
+    cache = PagedCache.from_tensors(layers, block_size=TOKENS, tables=[0, 1])
     buffer = torch.ones(cache.nbytes(2, 0, 8, HEADS), dtype=torch.uint8)
     fine: dict[str, Any] = {
         "layers": (0, 2),
@@ -91,7 +91,7 @@ def test_a_page_codec_refuses_half_a_page() -> None:
 
 
 def test_the_cache_says_what_it_is() -> None:
-    cache = PagedCache.from_tensors([a_layer(), a_layer()], block_size=2 * TOKENS, groups=[0, 1])
+    cache = PagedCache.from_tensors([a_layer(), a_layer()], block_size=2 * TOKENS, tables=[0, 1])
     assert (cache.layers, cache.heads, cache.blocks, cache.block_size) == (2, HEADS, BLOCKS // 2, 2 * TOKENS)
     assert (cache.unit_tokens, cache.row_bytes, cache.codec) == (1, CONTENT * 4, "dense")
-    assert (cache.groups, cache.device) == ((0, 1), torch.device("cpu"))
+    assert (cache.tables, cache.device) == ((0, 1), torch.device("cpu"))

@@ -37,7 +37,7 @@ def _shape(draw: st.DrawFn, layers: int, heads: int) -> Shape:
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
     prefill, decode = draw(shapes())
-    row = 8 * prefill.kv_heads
+    row = 8 * prefill.heads
     return World(
         prefill,
         decode,

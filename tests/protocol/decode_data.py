@@ -167,7 +167,7 @@ class Incoming:
         end = ("D", owner.incarnation, owner.rank, key, receiver.attempt)
         if receiver.load.ended or end in self._world.ends:
             raise Violation(f"D{owner.rank} writes {key} after its end")
-        self._scatter(key, receiver.sources[kept.rank].assignment.edge, kept.chunk.pieces, kept.cells)
+        self._scatter(key, receiver.sources[kept.rank].assignment.edges[0], kept.chunk.pieces, kept.cells)
         owner.run(key, receiver.scattered(kept.rank, kept.chunk.chunk, self._world.now))
 
     def _scatter(self, key: str, edge: Edge, pieces: tuple[m.Piece, ...], cells: list[Cell | None]) -> None:

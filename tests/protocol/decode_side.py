@@ -97,13 +97,13 @@ class DecodeRank:
             self.claimed[key] = ranks
             for rank in sorted(ranks):
                 self._tell(rank, m.Heartbeat(((key, receiver.attempt),)))
-            assignments = {rank: Assignment(edge, self.world.wire) for rank, edge in edges.items()}
+            assignments = {rank: Assignment.of([edge], [self.world.wire]) for rank, edge in edges.items()}
             self.run(key, receiver.attach(assignments, self.world.now))
 
     def _idle(self, plan: Plan) -> list[int]:
         """The ranks of P that owe nobody anything, and hear so from this rank of D."""
-        ranks = [rank for rank in range(plan.prefill.world) if not plan.from_source(rank)]
-        return [rank for rank in ranks if rank % plan.decode.world == self.rank]
+        ranks = [rank for rank in range(plan.prefill[0].world) if not plan.from_source(rank)]
+        return [rank for rank in ranks if rank % plan.decode_ranks == self.rank]
 
     def _dial(self, rank: int) -> Peer:
         if rank not in self.peers:

@@ -144,4 +144,4 @@ class Outgoing:
     def _gather(self, sender: Sender, peer: Peer, order: Transmit) -> list[Cell | None]:
         cutter = sender.legs[order.rank].cutter
         assert peer.edge is not None and cutter is not None
-        return self._owner.pages.gather(sender.key, peer.edge, order.pieces, cutter.window.stop)
+        return self._owner.pages.gather(sender.key, peer.edge, order.pieces, cutter.windows.by_group[0].stop)

@@ -56,7 +56,7 @@ class PrefillRank:
     # The forward pass.
 
     def hold(self, key: str, chunks: tuple[int, ...]) -> None:
-        self.senders[key] = Sender(key, len(self.layers), self.world.terms)
+        self.senders[key] = Sender(key, [range(len(self.layers))], self.world.terms)
         self.prefills[key] = Prefill(chunks)
         self.pages.hold(key)
         for (name, rank), early in list(self.early.items()):
@@ -171,9 +171,8 @@ class PrefillRank:
         if peer.edge is None:
             self.run(key, sender.flush())
             return True
-        self.run(
-            key, sender.claim(rank, Assignment(peer.edge, self.world.wire), attempt, limit, self.world.now)
-        )
+        owed = Assignment.of([peer.edge], [self.world.wire])
+        self.run(key, sender.claim(rank, owed, attempt, limit, self.world.now))
         return sender.vouches(rank, attempt)
 
     def _about(self, peer: Peer, key: str, message: m.Want | m.Grant | m.Done | m.Cancel) -> None:

@@ -12,13 +12,13 @@ from p2pkv.sharding import Shape
 KEY, ATTEMPT, TOKENS, DIGEST, ROW, LEASE = "k", 7, 10, b"prompt", 3, 30.0
 
 EDGES: dict[int, Edge] = {
-    edge.source: edge for edge in make_plan(Shape((1, 1), 2, 1), Shape((2,), 2, 1)).to_target(0)
+    edge.source: edge for edge in make_plan((Shape((1, 1), 2, 1),), (Shape((2,), 2, 1),)).to_target(0)
 }
 """P has two stages of one layer, D has one of two; each source owes a layer with two heads."""
 
 
 def owed(edges: dict[int, Edge] = EDGES, unit: int = 1) -> dict[int, Assignment]:
-    return {rank: Assignment(edge, Wire("dense", unit, ROW)) for rank, edge in edges.items()}
+    return {rank: Assignment.of([edge], [Wire("dense", unit, ROW)]) for rank, edge in edges.items()}
 
 
 def make(
@@ -32,7 +32,7 @@ def make(
 
 def one_source() -> Receiver:
     """As `make`, but all that D needs is on P's rank 0."""
-    return make(owed({0: make_plan(Shape((2,), 2, 1), Shape((2,), 2, 1)).to_target(0)[0]}))
+    return make(owed({0: make_plan((Shape((2,), 2, 1),), (Shape((2,), 2, 1),)).to_target(0)[0]}))
 
 
 def offer(tokens: int = TOKENS, digest: bytes = DIGEST, attempt: int = ATTEMPT) -> Offer:
@@ -82,4 +82,4 @@ def take(made: Receiver, rank: int, message: Chunk, now: float = 3.0) -> list[Ef
 
 def whole(rank: int, number: int = 0) -> Chunk:
     """All that a source of `make` owes of tokens [0, 9)."""
-    return chunk(number, Piece(rank, rank + 1, 0, 9))
+    return chunk(number, Piece(0, rank, rank + 1, 0, 9))

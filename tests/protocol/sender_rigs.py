@@ -15,7 +15,7 @@ KEY, TOKENS, DIGEST, LEASE = "k", 10, b"prompt", 30.0
 TERMS = Terms(chunk_bytes=1 << 20, lease=LEASE)
 WIRE = Wire("dense", 1, 3)
 
-PLAN = make_plan(Shape((2, 2), 2, 1), Shape((4,), 2, 2))
+PLAN = make_plan((Shape((2, 2), 2, 1),), (Shape((4,), 2, 2),))
 EDGES = {edge.target: edge for edge in PLAN.from_source(1)}
 """This P rank is the second stage of two: global layers 2 and 3, of which D's two ranks want a head each."""
 ROW = 3
@@ -27,7 +27,7 @@ class Rig:
     def __init__(
         self, terms: Terms = TERMS, expects: Sequence[int] = (0,), wires: Sequence[Wire] = (WIRE, WIRE)
     ) -> None:
-        self.sender = Sender(KEY, 2, terms)
+        self.sender = Sender(KEY, [range(2)], terms)
         self.sender.expects = frozenset(expects)
         self.now = 0.0
         self.wires = wires
@@ -37,7 +37,8 @@ class Rig:
         return self.sender.prompt.state, [leg.machine.state for leg in self.sender.legs.values()]
 
     def claim(self, rank: int = 0, attempt: int = 1, limit: int = 1 << 20) -> list[Effect]:
-        return self.sender.claim(rank, Assignment(EDGES[rank], self.wires[rank]), attempt, limit, self.now)
+        owed = Assignment.of([EDGES[rank]], [self.wires[rank]])
+        return self.sender.claim(rank, owed, attempt, limit, self.now)
 
     def offer(self) -> list[Effect]:
         return self.sender.offer(TOKENS, DIGEST)
@@ -88,7 +89,7 @@ def sent(number: int, void: bool = False, attempt: int = 1) -> Sent:
     return Sent(KEY, attempt, number, 1, void)
 
 
-WHOLE = chunk(0, Piece(2, 4, 0, 9))
+WHOLE = chunk(0, Piece(0, 2, 4, 0, 9))
 
 
 def held() -> Rig:

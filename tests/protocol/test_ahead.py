@@ -135,7 +135,7 @@ def test_pages_that_nobody_asks_for_go_a_lease_after_the_prefill() -> None:
 def kept() -> Receiver:
     """Source 0 has sent all it owes, source 1 nothing."""
     made = d_side.ahead(d_side.make(ahead=True))
-    d_side.arrive(made, 0, d_side.chunk(0, Piece(0, 1, 0, d_side.TOKENS)), 2.0)
+    d_side.arrive(made, 0, d_side.chunk(0, Piece(0, 0, 1, 0, d_side.TOKENS)), 2.0)
     made.kept(0, 0, 3.0)
     return made
 
@@ -154,7 +154,7 @@ def test_a_request_adopts_it_and_what_was_kept_counts_when_it_is_written() -> No
     want = Want(d_side.KEY, d_side.ATTEMPT, 0, d_side.TOKENS)
     assert made.want(4, 9, 4.0) == [Tell(0, release), Tell(1, want)]
     assert made.scattered(0, 0, 5.0) == [Tell(0, Done(d_side.KEY, d_side.ATTEMPT))]
-    last = d_side.take(made, 1, d_side.chunk(0, Piece(1, 2, 0, d_side.TOKENS)))
+    last = d_side.take(made, 1, d_side.chunk(0, Piece(0, 1, 2, 0, d_side.TOKENS)))
     assert last[-1] == Finished(True) and made.load.state is LoadPhase.DONE
 
 
@@ -182,6 +182,6 @@ def test_what_is_kept_does_not_count_as_under_way(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(receiver, "MAX_CHUNKS", 1)
     made = d_side.ahead(d_side.make(ahead=True))
     for number in range(3):
-        d_side.arrive(made, 0, d_side.chunk(number, Piece(0, 1, number, number + 1)), 2.0)
+        d_side.arrive(made, 0, d_side.chunk(number, Piece(0, 0, 1, number, number + 1)), 2.0)
         made.kept(0, number, 2.0)
     assert len(made.sources[0].chunks) == 3

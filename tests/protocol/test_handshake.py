@@ -18,20 +18,21 @@ from p2pkv.protocol.handshake import (
     DialPhase,
     Refused,
     judge,
-    shape,
+    shapes,
     verified,
 )
-from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, Welcome, decode, encode
+from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup, Welcome, decode, encode
 from p2pkv.sharding import Shape
 
-CACHE = Cache((2, 2), 4, 2, 64, 1, "bfloat16", "dense", "names-a")
+GROUP = KvGroup((2, 2), 4, 64, 1, "bfloat16", "dense", "names-a")
+CACHE = Cache(2, (GROUP,))
 
 
 def hello(role: Any, cache: Cache = CACHE, **changes: Any) -> Hello:
     """A rank 0 with the address p:21000 or d:22000."""
     host, port = ("p", 21000) if role == "P" else ("d", 22000)
     place = f"{host}:{port}"
-    ranks = tuple(f"{host}:{port + rank}" for rank in range(1, len(cache.layers) * cache.tp))
+    ranks = tuple(f"{host}:{port + rank}" for rank in range(1, cache.stages * cache.tp))
     plain = Hello(
         version=PROTOCOL_VERSION,
         incarnation="incarnation",
@@ -50,15 +51,15 @@ def hello(role: Any, cache: Cache = CACHE, **changes: Any) -> Hello:
     return replace(plain, **changes)
 
 
-def cache(**changes: Any) -> Cache:
-    return replace(CACHE, **changes)
+def cache(tp: int = 2, **changes: Any) -> Cache:
+    return Cache(tp, (replace(GROUP, **changes),))
 
 
 # The sentences.
 
 
 REFUSALS: dict[str, tuple[Hello, list[str]]] = {
-    "version": (hello("D", version=99), ["versions differ: 1 at p:21000, 99 at d:22000"]),
+    "version": (hello("D", version=99), [f"versions differ: {PROTOCOL_VERSION} at p:21000, 99 at d:22000"]),
     "role": (hello("P", address="q:1"), ["p:21000", "q:1", "both", "role P", "kv_producer", "kv_consumer"]),
     "rank": (hello("D", rank=7), ["d:22000", "rank 7 of 4"]),
     "addresses": (hello("D", addresses=("d:22000",)), ["d:22000 names 1 ranks", "lies on 4"]),
@@ -109,7 +110,7 @@ REFUSALS: dict[str, tuple[Hello, list[str]]] = {
         ["KV layers differ: names-a at p:21000, names-b at d:22000"],
     ),
     "layers": (hello("D", cache(layers=(3, 2))), ["p:21000 and d:22000", "4 KV layers", "5"]),
-    "heads": (hello("D", cache(kv_heads=8)), ["p:21000 and d:22000", "4 KV heads", "8"]),
+    "heads": (hello("D", cache(heads=8)), ["p:21000 and d:22000", "4 KV heads", "8"]),
     "tp": (hello("D", cache(tp=3)), ["p:21000 and d:22000", "4 KV heads", "tensor-parallel size 3"]),
     "ranks": (
         hello("D", cache(layers=(1,) * 4, tp=8192), addresses=("d:22000",) * 32768),
@@ -165,8 +166,8 @@ def test_both_sides_compute_the_same_plan() -> None:
     p, d = hello("P"), hello("D", cache(layers=(4,), tp=4))
     assert judge(p, d) is judge(d, p)
     assert judge(p, d).digest == judge(d, p).digest
-    assert (judge(p, d).prefill, judge(p, d).decode) == (Shape((2, 2), 4, 2), Shape((4,), 4, 4))
-    assert shape(d.cache) == Shape((4,), 4, 4)
+    assert (judge(p, d).prefill, judge(p, d).decode) == ((Shape((2, 2), 4, 2),), (Shape((4,), 4, 4),))
+    assert shapes(d.cache) == (Shape((4,), 4, 4),)
 
 
 def test_a_model_name_and_the_addresses_may_differ() -> None:

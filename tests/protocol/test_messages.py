@@ -120,10 +120,10 @@ def test_a_message_begins_with_its_tag_and_comes_back(kind: type[Any]) -> None:
 
 def test_tags_are_those_that_peers_know_whatever_the_classes_are_called() -> None:
     """Another tag is another protocol: PROTOCOL_VERSION has to move with it."""
-    assert messages.PROTOCOL_VERSION == 1
+    assert messages.PROTOCOL_VERSION == 2
     assert " ".join(sorted(kind.__struct_config__.tag for kind in KINDS)) == (
-        "Ahead Cancel Chunk Done Failed Grant Hello Holding Inspect LinkAccept LinkDown LinkInvite Offer "
-        "Refuse Report Sent Stranger Waiting Want Welcome"
+        "Ahead Cancel Chunk Done Failed Grant Heartbeat HeartbeatAck Hello Inspect LinkAccept LinkDown "
+        "LinkInvite Offer Refuse Report Sent Stranger Want Welcome"
     )
 
 
@@ -195,7 +195,7 @@ def _beyond(info: inspect.Type) -> list[Any]:
 
 
 def test_pieces_are_bounded_in_number_and_messages_in_size() -> None:
-    most = Chunk("k", 1, 1, 1, (Piece(1 << 20, 1 << 20, 1 << 40, 1 << 40),) * messages.MAX_PIECES)
+    most = Chunk("k", 1, 1, 1, (Piece(0, 1 << 20, 1 << 20, 1 << 40, 1 << 40),) * messages.MAX_PIECES)
     assert len(encode(most)) < MAX_MESSAGE_BYTES and parse(encode(most)) == most
     large = Report({"x": "y" * (MAX_MESSAGE_BYTES - 100)})
     assert parse(encode(large)) == large

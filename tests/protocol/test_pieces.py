@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -10,104 +11,132 @@ from hypothesis import strategies as st
 
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.messages import MAX_PIECES, Piece
-from p2pkv.protocol.pieces import Coverage, Cutter, Window
+from p2pkv.protocol.pieces import Coverage, Cutter, Window, Windows
 
-Row = tuple[int, int]
-"""A (layer, first token) of the wire."""
+Row = tuple[int, int, int]
+"""A (group, layer, first token) of the wire."""
 
 
 @st.composite
-def windows(draw: st.DrawFn) -> Window:
-    """Up to 6 layers x 20 units; `stop` may lie inside a unit."""
+def windows(draw: st.DrawFn, group: int = 0, once: bool | None = False) -> Window:
+    """Up to 6 layers x 20 units; `stop` may lie inside a unit. `once`: one row per request; None: or not."""
+    layer = draw(st.integers(0, 9))
+    layers, row = (layer, layer + draw(st.integers(1, 6))), draw(st.integers(1, 7))
+    if draw(st.booleans()) if once is None else once:
+        return Window(group, *layers, 0, 1, 1, row, ready=draw(st.integers(1, 40)))
     unit = draw(st.sampled_from([1, 2, 5]))
-    layer, start = draw(st.integers(0, 9)), draw(st.integers(0, 9)) * unit
-    stop = start + draw(st.integers(1, 20 * unit))
-    return Window(layer, layer + draw(st.integers(1, 6)), start, stop, unit, draw(st.integers(1, 7)))
+    start = draw(st.integers(0, 9)) * unit
+    return Window(group, *layers, start, start + draw(st.integers(1, 20 * unit)), unit, row)
+
+
+@st.composite
+def several_windows(draw: st.DrawFn) -> Windows:
+    """Of one to three KV groups, not always the first ones."""
+    groups = draw(st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True))
+    return Windows({group: draw(windows(group, once=None)) for group in groups})
 
 
 def rows_of(window: Window, piece: Piece) -> list[Row]:
     tokens = range(piece.start, piece.stop, window.unit)
-    return [(layer, token) for layer in range(piece.layer, piece.layer_stop) for token in tokens]
+    return [(piece.group, layer, token) for layer in range(piece.layer, piece.layer_stop) for token in tokens]
 
 
 def all_rows(window: Window) -> set[Row]:
-    tokens = range(window.start, window.ceiling, window.unit)
-    return {(layer, token) for layer in range(window.layer, window.layer_stop) for token in tokens}
+    whole = Piece(window.group, window.layer, window.layer_stop, window.start, window.ceiling)
+    return set(rows_of(window, whole))
 
 
 class Pair:
     """A Cutter, a Coverage, and beside them the plain truth: how often each row is announced now."""
 
-    def __init__(self, window: Window) -> None:
-        self.window = window
-        self.cutter, self.coverage = Cutter(window), Coverage(window)
-        self.computed = [0] * (window.layer_stop - window.layer)
+    def __init__(self, windows: Windows) -> None:
+        self.windows = windows
+        self.cutter, self.coverage = Cutter(windows), Coverage(windows)
+        self.computed = self.all_at(0)
         self.announced: Counter[Row] = Counter()
         self.under_way: list[tuple[Piece, ...]] = []
 
+    def all_at(self, tokens: int) -> dict[int, list[int]]:
+        """So many tokens are computed of every layer."""
+        each = self.windows.by_group.items()
+        return {group: [tokens] * (window.layer_stop - window.layer) for group, window in each}
+
     def ready(self) -> set[Row]:
-        """By hand: a unit is ready when all tokens of it that are wanted are computed."""
-        window = self.window
-        return {
-            (layer, token)
-            for layer, token in all_rows(window)
-            if self.computed[layer - window.layer] >= min(token + window.unit, window.stop)
-        }
+        """By hand: a unit is ready when all tokens of it that are wanted are computed; a row per request when
+        all tokens before it are."""
+        found = set()
+        for group, window in self.windows.by_group.items():
+            for row in all_rows(window):
+                _, layer, token = row
+                needed = window.ready or min(token + window.unit, window.stop)
+                if self.computed[group][layer - window.layer] >= needed:
+                    found.add(row)
+        return found
+
+    def nbytes(self, rows: Iterable[Row]) -> int:
+        return sum(self.windows.by_group[group].row for group, _, _ in rows)
+
+    def rows(self, pieces: Iterable[Piece]) -> list[Row]:
+        return [row for piece in pieces for row in rows_of(self.windows.by_group[piece.group], piece)]
 
     def cut(self, limit: int) -> tuple[Piece, ...]:
-        window = self.window
         free = {row for row in self.ready() if not self.announced[row]}
-        assert self.cutter.pending(self.computed) == len(free) * window.row
+        assert self.cutter.pending(self.computed) == self.nbytes(free)
         pieces = self.cutter.cut(self.computed, limit)
-        rows = [row for piece in pieces for row in rows_of(window, piece)]
+        rows = self.rows(pieces)
         assert set(rows) <= free and len(set(rows)) == len(rows)
         assert bool(rows) == bool(free)
-        nbytes = len(rows) * window.row
-        assert nbytes == sum(map(window.size, pieces)) and (nbytes <= limit or len(rows) == 1)
+        nbytes = self.nbytes(rows)
+        assert nbytes == sum(map(self.windows.size, pieces)) and (nbytes <= limit or len(rows) == 1)
         if pieces:
             assert self.coverage.reserve(pieces) == nbytes
             self.announced.update(rows)
             self.under_way.append(pieces)
-        assert self.cutter.left == (len(all_rows(window)) - len(+self.announced)) * window.row
+        assert self.cutter.left == self.windows.nbytes - self.nbytes(+self.announced)
         return pieces
+
+    def every(self) -> set[Row]:
+        return set().union(*map(all_rows, self.windows.by_group.values()))
 
     def arrive(self, which: int, void: bool) -> None:
         pieces = self.under_way.pop(which % len(self.under_way))
         if not void:
-            self.coverage.filled(sum(map(self.window.size, pieces)))
+            self.coverage.filled(sum(map(self.windows.size, pieces)))
             return
         self.cutter.put_back(pieces)
         self.coverage.give_back(pieces)
-        self.announced.subtract(row for piece in pieces for row in rows_of(self.window, piece))
+        self.announced.subtract(self.rows(pieces))
 
     def finish(self, limit: int) -> None:
-        self.computed = [self.window.stop] * len(self.computed)
+        self.computed = self.all_at(1000)
         while self.cut(limit):
             pass
         while self.under_way:
             self.arrive(0, void=False)
 
 
-@given(windows(), st.data())
+@given(several_windows(), st.data())
 @settings(deadline=None, max_examples=200)
-def test_every_row_is_announced_once_and_voided_ones_again(window: Window, data: st.DataObject) -> None:
-    pair = Pair(window)
+def test_every_row_is_announced_once_and_voided_ones_again(windows: Windows, data: st.DataObject) -> None:
+    pair = Pair(windows)
     for _ in range(data.draw(st.integers(0, 12), label="steps")):
         step = data.draw(st.sampled_from(["compute", "cut", "arrive", "void", "revoke"]))
         if step == "compute":
-            layer = data.draw(st.integers(0, len(pair.computed) - 1))
-            more = data.draw(st.integers(0, window.ceiling + 3))
-            pair.computed[layer] = max(pair.computed[layer], more)
+            group = data.draw(st.sampled_from(sorted(pair.computed)))
+            computed = pair.computed[group]
+            layer = data.draw(st.integers(0, len(computed) - 1))
+            more = data.draw(st.integers(0, max(windows.by_group[group].ceiling, 40) + 3))
+            computed[layer] = max(computed[layer], more)
         elif step == "cut":
             pair.cut(data.draw(st.integers(1, 60), label="limit"))
         elif step == "revoke":
-            pair.computed = [0] * len(pair.computed)
+            pair.computed = pair.all_at(0)
             while pair.under_way:
                 pair.arrive(0, void=True)
         elif pair.under_way:
             pair.arrive(data.draw(st.integers(0, 99)), void=step == "void")
     pair.finish(data.draw(st.integers(1, 60), label="last limit"))
-    assert set(pair.announced.values()) == {1} and set(pair.announced) == all_rows(window)
+    assert set(pair.announced.values()) == {1} and set(pair.announced) == pair.every()
     assert pair.cutter.left == pair.coverage.left == 0
 
 
@@ -121,19 +150,19 @@ def test_a_piece_outside_the_window_is_refused(window: Window, data: st.DataObje
         data.draw(st.integers(layer, window.layer_stop + 1)),
         data.draw(st.integers(start, high)),
     )
-    piece = Piece(layer, layer_stop, start, stop)
+    piece = Piece(0, layer, layer_stop, start, stop)
     rows = {
-        (layer, token)
+        (0, layer, token)
         for layer in range(piece.layer, piece.layer_stop)
         for token in range(piece.start, piece.stop)
     }
     cells = {
-        (layer, token)
+        (0, layer, token)
         for layer in range(window.layer, window.layer_stop)
         for token in range(window.start, window.ceiling)
     }
     whole = piece.start % window.unit == 0 and piece.stop % window.unit == 0
-    coverage = Coverage(window)
+    coverage = Coverage(Windows({0: window}))
     if rows and rows <= cells and whole:
         assert coverage.reserve((piece,)) == len(rows) // window.unit * window.row
     else:
@@ -151,10 +180,10 @@ def test_overlapping_pieces_are_refused_and_leave_nothing_behind(window: Window,
         start = window.start + unit * window.unit
         stop = data.draw(st.integers(unit + 1, (window.ceiling - window.start) // window.unit))
         layer_stop = data.draw(st.integers(layer + 1, window.layer_stop))
-        return Piece(layer, layer_stop, start, window.start + stop * window.unit)
+        return Piece(0, layer, layer_stop, start, window.start + stop * window.unit)
 
     first, other = piece(), piece()
-    coverage = Coverage(window)
+    coverage = Coverage(Windows({0: window}))
     if set(rows_of(window, first)) & set(rows_of(window, other)):
         with pytest.raises(RemoteProtocolError, match="announced twice"):
             coverage.reserve((first, other))
@@ -167,37 +196,51 @@ def test_overlapping_pieces_are_refused_and_leave_nothing_behind(window: Window,
 
 def test_a_start_inside_a_unit_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match=r"tokens from 8 on are wanted.*multiples of 16"):
-        Window(0, 1, 8, 32, 16, 1)
+        Window(0, 0, 1, 8, 32, 16, 1)
+
+
+def test_a_piece_of_another_group_is_refused() -> None:
+    coverage = Coverage(Windows({1: Window(1, 0, 2, 0, 8, 1, 1)}))
+    with pytest.raises(RemoteProtocolError, match="does not lie in what was asked for"):
+        coverage.reserve((Piece(0, 0, 2, 0, 8),))
+    assert coverage.reserve((Piece(1, 0, 2, 0, 8),)) == 16
+
+
+def test_a_row_per_request_travels_when_all_wanted_tokens_are_there() -> None:
+    window = Window(0, 0, 2, 0, 1, 1, 5, ready=40)
+    assert [window.sendable(tokens) for tokens in (0, 1, 39, 40, 99)] == [0, 0, 0, 1, 1]
+    assert window.nbytes == 10
 
 
 def test_the_last_unit_travels_when_its_wanted_tokens_are_there() -> None:
-    window = Window(0, 1, 16, 40, 16, 1)
+    window = Window(0, 0, 1, 16, 40, 16, 1)
     assert [window.sendable(tokens) for tokens in (0, 31, 32, 39, 40, 99)] == [16, 16, 32, 32, 48, 48]
     assert (window.ceiling, window.nbytes) == (48, 2)
-    assert Window(0, 4, 16, 16, 16, 1).nbytes == 0
+    assert Window(0, 0, 4, 16, 16, 16, 1).nbytes == 0
 
 
 def test_whole_layers_share_a_chunk_and_a_limit_below_a_row_still_moves() -> None:
-    cutter = Cutter(Window(2, 6, 0, 4, 1, 10))
-    ready = [4, 4, 4, 2]
-    assert cutter.cut(ready, 100) == (Piece(2, 4, 0, 4),)
-    assert cutter.cut(ready, 25) == (Piece(4, 5, 0, 2),)
-    assert cutter.cut(ready, 1) == (Piece(4, 5, 2, 3),)
-    assert cutter.cut(ready, 30) == (Piece(4, 5, 3, 4), Piece(5, 6, 0, 2))
+    cutter = Cutter(Windows({0: Window(0, 2, 6, 0, 4, 1, 10)}))
+    ready = {0: [4, 4, 4, 2]}
+    assert cutter.cut(ready, 100) == (Piece(0, 2, 4, 0, 4),)
+    assert cutter.cut(ready, 25) == (Piece(0, 4, 5, 0, 2),)
+    assert cutter.cut(ready, 1) == (Piece(0, 4, 5, 2, 3),)
+    assert cutter.cut(ready, 30) == (Piece(0, 4, 5, 3, 4), Piece(0, 5, 6, 0, 2))
     assert cutter.cut(ready, 1000) == ()
-    assert cutter.cut([4, 4, 4, 4], 1000) == (Piece(5, 6, 2, 4),)
+    assert cutter.cut({0: [4, 4, 4, 4]}, 1000) == (Piece(0, 5, 6, 2, 4),)
     assert cutter.left == 0
 
 
 def test_a_row_larger_than_the_limit_fills_a_chunk_alone() -> None:
-    cutter = Cutter(Window(0, 3, 0, 1, 1, 10))
-    assert [cutter.cut([1, 0, 1], 4) for _ in range(3)] == [(Piece(0, 1, 0, 1),), (Piece(2, 3, 0, 1),), ()]
+    cutter = Cutter(Windows({0: Window(0, 0, 3, 0, 1, 1, 10)}))
+    cuts = [cutter.cut({0: [1, 0, 1]}, 4) for _ in range(3)]
+    assert cuts == [(Piece(0, 0, 1, 0, 1),), (Piece(0, 2, 3, 0, 1),), ()]
 
 
 def test_a_chunk_never_has_more_pieces_than_a_message_takes() -> None:
     layers = 2 * MAX_PIECES + 1
-    cutter = Cutter(Window(0, layers, 0, 2, 1, 1))
-    ready = [1 + layer % 2 for layer in range(layers)]
+    cutter = Cutter(Windows({0: Window(0, 0, layers, 0, 2, 1, 1)}))
+    ready = {0: [1 + layer % 2 for layer in range(layers)]}
     first = cutter.cut(ready, 1 << 20)
     assert len(first) == MAX_PIECES and len(cutter.cut(ready, 1 << 20)) == MAX_PIECES
-    assert cutter.cut(ready, 1 << 20) == (Piece(layers - 1, layers, 0, 1),)
+    assert cutter.cut(ready, 1 << 20) == (Piece(0, layers - 1, layers, 0, 1),)

@@ -35,9 +35,9 @@ def test_a_load_from_two_sources() -> None:
     assert made.offer(1, offer(), 1.0) == [Offered()]
     assert made.want(0, 9, 2.0) == [Tell(rank, Want(KEY, ATTEMPT, 0, 9)) for rank in (0, 1)]
     assert take(made, 1, whole(1)) == [Tell(1, Done(KEY, ATTEMPT))]
-    assert take(made, 0, chunk(0, Piece(0, 1, 0, 4))) == []
+    assert take(made, 0, chunk(0, Piece(0, 0, 1, 0, 4))) == []
     assert made.load.state is LoadPhase.LOADING
-    assert take(made, 0, chunk(1, Piece(0, 1, 4, 9))) == [Tell(0, Done(KEY, ATTEMPT)), Finished(True)]
+    assert take(made, 0, chunk(1, Piece(0, 0, 1, 4, 9))) == [Tell(0, Done(KEY, ATTEMPT)), Finished(True)]
     assert made.load.state is LoadPhase.DONE and made.deadline is None
 
 
@@ -106,7 +106,7 @@ def do(made: Receiver, event: LoadEvent) -> list[Effect]:
         case LoadEvent.NOTHING:
             return made.want(0, 0, 1.0)
         case LoadEvent.COMPLETE:
-            return take(made, 0, chunk(0, Piece(0, 2, 0, 9)))
+            return take(made, 0, chunk(0, Piece(0, 0, 2, 0, 9)))
         case LoadEvent.END:
             return made.cancel("enough")
 

@@ -40,12 +40,12 @@ def test_another_prompt_of_the_same_name_is_refused_with_both_sizes() -> None:
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        (chunk(0, Piece(1, 2, 0, 9)), "does not lie in what was asked for"),
-        (chunk(0, Piece(0, 1, 0, 10)), "does not lie in what was asked for"),
-        (chunk(0, Piece(0, 1, 4, 4)), "does not lie in what was asked for"),
-        (chunk(0, Piece(0, 1, 0, 5), Piece(0, 1, 4, 9)), "announced twice"),
-        (chunk(0, Piece(0, 1, 0, 9), nbytes=1), "chunk of 1 bytes whose pieces make 54"),
-        (chunk(1, Piece(0, 1, 0, 9)), "chunk 1 is announced where 0 is due"),
+        (chunk(0, Piece(0, 1, 2, 0, 9)), "does not lie in what was asked for"),
+        (chunk(0, Piece(0, 0, 1, 0, 10)), "does not lie in what was asked for"),
+        (chunk(0, Piece(0, 0, 1, 4, 4)), "does not lie in what was asked for"),
+        (chunk(0, Piece(0, 0, 1, 0, 5), Piece(0, 0, 1, 4, 9)), "announced twice"),
+        (chunk(0, Piece(0, 0, 1, 0, 9), nbytes=1), "chunk of 1 bytes whose pieces make 54"),
+        (chunk(1, Piece(0, 0, 1, 0, 9)), "chunk 1 is announced where 0 is due"),
     ],
 )
 def test_a_wrong_chunk_is_an_error_of_the_peer_and_leaves_nothing(message: Chunk, words: str) -> None:
@@ -80,9 +80,9 @@ def test_announced_chunks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_CHUNKS", 3)
     made = loading(make())
     for number in range(3):
-        made.chunk(0, chunk(number, Piece(0, 1, number, number + 1)), 3.0)
+        made.chunk(0, chunk(number, Piece(0, 0, 1, number, number + 1)), 3.0)
     with pytest.raises(RemoteProtocolError, match="one more than 3"):
-        made.chunk(0, chunk(3, Piece(0, 1, 3, 4)), 3.0)
+        made.chunk(0, chunk(3, Piece(0, 0, 1, 3, 4)), 3.0)
 
 
 # Stale, repeated and void.
@@ -92,7 +92,7 @@ def test_another_attempt_is_ignored() -> None:
     made = loading(make())
     for attempt in (ATTEMPT - 1, ATTEMPT + 1):
         assert made.offer(0, offer(99, attempt=attempt), 9.0) == []
-        assert made.chunk(0, chunk(0, Piece(0, 1, 0, 9), attempt=attempt), 9.0) == []
+        assert made.chunk(0, chunk(0, Piece(0, 0, 1, 0, 9), attempt=attempt), 9.0) == []
         assert made.failed(0, Failed(KEY, attempt, "x")) == []
         made.sent(0, Sent(KEY, attempt, 0, 0, True), 9.0)
         assert made.pieces(0, attempt, 0) == ()
@@ -103,7 +103,7 @@ def test_repeated_words_have_no_second_effect() -> None:
     made = loading(make())
     assert made.offer(0, offer(99), 3.0) == []
     assert made.attach({}, 3.0) == [] and len(made.sources) == 2
-    first, second = chunk(0, Piece(0, 1, 0, 4)), chunk(1, Piece(0, 1, 4, 9))
+    first, second = chunk(0, Piece(0, 0, 1, 0, 4)), chunk(1, Piece(0, 0, 1, 4, 9))
     assert take(made, 0, first) == []
     assert made.chunk(0, first, 3.0) == []
     made.sent(0, Sent(KEY, ATTEMPT, 0, 0, True), 3.0)
@@ -137,7 +137,7 @@ def test_a_receive_posted_after_the_end_is_granted_and_its_bytes_are_not_wanted(
 
 def test_an_end_while_bytes_are_being_scattered() -> None:
     made = loading(one_source())
-    message = chunk(0, Piece(0, 2, 0, 9))
+    message = chunk(0, Piece(0, 0, 2, 0, 9))
     arrive(made, 0, message)
     made.cancel("enough")
     assert made.scattered(0, 0, 3.0) == [] and made.load.state is LoadPhase.ENDED

@@ -43,14 +43,14 @@ def test_a_transfer_that_is_claimed_before_the_prefill_begins() -> None:
     assert rig.offer() == [Tell(0, offer())]
     assert rig.want() == [] and rig.states == (PromptPhase.OFFERED, [LegPhase.SENDING])
     assert rig.compute(4, (0, 1)) == []
-    assert rig.sender.flush() == [Tell(0, chunk(0, Piece(2, 3, 0, 4)))]
-    order = Transmit(0, grant(0, 4 * ROW), (Piece(2, 3, 0, 4),))
+    assert rig.sender.flush() == [Tell(0, chunk(0, Piece(0, 2, 3, 0, 4)))]
+    order = Transmit(0, grant(0, 4 * ROW), (Piece(0, 2, 3, 0, 4),))
     assert rig.grant(0, 4 * ROW) == [order]
     assert rig.sender.readable(order) and not order.void
     assert rig.sender.sent(order, void=False) == [Tell(0, sent(0))]
-    assert rig.compute(TOKENS) == [Tell(0, chunk(1, Piece(2, 3, 4, 9), Piece(3, 4, 0, 9)))]
+    assert rig.compute(TOKENS) == [Tell(0, chunk(1, Piece(0, 2, 3, 4, 9), Piece(0, 3, 4, 0, 9)))]
     assert rig.states == (PromptPhase.COMPUTED, [LegPhase.SENDING])
-    rest = Transmit(0, grant(1, 14 * ROW), (Piece(2, 3, 4, 9), Piece(3, 4, 0, 9)))
+    rest = Transmit(0, grant(1, 14 * ROW), (Piece(0, 2, 3, 4, 9), Piece(0, 3, 4, 0, 9)))
     assert rig.grant(1, 14 * ROW) == [rest]
     assert rig.sender.sent(rest, void=False) == [Tell(0, sent(1)), Released(), Finished(True)]
     assert rig.states == (PromptPhase.RELEASED, [LegPhase.DRAINED])
@@ -87,12 +87,12 @@ def test_each_target_gets_rows_of_its_own_form() -> None:
         rig.want(0, 9, rank=rank)
     assert rig.compute(6) == []
     assert rig.sender.flush() == [
-        Tell(0, Chunk(KEY, 1, 0, 8 * ROW, (Piece(2, 4, 0, 4),))),
-        Tell(1, Chunk(KEY, 1, 0, 12 * ROW, (Piece(2, 4, 0, 6),))),
+        Tell(0, Chunk(KEY, 1, 0, 8 * ROW, (Piece(0, 2, 4, 0, 4),))),
+        Tell(1, Chunk(KEY, 1, 0, 12 * ROW, (Piece(0, 2, 4, 0, 6),))),
     ]
     assert rig.compute(8) == [] and rig.sender.flush() == [
-        Tell(0, Chunk(KEY, 1, 1, 8 * ROW, (Piece(2, 4, 4, 8),))),
-        Tell(1, Chunk(KEY, 1, 1, 4 * ROW, (Piece(2, 4, 6, 8),))),
+        Tell(0, Chunk(KEY, 1, 1, 8 * ROW, (Piece(0, 2, 4, 4, 8),))),
+        Tell(1, Chunk(KEY, 1, 1, 4 * ROW, (Piece(0, 2, 4, 6, 8),))),
     ]
 
 

@@ -19,12 +19,12 @@ def test_full_chunks_go_at_once_and_the_rest_when_the_step_is_over() -> None:
     rig.claim()
     rig.want()
     assert rig.compute(3, (0, 1)) == []
-    assert rig.compute(6, (0, 1)) == [Tell(0, chunk(0, Piece(2, 3, 0, 4)))]
+    assert rig.compute(6, (0, 1)) == [Tell(0, chunk(0, Piece(0, 2, 3, 0, 4)))]
     assert rig.compute(6, (1, 2)) == [
-        Tell(0, chunk(1, Piece(2, 3, 4, 6))),
-        Tell(0, chunk(2, Piece(3, 4, 0, 4))),
+        Tell(0, chunk(1, Piece(0, 2, 3, 4, 6))),
+        Tell(0, chunk(2, Piece(0, 3, 4, 0, 4))),
     ]
-    assert rig.sender.flush() == [Tell(0, chunk(3, Piece(3, 4, 4, 6)))]
+    assert rig.sender.flush() == [Tell(0, chunk(3, Piece(0, 3, 4, 4, 6)))]
     assert rig.sender.flush() == []
 
 

@@ -53,9 +53,9 @@ def test_wanting_from_inside_a_unit_is_an_error_of_the_peer() -> None:
         rig.want(2, 9)
     rig.want(4, 9)
     assert rig.compute(8) == [] and rig.sender.flush() == [
-        Tell(0, Chunk(KEY, 1, 0, 2 * ROW, (Piece(2, 4, 4, 8),)))
+        Tell(0, Chunk(KEY, 1, 0, 2 * ROW, (Piece(0, 2, 4, 4, 8),)))
     ]
-    assert rig.compute() == [Tell(0, Chunk(KEY, 1, 1, 2 * ROW, (Piece(2, 4, 8, 12),)))]
+    assert rig.compute() == [Tell(0, Chunk(KEY, 1, 1, 2 * ROW, (Piece(0, 2, 4, 8, 12),)))]
 
 
 @pytest.mark.parametrize(("number", "nbytes"), [(1, 18 * ROW), (0, 1), (0, 18 * ROW)])
@@ -129,7 +129,7 @@ def test_a_later_attempt_takes_the_place_of_the_one_before() -> None:
         assert isinstance(stale, Tell) and isinstance(stale.message, Failed) and stale.message.attempt == 2
         assert rig.states[1] == [LegPhase.CLAIMED]
         assert rig.want(attempt=3) == []
-        again = chunk(0, Piece(2, 4, 0, 9), attempt=3)
+        again = chunk(0, Piece(0, 2, 4, 0, 9), attempt=3)
         assert rig.compute() == [Tell(0, again)]
         assert rig.carry([Tell(0, again)]) == [Tell(0, sent(0, attempt=3))]
         assert rig.states[1] == [LegPhase.DRAINED]
@@ -161,7 +161,7 @@ def test_offers_are_repeated_when_a_prefill_begins_again() -> None:
 def test_what_was_granted_when_the_pages_were_revoked_goes_out_void_and_then_again() -> None:
     rig = sending()
     rig.compute(6)
-    assert rig.sender.flush() == [Tell(0, chunk(0, Piece(2, 4, 0, 6)))]
+    assert rig.sender.flush() == [Tell(0, chunk(0, Piece(0, 2, 4, 0, 6)))]
     order = rig.grant(0, 12 * ROW)[0]
     assert isinstance(order, Transmit) and rig.sender.readable(order)
     rig.sender.revoke()
@@ -169,7 +169,7 @@ def test_what_was_granted_when_the_pages_were_revoked_goes_out_void_and_then_aga
     assert rig.sender.sent(order, void=True) == [Tell(0, sent(0, True))]
     rig.offer()
     assert rig.compute(3) == rig.sender.flush() == []
-    assert rig.compute(TOKENS) == [Tell(0, chunk(1, Piece(2, 4, 0, 6), Piece(2, 4, 6, 9)))]
+    assert rig.compute(TOKENS) == [Tell(0, chunk(1, Piece(0, 2, 4, 0, 6), Piece(0, 2, 4, 6, 9)))]
     assert rig.states[1] == [LegPhase.SENDING]
 
 
@@ -196,7 +196,7 @@ def test_rows_that_were_sent_before_a_preemption_are_not_sent_again() -> None:
     rig.carry(rig.sender.flush())
     rig.sender.revoke()
     rig.offer()
-    assert rig.compute() == [Tell(0, chunk(1, Piece(2, 4, 6, 9)))]
+    assert rig.compute() == [Tell(0, chunk(1, Piece(0, 2, 4, 6, 9)))]
 
 
 def test_a_preempted_prompt_is_not_complete() -> None:

@@ -13,7 +13,7 @@ from protocol.wires import Line, Link, Violation
 from p2pkv.protocol import receiver, sender
 from p2pkv.protocol.handshake import Wire
 from p2pkv.protocol.machine import Finished
-from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello
+from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
 from p2pkv.protocol.sender import Terms
 from p2pkv.sharding import Shape
 
@@ -140,7 +140,7 @@ class World:
         return self._hello("D", rank, self.d[rank].incarnation, self.decode)
 
     def _hello(self, role: str, rank: int, incarnation: str, shape: Shape) -> Hello:
-        cache = Cache(shape.layers, shape.kv_heads, shape.tp, 8, self.unit, "float32", "dense", "names")
+        group = KvGroup(shape.layers, shape.heads, 8, self.unit, "float32", "dense", "names")
         places = tuple(f"{role.lower()}:{7000 + each}" for each in range(shape.world))
         assert role in ("P", "D")
         return Hello(
@@ -153,7 +153,7 @@ class World:
             places,
             "model",
             "weights",
-            cache,
+            Cache(shape.tp, (group,)),
             "memory",
             "sum",
             self.verify,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pkv.plan import Plan, PlanError, make_plan
+from p2pkv.plan import Plan, PlanError, Shapes, make_plan
 from p2pkv.sharding import Shape
 
 Cells = np.ndarray[tuple[int, int], np.dtype[np.int64]]
@@ -18,41 +18,49 @@ budget = settings(deadline=None, max_examples=200)
 
 
 @st.composite
-def two_shapes(draw: st.DrawFn) -> tuple[Shape, Shape]:
-    """Two ways to divide one model: TP 1 to 16, PP 1 to 4, 1 to 64 KV heads, 1 to 48 layers."""
-    kv_heads, layers = draw(st.integers(1, 64)), draw(st.integers(1, 48))
-    return draw(_shape(kv_heads, layers)), draw(_shape(kv_heads, layers))
+def two_engines(draw: st.DrawFn) -> tuple[Shapes, Shapes]:
+    """Two ways to divide one model: TP 1 to 16, PP 1 to 4, 1 to 3 KV groups of 1 to 64 heads and 1 to 48
+    layers."""
+    sizes = st.tuples(st.integers(1, 64), st.integers(1, 48))
+    groups = draw(st.lists(sizes, min_size=1, max_size=3))
+    return draw(_engine(groups)), draw(_engine(groups))
 
 
 @st.composite
-def _shape(draw: st.DrawFn, kv_heads: int, layers: int) -> Shape:
-    fits = [tp for tp in range(1, 17) if kv_heads % tp == 0 or tp % kv_heads == 0]
-    stages = draw(st.integers(1, min(4, layers)))
-    cuts = sorted(draw(st.lists(st.integers(0, layers), min_size=stages - 1, max_size=stages - 1)))
-    counts = (stop - start for start, stop in zip([0, *cuts], [*cuts, layers], strict=True))
-    return Shape(tuple(counts), kv_heads, draw(st.sampled_from(fits)))
+def _engine(draw: st.DrawFn, groups: list[tuple[int, int]]) -> Shapes:
+    fits = [tp for tp in range(1, 17) if all(heads % tp == 0 or tp % heads == 0 for heads, _ in groups)]
+    tp, stages = draw(st.sampled_from(fits)), draw(st.integers(1, 4))
+    shapes = []
+    for heads, layers in groups:
+        cuts = sorted(draw(st.lists(st.integers(0, layers), min_size=stages - 1, max_size=stages - 1)))
+        counts = (stop - start for start, stop in zip([0, *cuts], [*cuts, layers], strict=True))
+        shapes.append(Shape(tuple(counts), heads, tp))
+    return tuple(shapes)
 
 
 def local_caches(shape: Shape) -> list[Cells]:
     """[layers, heads] of every rank, each cell holding its own global number; nothing of p2pkv used."""
-    total, held = np.arange(sum(shape.layers) * shape.kv_heads).reshape(-1, shape.kv_heads), []
+    total, held = np.arange(sum(shape.layers) * shape.heads).reshape(-1, shape.heads), []
     bounds = np.cumsum([0, *shape.layers])
     for stage in range(len(shape.layers)):
         for rank in range(shape.tp):
-            if shape.tp <= shape.kv_heads:
-                heads = [head for head in range(shape.kv_heads) if head * shape.tp // shape.kv_heads == rank]
+            if shape.tp <= shape.heads:
+                heads = [head for head in range(shape.heads) if head * shape.tp // shape.heads == rank]
             else:
-                heads = [rank // (shape.tp // shape.kv_heads)]
+                heads = [rank // (shape.tp // shape.heads)]
             held.append(total[bounds[stage] : bounds[stage + 1]][:, heads])
     return held
 
 
-def carry_out(plan: Plan) -> tuple[list[Cells], list[Cells]]:
-    """What arrives in each D rank's cache (-1 where nothing does), and how often each cell is written."""
-    source = local_caches(plan.prefill)
-    arrived = [np.full_like(cache, -1) for cache in local_caches(plan.decode)]
+def carry_out(plan: Plan, group: int) -> tuple[list[Cells], list[Cells]]:
+    """What arrives in each D rank's part of a group (-1 where nothing does), and how often each cell is
+    written."""
+    source = local_caches(plan.prefill[group])
+    arrived = [np.full_like(cache, -1) for cache in local_caches(plan.decode[group])]
     written = [np.zeros_like(cache) for cache in arrived]
     for edge in plan.edges:
+        if edge.group != group:
+            continue
         layers, heads = len(edge.layers), len(edge.heads)
         sent = source[edge.source][edge.source_layer :, edge.source_head :][:layers, :heads]
         assert sent.shape == (layers, heads)
@@ -65,86 +73,99 @@ def carry_out(plan: Plan) -> tuple[list[Cells], list[Cells]]:
     return arrived, written
 
 
-@given(shapes=two_shapes())
+@given(shapes=two_engines())
 @budget
-def test_every_cell_arrives_once_where_it_belongs(shapes: tuple[Shape, Shape]) -> None:
-    arrived, written = carry_out(make_plan(*shapes))
-    for cache, count, wanted in zip(arrived, written, local_caches(shapes[1]), strict=True):
-        assert np.array_equal(cache, wanted)
-        assert (count == 1).all()
-
-
-@given(shapes=two_shapes())
-@budget
-def test_edges_say_globally_what_they_do_locally(shapes: tuple[Shape, Shape]) -> None:
+def test_every_cell_arrives_once_where_it_belongs(shapes: tuple[Shapes, Shapes]) -> None:
     plan = make_plan(*shapes)
-    held = local_caches(plan.prefill)
+    for group, shape in enumerate(shapes[1]):
+        arrived, written = carry_out(plan, group)
+        for cache, count, wanted in zip(arrived, written, local_caches(shape), strict=True):
+            assert np.array_equal(cache, wanted)
+            assert (count == 1).all()
+
+
+@given(shapes=two_engines())
+@budget
+def test_edges_say_globally_what_they_do_locally(shapes: tuple[Shapes, Shapes]) -> None:
+    plan = make_plan(*shapes)
+    held = [local_caches(shape) for shape in plan.prefill]
     for edge in plan.edges:
-        corner = edge.layers.start * plan.prefill.kv_heads + edge.heads.start
-        assert held[edge.source][edge.source_layer, edge.source_head] == corner
+        corner = edge.layers.start * plan.prefill[edge.group].heads + edge.heads.start
+        assert held[edge.group][edge.source][edge.source_layer, edge.source_head] == corner
         assert edge.cells == len(edge.layers) * len(edge.heads) > 0
 
 
-@given(shapes=two_shapes())
+@given(shapes=two_engines())
 @budget
-def test_load_is_spread_over_those_who_hold_the_same(shapes: tuple[Shape, Shape]) -> None:
+def test_load_is_spread_over_those_who_hold_the_same(shapes: tuple[Shapes, Shapes]) -> None:
     plan = make_plan(*shapes)
-    replicas: dict[bytes, list[int]] = {}
-    for rank, cache in enumerate(local_caches(plan.prefill)):
-        if cache.size:
-            replicas.setdefault(cache.tobytes(), []).append(rank)
-    for ranks in replicas.values():
-        sent = [edge for rank in ranks for edge in plan.from_source(rank)]
-        loads = [sum(edge.cells for edge in plan.from_source(rank)) for rank in ranks]
+    replicas: dict[tuple[int, bytes], list[int]] = {}
+    for group, shape in enumerate(plan.prefill):
+        for rank, cache in enumerate(local_caches(shape)):
+            if cache.size:
+                replicas.setdefault((group, cache.tobytes()), []).append(rank)
+    for (group, _), ranks in replicas.items():
+        of_ranks = [[edge for edge in plan.from_source(rank) if edge.group == group] for rank in ranks]
+        sent = [edge for edges in of_ranks for edge in edges]
+        loads = [sum(edge.cells for edge in edges) for edges in of_ranks]
         shared = len({edge.target for edge in sent}) < len(ranks)
         most = max((len(edge.heads) if shared else edge.cells for edge in sent), default=0)
         assert max(loads) <= sum(loads) / len(ranks) + most
 
 
-@given(shapes=two_shapes())
+@given(shapes=two_engines())
 @budget
-def test_one_edge_for_a_pair_of_ranks_and_both_sides_see_it(shapes: tuple[Shape, Shape]) -> None:
+def test_one_edge_of_a_group_for_a_pair_of_ranks_and_both_sides_see_it(shapes: tuple[Shapes, Shapes]) -> None:
     plan = make_plan(*shapes)
-    pairs = [(edge.source, edge.target) for edge in plan.edges]
+    pairs = [(edge.source, edge.target, edge.group) for edge in plan.edges]
     assert pairs == sorted(set(pairs))
-    sent = [edge for rank in range(plan.prefill.world) for edge in plan.from_source(rank)]
-    received = [edge for rank in range(plan.decode.world) for edge in plan.to_target(rank)]
+    sent = [edge for rank in range(plan.prefill[0].world) for edge in plan.from_source(rank)]
+    received = [edge for rank in range(plan.decode_ranks) for edge in plan.to_target(rank)]
     assert tuple(sent) == plan.edges
-    assert sorted(received, key=lambda edge: (edge.source, edge.target)) == sent
+    assert sorted(received, key=lambda edge: (edge.source, edge.target, edge.group)) == sent
 
 
-@given(shapes=two_shapes())
+@given(shapes=two_engines())
 @budget
-def test_both_sides_compute_the_same_plan(shapes: tuple[Shape, Shape]) -> None:
+def test_both_sides_compute_the_same_plan(shapes: tuple[Shapes, Shapes]) -> None:
     ours = make_plan(*shapes)
     assert make_plan(*shapes) is ours
-    theirs = make_plan.__wrapped__(*(Shape(each.layers, each.kv_heads, each.tp) for each in shapes))
+    theirs = make_plan.__wrapped__(
+        *(tuple(Shape(each.layers, each.heads, each.tp) for each in engine) for engine in shapes)
+    )
     assert theirs is not ours
     assert (theirs.edges, theirs.digest) == (ours.edges, ours.digest)
 
 
 def test_digest_is_the_same_in_another_process() -> None:
     code = "from p2pkv.plan import make_plan; from p2pkv.sharding import Shape\n"
-    code += "print(make_plan(Shape((3, 2), 4, 8), Shape((5,), 4, 2)).digest)"
+    code += "print(make_plan((Shape((3, 2), 4, 8),), (Shape((5,), 4, 2),)).digest)"
     other = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert other.stdout.strip() == make_plan(Shape((3, 2), 4, 8), Shape((5,), 4, 2)).digest
+    assert other.stdout.strip() == make_plan((Shape((3, 2), 4, 8),), (Shape((5,), 4, 2),)).digest
 
 
 def test_digests_tell_plans_apart() -> None:
     one, two, mla = Shape((8,), 4, 2), Shape((4, 4), 4, 2), Shape((8,), 1, 2)
-    plans = [make_plan(one, one), make_plan(one, two), make_plan(two, one), make_plan(mla, mla)]
+    engines = [
+        ((one,), (one,)),
+        ((one,), (two,)),
+        ((two,), (one,)),
+        ((mla,), (mla,)),
+        ((one, mla), (one, mla)),
+    ]
+    plans = [make_plan(*pair) for pair in engines]
     assert len({plan.digest for plan in plans}) == len(plans)
 
 
 def test_equal_shapes_send_rank_to_rank() -> None:
     for shape in (Shape((4, 4), 8, 4), Shape((4, 4), 2, 8), Shape((4,), 1, 8)):
-        plan = make_plan(shape, shape)
+        plan = make_plan((shape,), (shape,))
         assert [(edge.source, edge.target) for edge in plan.edges] == [(r, r) for r in range(shape.world)]
 
 
 def test_equal_needs_are_dealt_out_evenly() -> None:
     """MLA: all 4 P ranks hold everything, 10 D ranks need it."""
-    plan = make_plan(Shape((6,), 1, 4), Shape((6,), 1, 10))
+    plan = make_plan((Shape((6,), 1, 4),), (Shape((6,), 1, 10),))
     assert [len(plan.from_source(rank)) for rank in range(4)] == [3, 3, 2, 2]
 
 
@@ -161,7 +182,7 @@ def test_replicas_share_what_fewer_ranks_need(
     prefill: Shape, decode: Shape, shares: list[tuple[int, int]]
 ) -> None:
     """Each P rank that holds the same sends a run of layers; an empty one sends nothing."""
-    plan = make_plan(prefill, decode)
+    plan = make_plan((prefill,), (decode,))
     sent = [
         [(edge.layers.start, edge.layers.stop) for edge in plan.from_source(rank)]
         for rank in range(4)[: prefill.tp]
@@ -171,7 +192,7 @@ def test_replicas_share_what_fewer_ranks_need(
 
 def test_shares_run_over_the_ends_of_needs() -> None:
     """4 P ranks hold all, 3 D ranks need all 8 layers: each P rank sends 6 of the 24."""
-    plan = make_plan(Shape((8,), 1, 4), Shape((8,), 1, 3))
+    plan = make_plan((Shape((8,), 1, 4),), (Shape((8,), 1, 3),))
     sent = [[(edge.target, *edge.layers) for edge in plan.from_source(rank)] for rank in range(4)]
     assert sent == [
         [(0, 0, 1, 2, 3, 4, 5)],
@@ -183,7 +204,7 @@ def test_shares_run_over_the_ends_of_needs() -> None:
 
 def test_unequal_needs_are_balanced_by_size() -> None:
     """Two P replicas; D's stages hold 5, 1, 1, 1, 1 and 1 layers."""
-    plan = make_plan(Shape((10,), 1, 2), Shape((5, 1, 1, 1, 1, 1), 1, 1))
+    plan = make_plan((Shape((10,), 1, 2),), (Shape((5, 1, 1, 1, 1, 1), 1, 1),))
     assert [sum(edge.cells for edge in plan.from_source(rank)) for rank in range(2)] == [5, 5]
 
 
@@ -196,17 +217,27 @@ def test_unequal_needs_are_balanced_by_size() -> None:
 )
 def test_different_models_are_refused(decode: Shape, told: str) -> None:
     with pytest.raises(PlanError, match=told):
-        make_plan(Shape((8,), 4, 1), decode)
+        make_plan((Shape((8,), 4, 1),), (decode,))
+
+
+def test_engines_with_other_groups_are_refused() -> None:
+    attention, state = Shape((8,), 4, 1), Shape((4,), 2, 1)
+    with pytest.raises(PlanError, match="prefill instance has 2 KV groups, the decode instance 1"):
+        make_plan((attention, state), (attention,))
+    with pytest.raises(PlanError, match="has 4 KV layers in group 1, the decode instance 8"):
+        make_plan((attention, state), (attention, attention))
+    with pytest.raises(PlanError, match="not divided over the same stages and ranks"):
+        make_plan((attention, state), (attention, Shape((2, 2), 2, 1)))
 
 
 def test_a_plan_of_absurd_size_is_refused_before_it_is_made() -> None:
     with pytest.raises(PlanError, match="16777216 links"):
-        make_plan(Shape((1,) * 1024, 1, 1), Shape((1024,), 1, 16384))
+        make_plan((Shape((1,) * 1024, 1, 1),), (Shape((1024,), 1, 16384),))
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_unknown_ranks_are_refused(rank: int) -> None:
-    plan = make_plan(Shape((8,), 4, 2), Shape((8,), 4, 2))
+    plan = make_plan((Shape((8,), 4, 2),), (Shape((8,), 4, 2),))
     with pytest.raises(PlanError, match=f"rank {rank} is none of the 2 ranks"):
         plan.from_source(rank)
     with pytest.raises(PlanError, match=f"rank {rank} is none of the 2 ranks"):

@@ -110,7 +110,7 @@ class TestOverlaps:
 
 class TestShape:
     def test_ranks_are_numbered_stage_by_stage(self) -> None:
-        shape = Shape((5, 3), kv_heads=4, tp=2)
+        shape = Shape((5, 3), heads=4, tp=2)
         assert shape.world == 4
         assert shape.stage_layers.ranks == (Interval(0, 5), Interval(5, 8))
         assert shape.rank_heads.ranks == (Interval(0, 2), Interval(2, 4))

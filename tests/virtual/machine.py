@@ -19,6 +19,7 @@ from p2pkv.config import Options
 from p2pkv.engine.consumer import Consumer
 from p2pkv.engine.core import Core
 from p2pkv.engine.producer import Producer
+from p2pkv.kv.cache import RankCache
 from p2pkv.pairing import Address
 from p2pkv.protocol.receiver import MAX_CHUNKS
 from p2pkv.protocol.sender import MAX_ANNOUNCED
@@ -49,7 +50,7 @@ class Life:
             verify=role == "P",  # it is enough that one side asks
         )  # fmt: skip
         hello = make_hello(options, SHAPE, 0, cache, self.links.kind, incarnation)
-        self.core = Core(hello, options, cache, self.links, self.endpoint)  # type: ignore[arg-type]
+        self.core = Core(hello, options, RankCache([cache]), self.links, self.endpoint)  # type: ignore[arg-type]
         self.memory = Memory(pages)
         forward = PrefillSide if role == "P" else DecodeSide
         self.forward: Forward = forward(self.core, self.memory, machine.say, machine.broken)

@@ -25,7 +25,7 @@ from p2pkv.connector import P2pKvConnector
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.engine.commands import Blocks
 from p2pkv.kv.codecs import is_paged, unpack
-from p2pkv.protocol.handshake import shape
+from p2pkv.protocol.handshake import shapes
 
 
 class ProbeConnector(P2pKvConnector):
@@ -73,12 +73,13 @@ class ProbeConnector(P2pKvConnector):
             return
         assert self._worker is not None
         context = self._worker.rank._ctx
-        cache, unit = context.cache, context.cache.unit_tokens
+        (cache,) = context.cache.groups
+        unit = cache.unit_tokens
         first = start // unit * unit
         buffer = torch.empty(cache.nbytes(cache.layers, first, stop, cache.heads), dtype=torch.uint8)
         cache.gather(buffer, (0, cache.layers), (first, stop), (0, cache.heads), blocks)
         rows = buffer.view(cache.layers, -1, cache.heads, cache.row_bytes)
-        whole = shape(context.hello.cache)
+        (whole,) = shapes(context.hello.cache)
         stage, rank = divmod(context.hello.rank, whole.tp)
         note = {
             "key": key,
@@ -100,9 +101,9 @@ class ProbeConnector(P2pKvConnector):
         rows: uint8 [unit, head, row_bytes].
         """
         assert self._worker is not None
-        cache = self._worker.rank._ctx.cache
+        (cache,) = self._worker.rank._ctx.cache.groups
         if is_paged(cache.codec):
-            dtype = getattr(torch, self._worker.rank._ctx.hello.cache.dtype)
+            dtype = getattr(torch, self._worker.rank._ctx.hello.cache.groups[0].dtype)
             units, heads, _ = rows.shape
             pages = rows.view(dtype).view(units, heads, cache.unit_tokens, -1)
             dense = torch.stack([unpack(page, cache.codec, pages.shape[-1] // 2) for page in pages])
