@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from memory_links import MemoryNetwork
+from msgspec.structs import replace
 
 from p2pkv.config import Options
 from p2pkv.demo.processes import free_ports
@@ -193,6 +194,12 @@ def make_hello(
         verify=opts.verify,
         ahead=opts.role == "D" and opts.ahead_bytes > 0,
     )
+
+
+def other_group(cache: Cache, tp: int | None = None, **changes: Any) -> Cache:
+    """The same cache, but for what its one group says."""
+    (group,) = cache.groups
+    return Cache(tp or cache.tp, (replace(group, **changes),))
 
 
 @dataclass

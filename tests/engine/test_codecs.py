@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_support import Geometry, at_baseline, engines, plain_links, prefill, step, wait_for, wrong_cells
+from engine_support import (
+    Geometry,
+    at_baseline,
+    engines,
+    other_group,
+    plain_links,
+    prefill,
+    step,
+    wait_for,
+    wrong_cells,
+)
 from memory_links import MemoryNetwork
 from msgspec.structs import replace
 
@@ -110,7 +120,7 @@ def test_a_hello_that_is_not_true_of_the_pages_is_refused():
     network = MemoryNetwork()
     with engines(cpu("vec", 32), cpu("vec", 32), lambda side, rank: network.rank()) as (p, _):
         ctx = p.ranks[0].rank._ctx
-        said = replace(ctx.hello, cache=replace(ctx.hello.cache, row_bytes=64, unit_tokens=2))
+        said = replace(ctx.hello, cache=other_group(ctx.hello.cache, row_bytes=64, unit_tokens=2))
         lying = Context(said, ctx.options, ctx.cache, ctx.links, ctx.endpoint, ctx.steps, ctx.emit)
         with pytest.raises(Refused, match=r"holds rows of 2048 bytes for 32 tokens, .* expects 64 for 2"):
             lying.form(said)

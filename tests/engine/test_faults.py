@@ -16,6 +16,7 @@ from engine_support import (
     engines,
     make_engine,
     on_engine_thread,
+    other_group,
     prefill,
     soon_on_engine_thread,
     step,
@@ -333,7 +334,7 @@ def test_ranks_of_p_that_describe_their_engine_differently_are_not_believed(lone
     """Each of them fits D by itself; together they would send other rectangles than D has planned."""
     p, d = lone("P", Geometry(tp=2), lease_seconds=60.0), lone("D", lease_seconds=60.0)
     context = p.ranks[1].rank._ctx
-    cache = msgspec.structs.replace(context.hello.cache, **PIPELINED)
+    cache = other_group(context.hello.cache, **PIPELINED)
     context.hello = msgspec.structs.replace(context.hello, cache=cache)
     d.do(do.Expect("k", p.address, 32, b"digest"))
     verdict = f"{p.address.shifted(1)} and {p.address} do not fit: they say different things"
@@ -344,7 +345,7 @@ def test_a_rank_of_p_that_speaks_of_an_engine_of_before_is_asked_anew(lone):
     p, d = lone("P", Geometry(tp=2), lease_seconds=60.0), lone("D", lease_seconds=60.0)
     context = p.ranks[1].rank._ctx
     true = context.hello
-    context.hello = msgspec.structs.replace(true, cache=msgspec.structs.replace(true.cache, **PIPELINED))
+    context.hello = msgspec.structs.replace(true, cache=other_group(true.cache, **PIPELINED))
     consumer = d.ranks[0].rank._half
     lost = consumer._requests.lost
 
