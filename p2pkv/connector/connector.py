@@ -21,7 +21,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from p2pkv.connector.describe import (
     Layers,
-    codec_of,
+    cache_of,
+    computes_last_token,
     hello_of,
     make_ready,
     options_of,
@@ -37,7 +38,6 @@ from p2pkv.connector.worker import Worker
 from p2pkv.control.announcer import ANSWER_TOKENS, Announcement, Announcer, WarmUp
 from p2pkv.control.discovery import DISCOVERY_VERSION, Ping
 from p2pkv.engine.rank import Rank
-from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.links import make_factory
 
 if TYPE_CHECKING:
@@ -98,15 +98,17 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         if self._rests:
             CORE.install()
         self._news = False
+        whole = computes_last_token(self._kv_cache_config)
         if self.options.role == "P":
             groups = self._kv_cache_config.kv_cache_groups
-            self._producing = ProducerScheduler(
-                pairs, tuple(group.kv_cache_spec.block_size for group in groups)
-            )
+            sizes = tuple(group.kv_cache_spec.block_size for group in groups)
+            self._producing = ProducerScheduler(pairs, sizes, whole)
             return
         transfer, parallel = config.kv_transfer_config, config.parallel_config
         world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        self._consuming = ConsumerScheduler(pairs, world, transfer.kv_load_failure_policy == "recompute")
+        self._consuming = ConsumerScheduler(
+            pairs, world, transfer.kv_load_failure_policy == "recompute", whole
+        )
 
     # Scheduler side.
 
@@ -186,16 +188,12 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         config, options = self._vllm_config, self.options
         SPINNING.worker = config.parallel_config.data_parallel_size == 1
         layers = Layers(kv_caches, self._kv_cache_config)
-        codec = codec_of(config, layers.names)
-        attention = PagedCache.from_tensors(
-            layers.tensors, block_size=config.cache_config.block_size, codec=codec, tables=layers.tables
-        )
-        cache = RankCache([attention])
+        number = get_world_group().rank_in_group
+        cache, said = cache_of(config, layers, number)
         make_ready(cache.device)
         # vLLM's worker spins in Python while it waits for work and so wins the interpreter's lock back each
         # time; the engine thread would wait for the whole interval, several times a message.
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
-        number = get_world_group().rank_in_group
         links = make_factory(
             options.link,
             host=options.host,
@@ -204,20 +202,17 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             nccl_channels=options.nccl_num_channels,
             allowed=options.allowed_peers,
         )
-        hello = hello_of(config, options, cache, layers, number, links.kind)
+        hello = hello_of(config, options, cache, said, number, links.kind)
         # With micro-batches a layer's hook comes once for each of them.
         hooks = not config.parallel_config.use_ubatching
         self._worker = Worker(Rank(hello, options, cache, links), layers.places, cache.device, hooks)
         log.info(
-            "%s rank %d listens at %s; %d layers, %d KV heads here, rows of %d bytes, codec %s, link %s",
+            "%s rank %d listens at %s; link %s; here: %s",
             options.role,
             number,
             hello.address,
-            attention.layers,
-            attention.heads,
-            attention.row_bytes,
-            codec,
             links.kind,
+            "; ".join(map(str, cache.groups)),
         )
         if number == 0 and options.proxy is not None and options.http_address is not None:
             self._announce(hello.incarnation)

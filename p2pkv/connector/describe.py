@@ -17,7 +17,7 @@ from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 
 def options_of(config: VllmConfig) -> Options:
@@ -45,15 +45,41 @@ def layer_order(names: list[str]) -> list[str]:
 
 def refuse_what_cannot_move(config: KVCacheConfig) -> None:
     """Raises ConfigError for KV that this version does not move."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, is_full_attention_spec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
+    known = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
     for group in config.kv_cache_groups:
-        if not is_full_attention_spec(group.kv_cache_spec):
-            raise ConfigError(
-                f"this model keeps {type(group.kv_cache_spec).__name__} for {group.layer_names[0]}: "
-                f"this version of p2pkv moves {FullAttentionSpec.__name__} only; for sliding windows try "
-                "--disable-hybrid-kv-cache-manager"
-            )
+        for name in group.layer_names:
+            spec = _spec_of(group, name)
+            if type(spec) not in known or getattr(spec, "tokens_per_state", 1) != 1:
+                names = [kind.__name__ for kind in known]
+                raise ConfigError(
+                    f"this model keeps {type(spec).__name__} for {name}: this version of p2pkv moves "
+                    f"{', '.join(names[:-1])} and {names[-1]} with one state per token only; "
+                    "serve this model without p2pkv"
+                )
+
+
+def computes_last_token(config: KVCacheConfig) -> bool:
+    """Whether P computes the whole prompt. Where layers see a window, P leaves the last token to D: once P
+    has computed it, vLLM frees what D needs to compute it."""
+    return not any(
+        _window(_spec_of(group, name)) for group in config.kv_cache_groups for name in group.layer_names
+    )
+
+
+def _spec_of(group: KVCacheGroupSpec, name: str) -> KVCacheSpec:
+    """vLLM's description of one layer."""
+    inner: dict[str, KVCacheSpec] = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+    return inner.get(name, group.kv_cache_spec)
+
+
+def _window(spec: KVCacheSpec) -> int:
+    """Tokens whose KV vLLM keeps for this layer; 0: of all, as it does for windows without its hybrid
+    allocator."""
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
 
 
 def refuse_what_cannot_pair(config: VllmConfig) -> None:
@@ -78,22 +104,39 @@ def refuse_what_cannot_pair(config: VllmConfig) -> None:
 
 
 class Layers:
-    """The registered KV tensors in layer order, each piece of memory once."""
+    """The registered KV tensors in layer order, each piece of memory once.
+
+    Attributes:
+        names, tensors: by the layers' numbers on this rank.
+        tables, specs: which block table is each layer's, and vLLM's description of the layer.
+        places: the number of each layer, by name.
+    """
 
     def __init__(self, tensors: dict[str, torch.Tensor], config: KVCacheConfig) -> None:
-        tables = {
-            name: number for number, group in enumerate(config.kv_cache_groups) for name in group.layer_names
-        }
+        groups = config.kv_cache_groups
+        tables = {name: number for number, group in enumerate(groups) for name in group.layer_names}
         seen: set[tuple[int, int]] = set()
         self.names: list[str] = []
         for name in layer_order(list(tensors)):
+            # Groups of layers lie in the same memory: each block is one group's at a time.
             place = (tensors[name].data_ptr(), tables.get(name, 0))
             if place not in seen:
                 seen.add(place)
                 self.names.append(name)
         self.tensors = [tensors[name] for name in self.names]
         self.tables = [tables.get(name, 0) for name in self.names]
+        self.specs = [
+            _spec_of(groups[table], name) for name, table in zip(self.names, self.tables, strict=True)
+        ]
         self.places = {name: place for place, name in enumerate(self.names)}
+
+    def alike(self) -> list[list[int]]:
+        """The numbers of the layers of each KV group: those whose rows, units and windows are the same."""
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for number, (tensor, spec) in enumerate(zip(self.tensors, self.specs, strict=True)):
+            form = tensor.shape[1:], tensor.dtype, spec.block_size, _window(spec)
+            groups.setdefault(form, []).append(number)
+        return list(groups.values())
 
 
 def codec_of(config: VllmConfig, names: list[str]) -> str:
@@ -117,13 +160,40 @@ def make_ready(device: torch.device) -> None:
         torch.cpu._init_amx()
 
 
+def cache_of(config: VllmConfig, layers: Layers, rank: int) -> tuple[RankCache, Cache]:
+    """This rank's cache, and what its Hello says of it. Raises ConfigError for sizes that do not add up."""
+    groups, said = [], []
+    for numbers in layers.alike():
+        tensors, names = [layers.tensors[n] for n in numbers], [layers.names[n] for n in numbers]
+        spec = layers.specs[numbers[0]]
+        group = PagedCache.from_tensors(
+            tensors,
+            block_size=spec.block_size,
+            codec=codec_of(config, names),
+            tables=[layers.tables[n] for n in numbers],
+        )
+        groups.append(group)
+        said.append(
+            KvGroup(
+                layers=_stages(config, rank, len(numbers), whole=len(numbers) == len(layers.names)),
+                heads=_heads(config, group, names[0]),
+                row_bytes=group.row_bytes,
+                unit_tokens=group.unit_tokens,
+                dtype=_element_type(config, tensors[0]),
+                codec=group.codec,
+                layer_names=_digest(names),
+                window=_window(spec),
+            )
+        )
+    return RankCache(groups, layers.alike()), Cache(config.parallel_config.tensor_parallel_size, tuple(said))
+
+
 def hello_of(
-    config: VllmConfig, options: Options, cache: RankCache, layers: Layers, rank: int, link: str
+    config: VllmConfig, options: Options, cache: RankCache, said: Cache, rank: int, link: str
 ) -> Hello:
-    """This rank's Hello, without `to`. Raises ConfigError for a model whose sizes do not add up."""
+    """This rank's Hello, without `to`; `said`: what it says of the cache."""
     model, parallel = config.model_config, config.parallel_config
-    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    (group,) = cache.groups  # all layers are alike: see `refuse_what_cannot_move`
+    world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     return Hello(
         version=PROTOCOL_VERSION,
         incarnation=uuid.uuid4().hex,
@@ -131,10 +201,10 @@ def hello_of(
         rank=rank,
         to="none",
         address=str(options.address.shifted(rank)),
-        addresses=tuple(str(options.address.shifted(each)) for each in range(tp * pp)),
+        addresses=tuple(str(options.address.shifted(each)) for each in range(world)),
         model=str(model.model),
         weights=fingerprint(config),
-        cache=Cache(tp, (_attention(config, group, layers, rank),)),
+        cache=said,
         link=link,
         ahead=options.role == "D" and options.ahead_bytes > 0,
         digest=cache.digest_name,
@@ -142,25 +212,22 @@ def hello_of(
     )
 
 
-def _attention(config: VllmConfig, group: PagedCache, layers: Layers, rank: int) -> KvGroup:
-    """The KV group of attention layers that are all alike. Raises ConfigError."""
+def _heads(config: VllmConfig, group: PagedCache, layer: str) -> int:
+    """KV heads of the whole model in this group. Raises ConfigError."""
     model, tp = config.model_config, config.parallel_config.tensor_parallel_size
     heads = 1 if model.use_mla else model.get_total_num_kv_heads()
     if group.heads != max(1, heads // tp):
         raise ConfigError(
             f"a rank of {tp} holds {group.heads} KV heads, but {max(1, heads // tp)} of {heads} were "
-            "expected: p2pkv does not know how this model spreads its heads"
+            f"expected ({layer}): p2pkv does not know how this model spreads its heads"
         )
-    patterns = sorted({re.sub(r"\d+", "#", name) for name in layers.names})
-    return KvGroup(
-        layers=_stages(config, rank, len(layers.names)),
-        heads=heads,
-        row_bytes=group.row_bytes,
-        unit_tokens=group.unit_tokens,
-        dtype=_element_type(config, layers.tensors[0]),
-        codec=group.codec,
-        layer_names=hashlib.blake2b(" ".join(patterns).encode(), digest_size=8).hexdigest(),
-    )
+    return heads
+
+
+def _digest(names: list[str]) -> str:
+    """Tells other layers apart, but neither their numbers nor pipeline stages."""
+    patterns = sorted({re.sub(r"\d+", "#", name) for name in names})
+    return hashlib.blake2b(" ".join(patterns).encode(), digest_size=8).hexdigest()
 
 
 def _element_type(config: VllmConfig, tensor: torch.Tensor) -> str:
@@ -172,12 +239,20 @@ def _element_type(config: VllmConfig, tensor: torch.Tensor) -> str:
     return f"{name} ({'fp8_e4m3' if kind == 'fp8' else kind})"
 
 
-def _stages(config: VllmConfig, rank: int, mine: int) -> tuple[int, ...]:
-    """KV layers of each pipeline stage; `mine` are on this rank's. Raises ConfigError."""
+def _stages(config: VllmConfig, rank: int, mine: int, whole: bool) -> tuple[int, ...]:
+    """A group's layers on each pipeline stage; `mine` are on this rank's. `whole`: it has all KV layers.
+
+    Raises ConfigError.
+    """
     parallel = config.parallel_config
     pp = parallel.pipeline_parallel_size
     if pp == 1:
         return (mine,)
+    if not whole:
+        raise ConfigError(
+            f"this model's KV layers differ, and p2pkv does not know which of them lie on each of the {pp} "
+            "pipeline stages; serve it without --pipeline-parallel-size"
+        )
     from vllm.distributed.utils import get_pp_indices
 
     total = config.model_config.get_total_num_hidden_layers()

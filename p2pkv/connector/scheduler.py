@@ -27,23 +27,24 @@ if TYPE_CHECKING:
 class _Prompt:
     request: Request
     paired: Paired
+    digest: bytes
     offered: bool = False
     said: int = 0
     """Tokens of the prompt that the workers know to be in the blocks, or to be computed this step."""
 
 
 class ProducerScheduler:
-    """A key is taken from the arrival of its request until the workers have reported it.
+    """A key is taken from the arrival of its request until the workers have reported it."""
 
-    `block_sizes`: tokens in a block of each KV cache group.
-    """
-
-    def __init__(self, pairs: Pairs, block_sizes: tuple[int, ...]) -> None:
+    def __init__(self, pairs: Pairs, block_sizes: tuple[int, ...], whole: bool = True) -> None:
+        """`block_sizes`: tokens in a block of each of vLLM's KV cache groups. `whole`: the last token of a
+        prompt is computed here, too; see `computes_last_token`."""
         self._pairs = pairs
         self._block_sizes = block_sizes
+        self._whole = whole
         self._prompts: dict[str, _Prompt] = {}
         self._taken: set[str] = set()
-        self._spare: dict[str, dict[str, Request]] = {}
+        self._spare: dict[str, dict[str, _Prompt]] = {}
         """By key: requests of the same prompt that do not push, unless the one that does is aborted."""
         self._ended: dict[str, str] = {}
         self._next = StepMetadata()
@@ -52,13 +53,16 @@ class ProducerScheduler:
         paired = self._pairs.of(request)
         if paired is None:
             return
+        prompt = _Prompt(request, paired, prompt_digest(request))
+        if not self._whole:
+            _leave_out_last_token(request)
         # Some routers leave `n` on P: its first child pushes, the others would push the same again. And a
         # router that lost its connection asks again, while the first one may be running still.
         if paired.key in self._taken:
-            self._spare.setdefault(paired.key, {})[request.request_id] = request
+            self._spare.setdefault(paired.key, {})[request.request_id] = prompt
             return
         self._taken.add(paired.key)
-        self._prompts[request.request_id] = _Prompt(request, paired)
+        self._prompts[request.request_id] = prompt
         self._next.holds.append(Hold(paired.key, paired.decode))
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
@@ -80,7 +84,7 @@ class ProducerScheduler:
         if not prompt.offered:
             prompt.offered = True
             tokens = request.num_prompt_tokens
-            meta.offers.append(OfferPrompt(key, prompt.paired.decode, tokens, prompt_digest(request)))
+            meta.offers.append(OfferPrompt(key, prompt.paired.decode, tokens, prompt.digest))
         state = output.kv_connector_block_state
         blocks = state.get_block_ids(request.request_id) if state is not None else None
         assert blocks is not None
@@ -132,7 +136,8 @@ class ProducerScheduler:
             # As after a preemption: the same prompt, with other blocks.
             if prompt.said:
                 self._next.revoked.append(key)
-            self._prompts[heir.request_id] = _Prompt(heir, prompt.paired, prompt.offered)
+            heir.offered = prompt.offered
+            self._prompts[heir.request.request_id] = heir
             return False
         if prompt.said and not request.num_computed_tokens:
             # Preempted since the last step, so its blocks are gone already.
@@ -144,12 +149,12 @@ class ProducerScheduler:
         self._next.sent.append(Ended(request.request_id, key, reason))
         return True
 
-    def _heir(self, prompt: _Prompt) -> Request | None:
-        """Who pushes the prompt of an aborted request in its place: one that asks for the same again."""
-        for request in self._spare.get(prompt.paired.key, {}).values():
-            if prompt_digest(request) == prompt_digest(prompt.request):
-                self._no_spare(request)
-                return request
+    def _heir(self, prompt: _Prompt) -> _Prompt | None:
+        """What is pushed in place of an aborted request's prompt: one that asks for the same again."""
+        for spare in self._spare.get(prompt.paired.key, {}).values():
+            if spare.digest == prompt.digest:
+                self._no_spare(spare.request)
+                return spare
         return None
 
     def _no_spare(self, request: Request) -> None:
@@ -162,6 +167,19 @@ class ProducerScheduler:
         for request_id in sent:
             if key := self._ended.pop(request_id, None):
                 self._taken.discard(key)
+
+
+def _leave_out_last_token(request: Request) -> None:
+    """Let vLLM compute the prompt without its last token, and then one token that nobody reads."""
+    if request.num_prompt_tokens < 2:
+        return
+    if request.prompt_token_ids is not None:
+        request.prompt_token_ids.pop()
+    if request.prompt_embeds is not None:
+        request.prompt_embeds = request.prompt_embeds[:-1]
+    request._all_token_ids.pop()
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1
 
 
 # D.
@@ -185,10 +203,11 @@ class _Asking:
 
 
 class ConsumerScheduler:
-    """`world` ranks must each have heard from P; `recompute`: a failed load is computed here instead."""
-
-    def __init__(self, pairs: Pairs, world: int, recompute: bool) -> None:
+    def __init__(self, pairs: Pairs, world: int, recompute: bool, whole: bool = True) -> None:
+        """`world` ranks must each have heard from P. `recompute`: a failed load is computed here instead.
+        `whole`: P computes the last token of a prompt, too; see `computes_last_token`."""
         self._pairs = pairs
+        self._left_out = 0 if whole else 1
         self._world = world
         self._recompute = recompute
         self._asking: dict[str, _Asking] = {}
@@ -205,7 +224,8 @@ class ConsumerScheduler:
             return
         self._owners[paired.key] = request.request_id
         self._asking[request.request_id] = _Asking(request, paired)
-        expect = Expect(paired.key, paired.prefill, request.num_prompt_tokens, prompt_digest(request))
+        tokens = max(1, request.num_prompt_tokens - self._left_out)
+        expect = Expect(paired.key, paired.prefill, tokens, prompt_digest(request))
         self._next.expects.append((request.request_id, expect))
 
     def matched(self, request: Request, local: int) -> tuple[int | None, bool]:

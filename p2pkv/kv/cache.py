@@ -128,6 +128,11 @@ class PagedCache:
             device=tensors[0].device,
         )
 
+    def __str__(self) -> str:
+        return (
+            f"{self.layers} layers, {self.heads} KV heads, rows of {self.row_bytes} bytes, codec {self.codec}"
+        )
+
     def nbytes(self, layers: int, start: int, stop: int, heads: int) -> int:
         """Bytes on the wire of `layers` layers x tokens [start, stop) x `heads` heads.
 

@@ -45,16 +45,26 @@ class Wire(Struct, frozen=True):
         unit: tokens in a row.
         row_bytes: bytes of one (layer, head, unit) row.
         once: there is one row per (layer, head) for a whole request.
+        window: tokens that attention looks at from each token on, itself counted; 0: all before it.
     """
 
     codec: str
     unit: int
     row_bytes: int
     once: bool = False
+    window: int = 0
 
     def __str__(self) -> str:
         tokens = "the whole request" if self.once else f"{self.unit} tokens"
-        return f"{self.codec} rows of {tokens}, {self.row_bytes} bytes for each layer and head"
+        window = f", of the last {self.window} tokens" if self.window else ""
+        return f"{self.codec} rows of {tokens}, {self.row_bytes} bytes for each layer and head{window}"
+
+    def needed(self, start: int, stop: int) -> tuple[int, int]:
+        """The tokens, in whole rows, that whoever has [0, start) needs to compute token `stop`."""
+        if self.once:
+            return 0, 1
+        first = max(0, stop - self.window + 1) // self.unit * self.unit if self.window else 0
+        return max(start, min(first, stop)), stop
 
 
 def listed(wires: Sequence[Wire]) -> str:
@@ -72,13 +82,13 @@ def wires_between(one: Cache, other: Cache) -> tuple[Wire, ...]:
 def wire_between(one: KvGroup, other: KvGroup) -> Wire | None:
     """The form in which rows of a group travel; None if there is none. The order does not matter."""
     mine, theirs = _as_it_lies(one), _as_it_lies(other)
-    if one.dtype != other.dtype:
+    if (one.dtype, one.window) != (other.dtype, other.window):
         return None
     if mine == theirs:
         return mine
     if not (_can_be_dense(one) and _can_be_dense(other)):
         return None
-    dense = Wire(DENSE, 1, token_bytes(one))
+    dense = Wire(DENSE, 1, token_bytes(one), window=one.window)
     return dense if dense.row_bytes == token_bytes(other) else None
 
 
@@ -88,7 +98,7 @@ def token_bytes(group: KvGroup) -> int:
 
 
 def _as_it_lies(group: KvGroup) -> Wire:
-    return Wire(group.codec, group.unit_tokens, group.row_bytes, group.once)
+    return Wire(group.codec, group.unit_tokens, group.row_bytes, group.once, group.window)
 
 
 def _can_be_dense(group: KvGroup) -> bool:
@@ -106,8 +116,8 @@ class Share(Struct, frozen=True):
         """See `Assignment.windows`."""
         edge, wire = self.edge, self.wire
         row = len(edge.heads) * wire.row_bytes
-        tokens = (0, 1) if wire.once else (start, stop)
         ready = stop if wire.once else None
+        tokens = wire.needed(start, stop)
         return Window(edge.group, edge.layers.start, edge.layers.stop, *tokens, wire.unit, row, ready)
 
 
@@ -122,7 +132,8 @@ class Assignment(Struct, frozen=True, dict=True):
         return cls(tuple(Share(edge, wires[edge.group]) for edge in edges))
 
     def windows(self, start: int, stop: int) -> Windows:
-        """What of the shares a D needs to go on after tokens [start, stop).
+        """What of the shares a D needs that has tokens [0, start) and will compute token `stop`: all of a
+        state, of a sliding window its last tokens.
 
         Raises RemoteProtocolError if `start` is inside a row of the wire.
         """
@@ -225,6 +236,7 @@ def _same_of_groups(mine: KvGroup, theirs: KvGroup) -> list[tuple[str, object, o
     """What must be equal of a KV group: what it is, here, there, what to do if it is not."""
     return [
         ("rows per request", _rows(mine), _rows(theirs), "serve the same model"),
+        ("attention windows", mine.window, theirs.window, "serve the same model"),
         ("cache element types", mine.dtype, theirs.dtype, "set the same --kv-cache-dtype and --dtype"),
         (
             "bytes per token and head",

@@ -58,6 +58,7 @@ class KvGroup(Struct, frozen=True, forbid_unknown_fields=True):
         codec: how the bytes of a row are arranged; handshake.py says what travels between which.
         layer_names: digest of the names of all its layers, in order.
         once: a layer has one row per head for a whole request (a recurrent state), and not one per unit.
+        window: tokens that attention looks at from each token on, itself counted; 0: all before it.
     """
 
     layers: Annotated[tuple[Small, ...], Meta(min_length=1, max_length=1024)]
@@ -68,6 +69,7 @@ class KvGroup(Struct, frozen=True, forbid_unknown_fields=True):
     codec: Name
     layer_names: Name
     once: bool = False
+    window: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
 
 
 class Cache(Struct, frozen=True, forbid_unknown_fields=True):

@@ -14,13 +14,23 @@ import torch
 from connector_support import BLOCK, LAYERS, P_ADDRESS, kv_cache_config, model_folder, vllm_config
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from p2pkv.config import ConfigError
 from p2pkv.connector import P2pKvConnector, P2pNcclConnector
 from p2pkv.connector.describe import (
     Layers,
+    cache_of,
     codec_of,
+    computes_last_token,
     hello_of,
     layer_order,
     options_of,
@@ -28,7 +38,6 @@ from p2pkv.connector.describe import (
     refuse_what_cannot_pair,
 )
 from p2pkv.connector.identity import fingerprint
-from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.protocol.messages import Hello
 
 pytestmark = pytest.mark.vllm
@@ -40,8 +49,8 @@ def tensors(names: list[str], heads: int = 2, dtype: torch.dtype = torch.float32
 
 def hello(config: VllmConfig, caches: dict[str, torch.Tensor], rank: int = 0) -> Hello:
     layers = Layers(caches, kv_cache_config(layers=list(caches)))
-    cache = RankCache([PagedCache.from_tensors(layers.tensors, block_size=BLOCK, tables=layers.tables)])
-    return hello_of(config, options_of(config), cache, layers, rank, "host")
+    cache, said = cache_of(config, layers, rank)
+    return hello_of(config, options_of(config), cache, said, rank, "host")
 
 
 def with_parallel(**sizes: Any) -> VllmConfig:
@@ -104,6 +113,31 @@ def test_the_names_of_layers_tell_models_apart_but_not_pipeline_stages() -> None
     whole = digest("model.layers.0.attn", "model.layers.1.attn")
     assert digest("model.layers.1.attn") == whole
     assert digest("model.layers.0.attn", "draft.layers.0.attn") != whole
+
+
+def test_layers_with_a_window_are_a_group_of_their_own() -> None:
+    """Three vLLM groups, of which two see a window; each has a block table, and all lie in one memory."""
+    names = [f"model.layers.{number}.attn" for number in range(6)]
+    window = SlidingWindowSpec(
+        block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=20
+    )
+    groups = [
+        KVCacheGroupSpec([names[2], names[5]], FULL),
+        KVCacheGroupSpec([names[0], names[3]], window),
+        KVCacheGroupSpec([names[1], names[4]], window),
+    ]
+    config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
+    one, other = torch.zeros(4, 2, BLOCK, 32), torch.zeros(4, 2, BLOCK, 32)
+    memory = {name: one if number < 3 else other for number, name in enumerate(names)}
+    layers = Layers(memory, config)
+    assert layers.names == names
+    cache, said = cache_of(vllm_config("P"), layers, 0)
+    assert [(group.layers, group.window) for group in said.groups] == [((4,), 20), ((2,), 0)]
+    assert [group.tables for group in cache.groups] == [(1, 2, 1, 2), (0, 0)]
+    assert [list(numbers) for numbers in cache.layers] == [[0, 1, 3, 4], [2, 5]]
+    assert not computes_last_token(config) and computes_last_token(kv_cache_config())
+    with pytest.raises(ConfigError, match=r"KV layers differ.*serve it without --pipeline-parallel-size"):
+        cache_of(with_parallel(pipeline_parallel_size=2), layers, 0)
 
 
 # Layers
@@ -231,7 +265,10 @@ def test_a_model_that_is_not_on_this_machine_has_one_too(monkeypatch: pytest.Mon
 
 FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
 REFUSED = [
-    SlidingWindowSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=64),
+    replace(FULL, tokens_per_state=4),
+    ChunkedLocalAttentionSpec(
+        block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32, attention_chunk_size=64
+    ),
     MambaSpec(block_size=BLOCK, shapes=((2, 2),), dtypes=(torch.float32,)),
 ]
 
@@ -245,7 +282,10 @@ def test_kv_that_cannot_move_is_refused_by_name(spec: Any) -> None:
 
 def test_full_attention_of_every_kind_moves() -> None:
     mla = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32)
-    for spec in (FULL, mla, replace(FULL, sliding_window=64)):
+    window = SlidingWindowSpec(
+        block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=64
+    )
+    for spec in (FULL, mla, replace(FULL, sliding_window=64), window):
         refuse_what_cannot_move(kv_cache_config(spec=spec))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+from msgspec.structs import replace
 
 from p2pkv.kv.codecs import UNDONE
 from p2pkv.plan import make_plan
@@ -77,6 +78,31 @@ def test_a_state_travels_once_and_whole_whatever_tokens_are_wanted() -> None:
     owed = Assignment.of(edges, wires)
     assert owed.windows(32, 65).by_group[1] == Window(1, 0, 3, 0, 1, 1, 4 * 5, ready=65)
     assert (owed.unit, owed.windows(32, 65).nbytes) == (32, 4 * 2 * 198 + 3 * 20)
+
+
+@pytest.mark.parametrize(
+    ("unit", "window", "start", "stop", "tokens"),
+    [
+        (1, 0, 3, 9, (3, 9)),
+        (1, 4, 0, 9, (6, 9)),  # token 9 looks at 6, 7, 8 and itself
+        (1, 4, 7, 9, (7, 9)),
+        (1, 40, 0, 9, (0, 9)),
+        (1, 1, 0, 9, (9, 9)),
+        (16, 20, 0, 65, (32, 65)),  # 46 to 64, from the beginning of a row
+        (16, 20, 48, 65, (48, 65)),
+    ],
+)
+def test_of_a_window_only_the_tokens_that_the_next_one_sees_are_needed(
+    unit: int, window: int, start: int, stop: int, tokens: tuple[int, int]
+) -> None:
+    assert Wire(DENSE, unit, 8, window=window).needed(start, stop) == tokens
+
+
+def test_other_windows_are_nobodys_equal() -> None:
+    narrow, wide = (replace(group("dense"), window=window) for window in (64, 128))
+    assert wire_between(narrow, narrow) == Wire(DENSE, 1, TOKEN, window=64)
+    assert wire_between(narrow, replace(group("page:vec", 32), window=64)) == Wire(DENSE, 1, TOKEN, window=64)
+    assert wire_between(narrow, wide) is None
 
 
 def test_a_state_and_a_row_per_token_are_nobodys_equal() -> None:
