@@ -2,8 +2,8 @@
 
 Loaded by real vLLM servers through `kv_connector_module_path`. For each transfer it appends one JSON
 line to `$P2PKV_PROBE_DIR/P.<rank's address>.jsonl` when P's request has ended, or to `D.<address>.jsonl`
-when D's load has: the key, the rank, the first token, and for each layer and head of this rank one short
-hash per token, over that token's K and V. tests/probes.py reads them.
+when D's load has: the key, the rank, the first token, and for each KV group, layer and head of this rank one
+short hash per token, over that token's K and V. tests/probes.py reads them.
 
 `$P2PKV_PROBE_HOLD` names a file: while it exists, P's forward stops at the layer that the file names, in
 a step that works on as many prompts as it names (`<layer> <prompts>`), so that a test can kill a P in
@@ -24,8 +24,11 @@ import torch
 from p2pkv.connector import P2pKvConnector
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.engine.commands import Blocks
+from p2pkv.kv.cache import PagedCache
 from p2pkv.kv.codecs import is_paged, unpack
-from p2pkv.protocol.handshake import shapes
+from p2pkv.protocol.handshake import shapes, wire_between
+from p2pkv.protocol.messages import KvGroup
+from p2pkv.sharding import Shape
 
 
 class ProbeConnector(P2pKvConnector):
@@ -73,37 +76,52 @@ class ProbeConnector(P2pKvConnector):
             return
         assert self._worker is not None
         context = self._worker.rank._ctx
-        (cache,) = context.cache.groups
-        unit = cache.unit_tokens
-        first = start // unit * unit
-        buffer = torch.empty(cache.nbytes(cache.layers, first, stop, cache.heads), dtype=torch.uint8)
-        cache.gather(buffer, (0, cache.layers), (first, stop), (0, cache.heads), blocks)
-        rows = buffer.view(cache.layers, -1, cache.heads, cache.row_bytes)
-        (whole,) = shapes(context.hello.cache)
-        stage, rank = divmod(context.hello.rank, whole.tp)
+        said = context.hello.cache
         note = {
             "key": key,
             "rank": context.hello.rank,
-            "world": whole.world,
+            "world": said.stages * said.tp,
             "start": start,
-            "heads": list(whole.rank_heads.ranks[rank]),
-            "first_layer": whole.stage_layers.ranks[stage].start,
-            "layers": [
-                self._hashes(rows[layer], start - first, stop - first) for layer in range(cache.layers)
+            "groups": [
+                self._group(cache, group, shape, blocks, start, stop)
+                for cache, group, shape in zip(context.cache.groups, said.groups, shapes(said), strict=True)
             ],
         }
         with (self._folder / f"{side}.{context.hello.address}.jsonl").open("a") as out:
             out.write(json.dumps(note) + "\n")
 
-    def _hashes(self, rows: torch.Tensor, first: int, stop: int) -> list[list[str]]:
+    def _group(
+        self, cache: PagedCache, said: KvGroup, shape: Shape, blocks: Blocks, start: int, stop: int
+    ) -> dict[str, Any]:
+        """What the pages of one KV group hold of tokens [start, stop), or of those that are in its window."""
+        assert self._worker is not None
+        wire = wire_between(said, said)
+        assert wire is not None and not said.once
+        start, stop = wire.needed(start, stop)
+        first = start // cache.unit_tokens * cache.unit_tokens
+        buffer = torch.empty(cache.nbytes(cache.layers, first, stop, cache.heads), dtype=torch.uint8)
+        cache.gather(buffer, (0, cache.layers), (first, stop), (0, cache.heads), blocks)
+        rows = buffer.view(cache.layers, -1, cache.heads, cache.row_bytes)
+        stage, rank = divmod(self._worker.rank._ctx.hello.rank, shape.tp)
+        return {
+            "start": start,
+            "heads": list(shape.rank_heads.ranks[rank]),
+            "first_layer": shape.stage_layers.ranks[stage].start,
+            "layers": [
+                self._hashes(cache, said.dtype, rows[layer], start - first, stop - first)
+                for layer in range(cache.layers)
+            ],
+        }
+
+    def _hashes(
+        self, cache: PagedCache, kind: str, rows: torch.Tensor, first: int, stop: int
+    ) -> list[list[str]]:
         """By head, one hash for each of the tokens [first, stop) of one layer.
 
         rows: uint8 [unit, head, row_bytes].
         """
-        assert self._worker is not None
-        (cache,) = self._worker.rank._ctx.cache.groups
         if is_paged(cache.codec):
-            dtype = getattr(torch, self._worker.rank._ctx.hello.cache.groups[0].dtype)
+            dtype = getattr(torch, kind)
             units, heads, _ = rows.shape
             pages = rows.view(dtype).view(units, heads, cache.unit_tokens, -1)
             dense = torch.stack([unpack(page, cache.codec, pages.shape[-1] // 2) for page in pages])

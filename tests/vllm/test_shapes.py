@@ -15,6 +15,7 @@ import pytest
 import torch
 from probes import Compared
 from tiny_deepseek import TinyDeepseek
+from tiny_gemma import TinyGemma
 from vllm_support import MODEL, assert_same, at_rest, paired_headers, probing_server, tokens
 
 from p2pkv.demo import answers
@@ -65,6 +66,8 @@ SMALL, LARGE = Instance(), Instance(block=128)
 FAMILIES = {
     "4 heads": Family(MODEL, (*_pairs((2, 1), (1, 2), (2, 2)), (SMALL, LARGE), (LARGE, SMALL))),
     "1 head": Family(TinyLlama(kv_heads=1, heads=4), _pairs((2, 1), (1, 2), (2, 2))),
+    # Layers with a window shorter than the longer prompts, in blocks that leave it while P computes.
+    "window": Family(TinyGemma(), (*_pairs((1, 1), (2, 1), (1, 2)), (SMALL, LARGE))),
     "MLA": Family(
         TinyDeepseek(),
         _pairs((1, 2), (2, 1), block=16),
