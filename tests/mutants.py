@@ -54,8 +54,8 @@ PRODUCT = (
     Mutant(
         "pages are taken back in the middle of a gather",
         "p2pkv/engine/producer.py",
-        "with self._ctx.reading:\n            void",
-        "if True:\n            void",
+        "with self._ctx.reading:\n            filler",
+        "if True:\n            filler",
         ("tests/engine/test_page_ownership.py",),
     ),
     Mutant(

@@ -71,7 +71,7 @@ class Account:
     heard: list[do.Event]
     sent: int
     scattered: int
-    void: int
+    filler: int
     links: int
 
 
@@ -114,7 +114,7 @@ class Player:
         self.it.seen += self.it.rank.events()
         now = self.it.rank.counters.snapshot()
         return Account(
-            self.it.seen, now["bytes_sent"], now["bytes_scattered"], now["chunks_void"], now["links"]
+            self.it.seen, now["bytes_sent"], now["bytes_scattered"], now["chunks_filler"], now["links"]
         )
 
     def wrong(self, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -193,7 +193,7 @@ def check(p: Crew, d: Crew, prompts: Sequence[Prompt]) -> None:
     for rank, account in enumerate(p.each("account")):
         edges = plan.from_source(rank)
         assert sorted(account.heard, key=str) == [do.BlocksFree(prompt.key) for prompt in prompts]
-        assert (account.sent, account.void) == (cell_bytes * sum(edge.cells for edge in edges), 0)
+        assert (account.sent, account.filler) == (cell_bytes * sum(edge.cells for edge in edges), 0)
         assert account.links == len(edges)
     for rank, account in enumerate(d.each("account")):
         edges = plan.to_target(rank)

@@ -31,7 +31,7 @@ class Counters:
         "bytes_ahead",  # KV bytes that came to D before the request did
         "bytes_scattered",  # KV bytes received and written to blocks
         "chunks_sent",
-        "chunks_void",  # granted, but sent as filler
+        "chunks_filler",  # granted, but sent as filler
         "chunks_scattered",
         "chunks_dropped",  # received for a transfer that had ended
         "chunks_corrupt",  # received with another checksum than P had sent

@@ -331,7 +331,7 @@ class DecodePeer:
         key, order = self.orders[0]
         if order.grant.nbytes > self.window:
             raise LinkError(f"D grants {order.grant.nbytes} bytes in a window of {self.window}")
-        send = self._outbound.reserve(order.grant.nbytes, order.grant.landing)
+        send = self._outbound.reserve(order.grant.nbytes, order.grant.slot)
         if send is None:
             if order is not self._waited:
                 self._waited = order

@@ -310,25 +310,25 @@ class Outgoing:
         entry = self._prompts.paired(key, peer)
         wrong = ""
         with self._ctx.reading:
-            void = entry is None or not entry.sender.readable(order) or key in self._ctx.revoked
-            if entry is not None and peer.assignment is not None and not void:
+            filler = entry is None or not entry.sender.readable(order) or key in self._ctx.revoked
+            if entry is not None and peer.assignment is not None and not filler:
                 try:
                     self._gather(entry, peer.pages, peer.assignment, order, send)
                 except ValueError as error:
-                    void, wrong = True, str(error)
+                    filler, wrong = True, str(error)
                 self._ctx.copies.launched(key)
-        digest = None if void or not peer.verify else self._digest(key, send)
+        digest = None if filler or not peer.verify else self._digest(key, send)
         send.commit()
-        peer.flights.append(Flight(send, key, 0 if void else order.grant.nbytes))
-        self._ctx.counters.add("chunks_void" if void else "chunks_sent")
-        if not void:
+        peer.flights.append(Flight(send, key, 0 if filler else order.grant.nbytes))
+        self._ctx.counters.add("chunks_filler" if filler else "chunks_sent")
+        if not filler:
             self._ctx.counters.add("bytes_sent", order.grant.nbytes)
         if entry is not None and wrong:
             self._prompts.run(entry, entry.sender.abort(f"P cannot read its pages: {wrong}"), now)
         if not peer.verify:
-            self._say(peer, key, entry, order, void, None, now)
+            self._say(peer, key, entry, order, filler, None, now)
             return
-        word = Word(partial(self._say, peer, key, entry, order, void, digest))
+        word = Word(partial(self._say, peer, key, entry, order, filler, digest))
         peer.words.append(word)
         self._ctx.copies.then(key, partial(peer.speak, word), now)
 
@@ -344,16 +344,16 @@ class Outgoing:
         key: str,
         entry: PromptEntry | None,
         order: Transmit,
-        void: bool,
+        filler: bool,
         digest: Checksum | None,
         now: float,
     ) -> None:
         """Tell D what this send holds."""
         value, grant = b"" if digest is None else digest.value(), order.grant
         if entry is not None:
-            self._prompts.run(entry, entry.sender.sent(order, void, value), now)
+            self._prompts.run(entry, entry.sender.sent(order, filler, value), now)
         else:
-            self._ctx.tell(peer.connection, m.Sent(key, grant.attempt, grant.chunk, grant.link, void))
+            self._ctx.tell(peer.connection, m.Sent(key, grant.attempt, grant.chunk, grant.link, filler))
 
     def _gather(
         self,

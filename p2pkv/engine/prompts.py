@@ -136,7 +136,7 @@ class Prompts:
         message = m.Ahead(sender.key, sender.tokens, sender.digest)
         for peer in self._peers:
             decode, rank = peer.place
-            if decode == entry.decode and peer.hello.ahead and peer.assignment and rank not in sender.legs:
+            if decode == entry.decode and peer.hello.ahead and peer.assignment and rank not in sender.sends:
                 self._ctx.tell(peer.connection, message)
 
     def _claim_early(self, key: str, now: float) -> None:
@@ -189,9 +189,9 @@ class Prompts:
     def linked(self, peer: DecodePeer, now: float) -> None:
         """The link is up, and with it the limit of a chunk is known: announce what has been claimed."""
         for entry in self._of(peer):
-            leg = entry.sender.legs.get(peer.hello.rank)
-            if leg is not None and peer.assignment is not None:
-                effects = entry.sender.claim(peer.hello.rank, peer.assignment, leg.attempt, peer.limit, now)
+            send = entry.sender.sends.get(peer.hello.rank)
+            if send is not None and peer.assignment is not None:
+                effects = entry.sender.claim(peer.hello.rank, peer.assignment, send.attempt, peer.limit, now)
                 self.run(entry, effects, now)
 
     def invite(self, peer: DecodePeer, now: float) -> None:
@@ -241,7 +241,7 @@ class Prompts:
                     told = True
         for entry in self.live(*self.entries):
             if not (finish and entry.sender.awaited):
-                told = told or bool(entry.sender.legs)
+                told = told or bool(entry.sender.sends)
                 self.run(entry, entry.sender.abort(reason), now)
         return told
 
@@ -267,7 +267,7 @@ class Prompts:
             match effect:
                 case Tell(rank, message):
                     peer = self._peers.get((entry.decode, rank))
-                    if peer is not None and isinstance(message, m.Sent) and not message.void:
+                    if peer is not None and isinstance(message, m.Sent) and not message.filler:
                         peer.sent(message.key, message.attempt)
                     elif peer is not None and isinstance(message, m.Failed):
                         peer.confirmed(message.key, message.attempt)

@@ -83,7 +83,7 @@ class Tell:
 class Transmit:
     """P: this chunk has been granted. Gather it into the link's next send and commit, in this order.
 
-    Without pieces it is void: the grant must be obeyed, but its bytes will be dropped.
+    Without pieces it is filler: the grant must be obeyed, but its bytes will be dropped.
     """
 
     rank: int
@@ -91,7 +91,7 @@ class Transmit:
     pieces: tuple[Piece, ...]
 
     @property
-    def void(self) -> bool:
+    def filler(self) -> bool:
         return not self.pieces
 
 

@@ -241,7 +241,7 @@ class Chunk(Message, frozen=True, tag="Chunk"):
 
 
 class Grant(Message, frozen=True, tag="Grant"):
-    """D to P: the receive of this chunk is posted on link number `link`, at `landing`. Grants are
+    """D to P: the receive of this chunk is posted on link number `link`, at `slot`. Grants are
     obeyed in order, and each one is obeyed, with filler if the transfer has ended meanwhile."""
 
     key: Key
@@ -249,11 +249,11 @@ class Grant(Message, frozen=True, tag="Grant"):
     chunk: Small
     nbytes: ChunkBytes
     link: Small
-    landing: Annotated[int, Meta(ge=0, le=1 << 62)]
+    slot: Annotated[int, Meta(ge=0, le=1 << 62)]
 
 
 class Sent(Message, frozen=True, tag="Sent"):
-    """P to D: this chunk has gone out on the link. `void`: what went out is filler, drop it.
+    """P to D: this chunk has gone out on the link. `filler`: what went out is filler, drop it.
 
     `digest` is the checksum of its bytes between ranks of which one wants that, else empty.
     """
@@ -262,7 +262,7 @@ class Sent(Message, frozen=True, tag="Sent"):
     attempt: Serial
     chunk: Small
     link: Small
-    void: bool
+    filler: bool
     digest: Checksum = b""
 
 

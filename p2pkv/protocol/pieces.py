@@ -164,7 +164,7 @@ class Cutter:
         return tuple(taken)
 
     def put_back(self, pieces: tuple[Piece, ...]) -> None:
-        """These were announced but went out void: announce them again when they are ready again."""
+        """In place of these filler went out: announce them again when they are ready again."""
         self._again.extend(pieces)
         self.left += sum(map(self.windows.size, pieces))
 
@@ -244,7 +244,7 @@ class Coverage:
         return total
 
     def give_back(self, pieces: tuple[Piece, ...]) -> None:
-        """These pieces came void: they may be announced again."""
+        """In place of these pieces filler came: they may be announced again."""
         for piece in pieces:
             taken, rows = self._taken[piece.group], self._rows(piece)
             for layer in self._layers(piece):

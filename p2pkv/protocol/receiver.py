@@ -137,7 +137,7 @@ class Source:
         self.chunks[chunk].posted = True
 
     def sent(self, message: Sent, now: float) -> None:
-        """P has sent it; a void one will come again. Raises RemoteProtocolError."""
+        """P has sent it; what went out as filler will come again. Raises RemoteProtocolError."""
         announced = self.chunks.get(message.chunk)
         if message.chunk < self._next and (announced is None or announced.sent):
             return
@@ -145,13 +145,13 @@ class Source:
             raise RemoteProtocolError(f"{message.key}: chunk {message.chunk} was sent without a grant")
         self.heard = now
         announced.sent = True
-        if message.void:
+        if message.filler:
             assert self._coverage is not None
             self._coverage.give_back(announced.chunk.pieces)
             del self.chunks[message.chunk]
 
     def pieces(self, chunk: int) -> tuple[Piece, ...]:
-        """Where its bytes belong; () if it was void."""
+        """Where its bytes belong; () if it was filler."""
         announced = self.chunks.get(chunk)
         return announced.chunk.pieces if announced is not None else ()
 
@@ -310,7 +310,7 @@ class Receiver:
         return [Post(rank, message)]
 
     def sent(self, rank: int, message: Sent, now: float) -> None:
-        """P has sent this chunk. A void one may be announced again under another number."""
+        """P has sent this chunk. If it was filler, it may be announced again under another number."""
         source = self._source(rank, message.attempt)
         if source is not None:
             source.sent(message, now)
@@ -331,17 +331,17 @@ class Receiver:
 
     # What the engine reports back.
 
-    def posted(self, rank: int, message: Chunk, link: int, landing: int) -> list[Effect]:
+    def posted(self, rank: int, message: Chunk, link: int, slot: int) -> list[Effect]:
         """A receive is posted for this chunk; the grant goes out, whatever has happened meanwhile."""
         source = self._source(rank, message.attempt)
         if source is not None:
             source.posted(message.chunk)
-        return [Tell(rank, Grant(self.key, message.attempt, message.chunk, message.nbytes, link, landing))]
+        return [Tell(rank, Grant(self.key, message.attempt, message.chunk, message.nbytes, link, slot))]
 
     def pieces(self, rank: int, attempt: int, chunk: int) -> tuple[Piece, ...]:
-        """Where the bytes of this chunk belong; () if nobody wants them now (late or void).
+        """Where the bytes of this chunk belong; () if nobody wants them now (they are late, or filler).
 
-        Bytes may be written only after P's Sent for them: until then they may turn out to be void.
+        Bytes may be written only after P's Sent for them: until then they may turn out to be filler.
         """
         source = self._source(rank, attempt)
         return source.pieces(chunk) if source is not None else ()

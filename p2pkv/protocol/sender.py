@@ -1,9 +1,9 @@
 """P's side of one transfer: a prompt whose KV this rank computes and pushes to the ranks of one D.
 
-The Sender follows the prompt; one DecodeLeg for each D rank follows the conversation with it.
+The Sender follows the prompt; one SendState for each D rank follows the conversation with it.
 
 prompt:  HELD -> OFFERED <-> COMPUTED -> RELEASED        (any) -> ENDED
-leg:     CLAIMED -> SENDING -> DRAINED -> DONE           (any) -> ENDED
+send:     CLAIMED -> SENDING -> DRAINED -> DONE           (any) -> ENDED
          CLAIMED -> AHEAD -> SENDING or DONE
 """
 
@@ -71,7 +71,7 @@ PROMPT: Table[PromptPhase, PromptEvent] = {
 }
 
 
-class LegPhase(Enum):
+class SendPhase(Enum):
     CLAIMED = auto()  # D's rank waits for this prompt
     AHEAD = auto()  # it takes all of it, although no request for it has come; the blocks stay
     SENDING = auto()  # it said which tokens it wants
@@ -80,7 +80,7 @@ class LegPhase(Enum):
     ENDED = auto()  # failed or cancelled
 
 
-class LegEvent(Enum):
+class SendEvent(Enum):
     AHEAD = auto()
     WANT = auto()
     NOTHING = auto()
@@ -89,22 +89,22 @@ class LegEvent(Enum):
     END = auto()
 
 
-LEG: Table[LegPhase, LegEvent] = {
-    LegPhase.CLAIMED: {
-        LegEvent.AHEAD: LegPhase.AHEAD,
-        LegEvent.WANT: LegPhase.SENDING,
-        LegEvent.NOTHING: LegPhase.DONE,
-        LegEvent.END: LegPhase.ENDED,
+SEND: Table[SendPhase, SendEvent] = {
+    SendPhase.CLAIMED: {
+        SendEvent.AHEAD: SendPhase.AHEAD,
+        SendEvent.WANT: SendPhase.SENDING,
+        SendEvent.NOTHING: SendPhase.DONE,
+        SendEvent.END: SendPhase.ENDED,
     },
-    LegPhase.AHEAD: {
-        LegEvent.WANT: LegPhase.SENDING,
-        LegEvent.NOTHING: LegPhase.DONE,
-        LegEvent.END: LegPhase.ENDED,
+    SendPhase.AHEAD: {
+        SendEvent.WANT: SendPhase.SENDING,
+        SendEvent.NOTHING: SendPhase.DONE,
+        SendEvent.END: SendPhase.ENDED,
     },
-    LegPhase.SENDING: {LegEvent.DRAIN: LegPhase.DRAINED, LegEvent.END: LegPhase.ENDED},
-    LegPhase.DRAINED: {LegEvent.DONE: LegPhase.DONE, LegEvent.END: LegPhase.ENDED},
-    LegPhase.DONE: {},
-    LegPhase.ENDED: {},
+    SendPhase.SENDING: {SendEvent.DRAIN: SendPhase.DRAINED, SendEvent.END: SendPhase.ENDED},
+    SendPhase.DRAINED: {SendEvent.DONE: SendPhase.DONE, SendEvent.END: SendPhase.ENDED},
+    SendPhase.DONE: {},
+    SendPhase.ENDED: {},
 }
 
 
@@ -112,11 +112,11 @@ LEG: Table[LegPhase, LegEvent] = {
 
 
 MAX_ANNOUNCED = 64
-"""Chunks of one leg that may be announced and not yet sent; bounds what D has to remember."""
+"""Chunks for one rank of D that may be announced and not yet sent; bounds what D has to remember."""
 
 
 @dataclass
-class DecodeLeg:
+class SendState:
     """What this rank owes a rank of D, under one attempt.
 
     `computed`, an argument of its methods: for each layer of this rank, how many of the prompt's first tokens
@@ -136,7 +136,7 @@ class DecodeLeg:
     attempt: int
     limit: int
     heard: float
-    machine: Machine[LegPhase, LegEvent]
+    machine: Machine[SendPhase, SendEvent]
     gone: bool = False
     cutter: Cutter | None = None
     _chunks: int = 0
@@ -148,7 +148,7 @@ class DecodeLeg:
         windows = self.assignment.windows(message.start, message.stop)
         if self.cutter is not None and self.cutter.windows != windows:
             raise RemoteProtocolError(f"{message} is not what was wanted ahead, {self.cutter.windows}")
-        self.machine.remote(LegEvent.AHEAD if message.ahead else LegEvent.WANT)
+        self.machine.remote(SendEvent.AHEAD if message.ahead else SendEvent.WANT)
         self.cutter = self.cutter or Cutter(windows)
 
     def announce(self, key: str, computed: Sequence[int], limit: int, flush: bool) -> Iterator[Chunk]:
@@ -178,12 +178,12 @@ class DecodeLeg:
         """Whether the blocks still hold all of these pieces."""
         return self.cutter is not None and self.cutter.windows.readable(self._owed(computed), pieces)
 
-    def sent(self, chunk: int, void: bool) -> None:
-        """The chunk has been handed to the link; a void one will be announced again."""
+    def sent(self, chunk: int, filler: bool) -> None:
+        """The chunk has been handed to the link; if it was filler, it will be announced again."""
         assert self.cutter is not None
         _, pieces = self.announced.pop(chunk)
         self._granted.remove(chunk)
-        if void:
+        if filler:
             self.cutter.put_back(pieces)
 
     @property
@@ -224,9 +224,9 @@ class Sender:
         self.key = key
         self.terms = terms
         self.prompt = Machine(f"prompt {key}", PROMPT, PromptPhase.HELD)
-        self.legs: dict[int, DecodeLeg] = {}
-        self._withdrawn: dict[int, DecodeLeg] = {}
-        """Legs of ranks of D that took the prompt ahead and let it go or lost it: that attempt does not
+        self.sends: dict[int, SendState] = {}
+        self._withdrawn: dict[int, SendState] = {}
+        """States for ranks of D that took the prompt ahead and let it go or lost it: that attempt does not
         come back."""
         self.expects: frozenset[int] | None = None
         self.tokens = 0
@@ -243,7 +243,7 @@ class Sender:
             return []
         self.prompt.local(PromptEvent.OFFER)
         self.tokens, self.digest = tokens, digest
-        return [*(self._offer(rank, leg) for rank, leg in self._open()), *self._settle()]
+        return [*(self._offer(rank, send) for rank, send in self._open()), *self._settle()]
 
     def computed(self, layer: int, layer_stop: int, stop: int, now: float) -> list[Effect]:
         """Local layers [layer, layer_stop) now hold KV for the prompt's tokens [0, stop)."""
@@ -264,7 +264,7 @@ class Sender:
         return self._announce_all(flush=True) + self._settle()
 
     def revoke(self) -> None:
-        """The blocks have been taken back (preemption); what was granted goes out void."""
+        """The blocks have been taken back (preemption); for what was granted filler goes out."""
         if not self.prompt.ended:
             self.prompt.local(PromptEvent.REVOKE)
         self._computed = [0] * len(self._computed)
@@ -277,9 +277,9 @@ class Sender:
         self.prompt.local(PromptEvent.END)
         self.reason = reason
         out: list[Effect] = []
-        for rank, leg in self._open():
-            leg.machine.local(LegEvent.END)
-            out.append(Tell(rank, Failed(self.key, leg.attempt, reason)))
+        for rank, send in self._open():
+            send.machine.local(SendEvent.END)
+            out.append(Tell(rank, Failed(self.key, send.attempt, reason)))
         return [*out, Released(), Finished(False, reason)]
 
     # What a D rank says.
@@ -294,28 +294,28 @@ class Sender:
             assignment: what this rank owes it.
             limit: the most bytes of one chunk; 0 while it is not known, and nothing is announced.
         """
-        leg = self.legs.get(rank)
-        known = leg is not None and leg.attempt == attempt and not leg.gone
-        if leg is not None and known and leg.machine.state is not LegPhase.ENDED:
-            return self._renew(rank, leg, limit, now)
-        past = leg or self._withdrawn.get(rank)
+        send = self.sends.get(rank)
+        known = send is not None and send.attempt == attempt and not send.gone
+        if send is not None and known and send.machine.state is not SendPhase.ENDED:
+            return self._renew(rank, send, limit, now)
+        past = send or self._withdrawn.get(rank)
         if self.prompt.ended or (past is not None and attempt <= past.attempt):
             reason = self.reason or "P has let this prompt's KV go; ask with a new request"
             return [Tell(rank, Failed(self.key, attempt, reason))]
-        if leg is not None and not leg.machine.ended:
-            leg.machine.remote(LegEvent.END)
-        machine = Machine(f"leg {self.key}/{rank}", LEG, LegPhase.CLAIMED)
-        leg = DecodeLeg(assignment, self._numbers(assignment), attempt, limit, now, machine)
-        self.legs[rank] = leg
+        if send is not None and not send.machine.ended:
+            send.machine.remote(SendEvent.END)
+        machine = Machine(f"send {self.key}/{rank}", SEND, SendPhase.CLAIMED)
+        send = SendState(assignment, self._numbers(assignment), attempt, limit, now, machine)
+        self.sends[rank] = send
         self._withdrawn.pop(rank, None)
         if self._since is not None:
             self._since = now
-        return [] if self.prompt.state is PromptPhase.HELD else [self._offer(rank, leg)]
+        return [] if self.prompt.state is PromptPhase.HELD else [self._offer(rank, send)]
 
-    def _renew(self, rank: int, leg: DecodeLeg, limit: int, now: float) -> list[Effect]:
-        opened = limit > 0 and not leg.limit
-        leg.heard, leg.limit = now, limit or leg.limit
-        return self._announce(rank, leg, flush=opened or self.prompt.state is PromptPhase.COMPUTED)
+    def _renew(self, rank: int, send: SendState, limit: int, now: float) -> list[Effect]:
+        opened = limit > 0 and not send.limit
+        send.heard, send.limit = now, limit or send.limit
+        return self._announce(rank, send, flush=opened or self.prompt.state is PromptPhase.COMPUTED)
 
     @property
     def awaited(self) -> bool:
@@ -324,58 +324,58 @@ class Sender:
 
     def vouches(self, rank: int, attempt: int) -> bool:
         """Whether this transfer is alive here, so that D may go on waiting: what HeartbeatAck says."""
-        return self._leg(rank, attempt) is not None
+        return self._live(rank, attempt) is not None
 
     def want(self, rank: int, message: Want, now: float) -> list[Effect]:
         if message.empty:
             return self._let_go(rank, message)
-        leg = self._leg(rank, message.attempt)
-        if leg is None:
+        send = self._live(rank, message.attempt)
+        if send is None:
             return []
-        leg.heard = now
+        send.heard = now
         if self.prompt.state is PromptPhase.HELD or message.stop > self.tokens:
             raise RemoteProtocolError(
                 f"{self.key}: {message} goes beyond the {self.tokens} tokens of the offer"
             )
-        leg.want(message)
-        return self._announce(rank, leg, flush=True) + self._settle()
+        send.want(message)
+        return self._announce(rank, send, flush=True) + self._settle()
 
     def _let_go(self, rank: int, message: Want) -> list[Effect]:
         """D wants nothing more: it has all of it; or no request has come yet, and one still may."""
         past = self._withdrawn.get(rank)
         if past is not None and past.attempt == message.attempt:
-            self.legs[rank] = self._withdrawn.pop(rank)
-        leg = self._leg(rank, message.attempt)
-        if leg is None:
+            self.sends[rank] = self._withdrawn.pop(rank)
+        send = self._live(rank, message.attempt)
+        if send is None:
             return []
         if message.ahead:
             self._withdraw(rank)
             return []
-        leg.machine.remote(LegEvent.NOTHING)
+        send.machine.remote(SendEvent.NOTHING)
         return self._settle()
 
     def grant(self, rank: int, message: Grant, now: float) -> list[Effect]:
-        """A receive is posted for this chunk. It is obeyed even by an ended transfer: void then."""
-        leg = self._leg(rank, message.attempt)
-        if leg is None:
+        """A receive is posted for this chunk. An ended transfer obeys it, too, with filler."""
+        send = self._live(rank, message.attempt)
+        if send is None:
             return [Transmit(rank, message, ())]
-        pieces = leg.grant(message)
-        leg.heard = now
+        pieces = send.grant(message)
+        send.heard = now
         return [Transmit(rank, message, pieces)]
 
     def done(self, rank: int, message: Done, now: float) -> list[Effect]:
-        leg = self._leg(rank, message.attempt)
-        if leg is None:
+        send = self._live(rank, message.attempt)
+        if send is None:
             return []
-        leg.heard = now
-        leg.machine.remote(LegEvent.DONE)
+        send.heard = now
+        send.machine.remote(SendEvent.DONE)
         return self._settle()
 
     def cancel(self, rank: int, message: Cancel) -> list[Effect]:
-        leg = self._leg(rank, message.attempt)
-        if leg is None:
+        send = self._live(rank, message.attempt)
+        if send is None:
             return []
-        leg.machine.remote(LegEvent.END)
+        send.machine.remote(SendEvent.END)
         self.reason = self.reason or f"D cancelled: {message.reason}"
         return self._settle()
 
@@ -386,46 +386,46 @@ class Sender:
         """
         if restarted:
             self._withdrawn.pop(rank, None)
-        leg = self.legs.get(rank)
-        if leg is None:
+        send = self.sends.get(rank)
+        if send is None:
             return []
-        if leg.machine.state is LegPhase.AHEAD:
+        if send.machine.state is SendPhase.AHEAD:
             self._withdraw(rank, restarted)
-            return [Tell(rank, Failed(self.key, leg.attempt, reason))]
+            return [Tell(rank, Failed(self.key, send.attempt, reason))]
         # After a restart D may count its attempts from the start again.
-        leg.gone = True
-        if leg.machine.ended:
+        send.gone = True
+        if send.machine.ended:
             return []
-        leg.machine.local(LegEvent.END)
+        send.machine.local(SendEvent.END)
         self.reason = self.reason or reason
-        return [Tell(rank, Failed(self.key, leg.attempt, reason)), *self._settle()]
+        return [Tell(rank, Failed(self.key, send.attempt, reason)), *self._settle()]
 
     def unlinked(self, rank: int, reason: str) -> list[Effect]:
         """The link to D's rank is gone, with what it carried. Nothing is announced before the next is up."""
-        leg = self.legs.get(rank)
-        if leg is None or leg.machine.state is not LegPhase.CLAIMED:
+        send = self.sends.get(rank)
+        if send is None or send.machine.state is not SendPhase.CLAIMED:
             return self.lost(rank, reason)
-        leg.limit = 0
+        send.limit = 0
         return []
 
     # What the engine reports back.
 
     def readable(self, order: Transmit) -> bool:
         """Whether the blocks still hold what was announced and granted."""
-        leg = self._leg(order.rank, order.grant.attempt)
-        return leg is not None and not order.void and leg.readable(self._computed, order.pieces)
+        send = self._live(order.rank, order.grant.attempt)
+        return send is not None and not order.filler and send.readable(self._computed, order.pieces)
 
-    def sent(self, order: Transmit, void: bool, digest: bytes = b"") -> list[Effect]:
-        """This chunk has been gathered (unless `void`), with this checksum, and handed to the link."""
+    def sent(self, order: Transmit, filler: bool, digest: bytes = b"") -> list[Effect]:
+        """This chunk has been gathered (unless `filler`), with this checksum, and handed to the link."""
         grant = order.grant
-        said = Sent(self.key, grant.attempt, grant.chunk, grant.link, void, digest)
+        said = Sent(self.key, grant.attempt, grant.chunk, grant.link, filler, digest)
         out: list[Effect] = [Tell(order.rank, said)]
-        leg = self._leg(order.rank, grant.attempt)
-        if leg is None or order.void:
+        send = self._live(order.rank, grant.attempt)
+        if send is None or order.filler:
             return out
-        leg.sent(grant.chunk, void)
+        send.sent(grant.chunk, filler)
         flush = self.prompt.state is PromptPhase.COMPUTED
-        return out + self._announce(order.rank, leg, flush) + self._settle()
+        return out + self._announce(order.rank, send, flush) + self._settle()
 
     # Time.
 
@@ -433,20 +433,20 @@ class Sender:
     def deadline(self) -> float | None:
         """When to call `tick`: the end of the earliest lease, None while no lease runs.
 
-        A leg's lease runs from D's last word. Once the prompt is computed another runs until every
+        The lease of a send runs from D's last word. Once the prompt is computed another runs until every
         rank of D has claimed it, anew from each rank that does.
         """
         if self.prompt.ended:
             return None
-        heard = [leg.heard for _, leg in self._open()]
+        heard = [send.heard for _, send in self._open()]
         if self._since is not None and not self._all_claimed():
             heard.append(self._since)
         return min(heard) + self.terms.lease if heard else None
 
     def tick(self, now: float) -> list[Effect]:
         """End what has outlived its lease."""
-        for rank, leg in self._open():
-            if leg.machine.state is LegPhase.AHEAD and now - leg.heard >= self.terms.lease:
+        for rank, send in self._open():
+            if send.machine.state is SendPhase.AHEAD and now - send.heard >= self.terms.lease:
                 self._withdraw(rank)
         deadline = self.deadline
         if deadline is None or now < deadline:
@@ -465,54 +465,54 @@ class Sender:
             for group, edge in assignment.edges.items()
         }
 
-    def _open(self) -> list[tuple[int, DecodeLeg]]:
-        return [(rank, leg) for rank, leg in self.legs.items() if not leg.machine.ended]
+    def _open(self) -> list[tuple[int, SendState]]:
+        return [(rank, send) for rank, send in self.sends.items() if not send.machine.ended]
 
-    def _leg(self, rank: int, attempt: int) -> DecodeLeg | None:
-        """The live leg that a message means; None for a stale one."""
-        leg = self.legs.get(rank)
-        return leg if leg is not None and leg.attempt == attempt and not leg.machine.ended else None
+    def _live(self, rank: int, attempt: int) -> SendState | None:
+        """The live send that a message means; None for a stale one."""
+        send = self.sends.get(rank)
+        return send if send is not None and send.attempt == attempt and not send.machine.ended else None
 
     def _withdraw(self, rank: int, restarted: bool = False) -> None:
         """D lets go of a prompt that no request has asked for: as if it had never claimed it."""
-        leg = self.legs.pop(rank)
+        send = self.sends.pop(rank)
         if not restarted:
-            # D may go on with this attempt for a while, with chunks that a new leg would not know.
-            self._withdrawn[rank] = leg
+            # D may go on with this attempt for a while, with chunks that a new send would not know.
+            self._withdrawn[rank] = send
 
-    def _offer(self, rank: int, leg: DecodeLeg) -> Effect:
-        return Tell(rank, Offer(self.key, leg.attempt, self.tokens, self.digest))
+    def _offer(self, rank: int, send: SendState) -> Effect:
+        return Tell(rank, Offer(self.key, send.attempt, self.tokens, self.digest))
 
     def _announce_all(self, flush: bool) -> list[Effect]:
         out: list[Effect] = []
-        for rank, leg in self._open():
-            out += self._announce(rank, leg, flush)
+        for rank, send in self._open():
+            out += self._announce(rank, send, flush)
         return out
 
-    def _announce(self, rank: int, leg: DecodeLeg, flush: bool) -> list[Effect]:
-        if leg.cutter is None:
+    def _announce(self, rank: int, send: SendState, flush: bool) -> list[Effect]:
+        if send.cutter is None:
             return []
-        chunks = leg.announce(self.key, self._computed, self.terms.chunk_bytes, flush)
+        chunks = send.announce(self.key, self._computed, self.terms.chunk_bytes, flush)
         return [Tell(rank, chunk) for chunk in chunks]
 
     def _settle(self) -> list[Effect]:
-        """Note which legs need the blocks no more, and whether any does."""
-        for _, leg in self._open():
-            if leg.machine.state is LegPhase.SENDING and leg.drained:
-                leg.machine.local(LegEvent.DRAIN)
+        """Note which sends need the blocks no more, and whether any does."""
+        for _, send in self._open():
+            if send.machine.state is SendPhase.SENDING and send.drained:
+                send.machine.local(SendEvent.DRAIN)
         if self.prompt.state not in (PromptPhase.OFFERED, PromptPhase.COMPUTED) or not self._all_claimed():
             return []
         if any(
-            leg.machine.state in (LegPhase.CLAIMED, LegPhase.AHEAD, LegPhase.SENDING)
-            for leg in self.legs.values()
+            send.machine.state in (SendPhase.CLAIMED, SendPhase.AHEAD, SendPhase.SENDING)
+            for send in self.sends.values()
         ):
             return []
         self.prompt.local(PromptEvent.RELEASE)
-        failed = any(leg.machine.state is LegPhase.ENDED for leg in self.legs.values())
+        failed = any(send.machine.state is SendPhase.ENDED for send in self.sends.values())
         return [Released(), Finished(not failed, self.reason if failed else "")]
 
     def _all_claimed(self) -> bool:
-        return self.expects is not None and self.expects <= self.legs.keys()
+        return self.expects is not None and self.expects <= self.sends.keys()
 
     def __repr__(self) -> str:
-        return f"<{self.prompt} {' '.join(map(repr, (leg.machine for leg in self.legs.values())))}>"
+        return f"<{self.prompt} {' '.join(map(repr, (send.machine for send in self.sends.values())))}>"

@@ -281,8 +281,8 @@ def test_a_link_that_breaks_when_all_is_here_costs_nothing():
         (peer,) = half._peers
 
         def act() -> None:
-            claims = tuple((key, leg.attempt) for key, e in half._prompts.entries.items()
-                           for leg in e.sender.legs.values())  # fmt: skip
+            claims = tuple((key, send.attempt) for key, e in half._prompts.entries.items()
+                           for send in e.sender.sends.values())  # fmt: skip
             half._prompts.link_lost(peer, "broken by a test", time.monotonic())
             half._prompts.waiting(peer, claims, time.monotonic())
 

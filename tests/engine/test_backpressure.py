@@ -99,7 +99,7 @@ def whole(p: Engine, d: Engine, key: str, number: int) -> None:
 
 def all_at_rest(*some: Engine) -> None:
     wait_for(lambda: all(at_baseline(each) for each in some), what="the baseline of all")
-    assert all(values(each)["chunks_void"] + values(each)["chunks_dropped"] == 0 for each in some)
+    assert all(values(each)["chunks_filler"] + values(each)["chunks_dropped"] == 0 for each in some)
     assert all(values(each)["links_aborted"] == 0 for each in some)
 
 

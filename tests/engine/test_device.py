@@ -287,10 +287,10 @@ def test_a_stopped_rank_leaves_no_copy_behind(start):
 
 
 def said(pair: Pair) -> list[tuple[str, bool, int]]:
-    """What P has told D about the posted receives, in their order: key, whether void, bytes of checksum."""
+    """What P has told D about the posted receives, in their order: key, whether filler, bytes of checksum."""
     (peer,) = pair.d.ranks[0].rank._half._peers
     words = [posted.sent for posted in tuple(peer.posted)]
-    return [(word.key, word.void, len(word.digest)) for word in words if word is not None]
+    return [(word.key, word.filler, len(word.digest)) for word in words if word is not None]
 
 
 def test_p_says_that_a_chunk_was_sent_when_its_checksum_is_known(start):
@@ -317,26 +317,26 @@ def test_a_void_chunk_is_not_said_before_the_one_in_front_of_it(start):
     pair, other = start(chunk_bytes=1 << 20, verify=True), list(range(30, 36))
     pair.ask("k")
     pair.queued(pair.p, count=2)
-    pair.d.do(do.Expect("void", pair.p.address, TOKENS, b"digest"))
-    prefill(pair.p, "void", pair.d.address, TOKENS, other, chunk=TOKENS)
-    pair.d.wait(do.Begun("void"))
+    pair.d.do(do.Expect("filler", pair.p.address, TOKENS, b"digest"))
+    prefill(pair.p, "filler", pair.d.address, TOKENS, other, chunk=TOKENS)
+    pair.d.wait(do.Begun("filler"))
     rank = pair.p.ranks[0].rank
-    rank._ctx.revoked.update(["void"])  # as Rank.revoke does, before the engine has heard of it
-    pair.d.do(do.Load("void", 0, TOKENS - 1, (other,)))
-    wait_for(lambda: rank.counters.values["chunks_void"] >= 1)
+    rank._ctx.revoked.update(["filler"])  # as Rank.revoke does, before the engine has heard of it
+    pair.d.do(do.Load("filler", 0, TOKENS - 1, (other,)))
+    wait_for(lambda: rank.counters.values["chunks_filler"] >= 1)
     (peer,) = rank._half._peers
     on_engine_thread(rank, lambda: None)
     assert [word.due for word in tuple(peer.words)][:2] == [False, True]
     on_engine_thread(pair.d.ranks[0].rank, lambda: None)
     assert said(pair) == []
     pair.on_p.run(2)
-    wait_for(lambda: said(pair)[:2] == [("k", False, 8), ("void", True, 0)])
-    rank.do(do.Revoked("void"))
+    wait_for(lambda: said(pair)[:2] == [("k", False, 8), ("filler", True, 0)])
+    rank.do(do.Revoked("filler"))
     pair.on_p.free()
     pair.on_d.free()
-    step(pair.p, "void", other, 0, TOKENS)
+    step(pair.p, "filler", other, 0, TOKENS)
     pair.done("k")
-    pair.done("void", other)
+    pair.done("filler", other)
     pair.at_rest()
     assert pair.d.ranks[0].rank.counters.values["links_aborted"] == 0
 

@@ -280,7 +280,7 @@ def test_a_d_has_no_say_in_the_transfers_of_another():
         ):
             on_engine_thread(other.ranks[0].rank, lambda message=message: context.tell(line, message))
         counted = p.ranks[0].rank.counters.values
-        wait_for(lambda: counted["chunks_void"] or counted["links_aborted"])
+        wait_for(lambda: counted["chunks_filler"] or counted["links_aborted"])
         step(p, "k", blocks, 48, 96)
         d.wait(do.Loaded("k"))
         assert wrong_cells(d.ranks[0], blocks, 0, 95) == []

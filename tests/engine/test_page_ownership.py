@@ -86,7 +86,7 @@ def test_pages_taken_back_are_not_read_before_the_engine_has_heard_so():
         p.ranks[0].rank.revoke(["k"])
         scribble(p, BLOCKS)
         load(d, "k")
-        wait_for(lambda: count(p, "chunks_void") + count(p, "chunks_sent"), what="an answer to a grant")
+        wait_for(lambda: count(p, "chunks_filler") + count(p, "chunks_sent"), what="an answer to a grant")
         assert count(p, "bytes_sent") == 0 and not forward.done.is_set()
         forward.done.set()
         step(p, "k", OTHER_BLOCKS, 0, TOKENS)

@@ -241,7 +241,7 @@ def test_a_p_that_leaves_the_checksum_out_is_not_believed(start, monkeypatch):
 
     def silent(line, message):
         if isinstance(message, Sent):
-            message = Sent(message.key, message.attempt, message.chunk, message.link, message.void)
+            message = Sent(message.key, message.attempt, message.chunk, message.link, message.filler)
         return real(line, message)
 
     monkeypatch.setattr(on_p, "tell", silent)

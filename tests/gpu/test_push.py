@@ -48,7 +48,7 @@ def test_bytes_on_d_equal_bytes_on_p(both: Messages) -> None:
         for _ in range(3):
             assert both.push(size) > 0
         sent = both.rank(size).counters.values
-        assert sent["bytes_sent"] == 3 * both.total and sent["chunks_void"] == 0
+        assert sent["bytes_sent"] == 3 * both.total and sent["chunks_filler"] == 0
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -137,7 +137,7 @@ class Incoming:
         receiver, chunk = self._owner.receivers.get(posted.key), posted.chunk
         pieces = () if receiver is None else receiver.pieces(rank, chunk.attempt, chunk.chunk)
         assert posted.said is not None and posted.receive.cells is not None
-        if receiver is None or not pieces or posted.said.void:
+        if receiver is None or not pieces or posted.said.filler:
             return True
         if self._world.verify and checksum(posted.receive.cells) != posted.said.digest:
             self._world.corrupt += 1

@@ -116,11 +116,11 @@ class Outgoing:
             return False
         key, order = peer.orders.popleft()
         sender = self._owner.senders.get(key)
-        void = sender is None or not sender.readable(order)
-        cells = [GARBAGE] if sender is None or void else self._gather(sender, peer, order)
+        filler = sender is None or not sender.readable(order)
+        cells = [GARBAGE] if sender is None or filler else self._gather(sender, peer, order)
         peer.flights.append((peer.link.send(order.grant.nbytes, cells), self._world.now))
-        digest = checksum(cells) if self._world.verify and not void else b""
-        peer.words.append(lambda: self._say(peer, key, sender, order, void, digest))
+        digest = checksum(cells) if self._world.verify and not filler else b""
+        peer.words.append(lambda: self._say(peer, key, sender, order, filler, digest))
         if not self._world.verify:
             self.speak(peer)
         return True
@@ -133,15 +133,15 @@ class Outgoing:
         return True
 
     def _say(
-        self, peer: Peer, key: str, sender: Sender | None, order: Transmit, void: bool, digest: bytes
+        self, peer: Peer, key: str, sender: Sender | None, order: Transmit, filler: bool, digest: bytes
     ) -> None:
         if sender is not None:
-            self._owner.run(key, sender.sent(order, void, digest))
+            self._owner.run(key, sender.sent(order, filler, digest))
         else:
             grant = order.grant
             self._owner.tell(peer, m.Sent(key, grant.attempt, grant.chunk, grant.link, True))
 
     def _gather(self, sender: Sender, peer: Peer, order: Transmit) -> list[Cell | None]:
-        cutter = sender.legs[order.rank].cutter
+        cutter = sender.sends[order.rank].cutter
         assert peer.edge is not None and cutter is not None
         return self._owner.pages.gather(sender.key, peer.edge, order.pieces, cutter.windows.by_group[0].stop)

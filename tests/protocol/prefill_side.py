@@ -11,7 +11,7 @@ from protocol.wires import Line, Link
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import Assignment, Refused, judge
 from p2pkv.protocol.machine import Effect, Finished, Released, RemoteProtocolError, Tell, Transmit
-from p2pkv.protocol.sender import LegPhase, PromptPhase, Sender
+from p2pkv.protocol.sender import PromptPhase, Sender, SendPhase
 
 if TYPE_CHECKING:
     from protocol.world import World
@@ -90,7 +90,7 @@ class PrefillRank:
 
     def _say_ahead(self, sender: Sender) -> None:
         for rank, peer in list(self.peers.items()):
-            if self.world.ahead and peer.edge is not None and rank not in sender.legs:
+            if self.world.ahead and peer.edge is not None and rank not in sender.sends:
                 self.tell(peer, m.Ahead(sender.key, sender.tokens, sender.digest))
 
     def preempt(self, key: str) -> None:
@@ -282,7 +282,9 @@ class PrefillRank:
         )
 
     def _live(self, sender: Sender) -> bool:
-        """Whether a leg of an ended prompt still wants pages."""
+        """Whether a send of an ended prompt still wants pages."""
         prompt = sender.prompt
         assert prompt.state is PromptPhase.HELD or sender.key in self.pages.free or not prompt.ended
-        return any(leg.machine.state in (LegPhase.CLAIMED, LegPhase.SENDING) for leg in sender.legs.values())
+        return any(
+            send.machine.state in (SendPhase.CLAIMED, SendPhase.SENDING) for send in sender.sends.values()
+        )

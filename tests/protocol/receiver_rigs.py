@@ -69,7 +69,7 @@ def arrive(made: Receiver, rank: int, message: Chunk, now: float = 3.0) -> None:
     """One chunk comes, from its announcement to D's staging."""
     assert made.chunk(rank, message, now) == [Post(rank, message)]
     grant = Grant(KEY, ATTEMPT, message.chunk, message.nbytes, 5, 64)
-    assert made.posted(rank, message, link=5, landing=64) == [Tell(rank, grant)]
+    assert made.posted(rank, message, link=5, slot=64) == [Tell(rank, grant)]
     made.sent(rank, Sent(KEY, ATTEMPT, message.chunk, 0, False), now)
 
 

@@ -8,7 +8,7 @@ from p2pkv.plan import make_plan
 from p2pkv.protocol.handshake import Assignment, Wire
 from p2pkv.protocol.machine import Effect, Tell, Transmit
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Grant, Offer, Piece, Sent, Want
-from p2pkv.protocol.sender import LegPhase, PromptPhase, Sender, Terms
+from p2pkv.protocol.sender import PromptPhase, Sender, SendPhase, Terms
 from p2pkv.sharding import Shape
 
 KEY, TOKENS, DIGEST, LEASE = "k", 10, b"prompt", 30.0
@@ -33,8 +33,8 @@ class Rig:
         self.wires = wires
 
     @property
-    def states(self) -> tuple[PromptPhase, list[LegPhase]]:
-        return self.sender.prompt.state, [leg.machine.state for leg in self.sender.legs.values()]
+    def states(self) -> tuple[PromptPhase, list[SendPhase]]:
+        return self.sender.prompt.state, [send.machine.state for send in self.sender.sends.values()]
 
     def claim(self, rank: int = 0, attempt: int = 1, limit: int = 1 << 20) -> list[Effect]:
         owed = Assignment.of([EDGES[rank]], [self.wires[rank]])
@@ -54,7 +54,7 @@ class Rig:
     def grant(self, number: int, nbytes: int, rank: int = 0, attempt: int = 1) -> list[Effect]:
         return self.sender.grant(rank, grant(number, nbytes, attempt), self.now)
 
-    def carry(self, said: list[Effect], void: bool = False) -> list[Effect]:
+    def carry(self, said: list[Effect], filler: bool = False) -> list[Effect]:
         """Grant and send every chunk that is announced in `said`."""
         out: list[Effect] = []
         for effect in said:
@@ -62,7 +62,7 @@ class Rig:
                 message = effect.message
                 order = self.grant(message.chunk, message.nbytes, effect.rank, message.attempt)[0]
                 assert isinstance(order, Transmit)
-                out += self.sender.sent(order, void)
+                out += self.sender.sent(order, filler)
         return out
 
     def done(self, rank: int = 0, attempt: int = 1) -> list[Effect]:
@@ -85,8 +85,8 @@ def offer(attempt: int = 1) -> Offer:
     return Offer(KEY, attempt, TOKENS, DIGEST)
 
 
-def sent(number: int, void: bool = False, attempt: int = 1) -> Sent:
-    return Sent(KEY, attempt, number, 1, void)
+def sent(number: int, filler: bool = False, attempt: int = 1) -> Sent:
+    return Sent(KEY, attempt, number, 1, filler)
 
 
 WHOLE = chunk(0, Piece(0, 2, 4, 0, 9))
@@ -122,7 +122,7 @@ def ended() -> Rig:
 
 
 def claimed() -> Rig:
-    """With a second target that never comes, so that the leg's state is all that moves."""
+    """With a second target that never comes, so that the send's state is all that moves."""
     rig = Rig(expects=(0, 1))
     rig.offer()
     rig.claim()

@@ -12,7 +12,7 @@ from p2pkv.protocol import receiver
 from p2pkv.protocol.machine import Finished, Offered, Released, RemoteProtocolError, Tell, Transmit
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Piece, Want
 from p2pkv.protocol.receiver import LoadPhase, Receiver
-from p2pkv.protocol.sender import LegPhase, PromptPhase
+from p2pkv.protocol.sender import PromptPhase, SendPhase
 
 
 def pushed() -> Rig:
@@ -22,7 +22,7 @@ def pushed() -> Rig:
     rig.claim()
     rig.want(0, TOKENS, ahead=True)
     assert rig.carry(rig.compute())[0] == Tell(0, sent(0))
-    assert rig.states == (PromptPhase.COMPUTED, [LegPhase.AHEAD])
+    assert rig.states == (PromptPhase.COMPUTED, [SendPhase.AHEAD])
     return rig
 
 
@@ -32,8 +32,8 @@ def pushed() -> Rig:
 def test_the_pages_stay_until_the_request_has_come() -> None:
     rig = pushed()
     assert rig.want(0, TOKENS) == [Released(), Finished(True)]
-    assert rig.states == (PromptPhase.RELEASED, [LegPhase.DRAINED])
-    assert rig.done() == [] and rig.states[1] == [LegPhase.DONE]
+    assert rig.states == (PromptPhase.RELEASED, [SendPhase.DRAINED])
+    assert rig.done() == [] and rig.states[1] == [SendPhase.DONE]
 
 
 def test_nothing_of_it_may_be_wanted() -> None:
@@ -47,7 +47,7 @@ def test_another_part_of_it_cannot_be_wanted() -> None:
 
 
 def withdraw(rig: Rig, how: str) -> None:
-    """Of a leg that is ahead; the lease of the pages is renewed, as if they took long to compute."""
+    """Of a send that is ahead; the lease of the pages is renewed, as if they took long to compute."""
     rig.now = LEASE - 1
     match how:
         case "let go":
@@ -65,7 +65,7 @@ def test_d_lets_go_and_the_prompt_waits_as_before(how: str) -> None:
     withdraw(rig, how)
     assert rig.states == (PromptPhase.COMPUTED, [])
     assert rig.claim(attempt=2) == [Tell(0, offer(2))]
-    assert rig.want(0, 9, attempt=2) != [] and rig.states[1] == [LegPhase.SENDING]
+    assert rig.want(0, 9, attempt=2) != [] and rig.states[1] == [SendPhase.SENDING]
 
 
 @pytest.mark.parametrize("how", ["let go", "lost", "silence"])
@@ -92,7 +92,7 @@ def test_a_later_claim_is_not_touched_by_words_about_an_earlier_one() -> None:
     rig.sender.unlinked(0, "its link broke")
     rig.claim(attempt=2)
     assert rig.want(0, 0) == rig.want(0, 0, ahead=True) == []
-    assert rig.states == (PromptPhase.COMPUTED, [LegPhase.CLAIMED])
+    assert rig.states == (PromptPhase.COMPUTED, [SendPhase.CLAIMED])
 
 
 def test_a_d_that_has_restarted_counts_its_attempts_anew() -> None:

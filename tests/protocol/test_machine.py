@@ -13,7 +13,7 @@ from p2pkv.protocol.machine import LocalProtocolError, Machine, ProtocolError, R
 
 TABLES: list[tuple[dict[Any, dict[Any, Any]], type[Enum], type[Enum]]] = [
     (dict(sender.PROMPT), sender.PromptPhase, sender.PromptEvent),
-    (dict(sender.LEG), sender.LegPhase, sender.LegEvent),
+    (dict(sender.SEND), sender.SendPhase, sender.SendEvent),
     (dict(receiver.LOAD), receiver.LoadPhase, receiver.LoadEvent),
     (dict(handshake.DIAL), handshake.DialPhase, handshake.DialEvent),
 ]

@@ -98,9 +98,9 @@ class Pair:
     def every(self) -> set[Row]:
         return set().union(*map(all_rows, self.windows.by_group.values()))
 
-    def arrive(self, which: int, void: bool) -> None:
+    def arrive(self, which: int, filler: bool) -> None:
         pieces = self.under_way.pop(which % len(self.under_way))
-        if not void:
+        if not filler:
             self.coverage.filled(sum(map(self.windows.size, pieces)))
             return
         self.cutter.put_back(pieces)
@@ -112,7 +112,7 @@ class Pair:
         while self.cut(limit):
             pass
         while self.under_way:
-            self.arrive(0, void=False)
+            self.arrive(0, filler=False)
 
 
 @given(several_windows(), st.data())
@@ -120,7 +120,7 @@ class Pair:
 def test_every_row_is_announced_once_and_voided_ones_again(windows: Windows, data: st.DataObject) -> None:
     pair = Pair(windows)
     for _ in range(data.draw(st.integers(0, 12), label="steps")):
-        step = data.draw(st.sampled_from(["compute", "cut", "arrive", "void", "revoke"]))
+        step = data.draw(st.sampled_from(["compute", "cut", "arrive", "filler", "revoke"]))
         if step == "compute":
             group = data.draw(st.sampled_from(sorted(pair.computed)))
             computed = pair.computed[group]
@@ -132,9 +132,9 @@ def test_every_row_is_announced_once_and_voided_ones_again(windows: Windows, dat
         elif step == "revoke":
             pair.computed = pair.all_at(0)
             while pair.under_way:
-                pair.arrive(0, void=True)
+                pair.arrive(0, filler=True)
         elif pair.under_way:
-            pair.arrive(data.draw(st.integers(0, 99)), void=step == "void")
+            pair.arrive(data.draw(st.integers(0, 99)), filler=step == "filler")
     pair.finish(data.draw(st.integers(1, 60), label="last limit"))
     assert set(pair.announced.values()) == {1} and set(pair.announced) == pair.every()
     assert pair.cutter.left == pair.coverage.left == 0

@@ -85,7 +85,7 @@ def test_announced_chunks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         made.chunk(0, chunk(3, Piece(0, 0, 1, 3, 4)), 3.0)
 
 
-# Stale, repeated and void.
+# Stale, repeated and filler.
 
 
 def test_another_attempt_is_ignored() -> None:

@@ -32,29 +32,29 @@ from protocol.sender_rigs import (
 from p2pkv.protocol.handshake import Wire
 from p2pkv.protocol.machine import Effect, Finished, Released, RemoteProtocolError, Tell, Transmit
 from p2pkv.protocol.messages import Chunk, Piece
-from p2pkv.protocol.sender import LEG, PROMPT, LegEvent, LegPhase, PromptEvent, PromptPhase
+from p2pkv.protocol.sender import PROMPT, SEND, PromptEvent, PromptPhase, SendEvent, SendPhase
 
 # One transfer, from end to end.
 
 
 def test_a_transfer_that_is_claimed_before_the_prefill_begins() -> None:
     rig = Rig()
-    assert rig.claim() == [] and rig.states == (PromptPhase.HELD, [LegPhase.CLAIMED])
+    assert rig.claim() == [] and rig.states == (PromptPhase.HELD, [SendPhase.CLAIMED])
     assert rig.offer() == [Tell(0, offer())]
-    assert rig.want() == [] and rig.states == (PromptPhase.OFFERED, [LegPhase.SENDING])
+    assert rig.want() == [] and rig.states == (PromptPhase.OFFERED, [SendPhase.SENDING])
     assert rig.compute(4, (0, 1)) == []
     assert rig.sender.flush() == [Tell(0, chunk(0, Piece(0, 2, 3, 0, 4)))]
     order = Transmit(0, grant(0, 4 * ROW), (Piece(0, 2, 3, 0, 4),))
     assert rig.grant(0, 4 * ROW) == [order]
-    assert rig.sender.readable(order) and not order.void
-    assert rig.sender.sent(order, void=False) == [Tell(0, sent(0))]
+    assert rig.sender.readable(order) and not order.filler
+    assert rig.sender.sent(order, filler=False) == [Tell(0, sent(0))]
     assert rig.compute(TOKENS) == [Tell(0, chunk(1, Piece(0, 2, 3, 4, 9), Piece(0, 3, 4, 0, 9)))]
-    assert rig.states == (PromptPhase.COMPUTED, [LegPhase.SENDING])
+    assert rig.states == (PromptPhase.COMPUTED, [SendPhase.SENDING])
     rest = Transmit(0, grant(1, 14 * ROW), (Piece(0, 2, 3, 4, 9), Piece(0, 3, 4, 0, 9)))
     assert rig.grant(1, 14 * ROW) == [rest]
-    assert rig.sender.sent(rest, void=False) == [Tell(0, sent(1)), Released(), Finished(True)]
-    assert rig.states == (PromptPhase.RELEASED, [LegPhase.DRAINED])
-    assert rig.done() == [] and rig.states == (PromptPhase.RELEASED, [LegPhase.DONE])
+    assert rig.sender.sent(rest, filler=False) == [Tell(0, sent(1)), Released(), Finished(True)]
+    assert rig.states == (PromptPhase.RELEASED, [SendPhase.DRAINED])
+    assert rig.done() == [] and rig.states == (PromptPhase.RELEASED, [SendPhase.DONE])
 
 
 def test_a_transfer_that_is_claimed_after_the_prefill() -> None:
@@ -73,7 +73,7 @@ def test_the_pages_are_held_until_every_target_has_read_them() -> None:
     rig.claim(0)
     assert rig.carry(rig.want(rank=0)) == [Tell(0, sent(0))]
     assert rig.done(0) == [] and rig.sender.flush() == []
-    assert rig.states == (PromptPhase.COMPUTED, [LegPhase.DONE])
+    assert rig.states == (PromptPhase.COMPUTED, [SendPhase.DONE])
     assert rig.claim(1) == [Tell(1, offer())]
     assert rig.carry(rig.want(0, 4, rank=1)) == [Tell(1, sent(0)), Released(), Finished(True)]
 
@@ -103,7 +103,7 @@ def test_an_empty_want_releases_the_pages() -> None:
     rig.offer()
     assert rig.want(9, 9, rank=0) == [] and rig.states == (
         PromptPhase.OFFERED,
-        [LegPhase.DONE, LegPhase.CLAIMED],
+        [SendPhase.DONE, SendPhase.CLAIMED],
     )
     assert rig.want(0, 0, rank=1) == [Released(), Finished(True)]
     assert rig.compute() == rig.sender.flush() == rig.sender.abort("late") == []
@@ -112,7 +112,7 @@ def test_an_empty_want_releases_the_pages() -> None:
 def test_an_empty_want_before_the_offer_releases_the_pages_when_the_prefill_begins() -> None:
     rig = Rig()
     rig.claim()
-    assert rig.want(0, 0) == [] and rig.states == (PromptPhase.HELD, [LegPhase.DONE])
+    assert rig.want(0, 0) == [] and rig.states == (PromptPhase.HELD, [SendPhase.DONE])
     assert rig.offer() == [Released(), Finished(True)]
 
 
@@ -159,52 +159,52 @@ def test_every_row_of_the_prompts_table(state: PromptPhase, event: PromptEvent) 
     assert len([effect for effect in effects if isinstance(effect, Finished)]) == effects.count(Released())
 
 
-LEGS: dict[LegPhase, Callable[[], Rig]] = {
-    LegPhase.CLAIMED: claimed,
-    LegPhase.AHEAD: ahead,
-    LegPhase.SENDING: sending,
-    LegPhase.DRAINED: drained,
-    LegPhase.DONE: done,
-    LegPhase.ENDED: cancelled,
+LEGS: dict[SendPhase, Callable[[], Rig]] = {
+    SendPhase.CLAIMED: claimed,
+    SendPhase.AHEAD: ahead,
+    SendPhase.SENDING: sending,
+    SendPhase.DRAINED: drained,
+    SendPhase.DONE: done,
+    SendPhase.ENDED: cancelled,
 }
 
-REMOTE: dict[LegEvent, Callable[[Rig], list[Effect]]] = {
-    LegEvent.AHEAD: lambda rig: rig.want(ahead=True),
-    LegEvent.WANT: lambda rig: rig.want(),
-    LegEvent.NOTHING: lambda rig: rig.want(0, 0),
-    LegEvent.DONE: lambda rig: rig.done(),
-    LegEvent.END: lambda rig: rig.cancel(),
+REMOTE: dict[SendEvent, Callable[[Rig], list[Effect]]] = {
+    SendEvent.AHEAD: lambda rig: rig.want(ahead=True),
+    SendEvent.WANT: lambda rig: rig.want(),
+    SendEvent.NOTHING: lambda rig: rig.want(0, 0),
+    SendEvent.DONE: lambda rig: rig.done(),
+    SendEvent.END: lambda rig: rig.cancel(),
 }
 
 
-@pytest.mark.parametrize(("state", "event"), [(state, on) for state, row in LEG.items() for on in row])
-def test_every_row_of_the_legs_table(state: LegPhase, event: LegEvent) -> None:
+@pytest.mark.parametrize(("state", "event"), [(state, on) for state, row in SEND.items() for on in row])
+def test_every_row_of_the_legs_table(state: SendPhase, event: SendEvent) -> None:
     rig = LEGS[state]()
     assert rig.states[1] == [state]
-    if event is LegEvent.DRAIN:
+    if event is SendEvent.DRAIN:
         rig.carry(rig.compute())
     else:
         REMOTE[event](rig)
-    assert rig.states[1] == [LEG[state][event]]
+    assert rig.states[1] == [SEND[state][event]]
 
 
-@pytest.mark.parametrize("state", [LegPhase.CLAIMED, LegPhase.AHEAD, LegPhase.SENDING, LegPhase.DRAINED])
-def test_every_other_word_of_d_is_its_error(state: LegPhase) -> None:
-    for event in REMOTE.keys() - LEG[state].keys():
+@pytest.mark.parametrize("state", [SendPhase.CLAIMED, SendPhase.AHEAD, SendPhase.SENDING, SendPhase.DRAINED])
+def test_every_other_word_of_d_is_its_error(state: SendPhase) -> None:
+    for event in REMOTE.keys() - SEND[state].keys():
         rig = LEGS[state]()
-        with pytest.raises(RemoteProtocolError, match=f"leg k/0: {event.name} in state {state.name}"):
+        with pytest.raises(RemoteProtocolError, match=f"send k/0: {event.name} in state {state.name}"):
             REMOTE[event](rig)
         assert rig.states[1] == [state]
 
 
-@pytest.mark.parametrize("state", [LegPhase.DONE, LegPhase.ENDED])
-def test_after_the_end_of_a_leg_no_word_of_d_has_an_effect(state: LegPhase) -> None:
+@pytest.mark.parametrize("state", [SendPhase.DONE, SendPhase.ENDED])
+def test_after_the_end_of_a_leg_no_word_of_d_has_an_effect(state: SendPhase) -> None:
     rig = LEGS[state]()
     assert [word(rig) for word in REMOTE.values()] == [[]] * len(REMOTE)
     assert rig.sender.lost(0, "gone") == [] and rig.states[1] == [state]
 
 
 def test_p_vouches_for_what_is_alive() -> None:
-    alive = {state: state not in (LegPhase.DONE, LegPhase.ENDED) for state in LegPhase}
+    alive = {state: state not in (SendPhase.DONE, SendPhase.ENDED) for state in SendPhase}
     assert {state: make().sender.vouches(0, 1) for state, make in LEGS.items()} == alive
     assert not sending().sender.vouches(0, 2) and not sending().sender.vouches(1, 1)

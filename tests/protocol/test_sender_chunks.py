@@ -10,7 +10,7 @@ from protocol.sender_rigs import ROW, TERMS, WHOLE, Rig, chunk, computed
 from p2pkv.protocol import sender as module
 from p2pkv.protocol.machine import Tell
 from p2pkv.protocol.messages import Chunk, Piece
-from p2pkv.protocol.sender import LegPhase, PromptPhase
+from p2pkv.protocol.sender import PromptPhase, SendPhase
 
 
 def test_full_chunks_go_at_once_and_the_rest_when_the_step_is_over() -> None:
@@ -57,7 +57,7 @@ def test_announced_chunks_are_bounded_and_go_on_as_they_are_sent(monkeypatch: py
     count = 0
     while said:
         count += len(said)
-        assert len(rig.sender.legs[0].announced) <= 3
+        assert len(rig.sender.sends[0].announced) <= 3
         after = rig.carry(said)
         said = [each for each in after if isinstance(each, Tell) and isinstance(each.message, Chunk)]
-    assert count == 18 and rig.states == (PromptPhase.RELEASED, [LegPhase.DRAINED])
+    assert count == 18 and rig.states == (PromptPhase.RELEASED, [SendPhase.DRAINED])

@@ -29,7 +29,7 @@ from protocol.sender_rigs import (
 from p2pkv.protocol.handshake import Wire
 from p2pkv.protocol.machine import Finished, LocalProtocolError, Released, RemoteProtocolError, Tell, Transmit
 from p2pkv.protocol.messages import Chunk, Failed, Piece
-from p2pkv.protocol.sender import LegPhase, PromptPhase
+from p2pkv.protocol.sender import PromptPhase, SendPhase
 
 # What D may not say.
 
@@ -42,7 +42,7 @@ def test_wanting_more_than_was_offered_is_an_error_of_the_peer() -> None:
     rig.claim()
     with pytest.raises(RemoteProtocolError, match="goes beyond the 0 tokens of the offer"):
         rig.want(0, 1)
-    assert rig.states[1] == [LegPhase.CLAIMED]
+    assert rig.states[1] == [SendPhase.CLAIMED]
 
 
 def test_wanting_from_inside_a_unit_is_an_error_of_the_peer() -> None:
@@ -76,15 +76,15 @@ def test_another_attempt_and_another_rank_are_ignored() -> None:
     rig = sending()
     for rank, attempt in ((0, 0), (0, 2), (1, 1)):
         assert rig.want(0, 99, rank, attempt) == rig.done(rank, attempt) == rig.cancel(rank, attempt) == []
-    assert rig.states[1] == [LegPhase.SENDING]
+    assert rig.states[1] == [SendPhase.SENDING]
 
 
 def test_a_stale_grant_is_obeyed_with_filler() -> None:
     rig = sending()
     assert rig.grant(5, 77, attempt=0) == [Transmit(0, grant(5, 77, 0), ())]
     order = Transmit(0, grant(5, 77, 0), ())
-    assert order.void and not rig.sender.readable(order)
-    assert rig.sender.sent(order, void=True) == [Tell(0, sent(5, True, 0))]
+    assert order.filler and not rig.sender.readable(order)
+    assert rig.sender.sent(order, filler=True) == [Tell(0, sent(5, True, 0))]
 
 
 def test_claiming_again_renews_and_says_nothing() -> None:
@@ -92,16 +92,16 @@ def test_claiming_again_renews_and_says_nothing() -> None:
     rig.now = 20.0
     assert rig.claim() == [] and rig.sender.deadline == 20.0 + LEASE
     rig = drained()
-    assert rig.claim() == [] and rig.states[1] == [LegPhase.DRAINED]
+    assert rig.claim() == [] and rig.states[1] == [SendPhase.DRAINED]
     rig = done()
-    assert rig.claim() == [] and rig.states[1] == [LegPhase.DONE]
+    assert rig.claim() == [] and rig.states[1] == [SendPhase.DONE]
 
 
 def test_who_claims_what_has_ended_is_told_so_each_time() -> None:
     rig = ended()
     for _ in range(2):
         assert rig.claim() == [Tell(0, Failed(KEY, 1, "aborted"))]
-    assert rig.sender.legs == {}
+    assert rig.sender.sends == {}
     rig = cancelled()
     assert rig.claim() == [Tell(0, Failed(KEY, 1, "D cancelled: enough"))]
     rig = released()
@@ -123,16 +123,16 @@ def test_a_d_that_has_restarted_is_not_taken_for_the_one_before() -> None:
 def test_a_later_attempt_takes_the_place_of_the_one_before() -> None:
     for rig in (cancelled(), sending()):
         assert rig.claim(attempt=3) == [Tell(0, offer(3))]
-        assert rig.states[1] == [LegPhase.CLAIMED]
-        assert rig.want(0, 0, attempt=1) == [] and rig.states[1] == [LegPhase.CLAIMED]
+        assert rig.states[1] == [SendPhase.CLAIMED]
+        assert rig.want(0, 0, attempt=1) == [] and rig.states[1] == [SendPhase.CLAIMED]
         stale = rig.claim(attempt=2)[0]
         assert isinstance(stale, Tell) and isinstance(stale.message, Failed) and stale.message.attempt == 2
-        assert rig.states[1] == [LegPhase.CLAIMED]
+        assert rig.states[1] == [SendPhase.CLAIMED]
         assert rig.want(attempt=3) == []
         again = chunk(0, Piece(0, 2, 4, 0, 9), attempt=3)
         assert rig.compute() == [Tell(0, again)]
         assert rig.carry([Tell(0, again)]) == [Tell(0, sent(0, attempt=3))]
-        assert rig.states[1] == [LegPhase.DRAINED]
+        assert rig.states[1] == [SendPhase.DRAINED]
 
 
 def test_a_chunk_of_an_earlier_attempt_that_goes_out_late_is_void_and_counts_for_nothing() -> None:
@@ -144,8 +144,8 @@ def test_a_chunk_of_an_earlier_attempt_that_goes_out_late_is_void_and_counts_for
     rig.claim(attempt=2)
     rig.want(attempt=2)
     assert not rig.sender.readable(order)
-    assert rig.sender.sent(order, void=True) == [Tell(0, sent(0, True))]
-    assert rig.states == (PromptPhase.COMPUTED, [LegPhase.SENDING])
+    assert rig.sender.sent(order, filler=True) == [Tell(0, sent(0, True))]
+    assert rig.states == (PromptPhase.COMPUTED, [SendPhase.SENDING])
 
 
 def test_offers_are_repeated_when_a_prefill_begins_again() -> None:
@@ -166,11 +166,11 @@ def test_what_was_granted_when_the_pages_were_revoked_goes_out_void_and_then_aga
     assert isinstance(order, Transmit) and rig.sender.readable(order)
     rig.sender.revoke()
     assert not rig.sender.readable(order)
-    assert rig.sender.sent(order, void=True) == [Tell(0, sent(0, True))]
+    assert rig.sender.sent(order, filler=True) == [Tell(0, sent(0, True))]
     rig.offer()
     assert rig.compute(3) == rig.sender.flush() == []
     assert rig.compute(TOKENS) == [Tell(0, chunk(1, Piece(0, 2, 4, 0, 6), Piece(0, 2, 4, 6, 9)))]
-    assert rig.states[1] == [LegPhase.SENDING]
+    assert rig.states[1] == [SendPhase.SENDING]
 
 
 def test_what_was_announced_when_the_pages_were_revoked_is_read_after_the_recompute() -> None:
@@ -187,7 +187,7 @@ def test_what_was_announced_when_the_pages_were_revoked_is_read_after_the_recomp
     assert not rig.sender.readable(order)
     rig.compute(6, (1, 2))
     assert rig.sender.readable(order)
-    assert rig.sender.sent(order, void=False) == [Tell(0, sent(0))]
+    assert rig.sender.sent(order, filler=False) == [Tell(0, sent(0))]
 
 
 def test_rows_that_were_sent_before_a_preemption_are_not_sent_again() -> None:
@@ -228,7 +228,7 @@ def test_an_abort_is_said_to_every_open_leg_once() -> None:
         Released(),
         Finished(False, "client left"),
     ]
-    assert rig.states == (PromptPhase.ENDED, [LegPhase.ENDED, LegPhase.ENDED])
+    assert rig.states == (PromptPhase.ENDED, [SendPhase.ENDED, SendPhase.ENDED])
     assert rig.sender.abort("again") == rig.offer() == rig.compute() == rig.sender.flush() == []
     rig.sender.revoke()
     assert rig.sender.deadline is None and rig.sender.tick(1e9) == []
@@ -243,7 +243,7 @@ def test_a_cancel_of_every_target_releases_the_pages_once_the_prefill_has_begun(
     assert rig.cancel(1) == [Released(), Finished(False, "D cancelled: enough")]
     rig = Rig()
     rig.claim()
-    assert rig.cancel() == [] and rig.states == (PromptPhase.HELD, [LegPhase.ENDED])
+    assert rig.cancel() == [] and rig.states == (PromptPhase.HELD, [SendPhase.ENDED])
     assert rig.offer() == [Released(), Finished(False, "D cancelled: enough")]
 
 
@@ -275,14 +275,14 @@ def test_a_lost_target_that_had_everything_in_flight_hears_of_it_and_the_outcome
     rig.want()
     assert rig.carry(rig.compute())[-1] == Finished(True)
     assert rig.sender.lost(0, "link broke") == [Tell(0, Failed(KEY, 1, "link broke"))]
-    assert rig.done() == [] and rig.states == (PromptPhase.RELEASED, [LegPhase.ENDED])
+    assert rig.done() == [] and rig.states == (PromptPhase.RELEASED, [SendPhase.ENDED])
 
 
 def test_a_grant_from_before_its_claim_takes_no_chunk_of_it() -> None:
     rig = computed()
     (early,) = rig.grant(0, WHOLE.nbytes)
-    assert isinstance(early, Transmit) and early.void
+    assert isinstance(early, Transmit) and early.filler
     rig.claim()
     assert rig.want() == [Tell(0, WHOLE)]
-    assert rig.sender.sent(early, void=True) == [Tell(0, sent(0, void=True))]
+    assert rig.sender.sent(early, filler=True) == [Tell(0, sent(0, filler=True))]
     assert rig.carry([Tell(0, WHOLE)]) == [Tell(0, sent(0)), Released(), Finished(True)]

@@ -6,7 +6,7 @@ from protocol.sender_rigs import LEASE, Rig, claimed, held, offered, sending
 
 from p2pkv.protocol.machine import Finished, Released, Tell
 from p2pkv.protocol.messages import Failed
-from p2pkv.protocol.sender import LegPhase
+from p2pkv.protocol.sender import SendPhase
 
 
 def test_no_lease_runs_while_p_computes_and_nobody_has_claimed() -> None:
@@ -64,7 +64,7 @@ def test_every_word_of_d_renews_and_an_ended_leg_has_no_lease() -> None:
     said = rig.sender.flush()
     rig.now = 2.0
     rig.carry(said)
-    assert rig.sender.deadline == 2.0 + LEASE and rig.states[1] == [LegPhase.DRAINED]
+    assert rig.sender.deadline == 2.0 + LEASE and rig.states[1] == [SendPhase.DRAINED]
     rig.now = 3.0
     rig.done()
     assert rig.sender.deadline is None
@@ -74,4 +74,4 @@ def test_every_word_of_d_renews_and_an_ended_leg_has_no_lease() -> None:
 
 
 def test_the_repr_says_where_it_stands() -> None:
-    assert repr(sending().sender) == "<prompt k:OFFERED leg k/0:SENDING>"
+    assert repr(sending().sender) == "<prompt k:OFFERED send k/0:SENDING>"

@@ -279,7 +279,7 @@ class World:
         """The invariants that hold at any time."""
         for rank in self.p:
             for prompt in rank.senders.values():
-                if any(len(leg.announced) > sender.MAX_ANNOUNCED for leg in prompt.legs.values()):
+                if any(len(send.announced) > sender.MAX_ANNOUNCED for send in prompt.sends.values()):
                     raise Violation("P has announced too many chunks")
         for decoder in self.d:
             for load in decoder.receivers.values():

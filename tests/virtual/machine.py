@@ -231,8 +231,8 @@ class Machine:
         half: Any = self.life.core._half if self.life is not None else None
         chunks = [0]
         if isinstance(half, Producer):
-            legs = [leg for entry in half._prompts.entries.values() for leg in entry.sender.legs.values()]
-            chunks += [len(leg.announced) - MAX_ANNOUNCED for leg in legs]
+            sends = [send for entry in half._prompts.entries.values() for send in entry.sender.sends.values()]
+            chunks += [len(send.announced) - MAX_ANNOUNCED for send in sends]
         elif isinstance(half, Consumer):
             loads = [entry.receiver for entry in half._requests.entries.values()]
             chunks += [len(each.chunks) - MAX_CHUNKS for load in loads for each in load.sources.values()]
