@@ -91,13 +91,11 @@ class TinyGemma:
         yield "model.embed_tokens.weight", table
         for layer in range(self.layers):
             name = f"model.layers.{layer}."
-            for norm in (
-                "input_layernorm",
-                "post_attention_layernorm",
-                "pre_feedforward_layernorm",
-                "post_feedforward_layernorm",
-            ):
+            for norm in ("input_layernorm", "pre_feedforward_layernorm"):
                 yield f"{name}{norm}.weight", torch.zeros(self.hidden)
+            # Large beside the embedding, so that an answer depends on all that is seen.
+            for norm in ("post_attention_layernorm", "post_feedforward_layernorm"):
+                yield f"{name}{norm}.weight", torch.full((self.hidden,), 2.0)
             attention = name + "self_attn."
             yield attention + "q_proj.weight", matrix(self.heads * self.head_dim, self.hidden)
             yield attention + "k_proj.weight", matrix(self.kv_heads * self.head_dim, self.hidden)

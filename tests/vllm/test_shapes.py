@@ -67,7 +67,7 @@ FAMILIES = {
     "4 heads": Family(MODEL, (*_pairs((2, 1), (1, 2), (2, 2)), (SMALL, LARGE), (LARGE, SMALL))),
     "1 head": Family(TinyLlama(kv_heads=1, heads=4), _pairs((2, 1), (1, 2), (2, 2))),
     # Layers with a window shorter than the longer prompts, in blocks that leave it while P computes.
-    "window": Family(TinyGemma(), (*_pairs((1, 1), (2, 1), (1, 2)), (SMALL, LARGE))),
+    "window": Family(TinyGemma(), ((SMALL, LARGE), (Instance(2), LARGE), (SMALL, Instance(2)))),
     "MLA": Family(
         TinyDeepseek(),
         _pairs((1, 2), (2, 1), block=16),
@@ -231,8 +231,8 @@ def test_a_prompt_half_cached(lane: Lane, side: str, request: pytest.FixtureRequ
 def test_several_at_once(lane: Lane, request: pytest.FixtureRequest) -> None:
     """Ranks of D end at different times; each request is reported once, when all have."""
     compared = Compared(lane.probes)
-    prompts = [tokens(40 + 30 * number, f"{request.node.name} {number}") for number in range(8)]
-    with ThreadPoolExecutor(8) as pool:
+    prompts = [tokens(40 + 15 * number, f"{request.node.name} {number}") for number in range(16)]
+    with ThreadPoolExecutor(16) as pool:
         got = list(pool.map(lambda prompt: lane.ask(prompt, at_once=True), prompts))
-    assert compared.spans(8) == sorted((0, len(prompt) - 1) for prompt in prompts)
+    assert compared.spans(16) == sorted((0, len(prompt) - 1) for prompt in prompts)
     lane.check(prompts, got)
