@@ -7,6 +7,7 @@ numbers of the channels in its part of the window, in their order.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,8 @@ from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedD
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.short_conv import ShortConv as ShortConvLayer
+from vllm.v1.kv_cache_interface import KVCacheTensor, compute_layout_strides, create_kv_cache_views
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from p2pkv.connector.states import RecurrentLayer, form_of, state_groups
 
@@ -156,3 +159,45 @@ def test_vllm_copies_one_group_and_refuses_to_copy_more(
         assert (layer.n_groups, layer.norm.n_groups) == (4, 1)
         with pytest.raises(AssertionError, match="num_groups must equal 1"):
             layer_of(Mamba2(16, 4, 2, 6), config, f"model.layers.{next(_names)}.mixer")
+
+
+LAYERS, BLOCKS = 3, 4
+
+
+@pytest.mark.parametrize("padding", [0, 192], ids=["packed", "padded"])
+@pytest.mark.parametrize("conv", ["SD", "DS"])
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC"])
+def test_we_read_what_vllm_s_layers_see_in_its_pages(
+    layout: str, conv: str, padding: int, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages as vLLM lays them out and registers them; a layer of its own finds its states in them."""
+    model, tp, rank, block = Mamba2(16, 4, 1, 6), 4, 3, 2
+    monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(world_size=tp, rank_in_group=rank))
+    names = [f"model.layers.{next(_names)}.mixer" for _ in range(LAYERS)]
+    with set_current_vllm_config(config), conv_layout(conv):
+        layers: list[Any] = [layer_of(model, config, name)[0] for name in names]
+        spec: Any = layers[0].get_kv_cache_spec(config)
+        spec = replace(spec, page_size_padded=spec.page_size_bytes + padding)
+        strides = compute_layout_strides(spec, BLOCKS, LAYERS, KVCacheLayout[layout])
+        size = LAYERS * BLOCKS * spec.page_size_bytes
+        raw = torch.randint(-128, 128, (64 + size,), dtype=torch.int8)
+        placement = KVCacheTensor(size, names, strides[0], strides[1], 64)
+        views = create_kv_cache_views(raw, spec, BLOCKS, KVCacheLayout[layout], placement, spec.block_size)
+        for layer, view in zip(layers, views, strict=True):
+            layer.bind_kv_cache(view)
+    recurrent = [
+        RecurrentLayer(name, spec, layer, view, 0, number)
+        for number, (name, layer, view) in enumerate(zip(names, layers, views, strict=True))
+    ]
+    x, b, c, state = state_groups(recurrent, tp=tp, dim_first=conv == "DS")
+
+    windows = torch.stack([layer.kv_cache[0][block] for layer in layers])
+    windows = windows if conv == "SD" else windows.transpose(1, 2)  # [layer, step, channel]
+    segments = windows.split([16, 6, 6], dim=2)
+    states = torch.stack([layer.kv_cache[1][block] for layer in layers])
+    for group, expected in zip((x, b, c, state), (*segments, states), strict=True):
+        cache = group.cache
+        assert expected.dtype == torch.float32
+        out = torch.empty(cache.nbytes(cache.layers, 0, 1, cache.heads), dtype=torch.uint8)
+        cache.gather(out, (0, cache.layers), (0, 1), (0, cache.heads), [[block]])
+        assert torch.equal(out, expected.contiguous().view(torch.uint8).reshape(-1))
