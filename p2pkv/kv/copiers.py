@@ -11,9 +11,10 @@ cores that the forward owns, and the number of its threads cannot be set for one
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
+from itertools import pairwise
 from math import gcd
 from typing import Any, Protocol
 
@@ -38,6 +39,8 @@ FULL_LINE = 8
 """Lanes that must stand side by side before a thread takes a second access: 128 bytes of 16 each."""
 
 MOST_ROWS = 1 << 31
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 BLOCKS_PER_PROCESSOR = 8
 """Enough to fill a multiprocessor with blocks of 256 threads; a larger grid gains nothing."""
@@ -82,6 +85,23 @@ def copier_of(pages: list[LayerPages], tensors: Sequence[torch.Tensor]) -> Copie
 # Rows listed on the host, and copied by numpy or torch.
 
 
+@dataclass(frozen=True)
+class Columns:
+    """Columns of a matrix in memory, `count` side by side, whose elements are `step` bytes apart.
+
+    Attributes:
+        offset: of the first element of the first column, in bytes of a storage.
+        elements: in a column.
+        element: bytes of one.
+    """
+
+    offset: int
+    count: int
+    elements: int
+    element: int
+    step: int
+
+
 class Storage(Protocol):
     """One storage of torch's that layers lie in, as flat bytes. Keeps that storage alive."""
 
@@ -91,6 +111,14 @@ class Storage(Protocol):
 
     def put(self, rows: Rows, src: torch.Tensor) -> None:
         """Copy `src` (as `out` in take) to the rows, in their order."""
+        ...
+
+    def take_columns(self, columns: Columns, out: torch.Tensor) -> None:
+        """Copy one column after the other to `out`, as in take."""
+        ...
+
+    def put_columns(self, columns: Columns, src: torch.Tensor) -> None:
+        """Copy `src` to one column after the other."""
         ...
 
 
@@ -135,6 +163,19 @@ class HostStorage:
     def put(self, rows: Rows, src: torch.Tensor) -> None:
         self._grid(rows)[rows.index] = src.numpy().reshape(-1, rows.atom)
 
+    def take_columns(self, columns: Columns, out: torch.Tensor) -> None:
+        matrix = self._matrix(columns)
+        out.numpy().view(matrix.dtype).reshape(matrix.shape)[...] = matrix
+
+    def put_columns(self, columns: Columns, src: torch.Tensor) -> None:
+        matrix = self._matrix(columns)
+        matrix[...] = src.numpy().view(matrix.dtype).reshape(matrix.shape)
+
+    def _matrix(self, columns: Columns) -> NDArray[Any]:
+        """The elements, [column, element], as bits; numpy does not mind where they begin."""
+        shape, strides = (columns.count, columns.elements), (columns.element, columns.step)
+        return np.ndarray(shape, f"u{columns.element}", self._flat, columns.offset, strides)
+
     def _grid(self, rows: Rows) -> NDArray[Any]:
         count = (self._flat.size - rows.base) // rows.atom
         return self._flat[rows.base : rows.base + count * rows.atom].reshape(count, rows.atom)
@@ -152,12 +193,73 @@ class DeviceStorage:
     def put(self, rows: Rows, src: torch.Tensor) -> None:
         self._grid(rows).index_copy_(0, self._index(rows), src.view(-1, rows.atom))
 
+    def take_columns(self, columns: Columns, out: torch.Tensor) -> None:
+        memory, dense = self._matrices(columns, out)
+        dense.copy_(memory)
+
+    def put_columns(self, columns: Columns, src: torch.Tensor) -> None:
+        memory, dense = self._matrices(columns, src)
+        memory.copy_(dense)
+
+    def _matrices(self, columns: Columns, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The elements in memory and in `dense`, [column, element, word]; all is aligned to a word."""
+        size, step = columns.element, columns.step
+        word = gcd(size, step, columns.offset, self._flat.numel(), dense.data_ptr(), self._flat.data_ptr())
+        bits = _WORDS[gcd(word, max(_WORDS))]
+        word = bits.itemsize
+        shape = columns.count, columns.elements, size // word
+        strides = size // word, step // word, 1
+        memory = self._flat.view(bits).as_strided(shape, strides, columns.offset // word)
+        return memory, dense.view(bits).view(shape)
+
     def _index(self, rows: Rows) -> torch.Tensor:
         return torch.from_numpy(rows.index).to(self._flat.device, non_blocking=True)
 
     def _grid(self, rows: Rows) -> torch.Tensor:
         count = (self._flat.numel() - rows.base) // rows.atom
         return self._flat[rows.base : rows.base + count * rows.atom].view(count, rows.atom)
+
+
+# Rows whose elements do not lie together: as columns of a matrix whose rows are the elements.
+
+
+class ColumnCopier(StorageCopier):
+    """Copies rows whose elements lie `step` bytes apart; heads follow each other at the same step.
+
+    So the heads of a unit are one long column, whatever rows it is cut into. Layers that begin an element
+    after each other are columns of one matrix, and copied together: a strided copy for each such matrix.
+    It does not copy more than one unit.
+    """
+
+    def __init__(
+        self, pages: Sequence[LayerPages], tensors: Sequence[torch.Tensor], element: int, step: int
+    ) -> None:
+        """`element`: bytes of an element."""
+        super().__init__(
+            pages, {page.storage: storage_of(tensor) for page, tensor in zip(pages, tensors, strict=True)}
+        )
+        self._element, self._step = element, step
+
+    def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
+        for columns, rows in self._matrices(span, cut, out):
+            self._storages[span.pages.storage].take_columns(columns, rows)
+
+    def put(self, span: Span, cut: Cut, src: torch.Tensor) -> None:
+        for columns, rows in self._matrices(span, cut, src):
+            self._storages[span.pages.storage].put_columns(columns, rows)
+
+    def _matrices(self, span: Span, cut: Cut, buffer: torch.Tensor) -> Iterator[tuple[Columns, torch.Tensor]]:
+        assert len(cut.table) == 1 and cut.units == (0, 1), "columns are rows of one unit"
+        length = (cut.heads[1] - cut.heads[0]) * cut.row_bytes
+        steps = span.steps[cut.layers[0] - span.first : cut.layers[1] - span.first]
+        first = span.pages.offset + int(cut.table[0]) * span.pages.block_stride
+        first += cut.heads[0] * span.pages.head_stride
+        ends = [*(np.flatnonzero(np.diff(steps) != self._element) + 1).tolist(), len(steps)]
+        for start, stop in pairwise([0, *ends]):
+            columns = Columns(
+                first + int(steps[start]), stop - start, length // self._element, self._element, self._step
+            )
+            yield columns, buffer[start * length : stop * length]
 
 
 # One CUDA kernel for a whole rectangle. Nothing is listed row by row on the host: the kernel gets strides,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from gil_support import lets_others_run
 
-from p2pkv.kv.copiers import DeviceStorage, HostStorage
+from p2pkv.kv.copiers import Columns, DeviceStorage, HostStorage
 from p2pkv.kv.layouts import Rows
 
 
@@ -36,3 +36,25 @@ def test_the_gil_is_free_during_a_copy(what: str) -> None:
     rows = Rows(1 << 18, 0, torch.randperm(128).numpy())
     buffer = torch.zeros(32 << 20, dtype=torch.uint8)
     assert lets_others_run(lambda: getattr(storage, what)(rows, buffer)), "the copies held the GIL"
+
+
+@pytest.mark.parametrize("element", [1, 2, 4, 8])
+@pytest.mark.parametrize("shift", [0, 1, 2])
+def test_numpy_and_torch_take_and_put_the_same_columns(element: int, shift: int) -> None:
+    """[elements, columns] in memory, from an address that is no multiple of an element's size."""
+    count, elements, room = 3, 7, 5
+    step = room * element
+    columns = Columns(shift + element, count, elements, element, step)
+    memory = torch.randint(0, 256, (shift + (elements + 1) * step,), dtype=torch.uint8)
+    source = torch.randint(0, 256, (shift + count * elements * element,), dtype=torch.uint8)[shift:]
+    matrix = memory[shift : shift + elements * step].view(elements, room, element)[:, 1 : 1 + count]
+    for kind in (HostStorage, DeviceStorage):
+        flat, out = memory.clone(), torch.zeros(shift + source.numel(), dtype=torch.uint8)[shift:]
+        storage = kind(flat)
+        storage.take_columns(columns, out)
+        assert torch.equal(out.view(count, elements, element), matrix.swapaxes(0, 1))
+        storage.put_columns(columns, source)
+        expected = memory.clone()
+        put = expected[shift : shift + elements * step].view(elements, room, element)[:, 1 : 1 + count]
+        put[...] = source.view(count, elements, element).swapaxes(0, 1)
+        assert torch.equal(flat, expected)

@@ -1,0 +1,301 @@
+"""Recurrent layers of every kind: vLLM's shapes, and what each rank holds of one global state, in its order.
+
+How vLLM divides a state is written down here by hand; tests/connector/test_states_vllm.py compares it with
+what vLLM's own layers do to their weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator, get_conv_state_layout
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import MambaSpec
+
+WIDTH = 4
+"""Of every convolution."""
+
+Numbers = NDArray[Any]
+
+
+@contextlib.contextmanager
+def conv_layout(name: str) -> Iterator[None]:
+    """vLLM with this layout of the window: it reads the variable once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", name)
+        get_conv_state_layout.cache_clear()
+        yield
+    get_conv_state_layout.cache_clear()
+
+
+def share(count: int, tp: int, rank: int, first: int = 0) -> Numbers:
+    """An equal share of the indices from `first` on."""
+    assert count % tp == 0
+    return np.arange(count // tp) + rank * (count // tp) + first
+
+
+# The kinds of recurrent layers: vLLM's shapes, the attributes of its layers, and what each rank holds.
+
+
+@dataclass(frozen=True)
+class Mamba1:
+    channels: int
+    state: int
+    kind = MambaAttentionBackendEnum.MAMBA1
+    replicated = False
+    steps = WIDTH - 1
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Channels, and elements of the recurrent state, of the whole model."""
+        return self.channels, self.channels * self.state
+
+    def fits(self, tp: int) -> bool:
+        return self.channels % tp == 0
+
+    def shapes(self, tp: int, spec: int) -> tuple[tuple[int, ...], ...]:
+        return MambaStateShapeCalculator.mamba1_state_shape(tp, self.channels, self.state, WIDTH)
+
+    def module(self, tp: int) -> Any:
+        return SimpleNamespace(
+            intermediate_size=self.channels, ssm_state_size=self.state, conv_kernel_size=WIDTH
+        )
+
+    def held(self, tp: int, rank: int) -> tuple[Numbers, Numbers]:
+        """The channels and the elements of the state that a rank holds, in its order."""
+        return share(self.channels, tp, rank), share(self.channels * self.state, tp, rank)
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    heads: int
+    size: int
+    groups: int
+    state: int
+    kind = MambaAttentionBackendEnum.MAMBA2
+    replicated = False
+    steps = WIDTH - 1
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.size
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.inner + 2 * self.groups * self.state, self.inner * self.state
+
+    def fits(self, tp: int) -> bool:
+        """As vLLM's mixer asserts."""
+        return self.heads % tp == 0 and (self.groups % tp == 0 or self.groups == 1)
+
+    def padded(self, tp: int) -> int:
+        """Groups with their copies."""
+        return self.groups + MambaStateShapeCalculator.extra_groups_for_head_shards(self.groups, tp)
+
+    def shapes(self, tp: int, spec: int) -> tuple[tuple[int, ...], ...]:
+        return MambaStateShapeCalculator.mamba2_state_shape(
+            tp, self.inner, self.padded(tp), self.heads, self.size, self.state, WIDTH, spec
+        )
+
+    def module(self, tp: int) -> Any:
+        return SimpleNamespace(
+            intermediate_size=self.inner,
+            num_heads=self.heads,
+            head_dim=self.size,
+            ssm_state_size=self.state,
+            conv_kernel_size=WIDTH,
+            n_groups=self.padded(tp),
+            norm=SimpleNamespace(n_groups=self.groups),
+        )
+
+    def held(self, tp: int, rank: int) -> tuple[Numbers, Numbers]:
+        groups = self.groups * self.state
+        bc = [
+            share(groups, tp, rank, first) if self.groups % tp == 0 else np.arange(groups) + first
+            for first in (self.inner, self.inner + groups)
+        ]
+        return np.concatenate([share(self.inner, tp, rank), *bc]), share(self.sizes[1], tp, rank)
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    keys: int
+    values: int
+    key: int
+    value: int
+    kind = MambaAttentionBackendEnum.GDN_ATTN
+    replicated = False
+    steps = WIDTH - 1
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        channels = 2 * self.keys * self.key + self.values * self.value
+        return channels, self.values * self.value * self.key
+
+    def fits(self, tp: int) -> bool:
+        return self.keys % tp == 0 and self.values % tp == 0
+
+    def shapes(self, tp: int, spec: int) -> tuple[tuple[int, ...], ...]:
+        return MambaStateShapeCalculator.gated_delta_net_state_shape(
+            tp, self.keys, self.values, self.key, self.value, WIDTH, spec
+        )
+
+    def module(self, tp: int) -> Any:
+        return SimpleNamespace(
+            num_k_heads=self.keys,
+            num_v_heads=self.values,
+            head_k_dim=self.key,
+            head_v_dim=self.value,
+            conv_kernel_size=WIDTH,
+        )
+
+    def held(self, tp: int, rank: int) -> tuple[Numbers, Numbers]:
+        q, v = self.keys * self.key, self.values * self.value
+        channels = [share(q, tp, rank), share(q, tp, rank, q), share(v, tp, rank, 2 * q)]
+        return np.concatenate(channels), share(self.sizes[1], tp, rank)
+
+
+@dataclass(frozen=True)
+class KimiDeltaNet:
+    heads: int
+    size: int
+    kind = MambaAttentionBackendEnum.GDN_ATTN
+    replicated = False
+    steps = WIDTH - 1
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return 3 * self.heads * self.size, self.heads * self.size * self.size
+
+    def fits(self, tp: int) -> bool:
+        return self.heads % tp == 0
+
+    def shapes(self, tp: int, spec: int) -> tuple[tuple[int, ...], ...]:
+        return MambaStateShapeCalculator.kda_state_shape(
+            tp, self.heads, self.size, conv_kernel_size=WIDTH, num_spec=spec
+        )
+
+    def module(self, tp: int) -> Any:
+        return SimpleNamespace(num_heads=self.heads, head_dim=self.size, conv_size=WIDTH)
+
+    def held(self, tp: int, rank: int) -> tuple[Numbers, Numbers]:
+        each = self.heads * self.size
+        channels = [share(each, tp, rank, first) for first in (0, each, 2 * each)]
+        return np.concatenate(channels), share(self.sizes[1], tp, rank)
+
+
+@dataclass(frozen=True)
+class Linear:
+    heads: int
+    size: int
+    kind = MambaAttentionBackendEnum.LINEAR
+    replicated = False
+    steps = 0
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return 0, self.heads * self.size * self.size
+
+    def fits(self, tp: int) -> bool:
+        return self.heads % tp == 0
+
+    def shapes(self, tp: int, spec: int) -> tuple[tuple[int, ...], ...]:
+        return MambaStateShapeCalculator.linear_attention_state_shape(self.heads, tp, self.size)
+
+    def module(self, tp: int) -> Any:
+        return SimpleNamespace(num_heads=self.heads, head_dim=self.size)
+
+    def held(self, tp: int, rank: int) -> tuple[Numbers, Numbers]:
+        return np.arange(0), share(self.sizes[1], tp, rank)
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    channels: int
+    kind = MambaAttentionBackendEnum.SHORT_CONV
+    replicated = False
+    steps = WIDTH - 1
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.channels, 0
+
+    def fits(self, tp: int) -> bool:
+        return self.channels % tp == 0
+
+    def shapes(self, tp: int, spec: int) -> tuple[tuple[int, ...], ...]:
+        return MambaStateShapeCalculator.short_conv_state_shape(tp, self.channels, WIDTH, spec)
+
+    def module(self, tp: int) -> Any:
+        return SimpleNamespace(conv_dim=self.channels, L_cache=WIDTH)
+
+    def held(self, tp: int, rank: int) -> tuple[Numbers, Numbers]:
+        return share(self.channels, tp, rank), np.arange(0)
+
+
+@dataclass(frozen=True)
+class Dilated:
+    """Qwen4's short convolution, whose window every rank holds whole."""
+
+    channels: int
+    kind = MambaAttentionBackendEnum.SHORT_CONV
+    replicated = True
+    steps = 2 * (WIDTH - 1)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.channels, 0
+
+    def fits(self, tp: int) -> bool:
+        return True
+
+    def shapes(self, tp: int, spec: int) -> tuple[tuple[int, ...], ...]:
+        return MambaStateShapeCalculator.short_conv_state_shape(1, self.channels, self.steps + 1, spec)
+
+    def module(self, tp: int) -> Any:
+        return SimpleNamespace(conv_state_len=self.steps, hc_hidden_size=self.channels)
+
+    def held(self, tp: int, rank: int) -> tuple[Numbers, Numbers]:
+        return np.arange(self.channels), np.arange(0)
+
+
+Model = Mamba1 | Mamba2 | DeltaNet | KimiDeltaNet | Linear | ShortConv | Dilated
+MODELS: list[Model] = [
+    Mamba1(48, 3),
+    Mamba1(120, 2),
+    Mamba2(16, 4, 1, 6),
+    Mamba2(16, 4, 8, 2),
+    Mamba2(12, 3, 2, 5),
+    Mamba2(21, 2, 1, 3),
+    DeltaNet(8, 16, 4, 6),
+    DeltaNet(2, 6, 5, 3),
+    DeltaNet(1, 4, 4, 4),
+    KimiDeltaNet(24, 3),
+    Linear(12, 4),
+    ShortConv(64),
+    ShortConv(420),
+    Dilated(20),
+]
+
+
+def spec_of(
+    model: Model, tp: int, dtypes: tuple[torch.dtype, ...], speculative: int = 0, **more: Any
+) -> MambaSpec:
+    found = model.shapes(tp, speculative)
+    return MambaSpec(
+        shapes=found,
+        dtypes=dtypes[: len(found)] if model.steps else dtypes[-1:],
+        block_size=16,
+        mamba_type=model.kind,
+        tp_replicated=model.replicated,
+        num_speculative_blocks=speculative,
+        **more,
+    )
