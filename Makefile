@@ -80,7 +80,7 @@ install-cuda:
 	@echo "installing vLLM for CUDA into $(VENV): several minutes ..."
 	@$(PIP) 'setuptools>=77' 'vllm==0.32.*' 'xxhash>=3.5'
 	@major=$$($(PY) -c 'import torch; print(torch.version.cuda.split(".")[0])'); \
-	  $(PIP) "cupy-cuda$${major}x"
+	  $(PIP) "cupy-cuda$${major}x" 'nccl4py==0.6.*'
 	@$(PIP) -r requirements/test.txt
 
 demo: $(STAMP)
