@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 def options_of(config: VllmConfig) -> Options:
     """The instance's options. Raises ConfigError with a sentence."""
+    from vllm.platforms import current_platform
     from vllm.utils.network_utils import get_ip
 
+    has_gpu = torch.cuda.is_available()
     transfer = config.kv_transfer_config
     assert transfer is not None
     return Options.from_extra(
@@ -31,7 +33,9 @@ def options_of(config: VllmConfig) -> Options:
         role=str(transfer.kv_role),
         kv_port=transfer.kv_port,
         default_host=get_ip(),
-        has_gpu=torch.cuda.is_available(),
+        has_gpu=has_gpu,
+        # It asks NVML, so that a scheduler's process does not become a user of the device.
+        gpu_bytes=current_platform.get_device_total_memory() if has_gpu else 0,
         former=transfer.kv_connector == "P2pNcclConnector",
     )
 

@@ -14,6 +14,7 @@ import torch
 from connector_support import BLOCK, LAYERS, P_ADDRESS, kv_cache_config, model_folder, vllm_config
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from p2pkv.config import ConfigError
@@ -306,3 +307,11 @@ def test_only_p_must_deliver() -> None:
         connector = P2pKvConnector(vllm_config(role), KVConnectorRole.SCHEDULER, kv_cache_config())
         assert connector.requires_kv_delivery is must
         assert not connector.has_pending_push_work()
+
+
+def test_staging_is_sized_by_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert options_of(vllm_config("P")).staging_bytes == 64 << 20
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(type(current_platform), "get_device_total_memory", lambda *_: 80 << 30)
+    assert options_of(vllm_config("P")).staging_bytes == 640 << 20
+    assert options_of(vllm_config("P", staging_bytes=32 << 20)).staging_bytes == 32 << 20
