@@ -104,7 +104,7 @@ mutants: $(STAMP)
 # No .venv, no network, no vLLM and no plugins of pytest.
 gpu-test:
 	@$(GPU_PYTHON) tests/gpu/needs.py
-	@PYTHONPATH=. $(GPU_PYTHON) -m pytest -c tests/gpu/bare.ini tests/gpu $(ARGS)
+	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m pytest -c tests/gpu/bare.ini tests/gpu $(ARGS)
 
 gpu-first-day:
 	@$(GPU_PYTHON) tests/gpu/needs.py

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 from collections.abc import Callable, Iterator
@@ -76,7 +77,16 @@ def _ask(rank: str, secret_file: str | None) -> int:
 def examine() -> Iterator[Finding]:
     """Look at this Python installation and this machine."""
     yield Finding(ok=True, about="p2pkv", sentence=f"{p2pkv.__version__}, Python {platform.python_version()}")
-    looks: tuple[Callable[[], Finding], ...] = (_torch, _vllm, _plugin, _zmq, _proxy, _host_link, _nccl)
+    looks: tuple[Callable[[], Finding], ...] = (
+        _torch,
+        _vllm,
+        _plugin,
+        _packages,
+        _zmq,
+        _proxy,
+        _host_link,
+        _nccl,
+    )
     for look in looks:
         yield look()
 
@@ -122,6 +132,16 @@ def _plugin() -> Finding:
     return Finding(ok=True, about="plug-in", sentence=sentence)
 
 
+def _packages() -> Finding:
+    """p2pkv's own dependencies but ZMQ, whose library has a line of its own."""
+    missing = [name for name in ("msgspec", "numpy", "xxhash") if importlib.util.find_spec(name) is None]
+    if missing:
+        are = "are" if len(missing) > 1 else "is"
+        sentence = f"{' and '.join(missing)} {are} missing; `pip install {' '.join(missing)}`"
+        return Finding(ok=False, about="packages", sentence=sentence)
+    return Finding(ok=True, about="packages", sentence="p2pkv's own are here: msgspec, numpy, xxhash")
+
+
 def _zmq() -> Finding:
     try:
         import zmq
@@ -157,7 +177,7 @@ def _nccl() -> Finding:
 
         from p2pkv.links.nccl_bindings import NcclMissing, load_nccl
     except ImportError as error:
-        return Finding(ok=True, about="NCCL link", sentence=f"not usable without torch ({error})")
+        return Finding(ok=True, about="NCCL link", sentence=f"not usable ({error})")
     device = torch.cuda.is_available()
     try:
         found = load_nccl().describe()
