@@ -15,7 +15,16 @@ from connector_support import BLOCK, LAYERS, P_ADDRESS, kv_cache_config, model_f
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    SparseCacheRole,
+    UniformTypeKVCacheSpecs,
+)
 
 from p2pkv.config import ConfigError
 from p2pkv.connector import P2pKvConnector, P2pNcclConnector
@@ -261,6 +270,38 @@ def test_full_attention_of_every_kind_moves() -> None:
 def test_ranks_that_would_be_addressed_wrongly_are_refused(sizes: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         P2pKvConnector(with_parallel(**sizes), KVConnectorRole.WORKER, kv_cache_config())
+
+
+def test_a_data_parallel_rank_of_a_dense_model_is_refused() -> None:
+    """vLLM tells it that data_parallel_size is 1."""
+    config = with_parallel(data_parallel_size=2, data_parallel_index=1)
+    config.parallel_config.reconfigure_for_independent_dp_rank()
+    with pytest.raises(ConfigError, match=r"data-parallel rank 1.*each with its own kv_port"):
+        refuse_what_cannot_pair(config)
+
+
+def test_sleep_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = vllm_config("P")
+    refuse_what_cannot_pair(config)
+    monkeypatch.setattr(config.model_config, "enable_sleep_mode", True)
+    with pytest.raises(ConfigError, match="--enable-sleep-mode is set"):
+        refuse_what_cannot_pair(config)
+
+
+@pytest.mark.parametrize("kind", [{"cache_role": SparseCacheRole.INDEXER}, {"model_version": "deepseek_v4"}])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_blocks_with_their_scales_apart_are_refused(kind: dict[str, Any], mixed: bool) -> None:
+    """Also where vLLM keeps them in one group with the layers that could be moved."""
+    plain = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    apart = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=132, dtype=torch.uint8, **kind)
+    spec = (
+        UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": plain, "b": apart}) if mixed else apart
+    )
+    config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["b"], spec)])
+    with pytest.raises(ConfigError, match="layer b keeps the values of a block apart from their scales"):
+        refuse_what_cannot_move(config)
+    config.kv_cache_groups[0].kv_cache_spec = plain
+    refuse_what_cannot_move(config)
 
 
 def test_tensor_and_pipeline_parallelism_are_not_refused() -> None:
