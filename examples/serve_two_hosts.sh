@@ -7,6 +7,13 @@
 #     HERE=10.0.0.1 examples/serve_two_hosts.sh prefill path-or-name-of-a-model [more arguments for vLLM]
 #     HERE=10.0.0.2 examples/serve_two_hosts.sh decode path-or-name-of-a-model [more arguments for vLLM]
 #
+# To see first whether the two hosts reach each other, and what a link between them carries:
+#
+#     p2pkv doctor --listen 10.0.0.1:21001 --secret-file p2pkv.secret       # on P's host
+#     p2pkv doctor --connect 10.0.0.1:21001 --secret-file p2pkv.secret      # on D's host
+#
+# and once both serve: p2pkv doctor --pair 10.0.0.1:21001 10.0.0.2:21001 --secret-file p2pkv.secret
+#
 # HERE is this host's address that the other one can reach. Then talk to http://$PROXY:10001. The secret keeps
 # strangers away; the KV itself travels in the clear (SECURITY.md). NCCL finds its network by itself;
 # NCCL_SOCKET_IFNAME tells it which.

@@ -26,6 +26,9 @@ DEFAULT_KV_PORT = 21001
 
 _ROLES: dict[str, Role] = {"kv_producer": "P", "kv_consumer": "D"}
 
+GPU_SHARE = 128
+"""By default staging takes one part in so many of a GPU's memory, from 64 MiB to 1 GiB."""
+
 RESERVED_CHUNKS = 2
 """Chunks of D's staging that only requests which have pages may take."""
 
@@ -62,8 +65,8 @@ class Options:
     a CUDA device, else `host`. Both ends of a pair need the same one."""
 
     staging_bytes: int = 64 * MIB
-    """Default 512 MiB with a GPU, 64 MiB without; bytes. Send and receive slots of one rank together:
-    what is in flight at once."""
+    """Default 1/128 of the GPU's memory, from 64 MiB to 1 GiB; 64 MiB without a GPU; bytes. Send and receive
+    slots of one rank together: what is in flight at once."""
 
     chunk_bytes: int = 8 * MIB
     """Default 8 MiB; bytes. What a message is filled up to; at most staging_bytes, and in effect at most a
@@ -201,19 +204,20 @@ class Options:
         kv_port: int | None,
         default_host: str,
         has_gpu: bool,
+        gpu_bytes: int = 0,
         former: bool = False,
         environ: Mapping[str, str] = os.environ,
     ) -> Options:
         """The options in `extra` (kv_connector_extra_config), defaults for the rest.
 
-        `role` is vLLM's kv_role; `kv_port` may be None for the default; `former` says that the connector
-        goes by its former name. null and "" stand for an option that is not set. Raises ConfigError for
-        whatever cannot be used.
+        `role` is vLLM's kv_role; `kv_port` may be None for the default; `gpu_bytes` is the memory of one GPU;
+        `former` says that the connector goes by its former name. null and "" stand for an option that is not
+        set. Raises ConfigError for whatever cannot be used.
         """
         given = {name: value for name, value in extra.items() if value is not None and value != ""}
         _refuse_unknown(extra)
         secret = _secret(given, environ)
-        values: dict[str, Any] = {"host": default_host, "staging_bytes": (512 if has_gpu else 64) * MIB}
+        values: dict[str, Any] = {"host": default_host, "staging_bytes": default_staging(gpu_bytes)}
         values |= {"warm_up_api_key": environ.get("VLLM_API_KEY", "")}
         values |= {"secret": secret, "discovery": "curve" if secret and not former else "plain"}
         values |= {name: reader(name, given[name]) for name, reader in _READERS.items() if name in given}
@@ -225,6 +229,11 @@ class Options:
             )
         former_way = former and secret is not None and "discovery" not in given
         return replace(options, notes=(*_old_notes(given, options), *_notes(options, former_way)))
+
+
+def default_staging(gpu_bytes: int) -> int:
+    """Bytes of staging for a device with so much memory, 0 without a GPU: whole chunks of 8 MiB."""
+    return max(64 * MIB, min(gpu_bytes // GPU_SHARE // (8 * MIB) * (8 * MIB), 1024 * MIB))
 
 
 # Reading what was written for one option: the value that is meant, or a sentence about a bad one. A reader

@@ -1,4 +1,4 @@
-"""The device under KV: fences, which are points in the order of its work, streams, and graph captures.
+"""The device under KV: fences, which are points in the order of its work, streams, captures, and memory.
 
 The forward thread records a fence per layer hook, and the engine's thread polls it before it gathers.
 The engine's thread records one behind each of its own copies, since on CUDA these are only queued.
@@ -16,6 +16,9 @@ import torch
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no order with the default stream
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+
+SCANT_BYTES = 512 << 20
+"""Memory of a device that should be left for CUDA graphs and NCCL, which take theirs later."""
 
 log = logging.getLogger("p2pkv.device")
 
@@ -131,3 +134,35 @@ def own_stream(device: torch.device) -> AbstractContextManager[object]:
     stack.callback(end_stream, handle)
     stack.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(handle, device)))  # type: ignore[no-untyped-call]
     return stack
+
+
+def take_memory(nbytes: int, device: torch.device, option: str) -> torch.Tensor:
+    """uint8 [nbytes] for what `option` sizes. On CUDA the log says how much it is and what is left.
+
+    vLLM has filled its share of the device before (--gpu-memory-utilization), so this comes out of the rest.
+    Raises MemoryError with a sentence.
+    """
+    if device.type != "cuda" or not nbytes:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    try:
+        block = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        free, total = torch.cuda.mem_get_info(device)
+        raise MemoryError(
+            f"{option} is {_mib(nbytes)}, and of the {_mib(total)} of {device} only {_mib(free)} are free: "
+            "set staging_bytes, ahead_bytes or vLLM's --gpu-memory-utilization lower"
+        ) from None
+    left = torch.cuda.mem_get_info(device)[0]
+    log.info("%s takes %s of %s; %s are left", option, _mib(nbytes), device, _mib(left))
+    if left < SCANT_BYTES:
+        log.warning(
+            "%s has only %s left, and CUDA graphs and NCCL's communicators take memory later: should they "
+            "fail, set staging_bytes, ahead_bytes or vLLM's --gpu-memory-utilization lower",
+            device,
+            _mib(left),
+        )
+    return block
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):,.0f} MiB"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,3 +43,24 @@ def the_log() -> Iterator[None]:
         if isinstance(each, Throttle):
             each.forget()
     yield
+
+
+OURS = ("NCCL_", "P2PKV_", "CUDA_", "VLLM_API_KEY")
+
+
+@pytest.fixture(autouse=True)
+def the_environment() -> Iterator[None]:
+    """p2pkv tells CuPy's NCCL through it how many channels to use; nobody else is to find that there."""
+    before = _environment()
+    yield
+    after = _environment()
+    for name in {*before, *after}:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    assert after == before, "the test has left the environment changed; let monkeypatch set it"
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(OURS)}

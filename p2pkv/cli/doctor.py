@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import p2pkv
 from p2pkv import plugin
 from p2pkv.pairing import Address
-from p2pkv.trust import read_secret
+from p2pkv.trust import SECRET_VARIABLE, is_loopback, read_secret
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +42,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ask the running rank that listens there what it has counted and holds",
     )
     parser.add_argument(
+        "--pair",
+        nargs=2,
+        metavar=("P", "D"),
+        help="ask all ranks of two running instances, by host:kv_port, whether they answer and fit",
+    )
+    parser.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        help="wait there, on P's host, for `--connect` on D's, and send some messages over a real link",
+    )
+    parser.add_argument(
+        "--connect",
+        metavar="HOST:PORT",
+        help="on D's host: build a link with the doctor that listens there, and see what it carries",
+    )
+    parser.add_argument(
+        "--link", choices=("auto", "nccl", "host"), default="auto", help="the kind of that link"
+    )
+    parser.add_argument(
         "--secret-file",
         metavar="FILE",
-        help="with --rank: the secret of its instance, if that is not in P2PKV_SECRET",
+        help="the secret of the instances, or of the two doctors, if that is not in P2PKV_SECRET",
+    )
+    parser.add_argument(
+        "--allow-insecure",
+        action="store_true",
+        help="with --listen: off loopback without a secret all the same",
     )
 
 
@@ -51,10 +76,43 @@ def run(args: argparse.Namespace) -> int:
     """Print the findings; 0 if nothing stands in the way of a server with p2pkv, else 1."""
     if args.rank is not None:
         return _ask(args.rank, args.secret_file)
-    findings = list(examine())
+    if args.pair or args.listen or args.connect:
+        return _look_at_pair(args)
+    return _show(examine())
+
+
+def _show(findings: Iterable[Finding]) -> int:
+    """Print each as it comes; 0 if all are ok."""
+    good = True
     for finding in findings:
-        print(f"[{'ok' if finding.ok else '!!'}] {finding.about + ':':<10} {finding.sentence}")
-    return 0 if all(finding.ok for finding in findings) else 1
+        print(f"[{'ok' if finding.ok else '!!'}] {finding.about + ':':<10} {finding.sentence}", flush=True)
+        good = good and finding.ok
+    return 0 if good else 1
+
+
+def _look_at_pair(args: argparse.Namespace) -> int:
+    """What `--pair`, `--listen` and `--connect` find."""
+    from p2pkv.cli import pair
+    from p2pkv.control.security import NoCurve, members_of
+
+    try:
+        secret = read_secret(args.secret_file, os.environ)
+        members = members_of(secret)
+        if args.pair:
+            p, d = map(Address.parse, args.pair)
+            return _show(pair.ask_instances(p, d, members))
+        address = Address.parse(args.listen or args.connect)
+        if args.connect:
+            return _show(pair.connect(address, members, args.link))
+        if secret is None and not args.allow_insecure and not is_loopback(address.host):
+            raise pair.Trouble(
+                f"{address} may be reached by other machines, and there is no secret: set {SECRET_VARIABLE} "
+                "or --secret-file, the same on both hosts, or say --allow-insecure"
+            )
+        return _show(pair.listen(address, members, args.link))
+    except (ValueError, NoCurve, pair.Trouble) as error:
+        print(f"[!!] {error}", flush=True)
+        return 1
 
 
 def _ask(rank: str, secret_file: str | None) -> int:
@@ -76,7 +134,16 @@ def _ask(rank: str, secret_file: str | None) -> int:
 def examine() -> Iterator[Finding]:
     """Look at this Python installation and this machine."""
     yield Finding(ok=True, about="p2pkv", sentence=f"{p2pkv.__version__}, Python {platform.python_version()}")
-    looks: tuple[Callable[[], Finding], ...] = (_torch, _vllm, _plugin, _zmq, _proxy, _host_link, _nccl)
+    looks: tuple[Callable[[], Finding], ...] = (
+        _torch,
+        _vllm,
+        _plugin,
+        _packages,
+        _zmq,
+        _proxy,
+        _host_link,
+        _nccl,
+    )
     for look in looks:
         yield look()
 
@@ -122,6 +189,16 @@ def _plugin() -> Finding:
     return Finding(ok=True, about="plug-in", sentence=sentence)
 
 
+def _packages() -> Finding:
+    """p2pkv's own dependencies but ZMQ, whose library has a line of its own."""
+    missing = [name for name in ("msgspec", "numpy", "xxhash") if importlib.util.find_spec(name) is None]
+    if missing:
+        are = "are" if len(missing) > 1 else "is"
+        sentence = f"{' and '.join(missing)} {are} missing; `pip install {' '.join(missing)}`"
+        return Finding(ok=False, about="packages", sentence=sentence)
+    return Finding(ok=True, about="packages", sentence="p2pkv's own are here: msgspec, numpy, xxhash")
+
+
 def _zmq() -> Finding:
     try:
         import zmq
@@ -157,7 +234,7 @@ def _nccl() -> Finding:
 
         from p2pkv.links.nccl_bindings import NcclMissing, load_nccl
     except ImportError as error:
-        return Finding(ok=True, about="NCCL link", sentence=f"not usable without torch ({error})")
+        return Finding(ok=True, about="NCCL link", sentence=f"not usable ({error})")
     device = torch.cuda.is_available()
     try:
         found = load_nccl().describe()

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 def options_of(config: VllmConfig) -> Options:
     """The instance's options. Raises ConfigError with a sentence."""
+    from vllm.platforms import current_platform
     from vllm.utils.network_utils import get_ip
 
+    has_gpu = torch.cuda.is_available()
     transfer = config.kv_transfer_config
     assert transfer is not None
     return Options.from_extra(
@@ -31,7 +33,9 @@ def options_of(config: VllmConfig) -> Options:
         role=str(transfer.kv_role),
         kv_port=transfer.kv_port,
         default_host=get_ip(),
-        has_gpu=torch.cuda.is_available(),
+        has_gpu=has_gpu,
+        # It asks NVML, so that a scheduler's process does not become a user of the device.
+        gpu_bytes=current_platform.get_device_total_memory() if has_gpu else 0,
         former=transfer.kv_connector == "P2pNcclConnector",
     )
 
@@ -45,6 +49,7 @@ def layer_order(names: list[str]) -> list[str]:
 
 def refuse_what_cannot_move(config: KVCacheConfig) -> None:
     """Raises ConfigError for KV that this version does not move."""
+    _refuse_planes(config)
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
     known = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
@@ -82,9 +87,41 @@ def _window(spec: KVCacheSpec) -> int:
     return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
 
 
+def _refuse_planes(config: KVCacheConfig) -> None:
+    """Raises ConfigError for blocks in which a token's bytes do not lie together, though their view says so.
+
+    The keys of a sparse attention's indexer are written as a block's values and behind them its scales, and
+    DeepSeek V4's latents likewise: a part of such a block is not some of its tokens.
+    """
+    from vllm.v1.kv_cache_interface import SparseCacheRole
+
+    for group in config.kv_cache_groups:
+        alike = {group.layer_names[0]: group.kv_cache_spec}
+        for name, spec in getattr(group.kv_cache_spec, "kv_cache_specs", alike).items():
+            indexer = getattr(spec, "cache_role", None) is SparseCacheRole.INDEXER
+            if indexer or getattr(spec, "model_version", None) is not None:
+                raise ConfigError(
+                    f"this model's layer {name} keeps the values of a block apart from their scales "
+                    f"({type(spec).__name__}): this version of p2pkv moves tokens whose bytes lie together "
+                    "only; serve this model without p2pkv"
+                )
+
+
 def refuse_what_cannot_pair(config: VllmConfig) -> None:
     """Raises ConfigError for an engine whose ranks p2pkv would address wrongly."""
+    if config.model_config.enable_sleep_mode:
+        raise ConfigError(
+            "--enable-sleep-mode is set: a sleeping engine gives the memory of its KV cache back, and p2pkv "
+            "may still read it or write to it; leave the option out"
+        )
     parallel = config.parallel_config
+    if parallel.data_parallel_index > 0 and parallel.data_parallel_size == 1:
+        # vLLM has made a dense model's rank an engine of its own, but with this one's address.
+        raise ConfigError(
+            f"this is data-parallel rank {parallel.data_parallel_index}, so --data-parallel-size is not 1, "
+            "and all ranks would have the same kv_port; set it to 1, and start replicas as instances of "
+            "their own, each with its own kv_port"
+        )
     sizes = {
         "--data-parallel-size": parallel.data_parallel_size,
         "--decode-context-parallel-size": parallel.decode_context_parallel_size,

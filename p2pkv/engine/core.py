@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 
+from p2pkv import __version__
 from p2pkv.config import Options
 from p2pkv.control.endpoint import Connection, Endpoint
 from p2pkv.engine.commands import Command, Computed, Event, Revoked
@@ -204,6 +205,9 @@ class Core:
             "rank": hello.rank,
             "incarnation": hello.incarnation,
             "model": hello.model,
+            "ranks": len(hello.addresses),
+            "link": hello.link,
+            "p2pkv": __version__,
         }
         self._ctx.tell(connection, Report(values))
 

@@ -9,6 +9,7 @@ from math import inf
 import numpy as np
 import torch
 
+from p2pkv.device import take_memory
 from p2pkv.engine.peers import Arrived, DecodeRank
 from p2pkv.links.staging import ALIGNMENT, Slots
 from p2pkv.protocol.messages import Cancel, Want
@@ -117,8 +118,9 @@ class EarlyBuffers:
     starts."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
+        """Raises MemoryError with a sentence if the device has no room."""
         whole = nbytes // ALIGNMENT * ALIGNMENT
-        self._block = torch.empty(whole, dtype=torch.uint8, device=device)
+        self._block = take_memory(whole, device, "ahead_bytes")
         self._slots = Slots(whole) if whole else None
 
     @property

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import pairwise
 from math import gcd
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ from p2pkv.kv.checksum import FOLD, XXH3, Checksum, Queued, digest_by_torch, dig
 from p2pkv.kv.layouts import Cut, LayerPages, Rows, Span, locate, spans_of
 
 log = logging.getLogger("p2pkv")
+
+Made = TypeVar("Made")
 
 THREADS = 256
 WIDTHS = (16, 8, 4, 2, 1)
@@ -41,6 +43,11 @@ FULL_LINE = 8
 MOST_ROWS = 1 << 31
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MOST_RECENT = 8
+"""Arrays of which something is kept: the block tables of a model's KV groups, or rows in as many layouts."""
+
+WARM_UP_POWERS = 13
+"""Block tables of up to 4,096 blocks find pinned memory that was taken before."""
 
 BLOCKS_PER_PROCESSOR = 8
 """Enough to fill a multiprocessor with blocks of 256 threads; a larger grid gains nothing."""
@@ -78,8 +85,56 @@ def copier_of(pages: list[LayerPages], tensors: Sequence[torch.Tensor]) -> Copie
     device = tensors[0].device
     if device.type == "cuda" and (launcher := cupy_launcher(device)) is not None:
         return KernelCopier(pages, tensors, launcher)
-    storages = {page.storage: storage_of(tensor) for page, tensor in zip(pages, tensors, strict=True)}
-    return StorageCopier(pages, storages)
+    return StorageCopier(pages, storages_of(pages, tensors))
+
+
+class Recent(Generic[Made]):
+    """What was made of the latest few arrays, found again by the array itself and by `kind`.
+
+    The parts of one rectangle follow each other, and most of them share their block table. Safe in threads.
+    """
+
+    def __init__(self) -> None:
+        self._latest: tuple[tuple[NDArray[Any], object, Made], ...] = ()
+
+    def find(self, array: NDArray[Any], kind: object = None) -> Made | None:
+        for known, other, made in self._latest:
+            if known is array and other == kind:
+                return made
+        return None
+
+    def add(self, array: NDArray[Any], made: Made, kind: object = None) -> Made:
+        self._latest = (array, kind, made), *self._latest[: MOST_RECENT - 1]
+        return made
+
+
+class Uploads:
+    """Small arrays that go to the device, each in the order of the current stream's work.
+
+    A copy from ordinary memory would wait for that work, so on CUDA an array passes through pinned memory.
+    torch's allocator of pinned memory gives none of it away before the copy has been made.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._recent = Recent[torch.Tensor]()
+
+    def __call__(self, array: NDArray[Any]) -> torch.Tensor:
+        """On the device before any kernel that the calling thread queues later.
+
+        Nobody may write to the array later, or hand it in on another stream: it may not be copied again.
+        """
+        if (known := self._recent.find(array)) is not None:
+            return known
+        staged = torch.empty(array.shape, dtype=self._dtype, pin_memory=self._device.type == "cuda")
+        staged.numpy()[...] = array
+        return self._recent.add(array, staged.to(self._device, non_blocking=True))
+
+    def warm_up(self) -> None:
+        """Pinned memory is first taken from CUDA, which may wait for the device; later it is taken again."""
+        for power in range(WARM_UP_POWERS):
+            self(np.zeros(1 << power, np.int64))
 
 
 # Rows listed on the host, and copied by numpy or torch.
@@ -130,12 +185,22 @@ class StorageCopier:
         self._storages = storages
         on_host = all(isinstance(storage, HostStorage) for storage in storages.values())
         self.digest_name = XXH3 if on_host else FOLD
+        self._recent = Recent[Rows]()
 
     def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
-        self._storages[span.pages.storage].take(locate(span, cut), out)
+        self._storages[span.pages.storage].take(self._rows(span, cut), out)
 
     def put(self, span: Span, cut: Cut, src: torch.Tensor) -> None:
-        self._storages[span.pages.storage].put(locate(span, cut), src)
+        self._storages[span.pages.storage].put(self._rows(span, cut), src)
+
+    def _rows(self, span: Span, cut: Cut) -> Rows:
+        """`locate`, once for parts that lie alike, as layers in separate storages mostly do."""
+        steps = span.steps[cut.layers[0] - span.first : cut.layers[1] - span.first]
+        lies = replace(span.pages, storage=0), span.grain, steps.tobytes()
+        kind = *lies, cut.units, cut.heads, cut.row_bytes
+        if (known := self._recent.find(cut.table, kind)) is not None:
+            return known
+        return self._recent.add(cut.table, locate(span, cut), kind)
 
     def digest(self, buffer: torch.Tensor) -> Checksum:
         return digest_on_host(buffer) if self.digest_name == XXH3 else digest_by_torch(buffer)
@@ -144,10 +209,17 @@ class StorageCopier:
         """Nothing: numpy and torch are ready."""
 
 
-def storage_of(tensor: torch.Tensor) -> Storage:
-    """The storage that `tensor` is a view of."""
+def storages_of(pages: Sequence[LayerPages], tensors: Sequence[torch.Tensor]) -> dict[int, Storage]:
+    """The storages that these layers lie in, by address."""
+    uploads = Uploads(tensors[0].device, torch.int64)
+    each = zip(pages, tensors, strict=True)
+    return {page.storage: storage_of(tensor, uploads) for page, tensor in each}
+
+
+def storage_of(tensor: torch.Tensor, uploads: Uploads) -> Storage:
+    """The storage that `tensor` is a view of. Storages of one device share their `uploads`."""
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    return HostStorage(flat) if tensor.device.type == "cpu" else DeviceStorage(flat)
+    return HostStorage(flat) if tensor.device.type == "cpu" else DeviceStorage(flat, uploads)
 
 
 class HostStorage:
@@ -184,14 +256,15 @@ class HostStorage:
 class DeviceStorage:
     """A storage on an accelerator. The copies are queued on the current stream when the calls return."""
 
-    def __init__(self, flat: torch.Tensor) -> None:
+    def __init__(self, flat: torch.Tensor, uploads: Uploads) -> None:
         self._flat = flat
+        self._uploads = uploads
 
     def take(self, rows: Rows, out: torch.Tensor) -> None:
-        torch.index_select(self._grid(rows), 0, self._index(rows), out=out.view(-1, rows.atom))
+        torch.index_select(self._grid(rows), 0, self._uploads(rows.index), out=out.view(-1, rows.atom))
 
     def put(self, rows: Rows, src: torch.Tensor) -> None:
-        self._grid(rows).index_copy_(0, self._index(rows), src.view(-1, rows.atom))
+        self._grid(rows).index_copy_(0, self._uploads(rows.index), src.view(-1, rows.atom))
 
     def take_columns(self, columns: Columns, out: torch.Tensor) -> None:
         memory, dense = self._matrices(columns, out)
@@ -211,9 +284,6 @@ class DeviceStorage:
         strides = size // word, step // word, 1
         memory = self._flat.view(bits).as_strided(shape, strides, columns.offset // word)
         return memory, dense.view(bits).view(shape)
-
-    def _index(self, rows: Rows) -> torch.Tensor:
-        return torch.from_numpy(rows.index).to(self._flat.device, non_blocking=True)
 
     def _grid(self, rows: Rows) -> torch.Tensor:
         count = (self._flat.numel() - rows.base) // rows.atom
@@ -235,9 +305,7 @@ class ColumnCopier(StorageCopier):
         self, pages: Sequence[LayerPages], tensors: Sequence[torch.Tensor], element: int, step: int
     ) -> None:
         """`element`: bytes of an element."""
-        super().__init__(
-            pages, {page.storage: storage_of(tensor) for page, tensor in zip(pages, tensors, strict=True)}
-        )
+        super().__init__(pages, storages_of(pages, tensors))
         self._element, self._step = element, step
 
     def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
@@ -307,6 +375,7 @@ class KernelCopier:
         self._keep = [tensor.untyped_storage() for tensor in keep]
         self._launcher = launcher
         self._device = keep[0].device
+        self._upload = Uploads(self._device, torch.int32)
         self._layers = {
             span.first: torch.from_numpy(span.steps + span.pages.offset).to(self._device)
             for span in self.spans
@@ -330,6 +399,7 @@ class KernelCopier:
 
     def warm_up(self) -> None:
         """Compile and load every kernel, so that the first transfer does not wait for it."""
+        self._upload.warm_up()
         for way in ("gather", "scatter"):
             for width in WIDTHS:
                 # No rows: nothing is read or written.
@@ -369,10 +439,6 @@ class KernelCopier:
         )
         blocks = min(-(-rows // high), self._launcher.most_blocks)
         self._launcher.launch(f"p2pkv_{way}_{width}", blocks, (lanes, high), args)
-
-    def _upload(self, table: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:
-        """On the device before any kernel queued later: the copy is queued on the same stream."""
-        return torch.from_numpy(table.astype(np.int32)).to(self._device, non_blocking=True)
 
 
 def shape_of(span: Span, cut: Cut) -> tuple[int, int]:

@@ -361,9 +361,13 @@ class HostInbound(Inbound):
         del self._live[receive.stamp - 1]
         self._arena.pool.give(receive.offset)
 
+    @property
+    def way(self) -> str:
+        """How it is connected, for people."""
+        return "tcp" if self._reader is not None else "shared memory" if self._ready else "not ready"
+
     def __repr__(self) -> str:
-        how = "tcp" if self._reader is not None else "shared memory" if self._ready else "not ready"
-        return f"HostInbound({how}, {len(self._live)} receives posted, {self.used} bytes used)"
+        return f"HostInbound({self.way}, {len(self._live)} receives posted, {self.used} bytes used)"
 
     def _settle(self) -> None:
         early, self._early = self._early, []

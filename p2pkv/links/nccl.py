@@ -139,13 +139,7 @@ class NcclLinks(LinkFactory):
         self.kind = f"nccl {version_name(self._version)}"
         self._links: list[NcclInbound | NcclOutbound] = []
         self._closed = False
-        logger.info(
-            "%s on %s; staging takes %.0f MiB of it (the option staging_bytes), %.0f MiB are left",
-            nccl.describe(),
-            device.name,
-            staging_bytes / (1 << 20),
-            device.free_bytes() / (1 << 20),
-        )
+        logger.info("%s on %s", nccl.describe(), device.name)
 
     @property
     def stuck(self) -> int:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from p2pkv.device import end_stream, ignore_captures, make_stream
+from p2pkv.device import end_stream, ignore_captures, make_stream, take_memory
 from p2pkv.links.base import LinkError
 from p2pkv.links.staging import Slots, aligned
 
@@ -61,7 +61,7 @@ class Device(Protocol):
         ...
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] of device memory, whatever it holds. Raises MemoryError with a sentence."""
+        """uint8 [nbytes] for staging, whatever it holds. Raises MemoryError with a sentence."""
         ...
 
     def free_bytes(self) -> int:
@@ -126,13 +126,7 @@ class CudaDevice:
         ignore_captures()
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        except torch.cuda.OutOfMemoryError as error:
-            raise MemoryError(
-                f"{self.name} has no {nbytes} bytes left for the slots of p2pkv's links; lower vLLM's "
-                f"--gpu-memory-utilization or the option staging_bytes ({error})"
-            ) from None
+        return take_memory(nbytes, self._device, "staging_bytes")
 
     def free_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self._device)[0])

@@ -14,6 +14,7 @@ import torch
 from connector_support import BLOCK, LAYERS, P_ADDRESS, kv_cache_config, model_folder, vllm_config
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -22,6 +23,8 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    SparseCacheRole,
+    UniformTypeKVCacheSpecs,
 )
 
 from p2pkv.config import ConfigError
@@ -303,6 +306,38 @@ def test_ranks_that_would_be_addressed_wrongly_are_refused(sizes: dict[str, Any]
         P2pKvConnector(with_parallel(**sizes), KVConnectorRole.WORKER, kv_cache_config())
 
 
+def test_a_data_parallel_rank_of_a_dense_model_is_refused() -> None:
+    """vLLM tells it that data_parallel_size is 1."""
+    config = with_parallel(data_parallel_size=2, data_parallel_index=1)
+    config.parallel_config.reconfigure_for_independent_dp_rank()
+    with pytest.raises(ConfigError, match=r"data-parallel rank 1.*each with its own kv_port"):
+        refuse_what_cannot_pair(config)
+
+
+def test_sleep_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = vllm_config("P")
+    refuse_what_cannot_pair(config)
+    monkeypatch.setattr(config.model_config, "enable_sleep_mode", True)
+    with pytest.raises(ConfigError, match="--enable-sleep-mode is set"):
+        refuse_what_cannot_pair(config)
+
+
+@pytest.mark.parametrize("kind", [{"cache_role": SparseCacheRole.INDEXER}, {"model_version": "deepseek_v4"}])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_blocks_with_their_scales_apart_are_refused(kind: dict[str, Any], mixed: bool) -> None:
+    """Also where vLLM keeps them in one group with the layers that could be moved."""
+    plain = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    apart = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=132, dtype=torch.uint8, **kind)
+    spec = (
+        UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": plain, "b": apart}) if mixed else apart
+    )
+    config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["b"], spec)])
+    with pytest.raises(ConfigError, match="layer b keeps the values of a block apart from their scales"):
+        refuse_what_cannot_move(config)
+    config.kv_cache_groups[0].kv_cache_spec = plain
+    refuse_what_cannot_move(config)
+
+
 def test_tensor_and_pipeline_parallelism_are_not_refused() -> None:
     refuse_what_cannot_pair(with_parallel(tensor_parallel_size=4, pipeline_parallel_size=2, world_size=8))
 
@@ -347,3 +382,11 @@ def test_only_p_must_deliver() -> None:
         connector = P2pKvConnector(vllm_config(role), KVConnectorRole.SCHEDULER, kv_cache_config())
         assert connector.requires_kv_delivery is must
         assert not connector.has_pending_push_work()
+
+
+def test_staging_is_sized_by_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert options_of(vllm_config("P")).staging_bytes == 64 << 20
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(type(current_platform), "get_device_total_memory", lambda *_: 80 << 30)
+    assert options_of(vllm_config("P")).staging_bytes == 640 << 20
+    assert options_of(vllm_config("P", staging_bytes=32 << 20)).staging_bytes == 32 << 20

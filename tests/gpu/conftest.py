@@ -3,16 +3,47 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from gpu.needs import FILES, lacking
+
+HERE = Path(__file__).resolve().parent
+
+
+class Lacking(pytest.Module):
+    """A file that is not imported, since something that it imports is not installed."""
+
+    reason = ""
+
+    def collect(self) -> Iterable[pytest.Item]:
+        pytest.skip(f"{self.path.name} {self.reason}", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    if module_path.parent != HERE or not (reason := lacking(FILES[module_path.name])):
+        return None
+    file: Lacking = Lacking.from_parent(parent, path=module_path)
+    file.reason = reason
+    return file
+
+
+@pytest.fixture(autouse=True)
+def the_environment() -> Iterator[None]:
+    """NCCL is told through it what a test wants: its channels, or a host of its own for each rank."""
+    before = dict(os.environ)
+    yield
+    for name in {name for name in os.environ if name.startswith("NCCL_")} - set(before):
+        del os.environ[name]
+    os.environ.update(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
     for item in items:
-        if here in item.path.parents and (reason := missing(item)):
+        if HERE in item.path.parents and (reason := missing(item)):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

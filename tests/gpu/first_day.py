@@ -19,7 +19,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests"))  # this is a script
+
+from gpu.needs import lacking  # noqa: E402
+
 LAST_LINES = 60
 """Lines of a step's output that the report keeps."""
 
@@ -42,13 +46,22 @@ for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 
 
 @dataclass(frozen=True)
 class Step:
-    """One process. `gpus`: CUDA devices that it needs; `seconds`: its deadline."""
+    """One process.
+
+    Attributes:
+        gpus: CUDA devices that it needs.
+        seconds: its deadline.
+        modules: those of WHEELS that it needs.
+        one: what exit status 1 means, if that is not a failure.
+    """
 
     name: str
     what: str
     command: tuple[str, ...]
     gpus: int = 0
     seconds: float = 120.0
+    modules: tuple[str, ...] = ()
+    one: str = ""
 
 
 @dataclass
@@ -70,7 +83,13 @@ def steps(out: Path) -> list[Step]:
     return [
         Step("environment", "Python, packages and devices", (python, "-c", ENVIRONMENT), seconds=60),
         Step("driver", "what the driver says", ("nvidia-smi",), seconds=30),
-        Step("doctor", "what p2pkv can use here", (python, "-m", "p2pkv.cli", "doctor"), seconds=60),
+        Step(
+            "doctor",
+            "what p2pkv can use here",
+            (python, "-m", "p2pkv.cli", "doctor"),
+            seconds=60,
+            one="no vLLM server with p2pkv can run here; its lines say why",
+        ),
         Step("kernels", "gather, scatter and checksums", (*tests, "tests/gpu/test_kernels.py"), 1),
         Step(
             "one card",
@@ -84,7 +103,14 @@ def steps(out: Path) -> list[Step]:
             (*tests, "tests/gpu/test_bench_gpu.py", "-k", "one-gpu"),
             1,
         ),
-        Step("bench", "gather, link and push", (*bench, "--json", str(out / "bench.json")), 1, 180.0),
+        Step(
+            "bench",
+            "gather, link and push",
+            (*bench, "--json", str(out / "bench.json")),
+            1,
+            180.0,
+            ("msgspec", "zmq"),
+        ),
         Step(
             "two cards",
             "the same between two cards",
@@ -104,7 +130,8 @@ def steps(out: Path) -> list[Step]:
 def run(step: Step, seconds: float) -> Result:
     """Run it, with a deadline of so many seconds; its whole process group ends with it."""
     result = Result(step.name, step.what, "passed")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     begin = time.monotonic()
     try:
         child = subprocess.Popen(
@@ -127,7 +154,9 @@ def run(step: Step, seconds: float) -> Result:
         result.outcome, result.why = "failed", f"it did not end in {seconds:g} s"
     result.seconds = time.monotonic() - begin
     result.output = said.splitlines()[-LAST_LINES:]
-    if not result.why:
+    if not result.why and child.returncode == 1 and step.one:
+        result.outcome, result.why = "not run", step.one
+    elif not result.why:
         result.outcome, result.why = verdict(child.returncode, said)
     return result
 
@@ -159,6 +188,8 @@ def run_all(wanted: Sequence[Step], count: int, seconds: float) -> list[Result]:
         left = end - time.monotonic()
         if count < step.gpus:
             why = f"needs {step.gpus} CUDA device{'s' * (step.gpus > 1)}, and torch finds {count}"
+            result = Result(step.name, step.what, "not run", why)
+        elif why := lacking(step.modules):
             result = Result(step.name, step.what, "not run", why)
         elif left < 1.0:
             result = Result(step.name, step.what, "not run", "the time was over (--minutes)")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from gil_support import lets_others_run
 
-from p2pkv.kv.copiers import Columns, DeviceStorage, HostStorage
+from p2pkv.kv.copiers import Columns, DeviceStorage, HostStorage, Uploads
 from p2pkv.kv.layouts import Rows
 
 
@@ -16,7 +16,8 @@ def test_numpy_and_torch_take_and_put_the_same_rows(atom: int, base: int) -> Non
     rows = Rows(atom, base, torch.randperm(20)[:13].numpy())
     source = torch.randint(0, 256, (13 * atom,), dtype=torch.uint8)
     taken, left = [], []
-    for kind in (HostStorage, DeviceStorage):
+    uploads = Uploads(torch.device("cpu"), torch.int64)
+    for kind in (HostStorage, lambda flat: DeviceStorage(flat, uploads)):
         flat = memory.clone()
         out = torch.zeros(13 * atom, dtype=torch.uint8)
         kind(flat).take(rows, out)

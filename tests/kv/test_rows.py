@@ -55,7 +55,8 @@ def test_one_copy_of_rows_as_large_as_layout_and_rectangle_allow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(CountingStorage, "asked", [])
-    monkeypatch.setattr(copiers, "storage_of", lambda t: CountingStorage(t.new_empty(0, dtype=torch.uint8)))
+    counting = CountingStorage(torch.empty(0, dtype=torch.uint8))
+    monkeypatch.setattr(copiers, "storage_of", lambda tensor, uploads: counting)
     kind = torch.bfloat16
     memory = memory_type(layout, 3, 8, BLOCK, ratio, HEADS, CONTENT, kind, codec, 0, 0, (0, 0, 0), 1)
     cache: PagedCache = memory.cache(memory.flat)

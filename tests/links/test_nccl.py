@@ -288,7 +288,10 @@ def test_a_full_device_fails_at_the_start(monkeypatch: pytest.MonkeyPatch) -> No
         raise torch.cuda.OutOfMemoryError("tried to allocate")
 
     monkeypatch.setattr(torch, "empty", full)
-    with pytest.raises(ValueError, match=r"cuda:3 has no 4096 bytes left.*lower.*staging_bytes"):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 20, 80 << 30))
+    with pytest.raises(
+        ValueError, match=r"staging_bytes is 0 MiB, and of the 81,920 MiB of cuda:3 only 1 MiB"
+    ):
         cuda_links(4096, device=torch.device("cuda", 3))
 
 

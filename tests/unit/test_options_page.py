@@ -42,7 +42,7 @@ def written(name: str) -> str:
         return str(value).lower()
     if name in ("host", "discovery", "staging_bytes"):
         # They depend on the machine or on another option.
-        return {"host": "what vLLM", "discovery": "`curve` with", "staging_bytes": "512 MiB with"}[name]
+        return {"host": "what vLLM", "discovery": "`curve` with", "staging_bytes": "1/128 of"}[name]
     if value == "":
         return "none"
     if isinstance(value, str):
@@ -58,16 +58,13 @@ def test_each_default_is_the_codes(name: str) -> None:
 
 
 def test_the_defaults_that_depend_on_something() -> None:
-    made = {
-        gpu: Options.from_extra(
-            {}, role="kv_producer", kv_port=None, default_host="127.0.0.1", has_gpu=gpu, environ={}
-        )
-        for gpu in (True, False)
-    }
-    assert ROWS["staging_bytes"][0] == "512 MiB with a GPU, 64 MiB without"
-    assert (made[True].staging_bytes, made[False].staging_bytes) == (512 * MIB, 64 * MIB)
+    assert ROWS["staging_bytes"][0] == "1/128 of the GPU's memory, from 64 MiB to 1 GiB; 64 MiB without a GPU"
+    gib = 1024 * MIB
+    assert [config.default_staging(size * gib) for size in (0, 4, 16, 80, 192)] == [
+        *(64 * MIB, 64 * MIB, 128 * MIB, 640 * MIB, 1024 * MIB)
+    ]
     assert ROWS["discovery"][0] == "`curve` with a secret, else `plain`"
-    assert made[True].discovery == "plain"
+    assert options().discovery == "plain"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,476 @@
+"""`p2pkv doctor` for two hosts: do the ranks of a pair answer, and what does a link between two hosts carry?
+
+`--pair` asks the ranks of two running instances. `--listen` on P's host and `--connect` on D's need no
+instance: the two doctors say Hello over a connection as ranks have it, build one real link between them, of
+the kind that instances would have, and move some messages. As between ranks, D dials, and P sends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import TypeVar
+
+import msgspec
+import torch
+from msgspec import Struct
+
+import p2pkv
+from p2pkv import plugin
+from p2pkv.cli.doctor import Finding
+from p2pkv.control.endpoint import Connection, Endpoint, PortTaken, inspect
+from p2pkv.control.security import Members
+from p2pkv.device import own_stream
+from p2pkv.links import make_factory
+from p2pkv.links.base import Inbound, LinkError, LinkFactory, Outbound, Receive, Send
+from p2pkv.links.host import HostInbound
+from p2pkv.pairing import Address
+from p2pkv.protocol.messages import PROTOCOL_VERSION, BadMessage
+
+MESSAGE_BYTES = 8 << 20
+WINDOW = 4
+"""Messages that are under way at a time."""
+
+COMPARED, TIMED = 4, 32
+"""Messages that are compared byte by byte, and those behind them, whose time is taken."""
+
+STAGING_BYTES = 2 * WINDOW * MESSAGE_BYTES
+ANSWER_SECONDS = 20.0
+"""How long the other doctor may take for anything; a link may take `build_seconds` longer to come up."""
+
+LISTEN_SECONDS = 600.0
+LAST_WORD_SECONDS = 1.0
+"""How long the reason for a broken link may be on its way."""
+
+PAUSE_SECONDS = 0.0001
+"""Between two looks at a link."""
+
+NETWORK = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_IB_GID_INDEX", "NCCL_NET")
+"""What tells NCCL which network to take."""
+
+SAME_NCCL = "give both the same `link`, and install the same nvidia-nccl package on both"
+
+
+class Trouble(Exception):
+    """The check cannot go on: a sentence."""
+
+
+# Instances that run.
+
+
+def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[Finding]:
+    """Do all ranks of both answer, and do the two fit? `p` and `d` are the addresses of their first ranks."""
+    firsts = []
+    for role, address in (("P", p), ("D", d)):
+        ranks: list[dict[str, int | float | str]] = []
+        try:
+            ranks.append(inspect(address, members=members))
+            for rank in range(1, int(ranks[0].get("ranks", 1))):
+                ranks.append(inspect(address.shifted(rank), members=members))
+        except (TimeoutError, BadMessage) as error:
+            yield Finding(ok=False, about=f"{role} rank {len(ranks)}", sentence=str(error))
+            continue
+        first, links = ranks[0], sum(int(rank.get("links", 0)) for rank in ranks)
+        firsts.append(first)
+        sentence = (
+            f"{address} is a {first['role']}, from here by {way_to(address.host)}; all {len(ranks)} of its "
+        )
+        sentence += f"ranks answer; links that are up: {links}"
+        yield Finding(ok=first["role"] == role, about=role, sentence=sentence)
+    if len(firsts) == 2:
+        one, two = firsts
+        for name, advice in (
+            ("p2pkv", "install the same version on both"),
+            ("link", SAME_NCCL),
+            ("model", "serve the same model on both, by the same name"),
+        ):
+            yield same(name, str(one.get(name)), str(two.get(name)), ("P", "D"), advice)
+
+
+def same(what: str, one: str, two: str, places: tuple[str, str], advice: str) -> Finding:
+    if one == two:
+        return Finding(ok=True, about=what, sentence=f"{one} on both")
+    sentence = f"{one} on {places[0]} and {two} on {places[1]}: {advice}"
+    return Finding(ok=False, about=what, sentence=sentence)
+
+
+# The network's way.
+
+
+def way_to(host: str) -> str:
+    """The interface and the address from which this machine reaches `host`."""
+    try:
+        own = address_towards(host)
+    except OSError as error:
+        return f"no way ({error})"
+    interface = interface_of(own)
+    return f"{interface} ({own})" if interface else own
+
+
+def address_towards(host: str) -> str:
+    """This machine's address from which it would reach `host`; nothing is sent. Raises OSError."""
+    family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)
+        return str(probe.getsockname()[0])
+
+
+def interface_of(own: str) -> str | None:
+    """The interface that has this address, which is one of this machine's; None if nobody says so."""
+    if ":" in own:
+        wanted = socket.inet_pton(socket.AF_INET6, own.partition("%")[0]).hex()
+        try:
+            with open("/proc/net/if_inet6", encoding="ascii") as lines:
+                fields = [line.split() for line in lines]
+        except OSError:
+            return None
+        return next((each[5] for each in fields if each[0] == wanted), None)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            asked = struct.pack("256s", name.encode()[:15])
+            try:
+                told = fcntl.ioctl(probe, 0x8915, asked)  # SIOCGIFADDR
+            except OSError:  # it has no address of version 4
+                continue
+            if socket.inet_ntoa(told[20:24]) == own:
+                return name
+    return None
+
+
+# What two doctors say to each other.
+
+
+class About(Struct, frozen=True, forbid_unknown_fields=True):
+    """One side. `link`: as instances compare it; `way`: how it reaches the other; `network`: for NCCL."""
+
+    p2pkv: str
+    protocol: int
+    vllm: str
+    link: str
+    way: str
+    network: dict[str, str]
+
+
+class Ask(Struct, frozen=True, forbid_unknown_fields=True, tag="Ask"):
+    """D to P: the first word. `host`: D's address."""
+
+    about: About
+    host: str
+
+
+class Invite(Struct, frozen=True, forbid_unknown_fields=True, tag="Invite"):
+    """P to D: the answer. `blob` is the factory's, empty if the kinds differ."""
+
+    about: About
+    blob: bytes
+
+
+class Accept(Struct, frozen=True, forbid_unknown_fields=True, tag="Accept"):
+    """D to P: D's end is there."""
+
+    blob: bytes
+
+
+class Grant(Struct, frozen=True, forbid_unknown_fields=True, tag="Grant"):
+    """D to P: the receive of message `number` is posted."""
+
+    number: int
+    landing: int
+
+
+class Over(Struct, frozen=True, forbid_unknown_fields=True, tag="Over"):
+    """Either way: that was all. `rate` is in bytes per second; `trouble` is a sentence, if it went wrong."""
+
+    rate: float = 0.0
+    trouble: str = ""
+
+
+Word = Ask | Invite | Accept | Grant | Over
+AnyWord = TypeVar("AnyWord", Ask, Invite, Accept, Grant, Over)
+
+_words: msgspec.msgpack.Decoder[Word] = msgspec.msgpack.Decoder(Word)
+
+
+def about(link: str, way: str) -> About:
+    return About(
+        p2pkv=p2pkv.__version__,
+        protocol=PROTOCOL_VERSION,
+        vllm=plugin.vllm_version() or "none",
+        link=link,
+        way=way,
+        network={name: os.environ[name] for name in NETWORK if name in os.environ},
+    )
+
+
+def compare(mine: About, theirs: About) -> Iterator[Finding]:
+    """What the two sides are, and whether they fit."""
+    places = "this side", "the other"
+    for what, one, two, advice in (
+        ("p2pkv", mine.p2pkv, theirs.p2pkv, "install the same version on both"),
+        ("protocol", str(mine.protocol), str(theirs.protocol), "install the same version of p2pkv on both"),
+        ("vLLM", mine.vllm, theirs.vllm, "install the same version on both"),
+        ("link", mine.link, theirs.link, SAME_NCCL),
+    ):
+        yield same(what, one, two, places, advice)
+    yield Finding(ok=True, about="network", sentence=f"this side by {mine.way}, the other by {theirs.way}")
+    for name in sorted({*mine.network, *theirs.network}):
+        one, two = (each.network.get(name, "not set") for each in (mine, theirs))
+        yield Finding(ok=True, about=name, sentence=f"{one} on this side, {two} on the other")
+
+
+class Line:
+    """What is said between the two doctors: words in their order, over a connection as ranks have it."""
+
+    def __init__(self, endpoint: Endpoint, connection: Connection | None = None) -> None:
+        """`connection`: the dialed one; None: whoever asks first."""
+        self._endpoint = endpoint
+        self._connection = connection
+        self._heard: deque[Word] = deque()
+
+    def say(self, word: Word) -> bool:
+        """False if there is no connection, or not yet."""
+        return self._connection is not None and self._connection.send(msgspec.msgpack.encode(word))
+
+    def poll(self, seconds: float = 0.0) -> None:
+        """Take in what has come; wait for it so long at most. Raises Trouble if the connection has failed."""
+        self._endpoint.wait(seconds)
+        for connection, data in self._endpoint.receive():
+            try:
+                word = _words.decode(data)
+            except msgspec.MsgspecError:
+                continue  # somebody else's, such as a rank's
+            if self._connection is None and isinstance(word, Ask):
+                self._connection = connection
+            if connection is self._connection:
+                self._heard.append(word)
+        for failure in self._endpoint.failures():
+            if failure.connection is not None:
+                raise Trouble(failure.reason)
+            if not failure.quiet:
+                print(f"[--] {failure.reason}", flush=True)
+
+    def words(self) -> Iterator[Word]:
+        """What has come and was not read. Raises Trouble if the other side has met with some."""
+        while self._heard:
+            word = self._heard.popleft()
+            if isinstance(word, Over) and word.trouble:
+                raise Trouble(f"the other side says: {word.trouble}")
+            yield word
+
+    def over(self, error: LinkError | Trouble) -> Trouble:
+        """Tell the other side of it. Of a broken link, the other side may know the cause, and says so."""
+        reason = str(error)
+        end = time.monotonic() + LAST_WORD_SECONDS
+        while isinstance(error, LinkError) and time.monotonic() < end:
+            try:
+                self.poll(0.05)
+                deque(self.words(), maxlen=0)
+            except Trouble as theirs:
+                return theirs
+        self.say(Over(trouble=reason))
+        return Trouble(reason)
+
+    def hear(self, kind: type[AnyWord], seconds: float) -> AnyWord:
+        """The next word, which is of this kind. Raises Trouble."""
+        end = time.monotonic() + seconds
+        while True:
+            for word in self.words():
+                if isinstance(word, kind):
+                    return word
+                raise Trouble(f"the other doctor said {type(word).__name__}, and not {kind.__name__}")
+            if time.monotonic() > end:
+                raise Trouble(f"the other doctor has said nothing for {seconds:g} s")
+            self.poll(0.1)
+
+    def reach(self, address: Address, word: Word) -> None:
+        """Say the first word once the other side can be reached. Raises Trouble."""
+        end = time.monotonic() + ANSWER_SECONDS
+        while not self.say(word):
+            if time.monotonic() > end:
+                raise Trouble(
+                    f"nothing answers at {address}: is `p2pkv doctor --listen {address}` running there, and "
+                    f"does every firewall in between let TCP to port {address.port} pass?"
+                )
+            self.poll(0.1)
+
+
+# The two sides of the check.
+
+
+def listen(address: Address, members: Members | None, link: str) -> Iterator[Finding]:
+    """P's side: wait for the other doctor at `address`, and send what it grants."""
+    with ExitStack() as stack:
+        factory = _factory(stack, link, address.host)
+        line = Line(_endpoint(stack, address, members))
+        print(f"[--] on the other host: p2pkv doctor --connect {address}", flush=True)
+        ask = line.hear(Ask, LISTEN_SECONDS)
+        mine = about(factory.kind, way_to(ask.host))
+        yield from compare(mine, ask.about)
+        invitation = factory.invite() if ask.about.link == mine.link else b""
+        line.say(Invite(mine, invitation))
+        if not invitation:
+            line.hear(Over, ANSWER_SECONDS)
+            return
+        try:
+            accepted = line.hear(Accept, ANSWER_SECONDS)
+            outbound = factory.complete(invitation, accepted.blob)
+            stack.callback(outbound.abort)
+            rate = _send(line, outbound, ANSWER_SECONDS + factory.build_seconds)
+        except (LinkError, Trouble) as error:
+            raise line.over(error) from None
+        yield Finding(ok=True, about="data", sentence=f"the other side got it at {rate / 1e9:.2f} GB/s")
+
+
+def connect(address: Address, members: Members | None, link: str) -> Iterator[Finding]:
+    """D's side: dial the other doctor, grant it some messages, and look at what comes."""
+    try:
+        own = address_towards(address.host)
+    except OSError as error:
+        raise Trouble(f"this machine knows no way to {address.host} ({error})") from None
+    with ExitStack() as stack:
+        factory = _factory(stack, link, own)
+        endpoint = _endpoint(stack, None, members)
+        line = Line(endpoint, endpoint.dial(address))
+        mine = about(factory.kind, way_to(address.host))
+        line.reach(address, Ask(mine, own))
+        invited = line.hear(Invite, ANSWER_SECONDS)
+        yield from compare(mine, invited.about)
+        if not invited.blob:
+            line.say(Over())
+            return
+        try:
+            inbound, acceptance = factory.accept(invited.blob, WINDOW * MESSAGE_BYTES)
+            stack.callback(inbound.abort)
+            line.say(Accept(acceptance))
+            rate = _receive(line, inbound, ANSWER_SECONDS + factory.build_seconds)
+        except (LinkError, Trouble) as error:
+            raise line.over(error) from None
+        line.say(Over(rate))
+        way = inbound.way if isinstance(inbound, HostInbound) else factory.kind
+        sentence = (
+            f"{COMPARED} messages of {MESSAGE_BYTES >> 20} MiB came over {way} as they were sent, and "
+            f"{TIMED} more at {rate / 1e9:.2f} GB/s"
+        )
+        yield Finding(ok=True, about="data", sentence=sentence)
+
+
+def _factory(stack: ExitStack, link: str, host: str) -> LinkFactory:
+    """Links as an instance has them; on a GPU, the calling thread's work goes to a stream of its own."""
+    try:
+        factory = make_factory(link, host=host, staging_bytes=STAGING_BYTES)
+    except ValueError as error:
+        raise Trouble(str(error)) from None
+    stack.callback(factory.close)
+    stack.enter_context(own_stream(_device(factory)))
+    return factory
+
+
+def _device(factory: LinkFactory) -> torch.device:
+    on_gpu = factory.kind.startswith("nccl") and torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def _endpoint(stack: ExitStack, address: Address | None, members: Members | None) -> Endpoint:
+    """One that listens at `address`; with None it only dials, and listens at some port of this machine."""
+    for _ in range(100):
+        place = address or Address("127.0.0.1", random.randint(20_000, 60_000))
+        try:
+            endpoint = Endpoint(place, members)
+        except PortTaken as error:
+            if address is not None:
+                raise Trouble(str(error)) from None
+            continue
+        stack.callback(endpoint.close)
+        return endpoint
+    raise Trouble("no port of 127.0.0.1 is free")
+
+
+def _contents(number: int, device: torch.device) -> torch.Tensor:
+    """What message `number` holds: int64, 7919 times the number of each element, and the message's first."""
+    made = torch.arange(MESSAGE_BYTES // 8, device=device).mul_(7919)
+    made[0] = number
+    return made
+
+
+def _send(line: Line, outbound: Outbound, seconds: float) -> float:
+    """Send what is granted until the other side says that it was all; the rate that it has measured."""
+    granted: deque[Grant] = deque()
+    sends: deque[Send] = deque()
+    contents: torch.Tensor | None = None
+    end = time.monotonic() + seconds
+    while True:
+        line.poll(PAUSE_SECONDS)
+        outbound.poll()
+        for word in line.words():
+            if isinstance(word, Over):
+                return word.rate
+            if isinstance(word, Grant):
+                granted.append(word)
+                end = time.monotonic() + ANSWER_SECONDS
+        while granted and outbound.ready():
+            send = outbound.reserve(MESSAGE_BYTES, granted[0].landing)
+            if send is None:
+                break
+            number = granted.popleft().number
+            contents = _contents(0, send.buffer.device) if contents is None else contents
+            contents[0] = number
+            send.buffer.view(torch.int64).copy_(contents)
+            send.commit()
+            sends.append(send)
+        while sends and sends[0].done():
+            sends.popleft()
+        if time.monotonic() > end:
+            raise Trouble("the other side has granted nothing more, and has not said why")
+
+
+def _receive(line: Line, inbound: Inbound, seconds: float) -> float:
+    """Grant all messages; bytes per second of those whose time is taken. Raises Trouble, LinkError."""
+    end = time.monotonic() + seconds
+    while not inbound.ready():
+        inbound.poll()
+        _look(line, PAUSE_SECONDS)
+        if time.monotonic() > end:
+            raise Trouble(
+                f"the link did not come up in {seconds:g} s: P's side has to reach this one, too; see that "
+                "no firewall is in the way, and which network NCCL takes (NCCL_DEBUG=INFO)"
+            )
+    _grant(line, inbound, range(COMPARED), compare=True)
+    begin = time.monotonic()
+    _grant(line, inbound, range(COMPARED, COMPARED + TIMED), compare=False)
+    return TIMED * MESSAGE_BYTES / (time.monotonic() - begin)
+
+
+def _grant(line: Line, inbound: Inbound, numbers: range, compare: bool) -> None:
+    posted: deque[tuple[int, Receive]] = deque()
+    left = deque(numbers)
+    end = time.monotonic() + ANSWER_SECONDS
+    while left or posted:
+        while left and (receive := inbound.post(MESSAGE_BYTES)) is not None:
+            number = left.popleft()
+            posted.append((number, receive))
+            line.say(Grant(number, receive.landing))
+        inbound.poll()
+        while posted and posted[0][1].done():
+            number, receive = posted.popleft()
+            came = receive.buffer.view(torch.int64)
+            if compare and not torch.equal(came, _contents(number, came.device)):
+                raise Trouble(f"message {number} came with other bytes than were sent")
+            receive.release()
+            end = time.monotonic() + ANSWER_SECONDS
+        _look(line, PAUSE_SECONDS)
+        if time.monotonic() > end:
+            raise Trouble(f"nothing has come over the link for {ANSWER_SECONDS:g} s")
+
+
+def _look(line: Line, seconds: float) -> None:
+    """While the link works, the other side has nothing to say but that it does not."""
+    line.poll(seconds)
+    for word in line.words():
+        raise Trouble(f"the other doctor said {type(word).__name__}, and nothing was expected")
