@@ -11,7 +11,7 @@ import pytest
 import torch
 from links_support import NCCL_KINDS, connect, nccl_links, wait_until
 from nccl_simulated import SimulatedNccl
-from nccl_simulated_device import SimulatedDevice, SimulatedMark, SimulatedStream
+from nccl_simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
 
 from p2pkv.links import nccl, nccl_communicator
 from p2pkv.links.base import LinkError
@@ -166,7 +166,7 @@ def test_a_failed_device_breaks_the_link(monkeypatch: pytest.MonkeyPatch) -> Non
     def fail(self: object) -> bool:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(SimulatedMark, "ready", fail)
+    monkeypatch.setattr(SimulatedEvent, "ready", fail)
     with pytest.raises(LinkError, match="device has failed: an illegal memory access"):
         pair.inbound.poll()
     monkeypatch.undo()
@@ -261,7 +261,7 @@ def test_nccl_follows_what_is_queued_before_a_commit_or_a_post(
     true = SimulatedNccl._queue
     here = SimulatedDevice.here
     monkeypatch.setattr(SimulatedDevice, "here", lambda self: told.append("here") or here(self))
-    monkeypatch.setattr(SimulatedStream, "follow", lambda self, mark: told.append("follow"))
+    monkeypatch.setattr(SimulatedStream, "follow", lambda self, event: told.append("follow"))
     monkeypatch.setattr(
         SimulatedNccl, "_queue", lambda *given: told.append("S" if given[2].send else "R") or true(*given)
     )
