@@ -1,25 +1,24 @@
-"""Every option of p2pkv: its default, its unit, what it means, how it is read; and errors in sentences.
+"""Every option of p2pkv, declared once: type, limits, default, unit and meaning; and errors in sentences.
 
-Options are written in `--kv-transfer-config`, under `kv_connector_extra_config`. Old names of the
+Options are written in `--kv-transfer-config`, under `kv_connector_extra_config`. The options of the
 connector that p2pkv succeeds are understood.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, get_type_hints
+
+import msgspec
+from msgspec import Meta
 
 from p2pkv.pairing import Address, PairingError, normal_host
 from p2pkv.trust import SECRET_VARIABLE, Networks, TrustError, is_loopback, read_secret
 
 Role = Literal["P", "D"]
-LinkChoice = Literal["auto", "nccl", "host"]
-Discovery = Literal["curve", "plain"]
 
 MIB = 1 << 20
 DEFAULT_KV_PORT = 21001
@@ -30,112 +29,119 @@ GPU_SHARE = 128
 """By default staging takes one part in so many of a GPU's memory, from 64 MiB to 1 GiB."""
 
 RESERVED_CHUNKS = 2
-"""Chunks of D's staging that only requests which have pages may take."""
+"""Chunks of D's staging that only requests which have blocks may take."""
+
+Port = Annotated[int, Meta(ge=1, le=65535)]
+Seconds = Annotated[float, Meta(ge=0.001, le=1e9)]
+SecondsOrOff = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 class ConfigError(ValueError):
     """An option that cannot be used: what was given, what was expected, what to do."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """How one instance runs. Numbers are checked when it is made; raises ConfigError."""
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """How one instance runs. Types and limits are checked when it is made; raises ConfigError.
+
+    Below each option: its unit | whether P and D must have the same value | what it means. The tables of
+    docs/options.md are these lines, and a test compares them.
+    """
 
     role: Role
-    """`P` (kv_role kv_producer: prefills and sends) or `D` (kv_consumer: receives and decodes)."""
+    """Not an option: `P` (kv_role kv_producer: prefills and sends) or `D` (kv_consumer: decodes)."""
 
     host: str
-    """Default: the IP address that vLLM would choose. What this instance binds and advertises, so one
-    that its peers can reach; no wildcard."""
+    """IP address or name | no | what the instance binds and advertises; its peers must be able to reach it;
+    no wildcard"""
 
-    kv_port: int = DEFAULT_KV_PORT
-    """Default 21001; from kv_port beside the options. TCP port of rank 0; rank r listens on kv_port + r."""
+    kv_port: Port = DEFAULT_KV_PORT
+    """TCP port | no | rank r of the instance listens on `kv_port + r`; every instance of a host needs ports
+    of its own"""
 
     proxy_ip: str | None = None
-    """Default none. Host of the proxy to register with; needs proxy_port and http_port."""
+    """IP address or name | no | the proxy to register with; needs `proxy_port` and `http_port`"""
 
-    proxy_port: int | None = None
-    """Default none. TCP port of the proxy's discovery socket."""
+    proxy_port: Port | None = None
+    """TCP port | no | the proxy's discovery socket"""
 
-    http_port: int | None = None
-    """Default none. Port of this instance's HTTP API, advertised to the proxy."""
-
-    link: LinkChoice = "auto"
-    """Default auto. What carries the KV: `nccl` (GPUs), `host` (shared memory or TCP), or `auto`: `nccl` with
-    a CUDA device, else `host`. Both ends of a pair need the same one."""
-
-    staging_bytes: int = 64 * MIB
-    """Default 1/128 of the GPU's memory, from 64 MiB to 1 GiB; 64 MiB without a GPU; bytes. Send and receive
-    slots of one rank together: what is in flight at once."""
-
-    chunk_bytes: int = 8 * MIB
-    """Default 8 MiB; bytes. What a message is filled up to; at most staging_bytes, and in effect at most a
-    quarter of D's."""
-
-    ahead_bytes: int = 0
-    """Default 0: off; bytes of a rank of D. Room for KV that P pushes before the request for it has come to
-    D, for routers that ask P first and D when P has answered. P keeps its pages all the same."""
-
-    lease_seconds: float = 30.0
-    """Default 30; seconds. A transfer that makes no progress for this long ends, and frees its pages."""
-
-    stall_seconds: float = 120.0
-    """Default 120; seconds. An engine that has work and stays this long in one step counts as hung."""
-
-    idle_wait_ms: float = 5.0
-    """Default 5; milliseconds. How long a step in which vLLM has nothing to compute may wait for KV, and so
-    how much later a request may be scheduled that comes meanwhile. vLLM's processes nap between such steps
-    instead of spinning; 0: neither."""
-
-    warm_up_seconds: float = 120.0
-    """Default 120; seconds; 0: off. Before an instance registers with the proxy it waits so long for its own
-    /health, then sends itself one prompt and waits so long for the answer; after that it registers anyway."""
-
-    warm_up_api_key: str = field(default="", repr=False)
-    """Default: VLLM_API_KEY from the environment, if set. What that prompt shows to an HTTP API with a key.
-    vLLM writes all options into its log: the variable keeps the key out of it."""
-
-    warm_up_tls: bool = False
-    """Default false. The HTTP API of this instance speaks TLS. Its certificate is not checked."""
-
-    discovery: Discovery = "plain"
-    """Default curve with a secret, else plain. How the proxy is pinged: `curve` shows it that this instance
-    is a member; `plain` is what routers other than p2pkv-proxy understand."""
+    http_port: Port | None = None
+    """TCP port | no | the HTTP port of this instance (`--port` of vLLM), for the proxy"""
 
     secret_file: str | None = None
-    """Default none. File with the secret that all members share, at least 16 bytes; the environment variable
-    P2PKV_SECRET may hold it instead. With a secret, only members can talk to this instance's ranks."""
+    """path | yes: one secret for all | a file with the secret, at least 16 bytes; the environment variable
+    `P2PKV_SECRET` may hold it instead; needed off loopback"""
 
-    secret: bytes | None = field(default=None, repr=False)
+    secret: bytes | None = None
     """Not an option: what secret_file or P2PKV_SECRET holds."""
 
-    allowed_peers: Networks | None = None
-    """Default none: any. Networks in CIDR notation; no rank outside of them is dialed or answered."""
-
-    max_links: int = 64
-    """Default 64; links. Idle ones beyond this number are closed, and built again by the next request."""
-
     allow_insecure: bool = False
-    """Default false. Needed to bind off loopback without a secret; each start then warns that whoever
-    reaches this instance can read and alter KV."""
+    """true or false | no | start off loopback without a secret all the same, and warn at every start"""
+
+    discovery: Literal["curve", "plain"] = "plain"
+    """`curve` or `plain` | as on the proxy | how the proxy is pinged; `plain` is for routers other than
+    p2pkv-proxy. The name `P2pNcclConnector` implies `plain`"""
+
+    allowed_peers: Networks | None = None
+    """networks, as `["10.0.0.0/8"]` | no | the instance neither dials nor admits ranks outside of them"""
+
+    link: Literal["auto", "nccl", "host"] = "auto"
+    """`auto`, `host` or `nccl` | the resulting kind | what carries the KV: `nccl` between GPUs, `host`
+    by shared memory or TCP; `auto` is `nccl` where there is a CUDA device, else `host`. A rank has one kind,
+    and P refuses a D of another kind"""
+
+    staging_bytes: Annotated[int, Meta(ge=1024, le=1 << 40)] = 64 * MIB
+    """bytes of a rank | no | send and receive slots of a rank, shared by all its peers: what is in flight at
+    once"""
+
+    chunk_bytes: Annotated[int, Meta(ge=1024, le=1 << 30)] = 8 * MIB
+    """bytes | no | P fills a message up to this, or up to a quarter of D's `staging_bytes` if that is less.
+    More than `staging_bytes` is refused; more than a quarter of `staging_bytes` is logged at start"""
+
+    ahead_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
+    """bytes of a rank of D | no | room for KV that P pushes before D has the request, for routers that ask P
+    first; P keeps its blocks all the same"""
+
+    max_links: Annotated[int, Meta(ge=1, le=1 << 16)] = 64
+    """links of a rank | no | idle links beyond this number are closed, and built again by the next request"""
+
+    nccl_num_channels: Annotated[int, Meta(ge=1, le=64)] = 8
+    """channels | no | the most channels of an NCCL communicator (32 at most with nccl4py); more take more GPU
+    memory. With CuPy it is set in NCCL's environment, which NCCL must not have read before"""
 
     verify: bool = False
-    """Default false. A checksum of each message, computed by P and again by D, so that bytes that changed on
-    the way fail the request instead of making its answer wrong. A pair does it if either side asks for it."""
+    """true or false | no: one side is enough | a checksum of each message, computed by P and again by D:
+    bytes that changed on the way fail the request instead of making its answer wrong"""
 
-    nccl_num_channels: int = 8
-    """Default 8; channels. The most channels of an NCCL communicator (with nccl4py 32 at most); more of them
-    take more GPU memory. With CuPy it goes through NCCL's environment, which must not have been read yet."""
+    lease_seconds: Seconds = 30.0
+    """seconds | recommended | a transfer that makes no progress for this long ends, and frees its blocks"""
+
+    stall_seconds: Seconds = 120.0
+    """seconds | recommended | an engine that has work and stays this long in one step counts as hung"""
+
+    idle_wait_ms: Annotated[float, Meta(ge=0, le=100)] = 5.0
+    """milliseconds | no | how long a step in which vLLM has nothing to compute may wait for KV where vLLM's
+    engine core cannot rest (workers on several hosts), and so how much later a request may be scheduled that
+    comes meanwhile; 0: no step waits, the engine core does not rest, and vLLM's processes do not nap between
+    such steps"""
+
+    warm_up_seconds: SecondsOrOff = 120.0
+    """seconds | no | how long an instance waits for its own `/health`, and again for the answers to its first
+    prompts, before it registers with the proxy; 0: off"""
+
+    warm_up_api_key: str = ""
+    """text | no | the key of the instance's HTTP API, for those prompts; vLLM logs all options, so prefer the
+    variable"""
+
+    warm_up_tls: bool = False
+    """true or false | no | the instance's HTTP API speaks TLS; its certificate is not checked"""
 
     notes: tuple[str, ...] = ()
-    """Not an option: what the person who wrote the options should read once at start, a sentence each."""
+    """Not an option: warnings about the options, to be logged once at start; a sentence each."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "host", _read_own_host("host", self.host))
-        for name, (low, high) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise ConfigError(f"{name} is {value}: expected {low} to {high}; choose a number in between")
+        for name in OPTIONS:
+            msgspec.structs.force_setattr(self, name, _read(name, getattr(self, name), _TYPES[name]))
+        self._normalise_hosts()
         if self.chunk_bytes > self.staging_bytes:
             raise ConfigError(
                 f"chunk_bytes is {self.chunk_bytes} and staging_bytes only {self.staging_bytes}: expected a "
@@ -149,6 +155,28 @@ class Options:
             )
         self._check_proxy()
         self._check_trust()
+
+    def __repr__(self) -> str:
+        """Without the secret and the key, which would come into logs."""
+        names = [name for name in self.__struct_fields__ if name not in ("secret", "warm_up_api_key")]
+        return f"Options({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+    def _normalise_hosts(self) -> None:
+        for name in ("host", "proxy_ip"):
+            written = getattr(self, name)
+            if written is None:
+                continue
+            try:
+                msgspec.structs.force_setattr(self, name, normal_host(written))
+            except PairingError as error:
+                raise ConfigError(
+                    f"{name}: {error}; write the host alone, its port is an option of its own"
+                ) from None
+        if self.host in ("0.0.0.0", "::"):
+            raise ConfigError(
+                f"host is {self.host!r}: expected an address that peers can connect to, since it is "
+                "advertised to them; write this machine's own address"
+            )
 
     def _check_trust(self) -> None:
         if self.discovery == "curve" and self.secret is None:
@@ -201,7 +229,7 @@ class Options:
         extra: Mapping[str, object],
         *,
         role: str,
-        kv_port: int | None,
+        kv_port: object,
         default_host: str,
         has_gpu: bool,
         gpu_bytes: int = 0,
@@ -214,21 +242,28 @@ class Options:
         `former` says that the connector goes by its former name. null and "" stand for an option that is not
         set. Raises ConfigError for whatever cannot be used.
         """
-        given = {name: value for name, value in extra.items() if value is not None and value != ""}
         _refuse_unknown(extra)
-        secret = _secret(given, environ)
-        values: dict[str, Any] = {"host": default_host, "staging_bytes": default_staging(gpu_bytes)}
-        values |= {"warm_up_api_key": environ.get("VLLM_API_KEY", "")}
-        values |= {"secret": secret, "discovery": "curve" if secret and not former else "plain"}
-        values |= {name: reader(name, given[name]) for name, reader in _READERS.items() if name in given}
-        port = DEFAULT_KV_PORT if kv_port is None else _read_whole("kv_port", kv_port)
-        options = cls(role=_role(role), kv_port=port, **values)
+        given = {name: value for name, value in extra.items() if value is not None and value != ""}
+        former_given = {
+            name: _read(name, given.pop(name), _FORMER[name]) for name in _FORMER if name in given
+        }
+        secret = _secret(_read("secret_file", given.get("secret_file"), str | None), environ)
+        values: dict[str, Any] = {
+            "kv_port": DEFAULT_KV_PORT if kv_port is None else kv_port,
+            "host": default_host,
+            "staging_bytes": default_staging(gpu_bytes),
+            "warm_up_api_key": environ.get("VLLM_API_KEY", ""),
+            "secret": secret,
+            "discovery": "curve" if secret and not former else "plain",
+        }
+        options = cls(role=_role(role), **values | given)
         if options.link == "nccl" and not has_gpu:
             raise ConfigError(
                 "link is 'nccl', which needs a CUDA device, and there is none; use 'auto' or 'host'"
             )
         former_way = former and secret is not None and "discovery" not in given
-        return replace(options, notes=(*_old_notes(given, options), *_notes(options, former_way)))
+        notes = (*_former_notes(former_given, options), *_notes(options, former_way))
+        return msgspec.structs.replace(options, notes=notes)
 
 
 def default_staging(gpu_bytes: int) -> int:
@@ -236,165 +271,54 @@ def default_staging(gpu_bytes: int) -> int:
     return max(64 * MIB, min(gpu_bytes // GPU_SHARE // (8 * MIB) * (8 * MIB), 1024 * MIB))
 
 
-# Reading what was written for one option: the value that is meant, or a sentence about a bad one. A reader
-# gets the option's name, for that sentence, and what was written. It raises ConfigError.
+_TYPES = get_type_hints(Options, include_extras=True)
+OPTIONS = tuple(name for name in Options.__struct_fields__ if name not in ("role", "secret", "notes"))
+"""The names of the options."""
 
-_Reader = Callable[[str, object], object]
+_FORMER: dict[str, Any] = {"mem_pool_size_gb": float, "send_type": Literal["PUT", "GET", "PUT_ASYNC"]}
+EXTRA = (*(name for name in OPTIONS if name != "kv_port"), *_FORMER)
+"""The names that kv_connector_extra_config may have: the options, and those of the former connector."""
 
 _short = reprlib.Repr()
 _short.maxstring = 80
 
 
-def _shown(value: object) -> str:
-    """A value as sentences quote it: cut, if it is long."""
-    return _short.repr(value)
-
-
-def _read_whole(name: str, value: object) -> int:
-    """A number without a fraction."""
-    read = _read_number(name, value, "a whole number")
-    if read != int(read):
-        raise ConfigError(f"{name} is {_shown(value)}: expected a whole number; leave out the fraction")
-    return int(read)
-
-
-def _read_number(name: str, value: object, expected: str = "a number") -> float:
-    """An int stays one, however large; strings are read as numbers."""
+def _read(name: str, value: object, expected: Any) -> Any:
+    """`value` as the type `expected`: numbers and flags may be texts. Raises ConfigError with a sentence."""
     try:
-        if isinstance(value, str):
-            read = float(value) if set(value) & set(".eEn") else int(value)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            read = value
-        else:
-            raise TypeError
-        if not math.isfinite(read):
-            raise ValueError
-    except (TypeError, ValueError, OverflowError):
-        raise ConfigError(
-            f'{name} is {_shown(value)}: expected {expected}, as 8 or as "8"; correct it'
-        ) from None
-    return read
+        return msgspec.convert(value, expected, strict=False, dec_hook=_read_custom)
+    except (msgspec.ValidationError, UnicodeError) as error:
+        if isinstance(error.__cause__, TrustError):
+            raise ConfigError(f"{name}: {error.__cause__}; leave the option out to admit any") from None
+        # A key is not repeated, whatever is wrong with it.
+        shown = f"a {type(value).__name__}" if name == "warm_up_api_key" else _short.repr(value)
+        said = _expected(msgspec.inspect.type_info(expected))
+        raise ConfigError(f"{name} is {shown}: expected {said}; correct it") from None
 
 
-def _read_flag(name: str, value: object) -> bool:
-    """A bool, or a text that says one."""
-    known = {"true": True, "false": False}
-    if isinstance(value, bool):
+def _read_custom(kind: type, value: object) -> Networks:
+    """Networks, out of a list or one text with commas."""
+    if isinstance(value, Networks):
         return value
-    if isinstance(value, str) and value.lower() in known:
-        return known[value.lower()]
-    raise ConfigError(f"{name} is {_shown(value)}: expected true or false; correct it")
+    return Networks.parse(msgspec.convert(value.split(",") if isinstance(value, str) else value, list[str]))
 
 
-def _read_host(name: str, value: object) -> str:
-    """A host name or address in its normal form, without a port."""
-    try:
-        return normal_host(str(value))
-    except PairingError as error:
-        raise ConfigError(
-            f"{name}: {error}; write the host alone, its port is an option of its own"
-        ) from None
-
-
-def _read_own_host(name: str, value: object) -> str:
-    """A host that peers can connect to: no wildcard."""
-    read = _read_host(name, value)
-    if read in ("0.0.0.0", "::"):
-        raise ConfigError(
-            f"{name} is {_shown(value)}: expected an address that peers can connect to, since it is "
-            "advertised to them; write this machine's own address"
-        )
-    return read
-
-
-def _one_of(*known: str) -> Callable[[str, object], str]:
-    """A reader for one of these words."""
-
-    def read(name: str, value: object) -> str:
-        if value in known:
-            return str(value)
-        raise ConfigError(
-            f"{name} is {_shown(value)}: expected one of {', '.join(known)}; choose one of them"
-        )
-
-    return read
-
-
-def _read_path(name: str, value: object) -> str:
-    """A text; whether there is such a file is not looked at."""
-    if isinstance(value, str):
-        return value
-    raise ConfigError(f"{name} is {_shown(value)}: expected the path of a file; correct it")
-
-
-def _read_text(name: str, value: object) -> str:
-    """Any text. What was written is not quoted: it may be a key."""
-    if isinstance(value, str):
-        return value
-    raise ConfigError(f"{name} is a {type(value).__name__}: expected a text; put it in quotes")
-
-
-def _read_networks(name: str, value: object) -> Networks:
-    """A list, or one text with commas."""
-    texts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise ConfigError(
-            f'{name} is {_shown(value)}: expected a list of networks, as ["10.0.0.0/8"]; correct it'
-        )
-    try:
-        return Networks.parse(texts)
-    except TrustError as error:
-        raise ConfigError(f"{name}: {error}; leave the option out to admit any") from None
-
-
-# The range and the reader of each option.
-
-_PORT = (1, 65535)
-_SECONDS = (0.001, 1e9)
-_RANGES: dict[str, tuple[float, float]] = {
-    "kv_port": _PORT,
-    "proxy_port": _PORT,
-    "http_port": _PORT,
-    "staging_bytes": (1024, 1 << 40),
-    "chunk_bytes": (1024, 1 << 30),
-    "ahead_bytes": (0, 1 << 40),
-    "lease_seconds": _SECONDS,
-    "stall_seconds": _SECONDS,
-    "idle_wait_ms": (0, 100),
-    "warm_up_seconds": (0, 1e9),
-    "max_links": (1, 1 << 16),
-    "nccl_num_channels": (1, 64),
-}
-
-
-_READERS: dict[str, _Reader] = {
-    "host": _read_own_host,
-    "proxy_ip": _read_host,
-    "proxy_port": _read_whole,
-    "http_port": _read_whole,
-    "link": _one_of("auto", "nccl", "host"),
-    "staging_bytes": _read_whole,
-    "chunk_bytes": _read_whole,
-    "ahead_bytes": _read_whole,
-    "lease_seconds": _read_number,
-    "stall_seconds": _read_number,
-    "idle_wait_ms": _read_number,
-    "warm_up_seconds": _read_number,
-    "warm_up_api_key": _read_text,
-    "warm_up_tls": _read_flag,
-    "discovery": _one_of("curve", "plain"),
-    "secret_file": _read_path,
-    "allowed_peers": _read_networks,
-    "max_links": _read_whole,
-    "allow_insecure": _read_flag,
-    "verify": _read_flag,
-    "nccl_num_channels": _read_whole,
-}
-_OLD: dict[str, _Reader] = {
-    "mem_pool_size_gb": _read_number,
-    "send_type": _one_of("PUT", "GET", "PUT_ASYNC"),
-}
-_KNOWN = (*_READERS, *_OLD)
+def _expected(kind: msgspec.inspect.Type) -> str:
+    """What a user may write for a value of this type."""
+    match kind:
+        case msgspec.inspect.UnionType(types=types):
+            return _expected(types[0])
+        case msgspec.inspect.IntType(ge=low, le=high) | msgspec.inspect.FloatType(ge=low, le=high):
+            number = "a whole number" if isinstance(kind, msgspec.inspect.IntType) else "a number"
+            # 13 digits: 1 TiB in bytes, without an exponent.
+            return number if low is None or high is None else f"{number} from {low:.13g} to {high:.13g}"
+        case msgspec.inspect.BoolType():
+            return "true or false"
+        case msgspec.inspect.LiteralType(values=values):
+            return f"one of {', '.join(map(str, values))}"
+        case msgspec.inspect.CustomType():
+            return 'a list of networks, as ["10.0.0.0/8"]'
+    return "a text in quotes"
 
 
 def _role(role: str) -> Role:
@@ -405,45 +329,51 @@ def _role(role: str) -> Role:
         )
     if role not in _ROLES:
         raise ConfigError(
-            f"kv_role is {_shown(role)}: expected kv_producer or kv_consumer; choose one of them"
+            f"kv_role is {_short.repr(role)}: expected kv_producer or kv_consumer; choose one of them"
         )
     return _ROLES[role]
 
 
 def _refuse_unknown(extra: Mapping[str, object]) -> None:
     for name in extra:
-        if name not in _KNOWN:
-            closest = difflib.get_close_matches(name.lower(), _KNOWN, n=1, cutoff=0.0)[0]
+        if name not in EXTRA:
+            closest = difflib.get_close_matches(name.lower(), EXTRA, n=1, cutoff=0.0)[0]
             raise ConfigError(
-                f"{_shown(name)} in kv_connector_extra_config is no option of p2pkv: did you mean "
-                f"{closest!r}? There are {', '.join(_KNOWN)}; correct or remove it"
+                f"{_short.repr(name)} in kv_connector_extra_config is no option of p2pkv: did you mean "
+                f"{closest!r}? There are {', '.join(EXTRA)}; correct or remove it"
             )
 
 
-def _secret(given: Mapping[str, object], environ: Mapping[str, str]) -> bytes | None:
-    file = _read_path("secret_file", given["secret_file"]) if "secret_file" in given else None
+def _secret(file: str | None, environ: Mapping[str, str]) -> bytes | None:
     try:
         return read_secret(file, environ)
     except TrustError as error:
         raise ConfigError(str(error)) from None
 
 
-def _old_notes(given: Mapping[str, object], options: Options) -> Iterator[str]:
-    values = {name: reader(name, given[name]) for name, reader in _OLD.items() if name in given}
-    if "mem_pool_size_gb" in values:
+def _former_notes(given: Mapping[str, object], options: Options) -> Iterator[str]:
+    if "mem_pool_size_gb" in given:
         yield (
             "mem_pool_size_gb is an option of the former connector and has no effect: there is no pool, a "
             f"prompt's KV waits in P's own blocks; what is in flight is bounded by staging_bytes "
             f"({options.staging_bytes} here). Remove it; see docs/coming-from-p2pnccl.md"
         )
-    if "send_type" in values:
+    if "send_type" in given:
         yield (
-            f"send_type {values['send_type']} is an option of the former connector and has no effect: P "
+            f"send_type {given['send_type']} is an option of the former connector and has no effect: P "
             "always pushes while the prefill runs. Remove it; see docs/coming-from-p2pnccl.md"
         )
 
 
 def _notes(options: Options, former_way: bool) -> Iterator[str]:
+    quarter = options.staging_bytes // 4
+    if options.chunk_bytes > quarter:
+        whose = "this instance takes" if options.role == "D" else "a D with the same staging_bytes takes"
+        yield (
+            f"chunk_bytes is {options.chunk_bytes}, and {whose} messages of at most {quarter} bytes, a "
+            "quarter of its staging_bytes: P fills messages up to that; raise staging_bytes or lower "
+            "chunk_bytes"
+        )
     if options.http_port is not None and options.proxy is None:
         yield "http_port has no effect without proxy_ip and proxy_port: this instance registers with no proxy"
     if former_way and options.proxy is not None:

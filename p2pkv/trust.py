@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Self
 
 SECRET_VARIABLE = "P2PKV_SECRET"
@@ -65,11 +64,11 @@ def _checked(secret: bytes, where: str) -> bytes:
     return secret
 
 
-@dataclass(frozen=True, slots=True)
 class Networks:
-    """Where peers may be. Names are in no network: what they mean is up to whoever answers for them."""
+    """Where peers may be: numeric addresses only, since whoever answers for a name decides what it means."""
 
-    networks: tuple[_Network, ...]
+    def __init__(self, networks: tuple[_Network, ...]) -> None:
+        self.networks = networks
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Self:

@@ -77,7 +77,7 @@ async def note_begin(request: web.Request, response: web.StreamResponse) -> None
 
 @web.middleware
 async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns what a handler raises into a response; what nobody foresaw becomes a 500 that tells nothing."""
+    """Turns what a handler raises into a response; an unexpected error becomes a 500 without details."""
     _begun.set(False)
     try:
         return await handler(request)

@@ -1,4 +1,4 @@
-"""What requests and answers say, and what of them crosses the proxy: headers and bodies. No IO."""
+"""Headers and bodies of requests and answers, and which parts of them the proxy passes on. No IO."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HOP_BY_HOP = {
     "transfer-encoding",
     "upgrade",
 }
-# The body is written anew on each side, and what names an instance or a transfer is the proxy's choice.
+# The proxy writes each body anew, and it alone chooses what names an instance or a transfer.
 _NOT_TO_INSTANCE = {
     "host", "content-length", "content-type", "content-encoding", "accept-encoding", "expect",
     REQUEST_ID.lower(), REPLICA.lower(),
@@ -67,9 +67,9 @@ def _end_to_end(headers: CIMultiDictProxy[str], others: set[str]) -> Headers:
 
 Fields = dict[str, Any]
 
-# They carry addresses, or ids in our place; a client has no business to choose either.
+# They carry addresses or request ids, which a client must not choose.
 _NOT_THE_CLIENTS = ("kv_transfer_params", "ec_transfer_params", "request_id")
-# P's answer is thrown away: nothing that only decorates an answer is asked for.
+# P's answer is thrown away, so P is not asked for these.
 _NOT_FOR_PREFILL = (
     "stream_options",
     "best_of",
@@ -162,7 +162,7 @@ def _without_the_forbidden(fields: Fields) -> Fields:
 # this finish reason. An aborted request has it too, but then its client has left. These are the bytes that
 # vLLM writes: inside a string of the same JSON, such as the model's text, the quotes are escaped.
 GIVEN_UP = b'"finish_reason":"abort"'
-# What became of such an instance, for errors.
+# What an error says of such an instance.
 STOPPED = "was stopped before its answer was complete"
 
 

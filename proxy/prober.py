@@ -40,7 +40,7 @@ class Prober:
 
     Args:
         clock: the registry's.
-        changed: called when there may be somebody new to send requests to, and once in a while.
+        changed: called when an instance may have become routable, and once in a while.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class Prober:
         self._changed = changed
         self._hurry = asyncio.Event()
         self._gone: set[Instance] = set()
-        """No longer in the registry, but with requests in flight."""
+        """Instances that the registry has removed and that still have requests in flight."""
 
     def hurry(self) -> None:
-        """There is a newcomer: do not wait for the next round."""
+        """A new instance is there: probe without waiting for the next round."""
         self._hurry.set()
 
     async def run(self) -> None:

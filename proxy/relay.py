@@ -1,4 +1,4 @@
-"""What the client gets to see of the instances' answers: all of it, as it comes, except ids and addresses."""
+"""Passes the instances' answers on to the client as they come, without instances' ids and addresses."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Relay:
                 async with asyncio.timeout(STALL_SECONDS):
                     await self._response.write(data)
         except TimeoutError as error:
-            # It would keep its place for ever, and D's answer with it.
+            # It would keep its place, and D's answer, for ever.
             logger.info("a client has read nothing for %g s: its connection is closed", STALL_SECONDS)
             self._abort()
             raise ClientGone from error

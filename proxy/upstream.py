@@ -33,9 +33,9 @@ _MAX_WORDS_BYTES = 64 << 10
 # it has arrived, so that another instance can be asked if it does not come whole.
 _MAX_HELD_BYTES = 1 << 20
 
-# While we wait for an answer we send nothing, and nobody probes an instance that has said goodbye: if its
-# host went down then, we would wait for ever. So TCP asks the host's kernel, which no busy process holds up,
-# after 10 s of silence, and gives up after 20.
+# While the proxy waits for an answer it sends nothing, and it does not probe an instance that has said
+# goodbye. If that instance's host went down then, it would wait for ever. So TCP probes the host after 10 s
+# of silence, and gives up after 20. The host's kernel answers, however busy its processes are.
 _KEEPALIVE_PROBES = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 5}
 
 EVENT_STREAM = "text/event-stream"
@@ -67,7 +67,7 @@ class Client:
         await self._fresh.close()
 
     def get(self, url: str, **options: Any) -> Any:
-        """As aiohttp's, which tries once more by itself."""
+        """As aiohttp's own methods, which try once more by themselves."""
         return self.kept.get(url, **options)
 
     async def post(
@@ -121,7 +121,7 @@ def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
 def _closed_unanswered(error: Exception) -> bool:
     """Whether a connection ended before any byte of an answer."""
     if isinstance(error, aiohttp.ServerDisconnectedError):
-        return isinstance(error.message, str)  # else it is the part of a head that came
+        return isinstance(error.message, str)  # else it holds the part of a head that has arrived
     if isinstance(error, aiohttp.ClientConnectorError | TimeoutError):
         return False
     return isinstance(error, ConnectionError | aiohttp.ClientOSError)
@@ -143,7 +143,7 @@ class CallFailed(Exception):
 
 
 class Silent(CallFailed):
-    """An instance has said nothing for a lease. It may be frozen, and nobody has seen it die."""
+    """An instance has been silent for a lease. It may be frozen; nothing shows that it died."""
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class Call:
 
 
 def _cancelled() -> bool:
-    """Whether this task itself is to end, whatever became of what it waits for."""
+    """Whether this task itself was cancelled, and not only what it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from faulty_links import Faults, FaultyLinks
@@ -47,12 +48,29 @@ def make_factories(kind: str) -> tuple[LinkFactory, LinkFactory]:
     return HostLinks("127.0.0.1", STAGING, shared), HostLinks("127.0.0.1", STAGING, shared)
 
 
+_SIMULATIONS: WeakKeyDictionary[LinkFactory, SimulatedNccl] = WeakKeyDictionary()
+
+
 def nccl_links(
-    *, version: int = 22809, blocking: bool = True, staging: int = 4 * STAGING, init_seconds: float = DEADLINE
+    *,
+    version: int = 22809,
+    blocking: bool = True,
+    staging: int = 4 * STAGING,
+    init_seconds: float = DEADLINE,
+    processors: int = 512,
+    channels: int = 8,
 ) -> NcclLinks:
     """NCCL links of one rank on a simulated device of its own."""
     nccl = SimulatedNccl(version=version, blocking=blocking)
-    return NcclLinks(nccl, SimulatedDevice(nccl), staging, init_seconds)
+    device = SimulatedDevice(nccl, processors=processors)
+    links = NcclLinks(nccl, device, staging, init_seconds, channels)
+    _SIMULATIONS[links] = nccl
+    return links
+
+
+def simulated(links: LinkFactory) -> SimulatedNccl:
+    """The NCCL under links of `nccl_links`."""
+    return _SIMULATIONS[links]
 
 
 @dataclass

@@ -245,7 +245,7 @@ class MemoryOutbound(Outbound):
         if not 1 <= aligned(nbytes) <= self._staging_bytes:
             raise ValueError(f"a message of {nbytes} bytes never fits {self._staging_bytes} bytes of staging")
         if landing != self._next:
-            raise self.guard.fail(f"landing {landing} is not that of message {self._next}")
+            raise self.guard.fail(f"remote slot {landing} is not that of message {self._next}")
         if self.dead or self.used + aligned(nbytes) > self._staging_bytes:
             return None
         send = MemorySend(self, self._next, nbytes)

@@ -80,7 +80,7 @@ class SimulatedNccl(Nccl):
         self._roots: dict[bytes, socket.socket] = {}
         self._streams: dict[int, int] = {}
         self._owner = 0
-        self._over = threading.Event()
+        self.over = threading.Event()
         ALL.add(self)
 
     @property
@@ -93,7 +93,7 @@ class SimulatedNccl(Nccl):
         return self._streams.get(stream) not in self._comms
 
     def let_go(self) -> None:
-        self._over.set()
+        self.over.set()
         for number in list(self._comms):
             if comm := self._comms.pop(number, None):
                 self._end(comm)
@@ -130,11 +130,11 @@ class SimulatedNccl(Nccl):
 
     def send(self, ptr: int, nbytes: int, peer: int, comm: int, stream: int) -> None:
         with self._call("send", comm) as inside:
-            self._queue(inside, Op(True, ptr, nbytes, stream), comm, peer)
+            self.queue(inside, Op(True, ptr, nbytes, stream), comm, peer)
 
     def recv(self, ptr: int, nbytes: int, peer: int, comm: int, stream: int) -> None:
         with self._call("recv", comm) as inside:
-            self._queue(inside, Op(False, ptr, nbytes, stream), comm, peer)
+            self.queue(inside, Op(False, ptr, nbytes, stream), comm, peer)
 
     def async_error(self, comm: int) -> int:
         with self._call("async_error", comm) as inside:
@@ -158,7 +158,7 @@ class SimulatedNccl(Nccl):
         if not inside.inside.acquire(blocking=False):
             self._violate("abort while another thread is inside a call")
         if self.abort_hangs:
-            self._over.wait()
+            self.over.wait()
         self._end(inside)
         self.aborted += 1
 
@@ -195,7 +195,7 @@ class SimulatedNccl(Nccl):
             self._violate(f"{name} from thread {threading.current_thread().name!r}, which is not the owner")
 
     def _violate(self, what: str) -> None:
-        if not self._over.is_set():  # then every call that still comes is late
+        if not self.over.is_set():  # then every call that still comes is late
             self.violations.append(what)
 
     # What NCCL does behind the calls.
@@ -233,9 +233,9 @@ class SimulatedNccl(Nccl):
         return heard == byte
 
     def _ended(self, comm: Comm) -> bool:
-        return self._over.is_set() or comm.gone.is_set()
+        return self.over.is_set() or comm.gone.is_set()
 
-    def _queue(self, comm: Comm, op: Op, number: int, peer: int) -> None:
+    def queue(self, comm: Comm, op: Op, number: int, peer: int) -> None:
         if peer != 1 - comm.rank:
             raise NcclError("send", 4, f"no peer {peer}")
         if self._streams.setdefault(op.stream, number) != number:

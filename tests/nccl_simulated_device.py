@@ -1,4 +1,4 @@
-"""The device beside a simulated NCCL: a CPU with streams that can be marked."""
+"""The device beside a simulated NCCL: a CPU with streams on which events can be recorded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nccl_simulated import SimulatedNccl
 from nccl_simulated_wire import Op
 
 
-class SimulatedMark:
+class SimulatedEvent:
     def __init__(self, op: Op | None, ended: Callable[[], bool]) -> None:
         self._op = op
         self._ended = ended
@@ -28,16 +28,16 @@ class SimulatedStream:
         self.number = next(self._numbers)
         self._nccl = nccl
 
-    def mark(self) -> SimulatedMark:
+    def record(self) -> SimulatedEvent:
         """It covers what NCCL has launched, and not what it is about to."""
         nccl, number = self._nccl, self.number
-        return SimulatedMark(nccl.last.get(number), lambda: nccl.stream_ended(number))
+        return SimulatedEvent(nccl.last.get(number), lambda: nccl.stream_ended(number))
 
-    def follow(self, mark: object) -> None:
-        assert isinstance(mark, SimulatedMark)
+    def follow(self, event: object) -> None:
+        assert isinstance(event, SimulatedEvent)
 
     def close(self) -> None:
-        if not self.mark().ready():
+        if not self.record().ready():
             self._nccl.violations.append("a stream was closed with something on it")
 
 
@@ -61,5 +61,5 @@ class SimulatedDevice:
     def stream(self) -> SimulatedStream:
         return SimulatedStream(self._nccl)
 
-    def here(self) -> SimulatedMark:
-        return SimulatedMark(None, lambda: True)
+    def here(self) -> SimulatedEvent:
+        return SimulatedEvent(None, lambda: True)

@@ -35,7 +35,7 @@ LAYER_FLOOR_SECONDS, LAYER_TOKEN_SECONDS = 250e-6, 1.2e-6
 Results = dict[str, Any]
 
 SLOWER = 1.05
-"""What a push layer by layer may take, times that of a whole request, for short prompts."""
+"""The most that a push layer by layer may take for short prompts, as a multiple of a push at the end."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +120,7 @@ def _write(args: argparse.Namespace, results: Results) -> None:
 
 
 def measure(args: argparse.Namespace, both: PrefillSide) -> Results:
-    """Every measurement; what is compared is measured in turn, so that a busy machine is so to all."""
+    """Every measurement. What is compared is measured in turn, so a busy machine slows down all of it."""
     modes = [True] if args.whole_request else [False, True]
     return {
         "about": _about(args),
@@ -288,7 +288,7 @@ def _hooks(results: Results) -> Iterator[str]:
 
 
 def _added(results: Results, mode: str) -> Iterator[float]:
-    """What the forward took longer with p2pkv, for one layer; by rounds."""
+    """Seconds that the forward took longer with p2pkv, for one layer; by rounds."""
     for row in results["layers"]:
         for alone, forward in zip(row["alone"], row["modes"][mode]["forward"], strict=True):
             yield (forward - alone) / LAYERS

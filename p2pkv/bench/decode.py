@@ -1,4 +1,4 @@
-"""The D of `p2pkv bench`, a process of its own: loads what it is told to, and says when it had it.
+"""The D of `p2pkv bench`, a process of its own: loads what it is told to, and says when it has loaded it.
 
 `harness.start_decode` starts it with the number of a socket; it ends when that socket does.
 """
@@ -34,7 +34,7 @@ from p2pkv.links.base import Inbound, LinkError, Receive
 from p2pkv.pairing import Address
 
 AHEAD = 64
-"""Receives posted at once: many more, and the words about them fill the socket in both directions."""
+"""Receives posted at once: many more would fill the socket in both directions with messages about them."""
 
 
 class Decode:

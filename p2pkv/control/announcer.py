@@ -5,8 +5,8 @@ no other thread of the worker runs. Pings from a thread would stop, and the prox
 good health. So they come from a process of its own, which imports neither torch nor vLLM.
 
 The worker is the child's parent and holds the other end of its stdin: it writes one line that says what to
-announce, a beat every second, and `STOP` at a clean end. A worker that is silent is vouched for until
-`stall_seconds` have passed; then there are no more pings until it beats again. When the worker dies, the pipe
+announce, a beat every second, and `STOP` at a clean end. When the worker is silent, the child goes on pinging
+for `stall_seconds`, and then stops until the worker beats again. When the worker dies, the pipe
 ends, so does the child, and with it the connection to the proxy. Both are in one process group: a signal that
 freezes or kills the whole instance reaches the child, too.
 """
@@ -78,7 +78,7 @@ class Announcement(Struct, frozen=True, kw_only=True):
     Attributes:
         proxy: host:port of the proxy's discovery socket.
         interval: seconds between two pings.
-        stall_seconds: how long the child vouches for a worker that is silent.
+        stall_seconds: how long the child pings for a worker that is silent.
         secret: with it the child pings as a member; None to ping in the clear.
         warm_up: what is done before the first ping, if anything.
         log_level: of the child's log, which goes to the worker's stderr.
@@ -154,7 +154,7 @@ class Announcer:
             )
             _close(self._child)
             with contextlib.suppress(OSError):
-                # The instance is warm by now, or we have waited for as long as is allowed.
+                # The instance is warm by now, or the child has waited for as long as it may.
                 self._child = _spawn(msgspec.structs.replace(self._announcement, warm_up=None))
 
 
@@ -295,7 +295,7 @@ class Pinger:
         proxy_address: host:port of the proxy's discovery socket.
         interval: seconds between two pings.
         members: show the proxy that we are one of them; None to ping in the clear.
-        vouched_for: asked before each ping, from the thread; while it says False none is sent.
+        vouched_for: called before each ping, in the pinger's thread; while it returns False none is sent.
 
     Raises:
         ValueError: malformed address, or an interval that is not positive.
@@ -352,7 +352,7 @@ class Pinger:
             context.term()
 
     def _converse(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        """Pings over one socket until told to stop, or until another socket might do better."""
+        """Pings over one socket until it is told to stop, or until a new socket may help."""
         dealer = context.socket(zmq.DEALER)
         watch = Watch(dealer, dials=True)
         try:
@@ -377,7 +377,7 @@ class Pinger:
             logger.warning("not registered: %s", no_answer(f"the proxy at {self._proxy}", failure, secret))
 
     def _ping_once(self, dealer: zmq.Socket[bytes], watch: Watch) -> bool:
-        """Pings, and waits until the next ping is due. False if another socket might do better."""
+        """Pings, and waits until the next ping is due. False if a new socket may help."""
         due = time.monotonic() + self._interval
         if self._connected(dealer, watch):
             if self._vouched_for():
@@ -425,7 +425,7 @@ def _configure(dealer: zmq.Socket[bytes], proxy: Address) -> None:
     dealer.connect(f"tcp://{proxy}")
 
 
-# The first prompts, which no client pays for: what first steps compile, they compile here.
+# The first prompts. vLLM compiles in them what it compiles in its first steps, so no client waits for that.
 
 REQUEST_MARK = "p2pkv-warm-up-"
 """What the request id of a warm-up begins with. It names no P and no D, so nothing is transferred."""

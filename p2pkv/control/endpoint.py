@@ -35,11 +35,12 @@ MAX_SOCKETS = 16_384
 LINGER_MS = 500
 """How long a closing endpoint waits until its last messages are sent; to healthy peers they go at once.
 
-A peer that has dialed us loses what it has not read when the connection ends, so the rank waits before."""
+A peer that has dialed us loses what it has not read when the connection ends, so the rank waits before it
+closes."""
 
 FIRST_PAUSE, LAST_PAUSE = (15, 30), (700, 1000)
 """Milliseconds: the first and the longest pause between two tries of libzmq, which doubles it each time. Each
-line draws its own, so that peers which lost one P together do not all come back at once."""
+connection draws its own, so that peers which lost one P together do not all come back at once."""
 
 LASTING = 0.5
 """A connection that ends after so many seconds or more is dialed again at once; others wait for `redial`."""
@@ -53,7 +54,7 @@ the dying process or a forwarder in front of it accepts connections and closes t
 
 
 class PortTaken(Exception):
-    """Somebody listens there already."""
+    """Another socket listens at this address already."""
 
 
 class Connection:
@@ -108,10 +109,10 @@ class ConnectionFailure(NamedTuple):
     """A connection that failed, and why, in a sentence."""
 
     connection: Connection | None
-    """The dialed connection, which is shut now; None for somebody who wanted to connect to us."""
+    """The dialed connection, which is shut now; None for one that a peer opened to us."""
     reason: str
     quiet: bool = False
-    """The other side just closed: a port scan, a monitor, or a peer that has seen first that we differ."""
+    """The other side just closed: a port scan, a monitor, or a peer that was first to find that we differ."""
     late: bool = False
     """A dialed peer has not answered in time. It may be busy: dial it again while somebody waits for it."""
 
@@ -203,7 +204,7 @@ class Endpoint:
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.RECONNECT_IVL, random.randint(*FIRST_PAUSE))
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, random.randint(*LAST_PAUSE))
-        # A client may have forged the address: who fails to prove what it is gets no second connection.
+        # A client may have forged the address: a peer that is no member gets no second connection.
         socket.setsockopt(zmq.RECONNECT_STOP, zmq.RECONNECT_STOP_HANDSHAKE_FAILED)
         if self._members is not None:
             self._members.join(socket, "rank")
@@ -228,7 +229,7 @@ class Endpoint:
     def wait(self, seconds: float) -> None:
         """Sleep until something can be received, somebody wakes us, or the time is over.
 
-        Of less than a millisecond, which a poller does not know, all is slept.
+        Less than a millisecond, which a poller cannot wait, is slept in full.
         """
         if 0.0 < seconds < 0.001:
             time.sleep(seconds)
@@ -247,7 +248,7 @@ class Endpoint:
                 self._look_after(connection, connection._watch)
 
     def receive(self) -> Iterator[tuple[Connection, bytes]]:
-        """What has come in, without waiting. What is not one frame comes as b"", which is no message."""
+        """The messages that have arrived. One of several frames comes as b"", which is no message."""
         if self._ready is None:
             self._ready = [each for each, _ in self._poller.poll(0)]
         ready, self._ready = self._ready, None
@@ -292,13 +293,13 @@ class Endpoint:
         return connection
 
     def _forget_strangers(self) -> None:
-        """Drop the lines that nobody owns; whoever is still there is a stranger again."""
+        """Drop connections without a `tag`. A peer that is still there has to say Hello."""
         self._answered = {
             key: connection for key, connection in self._answered.items() if connection.tag is not None
         }
 
     def _admit(self) -> None:
-        """Answer libzmq's questions about who wants to connect."""
+        """Answer libzmq's questions whether a peer may connect."""
         for _ in range(BURST):
             try:
                 request = self._asked.recv_multipart(zmq.DONTWAIT)

@@ -2,8 +2,8 @@
 
 The secret never travels, and neither does anything from which it could be read; but whoever records a
 handshake can try guesses, so the derivation of the keys is slow and the secret should be random. All members
-hold the same keys: they are one party. Ranks and proxies answer with different keys, so a rank that a forged
-request id makes dial a proxy's port does not get through the handshake.
+hold the same keys and have the same rights. Ranks and proxies answer with different keys, so if a forged
+request id makes a rank dial a proxy's port, the handshake fails.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Members:
         self._keys = _derive(secret)
 
     def serve(self, socket: zmq.Socket[Any], server: Server) -> None:
-        """Before it binds: `socket` answers only those who know its key. It needs a Gate beside it."""
+        """Before it binds: `socket` answers only those who know its key. It needs a ZapHandler, too."""
         keys = self._keys[server]
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
@@ -111,7 +111,7 @@ class ZapHandler:
 
     @property
     def needed(self) -> bool:
-        """Whether it would ever refuse anybody."""
+        """Whether it can refuse anybody at all."""
         return self._members is not None or self._allowed is not None
 
     def open(self, context: zmq.Context[Any]) -> zmq.Socket[Any]:
@@ -180,7 +180,7 @@ class Failure(NamedTuple):
 
     @property
     def gone(self) -> bool:
-        """Nobody has said anything."""
+        """The other side has sent nothing."""
         return not (self.spoke or self.refused)
 
 
@@ -237,7 +237,7 @@ def event_of(frames: list[bytes]) -> tuple[int, int]:
 
 
 def failure_of(event: int, value: int) -> Failure:
-    """What a failed handshake failed of."""
+    """Why a handshake failed."""
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return Failure("not admitted", refused=True)
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:

@@ -92,7 +92,7 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def stop(self, grace_seconds: float = 20.0) -> None:
-        """End the program and its children: politely, and after `grace_seconds` by force. Idempotent."""
+        """End the program and its children: by SIGTERM, and after `grace_seconds` by SIGKILL. Idempotent."""
         if self._process is None:
             return
         try:
@@ -112,7 +112,7 @@ class ServerProcess:
         self._process = None
 
     def freeze(self) -> None:
-        """Stop the program and its children in their tracks (SIGSTOP); their sockets stay open."""
+        """Freeze the program and its children (SIGSTOP); their sockets stay open."""
         self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:

@@ -151,7 +151,7 @@ class ProxyServer(ServerProcess):
 
 
 def cpu_environment(kv_cache_gib: int = 1) -> dict[str, str]:
-    """What keeps several small vLLM servers civil on one small machine, and off the network."""
+    """Variables with which several small vLLM servers share one small machine, and stay off the network."""
     return {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

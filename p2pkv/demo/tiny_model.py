@@ -1,8 +1,7 @@
 """Makes tiny Llamas with random weights and their own tokenizer, so that demo and tests need no download.
 
-The weights are drawn so that the answers are worth comparing: attention is peaked rather than flat and
-every layer adds about as much as it was given, so the next token depends on tokens far back; a wrong KV
-cache shows in the text.
+The weights are drawn so that a wrong KV cache shows in the text: attention is peaked rather than flat, and
+every layer adds about as much as its input has, so the next token depends on tokens far back.
 
 Shape legend: V vocabulary, E hidden size, A attention heads, K KV heads, D head_dim, F MLP width.
 """

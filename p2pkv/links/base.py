@@ -1,13 +1,13 @@
-"""The data plane's seam: one ordered, abortable, two-sided link from one P rank to one D rank.
+"""The interface of the data plane: one ordered, abortable, two-sided link from a rank of P to a rank of D.
 
-Its shape is NCCL's. Sends and receives match in the order in which they are posted. A send is done only
+It is modelled on NCCL. Sends and receives match in the order in which they are posted. A send is done only
 when the matching receive has taken it. Completion is polled, never waited for. The link does not report a
 dead peer, so its callers need deadlines of their own. `abort` frees the calls of this end. All calls to
 one link come from one thread (NCCL's own rule: one owner thread per device).
 
-On a device, `commit` and `release` order and do not wait: the bytes are sent, or the room is written
-again, only after what the calling thread's current stream holds at the call. A link's own operations
-go to a stream of its own: they wait for the peer, and no copy of pages may queue up behind them.
+On a device, `commit` and `release` put work in order and do not wait: the bytes are sent, or the room is
+written again, only after the work that the calling thread's current stream holds at the call. Each link has
+a stream of its own for its operations: they wait for the peer, and no copy of blocks may queue behind them.
 
 A link is set up by two opaque blobs, which the control plane carries:
 
@@ -15,9 +15,9 @@ A link is set up by two opaque blobs, which the control plane carries:
     D: inbound, acceptance = factory.accept(invitation, window)  -> to P
     P: outbound = factory.complete(invitation, acceptance)
 
-A *landing* names the place of a receive. D sends it to P with the grant. If both ends share memory, P
-gathers straight into D's buffer at that place. NCCL needs no place: there the landing carries the number
-and the size of the message, because NCCL itself would not notice a wrong one.
+A `landing` is the remote slot of a receive: a number that D sends to P with the grant. If both ends share
+memory, it says where D's buffer lies, and P gathers straight into it. With NCCL it is the number and the size
+of the message, because NCCL itself would not notice a wrong one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Receive(Protocol):
 
     Attributes:
         buffer: uint8 [nbytes]; readable from the moment `done()` is True until `release()`.
-        landing: what the sender has to be told; opaque, 0 <= landing <= 2**62.
+        landing: the remote slot, for the sender; opaque, 0 <= landing <= 2**62.
     """
 
     @property
@@ -96,7 +96,7 @@ class Inbound(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Free every call of this end at once; later data of the peer lands nowhere. Idempotent."""
+        """Free every call of this end at once; what the peer still sends is dropped. Idempotent."""
 
 
 class Outbound(ABC):
@@ -140,7 +140,7 @@ class LinkFactory(ABC):
 
     @abstractmethod
     def invite(self) -> bytes:
-        """P's first word on a new link (NCCL: the unique id; host: who and where this machine is)."""
+        """P's invitation to a new link (NCCL: the unique id; host: who and where this machine is)."""
 
     @abstractmethod
     def accept(self, invitation: bytes, window: int) -> tuple[Inbound, bytes]:

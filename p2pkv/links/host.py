@@ -53,7 +53,7 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 
 
 class HostInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True):
-    """P's first word: `nonce` is random; `place` is P's, or None if P does not want to share memory."""
+    """P's invitation: `nonce` is random; `place` is P's, or None if P does not want to share memory."""
 
     link = "host"
     name = "invitation"
@@ -262,7 +262,7 @@ class HostReceive:
 
 
 class HostInbound(Inbound):
-    """D's end. It learns from P's first sign of life whether P shares the arena or comes by TCP.
+    """D's end. The first thing that P does shows whether P shares the arena or connects by TCP.
 
     Invariant: a slot that P may still write is never posted again. `abort` gives up the whole arena,
     so what a frozen P writes afterwards lands in memory that no link uses.

@@ -2,8 +2,8 @@
 
 P names the communicator in its invitation; each side joins it on a helper thread, and a first small
 message makes NCCL connect the two, so that a request finds a warm link. A communicator that does not
-come up, or whose abort does not come back, is left behind with its thread; the pair starts afresh under
-a new name.
+come up, or whose abort does not return, is abandoned with its thread; the pair then builds another one
+under a new name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from p2pkv.links.nccl_bindings import (
     version_name,
 )
 from p2pkv.links.nccl_communicator import Opening, Shared, wait_out
-from p2pkv.links.nccl_device import CudaDevice, Device, DevicePool, Mark
+from p2pkv.links.nccl_device import CudaDevice, Device, DevicePool, StreamEvent
 from p2pkv.links.staging import Slots, aligned
 
 logger = logging.getLogger(__name__)
@@ -67,11 +67,11 @@ UniqueId = Annotated[bytes, Meta(min_length=UNIQUE_ID_BYTES, max_length=UNIQUE_I
 Version = Annotated[int, Meta(ge=1, lt=1 << 31)]
 
 
-# What the two ends tell each other through the control plane.
+# What the two ends send each other over the control plane.
 
 
 class NcclInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True):
-    """P's first word: the communicator's name, P's NCCL, and a random tag that the answer repeats."""
+    """P's invitation: the communicator's name, P's NCCL, and a random tag that the answer repeats."""
 
     link = "nccl"
     name = "invitation"
@@ -187,7 +187,7 @@ class NcclLinks(LinkFactory):
         return outbound
 
     def close(self) -> None:
-        """Abort every link of this rank, and give NCCL a moment to let go. Idempotent."""
+        """Abort every link of this rank, and wait a moment for the aborts. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -222,25 +222,30 @@ def cuda_links(staging_bytes: int, *, device: torch.device | None = None, channe
         raise ValueError(str(error)) from None
 
 
-# One end of a link: its operations, from being asked for to being polled as done.
+# One end of a link: its operations, from their making until the device has done them.
 
 
 def to_landing(sequence: int, nbytes: int) -> int:
-    """The landing of message number `sequence`: which message it is, and how long."""
+    """The remote slot of message number `sequence`: which message it is, and its size."""
     return sequence % _SEQUENCES << _SIZE_BITS | nbytes
 
 
 class Operation:
-    """One send or receive: asked for, wanted, launched by NCCL, marked in the stream, finished."""
+    """One send or receive. In this order it is made, wanted, launched by NCCL, and finished.
 
-    __slots__ = ("after", "buffer", "finished", "mark", "nbytes", "offset", "released", "wanted")
+    Attributes:
+        after: an event of the engine's stream, after which NCCL may begin; None until it is wanted.
+        event: recorded behind NCCL's kernel; None until NCCL has launched it.
+    """
+
+    __slots__ = ("after", "buffer", "event", "finished", "nbytes", "offset", "released", "wanted")
 
     def __init__(self, offset: int, buffer: torch.Tensor) -> None:
         self.offset = offset
         self.buffer = buffer
         self.nbytes = buffer.numel()
-        self.after: Mark | None = None
-        self.mark: Mark | None = None
+        self.after: StreamEvent | None = None
+        self.event: StreamEvent | None = None
         self.wanted = False
         self.finished = False
         self.released = False
@@ -260,15 +265,15 @@ class End:
         self.shared = shared
         self.sequence = 0
         self.operations: set[Operation] = set()
-        """Those that hold a slot."""
+        """The operations that hold a slot."""
         self._rank = rank
         self._held = 0
         self.closed = False
         shared.device.enter()
         self._stream = shared.device.stream()
         self._queue: deque[Operation] = deque()  # in order, not launched
-        self._launching: Operation | None = None  # called for, and NCCL is at it
-        self._flying: deque[Operation] = deque()  # launched and marked
+        self._launching: Operation | None = None  # NCCL has the call, and has not launched it yet
+        self._flying: deque[Operation] = deque()  # launched, and its event is recorded
         self._opening = Opening(shared, unique_id, rank, self._stream)
 
     def ready(self) -> bool:
@@ -328,11 +333,11 @@ class End:
     # For the two kinds of ends.
 
     def admitted(self) -> bool:
-        """Whether this end may have operations under way, as few enough others have."""
+        """Whether this end may have operations under way: it has some, or few enough others have."""
         return self in self.shared.busy or len(self.shared.busy) < self.shared.most_busy
 
     def enqueue(self, operation: Operation) -> None:
-        """The next operation in order; it begins once it is wanted."""
+        """Append an operation; NCCL gets it in this order, once it is wanted."""
         self.sequence += 1
         self.operations.add(operation)
         self._held += aligned(operation.nbytes)
@@ -340,7 +345,7 @@ class End:
         self.shared.busy.add(self)
 
     def want(self, operation: Operation) -> None:
-        """`poll` may launch it; it begins when what is queued on the current stream now is done."""
+        """Let `poll` launch it; it begins when the work now on the current stream is done."""
         operation.after = self.shared.device.here()
         operation.wanted = True
 
@@ -368,7 +373,7 @@ class End:
             raise self.guard.fail(f"NCCL reports error {state}; NCCL_DEBUG=INFO shows more")
         if state == SUCCESS:
             if self._launching is not None:
-                self._mark(self._launching)
+                self._record(self._launching)
                 self._launching = None
             self._launch(comm)
         while self._flying and self._passed(self._flying[0]):
@@ -377,7 +382,8 @@ class End:
             self.finished(operation)
 
     def _launch(self, comm: int) -> None:
-        """In order; with a binding that does not block, one, because NCCL must be asked in between."""
+        """Launch wanted operations in order: all, or one if the binding does not block, since NCCL must be
+        polled in between."""
         nccl = self.shared.nccl
         call, peer = (nccl.send, 1) if self._rank == 0 else (nccl.recv, 0)
         while self._queue and self._queue[0].wanted and self._launching is None:
@@ -387,26 +393,26 @@ class End:
                 self._stream.follow(operation.after)
             call(operation.buffer.data_ptr(), operation.nbytes, peer, comm, self._stream.number)
             if nccl.blocking:
-                self._mark(operation)
+                self._record(operation)
                 self._launching = None
 
-    def _mark(self, operation: Operation) -> None:
-        # Only now: a mark made before NCCL has launched would lie before its kernel.
-        operation.mark = self._stream.mark()
+    def _record(self, operation: Operation) -> None:
+        # Not earlier: an event recorded before NCCL has launched would lie before its kernel.
+        operation.event = self._stream.record()
         self._flying.append(operation)
 
     def _passed(self, operation: Operation) -> bool:
-        assert operation.mark is not None
+        assert operation.event is not None
         try:
-            return operation.mark.ready()
+            return operation.event.ready()
         except RuntimeError as error:
             raise self.guard.fail(f"the device has failed: {error}") from None
 
     def _end(self, comm: int, offsets: list[int]) -> None:
-        """On a helper thread: slots return when the device can no longer touch them."""
+        """On a helper thread: abort, and give the slots back when the device can no longer touch them."""
         self.shared.device.enter()
         self.shared.nccl.abort(comm)
-        wait_out(self._stream.mark())
+        wait_out(self._stream.record())
         self._stream.close()
         for offset in offsets:
             self.shared.pool.give(offset)
@@ -513,8 +519,8 @@ class NcclOutbound(End, Outbound):
         self.shared.pool.check(nbytes)
         if landing != to_landing(self.sequence, nbytes):
             raise self.guard.fail(
-                f"landing {landing} is not that of message {self.sequence} with {nbytes} bytes; grants must "
-                "be used in order, and filled"
+                f"remote slot {landing} is not that of message {self.sequence} with {nbytes} bytes; grants "
+                "must be used in order, and filled"
             )
         if not self.admitted():
             return None

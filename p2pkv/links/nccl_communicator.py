@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from p2pkv.links.base import Guard, LinkError
 from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, Nccl, NcclError
-from p2pkv.links.nccl_device import Device, DevicePool, Mark, Stream
+from p2pkv.links.nccl_device import Device, DevicePool, Stream, StreamEvent
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Shared:
 
 
 class _GivenUp(Exception):
-    """Nobody wants this communicator any more."""
+    """This communicator is not wanted any more."""
 
 
 class Opening:
@@ -176,7 +176,7 @@ class Opening:
                 return
         if comm is not None:
             self._shared.nccl.abort(comm)
-        wait_out(self._stream.mark())
+        wait_out(self._stream.record())
         self._stream.close()
 
     def _say_something(self, comm: int) -> None:
@@ -185,8 +185,8 @@ class Opening:
         call, peer = (nccl.send, 1) if self._rank == 0 else (nccl.recv, 0)
         call(self._buffer.data_ptr(), FIRST_MESSAGE_BYTES, peer, comm, self._stream.number)
         self._settle(comm)
-        mark = self._stream.mark()
-        while not mark.ready():
+        event = self._stream.record()
+        while not event.ready():
             self._pause()
             self._settle(comm)
 
@@ -201,7 +201,7 @@ class Opening:
             raise _GivenUp
 
 
-def wait_out(mark: Mark) -> None:
-    """Wait, on a helper thread, until the device has passed `mark`; for ever if it never does."""
-    while not mark.ready():
+def wait_out(event: StreamEvent) -> None:
+    """Wait, on a helper thread, until the device has passed `event`; for ever if it never does."""
+    while not event.ready():
         time.sleep(_PAUSE)

@@ -1,4 +1,4 @@
-"""What NCCL links need besides NCCL: memory in slots, a stream for each end, and marks."""
+"""What NCCL links need besides NCCL: memory in slots, a stream for each end, and events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from p2pkv.links.base import LinkError
 from p2pkv.links.staging import Slots, aligned
 
 
-class Mark(Protocol):
+class StreamEvent(Protocol):
     """A point in the order of a stream's work."""
 
     def ready(self) -> bool:
@@ -32,12 +32,12 @@ class Stream(Protocol):
 
     number: int
 
-    def mark(self) -> Mark:
-        """This point of the stream."""
+    def record(self) -> StreamEvent:
+        """Record an event at this point of the stream."""
         ...
 
-    def follow(self, mark: Mark) -> None:
-        """What is queued here from now on begins when `mark`, of another stream, is ready."""
+    def follow(self, event: StreamEvent) -> None:
+        """What is queued here from now on begins when `event`, of another stream, is ready."""
         ...
 
     def close(self) -> None:
@@ -72,12 +72,12 @@ class Device(Protocol):
         """A new stream, which nothing else of this process ever shares. Raises LinkError."""
         ...
 
-    def here(self) -> Mark:
-        """This point of the calling thread's current stream."""
+    def here(self) -> StreamEvent:
+        """Record an event at this point of the calling thread's current stream."""
         ...
 
 
-class CudaMark:
+class CudaEvent:
     """A CUDA event, recorded when made."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -99,12 +99,12 @@ class CudaStream:
             raise LinkError(str(error)) from None
         self._stream = torch.cuda.ExternalStream(self.number, device)  # type: ignore[no-untyped-call]
 
-    def mark(self) -> CudaMark:
-        return CudaMark(self._stream)
+    def record(self) -> CudaEvent:
+        return CudaEvent(self._stream)
 
-    def follow(self, mark: Mark) -> None:
-        assert isinstance(mark, CudaMark)
-        self._stream.wait_event(mark.event)
+    def follow(self, event: StreamEvent) -> None:
+        assert isinstance(event, CudaEvent)
+        self._stream.wait_event(event.event)
 
     def close(self) -> None:
         end_stream(self.number)
@@ -134,8 +134,8 @@ class CudaDevice:
     def stream(self) -> CudaStream:
         return CudaStream(self._device)
 
-    def here(self) -> CudaMark:
-        return CudaMark(torch.cuda.current_stream(self._device))
+    def here(self) -> CudaEvent:
+        return CudaEvent(torch.cuda.current_stream(self._device))
 
 
 # Device memory: what is being sent, or received, lies in its slots.

@@ -95,7 +95,7 @@ class Arena:
         self._close_fd = None if fd is None else weakref.finalize(self, os.close, fd)
 
     def greet(self, nonce: bytes) -> None:
-        """P's word that it has mapped the arena."""
+        """Tell D that P has mapped the arena."""
         self.words[_GREETING] = _greeting(nonce)
 
     def greeted(self, nonce: bytes) -> bool:
@@ -109,7 +109,7 @@ class Arena:
         return SharedArena(pid=os.getpid(), fd=self._fd, inode=os.fstat(self._fd).st_ino)
 
     def seal_off(self) -> None:
-        """Nobody else may open this arena from now on; who has mapped it keeps it. Idempotent."""
+        """From now on no process may open this arena; a process that has mapped it keeps it. Idempotent."""
         if self._close_fd is not None:
             self._close_fd()
             self._fd = None
@@ -198,15 +198,17 @@ def entry(sequence: int) -> int:
 
 
 def to_landing(offset: int, sequence: int) -> int:
-    """The landing of message number `sequence` at `offset` (a multiple of 64) of the pool."""
+    """The remote slot of message number `sequence`, at `offset` (a multiple of 64) of the pool."""
     return offset // ALIGNMENT << _SEQUENCE_BITS | sequence & (1 << _SEQUENCE_BITS) - 1
 
 
 def from_landing(landing: int, sequence: int) -> int:
-    """The offset in `landing`. Raises LinkError if it is not that of message number `sequence`."""
+    """The offset in a remote slot. Raises LinkError if it is not that of message number `sequence`."""
     mask = (1 << _SEQUENCE_BITS) - 1
     if landing < 0 or landing & mask != sequence & mask:
-        raise LinkError(f"landing {landing} is not that of message {sequence}; grants must be used in order")
+        raise LinkError(
+            f"remote slot {landing} is not that of message {sequence}; grants must be used in order"
+        )
     return (landing >> _SEQUENCE_BITS) * ALIGNMENT
 
 
@@ -290,7 +292,7 @@ class SharedOutbound(Outbound):
         arena.greet(nonce)
 
     def ready(self) -> bool:
-        """True: D's end was there first."""
+        """Always True: D made its end before P mapped it."""
         self.guard.check()
         return True
 
@@ -305,7 +307,7 @@ class SharedOutbound(Outbound):
         except LinkError as error:
             raise self.guard.fail(str(error)) from None
         if offset + nbytes > pool.capacity:
-            raise self.guard.fail(f"landing {landing} lies outside the window of {pool.capacity} bytes")
+            raise self.guard.fail(f"remote slot {landing} lies outside the window of {pool.capacity} bytes")
         send = SharedSend(self, self._arena, self._next, pool.tensor(offset, nbytes))
         self._unfinished[self._next] = send
         self._used += nbytes
@@ -314,7 +316,7 @@ class SharedOutbound(Outbound):
 
     @property
     def used(self) -> int:
-        """Bytes of D's window that this end's unfinished sends stand for."""
+        """Bytes of D's window that this end's unfinished sends take."""
         return self._used
 
     def finish(self, send: SharedSend) -> None:
@@ -323,7 +325,7 @@ class SharedOutbound(Outbound):
             self._used -= send.buffer.numel()
 
     def poll(self) -> None:
-        """Forget sends that D has taken, if nobody has asked them."""
+        """End the sends that D has taken, whether or not their `done` was called."""
         self.guard.check()
         while self._unfinished:
             send = next(iter(self._unfinished.values()))

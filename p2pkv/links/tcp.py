@@ -79,7 +79,7 @@ class TcpListener:
         for _ in range(_GUESTS):
             try:
                 guest, _address = self._socket.accept()
-            except OSError:  # nobody there, gone again, or no descriptor left: all the same to us
+            except OSError:  # nobody there, gone again, or no descriptor left: no connection in each case
                 return
             guest.setblocking(False)
             self._guests.append((guest, bytearray()))
@@ -275,7 +275,7 @@ class TcpOutbound(Outbound):
         self.guard.check()
         if self.lost is None:
             try:
-                self._hear()  # first: a failing send must not hide what D has taken
+                self._hear()  # first: D's counts must be read even if a send fails
                 self._speak()
             except OSError as error:
                 self.lost = f"{self} broke: {error}"

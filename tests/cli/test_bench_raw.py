@@ -16,11 +16,13 @@ SIGNED = tuple(part - 256 for part in NAME)
 
 
 class Communicator:
+    """Of one test: what it was made with, and its calls."""
+
     made: list[Any] = []  # noqa: RUF012
+    calls: list[tuple[Any, ...]] = []  # noqa: RUF012
 
     def __init__(self, ranks: int, name: Any, rank: int) -> None:
         self.made.append((ranks, name, rank))
-        self.calls: list[tuple[Any, ...]] = []
 
     def send(self, *args: int) -> None:
         self.calls.append(("send", *args))
@@ -43,6 +45,7 @@ def test_messages_go_one_after_the_other(version: str, given: Any, monkeypatch: 
     stream = types.SimpleNamespace(cuda_stream=77, synchronize=lambda: waited.append(True))
     monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
     monkeypatch.setattr(Communicator, "made", [])
+    monkeypatch.setattr(Communicator, "calls", [])
 
     assert new_name() == NAME.hex()
     raw = RawNccl(bytes.fromhex(new_name()), rank=0)
@@ -52,7 +55,7 @@ def test_messages_go_one_after_the_other(version: str, given: Any, monkeypatch: 
     raw.receive(flat, [300])
     raw.close()
     start = flat.data_ptr()
-    assert raw._comm.calls == [
+    assert Communicator.calls == [
         ("send", start, 100, 1, 1, 77),
         ("send", start + 100, 200, 1, 1, 77),
         ("recv", start, 300, 1, 0, 77),

@@ -34,19 +34,27 @@ http.server.test(http.server.SimpleHTTPRequestHandler, port=int(sys.argv[1]), bi
 """
 
 
+def health_url(port: int) -> str:
+    return f"http://127.0.0.1:{port}/"
+
+
 def process(tmp_path: Path, code: str, *arguments: str, port: int = 1) -> ServerProcess:
     return ServerProcess(
         "demo server",
         [sys.executable, "-c", code, *arguments],
-        health_url=f"http://127.0.0.1:{port}/",
+        health_url=health_url(port),
         log_path=tmp_path / "logs" / "server.log",
         env=os.environ,
     )
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    port = free_ports()
+def port() -> int:
+    return free_ports()
+
+
+@pytest.fixture
+def server(tmp_path: Path, port: int) -> Iterator[ServerProcess]:
     server = process(tmp_path, SERVER, str(port), port=port)
     with server:
         server.wait_ready(30.0)
@@ -74,8 +82,8 @@ def test_kill_is_at_once_and_the_server_can_start_again(server: ServerProcess) -
     assert server.pid != group
 
 
-def test_a_frozen_server_answers_again_when_thawed(server: ServerProcess) -> None:
-    url = server._health_url
+def test_a_frozen_server_answers_again_when_thawed(server: ServerProcess, port: int) -> None:
+    url = health_url(port)
     server.freeze()
     assert not answers_ok(url, timeout_seconds=0.3)
     server.thaw()

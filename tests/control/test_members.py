@@ -1,8 +1,9 @@
-"""Keys that follow from a secret, and the gate that asks for them."""
+"""Keys that follow from a secret, and the ZAP handler that asks for them."""
 
 from __future__ import annotations
 
 import secrets
+from typing import Any
 
 import pytest
 import zmq
@@ -13,20 +14,42 @@ from p2pkv.control.security import Members, NoCurve, ZapHandler, members_of
 from p2pkv.trust import Networks
 
 SECRET = b"a secret of the tests"
-MEMBER = Members(SECRET)._keys["member"]
-REQUEST = [b"id", b"", b"1.0", b"7", b"p2pkv", b"10.0.0.9", b"", b"CURVE", z85.decode(MEMBER.public)]
+
+
+class Socket(dict[int, Any]):
+    """Keeps the options that a ZMQ socket is given; libzmq does not return keys."""
+
+    setsockopt = dict.__setitem__
+
+
+def keys_of(secret: bytes) -> dict[str, bytes]:
+    """All keys that sockets get from the members who know `secret`, by what they are for; 32 bytes each."""
+    members, keys = Members(secret), {}
+    for server in ("rank", "proxy"):
+        dials, listens = Socket(), Socket()
+        members.join(dials, server)
+        members.serve(listens, server)
+        keys[f"{server}, public"] = dials[zmq.CURVE_SERVERKEY]
+        keys[f"{server}, secret"] = listens[zmq.CURVE_SECRETKEY]
+        keys["member, public"] = dials[zmq.CURVE_PUBLICKEY]
+        keys["member, secret"] = dials[zmq.CURVE_SECRETKEY]
+    return {name: z85.decode(key) for name, key in keys.items()}
+
+
+MEMBER = keys_of(SECRET)["member, public"]
+REQUEST = [b"id", b"", b"1.0", b"7", b"p2pkv", b"10.0.0.9", b"", b"CURVE", MEMBER]
 
 
 def test_the_same_secret_gives_the_same_keys_and_another_one_others() -> None:
-    assert Members(SECRET)._keys == Members(bytes(SECRET))._keys
-    public = {keys.public for each in (SECRET, b"another secret!!") for keys in Members(each)._keys.values()}
-    assert len(public) == 6
+    assert keys_of(SECRET) == keys_of(bytes(SECRET))
+    assert len({*keys_of(SECRET).values(), *keys_of(b"another secret!!").values()}) == 12
+    assert Members(SECRET).include(MEMBER) and not Members(b"another secret!!").include(MEMBER)
 
 
 def test_the_secret_is_not_in_the_keys_and_nothing_shows_them() -> None:
-    for keys in Members(SECRET)._keys.values():
-        assert SECRET not in keys.public + keys.secret
-        assert len(z85.decode(keys.public)) == len(z85.decode(keys.secret)) == 32
+    for key in keys_of(SECRET).values():
+        assert SECRET not in key and SECRET not in z85.encode(key)
+        assert len(key) == 32
     assert repr(Members(SECRET)) == "Members()"
 
 

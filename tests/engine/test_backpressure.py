@@ -38,7 +38,7 @@ STAGING = 4 * CHUNK
 PROMPT = (TOKENS - 1) * 8 * 2 * 8 * 4
 """Bytes of one prompt on the wire: twice the staging. A layer is a chunk."""
 
-Make = Callable[[str], Engine]
+Make = Callable[..., Engine]
 
 
 @pytest.fixture(params=["memory", "shared memory", "tcp"])
@@ -54,8 +54,8 @@ def make(links) -> Iterator[Make]:
     """Engines of one rank whose peers may be silent for long."""
     with contextlib.ExitStack() as stack:
 
-        def start(role: str) -> Engine:
-            options = {"staging_bytes": STAGING, "chunk_bytes": CHUNK, "lease_seconds": 60.0}
+        def start(role: str, **given: int) -> Engine:
+            options = {"staging_bytes": STAGING, "chunk_bytes": CHUNK, "lease_seconds": 60.0} | given
             engine = make_engine(role, ONE, lambda rank: links(), **options)
             stack.callback(engine.stop)
             return engine
@@ -141,6 +141,21 @@ class Slow:
 
     def _set(self, pump: Callable[[float], bool]) -> None:
         on_engine_thread(self._rank, lambda: setattr(self._half, "pump", pump))
+
+
+@pytest.mark.parametrize("staging", [STAGING, 2 * STAGING])
+def test_a_message_is_filled_up_to_chunk_bytes_or_a_quarter_of_ds_staging(make: Make, staging: int) -> None:
+    """As docs/options.md says of `chunk_bytes`: the staging of P does not count."""
+    p = make("P", staging_bytes=4 * STAGING, chunk_bytes=4 * STAGING)
+    d = make("D", staging_bytes=staging)
+    whole(p, d, "a", 0)
+    sent = values(p)
+    assert (sent["bytes_sent"], sent["chunks_sent"]) == (PROMPT, PROMPT // (staging // 4))
+    all_at_rest(p, d)
+    small = make("P", staging_bytes=4 * STAGING, chunk_bytes=CHUNK // 2)
+    whole(small, d, "b", 1)
+    assert values(small)["chunks_sent"] == PROMPT // (CHUNK // 2)
+    all_at_rest(small, d)
 
 
 @pytest.mark.parametrize("how", ["frozen", "grants nothing", "takes nothing"])

@@ -244,9 +244,9 @@ def test_grants_used_out_of_order_break_the_link(factories: Factories) -> None:
     pair.begin(10)
     later = pair.inbound.post(10)
     assert later is not None
-    with pytest.raises(LinkError, match=f"landing {later.landing + 5}"):
+    with pytest.raises(LinkError, match=f"remote slot {later.landing + 5}"):
         pair.outbound.reserve(10, later.landing + 5)
-    with pytest.raises(LinkError, match="landing"):
+    with pytest.raises(LinkError, match="remote slot"):
         pair.outbound.reserve(10, later.landing)
 
 

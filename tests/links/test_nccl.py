@@ -7,15 +7,16 @@ import time
 from collections.abc import Callable
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 import torch
-from links_support import NCCL_KINDS, connect, nccl_links, wait_until
+from links_support import NCCL_KINDS, connect, nccl_links, simulated, wait_until
 from nccl_simulated import SimulatedNccl
-from nccl_simulated_device import SimulatedDevice, SimulatedMark, SimulatedStream
+from nccl_simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
 
 from p2pkv.links import nccl, nccl_communicator
-from p2pkv.links.base import LinkError
-from p2pkv.links.nccl import NcclLinks, cuda_links
+from p2pkv.links.base import LinkError, decode_blob, encode_blob
+from p2pkv.links.nccl import NcclAcceptance, NcclLinks, cuda_links
 
 WINDOW = 1 << 16
 
@@ -23,12 +24,6 @@ WINDOW = 1 << 16
 @pytest.fixture(params=NCCL_KINDS)
 def blocking(request: pytest.FixtureRequest) -> bool:
     return request.param == "nccl-blocking"
-
-
-def simulated(links: NcclLinks) -> SimulatedNccl:
-    nccl = links._shared.nccl
-    assert isinstance(nccl, SimulatedNccl)
-    return nccl
 
 
 def both(blocking: bool, **how: object) -> tuple[NcclLinks, NcclLinks]:
@@ -61,9 +56,9 @@ def test_versions_must_be_equal_and_both_are_named() -> None:
     same = nccl_links(version=22809)
     invitation = p.invite()
     _, acceptance = same.accept(invitation, WINDOW)
-    p._version = 22703
-    with pytest.raises(LinkError, match=r"this rank has NCCL 2\.27\.3 and its peer NCCL 2\.28\.9"):
-        p.complete(invitation, acceptance)
+    older = msgspec.structs.replace(decode_blob(acceptance, NcclAcceptance), nccl=22703)
+    with pytest.raises(LinkError, match=r"this rank has NCCL 2\.28\.9 and its peer NCCL 2\.27\.3"):
+        p.complete(invitation, encode_blob(older))
 
 
 def test_ready_means_that_a_message_has_gone_through(blocking: bool) -> None:
@@ -166,7 +161,7 @@ def test_a_failed_device_breaks_the_link(monkeypatch: pytest.MonkeyPatch) -> Non
     def fail(self: object) -> bool:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(SimulatedMark, "ready", fail)
+    monkeypatch.setattr(SimulatedEvent, "ready", fail)
     with pytest.raises(LinkError, match="device has failed: an illegal memory access"):
         pair.inbound.poll()
     monkeypatch.undo()
@@ -190,7 +185,7 @@ def test_slots_return_when_the_abort_does_and_not_before(
     wait_until(lambda: d.stuck == 1 and p.slot_bytes == 0)
     assert d.slot_bytes == WINDOW, "the device may still write there"
     connect(factories, WINDOW).carry(WINDOW)
-    simulated(d)._over.set()
+    simulated(d).over.set()
     wait_until(lambda: d.slot_bytes == 0 and d.stuck == 0)
     assert receive.buffer.numel() == send.buffer.numel() == WINDOW
 
@@ -232,15 +227,17 @@ def test_links_share_the_ranks_slots(blocking: bool) -> None:
 
 @pytest.mark.parametrize(("processors", "channels", "busy"), [(132, 8, 4), (132, 32, 1), (10, 8, 1)])
 def test_links_leave_most_of_the_device_to_the_model(processors: int, channels: int, busy: int) -> None:
-    simulation = SimulatedNccl()
-    device = SimulatedDevice(simulation, processors=processors)
-    assert NcclLinks(simulation, device, WINDOW, channels=channels)._shared.most_busy == busy
+    """At most a quarter of its SMs, one for each channel of a busy link; one link at least."""
+    p, d = (nccl_links(processors=processors, channels=channels) for _ in range(2))
+    pairs = [connect((p, d), WINDOW) for _ in range(busy + 1)]
+    receives = [pair.inbound.post(100) for pair in pairs]
+    assert None not in receives[:busy] and receives[busy] is None
+    for pair in pairs:
+        pair.abort()
 
 
 def test_only_so_many_links_are_busy_at_once(blocking: bool) -> None:
-    factories = both(blocking)
-    for links in factories:
-        links._shared.most_busy = 2
+    factories = both(blocking, processors=64)
     pairs = [connect(factories, WINDOW) for _ in range(3)]
     begun = [pair.begin(100) for pair in pairs[:2]]
     assert pairs[2].inbound.post(100) is None
@@ -258,12 +255,12 @@ def test_nccl_follows_what_is_queued_before_a_commit_or_a_post(
 ) -> None:
     told: list[str] = []
     pair = connect(both(blocking), WINDOW)
-    true = SimulatedNccl._queue
+    true = SimulatedNccl.queue
     here = SimulatedDevice.here
     monkeypatch.setattr(SimulatedDevice, "here", lambda self: told.append("here") or here(self))
-    monkeypatch.setattr(SimulatedStream, "follow", lambda self, mark: told.append("follow"))
+    monkeypatch.setattr(SimulatedStream, "follow", lambda self, event: told.append("follow"))
     monkeypatch.setattr(
-        SimulatedNccl, "_queue", lambda *given: told.append("S" if given[2].send else "R") or true(*given)
+        SimulatedNccl, "queue", lambda *given: told.append("S" if given[2].send else "R") or true(*given)
     )
     receive = pair.inbound.post(10)
     assert receive is not None

@@ -1,7 +1,9 @@
-"""docs/options.md has every option of p2pkv with its default; pages name real options only."""
+"""docs/options.md says of every option what its declaration says; pages name real options only."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from pathlib import Path
 
@@ -18,7 +20,7 @@ ROWS = {
     if line.startswith("| `")
     for cells in [[cell.strip() for cell in line.strip("|").split(" | ")]]
 }
-OPTIONS = sorted({*config._READERS, "kv_port"})
+OPTIONS = sorted(config.OPTIONS)
 NOT_OURS = {"kv_load_failure_policy"}
 
 
@@ -30,7 +32,7 @@ def options(**given: object) -> Options:
 
 
 def test_the_page_has_all_options_and_no_others() -> None:
-    assert sorted(ROWS) == sorted({*OPTIONS, *config._OLD, *NOT_OURS})
+    assert sorted(ROWS) == sorted({*OPTIONS, *config.EXTRA, *NOT_OURS})
 
 
 def written(name: str) -> str:
@@ -50,11 +52,30 @@ def written(name: str) -> str:
     return f"{value // MIB} MiB" if value and value % MIB == 0 else f"{value:g}"
 
 
+def declared() -> dict[str, list[str]]:
+    """Unit, same and meaning of each field of Options, from the text below it."""
+    (made,) = ast.parse(inspect.getsource(Options)).body
+    assert isinstance(made, ast.ClassDef)
+    return {
+        ast.unparse(node.target): ast.literal_eval(after.value).replace("\n    ", " ").split(" | ")
+        for node, after in zip(made.body, made.body[1:], strict=False)
+        if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr)
+    }
+
+
+def test_every_field_says_what_it_is() -> None:
+    said = declared()
+    assert said.keys() == set(Options.__struct_fields__)
+    for name in said.keys() - set(OPTIONS):
+        assert said[name][0].startswith("Not an option: ")
+
+
 @pytest.mark.parametrize("name", OPTIONS)
-def test_each_default_is_the_codes(name: str) -> None:
-    default, unit, same, meaning = ROWS[name]
+def test_each_row_is_the_declaration(name: str) -> None:
+    default, *about = ROWS[name]
     assert default.startswith(written(name)), f"{name} is {default} on the page"
-    assert unit and same and len(meaning) > 20
+    assert about == declared()[name], f"the row of {name} should say {' | '.join(declared()[name])}"
+    assert len(about) == 3 and all(about)
 
 
 def test_the_defaults_that_depend_on_something() -> None:
@@ -73,8 +94,18 @@ def test_the_defaults_that_depend_on_something() -> None:
 )
 def test_examples_name_options_that_exist(page: str) -> None:
     """In each `kv_connector_extra_config` that a page shows."""
-    known = {*OPTIONS, *config._OLD} - {"kv_port"}
     for shown in re.findall(
         r'"kv_connector_extra_config":\s*\{(.*?)\}', (ROOT / page).read_text(), re.DOTALL
     ):
-        assert set(re.findall(r'"(\w+)":', shown)) <= known
+        assert set(re.findall(r'"(\w+)":', shown)) <= set(config.EXTRA)
+
+
+def test_the_readmes_table_names_options_that_exist() -> None:
+    rows = (
+        (ROOT / "README.md")
+        .read_text()
+        .partition("| option | meaning |\n|---|---|\n")[2]
+        .partition("\n\n")[0]
+    )
+    named = {name for row in rows.splitlines() for name in re.findall(r"`(\w+)`", row.split(" | ")[0])}
+    assert {"kv_port", "host", "secret_file"} <= named <= {*OPTIONS, *NOT_OURS}
