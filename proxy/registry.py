@@ -34,6 +34,8 @@ LIFE = 3 * PING_INTERVAL + 1.0
 # How long a silent instance whose connection stands is kept: as long as p2pkv's own lease, by default.
 LEASE = 30.0
 MAX_INSTANCES = 4096
+# Of a p2pkv whose pings do not say: those of this protocol did not.
+_UNSAID_PROTOCOL = 1
 # Of its life, how much an instance may be silent before it is asked whether it still works, and before
 # another one may have its address.
 _DOUBT = 0.65
@@ -50,6 +52,8 @@ _BREAKER_FORGET_SECONDS = 120.0
 
 Role = Literal["P", "D"]
 InstanceKey = tuple[Role, Address, int]
+ROLE_NAMES: dict[Role, str] = {"P": "prefill", "D": "decode"}
+Words = tuple[str, ...]
 
 
 class PingSource(Protocol):
@@ -218,8 +222,19 @@ class Instance:
         return model is None or not self.names or model in self.names
 
     def matches(self, other: Instance) -> bool:
+        """Whether one request's `model` can mean the same to both, and KV may move between them."""
+        return self.shares_model(other) and self.fits(other)
+
+    def shares_model(self, other: Instance) -> bool:
         """Whether one request's `model` can mean the same to both."""
         return not self.names or not other.names or not self.names.isdisjoint(other.names)
+
+    def fits(self, other: Instance) -> bool:
+        """Whether a P and a D would accept each other, as far as their pings tell."""
+        mine, theirs = self.ping, other.ping
+        if mine.fit and theirs.fit:
+            return mine.fit == theirs.fit
+        return (mine.protocol or _UNSAID_PROTOCOL) == (theirs.protocol or _UNSAID_PROTOCOL)
 
     def take_seat(self, *, alone: bool) -> None:
         """This D gets one request more; `alone`: it computes the prompt because no P could."""
@@ -259,8 +274,7 @@ class Instance:
             end(known)
 
     def __str__(self) -> str:
-        kind = "prefill" if self.role == "P" else "decode"
-        return f"{kind} instance {self.ping.http_address}"
+        return f"{ROLE_NAMES[self.role]} instance {self.ping.http_address}"
 
 
 class Registry:
@@ -278,6 +292,7 @@ class Registry:
         self._life = life
         self._lease = max(life, lease)
         self._silent: set[Instance] = set()
+        self._misfits: set[Instance] = set()
         """Those of whom the log has said so."""
         self._capacity = capacity
         self.claims_refused = 0
@@ -366,6 +381,7 @@ class Registry:
             lost = "" if self.overdue(instance, now) else ", and its connection is closed"
             logger.warning("%s removed: no ping for %.0f s%s", instance, now - instance.last_seen, lost)
         self._say_silent(now)
+        self._say_misfits()
         for key in [key for key in self._breakers if key not in self._instances]:
             if self._breakers[key].forgettable(now):
                 del self._breakers[key]
@@ -385,6 +401,40 @@ class Registry:
             if self._instances.get(instance.key) is instance:
                 logger.info("%s pings again", instance)
         self._silent = silent
+
+    def misfits(self) -> dict[Instance, Words]:
+        """Those that fit nobody although the other role has instances of their model; and in what each of
+        them differs from the nearest of these."""
+        found = {}
+        for instance in self._instances.values():
+            partners = self._partners(instance)
+            if partners and not any(instance.fits(each) for each in partners):
+                found[instance] = fewest([differences(instance, each) for each in partners])
+        return found
+
+    def _partners(self, instance: Instance) -> list[Instance]:
+        """Those of the other role with its model, one of each kind."""
+        others = self.known("D" if instance.role == "P" else "P")
+        kinds = {(each.ping.fit, each.ping.protocol): each for each in others if instance.shares_model(each)}
+        return list(kinds.values())
+
+    def _say_misfits(self) -> None:
+        misfits = self.misfits()
+        for instance in misfits.keys() - self._misfits:
+            logger.warning(
+                "%s fits no %s: the nearest differs in %s%s; this one says: %s",
+                instance,
+                "decode instance, so it gets no requests"
+                if instance.role == "P"
+                else "prefill instance, so it gets only requests whose prompts it computes itself",
+                " and ".join(misfits[instance]),
+                "; use the same version of p2pkv" if "protocol" in misfits[instance] else "",
+                instance.ping.fit or "nothing, as p2pkv did before protocol 2",
+            )
+        for instance in self._misfits - misfits.keys():
+            if self._instances.get(instance.key) is instance:
+                logger.info("%s now has an instance that it fits", instance)
+        self._misfits = set(misfits)
 
     def unready(self) -> list[Instance]:
         """Those whose /health has yet to answer."""
@@ -410,3 +460,19 @@ class Registry:
     def overdue(self, instance: Instance, now: float) -> bool:
         """Whether it has been silent for a lease, which is the end of all patience."""
         return now - instance.last_seen > self._lease
+
+
+def differences(one: Instance, other: Instance) -> Words:
+    """In what the pings of two that do not fit differ, in words."""
+    mine, theirs = one.ping, other.ping
+    if not (mine.fit and theirs.fit):
+        return ("protocol",)
+    here, there = (dict(word.partition("=")[::2] for word in ping.fit.split(", ")) for ping in (mine, theirs))
+    return tuple(name for name in here | there if here.get(name) != there.get(name)) or (
+        "the order of words",
+    )
+
+
+def fewest(found: list[Words]) -> Words:
+    """Of at least one list of differences, the shortest: what has to be changed."""
+    return min(found, key=len)

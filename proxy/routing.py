@@ -1,5 +1,7 @@
 """Which P and which D serve a request: each chosen for itself, the least busy, in turn among equals.
 
+A P and a D make a pair only if they serve the same model and fit: see `Instance.matches`.
+
 A request that P should help with goes to the first of these that there is:
 
 1. a P in good health, and a D;
@@ -12,11 +14,12 @@ Among D's, too, those in doubt come last.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from .registry import Instance, Registry, Role
+from .registry import ROLE_NAMES, Instance, Registry, Role, differences, fewest
 
 Policy = Callable[[Sequence[Instance]], Instance]
 """Picks one of at least one candidate."""
@@ -80,7 +83,8 @@ class LeastBusy:
 class Router:
     """Chooses among the registry's routable instances.
 
-    P and D have a policy each, so that neither choice depends on the other's, beyond the model.
+    P and D have a policy each. P is chosen first, among those that match some D with room; then D, among
+    those that match this P.
 
     Args:
         room: requests that one D takes at a time.
@@ -113,10 +117,10 @@ class Router:
         Raises NoInstance, UnknownModel or Full.
         """
         prefillers, decoders = self.able(model, now, help=help, avoid=avoid)
-        decode = self._pick_decode(decoders)
         if not prefillers:
-            return Choice(None, decode, missed=help is not Help.NONE)
-        return Choice(self._pick_prefill([p for p in prefillers if p.matches(decode)]), decode)
+            return Choice(None, self._pick_decode(decoders), missed=help is not Help.NONE)
+        prefill = self._pick_prefill(_matching(prefillers, decoders))
+        return Choice(prefill, self._pick_decode(_matching(decoders, [prefill])))
 
     def able(
         self, model: str | None, now: float, *, help: Help, avoid: frozenset[Instance] = frozenset()
@@ -157,7 +161,7 @@ class Router:
             raise NoInstance(self._nobody("P"))
         matching = _matching(prefillers, decoders)
         if not matching:
-            raise NoInstance("No prefill instance and decode instance that are ready serve the same model.")
+            raise NoInstance(_why_none_match(prefillers, decoders))
         return _without(matching, avoid)
 
     def _with_room_alone(
@@ -191,7 +195,20 @@ class Router:
     def missing(self, now: float) -> list[str]:
         """Who is not there, in sentences; without a D nothing is served, without a P perhaps by D alone."""
         roles: tuple[Role, ...] = ("P", "D")
-        return [self._nobody(role) for role in roles if not self._registry.routable(role, now)]
+        absent = [self._nobody(role) for role in roles if not self._registry.routable(role, now)]
+        return absent + self._who_fits_nobody()
+
+    def helped(self, now: float) -> bool:
+        """Whether there is a pair for any request at all."""
+        return bool(_matching(self._registry.routable("P", now), self._registry.routable("D", now)))
+
+    def _who_fits_nobody(self) -> list[str]:
+        counted = Counter((each.role, words) for each, words in self._registry.misfits().items())
+        return [
+            f"{count} {ROLE_NAMES[role]} instance{'s fit' if count > 1 else ' fits'} no "
+            f"{ROLE_NAMES['D' if role == 'P' else 'P']} instance: they differ in {' and '.join(words)}."
+            for (role, words), count in sorted(counted.items())
+        ]
 
     def _routable_decoders(self, now: float) -> list[Instance]:
         decoders = self._registry.routable("D", now)
@@ -200,14 +217,24 @@ class Router:
         return decoders
 
     def _nobody(self, role: Role) -> str:
-        name = "prefill" if role == "P" else "decode"
         known = len(self._registry.known(role))
         why = (
             f"of {known} registered, none has answered /health with 200 lately"
             if known
             else "none has registered"
         )
-        return f"No {name} instance is ready: {why}."
+        return f"No {ROLE_NAMES[role]} instance is ready: {why}."
+
+
+def _why_none_match(prefillers: Sequence[Instance], decoders: Sequence[Instance]) -> str:
+    """Of at least one P and one D."""
+    found = [differences(p, d) for p in prefillers for d in decoders if p.shares_model(d)]
+    if not found:
+        return "No prefill instance and decode instance that are ready serve the same model."
+    return (
+        "No prefill instance that is ready fits a decode instance for this model: they differ in "
+        f"{' and '.join(fewest(found))}."
+    )
 
 
 def _serving(instances: Sequence[Instance], model: str | None) -> Sequence[Instance]:

@@ -174,7 +174,8 @@ class Proxy:
         now = self.clock()
         missing = [STOPPING] if self.desk.stopping else self.router.missing(now)
         there = {role: self.registry.routable(role, now) for role in _ROLES.values()}
-        serves = not self.desk.stopping and bool(there["D"]) and (bool(there["P"]) or self.limits.alone > 0)
+        able = bool(there["D"]) and (self.limits.alone > 0 or self.router.helped(now))
+        serves = able and not self.desk.stopping
         enough = all(len(there[role]) >= _number(request, name) for name, role in _ROLES.items())
         counters = {
             **asdict(self.counters),

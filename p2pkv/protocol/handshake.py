@@ -10,6 +10,7 @@ packed one can make them if the packing is known.
 
 from __future__ import annotations
 
+import hashlib
 from enum import Enum, auto
 
 from msgspec import Struct
@@ -207,6 +208,37 @@ def _check_places(prefill: Hello) -> None:
 
 def _differ(what: str, mine: Hello, theirs: Hello, here: object, there: object) -> str:
     return f"{what} differ: {here} at {mine.address}, {there} at {theirs.address}"
+
+
+def fit(hello: Hello) -> str:
+    """What `judge` demands equal of a P and a D, as text for the discovery ping: "name=value, name=value".
+
+    Two that `judge` accepts have the same text, so a proxy pairs no instances whose texts differ. The same
+    text is no promise: sizes that cannot be divided over each other, and checksums, are judged of pairs only.
+    All ranks of an engine have the same text. Whoever changes its form raises PROTOCOL_VERSION.
+    """
+    cache = hello.cache
+    demanded: dict[str, object] = {
+        "protocol": hello.version,
+        "weights": hello.weights,
+        "link": hello.link,
+        "cache type": cache.dtype,
+        "bytes per token and head": token_bytes(cache),
+        "KV layers": sum(cache.layers),
+        "KV heads": cache.kv_heads,
+        "layer names": cache.layer_names,
+        # Where the bytes of a row cannot be rearranged, rows must be alike.
+        "memory layout": DENSE if _can_be_dense(cache) else _as_it_lies(cache),
+    }
+
+    def word(value: object) -> str:
+        text = str(value)
+        plain = text.isascii() and text.isprintable() and not {",", "="} & set(text)
+        return (
+            text if plain and len(text) <= 32 else hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        )
+
+    return ", ".join(f"{name}={word(value)}" for name, value in demanded.items())
 
 
 class DialPhase(Enum):

@@ -96,6 +96,7 @@ class FakeInstance:
         behaviour: what becomes of a request; change it at will.
         health: the status of /health.
         models: names in /v1/models.
+        fit: what its ping says of the peers that it needs.
         key: if set, /v1/models wants it as a bearer token.
         frozen: /health is never answered any more.
         healths: how often it was asked for /health.
@@ -108,6 +109,7 @@ class FakeInstance:
     health: int = 200
     models: tuple[str, ...] = ("tiny",)
     key: str = ""
+    fit: str = ""
     frozen: bool = False
     healths: int = 0
     incarnation: str = "first"
@@ -125,6 +127,7 @@ class FakeInstance:
             version=1,
             incarnation=self.incarnation,
             model=self.model,
+            fit=self.fit,
         )
 
     async def start(self) -> None:
