@@ -10,7 +10,7 @@ An address belongs to one instance for as long as its pings keep coming and thei
 instance that pings with this address is a mistake or an attack, and is refused. A process that ends, by
 kill -9 too, loses its connection; so its successor is taken at once.
 
-How busy an instance is (`in_flight`, `seats`, `alone`, `coming`) is written by its own methods only.
+How busy an instance is (`in_flight`, `seats`, `alone`, `coming`, `tokens`) only its own methods write.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -165,8 +165,10 @@ class Instance:
         names: model names under which it answers; empty while unknown, and then it may serve any.
         in_flight: requests that this proxy has open there.
         seats: requests that have a place at this D and have not ended.
-        alone: of these, the ones whose prompt it computes because no P could.
+        alone: of these, the ones whose prompt it computes in a P's place: no P could, or it is short.
         coming: requests that this P has been chosen for, and that are not in flight yet.
+        tokens: of prompts, estimated: those that this P has to compute, coming and in flight; or those of
+            the requests that have a place at this D.
         turn: the number of the latest choice that fell on it.
         breaker: whether it is given requests, after what became of the last ones.
     """
@@ -181,6 +183,7 @@ class Instance:
     seats: int = 0
     alone: int = 0
     coming: int = 0
+    tokens: int = 0
     turn: int = 0
     breaker: Breaker = field(default_factory=Breaker)
     _ends: set[Callable[[bool], None]] = field(default_factory=set)
@@ -207,6 +210,11 @@ class Instance:
     @property
     def zmq_address(self) -> Address:
         return Address.parse(self.ping.zmq_address)
+
+    @property
+    def name(self) -> str:
+        """Its address, and which of the replicas there it is: the same after a restart."""
+        return f"{self.ping.http_address}/{self.ping.dp_rank}"
 
     @property
     def load(self) -> int:
@@ -236,34 +244,40 @@ class Instance:
             return mine.fit == theirs.fit
         return (mine.protocol or _UNSAID_PROTOCOL) == (theirs.protocol or _UNSAID_PROTOCOL)
 
-    def take_seat(self, *, alone: bool) -> None:
-        """This D gets one request more; `alone`: it computes the prompt because no P could."""
+    def take_seat(self, *, alone: bool, tokens: int = 0) -> None:
+        """This D gets one request more; `alone`: it computes the prompt in a P's place."""
         self.seats += 1
         self.alone += alone
+        self.tokens += tokens
 
-    def leave_seat(self, *, alone: bool) -> None:
+    def leave_seat(self, *, alone: bool, tokens: int = 0) -> None:
         """That request has ended, or goes elsewhere."""
         self.seats -= 1
         self.alone -= alone
+        self.tokens -= tokens
 
-    def expect(self) -> None:
+    def expect(self, tokens: int = 0) -> None:
         """This P has been chosen for one request more."""
         self.coming += 1
+        self.tokens += tokens
 
-    def expect_no_more(self) -> None:
+    def expect_no_more(self, tokens: int = 0) -> None:
         """That request is in flight now, has ended, or goes elsewhere."""
         self.coming -= 1
+        self.tokens -= tokens
 
     @contextmanager
-    def busy(self, end: Callable[[bool], None]) -> Iterator[None]:
-        """Counts one request as in flight here; `end` ends it if the instance turns out to be dead, see
-        `dead`."""
+    def busy(self, end: Callable[[bool], None], tokens: int = 0) -> Iterator[None]:
+        """Counts one request as in flight here, with the `tokens` that it computes, if it is a P's; `end`
+        ends it if the instance turns out to be dead, see `dead`."""
         self.in_flight += 1
+        self.tokens += tokens
         self._ends.add(end)
         try:
             yield
         finally:
             self.in_flight -= 1
+            self.tokens -= tokens
             self._ends.discard(end)
 
     def dead(self, known: bool) -> None:
@@ -405,18 +419,17 @@ class Registry:
     def misfits(self) -> dict[Instance, Words]:
         """Those that fit nobody although the other role has instances of their model; and in what each of
         them differs from the nearest of these."""
-        found = {}
-        for instance in self._instances.values():
-            partners = self._partners(instance)
-            if partners and not any(instance.fits(each) for each in partners):
-                found[instance] = fewest([differences(instance, each) for each in partners])
+        kinds: dict[Hashable, list[Instance]] = {}
+        for each in self._instances.values():
+            kinds.setdefault((each.role, each.names, each.ping.fit, each.ping.protocol), []).append(each)
+        # Of each kind one is looked at: there may be thousands of instances, and this is done every second.
+        ones = [alike[0] for alike in kinds.values()]
+        found: dict[Instance, Words] = {}
+        for one, alike in zip(ones, kinds.values(), strict=True):
+            partners = [other for other in ones if other.role != one.role and one.shares_model(other)]
+            if partners and not any(one.fits(other) for other in partners):
+                found |= dict.fromkeys(alike, fewest([differences(one, other) for other in partners]))
         return found
-
-    def _partners(self, instance: Instance) -> list[Instance]:
-        """Those of the other role with its model, one of each kind."""
-        others = self.known("D" if instance.role == "P" else "P")
-        kinds = {(each.ping.fit, each.ping.protocol): each for each in others if instance.shares_model(each)}
-        return list(kinds.values())
 
     def _say_misfits(self) -> None:
         misfits = self.misfits()

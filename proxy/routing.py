@@ -1,4 +1,4 @@
-"""Which P and which D serve a request: each chosen for itself, the least busy, in turn among equals.
+"""Which P and which D serve a request: each chosen by a policy of its own.
 
 A P and a D make a pair only if they serve the same model and fit: see `Instance.matches`.
 
@@ -8,21 +8,68 @@ A request that P should help with goes to the first of these that there is:
 2. a D alone, which computes the prompt itself, while it has a place left of the share for that;
 3. a P in doubt, whose pings or whose last answers failed: better than none.
 
-Among D's, too, those in doubt come last.
+Among D's, too, those in doubt come last. With `skip_below`, a request with a short prompt goes to 2 before 1.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import math
+import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Literal, NamedTuple, get_args
 
+from .prefixes import PIECE_TOKENS, PrefixIndex, Prompt
 from .registry import ROLE_NAMES, Instance, Registry, Role, differences, fewest
 
-Policy = Callable[[Sequence[Instance]], Instance]
-"""Picks one of at least one candidate."""
+PolicyName = Literal["least_loaded", "round_robin", "power_of_two", "prefix_aware", "consistent_hash"]
+POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
+
+REQUEST_TOKENS = 256
+"""A request weighs as much on D as so many tokens of its prompt: a step of D's takes longer with each
+sequence, and with the KV that each of them reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How instances are chosen.
+
+    Attributes:
+        prefill, decode: the policies for P and for D.
+        session_header: for consistent_hash: requests with the same value go to the same instance.
+        prefix_memory: for prefix_aware: pieces of prompts that are remembered for P's, and as many for D's.
+        skip_below: a prompt of fewer tokens goes to D alone, within the share for that; 0: none does.
+    """
+
+    prefill: PolicyName = "least_loaded"
+    decode: PolicyName = "least_loaded"
+    session_header: str = "X-Session-Id"
+    prefix_memory: int = 1 << 16
+    skip_below: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What routing knows of a request.
+
+    Attributes:
+        model: that it names; None if it names none.
+        prompt: its length and its beginning.
+        session: to which it belongs; "" if it does not say.
+    """
+
+    model: str | None = None
+    prompt: Prompt = field(default_factory=lambda: Prompt({}))
+    session: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt.tokens
 
 
 class NoInstance(Exception):
@@ -49,6 +96,7 @@ class Help(Enum):
     WANTED = auto()  # P computes the prompt, or D alone if none can
     NEEDED = auto()  # P computes the prompt, and nobody else
     MISSED = auto()  # no P can: D alone, within its share
+    SPARED = auto()  # the prompt is short: D alone, within its share, or else as WANTED
 
 
 @dataclass(frozen=True)
@@ -57,27 +105,132 @@ class Choice:
 
     Attributes:
         missed: P would have helped, and none could.
+        spared: P could have helped, and the prompt is too short for that.
+        prefill_tokens: of the prompt, that P has to compute, as far as the proxy can tell.
     """
 
     prefill: Instance | None
     decode: Instance
     missed: bool = False
+    spared: bool = False
+    prefill_tokens: int = 0
+
+    @property
+    def in_share(self) -> bool:
+        """Whether it takes a place of D's share for prompts that it computes in a P's place."""
+        return self.missed or self.spared
 
     @property
     def instances(self) -> list[Instance]:
         return [self.decode] if self.prefill is None else [self.prefill, self.decode]
 
 
-class LeastBusy:
-    """The candidate with the fewest requests, there or coming; among equals, whose turn was longest ago."""
+# The policies.
 
-    def __init__(self) -> None:
-        self._turns = itertools.count(1)
 
-    def __call__(self, candidates: Sequence[Instance]) -> Instance:
-        chosen = min(candidates, key=lambda instance: (instance.load, instance.turn))
-        chosen.turn = next(self._turns)
-        return chosen
+class Pick(NamedTuple):
+    """One of the candidates; `cached`: tokens of the prompt that it has been given before."""
+
+    instance: Instance
+    cached: int = 0
+
+
+Policy = Callable[[Sequence[Instance], Asked], Pick]
+"""Picks one of at least one candidate, all P's or all D's."""
+
+
+def work(instance: Instance) -> float:
+    """What it has to do, in tokens for each of its tensor-parallel ranks: a P has prompts to compute, a D has
+    requests with their prompts."""
+    requests = instance.load * REQUEST_TOKENS if instance.role == "D" else 0
+    return (requests + instance.tokens) / instance.ping.tp_size
+
+
+def least_loaded(candidates: Sequence[Instance], asked: Asked) -> Pick:
+    """The one with the least to do; among equals, whose turn was longest ago."""
+    return Pick(min(candidates, key=_least))
+
+
+def _least(instance: Instance) -> tuple[float, int, int]:
+    return work(instance), instance.load, instance.turn
+
+
+def round_robin(candidates: Sequence[Instance], asked: Asked) -> Pick:
+    """Whose turn was longest ago, however much it has to do."""
+    return Pick(min(candidates, key=lambda instance: instance.turn))
+
+
+class PowerOfTwo:
+    """Of two that are drawn at random, the one with less to do. Several proxies that do so do not all send
+    their next requests to the same instance."""
+
+    def __init__(self, dice: random.Random | None = None) -> None:
+        self._dice = dice or random.Random()
+
+    def __call__(self, candidates: Sequence[Instance], asked: Asked) -> Pick:
+        return least_loaded(self._dice.sample(candidates, min(2, len(candidates))), asked)
+
+
+class PrefixAware:
+    """The one where this prompt is computed soonest: after what there is to do already, and without the
+    beginning that the instance has been given before.
+
+    So requests with one beginning go to one instance, until another one would be done sooner although it has
+    to compute all of it. Where nobody knows the beginning this is `least_loaded`.
+    """
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+
+    def __call__(self, candidates: Sequence[Instance], asked: Asked) -> Pick:
+        chain = asked.prompt.chain
+        held = self._index.held(chain)
+
+        def cached(instance: Instance) -> int:
+            return min(asked.tokens, held.get(_holder(instance), 0) * PIECE_TOKENS)
+
+        def cost(instance: Instance) -> tuple[float, int, int]:
+            rest = (asked.tokens - cached(instance)) / instance.ping.tp_size
+            return work(instance) + rest, instance.load, instance.turn
+
+        chosen = min(candidates, key=cost)
+        self._index.add(chain, _holder(chosen))
+        return Pick(chosen, cached(chosen))
+
+
+def _holder(instance: Instance) -> Hashable:
+    """A restarted instance has an empty cache, so it is another holder."""
+    return instance.name, instance.ping.incarnation
+
+
+def consistent_hash(candidates: Sequence[Instance], asked: Asked) -> Pick:
+    """The same one for all requests of a session, by rendezvous hashing: each session has an order of its own
+    of all instances, and goes to the first that there is. When one comes or goes, only its own sessions move.
+    Without a session this is `least_loaded`."""
+    if not asked.session:
+        return least_loaded(candidates, asked)
+    return Pick(max(candidates, key=lambda instance: (_affinity(asked.session, instance), instance.name)))
+
+
+def _affinity(session: str, instance: Instance) -> float:
+    """Drawn for each session and instance; an instance of twice the size is first twice as often."""
+    drawn = hashlib.blake2b(f"{instance.name}\0{session}".encode(errors="replace"), digest_size=8).digest()
+    between_0_and_1 = (int.from_bytes(drawn) + 0.5) / 2**64
+    return -instance.ping.tp_size / math.log(between_0_and_1)
+
+
+def make_policy(name: PolicyName, prefix_memory: int) -> Policy:
+    """The policy of this name."""
+    if name == "power_of_two":
+        return PowerOfTwo()
+    if name == "prefix_aware":
+        return PrefixAware(PrefixIndex(prefix_memory))
+    return {"least_loaded": least_loaded, "round_robin": round_robin, "consistent_hash": consistent_hash}[
+        name
+    ]
+
+
+# The rule.
 
 
 class Router:
@@ -88,39 +241,56 @@ class Router:
 
     Args:
         room: requests that one D takes at a time.
-        alone: of those, how many whose prompts it computes because no P can; 0: none.
+        routing: which policies.
+        alone: of those, how many whose prompts it computes in a P's place; 0: none.
     """
 
     def __init__(
         self,
         registry: Registry,
-        policy: Callable[[], Policy] = LeastBusy,
+        routing: Routing | None = None,
         room: int | None = None,
         alone: int = 0,
     ) -> None:
         self._registry = registry
         self._room = room
         self._alone = alone
-        self._pick_prefill = policy()
-        self._pick_decode = policy()
+        self.routing = routing or Routing()
+        self._pick_prefill = make_policy(self.routing.prefill, self.routing.prefix_memory)
+        self._pick_decode = make_policy(self.routing.decode, self.routing.prefix_memory)
+        self._turns = itertools.count(1)
+
+    def first_help(self, asked: Asked, *, paired: bool) -> Help:
+        """What P shall do for a new request; `paired`: it can do something."""
+        if not paired:
+            return Help.NONE
+        return Help.SPARED if asked.tokens < self.routing.skip_below else Help.WANTED
 
     def choose(
         self,
-        model: str | None,
+        asked: Asked,
         now: float,
         *,
         help: Help = Help.WANTED,
         avoid: frozenset[Instance] = frozenset(),
     ) -> Choice:
-        """A D for a request that names `model`, and a P as `help` says; none of those to `avoid`.
+        """A D for a request, and a P as `help` says; none of those to `avoid`.
 
         Raises NoInstance, UnknownModel or Full.
         """
-        prefillers, decoders = self.able(model, now, help=help, avoid=avoid)
+        prefillers, decoders = self.able(asked.model, now, help=help, avoid=avoid)
         if not prefillers:
-            return Choice(None, self._pick_decode(decoders), missed=help is not Help.NONE)
-        prefill = self._pick_prefill(_matching(prefillers, decoders))
-        return Choice(prefill, self._pick_decode(_matching(decoders, [prefill])))
+            decode = self._pick(self._pick_decode, decoders, asked).instance
+            spared = help is Help.SPARED
+            return Choice(None, decode, missed=not spared and help is not Help.NONE, spared=spared)
+        prefill, cached = self._pick(self._pick_prefill, _matching(prefillers, decoders), asked)
+        decode = self._pick(self._pick_decode, _matching(decoders, [prefill]), asked).instance
+        return Choice(prefill, decode, prefill_tokens=asked.tokens - cached)
+
+    def _pick(self, policy: Policy, candidates: Sequence[Instance], asked: Asked) -> Pick:
+        pick = policy(candidates, asked)
+        pick.instance.turn = next(self._turns)
+        return pick
 
     def able(
         self, model: str | None, now: float, *, help: Help, avoid: frozenset[Instance] = frozenset()
@@ -132,6 +302,9 @@ class Router:
             return [], self._with_room(_best(_without(decoders, avoid), now))
         if help is Help.MISSED:
             return [], self._with_room_alone(decoders, now, avoid)
+        if help is Help.SPARED and self._alone:
+            with suppress(Full):
+                return [], self._with_room_alone(decoders, now, avoid)
         try:
             prefillers = self._prefillers(model, decoders, now, avoid)
         except (NoInstance, UnknownModel):

@@ -12,7 +12,7 @@ from proxy_fakes import Deployment, FakeInstance, deployed, error_of, join, ping
 
 from proxy.admission import Limits
 from proxy.registry import Instance, Registry, differences
-from proxy.routing import Choice, Full, Help, NoInstance, Router
+from proxy.routing import Asked, Choice, Full, Help, NoInstance, Router
 
 OLD = "protocol=1, weights=aa, link=host"
 NEW = "protocol=2, weights=aa, link=host"
@@ -36,7 +36,7 @@ def test_of_several_fingerprints_only_equal_ones_make_a_pair() -> None:
     registry = Registry()
     fleet(registry, [OLD, NEW, OLD], [NEW, OLD, NEW, NEW])
     router = Router(registry)
-    pairs = {pair(router.choose("m", 0.0)) for _ in range(20)}
+    pairs = {pair(router.choose(Asked("m"), 0.0)) for _ in range(20)}
     assert pairs == {(OLD, OLD), (NEW, NEW)}
 
 
@@ -45,19 +45,19 @@ def test_a_p_is_chosen_among_those_that_fit_a_d_with_room() -> None:
     _, (old, new) = fleet(registry, [OLD, NEW], [OLD, NEW])
     router = Router(registry, room=1)
     old.take_seat(alone=False)
-    assert [pair(router.choose("m", 0.0)) for _ in range(4)] == [(NEW, NEW)] * 4
+    assert [pair(router.choose(Asked("m"), 0.0)) for _ in range(4)] == [(NEW, NEW)] * 4
     new.take_seat(alone=False)
     with pytest.raises(Full):
-        router.choose("m", 0.0)
+        router.choose(Asked("m"), 0.0)
 
 
 def test_a_retry_too_goes_to_a_pair_that_fits() -> None:
     registry = Registry()
     (old, new), _ = fleet(registry, [OLD, NEW], [OLD, NEW])
     router = Router(registry)
-    assert pair(router.choose("m", 0.0, help=Help.NEEDED, avoid=frozenset({old}))) == (NEW, NEW)
+    assert pair(router.choose(Asked("m"), 0.0, help=Help.NEEDED, avoid=frozenset({old}))) == (NEW, NEW)
     with pytest.raises(NoInstance):
-        router.choose("m", 0.0, help=Help.NEEDED, avoid=frozenset({old, new}))
+        router.choose(Asked("m"), 0.0, help=Help.NEEDED, avoid=frozenset({old, new}))
 
 
 @pytest.mark.parametrize("alone", [0, 1])
@@ -66,11 +66,11 @@ def test_where_no_p_fits_d_alone_is_chosen_or_the_error_says_why(alone: int) -> 
     fleet(registry, [OLD, OLD], [OTHER_LINK])
     router = Router(registry, alone=alone)
     if alone:
-        choice = router.choose("m", 0.0)
+        choice = router.choose(Asked("m"), 0.0)
         assert (choice.prefill, choice.missed) == (None, True)
     else:
         with pytest.raises(NoInstance, match=r"fits a decode instance for this model: they differ in link\."):
-            router.choose("m", 0.0)
+            router.choose(Asked("m"), 0.0)
 
 
 @pytest.mark.parametrize(
