@@ -79,29 +79,28 @@ class Prompt:
                 if start + PIECE_TOKENS <= len(first):
                     yield _encoded(first[start : start + PIECE_TOKENS])
             return
-        size, text = PIECE_TOKENS * CHARACTERS_PER_TOKEN, self._text(MOST_PIECES)
+        size = PIECE_TOKENS * CHARACTERS_PER_TOKEN
+        text = self._text(MOST_PIECES * size)
         for start in range(0, len(text) - size + 1, size):
-            yield text[start : start + size].encode(errors="replace")
+            yield text[start : start + size]
 
-    def _text(self, pieces: int) -> str:
-        """The beginning of its text."""
-        most, several = (
-            pieces * PIECE_TOKENS * CHARACTERS_PER_TOKEN,
-            isinstance(self.fields.get("prompt"), list),
-        )
-        taken, length = [], 0
+    def _text(self, most: int) -> bytes:
+        """The first bytes of its text, at most so many."""
+        taken: list[str] = []
+        length, several = 0, isinstance(self.fields.get("prompt"), list)
         for part in self._parts():
             if not isinstance(part, str) or length >= most:
                 break
             taken.append(part[:most])
-            length += len(taken[-1]) + 1
+            length += len(part)
             if several:
                 break
-        return "\0".join(taken)[:most]
+        return "\0".join(taken).encode(errors="replace")[:most]
 
     def _parts(self) -> Iterator[str | list[int]]:
         for name in _LEADING:
-            yield from _parts_of(self.fields.get(name), _DEPTH)
+            if (value := self.fields.get(name)) is not None:
+                yield from _parts_of(value, _DEPTH)
 
 
 def _parts_of(value: object, depth: int) -> Iterator[str | list[int]]:

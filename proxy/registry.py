@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -53,6 +53,7 @@ _BREAKER_FORGET_SECONDS = 120.0
 Role = Literal["P", "D"]
 InstanceKey = tuple[Role, Address, int]
 ROLE_NAMES: dict[Role, str] = {"P": "prefill", "D": "decode"}
+Kind = tuple[frozenset[str], str, int]
 Words = tuple[str, ...]
 
 
@@ -163,6 +164,7 @@ class Instance:
         source: where from; None if that is not known, and then its address is anybody's.
         healthy: its /health has answered 200, and nobody has found its port closed since.
         names: model names under which it answers; empty while unknown, and then it may serve any.
+        kind: equal for instances that `matches` does not tell apart.
         in_flight: requests that this proxy has open there.
         seats: requests that have a place at this D and have not ended.
         alone: of these, the ones whose prompt it computes in a P's place: no P could, or it is short.
@@ -186,6 +188,7 @@ class Instance:
     tokens: int = 0
     turn: int = 0
     breaker: Breaker = field(default_factory=Breaker)
+    kind: Kind = field(init=False)
     _ends: set[Callable[[bool], None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -194,6 +197,7 @@ class Instance:
     def learn(self, served: frozenset[str]) -> None:
         """Takes in the names that it lists now, beside the one in its ping."""
         self.names = served | {self.ping.model} if self.ping.model else served
+        self.kind = self.names, self.ping.fit, self.ping.protocol
 
     @property
     def role(self) -> Role:
@@ -419,9 +423,9 @@ class Registry:
     def misfits(self) -> dict[Instance, Words]:
         """Those that fit nobody although the other role has instances of their model; and in what each of
         them differs from the nearest of these."""
-        kinds: dict[Hashable, list[Instance]] = {}
+        kinds: dict[tuple[Role, Kind], list[Instance]] = {}
         for each in self._instances.values():
-            kinds.setdefault((each.role, each.names, each.ping.fit, each.ping.protocol), []).append(each)
+            kinds.setdefault((each.role, each.kind), []).append(each)
         # Of each kind one is looked at: there may be thousands of instances, and this is done every second.
         ones = [alike[0] for alike in kinds.values()]
         found: dict[Instance, Words] = {}

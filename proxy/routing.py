@@ -25,7 +25,7 @@ from enum import Enum, auto
 from typing import Literal, NamedTuple, get_args
 
 from .prefixes import PIECE_TOKENS, PrefixIndex, Prompt
-from .registry import ROLE_NAMES, Instance, Registry, Role, differences, fewest
+from .registry import ROLE_NAMES, Instance, Kind, Registry, Role, differences, fewest
 
 PolicyName = Literal["least_loaded", "round_robin", "power_of_two", "prefix_aware", "consistent_hash"]
 POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
@@ -142,8 +142,9 @@ Policy = Callable[[Sequence[Instance], Asked], Pick]
 def work(instance: Instance) -> float:
     """What it has to do, in tokens for each of its tensor-parallel ranks: a P has prompts to compute, a D has
     requests with their prompts."""
-    requests = instance.load * REQUEST_TOKENS if instance.role == "D" else 0
-    return (requests + instance.tokens) / instance.ping.tp_size
+    ping = instance.ping
+    requests = instance.load * REQUEST_TOKENS if ping.type == "D" else 0
+    return (requests + instance.tokens) / ping.tp_size
 
 
 def least_loaded(candidates: Sequence[Instance], asked: Asked) -> Pick:
@@ -431,7 +432,12 @@ def _best(instances: Sequence[Instance], now: float) -> Sequence[Instance]:
 
 def _matching(instances: Sequence[Instance], others: Sequence[Instance]) -> Sequence[Instance]:
     """Those with whom one of the others could make a pair."""
-    return [each for each in instances if any(each.matches(other) for other in others)]
+    kinds = {other.kind: other for other in others}
+    fitting: dict[Kind, bool] = dict.fromkeys(kinds, True)
+    for each in instances:
+        if each.kind not in fitting:
+            fitting[each.kind] = any(each.matches(other) for other in kinds.values())
+    return [each for each in instances if fitting[each.kind]]
 
 
 def _without(instances: Sequence[Instance], avoid: frozenset[Instance]) -> Sequence[Instance]:

@@ -160,10 +160,11 @@ def judging(deployment: Deployment, decode: FakeInstance) -> None:
 
 async def replaced(deployment: Deployment, old: FakeInstance, fit: str) -> None:
     """The old one says goodbye, ends what it has and stops; a new one joins."""
-    deployment.pingers[old.http_address].stop()
     known = deployment.registry.known
-    await until(lambda: all(each.ping != old.ping for each in known(old.role)), "the goodbye")
-    await until(lambda: all(seen.answered or seen.aborted for seen in old.requests), "the last requests")
+    leaver = next(each for each in known(old.role) if each.ping == old.ping)
+    deployment.pingers[old.http_address].stop()
+    await until(lambda: leaver not in known(old.role), "the goodbye")
+    await until(lambda: leaver.load == 0, "the end of its last requests")
     await old.stop()
     new = await deployment.add(old.role, fit=fit)
     if new.role == "D":
