@@ -402,7 +402,8 @@ class Router:
 
 def _why_none_match(prefillers: Sequence[Instance], decoders: Sequence[Instance]) -> str:
     """Of at least one P and one D."""
-    found = [differences(p, d) for p in prefillers for d in decoders if p.shares_model(d)]
+    ps, ds = ({each.kind: each for each in some}.values() for some in (prefillers, decoders))
+    found = [differences(p, d) for p in ps for d in ds if p.shares_model(d)]
     if not found:
         return "No prefill instance and decode instance that are ready serve the same model."
     return (

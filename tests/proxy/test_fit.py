@@ -119,6 +119,25 @@ def test_what_two_pings_differ_in(other: str, words: tuple[str, ...]) -> None:
     assert differences(*instances) == words
 
 
+def test_a_large_fleet_that_does_not_fit_is_looked_at_once_for_each_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registry, looks = Registry(), 0
+    fleet(registry, [OLD] * 30, [NEW] * 15 + [OTHER_LINK] * 15)
+
+    def counted(one: Instance, other: Instance) -> tuple[str, ...]:
+        nonlocal looks
+        looks += 1
+        return differences(one, other)
+
+    for module in ("registry", "routing"):
+        monkeypatch.setattr(f"proxy.{module}.differences", counted)
+    with pytest.raises(NoInstance):
+        Router(registry).choose(Asked("m"), 0.0)
+    assert len(registry.misfits()) == 60
+    assert looks <= 8
+
+
 def test_who_fits_nobody_is_said_once_and_again_when_that_is_over(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     registry = Registry()

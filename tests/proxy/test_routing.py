@@ -211,6 +211,19 @@ def test_when_the_load_is_uneven_it_is_the_least_loaded() -> None:
     assert policy([warm, cold], asked(LONG)) == (cold, LONG), "which has been given it now"
 
 
+def test_a_beginning_that_everybody_asks_for_does_not_pile_up_at_one_instance() -> None:
+    registry = Registry()
+    prefills = [join(registry, ping("P", number + 1)) for number in range(3)]
+    join(registry, ping("D", 9))
+    router = Router(registry, Routing(prefill="prefix_aware"))
+    for _ in range(300):  # none of them ends
+        choice = router.choose(asked(LONG + 60), 0.0)
+        assert choice.prefill is not None
+        choice.prefill.expect(choice.prefill_tokens)
+    loads = [p.coming for p in prefills]
+    assert max(loads) - min(loads) <= LONG // 60 + 1, "apart by what the cache is worth, and no more"
+
+
 def test_what_a_p_has_cached_is_no_work() -> None:
     registry = Registry()
     (p,) = [join(registry, ping("P", 1))]
