@@ -226,9 +226,8 @@ def make_policy(name: PolicyName, prefix_memory: int) -> Policy:
         return PowerOfTwo()
     if name == "prefix_aware":
         return PrefixAware(PrefixIndex(prefix_memory))
-    return {"least_loaded": least_loaded, "round_robin": round_robin, "consistent_hash": consistent_hash}[
-        name
-    ]
+    plain = {"least_loaded": least_loaded, "round_robin": round_robin, "consistent_hash": consistent_hash}
+    return plain[name]
 
 
 # The rule.
@@ -241,8 +240,8 @@ class Router:
     those that match this P.
 
     Args:
-        room: requests that one D takes at a time.
         routing: which policies.
+        room: requests that one D takes at a time.
         alone: of those, how many whose prompts it computes in a P's place; 0: none.
     """
 
