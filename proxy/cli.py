@@ -267,8 +267,9 @@ def _add_routing(parser: argparse.ArgumentParser) -> None:
         default=defaults.skip_below,
         metavar="TOKENS",
         help="a request whose prompt has fewer tokens goes to a decode instance alone, which computes the "
-        "prompt itself; no KV is sent. --alone-share bounds how many such requests a decode instance has; "
-        "the others get a prefill instance (default: %(default)s, so none does)",
+        "prompt itself; no KV is sent. With --decode-policy prefix_aware, tokens that the instance has been "
+        "given before do not count. --alone-share bounds how many such requests a decode instance has; the "
+        "others get a prefill instance (default: %(default)s, so none does)",
     )
 
 

@@ -43,7 +43,8 @@ class Routing:
         prefill, decode: the policies for P and for D.
         session_header: for consistent_hash: requests with the same value go to the same instance.
         prefix_memory: for prefix_aware: pieces of prompts that are remembered for P's, and as many for D's.
-        skip_below: a prompt of fewer tokens goes to D alone, within the share for that; 0: none does.
+        skip_below: a prompt of fewer tokens goes to D alone, within the share for that; 0: none does. With
+            `prefix_aware` for D, tokens that D has been given before do not count.
     """
 
     prefill: PolicyName = "least_loaded"
@@ -96,7 +97,7 @@ class Help(Enum):
     WANTED = auto()  # P computes the prompt, or D alone if none can
     NEEDED = auto()  # P computes the prompt, and nobody else
     MISSED = auto()  # no P can: D alone, within its share
-    SPARED = auto()  # the prompt is short: D alone, within its share, or else as WANTED
+    SPARED = auto()  # if the prompt is short: D alone, within its share; else as WANTED
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Choice:
 
     Attributes:
         missed: P would have helped, and none could.
-        spared: P could have helped, and the prompt is too short for that.
+        spared: P could have helped, and the prompt, or what D has to compute of it, is too short for that.
         prefill_tokens: of the prompt, that P has to compute, as far as the proxy can tell.
     """
 
@@ -184,19 +185,20 @@ class PrefixAware:
         self._index = index
 
     def __call__(self, candidates: Sequence[Instance], asked: Asked) -> Pick:
-        chain = asked.prompt.chain
-        held = self._index.held(chain)
-
-        def cached(instance: Instance) -> int:
-            return min(asked.tokens, held.get(_holder(instance), 0) * PIECE_TOKENS)
+        cached = self.cached(candidates, asked)
 
         def cost(instance: Instance) -> tuple[float, int, int]:
-            rest = (asked.tokens - cached(instance)) / instance.ping.tp_size
+            rest = (asked.tokens - cached[instance]) / instance.ping.tp_size
             return work(instance) + rest, instance.load, instance.turn
 
         chosen = min(candidates, key=cost)
-        self._index.add(chain, _holder(chosen))
-        return Pick(chosen, cached(chosen))
+        self._index.add(asked.prompt.chain, _holder(chosen))
+        return Pick(chosen, cached[chosen])
+
+    def cached(self, candidates: Sequence[Instance], asked: Asked) -> dict[Instance, int]:
+        """Tokens of the prompt that each has been given before."""
+        held = self._index.held(asked.prompt.chain)
+        return {each: min(asked.tokens, held.get(_holder(each), 0) * PIECE_TOKENS) for each in candidates}
 
 
 def _holder(instance: Instance) -> Hashable:
@@ -264,7 +266,9 @@ class Router:
         """What P shall do for a new request; `paired`: it can do something."""
         if not paired:
             return Help.NONE
-        return Help.SPARED if asked.tokens < self.routing.skip_below else Help.WANTED
+        most = self.routing.skip_below
+        maybe = most > 0 and (asked.tokens < most or isinstance(self._pick_decode, PrefixAware))
+        return Help.SPARED if maybe else Help.WANTED
 
     def choose(
         self,
@@ -279,13 +283,22 @@ class Router:
         Raises NoInstance, UnknownModel or Full.
         """
         prefillers, decoders = self.able(asked.model, now, help=help, avoid=avoid)
+        if help is Help.SPARED and not prefillers:
+            if near := self._with_little_left(decoders, asked):
+                return Choice(None, self._pick(self._pick_decode, near, asked).instance, spared=True)
+            prefillers, decoders = self.able(asked.model, now, help=Help.WANTED, avoid=avoid)
         if not prefillers:
             decode = self._pick(self._pick_decode, decoders, asked).instance
-            spared = help is Help.SPARED
-            return Choice(None, decode, missed=not spared and help is not Help.NONE, spared=spared)
+            return Choice(None, decode, missed=help is not Help.NONE)
         prefill, cached = self._pick(self._pick_prefill, _matching(prefillers, decoders), asked)
         decode = self._pick(self._pick_decode, _matching(decoders, [prefill]), asked).instance
         return Choice(prefill, decode, prefill_tokens=asked.tokens - cached)
+
+    def _with_little_left(self, decoders: Sequence[Instance], asked: Asked) -> Sequence[Instance]:
+        """Those that would compute so few tokens of this prompt that P is not needed."""
+        policy = self._pick_decode
+        cached = policy.cached(decoders, asked) if isinstance(policy, PrefixAware) else {}
+        return [each for each in decoders if asked.tokens - cached.get(each, 0) < self.routing.skip_below]
 
     def _pick(self, policy: Policy, candidates: Sequence[Instance], asked: Asked) -> Pick:
         pick = policy(candidates, asked)

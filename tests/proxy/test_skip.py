@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 from proxy_behaviours import dies, never, with_a_p
@@ -18,6 +19,10 @@ pytestmark = pytest.mark.asyncio
 
 SKIP = Routing(skip_below=64)
 SHORT, LONG = "x" * 63 * 4, "x" * 64 * 4
+
+
+def random_text(length: int, seed: int = 1) -> str:
+    return "".join(random.Random(seed).choices("abcdefgh ", k=length))
 
 
 def counted(deployment: Deployment) -> tuple[int, int, int, int]:
@@ -53,6 +58,30 @@ async def test_beyond_the_share_short_prompts_get_a_p() -> None:
         assert await asyncio.gather(*tasks) == [200] * 5
         assert counted(deployment) == (2, 0, 0, 0)
         await quiet(deployment)
+
+
+async def test_a_prompt_that_its_d_mostly_knows_is_a_short_one() -> None:
+    routing = Routing(decode="prefix_aware", skip_below=64)
+    async with deployed("concurrent", 1, 2, routing=routing) as deployment:
+        conversation = random_text(2000)
+        for said in ("", " and a question", " and a question" + random_text(400)):
+            body = {"model": "tiny", "prompt": conversation + said}
+            assert (await deployment.post(body)).status == 200
+        (d,) = [each for each in deployment.decodes if each.requests]
+        assert paired(d) == [True, False, True], "new to D; 64 tokens and no more are new; too many are"
+        assert counted(deployment) == (1, 0, 0, 0)
+        other = {"model": "tiny", "prompt": random_text(2000, seed=2)}
+        assert (await deployment.post(other)).status == 200
+        assert len(deployment.p.requests) == 3
+        await quiet(deployment)
+
+
+async def test_without_a_p_a_long_prompt_is_missed_and_not_spared() -> None:
+    routing = Routing(decode="prefix_aware", skip_below=64)
+    async with deployed("concurrent", 0, 1, routing=routing) as deployment:
+        for prompt in (LONG, SHORT):
+            assert (await deployment.post({"model": "tiny", "prompt": prompt})).status == 200
+        assert counted(deployment) == (1, 1, 0, 0)
 
 
 async def test_where_there_is_no_p_either_beyond_the_share_is_a_503() -> None:
