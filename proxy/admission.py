@@ -18,7 +18,7 @@ from aiohttp import web
 
 from .errors import ProxyError
 from .registry import LEASE, Instance
-from .routing import AloneFull, Choice, Full, Help, NoInstance, Router, UnknownModel
+from .routing import AloneFull, Asked, Choice, Full, Help, NoInstance, Router, UnknownModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ class Limits:
         body_patience: seconds without a byte after which a body is not waited for any longer.
         retries: how often one request is tried again elsewhere, before its first byte.
         lease: seconds for which an instance may be silent while its connection stands, before it is gone.
-        alone_share: of one decode instance's places, the share for requests that no prefill instance can
-            serve, and whose prompts it computes itself; 0 for none.
+        alone_share: of one decode instance's places, the share for requests whose prompts it computes in a
+            prefill instance's place, because none can or because they are short; 0 for none.
     """
 
     max_requests: int = 1024
@@ -66,6 +66,7 @@ class RequestCounters:
         left_waiting: whose client left while they waited.
         alone: requests that a decode instance was given because no prefill instance could serve them.
         refused_alone: turned away because as many of those as may were under way.
+        spared: requests that a decode instance was given because their prompts are short.
         retried: tries at another instance.
         retries_refused: failures that were not tried again because the budget of retries was spent.
         breakers_opened: how often an instance was given a pause.
@@ -78,6 +79,7 @@ class RequestCounters:
     left_waiting: int = 0
     alone: int = 0
     refused_alone: int = 0
+    spared: int = 0
     retried: int = 0
     retries_refused: int = 0
     breakers_opened: int = 0
@@ -93,53 +95,56 @@ class RequestPlace:
     alone, and the trial of an instance in doubt.
 
     Attributes:
-        model: the model that the request names; None if it names none.
-        paired: P is to help, if any can.
+        asked: what the request wants.
+        help: what P was to do for it when it came.
         choice: who serves it.
     """
 
-    model: str | None
-    paired: bool
+    asked: Asked
+    help: Help
     choice: Choice
     _expecting: Instance | None = None
 
     def seat(self) -> None:
         """The request is on its way to its instances."""
-        self.choice.decode.take_seat(alone=self.choice.missed)
+        self.choice.decode.take_seat(alone=self.choice.in_share, tokens=self.asked.tokens)
         self._expecting = self.choice.prefill
         if self._expecting is not None:
-            self._expecting.expect()
+            self._expecting.expect(self.choice.prefill_tokens)
 
     def sent(self) -> None:
         """P is asked now: from here on its call counts, and the expectation no more. Idempotent."""
         if self._expecting is not None:
-            self._expecting.expect_no_more()
+            self._expecting.expect_no_more(self.choice.prefill_tokens)
             self._expecting = None
 
     def unseat(self) -> None:
         """The request has left its instances."""
         self.sent()
-        self.choice.decode.leave_seat(alone=self.choice.missed)
+        self.choice.decode.leave_seat(alone=self.choice.in_share, tokens=self.asked.tokens)
 
     def help_after(self, culprit: Instance) -> Help:
         """What a second try needs of P, after `culprit` has failed. Without a P, D alone is asked, which no
         budget of retries bounds."""
         if self.choice.missed:
             return Help.MISSED
-        if not self.paired:
-            return Help.NONE
-        return Help.NEEDED if culprit.role == "P" else Help.WANTED
+        return Help.NEEDED if culprit.role == "P" else self.help
 
 
-Wants = tuple[str | None, bool]
-"""A model, and whether P is to help: who wants the same can be served by the same instances."""
+Wants = tuple[str | None, Help]
+"""A model, and what P is to do: who wants the same can be served by the same instances."""
 
 
 @dataclass(eq=False)
 class _Waiter:
     number: int
-    wants: Wants
+    asked: Asked
+    help: Help
     placed: asyncio.Future[RequestPlace]
+
+    @property
+    def wants(self) -> Wants:
+        return self.asked.model, self.help
 
 
 class Admission:
@@ -165,12 +170,12 @@ class Admission:
         return len(self._places)
 
     @asynccontextmanager
-    async def place(self, model: str | None, *, paired: bool) -> AsyncIterator[RequestPlace]:
-        """A place, as soon as there is one.
+    async def place(self, asked: Asked, *, paired: bool) -> AsyncIterator[RequestPlace]:
+        """A place, as soon as there is one; `paired`: P can help.
 
         Raises NoInstance, UnknownModel, or ProxyError if there is none in time.
         """
-        place = await self._wait(model, paired)
+        place = await self._wait(asked, paired)
         self._counters.admitted += 1
         try:
             yield place
@@ -180,7 +185,7 @@ class Admission:
     def can_move(self, place: RequestPlace, help: Help, avoid: frozenset[Instance]) -> bool:
         """Whether there are other instances with room."""
         try:
-            self._router.able(place.model, self._clock(), help=help, avoid=avoid)
+            self._router.able(place.asked.model, self._clock(), help=help, avoid=avoid)
         except (NoInstance, UnknownModel, Full):
             return False
         return True
@@ -188,13 +193,13 @@ class Admission:
     def move(self, place: RequestPlace, help: Help, avoid: frozenset[Instance]) -> bool:
         """Puts a request at other instances, without a wait. False if there are none with room."""
         try:
-            other = self._choose(place.model, help, avoid)
+            other = self._choose(place.asked, help, avoid)
         except (NoInstance, UnknownModel, Full):
             return False
         self._unseat(place)
         place.choice = other
         self._seat(place)
-        self._counters.alone += other.missed
+        self._count(other)
         self.advance()
         return True
 
@@ -205,12 +210,12 @@ class Admission:
         """
         self._unseat(place)
         try:
-            place.choice = self._choose(place.model, Help.MISSED, avoid)
+            place.choice = self._choose(place.asked, Help.MISSED, avoid)
         except (NoInstance, UnknownModel, Full):
             return False
         finally:
             self._seat(place)
-        self._counters.alone += 1
+        self._count(place.choice)
         self.advance()
         return True
 
@@ -221,12 +226,13 @@ class Admission:
         while firsts and self._router.has_room(self._clock()):
             _, waiter = heapq.heappop(firsts)
             try:
-                place = RequestPlace(*waiter.wants, self._choose(waiter.wants[0], _help(waiter.wants)))
+                choice = self._choose(waiter.asked, waiter.help)
             except (Full, NoInstance, UnknownModel):
                 # An instance may come, or come back, before the wait is over.
                 continue
+            place = RequestPlace(waiter.asked, waiter.help, choice)
             self._seat(place)
-            self._counters.alone += place.choice.missed
+            self._count(choice)
             self._remove(waiter)
             waiter.placed.set_result(place)
             if following := _first(self._queues.get(waiter.wants, {})):
@@ -238,8 +244,12 @@ class Admission:
             if not waiter.placed.done():
                 waiter.placed.set_exception(failure)
 
-    async def _wait(self, model: str | None, paired: bool) -> RequestPlace:
-        waiter = _Waiter(next(self._numbers), (model, paired), asyncio.get_running_loop().create_future())
+    async def _wait(self, asked: Asked, paired: bool) -> RequestPlace:
+        help, placed = (
+            self._router.first_help(asked, paired=paired),
+            asyncio.get_running_loop().create_future(),
+        )
+        waiter = _Waiter(next(self._numbers), asked, help, placed)
         self._queues.setdefault(waiter.wants, {})[waiter] = None
         try:
             self.advance()
@@ -269,7 +279,7 @@ class Admission:
     def _check_queue(self, waiter: _Waiter) -> None:
         """Whether a wait has a prospect. Raises NoInstance, UnknownModel or ProxyError."""
         try:
-            self._router.able(waiter.wants[0], self._clock(), help=_help(waiter.wants))
+            self._router.able(waiter.asked.model, self._clock(), help=waiter.help)
         except AloneFull as full:
             self._counters.refused_alone += 1
             raise ProxyError(503, f"{full}; try again in a few seconds.") from None
@@ -290,8 +300,12 @@ class Admission:
         if placed.done() and not placed.cancelled() and placed.exception() is None:
             self._leave(placed.result())
 
-    def _choose(self, model: str | None, help: Help, avoid: frozenset[Instance] = frozenset()) -> Choice:
-        return self._router.choose(model, self._clock(), help=help, avoid=avoid)
+    def _choose(self, asked: Asked, help: Help, avoid: frozenset[Instance] = frozenset()) -> Choice:
+        return self._router.choose(asked, self._clock(), help=help, avoid=avoid)
+
+    def _count(self, choice: Choice) -> None:
+        self._counters.alone += choice.missed
+        self._counters.spared += choice.spared
 
     def _leave(self, place: RequestPlace) -> None:
         self._unseat(place)
@@ -308,10 +322,6 @@ class Admission:
         place.unseat()
         for instance in place.choice.instances:
             instance.breaker.given_up(place)
-
-
-def _help(wants: Wants) -> Help:
-    return Help.WANTED if wants[1] else Help.NONE
 
 
 def _first(queue: dict[_Waiter, None]) -> _Waiter | None:

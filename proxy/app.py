@@ -16,6 +16,7 @@ from .errors import errors_as_json, note_begin
 from .http import REQUEST_ID
 from .listener import Listener
 from .registry import Registry
+from .routing import Routing
 from .serving import Dispatch, Proxy
 from .upstream import Client
 
@@ -34,6 +35,7 @@ def make_app(
     limits: Limits | None = None,
     members: Members | None = None,
     plain_discovery: str | None = None,
+    routing: Routing | None = None,
 ) -> web.Application:
     """The application, for `make_runner`: without it a client that leaves is not noticed.
 
@@ -42,6 +44,7 @@ def make_app(
         limits: how much it takes on.
         members: whose pings `discovery` takes; None for anybody's.
         plain_discovery: a second endpoint, which takes anybody's.
+        routing: how it chooses instances.
 
     Raises:
         OSError: at start-up, if an endpoint cannot be bound.
@@ -52,7 +55,8 @@ def make_app(
     async def running(app: web.Application) -> AsyncIterator[None]:
         async with AsyncExitStack() as cleanup:
             session = await cleanup.enter_async_context(Client())
-            app[PROXY] = proxy = Proxy(session, registry or Registry(lease=limits.lease), dispatch, limits)
+            known = registry or Registry(lease=limits.lease)
+            app[PROXY] = proxy = Proxy(session, known, dispatch, limits, routing or Routing())
             app[LISTENER] = listener = Listener(discovery, proxy.take, members)
             cleanup.callback(listener.close)
             tasks = [asyncio.create_task(listener.run()), asyncio.create_task(proxy.prober.run())]

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import os
+import re
 import resource
 import signal
 import sys
@@ -23,6 +24,8 @@ from p2pkv.trust import SECRET_VARIABLE, TrustError, is_loopback, read_secret
 from .admission import Limits
 from .app import LISTENER, PLAIN_LISTENER, PROXY, make_app, make_runner
 from .listener import endpoint_of
+from .prefixes import PIECE_TOKENS
+from .routing import POLICY_NAMES, Routing
 from .serving import Dispatch
 
 logger = logging.getLogger(__name__)
@@ -83,16 +86,19 @@ async def _serve(arguments: argparse.Namespace, members: Members | None) -> None
         limits=_limits(arguments),
         members=members,
         plain_discovery=None if plain is None else endpoint_of(plain),
+        routing=_routing(arguments),
     )
     runner = make_runner(app, _SHUTDOWN_SECONDS)
     try:
         await runner.setup()
         await web.TCPSite(runner, arguments.host, arguments.port).start()
         logger.info(
-            "serving on %s, discovery on %s, %s dispatch, %s",
+            "serving on %s, discovery on %s, %s dispatch, %s for prefill and %s for decode, %s",
             _bound(runner),
             app[LISTENER].endpoint,
             dispatch,
+            arguments.prefill_policy,
+            arguments.decode_policy,
             "open to anybody" if members is None else "for members only",
         )
         if plain is not None:
@@ -132,6 +138,16 @@ def _limits(arguments: argparse.Namespace) -> Limits:
     )
 
 
+def _routing(arguments: argparse.Namespace) -> Routing:
+    return Routing(
+        prefill=arguments.prefill_policy,
+        decode=arguments.decode_policy,
+        session_header=arguments.session_header,
+        prefix_memory=arguments.prefix_memory,
+        skip_below=arguments.skip_prefill_below,
+    )
+
+
 def _bound(runner: web.AppRunner) -> str:
     return ", ".join(f"http://{Address(address[0], address[1])}" for address in runner.addresses)
 
@@ -148,7 +164,9 @@ def _warn(arguments: argparse.Namespace, members: Members | None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="p2pkv-proxy", description="One OpenAI endpoint in front of vLLM prefill and decode instances."
+        prog="p2pkv-proxy",
+        description="One OpenAI endpoint in front of vLLM prefill and decode instances.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # for the list of policies
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to serve on (default: %(default)s)")
     parser.add_argument("--port", type=_port, default=10001, help="port to serve on (default: %(default)s)")
@@ -180,8 +198,10 @@ def _parser() -> argparse.ArgumentParser:
         "--dispatch",
         choices=("concurrent", "sequential"),
         default="concurrent",
-        help="prefill and decode at once, or one after the other (default: %(default)s)",
+        help="ask the prefill and the decode instance at the same time, or the decode instance after the "
+        "prefill instance has answered (default: %(default)s)",
     )
+    _add_routing(parser)
     _add_limits(parser)
     parser.add_argument(
         "--log-level",
@@ -190,6 +210,67 @@ def _parser() -> argparse.ArgumentParser:
         help="default: %(default)s",
     )
     return parser
+
+
+_POLICIES = """\
+A request gets a prefill instance by one policy, and a decode instance by another one,
+among those that serve its model, are in good health and fit each other.
+
+  least_loaded     the one with the least to do: the fewest prompt tokens to compute
+                   (prefill), the fewest requests and prompt tokens (decode)
+  round_robin      each in turn
+  power_of_two     two are drawn at random, and of these the one with less to do; for
+                   several proxies side by side
+  prefix_aware     the one that has lately been given a prompt with the same beginning,
+                   and so may have that in its cache, unless another one with less to do
+                   would still be sooner; for long system prompts and for conversations
+  consistent_hash  the same one for all requests with the same value of --session-header
+
+The proxy has no tokenizer: it takes four characters of a prompt for a token.
+"""
+
+
+def _add_routing(parser: argparse.ArgumentParser) -> None:
+    """Which instances serve a request."""
+    defaults = Routing()
+    group = parser.add_argument_group("which instances serve a request", _POLICIES)
+    for option, role, default in (
+        ("--prefill-policy", "prefill", defaults.prefill),
+        ("--decode-policy", "decode", defaults.decode),
+    ):
+        group.add_argument(
+            option,
+            choices=POLICY_NAMES,
+            default=default,
+            metavar="POLICY",
+            help=f"how the {role} instance is chosen, see above (default: %(default)s)",
+        )
+    group.add_argument(
+        "--session-header",
+        type=_header,
+        default=defaults.session_header,
+        metavar="NAME",
+        help="for consistent_hash: the HTTP header in which clients say which requests belong together; a "
+        "request without it is routed by least_loaded (default: %(default)s)",
+    )
+    group.add_argument(
+        "--prefix-memory",
+        type=_at_least(1),
+        default=defaults.prefix_memory,
+        metavar="N",
+        help=f"for prefix_aware: how many pieces of prompts, of {PIECE_TOKENS} tokens each, the proxy "
+        "remembers for prefill instances, and as many for decode instances (default: %(default)s)",
+    )
+    group.add_argument(
+        "--skip-prefill-below",
+        type=_at_least(0),
+        default=defaults.skip_below,
+        metavar="TOKENS",
+        help="a request whose prompt has fewer tokens goes to a decode instance alone, which computes the "
+        "prompt itself; no KV is sent. With --decode-policy prefix_aware, tokens that the instance has been "
+        "given before do not count. --alone-share bounds how many such requests a decode instance has; the "
+        "others get a prefill instance (default: %(default)s, so none does)",
+    )
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
@@ -208,7 +289,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
             "tries at other instances if one fails before the first byte"),
         ("--alone-share", _share, limits.alone_share, "SHARE",
             "of each decode instance's --max-requests, for prompts that it computes because no prefill "
-            "instance can; others get a 503"),
+            "instance can, or because they are short (--skip-prefill-below); others get a 503, or a prefill "
+            "instance"),
         ("--lease-seconds", _seconds, limits.lease, "SECONDS",
             "how long an instance may be silent, its connection open, until it is gone"),
         ("--drain-seconds", _seconds, 25.0, "SECONDS",
@@ -222,7 +304,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "--no-decode-alone",
         action="store_true",
         help="when no prefill instance can serve a request, fail it; by default a decode instance computes "
-        "its prompt",
+        "its prompt. --skip-prefill-below has no effect then",
     )
 
 
@@ -240,6 +322,12 @@ def _at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+def _header(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of an HTTP header, such as X-Session-Id")
+    return text
 
 
 def _seconds(text: str) -> float:

@@ -133,7 +133,7 @@ class Exchange:
         """P's whole answer. Raises PrefillFailed."""
         instance = self.choice.prefill
         assert instance is not None
-        call = Call(self.session, instance, self.request.path, self._sent_again)
+        call = Call(self.session, instance, self.request.path, self._sent_again, self.choice.prefill_tokens)
         self.sent()
         self.owed = _UNANSWERED
         try:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from .prefixes import Prompt
 from .registry import Instance
 
 # Headers.
@@ -118,6 +119,11 @@ class Body:
         """Whether one token of the answer proves that the KV of all prompts has been used."""
         prompts = self.fields.get("prompt")
         return not (isinstance(prompts, list) and len(prompts) > 1 and not isinstance(prompts[0], int))
+
+    @property
+    def prompt(self) -> Prompt:
+        """What routing may know of its prompt."""
+        return Prompt(self.fields)
 
     def for_prefill(self) -> bytes:
         """P's body: the same prompt, and one token that nobody reads."""

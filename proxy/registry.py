@@ -10,7 +10,7 @@ An address belongs to one instance for as long as its pings keep coming and thei
 instance that pings with this address is a mistake or an attack, and is refused. A process that ends, by
 kill -9 too, loses its connection; so its successor is taken at once.
 
-How busy an instance is (`in_flight`, `seats`, `alone`, `coming`) is written by its own methods only.
+How busy an instance is (`in_flight`, `seats`, `alone`, `coming`, `tokens`) only its own methods write.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ LIFE = 3 * PING_INTERVAL + 1.0
 # How long a silent instance whose connection stands is kept: as long as p2pkv's own lease, by default.
 LEASE = 30.0
 MAX_INSTANCES = 4096
+# Of a p2pkv whose pings do not say: those of this protocol did not.
+_UNSAID_PROTOCOL = 1
 # Of its life, how much an instance may be silent before it is asked whether it still works, and before
 # another one may have its address.
 _DOUBT = 0.65
@@ -50,6 +52,9 @@ _BREAKER_FORGET_SECONDS = 120.0
 
 Role = Literal["P", "D"]
 InstanceKey = tuple[Role, Address, int]
+ROLE_NAMES: dict[Role, str] = {"P": "prefill", "D": "decode"}
+Kind = tuple[frozenset[str], str, int]
+Words = tuple[str, ...]
 
 
 class PingSource(Protocol):
@@ -159,10 +164,13 @@ class Instance:
         source: where from; None if that is not known, and then its address is anybody's.
         healthy: its /health has answered 200, and nobody has found its port closed since.
         names: model names under which it answers; empty while unknown, and then it may serve any.
+        kind: equal for instances that `matches` does not tell apart.
         in_flight: requests that this proxy has open there.
         seats: requests that have a place at this D and have not ended.
-        alone: of these, the ones whose prompt it computes because no P could.
+        alone: of these, the ones whose prompt it computes in a P's place: no P could, or it is short.
         coming: requests that this P has been chosen for, and that are not in flight yet.
+        tokens: of prompts, estimated: those that this P has to compute, coming and in flight; or those of
+            the requests that have a place at this D.
         turn: the number of the latest choice that fell on it.
         breaker: whether it is given requests, after what became of the last ones.
     """
@@ -177,8 +185,10 @@ class Instance:
     seats: int = 0
     alone: int = 0
     coming: int = 0
+    tokens: int = 0
     turn: int = 0
     breaker: Breaker = field(default_factory=Breaker)
+    kind: Kind = field(init=False)
     _ends: set[Callable[[bool], None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -187,6 +197,7 @@ class Instance:
     def learn(self, served: frozenset[str]) -> None:
         """Takes in the names that it lists now, beside the one in its ping."""
         self.names = served | {self.ping.model} if self.ping.model else served
+        self.kind = self.names, self.ping.fit, self.ping.protocol
 
     @property
     def role(self) -> Role:
@@ -205,6 +216,11 @@ class Instance:
         return Address.parse(self.ping.zmq_address)
 
     @property
+    def name(self) -> str:
+        """Its address, and which of the replicas there it is: the same after a restart."""
+        return f"{self.ping.http_address}/{self.ping.dp_rank}"
+
+    @property
     def load(self) -> int:
         """Requests that are here or on their way."""
         return max(self.in_flight + self.coming, self.seats)
@@ -218,37 +234,54 @@ class Instance:
         return model is None or not self.names or model in self.names
 
     def matches(self, other: Instance) -> bool:
+        """Whether one request's `model` can mean the same to both, and KV may move between them."""
+        return self.shares_model(other) and self.fits(other)
+
+    def shares_model(self, other: Instance) -> bool:
         """Whether one request's `model` can mean the same to both."""
         return not self.names or not other.names or not self.names.isdisjoint(other.names)
 
-    def take_seat(self, *, alone: bool) -> None:
-        """This D gets one request more; `alone`: it computes the prompt because no P could."""
+    def fits(self, other: Instance) -> bool:
+        """Whether a P and a D would accept each other, as far as their pings tell."""
+        mine, theirs = self.ping, other.ping
+        if mine.fit and theirs.fit:
+            return mine.fit == theirs.fit
+        return (mine.protocol or _UNSAID_PROTOCOL) == (theirs.protocol or _UNSAID_PROTOCOL)
+
+    def take_seat(self, *, alone: bool, tokens: int = 0) -> None:
+        """This D gets one request more; `alone`: it computes the prompt in a P's place."""
         self.seats += 1
         self.alone += alone
+        self.tokens += tokens
 
-    def leave_seat(self, *, alone: bool) -> None:
+    def leave_seat(self, *, alone: bool, tokens: int = 0) -> None:
         """That request has ended, or goes elsewhere."""
         self.seats -= 1
         self.alone -= alone
+        self.tokens -= tokens
 
-    def expect(self) -> None:
+    def expect(self, tokens: int = 0) -> None:
         """This P has been chosen for one request more."""
         self.coming += 1
+        self.tokens += tokens
 
-    def expect_no_more(self) -> None:
+    def expect_no_more(self, tokens: int = 0) -> None:
         """That request is in flight now, has ended, or goes elsewhere."""
         self.coming -= 1
+        self.tokens -= tokens
 
     @contextmanager
-    def busy(self, end: Callable[[bool], None]) -> Iterator[None]:
-        """Counts one request as in flight here; `end` ends it if the instance turns out to be dead, see
-        `dead`."""
+    def busy(self, end: Callable[[bool], None], tokens: int = 0) -> Iterator[None]:
+        """Counts one request as in flight here, with the `tokens` that it computes, if it is a P's; `end`
+        ends it if the instance turns out to be dead, see `dead`."""
         self.in_flight += 1
+        self.tokens += tokens
         self._ends.add(end)
         try:
             yield
         finally:
             self.in_flight -= 1
+            self.tokens -= tokens
             self._ends.discard(end)
 
     def dead(self, known: bool) -> None:
@@ -259,8 +292,7 @@ class Instance:
             end(known)
 
     def __str__(self) -> str:
-        kind = "prefill" if self.role == "P" else "decode"
-        return f"{kind} instance {self.ping.http_address}"
+        return f"{ROLE_NAMES[self.role]} instance {self.ping.http_address}"
 
 
 class Registry:
@@ -278,6 +310,7 @@ class Registry:
         self._life = life
         self._lease = max(life, lease)
         self._silent: set[Instance] = set()
+        self._misfits: set[Instance] = set()
         """Those of whom the log has said so."""
         self._capacity = capacity
         self.claims_refused = 0
@@ -366,6 +399,7 @@ class Registry:
             lost = "" if self.overdue(instance, now) else ", and its connection is closed"
             logger.warning("%s removed: no ping for %.0f s%s", instance, now - instance.last_seen, lost)
         self._say_silent(now)
+        self._say_misfits()
         for key in [key for key in self._breakers if key not in self._instances]:
             if self._breakers[key].forgettable(now):
                 del self._breakers[key]
@@ -385,6 +419,39 @@ class Registry:
             if self._instances.get(instance.key) is instance:
                 logger.info("%s pings again", instance)
         self._silent = silent
+
+    def misfits(self) -> dict[Instance, Words]:
+        """Those that fit nobody although the other role has instances of their model; and in what each of
+        them differs from the nearest of these."""
+        kinds: dict[tuple[Role, Kind], list[Instance]] = {}
+        for each in self._instances.values():
+            kinds.setdefault((each.role, each.kind), []).append(each)
+        # Of each kind one is looked at: there may be thousands of instances, and this is done every second.
+        ones = [alike[0] for alike in kinds.values()]
+        found: dict[Instance, Words] = {}
+        for one, alike in zip(ones, kinds.values(), strict=True):
+            partners = [other for other in ones if other.role != one.role and one.shares_model(other)]
+            if partners and not any(one.fits(other) for other in partners):
+                found |= dict.fromkeys(alike, fewest([differences(one, other) for other in partners]))
+        return found
+
+    def _say_misfits(self) -> None:
+        misfits = self.misfits()
+        for instance in misfits.keys() - self._misfits:
+            logger.warning(
+                "%s fits no %s: the nearest differs in %s%s; this one says: %s",
+                instance,
+                "decode instance, so it gets no requests"
+                if instance.role == "P"
+                else "prefill instance, so it gets only requests whose prompts it computes itself",
+                " and ".join(misfits[instance]),
+                "; use the same version of p2pkv" if "protocol" in misfits[instance] else "",
+                instance.ping.fit or "nothing, as p2pkv did before protocol 2",
+            )
+        for instance in self._misfits - misfits.keys():
+            if self._instances.get(instance.key) is instance:
+                logger.info("%s now has an instance that it fits", instance)
+        self._misfits = set(misfits)
 
     def unready(self) -> list[Instance]:
         """Those whose /health has yet to answer."""
@@ -410,3 +477,19 @@ class Registry:
     def overdue(self, instance: Instance, now: float) -> bool:
         """Whether it has been silent for a lease, which is the end of all patience."""
         return now - instance.last_seen > self._lease
+
+
+def differences(one: Instance, other: Instance) -> Words:
+    """In what the pings of two that do not fit differ, in words."""
+    mine, theirs = one.ping, other.ping
+    if not (mine.fit and theirs.fit):
+        return ("protocol",)
+    here, there = (dict(word.partition("=")[::2] for word in ping.fit.split(", ")) for ping in (mine, theirs))
+    return tuple(name for name in here | there if here.get(name) != there.get(name)) or (
+        "the order of words",
+    )
+
+
+def fewest(found: list[Words]) -> Words:
+    """Of at least one list of differences, the shortest: what has to be changed."""
+    return min(found, key=len)

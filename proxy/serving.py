@@ -25,7 +25,7 @@ from .http import BadBody, Body, parse
 from .prober import Prober
 from .registry import Instance, PingSource, Registry, Role
 from .relay import merged_models
-from .routing import NoInstance, Router, UnknownModel
+from .routing import Asked, NoInstance, Router, Routing, UnknownModel
 from .upstream import Client, Reply
 
 logger = logging.getLogger(__name__)
@@ -54,12 +54,14 @@ class Proxy:
     registry: Registry
     dispatch: Dispatch
     limits: Limits = field(default_factory=Limits)
+    routing: Routing = field(default_factory=Routing)
     clock: Callable[[], float] = time.monotonic
     lingering: set[asyncio.Task[Reply]] = field(default_factory=set)
     counters: RequestCounters = field(default_factory=RequestCounters)
 
     def __post_init__(self) -> None:
-        self.router = Router(self.registry, room=self.limits.max_requests, alone=self.limits.alone)
+        room, alone = self.limits.max_requests, self.limits.alone
+        self.router = Router(self.registry, self.routing, room=room, alone=alone)
         self.admission = Admission(self.router, self.limits, self.counters, self.clock)
         self.intake = Intake(self.limits, self.counters)
         self.desk = Desk(self.counters)
@@ -78,8 +80,9 @@ class Proxy:
                 body = parse(await reader.read(request))
             except BadBody as error:
                 raise ProxyError(400, str(error)) from None
+            asked = Asked(body.model, body.prompt, request.headers.get(self.routing.session_header, ""))
             try:
-                async with self.admission.place(body.model, paired=body.wants_pair) as place:
+                async with self.admission.place(asked, paired=body.wants_pair) as place:
                     return await self._serve(request, body, place, work)
             except NoInstance as error:
                 raise ProxyError(503, f"{error} Try again in a few seconds.") from None
@@ -174,7 +177,8 @@ class Proxy:
         now = self.clock()
         missing = [STOPPING] if self.desk.stopping else self.router.missing(now)
         there = {role: self.registry.routable(role, now) for role in _ROLES.values()}
-        serves = not self.desk.stopping and bool(there["D"]) and (bool(there["P"]) or self.limits.alone > 0)
+        able = bool(there["D"]) and (self.limits.alone > 0 or self.router.helped(now))
+        serves = able and not self.desk.stopping
         enough = all(len(there[role]) >= _number(request, name) for name, role in _ROLES.items())
         counters = {
             **asdict(self.counters),

@@ -180,13 +180,20 @@ class Call:
 
     Attributes:
         instance: who is asked.
+        tokens: of the prompt, that it computes while this call is open; 0 if it is no P.
         again: called if the request goes once more, over another connection.
     """
 
     def __init__(
-        self, session: Client, instance: Instance, path: str, again: Callable[[], None] = lambda: None
+        self,
+        session: Client,
+        instance: Instance,
+        path: str,
+        again: Callable[[], None] = lambda: None,
+        tokens: int = 0,
     ) -> None:
         self.instance = instance
+        self.tokens = tokens
         self.again = again
         self._session = session
         self._url = instance.url + path
@@ -197,7 +204,7 @@ class Call:
 
     async def open(self, body: bytes, headers: Headers) -> aiohttp.ClientResponse:
         """Sends the request and waits for the answer's head. Raises CallFailed."""
-        self._cleanup.enter_context(self.instance.busy(self._give_up))
+        self._cleanup.enter_context(self.instance.busy(self._give_up, self.tokens))
         self._asking = asyncio.create_task(self._ask(body, headers))
         try:
             self._response = await self._asking

@@ -39,6 +39,7 @@ from p2pkv.control.announcer import ANSWER_TOKENS, Announcement, Announcer, Warm
 from p2pkv.control.discovery import DISCOVERY_VERSION, Ping
 from p2pkv.engine.rank import Rank
 from p2pkv.links import make_factory
+from p2pkv.protocol.handshake import fit
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from p2pkv.protocol.messages import Hello
 
 log = logging.getLogger("p2pkv")
 
@@ -215,9 +218,9 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             "; ".join(map(str, cache.groups)),
         )
         if number == 0 and options.proxy is not None and options.http_address is not None:
-            self._announce(hello.incarnation)
+            self._announce(hello)
 
-    def _announce(self, incarnation: str) -> None:
+    def _announce(self, hello: Hello) -> None:
         """Tell the proxy of this instance once it is warm, from a process of its own."""
         config, options = self._vllm_config, self.options
         names = config.model_config.served_model_name
@@ -228,8 +231,10 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             zmq_address=str(options.address),
             tp_size=config.parallel_config.tensor_parallel_size,
             version=DISCOVERY_VERSION,
-            incarnation=incarnation,
+            incarnation=hello.incarnation,
             model=model,
+            protocol=hello.version,
+            fit=fit(hello),
         )
         room = config.model_config.max_model_len - ANSWER_TOKENS
         plan = WarmUp(

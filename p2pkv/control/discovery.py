@@ -2,7 +2,8 @@
 
 A ping is one msgpack map in one frame. Its first three fields are the classic ones, which every
 proxy of the original connector reads; the next three satisfy vllm-router's MoRIIO mode; the rest is
-ours. Fields that a reader does not know are ignored, so each side may be older than the other.
+ours. Fields that a reader does not know are ignored, and those that are missing have a default, so each side
+may be older than the other. Version 2 has added `protocol` and `fit`.
 
 A ping carries no authority: it says where to look, and the ranks' handshake proves who is there.
 
@@ -20,12 +21,13 @@ from msgspec import Meta, Struct
 
 from p2pkv.pairing import Address
 
-DISCOVERY_VERSION = 1
+DISCOVERY_VERSION = 2
 PING_INTERVAL = 3.0
 MAX_PING_BYTES = 4096
 
 _AddressText = Annotated[str, Meta(min_length=3, max_length=300)]
 _Text = Annotated[str, Meta(max_length=512)]
+_FitText = Annotated[str, Meta(max_length=512, pattern=r"\A[ -~]*\Z")]
 _Size = Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
@@ -44,6 +46,10 @@ class Ping(Struct, frozen=True, kw_only=True):
         model: a name under which the instance serves its model; "" if it does not say.
         dp_rank: which of the replicas this is.
         leaving: a clean stop; no more requests, please.
+        protocol: PROTOCOL_VERSION of its ranks; 0 if it does not say (p2pkv did not before version 2 of this
+            message).
+        fit: what must be equal between a P and a D, as `protocol.handshake.fit` writes it; "" if it does not
+            say. A P and a D with different texts refuse each other.
     """
 
     type: Literal["P", "D"]
@@ -57,6 +63,8 @@ class Ping(Struct, frozen=True, kw_only=True):
     model: _Text = ""
     dp_rank: Annotated[int, Meta(ge=0, lt=1 << 16)] = 0
     leaving: bool = False
+    protocol: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    fit: _FitText = ""
 
     def __post_init__(self) -> None:
         for field, text in (("http_address", self.http_address), ("zmq_address", self.zmq_address)):

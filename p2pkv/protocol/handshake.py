@@ -10,6 +10,7 @@ has such rows, and a packed one can make them if the packing is known.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from enum import Enum, auto
 from functools import cached_property
@@ -282,6 +283,40 @@ def _check_places(prefill: Hello) -> None:
 
 def _differ(what: str, mine: Hello, theirs: Hello, here: object, there: object) -> str:
     return f"{what} differ: {here} at {mine.address}, {there} at {theirs.address}"
+
+
+def fit(hello: Hello) -> str:
+    """What `judge` demands equal of a P and a D, as text for the discovery ping: "name=value, name=value".
+
+    Two that `judge` accepts have the same text, so a proxy pairs no instances whose texts differ. The same
+    text is no promise: sizes that cannot be divided over each other, and checksums, are judged of pairs only.
+    All ranks of an engine have the same text. Whoever changes its form raises PROTOCOL_VERSION.
+    """
+    demanded: dict[str, object] = {
+        "protocol": hello.version,
+        "weights": hello.weights,
+        "link": hello.link,
+        "KV groups": len(hello.cache.groups),
+    }
+    forms = [_form(group) for group in hello.cache.groups]
+    demanded |= forms[0] if len(forms) == 1 else {"forms of KV groups": forms}
+
+    def word(value: object) -> str:
+        text = str(value)
+        plain = text.isascii() and text.isprintable() and not {",", "="} & set(text)
+        return (
+            text if plain and len(text) <= 32 else hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        )
+
+    return ", ".join(f"{name}={word(value)}" for name, value in demanded.items())
+
+
+def _form(group: KvGroup) -> dict[str, object]:
+    """What must be equal of a KV group on P and D."""
+    form: dict[str, object] = {what: mine for what, mine, _, _ in _same_of_groups(group, group)}
+    form |= {"layers in all": sum(group.layers), "KV heads": group.heads}
+    # Where the bytes of a row cannot be rearranged, rows must be alike.
+    return form | {"memory layout": DENSE if _can_be_dense(group) else _as_it_lies(group)}
 
 
 class DialPhase(Enum):

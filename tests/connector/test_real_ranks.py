@@ -16,8 +16,9 @@ from real_ranks_support import Engine, ask_both, finish, starting
 
 from p2pkv.connector import connector
 from p2pkv.control.announcer import Announcement, Announcer
-from p2pkv.control.discovery import decode_ping
+from p2pkv.control.discovery import DISCOVERY_VERSION, decode_ping
 from p2pkv.control.security import Members
+from p2pkv.protocol.messages import PROTOCOL_VERSION
 
 pytestmark = pytest.mark.vllm
 
@@ -74,6 +75,11 @@ def test_what_the_first_rank_announces(engines: Any, monkeypatch: pytest.MonkeyP
     more = {"warm_up_seconds": 0} if off else {"warm_up_tls": True, "stall_seconds": 70}
     engines(1, 2, proxy_ip="127.0.0.1", proxy_port=9, http_port=8100, **more)
     assert [each.ping.type for each in made] == ["P", "D"], "only the first rank of an instance announces it"
+    assert made[0].ping.fit == made[1].ping.fit != "", "with another TP they fit all the same"
+    assert f"protocol={PROTOCOL_VERSION}, weights=" in made[0].ping.fit
+    assert {(each.ping.version, each.ping.protocol) for each in made} == {
+        (DISCOVERY_VERSION, PROTOCOL_VERSION)
+    }
     for each in made:
         assert (each.proxy, each.ping.http_address, each.secret) == ("127.0.0.1:9", "127.0.0.1:8100", None)
         if off:

@@ -6,8 +6,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from p2pkv.control.discovery import Ping, decode_ping, encode_ping
 from p2pkv.protocol.handshake import (
     DIAL,
     FIRST_RETRY,
@@ -17,6 +20,7 @@ from p2pkv.protocol.handshake import (
     Dialing,
     DialPhase,
     Refused,
+    fit,
     judge,
     shapes,
     verified,
@@ -198,6 +202,114 @@ def test_packings_that_can_be_undone_fit_each_other_and_dense() -> None:
         cache(codec="page:amx", unit_tokens=128, row_bytes=64 * 128),
     ]
     assert all(judge(hello("P", one), hello("D", other)).edges for one in caches for other in caches)
+
+
+# The fingerprint in the ping.
+
+
+DEMANDED = {
+    "version": "protocol",
+    "weights": "weights",
+    "link": "link",
+    "dtype": "cache element types",
+    "codec": "memory layout",
+    "row": "bytes per token and head",
+    "names": "KV layers",
+    "layers": "layers in all",
+    "heads": "KV heads",
+}
+"""Which of the refusals above the fingerprint foresees, and the name of what differs. The others are about a
+pair, or about a Hello that contradicts itself."""
+
+
+@pytest.mark.parametrize("what", DEMANDED)
+def test_a_difference_that_judge_refuses_is_seen_in_the_fingerprint(what: str) -> None:
+    here, there = fit(hello("P")).split(", "), fit(REFUSALS[what][0]).split(", ")
+    assert [one.partition("=")[0] for one, other in zip(here, there, strict=True) if one != other] == [
+        DEMANDED[what]
+    ]
+
+
+CACHES = st.fixed_dictionaries(
+    {
+        "layers": st.sampled_from([(4,), (2, 2), (1, 3), (3, 2), (1, 1, 1, 1)]),
+        "heads": st.sampled_from([2, 4]),
+        "tp": st.sampled_from([1, 2, 3]),
+        "token_bytes": st.sampled_from([64, 128]),
+        "unit_tokens": st.sampled_from([1, 16, 32]),
+        "dtype": st.sampled_from(["bfloat16", "float16", "uint8 (fp8_e4m3)"]),
+        "codec": st.sampled_from(["dense", "page:vec", "page:amx", "page:neon"]),
+        "layer_names": st.sampled_from(["names-a", "names-b"]),
+        "once": st.booleans(),
+        "window": st.sampled_from([0, 64]),
+        "groups": st.integers(1, 3),
+    }
+)
+RESTS = st.fixed_dictionaries(
+    {
+        "version": st.sampled_from([PROTOCOL_VERSION, PROTOCOL_VERSION + 1]),
+        "weights": st.sampled_from(["w", "v"]),
+        "link": st.sampled_from(["host", "nccl 2.27.3"]),
+        "digest": st.sampled_from(["xxh3-64", "fold-64"]),
+        "verify": st.booleans(),
+        "ahead": st.booleans(),
+    }
+)
+FREE = {"layers", "tp", "unit_tokens", "codec", "digest", "ahead"}
+"""What a P and a D that judge accepts may differ in."""
+
+
+def drawn(role: str, cache: dict[str, Any], rest: dict[str, Any]) -> Hello:
+    of_group = {name: value for name, value in cache.items() if name not in ("token_bytes", "tp", "groups")}
+    group = KvGroup(row_bytes=cache["token_bytes"] * cache["unit_tokens"], **of_group)
+    # The last one is the one that differs.
+    others = (GROUP,) * (cache["groups"] - 1) if cache["layers"] == GROUP.layers else ()
+    return hello(role, Cache(cache["tp"], (*others, group)), **rest)
+
+
+@settings(deadline=None, max_examples=500)
+@given(CACHES, RESTS, CACHES, RESTS, st.sets(st.sampled_from(sorted(FREE))), st.data())
+def test_whoever_judge_accepts_has_the_same_fingerprint(
+    cache: dict[str, Any],
+    rest: dict[str, Any],
+    other_cache: dict[str, Any],
+    other_rest: dict[str, Any],
+    differ: set[str],
+    data: st.DataObject,
+) -> None:
+    rest["version"] = PROTOCOL_VERSION
+    if data.draw(st.booleans(), label="one more thing that differs"):
+        differ = differ | {data.draw(st.sampled_from(sorted({*cache, *rest} - FREE)))}
+    p = drawn("P", cache, rest)
+    d = drawn(
+        "D",
+        cache | {name: value for name, value in other_cache.items() if name in differ},
+        rest | {name: value for name, value in other_rest.items() if name in differ},
+    )
+    try:
+        judge(p, d)
+    except Refused:
+        return
+    event(f"accepted, {'not ' * (p.cache == d.cache)}of different caches")
+    assert fit(p) == fit(d)
+
+
+def test_what_may_differ_is_not_in_the_fingerprint() -> None:
+    p = hello("P", verify=False)
+    others = [
+        hello("D", cache(layers=(4,), tp=4), model="another", digest="fold-64", ahead=True, address="e:1"),
+        hello("D", cache(codec="page:vec", unit_tokens=32, row_bytes=64 * 32)),
+        hello("D", cache(codec="page:amx", unit_tokens=128, row_bytes=64 * 128)),
+    ]
+    assert [judge(p, d).edges != () and fit(d) == fit(p) for d in others] == [True] * 3
+
+
+@given(st.text(max_size=512), st.text(max_size=512))
+def test_whatever_a_hello_says_its_fingerprint_fits_into_a_ping_and_is_its_own(one: str, other: str) -> None:
+    prints = [fit(hello("P", cache(dtype=text, layer_names=text), link=text)) for text in (one, other)]
+    assert (prints[0] == prints[1]) == (one == other)
+    ping = Ping(type="P", http_address="p:1", zmq_address="p:2", fit=prints[0])
+    assert decode_ping(encode_ping(ping)) == ping
 
 
 # The dial.

@@ -20,6 +20,7 @@ from p2pkv.control.security import Members
 from proxy.admission import Limits
 from proxy.app import LISTENER, PLAIN_LISTENER, PROXY, make_app, make_runner
 from proxy.registry import Instance, Registry, Role
+from proxy.routing import Routing
 from proxy.serving import Dispatch, Proxy
 
 PING_SECONDS = 0.1
@@ -58,6 +59,7 @@ def held(deployment: Deployment) -> dict[str, int]:
     return gauges | {
         "seats": sum(instance.seats for instance in deployment.everyone()),
         "coming": sum(instance.coming for instance in deployment.everyone()),
+        "tokens": sum(instance.tokens for instance in deployment.everyone()),
         "lingering": len(proxy.lingering),
         "handlers": len(proxy.desk),
         "connections": proxy.session.open,
@@ -96,6 +98,7 @@ class FakeInstance:
         behaviour: what becomes of a request; change it at will.
         health: the status of /health.
         models: names in /v1/models.
+        fit: what its ping says of the peers that it needs.
         key: if set, /v1/models wants it as a bearer token.
         frozen: /health is never answered any more.
         healths: how often it was asked for /health.
@@ -108,6 +111,7 @@ class FakeInstance:
     health: int = 200
     models: tuple[str, ...] = ("tiny",)
     key: str = ""
+    fit: str = ""
     frozen: bool = False
     healths: int = 0
     incarnation: str = "first"
@@ -125,6 +129,7 @@ class FakeInstance:
             version=1,
             incarnation=self.incarnation,
             model=self.model,
+            fit=self.fit,
         )
 
     async def start(self) -> None:
@@ -250,12 +255,13 @@ async def deployed(
     max_body: int = 1 << 20,
     limits: Limits | None = None,
     members: Members | None = None,
+    routing: Routing | None = None,
 ) -> AsyncIterator[Deployment]:
     async with AsyncExitStack() as cleanup:
         registry = Registry(life, lease=lease)
         limits = limits or Limits(max_body=max_body)
         plain = None if members is None else "tcp://127.0.0.1:*"
-        app = make_app("tcp://127.0.0.1:*", dispatch, registry, limits, members, plain)
+        app = make_app("tcp://127.0.0.1:*", dispatch, registry, limits, members, plain, routing)
         runner = make_runner(app, 0.1)
         cleanup.push_async_callback(runner.cleanup)
         await runner.setup()

@@ -13,6 +13,7 @@ from proxy_behaviours import Seen, answer_json
 from proxy_fakes import Deployment, FakeInstance, deployed, quiet, until
 
 from proxy.admission import Limits
+from proxy.routing import Asked
 
 pytestmark = pytest.mark.asyncio
 
@@ -120,10 +121,10 @@ async def test_a_place_that_comes_as_its_client_leaves_is_not_lost(narrow: Deplo
     admission = narrow.proxy.admission
 
     async def enter() -> None:
-        async with admission.place(None, paired=True):
+        async with admission.place(Asked(), paired=True):
             raise AssertionError("it has left")
 
-    async with admission.place(None, paired=True):
+    async with admission.place(Asked(), paired=True):
         leaver = asyncio.create_task(enter())
         await until(lambda: admission.waiting == 1)
     # The place is the leaver's by now, which has not run since.
@@ -132,7 +133,7 @@ async def test_a_place_that_comes_as_its_client_leaves_is_not_lost(narrow: Deplo
     with pytest.raises(asyncio.CancelledError):
         await leaver
     assert (admission.waiting, admission.under_way) == (0, 0)
-    async with admission.place(None, paired=True):
+    async with admission.place(Asked(), paired=True):
         assert admission.under_way == 1
 
 

@@ -17,7 +17,7 @@ from proxy_fakes import (
 
 from proxy.admission import Admission, Limits, RequestCounters
 from proxy.registry import LIFE, Breaker, Instance, Registry
-from proxy.routing import Choice, Help, Router
+from proxy.routing import Asked, Choice, Help, Router
 
 
 def opened(now: float = 0.0) -> Breaker:
@@ -145,7 +145,7 @@ def test_the_router_passes_over_an_open_breaker() -> None:
     join(registry, ping("D", 3))
     fail(bad)
     router = Router(registry)
-    assert [prefiller(router.choose(None, 0.1)) for _ in range(4)] == [good] * 4
+    assert [prefiller(router.choose(Asked(), 0.1)) for _ in range(4)] == [good] * 4
 
 
 @pytest.mark.parametrize("role", ["P", "D"])
@@ -158,7 +158,7 @@ def test_the_last_one_that_serves_a_model_is_used_whatever_its_breaker_says(role
                 fail(instance)
     router = Router(registry)
     for _ in range(3):
-        choice = router.choose("a", 0.1)
+        choice = router.choose(Asked("a"), 0.1)
         assert {prefiller(choice).ping.model, choice.decode.ping.model} == {"a"}
 
 
@@ -168,7 +168,7 @@ def test_if_all_are_open_all_are_used() -> None:
     for instance in both:
         fail(instance)
     router = Router(registry)
-    assert {router.choose(None, 0.1, help=Help.NONE).decode for _ in range(4)} == set(both)
+    assert {router.choose(Asked(), 0.1, help=Help.NONE).decode for _ in range(4)} == set(both)
 
 
 def test_a_crash_does_not_clean_the_record_and_a_goodbye_and_time_do() -> None:
@@ -268,13 +268,13 @@ async def test_a_trial_whose_client_leaves_is_followed_by_another() -> None:
     async def chosen(times: int) -> list[Instance]:
         found = []
         for _ in range(times):
-            async with admission.place(None, paired=True) as place:
+            async with admission.place(Asked(), paired=True) as place:
                 found.append(prefiller(place.choice))
         return found
 
     assert await chosen(3) == [good] * 3
     now = 1.0
-    async with admission.place(None, paired=True) as trial:
+    async with admission.place(Asked(), paired=True) as trial:
         assert prefiller(trial.choice) is bad
         assert await chosen(3) == [good] * 3
     assert bad in await chosen(2)

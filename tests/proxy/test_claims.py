@@ -21,7 +21,7 @@ from p2pkv.control.security import Members
 from p2pkv.pairing import Address
 from proxy.app import LISTENER
 from proxy.registry import LEASE, LIFE, Instance, Registry, Role
-from proxy.routing import Router
+from proxy.routing import Asked, Router
 
 MEMBERS = Members(b"a secret of the tests")
 
@@ -203,7 +203,7 @@ def test_others_are_preferred_to_a_silent_one_and_it_is_better_than_nobody(role:
     router = Router(registry)
 
     def chosen() -> set[Instance]:
-        return {each for _ in range(4) for each in router.choose(None, 20.0).instances if each in both}
+        return {each for _ in range(4) for each in router.choose(Asked(), 20.0).instances if each in both}
 
     assert chosen() == set(both), "all are silent"
     both[1].last_seen = 19.0

@@ -9,18 +9,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pkv.control.discovery import MAX_PING_BYTES, BadPing, Ping, decode_ping, encode_ping, goodbye
+from p2pkv.control.discovery import (
+    DISCOVERY_VERSION,
+    MAX_PING_BYTES,
+    BadPing,
+    Ping,
+    decode_ping,
+    encode_ping,
+    goodbye,
+)
 
 CLASSIC = {"type": "P", "http_address": "10.0.0.1:8100", "zmq_address": "10.0.0.1:21001"}
 OURS = Ping(
     type="D",
     http_address="[fd00::1]:8200",
     zmq_address="node-7:22001",
-    version=1,
+    version=DISCOVERY_VERSION,
     incarnation="abc",
     model="m",
     dp_size=2,
     dp_rank=1,
+    protocol=2,
+    fit="protocol=2, weights=ab12",
 )
 
 
@@ -32,6 +42,13 @@ def test_a_classic_ping_is_understood() -> None:
     ping = decode_ping(pack(CLASSIC))
     assert (ping.type, ping.http_address, ping.zmq_address) == ("P", "10.0.0.1:8100", "10.0.0.1:21001")
     assert (ping.version, ping.incarnation, ping.model, ping.leaving) == (0, "", "", False)
+
+
+def test_a_ping_of_the_version_before_is_understood() -> None:
+    before = CLASSIC | {"version": 1, "incarnation": "abc", "model": "m", "dp_rank": 0, "leaving": False}
+    ping = decode_ping(pack(before))
+    assert (ping.version, ping.incarnation, ping.model) == (1, "abc", "m")
+    assert (ping.protocol, ping.fit) == (0, "")
 
 
 def test_unknown_fields_are_ignored() -> None:
@@ -71,6 +88,10 @@ def test_old_routers_find_their_fields() -> None:
         {"tp_size": "1"},
         {"leaving": 1},
         {"incarnation": "x" * 65},
+        {"protocol": -1},
+        {"fit": "x" * 513},
+        {"fit": "weights=a\nnext line of the log"},
+        {"fit": "weights=\u00e9"},
     ],
 )
 def test_a_wrong_field_is_refused(change: dict[str, Any]) -> None:
@@ -128,7 +149,7 @@ def test_every_mutation_and_truncation_of_a_ping(at: int, byte: int, length: int
 @settings(deadline=None, max_examples=100)
 @given(
     st.dictionaries(
-        st.sampled_from([*CLASSIC, "dp_size", "version", "model", "leaving", "junk"]),
+        st.sampled_from([*CLASSIC, "dp_size", "version", "model", "leaving", "protocol", "fit", "junk"]),
         st.none()
         | st.booleans()
         | st.integers().filter(lambda n: -(2**63) <= n < 2**64)

@@ -14,7 +14,7 @@ from test_admission import ask, slow
 from proxy.admission import Admission, Limits, RequestCounters
 from proxy.errors import ProxyError
 from proxy.registry import Registry
-from proxy.routing import Help, Router
+from proxy.routing import Asked, Help, Router
 
 pytestmark = pytest.mark.asyncio
 
@@ -26,7 +26,7 @@ def small(registry: Registry, **limits: Any) -> Admission:
 
 async def enter(admission: Admission, leave: asyncio.Event | None = None, model: str | None = None) -> None:
     """Gets a place, and keeps it until told to leave."""
-    async with admission.place(model, paired=False):
+    async with admission.place(Asked(model), paired=False):
         if leave is not None:
             await leave.wait()
 
@@ -60,7 +60,7 @@ async def test_a_place_passes_by_who_has_just_left() -> None:
     registry = Registry()
     join(registry, ping("D"))
     admission = small(registry)
-    async with admission.place(None, paired=False):
+    async with admission.place(Asked(), paired=False):
         leaver, stayer = await one_leaves(admission)
     await stayer
     with pytest.raises(asyncio.CancelledError):
@@ -72,7 +72,7 @@ async def test_who_has_just_left_does_not_spoil_the_end() -> None:
     registry = Registry()
     join(registry, ping("D"))
     admission = small(registry)
-    async with admission.place(None, paired=False):
+    async with admission.place(Asked(), paired=False):
         leaver, stayer = await one_leaves(admission)
         admission.close(ProxyError(503, "the end"))
         with pytest.raises(ProxyError, match="the end"):
@@ -89,7 +89,7 @@ async def test_who_moves_makes_room_for_who_waits() -> None:
     one.learn(frozenset({"b"}))
     one.turn = 1  # so that the other one is first
     admission = small(registry)
-    async with admission.place("b", paired=False) as place:
+    async with admission.place(Asked("b"), paired=False) as place:
         assert place.choice.decode is both
         waiter = asyncio.create_task(enter(admission, model="a"))
         await until(lambda: admission.waiting == 1)
@@ -105,10 +105,10 @@ async def test_who_wants_different_things_of_one_d_is_served_in_order_too() -> N
     admission = small(registry)
 
     async def take(number: int, model: str | None) -> None:
-        async with admission.place(model, paired=False):
+        async with admission.place(Asked(model), paired=False):
             served.append(number)
 
-    async with admission.place(None, paired=False):
+    async with admission.place(Asked(), paired=False):
         wanted = enumerate([None, "x", None, "y", "x", None])
         asked = [asyncio.create_task(take(number, model)) for number, model in wanted]
         await until(lambda: admission.waiting == 6)
@@ -120,7 +120,7 @@ async def test_nothing_is_left_of_names_that_were_waited_for() -> None:
     registry = Registry()
     join(registry, ping("D"))
     admission = small(registry)
-    async with admission.place(None, paired=False):
+    async with admission.place(Asked(), paired=False):
         asked = [asyncio.create_task(enter(admission, model=str(number))) for number in range(20)]
         await until(lambda: admission.waiting == 20)
         for leaver in asked[10:]:
@@ -138,7 +138,7 @@ async def test_those_who_wait_for_one_model_cost_the_others_nothing(monkeypatch:
     admission = Admission(router, Limits(max_waiting=200), RequestCounters(), lambda: 0.0)
 
     async def once(model: str) -> None:
-        async with admission.place(model, paired=True):
+        async with admission.place(Asked(model), paired=True):
             pass
 
     def looked(*arguments: Any) -> Any:
@@ -147,7 +147,7 @@ async def test_those_who_wait_for_one_model_cost_the_others_nothing(monkeypatch:
         return routable(*arguments)
 
     routable = registry.routable
-    async with admission.place("a", paired=True), admission.place("a", paired=True):
+    async with admission.place(Asked("a"), paired=True), admission.place(Asked("a"), paired=True):
         asked = [asyncio.create_task(once("a")) for _ in range(200)]
         await until(lambda: admission.waiting == 200)
         monkeypatch.setattr(registry, "routable", looked)
@@ -167,9 +167,9 @@ async def test_a_herd_is_spread_although_nobody_has_got_his_first_request_yet() 
     async with AsyncExitStack() as leave:
         leave.enter_context(busier.busy(lambda known: None))
         for _ in range(10):
-            (await leave.enter_async_context(admission.place(None, paired=True))).sent()
+            (await leave.enter_async_context(admission.place(Asked(), paired=True))).sent()
         asked = [
-            asyncio.create_task(leave.enter_async_context(admission.place(None, paired=True)))
+            asyncio.create_task(leave.enter_async_context(admission.place(Asked(), paired=True)))
             for _ in range(9)
         ]
         await until(lambda: admission.waiting == 9)

@@ -1,0 +1,256 @@
+"""Only a P and a D that fit make a pair; and the proxy says who fits nobody, and why."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from aiohttp import web
+from proxy_behaviours import Seen, answer_error, answer_json
+from proxy_fakes import Deployment, FakeInstance, deployed, error_of, join, ping, quiet, until
+
+from proxy.admission import Limits
+from proxy.registry import Instance, Registry, differences
+from proxy.routing import Asked, Choice, Full, Help, NoInstance, Router
+
+OLD = "protocol=1, weights=aa, link=host"
+NEW = "protocol=2, weights=aa, link=host"
+OTHER_LINK = "protocol=1, weights=aa, link=nccl 2.27.3"
+
+
+def fleet(registry: Registry, p: list[str], d: list[str]) -> tuple[list[Instance], list[Instance]]:
+    """A P and a D for each of these fingerprints."""
+    return (
+        [join(registry, ping("P", 10 + number, fit=fit, model="m")) for number, fit in enumerate(p)],
+        [join(registry, ping("D", 50 + number, fit=fit, model="m")) for number, fit in enumerate(d)],
+    )
+
+
+def pair(choice: Choice) -> tuple[str, str]:
+    assert choice.prefill is not None
+    return choice.prefill.ping.fit, choice.decode.ping.fit
+
+
+def test_of_several_fingerprints_only_equal_ones_make_a_pair() -> None:
+    registry = Registry()
+    fleet(registry, [OLD, NEW, OLD], [NEW, OLD, NEW, NEW])
+    router = Router(registry)
+    pairs = {pair(router.choose(Asked("m"), 0.0)) for _ in range(20)}
+    assert pairs == {(OLD, OLD), (NEW, NEW)}
+
+
+def test_a_p_is_chosen_among_those_that_fit_a_d_with_room() -> None:
+    registry = Registry()
+    _, (old, new) = fleet(registry, [OLD, NEW], [OLD, NEW])
+    router = Router(registry, room=1)
+    old.take_seat(alone=False)
+    assert [pair(router.choose(Asked("m"), 0.0)) for _ in range(4)] == [(NEW, NEW)] * 4
+    new.take_seat(alone=False)
+    with pytest.raises(Full):
+        router.choose(Asked("m"), 0.0)
+
+
+def test_a_retry_too_goes_to_a_pair_that_fits() -> None:
+    registry = Registry()
+    (old, new), _ = fleet(registry, [OLD, NEW], [OLD, NEW])
+    router = Router(registry)
+    assert pair(router.choose(Asked("m"), 0.0, help=Help.NEEDED, avoid=frozenset({old}))) == (NEW, NEW)
+    with pytest.raises(NoInstance):
+        router.choose(Asked("m"), 0.0, help=Help.NEEDED, avoid=frozenset({old, new}))
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_where_no_p_fits_d_alone_is_chosen_or_the_error_says_why(alone: int) -> None:
+    registry = Registry()
+    fleet(registry, [OLD, OLD], [OTHER_LINK])
+    router = Router(registry, alone=alone)
+    if alone:
+        choice = router.choose(Asked("m"), 0.0)
+        assert (choice.prefill, choice.missed) == (None, True)
+    else:
+        with pytest.raises(NoInstance, match=r"fits a decode instance for this model: they differ in link\."):
+            router.choose(Asked("m"), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "fits"),
+    [
+        ({}, {}, True),
+        ({}, {"protocol": 1, "fit": OLD}, True),
+        ({}, {"protocol": 2, "fit": NEW}, False),
+        ({"protocol": 2, "fit": NEW}, {}, False),
+        ({"version": 0}, {"version": 1}, True),
+        ({"protocol": 2, "fit": NEW}, {"protocol": 2, "fit": NEW}, True),
+    ],
+)
+def test_a_ping_that_does_not_say_is_one_of_protocol_1(p: Any, d: Any, fits: bool) -> None:
+    registry = Registry()
+    prefill, decode = join(registry, ping("P", 1, **p)), join(registry, ping("D", 2, **d))
+    assert prefill.matches(decode) == decode.matches(prefill) == fits
+    if not fits:
+        assert registry.misfits() == {prefill: ("protocol",), decode: ("protocol",)}
+
+
+def test_instances_of_another_model_are_no_misfits() -> None:
+    registry = Registry()
+    join(registry, ping("P", 1, fit=OLD, model="a"))
+    join(registry, ping("D", 2, fit=NEW, model="b"))
+    assert registry.misfits() == {}
+
+
+def test_the_words_are_those_of_the_nearest() -> None:
+    registry = Registry()
+    (p,), _ = fleet(registry, [OLD], [NEW.replace("aa", "bb"), OTHER_LINK])
+    assert registry.misfits()[p] == ("link",)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ("protocol=1, weights=bb, link=nccl", ("weights", "link")),
+        ("protocol=1, weights=aa", ("link",)),
+        ("link=host, weights=aa, protocol=1", ("the order of words",)),
+        ("nonsense", ("protocol", "weights", "link", "nonsense")),
+    ],
+)
+def test_what_two_pings_differ_in(other: str, words: tuple[str, ...]) -> None:
+    instances = [Instance(ping(fit=fit), 0.0) for fit in (OLD, other)]
+    assert differences(*instances) == words
+
+
+def test_a_large_fleet_that_does_not_fit_is_looked_at_once_for_each_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registry, looks = Registry(), 0
+    fleet(registry, [OLD] * 30, [NEW] * 15 + [OTHER_LINK] * 15)
+
+    def counted(one: Instance, other: Instance) -> tuple[str, ...]:
+        nonlocal looks
+        looks += 1
+        return differences(one, other)
+
+    for module in ("registry", "routing"):
+        monkeypatch.setattr(f"proxy.{module}.differences", counted)
+    with pytest.raises(NoInstance):
+        Router(registry).choose(Asked("m"), 0.0)
+    assert len(registry.misfits()) == 60
+    assert looks <= 8
+
+
+def test_who_fits_nobody_is_said_once_and_again_when_that_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    registry = Registry()
+    fleet(registry, [OLD, NEW], [OLD])
+    registry.expire(0.0)
+    registry.expire(1.0)
+    said = [each.getMessage() for each in caplog.records if "fits no" in each.getMessage()]
+    assert said == [
+        "prefill instance 10.0.0.1:11 fits no decode instance, so it gets no requests: the nearest differs "
+        f"in protocol; use the same version of p2pkv; this one says: {NEW}"
+    ]
+    assert Router(registry).missing(0.0) == [
+        "1 prefill instance fits no decode instance: they differ in protocol."
+    ]
+    join(registry, ping("D", 60, fit=NEW, model="m"))
+    registry.expire(2.0)
+    assert "prefill instance 10.0.0.1:11 now has an instance that it fits" in caplog.messages
+    assert Router(registry).missing(0.0) == []
+
+
+# Over real pings.
+
+
+def partner(deployment: Deployment, request_id: str) -> FakeInstance | None:
+    """The P that a request id names."""
+    return next((p for p in deployment.prefills if f"_addr_{p.zmq_address}_" in request_id), None)
+
+
+def judging(deployment: Deployment, decode: FakeInstance) -> None:
+    """A D that fails, as a real one would for want of KV, if it is paired with a P that does not fit it."""
+
+    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+        p = partner(deployment, seen.request_id)
+        paired_wrongly = "_addr_" in seen.request_id and (p is None or p.fit != decode.fit)
+        return await (answer_error(500) if paired_wrongly else answer_json)(request, seen)
+
+    decode.behaviour = behaviour
+
+
+async def replaced(deployment: Deployment, old: FakeInstance, fit: str) -> None:
+    """The old one says goodbye, ends what it has and stops; a new one joins."""
+    known = deployment.registry.known
+    leaver = next(each for each in known(old.role) if each.ping == old.ping)
+    deployment.pingers[old.http_address].stop()
+    await until(lambda: leaver not in known(old.role), "the goodbye")
+    await until(lambda: leaver.load == 0, "the end of its last requests")
+    await old.stop()
+    new = await deployment.add(old.role, fit=fit)
+    if new.role == "D":
+        judging(deployment, new)
+    await until(lambda: new.http_address in deployment.routable(new.role), "the new instance")
+
+
+@pytest.mark.asyncio
+async def test_a_rolling_upgrade_loses_no_request_and_makes_no_pair_that_does_not_fit() -> None:
+    async with deployed("concurrent") as deployment:
+        before = [await deployment.add(role, fit=OLD) for role in ("P", "D", "P", "D")]  # type: ignore[arg-type]
+        for decode in deployment.decodes:
+            judging(deployment, decode)
+        await deployment.ready(prefill=2, decode=2)
+        done, statuses = asyncio.Event(), []
+
+        async def client() -> None:
+            while not done.is_set():
+                async with await deployment.post() as response:
+                    await response.read()
+                    statuses.append(response.status)
+
+        clients = [asyncio.create_task(client()) for _ in range(4)]
+        for old, misfits in zip(before, [{"P"}, set(), {"D"}, set()], strict=True):
+            await replaced(deployment, old, NEW)
+            served = len(statuses)
+            await until(lambda served=served: len(statuses) >= served + 20, "requests between two steps")
+            assert {each.role for each in deployment.registry.misfits()} == misfits
+        done.set()
+        await asyncio.gather(*clients)
+        assert set(statuses) == {200} and len(statuses) >= 80
+        assert deployment.proxy.counters.retried == 0
+        served_by = [p for p in deployment.prefills if p.requests]
+        assert {p.fit for p in served_by} == {OLD, NEW}
+        await quiet(deployment)
+
+
+@pytest.mark.asyncio
+async def test_the_client_and_health_are_told_that_nobody_fits() -> None:
+    async with deployed("concurrent", limits=Limits(alone_share=0)) as deployment:
+        await deployment.add("P", fit=OLD)
+        await deployment.add("D", fit=OTHER_LINK)
+        await deployment.ready(prefill=1, decode=1)
+        response = await deployment.post()
+        assert response.status == 503
+        assert (await error_of(response))["message"] == (
+            "No prefill instance that is ready fits a decode instance for this model: they differ in link. "
+            "Try again in a few seconds."
+        )
+        async with deployment.client.get(f"{deployment.url}/health") as health:
+            report = await health.json()
+        assert (health.status, report["status"]) == (503, "unavailable")
+        assert report["missing"] == [
+            "1 decode instance fits no prefill instance: they differ in link.",
+            "1 prefill instance fits no decode instance: they differ in link.",
+        ]
+        assert deployment.p.requests == deployment.d.requests == []
+
+
+@pytest.mark.asyncio
+async def test_where_nobody_fits_d_answers_alone_if_it_may() -> None:
+    async with deployed("concurrent") as deployment:
+        await deployment.add("P", fit=OLD)
+        await deployment.add("D", fit=NEW)
+        await deployment.ready(prefill=1, decode=1)
+        assert (await deployment.post()).status == 200
+        assert ["_addr_" in seen.request_id for seen in deployment.d.requests] == [False]
+        assert deployment.p.requests == []
+        async with deployment.client.get(f"{deployment.url}/health") as health:
+            assert (health.status, (await health.json())["status"]) == (200, "degraded")

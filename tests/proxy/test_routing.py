@@ -1,0 +1,373 @@
+"""The policies, each by itself; what they weigh; and what prefix_aware gains over round_robin."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict
+from typing import Any
+
+import pytest
+from aiohttp import web
+from proxy_behaviours import Seen, answer_json
+from proxy_fakes import FakeInstance, deployed, join, ping, quiet, until
+from test_admission import ask, slow
+
+from proxy.cli import main
+from proxy.prefixes import PIECE_TOKENS, Prompt
+from proxy.registry import Instance, Registry
+from proxy.routing import (
+    POLICY_NAMES,
+    REQUEST_TOKENS,
+    Asked,
+    PowerOfTwo,
+    Router,
+    Routing,
+    consistent_hash,
+    least_loaded,
+    make_policy,
+    work,
+)
+
+
+def prompt(tokens: int, first: int = 0) -> Prompt:
+    """Of token ids; prompts with the same `first` begin alike."""
+    return Prompt({"prompt": [*range(first, first + tokens)]})
+
+
+def asked(tokens: int = 10, first: int = 0, session: str = "") -> Asked:
+    return Asked("m", prompt(tokens, first), session)
+
+
+def instances(count: int, role: Any = "P", **more: Any) -> list[Instance]:
+    registry = Registry()
+    return [join(registry, ping(role, 10 + number, **more)) for number in range(count)]
+
+
+# What there is to do.
+
+
+def test_ps_work_is_the_tokens_of_its_prompts() -> None:
+    long, many = instances(2)
+    long.expect(5000)
+    for _ in range(10):
+        many.expect(100)
+    assert (work(long), work(many)) == (5000, 1000)
+    assert least_loaded([long, many], asked()).instance is many
+
+
+def test_a_ps_work_is_the_same_while_a_prompt_is_on_its_way_and_in_flight() -> None:
+    (p,) = instances(1)
+    p.expect(300)
+    p.expect_no_more(300)
+    with p.busy(lambda known: None, 300):
+        assert (work(p), p.load) == (300, 1)
+    assert (work(p), p.load) == (0, 0)
+
+
+def test_ds_work_is_its_requests_and_their_tokens() -> None:
+    few, many, long = instances(3, "D")
+    few.take_seat(alone=False, tokens=100)
+    for _ in range(3):
+        many.take_seat(alone=False, tokens=1)
+    long.take_seat(alone=False, tokens=10 * REQUEST_TOKENS)
+    ranked = sorted([long, many, few], key=work)
+    assert ranked == [few, many, long]
+    few.leave_seat(alone=False, tokens=100)
+    assert (work(few), few.tokens) == (0, 0)
+
+
+def test_twice_the_ranks_do_twice_the_work() -> None:
+    registry = Registry()
+    small, large = join(registry, ping("P", 1)), join(registry, ping("P", 2, tp_size=2))
+    small.expect(100)
+    large.expect(150)
+    assert least_loaded([small, large], asked()).instance is large
+
+
+# One policy after the other.
+
+
+def test_least_loaded_takes_turns_among_equals() -> None:
+    registry = Registry()
+    everyone = [join(registry, ping("D", number + 1)) for number in range(3)]
+    router = Router(registry)
+    chosen = [router.choose(Asked(), 0.0, help=router.first_help(Asked(), paired=False)) for _ in range(6)]
+    assert Counter(each.decode for each in chosen) == dict.fromkeys(everyone, 2)
+
+
+def test_round_robin_looks_at_no_load() -> None:
+    registry = Registry()
+    everyone = [join(registry, ping("P", number + 1)) for number in range(3)]
+    join(registry, ping("D", 9))
+    everyone[0].expect(100_000)
+    router = Router(registry, Routing(prefill="round_robin"))
+    chosen = [router.choose(asked(), 0.0).prefill for _ in range(9)]
+    assert Counter(chosen) == dict.fromkeys(everyone, 3)
+
+
+def test_p_and_d_each_go_by_their_own_policy() -> None:
+    registry = Registry()
+    prefills = [join(registry, ping("P", number + 1)) for number in range(3)]
+    decodes = [join(registry, ping("D", number + 11)) for number in range(3)]
+    router = Router(registry, Routing(prefill="round_robin", decode="consistent_hash"))
+    chosen = [router.choose(asked(session="s"), 0.0) for _ in range(9)]
+    assert {each.prefill for each in chosen} == set(prefills)
+    assert len({each.decode for each in chosen} & set(decodes)) == 1
+
+
+def test_power_of_two_takes_the_one_with_less_to_do_and_looks_at_two_only() -> None:
+    everyone = instances(5)
+    for rank, instance in enumerate(everyone):
+        instance.expect(rank * 100)
+    policy = PowerOfTwo(random.Random(7))
+    chosen = Counter(everyone.index(policy(everyone, asked()).instance) for _ in range(2000))
+    assert 4 not in chosen, "the busiest is never the better one of two"
+    assert [chosen[rank] for rank in range(4)] == sorted((chosen[rank] for rank in range(4)), reverse=True)
+    assert chosen[3] > 0, "although there are idler ones"
+    assert policy(everyone[:1], asked()).instance is everyone[0]
+
+
+def test_a_session_stays_and_only_the_sessions_of_who_goes_move() -> None:
+    everyone = instances(5)
+    sessions = [f"session {number}" for number in range(500)]
+
+    def homes(candidates: list[Instance]) -> dict[str, Instance]:
+        return {each: consistent_hash(candidates, asked(session=each)).instance for each in sessions}
+
+    before = homes(everyone)
+    assert before == homes(everyone[::-1])
+    sizes = Counter(before.values())
+    assert min(sizes[each] for each in everyone) > 60, "about a hundred each"
+    gone, *rest = everyone
+    after = homes(rest)
+    assert {each for each in sessions if before[each] is not after[each]} == {
+        each for each in sessions if before[each] is gone
+    }
+
+
+def test_a_restart_and_a_load_move_no_session() -> None:
+    old, new = instances(3, incarnation="old"), instances(3, incarnation="new")
+    old[0].expect(10_000)
+    for number in range(30):
+        wants = asked(session=str(number))
+        homes = [consistent_hash(each, wants).instance.name for each in (old, new)]
+        assert homes[0] == homes[1]
+
+
+def test_an_instance_of_twice_the_size_has_twice_the_sessions() -> None:
+    registry = Registry()
+    everyone = [join(registry, ping("P", 1, tp_size=2)), join(registry, ping("P", 2))]
+    chosen = Counter(
+        consistent_hash(everyone, asked(session=str(number))).instance.ping.tp_size for number in range(3000)
+    )
+    assert 1.7 < chosen[2] / chosen[1] < 2.3
+
+
+def test_without_a_session_the_least_loaded_is_chosen() -> None:
+    busy, idle = instances(2)
+    busy.expect(10)
+    assert {consistent_hash([busy, idle], asked()).instance for _ in range(5)} == {idle}
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_every_policy_can_do_with_one_candidate_and_with_an_empty_prompt(name: Any) -> None:
+    policy = make_policy(name, 10)
+    for role in ("P", "D"):
+        (only,) = instances(1, role)
+        assert policy([only], Asked()).instance is only
+        assert policy([only], asked(session="s")).instance is only
+
+
+# prefix_aware.
+
+
+LONG = 20 * PIECE_TOKENS
+
+
+def test_the_same_beginning_goes_to_the_same_instance() -> None:
+    policy, everyone = make_policy("prefix_aware", 10_000), instances(3)
+    firsts = [policy(everyone, asked(LONG, 10_000 * number)) for number in range(3)]
+    assert [pick.cached for pick in firsts] == [0, 0, 0]
+    again = [policy(everyone, asked(LONG + 30, 10_000 * number)) for number in range(3)]
+    assert [pick.instance for pick in again] == [pick.instance for pick in firsts]
+    assert [pick.cached for pick in again] == [LONG] * 3
+
+
+def test_the_longest_beginning_decides() -> None:
+    policy, (one, other) = make_policy("prefix_aware", 10_000), instances(2)
+    policy([one], asked(2 * PIECE_TOKENS))
+    policy([other], asked(5 * PIECE_TOKENS))
+    assert policy([one, other], asked(8 * PIECE_TOKENS)) == (other, 5 * PIECE_TOKENS)
+
+
+def test_when_the_load_is_uneven_it_is_the_least_loaded() -> None:
+    policy, (warm, cold) = make_policy("prefix_aware", 10_000), instances(2)
+    policy([warm], asked(LONG))
+    warm.expect(LONG - 1)
+    assert policy([warm, cold], asked(LONG)).instance is warm, "still sooner than to compute all of it"
+    warm.expect(2)
+    assert policy([warm, cold], asked(LONG)) == (cold, 0)
+    cold.expect(2)
+    assert policy([warm, cold], asked(LONG)) == (cold, LONG), "which has been given it now"
+
+
+def test_a_beginning_that_everybody_asks_for_does_not_pile_up_at_one_instance() -> None:
+    registry = Registry()
+    prefills = [join(registry, ping("P", number + 1)) for number in range(3)]
+    join(registry, ping("D", 9))
+    router = Router(registry, Routing(prefill="prefix_aware"))
+    for _ in range(300):  # none of them ends
+        choice = router.choose(asked(LONG + 60), 0.0)
+        assert choice.prefill is not None
+        choice.prefill.expect(choice.prefill_tokens)
+    loads = [p.coming for p in prefills]
+    assert max(loads) - min(loads) <= LONG // 60 + 1, "apart by what the cache is worth, and no more"
+
+
+def test_what_a_p_has_cached_is_no_work() -> None:
+    registry = Registry()
+    (p,) = [join(registry, ping("P", 1))]
+    join(registry, ping("D", 2))
+    router = Router(registry, Routing(prefill="prefix_aware"))
+    tokens = [router.choose(asked(LONG + 7), 0.0).prefill_tokens for _ in range(2)]
+    assert tokens == [LONG + 7, 7]
+    assert p.tokens == 0, "nobody has taken a place"
+
+
+def test_models_and_restarts_have_caches_of_their_own() -> None:
+    policy = make_policy("prefix_aware", 10_000)
+    before, after = instances(1, incarnation="before"), instances(1, incarnation="after")
+    fields = {"model": "a", "prompt": [1] * LONG}
+    assert policy(before, Asked("a", Prompt(fields))).cached == 0
+    assert policy(before, Asked("a", Prompt(fields))).cached == LONG
+    assert policy(before, Asked("b", Prompt(fields | {"model": "b"}))).cached == 0
+    assert policy(after, Asked("a", Prompt(fields))).cached == 0
+
+
+# With instances that have a prefix cache.
+
+
+class PrefixCache:
+    """A stand-in for vLLM's: blocks of 16 tokens, found by all that comes before them, the oldest dropped.
+
+    Attributes:
+        hits: tokens of prompts that were found.
+        asked: tokens of prompts.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self._blocks: OrderedDict[str, None] = OrderedDict()
+        self._most = blocks
+        self.hits = self.asked = 0
+
+    def compute(self, text: str) -> None:
+        found = True
+        self.asked += len(text) // 4
+        beginnings = [text[:stop] for stop in range(64, len(text) + 1, 64)]
+        for beginning in beginnings:
+            found = found and beginning in self._blocks
+            self.hits += 16 * found
+        for beginning in reversed(beginnings):
+            self._blocks[beginning] = None
+            self._blocks.move_to_end(beginning)
+        while len(self._blocks) > self._most:
+            self._blocks.popitem(last=False)
+
+
+def with_a_cache(instance: FakeInstance, blocks: int) -> PrefixCache:
+    cache = PrefixCache(blocks)
+
+    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+        said = seen.body.get("prompt") or "".join(each["content"] for each in seen.body["messages"])
+        cache.compute(said)
+        return await answer_json(request, seen)
+
+    instance.behaviour = behaviour
+    return cache
+
+
+def requests(chat: bool) -> list[tuple[str, dict[str, Any]]]:
+    """Of eight system prompts of 500 tokens, in random order, each with a question of its own."""
+    dice = random.Random(1)
+    shared = ["".join(dice.choices("abcdefgh ", k=2000)) for _ in range(8)]
+    made: list[tuple[str, dict[str, Any]]] = []
+    for number in range(96):
+        system, question = dice.choice(shared), f" question {number} " * 10
+        if chat:
+            said = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+            made.append(("/v1/chat/completions", {"model": "tiny", "messages": said}))
+        else:
+            made.append(("/v1/completions", {"model": "tiny", "prompt": system + question}))
+    return made
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
+async def test_prefix_aware_hits_more_than_round_robin(chat: bool) -> None:
+    hits: dict[str, int] = {}
+    for policy in ("round_robin", "prefix_aware"):
+        async with deployed("concurrent", 2, 1, routing=Routing(prefill=policy)) as deployment:  # type: ignore[arg-type]
+            # Each holds half of the shared prompts, and a few questions.
+            caches = [with_a_cache(p, blocks=4 * 32 + 32) for p in deployment.prefills]
+            for path, body in requests(chat):
+                assert (await deployment.post(body, path)).status == 200
+            assert sum(cache.asked for cache in caches) > 96 * 500
+            hits[policy] = sum(cache.hits for cache in caches)
+            await quiet(deployment)
+    assert hits["prefix_aware"] >= 1.5 * hits["round_robin"] > 0, hits
+
+
+# The options, from the command line to the choice.
+
+
+@pytest.mark.asyncio
+async def test_a_session_is_named_by_a_header() -> None:
+    routing = Routing(prefill="consistent_hash", decode="consistent_hash", session_header="X-Chat")
+    async with deployed("concurrent", 3, 3, routing=routing) as deployment:
+        for number in range(12):
+            assert (await deployment.post(headers={"x-chat": f"{number % 2}"})).status == 200
+        for session in "01":
+            for side in (deployment.prefills, deployment.decodes):
+                homes = [
+                    each
+                    for each in side
+                    if any(seen.headers.get("X-Chat") == session for seen in each.requests)
+                ]
+                assert len(homes) == 1
+
+
+@pytest.mark.asyncio
+async def test_the_tokens_of_what_is_under_way_are_counted_and_given_back() -> None:
+    async with deployed("concurrent", 1, 1) as deployment:
+        (p,), (d,) = deployment.registry.known("P"), deployment.registry.known("D")
+        with slow(deployment.p), slow(deployment.d):
+            tasks = [ask(deployment, "x" * 400) for _ in range(3)]
+            await until(lambda: len(deployment.p.requests) == len(deployment.d.requests) == 3)
+            assert (p.tokens, d.tokens) == (300, 300)
+        assert [await task for task in tasks] == [200] * 3
+        await quiet(deployment)
+        assert (p.tokens, d.tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prefill-policy", "fastest"], "invalid choice: 'fastest'"),
+        (["--session-header", "X Chat"], "'X Chat' is no name of an HTTP header, such as X-Session-Id"),
+        (["--skip-prefill-below", "-1"], "'-1' is not a whole number of at least 0"),
+        (["--prefix-memory", "0"], "'0' is not a whole number of at least 1"),
+    ],
+)
+def test_a_wrong_option_is_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert words in capsys.readouterr().err
+
+
+def test_the_help_describes_every_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert [name for name in POLICY_NAMES if f"\n    {name} " not in said] == []

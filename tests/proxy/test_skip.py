@@ -1,0 +1,143 @@
+"""A short prompt goes straight to a D, over the way of D alone and within its share."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from proxy_behaviours import dies, never, with_a_p
+from proxy_fakes import Deployment, asked, deployed, error_of, quiet, until
+from test_admission import ask, slow
+from test_alone import paired
+
+from proxy.admission import Limits
+from proxy.routing import Routing
+from proxy.serving import Dispatch
+
+pytestmark = pytest.mark.asyncio
+
+SKIP = Routing(skip_below=64)
+SHORT, LONG = "x" * 63 * 4, "x" * 64 * 4
+
+
+def random_text(length: int, seed: int = 1) -> str:
+    return "".join(random.Random(seed).choices("abcdefgh ", k=length))
+
+
+def counted(deployment: Deployment) -> tuple[int, int, int, int]:
+    counters = deployment.proxy.counters
+    return counters.spared, counters.alone, counters.refused_alone, counters.retried
+
+
+@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
+async def test_a_short_prompt_needs_no_p_and_a_long_one_does(dispatch: Dispatch) -> None:
+    async with deployed(dispatch, 1, 1, routing=SKIP) as deployment:
+        for prompt in (SHORT, LONG, SHORT):
+            assert (await deployment.post({"model": "tiny", "prompt": prompt})).status == 200
+        assert paired(deployment.d) == [False, True, False]
+        assert [seen.body["prompt"] for seen in deployment.p.requests] == [LONG]
+        assert counted(deployment) == (2, 0, 0, 0)
+        await quiet(deployment)
+
+
+async def test_by_default_nobody_skips() -> None:
+    async with deployed("concurrent", 1, 1) as deployment:
+        assert (await deployment.post({"model": "tiny", "prompt": "x"})).status == 200
+        assert paired(deployment.d) == [True]
+
+
+async def test_beyond_the_share_short_prompts_get_a_p() -> None:
+    limits = Limits(max_requests=8, alone_share=0.25)
+    async with deployed("concurrent", 1, 1, limits=limits, routing=SKIP) as deployment:
+        with slow(deployment.d):
+            tasks = [ask(deployment, SHORT) for _ in range(5)]
+            await until(lambda: len(deployment.d.requests) == 5)
+            assert sorted(paired(deployment.d)) == [False] * 2 + [True] * 3
+            assert deployment.proxy.gauges()["alone"] == 2
+        assert await asyncio.gather(*tasks) == [200] * 5
+        assert counted(deployment) == (2, 0, 0, 0)
+        await quiet(deployment)
+
+
+async def test_a_prompt_that_its_d_mostly_knows_is_a_short_one() -> None:
+    routing = Routing(decode="prefix_aware", skip_below=64)
+    async with deployed("concurrent", 1, 2, routing=routing) as deployment:
+        conversation = random_text(2000)
+        for said in ("", " and a question", " and a question" + random_text(400)):
+            body = {"model": "tiny", "prompt": conversation + said}
+            assert (await deployment.post(body)).status == 200
+        (d,) = [each for each in deployment.decodes if each.requests]
+        assert paired(d) == [True, False, True], "new to D; 64 tokens and no more are new; too many are"
+        assert counted(deployment) == (1, 0, 0, 0)
+        other = {"model": "tiny", "prompt": random_text(2000, seed=2)}
+        assert (await deployment.post(other)).status == 200
+        assert len(deployment.p.requests) == 3
+        await quiet(deployment)
+
+
+async def test_without_a_p_a_long_prompt_is_missed_and_not_spared() -> None:
+    routing = Routing(decode="prefix_aware", skip_below=64)
+    async with deployed("concurrent", 0, 1, routing=routing) as deployment:
+        for prompt in (LONG, SHORT):
+            assert (await deployment.post({"model": "tiny", "prompt": prompt})).status == 200
+        assert counted(deployment) == (1, 1, 0, 0)
+
+
+async def test_where_there_is_no_p_either_beyond_the_share_is_a_503() -> None:
+    limits = Limits(max_requests=8, alone_share=0.25)
+    async with deployed("concurrent", 0, 1, limits=limits, routing=SKIP) as deployment:
+        with slow(deployment.d):
+            tasks = [ask(deployment, SHORT) for _ in range(2)]
+            await until(lambda: len(deployment.d.requests) == 2)
+            response = await deployment.post({"model": "tiny", "prompt": SHORT})
+            assert response.status == 503
+            assert "as many prompts by themselves as they may" in (await error_of(response))["message"]
+        assert await asyncio.gather(*tasks) == [200] * 2
+        assert counted(deployment) == (2, 0, 1, 0)
+
+
+async def test_where_d_may_do_nothing_alone_nobody_skips() -> None:
+    async with deployed("concurrent", 1, 1, limits=Limits(alone_share=0), routing=SKIP) as deployment:
+        assert (await deployment.post({"model": "tiny", "prompt": SHORT})).status == 200
+        assert paired(deployment.d) == [True]
+        assert counted(deployment) == (0, 0, 0, 0)
+
+
+async def test_when_its_d_dies_a_short_prompt_is_tried_at_another_d() -> None:
+    async with deployed("concurrent", 1, 2, routing=SKIP) as deployment:
+        for decode in deployment.decodes:
+            decode.behaviour = dies
+        response = await deployment.post({"model": "tiny", "prompt": SHORT})
+        assert response.status == 502
+        assert asked(deployment.decodes) == [1, 1] and asked(deployment.prefills) == [0]
+        assert not any(paired(deployment.decodes[0]) + paired(deployment.decodes[1]))
+        assert counted(deployment) == (2, 0, 0, 1)
+        await quiet(deployment)
+
+
+async def test_what_no_p_can_help_with_takes_no_place_of_the_share() -> None:
+    limits = Limits(max_requests=8, alone_share=0.25)
+    async with deployed("concurrent", 1, 1, limits=limits, routing=SKIP) as deployment:
+        body = {"model": "tiny", "prompt": "x", "echo": True}
+        with slow(deployment.d):
+            tasks = [asyncio.create_task(deployment.post(body)) for _ in range(4)]
+            await until(lambda: len(deployment.d.requests) == 4)
+            assert deployment.proxy.gauges()["alone"] == 0
+        assert [(await task).status for task in tasks] == [200] * 4
+        assert counted(deployment) == (0, 0, 0, 0)
+
+
+async def test_a_long_prompt_whose_p_fails_competes_with_short_ones_for_the_share() -> None:
+    limits = Limits(max_requests=8, alone_share=0.125)
+    async with deployed("concurrent", 1, 1, limits=limits, routing=SKIP) as deployment:
+        with slow(deployment.d):
+            short = ask(deployment, SHORT)
+            await until(lambda: len(deployment.d.requests) == 1)
+            answering, deployment.d.behaviour = deployment.d.behaviour, with_a_p(never)
+            deployment.p.behaviour = dies
+            assert (await deployment.post({"model": "tiny", "prompt": LONG})).status == 503
+            deployment.d.behaviour = answering
+        assert await short == 200
+        assert counted(deployment) == (1, 0, 1, 0)
+        await quiet(deployment)
