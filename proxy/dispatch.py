@@ -33,10 +33,12 @@ from p2pkv.pairing import mint
 from .admission import RequestCounters
 from .errors import error_response
 from .http import GIVEN_UP, REQUEST_ID, STOPPED, Body, Headers, message_of, returned_params, to_instance
+from .records import RequestRecord
 from .registry import Instance
 from .relay import Relay, Scrubber, refusal
 from .routing import Choice
 from .upstream import (
+    EVENT_STREAM,
     Call,
     CallFailed,
     Client,
@@ -84,6 +86,10 @@ class DecodeAnswer:
     response: aiohttp.ClientResponse
     head: bytes
 
+    @property
+    def streamed(self) -> bool:
+        return self.response.content_type == EVENT_STREAM
+
 
 @dataclass
 class Exchange:
@@ -94,6 +100,7 @@ class Exchange:
         lingering: P's calls that may outlive their exchange.
         clock: monotonic seconds.
         sent: to be called when P is asked.
+        record: takes down what becomes of it.
         complete: the client has got the whole answer.
         gave_up: P was told to stop before it had done its part.
         owed: what P has failed to do so far, in words; "" before it is asked, and if it has not failed.
@@ -112,6 +119,7 @@ class Exchange:
     clock: Callable[[], float]
     counters: RequestCounters
     sent: Callable[[], None]
+    record: RequestRecord
     complete: bool = False
     gave_up: bool = False
     owed: str = ""
@@ -128,6 +136,7 @@ class Exchange:
             mint(prefill.zmq_address, decode.zmq_address, self.unique) if prefill else self.unique
         )
         self.scrubber = Scrubber(self.choice, self.request_id, self.unique)
+        self.record.begins(self.choice, self.unique)
 
     async def prefill(self) -> Reply:
         """P's whole answer. Raises PrefillFailed."""
@@ -136,11 +145,13 @@ class Exchange:
         call = Call(self.session, instance, self.request.path, self._sent_again)
         self.sent()
         self.owed = _UNANSWERED
+        asked = self.clock()
         try:
             reply = await call.whole(self.body.for_prefill(), self._headers(instance))
             self.gave_up = GIVEN_UP in reply.body
             self.owed = STOPPED if self.gave_up else ""
             self.judge(instance, not self.gave_up)
+            self.record.prefilled(instance, self.clock() - asked)
             return reply
         except CallFailed as error:
             self.owed = str(error)
@@ -199,6 +210,7 @@ class Exchange:
     def judge(self, instance: Instance, success: bool) -> None:
         """Tells an instance's breaker what became of its part."""
         now = self.clock()
+        self.record.judged(instance, success)
         if success:
             if instance.breaker.succeeded(now):
                 logger.info("%s answers again: it gets requests as before", instance)
@@ -298,11 +310,14 @@ async def _answered(
                 return exchange.failed(_why_decode_failed(exchange))
             return exchange.failed(exchange.scrubber.text(f"The decode instance {error}: {error.said}"))
         return exchange.failed(f"The decode instance {error}.")
-    relay = exchange.relay = Relay(exchange.request, answer.response, answer.head, exchange.scrubber)
+    pace = exchange.record.streams(answer.head) if answer.streamed else None
+    relay = exchange.relay = Relay(exchange.request, answer.response, answer.head, exchange.scrubber, pace)
     if prefilling is not None and not exchange.body.one_prompt:
         prefilling.add_done_callback(partial(_interrupt, relay))
     response = await relay.run()
     exchange.complete = relay.complete
+    if not relay.complete:
+        exchange.record.end("left" if relay.client_left else "broken")
     if relay.broken:
         exchange.judge(exchange.choice.decode, False)
     return response

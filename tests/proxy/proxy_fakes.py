@@ -19,6 +19,7 @@ from p2pkv.control.discovery import Ping
 from p2pkv.control.security import Members
 from proxy.admission import Limits
 from proxy.app import LISTENER, PLAIN_LISTENER, PROXY, make_app, make_runner
+from proxy.instances import Guard
 from proxy.registry import Instance, Registry, Role
 from proxy.serving import Dispatch, Proxy
 
@@ -250,12 +251,13 @@ async def deployed(
     max_body: int = 1 << 20,
     limits: Limits | None = None,
     members: Members | None = None,
+    guard: Guard | None = None,
 ) -> AsyncIterator[Deployment]:
     async with AsyncExitStack() as cleanup:
         registry = Registry(life, lease=lease)
         limits = limits or Limits(max_body=max_body)
         plain = None if members is None else "tcp://127.0.0.1:*"
-        app = make_app("tcp://127.0.0.1:*", dispatch, registry, limits, members, plain)
+        app = make_app("tcp://127.0.0.1:*", dispatch, registry, limits, members, plain, guard)
         runner = make_runner(app, 0.1)
         cleanup.push_async_callback(runner.cleanup)
         await runner.setup()
