@@ -13,7 +13,7 @@ from p2pkv.control.security import Members
 
 from .admission import Limits
 from .errors import errors_as_json, note_begin
-from .http import REQUEST_ID
+from .http import PAIRED, REQUEST_ID, SINGLE
 from .instances import Guard, changed, listed
 from .listener import Listener
 from .metrics import Metrics
@@ -27,13 +27,7 @@ from .upstream import Client
 IDLE_SECONDS = 75.0
 
 # What is counted and logged as requests.
-API = frozenset(
-    {
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/models",
-    }
-)
+API = PAIRED | SINGLE | {"/v1/models"}
 
 PROXY = web.AppKey("proxy", Proxy)
 LISTENER = web.AppKey("listener", Listener)
@@ -131,8 +125,7 @@ def _routes(guard: Guard, metrics: Metrics) -> list[web.RouteDef]:
         return await metrics_page(metrics, guard, request)
 
     return [
-        web.post("/v1/completions", generate),
-        web.post("/v1/chat/completions", generate),
+        *(web.post(path, generate) for path in sorted(PAIRED | SINGLE)),
         web.get("/v1/models", models),
         web.get("/health", health),
         web.get("/ready", ready),

@@ -22,6 +22,7 @@ from p2pkv.trust import SECRET_VARIABLE, TrustError, is_loopback, read_secret
 
 from .admission import Limits
 from .app import LISTENER, PLAIN_LISTENER, PROXY, make_app, make_runner
+from .instances import Guard
 from .listener import endpoint_of
 from .serving import Dispatch
 
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the proxy until SIGTERM or SIGINT; returns the exit status."""
     parser = _parser()
     arguments = parser.parse_args(argv)
+    if arguments.private and not arguments.admin_token:
+        parser.error("--private needs an --admin-token, or nobody could see those pages")
     try:
         members = _members(arguments)
     except (TrustError, NoCurve) as error:
@@ -83,6 +86,7 @@ async def _serve(arguments: argparse.Namespace, members: Members | None) -> None
         limits=_limits(arguments),
         members=members,
         plain_discovery=None if plain is None else endpoint_of(plain),
+        guard=Guard(arguments.admin_token, arguments.private),
     )
     runner = make_runner(app, _SHUTDOWN_SECONDS)
     try:
@@ -177,6 +181,19 @@ def _parser() -> argparse.ArgumentParser:
         help="let --discovery be off loopback without a secret",
     )
     parser.add_argument(
+        "--admin-token",
+        type=_token,
+        default="",
+        metavar="TOKEN",
+        help="who shows it may drain and resume instances; without one nobody may. Other users of this "
+        "machine see a command line, so P2PKV_PROXY_ADMIN_TOKEN is the better place",
+    )
+    parser.add_argument(
+        "--private",
+        action="store_true",
+        help="/instances, /status and /metrics, which name instances, take the admin token, too",
+    )
+    parser.add_argument(
         "--dispatch",
         choices=("concurrent", "sequential"),
         default="concurrent",
@@ -262,6 +279,12 @@ def _share(text: str) -> float:
             f"{text!r} is no share: expected more than 0 and at most 1; to have none, --no-decode-alone"
         )
     return share
+
+
+def _token(text: str) -> str:
+    if not text.isascii() or not text.isprintable() or " " in text:
+        raise argparse.ArgumentTypeError("a token is printable ASCII characters without a space")
+    return text
 
 
 def _port(text: str) -> int:

@@ -147,7 +147,7 @@ class Exchange:
         self.owed = _UNANSWERED
         asked = self.clock()
         try:
-            reply = await call.whole(self.body.for_prefill(), self._headers(instance))
+            reply = await call.whole(self.body.for_prefill(self.request_id), self._headers(instance))
             self.gave_up = GIVEN_UP in reply.body
             self.owed = STOPPED if self.gave_up else ""
             self.judge(instance, not self.gave_up)
@@ -178,7 +178,7 @@ class Exchange:
 
     async def decode(self, call: Call, kv_transfer_params: dict[str, Any] | None = None) -> DecodeAnswer:
         """D's answer from its first token on. Raises InstanceRefused or CallFailed."""
-        body = self.body.for_decode(kv_transfer_params)
+        body = self.body.for_decode(self.request_id, kv_transfer_params)
         response = await call.open(body, self._headers(call.instance))
         if not 200 <= response.status < 300:
             raise InstanceRefused(await read_whole(response))

@@ -64,9 +64,13 @@ def error_json(status: int, message: str) -> bytes:
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
 
 
-def error_event(status: int, message: str) -> bytes:
-    """The same as a server-sent event, for an answer that has already begun."""
-    return b"data: " + error_json(status, message) + b"\n\n"
+def error_event(status: int, message: str, *, named: bool = False) -> bytes:
+    """The same as a server-sent event, for an answer that has already begun; `named`: its events have
+    names."""
+    body = error_json(status, message)
+    if named:
+        return b'event: error\ndata: {"type":"error",' + body[1:] + b"\n\n"
+    return b"data: " + body + b"\n\n"
 
 
 def error_response(status: int, message: str) -> web.Response:

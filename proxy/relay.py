@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from .errors import error_event, error_response
-from .http import REQUEST_ID, STOPPED, GivenUpFilter, Headers, to_client, to_instance
+from .http import NAMED_EVENTS, REQUEST_ID, STOPPED, GivenUpFilter, Headers, to_client, to_instance
 from .metrics import Pace
 from .registry import Instance
 from .routing import Choice
@@ -138,7 +138,8 @@ class Relay:
             return
         await self._send(self._rewriter.flush())
         between_events = self._last_bytes.endswith((b"\n\n", b"\r\n\r\n"))
-        await self._send((b"" if between_events else b"\n\n") + error_event(self._status, self._why))
+        error = error_event(self._status, self._why, named=self._request.path in NAMED_EVENTS)
+        await self._send((b"" if between_events else b"\n\n") + error)
 
 
 # What names instances.

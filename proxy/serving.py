@@ -78,10 +78,10 @@ class Proxy:
             self.prober.hurry()
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/completions and /v1/chat/completions."""
+        """A POST that one D answers, with a P's help or without."""
         with self.desk.work(request) as work, self.intake.reader() as reader:
             try:
-                body = parse(await reader.read(request))
+                body = parse(await reader.read(request), request.path)
             except BadBody as error:
                 raise ProxyError(400, str(error)) from None
             request[RECORD].model = body.model

@@ -19,6 +19,7 @@ from p2pkv.control.discovery import Ping
 from p2pkv.control.security import Members
 from proxy.admission import Limits
 from proxy.app import LISTENER, PLAIN_LISTENER, PROXY, make_app, make_runner
+from proxy.http import PAIRED, SINGLE
 from proxy.instances import Guard
 from proxy.registry import Instance, Registry, Role
 from proxy.serving import Dispatch, Proxy
@@ -134,8 +135,7 @@ class FakeInstance:
             [
                 web.get("/health", self._health),
                 web.get("/v1/models", self._models),
-                web.post("/v1/completions", self._generate),
-                web.post("/v1/chat/completions", self._generate),
+                *(web.post(path, self._generate) for path in sorted(PAIRED | SINGLE)),
             ]
         )
         self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
