@@ -21,6 +21,7 @@ from .records import recording
 from .registry import Registry
 from .serving import Dispatch, Proxy
 from .status import dashboard, keep_history, metrics_page, status_page
+from .tracing import NoSpans, Tracing
 from .upstream import Client
 
 # A connection on which no request is under way, or not even its head has come, is closed after this.
@@ -43,6 +44,7 @@ def make_app(
     plain_discovery: str | None = None,
     guard: Guard | None = None,
     log_requests: bool = False,
+    tracing: Tracing | None = None,
 ) -> web.Application:
     """The application, for `make_runner`: without it a client that leaves is not noticed.
 
@@ -53,6 +55,7 @@ def make_app(
         plain_discovery: a second endpoint, which takes anybody's.
         guard: who may see instances, and who may drain them.
         log_requests: write a line for each request.
+        tracing: makes the spans of requests, and is closed at the end.
 
     Raises:
         OSError: at start-up, if an endpoint cannot be bound.
@@ -60,6 +63,7 @@ def make_app(
 
     limits = limits or Limits()
     metrics = Metrics()
+    spans = tracing or NoSpans()
 
     async def running(app: web.Application) -> AsyncIterator[None]:
         async with AsyncExitStack() as cleanup:
@@ -76,8 +80,9 @@ def make_app(
                 tasks.append(asyncio.create_task(plain.run()))
             yield
             await _end([*tasks, *proxy.lingering])
+            await asyncio.to_thread(spans.close)
 
-    recorded = recording(metrics, API, log_requests)
+    recorded = recording(metrics, API, spans, log_requests=log_requests)
     app = web.Application(client_max_size=limits.max_body, middlewares=[errors_as_json, recorded])
     app.cleanup_ctx.append(running)
     app.on_response_prepare.extend((_give_back_id, note_begin))

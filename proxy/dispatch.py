@@ -34,9 +34,10 @@ from .admission import RequestCounters
 from .errors import error_response
 from .http import GIVEN_UP, REQUEST_ID, STOPPED, Body, Headers, message_of, returned_params, to_instance
 from .records import RequestRecord
-from .registry import Instance
+from .registry import Instance, Role
 from .relay import Relay, Scrubber, refusal
 from .routing import Choice
+from .tracing import CallSpan
 from .upstream import (
     EVENT_STREAM,
     Call,
@@ -127,6 +128,7 @@ class Exchange:
     repeated: bool = False
     unlucky: bool = False
     relay: Relay | None = None
+    _spans: dict[Role, CallSpan] = field(default_factory=dict)
     request_id: str = field(init=False)
     scrubber: Scrubber = field(init=False)
 
@@ -166,6 +168,7 @@ class Exchange:
             raise PrefillFailed(str(error), error.reply if theirs else None) from error
         finally:
             call.close()
+            self._ended("P", self.owed)
 
     @contextmanager
     def decode_call(self) -> Iterator[Call]:
@@ -175,6 +178,7 @@ class Exchange:
             yield call
         finally:
             call.close()
+            self._ended("D", "" if self.complete else "the answer is not complete")
 
     async def decode(self, call: Call, kv_transfer_params: dict[str, Any] | None = None) -> DecodeAnswer:
         """D's answer from its first token on. Raises InstanceRefused or CallFailed."""
@@ -234,7 +238,14 @@ class Exchange:
         return response
 
     def _headers(self, instance: Instance) -> Headers:
-        return to_instance(self.request.headers, instance, self.request_id)
+        headers = to_instance(self.request.headers, instance, self.request_id)
+        self._spans[instance.role] = self.record.span.call(instance, headers)
+        return headers
+
+    def _ended(self, role: Role, failed: str) -> None:
+        """The call to P or D has ended, if there has been one."""
+        if role in self._spans:
+            self._spans[role].end(failed)
 
 
 async def alone(exchange: Exchange) -> web.StreamResponse:

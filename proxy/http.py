@@ -14,6 +14,8 @@ from .registry import Instance
 # Headers.
 
 REQUEST_ID = "X-Request-Id"
+# Under which the client's own id reaches the instances, for their logs.
+CLIENT_ID = "X-Client-Request-Id"
 REPLICA = "X-data-parallel-rank"
 
 _HOP_BY_HOP = {
@@ -43,6 +45,8 @@ def to_instance(client: CIMultiDictProxy[str], instance: Instance, request_id: s
     """The client's end-to-end headers, with the id that this proxy has chosen."""
     headers = _end_to_end(client, _NOT_TO_INSTANCE)
     headers[REQUEST_ID] = request_id
+    if theirs := client.get(REQUEST_ID):
+        headers.setdefault(CLIENT_ID, theirs)
     headers["Content-Type"] = "application/json"
     # Ids are rewritten in the answer, so it must come as it is.
     headers["Accept-Encoding"] = "identity"

@@ -22,6 +22,7 @@ from .http import REQUEST_ID
 from .metrics import Metrics, Outcome, Pace
 from .registry import Instance
 from .routing import Choice
+from .tracing import RequestSpan, Tracing, trace_id_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ class RequestRecord:
         status: of the answer; 0 while there is none.
         tries: how often instances were asked.
         first_token_after: seconds; None if no stream has begun.
+        trace_id: of the trace that the client says it belongs to; "" if it says nothing.
+        span: what is told of it to those who gather traces.
     """
 
     metrics: Metrics
@@ -56,6 +59,8 @@ class RequestRecord:
     tries: int = 0
     first_token_after: float | None = None
     outcome: Outcome | None = None
+    trace_id: str = ""
+    span: RequestSpan = field(default_factory=RequestSpan)
     began: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -109,7 +114,11 @@ class RequestRecord:
         """Those that are known."""
         return {
             name: value
-            for name, value in (("request_id", self.unique), ("client_request_id", self.client_id))
+            for name, value in (
+                ("request_id", self.unique),
+                ("client_request_id", self.client_id),
+                ("trace_id", self.trace_id),
+            )
             if value
         }
 
@@ -142,7 +151,9 @@ RECORD = web.RequestKey("record", RequestRecord)
 _current: ContextVar[RequestRecord | None] = ContextVar("record", default=None)
 
 
-def recording(metrics: Metrics, endpoints: frozenset[str], log_requests: bool) -> Middleware:
+def recording(
+    metrics: Metrics, endpoints: frozenset[str], tracing: Tracing, *, log_requests: bool
+) -> Middleware:
     """The middleware that keeps a record of each request to one of `endpoints`, or to none that there is.
 
     Args:
@@ -156,7 +167,13 @@ def recording(metrics: Metrics, endpoints: frozenset[str], log_requests: bool) -
         if resource is not None and path not in endpoints:
             return await handler(request)
         client_id = request.headers.get(REQUEST_ID, "")[:_MAX_ID]
-        record = request[RECORD] = RequestRecord(metrics, path, client_id)
+        record = request[RECORD] = RequestRecord(
+            metrics,
+            path,
+            client_id,
+            trace_id=trace_id_of(request.headers),
+            span=tracing.request(path, request.headers),
+        )
         before = _current.set(record)
         try:
             response = await handler(request)
@@ -179,6 +196,7 @@ def recording(metrics: Metrics, endpoints: frozenset[str], log_requests: bool) -
             raise
         finally:
             record.count()
+            record.span.end(record)
             if log_requests:
                 logger.info("request ended: %s", record, extra={"request": record.as_fields()})
             _current.reset(before)
@@ -187,6 +205,14 @@ def recording(metrics: Metrics, endpoints: frozenset[str], log_requests: bool) -
 
 
 # The log.
+
+
+def set_up_logging(level: str, form: str) -> None:
+    """For the whole process; `form` is text or json."""
+    handler = logging.StreamHandler()
+    text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(JsonLines() if form == "json" else text)
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 class JsonLines(logging.Formatter):

@@ -252,12 +252,13 @@ async def deployed(
     limits: Limits | None = None,
     members: Members | None = None,
     guard: Guard | None = None,
+    **options: Any,
 ) -> AsyncIterator[Deployment]:
     async with AsyncExitStack() as cleanup:
         registry = Registry(life, lease=lease)
         limits = limits or Limits(max_body=max_body)
         plain = None if members is None else "tcp://127.0.0.1:*"
-        app = make_app("tcp://127.0.0.1:*", dispatch, registry, limits, members, plain, guard)
+        app = make_app("tcp://127.0.0.1:*", dispatch, registry, limits, members, plain, guard, **options)
         runner = make_runner(app, 0.1)
         cleanup.push_async_callback(runner.cleanup)
         await runner.setup()
