@@ -4,7 +4,8 @@ Each thing has one holder. What happens to single requests is measured here. Wha
 (`RequestCounters`, places, instances) is read from them when somebody asks, and not counted again.
 
 Labels are bounded: endpoints are ours, models are those that instances have registered, and an instance's
-series end some time after it has left.
+series end some time after it has left. Instances are told apart by `address`: `instance` is Prometheus's own
+label, and means the proxy.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import Counter as Tally
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import prometheus_client as prometheus
 from prometheus_client.core import (
@@ -156,21 +157,21 @@ class Metrics:
             "p2pkv_proxy_time_to_first_token_seconds",
             "From a streamed request's arrival to the first token of the decode instance's answer; `way` is "
             "pair, alone (no prefill instance could help) or unpaired (none was wanted).",
-            ["instance", "way"],
+            ["address", "way"],
             buckets=_FIRST_TOKEN_BUCKETS,
             registry=self.registry,
         )
         self._duration = prometheus.Histogram(
             "p2pkv_proxy_request_seconds",
             "From a request's arrival to its end, by the decode instance that had it last.",
-            ["instance", "outcome"],
+            ["address", "outcome"],
             buckets=_DURATION_BUCKETS,
             registry=self.registry,
         )
         self._prefill = prometheus.Histogram(
             "p2pkv_proxy_prefill_seconds",
             "How long a prefill instance took for its part of a request, if it succeeded.",
-            ["instance"],
+            ["address"],
             buckets=_FIRST_TOKEN_BUCKETS,
             registry=self.registry,
         )
@@ -178,9 +179,10 @@ class Metrics:
             "p2pkv_proxy_instance_requests",
             "What became of requests at single instances, retries included. A decode instance's `ok` is its "
             "first token; an answer that breaks off later counts as `failed`, too.",
-            ["instance", "role", "outcome"],
+            ["address", "role", "outcome"],
             registry=self.registry,
         )
+        self._series: dict[tuple[Any, tuple[str, ...]], Any] = {}
         self._gaps: dict[str, Gaps] = {}
         self._models: set[str] = set()
         self._gone: dict[str, float] = {}
@@ -192,6 +194,7 @@ class Metrics:
         self._latest: deque[tuple[float, float]] = deque(maxlen=_RECENT)
         self.history: deque[Sample] = deque(maxlen=_SAMPLES)
         self._held: Held | None = None
+        self._forgot = self.began
 
     def show(self, held: Held) -> None:
         """From now on `exposition` has what `held` knows, too."""
@@ -206,8 +209,16 @@ class Metrics:
 
     # One request.
 
+    def _one(self, metric: Any, *labels: str) -> Any:
+        """One series of a metric. The library takes longer to find it than to count."""
+        key = (metric, labels)
+        series = self._series.get(key)
+        if series is None:
+            series = self._series[key] = metric.labels(*labels)
+        return series
+
     def ended(self, endpoint: str, model: str | None, outcome: Outcome) -> None:
-        self._requests.labels(endpoint, self.model_label(model), outcome).inc()
+        self._one(self._requests, endpoint, self.model_label(model), outcome).inc()
         self.totals[outcome] += 1
 
     def model_label(self, model: str | None) -> str:
@@ -222,18 +233,18 @@ class Metrics:
         return model
 
     def first_token(self, instance: str, way: str, seconds: float) -> None:
-        self._first_token.labels(instance, way).observe(seconds)
+        self._one(self._first_token, instance, way).observe(seconds)
         self._latest.append((self.clock(), seconds))
 
     def lasted(self, instance: str, outcome: Outcome, seconds: float) -> None:
-        self._duration.labels(instance, outcome).observe(seconds)
+        self._one(self._duration, instance, outcome).observe(seconds)
 
     def prefilled(self, instance: str, seconds: float) -> None:
-        self._prefill.labels(instance).observe(seconds)
+        self._one(self._prefill, instance).observe(seconds)
 
     def judged(self, instance: Instance, success: bool) -> None:
         outcome = "ok" if success else "failed"
-        self._parts.labels(instance.ping.http_address, instance.role, outcome).inc()
+        self._one(self._parts, instance.ping.http_address, instance.role, outcome).inc()
 
     def paired(self, choice: Choice) -> None:
         """A request has been given to both."""
@@ -267,6 +278,8 @@ class Metrics:
 
     def sample(self) -> None:
         """One point of the history; to be called every SAMPLE_SECONDS."""
+        if self.clock() - self._forgot >= _FORGET_SECONDS / 10:
+            self.forget()  # where nobody scrapes
         gauges = self._held.gauges() if self._held is not None else {}
         self.history.append(
             Sample(
@@ -284,18 +297,20 @@ class Metrics:
 
     def forget(self) -> None:
         """Ends the series of instances that have been gone for long."""
+        now = self._forgot = self.clock()
         if self._held is None:
             return
-        now = self.clock()
         here = {instance.ping.http_address for instance in self._held.instances()}
         known = self._addresses()
         self._gone = {name: self._gone.get(name, now) for name in known - here}
         over = {name for name, since in self._gone.items() if now - since >= _FORGET_SECONDS}
+        if over:
+            self._series.clear()
         for name in over:
             del self._gone[name]
             self._gaps.pop(name, None)
             for metric in (self._first_token, self._duration, self._prefill, self._parts):
-                metric.remove_by_labels({"instance": name})
+                metric.remove_by_labels({"address": name})
         for pair in [pair for pair in self.pairs if over.intersection(pair)]:
             del self.pairs[pair]
 
@@ -303,7 +318,7 @@ class Metrics:
         """Of the instances that have series."""
         labelled = (self._first_token, self._duration, self._prefill, self._parts)
         samples = (sample for metric in labelled for part in metric.collect() for sample in part.samples)
-        named = {sample.labels["instance"] for sample in samples} | set(self._gaps)
+        named = {sample.labels["address"] for sample in samples} | set(self._gaps)
         return named | {name for pair in self.pairs for name in pair}
 
 
@@ -356,12 +371,12 @@ class _Collected:
         load = GaugeMetricFamily(
             "p2pkv_proxy_instance_load",
             "Requests at an instance or on their way to it.",
-            labels=["instance", "role", "rank"],
+            labels=["address", "role", "rank"],
         )
         paused = GaugeMetricFamily(
             "p2pkv_proxy_breaker_open",
             "1 while an instance has a pause because its requests failed, else 0.",
-            labels=["instance", "role", "rank"],
+            labels=["address", "role", "rank"],
         )
         for each in instances:
             labels = [each.ping.http_address, each.role, str(each.ping.dp_rank)]
@@ -374,12 +389,12 @@ class _Collected:
         between = HistogramMetricFamily(
             "p2pkv_proxy_inter_token_seconds",
             "Between two pieces of a streamed answer as they come from the decode instance: mostly a token.",
-            labels=["instance"],
+            labels=["address"],
         )
         events = CounterMetricFamily(
             "p2pkv_proxy_stream_events",
             "Events of streamed answers: a token each, or nearly so.",
-            labels=["instance"],
+            labels=["address"],
         )
         for name, gaps in self._metrics.all_gaps().items():
             between.add_metric([name], gaps.buckets(), gaps.total)

@@ -69,7 +69,7 @@ async def test_a_stream_is_counted_and_timed_by_its_instances(concurrent: Deploy
     await stream.content.readuntil(b"\n\n")
     now = await page(concurrent)
     assert now.value("requests_running") == 1
-    assert now.value("instance_load", instance=concurrent.d.http_address, role="D") == 1
+    assert now.value("instance_load", address=concurrent.d.http_address, role="D") == 1
     release.set()
     await stream.content.read()
     await quiet(concurrent)
@@ -77,13 +77,13 @@ async def test_a_stream_is_counted_and_timed_by_its_instances(concurrent: Deploy
     after = await page(concurrent)
     p, d = concurrent.p.http_address, concurrent.d.http_address
     assert after.value("requests_total", endpoint="/v1/completions", model="tiny", outcome="answered") == 1
-    assert after.value("time_to_first_token_seconds_count", instance=d, way="pair") == 1
-    assert after.value("inter_token_seconds_count", instance=d) >= 1
-    assert after.value("stream_events_total", instance=d) == 2
-    assert after.value("request_seconds_count", instance=d, outcome="answered") == 1
-    assert after.value("prefill_seconds_count", instance=p) == 1
-    assert after.value("instance_requests_total", instance=p, role="P", outcome="ok") == 1
-    assert after.value("instance_requests_total", instance=d, role="D", outcome="ok") == 1
+    assert after.value("time_to_first_token_seconds_count", address=d, way="pair") == 1
+    assert after.value("inter_token_seconds_count", address=d) >= 1
+    assert after.value("stream_events_total", address=d) == 2
+    assert after.value("request_seconds_count", address=d, outcome="answered") == 1
+    assert after.value("prefill_seconds_count", address=p) == 1
+    assert after.value("instance_requests_total", address=p, role="P", outcome="ok") == 1
+    assert after.value("instance_requests_total", address=d, role="D", outcome="ok") == 1
     assert after.value("requests_running") == after.value("requests_waiting") == 0
     assert after.value("instances", role="P", state="ready") == 1
     assert after.value("instances") == 2
@@ -171,7 +171,7 @@ async def test_a_pause_is_shown() -> None:
         for _ in range(5):
             assert (await deployment.post()).status == 502
         now = await page(deployment)
-        assert now.value("breaker_open", instance=deployment.p.http_address, role="P") == 1
+        assert now.value("breaker_open", address=deployment.p.http_address, role="P") == 1
         assert now.value("breaker_open", role="D") == 0
         assert now.value("breaker_opened_total") == 1
         assert now.value("instances", role="P", state="paused") == 1
@@ -222,7 +222,7 @@ def test_an_instances_series_end_when_it_has_been_gone_for_long() -> None:
 
     def shown() -> set[str]:
         text = metrics.exposition("")[0].decode()
-        return {sample.labels["instance"] for sample in Page(text).samples if "instance" in sample.labels}
+        return {sample.labels["address"] for sample in Page(text).samples if "address" in sample.labels}
 
     metrics.paired(Choice(p, d))
     for instance in (p, d):
@@ -238,6 +238,10 @@ def test_an_instances_series_end_when_it_has_been_gone_for_long() -> None:
     now = 601.0
     assert shown() == {p.ping.http_address}
     assert not metrics.pairs
+    metrics.judged(d, False)
+    assert shown() == both, "what comes later is counted anew"
+    metrics.forget()
+    now = 1300.0
     fleet.here = [p, d]
     assert shown() == both, "it is back, and has no past"
     assert metrics.events == 0
@@ -256,6 +260,18 @@ def test_an_instance_that_comes_back_in_time_keeps_its_series() -> None:
     metrics.forget()
     now = 1500.0
     assert d.ping.http_address in metrics.exposition("")[0].decode()
+
+
+def test_what_nobody_scrapes_does_not_grow_either() -> None:
+    now, fleet = 0.0, Fleet()
+    metrics = Metrics(lambda: now)
+    metrics.show(fleet)
+    for number in range(2000):
+        metrics.judged(Instance(ping("D", 1 + number % 60000), 0.0), True)
+        now += metrics_module.SAMPLE_SECONDS
+        metrics.sample()
+    assert len(metrics._addresses()) < 700
+    assert len(metrics.history) == 150
 
 
 def test_gaps_fall_into_the_right_buckets() -> None:
