@@ -222,6 +222,11 @@ class Exchange:
             self.counters.breakers_opened += 1
             logger.warning("%s fails too often: it gets a pause, unless there is no other", instance)
 
+    def needs(self, prefill: Instance) -> bool:
+        """Whether D may still wait for KV of this P: until its first token, or to the end where one token
+        does not prove that all is there."""
+        return self.choice.prefill is prefill and (self.relay is None or not self.body.one_prompt)
+
     def see_off(self, prefilling: asyncio.Task[Reply]) -> None:
         """Ends P's part: at once if the exchange has failed, else by itself, within a deadline."""
         if not self.complete:

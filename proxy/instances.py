@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 _MOST_NAMES = 32
 
 
-def state_of(instance: Instance, now: float) -> str:
-    """In one word, what keeps it from new requests, if anything does."""
+def state_of(instance: Instance, now: float, *, needed: bool) -> str:
+    """In one word, what keeps it from new requests, if anything does; `needed`: requests depend on it."""
     if instance.drained:
-        return "draining" if instance.load else "drained"
+        return "draining" if needed else "drained"
     if not instance.healthy:
         return "starting"
     if instance.silent(now):
@@ -78,7 +78,7 @@ def described(proxy: Proxy, instance: Instance) -> dict[str, Any]:
         "role": "prefill" if instance.role == "P" else "decode",
         "address": instance.ping.http_address,
         "rank": instance.ping.dp_rank,
-        "state": state_of(instance, now),
+        "state": proxy.state_of(instance),
         "models": names[:_MOST_NAMES],
         "more_models": max(0, len(names) - _MOST_NAMES),
         "running": instance.in_flight,

@@ -224,7 +224,9 @@ class Proxy:
         return self.registry.known("P") + self.registry.known("D")
 
     def state_of(self, instance: Instance) -> str:
-        return state_of(instance, self.clock())
+        """One of metrics.STATES. A drained P may be stopped only when the D's have all that they need."""
+        needed = instance.load > 0 or (instance.drained and self.desk.needs(instance))
+        return state_of(instance, self.clock(), needed=needed)
 
     def gauges(self) -> dict[str, int]:
         """What is held now; all 0 when nothing is under way."""
@@ -362,6 +364,10 @@ class Desk:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def needs(self, prefill: Instance) -> bool:
+        """Whether a request waits for KV of this P."""
+        return any(work.exchange is not None and work.exchange.needs(prefill) for work in self._open)
 
     @contextmanager
     def work(self, request: web.Request) -> Iterator[Work]:

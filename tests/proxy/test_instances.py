@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
-from proxy_behaviours import never, streams
+from proxy_behaviours import after, never, streams
 from proxy_fakes import Deployment, FakeInstance, deployed, error_of, join, ping, quiet, until
 
 from proxy.admission import Limits
@@ -101,6 +101,24 @@ async def test_a_drained_instance_ends_what_it_has_and_gets_nothing_new(
     for _ in range(2):
         await (await guarded.post()).read()
     assert len(leaver.requests) == 3
+
+
+async def test_a_p_counts_as_drained_when_d_has_its_kv_and_not_before() -> None:
+    async with deployed("concurrent", prefill=1, decode=1, guard=Guard(TOKEN)) as deployment:
+        first, rest = asyncio.Event(), asyncio.Event()
+        deployment.d.behaviour = after(first, streams(rest))
+        asking = asyncio.create_task(deployment.post({"prompt": "x", "stream": True}))
+        await until(lambda: bool(deployment.p.requests) and deployment.p.requests[0].answered)
+        (p,) = deployment.registry.known("P")
+        await until(lambda: p.load == 0)
+        await drained(deployment, deployment.p)
+        assert (await states(deployment))[deployment.p.http_address] == "draining"
+        first.set()
+        answer = await asking
+        await answer.content.readuntil(b"\n\n")
+        assert (await states(deployment))[deployment.p.http_address] == "drained"
+        rest.set()
+        await answer.content.read()
 
 
 async def test_when_the_last_is_drained_requests_are_told_so_and_resume_lets_them_in() -> None:
