@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -301,3 +303,32 @@ def test_quantiles_are_of_the_last_minute() -> None:
     assert metrics.quantiles(1.0) == [0.99]
     now = 91.0
     assert metrics.quantiles(0.5) == [None]
+
+
+OPERATIONS = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+
+
+@pytest.mark.asyncio
+async def test_the_page_on_operations_names_each_metric_with_its_labels(concurrent: Deployment) -> None:
+    release = asyncio.Event()
+    release.set()
+    concurrent.d.behaviour = streams(release)
+    await (await concurrent.post({"prompt": "x", "stream": True})).read()
+    await quiet(concurrent)
+    there: dict[str, set[str]] = {}
+    for family in concurrent.proxy.metrics.registry.collect():
+        for sample in family.samples:
+            name = sample.name.removeprefix("p2pkv_proxy_")
+            if name != sample.name and not name.endswith("_created"):
+                base = re.sub("_(bucket|count|sum)$", "", name) if family.type == "histogram" else name
+                there[base] = set(sample.labels) - {"le"}
+    table = OPERATIONS.split("| metric | labels | meaning |")[1].split("\n\n")[0]
+    rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `")]
+    said = {
+        name: set(re.findall(r"`(\w+)`", labels))
+        for names, labels in rows
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    assert said == there
+    states = OPERATIONS.split("| state | meaning |")[1].split("\n\n")[0]
+    assert re.findall(r"`(\w+)`", re.sub(r"`/health`", "", states)) == list(STATES)
