@@ -248,8 +248,11 @@ class Metrics:
 
     def paired(self, choice: Choice) -> None:
         """A request has been given to both."""
-        if choice.prefill is not None and len(self.pairs) < _MAX_PAIRS:
-            self.pairs[choice.prefill.ping.http_address, choice.decode.ping.http_address] += 1
+        if choice.prefill is None:
+            return
+        pair = choice.prefill.ping.http_address, choice.decode.ping.http_address
+        if pair in self.pairs or len(self.pairs) < _MAX_PAIRS:
+            self.pairs[pair] += 1
 
     def pace(self, instance: str, head: bytes) -> Pace:
         """For one streamed answer of this instance, which has begun with `head`."""
