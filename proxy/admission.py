@@ -169,6 +169,11 @@ class Admission:
     def under_way(self) -> int:
         return len(self._places)
 
+    @property
+    def choices(self) -> list[Choice]:
+        """Who serves what is under way."""
+        return [place.choice for place in self._places]
+
     @asynccontextmanager
     async def place(self, asked: Asked, *, paired: bool) -> AsyncIterator[RequestPlace]:
         """A place, as soon as there is one; `paired`: P can help.

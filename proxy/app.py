@@ -13,15 +13,23 @@ from p2pkv.control.security import Members
 
 from .admission import Limits
 from .errors import errors_as_json, note_begin
-from .http import REQUEST_ID
+from .http import PAIRED, REQUEST_ID, SINGLE
+from .instances import Guard, changed, listed
 from .listener import Listener
+from .metrics import Metrics
+from .records import recording
 from .registry import Registry
 from .routing import Routing
 from .serving import Dispatch, Proxy
+from .status import dashboard, keep_history, metrics_page, status_page
+from .tracing import NoSpans, Tracing
 from .upstream import Client
 
 # A connection on which no request is under way, or not even its head has come, is closed after this.
 IDLE_SECONDS = 75.0
+
+# What is counted and logged as requests.
+API = PAIRED | SINGLE | {"/v1/models"}
 
 PROXY = web.AppKey("proxy", Proxy)
 LISTENER = web.AppKey("listener", Listener)
@@ -36,6 +44,9 @@ def make_app(
     members: Members | None = None,
     plain_discovery: str | None = None,
     routing: Routing | None = None,
+    guard: Guard | None = None,
+    log_requests: bool = False,
+    tracing: Tracing | None = None,
 ) -> web.Application:
     """The application, for `make_runner`: without it a client that leaves is not noticed.
 
@@ -45,32 +56,42 @@ def make_app(
         members: whose pings `discovery` takes; None for anybody's.
         plain_discovery: a second endpoint, which takes anybody's.
         routing: how it chooses instances.
+        guard: who may see instances, and who may drain them.
+        log_requests: write a line for each request.
+        tracing: makes the spans of requests, and is closed at the end.
 
     Raises:
         OSError: at start-up, if an endpoint cannot be bound.
     """
 
     limits = limits or Limits()
+    metrics = Metrics()
+    spans = tracing or NoSpans()
 
     async def running(app: web.Application) -> AsyncIterator[None]:
         async with AsyncExitStack() as cleanup:
             session = await cleanup.enter_async_context(Client())
             known = registry or Registry(lease=limits.lease)
-            app[PROXY] = proxy = Proxy(session, known, dispatch, limits, routing or Routing())
+            app[PROXY] = proxy = Proxy(
+                session, known, dispatch, limits, routing or Routing(), metrics=metrics
+            )
             app[LISTENER] = listener = Listener(discovery, proxy.take, members)
             cleanup.callback(listener.close)
-            tasks = [asyncio.create_task(listener.run()), asyncio.create_task(proxy.prober.run())]
+            forever = (listener.run(), proxy.prober.run(), keep_history(metrics))
+            tasks = [asyncio.create_task(each) for each in forever]
             if plain_discovery is not None:
                 app[PLAIN_LISTENER] = plain = Listener(plain_discovery, proxy.take)
                 cleanup.callback(plain.close)
                 tasks.append(asyncio.create_task(plain.run()))
             yield
             await _end([*tasks, *proxy.lingering])
+            await asyncio.to_thread(spans.close)
 
-    app = web.Application(client_max_size=limits.max_body, middlewares=[errors_as_json])
+    recorded = recording(metrics, API, spans, log_requests=log_requests)
+    app = web.Application(client_max_size=limits.max_body, middlewares=[errors_as_json, recorded])
     app.cleanup_ctx.append(running)
     app.on_response_prepare.extend((_give_back_id, note_begin))
-    app.add_routes(_routes())
+    app.add_routes(_routes(guard or Guard(), metrics))
     return app
 
 
@@ -85,7 +106,7 @@ def make_runner(app: web.Application, last_seconds: float) -> web.AppRunner:
     )
 
 
-def _routes() -> list[web.RouteDef]:
+def _routes(guard: Guard, metrics: Metrics) -> list[web.RouteDef]:
     async def generate(request: web.Request) -> web.StreamResponse:
         return await request.app[PROXY].generate(request)
 
@@ -95,11 +116,35 @@ def _routes() -> list[web.RouteDef]:
     async def health(request: web.Request) -> web.StreamResponse:
         return await request.app[PROXY].health(request)
 
+    async def ready(request: web.Request) -> web.StreamResponse:
+        return await request.app[PROXY].ready(request)
+
+    async def instances(request: web.Request) -> web.StreamResponse:
+        return await listed(request.app[PROXY], guard, request)
+
+    async def drain(request: web.Request) -> web.StreamResponse:
+        return await changed(request.app[PROXY], guard, request, drained=True)
+
+    async def resume(request: web.Request) -> web.StreamResponse:
+        return await changed(request.app[PROXY], guard, request, drained=False)
+
+    async def status(request: web.Request) -> web.StreamResponse:
+        return await status_page(request.app[PROXY], guard, request)
+
+    async def measured(request: web.Request) -> web.StreamResponse:
+        return await metrics_page(metrics, guard, request)
+
     return [
-        web.post("/v1/completions", generate),
-        web.post("/v1/chat/completions", generate),
+        *(web.post(path, generate) for path in sorted(PAIRED | SINGLE)),
         web.get("/v1/models", models),
         web.get("/health", health),
+        web.get("/ready", ready),
+        web.get("/instances", instances),
+        web.post("/instances/{address}/drain", drain),
+        web.post("/instances/{address}/resume", resume),
+        web.get("/status", status),
+        web.get("/metrics", measured),
+        web.get("/", dashboard),
     ]
 
 

@@ -16,22 +16,42 @@ from collections.abc import Callable, Sequence
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from p2pkv import __version__
 from p2pkv.control.security import Members, NoCurve, members_of
 from p2pkv.log import RateLimit
 from p2pkv.pairing import Address
 from p2pkv.trust import SECRET_VARIABLE, TrustError, is_loopback, read_secret
 
+from . import settings
 from .admission import Limits
 from .app import LISTENER, PLAIN_LISTENER, PROXY, make_app, make_runner
+from .instances import Guard
 from .listener import endpoint_of
 from .prefixes import PIECE_TOKENS
+from .records import set_up_logging
 from .routing import POLICY_NAMES, Routing
 from .serving import Dispatch
+from .tracing import NoTracing, Spans
 
 logger = logging.getLogger(__name__)
 
 # For connections on which nothing moves any more, after all that `--drain-seconds` allows.
 _SHUTDOWN_SECONDS = 1.0
+_DESCRIPTION = """\
+One OpenAI endpoint in front of vLLM prefill and decode instances.
+
+Start it, then start the instances with its discovery address as proxy_ip and proxy_port: they register
+themselves. Clients talk to http://HOST:PORT as they would to vLLM; a browser shows a dashboard there.
+"""
+_EPILOG = """\
+Each option may stand in the environment instead, as P2PKV_PROXY_MAX_REQUESTS=64, or in the file that --config
+names, as `max-requests = 64`. The command line comes first, then the environment, then the file.
+
+An example, on one machine:
+  p2pkv-proxy --port 10001 --discovery 127.0.0.1:30001
+
+Exit status: 0 after SIGTERM or SIGINT, 1 if an address cannot be bound, 2 if an option is wrong.
+"""
 # Between two log lines about what is no HTTP request.
 _GARBAGE_SECONDS = 10.0
 
@@ -39,17 +59,19 @@ _GARBAGE_SECONDS = 10.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the proxy until SIGTERM or SIGINT; returns the exit status."""
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments = settings.parse(parser, sys.argv[1:] if argv is None else argv, os.environ)
+    if arguments.private and not arguments.admin_token:
+        parser.error("--private needs an --admin-token, or nobody could see those pages")
     try:
         members = _members(arguments)
     except (TrustError, NoCurve) as error:
         parser.error(str(error))
-    logging.basicConfig(level=arguments.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logging(arguments.log_level, arguments.log_format)
     logging.getLogger("aiohttp.server").addFilter(Garbage())
     _take_descriptors()
     try:
         asyncio.run(_serve(arguments, members))
-    except OSError as error:
+    except (OSError, NoTracing) as error:
         print(f"p2pkv-proxy: {error}", file=sys.stderr)
         return 1
     return 0
@@ -87,6 +109,9 @@ async def _serve(arguments: argparse.Namespace, members: Members | None) -> None
         members=members,
         plain_discovery=None if plain is None else endpoint_of(plain),
         routing=_routing(arguments),
+        guard=Guard(arguments.admin_token, arguments.private),
+        log_requests=arguments.log_requests,
+        tracing=Spans(arguments.otlp_traces_endpoint) if arguments.otlp_traces_endpoint else None,
     )
     runner = make_runner(app, _SHUTDOWN_SECONDS)
     try:
@@ -165,8 +190,11 @@ def _warn(arguments: argparse.Namespace, members: Members | None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="p2pkv-proxy",
-        description="One OpenAI endpoint in front of vLLM prefill and decode instances.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,  # for the list of policies
+        usage="%(prog)s [options]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to serve on (default: %(default)s)")
     parser.add_argument("--port", type=_port, default=10001, help="port to serve on (default: %(default)s)")
@@ -203,13 +231,51 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_routing(parser)
     _add_limits(parser)
-    parser.add_argument(
+    _add_operation(parser)
+    return parser
+
+
+def _add_operation(parser: argparse.ArgumentParser) -> None:
+    """For those who run it."""
+    group = parser.add_argument_group("operation")
+    group.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    group.add_argument(
+        settings.FILE_OPTION, metavar="FILE", help="a TOML file with options, such as `max-requests = 64`"
+    )
+    group.add_argument(
+        "--admin-token",
+        type=_token,
+        default="",
+        metavar="TOKEN",
+        help="who shows it may drain and resume instances; without one nobody may. Other users of this "
+        "machine can see a command line, so the environment or the file is the better place",
+    )
+    group.add_argument(
+        "--private",
+        action="store_true",
+        help="/instances, /status and /metrics, which name instances, take the admin token, too",
+    )
+    group.add_argument(
         "--log-level",
         choices=("DEBUG", "INFO", "WARNING", "ERROR"),
         default="INFO",
         help="default: %(default)s",
     )
-    return parser
+    group.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="json: an object for each line, with the ids of its request (default: %(default)s)",
+    )
+    group.add_argument(
+        "--otlp-traces-endpoint",
+        default="",
+        metavar="URL",
+        help="where OpenTelemetry spans go, such as http://127.0.0.1:4318/v1/traces; needs OpenTelemetry",
+    )
+    group.add_argument(
+        "--log-requests", action="store_true", help="write a line when a request has ended, for each request"
+    )
 
 
 _POLICIES = """\
@@ -350,6 +416,12 @@ def _share(text: str) -> float:
             f"{text!r} is no share: expected more than 0 and at most 1; to have none, --no-decode-alone"
         )
     return share
+
+
+def _token(text: str) -> str:
+    if not text.isascii() or not text.isprintable() or " " in text:
+        raise argparse.ArgumentTypeError("a token is printable ASCII characters without a space")
+    return text
 
 
 def _port(text: str) -> int:

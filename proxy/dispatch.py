@@ -33,10 +33,13 @@ from p2pkv.pairing import mint
 from .admission import RequestCounters
 from .errors import error_response
 from .http import GIVEN_UP, REQUEST_ID, STOPPED, Body, Headers, message_of, returned_params, to_instance
-from .registry import Instance
+from .records import RequestRecord
+from .registry import Instance, Role
 from .relay import Relay, Scrubber, refusal
 from .routing import Choice
+from .tracing import CallSpan
 from .upstream import (
+    EVENT_STREAM,
     Call,
     CallFailed,
     Client,
@@ -84,6 +87,10 @@ class DecodeAnswer:
     response: aiohttp.ClientResponse
     head: bytes
 
+    @property
+    def streamed(self) -> bool:
+        return self.response.content_type == EVENT_STREAM
+
 
 @dataclass
 class Exchange:
@@ -94,6 +101,7 @@ class Exchange:
         lingering: P's calls that may outlive their exchange.
         clock: monotonic seconds.
         sent: to be called when P is asked.
+        record: takes down what becomes of it.
         complete: the client has got the whole answer.
         gave_up: P was told to stop before it had done its part.
         owed: what P has failed to do so far, in words; "" before it is asked, and if it has not failed.
@@ -112,6 +120,7 @@ class Exchange:
     clock: Callable[[], float]
     counters: RequestCounters
     sent: Callable[[], None]
+    record: RequestRecord
     complete: bool = False
     gave_up: bool = False
     owed: str = ""
@@ -119,6 +128,7 @@ class Exchange:
     repeated: bool = False
     unlucky: bool = False
     relay: Relay | None = None
+    _spans: dict[Role, CallSpan] = field(default_factory=dict)
     request_id: str = field(init=False)
     scrubber: Scrubber = field(init=False)
 
@@ -128,6 +138,7 @@ class Exchange:
             mint(prefill.zmq_address, decode.zmq_address, self.unique) if prefill else self.unique
         )
         self.scrubber = Scrubber(self.choice, self.request_id, self.unique)
+        self.record.begins(self.choice, self.unique)
 
     async def prefill(self) -> Reply:
         """P's whole answer. Raises PrefillFailed."""
@@ -136,11 +147,13 @@ class Exchange:
         call = Call(self.session, instance, self.request.path, self._sent_again, self.choice.prefill_tokens)
         self.sent()
         self.owed = _UNANSWERED
+        asked = self.clock()
         try:
-            reply = await call.whole(self.body.for_prefill(), self._headers(instance))
+            reply = await call.whole(self.body.for_prefill(self.request_id), self._headers(instance))
             self.gave_up = GIVEN_UP in reply.body
             self.owed = STOPPED if self.gave_up else ""
             self.judge(instance, not self.gave_up)
+            self.record.prefilled(instance, self.clock() - asked)
             return reply
         except CallFailed as error:
             self.owed = str(error)
@@ -155,6 +168,7 @@ class Exchange:
             raise PrefillFailed(str(error), error.reply if theirs else None) from error
         finally:
             call.close()
+            self._ended("P", self.owed)
 
     @contextmanager
     def decode_call(self) -> Iterator[Call]:
@@ -164,10 +178,11 @@ class Exchange:
             yield call
         finally:
             call.close()
+            self._ended("D", "" if self.complete else "the answer is not complete")
 
     async def decode(self, call: Call, kv_transfer_params: dict[str, Any] | None = None) -> DecodeAnswer:
         """D's answer from its first token on. Raises InstanceRefused or CallFailed."""
-        body = self.body.for_decode(kv_transfer_params)
+        body = self.body.for_decode(self.request_id, kv_transfer_params)
         response = await call.open(body, self._headers(call.instance))
         if not 200 <= response.status < 300:
             raise InstanceRefused(await read_whole(response))
@@ -199,12 +214,18 @@ class Exchange:
     def judge(self, instance: Instance, success: bool) -> None:
         """Tells an instance's breaker what became of its part."""
         now = self.clock()
+        self.record.judged(instance, success)
         if success:
             if instance.breaker.succeeded(now):
                 logger.info("%s answers again: it gets requests as before", instance)
         elif instance.breaker.failed(now):
             self.counters.breakers_opened += 1
             logger.warning("%s fails too often: it gets a pause, unless there is no other", instance)
+
+    def needs(self, prefill: Instance) -> bool:
+        """Whether D may still wait for KV of this P: until its first token, or to the end where one token
+        does not prove that all is there."""
+        return self.choice.prefill is prefill and (self.relay is None or not self.body.one_prompt)
 
     def see_off(self, prefilling: asyncio.Task[Reply]) -> None:
         """Ends P's part: at once if the exchange has failed, else by itself, within a deadline."""
@@ -222,7 +243,14 @@ class Exchange:
         return response
 
     def _headers(self, instance: Instance) -> Headers:
-        return to_instance(self.request.headers, instance, self.request_id)
+        headers = to_instance(self.request.headers, instance, self.request_id)
+        self._spans[instance.role] = self.record.span.call(instance, headers)
+        return headers
+
+    def _ended(self, role: Role, failed: str) -> None:
+        """The call to P or D has ended, if there has been one."""
+        if role in self._spans:
+            self._spans[role].end(failed)
 
 
 async def alone(exchange: Exchange) -> web.StreamResponse:
@@ -298,11 +326,14 @@ async def _answered(
                 return exchange.failed(_why_decode_failed(exchange))
             return exchange.failed(exchange.scrubber.text(f"The decode instance {error}: {error.said}"))
         return exchange.failed(f"The decode instance {error}.")
-    relay = exchange.relay = Relay(exchange.request, answer.response, answer.head, exchange.scrubber)
+    pace = exchange.record.streams(answer.head) if answer.streamed else None
+    relay = exchange.relay = Relay(exchange.request, answer.response, answer.head, exchange.scrubber, pace)
     if prefilling is not None and not exchange.body.one_prompt:
         prefilling.add_done_callback(partial(_interrupt, relay))
     response = await relay.run()
     exchange.complete = relay.complete
+    if not relay.complete:
+        exchange.record.end("left" if relay.client_left else "broken")
     if relay.broken:
         exchange.judge(exchange.choice.decode, False)
     return response

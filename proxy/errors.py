@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 _KINDS = {
     400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",
@@ -22,8 +24,9 @@ _KINDS = {
     503: "service_unavailable_error",
 }
 _SENTENCES = {
-    404: "There is no {path} here; this proxy serves POST /v1/completions, POST /v1/chat/completions, "
-    "GET /v1/models and GET /health.",
+    404: "There is no {path} here; this proxy serves POST /v1/completions, /v1/chat/completions, "
+    "/v1/responses, /v1/messages, /v1/embeddings, /tokenize and /detokenize, GET /v1/models, /health, "
+    "/ready, /metrics, /status and /instances, and a dashboard at /.",
     405: "{path} does not take {method}; it takes {allowed}.",
     413: "The request body is larger than the {limit} bytes that this proxy takes.",
 }
@@ -39,12 +42,14 @@ class ProxyError(Exception):
 
     Attributes:
         last: this connection is not used any more.
+        ask: for a 401, what the client should show; else "".
     """
 
-    def __init__(self, status: int, message: str, *, last: bool = False) -> None:
+    def __init__(self, status: int, message: str, *, last: bool = False, ask: str = "") -> None:
         super().__init__(message)
         self.status = status
         self.last = last
+        self.ask = ask
 
 
 def retry_after() -> dict[str, str]:
@@ -59,9 +64,13 @@ def error_json(status: int, message: str) -> bytes:
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
 
 
-def error_event(status: int, message: str) -> bytes:
-    """The same as a server-sent event, for an answer that has already begun."""
-    return b"data: " + error_json(status, message) + b"\n\n"
+def error_event(status: int, message: str, *, named: bool = False) -> bytes:
+    """The same as a server-sent event, for an answer that has already begun; `named`: its events have
+    names."""
+    body = error_json(status, message)
+    if named:
+        return b'event: error\ndata: {"type":"error",' + body[1:] + b"\n\n"
+    return b"data: " + body + b"\n\n"
 
 
 def error_response(status: int, message: str) -> web.Response:
@@ -85,6 +94,8 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         response = error_response(failure.status, str(failure))
         if failure.last:
             response.force_close()
+        if failure.ask:
+            response.headers["WWW-Authenticate"] = failure.ask
         return response
     except web.HTTPException as error:
         return error_response(error.status, _sentence(request, error))

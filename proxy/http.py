@@ -15,6 +15,8 @@ from .registry import Instance
 # Headers.
 
 REQUEST_ID = "X-Request-Id"
+# Under which the client's own id reaches the instances, for their logs.
+CLIENT_ID = "X-Client-Request-Id"
 REPLICA = "X-data-parallel-rank"
 
 _HOP_BY_HOP = {
@@ -44,6 +46,8 @@ def to_instance(client: CIMultiDictProxy[str], instance: Instance, request_id: s
     """The client's end-to-end headers, with the id that this proxy has chosen."""
     headers = _end_to_end(client, _NOT_TO_INSTANCE)
     headers[REQUEST_ID] = request_id
+    if theirs := client.get(REQUEST_ID):
+        headers.setdefault(CLIENT_ID, theirs)
     headers["Content-Type"] = "application/json"
     # Ids are rewritten in the answer, so it must come as it is.
     headers["Accept-Encoding"] = "identity"
@@ -68,6 +72,12 @@ def _end_to_end(headers: CIMultiDictProxy[str], others: set[str]) -> Headers:
 
 Fields = dict[str, Any]
 
+# Where P computes the prompt, and where one instance does all there is.
+PAIRED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"})
+SINGLE = frozenset({"/v1/embeddings", "/tokenize", "/detokenize", "/v1/messages/count_tokens"})
+# The streams in which each event has a name, errors too.
+NAMED_EVENTS = frozenset({"/v1/messages", "/v1/responses"})
+
 # They carry addresses or request ids, which a client must not choose.
 _NOT_THE_CLIENTS = ("kv_transfer_params", "ec_transfer_params", "request_id")
 # P's answer is thrown away, so P is not asked for these.
@@ -79,6 +89,8 @@ _NOT_FOR_PREFILL = (
     "logprob_token_ids",
     "return_token_ids",
 )
+# The same at /v1/responses: nor is P's answer kept there.
+_NOT_FOR_PREFILL_OF_RESPONSES = ("include", "top_logprobs", "background", "stream_options")
 _OFF = (None, False, 0)
 
 _decoder = msgspec.json.Decoder(Fields)
@@ -95,10 +107,12 @@ class Body:
     Attributes:
         fields: the JSON object.
         raw: its bytes; the client's own wherever nothing had to be taken out.
+        path: where it was sent.
     """
 
     fields: Fields
     raw: bytes
+    path: str = "/v1/completions"
 
     @property
     def model(self) -> str | None:
@@ -108,9 +122,17 @@ class Body:
 
     @property
     def wants_pair(self) -> bool:
-        """Whether P can help. Not with beam search, which makes requests of its own, nor where the
-        answer is about the prompt's own tokens, whose logits only the prefill itself yields."""
+        """Whether P can help. Not with beam search, which makes requests of its own, nor with tools that
+        vLLM itself calls, since what they say becomes part of a longer prompt, nor where the answer is about
+        the prompt's own tokens, whose logits only the prefill itself yields."""
         fields = self.fields
+        if self.path not in PAIRED:
+            return False
+        if self.path == "/v1/responses":
+            tools = fields.get("tools") or []
+            return isinstance(tools, list) and all(
+                isinstance(tool, dict) and tool.get("type") == "function" for tool in tools
+            )
         local = fields.get("use_beam_search") in _OFF and fields.get("echo") in _OFF
         return local and fields.get("prompt_logprobs") is None
 
@@ -125,8 +147,14 @@ class Body:
         """What routing may know of its prompt."""
         return Prompt(self.fields)
 
-    def for_prefill(self) -> bytes:
+    def for_prefill(self, request_id: str) -> bytes:
         """P's body: the same prompt, and one token that nobody reads."""
+        if self.path == "/v1/messages":
+            return msgspec.json.encode(self.fields | {"max_tokens": 1, "stream": False})
+        if self.path == "/v1/responses":
+            one = {"max_output_tokens": 1, "stream": False, "store": False}
+            fields = {k: v for k, v in self.fields.items() if k not in _NOT_FOR_PREFILL_OF_RESPONSES}
+            return msgspec.json.encode(fields | one | self._id(request_id))
         fields = {name: value for name, value in self.fields.items() if name not in _NOT_FOR_PREFILL}
         fields |= {"max_tokens": 1, "n": 1, "stream": False}
         if "max_completion_tokens" in fields:
@@ -136,21 +164,26 @@ class Body:
             fields["min_tokens"] = 1
         return msgspec.json.encode(fields)
 
-    def for_decode(self, kv_transfer_params: Fields | None = None) -> bytes:
+    def for_decode(self, request_id: str, kv_transfer_params: Fields | None = None) -> bytes:
         """D's body: the client's own, with what P has returned for D, if it has."""
-        if kv_transfer_params is None:
-            return self.raw
-        return msgspec.json.encode(self.fields | {"kv_transfer_params": kv_transfer_params})
+        more = self._id(request_id)
+        if kv_transfer_params is not None:
+            more["kv_transfer_params"] = kv_transfer_params
+        return msgspec.json.encode(self.fields | more) if more else self.raw
+
+    def _id(self, request_id: str) -> Fields:
+        """For /v1/responses, which reads the id here and not in a header."""
+        return {"request_id": f"resp_{request_id}"} if self.path == "/v1/responses" else {}
 
 
-def parse(raw: bytes) -> Body:
+def parse(raw: bytes, path: str = "/v1/completions") -> Body:
     """The client's request. Raises BadBody, with a sentence, if it is not a JSON object."""
     try:
         fields = _decoder.decode(raw)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise BadBody(f"The request body is not a JSON object: {error}.") from None
     taken = _without_the_forbidden(fields)
-    return Body(fields, raw) if taken == fields else Body(taken, msgspec.json.encode(taken))
+    return Body(taken, raw if taken == fields else msgspec.json.encode(taken), path)
 
 
 def _without_the_forbidden(fields: Fields) -> Fields:
@@ -261,8 +294,24 @@ def _decoded(data: bytes) -> Any:
         return data
 
 
+# What /v1/responses and /v1/messages send before anything is generated, or together with it.
+_ANNOUNCEMENTS = frozenset(
+    {
+        "response.created",
+        "response.queued",
+        "response.in_progress",
+        "message_start",
+        "content_block_start",
+        "ping",
+    }
+)
+
+
 def _announces(event: Any) -> bool:
-    """Whether all that it has is the role of the speaker, as a chat's first event."""
+    """Whether all that it has is the role of the speaker, as a chat's first event, or it only opens the
+    answer."""
+    if isinstance(event, dict) and event.get("type") in _ANNOUNCEMENTS:
+        return True
     choices = event.get("choices") if isinstance(event, dict) else None
     return isinstance(choices, list) and bool(choices) and all(_says_nothing(each) for each in choices)
 

@@ -173,6 +173,7 @@ class Instance:
             the requests that have a place at this D.
         turn: the number of the latest choice that fell on it.
         breaker: whether it is given requests, after what became of the last ones.
+        drained: it gets no new requests, by an operator's word.
     """
 
     ping: Ping
@@ -188,6 +189,7 @@ class Instance:
     tokens: int = 0
     turn: int = 0
     breaker: Breaker = field(default_factory=Breaker)
+    drained: bool = False
     kind: Kind = field(init=False)
     _ends: set[Callable[[bool], None]] = field(default_factory=set)
 
@@ -319,6 +321,8 @@ class Registry:
         self._instances: dict[InstanceKey, Instance] = {}
         self._breakers: dict[InstanceKey, Breaker] = {}
         """A crash is no way to get a clean record: they outlive their instances for a while."""
+        self._drained: dict[InstanceKey, str] = {}
+        """Who is drained, and in which incarnation: a restart ends it, a lost connection does not."""
 
     def observe(self, ping: Ping, now: float, source: PingSource | None = None) -> Instance | None:
         """Takes one ping in. Returns the instance if it is new, or new again after a restart."""
@@ -339,6 +343,7 @@ class Registry:
                 logger.warning("%s ignored: %d instances are known already", newcomer, self._capacity)
             return None
         newcomer.breaker = self._breakers.setdefault(newcomer.key, newcomer.breaker)
+        newcomer.drained = self._drained.get(newcomer.key) == ping.incarnation
         self._instances[newcomer.key] = newcomer
         logger.info("%s %s", newcomer, "registered" if known is None else "has restarted")
         return newcomer
@@ -389,7 +394,17 @@ class Registry:
         else:
             del self._instances[known.key]
             self._breakers.pop(known.key, None)
+            self._drained.pop(known.key, None)
             logger.info("%s said goodbye", known)
+
+    def drain(self, instance: Instance, drained: bool) -> None:
+        """An operator's word: no new requests for this process; or as before."""
+        instance.drained = drained
+        if drained:
+            self._drained[instance.key] = instance.ping.incarnation
+        else:
+            self._drained.pop(instance.key, None)
+        logger.warning("%s %s", instance, "is drained: it gets no new requests" if drained else "is resumed")
 
     def expire(self, now: float) -> list[Instance]:
         """Removes and returns the instances that are gone."""
@@ -466,8 +481,9 @@ class Registry:
         return [instance for instance in self._instances.values() if instance.role == role]
 
     def routable(self, role: Role, now: float) -> list[Instance]:
-        """Those that are not gone, and were healthy when they were last asked; some may be silent."""
-        return [i for i in self.known(role) if i.healthy and self._alive(i, now)]
+        """Those that are neither gone nor drained, and were healthy when they were last asked; some may be
+        silent."""
+        return [i for i in self.known(role) if i.healthy and not i.drained and self._alive(i, now)]
 
     def _alive(self, instance: Instance, now: float) -> bool:
         if not instance.silent(now):

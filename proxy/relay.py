@@ -13,7 +13,8 @@ import msgspec
 from aiohttp import web
 
 from .errors import error_event, error_response
-from .http import REQUEST_ID, STOPPED, GivenUpFilter, Headers, to_client, to_instance
+from .http import NAMED_EVENTS, REQUEST_ID, STOPPED, GivenUpFilter, Headers, to_client, to_instance
+from .metrics import Pace
 from .registry import Instance
 from .routing import Choice
 from .upstream import EVENT_STREAM, CallFailed, Client, Reply, read_whole
@@ -35,18 +36,26 @@ class Relay:
 
     Args:
         head: the part of the answer's body that has been read already.
+        pace: measures a stream.
 
     Attributes:
         complete: the client has got all of it.
         broken: the instance ended it too early, by itself.
+        client_left: the client has not got all of it, because its connection broke.
     """
 
     def __init__(
-        self, request: web.Request, answer: aiohttp.ClientResponse, head: bytes, scrubber: Scrubber
+        self,
+        request: web.Request,
+        answer: aiohttp.ClientResponse,
+        head: bytes,
+        scrubber: Scrubber,
+        pace: Pace | None = None,
     ) -> None:
         self._request = request
         self._answer = answer
         self._head = head
+        self._pace = pace
         self._filter = GivenUpFilter()
         self._rewriter = scrubber.rewriter()
         self._response = web.StreamResponse(
@@ -58,6 +67,7 @@ class Relay:
         self._interrupted = False
         self.complete = False
         self.broken = False
+        self.client_left = False
 
     def interrupt(self, why: str, status: int = 502) -> None:
         """Breaks the answer off with an error, for a reason that lies elsewhere."""
@@ -76,12 +86,15 @@ class Relay:
                 await self._break_off()
         except ClientGone:
             logger.debug("a client left in the middle of its answer")
+            self.client_left = True
         return self._response
 
     async def _relay_rest(self) -> bool:
         """Whether D's answer came to its end. Raises ClientGone."""
         try:
             async for chunk in self._answer.content.iter_any():
+                if self._pace is not None:
+                    self._pace.beat(chunk)
                 await self._pass_on(chunk)
                 if self._filter.given_up:
                     self._why = f"The decode instance {STOPPED}."
@@ -125,7 +138,8 @@ class Relay:
             return
         await self._send(self._rewriter.flush())
         between_events = self._last_bytes.endswith((b"\n\n", b"\r\n\r\n"))
-        await self._send((b"" if between_events else b"\n\n") + error_event(self._status, self._why))
+        error = error_event(self._status, self._why, named=self._request.path in NAMED_EVENTS)
+        await self._send((b"" if between_events else b"\n\n") + error)
 
 
 # What names instances.

@@ -403,12 +403,13 @@ class Router:
         return decoders
 
     def _nobody(self, role: Role) -> str:
-        known = len(self._registry.known(role))
-        why = (
-            f"of {known} registered, none has answered /health with 200 lately"
-            if known
-            else "none has registered"
-        )
+        known = self._registry.known(role)
+        drained = sum(instance.drained for instance in known)
+        why = f"of {len(known)} registered, none has answered /health with 200 lately"
+        if not known:
+            why = "none has registered"
+        elif drained:
+            why = f"of {len(known)} registered, {drained} drained, and no other has answered /health lately"
         return f"No {ROLE_NAMES[role]} instance is ready: {why}."
 
 

@@ -22,7 +22,10 @@ from .admission import Admission, Intake, Limits, RequestCounters, RequestPlace
 from .dispatch import Exchange, alone, concurrent, sequential
 from .errors import ProxyError, retry_after
 from .http import BadBody, Body, parse
+from .instances import state_of
+from .metrics import Metrics
 from .prober import Prober
+from .records import RECORD
 from .registry import Instance, PingSource, Registry, Role
 from .relay import merged_models
 from .routing import Asked, NoInstance, Router, Routing, UnknownModel
@@ -34,6 +37,7 @@ Dispatch = Literal["concurrent", "sequential"]
 
 _ROLES: dict[str, Role] = {"prefill": "P", "decode": "D"}
 
+UNAVAILABLE = "unavailable"
 STOPPING = "This proxy is stopping; try again in a few seconds."
 _CUT_OFF = "This proxy had to stop before the answer was complete."
 # After the end of what was under way: for the errors to be sent.
@@ -57,6 +61,7 @@ class Proxy:
     routing: Routing = field(default_factory=Routing)
     clock: Callable[[], float] = time.monotonic
     lingering: set[asyncio.Task[Reply]] = field(default_factory=set)
+    metrics: Metrics = field(default_factory=Metrics)
     counters: RequestCounters = field(default_factory=RequestCounters)
 
     def __post_init__(self) -> None:
@@ -67,6 +72,7 @@ class Proxy:
         self.desk = Desk(self.counters)
         self.prober = Prober(self.session, self.registry, self.clock, self.admission.advance)
         self._budget = RetryBudget()
+        self.metrics.show(self)
 
     def take(self, ping: Ping, source: PingSource) -> None:
         """One ping from a discovery socket."""
@@ -74,13 +80,14 @@ class Proxy:
             self.prober.hurry()
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/completions and /v1/chat/completions."""
+        """A POST that one D answers, with a P's help or without."""
         with self.desk.work(request) as work, self.intake.reader() as reader:
             try:
-                body = parse(await reader.read(request))
+                body = parse(await reader.read(request), request.path)
             except BadBody as error:
                 raise ProxyError(400, str(error)) from None
             asked = Asked(body.model, body.prompt, request.headers.get(self.routing.session_header, ""))
+            request[RECORD].model = body.model
             try:
                 async with self.admission.place(asked, paired=body.wants_pair) as place:
                     return await self._serve(request, body, place, work)
@@ -107,6 +114,7 @@ class Proxy:
                 self.clock,
                 self.counters,
                 place.sent,
+                request[RECORD],
             )
             response = await self._dispatch(exchange)
             if exchange.culprit is None or self.desk.stopping:
@@ -154,6 +162,7 @@ class Proxy:
         if not self.registry.routable("D", self.clock()):
             return response
         self.counters.refused_alone += 1
+        exchange.record.end("shed")
         logger.info("request %s is turned away: no D may take it alone", exchange.unique)
         raise ProxyError(
             503,
@@ -174,30 +183,57 @@ class Proxy:
 
         With `?prefill=1&decode=2` it is 200 only if so many are there.
         """
+        report = self.report()
+        good = report["status"] != UNAVAILABLE
+        good &= all(report[name] >= _number(request, name) for name in _ROLES)
+        return web.json_response(report, status=200 if good else 503, headers=None if good else retry_after())
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """GET /ready: 200 if a request can be served, and by whom it is; else 503."""
+        report = self.report()
+        good = report["status"] != UNAVAILABLE
+        answer = {
+            "ready": good,
+            "needs": "a decode instance" if self.limits.alone else "a prefill and a decode instance",
+            **{name: report[name] for name in ("prefill", "decode", "missing")},
+        }
+        return web.json_response(answer, status=200 if good else 503, headers=None if good else retry_after())
+
+    def report(self) -> dict[str, Any]:
+        """Whether requests can be served, who is missing, what is held and what was counted."""
         now = self.clock()
         missing = [STOPPING] if self.desk.stopping else self.router.missing(now)
-        there = {role: self.registry.routable(role, now) for role in _ROLES.values()}
-        able = bool(there["D"]) and (self.limits.alone > 0 or self.router.helped(now))
+        there = {name: len(self.registry.routable(role, now)) for name, role in _ROLES.items()}
+        able = there["decode"] > 0 and (self.limits.alone > 0 or self.router.helped(now))
         serves = able and not self.desk.stopping
-        enough = all(len(there[role]) >= _number(request, name) for name, role in _ROLES.items())
-        counters = {
+        return {
+            "status": UNAVAILABLE if not serves else "degraded" if missing else "ok",
+            **there,
+            "missing": missing,
+            "gauges": self.gauges(),
+            "counters": self.counted(),
+        }
+
+    def counted(self) -> dict[str, int]:
+        """What has been counted since the start, by whoever counts it."""
+        return {
             **asdict(self.counters),
             "reconnected": self.session.reconnected,
             "claims_refused": self.registry.claims_refused,
         }
-        report: dict[str, Any] = {
-            "status": "unavailable" if not serves else "degraded" if missing else "ok",
-            **{name: len(there[role]) for name, role in _ROLES.items()},
-            "missing": missing,
-            "gauges": self.gauges(),
-            "counters": counters,
-        }
-        good = serves and enough
-        return web.json_response(report, status=200 if good else 503, headers=None if good else retry_after())
+
+    def instances(self) -> list[Instance]:
+        """The living ones."""
+        return self.registry.known("P") + self.registry.known("D")
+
+    def state_of(self, instance: Instance) -> str:
+        """One of metrics.STATES. A drained P may be stopped only when the D's have all that they need."""
+        needed = instance.load > 0 or (instance.drained and self.desk.needs(instance))
+        return state_of(instance, self.clock(), needed=needed)
 
     def gauges(self) -> dict[str, int]:
         """What is held now; all 0 when nothing is under way."""
-        everyone = self.registry.known("P") + self.registry.known("D")
+        everyone = self.instances()
         return {
             "under_way": self.admission.under_way,
             "waiting": self.admission.waiting,
@@ -331,6 +367,10 @@ class Desk:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def needs(self, prefill: Instance) -> bool:
+        """Whether a request waits for KV of this P."""
+        return any(work.exchange is not None and work.exchange.needs(prefill) for work in self._open)
 
     @contextmanager
     def work(self, request: web.Request) -> Iterator[Work]:

@@ -84,7 +84,7 @@ def test_a_lock_fixes_each_version_once(lock: str) -> None:
 def test_the_locks_do_not_overlap_and_hold_what_p2pkv_needs() -> None:
     names = {
         lock: {
-            line.split("==")[0].lower()
+            line.split("==")[0].lower().replace("_", "-")
             for line in (ROOT / "requirements" / lock).read_text().splitlines()
             if "==" in line and not line.startswith("#")
         }

@@ -19,6 +19,8 @@ from p2pkv.control.discovery import Ping
 from p2pkv.control.security import Members
 from proxy.admission import Limits
 from proxy.app import LISTENER, PLAIN_LISTENER, PROXY, make_app, make_runner
+from proxy.http import PAIRED, SINGLE
+from proxy.instances import Guard
 from proxy.registry import Instance, Registry, Role
 from proxy.routing import Routing
 from proxy.serving import Dispatch, Proxy
@@ -138,8 +140,7 @@ class FakeInstance:
             [
                 web.get("/health", self._health),
                 web.get("/v1/models", self._models),
-                web.post("/v1/completions", self._generate),
-                web.post("/v1/chat/completions", self._generate),
+                *(web.post(path, self._generate) for path in sorted(PAIRED | SINGLE)),
             ]
         )
         self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
@@ -256,12 +257,16 @@ async def deployed(
     limits: Limits | None = None,
     members: Members | None = None,
     routing: Routing | None = None,
+    guard: Guard | None = None,
+    **options: Any,
 ) -> AsyncIterator[Deployment]:
     async with AsyncExitStack() as cleanup:
         registry = Registry(life, lease=lease)
         limits = limits or Limits(max_body=max_body)
         plain = None if members is None else "tcp://127.0.0.1:*"
-        app = make_app("tcp://127.0.0.1:*", dispatch, registry, limits, members, plain, routing)
+        app = make_app(
+            "tcp://127.0.0.1:*", dispatch, registry, limits, members, plain, routing, guard, **options
+        )
         runner = make_runner(app, 0.1)
         cleanup.push_async_callback(runner.cleanup)
         await runner.setup()

@@ -29,10 +29,10 @@ async def test_too_large_a_body_is_a_413() -> None:
 
 
 async def test_other_paths_are_a_404_that_says_what_there_is(lonely: Deployment) -> None:
-    async with lonely.client.get(f"{lonely.url}/v1/embeddings") as response:
+    async with lonely.client.get(f"{lonely.url}/v1/rerank") as response:
         assert response.status == 404
         message = (await error_of(response))["message"]
-    assert "There is no /v1/embeddings here" in message
+    assert "There is no /v1/rerank here" in message
     assert "/v1/chat/completions" in message
 
 

@@ -152,7 +152,7 @@ def test_nothing_is_pickled() -> None:
 
 def test_the_proxy_imports_only_pairing_trust_log_discovery_and_security_of_p2pkv() -> None:
     control = ("discovery", "security")
-    allowed = ("pairing", "trust", "log", *(f"control.{name}" for name in control))
+    allowed = ("__version__", "pairing", "trust", "log", *(f"control.{name}" for name in control))
     found = importing(PROXY, {"p2pkv"})
     assert [
         each for each in found if not f"{each.name}.".startswith(tuple(f"p2pkv.{a}." for a in allowed))

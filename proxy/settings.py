@@ -1,0 +1,128 @@
+"""Options from a file and from the environment, for those that the command line does not give.
+
+The command line comes first, then the environment, then the file, then the default. Every option of a parser
+can be given in each of these ways, under the same name:
+
+    --max-requests 64                  on the command line
+    P2PKV_PROXY_MAX_REQUESTS=64        in the environment
+    max-requests = 64                  in the file, which is TOML
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import logging
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "P2PKV_PROXY_"
+FILE_OPTION = "--config"
+
+# Beside a service that is called p2pkv-proxy Kubernetes sets P2PKV_PROXY_PORT=tcp://..., and such as
+# P2PKV_PROXY_SERVICE_HOST. They are not meant for us.
+_OF_KUBERNETES = re.compile(rf"{PREFIX}(SERVICE_.*|PORT_.*)")
+_ADDRESS_OF_KUBERNETES = "tcp://"
+_YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+
+
+def parse(
+    parser: argparse.ArgumentParser, argv: Sequence[str], environ: Mapping[str, str]
+) -> argparse.Namespace:
+    """The options from all places. Ends the process with status 2 and a sentence if one of them is wrong."""
+    options = {
+        action.option_strings[-1].removeprefix("--"): action
+        for action in parser._actions
+        if action.option_strings and not isinstance(action, argparse._HelpAction | argparse._VersionAction)
+    }
+    given = {word.partition("=")[0] for word in argv}
+    ours = {
+        name: action
+        for name, action in options.items()
+        if not given.intersection(action.option_strings) and f"--{name}" != FILE_OPTION
+    }
+    file = _file_named(argv, environ)
+    found = _from_file(parser, file, options) if file else {}
+    found |= _from_environment(environ, options)
+    more: list[str] = []
+    for name, (where, value) in found.items():
+        if name in ours:
+            more += _as_arguments(parser, name, ours[name], where, value)
+    return parser.parse_args([*more, *argv])
+
+
+def _file_named(argv: Sequence[str], environ: Mapping[str, str]) -> str:
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    early.add_argument(FILE_OPTION, default=environ.get(f"{PREFIX}CONFIG", ""))
+    try:
+        return str(early.parse_known_args(argv)[0].config)
+    except argparse.ArgumentError:
+        return ""  # the real parser says what is wrong
+
+
+_Found = dict[str, tuple[str, Any]]
+"""By option: where it was found, and its value."""
+
+
+def _from_file(parser: argparse.ArgumentParser, file: str, options: Iterable[str]) -> _Found:
+    try:
+        with open(file, "rb") as opened:
+            table = tomllib.load(opened)
+    except OSError as error:
+        parser.error(f"{FILE_OPTION} {file} cannot be read: {error.strerror}")
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        parser.error(f"{FILE_OPTION} {file} is not TOML: {error}")
+    found: _Found = {}
+    for key, value in table.items():
+        name = key.replace("_", "-")
+        if name not in options:
+            near = difflib.get_close_matches(name, options, 1)
+            hint = f"did you mean `{near[0]}`?" if near else "--help lists the options, without the dashes"
+            parser.error(f"{FILE_OPTION} {file} has `{key}`, which is no option: {hint}")
+        found[name] = (f"`{key}` in {file}", value)
+    return found
+
+
+def _from_environment(environ: Mapping[str, str], options: Iterable[str]) -> _Found:
+    found: _Found = {}
+    names = {f"{PREFIX}{name.replace('-', '_').upper()}": name for name in options}
+    for variable, text in environ.items():
+        if not variable.startswith(PREFIX) or _OF_KUBERNETES.fullmatch(variable):
+            continue
+        if variable not in names:
+            logger.warning("%s is set, and there is no such option", variable)
+        elif not text.startswith(_ADDRESS_OF_KUBERNETES):
+            found[names[variable]] = (variable, text)
+    return found
+
+
+def _as_arguments(
+    parser: argparse.ArgumentParser, name: str, action: argparse.Action, where: str, value: Any
+) -> list[str]:
+    """As the command line would say it. Ends the process if it could not."""
+
+    def wrong(why: str) -> NoReturn:
+        parser.error(f"{where}: {why}")
+
+    if action.nargs == 0:
+        word = str(value).lower()
+        if word not in (*_YES, *_NO):
+            wrong(f"{value!r} is neither true nor false")
+        return [f"--{name}"] if word in _YES else []
+    values = value if isinstance(value, list) else [value]
+    if len(values) != 1 and not isinstance(action, argparse._AppendAction):
+        wrong("expected one value, not a list")
+    for each in values:
+        if isinstance(each, bool | dict | list):
+            wrong(f"{each!r} is no value for this option")
+        try:
+            read = action.type(str(each)) if callable(action.type) else str(each)
+        except (argparse.ArgumentTypeError, ValueError) as error:
+            wrong(str(error))
+        if action.choices is not None and read not in action.choices:
+            wrong(f"{each!r} is none of {', '.join(map(str, action.choices))}")
+    return [f"--{name}={each}" for each in values]

@@ -1,0 +1,163 @@
+"""Spans of requests and of the calls to instances, by OpenTelemetry where it is installed and wanted.
+
+Without it the client's own `traceparent` reaches the instances as every other header does. With it they get
+ours, so that their spans lie below the span of the call that caused them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .http import Headers
+from .registry import Instance
+
+if TYPE_CHECKING:
+    from .records import RequestRecord
+
+TRACEPARENT = "traceparent"
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
+# For one batch, retries included: so long the proxy's end may wait for a collector that is gone.
+_EXPORT_SECONDS = 2.0
+
+
+class NoTracing(Exception):
+    """Spans are wanted, and OpenTelemetry is not installed."""
+
+
+def trace_id_of(headers: Mapping[str, str]) -> str:
+    """The id of the trace that a client's request belongs to; "" if it names none."""
+    match = _TRACEPARENT.fullmatch(headers.get(TRACEPARENT, ""))
+    return match[1] if match else ""
+
+
+class CallSpan:
+    """One call to one instance. This one records nothing."""
+
+    def end(self, failed: str = "") -> None:
+        """The call has ended; `failed`: why it failed, in words. Only the first end counts."""
+
+
+class RequestSpan:
+    """One client's request. This one records nothing."""
+
+    def call(self, instance: Instance, headers: Headers) -> CallSpan:
+        """A call begins; `headers`, which it will have, then say whose child it is."""
+        return _NO_CALL
+
+    def end(self, record: RequestRecord) -> None:
+        """The request has ended."""
+
+
+_NO_CALL = CallSpan()
+_NO_REQUEST = RequestSpan()
+
+
+class Tracing(Protocol):
+    """Makes the spans of requests."""
+
+    def request(self, endpoint: str, headers: Mapping[str, str]) -> RequestSpan:
+        """For a request that has just come, with these headers."""
+
+    def close(self) -> None:
+        """Sends what has not been sent, within a few seconds."""
+
+
+class NoSpans:
+    """Tracing where nobody wants it."""
+
+    def request(self, endpoint: str, headers: Mapping[str, str]) -> RequestSpan:
+        return _NO_REQUEST
+
+    def close(self) -> None:
+        return None
+
+
+class Spans:
+    """Sends spans to a collector.
+
+    Args:
+        endpoint: where it takes OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces.
+
+    Raises NoTracing if OpenTelemetry is not installed.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        try:
+            from opentelemetry import trace
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as error:
+            raise NoTracing(
+                f"--otlp-traces-endpoint needs OpenTelemetry, and it is not installed ({error}): "
+                "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
+            ) from None
+        resource = Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", "p2pkv-proxy")})
+        exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_SECONDS)
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("p2pkv_proxy")
+        self._propagator = TraceContextTextMapPropagator()
+        self._trace: Any = trace
+
+    def request(self, endpoint: str, headers: Mapping[str, str]) -> RequestSpan:
+        carrier = {name: headers[name] for name in (TRACEPARENT, "tracestate") if name in headers}
+        span = self._tracer.start_span(
+            f"POST {endpoint}" if endpoint != "/v1/models" else f"GET {endpoint}",
+            context=self._propagator.extract(carrier),
+            kind=self._trace.SpanKind.SERVER,
+        )
+        return _Request(self, span)
+
+    def child(self, parent: Any, instance: Instance, headers: Headers) -> CallSpan:
+        """A call below the request `parent`."""
+        context = self._trace.set_span_in_context(parent)
+        span = self._tracer.start_span(
+            "prefill" if instance.role == "P" else "decode",
+            context=context,
+            kind=self._trace.SpanKind.CLIENT,
+            attributes={"server.address": instance.ping.http_address},
+        )
+        carrier: dict[str, str] = {}
+        self._propagator.inject(carrier, context=self._trace.set_span_in_context(span))
+        headers.update(carrier)
+        return _Call(self._trace, span)
+
+    def close(self) -> None:
+        self._provider.shutdown()
+
+
+class _Request(RequestSpan):
+    def __init__(self, spans: Spans, span: Any) -> None:
+        self._spans = spans
+        self._span = span
+
+    def call(self, instance: Instance, headers: Headers) -> CallSpan:
+        return self._spans.child(self._span, instance, headers)
+
+    def end(self, record: RequestRecord) -> None:
+        fields = {**record.ids(), **record.as_fields()}
+        self._span.set_attributes(
+            {f"p2pkv.{name}": value for name, value in fields.items() if value not in (None, "")}
+        )
+        if record.outcome in ("failed", "broken", "shed"):
+            self._span.set_status(self._spans._trace.StatusCode.ERROR, record.outcome)
+        self._span.end()
+
+
+class _Call(CallSpan):
+    def __init__(self, trace: Any, span: Any) -> None:
+        self._trace = trace
+        self._span = span
+
+    def end(self, failed: str = "") -> None:
+        if not self._span.is_recording():
+            return
+        if failed:
+            self._span.set_status(self._trace.StatusCode.ERROR, failed)
+        self._span.end()

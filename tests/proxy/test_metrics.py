@@ -1,0 +1,334 @@
+"""The proxy's /metrics: what it says after real requests, and that nobody can make it grow."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from prometheus_client.parser import text_string_to_metric_families
+from proxy_behaviours import (
+    Seen,
+    answer_error,
+    die,
+    dies,
+    event,
+    event_stream,
+    never,
+    streams,
+    with_a_p,
+)
+from proxy_fakes import Deployment, deployed, ping, quiet, until
+
+from proxy import metrics as metrics_module
+from proxy.admission import Limits, RequestCounters
+from proxy.metrics import OUTCOMES, STATES, Metrics
+from proxy.registry import Instance
+from proxy.routing import Choice
+
+
+class Page:
+    """A page of /metrics, parsed by the library's own parser, which also checks its form."""
+
+    def __init__(self, text: str) -> None:
+        self.families = {family.name: family for family in text_string_to_metric_families(text)}
+        self.samples = [sample for family in self.families.values() for sample in family.samples]
+
+    def value(self, name: str, **labels: str) -> float:
+        """The sum of the series that have these labels."""
+        name = f"p2pkv_proxy_{name}"
+        found = [
+            sample.value
+            for sample in self.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        ]
+        assert found, f"no {name}{labels}"
+        return sum(found)
+
+
+async def page(deployment: Deployment) -> Page:
+    async with deployment.client.get(f"{deployment.url}/metrics") as response:
+        assert response.status == 200
+        assert response.content_type == "text/plain"
+        return Page(await response.text())
+
+
+async def dies_after_a_token(request: web.Request, seen: Seen) -> web.StreamResponse:
+    response = await event_stream(request)
+    await response.write(event(seen, "first"))
+    die(request)
+    return response
+
+
+@pytest.mark.asyncio
+async def test_a_stream_is_counted_and_timed_by_its_instances(concurrent: Deployment) -> None:
+    release = asyncio.Event()
+    concurrent.d.behaviour = streams(release)
+    stream = await concurrent.post({"model": "tiny", "prompt": "x", "stream": True})
+    await stream.content.readuntil(b"\n\n")
+    now = await page(concurrent)
+    assert now.value("requests_running") == 1
+    assert now.value("instance_load", address=concurrent.d.http_address, role="D") == 1
+    release.set()
+    await stream.content.read()
+    await quiet(concurrent)
+
+    after = await page(concurrent)
+    p, d = concurrent.p.http_address, concurrent.d.http_address
+    assert after.value("requests_total", endpoint="/v1/completions", model="tiny", outcome="answered") == 1
+    assert after.value("time_to_first_token_seconds_count", address=d, way="pair") == 1
+    assert after.value("inter_token_seconds_count", address=d) >= 1
+    assert after.value("stream_events_total", address=d) == 2
+    assert after.value("request_seconds_count", address=d, outcome="answered") == 1
+    assert after.value("prefill_seconds_count", address=p) == 1
+    assert after.value("instance_requests_total", address=p, role="P", outcome="ok") == 1
+    assert after.value("instance_requests_total", address=d, role="D", outcome="ok") == 1
+    assert after.value("requests_running") == after.value("requests_waiting") == 0
+    assert after.value("instances", role="P", state="ready") == 1
+    assert after.value("instances") == 2
+
+
+@pytest.mark.asyncio
+async def test_each_way_to_end_is_an_outcome_of_its_own() -> None:
+    limits = Limits(retries=0, alone_share=0.0)
+    async with deployed("concurrent", prefill=1, decode=1, limits=limits) as deployment:
+        assert (await deployment.post()).status == 200
+        assert (await deployment.post(path="/v1/nothing")).status == 404
+        deployment.d.behaviour = answer_error(422)
+        assert (await deployment.post()).status == 422
+        deployment.d.behaviour = dies
+        assert (await deployment.post()).status == 502
+        deployment.d.behaviour = dies_after_a_token
+        broken = await deployment.post({"prompt": "x", "stream": True})
+        assert b'"code":502' in await broken.content.read()
+        deployment.d.behaviour = never
+        before = len(deployment.d.requests)
+        leaving = asyncio.create_task(deployment.post())
+        await until(lambda: len(deployment.d.requests) > before)
+        leaving.cancel()
+        await quiet(deployment)
+        await asyncio.to_thread(deployment.pingers[deployment.d.http_address].stop)
+        await until(lambda: not deployment.routable("D"))
+        assert (await deployment.post()).status == 503
+
+        now = await page(deployment)
+        assert now.value("requests_total", endpoint="/v1/completions") == 6
+        for outcome in OUTCOMES:
+            assert now.value("requests_total", endpoint="/v1/completions", outcome=outcome) == 1, outcome
+        assert now.value("requests_total", endpoint="other", outcome="refused") == 1
+        assert now.value("requests_total", model="unnamed", outcome="broken") == 1
+
+
+@pytest.mark.asyncio
+async def test_clients_cannot_make_series(concurrent: Deployment) -> None:
+    for number in range(20):
+        await concurrent.post({"model": f"made-up-{number}", "prompt": "x"})
+        await concurrent.post(path=f"/v1/made-up-{number}")
+        await concurrent.client.request(f"MADE{number}", f"{concurrent.url}/v1/completions")
+    await concurrent.post()
+    now = await page(concurrent)
+    requests = now.families["p2pkv_proxy_requests"].samples
+    assert {sample.labels["model"] for sample in requests} == {"tiny", "other", "unnamed"}
+    assert {sample.labels["endpoint"] for sample in requests} == {"/v1/completions", "other"}
+    assert now.value("requests_total", model="other") == 20
+
+
+@pytest.mark.asyncio
+async def test_what_health_counts_is_shown_and_not_counted_again() -> None:
+    limits = Limits(max_requests=1, max_waiting=0)
+    async with deployed("concurrent", prefill=1, decode=1, limits=limits) as deployment:
+        release = asyncio.Event()
+        deployment.d.behaviour = streams(release)
+        stream = await deployment.post({"prompt": "x", "stream": True})
+        assert (await deployment.post()).status == 503
+        release.set()
+        await stream.content.read()
+        await quiet(deployment)
+        deployment.d.behaviour = with_a_p(never)
+        deployment.p.behaviour = dies
+        assert (await deployment.post()).status == 200
+
+        counted, now = deployment.proxy.counted(), await page(deployment)
+        assert now.value("shed_total", reason="full") == counted["refused_full"] == 1
+        assert now.value("decode_alone_total") == counted["alone"] == 1
+        assert now.value("admitted_total") == counted["admitted"] == 2
+        assert now.value("instance_requests_total", role="P", outcome="failed") == 1
+
+
+def test_every_counter_of_the_proxy_is_shown() -> None:
+    shown = {key for _, key, _ in metrics_module._COUNTERS}
+    reasons = {f"refused_{reason}" for reason in ("full", "late", "alone")}
+    counted = {each.name for each in fields(RequestCounters)} | {"reconnected", "claims_refused"}
+    assert shown | reasons == counted
+
+
+@pytest.mark.asyncio
+async def test_a_pause_is_shown() -> None:
+    limits = Limits(alone_share=0.0, retries=0)
+    async with deployed("concurrent", prefill=1, decode=1, limits=limits) as deployment:
+        deployment.p.behaviour, deployment.d.behaviour = dies, never
+        for _ in range(5):
+            assert (await deployment.post()).status == 502
+        now = await page(deployment)
+        assert now.value("breaker_open", address=deployment.p.http_address, role="P") == 1
+        assert now.value("breaker_open", role="D") == 0
+        assert now.value("breaker_opened_total") == 1
+        assert now.value("instances", role="P", state="paused") == 1
+        assert {s.labels["state"] for s in now.families["p2pkv_proxy_instances"].samples} == set(STATES)
+
+
+@pytest.mark.asyncio
+async def test_every_proxy_has_numbers_of_its_own(concurrent: Deployment, sequential: Deployment) -> None:
+    assert (await concurrent.post()).status == 200
+    assert (await page(concurrent)).value("admitted_total") == 1
+    assert (await page(sequential)).value("admitted_total") == 0
+
+
+@pytest.mark.asyncio
+async def test_openmetrics_is_spoken_to_those_who_ask(concurrent: Deployment) -> None:
+    accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
+    async with concurrent.client.get(f"{concurrent.url}/metrics", headers=accept) as response:
+        assert response.content_type == "application/openmetrics-text"
+        assert (await response.text()).endswith("# EOF\n")
+
+
+class Fleet:
+    """Instances that come and go as a test wants."""
+
+    def __init__(self) -> None:
+        self.here: list[Instance] = []
+
+    def counted(self) -> dict[str, int]:
+        names = [key for _, key, _ in metrics_module._COUNTERS]
+        return dict.fromkeys([*names, "refused_full", "refused_late", "refused_alone"], 0)
+
+    def gauges(self) -> dict[str, int]:
+        return dict.fromkeys([key for _, key, _ in metrics_module._GAUGES], 0)
+
+    def instances(self) -> list[Instance]:
+        return self.here
+
+    def state_of(self, instance: Instance) -> str:
+        return "ready"
+
+
+def test_an_instances_series_end_when_it_has_been_gone_for_long() -> None:
+    now, fleet = 0.0, Fleet()
+    metrics = Metrics(lambda: now)
+    metrics.show(fleet)
+    p, d = Instance(ping("P", 1), 0.0), Instance(ping("D", 2), 0.0)
+    fleet.here = [p, d]
+
+    def shown() -> set[str]:
+        text = metrics.exposition("")[0].decode()
+        return {sample.labels["address"] for sample in Page(text).samples if "address" in sample.labels}
+
+    metrics.paired(Choice(p, d))
+    for instance in (p, d):
+        metrics.judged(instance, True)
+    metrics.first_token(d.ping.http_address, "pair", 0.1)
+    metrics.pace(d.ping.http_address, b"data: x\n\n").beat(b"data: y\n\n")
+    both = {p.ping.http_address, d.ping.http_address}
+    assert shown() == both
+    fleet.here = [p]
+    assert shown() == both, "its last numbers have yet to be scraped"
+    now = 599.0
+    assert shown() == both
+    now = 601.0
+    assert shown() == {p.ping.http_address}
+    assert not metrics.pairs
+    metrics.judged(d, False)
+    assert shown() == both, "what comes later is counted anew"
+    metrics.forget()
+    now = 1300.0
+    fleet.here = [p, d]
+    assert shown() == both, "it is back, and has no past"
+    assert metrics.events == 0
+
+
+def test_an_instance_that_comes_back_in_time_keeps_its_series() -> None:
+    now, fleet = 0.0, Fleet()
+    metrics = Metrics(lambda: now)
+    metrics.show(fleet)
+    d = Instance(ping("D", 2), 0.0)
+    metrics.judged(d, True)
+    metrics.forget()
+    now, fleet.here = 500.0, [d]
+    metrics.forget()
+    now, fleet.here = 1000.0, []
+    metrics.forget()
+    now = 1500.0
+    assert d.ping.http_address in metrics.exposition("")[0].decode()
+
+
+def test_what_nobody_scrapes_does_not_grow_either() -> None:
+    now, fleet = 0.0, Fleet()
+    metrics = Metrics(lambda: now)
+    metrics.show(fleet)
+    for number in range(2000):
+        metrics.judged(Instance(ping("D", 1 + number % 60000), 0.0), True)
+        now += metrics_module.SAMPLE_SECONDS
+        metrics.sample()
+    assert len(metrics._addresses()) < 700
+    assert len(metrics.history) == 150
+
+
+def test_gaps_fall_into_the_right_buckets() -> None:
+    now = 0.0
+    metrics = Metrics(lambda: now)
+    pace = metrics.pace("d", b"")
+    for gap in (0.001, 0.004, 0.004, 99.0):
+        now += gap
+        pace.beat(b"data: x\n\ndata: y\n\n")
+    buckets = dict(metrics.gaps("d").buckets())
+    assert buckets["0.0025"] - buckets["0.001"] == 0 and buckets["0.005"] == 3
+    assert (buckets["10.0"], buckets["+Inf"]) == (3, 4)
+    assert metrics.gaps("d").total == pytest.approx(99.009)
+    assert metrics.events == 8
+
+
+def test_quantiles_are_of_the_last_minute() -> None:
+    now = 0.0
+    metrics = Metrics(lambda: now)
+    assert metrics.quantiles(0.5, 0.95) == [None, None]
+    metrics.first_token("d", "pair", 50.0)
+    now = 30.0
+    for number in range(100):
+        metrics.first_token("d", "pair", number / 100)
+    assert metrics.quantiles(0.5, 0.95) == [pytest.approx(0.5), pytest.approx(0.95)]
+    now = 80.0
+    assert metrics.quantiles(1.0) == [0.99]
+    now = 91.0
+    assert metrics.quantiles(0.5) == [None]
+
+
+OPERATIONS = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+
+
+@pytest.mark.asyncio
+async def test_the_page_on_operations_names_each_metric_with_its_labels(concurrent: Deployment) -> None:
+    release = asyncio.Event()
+    release.set()
+    concurrent.d.behaviour = streams(release)
+    await (await concurrent.post({"prompt": "x", "stream": True})).read()
+    await quiet(concurrent)
+    there: dict[str, set[str]] = {}
+    for family in concurrent.proxy.metrics.registry.collect():
+        for sample in family.samples:
+            name = sample.name.removeprefix("p2pkv_proxy_")
+            if name != sample.name and not name.endswith("_created"):
+                base = re.sub("_(bucket|count|sum)$", "", name) if family.type == "histogram" else name
+                there[base] = set(sample.labels) - {"le"}
+    table = OPERATIONS.split("| metric | labels | meaning |")[1].split("\n\n")[0]
+    rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("| `")]
+    said = {
+        name: set(re.findall(r"`(\w+)`", labels))
+        for names, labels in rows
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    assert said == there
+    states = OPERATIONS.split("| state | meaning |")[1].split("\n\n")[0]
+    assert re.findall(r"`(\w+)`", re.sub(r"`/health`", "", states)) == list(STATES)

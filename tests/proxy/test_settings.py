@@ -1,0 +1,141 @@
+"""Options from the command line, the environment and a file."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+
+import pytest
+
+from proxy import cli, settings
+from proxy.settings import parse
+
+
+def options(*argv: str, **environ: str) -> argparse.Namespace:
+    """As the real command reads them; the names of variables without their prefix."""
+    return parse(cli._parser(), argv, {f"{settings.PREFIX}{name}": text for name, text in environ.items()})
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "proxy.toml"
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str, **environ: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        options(*argv, **environ)
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_the_command_line_comes_first_then_the_environment_then_the_file(file: Path) -> None:
+    file.write_text("max-requests = 1\nmax_waiting = 2\nretries = 3\nmax-wait = 0.5\n")
+    read = options(
+        "--config", str(file), "--max-requests", "10", MAX_REQUESTS="20", MAX_WAITING="30", LOG_LEVEL="ERROR"
+    )
+    assert (read.max_requests, read.max_waiting, read.retries, read.max_wait) == (10, 30, 3, 0.5)
+    assert read.log_level == "ERROR"
+    assert read.port == 10001
+
+
+@pytest.mark.parametrize("spelling", ["--max-requests=7", "--max-requests 7"])
+def test_an_option_counts_as_given_however_it_is_spelled(spelling: str) -> None:
+    assert options(*spelling.split(), MAX_REQUESTS="nonsense").max_requests == 7
+
+
+def test_the_environment_may_name_the_file(file: Path) -> None:
+    file.write_text('discovery = "127.0.0.1:5"\nprivate = true\nadmin-token = "t"\nallow-insecure = false\n')
+    read = options(CONFIG=str(file))
+    assert (str(read.discovery), read.private, read.admin_token) == ("127.0.0.1:5", True, "t")
+    assert not read.allow_insecure
+
+
+@pytest.mark.parametrize(("text", "is_on"), [("1", True), ("true", True), ("No", False), ("", False)])
+def test_a_switch_in_the_environment(text: str, is_on: bool) -> None:
+    assert options(LOG_REQUESTS=text).log_requests is is_on
+
+
+def test_a_value_that_begins_with_a_dash_is_a_value() -> None:
+    assert options(ADMIN_TOKEN="--port").admin_token == "--port"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("max-request = 5", "`max-request`, which is no option: did you mean `max-requests`?"),
+        ("nonsense = 5", "`nonsense`, which is no option: --help lists the options"),
+        ("port = 'http'", "`port` in {file}: 'http' is not a port"),
+        ("port = true", "True is no value for this option"),
+        ("port = [1, 2]", "expected one value, not a list"),
+        ("dispatch = 'random'", "'random' is none of concurrent, sequential"),
+        ("private = 'maybe'", "'maybe' is neither true nor false"),
+        ("port = ", "is not TOML"),
+        ("[section]", "`section`, which is no option"),
+    ],
+)
+def test_a_mistake_in_the_file_is_explained(
+    text: str, said: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(text)
+    assert said.format(file=file) in refused(capsys, "--config", str(file))
+
+
+def test_a_mistake_in_the_environment_names_the_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "P2PKV_PROXY_RETRIES: 'x' is not a whole number" in refused(capsys, RETRIES="x")
+    assert "P2PKV_PROXY_LOG_FORMAT: 'xml' is none of text, json" in refused(capsys, LOG_FORMAT="xml")
+
+
+def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "/nowhere/p.toml cannot be read: No such file" in refused(capsys, "--config=/nowhere/p.toml")
+    assert "expected one argument" in refused(capsys, "--config")
+
+
+def test_what_kubernetes_sets_beside_a_service_of_this_name_is_not_for_us(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        read = options(
+            PORT="tcp://10.0.0.7:10001",
+            PORT_10001_TCP="tcp://10.0.0.7:10001",
+            PORT_10001_TCP_PORT="10001",
+            SERVICE_HOST="10.0.0.7",
+            SERVICE_PORT="10001",
+        )
+    assert read.port == 10001 and caplog.text == ""
+    assert options(PORT="8000").port == 8000
+
+
+def test_a_variable_that_is_no_option_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        options(MAX_REQEUSTS="5")
+    assert "P2PKV_PROXY_MAX_REQEUSTS is set, and there is no such option" in caplog.text
+
+
+def test_an_option_that_may_come_twice_is_a_list_in_the_file(file: Path) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config")
+    parser.add_argument("--network", action="append")
+    file.write_text('network = ["10.0.0.0/8", "fd00::/8"]\n')
+    argv = ["--config", str(file)]
+    assert parse(parser, argv, {}).network == ["10.0.0.0/8", "fd00::/8"]
+    assert parse(parser, [*argv, "--network", "::1"], {}).network == ["::1"]
+
+
+def test_every_option_is_explained() -> None:
+    for action in cli._parser()._actions:
+        assert (action.help and len(action.help) > 10) or action.dest == "log_level", action
+
+
+def test_private_pages_need_a_token(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--private"])
+    assert end.value.code == 2
+    assert "--private needs an --admin-token" in capsys.readouterr().err
+
+
+def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("p2pkv-proxy ")

@@ -1,0 +1,124 @@
+"""The other endpoints of the proxy, by the clients that people use: answers are those of a single server, and
+where P helps, from KV that really moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import anthropic
+import openai
+import pytest
+from probes import Compared
+from vllm_support import BLOCK, MODEL_NAME, Fleet, Traffic, assert_at_rest, kv_bytes, tokens
+
+DISPATCHES = ("concurrent", "sequential")
+each_dispatch = pytest.mark.parametrize("dispatch", DISPATCHES)
+streamed_or_not = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+# Few enough that two roundings of one number never choose different words.
+WORDS = 8
+
+
+@pytest.fixture(autouse=True)
+def left_as_found(fleet: Fleet) -> Iterator[None]:
+    """After every test the blocks of D were those of P, and neither holds anything any more."""
+    compared = Compared(fleet.probes)
+    yield
+    compared.spans()
+    assert_at_rest(fleet)
+
+
+def story(seed: str) -> str:
+    return "".join(chr(97 + token % 26) for token in tokens(200, seed))
+
+
+def by_openai(base_url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0)
+
+
+def by_anthropic(base_url: str) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=base_url, api_key="none", max_retries=0)
+
+
+def respond(base_url: str, prompt: str, streamed: bool) -> str:
+    """The text of an answer of /v1/responses."""
+    responses = by_openai(base_url).responses
+    options = {"model": MODEL_NAME, "input": prompt, "max_output_tokens": WORDS, "temperature": 0.0}
+    if not streamed:
+        answer = responses.create(**options)
+        assert answer.id.startswith("resp_") and "_addr_" not in answer.id
+        return answer.output_text
+    events = list(responses.create(**options, stream=True))
+    assert events[0].type == "response.created" and events[-1].type == "response.completed"
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == events[-1].response.output_text
+    return text
+
+
+def message(base_url: str, prompt: str, streamed: bool) -> str:
+    """The text of an answer of /v1/messages."""
+    messages = by_anthropic(base_url).messages
+    options = {
+        "model": MODEL_NAME,
+        "max_tokens": WORDS,
+        "temperature": 0.0,
+        "messages": [{"role": "user", "content": prompt}],
+    }
+    if not streamed:
+        answer = messages.create(**options)
+        assert "_addr_" not in answer.id
+        return "".join(block.text for block in answer.content if block.type == "text")
+    with messages.stream(**options) as events:
+        text = "".join(events.text_stream)
+        assert events.get_final_message().usage.output_tokens == WORDS
+        return text
+
+
+@each_dispatch
+@streamed_or_not
+def test_responses(fleet: Fleet, dispatch: str, streamed: bool) -> None:
+    prompt = story(f"responses {dispatch} {streamed}")
+    traffic = Traffic(fleet)
+    pair = respond(fleet.proxy(dispatch).base_url, prompt, streamed)
+    assert pair == respond(fleet.single.base_url, prompt, streamed) != ""
+    assert traffic.scattered(at_least=kv_bytes(0, 2 * BLOCK)) > 0
+
+
+@each_dispatch
+@streamed_or_not
+def test_messages(fleet: Fleet, dispatch: str, streamed: bool) -> None:
+    prompt = story(f"messages {dispatch} {streamed}")
+    traffic = Traffic(fleet)
+    pair = message(fleet.proxy(dispatch).base_url, prompt, streamed)
+    assert pair == message(fleet.single.base_url, prompt, streamed) != ""
+    assert traffic.scattered(at_least=kv_bytes(0, 2 * BLOCK)) > 0
+
+
+@each_dispatch
+def test_what_one_instance_does(fleet: Fleet, dispatch: str) -> None:
+    prompt = story(f"tokens {dispatch}")
+    answers = []
+    for base_url in (fleet.proxy(dispatch).base_url, fleet.single.base_url):
+        client = by_openai(base_url).with_options(max_retries=0)
+        post = lambda path, body, client=client, base_url=base_url: client.post(  # noqa: E731
+            f"{base_url}{path}", body=body, cast_to=dict
+        )
+        tokenized = post("/tokenize", {"model": MODEL_NAME, "prompt": prompt})
+        text = post("/detokenize", {"model": MODEL_NAME, "tokens": tokenized["tokens"]})
+        counted = by_anthropic(base_url).messages.count_tokens(
+            model=MODEL_NAME, messages=[{"role": "user", "content": prompt}]
+        )
+        answers.append((tokenized["tokens"], text["prompt"], counted.input_tokens))
+    assert answers[0] == answers[1]
+
+
+@each_dispatch
+def test_a_models_mistakes_are_told_as_the_clients_expect(fleet: Fleet, dispatch: str) -> None:
+    base_url = fleet.proxy(dispatch).base_url
+    with pytest.raises(openai.NotFoundError, match="nobody"):
+        by_openai(base_url).responses.create(model="nobody", input="x")
+    with pytest.raises(openai.NotFoundError):  # this model makes none, so vLLM has no such endpoint
+        by_openai(base_url).embeddings.create(model=MODEL_NAME, input="x")
+    with pytest.raises(anthropic.NotFoundError):
+        by_anthropic(base_url).messages.create(
+            model="nobody", max_tokens=1, messages=[{"role": "user", "content": "x"}]
+        )
