@@ -410,6 +410,7 @@ class _Collected:
 _COUNTERS = (
     ("admitted", "admitted", "Requests that got a place at an instance."),
     ("decode_alone", "alone", "Requests given to a decode instance because no prefill instance could help."),
+    ("prefill_skipped", "spared", "Requests given to a decode instance alone: their prompts are short."),
     ("retries", "retried", "Second tries at another instance."),
     ("retries_refused", "retries_refused", "Failures not tried again: the budget of retries was spent."),
     ("reconnected", "reconnected", "Requests sent once more because an idle connection had been closed."),
