@@ -1,4 +1,4 @@
-"""Recurrent layers of every kind: vLLM's shapes, and what each rank holds of one global state, in its order.
+"""Recurrent layers of every kind: vLLM's shapes, what each rank holds of one global state, and its memory.
 
 How vLLM divides a state is written down here by hand; tests/connector/test_states_vllm.py compares it with
 what vLLM's own layers do to their weights.
@@ -7,8 +7,10 @@ what vLLM's own layers do to their weights.
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +22,14 @@ from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculat
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from p2pkv.connector.states import RecurrentLayer, StateGroup, state_groups
+from p2pkv.kv.cache import RankCache
+from p2pkv.protocol.messages import Cache
+
 WIDTH = 4
 """Of every convolution."""
+
+LAYERS, TOKENS = 3, 40
 
 Numbers = NDArray[Any]
 
@@ -299,3 +307,106 @@ def spec_of(
         num_speculative_blocks=speculative,
         **more,
     )
+
+
+# One engine's memory.
+
+
+@dataclass(frozen=True)
+class Side:
+    """How one engine holds its states.
+
+    Attributes:
+        layout: of the window, SD or DS.
+        spec: tokens that it speculates on: more room in the window, which holds nothing after a prefill.
+        padding: bytes behind each page.
+        interleaved: the pages of one block lie together, not those of one layer.
+        tables: which block table each layer has.
+    """
+
+    tp: int
+    layout: str
+    spec: int
+    padding: int
+    interleaved: bool
+    tables: tuple[int, ...]
+    seed: int
+
+
+class Held:
+    """The states of one rank: noise, until something is put there."""
+
+    def __init__(self, model: Model, side: Side, dtypes: tuple[torch.dtype, ...], rank: int) -> None:
+        self.model, self.side, self.rank = model, side, rank
+        with conv_layout(side.layout):
+            self.spec = spec_of(model, side.tp, dtypes, side.spec)
+        chance = random.Random(1000 * side.seed + rank)
+        blocks = 4
+        self.blocks = [[chance.randrange(1, blocks)] for _ in range(1 + max(side.tables))]
+        # vLLM's pages are aligned to their elements.
+        page = -(-(self.spec.page_size_bytes + side.padding) // 16) * 16
+        begin = 32
+        size = begin + LAYERS * blocks * page
+        self.memory = torch.frombuffer(bytearray(chance.randbytes(size)), dtype=torch.int8)
+        block, layer = (page * LAYERS, page) if side.interleaved else (page, page * blocks)
+        shape = (blocks, 1, 1, self.spec.page_size_bytes)
+        strides = (block, shape[-1], shape[-1], 1)
+        self.layers = [
+            RecurrentLayer(
+                f"model.layers.{2 * number}.mixer",
+                self.spec,
+                model.module(side.tp),
+                self.memory.as_strided(shape, strides, begin + number * layer),
+                side.tables[number],
+                2 * number,
+            )
+            for number in range(LAYERS)
+        ]
+        self.groups: list[StateGroup] = state_groups(self.layers, tp=side.tp, dim_first=side.layout == "DS")
+        self.cache = RankCache([one.cache for one in self.groups], [one.numbers for one in self.groups])
+
+    @property
+    def said(self) -> Cache:
+        return Cache(self.side.tp, tuple(one.said for one in self.groups))
+
+    def page(self, layer: int) -> torch.Tensor:
+        """The bytes of this request's page."""
+        return self.layers[layer].pages[self.blocks[self.side.tables[layer]][0], 0, 0]
+
+    def put(self, truth: Truth) -> None:
+        """What a forward writes: this rank's part of the global states, as vLLM's kernels address it."""
+        channels, elements = self.model.held(self.side.tp, self.rank)
+        for number in range(LAYERS):
+            page, offset = self.page(number), 0
+            for shape, dtype in zip(self.spec.shapes, self.spec.dtypes, strict=True):
+                nbytes = prod(shape) * dtype.itemsize
+                raw = page[offset : offset + nbytes].clone()  # aligned, which the page is not always
+                state = raw.view(dtype).view(*shape)
+                if offset == 0 and len(channels):
+                    window = state if self.side.layout == "SD" else state.T
+                    window[: self.model.steps] = truth.windows[number][:, channels]
+                else:
+                    state.view(-1)[:] = truth.states[number][elements]
+                page[offset : offset + nbytes] = raw
+                offset += nbytes
+
+
+@dataclass
+class Truth:
+    """The global states of each layer: windows [steps, channels], and the recurrent state's elements."""
+
+    windows: list[torch.Tensor]
+    states: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, model: Model, dtypes: tuple[torch.dtype, ...], seed: int) -> Truth:
+        noise = torch.Generator().manual_seed(seed)
+
+        def some(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.randn(*shape, generator=noise).to(dtype)
+
+        channels, elements = model.sizes
+        return cls(
+            [some(model.steps, channels, dtype=dtypes[0]) for _ in range(LAYERS)],
+            [some(elements, dtype=dtypes[-1]) for _ in range(LAYERS)],
+        )

@@ -7,151 +7,54 @@ elements of one global state that each rank holds.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
-from math import prod
+import uuid
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from engine_support import DEFAULTS, READY, Engine, plain_links
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from states_support import (
+    LAYERS,
     MODELS,
+    TOKENS,
     DeltaNet,
     Dilated,
+    Held,
     Linear,
     Mamba1,
     Mamba2,
     Model,
     ShortConv,
+    Side,
+    Truth,
     conv_layout,
     spec_of,
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-from p2pkv.config import ConfigError
+from p2pkv.config import ConfigError, Options
 from p2pkv.connector.states import (
     RecurrentLayer,
-    StateGroup,
     conv_dim_first,
     recurrent_layers,
     refuse_strange_states,
     state_groups,
 )
-from p2pkv.kv.cache import RankCache
+from p2pkv.demo.processes import free_ports
+from p2pkv.engine import commands as do
+from p2pkv.engine.rank import Rank
+from p2pkv.links.base import LinkFactory
+from p2pkv.pairing import Address
 from p2pkv.plan import make_plan
 from p2pkv.protocol.handshake import Share, shapes, wires_between
-from p2pkv.protocol.messages import Cache
+from p2pkv.protocol.messages import PROTOCOL_VERSION, Hello
 from p2pkv.protocol.pieces import Coverage, Cutter, Windows
 
 pytestmark = pytest.mark.vllm
-
-LAYERS, TOKENS = 3, 40
-
-
-# One engine's memory.
-
-
-@dataclass(frozen=True)
-class Side:
-    """How one engine holds its states.
-
-    Attributes:
-        layout: of the window, SD or DS.
-        spec: tokens that it speculates on: more room in the window, which holds nothing after a prefill.
-        padding: bytes behind each page.
-        interleaved: the pages of one block lie together, not those of one layer.
-        tables: which block table each layer has.
-    """
-
-    tp: int
-    layout: str
-    spec: int
-    padding: int
-    interleaved: bool
-    tables: tuple[int, ...]
-    seed: int
-
-
-class Held:
-    """The states of one rank: noise, until something is put there."""
-
-    def __init__(self, model: Model, side: Side, dtypes: tuple[torch.dtype, ...], rank: int) -> None:
-        self.model, self.side, self.rank = model, side, rank
-        with conv_layout(side.layout):
-            self.spec = spec_of(model, side.tp, dtypes, side.spec)
-        chance = random.Random(1000 * side.seed + rank)
-        blocks = 4
-        self.blocks = [[chance.randrange(1, blocks)] for _ in range(1 + max(side.tables))]
-        # vLLM's pages are aligned to their elements.
-        page = -(-(self.spec.page_size_bytes + side.padding) // 16) * 16
-        begin = 32
-        size = begin + LAYERS * blocks * page
-        self.memory = torch.frombuffer(bytearray(chance.randbytes(size)), dtype=torch.int8)
-        block, layer = (page * LAYERS, page) if side.interleaved else (page, page * blocks)
-        shape = (blocks, 1, 1, self.spec.page_size_bytes)
-        strides = (block, shape[-1], shape[-1], 1)
-        self.layers = [
-            RecurrentLayer(
-                f"model.layers.{2 * number}.mixer",
-                self.spec,
-                model.module(side.tp),
-                self.memory.as_strided(shape, strides, begin + number * layer),
-                side.tables[number],
-                2 * number,
-            )
-            for number in range(LAYERS)
-        ]
-        self.groups: list[StateGroup] = state_groups(self.layers, tp=side.tp, dim_first=side.layout == "DS")
-        self.cache = RankCache([one.cache for one in self.groups], [one.numbers for one in self.groups])
-
-    @property
-    def said(self) -> Cache:
-        return Cache(self.side.tp, tuple(one.said for one in self.groups))
-
-    def page(self, layer: int) -> torch.Tensor:
-        """The bytes of this request's page."""
-        return self.layers[layer].pages[self.blocks[self.side.tables[layer]][0], 0, 0]
-
-    def put(self, truth: Truth) -> None:
-        """What a forward writes: this rank's part of the global states, as vLLM's kernels address it."""
-        channels, elements = self.model.held(self.side.tp, self.rank)
-        for number in range(LAYERS):
-            page, offset = self.page(number), 0
-            for shape, dtype in zip(self.spec.shapes, self.spec.dtypes, strict=True):
-                nbytes = prod(shape) * dtype.itemsize
-                raw = page[offset : offset + nbytes].clone()  # aligned, which the page is not always
-                state = raw.view(dtype).view(*shape)
-                if offset == 0 and len(channels):
-                    window = state if self.side.layout == "SD" else state.T
-                    window[: self.model.steps] = truth.windows[number][:, channels]
-                else:
-                    state.view(-1)[:] = truth.states[number][elements]
-                page[offset : offset + nbytes] = raw
-                offset += nbytes
-
-
-@dataclass
-class Truth:
-    """The global states of each layer: windows [steps, channels], and the recurrent state's elements."""
-
-    windows: list[torch.Tensor]
-    states: list[torch.Tensor]
-
-    @classmethod
-    def of(cls, model: Model, dtypes: tuple[torch.dtype, ...], seed: int) -> Truth:
-        noise = torch.Generator().manual_seed(seed)
-
-        def some(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.randn(*shape, generator=noise).to(dtype)
-
-        channels, elements = model.sizes
-        return cls(
-            [some(model.steps, channels, dtype=dtypes[0]) for _ in range(LAYERS)],
-            [some(elements, dtype=dtypes[-1]) for _ in range(LAYERS)],
-        )
-
 
 # From P to D.
 
@@ -279,6 +182,79 @@ def test_any_tensor_parallel_size_on_either_side(model: Model, layouts: tuple[st
                 assert torch.equal(found, held.memory), f"{p} -> {d}, rank {held.rank}"
 
 
+# Through two engines.
+
+
+class StateRank:
+    """One rank of a made-up engine whose cache is nothing but states."""
+
+    def __init__(self, role: Any, held: Held, port: int, links: LinkFactory) -> None:
+        opts = Options(role=role, host="127.0.0.1", kv_port=port, verify=True, **DEFAULTS)  # type: ignore[arg-type]
+        places = tuple(str(opts.address.shifted(each)) for each in range(held.side.tp))
+        self.held = held
+        hello = Hello(
+            version=PROTOCOL_VERSION,
+            incarnation=uuid.uuid4().hex,
+            role=role,
+            rank=held.rank,
+            to="none",
+            address=places[held.rank],
+            addresses=places,
+            model="made-up",
+            weights="made-up",
+            cache=held.said,
+            link=links.kind,
+            digest=held.cache.digest_name,
+            verify=opts.verify,
+        )
+        self.rank = Rank(hello, opts, held.cache, links)
+        self._seen: list[do.Event] = []
+
+    def heard(self, event: do.Event) -> bool:
+        self._seen += self.rank.events()
+        return event in self._seen
+
+
+@pytest.mark.parametrize("model", [Mamba2(16, 4, 1, 6), DeltaNet(4, 8, 6, 4), ShortConv(64)], ids=str)
+@pytest.mark.parametrize(("p", "d"), [((2, "SD"), (1, "DS")), ((1, "DS"), (4, "SD"))], ids=str)
+def test_states_pass_between_two_engines_at_the_end_of_the_prompt(
+    model: Model, p: tuple[int, str], d: tuple[int, str]
+) -> None:
+    """The state after the first chunk, which the next one overwrites, must never travel."""
+    dtypes = (torch.bfloat16, torch.float32)
+    links, engines = plain_links("memory"), []
+    try:
+        for role, (tp, layout) in zip("PD", (p, d), strict=True):
+            side, port = Side(tp, layout, 0, 16, True, (0, 1, 0), ord(role)), free_ports(tp)
+            ranks = [
+                StateRank(role, Held(model, side, dtypes, each), port, links(role, each))
+                for each in range(tp)
+            ]
+            engines.append(Engine(Address("127.0.0.1", port), None, ranks))  # type: ignore[arg-type]
+        prefill, decode = engines
+        decode.do(do.Expect("k", prefill.address, TOKENS, b"digest"))
+        prefill.do(do.OfferPrompt("k", decode.address, TOKENS, b"digest"))
+        decode.wait(do.Begun("k"))
+        before = [each.held.memory.clone() for each in decode.ranks]
+        for each in decode.ranks:
+            each.rank.do(do.Load("k", 0, TOKENS, each.held.blocks))
+        for stop, seed in ((24, 1), (TOKENS, 2)):
+            for each in prefill.ranks:
+                each.rank.do(do.PromptBlocks("k", each.held.blocks))
+                each.held.put(Truth.of(model, dtypes, seed))
+                each.rank.do(do.Computed((("k", stop),), 0, 2 * LAYERS, READY))
+                each.rank.do(do.Flush(("k",)))
+        decode.wait(do.Loaded("k"))
+        for each, noise in zip(decode.ranks, before, strict=True):
+            found = each.held.memory.clone()
+            each.held.memory.copy_(noise)
+            each.held.put(Truth.of(model, dtypes, 2))
+            assert torch.equal(found, each.held.memory)
+    finally:
+        for engine in reversed(engines):
+            engine.stop()
+
+
 # What is said of them.
 
 
@@ -330,7 +306,7 @@ def test_layers_are_found_with_their_block_tables() -> None:
     kv_config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
     names = ["a.0", "b.1", "b.2"]
     found = recurrent_layers(
-        engine({name: name for name in names}), kv_config, {name: torch.zeros(1) for name in names}, names
+        configured({name: name for name in names}), kv_config, {name: torch.zeros(1) for name in names}, names
     )
     assert [(one.name, one.spec, one.module, one.table, one.number) for one in found] == [
         ("b.1", spec, "b.1", 1, 1),
@@ -338,7 +314,7 @@ def test_layers_are_found_with_their_block_tables() -> None:
     ]
 
 
-def engine(modules: dict[str, Any], tp: int = 1, pp: int = 1) -> Any:
+def configured(modules: dict[str, Any], tp: int = 1, pp: int = 1) -> Any:
     return SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=modules),
         parallel_config=SimpleNamespace(tensor_parallel_size=tp, pipeline_parallel_size=pp),
@@ -393,7 +369,7 @@ def test_what_cannot_be_described_is_refused_with_the_layer_s_name(
     )
     for refuse in (
         lambda: state_groups([layer], tp=tp, dim_first=False),
-        lambda: refuse_strange_states(engine({layer.name: attributes}, tp), kv_config),
+        lambda: refuse_strange_states(configured({layer.name: attributes}, tp), kv_config),
     ):
         if said is None:
             refuse()
