@@ -67,7 +67,7 @@ def _end_to_end(headers: CIMultiDictProxy[str], others: set[str]) -> Headers:
 
 Fields = dict[str, Any]
 
-# They carry addresses or request ids, which a client must not choose.
+# They carry addresses, or ids in our place; a client has no business to choose either.
 _NOT_THE_CLIENTS = ("kv_transfer_params", "ec_transfer_params", "request_id")
 # P's answer is thrown away, so P is not asked for these.
 _NOT_FOR_PREFILL = (
