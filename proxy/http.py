@@ -78,7 +78,7 @@ SINGLE = frozenset({"/v1/embeddings", "/tokenize", "/detokenize", "/v1/messages/
 # The streams in which each event has a name, errors too.
 NAMED_EVENTS = frozenset({"/v1/messages", "/v1/responses"})
 
-# They carry addresses or request ids, which a client must not choose.
+# They carry addresses, or ids in our place; a client has no business to choose either.
 _NOT_THE_CLIENTS = ("kv_transfer_params", "ec_transfer_params", "request_id")
 # P's answer is thrown away, so P is not asked for these.
 _NOT_FOR_PREFILL = (
