@@ -105,12 +105,12 @@ def _look_at_pair(args: argparse.Namespace) -> int:
         if args.connect:
             return _show(pair.connect(address, members, args.link))
         if secret is None and not args.allow_insecure and not is_loopback(address.host):
-            raise pair.Trouble(
+            raise pair.CheckFailed(
                 f"{address} may be reached by other machines, and there is no secret: set {SECRET_VARIABLE} "
                 "or --secret-file, the same on both hosts, or say --allow-insecure"
             )
         return _show(pair.listen(address, members, args.link))
-    except (ValueError, NoCurve, pair.Trouble) as error:
+    except (ValueError, NoCurve, pair.CheckFailed) as error:
         print(f"[!!] {error}", flush=True)
         return 1
 

@@ -58,8 +58,8 @@ NETWORK = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_IB_GID_
 SAME_NCCL = "give both the same `link`, and install the same nvidia-nccl package on both"
 
 
-class Trouble(Exception):
-    """The check cannot go on: a sentence."""
+class CheckFailed(Exception):
+    """The check of a pair cannot go on: a sentence."""
 
 
 # Instances that run.
@@ -186,10 +186,10 @@ class Grant(Struct, frozen=True, forbid_unknown_fields=True, tag="Grant"):
 
 
 class Over(Struct, frozen=True, forbid_unknown_fields=True, tag="Over"):
-    """Either way: that was all. `rate` is in bytes per second; `trouble` is a sentence, if it went wrong."""
+    """Either way: that was all. `rate` is in bytes per second; `failure` is a sentence, if it went wrong."""
 
     rate: float = 0.0
-    trouble: str = ""
+    failure: str = ""
 
 
 Word = Ask | Invite | Accept | Grant | Over
@@ -225,7 +225,7 @@ def compare(mine: About, theirs: About) -> Iterator[Finding]:
         yield Finding(ok=True, about=name, sentence=f"{one} on this side, {two} on the other")
 
 
-class Line:
+class Conversation:
     """What is said between the two doctors: words in their order, over a connection as ranks have it."""
 
     def __init__(self, endpoint: Endpoint, connection: Connection | None = None) -> None:
@@ -239,7 +239,7 @@ class Line:
         return self._connection is not None and self._connection.send(msgspec.msgpack.encode(word))
 
     def poll(self, seconds: float = 0.0) -> None:
-        """Take in what has come; wait for it so long at most. Raises Trouble if the connection has failed."""
+        """Take in what has come; wait for it so long at most. Raises CheckFailed if the connection fails."""
         self._endpoint.wait(seconds)
         for connection, data in self._endpoint.receive():
             try:
@@ -252,19 +252,19 @@ class Line:
                 self._heard.append(word)
         for failure in self._endpoint.failures():
             if failure.connection is not None:
-                raise Trouble(failure.reason)
+                raise CheckFailed(failure.reason)
             if not failure.quiet:
                 print(f"[--] {failure.reason}", flush=True)
 
     def words(self) -> Iterator[Word]:
-        """What has come and was not read. Raises Trouble if the other side has met with some."""
+        """What has come and was not read. Raises CheckFailed if the check has failed there."""
         while self._heard:
             word = self._heard.popleft()
-            if isinstance(word, Over) and word.trouble:
-                raise Trouble(f"the other side says: {word.trouble}")
+            if isinstance(word, Over) and word.failure:
+                raise CheckFailed(f"the other side says: {word.failure}")
             yield word
 
-    def over(self, error: LinkError | Trouble) -> Trouble:
+    def over(self, error: LinkError | CheckFailed) -> CheckFailed:
         """Tell the other side of it. Of a broken link, the other side may know the cause, and says so."""
         reason = str(error)
         end = time.monotonic() + LAST_WORD_SECONDS
@@ -272,29 +272,29 @@ class Line:
             try:
                 self.poll(0.05)
                 deque(self.words(), maxlen=0)
-            except Trouble as theirs:
+            except CheckFailed as theirs:
                 return theirs
-        self.say(Over(trouble=reason))
-        return Trouble(reason)
+        self.say(Over(failure=reason))
+        return CheckFailed(reason)
 
     def hear(self, kind: type[AnyWord], seconds: float) -> AnyWord:
-        """The next word, which is of this kind. Raises Trouble."""
+        """The next word, which is of this kind. Raises CheckFailed."""
         end = time.monotonic() + seconds
         while True:
             for word in self.words():
                 if isinstance(word, kind):
                     return word
-                raise Trouble(f"the other doctor said {type(word).__name__}, and not {kind.__name__}")
+                raise CheckFailed(f"the other doctor said {type(word).__name__}, and not {kind.__name__}")
             if time.monotonic() > end:
-                raise Trouble(f"the other doctor has said nothing for {seconds:g} s")
+                raise CheckFailed(f"no doctor has said anything for {seconds:g} s")
             self.poll(0.1)
 
     def reach(self, address: Address, word: Word) -> None:
-        """Say the first word once the other side can be reached. Raises Trouble."""
+        """Say the first word once the other side can be reached. Raises CheckFailed."""
         end = time.monotonic() + ANSWER_SECONDS
         while not self.say(word):
             if time.monotonic() > end:
-                raise Trouble(
+                raise CheckFailed(
                     f"nothing answers at {address}: is `p2pkv doctor --listen {address}` running there, and "
                     f"does every firewall in between let TCP to port {address.port} pass?"
                 )
@@ -308,23 +308,24 @@ def listen(address: Address, members: Members | None, link: str) -> Iterator[Fin
     """P's side: wait for the other doctor at `address`, and send what it grants."""
     with ExitStack() as stack:
         factory = _factory(stack, link, address.host)
-        line = Line(_endpoint(stack, address, members))
+        other = Conversation(_endpoint(stack, address, members))
         print(f"[--] on the other host: p2pkv doctor --connect {address}", flush=True)
-        ask = line.hear(Ask, LISTEN_SECONDS)
+        ask = other.hear(Ask, LISTEN_SECONDS)
         mine = about(factory.kind, way_to(ask.host))
         yield from compare(mine, ask.about)
-        invitation = factory.invite() if ask.about.link == mine.link else b""
-        line.say(Invite(mine, invitation))
-        if not invitation:
-            line.hear(Over, ANSWER_SECONDS)
+        if ask.about.link != mine.link:
+            other.say(Invite(mine, b""))
+            other.hear(Over, ANSWER_SECONDS)
             return
         try:
-            accepted = line.hear(Accept, ANSWER_SECONDS)
+            invitation = factory.invite()
+            other.say(Invite(mine, invitation))
+            accepted = other.hear(Accept, ANSWER_SECONDS)
             outbound = factory.complete(invitation, accepted.blob)
             stack.callback(outbound.abort)
-            rate = _send(line, outbound, ANSWER_SECONDS + factory.build_seconds)
-        except (LinkError, Trouble) as error:
-            raise line.over(error) from None
+            rate = _send(other, outbound, ANSWER_SECONDS + factory.build_seconds)
+        except (LinkError, CheckFailed) as error:
+            raise other.over(error) from None
         yield Finding(ok=True, about="data", sentence=f"the other side got it at {rate / 1e9:.2f} GB/s")
 
 
@@ -333,26 +334,26 @@ def connect(address: Address, members: Members | None, link: str) -> Iterator[Fi
     try:
         own = address_towards(address.host)
     except OSError as error:
-        raise Trouble(f"this machine knows no way to {address.host} ({error})") from None
+        raise CheckFailed(f"this machine knows no way to {address.host} ({error})") from None
     with ExitStack() as stack:
         factory = _factory(stack, link, own)
         endpoint = _endpoint(stack, None, members)
-        line = Line(endpoint, endpoint.dial(address))
+        other = Conversation(endpoint, endpoint.dial(address))
         mine = about(factory.kind, way_to(address.host))
-        line.reach(address, Ask(mine, own))
-        invited = line.hear(Invite, ANSWER_SECONDS)
+        other.reach(address, Ask(mine, own))
+        invited = other.hear(Invite, ANSWER_SECONDS)
         yield from compare(mine, invited.about)
         if not invited.blob:
-            line.say(Over())
+            other.say(Over())
             return
         try:
             inbound, acceptance = factory.accept(invited.blob, WINDOW * MESSAGE_BYTES)
             stack.callback(inbound.abort)
-            line.say(Accept(acceptance))
-            rate = _receive(line, inbound, ANSWER_SECONDS + factory.build_seconds)
-        except (LinkError, Trouble) as error:
-            raise line.over(error) from None
-        line.say(Over(rate))
+            other.say(Accept(acceptance))
+            rate = _receive(other, inbound, ANSWER_SECONDS + factory.build_seconds)
+        except (LinkError, CheckFailed) as error:
+            raise other.over(error) from None
+        other.say(Over(rate))
         way = inbound.way if isinstance(inbound, HostInbound) else factory.kind
         sentence = (
             f"{COMPARED} messages of {MESSAGE_BYTES >> 20} MiB came over {way} as they were sent, and "
@@ -366,7 +367,7 @@ def _factory(stack: ExitStack, link: str, host: str) -> LinkFactory:
     try:
         factory = make_factory(link, host=host, staging_bytes=STAGING_BYTES)
     except ValueError as error:
-        raise Trouble(str(error)) from None
+        raise CheckFailed(str(error)) from None
     stack.callback(factory.close)
     stack.enter_context(own_stream(_device(factory)))
     return factory
@@ -385,11 +386,11 @@ def _endpoint(stack: ExitStack, address: Address | None, members: Members | None
             endpoint = Endpoint(place, members)
         except PortTaken as error:
             if address is not None:
-                raise Trouble(str(error)) from None
+                raise CheckFailed(str(error)) from None
             continue
         stack.callback(endpoint.close)
         return endpoint
-    raise Trouble("no port of 127.0.0.1 is free")
+    raise CheckFailed("no port of 127.0.0.1 is free")
 
 
 def _contents(number: int, device: torch.device) -> torch.Tensor:
@@ -399,16 +400,16 @@ def _contents(number: int, device: torch.device) -> torch.Tensor:
     return made
 
 
-def _send(line: Line, outbound: Outbound, seconds: float) -> float:
+def _send(other: Conversation, outbound: Outbound, seconds: float) -> float:
     """Send what is granted until the other side says that it was all; the rate that it has measured."""
     granted: deque[Grant] = deque()
     sends: deque[Send] = deque()
     contents: torch.Tensor | None = None
     end = time.monotonic() + seconds
     while True:
-        line.poll(PAUSE_SECONDS)
+        other.poll(PAUSE_SECONDS)
         outbound.poll()
-        for word in line.words():
+        for word in other.words():
             if isinstance(word, Over):
                 return word.rate
             if isinstance(word, Grant):
@@ -427,27 +428,27 @@ def _send(line: Line, outbound: Outbound, seconds: float) -> float:
         while sends and sends[0].done():
             sends.popleft()
         if time.monotonic() > end:
-            raise Trouble("the other side has granted nothing more, and has not said why")
+            raise CheckFailed("the other side has granted nothing more, and has not said why")
 
 
-def _receive(line: Line, inbound: Inbound, seconds: float) -> float:
-    """Grant all messages; bytes per second of those whose time is taken. Raises Trouble, LinkError."""
+def _receive(other: Conversation, inbound: Inbound, seconds: float) -> float:
+    """Grant all messages; bytes per second of those whose time is taken. Raises CheckFailed, LinkError."""
     end = time.monotonic() + seconds
     while not inbound.ready():
         inbound.poll()
-        _look(line, PAUSE_SECONDS)
+        _look(other, PAUSE_SECONDS)
         if time.monotonic() > end:
-            raise Trouble(
+            raise CheckFailed(
                 f"the link did not come up in {seconds:g} s: P's side has to reach this one, too; see that "
                 "no firewall is in the way, and which network NCCL takes (NCCL_DEBUG=INFO)"
             )
-    _grant(line, inbound, range(COMPARED), compare=True)
+    _grant(other, inbound, range(COMPARED), compare=True)
     begin = time.monotonic()
-    _grant(line, inbound, range(COMPARED, COMPARED + TIMED), compare=False)
+    _grant(other, inbound, range(COMPARED, COMPARED + TIMED), compare=False)
     return TIMED * MESSAGE_BYTES / (time.monotonic() - begin)
 
 
-def _grant(line: Line, inbound: Inbound, numbers: range, compare: bool) -> None:
+def _grant(other: Conversation, inbound: Inbound, numbers: range, compare: bool) -> None:
     posted: deque[tuple[int, Receive]] = deque()
     left = deque(numbers)
     end = time.monotonic() + ANSWER_SECONDS
@@ -455,22 +456,22 @@ def _grant(line: Line, inbound: Inbound, numbers: range, compare: bool) -> None:
         while left and (receive := inbound.post(MESSAGE_BYTES)) is not None:
             number = left.popleft()
             posted.append((number, receive))
-            line.say(Grant(number, receive.landing))
+            other.say(Grant(number, receive.landing))
         inbound.poll()
         while posted and posted[0][1].done():
             number, receive = posted.popleft()
             came = receive.buffer.view(torch.int64)
             if compare and not torch.equal(came, _contents(number, came.device)):
-                raise Trouble(f"message {number} came with other bytes than were sent")
+                raise CheckFailed(f"message {number} came with other bytes than were sent")
             receive.release()
             end = time.monotonic() + ANSWER_SECONDS
-        _look(line, PAUSE_SECONDS)
+        _look(other, PAUSE_SECONDS)
         if time.monotonic() > end:
-            raise Trouble(f"nothing has come over the link for {ANSWER_SECONDS:g} s")
+            raise CheckFailed(f"nothing has come over the link for {ANSWER_SECONDS:g} s")
 
 
-def _look(line: Line, seconds: float) -> None:
+def _look(other: Conversation, seconds: float) -> None:
     """While the link works, the other side has nothing to say but that it does not."""
-    line.poll(seconds)
-    for word in line.words():
-        raise Trouble(f"the other doctor said {type(word).__name__}, and nothing was expected")
+    other.poll(seconds)
+    for word in other.words():
+        raise CheckFailed(f"the other doctor said {type(word).__name__}, and nothing was expected")

@@ -20,7 +20,7 @@ from p2pkv.cli import main, pair
 from p2pkv.cli.doctor import Finding
 from p2pkv.control.security import members_of
 from p2pkv.demo.processes import free_ports
-from p2pkv.links.base import LinkFactory
+from p2pkv.links.base import LinkError, LinkFactory
 from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
 from p2pkv.trust import SECRET_VARIABLE
@@ -95,20 +95,20 @@ def test_doctors_with_two_secrets_say_so(address: Address) -> None:
 
 
 class Side(threading.Thread):
-    """One doctor: what it has found, and the trouble that it has met."""
+    """One doctor: what it has found, and why it failed, if it did."""
 
     def __init__(self, findings: Callable[[], Iterator[Finding]]) -> None:
         super().__init__(daemon=True)
         self.found: list[Finding] = []
-        self.trouble = ""
+        self.failure = ""
         self._findings = findings
         self.start()
 
     def run(self) -> None:
         try:
             self.found.extend(self._findings())
-        except pair.Trouble as trouble:
-            self.trouble = str(trouble)
+        except pair.CheckFailed as failure:
+            self.failure = str(failure)
 
     def about(self, what: str) -> Finding:
         (found,) = (each for each in self.found if each.about == what)
@@ -149,7 +149,7 @@ def test_every_kind_of_link(
     make: Callable[[], LinkFactory], way: str, sides: Callable[..., tuple[Side, Side]]
 ) -> None:
     p, d = sides(make(), make())
-    assert (p.trouble, d.trouble) == ("", "")
+    assert (p.failure, d.failure) == ("", "")
     assert all(each.ok for each in (*p.found, *d.found))
     assert f"over {way} as they were sent" in d.about("data").sentence
     assert p.about("data").sentence.startswith("the other side got it at ")
@@ -160,7 +160,7 @@ def test_two_versions_of_nccl_are_named_and_no_link_is_built(
 ) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     p, d = sides(nccl(True, 23203), nccl(True, 22809))
-    assert (p.trouble, d.trouble) == ("", "")
+    assert (p.failure, d.failure) == ("", "")
     for side, here, there in ((p, "2.32.3", "2.28.9"), (d, "2.28.9", "2.32.3")):
         found = side.about("link")
         assert not found.ok and "the same nvidia-nccl package" in found.sentence
@@ -182,8 +182,8 @@ def test_other_bytes_than_were_sent_are_seen(
 
     monkeypatch.setattr(pair, "_contents", contents)
     p, d = sides(tcp(), tcp())
-    assert d.trouble == "message 1 came with other bytes than were sent"
-    assert p.trouble == f"the other side says: {d.trouble}"
+    assert d.failure == "message 1 came with other bytes than were sent"
+    assert p.failure == f"the other side says: {d.failure}"
 
 
 def test_a_link_that_breaks_ends_both_with_a_reason(
@@ -199,7 +199,21 @@ def test_a_link_that_breaks_ends_both_with_a_reason(
 
     monkeypatch.setattr(links, "accept", broken)
     p, d = sides(tcp(), links)
-    assert d.trouble and p.trouble
+    assert d.failure and p.failure
+
+
+def test_a_link_that_p_cannot_begin_is_a_sentence_on_both_sides(
+    sides: Callable[..., tuple[Side, Side]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's first call fails if it is told an interface that is not there."""
+    links = tcp()
+
+    def refuse() -> bytes:
+        raise LinkError("no such interface")
+
+    monkeypatch.setattr(links, "invite", refuse)
+    p, d = sides(links, tcp())
+    assert (p.failure, d.failure) == ("no such interface", "the other side says: no such interface")
 
 
 def test_nobody_listens(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -122,7 +123,9 @@ def cache_of(memory: Any, make: MakeCopier, apart: bool = False) -> PagedCache:
     layers = [layer.clone() if apart else layer for layer in memory.view(memory.flat).unbind(0)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("p2pkv.kv.cache.copier_of", make)
-        return PagedCache.from_tensors(layers, block_size=BLOCK, groups=memory.groups)
+        patch.setattr(memory, "view", lambda flat: SimpleNamespace(unbind=lambda axis: layers))
+        cache: PagedCache = memory.cache(memory.flat)
+    return cache
 
 
 def gathered(cache: PagedCache, tables: list[list[int]]) -> torch.Tensor:
