@@ -60,7 +60,7 @@ def message(base_url: str, prompt: str, streamed: bool) -> str:
     options = {
         "model": MODEL_NAME,
         "max_tokens": WORDS,
-        "temperature": 0.0,
+        "extra_body": {"temperature": 0.0},  # no argument of this client's any more
         "messages": [{"role": "user", "content": prompt}],
     }
     if not streamed:
