@@ -21,6 +21,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from p2pkv.connector.describe import (
     Layers,
+    block_tables,
     cache_of,
     computes_last_token,
     hello_of,
@@ -79,7 +80,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         _log_as_vllm_does()
         self.options = options_of(vllm_config)
         refuse_what_cannot_pair(vllm_config)
-        refuse_what_cannot_move(kv_cache_config)
+        refuse_what_cannot_move(vllm_config, kv_cache_config)
         self._producing: ProducerScheduler | None = None
         self._consuming: ConsumerScheduler | None = None
         self._worker: Worker | None = None
@@ -101,16 +102,14 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         if self._rests:
             CORE.install()
         self._news = False
-        whole = computes_last_token(self._kv_cache_config)
+        tables, whole = block_tables(self._kv_cache_config), computes_last_token(self._kv_cache_config)
         if self.options.role == "P":
-            groups = self._kv_cache_config.kv_cache_groups
-            sizes = tuple(group.kv_cache_spec.block_size for group in groups)
-            self._producing = ProducerScheduler(pairs, sizes, whole)
+            self._producing = ProducerScheduler(pairs, tables, whole)
             return
         transfer, parallel = config.kv_transfer_config, config.parallel_config
         world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._consuming = ConsumerScheduler(
-            pairs, world, transfer.kv_load_failure_policy == "recompute", whole
+            pairs, world, transfer.kv_load_failure_policy == "recompute", tables, whole
         )
 
     # Scheduler side.
@@ -192,7 +191,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         SPINNING.worker = config.parallel_config.data_parallel_size == 1
         layers = Layers(kv_caches, self._kv_cache_config)
         number = get_world_group().rank_in_group
-        cache, said = cache_of(config, layers, number)
+        cache, said = cache_of(config, self._kv_cache_config, layers, number)
         make_ready(cache.device)
         # vLLM's worker spins in Python while it waits for work and so wins the interpreter's lock back each
         # time; the engine thread would wait for the whole interval, several times a message.

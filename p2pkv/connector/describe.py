@@ -11,6 +11,8 @@ import torch
 
 from p2pkv.config import ConfigError, Options
 from p2pkv.connector.identity import fingerprint
+from p2pkv.connector.scheduler import BlockTables
+from p2pkv.connector.states import conv_dim_first, recurrent_layers, refuse_strange_states, state_groups
 from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.kv.codecs import DENSE, cpu_codec
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
@@ -47,30 +49,50 @@ def layer_order(names: list[str]) -> list[str]:
     )
 
 
-def refuse_what_cannot_move(config: KVCacheConfig) -> None:
+def refuse_what_cannot_move(vllm_config: VllmConfig, config: KVCacheConfig) -> None:
     """Raises ConfigError for KV that this version does not move."""
     _refuse_planes(config)
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
     known = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
+    refuse_strange_states(vllm_config, config)
     for group in config.kv_cache_groups:
         for name in group.layer_names:
             spec = _spec_of(group, name)
+            if keeps_state(spec):
+                continue
             if type(spec) not in known or getattr(spec, "tokens_per_state", 1) != 1:
                 names = [kind.__name__ for kind in known]
                 raise ConfigError(
                     f"this model keeps {type(spec).__name__} for {name}: this version of p2pkv moves "
-                    f"{', '.join(names[:-1])} and {names[-1]} with one state per token only; "
+                    f"recurrent states, and {', '.join(names[:-1])} and {names[-1]} with one state per token only; "
                     "serve this model without p2pkv"
                 )
 
 
 def computes_last_token(config: KVCacheConfig) -> bool:
-    """Whether P computes the whole prompt. Where layers see a window, P leaves the last token to D: once P
-    has computed it, vLLM frees what D needs to compute it."""
-    return not any(
-        _window(_spec_of(group, name)) for group in config.kv_cache_groups for name in group.layer_names
-    )
+    """Whether P computes the whole prompt. Where layers see a window or keep a state, P leaves the last token
+    to D: once P has computed it, vLLM frees what D needs to compute it, and a state is that after it."""
+    specs = [_spec_of(group, name) for group in config.kv_cache_groups for name in group.layer_names]
+    return not any(_window(spec) or keeps_state(spec) for spec in specs)
+
+
+def block_tables(config: KVCacheConfig) -> BlockTables:
+    """How the tables of a request's blocks are read."""
+    sizes, states = [], {}
+    for number, group in enumerate(config.kv_cache_groups):
+        spec = _spec_of(group, group.layer_names[0]) if group.layer_names else group.kv_cache_spec
+        sizes.append(spec.block_size)
+        if keeps_state(spec):
+            states[number] = getattr(spec, "mamba_cache_mode", "none") == "align"
+    return BlockTables(tuple(sizes), states)
+
+
+def keeps_state(spec: KVCacheSpec) -> bool:
+    """Whether this is a recurrent layer, with one state for a request."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return isinstance(spec, MambaSpec)
 
 
 def _spec_of(group: KVCacheGroupSpec, name: str) -> KVCacheSpec:
@@ -168,9 +190,11 @@ class Layers:
         self.places = {name: place for place, name in enumerate(self.names)}
 
     def alike(self) -> list[list[int]]:
-        """The numbers of the layers of each KV group: those whose rows, units and windows are the same."""
+        """The numbers of the attention layers of each KV group: the same rows, units and window."""
         groups: dict[tuple[object, ...], list[int]] = {}
         for number, (tensor, spec) in enumerate(zip(self.tensors, self.specs, strict=True)):
+            if keeps_state(spec):
+                continue
             form = tensor.shape[1:], tensor.dtype, spec.block_size, _window(spec)
             groups.setdefault(form, []).append(number)
         return list(groups.values())
@@ -197,7 +221,9 @@ def make_ready(device: torch.device) -> None:
         torch.cpu._init_amx()
 
 
-def cache_of(config: VllmConfig, layers: Layers, rank: int) -> tuple[RankCache, Cache]:
+def cache_of(
+    config: VllmConfig, kv_config: KVCacheConfig, layers: Layers, rank: int
+) -> tuple[RankCache, Cache]:
     """This rank's cache, and what its Hello says of it. Raises ConfigError for sizes that do not add up."""
     groups, said = [], []
     for numbers in layers.alike():
@@ -222,7 +248,14 @@ def cache_of(config: VllmConfig, layers: Layers, rank: int) -> tuple[RankCache, 
                 window=_window(spec),
             )
         )
-    return RankCache(groups, layers.alike()), Cache(config.parallel_config.tensor_parallel_size, tuple(said))
+    parallel = config.parallel_config
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    tensors_by_name = dict(zip(layers.names, layers.tensors, strict=True))
+    states = recurrent_layers(config, kv_config, tensors_by_name, layers.names)
+    found = state_groups(states, tp=tp, pp=pp, dim_first=conv_dim_first()) if states else []
+    places = [*layers.alike(), *(state.numbers for state in found)]
+    groups += [state.cache for state in found]
+    return RankCache(groups, places), Cache(tp, (*said, *(state.said for state in found)))
 
 
 def hello_of(

@@ -6,19 +6,42 @@ and how many of their tokens come from it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from p2pkv.connector.identity import Paired, Pairs, prompt_digest
 from p2pkv.connector.metadata import Ended, Prefill, StepMetadata, WorkerNews
-from p2pkv.engine.commands import Expect, Hold, Load, OfferPrompt, PromptBlocks
+from p2pkv.engine.commands import Blocks, Expect, Hold, Load, OfferPrompt, PromptBlocks
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+
+@dataclass(frozen=True)
+class BlockTables:
+    """How vLLM's tables of a request's blocks are read.
+
+    Attributes:
+        sizes: tokens in a block, of each table.
+        states: the tables of recurrent layers, by number; whether their blocks go by position, as those of
+            attention do (prefix caching), or the first one is the state.
+    """
+
+    sizes: tuple[int, ...]
+    states: Mapping[int, bool] = field(default_factory=dict)
+
+    def of(self, blocks: Iterable[Iterable[int]], tokens: int) -> Blocks:
+        """The tables as the engine wants them: of a state the block that holds it after so many tokens."""
+        tables = [list(table) for table in blocks]
+        for number, by_position in self.states.items():
+            place = -(-tokens // self.sizes[number]) - 1 if by_position else 0
+            tables[number] = tables[number][place : place + 1]
+        return tuple(tables)
+
 
 # P.
 
@@ -36,11 +59,10 @@ class _Prompt:
 class ProducerScheduler:
     """A key is taken from the arrival of its request until the workers have reported it."""
 
-    def __init__(self, pairs: Pairs, block_sizes: tuple[int, ...], whole: bool = True) -> None:
-        """`block_sizes`: tokens in a block of each of vLLM's KV cache groups. `whole`: the last token of a
-        prompt is computed here, too; see `computes_last_token`."""
+    def __init__(self, pairs: Pairs, tables: BlockTables, whole: bool = True) -> None:
+        """`whole`: the last token of a prompt is computed here, too; see `computes_last_token`."""
         self._pairs = pairs
-        self._block_sizes = block_sizes
+        self._tables = tables
         self._whole = whole
         self._prompts: dict[str, _Prompt] = {}
         self._taken: set[str] = set()
@@ -93,7 +115,7 @@ class ProducerScheduler:
         start, stop = min(start, request.num_prompt_tokens), min(stop, request.num_prompt_tokens)
         cached = self._settled(output, blocks, start) if start > prompt.said else 0
         prompt.said = stop
-        table = PromptBlocks(key, tuple(list(group) for group in blocks))
+        table = PromptBlocks(key, self._tables.of(blocks, stop))
         meta.prefills.append(Prefill(table, cached, start, stop))
 
     def _settled(self, output: SchedulerOutput, blocks: tuple[list[int], ...], cached: int) -> int:
@@ -103,7 +125,7 @@ class ProducerScheduler:
         tokens come with each layer's hook.
         """
         fresh = self._fresh(output)
-        for size, group in zip(self._block_sizes, blocks, strict=True):
+        for size, group in zip(self._tables.sizes, blocks, strict=True):
             number = next((place for place, block in enumerate(group) if block in fresh), len(group))
             cached = min(cached, number * size)
         return cached
@@ -116,7 +138,7 @@ class ProducerScheduler:
         starts |= dict(zip(old.req_ids, old.num_computed_tokens, strict=True))
         fresh: set[int] = set()
         for request_id, start in starts.items():
-            for size, group in zip(self._block_sizes, state.get_block_ids(request_id) or (), strict=False):
+            for size, group in zip(self._tables.sizes, state.get_block_ids(request_id) or (), strict=False):
                 fresh.update(group[start // size :])
         return fresh
 
@@ -203,10 +225,13 @@ class _Asking:
 
 
 class ConsumerScheduler:
-    def __init__(self, pairs: Pairs, world: int, recompute: bool, whole: bool = True) -> None:
+    def __init__(
+        self, pairs: Pairs, world: int, recompute: bool, tables: BlockTables, whole: bool = True
+    ) -> None:
         """`world` ranks must each have heard from P. `recompute`: a failed load is computed here instead.
         `whole`: P computes the last token of a prompt, too; see `computes_last_token`."""
         self._pairs = pairs
+        self._tables = tables
         self._left_out = 0 if whole else 1
         self._world = world
         self._recompute = recompute
@@ -263,8 +288,8 @@ class ConsumerScheduler:
             # Some ranks have not failed, and P may not even have begun for them: nothing is asked for.
             self._next.drops.append(Ended(request.request_id, key, asking.failure))
             return
-        table = tuple(list(group) for group in blocks.get_block_ids())
-        load = Load(key, asking.local, asking.local + external, table)
+        stop = asking.local + external
+        load = Load(key, asking.local, stop, self._tables.of(blocks.get_block_ids(), stop))
         self._next.loads.append((request.request_id, load))
 
     def step(self, output: SchedulerOutput) -> StepMetadata:

@@ -51,8 +51,9 @@ def tensors(names: list[str], heads: int = 2, dtype: torch.dtype = torch.float32
 
 
 def hello(config: VllmConfig, caches: dict[str, torch.Tensor], rank: int = 0) -> Hello:
-    layers = Layers(caches, kv_cache_config(layers=list(caches)))
-    cache, said = cache_of(config, layers, rank)
+    kv = kv_cache_config(layers=list(caches))
+    layers = Layers(caches, kv)
+    cache, said = cache_of(config, kv, layers, rank)
     return hello_of(config, options_of(config), cache, said, rank, "host")
 
 
@@ -134,13 +135,13 @@ def test_layers_with_a_window_are_a_group_of_their_own() -> None:
     memory = {name: one if number < 3 else other for number, name in enumerate(names)}
     layers = Layers(memory, config)
     assert layers.names == names
-    cache, said = cache_of(vllm_config("P"), layers, 0)
+    cache, said = cache_of(vllm_config("P"), config, layers, 0)
     assert [(group.layers, group.window) for group in said.groups] == [((4,), 20), ((2,), 0)]
     assert [group.tables for group in cache.groups] == [(1, 2, 1, 2), (0, 0)]
     assert [list(numbers) for numbers in cache.layers] == [[0, 1, 3, 4], [2, 5]]
     assert not computes_last_token(config) and computes_last_token(kv_cache_config())
     with pytest.raises(ConfigError, match=r"KV layers differ.*serve it without --pipeline-parallel-size"):
-        cache_of(with_parallel(pipeline_parallel_size=2), layers, 0)
+        cache_of(with_parallel(pipeline_parallel_size=2), config, layers, 0)
 
 
 # Layers
@@ -289,7 +290,7 @@ def test_full_attention_of_every_kind_moves() -> None:
         block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=64
     )
     for spec in (FULL, mla, replace(FULL, sliding_window=64), window):
-        refuse_what_cannot_move(kv_cache_config(spec=spec))
+        refuse_what_cannot_move(vllm_config("P"), kv_cache_config(spec=spec))
 
 
 @pytest.mark.parametrize(
@@ -333,9 +334,9 @@ def test_blocks_with_their_scales_apart_are_refused(kind: dict[str, Any], mixed:
     )
     config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["b"], spec)])
     with pytest.raises(ConfigError, match="layer b keeps the values of a block apart from their scales"):
-        refuse_what_cannot_move(config)
+        refuse_what_cannot_move(vllm_config("P"), config)
     config.kv_cache_groups[0].kv_cache_spec = plain
-    refuse_what_cannot_move(config)
+    refuse_what_cannot_move(vllm_config("P"), config)
 
 
 def test_tensor_and_pipeline_parallelism_are_not_refused() -> None:

@@ -1,0 +1,77 @@
+"""A tiny Qwen3-Next with random weights: three gated delta nets to each attention layer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from p2pkv.demo.tiny_model import write_tokenizer
+
+_RECIPE = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyQwen:
+    """vLLM's CPU kernels want heads of 128."""
+
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 128
+    key_heads: int = 2
+    value_heads: int = 4
+    mlp: int = 128
+    vocab: int = 1024
+    max_positions: int = 2048
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        text = json.dumps([_RECIPE, asdict(self)], sort_keys=True)
+        return f"tiny-qwen-{self.layers}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+    def write(self, directory: Path) -> None:
+        from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+        silent = write_tokenizer(self.vocab, self.max_positions, directory)
+        config = Qwen3NextConfig(
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=self.mlp,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            linear_num_key_heads=self.key_heads,
+            linear_num_value_heads=self.value_heads,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+            # vLLM wants experts in one layer at least.
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=self.mlp,
+            shared_expert_intermediate_size=self.mlp,
+            mlp_only_layers=list(range(self.layers - 1)),
+            max_position_embeddings=self.max_positions,
+            tie_word_embeddings=False,
+            bos_token_id=1,
+            eos_token_id=2,
+            torch_dtype="float32",
+        )
+        draw = torch.Generator().manual_seed(self.seed)
+        model = Qwen3NextForCausalLM(config)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if weight.dim() > 1:
+                    # Outputs of root mean square 1, so that an answer depends on all of the prompt.
+                    gain = 1.0 if "embed" in name else 1.0 / math.sqrt(weight[0].numel())
+                    weight.copy_(torch.randn(weight.shape, generator=draw) * gain)
+            model.lm_head.weight *= 4.0
+            model.lm_head.weight[silent] = 0.0
+        model.save_pretrained(directory)
