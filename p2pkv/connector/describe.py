@@ -140,9 +140,9 @@ def refuse_what_cannot_pair(config: VllmConfig) -> None:
     if parallel.data_parallel_index > 0 and parallel.data_parallel_size == 1:
         # vLLM has made a dense model's rank an engine of its own, but with this one's address.
         raise ConfigError(
-            f"this is data-parallel rank {parallel.data_parallel_index}, and all ranks would have the same "
-            "kv_port: set --data-parallel-size to 1, and start replicas as instances of their own, each with "
-            "its own kv_port"
+            f"this is data-parallel rank {parallel.data_parallel_index}, so --data-parallel-size is not 1, "
+            "and all ranks would have the same kv_port; set it to 1, and start replicas as instances of "
+            "their own, each with its own kv_port"
         )
     sizes = {
         "--data-parallel-size": parallel.data_parallel_size,

@@ -311,7 +311,7 @@ def test_a_data_parallel_rank_of_a_dense_model_is_refused() -> None:
     """vLLM tells it that data_parallel_size is 1."""
     config = with_parallel(data_parallel_size=2, data_parallel_index=1)
     config.parallel_config.reconfigure_for_independent_dp_rank()
-    with pytest.raises(ConfigError, match=r"data-parallel rank 1.*--data-parallel-size to 1"):
+    with pytest.raises(ConfigError, match=r"data-parallel rank 1.*each with its own kv_port"):
         refuse_what_cannot_pair(config)
 
 
