@@ -32,6 +32,7 @@ from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedD
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d import causal_conv1d_fn_cpu
 from vllm.model_executor.layers.mamba.short_conv import ShortConv as ShortConvLayer
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import (
@@ -220,6 +221,24 @@ def test_we_read_what_vllm_s_layers_see_in_its_pages(
         out = torch.empty(cache.nbytes(cache.layers, 0, 1, cache.heads), dtype=torch.uint8)
         cache.gather(out, (0, cache.layers), (0, 1), (0, cache.heads), [[block]])
         assert torch.equal(out, expected.contiguous().view(torch.uint8).reshape(-1))
+
+
+def test_a_prefill_leaves_its_window_at_the_first_steps() -> None:
+    """Behind them is room for speculative tokens, which is why only they travel."""
+    window = torch.full((3, 5, WIDTH - 1 + 2), 7.0)
+    inputs = torch.randn(5, 9)
+    causal_conv1d_fn_cpu(
+        inputs,
+        torch.randn(5, WIDTH),
+        None,
+        window,
+        torch.tensor([0, 9]),
+        cache_indices=torch.tensor([2]),
+        has_initial_state=torch.tensor([False]),
+    )
+    assert torch.equal(window[2, :, : WIDTH - 1], inputs[:, 1 - WIDTH :])
+    window[2, :, : WIDTH - 1] = 7.0
+    assert torch.equal(window, torch.full_like(window, 7.0))
 
 
 @pytest.mark.parametrize("speculative", [0, 2])
