@@ -203,6 +203,41 @@ FAULTS = (
         "if way.shut:",
         ("tests/chaos/test_rough.py::test_while_both_ways_are_held_nothing_comes_through",),
     ),
+    Mutant(
+        "the window of a convolution is divided as one piece",
+        "p2pkv/connector/states.py",
+        'segments = ("q", keys), ("k", keys), ("v", values)',
+        'segments = (("q", _equal_parts(2 * keys.heads * keys.size + values.heads * values.size)),)',
+        ("tests/connector/test_states.py::test_any_tensor_parallel_size_on_either_side",),
+    ),
+    Mutant(
+        "room for speculative tokens travels with the window",
+        "p2pkv/connector/states.py",
+        "part = _Part(kind, name, form, axis, form.steps, dtype, DENSE, step, stride)",
+        "part = _Part(kind, name, form, axis, form.room, dtype, DENSE, step, stride)",
+        ("tests/connector/test_states.py::test_every_rank_of_d_holds_its_slice_of_the_global_state",),
+    ),
+    Mutant(
+        "Mamba-2's copies of a group count as groups",
+        "p2pkv/connector/states.py",
+        'sizes["norm.n_groups"]',
+        'sizes["n_groups"]',
+        ("tests/connector/test_states.py::test_any_tensor_parallel_size_on_either_side",),
+    ),
+    Mutant(
+        "a CPU's delta net passes for a GPU's",
+        "p2pkv/connector/states.py",
+        'codec = KEY_FIRST if on_cpu and kind == "GDN_ATTN" else DENSE',
+        "codec = DENSE",
+        ("tests/connector/test_states.py::test_a_cpu_s_delta_net_meets_only_another_one",),
+    ),
+    Mutant(
+        "columns of a window that begins at another layer are copied as if they followed",
+        "p2pkv/kv/copiers.py",
+        "np.flatnonzero(np.diff(steps) != self._element)",
+        "np.flatnonzero(np.diff(steps) > 1 << 40)",
+        ("tests/connector/test_states.py::test_any_tensor_parallel_size_on_either_side",),
+    ),
 )
 
 

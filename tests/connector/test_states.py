@@ -163,7 +163,7 @@ def test_any_tensor_parallel_size_on_either_side(model: Model, layouts: tuple[st
     ranks = {}
     for name in set(layouts):
         for tp in sizes:
-            side = Side(tp, name, 0, 16, False, (0, 1, 0), 7)
+            side = Side(tp, name, 0, 16, False, (0, 0, 1), 7)
             ranks[name, tp] = [Held(model, side, dtypes, rank) for rank in range(tp)]
     for p in sizes:
         for d in sizes:

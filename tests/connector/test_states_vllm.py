@@ -13,8 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from connector_support import vllm_config
-from states_support import WIDTH, DeltaNet, KimiDeltaNet, Mamba1, Mamba2, Model, ShortConv, conv_layout
+from connector_support import BLOCK, make_request, tokens, vllm_config
+from states_support import (
+    WIDTH,
+    DeltaNet,
+    KimiDeltaNet,
+    Mamba1,
+    Mamba2,
+    Model,
+    ShortConv,
+    conv_layout,
+    spec_of,
+)
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -22,11 +32,21 @@ from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedD
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d import causal_conv1d_fn_cpu
 from vllm.model_executor.layers.mamba.short_conv import ShortConv as ShortConvLayer
-from vllm.v1.kv_cache_interface import KVCacheTensor, compute_layout_strides, create_kv_cache_views
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    compute_layout_strides,
+    create_kv_cache_views,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.request import Request
 
-from p2pkv.connector.states import RecurrentLayer, form_of, state_groups
+from p2pkv.connector.states import RecurrentLayer, form_of, state_entry, state_groups
 
 pytestmark = pytest.mark.vllm
 
@@ -201,3 +221,58 @@ def test_we_read_what_vllm_s_layers_see_in_its_pages(
         out = torch.empty(cache.nbytes(cache.layers, 0, 1, cache.heads), dtype=torch.uint8)
         cache.gather(out, (0, cache.layers), (0, 1), (0, cache.heads), [[block]])
         assert torch.equal(out, expected.contiguous().view(torch.uint8).reshape(-1))
+
+
+def test_a_prefill_leaves_its_window_at_the_first_steps() -> None:
+    """Behind them is room for speculative tokens, which is why only they travel."""
+    window = torch.full((3, 5, WIDTH - 1 + 2), 7.0)
+    inputs = torch.randn(5, 9)
+    causal_conv1d_fn_cpu(
+        inputs,
+        torch.randn(5, WIDTH),
+        None,
+        window,
+        torch.tensor([0, 9]),
+        cache_indices=torch.tensor([2]),
+        has_initial_state=torch.tensor([False]),
+    )
+    assert torch.equal(window[2, :, : WIDTH - 1], inputs[:, 1 - WIDTH :])
+    window[2, :, : WIDTH - 1] = 7.0
+    assert torch.equal(window, torch.full_like(window, 7.0))
+
+
+@pytest.mark.parametrize("speculative", [0, 2])
+@pytest.mark.parametrize(("mode", "block"), [("none", 512), ("align", BLOCK), ("align", 2 * BLOCK)])
+def test_the_entry_of_the_block_table_that_holds_the_state(mode: str, block: int, speculative: int) -> None:
+    """On P, which computes all but the last token of a prompt, in chunks, and on D, which gets as much."""
+    dtypes = (torch.float32, torch.float32)
+    spec = replace(spec_of(ShortConv(8), 1, dtypes, speculative, mamba_cache_mode=mode), block_size=block)
+    full = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(["a"], full), KVCacheGroupSpec(["b"], spec)]
+    kv_config = KVCacheConfig(num_blocks=200, kv_cache_tensors=[], kv_cache_groups=groups)
+    for count in (1, 15, 16, 17, 31, 32, 33, 64, 65):
+        manager = KVCacheManager(
+            kv_config,
+            max_model_len=512,
+            scheduler_block_size=max(block, BLOCK),
+            hash_block_size=BLOCK,
+            enable_caching=mode == "align",
+        )
+        entry = state_entry(spec, count)
+        decode = make_request("d", tokens(count + 1))
+        assert manager.allocate_slots(decode, 0, num_external_computed_tokens=count, delay_cache_blocks=True)
+        check_table(manager, decode, entry, speculative)
+        prefill = make_request("p", tokens(count, seed=1), max_tokens=1)
+        while prefill.num_computed_tokens < count:
+            step = min(2 * BLOCK, count - prefill.num_computed_tokens)
+            assert manager.allocate_slots(prefill, step)
+            prefill.num_computed_tokens += step
+            check_table(manager, prefill, state_entry(spec, prefill.num_computed_tokens), speculative)
+
+
+def check_table(manager: KVCacheManager, request: Request, entry: int, speculative: int) -> None:
+    """The entry has a block, and nothing but room for speculative tokens follows."""
+    table = manager.get_blocks(request.request_id).blocks[1]
+    assert not table[entry].is_null
+    # Blocks that were for speculative tokens may be ahead of the state, in later chunks, or gone.
+    assert entry + 1 <= len(table) <= entry + 1 + speculative
