@@ -62,11 +62,11 @@ def refuse_what_cannot_move(vllm_config: VllmConfig, config: KVCacheConfig) -> N
             if keeps_state(spec):
                 continue
             if type(spec) not in known or getattr(spec, "tokens_per_state", 1) != 1:
-                names = [kind.__name__ for kind in known]
+                names = ", ".join(kind.__name__ for kind in known)
                 raise ConfigError(
                     f"this model keeps {type(spec).__name__} for {name}: this version of p2pkv moves "
-                    f"recurrent states, and {', '.join(names[:-1])} and {names[-1]} with one state per token only; "
-                    "serve this model without p2pkv"
+                    f"recurrent states, and of attention {names}, with one state per token; serve this model "
+                    "without p2pkv"
                 )
 
 
@@ -84,7 +84,7 @@ def block_tables(config: KVCacheConfig) -> BlockTables:
         spec = _spec_of(group, group.layer_names[0]) if group.layer_names else group.kv_cache_spec
         sizes.append(spec.block_size)
         if keeps_state(spec):
-            states[number] = getattr(spec, "mamba_cache_mode", "none") == "align"
+            states[number] = spec
     return BlockTables(tuple(sizes), states)
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from p2pkv.connector.identity import Paired, Pairs, prompt_digest
 from p2pkv.connector.metadata import Ended, Prefill, StepMetadata, WorkerNews
+from p2pkv.connector.states import state_entry
 from p2pkv.engine.commands import Blocks, Expect, Hold, Load, OfferPrompt, PromptBlocks
 
 if TYPE_CHECKING:
@@ -27,19 +28,18 @@ class BlockTables:
 
     Attributes:
         sizes: tokens in a block, of each table.
-        states: the tables of recurrent layers, by number; whether their blocks go by position, as those of
-            attention do (prefix caching), or the first one is the state.
+        states: of the tables of recurrent layers, vLLM's description of these layers.
     """
 
     sizes: tuple[int, ...]
-    states: Mapping[int, bool] = field(default_factory=dict)
+    states: Mapping[int, Any] = field(default_factory=dict)
 
     def of(self, blocks: Iterable[Iterable[int]], tokens: int) -> Blocks:
         """The tables as the engine wants them: of a state the block that holds it after so many tokens."""
         tables = [list(table) for table in blocks]
-        for number, by_position in self.states.items():
-            place = -(-tokens // self.sizes[number]) - 1 if by_position else 0
-            tables[number] = tables[number][place : place + 1]
+        for number, spec in self.states.items():
+            entry = state_entry(spec, tokens)
+            tables[number] = tables[number][entry : entry + 1]
         return tuple(tables)
 
 

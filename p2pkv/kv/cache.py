@@ -472,9 +472,9 @@ class RankCache:
         return tuple(seen_as(group, codec) for group, codec in zip(self.groups, codecs, strict=True))
 
     def layer_bytes(self, tokens: int) -> int:
-        """Bytes of the largest layer of this rank for so many tokens, at least 1."""
+        """Bytes of so many tokens in the smallest layer of this rank, at least 1."""
         rows = [(group.heads * group.row_bytes, group.unit_tokens) for group in self.groups]
-        return max(1, *(tokens * nbytes // unit for nbytes, unit in rows))
+        return max(1, min(tokens * nbytes // unit for nbytes, unit in rows))
 
     def digest(self, buffer: torch.Tensor) -> Checksum:
         """See PagedCache.digest."""

@@ -273,7 +273,6 @@ REFUSED = [
     ChunkedLocalAttentionSpec(
         block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32, attention_chunk_size=64
     ),
-    MambaSpec(block_size=BLOCK, shapes=((2, 2),), dtypes=(torch.float32,)),
 ]
 
 
@@ -284,12 +283,13 @@ def test_kv_that_cannot_move_is_refused_by_name(spec: Any) -> None:
     assert "model.layers.0" in str(error.value)
 
 
-def test_full_attention_of_every_kind_moves() -> None:
+def test_attention_of_every_kind_and_states_move() -> None:
     mla = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32)
     window = SlidingWindowSpec(
         block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=64
     )
-    for spec in (FULL, mla, replace(FULL, sliding_window=64), window):
+    state = MambaSpec(block_size=BLOCK, shapes=((2, 2), (2, 2, 2)), dtypes=(torch.float32,) * 2)
+    for spec in (FULL, mla, replace(FULL, sliding_window=64), window, state):
         refuse_what_cannot_move(vllm_config("P"), kv_cache_config(spec=spec))
 
 

@@ -25,7 +25,7 @@ from p2pkv.connector import P2pKvConnector
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.engine.commands import Blocks
 from p2pkv.kv.cache import PagedCache
-from p2pkv.kv.codecs import is_paged, unpack
+from p2pkv.kv.codecs import unpack
 from p2pkv.protocol.handshake import Wire, shapes
 from p2pkv.protocol.messages import KvGroup
 from p2pkv.sharding import Shape
@@ -103,6 +103,7 @@ class ProbeConnector(P2pKvConnector):
         stage, rank = divmod(self._worker.rank._ctx.hello.rank, shape.tp)
         return {
             "start": start,
+            "once": said.once,
             "heads": list(shape.rank_heads.ranks[rank]),
             "first_layer": shape.stage_layers.ranks[stage].start,
             "layers": [
@@ -118,7 +119,7 @@ class ProbeConnector(P2pKvConnector):
 
         rows: uint8 [unit, head, row_bytes].
         """
-        if is_paged(cache.codec):
+        if cache.unit_tokens > 1:
             dtype = getattr(torch, kind)
             units, heads, _ = rows.shape
             pages = rows.view(dtype).view(units, heads, cache.unit_tokens, -1)

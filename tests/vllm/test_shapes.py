@@ -16,6 +16,7 @@ import torch
 from probes import Compared
 from tiny_deepseek import TinyDeepseek
 from tiny_gemma import TinyGemma
+from tiny_qwen import TinyQwen
 from vllm_support import MODEL, assert_same, at_rest, paired_headers, probing_server, tokens
 
 from p2pkv.demo import answers
@@ -49,7 +50,9 @@ class Family:
     settings: tuple[str, ...] = ()
     dtype: str = "float32"
     prefix_cache: bool = True
-    """Whether vLLM caches prefixes, and computes a prompt in chunks, with this model."""
+    """Whether vLLM caches prefixes with this model."""
+    in_chunks: bool = True
+    """Whether vLLM computes a prompt in several steps with this model."""
     same_answers: bool = True
     """Whether vLLM gives a token the same likelihood when it decodes as when it prefills.
 
@@ -67,13 +70,20 @@ FAMILIES = {
     "4 heads": Family(MODEL, (*_pairs((2, 1), (1, 2), (2, 2)), (SMALL, LARGE), (LARGE, SMALL))),
     "1 head": Family(TinyLlama(kv_heads=1, heads=4), _pairs((2, 1), (1, 2), (2, 2))),
     # Layers with a window shorter than the longer prompts, in blocks that leave it while P computes.
-    "window": Family(TinyGemma(), ((SMALL, LARGE), (Instance(2), LARGE), (SMALL, Instance(2)))),
+    "window": Family(TinyGemma(), ((SMALL, LARGE), (Instance(2), LARGE))),
+    "window at TP 2": Family(TinyGemma(), ((SMALL, Instance(2)),)),
+    # vLLM's CPU kernels for a gated delta net want bfloat16. P alone computes a prompt in other steps than
+    # the pair, so that likelihoods differ by a rounding and only the pages can be compared.
+    "recurrent": Family(
+        TinyQwen(), _pairs((1, 1), (2, 1), (1, 2)), (), "bfloat16", prefix_cache=False, same_answers=False
+    ),
     "MLA": Family(
         TinyDeepseek(),
         _pairs((1, 2), (2, 1), block=16),
         # vLLM's reference kernel for MLA: the other one needs AMX, and bfloat16.
         ("--attention-backend", "CPU_MLA"),
         prefix_cache=False,
+        in_chunks=False,
         same_answers=False,
     ),
     "MLA with AMX": Family(
@@ -84,8 +94,14 @@ FAMILIES = {
         same_answers=False,
     ),
 }
+LONG = ("window at TP 2", "recurrent")
+"""Families of `make test-long`."""
 LANES = [
-    pytest.param((name, *pair), id=f"{name}, {pair[0].name} to {pair[1].name}".replace(" ", "-"))
+    pytest.param(
+        (name, *pair),
+        id=f"{name}, {pair[0].name} to {pair[1].name}".replace(" ", "-"),
+        marks=[pytest.mark.long] if name in LONG else [],
+    )
     for name, family in FAMILIES.items()
     for pair in family.pairs
 ]
@@ -127,7 +143,7 @@ class Running:
             *("--block-size", str(instance.block), "--max-num-batched-tokens", str(CHUNK)),
             *("--max-num-seqs", "16", "--tensor-parallel-size", str(instance.tp), *family.settings),
         ]
-        if not family.prefix_cache:
+        if not family.in_chunks:
             settings[settings.index(str(CHUNK))] = "1024"
         name = f"{role}-{instance.name}"
         log = self.probes / f"{name}.log"
@@ -218,7 +234,7 @@ def test_prompts(lane: Lane, at_once: bool, length: int, request: pytest.Fixture
 @pytest.mark.parametrize("side", ["P", "D"])
 def test_a_prompt_half_cached(lane: Lane, side: str, request: pytest.FixtureRequest) -> None:
     if not lane.family.prefix_cache:
-        pytest.skip("vLLM's reference kernel for MLA on a CPU caches no prefixes")
+        pytest.skip("vLLM caches no prefixes here: MLA's reference kernel cannot, recurrent layers do not")
     length, cached = CHUNK * 2 + 33, 256
     prompt = tokens(length, request.node.name)
     lane.alone(lane.p if side == "P" else lane.d, [*prompt[:cached], 299], 1)
