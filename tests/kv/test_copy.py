@@ -49,7 +49,8 @@ def test_numpy_and_torch_take_and_put_the_same_columns(element: int, shift: int)
     memory = torch.randint(0, 256, (shift + (elements + 1) * step,), dtype=torch.uint8)
     source = torch.randint(0, 256, (shift + count * elements * element,), dtype=torch.uint8)[shift:]
     matrix = memory[shift : shift + elements * step].view(elements, room, element)[:, 1 : 1 + count]
-    for kind in (HostStorage, DeviceStorage):
+    uploads = Uploads(torch.device("cpu"), torch.int64)
+    for kind in (HostStorage, lambda flat: DeviceStorage(flat, uploads)):
         flat, out = memory.clone(), torch.zeros(shift + source.numel(), dtype=torch.uint8)[shift:]
         storage = kind(flat)
         storage.take_columns(columns, out)
