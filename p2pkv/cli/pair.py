@@ -15,7 +15,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TypeVar
 
 import msgspec
@@ -233,6 +233,8 @@ class Conversation:
         self._endpoint = endpoint
         self._connection = connection
         self._heard: deque[Word] = deque()
+        self._known = False
+        """Whether the check has failed, and both sides know."""
 
     def say(self, word: Word) -> bool:
         """False if there is no connection, or not yet."""
@@ -261,6 +263,8 @@ class Conversation:
         while self._heard:
             word = self._heard.popleft()
             if isinstance(word, Over) and word.failure:
+                self.say(Over())  # it may go now
+                self._known = True
                 raise CheckFailed(f"the other side says: {word.failure}")
             yield word
 
@@ -274,8 +278,16 @@ class Conversation:
                 deque(self.words(), maxlen=0)
             except CheckFailed as theirs:
                 return theirs
-        self.say(Over(failure=reason))
+        if not self._known and self.say(Over(failure=reason)):
+            self._until_read()
         return CheckFailed(reason)
+
+    def _until_read(self) -> None:
+        """Wait for the other side's last word: what a dialing side has not read when we close is lost."""
+        end = time.monotonic() + ANSWER_SECONDS
+        with suppress(CheckFailed):
+            while not any(isinstance(word, Over) for word in self._heard) and time.monotonic() < end:
+                self.poll(0.05)
 
     def hear(self, kind: type[AnyWord], seconds: float) -> AnyWord:
         """The next word, which is of this kind. Raises CheckFailed."""
