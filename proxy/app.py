@@ -14,7 +14,7 @@ from p2pkv.control.security import Members
 from .admission import Limits
 from .errors import errors_as_json, note_begin
 from .http import PAIRED, REQUEST_ID, SINGLE
-from .instances import Guard, changed, listed
+from .instances import Access, changed, listed
 from .listener import Listener
 from .metrics import Metrics
 from .records import recording
@@ -44,7 +44,7 @@ def make_app(
     members: Members | None = None,
     plain_discovery: str | None = None,
     routing: Routing | None = None,
-    guard: Guard | None = None,
+    guard: Access | None = None,
     log_requests: bool = False,
     tracing: Tracing | None = None,
 ) -> web.Application:
@@ -91,7 +91,7 @@ def make_app(
     app = web.Application(client_max_size=limits.max_body, middlewares=[errors_as_json, recorded])
     app.cleanup_ctx.append(running)
     app.on_response_prepare.extend((_give_back_id, note_begin))
-    app.add_routes(_routes(guard or Guard(), metrics))
+    app.add_routes(_routes(guard or Access(), metrics))
     return app
 
 
@@ -106,7 +106,7 @@ def make_runner(app: web.Application, last_seconds: float) -> web.AppRunner:
     )
 
 
-def _routes(guard: Guard, metrics: Metrics) -> list[web.RouteDef]:
+def _routes(guard: Access, metrics: Metrics) -> list[web.RouteDef]:
     async def generate(request: web.Request) -> web.StreamResponse:
         return await request.app[PROXY].generate(request)
 

@@ -25,7 +25,7 @@ from p2pkv.trust import SECRET_VARIABLE, TrustError, is_loopback, read_secret
 from . import settings
 from .admission import Limits
 from .app import LISTENER, PLAIN_LISTENER, PROXY, make_app, make_runner
-from .instances import Guard
+from .instances import Access
 from .listener import endpoint_of
 from .prefixes import PIECE_TOKENS
 from .records import set_up_logging
@@ -109,7 +109,7 @@ async def _serve(arguments: argparse.Namespace, members: Members | None) -> None
         members=members,
         plain_discovery=None if plain is None else endpoint_of(plain),
         routing=_routing(arguments),
-        guard=Guard(arguments.admin_token, arguments.private),
+        guard=Access(arguments.admin_token, arguments.private),
         log_requests=arguments.log_requests,
         tracing=Spans(arguments.otlp_traces_endpoint) if arguments.otlp_traces_endpoint else None,
     )

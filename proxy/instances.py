@@ -35,7 +35,7 @@ def state_of(instance: Instance, now: float, *, needed: bool) -> str:
 
 
 @dataclass(frozen=True)
-class Guard:
+class Access:
     """Who may see and change what.
 
     Attributes:
@@ -89,13 +89,13 @@ def described(proxy: Proxy, instance: Instance) -> dict[str, Any]:
     }
 
 
-async def listed(proxy: Proxy, guard: Guard, request: web.Request) -> web.Response:
+async def listed(proxy: Proxy, guard: Access, request: web.Request) -> web.Response:
     """GET /instances."""
     guard.look(request)
     return web.json_response({"instances": [described(proxy, each) for each in proxy.instances()]})
 
 
-async def changed(proxy: Proxy, guard: Guard, request: web.Request, *, drained: bool) -> web.Response:
+async def changed(proxy: Proxy, guard: Access, request: web.Request, *, drained: bool) -> web.Response:
     """POST /instances/{address}/drain and .../resume: all ranks at this HTTP address."""
     guard.change(request)
     meant = _at(proxy, request.match_info["address"])

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from p2pkv import __version__
 
-from .instances import Guard, described
+from .instances import Access, described
 from .metrics import OUTCOMES, SAMPLE_SECONDS, Metrics
 
 if TYPE_CHECKING:
@@ -37,20 +37,20 @@ async def keep_history(metrics: Metrics) -> None:
         await asyncio.sleep(SAMPLE_SECONDS)
 
 
-async def metrics_page(metrics: Metrics, guard: Guard, request: web.Request) -> web.Response:
+async def metrics_page(metrics: Metrics, guard: Access, request: web.Request) -> web.Response:
     """GET /metrics, for Prometheus."""
     guard.look(request)
     body, kind = metrics.exposition(request.headers.get("Accept", ""))
     return web.Response(body=body, headers={"Content-Type": kind})
 
 
-async def status_page(proxy: Proxy, guard: Guard, request: web.Request) -> web.Response:
+async def status_page(proxy: Proxy, guard: Access, request: web.Request) -> web.Response:
     """GET /status: what the dashboard shows."""
     guard.look(request)
     return web.json_response(_status(proxy, guard), headers={"Cache-Control": "no-store"})
 
 
-def _status(proxy: Proxy, guard: Guard) -> dict[str, Any]:
+def _status(proxy: Proxy, guard: Access) -> dict[str, Any]:
     metrics, now = proxy.metrics, proxy.clock()
     instances = proxy.instances()
     running = Counter(

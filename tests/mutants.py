@@ -213,8 +213,8 @@ FAULTS = (
     Mutant(
         "room for speculative tokens travels with the window",
         "p2pkv/connector/states.py",
-        "part = _Part(kind, name, form, axis, form.steps, dtype, DENSE, step, stride)",
-        "part = _Part(kind, name, form, axis, form.room, dtype, DENSE, step, stride)",
+        "part = _StatePart(kind, name, form, axis, form.steps, dtype, DENSE, step, stride)",
+        "part = _StatePart(kind, name, form, axis, form.room, dtype, DENSE, step, stride)",
         ("tests/connector/test_states.py::test_every_rank_of_d_holds_its_slice_of_the_global_state",),
     ),
     Mutant(

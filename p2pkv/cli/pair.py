@@ -178,7 +178,7 @@ class Accept(Struct, frozen=True, forbid_unknown_fields=True, tag="Accept"):
     blob: bytes
 
 
-class Grant(Struct, frozen=True, forbid_unknown_fields=True, tag="Grant"):
+class Granted(Struct, frozen=True, forbid_unknown_fields=True, tag="Grant"):
     """D to P: the receive of message `number` is posted."""
 
     number: int
@@ -192,8 +192,8 @@ class Over(Struct, frozen=True, forbid_unknown_fields=True, tag="Over"):
     failure: str = ""
 
 
-Word = Ask | Invite | Accept | Grant | Over
-AnyWord = TypeVar("AnyWord", Ask, Invite, Accept, Grant, Over)
+Word = Ask | Invite | Accept | Granted | Over
+AnyWord = TypeVar("AnyWord", Ask, Invite, Accept, Granted, Over)
 
 _words: msgspec.msgpack.Decoder[Word] = msgspec.msgpack.Decoder(Word)
 
@@ -414,7 +414,7 @@ def _contents(number: int, device: torch.device) -> torch.Tensor:
 
 def _send(other: Conversation, outbound: Outbound, seconds: float) -> float:
     """Send what is granted until the other side says that it was all; the rate that it has measured."""
-    granted: deque[Grant] = deque()
+    granted: deque[Granted] = deque()
     sends: deque[Send] = deque()
     contents: torch.Tensor | None = None
     end = time.monotonic() + seconds
@@ -424,7 +424,7 @@ def _send(other: Conversation, outbound: Outbound, seconds: float) -> float:
         for word in other.words():
             if isinstance(word, Over):
                 return word.rate
-            if isinstance(word, Grant):
+            if isinstance(word, Granted):
                 granted.append(word)
                 end = time.monotonic() + ANSWER_SECONDS
         while granted and outbound.ready():
@@ -468,7 +468,7 @@ def _grant(other: Conversation, inbound: Inbound, numbers: range, compare: bool)
         while left and (receive := inbound.post(MESSAGE_BYTES)) is not None:
             number = left.popleft()
             posted.append((number, receive))
-            other.say(Grant(number, receive.landing))
+            other.say(Granted(number, receive.landing))
         inbound.poll()
         while posted and posted[0][1].done():
             number, receive = posted.popleft()

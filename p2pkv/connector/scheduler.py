@@ -196,7 +196,7 @@ def _leave_out_last_token(request: Request) -> None:
     if request.num_prompt_tokens < 2:
         return
     if request.prompt_token_ids is not None:
-        request.prompt_token_ids.pop()
+        request.prompt_token_ids = request.prompt_token_ids[:-1]  # children of n may share the list
     if request.prompt_embeds is not None:
         request.prompt_embeds = request.prompt_embeds[:-1]
     request._all_token_ids.pop()

@@ -127,7 +127,7 @@ def state_groups(
     Raises:
         ConfigError: with a sentence that names the layer, for a state that cannot be described.
     """
-    parts: dict[_Part, list[tuple[RecurrentLayer, int]]] = {}
+    parts: dict[_StatePart, list[tuple[RecurrentLayer, int]]] = {}
     for layer in layers:
         _check_engine(layer.name, pp)
         form = form_of(layer.name, layer.spec, layer.module, tp=tp, dim_first=dim_first)
@@ -363,7 +363,7 @@ def _check_engine(name: str, pp: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _StatePart:
     """What makes one KV group of all layers that have it.
 
     Layers differ in it on P if they do on D: `form` says what lies around it, which decides on the strides.
@@ -392,7 +392,7 @@ class _Part:
         return self.axis.size * self.dtype.itemsize
 
 
-def _parts(form: Form, spec: Any, on_cpu: bool, tp: int, dim_first: bool) -> Iterator[tuple[_Part, int]]:
+def _parts(form: Form, spec: Any, on_cpu: bool, tp: int, dim_first: bool) -> Iterator[tuple[_StatePart, int]]:
     """Every part of a layer's page, and where it begins in the page, in bytes."""
     kind = str(spec.mamba_type.name)
     sizes = _state_bytes(spec)
@@ -403,12 +403,12 @@ def _parts(form: Form, spec: Any, on_cpu: bool, tp: int, dim_first: bool) -> Ite
         step = form.room * dtype.itemsize if dim_first else dtype.itemsize
         stride = dtype.itemsize if dim_first else sum(held) * dtype.itemsize
         for (name, axis), first in zip(form.segments, accumulate([0, *held[:-1]]), strict=True):
-            part = _Part(kind, name, form, axis, form.steps, dtype, DENSE, step, stride)
+            part = _StatePart(kind, name, form, axis, form.steps, dtype, DENSE, step, stride)
             yield part, first * step
     if form.state is not None:
         dtype = spec.dtypes[-1]
         codec = KEY_FIRST if on_cpu and kind == "GDN_ATTN" else DENSE
-        part = _Part(kind, "state", form, form.state, 1, dtype, codec, dtype.itemsize, 0)
+        part = _StatePart(kind, "state", form, form.state, 1, dtype, codec, dtype.itemsize, 0)
         yield part, sum(sizes[:-1])
 
 
@@ -433,7 +433,7 @@ def _check_pages(layer: RecurrentLayer) -> None:
         )
 
 
-def _group(part: _Part, places: Sequence[tuple[RecurrentLayer, int]], tp: int) -> StateGroup:
+def _group(part: _StatePart, places: Sequence[tuple[RecurrentLayer, int]], tp: int) -> StateGroup:
     """The KV group of a part; `places`: its layers, and where it begins in their pages."""
     pages, tensors, numbers = [], [], []
     for layer, offset in places:

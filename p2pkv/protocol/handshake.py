@@ -162,6 +162,9 @@ REFUSED_FOR = 5.0
 """Seconds after which a refused peer may be asked again, since a restart may have mended it."""
 
 
+SAME_ALLOCATOR = "serve the same model, and set --disable-hybrid-kv-cache-manager on both sides or on neither"
+
+
 class Refused(Exception):
     """These two ranks cannot work together; the message says why, with both values."""
 
@@ -208,7 +211,7 @@ def judge(mine: Hello, theirs: Hello) -> Plan:
             f"serve the same model (here {mine.model}, there {theirs.model})",
         ),
         ("links", mine.link, theirs.link, "set the same `link` option, and install the same NCCL"),
-        ("numbers of KV groups", len(mine.cache.groups), len(theirs.cache.groups), "serve the same model"),
+        ("numbers of KV groups", len(mine.cache.groups), len(theirs.cache.groups), SAME_ALLOCATOR),
     ]
     for number, (ours, others) in enumerate(zip(mine.cache.groups, theirs.cache.groups, strict=False)):
         same += [
@@ -237,7 +240,7 @@ def _same_of_groups(mine: KvGroup, theirs: KvGroup) -> list[tuple[str, object, o
     """What must be equal of a KV group: what it is, here, there, what to do if it is not."""
     return [
         ("rows per request", _rows(mine), _rows(theirs), "serve the same model"),
-        ("attention windows", mine.window, theirs.window, "serve the same model"),
+        ("attention windows", mine.window, theirs.window, SAME_ALLOCATOR),
         ("cache element types", mine.dtype, theirs.dtype, "set the same --kv-cache-dtype and --dtype"),
         (
             "bytes per token and head",

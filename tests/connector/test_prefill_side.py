@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import pytest
-from connector_support import BLOCK, D_ADDRESS, LAYERS, Instance, inner_id, pair_id, tokens
+from connector_support import (
+    BLOCK,
+    D_ADDRESS,
+    LAYERS,
+    P_ADDRESS,
+    Instance,
+    inner_id,
+    make_request,
+    pair_id,
+    tokens,
+)
 from vllm.v1.request import Request
 
-from p2pkv.connector.identity import prompt_digest
+from p2pkv.connector.identity import Pairs, prompt_digest
 from p2pkv.connector.metadata import Prefill
+from p2pkv.connector.scheduler import BlockTables, ProducerScheduler
 from p2pkv.engine import commands as do
 
 pytestmark = pytest.mark.vllm
@@ -309,3 +320,17 @@ def test_another_prompt_under_the_same_id_takes_nothing_over() -> None:
     assert [abort.key for abort in p.rank.said(do.Abort)] == [the_key(p)]
     p.assert_at_rest()
     assert p.reported == [first.request_id]
+
+
+def test_where_layers_see_a_window_the_last_token_is_left_to_d() -> None:
+    """D computes it, and P's answer is one token that nobody reads; children of one request share a list."""
+    prompt, request_id = tokens(20), inner_id(pair_id(7))
+    shared = make_request(request_id, prompt)
+    shared.prompt_token_ids = prompt
+    producer = ProducerScheduler(Pairs(P_ADDRESS, "P"), BlockTables((BLOCK,)), whole=False)
+    producer.new(shared)
+    assert (shared.num_prompt_tokens, shared.prompt_token_ids) == (19, prompt[:-1])
+    assert (list(shared.all_token_ids), shared.max_tokens, len(prompt)) == (prompt[:-1], 1, 20)
+    alone = make_request(inner_id(pair_id(8)), tokens(1))
+    producer.new(alone)
+    assert alone.num_prompt_tokens == 1, "there is nothing before the last token"

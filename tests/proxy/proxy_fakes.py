@@ -20,7 +20,7 @@ from p2pkv.control.security import Members
 from proxy.admission import Limits
 from proxy.app import LISTENER, PLAIN_LISTENER, PROXY, make_app, make_runner
 from proxy.http import PAIRED, SINGLE
-from proxy.instances import Guard
+from proxy.instances import Access
 from proxy.registry import Instance, Registry, Role
 from proxy.routing import Routing
 from proxy.serving import Dispatch, Proxy
@@ -257,7 +257,7 @@ async def deployed(
     limits: Limits | None = None,
     members: Members | None = None,
     routing: Routing | None = None,
-    guard: Guard | None = None,
+    guard: Access | None = None,
     **options: Any,
 ) -> AsyncIterator[Deployment]:
     async with AsyncExitStack() as cleanup:

@@ -13,7 +13,7 @@ from proxy_behaviours import after, never, streams
 from proxy_fakes import Deployment, FakeInstance, deployed, error_of, join, ping, quiet, until
 
 from proxy.admission import Limits
-from proxy.instances import Guard
+from proxy.instances import Access
 from proxy.registry import Registry
 
 pytestmark = pytest.mark.asyncio
@@ -25,7 +25,7 @@ SHOWN = {"Authorization": f"Bearer {TOKEN}"}
 @pytest_asyncio.fixture
 async def guarded() -> AsyncIterator[Deployment]:
     """Two P and two D behind a proxy with an admin token."""
-    async with deployed("concurrent", prefill=2, decode=2, guard=Guard(TOKEN)) as deployment:
+    async with deployed("concurrent", prefill=2, decode=2, guard=Access(TOKEN)) as deployment:
         yield deployment
 
 
@@ -104,7 +104,7 @@ async def test_a_drained_instance_ends_what_it_has_and_gets_nothing_new(
 
 
 async def test_a_p_counts_as_drained_when_d_has_its_kv_and_not_before() -> None:
-    async with deployed("concurrent", prefill=1, decode=1, guard=Guard(TOKEN)) as deployment:
+    async with deployed("concurrent", prefill=1, decode=1, guard=Access(TOKEN)) as deployment:
         first, rest = asyncio.Event(), asyncio.Event()
         deployment.d.behaviour = after(first, streams(rest))
         asking = asyncio.create_task(deployment.post({"prompt": "x", "stream": True}))
@@ -122,7 +122,7 @@ async def test_a_p_counts_as_drained_when_d_has_its_kv_and_not_before() -> None:
 
 
 async def test_when_the_last_is_drained_requests_are_told_so_and_resume_lets_them_in() -> None:
-    async with deployed("concurrent", prefill=1, decode=1, guard=Guard(TOKEN)) as deployment:
+    async with deployed("concurrent", prefill=1, decode=1, guard=Access(TOKEN)) as deployment:
         await drained(deployment, deployment.d)
         answer = await deployment.post()
         assert answer.status == 503
@@ -134,7 +134,7 @@ async def test_when_the_last_is_drained_requests_are_told_so_and_resume_lets_the
 
 async def test_who_waits_for_a_place_gets_that_of_a_resumed_instance() -> None:
     limits = Limits(max_requests=1)
-    async with deployed("concurrent", prefill=1, decode=2, limits=limits, guard=Guard(TOKEN)) as deployment:
+    async with deployed("concurrent", prefill=1, decode=2, limits=limits, guard=Access(TOKEN)) as deployment:
         first, second = deployment.decodes
         first.behaviour = never
         await drained(deployment, second)
@@ -172,7 +172,7 @@ async def test_without_a_token_nobody_changes_anything(concurrent: Deployment) -
 
 
 async def test_a_private_proxy_shows_instances_to_operators_only() -> None:
-    guard = Guard(TOKEN, private=True)
+    guard = Access(TOKEN, private=True)
     async with deployed("concurrent", prefill=1, decode=1, guard=guard) as deployment:
         for path in ("/instances", "/status", "/metrics"):
             status, error = await get(deployment, path)
