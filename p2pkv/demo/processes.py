@@ -186,23 +186,63 @@ def stop_all(servers: Iterable[ServerProcess]) -> None:
             stack.callback(server.stop)
 
 
-_handed_out: set[int] = set()
+class Ports:
+    """Ports in blocks, each block held against other processes by a socket bound to its first port."""
+
+    def __init__(self, first: int, blocks: int, block: int) -> None:
+        self._first, self._blocks, self._block = first, blocks, block
+        self._pid = 0
+        self._claims: list[socket.socket] = []
+        self._left = range(0)
+
+    def take(self, count: int) -> int:
+        """The first of `count` consecutive free ports; none twice, until all blocks were used.
+
+        Raises ValueError if no block holds so many, RuntimeError if other processes hold all blocks.
+        """
+        if not 0 < count < self._block:
+            raise ValueError(f"{count} consecutive ports, expected 1 to {self._block - 1}")
+        if self._pid != os.getpid():  # a fork: the parent goes on with its own block
+            self._pid, self._claims, self._left = os.getpid(), [], range(0)
+        while True:
+            ports, self._left = self._left[:count], self._left[count:]
+            if len(ports) < count:
+                self._left = self._claim()
+            elif all(map(_is_free, ports)):
+                return ports[0]
+
+    def _claim(self) -> range:
+        for number in range(self._blocks):
+            first = self._first + (self._pid + number) % self._blocks * self._block
+            claim = socket.socket()
+            try:
+                claim.bind(("", first))
+            except OSError:
+                claim.close()
+                continue
+            self._claims.append(claim)
+            return range(first + 1, first + self._block)
+        if not self._claims:
+            last = self._first + self._blocks * self._block - 1
+            raise RuntimeError(f"other processes have taken all ports from {self._first} to {last}: end some")
+        # All blocks were used once: begin again with those that are this process's.
+        for claim in self._claims:
+            claim.close()
+        self._claims.clear()
+        return self._claim()
+
+
+_ports = Ports(20000, blocks=23, block=512)
 
 
 def free_ports(count: int = 1) -> int:
-    """The first of `count` consecutive TCP ports that nobody listens on now, never the same twice here.
+    """The first of `count` (at most 511) consecutive TCP ports that nobody listens on now.
 
-    They lie below the range from which the kernel takes ports for outgoing connections, where another
-    process's connection could take one between this call and its use.
+    Another process that asks here gets others, and this one the same again only when all were used. They
+    lie below the range from which the kernel takes ports for outgoing connections, where another process's
+    connection could take one between this call and its use.
     """
-    start = 20000 + (os.getpid() * 37) % 8000
-    for offset in range(0, 12000, count):
-        first = 20000 + (start - 20000 + offset) % 12000
-        ports = range(first, first + count)
-        if not _handed_out.intersection(ports) and all(map(_is_free, ports)):
-            _handed_out.update(ports)
-            return first
-    raise RuntimeError(f"no {count} consecutive free ports between 20000 and 32000")
+    return _ports.take(count)
 
 
 def _is_free(port: int) -> bool:

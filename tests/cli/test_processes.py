@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from p2pkv.demo.processes import (
+    Ports,
     ServerFailed,
     ServerProcess,
     answers_ok,
@@ -162,6 +164,49 @@ def test_free_ports_are_consecutive_free_and_never_given_twice() -> None:
     for port in ports:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
+
+
+def test_processes_that_ask_for_ports_at_the_same_time_get_different_ones() -> None:
+    code = """
+from p2pkv.demo.processes import free_ports
+print(*(free_ports(3) for _ in range(100)), flush=True)
+input()
+"""
+    ask = [sys.executable, "-c", code]
+    with ExitStack() as stack:
+        asking = [
+            stack.enter_context(
+                subprocess.Popen(ask, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+            for _ in range(3)
+        ]
+        firsts = [int(first) for each in asking for first in _line(each).split()]
+        for each in asking:
+            each.communicate("\n")
+    assert len(firsts) == 300
+    assert len({first + offset for first in firsts for offset in range(3)}) == 900
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def test_ports_are_given_again_only_when_all_were_used() -> None:
+    ports = Ports(free_ports(64), blocks=2, block=32)
+    first_round = [ports.take(15) for _ in range(4)]
+    assert len(set(first_round)) == 4
+    assert ports.take(15) in first_round
+    with pytest.raises(ValueError, match="32 consecutive ports, expected 1 to 31"):
+        ports.take(32)
+
+
+def test_a_block_that_another_holds_is_left_to_it() -> None:
+    first = free_ports(32)
+    holder, other = (Ports(first, blocks=1, block=32) for _ in range(2))
+    holder.take(1)
+    with pytest.raises(RuntimeError, match=f"all ports from {first} to {first + 31}"):
+        other.take(1)
 
 
 def test_wait_until_names_what_did_not_come() -> None:
