@@ -73,7 +73,7 @@ def run(fakes: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[st
     return (fakes / "side_by_side.md").read_text(), found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_measures_every_section_of_every_group(fakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every = ["--sections", "series", "small", "lengths", "legs", "decode", "idle", "arrivals", "load"]
     text, found = run(fakes, monkeypatch, "--minutes", "2", *every)
@@ -97,24 +97,19 @@ def test_a_run_measures_every_section_of_every_group(fakes: Path, monkeypatch: p
 def test_a_run_ends_when_its_time_is_over_and_says_what_was_cut(
     fakes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text, found = run(fakes, monkeypatch, "--minutes", "0.5", "--sections", "lengths", "--rounds", "1000000")
-    assert found["about"]["minutes"] < 1.5
+    text, found = run(fakes, monkeypatch, "--minutes", "0.2", "--sections", "lengths", "--rounds", "1000000")
+    assert found["about"]["minutes"] < 1.2
     # On a busy machine the time may be over before anything was asked: then all of it was cut.
     assert any(sentence.startswith(("p2pkv, lengths", "everything")) for sentence in found["cut"])
     assert "## What was cut" in text
 
 
-def test_what_is_left_out_is_not_started(fakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ["--groups", "files", "--sections", "lengths", "--without", "Example naps"]
-    _text, found = run(fakes, monkeypatch, "--minutes", "1", *options)
-    assert {r["system"] for r in found["records"]} == {"plain", "p2pkv", "p2pkv P first", "Example"}
-
-
-def test_prompts_that_a_system_cannot_move_are_not_asked_of_it(
+def test_what_is_left_out_or_what_a_system_cannot_move_is_not_asked_of_it(
     fakes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["--groups", "files", "--sections", "lengths", "--without", "Example naps"]
     text, found = run(fakes, monkeypatch, "--minutes", "1", *options, "--chunk-tokens", "16")
+    assert {r["system"] for r in found["records"]} == {"plain", "p2pkv", "p2pkv P first", "Example"}
     asked = {r["tokens"] for r in found["records"] if r["system"] == "Example" and r["section"] == "lengths"}
     assert asked == {16}
     assert text.count("Example: no prompts of more than 16 tokens") == 1

@@ -94,7 +94,7 @@ FAMILIES = {
         same_answers=False,
     ),
 }
-LONG = ("window at TP 2", "recurrent")
+LONG = ("1 head", "window at TP 2", "recurrent")
 """Families of `make test-long`."""
 LANES = [
     pytest.param(
