@@ -132,10 +132,14 @@ class Running:
             for role, instance in (("P", prefill), ("D", decode)):
                 if (role, instance) not in self.servers:
                     self.servers[role, instance] = self._server(model, family, role, instance)
-        for server in self.servers.values():
-            self.stack.enter_context(server)
-        for server in self.servers.values():
-            server.wait_ready()
+        try:
+            for server in self.servers.values():
+                self.stack.enter_context(server)
+            for server in self.servers.values():
+                server.wait_ready()
+        except BaseException:
+            self.stop()  # so that the next test starts them anew
+            raise
 
     def _server(self, model: Path, family: Family, role: str, instance: Instance) -> VllmServer:
         settings = [
@@ -154,6 +158,7 @@ class Running:
     def stop(self) -> None:
         self.stack.close()
         self.servers.clear()
+        self.name = ""
 
 
 @dataclass(frozen=True)
