@@ -137,6 +137,7 @@ class OrderedLinks(LinkFactory):
     kind = "memory"
 
     def __init__(self, inner: MemoryLinks, device: Device) -> None:
+        self.staging = inner.staging
         self._inner = inner
         self._device = device
 
@@ -189,6 +190,9 @@ class _OrderedOutbound(_Ordered, Outbound):
 
 
 class _OrderedInbound(_Ordered, Inbound):
+    def __post_init__(self) -> None:
+        self.share = self.inner.share
+
     def post(self, nbytes: int) -> _OrderedReceive | None:
         receive = self.inner.post(nbytes)
         return None if receive is None else _OrderedReceive(self, receive)
