@@ -18,6 +18,7 @@ from memory_links import MemoryLinks, MemoryReceive, MemorySend
 from p2pkv.kv import PagedCache
 from p2pkv.kv.checksum import FOLD, digest_by_torch
 from p2pkv.links.base import Inbound, LinkFactory, Outbound
+from p2pkv.links.staging import Share
 
 WAIT_SECONDS = 20.0
 
@@ -190,8 +191,9 @@ class _OrderedOutbound(_Ordered, Outbound):
 
 
 class _OrderedInbound(_Ordered, Inbound):
-    def __post_init__(self) -> None:
-        self.share = self.inner.share
+    @property
+    def share(self) -> Share:  # type: ignore[override]
+        return self.inner.share
 
     def post(self, nbytes: int) -> _OrderedReceive | None:
         receive = self.inner.post(nbytes)
