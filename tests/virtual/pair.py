@@ -32,13 +32,13 @@ class VirtualRank(Core):
         self.pages, cache = make_pages(pair.geometry, 0, 0.0 if role == "P" else -1.0)
         self.wires = pair.wires.rank()
         name = f"{role} {pair.draw.getrandbits(64):x}"
-        hello = make_hello(opts, pair.geometry, 0, cache, self.wires.kind, name)
+        self.hello = make_hello(opts, pair.geometry, 0, cache, self.wires.kind, name)
         self.endpoint = Endpoint(name, opts.address, pair.network, self.ring)
         self._clock = pair.clock
         self._next_turn = float("inf")
         self.still_until = 0.0
         self.alive = True
-        super().__init__(hello, opts, RankCache([cache]), self.wires, self.endpoint)  # type: ignore[arg-type]
+        super().__init__(self.hello, opts, RankCache([cache]), self.wires, self.endpoint)  # type: ignore[arg-type]
         self.ring()
 
     def do(self, command: do.Command) -> None:
@@ -121,7 +121,7 @@ class VirtualPair:
         engine = VirtualEngine(
             Address("127.0.0.1", port),
             self.geometry,
-            [TestRank(self.geometry, rank, rank.pages)],  # type: ignore[arg-type]
+            [TestRank(self.geometry, rank, rank.pages, rank.hello)],  # type: ignore[arg-type]
         )
         engine.pair = self
         return engine

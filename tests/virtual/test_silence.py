@@ -216,7 +216,7 @@ PAUSE = 0.7 * LEASE
 def test_a_silence_shorter_than_the_lease_costs_nothing(pair: VirtualPair, who: str, when: str) -> None:
     def silence() -> None:
         for engine in (pair.p, pair.d):
-            if engine.rank._ctx.hello.role in who:
+            if engine.rank.hello.role in who:
                 engine.rank.stand_still(PAUSE)
 
     if when == "before D asks":
@@ -229,7 +229,7 @@ def test_a_silence_shorter_than_the_lease_costs_nothing(pair: VirtualPair, who: 
     else:
         if when == "when P has it all":
             computed(pair)
-            pair.until(lambda: not pair.p.rank._commands)
+            pair.until(lambda: value(pair.p, "pages_held"), what="the pages of the prompt")
             silence()
             expect(pair)
         else:
