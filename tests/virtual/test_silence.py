@@ -47,12 +47,17 @@ def load(pair: VirtualPair, key: str = "k") -> None:
     assert wrong_cells(pair.d.ranks[0], BLOCKS, 0, TOKENS - 1) == []
 
 
-def half_a_push(pair: VirtualPair) -> None:
-    """96 tokens, of which 48 are computed and pushed."""
+def begin(pair: VirtualPair) -> None:
+    """D waits for 96 tokens, of which P has computed none."""
     expect(pair)
     pair.p.do(do.OfferPrompt("k", pair.d.address, TOKENS, b"digest"))
     pair.d.wait(do.Begun("k"))
     pair.d.do(do.Load("k", 0, TOKENS - 1, (BLOCKS,)))
+
+
+def half_a_push(pair: VirtualPair) -> None:
+    """48 of the 96 tokens are computed and pushed."""
+    begin(pair)
     step(pair.p, "k", BLOCKS, 0, HALF)
     pair.until(lambda: value(pair.d, "bytes_scattered") == HALF * TOKEN, what="half of the prompt")
 
@@ -211,7 +216,14 @@ PAUSE = 0.7 * LEASE
 
 @pytest.mark.parametrize("who", ["P", "D", "PD"])
 @pytest.mark.parametrize(
-    "when", ["before D asks", "when D has asked", "in the middle of a prompt", "when P has it all"]
+    "when",
+    [
+        "before D asks",
+        "when D has asked",
+        "with a chunk under way",
+        "in the middle of a prompt",
+        "when P has it all",
+    ],
 )
 def test_a_silence_shorter_than_the_lease_costs_nothing(pair: VirtualPair, who: str, when: str) -> None:
     def silence() -> None:
@@ -221,7 +233,13 @@ def test_a_silence_shorter_than_the_lease_costs_nothing(pair: VirtualPair, who: 
 
     if when == "before D asks":
         silence()
-    if when == "in the middle of a prompt":
+    if when == "with a chunk under way":
+        begin(pair)
+        step(pair.p, "k", BLOCKS, 0, TOKENS)
+        pair.until(lambda: value(pair.d, "receives_posted"), what="a receive")
+        silence()
+        pair.d.wait(do.Loaded("k"), PAUSE + GRACE)
+    elif when == "in the middle of a prompt":
         half_a_push(pair)
         silence()
         step(pair.p, "k", BLOCKS, HALF, TOKENS)
