@@ -272,7 +272,7 @@ class Instance:
         self.metas: list[StepMetadata] = []
         self._ahead = ahead
         self._running: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
-        self._free = self.free
+        self.all_free = self.free
 
     @property
     def rank(self) -> FakeRank:
@@ -381,7 +381,7 @@ class Instance:
         self.step(3)
         self.drain()
         assert not self.scheduler.requests
-        assert self.free == self._free
+        assert self.free == self.all_free
         assert len(set(self.reported)) == len(self.reported)
         for rank in self.ranks:
             assert not rank.facts

@@ -130,6 +130,8 @@ class TestRank:
     geometry: Geometry
     rank: Rank
     pages: list[torch.Tensor]
+    hello: Hello
+    """What it was made with."""
     seen: list[do.Event] = field(default_factory=list)
 
     def heard(self, event: do.Event) -> bool:
@@ -157,7 +159,7 @@ def make_rank(
     pages, cache = make_pages(geometry, rank, fill)
     cache = device(cache)
     hello = make_hello(opts, geometry, rank, cache, links.kind, uuid.uuid4().hex)
-    return TestRank(geometry, Rank(hello, opts, RankCache([cache]), links), pages)
+    return TestRank(geometry, Rank(hello, opts, RankCache([cache]), links), pages, hello)
 
 
 DEFAULTS = {"lease_seconds": 5.0, "staging_bytes": 1 << 20, "chunk_bytes": 4096}
@@ -249,8 +251,8 @@ def truth(
 def compute(rank: TestRank, blocks: list[int], layer: int, start: int, stop: int, salt: int = 0) -> None:
     """What a forward does: write tokens [start, stop) of one local layer into the pages."""
     geometry = rank.geometry
-    heads = geometry.heads(rank.rank._ctx.hello.rank)
-    span = geometry.layer_span(rank.rank._ctx.hello.rank)
+    heads = geometry.heads(rank.hello.rank)
+    span = geometry.layer_span(rank.hello.rank)
     for token in range(start, stop):
         page = rank.pages[layer][blocks[token // geometry.block]]
         plain = unpack(page, geometry.codec, geometry.content // 2)
@@ -265,7 +267,7 @@ def wrong_cells(
 ) -> list[tuple[int, ...]]:
     """(layer, token, head) of this rank whose pages do not hold the truth."""
     geometry = rank.geometry
-    number = rank.rank._ctx.hello.rank
+    number = rank.hello.rank
     wrong = []
     for layer, name in enumerate(geometry.layer_span(number)):
         for token in range(start, stop):

@@ -18,6 +18,7 @@ from memory_links import MemoryLinks, MemoryReceive, MemorySend
 from p2pkv.kv import PagedCache
 from p2pkv.kv.checksum import FOLD, digest_by_torch
 from p2pkv.links.base import Inbound, LinkFactory, Outbound
+from p2pkv.links.staging import Share
 
 WAIT_SECONDS = 20.0
 
@@ -137,6 +138,7 @@ class OrderedLinks(LinkFactory):
     kind = "memory"
 
     def __init__(self, inner: MemoryLinks, device: Device) -> None:
+        self.staging = inner.staging
         self._inner = inner
         self._device = device
 
@@ -189,6 +191,10 @@ class _OrderedOutbound(_Ordered, Outbound):
 
 
 class _OrderedInbound(_Ordered, Inbound):
+    @property
+    def share(self) -> Share:  # type: ignore[override]
+        return self.inner.share
+
     def post(self, nbytes: int) -> _OrderedReceive | None:
         receive = self.inner.post(nbytes)
         return None if receive is None else _OrderedReceive(self, receive)

@@ -50,6 +50,7 @@ class FaultyLinks(LinkFactory):
 
     def __init__(self, inner: LinkFactory, faults: Faults, seed: int = 0) -> None:
         self.kind = inner.kind
+        self.staging = inner.staging
         self.faults = faults
         self.frozen = False
         self.inner = inner
@@ -264,6 +265,7 @@ class FaultyInbound(_End, Inbound):
     def __init__(self, inner: Inbound, fate: _Fate) -> None:
         super().__init__(inner, fate)
         self._inner = inner
+        self.share = inner.share
 
     def post(self, nbytes: int) -> FaultyReceive | None:
         """The inner link's."""

@@ -13,7 +13,7 @@ from collections import deque
 import torch
 
 from p2pkv.links.base import Guard, Inbound, LinkError, LinkFactory, Outbound
-from p2pkv.links.staging import Slots, aligned
+from p2pkv.links.staging import Share, Slots, StagingBudget, aligned
 
 _DEFAULT_STAGING = 1 << 30
 
@@ -37,7 +37,8 @@ class MemoryNetwork:
         self._wires: dict[bytes, _Wire] = {}
 
     def rank(self, staging_bytes: int = _DEFAULT_STAGING) -> MemoryLinks:
-        """The factory of one more rank, whose sends may hold `staging_bytes` on each link."""
+        """The factory of one more rank: a D whose receives may hold `staging_bytes` together, or a P whose
+        sends may hold them on each link."""
         return MemoryLinks(self, staging_bytes)
 
     def open(self) -> bytes:
@@ -60,7 +61,7 @@ class MemoryLinks(LinkFactory):
 
     def __init__(self, network: MemoryNetwork, staging_bytes: int) -> None:
         self._network = network
-        self._staging_bytes = staging_bytes
+        self.staging = StagingBudget(staging_bytes)
         self._ends: list[MemoryInbound | MemoryOutbound] = []
         self._closed = False
 
@@ -75,7 +76,7 @@ class MemoryLinks(LinkFactory):
         wire = self._network.wire(invitation)
         if wire.accepted:
             raise LinkError(f"invitation {invitation!r} was accepted before")
-        inbound = MemoryInbound(wire, window)
+        inbound = MemoryInbound(wire, window, Share(self.staging))
         wire.accepted = True
         self._ends.append(inbound)
         return inbound, b"accept " + invitation
@@ -86,7 +87,7 @@ class MemoryLinks(LinkFactory):
         wire = self._network.wire(invitation)
         if acceptance != b"accept " + invitation or not wire.accepted:
             raise LinkError(f"{acceptance!r} does not answer invitation {invitation!r}")
-        outbound = MemoryOutbound(wire, self._staging_bytes)
+        outbound = MemoryOutbound(wire, self.staging.limit)
         wire.completed = True
         self._ends.append(outbound)
         return outbound
@@ -135,9 +136,10 @@ class MemoryReceive:
 class MemoryInbound(Inbound):
     """D's end: a window of real bytes, so that slots can be told apart."""
 
-    def __init__(self, wire: _Wire, window: int) -> None:
+    def __init__(self, wire: _Wire, window: int, share: Share) -> None:
         self.guard = Guard("the memory link from a peer")
         self.dead = False
+        self.share = share
         self._slots = Slots(window)
         self._window = torch.zeros(self._slots.capacity, dtype=torch.uint8)
         self._wire = wire
@@ -152,18 +154,13 @@ class MemoryInbound(Inbound):
     def post(self, nbytes: int) -> MemoryReceive | None:
         """Post the next receive, or None while the window has no room for it."""
         self.guard.check()
-        offset = None if self.dead else self._slots.take(nbytes)
+        offset = None if self.dead else self._slots.take(nbytes, self.share)
         if offset is None:
             return None
         receive = MemoryReceive(self, self._next, offset, self._window[offset : offset + nbytes])
         self._next += 1
         self._waiting.append(receive)
         return receive
-
-    @property
-    def used(self) -> int:
-        """Bytes of the window that posted receives hold."""
-        return 0 if self.guard.reason else self._slots.used
 
     def give(self, receive: MemoryReceive) -> None:
         """A receive has been released."""
@@ -188,6 +185,7 @@ class MemoryInbound(Inbound):
         """`abort` for the factory, whose thread may be another one."""
         self.guard.fail(reason)
         self._waiting.clear()
+        self._slots.give_all()
 
     def _take(self, receive: MemoryReceive, data: torch.Tensor) -> None:
         if data.numel() != receive.buffer.numel():

@@ -95,16 +95,16 @@ PRODUCT = (
     ),
     Mutant(
         "D's staging is granted without a budget",
-        "p2pkv/engine/consumer.py",
-        "return left >= 0 and (not held or held + nbytes <= left)",
+        "p2pkv/links/staging.py",
+        "return left >= 0 and (not self.held or self.held + need <= left)",
         "return True",
         ("tests/engine/test_backpressure.py::"
          "test_ps_that_hold_receives_leave_room_for_another_and_all_keep_to_the_budget",),
     ),
     Mutant(
         "one P may hold all of D's staging",
-        "p2pkv/engine/consumer.py",
-        "return left >= 0 and (not held or held + nbytes <= left)",
+        "p2pkv/links/staging.py",
+        "return left >= 0 and (not self.held or self.held + need <= left)",
         "return left >= 0",
         ("tests/engine/test_backpressure.py::"
          "test_ps_that_hold_receives_leave_room_for_another_and_all_keep_to_the_budget",),

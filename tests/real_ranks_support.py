@@ -143,8 +143,8 @@ def run(p: Engine, d: Engine, until: Callable[[], bool], seconds: float = 30.0) 
 
 def finish(p: Engine, d: Engine) -> None:
     run(p, d, lambda: not p.scheduler.requests and not d.scheduler.requests)
-    assert p.free == p._free
-    assert d.free == d._free
+    assert p.free == p.all_free
+    assert d.free == d.all_free
 
 
 def ask_both(p: Engine, d: Engine, unique: int | str, prompt: list[int]) -> None:

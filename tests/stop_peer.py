@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from engine_support import Engine, Geometry, make_engine, prefill, step, wrong_cells
+from engine_support import Engine, Geometry, make_engine, prefill, step
 from gil_support import hold_lock
 
 from p2pkv.control.announcer import Pinger
@@ -39,15 +39,6 @@ def obey(engine: Engine, order: dict[str, Any]) -> None:
         case "half":
             engine.do(do.OfferPrompt(key, peer, tokens, b"digest"))
             step(engine, key, BLOCKS, 0, tokens // 2)
-        case "other half":
-            step(engine, key, BLOCKS, tokens // 2, tokens)
-        case "expect":
-            engine.do(do.Expect(key, peer, tokens, b"digest"))
-        case "take":
-            engine.wait(do.Begun(key))
-            engine.do(do.Load(key, 0, tokens - 1, (BLOCKS,)))
-            engine.wait(do.Loaded(key))
-            assert wrong_cells(engine.ranks[0], BLOCKS, 0, tokens - 1) == []
         case "load":
             engine.do(do.Expect(key, peer, tokens, b"digest"))
             engine.wait(do.Begun(key))

@@ -6,26 +6,20 @@ V value size of a head.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from p2pkv.demo.tiny_model import write_tokenizer
-
-_RECIPE = 1
+from p2pkv.demo.tiny_model import TinyModel, matrix
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinyDeepseek:
+class TinyDeepseek(TinyModel):
     """vLLM's CPU kernel for MLA knows R = 512 and P = 64 only."""
 
+    family = "deepseek"
     layers: int = 3
     hidden: int = 128
     heads: int = 4
@@ -34,21 +28,8 @@ class TinyDeepseek:
     nope: int = 32
     value: int = 32
     mlp: int = 256
-    vocab: int = 1024
-    max_positions: int = 2048
-    seed: int = 0
 
-    @property
-    def name(self) -> str:
-        text = json.dumps([_RECIPE, asdict(self)], sort_keys=True)
-        return f"tiny-deepseek-{self.layers}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-    def write(self, directory: Path) -> None:
-        silent = write_tokenizer(self.vocab, self.max_positions, directory)
-        (directory / "config.json").write_text(json.dumps(self._config()))
-        save_file(dict(self._weights(silent)), directory / "model.safetensors", metadata={"format": "pt"})
-
-    def _config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, Any]:
         return {
             "architectures": ["DeepseekV2ForCausalLM"],
             "model_type": "deepseek_v2",
@@ -79,28 +60,31 @@ class TinyDeepseek:
             "torch_dtype": "float32",
         }
 
-    def _weights(self, silent: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, silent: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
         """A matrix is [out, in]. Tokens in `silent` are never the likeliest."""
         draw = torch.Generator().manual_seed(self.seed)
-
-        def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
-            return torch.randn(rows, columns, generator=draw) * (gain / math.sqrt(columns))
 
         yield "model.embed_tokens.weight", torch.randn(self.vocab, self.hidden, generator=draw)
         for layer in range(self.layers):
             name = f"model.layers.{layer}."
             yield name + "input_layernorm.weight", torch.ones(self.hidden)
             attention = name + "self_attn."
-            yield attention + "q_proj.weight", matrix(self.heads * (self.nope + self.rope), self.hidden, 2.0)
-            yield attention + "kv_a_proj_with_mqa.weight", matrix(self.rank + self.rope, self.hidden)
+            yield (
+                attention + "q_proj.weight",
+                matrix(draw, self.heads * (self.nope + self.rope), self.hidden, 2.0),
+            )
+            yield attention + "kv_a_proj_with_mqa.weight", matrix(draw, self.rank + self.rope, self.hidden)
             yield attention + "kv_a_layernorm.weight", torch.ones(self.rank)
-            yield attention + "kv_b_proj.weight", matrix(self.heads * (self.nope + self.value), self.rank)
-            yield attention + "o_proj.weight", matrix(self.hidden, self.heads * self.value, 3.0)
+            yield (
+                attention + "kv_b_proj.weight",
+                matrix(draw, self.heads * (self.nope + self.value), self.rank),
+            )
+            yield attention + "o_proj.weight", matrix(draw, self.hidden, self.heads * self.value, 3.0)
             yield name + "post_attention_layernorm.weight", torch.ones(self.hidden)
-            yield name + "mlp.gate_proj.weight", matrix(self.mlp, self.hidden)
-            yield name + "mlp.up_proj.weight", matrix(self.mlp, self.hidden)
-            yield name + "mlp.down_proj.weight", matrix(self.hidden, self.mlp, 1.5)
+            yield name + "mlp.gate_proj.weight", matrix(draw, self.mlp, self.hidden)
+            yield name + "mlp.up_proj.weight", matrix(draw, self.mlp, self.hidden)
+            yield name + "mlp.down_proj.weight", matrix(draw, self.hidden, self.mlp, 1.5)
         yield "model.norm.weight", torch.ones(self.hidden)
-        head = matrix(self.vocab, self.hidden, 4.0)
+        head = matrix(draw, self.vocab, self.hidden, 4.0)
         head[silent] = 0.0
         yield "lm_head.weight", head

@@ -5,26 +5,20 @@ Shape legend: E hidden size, A attention heads, K KV heads, D head size.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from p2pkv.demo.tiny_model import write_tokenizer
-
-_RECIPE = 1
+from p2pkv.demo.tiny_model import TinyModel, matrix
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinyGemma:
+class TinyGemma(TinyModel):
     """`window`: tokens that a layer with a window sees, itself counted."""
 
+    family = "gemma"
     layers: int = 8
     pattern: int = 4
     """Of so many layers in a row the last one sees all."""
@@ -34,21 +28,8 @@ class TinyGemma:
     kv_heads: int = 2
     head_dim: int = 32
     mlp: int = 256
-    vocab: int = 1024
-    max_positions: int = 2048
-    seed: int = 0
 
-    @property
-    def name(self) -> str:
-        text = json.dumps([_RECIPE, asdict(self)], sort_keys=True)
-        return f"tiny-gemma-{self.layers}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-    def write(self, directory: Path) -> None:
-        silent = write_tokenizer(self.vocab, self.max_positions, directory)
-        (directory / "config.json").write_text(json.dumps(self._config()))
-        save_file(dict(self._weights(silent)), directory / "model.safetensors", metadata={"format": "pt"})
-
-    def _config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, Any]:
         kinds = [
             "full_attention" if layer % self.pattern == self.pattern - 1 else "sliding_attention"
             for layer in range(self.layers)
@@ -78,15 +59,12 @@ class TinyGemma:
             "torch_dtype": "float32",
         }
 
-    def _weights(self, silent: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, silent: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
         """A matrix is [out, in]. Norms add 1 to their weights. Tokens in `silent` are never the likeliest."""
         draw = torch.Generator().manual_seed(self.seed)
 
-        def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
-            return torch.randn(rows, columns, generator=draw) * (gain / math.sqrt(columns))
-
         # The embedding is the head too, and Gemma multiplies it by sqrt(E) on the way in.
-        table = torch.randn(self.vocab, self.hidden, generator=draw) * (4.0 / math.sqrt(self.hidden))
+        table = matrix(draw, self.vocab, self.hidden, 4.0)
         table[silent] = 0.0
         yield "model.embed_tokens.weight", table
         for layer in range(self.layers):
@@ -97,13 +75,13 @@ class TinyGemma:
             for norm in ("post_attention_layernorm", "post_feedforward_layernorm"):
                 yield f"{name}{norm}.weight", torch.full((self.hidden,), 2.0)
             attention = name + "self_attn."
-            yield attention + "q_proj.weight", matrix(self.heads * self.head_dim, self.hidden)
-            yield attention + "k_proj.weight", matrix(self.kv_heads * self.head_dim, self.hidden)
-            yield attention + "v_proj.weight", matrix(self.kv_heads * self.head_dim, self.hidden)
-            yield attention + "o_proj.weight", matrix(self.hidden, self.heads * self.head_dim)
+            yield attention + "q_proj.weight", matrix(draw, self.heads * self.head_dim, self.hidden)
+            yield attention + "k_proj.weight", matrix(draw, self.kv_heads * self.head_dim, self.hidden)
+            yield attention + "v_proj.weight", matrix(draw, self.kv_heads * self.head_dim, self.hidden)
+            yield attention + "o_proj.weight", matrix(draw, self.hidden, self.heads * self.head_dim)
             yield attention + "q_norm.weight", torch.full((self.head_dim,), 0.5)
             yield attention + "k_norm.weight", torch.full((self.head_dim,), 0.5)
-            yield name + "mlp.gate_proj.weight", matrix(self.mlp, self.hidden)
-            yield name + "mlp.up_proj.weight", matrix(self.mlp, self.hidden)
-            yield name + "mlp.down_proj.weight", matrix(self.hidden, self.mlp)
+            yield name + "mlp.gate_proj.weight", matrix(draw, self.mlp, self.hidden)
+            yield name + "mlp.up_proj.weight", matrix(draw, self.mlp, self.hidden)
+            yield name + "mlp.down_proj.weight", matrix(draw, self.hidden, self.mlp)
         yield "model.norm.weight", torch.zeros(self.hidden)

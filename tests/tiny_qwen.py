@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from p2pkv.demo.tiny_model import write_tokenizer
-
-_RECIPE = 1
+from p2pkv.demo.tiny_model import TinyModel, write_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinyQwen:
+class TinyQwen(TinyModel):
     """vLLM's CPU kernels want heads of 128."""
 
+    family = "qwen"
+    recipe = 2
     layers: int = 4
     hidden: int = 128
     heads: int = 4
@@ -27,14 +25,6 @@ class TinyQwen:
     key_heads: int = 2
     value_heads: int = 4
     mlp: int = 128
-    vocab: int = 1024
-    max_positions: int = 2048
-    seed: int = 0
-
-    @property
-    def name(self) -> str:
-        text = json.dumps([_RECIPE, asdict(self)], sort_keys=True)
-        return f"tiny-qwen-{self.layers}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
     def write(self, directory: Path) -> None:
         from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
@@ -65,7 +55,9 @@ class TinyQwen:
             torch_dtype="float32",
         )
         draw = torch.Generator().manual_seed(self.seed)
-        model = Qwen3NextForCausalLM(config)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)  # transformers draws the decays (A_log)
+            model = Qwen3NextForCausalLM(config)
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if weight.dim() > 1:

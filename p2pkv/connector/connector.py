@@ -32,9 +32,8 @@ from p2pkv.connector.describe import (
 )
 from p2pkv.connector.identity import Pairs
 from p2pkv.connector.idle_steps import CORE, FIRST_WAIT, REST, SPINNING, IdlePace
-from p2pkv.connector.metadata import StepMetadata, WorkerNews
+from p2pkv.connector.metadata import P2pKvMetrics, P2pKvStats, StepMetadata, WorkerNews
 from p2pkv.connector.scheduler import ConsumerScheduler, ProducerScheduler
-from p2pkv.connector.stats import P2pKvMetrics, P2pKvStats
 from p2pkv.connector.worker import Worker
 from p2pkv.control.announcer import ANSWER_TOKENS, Announcement, Announcer, WarmUp
 from p2pkv.control.discovery import DISCOVERY_VERSION, Ping

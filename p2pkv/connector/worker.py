@@ -10,8 +10,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from p2pkv.connector.idle_steps import SPINNING, Bell
-from p2pkv.connector.metadata import Ended, StepMetadata, WorkerNews
-from p2pkv.connector.stats import Growth, P2pKvStats
+from p2pkv.connector.metadata import Ended, Growth, P2pKvStats, StepMetadata, WorkerNews
 from p2pkv.device import Fence, make_recorder
 from p2pkv.engine import commands as do
 from p2pkv.engine.rank import Rank

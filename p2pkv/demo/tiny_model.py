@@ -18,13 +18,10 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
-
-# Part of every cached model's name: raise it whenever the same parameters give another model.
-_RECIPE = 1
 
 _SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 
@@ -44,9 +41,67 @@ _BRANCH_GAIN = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinyLlama:
-    """The parameters of a tiny Llama; equal parameters give equal files."""
+class TinyModel:
+    """The parameters of a tiny model; equal parameters give equal files.
 
+    Attributes:
+        family: part of the name.
+        recipe: part of what the name is made from: raise it whenever the same parameters give another model.
+        vocab: upper bound of the tokenizer's vocabulary; the embedding has exactly this many rows.
+        max_positions: longest sequence, in tokens.
+    """
+
+    family: ClassVar[str]
+    recipe: ClassVar[int] = 1
+    layers: int
+    vocab: int = 1024
+    max_positions: int = 2048
+    seed: int = 0
+
+    @property
+    def shape(self) -> str:
+        """The part of the name that people read."""
+        return str(self.layers)
+
+    @property
+    def name(self) -> str:
+        """A directory name that is the same for equal parameters only."""
+        text = json.dumps([self.recipe, asdict(self)], sort_keys=True)
+        return f"tiny-{self.family}-{self.shape}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+    def write(self, directory: Path) -> None:
+        """Write config, tokenizer and weights into an existing directory."""
+        from safetensors.torch import save_file
+
+        silent = write_tokenizer(self.vocab, self.max_positions, directory)
+        _write_json(directory / "config.json", self.config())
+        save_file(dict(self.weights(silent)), directory / "model.safetensors", metadata={"format": "pt"})
+
+    def config(self) -> dict[str, Any]:
+        """What config.json holds."""
+        raise NotImplementedError
+
+    def weights(self, silent: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of every weight; a matrix is [out, in].
+
+        Tokens in `silent` are never the likeliest, so that every answer is readable text and runs to its
+        limit.
+        """
+        raise NotImplementedError
+
+
+def matrix(draw: torch.Generator, rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+    """float32 [rows, columns]: gives outputs of root mean square `gain` for inputs of root mean square 1."""
+    import torch
+
+    return torch.randn(rows, columns, generator=draw) * (gain / math.sqrt(columns))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyLlama(TinyModel):
+    """The parameters of a tiny Llama."""
+
+    family = "llama"
     layers: int = 4
     hidden: int = 256
     heads: int = 8
@@ -54,12 +109,8 @@ class TinyLlama:
     head_dim: int = 32
     mlp: int = 512
     """Width of the MLP."""
-    vocab: int = 1024
-    """Upper bound of the tokenizer's vocabulary; the embedding has exactly this many rows."""
     max_positions: int = 4096
-    """Longest sequence, in tokens."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    seed: int = 0
 
     def __post_init__(self) -> None:
         sizes = (
@@ -86,15 +137,67 @@ class TinyLlama:
         return self.layers * 2 * self.kv_heads * self.head_dim * (4 if self.dtype == "float32" else 2)
 
     @property
-    def name(self) -> str:
-        """A directory name that is the same for equal parameters only."""
-        text = json.dumps([_RECIPE, asdict(self)], sort_keys=True)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-        return f"tiny-llama-{self.layers}x{self.kv_heads}x{self.head_dim}-{digest}"
+    def shape(self) -> str:
+        return f"{self.layers}x{self.kv_heads}x{self.head_dim}"
 
     def write(self, directory: Path) -> None:
-        """Write config, tokenizer and weights into an existing directory."""
-        write_model(self, directory)
+        super().write(directory)
+        _write_json(directory / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.mlp,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.max_positions,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "torch_dtype": self.dtype,
+        }
+
+    def weights(self, silent: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
+        import torch
+
+        draw = torch.Generator().manual_seed(self.seed)
+        dtype = getattr(torch, self.dtype)
+
+        def some(rows: int, columns: int, gain: float) -> torch.Tensor:
+            return matrix(draw, rows, columns, gain).to(dtype)
+
+        def ones() -> torch.Tensor:
+            return torch.ones(self.hidden, dtype=dtype)
+
+        query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        # A score is q.k / sqrt(D), so that its deviation is the product of the two gains.
+        sharp = math.sqrt(_SCORE_STD)
+        yield "model.embed_tokens.weight", torch.randn(self.vocab, self.hidden, generator=draw).to(dtype)
+        for layer in range(self.layers):
+            prefix = f"model.layers.{layer}."
+            yield prefix + "input_layernorm.weight", ones()
+            yield prefix + "self_attn.q_proj.weight", some(query, self.hidden, sharp)
+            yield prefix + "self_attn.k_proj.weight", some(kv, self.hidden, sharp)
+            yield prefix + "self_attn.v_proj.weight", some(kv, self.hidden, 1.0)
+            yield prefix + "self_attn.o_proj.weight", some(self.hidden, query, 2 * _BRANCH_GAIN)
+            yield prefix + "post_attention_layernorm.weight", ones()
+            yield prefix + "mlp.gate_proj.weight", some(self.mlp, self.hidden, 1.0)
+            yield prefix + "mlp.up_proj.weight", some(self.mlp, self.hidden, 1.0)
+            yield prefix + "mlp.down_proj.weight", some(self.hidden, self.mlp, _BRANCH_GAIN)
+        yield "model.norm.weight", ones()
+        head = matrix(draw, self.vocab, self.hidden, _LOGIT_STD)
+        head[silent] = 0.0
+        yield "lm_head.weight", head.to(dtype)
 
 
 def llama_8b_geometry(*, hidden: int = 128, max_positions: int = 8448) -> TinyLlama:
@@ -147,78 +250,6 @@ def ensure_model(spec: Spec, cache_dir: Path | None = None) -> Path:
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return target
-
-
-def write_model(spec: TinyLlama, directory: Path) -> None:
-    """Write config, tokenizer and weights of `spec` into an existing directory."""
-    from safetensors.torch import save_file
-
-    silent = write_tokenizer(spec.vocab, spec.max_positions, directory)
-    _write_json(directory / "config.json", _config(spec))
-    _write_json(directory / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
-    save_file(dict(_weights(spec, silent)), directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def _config(spec: TinyLlama) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": spec.vocab,
-        "hidden_size": spec.hidden,
-        "intermediate_size": spec.mlp,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
-        "max_position_embeddings": spec.max_positions,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "torch_dtype": spec.dtype,
-    }
-
-
-def _weights(spec: TinyLlama, silent: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every weight; a matrix is [out, in], as Llama's checkpoints have it.
-
-    Tokens in `silent` are never the likeliest, so that every answer is readable text and runs to its limit.
-    """
-    import torch
-
-    draw = torch.Generator().manual_seed(spec.seed)
-    dtype = getattr(torch, spec.dtype)
-
-    def matrix(rows: int, columns: int, gain: float) -> torch.Tensor:
-        """Gives outputs of root mean square `gain` for inputs of root mean square 1."""
-        return (torch.randn(rows, columns, generator=draw) * (gain / math.sqrt(columns))).to(dtype)
-
-    def ones() -> torch.Tensor:
-        return torch.ones(spec.hidden, dtype=dtype)
-
-    query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    # A score is q.k / sqrt(D), so that its deviation is the product of the two gains.
-    sharp = math.sqrt(_SCORE_STD)
-    yield "model.embed_tokens.weight", torch.randn(spec.vocab, spec.hidden, generator=draw).to(dtype)
-    for layer in range(spec.layers):
-        prefix = f"model.layers.{layer}."
-        yield prefix + "input_layernorm.weight", ones()
-        yield prefix + "self_attn.q_proj.weight", matrix(query, spec.hidden, sharp)
-        yield prefix + "self_attn.k_proj.weight", matrix(kv, spec.hidden, sharp)
-        yield prefix + "self_attn.v_proj.weight", matrix(kv, spec.hidden, 1.0)
-        yield prefix + "self_attn.o_proj.weight", matrix(spec.hidden, query, 2 * _BRANCH_GAIN)
-        yield prefix + "post_attention_layernorm.weight", ones()
-        yield prefix + "mlp.gate_proj.weight", matrix(spec.mlp, spec.hidden, 1.0)
-        yield prefix + "mlp.up_proj.weight", matrix(spec.mlp, spec.hidden, 1.0)
-        yield prefix + "mlp.down_proj.weight", matrix(spec.hidden, spec.mlp, _BRANCH_GAIN)
-    yield "model.norm.weight", ones()
-    head = torch.randn(spec.vocab, spec.hidden, generator=draw) * (_LOGIT_STD / math.sqrt(spec.hidden))
-    head[silent] = 0.0
-    yield "lm_head.weight", head.to(dtype)
 
 
 def write_tokenizer(vocab: int, max_positions: int, directory: Path) -> list[int]:

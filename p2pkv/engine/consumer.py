@@ -52,7 +52,7 @@ class Consumer:
         self._next_beat = 0.0
         self._window = max(1, context.options.staging_bytes // 2)
         context.counters.gauges |= {
-            "staging_bytes": lambda: self._incoming.staged,
+            "staging_bytes": lambda: context.links.staging.used,
             "ahead_bytes": lambda: early_buffers.used,
             "receives_posted": lambda: sum(len(peer.posted) for peer in self._peers),
             "receives_asked": lambda: sum(len(peer.asked) for peer in self._peers),
@@ -239,10 +239,7 @@ class Consumer:
 
 
 class Incoming:
-    """What comes from the ranks of P; one rank's staging is shared by all of them.
-
-    A turn looks at the `watched` of `peers`.
-    """
+    """What comes from the ranks of P. A turn looks at the `watched` of `peers`."""
 
     def __init__(
         self,
@@ -253,19 +250,15 @@ class Incoming:
     ) -> None:
         self._ctx = context
         self._peers = peers
-        self._others = 0
-        """Bytes that receives of all other ranks of P hold while one has its turn."""
         self._requests = requests
         self._early_buffers = early_buffers
 
     def pump(self, now: float) -> bool:
         """Move what can be moved now; whether to come back soon."""
-        watched = self._peers.watched
-        staged = sum(peer.staged for peer in watched)
-        for peer in watched:
+        for peer in self._peers.watched:
             if peer not in self._peers:
                 continue
-            rests, self._others = not peer.busy, staged - peer.staged
+            rests = not peer.busy
             try:
                 peer.poll()
                 newest = peer.newest
@@ -279,7 +272,6 @@ class Incoming:
                     peer.poll()  # which may launch receives: their grants are out by now
             except LinkError as error:
                 self._requests.link_lost(peer, f"the link from {peer.address} broke: {error}", now)
-            staged = self._others + peer.staged
             if rests and not peer.busy:
                 self._peers.rest(peer)
         self._unload(now)
@@ -295,7 +287,7 @@ class Incoming:
                 peer.asked.popleft()
                 continue
             reserve = RESERVED_CHUNKS * self._ctx.options.chunk_bytes if _is_ahead(entry) else 0
-            posted = peer.post() if self._may_hold(peer, chunk.nbytes, reserve) else None
+            posted = peer.post(reserve)
             if posted is None:
                 peer.wait()
                 return
@@ -415,20 +407,6 @@ class Incoming:
                 part_bytes = arrived.buffer[offset + begin :][: window.size(part)]
                 rows.scatter(part_bytes, layers, (part.start, part.stop), heads, entry.blocks)
             offset += window.size(piece)
-
-    def _may_hold(self, peer: PrefillPeer, nbytes: int, reserve: int) -> bool:
-        """Whether this peer's receives may hold `nbytes` more and leave `reserve` bytes of staging free.
-
-        A peer that already holds some must leave as much free, so silent peers together never take all of it.
-        """
-        held = peer.staged
-        left = self._ctx.options.staging_bytes - self._others - held - nbytes - reserve
-        return left >= 0 and (not held or held + nbytes <= left)
-
-    @property
-    def staged(self) -> int:
-        """Bytes that posted receives hold."""
-        return sum(peer.staged for peer in self._peers)
 
 
 def _is_ahead(entry: RequestEntry) -> bool:

@@ -426,14 +426,11 @@ class PrefillPeer:
         return Assignment.of(edges, self.wires)
 
     @property
-    def staged(self) -> int:
-        """Bytes that posted receives hold."""
-        return self._inbound.used if self._inbound is not None else 0
-
-    @property
     def busy(self) -> bool:
         """Whether the next turn may find something to do here."""
-        return bool(self.asked or self.posted or (self._inbound is not None and not self._up) or self.staged)
+        return bool(
+            self.asked or self.posted or (self._inbound is not None and (not self._up or self._inbound.used))
+        )
 
     def stir(self) -> None:
         """Let every turn look at this peer, for as long as it is busy."""
@@ -529,11 +526,14 @@ class PrefillPeer:
         """The receive that was posted last, of those that wait."""
         return self.posted[-1] if self.posted else None
 
-    def post(self) -> Posted | None:
-        """Post a receive for the oldest announced chunk, if the link has room. Raises LinkError."""
+    def post(self, reserve: int) -> Posted | None:
+        """Post a receive for the oldest announced chunk, if the link has room, and the rank's staging has,
+        of which `reserve` bytes must stay free. Raises LinkError."""
         if not self.asked or self._inbound is None or not self._inbound.ready():
             return None
         key, chunk = self.asked[0]
+        if not self._inbound.share.grants(chunk.nbytes, reserve):
+            return None
         try:
             receive = self._inbound.post(chunk.nbytes)
         except ValueError as error:

@@ -31,6 +31,8 @@ import msgspec
 import torch
 from msgspec import Meta, Struct
 
+from p2pkv.links.staging import Share, StagingBudget
+
 
 class LinkError(Exception):
     """This link can no longer be used; abort it and, if the peer lives, build a new one."""
@@ -72,7 +74,9 @@ class Send(Protocol):
 
 
 class Inbound(ABC):
-    """D's end of a link."""
+    """D's end of a link. `share`: what its posted receives hold of the rank's staging."""
+
+    share: Share
 
     @abstractmethod
     def ready(self) -> bool:
@@ -82,13 +86,14 @@ class Inbound(ABC):
     def post(self, nbytes: int) -> Receive | None:
         """Post the next receive in order, or None while the window has no room for `nbytes`.
 
+        Whether the rank's staging has room for it beside other links is for the caller to ask of `share`.
         Raises ValueError if `nbytes` could never fit, LinkError after `abort`.
         """
 
     @property
-    @abstractmethod
     def used(self) -> int:
         """Bytes of the window that posted receives hold now; 0 at the baseline."""
+        return self.share.held
 
     @abstractmethod
     def poll(self) -> None:
@@ -125,9 +130,15 @@ class Outbound(ABC):
 
 
 class LinkFactory(ABC):
-    """Makes the ends of links of one kind for one rank. `kind` is the name that peers compare."""
+    """Makes the ends of links of one kind for one rank.
+
+    Attributes:
+        kind: the name that peers compare.
+        staging: the budget of this rank, which all its links share.
+    """
 
     kind: str
+    staging: StagingBudget
     poll_seconds = 0.001
     """Seconds between two polls while a link has something under way; messages come in between."""
     build_seconds = 0.0

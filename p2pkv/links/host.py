@@ -43,7 +43,7 @@ from p2pkv.links.shared_memory import (
     this_namespace,
     to_landing,
 )
-from p2pkv.links.staging import StagingBudget
+from p2pkv.links.staging import Share, StagingBudget
 from p2pkv.links.tcp import TcpListener, TcpOutbound, TcpReader, is_loopback, numeric
 from p2pkv.trust import Networks
 
@@ -102,14 +102,15 @@ class HostLinks(LinkFactory):
 
         Args:
             host: address or name of this machine that peers can dial; D's ends listen there.
-            staging_bytes: what all TCP sends of this rank may hold together; shared memory needs none.
+            staging_bytes: what the links of this rank may hold together: on D posted receives, on P TCP's
+                sends. Sends through shared memory need none.
             shared_memory: False makes every link use TCP.
             allowed: networks outside of which no D is dialed; None for any.
         """
         self.host = numeric(host)
         self.shared_memory = shared_memory and can_share()
         self._allowed = allowed
-        self._budget = StagingBudget(staging_bytes)
+        self.staging = StagingBudget(staging_bytes)
         self._links: weakref.WeakSet[HostInbound | SharedOutbound | TcpOutbound] = weakref.WeakSet()
         self._closed = False
 
@@ -128,7 +129,8 @@ class HostLinks(LinkFactory):
         invited = decode_blob(invitation, HostInvitation)
         nonce = secrets.token_bytes(NONCE_BYTES)
         shared = self.shared_memory and invited.place is not None and invited.place == this_namespace()
-        inbound = HostInbound(window, (invited.nonce, nonce), self.host, shared=shared)
+        nonces = invited.nonce, nonce
+        inbound = HostInbound(window, nonces, self.host, Share(self.staging), shared=shared)
         self._links.add(inbound)
         acceptance = HostAcceptance(
             kind="host",
@@ -190,7 +192,7 @@ class HostLinks(LinkFactory):
                 "option to an address that this machine can reach"
             )
         address = (accepted.host, accepted.port)
-        return TcpOutbound(address, accepted.nonce, invited.nonce, self._budget)
+        return TcpOutbound(address, accepted.nonce, invited.nonce, Share(self.staging))
 
 
 # D's end.
@@ -268,9 +270,12 @@ class HostInbound(Inbound):
     so what a frozen P writes afterwards lands in memory that no link uses.
     """
 
-    def __init__(self, window: int, nonces: tuple[bytes, bytes], host: str, *, shared: bool) -> None:
+    def __init__(
+        self, window: int, nonces: tuple[bytes, bytes], host: str, share: Share, *, shared: bool
+    ) -> None:
         """`nonces`: P's, then D's own. Raises LinkError if the system refuses memory or a port."""
         self.guard = Guard("the link from a peer")
+        self.share = share
         self.lost: str | None = None
         self._peer_nonce, nonce = nonces
         self._arena: Arena | None = create_arena(window, nonce, shared=shared)
@@ -305,18 +310,13 @@ class HostInbound(Inbound):
         if sequence - ENTRIES in self._live:  # its entry of the header is still in use
             self._arena.pool.check(nbytes)
             return None
-        offset = self._arena.pool.take(nbytes)
+        offset = self._arena.pool.take(nbytes, self.share)
         if offset is None:
             return None
         receive = HostReceive(self, self._arena, sequence, offset, nbytes)
         self._live[sequence] = receive
         self._next += 1
         return receive
-
-    @property
-    def used(self) -> int:
-        """Bytes of the window that posted receives hold."""
-        return 0 if self._arena is None else self._arena.pool.used
 
     def poll(self) -> None:
         """Take what TCP has brought and return idle pages. Raises LinkError if a receive can never end."""
@@ -344,6 +344,7 @@ class HostInbound(Inbound):
             self._reader = None
         if self._arena is not None:
             self._arena.seal_off()
+            self._arena.pool.give_all()
             self._arena = None
         self._live.clear()
         self._early.clear()

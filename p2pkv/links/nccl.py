@@ -40,7 +40,7 @@ from p2pkv.links.nccl_bindings import (
 )
 from p2pkv.links.nccl_communicator import Opening, Shared, wait_out
 from p2pkv.links.nccl_device import CudaDevice, Device, DevicePool, StreamEvent
-from p2pkv.links.staging import Slots, aligned
+from p2pkv.links.staging import Share, StagingBudget, aligned
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,9 @@ class NcclLinks(LinkFactory):
         self.poll_seconds = POLL_SECONDS
         owner = Guard(f"NCCL on {device.name}")
         most_busy = max(1, int(device.processors * BUSY_SHARE) // channels)
-        self._shared = Shared(nccl, device, DevicePool(device, staging_bytes), init_seconds, owner, most_busy)
+        self.staging = StagingBudget(staging_bytes)
+        pool = DevicePool(device, staging_bytes)
+        self._shared = Shared(nccl, device, pool, self.staging, init_seconds, owner, most_busy)
         self._version = nccl.version()
         self.kind = f"nccl {version_name(self._version)}"
         self._links: list[NcclInbound | NcclOutbound] = []
@@ -145,11 +147,6 @@ class NcclLinks(LinkFactory):
     def stuck(self) -> int:
         """Calls to NCCL that were given up and have not come back."""
         return self._shared.stuck
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of the slots in use, those included that a stuck abort holds; 0 at the baseline."""
-        return self._shared.pool.used
 
     def invite(self) -> bytes:
         """The name of a new communicator, and this rank's NCCL version."""
@@ -263,11 +260,11 @@ class End:
     def __init__(self, shared: Shared, what: str, unique_id: bytes, rank: int) -> None:
         self.guard = Guard(what)
         self.shared = shared
+        self.share = Share(shared.staging)
         self.sequence = 0
         self.operations: set[Operation] = set()
         """The operations that hold a slot."""
         self._rank = rank
-        self._held = 0
         self.closed = False
         shared.device.enter()
         self._stream = shared.device.stream()
@@ -283,8 +280,8 @@ class End:
 
     @property
     def used(self) -> int:
-        """Bytes that this end's operations hold."""
-        return self._held
+        """Bytes that this end's operations hold. What an abort has not given back yet is the rank's."""
+        return 0 if self.closed else self.share.held
 
     def poll(self) -> None:
         """Launch what can be, and see what the device has finished. Raises LinkError."""
@@ -318,7 +315,7 @@ class End:
         self.operations.clear()
         self._queue.clear()
         self._flying.clear()
-        self._launching, self._held = None, 0
+        self._launching = None
         self.shared.busy.discard(self)
         if comm is not None:
             offsets = [operation.offset for operation in under_way]
@@ -340,7 +337,6 @@ class End:
         """Append an operation; NCCL gets it in this order, once it is wanted."""
         self.sequence += 1
         self.operations.add(operation)
-        self._held += aligned(operation.nbytes)
         self._queue.append(operation)
         self.shared.busy.add(self)
 
@@ -352,7 +348,6 @@ class End:
     def free(self, operation: Operation) -> None:
         """Its slot may be used again."""
         self.operations.discard(operation)
-        self._held -= aligned(operation.nbytes)
         self.shared.pool.give(operation.offset)
 
     def finished(self, operation: Operation) -> None:
@@ -448,7 +443,9 @@ class NcclInbound(End, Inbound):
     """
 
     def __init__(self, shared: Shared, unique_id: bytes, window: int) -> None:
-        self._window = Slots(window).capacity
+        if window < 1:
+            raise ValueError(f"window is {window} bytes; it must be positive")
+        self._window = aligned(window)
         super().__init__(shared, "the NCCL link from a peer", unique_id, rank=1)
 
     def post(self, nbytes: int) -> NcclReceive | None:
@@ -459,7 +456,7 @@ class NcclInbound(End, Inbound):
         self.shared.pool.check(nbytes)
         if self.used + aligned(nbytes) > self._window or not self.admitted():
             return None
-        offset = self.shared.pool.take(nbytes)
+        offset = self.shared.pool.take(nbytes, self.share)
         if offset is None:
             return None
         operation = Operation(offset, self.shared.pool.tensor(offset, nbytes))
@@ -522,9 +519,9 @@ class NcclOutbound(End, Outbound):
                 f"remote slot {landing} is not that of message {self.sequence} with {nbytes} bytes; grants "
                 "must be used in order, and filled"
             )
-        if not self.admitted():
+        if not self.admitted() or not self.share.grants(nbytes):
             return None
-        offset = self.shared.pool.take_fairly(nbytes, self.used)
+        offset = self.shared.pool.take(nbytes, self.share)
         if offset is None:
             return None
         operation = Operation(offset, self.shared.pool.tensor(offset, nbytes))

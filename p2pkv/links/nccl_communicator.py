@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from p2pkv.links.base import Guard, LinkError
 from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, Nccl, NcclError
 from p2pkv.links.nccl_device import Device, DevicePool, Stream, StreamEvent
+from p2pkv.links.staging import StagingBudget
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,8 @@ class Shared:
     nccl: Nccl
     device: Device
     pool: DevicePool
+    staging: StagingBudget
+    """Slots of links included whose abort has not come back."""
     init_seconds: float
     owner: Guard
     most_busy: int

@@ -9,7 +9,7 @@ import torch
 
 from p2pkv.device import end_stream, ignore_captures, make_stream, take_memory
 from p2pkv.links.base import LinkError
-from p2pkv.links.staging import Slots, aligned
+from p2pkv.links.staging import Share, Slots
 
 
 class StreamEvent(Protocol):
@@ -153,35 +153,14 @@ class DevicePool:
         self._bytes = device.memory(self._slots.capacity)
         self._lock = threading.Lock()
 
-    @property
-    def capacity(self) -> int:
-        """Bytes of the whole pool."""
-        return self._slots.capacity
-
-    @property
-    def used(self) -> int:
-        """Bytes in slots, those of links included whose abort has not come back."""
-        return self._slots.used
-
     def check(self, nbytes: int) -> None:
         """Raises ValueError if `nbytes` is not positive or could never fit."""
         self._slots.check(nbytes)
 
-    def take(self, nbytes: int) -> int | None:
+    def take(self, nbytes: int, share: Share) -> int | None:
         """The offset of a new slot, or None while there is no room; ValueError if it could never fit."""
         with self._lock:
-            return self._slots.take(nbytes)
-
-    def take_fairly(self, nbytes: int, held: int) -> int | None:
-        """`take` for a link that holds `held` bytes already.
-
-        A link that holds something must leave as much to the others, so a silent peer never takes all.
-        """
-        left = self.capacity - self.used - aligned(nbytes)
-        if held and held + aligned(nbytes) > left:
-            self.check(nbytes)
-            return None
-        return self.take(nbytes)
+            return self._slots.take(nbytes, share)
 
     def give(self, offset: int) -> None:
         """Return the slot at `offset`."""

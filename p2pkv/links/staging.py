@@ -1,4 +1,4 @@
-"""The staging pool of host links: slots in mapped memory, and the budget that TCP links share.
+"""A rank's staging: the budget that all its links share, the slots of a pool, and host links' pool.
 
 The pool of NCCL links lies in device memory (`nccl_device`) and has the same slots.
 """
@@ -21,8 +21,52 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+class StagingBudget:
+    """How many bytes of staging one rank has, and how many of them slots of its links hold.
+
+    Slots are counted where they are taken and given back, in `Slots`. Everybody else only asks.
+    """
+
+    def __init__(self, limit: int) -> None:
+        """`limit` is rounded up to 64 bytes. Raises ValueError if it is not positive."""
+        if limit < 1:
+            raise ValueError(f"staging_bytes is {limit}; it must be positive")
+        self.limit = aligned(limit)
+        self.used = 0
+
+
+class Share:
+    """What one link holds of its rank's staging: `held` bytes."""
+
+    __slots__ = ("_budget", "held")
+
+    def __init__(self, budget: StagingBudget) -> None:
+        self._budget = budget
+        self.held = 0
+
+    @property
+    def limit(self) -> int:
+        """Bytes of the rank's staging."""
+        return self._budget.limit
+
+    def grants(self, nbytes: int, reserve: int = 0) -> bool:
+        """Whether this link may have `nbytes` more and leave `reserve` bytes of the rank's staging free.
+
+        A link that holds something must leave as much free as it would then hold, so silent peers together
+        never take all of it.
+        """
+        need = aligned(nbytes)
+        left = self._budget.limit - self._budget.used - need - reserve
+        return left >= 0 and (not self.held or self.held + need <= left)
+
+    def count(self, nbytes: int) -> None:
+        """A slot of so many bytes was taken; negative: given back."""
+        self.held += nbytes
+        self._budget.used += nbytes
+
+
 class Slots:
-    """Which parts of a space of `capacity` bytes (rounded up to 64) are taken.
+    """Which parts of a space of `capacity` bytes (rounded up to 64) are taken, and for whom.
 
     Offsets are multiples of 64. A slot takes its size rounded up to 64 bytes.
     """
@@ -31,12 +75,22 @@ class Slots:
         if capacity < 1:
             raise ValueError(f"a space of {capacity} bytes has room for nothing; give at least 1 byte")
         self.capacity = aligned(capacity)
-        self.used = 0
         self._free: list[tuple[int, int]] = [(0, self.capacity)]  # [start, stop), ordered, never touching
-        self._taken: dict[int, int] = {}
+        self._taken: dict[int, tuple[int, Share | None]] = {}
 
-    def take(self, nbytes: int) -> int | None:
+    @property
+    def used(self) -> int:
+        """Bytes that are taken."""
+        return sum(size for size, _ in tuple(self._taken.values()))
+
+    @property
+    def empty(self) -> bool:
+        return not self._taken
+
+    def take(self, nbytes: int, share: Share | None = None) -> int | None:
         """The lowest offset with room for `nbytes`, or None while there is none.
+
+        The slot counts as a part of `share`; None: it is no part of a rank's staging.
 
         Raises ValueError if `nbytes` is not positive or could never fit.
         """
@@ -45,8 +99,9 @@ class Slots:
         for index, (start, stop) in enumerate(self._free):
             if stop - start >= need:
                 self._free[index : index + 1] = [(start + need, stop)] if stop - start > need else []
-                self._taken[start] = need
-                self.used += need
+                self._taken[start] = need, share
+                if share is not None:
+                    share.count(need)
                 return start
         return None
 
@@ -59,8 +114,9 @@ class Slots:
 
     def give(self, offset: int) -> None:
         """Return the slot that `take` gave at `offset`."""
-        size = self._taken.pop(offset)
-        self.used -= size
+        size, share = self._taken.pop(offset)
+        if share is not None:
+            share.count(-size)
         start, stop = offset, offset + size
         index = bisect_left(self._free, (start, stop))
         if index < len(self._free) and self._free[index][0] == stop:
@@ -69,6 +125,11 @@ class Slots:
             index -= 1
             start = self._free.pop(index)[0]
         self._free.insert(index, (start, stop))
+
+    def give_all(self) -> None:
+        """Return all slots."""
+        for offset in list(self._taken):
+            self.give(offset)
 
 
 class MappedPool:
@@ -96,18 +157,13 @@ class MappedPool:
         """Bytes of the whole pool."""
         return self._slots.capacity
 
-    @property
-    def used(self) -> int:
-        """Bytes that slots hold now."""
-        return self._slots.used
-
     def check(self, nbytes: int) -> None:
         """Raises ValueError if `nbytes` is not positive or could never fit."""
         self._slots.check(nbytes)
 
-    def take(self, nbytes: int) -> int | None:
+    def take(self, nbytes: int, share: Share) -> int | None:
         """The offset of a new slot, or None while there is no room; ValueError if it could never fit."""
-        offset = self._slots.take(nbytes)
+        offset = self._slots.take(nbytes, share)
         if offset is not None:
             self._touched = max(self._touched, offset + aligned(nbytes))
             self._idle_since = None
@@ -116,6 +172,10 @@ class MappedPool:
     def give(self, offset: int) -> None:
         """Return the slot at `offset`."""
         self._slots.give(offset)
+
+    def give_all(self) -> None:
+        """The pool is given up: its slots hold no staging any more."""
+        self._slots.give_all()
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes] over the slot."""
@@ -127,7 +187,7 @@ class MappedPool:
 
     def tidy(self) -> None:
         """Give pages back, a step per call, once the pool has been empty for `idle_seconds`."""
-        if self._slots.used or not self._touched:
+        if not self._slots.empty or not self._touched:
             return
         now = time.monotonic()
         if self._idle_since is None:
@@ -140,21 +200,3 @@ class MappedPool:
         start = max(0, stop - _STEP)
         self._memory.madvise(self._advice, self._start + start, stop - start)
         self._touched = start
-
-
-class StagingBudget:
-    """Bytes of staging that all TCP links of one rank share."""
-
-    def __init__(self, limit: int) -> None:
-        if limit < 1:
-            raise ValueError(f"staging_bytes is {limit}; it must be positive")
-        self.limit = limit
-        self.used = 0
-
-    def grants(self, held: int, nbytes: int) -> bool:
-        """Whether a link that holds `held` may have `nbytes` more.
-
-        A link that holds something must leave as much to the others, so a silent peer never takes all.
-        """
-        left = self.limit - self.used - nbytes
-        return left >= 0 and (held == 0 or held + nbytes <= left)

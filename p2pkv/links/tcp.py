@@ -20,7 +20,7 @@ import torch
 
 from p2pkv.links.base import NONCE_BYTES, Guard, LinkError, Outbound
 from p2pkv.links.shared_memory import from_landing
-from p2pkv.links.staging import MappedPool, StagingBudget, aligned
+from p2pkv.links.staging import MappedPool, Share, aligned
 
 MAGIC = b"p2pkv\x00L1"
 HELLO_BYTES = len(MAGIC) + NONCE_BYTES
@@ -215,7 +215,7 @@ class TcpSend:
 class TcpOutbound(Outbound):
     """P's end. Connects without blocking; `ready` once D has answered the hello."""
 
-    def __init__(self, address: tuple[str, int], hello: bytes, answer: bytes, budget: StagingBudget) -> None:
+    def __init__(self, address: tuple[str, int], hello: bytes, answer: bytes, share: Share) -> None:
         """`hello`: D's nonce, which P shows; `answer`: P's nonce, which D must show.
 
         Raises LinkError if the address is malformed or there is no socket.
@@ -223,7 +223,7 @@ class TcpOutbound(Outbound):
         self.guard = Guard(f"the link to {address[0]}:{address[1]}")
         self.taken = 0
         self.lost: str | None = None
-        self._budget = budget
+        self._share = share
         self._expected = answer
         self._greeted = False
         self._next = 0
@@ -232,7 +232,7 @@ class TcpOutbound(Outbound):
         self._gone = 0  # bytes of the first outgoing send in the kernel's hands, its header included
         self._unsaid = bytearray(MAGIC + hello)
         self._heard = bytearray()
-        self._pool: MappedPool | None = _new_pool(budget.limit)
+        self._pool: MappedPool | None = _new_pool(share.limit)
         self._socket = _connect(address)
 
     def ready(self) -> bool:
@@ -253,12 +253,11 @@ class TcpOutbound(Outbound):
             from_landing(landing, self._next)
         except LinkError as error:
             raise self.guard.fail(str(error)) from None
-        if not self._budget.grants(self._pool.used, aligned(nbytes)):
+        if not self._share.grants(nbytes):
             return None
-        offset = self._pool.take(nbytes)
+        offset = self._pool.take(nbytes, self._share)
         if offset is None:
             return None
-        self._budget.used += aligned(nbytes)
         send = TcpSend(self, self._next, offset, self._pool.tensor(offset, nbytes))
         self._next += 1
         self._outgoing.append(send)
@@ -268,7 +267,7 @@ class TcpOutbound(Outbound):
     @property
     def used(self) -> int:
         """Bytes of staging that D has not taken yet."""
-        return 0 if self._pool is None else self._pool.used
+        return self._share.held
 
     def poll(self) -> None:
         """Send and receive what can be now. Raises LinkError if a send of ours can never end."""
@@ -294,7 +293,7 @@ class TcpOutbound(Outbound):
         self.guard.fail(reason)
         self._socket.close()
         if self._pool is not None:
-            self._budget.used -= self._pool.used
+            self._pool.give_all()
             self._pool = None
         self._outgoing.clear()
         self._unfinished.clear()
@@ -361,7 +360,6 @@ class TcpOutbound(Outbound):
         assert self._pool is not None
         for _ in range(count - self.taken):
             send = self._unfinished.popleft()
-            self._budget.used -= aligned(send.nbytes)
             self._pool.give(send.offset)
         self.taken = count
 

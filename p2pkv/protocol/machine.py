@@ -53,10 +53,6 @@ class Machine(Generic[State, Event]):
         """Move by something that the peer did. Raises RemoteProtocolError."""
         self._move(event, RemoteProtocolError)
 
-    def may(self, event: Event) -> bool:
-        """Whether the table allows `event` now."""
-        return event in self.table[self.state]
-
     def _move(self, event: Event, error: type[ProtocolError]) -> None:
         to = self.table[self.state].get(event)
         if to is None:

@@ -177,6 +177,7 @@ class RoughLinks(LinkFactory):
 
     def __init__(self, inner: LinkFactory) -> None:
         self.kind = inner.kind
+        self.staging = inner.staging
         self.manner = Manner()
         self._inner = inner
         self._relays: deque[Relay] = deque()

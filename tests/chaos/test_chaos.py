@@ -116,7 +116,7 @@ def connect(address: Address) -> socket.socket:
             assert time.monotonic() < end, "the door did not open in 10 s"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_short_run() -> None:
     run = subprocess.Popen(
         command("--seconds", "6", "--seed", "3"),

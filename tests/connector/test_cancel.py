@@ -35,15 +35,15 @@ class Play:
     def __init__(self, p: Engine, d: Engine) -> None:
         self.p, self.d = p, d
         outer = pair_id("cancelled", prefill=p.address, decode=d.address)
-        self._id, self._prompt = inner_id(outer), tokens(LENGTH)
+        self.id, self.prompt = inner_id(outer), tokens(LENGTH)
         self.on_p: Request | None = None
         self.on_d: Request | None = None
 
     def ask_p(self, max_tokens: int = 1) -> None:
-        self.on_p = self.p.ask(self._id, self._prompt, max_tokens=max_tokens)
+        self.on_p = self.p.ask(self.id, self.prompt, max_tokens=max_tokens)
 
     def ask_d(self, max_tokens: int = 20) -> None:
-        self.on_d = self.d.ask(self._id, self._prompt, max_tokens=max_tokens)
+        self.on_d = self.d.ask(self.id, self.prompt, max_tokens=max_tokens)
 
     def both_until(self, condition: Callable[[], object]) -> None:
         run(self.p, self.d, lambda: bool(condition()))
@@ -51,10 +51,10 @@ class Play:
     # Of D
 
     def asking(self) -> Any:
-        return self.d.scheduler.connector._consuming._asking[self._id]
+        return self.d.scheduler.connector._consuming._asking[self.id]
 
     def ended(self, engine: Engine) -> bool:
-        return self._id in engine.ended
+        return self.id in engine.ended
 
     # The stages
 
@@ -157,13 +157,13 @@ def test_a_client_that_leaves(engines: Any, stage: Callable[[Play], None], who: 
     if play.on_d is None and who == "P":
         play.ask_d()  # the client is gone on P only: D comes late, and has an outcome too
     run(p, d, lambda: not p.scheduler.requests and not d.scheduler.requests, seconds=4 * LEASE + 10)
-    assert p.free == p._free and d.free == d._free
+    assert p.free == p.all_free and d.free == d.all_free
     run(p, d, lambda: not holdings(p) and not holdings(d), seconds=2 * LEASE + 5)
     for engine, request in ((p, play.on_p), (d, play.on_d)):
         assert request is None or play.ended(engine), f"{engine.role} has no last word"
     if "D" not in left and play.on_d is not None:
         wanted = {"length"} if policy == "recompute" else {"length", "error"}
-        assert d.ended[play._id] in wanted
+        assert d.ended[play.id] in wanted
 
 
 REPEATED = [Play.in_ps_queue, Play.p_running, Play.transferring, Play.d_waiting_for_admission]
@@ -180,7 +180,7 @@ def test_a_request_that_comes_twice_is_one(
     play = Play(p, d)
     stage(play)
     engine, first = (p, play.on_p) if who == "P" else (d, play.on_d)
-    again = engine.ask(play._id[:-8] + "00000000", play._prompt, max_tokens=1)
+    again = engine.ask(play.id[:-8] + "00000000", play.prompt, max_tokens=1)
     engine.step()
     assert first is not None
     if not first.is_finished():
@@ -188,8 +188,8 @@ def test_a_request_that_comes_twice_is_one(
     for each in (p, d):
         each.admits(True)
     run(p, d, lambda: not p.scheduler.requests and not d.scheduler.requests, seconds=4 * LEASE + 10)
-    answered = play._id if who == "P" else again.request_id
+    answered = play.id if who == "P" else again.request_id
     assert d.ended[answered] == "length"
-    assert p.ended[again.request_id if who == "P" else play._id] == "length"
+    assert p.ended[again.request_id if who == "P" else play.id] == "length"
     run(p, d, lambda: not holdings(p) and not holdings(d), seconds=2 * LEASE + 5)
-    assert p.free == p._free and d.free == d._free
+    assert p.free == p.all_free and d.free == d.all_free

@@ -11,8 +11,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
 from p2pkv.connector import P2pKvConnector
-from p2pkv.connector.metadata import WorkerNews
-from p2pkv.connector.stats import Growth, P2pKvStats
+from p2pkv.connector.metadata import Growth, P2pKvStats, WorkerNews
 from p2pkv.engine.context import Counters
 
 pytestmark = pytest.mark.vllm

@@ -320,7 +320,7 @@ def test_admitted_requests_go_before_it():
     sizes = {"ahead_bytes": ROOM, "staging_bytes": 8 * chunk, "chunk_bytes": chunk, "lease_seconds": 60.0}
     ps = {"ahead": list(range(7)), "asked": list(range(8, 15))}
     ds = {"ahead": list(range(30, 37)), "asked": list(range(20, 27))}
-    with engines(ONE, ONE, lambda side, rank: network.rank(), **sizes) as (p, d):
+    with engines(ONE, ONE, lambda side, rank: network.rank(8 * chunk), **sizes) as (p, d):
         acquaint(p, d)
         go_on = hold_back(p)
         prefill(p, "ahead", d.address, 100, ps["ahead"], chunk=100)

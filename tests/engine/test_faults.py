@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
 
 import msgspec
@@ -18,7 +17,6 @@ from engine_support import (
     on_engine_thread,
     other_group,
     prefill,
-    soon_on_engine_thread,
     step,
     wait_for,
     wrong_cells,
@@ -115,35 +113,6 @@ def test_p_lets_pages_go_when_no_d_appears(lone):
     wait_for(lambda: at_baseline(p))
 
 
-def test_p_that_never_hears_of_the_request(lone):
-    p, d = lone("P", lease_seconds=0.5), lone("D", lease_seconds=0.5)
-    d.do(do.Expect("k", p.address, 20, b"digest"))
-    assert "never got it" in failure(d, "k", 0.5)
-
-
-def test_p_in_a_long_step_is_waited_for(lone):
-    p, d = lone("P", lease_seconds=1.5), lone("D", lease_seconds=1.5)
-    p.ranks[0].rank.steps.begin(time.monotonic())
-    d.do(do.Expect("k", p.address, 40, b"digest"))
-    wait_for(lambda: p.ranks[0].rank.counters.snapshot()["early_claims"])
-    with pytest.raises(AssertionError):
-        wait_for(lambda: d.ranks[0].events(do.LoadFailed), 3.0)
-    prefill(p, "k", d.address, 40, BLOCKS, chunk=40)
-    d.wait(do.Begun("k"))
-    assert not d.ranks[0].events(do.LoadFailed)
-
-
-def test_a_busy_p_that_never_hears_of_the_request(lone):
-    p, d = lone("P", lease_seconds=0.7), lone("D", lease_seconds=0.7)
-    d.do(do.Expect("k", p.address, 20, b"digest"))
-
-    def failed_while_p_steps():
-        p.ranks[0].rank.steps.begin(time.monotonic())
-        return d.ranks[0].events(do.LoadFailed)
-
-    wait_for(failed_while_p_steps, 0.7 + GRACE)
-
-
 def test_a_sent_out_of_turn_ends_the_link_and_not_the_engine(links):
     with engines(ONE, ONE, links) as (p, d):
         halfway(p, d)
@@ -229,20 +198,6 @@ def test_a_request_that_p_never_vouches_for_ends_a_lease_after_its_connection_wa
     while not d.ranks[0].events(do.LoadFailed):
         assert time.monotonic() < end, "it is asked for anew without end"
         on_engine_thread(d.ranks[0].rank, cut)
-
-
-def test_a_silence_counts_only_while_it_could_have_been_heard(lone):
-    """Both are held up, as on a machine that stands still; P comes to itself first, and hears nothing yet."""
-    p, d = lone("P", lease_seconds=3.0), lone("D", lease_seconds=3.0)
-    begin(p, d, "k")
-    d.wait(do.Begun("k"))
-    asleep = threading.Event()
-    soon_on_engine_thread(d.ranks[0].rank, lambda: (asleep.set(), time.sleep(5.0)))
-    assert asleep.wait(10.0)
-    on_engine_thread(p.ranks[0].rank, lambda: None)  # what D has said until now is heard
-    soon_on_engine_thread(p.ranks[0].rank, lambda: time.sleep(4.0))
-    load(d, "k")
-    assert wrong_cells(d.ranks[0], BLOCKS, 0, 31) == []
 
 
 def test_a_restarted_p_is_accepted_at_once(links, lone):

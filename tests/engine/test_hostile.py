@@ -52,7 +52,7 @@ class Pair:
         return self.both[role].ranks[0].rank.counters.snapshot()
 
     def hello(self, role):
-        return self.both[role].ranks[0].rank._ctx.hello
+        return self.both[role].ranks[0].hello
 
     def serves(self):
         """Both threads live and move a prompt, of which every number is checked."""

@@ -122,7 +122,7 @@ def test_a_forged_request_id_brings_a_canary_one_connection_and_no_message(lone,
         assert "refused the handshake" in failure(d, "once more")
         assert len(canary.heard) == 1
         assert len(canary.heard[0]) <= most
-        incarnation = d.ranks[0].rank._ctx.hello.incarnation.encode()
+        incarnation = d.ranks[0].hello.incarnation.encode()
         assert incarnation not in canary.heard[0] and str(d.address).encode() not in canary.heard[0]
     assert d.ranks[0].rank.alive
 
@@ -172,7 +172,7 @@ def test_an_attacker_is_not_answered_and_changes_nothing(lone, role, way):
     victim = p if role == "P" else d
     prefill(p, "k", d.address, 32, BLOCKS, chunk=32)
     before = set(threading.enumerate())
-    hello = msgspec.structs.replace(d.ranks[0].rank._ctx.hello, to=str(victim.address))
+    hello = msgspec.structs.replace(d.ranks[0].hello, to=str(victim.address))
     with dealer(victim.address, attackers()[way]) as socket:
         for message in (m.Inspect(), hello, m.Heartbeat((("k", 1),)), m.Want("k", 1, 0, 31)):
             with contextlib.suppress(zmq.Again):  # libzmq has given up the connection

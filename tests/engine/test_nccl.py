@@ -156,7 +156,7 @@ def test_a_d_that_dies_in_mid_push_costs_p_nothing(make: Make) -> None:
     step(p, "k", BLOCKS, 48, 96)
     p.wait(do.BlocksFree("k"))
     p.do(do.Forget("k"))
-    wait_for(lambda: at_baseline(p) and links_of(p).slot_bytes == 0)
+    wait_for(lambda: at_baseline(p) and links_of(p).staging.used == 0)
     push(p, make("D"), "again", salt=1)
 
 
@@ -191,7 +191,7 @@ def test_p_closes_idle_links_and_builds_them_again_under_load(make: Make) -> Non
         wait_for(lambda: nccl_of(p).live <= 2, what="P with two communicators")
         wait_for(lambda: sum(nccl_of(d).live for d in ds) <= 2, what="as many on all Ds together")
     wait_for(lambda: nccl_of(p).aborted >= 4, what="four closed links of P")
-    assert links_of(p).slot_bytes == 0 and links_of(p).stuck == 0
+    assert links_of(p).staging.used == 0 and links_of(p).stuck == 0
 
 
 def test_d_closes_idle_links_and_p_builds_them_again(make: Make) -> None:

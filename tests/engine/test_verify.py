@@ -63,7 +63,7 @@ class Pair:
         prefill(self.p, key, self.d.address, TOKENS, list(range(6)), chunk=TOKENS, salt=salt)
         self.d.wait(do.Begun(key))
         self.d.do(do.Load(key, 0, TOKENS - 1, (blocks,)))
-        reason = self._outcome(key)
+        reason = self.outcome(key)
         wrong = wrong_cells(self.d.ranks[0], blocks, 0, TOKENS - 1, salt)
         self.p.wait(do.BlocksFree(key))
         for engine in (self.p, self.d):
@@ -71,7 +71,7 @@ class Pair:
         wait_for(lambda: at_baseline(self.p) and at_baseline(self.d), what="the baseline")
         return reason, wrong
 
-    def _outcome(self, key: str) -> str:
+    def outcome(self, key: str) -> str:
         found: list[str] = []
 
         def ended() -> bool:
@@ -159,7 +159,7 @@ def test_p_hears_of_it_and_sends_no_more_of_that_prompt(start):
     pair.d.wait(do.Begun("k"))
     pair.d.do(do.Load("k", 0, TOKENS - 1, (list(range(20, 26)),)))
     step(pair.p, "k", list(range(6)), 0, 48)
-    assert "its bytes changed on the way" in pair._outcome("k")
+    assert "its bytes changed on the way" in pair.outcome("k")
     pair.p.wait(do.BlocksFree("k"))
     why = pair.p.ranks[0].rank._half._prompts._ends
     wait_for(lambda: why.get("k"), what="the end on P")
@@ -223,7 +223,7 @@ def test_what_the_link_carries_beside_it_fails_too_and_is_right_when_asked_again
         pair.d.wait(do.Begun(key))
     for key, blocks in keys.items():
         pair.d.do(do.Load(key, 0, TOKENS - 1, (blocks,)))
-    reasons = {key: pair._outcome(key) for key in keys}
+    reasons = {key: pair.outcome(key) for key in keys}
     assert sum(1 for reason in reasons.values() if "its bytes changed on the way" in reason) >= 1
     for key, blocks in keys.items():
         assert reasons[key] or wrong_cells(pair.d.ranks[0], blocks, 0, TOKENS - 1) == []
@@ -309,7 +309,7 @@ def fold_instead(cache: PagedCache) -> PagedCache:
 def test_ranks_whose_devices_compute_other_checksums_refuse_each_other(apart, asks):
     pair = apart({"verify": asks == "P"}, {"verify": asks == "D", "device": fold_instead})
     pair.d.do(do.Expect("k", pair.p.address, TOKENS, b"digest"))
-    reason = pair._outcome("k")
+    reason = pair.outcome("k")
     assert f"{XXH3} at {pair.p.address}" in reason and f"{FOLD} at {pair.d.address}" in reason
 
 

@@ -106,7 +106,8 @@ def test_more_messages_than_entries(shm: HostLinks) -> None:
 
 
 def test_staging_says_none_and_recovers_and_leaves_something_to_others(tcp: HostLinks) -> None:
-    first, second = connect((tcp, tcp), WINDOW), connect((tcp, tcp), WINDOW)
+    d = HostLinks("127.0.0.1", 3 * WINDOW, False)
+    first, second = connect((tcp, d), WINDOW), connect((tcp, d), WINDOW)
     half = WINDOW // 2
     pending = [first.begin(half)]
     receive = first.inbound.post(half)
@@ -122,6 +123,7 @@ def test_staging_says_none_and_recovers_and_leaves_something_to_others(tcp: Host
         first.outbound.reserve(WINDOW + 1, 0)
     first.abort()
     assert second.outbound.reserve(WINDOW, third.landing) is not None, "an abort returns what a link held"
+    d.close()
 
 
 def test_a_landing_outside_the_window_breaks_the_link(shm: HostLinks) -> None:

@@ -113,7 +113,7 @@ def test_what_comes_up_after_it_was_given_up_is_aborted(blocking: bool) -> None:
     wait_until(lambda: simulated(d).live == 0 and d._shared.openings.busy == 0)
     outbound.poll()
     outbound.abort()
-    assert d.slot_bytes == p.slot_bytes == 0
+    assert d.staging.used == p.staging.used == 0
 
 
 def test_too_many_stuck_threads_are_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,11 +182,11 @@ def test_slots_return_when_the_abort_does_and_not_before(
     assert time.monotonic() - began < 1.0, "the owner thread never waits for an abort"
     pair.outbound.abort()
     assert (pair.inbound.used, pair.outbound.used) == (0, 0)
-    wait_until(lambda: d.stuck == 1 and p.slot_bytes == 0)
-    assert d.slot_bytes == WINDOW, "the device may still write there"
+    wait_until(lambda: d.stuck == 1 and p.staging.used == 0)
+    assert d.staging.used == WINDOW, "the device may still write there"
     connect(factories, WINDOW).carry(WINDOW)
     simulated(d).over.set()
-    wait_until(lambda: d.slot_bytes == 0 and d.stuck == 0)
+    wait_until(lambda: d.staging.used == 0 and d.stuck == 0)
     assert receive.buffer.numel() == send.buffer.numel() == WINDOW
 
 
@@ -216,13 +216,13 @@ def test_links_share_the_ranks_slots(blocking: bool) -> None:
     other = second.inbound.post(1024)
     assert other is not None and second.inbound.post(1) is None, "D's slots are all taken"
     assert second.outbound.reserve(1024, other.landing) is not None
-    assert p.slot_bytes == 3 * 1024 and d.slot_bytes == 4 * 1024
+    assert p.staging.used == 3 * 1024 and d.staging.used == 4 * 1024
     for taken, send in pairs:
         send.commit()
         first.until(taken.done)
     for pair in (first, second):
         pair.abort()
-    wait_until(lambda: p.slot_bytes == d.slot_bytes == 0)
+    wait_until(lambda: p.staging.used == d.staging.used == 0)
 
 
 @pytest.mark.parametrize(("processors", "channels", "busy"), [(132, 8, 4), (132, 32, 1), (10, 8, 1)])

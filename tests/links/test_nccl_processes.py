@@ -32,7 +32,7 @@ def links(mode: str) -> Iterator[NcclLinks]:
     links = nccl_links(blocking=mode == "nccl-blocking", staging=2 * WINDOW)
     yield links
     links.close()
-    assert links.slot_bytes == 0
+    assert links.staging.used == 0
 
 
 def test_d_dies_in_mid_message_and_another_takes_its_place(
@@ -48,9 +48,9 @@ def test_d_dies_in_mid_message_and_another_takes_its_place(
     for _ in range(POLLS):
         outbound.poll()
         assert not send.done()
-    assert links.slot_bytes == WINDOW
+    assert links.staging.used == WINDOW
     outbound.abort()
-    wait_until(lambda: links.slot_bytes == 0)
+    wait_until(lambda: links.staging.used == 0)
     outbound, _ = send_all(links, other, SIZES, WINDOW)
     outbound.abort()
 
@@ -66,7 +66,7 @@ def test_p_dies_with_a_receive_posted(start: Callable[[str], Peer], links: NcclL
         assert not last.done()
     inbound.abort()
     assert inbound.used == 0
-    wait_until(lambda: links.slot_bytes == 0)
+    wait_until(lambda: links.staging.used == 0)
 
 
 def test_p_dies_before_it_joins(start: Callable[[str], Peer], mode: str) -> None:

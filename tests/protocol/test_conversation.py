@@ -29,12 +29,12 @@ def test_a_chunk_that_changes_on_the_way_fails_its_load_and_the_next_one_is_righ
     assert world.corrupt == 1
     world.give_up_failed()
     world.drain()
-    assert world._failed(world.d[0], "spoilt")
+    assert world.has_failed(world.d[0], "spoilt")
     world.add("next", (10,))
     world.arrive_at_p("next")
     world.arrive_at_d("next")
     world.drain()
-    assert world.corrupt == 1 and not world._failed(world.d[0], "next")
+    assert world.corrupt == 1 and not world.has_failed(world.d[0], "next")
     world.requests["spoilt"].disturbed = True
     outcomes(world)
 

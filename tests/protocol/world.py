@@ -216,11 +216,11 @@ class World:
         """D's scheduler hears that one rank's load failed, and ends the request on the others."""
         for key in self.requests:
             loads = [rank.receivers.get(key) for rank in self.d]
-            if any(self._failed(rank, key) for rank in self.d) and any(loads):
+            if any(self.has_failed(rank, key) for rank in self.d) and any(loads):
                 for rank in self.d:
                     rank.cancel(key, "another rank failed")
 
-    def _failed(self, rank: DecodeRank, key: str) -> bool:
+    def has_failed(self, rank: DecodeRank, key: str) -> bool:
         end = self.ends.get(("D", rank.incarnation, rank.rank, key, rank.attempts.get(key, 0)))
         return end is not None and not end.ok
 

@@ -1,0 +1,152 @@
+"""A P and a D of one rank each on the virtual clock: a test orders and waits as with engine_support's.
+
+Both are the product's own cores. The network, the links and the time are made up, so a wait of many leases
+costs nothing, and a test may say to the moment how long something lasts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from engine_support import DEFAULTS, Engine, Geometry, TestRank, at_baseline, make_hello, make_pages
+from memory_links import MemoryNetwork
+from virtual.clock import Clock
+from virtual.network import Endpoint, Network
+
+from p2pkv.config import Options
+from p2pkv.engine import commands as do
+from p2pkv.engine.core import Core
+from p2pkv.kv.cache import RankCache
+from p2pkv.pairing import Address
+
+TURN = 0.001
+"""Seconds between something that wakes an engine's thread and its turn."""
+
+
+class VirtualRank(Core):
+    """A core whose turns come by the clock, unless its thread stands still until `still_until`."""
+
+    def __init__(self, role: str, port: int, pair: VirtualPair, options: dict[str, object]) -> None:
+        opts = Options(role=role, host="127.0.0.1", kv_port=port, **DEFAULTS | options)  # type: ignore[arg-type]
+        self.pages, cache = make_pages(pair.geometry, 0, 0.0 if role == "P" else -1.0)
+        self.wires = pair.wires.rank()
+        name = f"{role} {pair.draw.getrandbits(64):x}"
+        self.hello = make_hello(opts, pair.geometry, 0, cache, self.wires.kind, name)
+        self.endpoint = Endpoint(name, opts.address, pair.network, self.ring)
+        self._clock = pair.clock
+        self._next_turn = float("inf")
+        self.still_until = 0.0
+        self.alive = True
+        super().__init__(self.hello, opts, RankCache([cache]), self.wires, self.endpoint)  # type: ignore[arg-type]
+        self.ring()
+
+    def do(self, command: do.Command) -> None:
+        super().do(command)
+        self.ring()
+
+    def ring(self) -> None:
+        self._turn_in(TURN)
+
+    def _turn_in(self, seconds: float) -> None:
+        due = self._clock.now + seconds
+        if due < self._next_turn:
+            self._next_turn = due
+            self._clock.after(seconds, lambda: self._go_round(due))
+
+    def _go_round(self, due: float) -> None:
+        if not self.alive or due != self._next_turn:
+            return
+        self._next_turn = float("inf")
+        if self._clock.now < self.still_until:
+            self._turn_in(self.still_until - self._clock.now)
+            return
+        self.turn(self._clock.now)
+        self._turn_in(max(TURN, self.pause(self._clock.now)))
+
+    def stand_still(self, seconds: float) -> None:
+        """Its thread does nothing for so long; connections stay up, and nobody answers a new one."""
+        self.still_until = self._clock.now + seconds
+        self.endpoint.answers = False
+        self._clock.after(seconds, lambda: setattr(self.endpoint, "answers", True))
+
+    def vanish(self) -> None:
+        """Die as by kill -9."""
+        self.alive = False
+        self.wires.die()
+        self.endpoint.vanish()
+
+
+class VirtualEngine(Engine):
+    """An engine of one rank whose waits are virtual."""
+
+    pair: VirtualPair
+
+    @property
+    def rank(self) -> VirtualRank:
+        rank = self.ranks[0].rank
+        assert isinstance(rank, VirtualRank)
+        return rank
+
+    def wait(self, event: do.Event, seconds: float = 20.0) -> None:
+        self.pair.until(lambda: self.all_heard(event), seconds, f"{event} on {self.address}")
+
+    @property
+    def failures(self) -> list[do.Event]:
+        return self.ranks[0].events(do.LoadFailed)
+
+    def hang(self) -> None:
+        """The forward thread enters a step that has work, and stays there."""
+        self.rank.steps.begin(self.pair.clock.now)
+
+    def wake(self) -> None:
+        self.rank.steps.end()
+
+
+class VirtualPair:
+    """`p` and `d`, with these options."""
+
+    def __init__(self, geometry: Geometry | None = None, **options: object) -> None:
+        self.geometry = geometry or Geometry()
+        self.draw = random.Random(1)
+        self.clock = Clock()
+        self.network = Network(self.clock, self.draw, lambda *_: None)
+        self.wires = MemoryNetwork()
+        self.options = options
+        self.p, self.d = self.engine("P", 7000), self.engine("D", 7010)
+
+    def engine(self, role: str, port: int) -> VirtualEngine:
+        """One more engine; at a port that was another's, its next incarnation."""
+        rank = VirtualRank(role, port, self, self.options)
+        engine = VirtualEngine(
+            Address("127.0.0.1", port),
+            self.geometry,
+            [TestRank(self.geometry, rank, rank.pages, rank.hello)],  # type: ignore[arg-type]
+        )
+        engine.pair = self
+        return engine
+
+    def until(
+        self, condition: Callable[[], object], seconds: float = 20.0, what: str = "the condition"
+    ) -> None:
+        """Let time pass until the condition holds. Raises AssertionError after so many seconds."""
+        end = self.clock.now + seconds
+        while not condition():
+            assert self.clock.now <= end, f"{what} did not come true in {seconds:g} s"
+            self.clock.step()
+
+    def lasts(self, condition: Callable[[], object], seconds: float) -> None:
+        """It holds now and for so long."""
+        end = self.clock.now + seconds
+        self.clock.after(seconds, lambda: None)
+        while self.clock.now < end:
+            assert condition(), f"it held only until {end - self.clock.now:.2f} s before the end"
+            self.clock.step()
+
+    def rest(self, *keys: str) -> None:
+        """Both sides forget these requests, and hold nothing."""
+        for key in keys:
+            self.p.wait(do.BlocksFree(key))
+            for engine in (self.p, self.d):
+                engine.do(do.Forget(key))
+        self.until(lambda: at_baseline(self.p) and at_baseline(self.d), what="the baseline")

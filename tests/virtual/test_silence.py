@@ -1,0 +1,311 @@
+"""Who is busy, idle or silent for less than its time is waited for; who hangs or is gone is not."""
+
+from __future__ import annotations
+
+import pytest
+from engine_support import prefill, step, wrong_cells
+from virtual.pair import VirtualPair
+
+from p2pkv.engine import commands as do
+
+BLOCKS = list(range(6))
+TOKENS = 96
+LEASE, STALL = 10.0, 16.0
+LONG = 30.0
+"""Seconds: several leases, and longer than a stall."""
+
+GRACE = 5.0
+"""Seconds after its lease in which whatever was given up has ended: the promise of docs/operations.md."""
+
+HALF = TOKENS // 2
+TOKEN = 4 * 2 * 8 * 4
+"""Bytes of a token."""
+
+
+@pytest.fixture
+def pair() -> VirtualPair:
+    return VirtualPair(lease_seconds=LEASE, stall_seconds=STALL)
+
+
+def value(engine, name: str) -> int:
+    return engine.rank.counters.snapshot()[name]
+
+
+def expect(pair: VirtualPair, key: str = "k", tokens: int = TOKENS) -> None:
+    pair.d.do(do.Expect(key, pair.p.address, tokens, b"digest"))
+
+
+def computed(pair: VirtualPair, key: str = "k") -> None:
+    prefill(pair.p, key, pair.d.address, TOKENS, BLOCKS, chunk=TOKENS)
+
+
+def load(pair: VirtualPair, key: str = "k") -> None:
+    """D has blocks for it, and gets what P has computed."""
+    pair.d.wait(do.Begun(key))
+    pair.d.do(do.Load(key, 0, TOKENS - 1, (BLOCKS,)))
+    pair.d.wait(do.Loaded(key), LEASE)
+    assert wrong_cells(pair.d.ranks[0], BLOCKS, 0, TOKENS - 1) == []
+
+
+def begin(pair: VirtualPair) -> None:
+    """D waits for 96 tokens, of which P has computed none."""
+    expect(pair)
+    pair.p.do(do.OfferPrompt("k", pair.d.address, TOKENS, b"digest"))
+    pair.d.wait(do.Begun("k"))
+    pair.d.do(do.Load("k", 0, TOKENS - 1, (BLOCKS,)))
+
+
+def half_a_push(pair: VirtualPair) -> None:
+    """48 of the 96 tokens are computed and pushed."""
+    begin(pair)
+    step(pair.p, "k", BLOCKS, 0, HALF)
+    pair.until(lambda: value(pair.d, "bytes_scattered") == HALF * TOKEN, what="half of the prompt")
+
+
+def kept(pair: VirtualPair) -> bool:
+    """Neither side has given the request up."""
+    return not pair.d.failures and not pair.p.all_heard(do.BlocksFree("k"))
+
+
+def nothing_was_lost(pair: VirtualPair) -> None:
+    for engine in (pair.p, pair.d):
+        counters = engine.rank.counters.values
+        lost = "transfers_failed", "links_aborted", "handshakes_failed", "messages_refused"
+        assert {name: counters[name] for name in lost} == dict.fromkeys(lost, 0)
+
+
+# A forward thread that hangs, and one that only takes long.
+
+
+def test_a_p_that_hangs_in_a_step_ends_ds_requests_and_holds_nothing_when_it_wakes(pair: VirtualPair) -> None:
+    half_a_push(pair)
+    expect(pair, "queued", 32)
+    pair.p.do(do.Hold("queued", pair.d.address))
+    pair.p.hang()
+    pair.lasts(lambda: not pair.d.failures, STALL - 0.3)
+    pair.until(lambda: len(pair.d.failures) == 2, LEASE + GRACE)
+    why = {event.key: event.reason for event in pair.d.failures}  # type: ignore[attr-defined]
+    assert "its engine hangs" in why["k"] and "has not confirmed this request" in why["queued"]
+    for page in pair.d.ranks[0].pages:
+        page[:] = 5.0
+    pair.d.do(do.Forget("queued"))
+    pair.p.wake()
+    step(pair.p, "k", BLOCKS, HALF, TOKENS)
+    pair.p.do(do.OfferPrompt("queued", pair.d.address, 32, b"digest"))
+    pair.rest("queued", "k")
+    assert all((page == 5.0).all() for page in pair.d.ranks[0].pages), "late data was written"
+
+
+def test_a_d_that_hangs_in_a_step_does_not_keep_ps_pages(pair: VirtualPair) -> None:
+    """Its engine thread is well, and says that the request waits until the step has lasted too long."""
+    expect(pair)
+    computed(pair)
+    pair.d.wait(do.Begun("k"))
+    pair.d.hang()
+    pair.lasts(lambda: not pair.p.all_heard(do.BlocksFree("k")), STALL - 0.1)
+    pair.p.wait(do.BlocksFree("k"), LEASE + GRACE)
+    pair.until(lambda: len(pair.d.failures) == 1)
+    pair.d.wake()
+    pair.rest("k")
+
+
+def test_a_d_that_hangs_in_mid_transfer_costs_p_nothing(pair: VirtualPair) -> None:
+    half_a_push(pair)
+    pair.d.hang()
+    pair.p.wait(do.BlocksFree("k"), STALL + LEASE + GRACE)
+    pair.until(lambda: len(pair.d.failures) == 1)
+    pair.d.wake()
+    pair.rest("k")
+
+
+@pytest.mark.parametrize("who", ["P", "D"])
+def test_who_is_idle_is_not_dead_however_long(pair: VirtualPair, who: str) -> None:
+    """The request waits in P's queue, or in D's, and no step runs."""
+    idle = pair.p if who == "P" else pair.d
+    idle.hang()
+    idle.wake()
+    expect(pair)
+    pair.p.do(do.Hold("k", pair.d.address))
+    if who == "D":
+        computed(pair)
+    pair.lasts(lambda: kept(pair), LONG)
+    if who == "P":
+        computed(pair)
+    load(pair)
+    pair.rest("k")
+    nothing_was_lost(pair)
+
+
+@pytest.mark.parametrize("who", ["P", "D"])
+def test_a_step_longer_than_the_lease_and_shorter_than_a_stall_is_waited_for(who: str) -> None:
+    pair = VirtualPair(lease_seconds=LEASE, stall_seconds=60.0)
+    busy = pair.p if who == "P" else pair.d
+    half_a_push(pair)
+    busy.hang()
+    pair.lasts(lambda: kept(pair), LONG)
+    step(pair.p, "k", BLOCKS, HALF, TOKENS)
+    busy.wake()
+    pair.d.wait(do.Loaded("k"))
+    assert wrong_cells(pair.d.ranks[0], BLOCKS, 0, TOKENS - 1) == []
+    pair.rest("k")
+    nothing_was_lost(pair)
+
+
+def test_many_short_steps_are_no_stall(pair: VirtualPair) -> None:
+    """It is one step that must not last too long, not a series of them."""
+    expect(pair)
+    pair.p.do(do.Hold("k", pair.d.address))
+
+    def steps() -> bool:
+        pair.p.hang()
+        return not pair.d.failures
+
+    pair.lasts(steps, LONG)
+    pair.p.wake()
+    pair.d.do(do.Drop("k", "the client has left"))
+    pair.p.do(do.Abort("k", "the client has left"))
+    pair.rest("k")
+
+
+def test_a_load_that_gets_nothing_for_long_ends_although_p_is_alive(pair: VirtualPair) -> None:
+    """P has preempted it, say, and never comes to it again; until D has pages, it may wait for ever."""
+    half_a_push(pair)
+    pair.p.rank.revoke(["k"])
+    pair.lasts(lambda: not pair.d.failures, STALL - 0.3)
+    pair.until(lambda: pair.d.failures, GRACE)
+    (failed,) = pair.d.failures
+    assert "answers, and has pushed nothing" in failed.reason  # type: ignore[attr-defined]
+    pair.p.do(do.OfferPrompt("k", pair.d.address, TOKENS, b"digest"))
+    pair.rest("k")
+
+
+# A P that does not know the request.
+
+
+def test_p_in_a_long_step_is_waited_for(pair: VirtualPair) -> None:
+    """It may hear of the request when the step ends."""
+    pair.p.hang()
+    expect(pair)
+    pair.until(lambda: value(pair.p, "early_claims"), what="a claim")
+    pair.lasts(lambda: not pair.d.failures, STALL - 2.0)
+    pair.p.wake()
+    computed(pair)
+    pair.d.wait(do.Begun("k"))
+    assert not pair.d.failures
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "in one step after the other"])
+def test_p_that_never_hears_of_the_request(pair: VirtualPair, busy: bool) -> None:
+    expect(pair)
+
+    def failed() -> bool:
+        if busy:
+            pair.p.hang()
+        return bool(pair.d.failures)
+
+    pair.until(failed, LEASE + GRACE, "the end of the request")
+    (failure,) = pair.d.failures
+    assert "never got it" in failure.reason  # type: ignore[attr-defined]
+
+
+# Silence: of a process that holds its interpreter's lock, of a machine that stands still, of a dead link.
+
+PAUSE = 0.7 * LEASE
+"""Seconds: longer than any pause of a conversation but the lease."""
+
+
+@pytest.mark.parametrize("who", ["P", "D", "PD"])
+@pytest.mark.parametrize(
+    "when",
+    [
+        "before D asks",
+        "when D has asked",
+        "with a chunk under way",
+        "in the middle of a prompt",
+        "when P has it all",
+    ],
+)
+def test_a_silence_shorter_than_the_lease_costs_nothing(pair: VirtualPair, who: str, when: str) -> None:
+    def silence() -> None:
+        for engine in (pair.p, pair.d):
+            if engine.rank.hello.role in who:
+                engine.rank.stand_still(PAUSE)
+
+    if when == "before D asks":
+        silence()
+    if when == "with a chunk under way":
+        begin(pair)
+        step(pair.p, "k", BLOCKS, 0, TOKENS)
+        pair.until(lambda: value(pair.d, "receives_posted"), what="a receive")
+        silence()
+        pair.d.wait(do.Loaded("k"), PAUSE + GRACE)
+    elif when == "in the middle of a prompt":
+        half_a_push(pair)
+        silence()
+        step(pair.p, "k", BLOCKS, HALF, TOKENS)
+        pair.d.wait(do.Loaded("k"), PAUSE + GRACE)
+    else:
+        if when == "when P has it all":
+            computed(pair)
+            pair.until(lambda: value(pair.p, "pages_held"), what="the pages of the prompt")
+            silence()
+            expect(pair)
+        else:
+            expect(pair)
+            if when == "when D has asked":
+                pair.until(lambda: value(pair.p, "early_claims"), what="a claim")
+                silence()
+            computed(pair)
+        load(pair)
+    assert wrong_cells(pair.d.ranks[0], BLOCKS, 0, TOKENS - 1) == []
+    pair.rest("k")
+    nothing_was_lost(pair)
+
+
+def test_a_silence_counts_only_while_it_could_have_been_heard(pair: VirtualPair) -> None:
+    """Both stand still, as on a machine that does; P comes to itself first, and hears nothing yet."""
+    expect(pair)
+    computed(pair)
+    pair.d.wait(do.Begun("k"))
+    pair.d.rank.stand_still(2.0 * LEASE)
+    pair.p.rank.stand_still(2.0 * LEASE - 2.0)
+    pair.d.do(do.Load("k", 0, TOKENS - 1, (BLOCKS,)))
+    pair.d.wait(do.Loaded("k"), 3 * LEASE)
+    assert wrong_cells(pair.d.ranks[0], BLOCKS, 0, TOKENS - 1) == []
+    pair.rest("k")
+    nothing_was_lost(pair)
+
+
+def test_p_dies_in_mid_transfer(pair: VirtualPair) -> None:
+    half_a_push(pair)
+    pair.p.rank.vanish()
+    pair.until(lambda: pair.d.failures, LEASE + GRACE)
+    pair.d.do(do.Forget("k"))
+    pair.until(lambda: not value(pair.d, "requests") and not value(pair.d, "staging_bytes"), GRACE)
+
+
+def test_d_dies_in_mid_transfer(pair: VirtualPair) -> None:
+    half_a_push(pair)
+    pair.d.rank.vanish()
+    step(pair.p, "k", BLOCKS, HALF, TOKENS)
+    pair.p.wait(do.BlocksFree("k"), LEASE + GRACE)
+    pair.p.do(do.Forget("k"))
+    pair.until(lambda: not value(pair.p, "pages_held") and not value(pair.p, "sends_under_way"), GRACE)
+
+
+def test_a_connection_that_went_silent_is_dialed_anew(pair: VirtualPair) -> None:
+    """Neither end was told that it is dead, as behind a firewall that has forgotten it."""
+    expect(pair, "before")
+    computed(pair, "before")
+    load(pair, "before")
+    for way in pair.network.ways:
+        way.deaf = True
+    expect(pair, "lost")
+    computed(pair, "lost")
+    pair.until(lambda: pair.d.failures, LEASE + GRACE)
+    (failure,) = pair.d.failures
+    assert "has not confirmed" in failure.reason  # type: ignore[attr-defined]
+    expect(pair, "after")
+    computed(pair, "after")
+    pair.d.wait(do.Begun("after"), LEASE + GRACE)
+    load(pair, "after")
