@@ -104,6 +104,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     max_links: Annotated[int, Meta(ge=1, le=1 << 16)] = 64
     """links of a rank | no | idle links beyond this number are closed, and built again by the next request"""
 
+    links_ahead: bool = True
+    """true or false | no | D connects to the P's that p2pkv-proxy names, and builds its links, before a
+    request needs them: at most `max_links`, and never in place of a link that requests have used"""
+
     nccl_num_channels: Annotated[int, Meta(ge=1, le=64)] = 8
     """channels | no | the most channels of an NCCL communicator (32 at most with nccl4py); more take more GPU
     memory. With CuPy it is set in NCCL's environment, which NCCL must not have read before"""

@@ -39,6 +39,10 @@ class PingConnection:
         """Whether it has not been closed."""
         return self.listener.reaches(self.identity)
 
+    def tell(self, frame: bytes) -> bool:
+        """Answer a ping; whether that could be sent."""
+        return self.listener.send(self.identity, frame)
+
 
 Take = Callable[[Ping, PingConnection], None]
 
@@ -120,10 +124,17 @@ class Listener:
 
     def reaches(self, identity: bytes) -> bool:
         """Whether a connection stands: an empty message, which no instance reads, could be sent to it."""
-        # With this flag it has been tried by the time that the future is there.
-        sent = self._router.send_multipart([identity, b""], zmq.DONTWAIT)
-        failure = cast("asyncio.Future[None]", sent).exception()
+        failure = self._try(identity, b"")
         return failure is None or isinstance(failure, zmq.Again)
+
+    def send(self, identity: bytes, frame: bytes) -> bool:
+        """Send one message to a connection; whether it stands and has room."""
+        return self._try(identity, frame) is None
+
+    def _try(self, identity: bytes, frame: bytes) -> BaseException | None:
+        # With this flag it has been tried by the time that the future is there.
+        sent = self._router.send_multipart([identity, frame], zmq.DONTWAIT)
+        return cast("asyncio.Future[None]", sent).exception()
 
     def close(self) -> None:
         """Frees the port. Idempotent."""

@@ -67,6 +67,9 @@ class PingSource(Protocol):
     def stands(self) -> bool:
         """Whether it has not been closed."""
 
+    def tell(self, frame: bytes) -> bool:
+        """Answer a ping; whether that could be sent."""
+
 
 class Breaker:
     """Whether an instance that fails again and again is given requests.
@@ -476,6 +479,11 @@ class Registry:
         """Those with requests in flight whose ping is late."""
         late = now - self._life * _DOUBT
         return [each for each in self._instances.values() if each.in_flight and each.last_seen < late]
+
+    def sender(self, ping: Ping, source: PingSource) -> Instance | None:
+        """Whose ping this is; None if its sender is not registered, or is registered from another source."""
+        known = self._instances.get((ping.type, Address.parse(ping.http_address), ping.dp_rank))
+        return known if known is not None and known.ping == ping and known.source == source else None
 
     def known(self, role: Role) -> list[Instance]:
         return [instance for instance in self._instances.values() if instance.role == role]

@@ -24,6 +24,7 @@ from .errors import ProxyError, retry_after
 from .http import BadBody, Body, parse
 from .instances import state_of
 from .metrics import Metrics
+from .partners import Partners
 from .prober import Prober
 from .records import RECORD
 from .registry import Instance, PingSource, Registry, Role
@@ -71,13 +72,16 @@ class Proxy:
         self.intake = Intake(self.limits, self.counters)
         self.desk = Desk(self.counters)
         self.prober = Prober(self.session, self.registry, self.clock, self.admission.advance)
+        self.partners = Partners(self.registry)
         self._budget = RetryBudget()
         self.metrics.show(self)
 
     def take(self, ping: Ping, source: PingSource) -> None:
         """One ping from a discovery socket."""
-        if self.registry.observe(ping, self.clock(), source) is not None:
+        now = self.clock()
+        if self.registry.observe(ping, now, source) is not None:
             self.prober.hurry()
+        self.partners.answer(ping, source, now)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """A POST that one D answers, with a P's help or without."""

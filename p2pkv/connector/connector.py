@@ -37,6 +37,7 @@ from p2pkv.connector.scheduler import ConsumerScheduler, ProducerScheduler
 from p2pkv.connector.worker import Worker
 from p2pkv.control.announcer import ANSWER_TOKENS, Announcement, Announcer, WarmUp
 from p2pkv.control.discovery import DISCOVERY_VERSION, Ping
+from p2pkv.engine import commands as do
 from p2pkv.engine.rank import Rank
 from p2pkv.links import make_factory
 from p2pkv.protocol.handshake import fit
@@ -233,6 +234,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             model=model,
             protocol=hello.version,
             fit=fit(hello),
+            partners=options.max_links if options.role == "D" and options.links_ahead else 0,
         )
         room = config.model_config.max_model_len - ANSWER_TOKENS
         plan = WarmUp(
@@ -250,8 +252,13 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             warm_up=plan if options.warm_up_seconds else None,
             log_level=log.getEffectiveLevel(),
         )
-        self._announcer = Announcer(announcement)
+        self._announcer = Announcer(announcement, self._pair)
         self._announcer.start()
+
+    def _pair(self, partners: tuple[str, ...]) -> None:
+        """The proxy has named P's to this D; for the announcer's thread."""
+        if self._worker is not None:
+            self._worker.rank.do(do.Partners(partners))
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, StepMetadata)

@@ -9,6 +9,9 @@ announce, a beat every second, and `STOP` at a clean end. When the worker is sil
 for `stall_seconds`, and then stops until the worker beats again. When the worker dies, the pipe
 ends, so does the child, and with it the connection to the proxy. Both are in one process group: a signal that
 freezes or kills the whole instance reaches the child, too.
+
+What the proxy answers to a D, its partners, the child passes on through its stdout, a socket that keeps
+messages apart; the worker looks there at each beat.
 """
 
 from __future__ import annotations
@@ -34,7 +37,16 @@ import msgspec
 import zmq
 from msgspec import Struct
 
-from p2pkv.control.discovery import PING_INTERVAL, Ping, encode_ping, goodbye
+from p2pkv.control.discovery import (
+    MAX_PARTNERS_BYTES,
+    PING_INTERVAL,
+    BadPartners,
+    Ping,
+    decode_partners,
+    encode_partners,
+    encode_ping,
+    goodbye,
+)
 from p2pkv.control.security import Failure, Members, Watch, members_of, no_answer
 from p2pkv.log import RateLimit
 from p2pkv.pairing import Address
@@ -49,6 +61,15 @@ STOP_SECONDS = 2.0
 """How long a clean end may take, with the goodbye."""
 
 _BEAT, _STOP = b".", b"q"
+
+Addresses = tuple[str, ...]
+Hear = Callable[[Addresses], None]
+"""Takes the partners that the proxy has named."""
+
+
+def _ignore(addresses: Addresses) -> None: ...
+
+
 _FORMAT = "(p2pkv-announcer pid=%(process)d) %(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
 _DATE_FORMAT = "%m-%d %H:%M:%S"
 
@@ -104,13 +125,21 @@ class Announcer:
     """The worker's side: starts the child, beats, and starts it again should it end by itself.
 
     Raises ValueError for a malformed address of the proxy.
+
+    Args:
+        hear: called from a thread of the announcer's with the partners that the proxy has named, each time
+            they change.
     """
 
-    def __init__(self, announcement: Announcement) -> None:
+    def __init__(self, announcement: Announcement, hear: Hear = _ignore) -> None:
         Address.parse(announcement.proxy)
         self._announcement = announcement
+        self._hear = hear
+        self._partners: Addresses | None = None
         self._stopping = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
+        self._said: socket.socket | None = None
+        """What the child passes on."""
         self._thread = threading.Thread(target=self._beat, name="p2pkv-announcer", daemon=True)
 
     @property
@@ -121,7 +150,7 @@ class Announcer:
 
     def start(self) -> None:
         """Start the child. Raises OSError if there can be no process."""
-        self._child = _spawn(self._announcement)
+        self._spawn(self._announcement)
         self._thread.start()
 
     def stop(self, timeout: float = STOP_SECONDS) -> None:
@@ -141,10 +170,39 @@ class Announcer:
             logger.warning("the announcing process did not end in %g s; it is killed", timeout)
             self._child.kill()
             self._child.wait()
+        if self._said is not None:
+            self._said.close()
+
+    def _spawn(self, announcement: Announcement) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                self._child = _spawn(announcement, theirs)
+            except OSError:
+                ours.close()
+                raise
+        if self._said is not None:
+            self._said.close()
+        self._said = ours
+
+    def _listen(self) -> None:
+        """Hand on what the child has heard from the proxy since the last beat."""
+        assert self._said is not None
+        try:
+            while data := self._said.recv(MAX_PARTNERS_BYTES, socket.MSG_DONTWAIT):
+                partners = decode_partners(data)
+                if partners != self._partners:
+                    self._partners = partners
+                    self._hear(partners)
+        except BlockingIOError:
+            return  # it has heard no more
+        except (OSError, BadPartners) as error:
+            logger.debug("what the announcing process passed on could not be read: %s", error)
 
     def _beat(self) -> None:
         while not self._stopping.wait(BEAT_SECONDS):
             assert self._child is not None
+            self._listen()
             if self._child.poll() is None:
                 with contextlib.suppress(OSError):  # it has ended, or is frozen and reads nothing
                     _write(self._child, _BEAT)
@@ -155,16 +213,16 @@ class Announcer:
             _close(self._child)
             with contextlib.suppress(OSError):
                 # The instance is warm by now, or the child has waited for as long as it may.
-                self._child = _spawn(msgspec.structs.replace(self._announcement, warm_up=None))
+                self._spawn(msgspec.structs.replace(self._announcement, warm_up=None))
 
 
-def _spawn(announcement: Announcement) -> subprocess.Popen[bytes]:
-    # -P: a file of the working directory must not stand in for a module. Its stdout is nobody's: what a
-    # worker writes there may be read by a program.
+def _spawn(announcement: Announcement, said: socket.socket) -> subprocess.Popen[bytes]:
+    # -P: a file of the working directory must not stand in for a module. Its stdout is not the worker's:
+    # what a worker writes there may be read by a program.
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", __name__],
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
+        stdout=said.fileno(),
     )
     assert child.stdin is not None
     os.set_blocking(child.stdin.fileno(), False)
@@ -249,6 +307,18 @@ class _Worker:
         return not silent
 
 
+class _Passing:
+    """Passes on to the worker what the proxy answers, and never waits for a worker that does not read."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=os.dup(descriptor))
+
+    def on(self, partners: Addresses) -> None:
+        # Without room the worker has not read for long. The proxy says it again.
+        with contextlib.suppress(OSError):
+            self._socket.send(encode_partners(partners), socket.MSG_DONTWAIT)
+
+
 def main() -> None:
     # A signal to the process group is for the worker: it says goodbye through us, or ends, and so do we.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -268,6 +338,7 @@ def main() -> None:
         told.interval,
         members_of(told.secret),
         worker.vouched_for,
+        _Passing(sys.stdout.fileno()).on,
     )
     worker.announced = True
     pinger.start()
@@ -289,13 +360,15 @@ class Pinger:
     """Sends `ping` to the proxy's discovery socket every `interval` seconds, from a daemon thread.
 
     The proxy may be absent, come late, go and come back: nothing is queued for it meanwhile. Nothing
-    is expected in return. The thread has a ZMQ context of its own and touches no other.
+    is expected in return, and nothing is read unless the ping asks for partners. The thread has a ZMQ context
+    of its own and touches no other.
 
     Args:
         proxy_address: host:port of the proxy's discovery socket.
         interval: seconds between two pings.
         members: show the proxy that we are one of them; None to ping in the clear.
         vouched_for: called before each ping, in the pinger's thread; while it returns False none is sent.
+        hear: takes the partners that the proxy names, in the pinger's thread.
 
     Raises:
         ValueError: malformed address, or an interval that is not positive.
@@ -308,6 +381,7 @@ class Pinger:
         interval: float = PING_INTERVAL,
         members: Members | None = None,
         vouched_for: Callable[[], bool] = lambda: True,
+        hear: Hear = _ignore,
     ) -> None:
         if not interval > 0:
             raise ValueError(f"the ping interval must be more than 0 seconds, not {interval}")
@@ -317,6 +391,8 @@ class Pinger:
         self._interval = interval
         self._members = members
         self._vouched_for = vouched_for
+        self._asks = ping.partners > 0
+        self._hear = hear
         self._complaints = RateLimit(seconds=_COMPLAIN_SECONDS)
         self._stopping = threading.Event()
         self._waker, self._wakened = socket.socketpair()
@@ -358,7 +434,7 @@ class Pinger:
         try:
             if self._members is not None:
                 self._members.join(dealer, "proxy")
-            _configure(dealer, self._proxy)
+            _configure(dealer, self._proxy, self._asks)
             while not self._stopping.is_set():
                 if not self._ping_once(dealer, watch):
                     break
@@ -382,9 +458,21 @@ class Pinger:
         if self._connected(dealer, watch):
             if self._vouched_for():
                 dealer.send(self._frame, zmq.NOBLOCK)
-            self._wait(due - time.monotonic())
+            while (left := due - time.monotonic()) > 0 and not self._stopping.is_set():
+                if dealer in self._wait(left, *([(dealer, zmq.POLLIN)] if self._asks else [])):
+                    self._read(dealer)
             return True
         return False
+
+    def _read(self, dealer: zmq.Socket[bytes]) -> None:
+        """One message of the proxy's. Empty ones only show whether the connection stands."""
+        frames = dealer.recv_multipart(zmq.NOBLOCK)
+        if frames == [b""]:
+            return
+        try:
+            self._hear(decode_partners(frames[0] if len(frames) == 1 else b""))
+        except BadPartners as error:
+            logger.debug("the proxy at %s: %s", self._proxy, error)
 
     def _connected(self, dealer: zmq.Socket[bytes], watch: Watch) -> bool:
         """Waits until the proxy takes a ping, for a while; a stop ends the wait."""
@@ -412,13 +500,13 @@ class Pinger:
             dealer.send(self._goodbye, zmq.NOBLOCK)
 
 
-def _configure(dealer: zmq.Socket[bytes], proxy: Address) -> None:
+def _configure(dealer: zmq.Socket[bytes], proxy: Address, asks: bool) -> None:
     """No identity: an explicit one would lock a restarted instance out while the old one is frozen."""
     dealer.setsockopt(zmq.LINGER, 0)
     dealer.setsockopt(zmq.IMMEDIATE, 1)
     dealer.setsockopt(zmq.SNDHWM, 4)
-    dealer.setsockopt(zmq.RCVHWM, 1)
-    dealer.setsockopt(zmq.MAXMSGSIZE, 1024)
+    dealer.setsockopt(zmq.RCVHWM, 4 if asks else 1)
+    dealer.setsockopt(zmq.MAXMSGSIZE, MAX_PARTNERS_BYTES if asks else 1024)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
     # For names this stays off: "localhost" would mean ::1 only, and proxies bind 127.0.0.1.
     dealer.setsockopt(zmq.IPV6, ":" in proxy.host)

@@ -1,19 +1,24 @@
-"""The discovery ping: how an instance tells a proxy that it exists. Messages only, no IO.
+"""The discovery ping: how an instance tells a proxy that it exists, and the answer. Messages only, no IO.
 
 A ping is one msgpack map in one frame. Its first three fields are the classic ones, which every
 proxy of the original connector reads; the next three satisfy vllm-router's MoRIIO mode; the rest is
 ours. Fields that a reader does not know are ignored, and those that are missing have a default, so each side
-may be older than the other. Version 2 has added `protocol` and `fit`.
+may be older than the other. Version 2 has added `protocol` and `fit`, version 3 `partners`.
 
 A ping carries no authority: it says where to look, and the ranks' handshake proves who is there.
 
 Goodbye is a ping with `leaving` set, not a message of another type: the original proxy's discovery
 thread dies of an unknown type. An old router takes it for one more ping and forgets the instance a
 few seconds later than ours does.
+
+There is one answer, and only a ping that asks for it gets it: the partners of a D. An older proxy, and every
+other one, answers nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
 from typing import Annotated, Literal
 
 import msgspec
@@ -21,9 +26,11 @@ from msgspec import Meta, Struct
 
 from p2pkv.pairing import Address
 
-DISCOVERY_VERSION = 2
+DISCOVERY_VERSION = 3
 PING_INTERVAL = 3.0
 MAX_PING_BYTES = 4096
+MAX_PARTNERS = 512
+MAX_PARTNERS_BYTES = 1 << 14
 
 _AddressText = Annotated[str, Meta(min_length=3, max_length=300)]
 _Text = Annotated[str, Meta(max_length=512)]
@@ -50,6 +57,7 @@ class Ping(Struct, frozen=True, kw_only=True):
             message).
         fit: what must be equal between a P and a D, as `protocol.handshake.fit` writes it; "" if it does not
             say. A P and a D with different texts refuse each other.
+        partners: the most P's that this D wants to be told of; 0: it takes no answer.
     """
 
     type: Literal["P", "D"]
@@ -65,6 +73,7 @@ class Ping(Struct, frozen=True, kw_only=True):
     leaving: bool = False
     protocol: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     fit: _FitText = ""
+    partners: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
 
     def __post_init__(self) -> None:
         for field, text in (("http_address", self.http_address), ("zmq_address", self.zmq_address)):
@@ -74,12 +83,34 @@ class Ping(Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{field} of a discovery ping: {error}") from None
 
 
+class Partners(Struct, frozen=True, kw_only=True):
+    """The proxy's answer to a D: P's that it may be paired with. Raises ValueError on a malformed address.
+
+    Attributes:
+        partners: `zmq_address` of each, the likeliest first.
+    """
+
+    partners: Annotated[tuple[_AddressText, ...], Meta(max_length=MAX_PARTNERS)]
+
+    def __post_init__(self) -> None:
+        for text in self.partners:
+            try:
+                Address.parse(text)
+            except ValueError as error:
+                raise ValueError(f"a partner in a proxy's answer: {error}") from None
+
+
 class BadPing(ValueError):
     """What arrived on the discovery socket is no ping."""
 
 
+class BadPartners(ValueError):
+    """What a proxy sent is no answer to a ping."""
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Ping)
+_partners_decoder = msgspec.msgpack.Decoder(Partners)
 
 
 def encode_ping(ping: Ping) -> bytes:
@@ -100,3 +131,25 @@ def decode_ping(frame: bytes | memoryview) -> Ping:
 def goodbye(ping: Ping) -> Ping:
     """The last ping of an instance that stops."""
     return msgspec.structs.replace(ping, leaving=True)
+
+
+def encode_partners(addresses: Iterable[str]) -> bytes:
+    """The frame of one answer, with as many of these addresses as it may hold."""
+    kept: list[str] = []
+    room = MAX_PARTNERS_BYTES - 64
+    for address in islice(addresses, MAX_PARTNERS):
+        room -= len(address) + 3
+        if room < 0:
+            break
+        kept.append(address)
+    return _encoder.encode(Partners(partners=tuple(kept)))
+
+
+def decode_partners(frame: bytes | memoryview) -> tuple[str, ...]:
+    """The addresses in `frame`. Raises BadPartners, and nothing else, for whatever is no answer."""
+    if len(frame) > MAX_PARTNERS_BYTES:
+        raise BadPartners(f"a proxy's answer of {len(frame)} bytes exceeds {MAX_PARTNERS_BYTES}")
+    try:
+        return _partners_decoder.decode(frame).partners
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
+        raise BadPartners(f"not a proxy's answer: {error}") from None

@@ -104,6 +104,16 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Partners:
+    """The proxy has named these P's, by the addresses of their rank 0, the likeliest first.
+
+    It comes from the announcer's thread, to rank 0 of D only.
+    """
+
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Drop:
     """D's request has ended: load nothing more into its blocks."""
 
@@ -122,7 +132,18 @@ class Forget:
 
 
 Command = (
-    Hold | OfferPrompt | PromptBlocks | Computed | Flush | Revoked | Abort | Expect | Load | Drop | Forget
+    Hold
+    | OfferPrompt
+    | PromptBlocks
+    | Computed
+    | Flush
+    | Revoked
+    | Abort
+    | Expect
+    | Load
+    | Partners
+    | Drop
+    | Forget
 )
 
 

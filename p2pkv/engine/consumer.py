@@ -14,6 +14,7 @@ from p2pkv.control.endpoint import Connection
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import BURST, Context, log
 from p2pkv.engine.early import EarlyBuffers
+from p2pkv.engine.partners import Partners
 from p2pkv.engine.peers import (
     IDLE_BEATS,
     IDLE_REASON,
@@ -49,6 +50,7 @@ class Consumer:
         early_buffers = EarlyBuffers(context.options.ahead_bytes, context.cache.device)
         self._requests = Requests(context, self._peers, early_buffers)
         self._incoming = Incoming(context, self._peers, self._requests, early_buffers)
+        self._partners = Partners(context, self._peers, self._requests, self._hang_up)
         self._next_beat = 0.0
         self._window = max(1, context.options.staging_bytes // 2)
         context.counters.gauges |= {
@@ -73,6 +75,8 @@ class Consumer:
                 self._requests.drop(key, reason, now)
             case do.Forget(key):
                 self._requests.forget(key)
+            case do.Partners(addresses):
+                self._partners.name(addresses, now)
             case _:
                 raise AssertionError(f"{command} is not for a D")
 
@@ -82,6 +86,9 @@ class Consumer:
         if isinstance(message, m.Hello):
             reason = f"{self._ctx.hello.address} is a consumer: consumers dial producers, nobody dials them"
             self._ctx.tell(connection, m.Refuse(message.incarnation, reason))
+            return
+        if isinstance(message, m.Partners):
+            self._partners.told(message, now)
             return
         peer = connection.tag
         if not isinstance(peer, PrefillPeer):
@@ -134,7 +141,7 @@ class Consumer:
 
     def _refuse(self, peer: PrefillPeer, reason: str, now: float) -> None:
         self._ctx.counters.add("messages_refused")
-        log.warning("no transfers from %s: %s", peer.address, reason)
+        peer.complain(f"no transfers from {peer.address}: {reason}")
         peer.dialing.refuse(reason, now)
         self._requests.fail(peer, reason, now)
 
@@ -200,11 +207,13 @@ class Consumer:
         for peer in self._peers:
             if peer.unanswered_since is not None and now - peer.unanswered_since > lease:
                 self._redial(peer, f"{peer.address} did not answer in time: nothing for {lease:g} s", now)
-            if now - peer.used <= max(IDLE_SECONDS, lease) or peer.posted or self._requests.wants(peer):
+            recent = now - peer.used <= max(IDLE_SECONDS, lease)
+            if recent or peer.posted or self._requests.wants(peer) or self._partners.keeps(peer):
                 peer.stir()
             else:
                 self._hang_up(peer)
         self._close_idle(now)
+        self._partners.look(now)
 
     @property
     def idle(self) -> bool:
@@ -223,6 +232,7 @@ class Consumer:
 
     def leave(self, now: float, finish: bool = True) -> None:
         """Load nothing any more, whatever `finish`: nobody would use it."""
+        self._partners.leave()
         self._requests.leave(f"{self._ctx.hello.address} is gone: it is shutting down", now)
 
     @property

@@ -43,6 +43,7 @@ class Counters:
         "messages_refused",  # messages that the protocol does not allow
         "handshakes_failed",  # connections that did not come about: strangers here, no members there
         "links_aborted",
+        "links_ahead",  # links of D that came up before a request needed them
     )
 
     def __init__(self) -> None:

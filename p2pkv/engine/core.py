@@ -36,8 +36,8 @@ QUIET_SECONDS = 60.0
 class Core:
     """P's half of a rank or D's, and all that reaches it. It owns what it was made with: see `close`.
 
-    `do`, `revoke`, `events` and `steps` are for the forward thread; none of them waits for the
-    network, and only `revoke` waits for anything: the device's gathers that are under way, if any.
+    `do`, `revoke`, `events` and `steps` are for the forward thread, `do` for others, too; none of them waits
+    for the network, and only `revoke` waits for anything: the device's gathers that are under way, if any.
     All else is for one thread, which may be the same.
     """
 

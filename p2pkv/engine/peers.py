@@ -7,17 +7,19 @@ this rank has dialed.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from typing import Generic, TypeVar
 
 import msgspec
 import torch
 
 from p2pkv.control.endpoint import Connection
-from p2pkv.engine.context import Context
+from p2pkv.engine.context import Context, log
 from p2pkv.kv.cache import Rectangles
 from p2pkv.kv.checksum import Checksum
 from p2pkv.links.base import Inbound, LinkError, Outbound, Receive, Send
@@ -147,7 +149,8 @@ class DecodePeer:
         window: bytes that D can take on this link at a time.
         since: when D was invited to the link.
         fresh: it has said nothing but Hello yet.
-        wanted: when D last named a transfer. heard: when it last said anything but Hello.
+        wanted: when D last named a transfer, or said Hello. named: it has named one.
+        heard: when it last said anything but Hello.
         parked: its link was closed as idle; the next transfer that D names builds it again.
         orders: granted sends that wait for a buffer. flights: sends that D has not taken yet.
         words: `Sent` messages in the order of the sends; only where checksums are wanted.
@@ -167,6 +170,7 @@ class DecodePeer:
     fresh: bool = True
     linked: bool = False
     wanted: float = 0.0
+    named: bool = False
     heard: float = 0.0
     parked: bool = False
     orders: deque[tuple[str, Transmit]] = field(default_factory=deque)
@@ -281,7 +285,7 @@ class DecodePeer:
 
     def want(self, now: float) -> None:
         """D names a transfer: a parked link may be built again."""
-        self.wanted, self.parked = now, False
+        self.wanted, self.named, self.parked = now, True, False
 
     def sent(self, key: str, attempt: int) -> None:
         """Something of this transfer has gone out."""
@@ -367,7 +371,7 @@ class PrefillPeer:
     """One rank of P that this rank has dialed.
 
     Attributes:
-        used: when a request last needed it.
+        used: when a request last needed it; -inf: none has.
         table: the peers of this rank.
         hello, plan: None before P's Welcome.
         wires, pages: the form in which its rows travel, by KV group, and our cache in that form; empty before
@@ -424,6 +428,15 @@ class PrefillPeer:
     def owes(self, edges: Sequence[Edge]) -> Assignment:
         """What this rank owes us with `edges`; only of one that has been welcomed."""
         return Assignment.of(edges, self.wires)
+
+    @property
+    def needed(self) -> bool:
+        """Whether a request has needed it. If none has, it was dialed ahead, and nobody misses it."""
+        return self.used > -inf
+
+    def complain(self, reason: str) -> None:
+        """Log what is wrong with this peer."""
+        log.log(logging.WARNING if self.needed else logging.DEBUG, "%s", reason)
 
     @property
     def busy(self) -> bool:
@@ -490,6 +503,11 @@ class PrefillPeer:
     @property
     def linked(self) -> bool:
         return self._inbound is not None
+
+    @property
+    def up(self) -> bool:
+        """Whether there is a link whose two ends have met."""
+        return self._inbound is not None and self._up
 
     def abort(self, tell: str = "") -> None:
         """Give the link up, and all that it carried; `tell`: why, for P."""
@@ -619,10 +637,13 @@ IDLE_REASON = "it is idle, and there are more than max_links links; the next req
 
 
 def surplus(
-    linked: Iterable[_Peer], most: int, idle: Callable[[_Peer], bool], used: Callable[[_Peer], float]
+    linked: Iterable[_Peer],
+    most: int,
+    idle: Callable[[_Peer], bool],
+    used: Callable[[_Peer], float | tuple[bool, float]],
 ) -> list[_Peer]:
     """The peers whose links to close, so that at most `most` of `linked` are left: idle ones, the longest
-    unused first.
+    unused first, and before them those that no request has used.
 
     A peer that is not idle keeps its link, so more than `most` may be left under load.
     """

@@ -154,6 +154,8 @@ class Producer:
             self._prompts.drop(old, f"{hello.address} is gone: it has restarted or reconnected", now)
             peer.link = old.link
         self._make_room(connection, now)
+        # D may have come ahead of any request: no other link has to go for that.
+        peer.parked = self._full
         connection.tag = peer
         self._peers.add(peer)
         sums = ", with checksums" if peer.verify else ""
@@ -181,6 +183,12 @@ class Producer:
         except LinkError as error:
             self._prompts.link_lost(peer, f"no link to {peer.address}: {error}", now)
 
+    @property
+    def _full(self) -> bool:
+        """Whether one link more would be one too many."""
+        links = sum(1 for peer in self._peers if peer.linked or peer.building)
+        return links >= self._ctx.options.max_links
+
     def _close_idle(self, now: float) -> None:
         linked = [peer for peer in self._peers if peer.linked]
         most = self._ctx.options.max_links
@@ -188,12 +196,12 @@ class Producer:
         def idle(peer: DecodePeer) -> bool:
             return self._prompts.idle(peer, now)
 
-        for peer in surplus(linked, most, idle, lambda peer: peer.wanted):
+        for peer in surplus(linked, most, idle, lambda peer: (peer.named, peer.wanted)):
             log.info("closing the link to %s: %s", peer.address, IDLE_REASON)
             peer.park(now, IDLE_REASON)
         forgotten = max(FORGOTTEN_SECONDS, 2 * self._ctx.options.lease_seconds)
         for peer in linked:
-            if peer.linked and now - peer.wanted > forgotten and idle(peer):
+            if peer.linked and now - max(peer.wanted, peer.heard) > forgotten and idle(peer):
                 peer.park(now, "it has been idle for long")
 
     # The data.

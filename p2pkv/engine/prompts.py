@@ -3,6 +3,7 @@ follows."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -206,7 +207,7 @@ class Prompts:
     def link_lost(self, peer: DecodePeer, reason: str, now: float, tell: bool = True) -> None:
         """This link is given up. What it carried fails; a new link is built if D still waits for
         something."""
-        log.warning("%s", reason)
+        log.log(logging.WARNING if peer.named else logging.INFO, "%s", reason)
         peer.abort(now, reason if tell else "")
         for entry in self._of(peer):
             self.run(entry, entry.sender.unlinked(peer.hello.rank, reason), now)

@@ -208,7 +208,7 @@ class Requests:
         first.reached = first.connection.reached
         if not first.dialing.open or first.hello is None or first.plan is None:
             return
-        edges, places = self._ranks(first)
+        edges, places = self.ranks(first)
         peers = {rank: self._peer(place, now) for rank, place in places.items()}
         if not all(peer.dialing.open and peer.rank == rank for rank, peer in peers.items()):
             return
@@ -233,7 +233,7 @@ class Requests:
             self.run(entry, entry.receiver.lost(f"{reason}; {advice}"), now)
         self.lost(stray, reason, now)
 
-    def _ranks(self, peer: PrefillPeer) -> tuple[dict[int, list[Edge]], dict[int, Address]]:
+    def ranks(self, peer: PrefillPeer) -> tuple[dict[int, list[Edge]], dict[int, Address]]:
         """The edges from `peer`'s engine to this rank, by its ranks, and the addresses of its ranks that must
         hear of a request."""
         assert peer.plan is not None and peer.hello is not None
@@ -252,7 +252,7 @@ class Requests:
         connected."""
         if message.key in self.entries or peer.hello is None:
             return
-        edges, places = self._ranks(peer)
+        edges, places = self.ranks(peer)
         first = Address.parse(peer.hello.addresses[0])
         peers = [self._peers.get(str(place)) for place in [first, *places.values()]]
         if not all(each is not None and each.dialing.open for each in peers):
@@ -267,13 +267,24 @@ class Requests:
         self._connect(entry, now)
 
     def _peer(self, address: Address, now: float) -> PrefillPeer:
+        """A rank of P that a request needs."""
+        peer = self._peers.get(str(address))
+        if peer is not None and not peer.needed and not peer.dialing.open:
+            peer.dialing = Dialing(
+                peer.address, now
+            )  # what came of earlier tries is not the request's affair
+        peer = self.dial(address, now)
+        peer.used = now
+        return peer
+
+    def dial(self, address: Address, now: float) -> PrefillPeer:
+        """A rank of P: dialed if it is not yet, and asked again if it has not answered."""
         peer = self._peers.get(str(address))
         if peer is None:
             connection, dialing = self._ctx.endpoint.dial(address), Dialing(str(address), now)
-            peer = PrefillPeer(self._ctx, connection, dialing, now, self._peers)
+            peer = PrefillPeer(self._ctx, connection, dialing, -inf, self._peers)
             peer.connection.tag = peer
             self._peers.add(peer)
-        peer.used = now
         peer.greet(now)
         return peer
 
@@ -326,14 +337,14 @@ class Requests:
 
     def link_lost(self, peer: PrefillPeer, reason: str, now: float, tell: bool = True) -> None:
         """This link is given up, and what it carried fails; `tell`: whether P must be told."""
-        log.warning("%s", reason)
+        peer.complain(reason)
         peer.abort(reason if tell else "")
         self.fail(peer, reason, now, only_loading=True)
 
     def lost(self, peer: PrefillPeer, reason: str, now: float) -> None:
         """This incarnation of a rank of P is gone. Requests that P had not begun ask the next one; all
         others fail."""
-        log.warning("%s", reason)
+        peer.complain(reason)
         peer.lost(now)
         for entry in self.of(peer):
             receiver = entry.receiver

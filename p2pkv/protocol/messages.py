@@ -184,6 +184,14 @@ class HeartbeatAck(Message, frozen=True, tag="HeartbeatAck"):
     unknown: Transfers
 
 
+class Partners(Message, frozen=True, tag="Partners"):
+    """Rank 0 of a D to its other ranks: requests may pair us with these P's (addresses of their rank 0), so
+    build links to them. `engine` is the address of rank 0."""
+
+    engine: Place
+    addresses: Annotated[tuple[Place, ...], Meta(max_length=1024)]
+
+
 class Ahead(Message, frozen=True, tag="Ahead"):
     """P to D: the prefill of this prompt, which is for you, has begun, and you have not asked for it yet."""
 
@@ -307,6 +315,7 @@ AnyMessage = (
     | LinkDown
     | Heartbeat
     | HeartbeatAck
+    | Partners
     | Ahead
     | Offer
     | Want

@@ -64,9 +64,9 @@ def test_what_the_first_rank_announces(engines: Any, monkeypatch: pytest.MonkeyP
     made: list[Announcement] = []
 
     class Recorder(Announcer):
-        def __init__(self, announcement: Announcement) -> None:
+        def __init__(self, announcement: Announcement, hear: Any) -> None:
             made.append(announcement)
-            super().__init__(announcement)
+            super().__init__(announcement, hear)
 
         def start(self) -> None:
             pass

@@ -1,0 +1,91 @@
+"""What a D hears in answer to its pings: the P's that it may be paired with. It connects to them before the
+first request. No IO, no clock.
+
+Each D is told of as many as it asks for. If there are more, each D hears of others: all P's lie on a ring, at
+the hash of their names, and a D's part of it begins at the hash of its own. So the links spread over all P's,
+each P gets about as many, and an instance that comes or goes changes the lists of a few D's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import chain
+from weakref import WeakKeyDictionary
+
+from p2pkv.control.discovery import MAX_PARTNERS, Ping, encode_partners
+
+from .registry import Instance, Kind, PingSource, Registry
+
+# Rings are made anew so often: an answer may be late by that.
+RING_SECONDS = 1.0
+# A list that has not changed is said again: an instance that was busy may have lost it.
+REPEAT_SECONDS = 60.0
+
+
+class _Ring:
+    """Some P's in the order of the hashes of their names."""
+
+    def __init__(self, members: list[Instance]) -> None:
+        self._members = sorted((_point(each), each.ping.zmq_address) for each in members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def after(self, point: int, most: int) -> Iterator[str]:
+        """Addresses from `point` on, once around, at most so many."""
+        first = bisect_left(self._members, (point, ""))
+        for step in range(min(most, len(self._members))):
+            yield self._members[(first + step) % len(self._members)][1]
+
+
+class Partners:
+    """Answers the pings of D's that ask for it, when there is something new to say."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._rings: dict[Kind, tuple[_Ring, _Ring]] = {}
+        self._made = float("-inf")
+        self._told: WeakKeyDictionary[Instance, tuple[PingSource, bytes, float]] = WeakKeyDictionary()
+
+    def answer(self, ping: Ping, source: PingSource, now: float) -> None:
+        """Tell the sender of this ping its partners, unless it knows them or did not ask."""
+        if ping.type != "D" or ping.leaving or not ping.partners:
+            return
+        instance = self._registry.sender(ping, source)
+        if instance is None:
+            return
+        frame = encode_partners(self.of(instance, now))
+        known, said, when = self._told.get(instance, (None, b"", now))
+        if (known, said) == (source, frame) and now - when < REPEAT_SECONDS:
+            return
+        if source.tell(frame):
+            self._told[instance] = source, frame, now
+
+    def of(self, decode: Instance, now: float) -> list[str]:
+        """Where the P's listen that this D may be paired with: at most as many as it asks for, those first
+        that get requests now. A drained P gets none, so it is left out."""
+        most = min(decode.ping.partners, MAX_PARTNERS)
+        found = chain.from_iterable(ring.after(_point(decode), most) for ring in self._around(decode, now))
+        return [address for address, _ in zip(found, range(most), strict=False)]
+
+    def _around(self, decode: Instance, now: float) -> tuple[_Ring, _Ring]:
+        """The P's that D's of this kind fit: those that get requests now, and the others."""
+        if now - self._made >= RING_SECONDS:
+            self._rings, self._made = {}, now
+        if decode.kind not in self._rings:
+            fitting = [
+                each for each in self._registry.known("P") if each.matches(decode) and not each.drained
+            ]
+            ready = set(self._registry.routable("P", now))
+            self._rings[decode.kind] = (
+                _Ring([each for each in fitting if each in ready]),
+                _Ring([each for each in fitting if each not in ready]),
+            )
+        return self._rings[decode.kind]
+
+
+def _point(instance: Instance) -> int:
+    """Where it lies on a ring; the same after a restart."""
+    return int.from_bytes(hashlib.blake2b(instance.name.encode(), digest_size=8).digest())
