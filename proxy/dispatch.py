@@ -233,8 +233,14 @@ class Exchange:
             prefilling.cancel()
         elif not prefilling.done():
             self.lingering.add(prefilling)
-            prefilling.add_done_callback(self.lingering.discard)
-            asyncio.get_running_loop().call_later(_GRACE_SECONDS, prefilling.cancel)
+            deadline = asyncio.get_running_loop().call_later(_GRACE_SECONDS, prefilling.cancel)
+
+            def ended(_: asyncio.Task[Reply]) -> None:
+                # A timer that stays would hold P's answer and all of this request until it fires.
+                deadline.cancel()
+                self.lingering.discard(prefilling)
+
+            prefilling.add_done_callback(ended)
 
     def failed(self, why: str, status: int = 502) -> web.Response:
         """An error of ours, with the id under which the log has the details."""

@@ -186,6 +186,13 @@ PRODUCT = (
         "",
         ("tests/control/test_endpoint.py",),
     ),
+    Mutant(
+        "the timer for a P that ends late is not cancelled",
+        "proxy/dispatch.py",
+        "deadline.cancel()",
+        "pass",
+        ("tests/proxy/test_soak.py::test_a_p_that_ends_after_d_leaves_nothing_of_its_request",),
+    ),
 )  # fmt: skip
 
 FAULTS = (

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -23,25 +24,34 @@ def free_port() -> int:
         return port
 
 
-class Command:
-    """`python -m proxy` with its log gathered."""
+# The development mode tells of what was not closed.
+PROXY = ("-X", "dev", "-m", "proxy")
 
-    def __init__(self, *arguments: str) -> None:
+
+class Command:
+    """`python -m proxy`, or another `program` that is it, with its log gathered."""
+
+    def __init__(self, *arguments: str, program: Sequence[str] = PROXY) -> None:
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
-            # The development mode tells of what was not closed.
-            [sys.executable, "-X", "dev", "-m", "proxy", *arguments],
+            [sys.executable, *program, *arguments],
             cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path},
             stderr=subprocess.PIPE,
             text=True,
         )
-        self.log = ""
+        self._lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            self.log += line
+            self._lines.append(line)
+
+    @property
+    def log(self) -> str:
+        return "".join(self._lines)
 
     def says(self, pattern: str) -> re.Match[str]:
         end = time.monotonic() + DEADLINE
@@ -62,8 +72,8 @@ class Command:
 
 
 @contextlib.contextmanager
-def running(*arguments: str) -> Iterator[Command]:
-    command = Command(*arguments)
+def running(*arguments: str, program: Sequence[str] = PROXY) -> Iterator[Command]:
+    command = Command(*arguments, program=program)
     try:
         yield command
     finally:

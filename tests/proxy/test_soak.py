@@ -1,0 +1,350 @@
+"""Thousands of requests through the real command while instances and clients fail in all ways: every answer
+is right or says that it is not, and afterwards nothing is left: no task, connection, descriptor or memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import re
+import signal
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+from aiohttp import web
+from proxy_behaviours import (
+    Behaviour,
+    Seen,
+    after,
+    answer_error,
+    answer_json,
+    dies_before_a_token,
+    dies_in_the_body,
+    event_stream,
+    given_up,
+)
+from proxy_fakes import PING_SECONDS, Deployment, FakeInstance, held, quiet, until
+from proxy_process import Command, free_port, running
+from soak_peer import objects_of_requests
+
+from p2pkv.control.announcer import Pinger
+
+CLIENTS = 48
+PATIENCE = 60.0
+MOST_GROWTH = 5 << 20
+EVENTS = 6
+# Requests between two changes of who is closed.
+CLOSED_FOR = 60
+OPTIONS = ("--max-requests", "14", "--max-waiting", "30", "--alone-share", "1", "--log-level", "WARNING")
+
+
+# What the instances do.
+
+
+def number_of(seen: Seen) -> int:
+    """Which request it is: the answer repeats it."""
+    return int(seen.body["prompt"].split()[1])
+
+
+async def right(request: web.Request, seen: Seen) -> web.StreamResponse:
+    number = number_of(seen)
+    if not seen.body.get("stream"):
+        return web.json_response({"id": seen.request_id, "choices": [{"text": f"answer {number}"}]})
+    response = await event_stream(request)
+    for token in range(EVENTS):
+        await response.write(token_event(seen, number, token))
+        await asyncio.sleep(0)
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+def token_event(seen: Seen, number: int, token: int) -> bytes:
+    text = json.dumps({"id": seen.request_id, "choices": [{"text": f"{number}.{token} "}]})
+    return f"data: {text}\n\n".encode()
+
+
+def reset(request: web.Request) -> None:
+    """A connection that ends with RST."""
+    assert request.transport is not None
+    held: socket.socket = request.transport.get_extra_info("socket")
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    request.transport.abort()
+
+
+async def resets(request: web.Request, seen: Seen) -> web.StreamResponse:
+    reset(request)
+    return web.Response()
+
+
+async def breaks_the_stream(request: web.Request, seen: Seen) -> web.StreamResponse:
+    response = await event_stream(request)
+    for token in range(EVENTS // 2):
+        await response.write(token_event(seen, number_of(seen), token))
+    reset(request)
+    return response
+
+
+async def gives_up(request: web.Request, seen: Seen) -> web.StreamResponse:
+    if not seen.body.get("stream"):
+        return web.Response(body=given_up(seen), content_type="application/json")
+    response = await event_stream(request)
+    await response.write(token_event(seen, number_of(seen), 0))
+    await response.write(b"data: " + given_up(seen, "") + b"\n\ndata: [DONE]\n\n")
+    return response
+
+
+async def is_slow(request: web.Request, seen: Seen) -> web.StreamResponse:
+    await asyncio.sleep(0.15)
+    return await right(request, seen)
+
+
+ANYHOW: dict[str, Behaviour] = {
+    "reset": resets,
+    "500": answer_error(500),
+    "503": answer_error(503),
+    "400": answer_error(400),
+    "slow": is_slow,
+    "given up": gives_up,
+}
+STREAMED: dict[str, Behaviour] = {"stream broken": breaks_the_stream, "no token": dies_before_a_token}
+WHOLE: dict[str, Behaviour] = {"half a body": dies_in_the_body}
+
+
+# The whole.
+
+
+@dataclass(frozen=True)
+class Holds:
+    """What the proxy has when nothing is under way.
+
+    Attributes:
+        tasks: how many, by the coroutine.
+        objects: that belong to single requests, by class.
+        memory: bytes that are its own.
+    """
+
+    tasks: dict[str, int]
+    objects: dict[str, int]
+    descriptors: int
+    memory: int
+
+
+@dataclass
+class Soak:
+    """A proxy in a process of its own, its instances and its clients in this one.
+
+    Attributes:
+        faults: how often each was injected; "refused": of a P or D that its port was closed.
+        ends: how the requests ended, for their clients.
+    """
+
+    command: Command
+    url: str
+    instances: list[FakeInstance]
+    dice: random.Random
+    faults: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+    closed: list[FakeInstance] = field(default_factory=list)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    sent: int = 0
+
+    @property
+    def process(self) -> psutil.Process:
+        return psutil.Process(self.command.process.pid)
+
+    async def behave(self, request: web.Request, seen: Seen) -> web.StreamResponse:
+        """An instance's answer: four in five are right."""
+        if self.dice.random() < 0.8:
+            return await right(request, seen)
+        name, fault = self.dice.choice(
+            list({**ANYHOW, **(STREAMED if seen.body.get("stream") else WHOLE)}.items())
+        )
+        self.faults[name] += 1
+        return await fault(request, seen)
+
+    async def send(self, count: int) -> None:
+        """So many requests, from several clients at a time; then waits until the proxy holds nothing."""
+        until = self.sent + count
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PATIENCE)) as client:
+
+            async def one_client() -> None:
+                while self.sent < until:
+                    self.sent += 1
+                    number = self.sent
+                    if number % CLOSED_FOR == 0:
+                        await self.close_another()
+                    self.ends[await self.ask(client, number)] += 1
+
+            await asyncio.gather(*(one_client() for _ in range(CLIENTS)))
+        await self.reopen()
+        for instance in self.instances:
+            instance.requests.clear()
+        await self.quiet()
+
+    async def close_another(self) -> None:
+        """One instance's port is closed for a while, and its pings go on."""
+        await self.reopen()
+        async with self.turn:
+            self.closed.append(self.dice.choice(self.instances))
+            await self.closed[-1].stop()
+        self.faults["refused"] += 1
+
+    async def reopen(self) -> None:
+        async with self.turn:
+            while self.closed:
+                await self.closed.pop().start()
+
+    async def ask(self, client: aiohttp.ClientSession, number: int) -> str:
+        """One request; how it ended. Fails if the answer is not this request's, or looks whole and is not."""
+        stream, leaves = self.dice.random() < 0.6, self.dice.random() < 0.1
+        body = {"model": "tiny", "prompt": f"number {number} " + "x" * self.dice.randrange(3000)}
+        asking = client.post(f"{self.url}/v1/completions", json=body | {"stream": stream})
+        if leaves:
+            return await self.leave(asking)
+        async with asking as response:
+            if response.status != 200:
+                said = await response.json()
+                assert said["error"]["code"] == response.status in (400, 500, 502, 503), said
+                return f"status {response.status}"
+            text = await response.text()
+        if not stream:
+            assert json.loads(text)["choices"][0]["text"] == f"answer {number}"
+            return "answered"
+        assert_stream(number, text)
+        return "answered" if "[DONE]" in text and '"error"' not in text else "broken off"
+
+    async def leave(self, asking: Any) -> str:
+        """The client goes before its answer, or after the first of it."""
+        self.faults["client left"] += 1
+        try:
+            async with asyncio.timeout(self.dice.choice([0.001, 0.005, 0.02])), asking as response:
+                await response.content.readany()
+                response.close()
+        except TimeoutError:
+            pass
+        return "left"
+
+    async def ready(self) -> None:
+        """Until it is up and has found all instances."""
+        counted = Counter(each.role for each in self.instances)
+        wanted = f"prefill={counted['P']}&decode={counted['D']}"
+        async with aiohttp.ClientSession() as client, asyncio.timeout(PATIENCE):
+            while True:
+                with contextlib.suppress(aiohttp.ClientConnectorError):
+                    async with client.get(f"{self.url}/health?{wanted}") as response:
+                        if response.status == 200:
+                            return
+                await asyncio.sleep(0.05)
+
+    async def quiet(self) -> None:
+        """Until nothing is under way."""
+        async with aiohttp.ClientSession() as client, asyncio.timeout(PATIENCE):
+            while True:
+                async with client.get(f"{self.url}/health") as response:
+                    gauges = (await response.json())["gauges"]
+                    if not any(gauges[name] for name in ("under_way", "waiting", "held_bytes", "calls")):
+                        return
+                await asyncio.sleep(0.05)
+
+    async def holds(self) -> Holds:
+        """Of when only the pings have connections left: idle ones to instances end after some seconds."""
+        end = time.monotonic() + PATIENCE
+        while len(self.connections()) > len(self.instances):
+            assert time.monotonic() < end, f"connections are left: {self.connections()}"
+            await asyncio.sleep(0.1)
+        before = len(re.findall("holds: ", self.command.log))
+        self.command.process.send_signal(signal.SIGUSR1)
+        while len(lines := re.findall(r"holds: (.*)\n", self.command.log)) <= before:
+            assert time.monotonic() < end, "it does not answer the signal"
+            await asyncio.sleep(0.02)
+        told = json.loads(lines[-1])
+        return Holds(**told, descriptors=self.process.num_fds(), memory=self.process.memory_full_info().uss)
+
+    def connections(self) -> list[Any]:
+        """Those that are not closed; each instance's pings have one."""
+        return [each for each in self.process.net_connections("tcp") if each.status != psutil.CONN_LISTEN]
+
+
+def assert_stream(number: int, text: str) -> None:
+    """What came is the beginning of this request's answer, and whole or marked as broken off."""
+    said = [
+        json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line.startswith("data: {")
+    ]
+    tokens = [each["choices"][0]["text"] for each in said if "choices" in each]
+    assert tokens == [f"{number}.{token} " for token in range(len(tokens))], text
+    assert len(tokens) == EVENTS or "error" in said[-1], text
+
+
+@asynccontextmanager
+async def soaking(seed: int) -> AsyncIterator[Soak]:
+    async with AsyncExitStack() as cleanup:
+        discovery, port = f"127.0.0.1:{free_port()}", str(free_port())
+        peer = (str(Path(__file__).with_name("soak_peer.py")),)
+        command = cleanup.enter_context(
+            running("--port", port, "--discovery", discovery, *OPTIONS, program=peer)
+        )
+        soak = Soak(command, f"http://127.0.0.1:{port}", [], random.Random(seed))
+        for role in ("P", "P", "D", "D", "D"):
+            instance = FakeInstance(role, behaviour=soak.behave)
+            await instance.start()
+            cleanup.push_async_callback(instance.stop)
+            pinger = Pinger(discovery, instance.ping, PING_SECONDS)
+            pinger.start()
+            cleanup.callback(pinger.stop)
+            soak.instances.append(instance)
+        await soak.ready()
+        yield soak
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("first", "requests"),
+    [(500, 2000), pytest.param(2000, 10_000, marks=pytest.mark.long)],
+    ids=["short", "whole"],
+)
+async def test_after_thousands_of_requests_that_fail_in_all_ways_nothing_is_left(
+    first: int, requests: int
+) -> None:
+    async with soaking(seed=14) as soak:
+        await soak.send(first)
+        first_held = await soak.holds()
+        await soak.send(requests - first)
+        last_held = await soak.holds()
+        injected = {*ANYHOW, *STREAMED, *WHOLE, "refused", "client left"}
+        assert set(soak.faults) == injected, "a fault that never happened"
+        assert sum(soak.ends.values()) == requests
+        assert soak.ends["answered"] > requests / 3 and soak.ends["broken off"] and soak.ends["left"]
+        assert last_held.tasks == first_held.tasks
+        assert last_held.objects == {}, "objects of requests that have ended are left"
+        assert last_held.descriptors <= first_held.descriptors
+        assert last_held.memory - first_held.memory < MOST_GROWTH, f"{first_held} then {last_held}"
+        soak.command.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(soak.command.end) == 0
+        assert not re.search("Traceback|destroyed|never retrieved|Unclosed|ERROR", soak.command.log)
+
+
+@pytest.mark.asyncio
+async def test_a_p_that_ends_after_d_leaves_nothing_of_its_request(
+    concurrent: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.dispatch._GRACE_SECONDS", 1000.0)
+    before, release = objects_of_requests(), asyncio.Event()
+    concurrent.p.behaviour = after(release, answer_json)
+    assert (await concurrent.post()).status == 200
+    assert held(concurrent)["lingering"] == 1
+    assert objects_of_requests() > before, "the call to P is still open"
+    release.set()
+    await quiet(concurrent)
+    await until(lambda: objects_of_requests() <= before)
