@@ -1,0 +1,310 @@
+"""p2pkv beside a storing connector, in vLLM's MultiConnector and in ours: who loads, who pushes, and when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from connector_support import BLOCK, inner_id, pair_id, tokens
+from multi_support import OURS, MultiInstance
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+
+from p2pkv.connector.metadata import Prefill
+from p2pkv.engine import commands as do
+
+pytestmark = pytest.mark.vllm
+
+PROMPT = tokens(100)
+WHOLE = 6 * BLOCK
+"""Tokens of PROMPT in whole blocks."""
+BEGINNING = tuple(PROMPT[:3])
+
+each_order = pytest.mark.parametrize("store_first", [True, False], ids=["store-first", "p2pkv-first"])
+each_pace = pytest.mark.parametrize("ahead", [0, 1], ids=["step-by-step", "one-step-ahead"])
+
+
+def loads(d: MultiInstance) -> list[tuple[int, int]]:
+    """What D's workers were told to load from P."""
+    return [(load.start, load.stop) for load in d.rank.said(do.Load)]
+
+
+# D.
+
+
+@each_order
+@each_pace
+def test_d_does_not_wait_for_p_where_the_store_has_the_whole_prompt(store_first: bool, ahead: int) -> None:
+    d = MultiInstance("D", store_first=store_first, ahead=ahead)
+    d.store.held[BEGINNING] = WHOLE
+    paired = d.ask(inner_id(pair_id()), PROMPT)
+    d.step()
+    assert d.scheduled.num_scheduled_tokens == {paired.request_id: len(PROMPT) - WHOLE}
+    assert d.store.loaded == [(paired.request_id, WHOLE)]
+    assert d.stores[0].began == [paired.request_id]
+    assert loads(d) == [(0, 0)], "P is released"
+    d.run_until(lambda: paired.request_id in d.ended)
+    d.assert_at_rest()
+
+
+@each_order
+@each_pace
+@pytest.mark.parametrize("held", [0, 2 * BLOCK, WHOLE - BLOCK], ids=["nothing", "a-part", "all-but-a-block"])
+def test_d_loads_from_p_what_the_store_does_not_have_whole(store_first: bool, ahead: int, held: int) -> None:
+    d = MultiInstance("D", store_first=store_first, ahead=ahead, ranks=2)
+    d.store.held[BEGINNING] = held
+    paired = d.ask(inner_id(pair_id()), PROMPT)
+    d.step(2)
+    assert not d.blocks(paired), "P has not begun"
+    for rank in d.ranks:
+        rank.begin(d.key(paired))
+    d.run_until(lambda: d.rank.said(do.Load))
+    assert loads(d) == [(0, len(PROMPT) - 1)]
+    assert not d.store.loaded
+    for rank in d.ranks:
+        rank.load(d.key(paired))
+    d.run_until(lambda: paired.request_id in d.ended)
+    assert d.computed[paired.request_id] == 1 + 3
+    assert d.reported == [paired.request_id]
+    d.assert_at_rest()
+
+
+def test_vllms_own_waits_for_p_and_then_takes_the_store() -> None:
+    """What docs/operations.md says of it."""
+    d = MultiInstance("D", path=None)
+    d.store.held[BEGINNING] = WHOLE
+    paired = d.ask(inner_id(pair_id()), PROMPT)
+    d.step(3)
+    assert not d.blocks(paired)
+    d.rank.begin(d.key(paired))
+    d.run_until(lambda: paired.request_id in d.ended)
+    assert d.store.loaded == [(paired.request_id, WHOLE)]
+    assert loads(d) == [(0, 0)]
+    d.assert_at_rest()
+
+
+@each_order
+def test_another_connector_that_is_still_looking_is_waited_for(store_first: bool) -> None:
+    d = MultiInstance("D", store_first=store_first)
+    d.store.undecided = True
+    paired = d.ask(inner_id(pair_id()), PROMPT)
+    d.step()
+    d.rank.begin(d.key(paired))
+    d.step(2)
+    assert not d.blocks(paired)
+    d.store.undecided = False
+    d.run_until(lambda: d.rank.said(do.Load))
+    d.rank.load(d.key(paired))
+    d.run_until(lambda: paired.request_id in d.ended)
+    d.assert_at_rest()
+
+
+@each_order
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_p_that_fails_fails_nothing_that_the_store_has(store_first: bool, policy: str, begun: bool) -> None:
+    d = MultiInstance("D", store_first=store_first, policy=policy)
+    d.store.undecided = True
+    paired = d.ask(inner_id(pair_id()), PROMPT)
+    d.step()
+    if begun:
+        d.rank.begin(d.key(paired))
+    d.rank.fail(d.key(paired))
+    d.step(2)
+    d.store.held[BEGINNING], d.store.undecided = WHOLE, False
+    d.run_until(lambda: paired.request_id in d.ended)
+    assert d.ended == {paired.request_id: "length"}
+    assert d.store.loaded == [(paired.request_id, WHOLE)]
+    d.assert_at_rest()
+
+
+def test_a_failed_push_is_treated_as_the_outer_configuration_says() -> None:
+    """vLLM's scheduler reads the policy there, and so must p2pkv: before admission, too."""
+    d = MultiInstance("D", policy="recompute")
+    waiting, loading = (d.ask(inner_id(pair_id(n)), tokens(60, n)) for n in range(2))
+    d.step()
+    d.rank.fail(d.key(waiting))
+    d.rank.begin(d.key(loading))
+    d.run_until(lambda: waiting.request_id in d.ended and loads(d))
+    assert loads(d) == [(0, 59)], "the first is computed here, and never loaded"
+    d.rank.fail(d.key(loading))
+    d.run_until(lambda: len(d.ended) == 2)
+    assert set(d.ended.values()) == {"length"}
+    d.assert_at_rest()
+
+
+# P.
+
+
+def prefills(p: MultiInstance) -> list[Prefill]:
+    return [each for meta in p.metas for each in meta.prefills]
+
+
+@each_pace
+@pytest.mark.parametrize("most", [1, 5], ids=["ends-at-once", "goes-on"])
+def test_what_a_store_fills_on_p_is_pushed_only_once_vllm_has_taken_the_step(ahead: int, most: int) -> None:
+    """The load runs in the step itself: nothing may be read before, and the load may fail."""
+    p = MultiInstance("P", ahead=ahead)
+    p.store.held[BEGINNING] = WHOLE
+    request = p.ask(inner_id(pair_id()), PROMPT, max_tokens=most)
+    p.step()
+    assert p.stores[0].began == [request.request_id]
+    assert len(p.rank.said(do.OfferPrompt)) == 1, "D is told that the prefill has begun"
+    assert not p.rank.said(do.Computed)
+    table = p.blocks(request)
+    p.run_until(lambda: prefills(p))
+    (said,) = prefills(p)
+    assert said.stop == len(PROMPT)
+    assert said.blocks.blocks[0][: len(table)] == table
+    p.run_until(lambda: request.request_id in p.ended)
+    (hold,) = p.rank.said(do.Hold)
+    p.step(2)
+    assert not p.rank.said(do.Abort)
+    p.rank.free(hold.key)
+    p.assert_at_rest()
+
+
+@each_pace
+def test_a_prompt_that_finds_what_a_store_fills_for_another_waits_likewise(ahead: int) -> None:
+    p = MultiInstance("P", ahead=ahead, budget=200)
+    p.store.held[BEGINNING] = WHOLE
+    p.ask("cmpl-no-pair-0-12345678", PROMPT, max_tokens=1)
+    shared = p.ask(inner_id(pair_id(1)), [*PROMPT[:WHOLE], 7, 8, 9], max_tokens=1)
+    other = p.ask(inner_id(pair_id(2)), tokens(30, "other"), max_tokens=1)
+    p.step()
+    assert p.computed[shared.request_id] == 3, "its prefix counts as cached"
+    (said,) = prefills(p)
+    assert said.stop == 30, "the other prompt is pushed as it is computed"
+    p.run_until(lambda: len(p.ended) == 3)
+    p.step()
+    assert [each.stop for each in prefills(p)] == [30, WHOLE + 3]
+    for hold in p.rank.said(do.Hold):
+        p.rank.free(hold.key)
+    assert other.request_id in p.ended
+    p.assert_at_rest()
+
+
+@each_pace
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_failed_load_on_p_never_reaches_d(ahead: int, policy: str) -> None:
+    p = MultiInstance("P", ahead=ahead, policy=policy)
+    p.store.held[BEGINNING] = WHOLE
+    request = p.ask(inner_id(pair_id()), PROMPT, max_tokens=1)
+    rank, store = p.rank, p.stores[0]
+    start_load = store.start_load_kv
+
+    def load_and_fail(*args: Any) -> None:
+        before = len(store.began)
+        start_load(*args)
+        if len(store.began) > before:
+            store.failing = {p.blocks(request)[2]}
+
+    store.start_load_kv = load_and_fail  # type: ignore[method-assign]
+    p.step(1 + ahead)
+    assert not rank.said(do.Computed)
+    p.run_until(lambda: request.request_id in p.ended)
+    p.step(2)
+    (hold,) = rank.said(do.Hold)
+    if policy == "fail":
+        assert p.ended[request.request_id] == "error"
+        assert not rank.said(do.Computed) and [abort.key for abort in rank.said(do.Abort)] == [hold.key]
+    else:
+        assert p.ended[request.request_id] == "length"
+        first, *_, last = prefills(p) * 2
+        assert (first.cached, first.start, last.stop) == (2 * BLOCK, 2 * BLOCK, len(PROMPT))
+        rank.free(hold.key)
+    p.assert_at_rest()
+
+
+@pytest.mark.parametrize("most", [1, 5])
+def test_an_abort_before_p_has_pushed_what_a_store_has_filled(most: int) -> None:
+    p = MultiInstance("P", ahead=1)
+    p.store.held[BEGINNING] = WHOLE
+    request = p.ask(inner_id(pair_id()), PROMPT, max_tokens=most)
+    p.step()
+    p.abort(request)
+    p.step(2)
+    assert not p.rank.said(do.Computed)
+    (hold,) = p.rank.said(do.Hold)
+    assert [abort.key for abort in p.rank.said(do.Abort)] == [hold.key]
+    p.assert_at_rest()
+
+
+def test_preempted_before_p_has_pushed_what_a_store_has_filled() -> None:
+    p = MultiInstance("P", ahead=1)
+    p.store.held[BEGINNING] = WHOLE
+    request = p.ask(inner_id(pair_id()), PROMPT, max_tokens=5)
+    p.step()
+    p.drain()
+    assert p.scheduler.reset_prefix_cache(reset_running_requests=True)
+    p.store.held.clear()
+    p.run_until(lambda: request.request_id in p.ended)
+    assert {each.cached for each in prefills(p)} == {0}
+    assert [each.stop for each in prefills(p)] == [64, 100]
+    (hold,) = p.rank.said(do.Hold)
+    p.rank.free(hold.key)
+    p.assert_at_rest()
+
+
+@each_order
+@pytest.mark.parametrize("saved_first", [True, False])
+def test_blocks_are_kept_until_both_have_done_with_them(store_first: bool, saved_first: bool) -> None:
+    p = MultiInstance("P", store_first=store_first, ranks=2)
+    p.store.saves = True
+    outer = pair_id()
+    request = p.ask(inner_id(outer), PROMPT, max_tokens=1)
+    p.run_until(lambda: request.request_id in p.ended)
+    p.step()
+    key = p.rank.said(do.Hold)[0].key
+
+    def push() -> None:
+        for rank in p.ranks:
+            rank.free(key)
+
+    def save() -> None:
+        for store in p.stores:
+            store.saved = {request.request_id}
+
+    for deed in (save, push) if saved_first else (push, save):
+        assert not p.reported
+        deed()
+        p.step(2)
+    assert p.reported == [request.request_id]
+    p.store.saves = False
+    again = p.ask(inner_id(outer), PROMPT, max_tokens=1)
+    p.run_until(lambda: again.request_id in p.ended)
+    assert len(p.rank.said(do.Hold)) == 2, "the key is free again"
+    push()
+    p.assert_at_rest()
+
+
+# What both report.
+
+
+@pytest.mark.parametrize("path", [OURS, None], ids=["ours", "vllms"])
+def test_counters_reach_vllms_log_and_its_metrics_page(
+    path: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prometheus_client import REGISTRY
+
+    p = MultiInstance("P", ranks=2, path=path)
+    request = p.ask(inner_id(pair_id()), PROMPT, max_tokens=1)
+    for number, rank in enumerate(p.ranks):
+        rank.counters.add("bytes_sent", 1000 + number)
+    p.run_until(lambda: request.request_id in p.ended)
+    aggregated = p.outputs[0].kv_connector_stats
+    assert aggregated is not None
+    payload = aggregated.to_dict()
+    assert payload == {"P2pKvConnector": {"bytes_sent": 2001}}
+    lines: list[str] = []
+    logging = KVConnectorLogging(p.config.kv_transfer_config)
+    logging.observe(payload)
+    logging.log(lambda text, *args: lines.append(text % args))
+    assert "2001" in lines[0]
+    before = REGISTRY.get_sample_value("p2pkv_bytes_sent_total", {"model_name": "m", "engine": "0"}) or 0
+    prom = KVConnectorProm(p.config, ["model_name", "engine"], {0: ["m", "0"]})
+    prom.observe(payload, 0)
+    after = REGISTRY.get_sample_value("p2pkv_bytes_sent_total", {"model_name": "m", "engine": "0"})
+    assert after == before + 2001
+    for rank in p.ranks:
+        rank.free(rank.said(do.Hold)[0].key)
+    p.assert_at_rest()
