@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from connector_support import LAYERS, Instance, kv_cache_config, transfer_config
+from connector_support import BLOCK, LAYERS, Instance, kv_cache_config, transfer_config
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -29,9 +29,8 @@ OURS = "p2pkv.connector.multi"
 
 @dataclass
 class StoreMetadata(KVConnectorMetadata):
-    loads: list[str] = field(default_factory=list)
-    """Requests whose load begins with this step."""
-    ended: list[str] = field(default_factory=list)
+    loads: list[tuple[str, list[int]]] = field(default_factory=list)
+    """Requests whose load begins with this step, and the blocks that it fills."""
 
 
 class StoreConnector(KVConnectorBase_V1):
@@ -44,7 +43,7 @@ class StoreConnector(KVConnectorBase_V1):
         saves: whether it saves a request's blocks after the request has ended.
         loaded: requests that it was told to load, with the number of tokens.
     Of each worker's half:
-        failing: place of the first block whose load fails, of each load; None: none does.
+        spoil: whether the next load fails, from its second block on.
         saved: requests of which it has saved all.
         began: requests whose loads have begun.
     """
@@ -54,7 +53,8 @@ class StoreConnector(KVConnectorBase_V1):
         self.held: dict[tuple[int, ...], int] = {}
         self.later = self.undecided = self.saves = False
         self.loaded: list[tuple[str, int]] = []
-        self.failing: set[int] = set()
+        self.spoil = False
+        self._failed: set[int] = set()
         self.saved: set[str] = set()
         self.began: list[str] = []
         self._next = StoreMetadata()
@@ -64,26 +64,36 @@ class StoreConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self.undecided:
             return None, False
+        return max(0, self._of(request) - num_computed_tokens), self.later
+
+    def _of(self, request: Any) -> int:
+        """Tokens of this prompt that it has, all but the last at most."""
         held = self.held.get(tuple(request.prompt_token_ids[:3]), 0)
-        return max(0, held - num_computed_tokens), self.later
+        return min(held, (request.num_prompt_tokens - 1) // BLOCK * BLOCK)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
             self.loaded.append((request.request_id, num_external_tokens))
-            self._next.loads.append(request.request_id)
+            held = self._of(request)
+            (table,) = blocks.get_block_ids()
+            filled = table[(held - num_external_tokens) // BLOCK : held // BLOCK]
+            self._next.loads.append((request.request_id, filled))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StoreMetadata:
         meta, self._next = self._next, StoreMetadata()
         return meta
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._next.ended.append(request.request_id)
         return self.saves, None
 
     # A worker's half.
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self.began += self._get_connector_metadata().loads
+        for request_id, blocks in self._get_connector_metadata().loads:
+            self.began.append(request_id)
+            if self.spoil:
+                self._failed.update(blocks[1:] or blocks)
+                self.spoil = False
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 
@@ -96,8 +106,8 @@ class StoreConnector(KVConnectorBase_V1):
         return KVConnectorTransferResults(finished_sending=saved)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        failing, self.failing = self.failing, set()
-        return failing
+        failed, self._failed = self._failed, set()
+        return failed
 
 
 class MultiInstance(Instance):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 from connector_support import BLOCK, inner_id, pair_id, tokens
-from multi_support import OURS, MultiInstance
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from multi_support import OURS, MultiInstance, StoreMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 
 from p2pkv.connector.metadata import Prefill
@@ -189,16 +192,8 @@ def test_a_failed_load_on_p_never_reaches_d(ahead: int, policy: str) -> None:
     p = MultiInstance("P", ahead=ahead, policy=policy)
     p.store.held[BEGINNING] = WHOLE
     request = p.ask(inner_id(pair_id()), PROMPT, max_tokens=1)
-    rank, store = p.rank, p.stores[0]
-    start_load = store.start_load_kv
-
-    def load_and_fail(*args: Any) -> None:
-        before = len(store.began)
-        start_load(*args)
-        if len(store.began) > before:
-            store.failing = {p.blocks(request)[2]}
-
-    store.start_load_kv = load_and_fail  # type: ignore[method-assign]
+    rank = p.rank
+    p.stores[0].spoil = True
     p.step(1 + ahead)
     assert not rank.said(do.Computed)
     p.run_until(lambda: request.request_id in p.ended)
@@ -210,7 +205,7 @@ def test_a_failed_load_on_p_never_reaches_d(ahead: int, policy: str) -> None:
     else:
         assert p.ended[request.request_id] == "length"
         first, *_, last = prefills(p) * 2
-        assert (first.cached, first.start, last.stop) == (2 * BLOCK, 2 * BLOCK, len(PROMPT))
+        assert (first.cached, first.start, last.stop) == (BLOCK, BLOCK, len(PROMPT))
         rank.free(hold.key)
     p.assert_at_rest()
 
@@ -275,6 +270,73 @@ def test_blocks_are_kept_until_both_have_done_with_them(store_first: bool, saved
     assert len(p.rank.said(do.Hold)) == 2, "the key is free again"
     push()
     p.assert_at_rest()
+
+
+class Watched(MultiInstance):
+    """Knows which blocks hold what a failed load has left in them, or what was computed on it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.bad: set[int] = set()
+        super().__init__(*args, **options)
+
+    def _run(self, scheduled: Any) -> Any:
+        output = super()._run(scheduled)
+        (store,) = [m for m in scheduled.kv_connector_metadata.metadata if isinstance(m, StoreMetadata)]
+        self.bad.difference_update(block for _, blocks in store.loads for block in blocks)
+        self.bad |= output.kv_connector_output.invalid_block_ids
+        old = scheduled.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        starts |= dict(zip(old.req_ids, old.num_computed_tokens, strict=True))
+        for request_id, count in scheduled.num_scheduled_tokens.items():
+            start = starts[request_id]
+            (table,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
+            written = table[start // BLOCK : -(-(start + count) // BLOCK)]
+            if self.bad.isdisjoint(table[: -(-start // BLOCK)]):
+                self.bad.difference_update(written)
+            else:
+                self.bad.update(written)
+        for prefill in self.metas[-1].prefills:
+            (table,) = prefill.blocks.blocks
+            assert self.bad.isdisjoint(table[: -(-prefill.stop // BLOCK)]), "D would get what is wrong"
+        return output
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_d_never_gets_what_a_failed_load_has_left_on_p(data: st.DataObject) -> None:
+    ahead = data.draw(st.integers(0, 1), "ahead")
+    p = Watched("P", policy="recompute", ahead=ahead, budget=data.draw(st.sampled_from([48, 200]), "budget"))
+    prompts = [tokens(70, number) for number in range(2)]
+    requests = []
+    for number in range(data.draw(st.integers(3, 25), "moves")):
+        move = data.draw(st.sampled_from(["step", "step", "ask", "ask", "store", "spoil", "forget", "abort"]))
+        prompt = data.draw(st.sampled_from(prompts))
+        if move == "step":
+            p.step()
+        elif move == "ask":
+            stop = data.draw(st.sampled_from([40, 70]))
+            outer = pair_id(number) if data.draw(st.booleans()) else f"alone-{number}"
+            most = data.draw(st.sampled_from([1, 3]))
+            requests.append(p.ask(inner_id(outer), [*prompt[:stop], 7 + number], max_tokens=most))
+        elif move == "store":
+            p.store.held[tuple(prompt[:3])] = data.draw(st.sampled_from([2, 4])) * BLOCK
+        elif move == "spoil":
+            p.stores[0].spoil = True
+        elif move == "forget":
+            p.drain()
+            with contextlib.suppress(RuntimeError):
+                p.scheduler.reset_prefix_cache(reset_running_requests=True)
+        elif live := [each for each in requests if not each.is_finished()]:
+            p.abort(data.draw(st.sampled_from(live)))
+    for _ in range(100):
+        if not p.scheduler.requests:
+            break
+        for key in list(p.rank.facts):
+            p.rank.free(key)
+        p.step()
+    p.drain()
+    p.assert_at_rest()
+    assert "error" not in p.ended.values()
 
 
 # What both report.
