@@ -197,13 +197,15 @@ class Adapted:
 
 @pytest.fixture(scope="module")
 def own(fleet_keeper) -> Iterator[ExitStack]:
-    """What this module starts for itself, in the place of the shared servers."""
+    """The pair that runs now, in the place of the shared servers: each test's pair stops the one before."""
     fleet_keeper.stop()
     with ExitStack() as stack:
         yield stack
 
 
 def start(stack: ExitStack, *servers: ServerProcess) -> None:
+    """Have these running in the place of what `stack` holds."""
+    stack.close()
     for server in servers:
         stack.enter_context(server)
     for server in servers:
@@ -211,12 +213,13 @@ def start(stack: ExitStack, *servers: ServerProcess) -> None:
 
 
 @pytest.fixture(scope="module")
-def single(own: ExitStack, tiny_model: Path, adapters: dict[str, Path], logs: Path) -> VllmServer:
-    """Knows the answers."""
+def single(tiny_model: Path, adapters: dict[str, Path], logs: Path, own: ExitStack) -> Iterator[VllmServer]:
+    """Knows the answers of all pairs that serve the tiny Llama."""
     extra = adapted(style=adapters["style"], mixed=adapters["other"])
     server = VllmServer(tiny_model, extra_args=extra, name="combined-single", log_path=logs / "combined.log")
-    start(own, server)
-    return server
+    with server:
+        server.wait_ready()
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +230,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def adapted(**named: Path) -> tuple[str, ...]:
     return (
-        *(*SETTINGS, "--enable-prompt-embeds", "--enable-lora", "--max-loras", "3"),
+        *(*SETTINGS, "--enable-prompt-embeds", "--enable-lora", "--max-loras", "4"),
         *("--max-lora-rank", str(RANK), "--lora-modules"),
         *(f"{name}={path}" for name, path in named.items()),
     )
