@@ -343,9 +343,7 @@ def test_d_never_gets_what_a_failed_load_has_left_on_p(data: st.DataObject) -> N
 
 
 @pytest.mark.parametrize("path", [OURS, None], ids=["ours", "vllms"])
-def test_counters_reach_vllms_log_and_its_metrics_page(
-    path: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_counters_reach_vllms_log_and_its_metrics_page(path: str | None) -> None:
     from prometheus_client import REGISTRY
 
     p = MultiInstance("P", ranks=2, path=path)
@@ -362,10 +360,10 @@ def test_counters_reach_vllms_log_and_its_metrics_page(
     logging.observe(payload)
     logging.log(lambda text, *args: lines.append(text % args))
     assert "2001" in lines[0]
-    before = REGISTRY.get_sample_value("p2pkv_bytes_sent_total", {"model_name": "m", "engine": "0"}) or 0
-    prom = KVConnectorProm(p.config, ["model_name", "engine"], {0: ["m", "0"]})
+    before = REGISTRY.get_sample_value("p2pkv_bytes_sent_total", {"model_name": "both", "engine": "0"}) or 0
+    prom = KVConnectorProm(p.config, ["model_name", "engine"], {0: ["both", "0"]})
     prom.observe(payload, 0)
-    after = REGISTRY.get_sample_value("p2pkv_bytes_sent_total", {"model_name": "m", "engine": "0"})
+    after = REGISTRY.get_sample_value("p2pkv_bytes_sent_total", {"model_name": "both", "engine": "0"})
     assert after == before + 2001
     for rank in p.ranks:
         rank.free(rank.said(do.Hold)[0].key)
