@@ -62,14 +62,15 @@ def vllm_config(
     seqs: int = 8,
     port: int | None = None,
     reserve: bool = True,
+    transfer: KVTransferConfig | None = None,
     **extra: Any,
 ) -> VllmConfig:
     """A configuration for one instance; `budget` is of tokens in a step, `extra` goes to p2pkv.
 
-    `reserve`: a prompt is begun only if all of it fits, vLLM's default.
+    `reserve`: a prompt is begun only if all of it fits, vLLM's default. `transfer` takes the place of what
+    `transfer_config` says.
     """
     load_general_plugins()
-    kv_role, address = _ROLES[role]
     return VllmConfig(
         model_config=ModelConfig(model=str(model_folder()), max_model_len=512, dtype="float32"),
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
@@ -81,14 +82,20 @@ def vllm_config(
             enable_chunked_prefill=True,
             scheduler_reserve_full_isl=reserve,
         ),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="P2pKvConnector",
-            kv_role=kv_role,
-            kv_port=port or address.port,
-            kv_load_failure_policy=policy,
-            kv_connector_extra_config={"host": address.host, **extra},
-        ),
+        kv_transfer_config=transfer
+        or KVTransferConfig(kv_load_failure_policy=policy, **transfer_config(role, port, **extra)),
     )
+
+
+def transfer_config(role: str, port: int | None = None, **extra: Any) -> dict[str, Any]:
+    """What `--kv-transfer-config` says of p2pkv."""
+    kv_role, address = _ROLES[role]
+    return {
+        "kv_connector": "P2pKvConnector",
+        "kv_role": kv_role,
+        "kv_port": port or address.port,
+        "kv_connector_extra_config": {"host": address.host, **extra},
+    }
 
 
 def kv_cache_config(blocks: int = 64, spec: Any = None, layers: Iterable[str] = LAYERS) -> KVCacheConfig:
@@ -325,34 +332,40 @@ class Instance:
 
     def _run(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         meta = scheduled.kv_connector_metadata
-        assert isinstance(meta, StepMetadata)
-        self.metas.append(meta)
+        self.metas.append(self._ours(meta))
         outputs = [self._rank_output(worker, copy.deepcopy(meta), scheduled) for worker in self.workers]
         output = self.aggregator.aggregate(outputs)
         assert output is not None
         return output
 
-    def _rank_output(
-        self, worker: Worker, meta: StepMetadata, scheduled: SchedulerOutput
-    ) -> ModelRunnerOutput:
-        worker.preempt(meta)
-        worker.begin(meta)
-        if scheduled.total_num_scheduled_tokens:
-            self.forward(worker, scheduled)
-        worker.end()
-        results = worker.results()
+    def _ours(self, meta: Any) -> StepMetadata:
+        """What the step's metadata say to our connector."""
+        assert isinstance(meta, StepMetadata)
+        return meta
+
+    def _rank_output(self, worker: Worker, meta: Any, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         ids = list(scheduled.num_scheduled_tokens)
         prefilling = [self.scheduler.requests[request_id].is_prefill_chunk for request_id in ids]
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
             sampled_token_ids=[[] if chunk else [7] for chunk in prefilling],
-            kv_connector_output=KVConnectorOutput(
-                finished_sending=results.finished_sending,
-                finished_recving=results.finished_recving,
-                failed_recving=results.failed_recving,
-                kv_connector_worker_meta=worker.news(),
-            ),
+            kv_connector_output=self._connector_output(worker, meta, scheduled),
+        )
+
+    def _connector_output(self, worker: Worker, meta: Any, scheduled: SchedulerOutput) -> KVConnectorOutput:
+        """One step of one worker, as vLLM's runners have it."""
+        worker.preempt(meta)
+        worker.begin(meta)
+        if scheduled.total_num_scheduled_tokens:
+            self.forward(worker, scheduled)
+        worker.end()
+        results = worker.results()
+        return KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
+            kv_connector_worker_meta=worker.news(),
         )
 
     def forward(self, worker: Worker, scheduled: SchedulerOutput) -> None:

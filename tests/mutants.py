@@ -38,6 +38,27 @@ class Mutant:
 
 PRODUCT = (
     Mutant(
+        "P pushes what another connector is still loading",
+        "p2pkv/connector/scheduler.py",
+        "if any(not filled.isdisjoint(table) for _, filled in self._filled for table in blocks):",
+        "if False:",
+        ("tests/connector/test_multi.py",),
+    ),
+    Mutant(
+        "P forgets in the next step already what another connector was loading",
+        "p2pkv/connector/scheduler.py",
+        "self._steps - self._batches:",
+        "self._steps - 1:",
+        ("tests/connector/test_multi.py",),
+    ),
+    Mutant(
+        "D waits for P although its store has the whole prompt",
+        "p2pkv/connector/multi.py",
+        "if undecided and not (whole and all(undecided)):",
+        "if undecided:",
+        ("tests/connector/test_multi.py",),
+    ),
+    Mutant(
         "gathers ignore the forward's fence",
         "p2pkv/engine/core.py",
         "return isinstance(head, Computed) and not head.fence.ready()",

@@ -104,7 +104,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         self._news = False
         tables, whole = block_tables(self._kv_cache_config), computes_last_token(self._kv_cache_config)
         if self.options.role == "P":
-            self._producing = ProducerScheduler(pairs, tables, whole)
+            self._producing = ProducerScheduler(pairs, tables, whole, config.max_concurrent_batches)
             return
         transfer, parallel = config.kv_transfer_config, config.parallel_config
         world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
@@ -123,9 +123,11 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if self._consuming is None:
-            return 0, False
-        return self._consuming.matched(request, num_computed_tokens)
+        if self._consuming is not None:
+            return self._consuming.matched(request, num_computed_tokens)
+        if self._producing is not None:
+            self._producing.matched(request, num_computed_tokens)
+        return 0, False
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int

@@ -213,4 +213,6 @@ def prompt_digest(request: Request) -> bytes:
         add("salt", request.cache_salt.encode())
     if request.prompt_embeds is not None:
         add("embeds", request.prompt_embeds.detach().float().cpu().numpy().tobytes())
+        if request.prompt_is_token_ids is not None:
+            add("which are tokens", bytes(request.prompt_is_token_ids))
     return digest.digest()

@@ -6,10 +6,13 @@ and how many of their tokens come from it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
 
 from p2pkv.connector.identity import Paired, Pairs, prompt_digest
 from p2pkv.connector.metadata import Ended, Prefill, StepMetadata, WorkerNews
@@ -45,6 +48,13 @@ class BlockTables:
 
 # P.
 
+COMPLETED = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_REPETITION,
+)
+"""How a request ends of which vLLM has taken the results."""
+
 
 @dataclass
 class _Prompt:
@@ -54,16 +64,25 @@ class _Prompt:
     offered: bool = False
     said: int = 0
     """Tokens of the prompt that the workers know to be in the blocks, or to be computed this step."""
+    unsaid: tuple[list[int], ...] | None = None
+    """The block table of what was computed on tokens that another connector may have failed to load."""
 
 
 class ProducerScheduler:
     """A key is taken from the arrival of its request until the workers have reported it."""
 
-    def __init__(self, pairs: Pairs, tables: BlockTables, whole: bool = True) -> None:
-        """`whole`: the last token of a prompt is computed here, too; see `computes_last_token`."""
+    def __init__(self, pairs: Pairs, tables: BlockTables, whole: bool = True, batches: int = 1) -> None:
+        """`whole`: the last token of a prompt is computed here, too; see `computes_last_token`.
+        `batches`: the most steps that vLLM has under way at once."""
         self._pairs = pairs
         self._tables = tables
         self._whole = whole
+        self._batches = batches
+        self._steps = 0
+        self._looked_up: dict[str, tuple[Request, int]] = {}
+        """Requests that vLLM has looked up for the next step: how many tokens its prefix cache has."""
+        self._filled: deque[tuple[int, set[int]]] = deque()
+        """Blocks that another connector fills in steps whose results are not known, by step."""
         self._prompts: dict[str, _Prompt] = {}
         self._taken: set[str] = set()
         self._spare: dict[str, dict[str, _Prompt]] = {}
@@ -87,14 +106,22 @@ class ProducerScheduler:
         self._prompts[request.request_id] = prompt
         self._next.holds.append(Hold(paired.key, paired.decode))
 
+    def matched(self, request: Request, local: int) -> None:
+        """vLLM finds `local` tokens in its prefix cache. What else it counts as computed when it schedules
+        the request in this very step, another connector of a MultiConnector loads during the step."""
+        self._looked_up[request.request_id] = request, local
+
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """This step's word to the workers. Called before vLLM advances the computed tokens."""
         meta, self._next = self._next, StepMetadata()
         meta.work = output.total_num_scheduled_tokens > 0
+        self._note_loads(output)
         for request_id in output.preempted_req_ids or ():
-            if (prompt := self._prompts.get(request_id)) and prompt.said:
-                prompt.said = 0
-                meta.revoked.append(prompt.paired.key)
+            if prompt := self._prompts.get(request_id):
+                prompt.unsaid = None
+                if prompt.said:
+                    prompt.said = 0
+                    meta.revoked.append(prompt.paired.key)
         for request_id, scheduled in output.num_scheduled_tokens.items():
             prompt = self._prompts.get(request_id)
             if prompt is not None and prompt.said < prompt.request.num_prompt_tokens:
@@ -110,6 +137,11 @@ class ProducerScheduler:
         state = output.kv_connector_block_state
         blocks = state.get_block_ids(request.request_id) if state is not None else None
         assert blocks is not None
+        if any(not filled.isdisjoint(table) for _, filled in self._filled for table in blocks):
+            # That load may fail, and what D has got cannot be taken back.
+            prompt.unsaid = blocks
+            return
+        prompt.unsaid = None
         # After a preemption even tokens of the answer may be cached.
         start, stop = request.num_computed_tokens, request.num_computed_tokens + scheduled
         start, stop = min(start, request.num_prompt_tokens), min(stop, request.num_prompt_tokens)
@@ -117,6 +149,23 @@ class ProducerScheduler:
         prompt.said = stop
         table = PromptBlocks(key, self._tables.of(blocks, stop))
         meta.prefills.append(Prefill(table, cached, start, stop))
+
+    def _note_loads(self, output: SchedulerOutput) -> None:
+        """Keep in mind which blocks another connector fills during this step."""
+        self._steps += 1
+        # vLLM hears of the steps in their order, and has no more than so many under way.
+        while self._filled and self._filled[0][0] <= self._steps - self._batches:
+            self._filled.popleft()
+        state, filled = output.kv_connector_block_state, set[int]()
+        for request_id, (request, local) in self._looked_up.items():
+            stop = request.num_computed_tokens
+            if state is not None and request_id in output.num_scheduled_tokens and stop > local:
+                tables = state.get_block_ids(request_id) or ()
+                for size, table in zip(self._tables.sizes, tables, strict=False):
+                    filled.update(table[local // size : -(-stop // size)])
+        self._looked_up.clear()
+        if filled:
+            self._filled.append((self._steps, filled))
 
     def _settled(self, output: SchedulerOutput, blocks: tuple[list[int], ...], cached: int) -> int:
         """How many of the cached tokens were computed before this step.
@@ -154,6 +203,11 @@ class ProducerScheduler:
             self._no_spare(request)
             return False
         key = prompt.paired.key
+        if prompt.unsaid is not None and request.status in COMPLETED:
+            # vLLM has taken the results of the step in which another connector loaded a part of the prompt.
+            tokens = prompt.said = request.num_prompt_tokens
+            table = PromptBlocks(key, self._tables.of(prompt.unsaid, tokens))
+            self._next.prefills.append(Prefill(table, tokens, tokens, tokens))
         if prompt.said < request.num_prompt_tokens and (heir := self._heir(prompt)):
             # As after a preemption: the same prompt, with other blocks.
             if prompt.said:
@@ -199,6 +253,8 @@ def _leave_out_last_token(request: Request) -> None:
         request.prompt_token_ids = request.prompt_token_ids[:-1]  # children of n may share the list
     if request.prompt_embeds is not None:
         request.prompt_embeds = request.prompt_embeds[:-1]
+    if request.prompt_is_token_ids is not None:
+        request.prompt_is_token_ids = request.prompt_is_token_ids[:-1]
     request._all_token_ids.pop()
     request.num_prompt_tokens -= 1
     request.max_tokens = 1

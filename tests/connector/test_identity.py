@@ -24,6 +24,7 @@ def prompt(**changes: Any) -> Any:
         "lora_request": None,
         "cache_salt": None,
         "prompt_embeds": None,
+        "prompt_is_token_ids": None,
     }
     return SimpleNamespace(**(plain | changes))
 
@@ -56,6 +57,8 @@ DIFFERENT = [
     prompt(prompt_embeds=torch.zeros(3, 2)),
     prompt(prompt_embeds=torch.ones(3, 2)),
     prompt(prompt_token_ids=None, prompt_embeds=torch.zeros(3, 2)),
+    prompt(prompt_embeds=torch.zeros(3, 2), prompt_is_token_ids=[True, False, False]),
+    prompt(prompt_embeds=torch.zeros(3, 2), prompt_is_token_ids=[True, True, False]),
 ]
 
 

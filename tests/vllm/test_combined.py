@@ -1,0 +1,621 @@
+"""What users combine with a pair: each answer of the pair is that of one server that is asked the same.
+
+The first tests use the servers that all tests share. The others start their own (`make test-long`).
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from probes import Compared
+from safetensors.torch import load_file, save_file
+from tiny_llava import TinyLlava
+from vllm_support import (
+    BLOCK,
+    CHUNK,
+    MODEL,
+    MODEL_NAME,
+    SETTINGS,
+    Fleet,
+    Traffic,
+    assert_at_rest,
+    assert_same,
+    at_rest,
+    kv_bytes,
+    paired_headers,
+    probing_server,
+    tokens,
+)
+
+from p2pkv.demo import answers, client
+from p2pkv.demo.answers import Answer
+from p2pkv.demo.processes import ServerProcess, free_ports
+from p2pkv.demo.servers import LOOPBACK, ProxyServer, Role, VllmServer
+from p2pkv.demo.tiny_model import ensure_model
+
+# With the servers that all tests share.
+
+
+def post(server: ServerProcess, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    return client.post(f"{server.base_url}{path}", {"model": MODEL_NAME, **body})
+
+
+def test_prompts_with_other_salts_share_nothing(fleet: Fleet) -> None:
+    length = 3 * BLOCK + 5
+    prompt = tokens(length, "salted")
+    (expected,) = answers.complete(fleet.single.base_url, MODEL_NAME, prompt)
+    for salt, moved in (("one", length - 1), ("other", length - 1), ("one", length - 1 - 3 * BLOCK)):
+        traffic = Traffic(fleet)
+        got = answers.complete(fleet.concurrent.base_url, MODEL_NAME, prompt, cache_salt=salt)
+        assert_same([expected], got)
+        assert traffic.scattered(at_least=kv_bytes(0, moved)) < kv_bytes(0, moved + BLOCK)
+    assert_at_rest(fleet)
+
+
+ANSWERED = {
+    "regex": ({"structured_outputs": {"regex": "[a-z]{3,9} [0-9]{4}"}}, "[a-z]{3,9} [0-9]{4}"),
+    "choice": ({"structured_outputs": {"choice": ["northern", "southern"]}}, "northern|southern"),
+    "json": (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {
+                    "name": "place",
+                    "schema": {
+                        "type": "object",
+                        "properties": {"side": {"enum": ["left", "right"]}, "ok": {"type": "boolean"}},
+                        "required": ["side", "ok"],
+                        "additionalProperties": False,
+                    },
+                },
+            }
+        },
+        r"\s*\{[^}]*\}\s*",
+    ),
+}
+
+
+@pytest.mark.parametrize(("asked", "pattern"), ANSWERED.values(), ids=ANSWERED.keys())
+def test_structured_output(fleet: Fleet, asked: dict[str, Any], pattern: str) -> None:
+    prompt = tokens(CHUNK + 9, f"structured {pattern}")
+    traffic = Traffic(fleet)
+    (got,) = answers.complete(fleet.concurrent.base_url, MODEL_NAME, prompt, max_tokens=64, **asked)
+    assert_same(answers.complete(fleet.single.base_url, MODEL_NAME, prompt, max_tokens=64, **asked), [got])
+    assert re.fullmatch(pattern, got.text), got.text
+    if "response_format" in asked:
+        assert json.loads(got.text).keys() == {"side", "ok"}
+    assert traffic.scattered(at_least=kv_bytes(0, len(prompt) - 1)) > 0
+
+
+STEERED: dict[str, dict[str, Any]] = {
+    "repetition": {"repetition_penalty": 1.4},
+    "presence": {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+    "bias": {"logit_bias": {"400": 30.0}},
+    "shortest": {"min_tokens": 10, "max_tokens": 12},
+    "bad-words": {"bad_words": ["ba", "ku"]},
+}
+
+
+@pytest.mark.parametrize("asked", STEERED.values(), ids=STEERED.keys())
+def test_what_steers_the_sampling(fleet: Fleet, asked: dict[str, Any]) -> None:
+    """Penalties look at the prompt, too, and D has it."""
+    prompt = tokens(CHUNK + 9, f"steered {asked}")
+    got = answers.complete(fleet.concurrent.base_url, MODEL_NAME, prompt, **{"max_tokens": 16, **asked})
+    single = answers.complete(fleet.single.base_url, MODEL_NAME, prompt, **{"max_tokens": 16, **asked})
+    assert_same(single, got)
+
+
+@pytest.mark.parametrize("include", [False, True], ids=["left-out", "included"])
+def test_stop_strings(fleet: Fleet, include: bool) -> None:
+    prompt = tokens(CHUNK + 9, f"stop {include}")
+    (free,) = answers.complete(fleet.single.base_url, MODEL_NAME, prompt, max_tokens=32)
+    stop = free.text[len(free.text) // 2 :][:4]
+    body = {"prompt": prompt, "max_tokens": 32, "stop": [stop], "temperature": 0.0}
+    body["include_stop_str_in_output"] = include
+    single, pair = (
+        post(server, "/v1/completions", body)["choices"][0] for server in (fleet.single, fleet.concurrent)
+    )
+    assert pair["text"] == single["text"]
+    assert (pair["finish_reason"], pair["stop_reason"]) == ("stop", stop)
+    assert pair["text"].endswith(stop) == include
+
+
+def test_log_probabilities(fleet: Fleet) -> None:
+    prompt = tokens(CHUNK + 9, "log-probabilities")
+    body = {"prompt": prompt, "max_tokens": 12, "temperature": 0.0, "logprobs": 5}
+    single, pair = (
+        post(server, "/v1/completions", body)["choices"][0]["logprobs"]
+        for server in (fleet.single, fleet.concurrent)
+    )
+    assert pair["tokens"] == single["tokens"]
+    assert pair["token_logprobs"] == pytest.approx(single["token_logprobs"], abs=1e-3)
+    for ours, theirs in zip(pair["top_logprobs"], single["top_logprobs"], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-3)
+
+
+# Adapters and prompt embeddings: a P, a D and a single server of their own.
+
+RANK = 8
+
+
+def write_adapter(folder: Path, seed: int) -> Path:
+    """A random adapter of the tiny Llama that changes K and V, so that a wrong one shows."""
+    draw = torch.Generator().manual_seed(seed)
+    folder.mkdir()
+    sizes = {
+        "q_proj": (MODEL.heads * MODEL.head_dim, MODEL.hidden),
+        "k_proj": (MODEL.kv_heads * MODEL.head_dim, MODEL.hidden),
+        "v_proj": (MODEL.kv_heads * MODEL.head_dim, MODEL.hidden),
+        "o_proj": (MODEL.hidden, MODEL.heads * MODEL.head_dim),
+    }
+    weights = {}
+    for layer in range(MODEL.layers):
+        for name, (rows, columns) in sizes.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_"
+            weights[f"{prefix}A.weight"] = torch.randn(RANK, columns, generator=draw) / columns**0.5
+            weights[f"{prefix}B.weight"] = torch.randn(rows, RANK, generator=draw) / RANK**0.5
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": RANK,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(sizes),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """`style` is the same adapter everywhere; `mixed` another one on P than elsewhere; `lonely` on P only."""
+
+    p: VllmServer
+    d: VllmServer
+    single: VllmServer
+    proxy: ProxyServer
+    probes: Path
+
+    def moved(self) -> float:
+        return client.metrics(self.d.base_url).get("p2pkv_bytes_scattered_total", 0.0)
+
+
+@pytest.fixture(scope="module")
+def own(fleet_keeper) -> Iterator[ExitStack]:
+    """The pair that runs now, in the place of the shared servers: each test's pair stops the one before."""
+    fleet_keeper.stop()
+    with ExitStack() as stack:
+        yield stack
+
+
+def start(stack: ExitStack, *servers: ServerProcess) -> None:
+    """Have these running in the place of what `stack` holds."""
+    stack.close()
+    for server in servers:
+        stack.enter_context(server)
+    for server in servers:
+        server.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def single(tiny_model: Path, adapters: dict[str, Path], logs: Path, own: ExitStack) -> Iterator[VllmServer]:
+    """Knows the answers of all pairs that serve the tiny Llama."""
+    extra = adapted(style=adapters["style"], mixed=adapters["other"])
+    server = VllmServer(tiny_model, extra_args=extra, name="combined-single", log_path=logs / "combined.log")
+    with server:
+        server.wait_ready()
+        yield server
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return {name: write_adapter(folder / name, seed) for seed, name in enumerate(("style", "other", "third"))}
+
+
+def adapted(**named: Path) -> tuple[str, ...]:
+    return (
+        *(*SETTINGS, "--enable-prompt-embeds", "--enable-lora", "--max-loras", "4"),
+        *("--max-lora-rank", str(RANK), "--lora-modules"),
+        *(f"{name}={path}" for name, path in named.items()),
+    )
+
+
+@pytest.fixture(scope="module")
+def adapted_pair(
+    own: ExitStack, tiny_model: Path, adapters: dict[str, Path], single: VllmServer, logs: Path
+) -> Adapted:
+    probes = logs / "adapted-probes"
+    probes.mkdir()
+    proxy = ProxyServer(log_path=logs / "adapted-proxy.log")
+    on_p = adapted(style=adapters["style"], mixed=adapters["third"], lonely=adapters["other"])
+    on_d = adapted(style=adapters["style"], mixed=adapters["other"])
+
+    def server(role: Role, extra: tuple[str, ...]) -> VllmServer:
+        return probing_server(
+            tiny_model,
+            role,
+            probes,
+            name=f"adapted-{role}",
+            extra_args=extra,
+            proxy=proxy.discovery,
+            load_failure_policy="recompute",
+            log_path=logs / f"adapted-{role}.log",
+        )
+
+    p, d = server("P", on_p), server("D", on_d)
+    start(own, proxy, p, d)
+    return Adapted(p, d, single, proxy, probes)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("length", [20, 2 * CHUNK + 40])
+def test_an_adapters_answer_is_a_single_servers(adapted_pair: Adapted, length: int) -> None:
+    prompt = tokens(length, f"adapter {length}")
+    compared = Compared(adapted_pair.probes)
+    # The base model first: what it leaves in the caches is no adapter's.
+    for model in (MODEL_NAME, "style"):
+        got = answers.complete(adapted_pair.proxy.base_url, model, prompt)
+        assert_same(answers.complete(adapted_pair.single.base_url, model, prompt), got)
+    assert compared.spans(2) == [(0, length - 1)] * 2
+    base, style = (
+        answers.complete(adapted_pair.single.base_url, model, prompt)[0] for model in (MODEL_NAME, "style")
+    )
+    assert answers.difference(base, style), "the adapter changes nothing, so this test shows nothing"
+
+
+@pytest.mark.long
+def test_base_and_adapter_in_the_same_steps(adapted_pair: Adapted) -> None:
+    asked = [("style" if n % 2 else MODEL_NAME, tokens(30 + 25 * n, f"mixture {n}")) for n in range(12)]
+    compared = Compared(adapted_pair.probes)
+
+    def ask(one: tuple[str, list[int]]) -> Answer:
+        return answers.complete(adapted_pair.proxy.base_url, *one)[0]
+
+    with ThreadPoolExecutor(12) as pool:
+        got = list(pool.map(ask, asked))
+    assert compared.spans(12) == sorted((0, len(prompt) - 1) for _, prompt in asked)
+    expected = [answers.complete(adapted_pair.single.base_url, *one)[0] for one in asked]
+    assert_same(expected, got)
+
+
+@pytest.mark.long
+def test_another_adapter_of_the_same_name_on_p_is_noticed(adapted_pair: Adapted) -> None:
+    """D computes the prompt itself, as its policy says."""
+    prompt, before = tokens(CHUNK + 9, "of the same name"), adapted_pair.moved()
+    got = answers.complete(adapted_pair.proxy.base_url, "mixed", prompt)
+    assert_same(answers.complete(adapted_pair.single.base_url, "mixed", prompt), got)
+    at_rest(adapted_pair.d)
+    assert adapted_pair.moved() == before
+    assert client.metrics(adapted_pair.d.base_url)["p2pkv_transfers_failed_total"] >= 1
+
+
+@pytest.mark.long
+def test_an_adapter_that_only_p_has_is_not_served(adapted_pair: Adapted) -> None:
+    with pytest.raises(client.RequestFailed) as failed:
+        answers.complete(adapted_pair.proxy.base_url, "lonely", tokens(20, "lonely"))
+    assert failed.value.status == 404
+    assert "lonely" in failed.value.body
+
+
+def encoded(embeds: torch.Tensor) -> str:
+    out = io.BytesIO()
+    torch.save(embeds, out)
+    return base64.b64encode(out.getvalue()).decode()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("length", [20, 2 * CHUNK + 40])
+def test_prompt_embeddings(adapted_pair: Adapted, tiny_model: Path, length: int) -> None:
+    """A second prompt that differs in its first token only takes nothing from the first one's cache."""
+    rows = load_file(tiny_model / "model.safetensors")["model.embed_tokens.weight"]
+    embeds = rows[torch.tensor(tokens(length, f"embeddings {length}"))].clone()
+    other = embeds.clone()
+    other[0] = -other[0]
+    compared = Compared(adapted_pair.probes)
+    for prompt in (embeds, other):
+        body = {"prompt_embeds": encoded(prompt), "max_tokens": 16, "logprobs": 2, **answers.GREEDY}
+        single, pair = (
+            answers.answer_of(post(server, "/v1/completions", body)["choices"][0])
+            for server in (adapted_pair.single, adapted_pair.proxy)
+        )
+        assert_same([single], [pair])
+    assert compared.spans(2) == [(0, length - 1)] * 2
+    at_rest(adapted_pair.p)
+    at_rest(adapted_pair.d)
+
+
+# Pictures among the tokens.
+
+
+@dataclass(frozen=True)
+class Seeing:
+    p: VllmServer
+    d: VllmServer
+    single: VllmServer
+    proxy: ProxyServer
+    probes: Path
+
+
+@pytest.fixture(scope="module")
+def seeing(own: ExitStack, tmp_path_factory: pytest.TempPathFactory, logs: Path) -> Seeing:
+    model = ensure_model(TinyLlava(), tmp_path_factory.mktemp("llava"))
+    probes = logs / "seeing-probes"
+    probes.mkdir()
+    proxy = ProxyServer(log_path=logs / "seeing-proxy.log")
+
+    def server(role: Role) -> VllmServer:
+        return probing_server(
+            model,
+            role,
+            probes,
+            name=f"seeing-{role}",
+            proxy=proxy.discovery,
+            log_path=logs / f"seeing-{role}.log",
+        )
+
+    p, d = server("P"), server("D")
+    single = VllmServer(model, extra_args=SETTINGS, name="seeing-single", log_path=logs / "seeing.log")
+    start(own, proxy, p, d, single)
+    return Seeing(p, d, single, proxy, probes)
+
+
+def picture(seed: int) -> dict[str, Any]:
+    """A part of a message: 7 x 5 coloured squares."""
+    draw = torch.Generator().manual_seed(seed)
+    squares = torch.randint(0, 256, (5, 7, 3), generator=draw, dtype=torch.uint8).numpy()
+    out = io.BytesIO()
+    Image.fromarray(squares).resize((140, 100), Image.Resampling.NEAREST).save(out, "PNG")
+    data = base64.b64encode(out.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pictures", [1, 3])
+def test_pictures(seeing: Seeing, pictures: int) -> None:
+    """Two prompts that differ in their last picture only; the longer ones are computed in two steps."""
+    text = {"type": "text", "text": "".join(chr(97 + token % 26) for token in tokens(60, "see"))}
+    compared, expected = Compared(seeing.probes), []
+    for last in (100, 200):
+        seen = [*map(picture, range(pictures - 1)), picture(last)]
+        messages = [{"role": "user", "content": [*seen, text]}]
+        (single,), (pair,) = (
+            answers.chat(server.base_url, MODEL_NAME, messages) for server in (seeing.single, seeing.proxy)
+        )
+        assert_same([single], [pair])
+        expected.append(single)
+    assert answers.difference(*expected), "the picture changes nothing, so this test shows nothing"
+    spans = compared.spans(2)
+    assert all(past - first >= TinyLlava().patches for first, past in spans)
+    at_rest(seeing.p)
+    at_rest(seeing.d)
+
+
+# Few blocks: preemption on P and on D.
+
+FEW = ("--scheduling-policy", "priority", "--max-model-len", "1024", "--num-gpu-blocks-override")
+
+
+@dataclass(frozen=True)
+class Small:
+    p: VllmServer
+    d: VllmServer
+    probes: Path
+
+    def ask(self, prompt: list[int], count: int, priority: int) -> Answer:
+        headers = paired_headers(self.p, self.d)
+
+        def on(server: VllmServer, count: int) -> Answer:
+            return answers.complete(
+                server.base_url, MODEL_NAME, prompt, max_tokens=count, headers=headers, priority=priority
+            )[0]
+
+        with ThreadPoolExecutor(1) as pool:
+            prefill = pool.submit(on, self.p, 1)
+            answer = on(self.d, count)
+            prefill.result()
+        return answer
+
+    def all_at_once(self, prompts: list[list[int]], count: int) -> list[Answer]:
+        def ask(number: int) -> Answer:
+            return self.ask(prompts[number], count, number % 4)
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(ask, range(len(prompts))))
+
+
+@pytest.fixture(scope="module")
+def small_pair(own: ExitStack, tiny_model: Path, logs: Path) -> Small:
+    """P begins prompts of which not all fits (by default vLLM does not), so that it has to preempt them."""
+    probes = logs / "small-probes"
+    probes.mkdir()
+
+    def server(role: Role, *more: str) -> VllmServer:
+        return probing_server(
+            tiny_model,
+            role,
+            probes,
+            name=f"small-{role}",
+            extra_args=(*SETTINGS, *FEW, *more),
+            load_failure_policy="recompute",
+            log_path=logs / f"small-{role}.log",
+        )
+
+    p, d = server("P", "48", "--no-scheduler-reserve-full-isl"), server("D", "64")
+    start(own, p, d)
+    return Small(p, d, probes)
+
+
+def preempted(server: VllmServer) -> float:
+    return client.metrics(server.base_url)["vllm:num_preemptions_total"]
+
+
+@pytest.mark.long
+def test_preemption_on_d(small_pair: Small, single: VllmServer) -> None:
+    """What D preempts after its load it computes again by itself."""
+    prompts = [tokens(100 + number, f"preempted on D {number}") for number in range(16)]
+    before, compared = preempted(small_pair.d), Compared(small_pair.probes)
+    got = small_pair.all_at_once(prompts, 150)
+    assert preempted(small_pair.d) > before, "nothing was preempted, so this test shows nothing"
+    assert compared.spans(16) == sorted((0, len(prompt) - 1) for prompt in prompts)
+    assert_same(alone(single, prompts, 150), got)
+    at_rest(small_pair.p)
+    at_rest(small_pair.d)
+
+
+@pytest.mark.long
+def test_preemption_on_p(small_pair: Small, single: VllmServer) -> None:
+    """P begins further prompts while D has no blocks for those that are computed, and has to take theirs."""
+    prompts = [tokens(600 + number, f"preempted on P {number}") for number in range(16)]
+    before, compared = preempted(small_pair.p), Compared(small_pair.probes)
+    got = small_pair.all_at_once(prompts, 40)
+    assert preempted(small_pair.p) > before, "nothing was preempted, so this test shows nothing"
+    assert compared.spans(1)
+    assert_same(alone(single, prompts, 40), got)
+    at_rest(small_pair.p)
+    at_rest(small_pair.d)
+
+
+def alone(single: VllmServer, prompts: list[list[int]], count: int) -> list[Answer]:
+    return [answers.complete(single.base_url, MODEL_NAME, each, max_tokens=count)[0] for each in prompts]
+
+
+# Beside a connector that stores prompts.
+
+
+@dataclass(frozen=True)
+class Storing:
+    """A P and a D with vLLM's ExampleConnector beside p2pkv, each with its own folder and no other cache."""
+
+    p: VllmServer
+    d: VllmServer
+    p_folder: Path
+    d_folder: Path
+
+    def ask(self, prompt: list[int]) -> Answer:
+        headers = paired_headers(self.p, self.d)
+        with ThreadPoolExecutor(1) as pool:
+            prefill = pool.submit(
+                answers.complete, self.p.base_url, MODEL_NAME, prompt, max_tokens=1, headers=headers
+            )
+            answer = answers.complete(self.d.base_url, MODEL_NAME, prompt, headers=headers)[0]
+            prefill.result()
+        return answer
+
+    def moved(self) -> float:
+        at_rest(self.d)
+        return client.metrics(self.d.base_url).get("p2pkv_bytes_scattered_total", 0.0)
+
+    def share(self) -> None:
+        """Give D what P has stored."""
+        shutil.copytree(self.p_folder, self.d_folder, dirs_exist_ok=True)
+
+
+@pytest.fixture(scope="module")
+def storing_pair(own: ExitStack, tiny_model: Path, logs: Path) -> Storing:
+    folders = {role: logs / f"stored-on-{role}" for role in ("P", "D")}
+    extra = [each for each in SETTINGS if each != "--enable-prefix-caching"]
+    # ExampleConnector stores nothing right of a prompt that is computed in several steps.
+    extra[extra.index("--max-num-batched-tokens") + 1] = "1024"
+
+    def server(role: Role, kv_role: str) -> VllmServer:
+        folders[role].mkdir()
+        port = free_ports()
+        store = {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(folders[role])},
+        }
+        ours = {
+            "kv_connector": "P2pKvConnector",
+            "kv_role": kv_role,
+            "kv_port": port,
+            "kv_connector_extra_config": {"host": LOOPBACK},
+        }
+        transfer = {
+            "kv_connector": "MultiConnector",
+            "kv_connector_module_path": "p2pkv.connector.multi",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": [ours, store]},
+        }
+        return VllmServer(
+            tiny_model,
+            role=role,
+            kv_port=port,
+            kv_transfer_config=transfer,
+            extra_args=[*extra, "--no-enable-prefix-caching"],
+            name=f"storing-{role}",
+            log_path=logs / f"storing-{role}.log",
+        )
+
+    p, d = server("P", "kv_producer"), server("D", "kv_consumer")
+    start(own, p, d)
+    return Storing(p, d, folders["P"], folders["D"])
+
+
+@pytest.mark.long
+def test_p_pushes_and_stores_and_d_takes_what_is_stored(storing_pair: Storing, single: VllmServer) -> None:
+    prompts = [tokens(150 + 40 * number, f"stored {number}") for number in range(4)]
+    expected = alone(single, prompts, 16)
+    # Nothing is stored yet: all comes from P.
+    before = storing_pair.moved()
+    got = [storing_pair.ask(prompt) for prompt in prompts]
+    assert_same(expected, got)
+    pushed = storing_pair.moved() - before
+    assert pushed == sum(kv_bytes(0, len(prompt) - 1) for prompt in prompts)
+    # Both have stored it: D does not ask for it again, and does not even wait for P, which is not asked.
+    before = storing_pair.moved()
+    failed = client.metrics(storing_pair.d.base_url).get("p2pkv_transfers_failed_total", 0.0)
+    headers = [paired_headers(storing_pair.p, storing_pair.d) for _ in prompts]
+    got = [
+        answers.complete(storing_pair.d.base_url, MODEL_NAME, prompt, headers=each)[0]
+        for prompt, each in zip(prompts, headers, strict=True)
+    ]
+    assert_same(expected, got)
+    assert storing_pair.moved() == before
+    assert client.metrics(storing_pair.d.base_url).get("p2pkv_transfers_failed_total", 0.0) == failed
+
+
+@pytest.mark.long
+def test_what_p_loads_from_its_store_is_pushed_right(storing_pair: Storing, single: VllmServer) -> None:
+    prompts = [tokens(150 + 40 * number, f"stored on P {number}") for number in range(8)]
+    expected = alone(single, prompts, 16)
+    alone(storing_pair.p, prompts, 1)
+    stored = len(list(storing_pair.p_folder.iterdir()))
+    assert stored >= len(prompts)
+    before = storing_pair.moved()
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        got = list(pool.map(storing_pair.ask, prompts))
+    assert_same(expected, got)
+    pushed = storing_pair.moved() - before
+    assert pushed == sum(kv_bytes(0, len(prompt) - 1) for prompt in prompts)
+    at_rest(storing_pair.p)
+
+
+@pytest.mark.long
+def test_what_p_alone_has_computed_d_takes_from_a_shared_store(
+    storing_pair: Storing, single: VllmServer
+) -> None:
+    prompt = tokens(230, "shared store")
+    alone(storing_pair.p, [prompt], 1)
+    storing_pair.share()
+    before = storing_pair.moved()
+    got = storing_pair.ask(prompt)
+    assert_same(alone(single, [prompt], 16), [got])
+    assert storing_pair.moved() == before
+    at_rest(storing_pair.p)
