@@ -1,4 +1,4 @@
-"""The forward thread of a D: admits what P has begun, keeps prefixes, computes what failed, checks all bytes."""
+"""The forward thread of a D: admits what P has begun, keeps prefixes, computes what failed, checks bytes."""
 
 from __future__ import annotations
 
