@@ -256,7 +256,7 @@ class Memory:
         if count > len(self._free):
             return None
         taken, self._free = self._free[:count], self._free[count:]
-        if taken and not self._untouched(taken):
+        if taken and not self._untouched([NULL, *taken]):
             raise Violation("a block was written to after it had been given back")
         return taken
 
