@@ -87,7 +87,7 @@ def test_every_kind_of_fault_happens() -> None:
     """In a few runs together: which of them one run draws changes with everything else that it draws."""
     missing = {fault.__name__ for fault in WEIGHTS}
     for seed in range(100, 120):
-        world = World(seed)
+        world = World(seed, model=ONE_GROUP, tps=(1,))
         world.run(SHORT)
         missing -= set(world.faults)
         if not missing:
