@@ -214,6 +214,46 @@ PRODUCT = (
         "pass",
         ("tests/proxy/test_soak.py::test_a_p_that_ends_after_d_leaves_nothing_of_its_request",),
     ),
+    Mutant(
+        "a load is done although its state is missing",
+        "p2pkv/protocol/pieces.py",
+        "        self.left = windows.nbytes\n        self._taken",
+        "        self.left = sum(each.nbytes for each in windows.by_group.values() if each.ready is None)\n"
+        "        self._taken",
+        ("tests/engine/test_kv_groups.py::"
+         "test_a_load_of_which_only_the_state_is_missing_fails_with_its_link[memory]",),
+    ),
+    Mutant(
+        "the checksum of a chunk that holds a state alone is not compared",
+        "p2pkv/engine/consumer.py",
+        "        if not peer.verify or posted.sent is None:\n",
+        "        if not peer.verify or posted.sent is None or all(\n"
+        "            peer.wires[piece.group].once for piece in posted.chunk.pieces\n"
+        "        ):\n",
+        ("tests/engine/test_kv_groups.py::test_a_flipped_bit_of_the_state_alone_fails_the_load",),
+    ),
+    Mutant(
+        "a state travels before the last token of the prompt is computed",
+        "p2pkv/protocol/pieces.py",
+        "        if self.ready is not None:\n            return self.start\n",
+        "        if self.ready is not None:\n            return self.ceiling if computed else self.start\n",
+        ("tests/engine/test_kv_groups.py", "tests/protocol/test_conversation.py"),
+    ),
+    Mutant(
+        "P's blocks are free while a chunk of a KV group beside the first is to be read",
+        "p2pkv/protocol/sender.py",
+        "        return self.cutter is not None and not self.cutter.left and not self.announced\n",
+        "        under_way = {piece.group for _, pieces in self.announced.values() for piece in pieces}\n"
+        "        return self.cutter is not None and not self.cutter.left and 0 not in under_way\n",
+        ("tests/protocol/test_conversation.py",),
+    ),
+    Mutant(
+        "D wants what has left a window, and P has given back",
+        "p2pkv/protocol/handshake.py",
+        "first = max(0, stop - self.window + 1) // self.unit * self.unit if self.window else 0",
+        "first = 0",
+        ("tests/protocol/test_conversation.py",),
+    ),
 )  # fmt: skip
 
 FAULTS = (

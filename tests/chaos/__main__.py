@@ -1,17 +1,53 @@
-"""The chaos run: `make chaos SECONDS=300 SEED=1`, or `PYTHONPATH=.:tests python -m chaos --help`."""
+"""The chaos run: `make chaos SECONDS=300 SEED=1`, or `PYTHONPATH=.:tests python -m chaos --help`.
+
+It has parts of a minute or more, each with engines of its own and a model, mostly a hybrid one.
+"""
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import random
 import sys
 from collections import Counter
+from dataclasses import dataclass
 
 from chaos.jobs import GRACE
+from chaos.model import ONE_GROUP, Model, draw_hybrid
 from chaos.schedule import DECODES, KINDS, LEASE, PREFILLS, Fault, schedule
-from chaos.world import World
+from chaos.world import World, draw_machines
 
 from p2pkv.protocol.handshake import REFUSED_FOR
+
+PART_SECONDS = 60.0
+"""Of the shortest part of a run that is not shorter itself."""
+
+PLAIN = 3
+"""Every so many parts one has a model of one KV group."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a run, with a schedule and a load of its own. `seed`: of both."""
+
+    seed: str
+    seconds: float
+    model: Model
+
+    @property
+    def faults(self) -> list[Fault]:
+        return schedule(self.seed, self.seconds)
+
+
+def parts(seed: int, seconds: float) -> list[Part]:
+    """The parts of a run of so many seconds: a pure function of the seed."""
+    many, out = max(1, int(seconds // PART_SECONDS)), []
+    for number in range(many):
+        name = f"{seed}/{number}"
+        plain = (seed + number) % PLAIN == PLAIN - 1
+        model = ONE_GROUP if plain else draw_hybrid(random.Random(f"model {name}"))
+        out.append(Part(name, seconds / many, model))
+    return out
 
 
 def afterwards(world: World) -> None:
@@ -29,17 +65,18 @@ def afterwards(world: World) -> None:
     world.stop_all()
 
 
-def report(seed: int, planned: list[Fault], world: World) -> None:
+def report(part: Part, world: World) -> None:
     """What has happened, for a person."""
-    due = Counter(fault.kind for fault in planned)
-    print(f"seed {seed}: {world.faults.total()} faults in {world.now:.0f} s")
+    due = Counter(fault.kind for fault in part.faults)
+    print(f"seed {part.seed}: {world.faults.total()} faults in {world.now:.0f} s")
+    print(f"the model has {part.model}")
+    print("ranks: " + ", ".join(f"{name} {each.build.tp}" for name, each in world.machines.items()))
     for kind in KINDS:
         print(f"  {world.faults[kind]:5} of {due[kind]:4} planned  {kind}")
     world.jobs.report()
     print(f"{len(world.violations)} violations")
     for each in world.violations:
         print(f"  {each}")
-    print("FAIL" if world.violations else "PASS")
 
 
 def main() -> int:
@@ -49,15 +86,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the schedule (default 1)")
     parser.add_argument("--plan", action="store_true", help="print the schedule and end")
     args = parser.parse_args()
-    planned = schedule(args.seed, args.seconds)
-    if args.plan:
-        print(*planned, sep="\n")
-        return 0
-    with World(args.seed) as world:
-        world.run(planned, args.seconds)
-        afterwards(world)
-    report(args.seed, planned, world)
-    return 1 if world.violations else 0
+    planned, violations = parts(args.seed, args.seconds), 0
+    for part in planned:
+        if args.plan:
+            print(f"part {part.seed}: {part.model}", *part.faults, sep="\n")
+            continue
+        with World(part.seed, draw_machines(part.seed, part.model)) as world:
+            world.run(part.faults, part.seconds)
+            afterwards(world)
+        report(part, world)
+        violations += len(world.violations)
+    if not args.plan:
+        print("FAIL" if violations else "PASS")
+    return 1 if violations else 0
 
 
 if __name__ == "__main__":

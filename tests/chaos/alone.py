@@ -15,5 +15,6 @@ from p2pkv.pairing import Address
 
 if __name__ == "__main__":
     name, place, descriptor = sys.argv[1:]
-    links = HostLinks(Address.parse(place).host, STAGING, shared_memory=False)
-    main(name, place, place, Connection(int(descriptor)), links)
+    host = Address.parse(place).host
+    links = lambda: HostLinks(host, STAGING, shared_memory=False)  # noqa: E731
+    main(name, place, place, Connection(int(descriptor)), links=links)

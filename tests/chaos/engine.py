@@ -1,4 +1,4 @@
-"""One engine of the run, a process of its own: a real rank, and a forward thread that obeys the parent.
+"""One engine of the run, a process of its own: real ranks, and a forward thread that obeys the parent.
 
 What the parent and an engine say to each other is JSON, one object a message. The engine checks what
 only it can see; what it finds broken it says as `violation`.
@@ -10,28 +10,40 @@ import json
 import logging
 import random
 import signal
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from chaos.crew import Crew
 from chaos.decode import DecodeSide
 from chaos.forward import Forward
-from chaos.model import SHAPE, Memory, Violation
+from chaos.model import ONE_GROUP, Memory, Model, Violation, hello_of, make_rank_pages
 from chaos.prefill import PrefillSide
 from chaos.schedule import DECODES, LEASE
-from engine_support import BUSY, make_rank, soon_on_engine_thread
+from engine_support import BUSY, soon_on_engine_thread
 from faulty_links import Faults, FaultyLinks
 
+from p2pkv.config import Options
 from p2pkv.control.endpoint import Endpoint
 from p2pkv.engine import rank as rank_module
+from p2pkv.engine.rank import Rank
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
 
 SECRET = b"a secret of the chaos run"
 STAGING = 1 << 20
+"""Of a rank."""
+
+MOST_TP = 2
+"""Two cores and six engines, each rank a thread: more of them would be late because of each other."""
+
 TURN_SECONDS = 0.003
 LOOK_SECONDS = 0.25
 
@@ -50,34 +62,55 @@ class _Errors(logging.Handler):
         self._violations.append(f"p2pkv logged an error: {self.format(record)}")
 
 
+@dataclass(frozen=True)
+class Build:
+    """What an engine is: its model, and over how many ranks it spreads it."""
+
+    model: Model = ONE_GROUP
+    tp: int = 1
+
+
 class Side:
-    """A P or a D. `inside` is where it listens, `outside` what it advertises; `links` are its own."""
+    """A P or a D. `inside` is where it listens, `outside` what it advertises; `links` are a rank's own."""
 
     def __init__(
-        self, role: str, outside: Address, inside: Address, wire: Connection, links: LinkFactory
+        self,
+        role: Literal["P", "D"],
+        outside: Address,
+        inside: Address,
+        wire: Connection,
+        links: Callable[[], LinkFactory],
+        build: Build,
     ) -> None:
         self._wire = wire
         self._violations: deque[str] = deque()
         logger = logging.getLogger("p2pkv")
         logger.propagate = False
         logger.addHandler(_Errors(self._violations))
-        rank_module.Endpoint = lambda _, *rest: Endpoint(inside, *rest)  # type: ignore[misc, assignment]
-        self.links = FaultyLinks(links, Faults())
-        # What a P sends in shared memory lies in the windows of the D's, each within that D's own staging.
-        self._staging = STAGING * (len(DECODES) if role == "P" else 1)
-        made = make_rank(
-            role, SHAPE, 0, outside.port, self.links, host=outside.host,
+        rank_module.Endpoint = lambda place, *rest: Endpoint(  # type: ignore[misc, assignment]
+            inside.shifted(place.port - outside.port), *rest
+        )
+        self.links = [FaultyLinks(links(), Faults()) for _ in range(build.tp)]
+        # What a P sends in shared memory lies in the windows of the D's ranks, each within its own staging.
+        self._staging = STAGING * (MOST_TP * len(DECODES) if role == "P" else 1)
+        options = Options(
+            role=role, host=outside.host, kv_port=outside.port,
             lease_seconds=LEASE, staging_bytes=STAGING, chunk_bytes=16384, secret=SECRET,
             verify=role == "P",  # it is enough that one side asks
             ahead_bytes=STAGING,
         )  # fmt: skip
-        self.rank = made.rank
-        self.memory = Memory(made.pages)
+        pages = [make_rank_pages(build.model, each, build.tp) for each in range(build.tp)]
+        self.memory = Memory(build.model, pages)
+        self.ranks = [
+            Rank(hello_of(options, build.model, each, its.kind), options, each.cache, its)
+            for each, its in zip(pages, self.links, strict=True)
+        ]
         forward = PrefillSide if role == "P" else DecodeSide
-        self.forward: Forward = forward(self.rank, self.memory, self.say, self.broken)
-        self._thaw_at = 0.0
+        crew = Crew(self.ranks, self.broken)
+        self.forward: Forward = forward(crew, self.memory, self.say, self.broken)
+        self._thaw_at: float | None = None
         self._next_look = 0.0
-        self._looks: deque[dict[str, int]] = deque()
+        self._looks: list[deque[dict[str, int]]] = [deque() for _ in self.ranks]
         self._asked = False
         self.say(ready=True)
 
@@ -113,52 +146,82 @@ class Side:
     def _obey(self, order: dict[str, Any]) -> None:
         match order["do"]:
             case "stall":
-                self.links.frozen, self._thaw_at = True, time.monotonic() + order["seconds"]
+                self._freeze_links(True)
+                self._thaw_at = time.monotonic() + order["seconds"]
             case "break":
-                self.links.change(break_at=random.Random(order["seed"]).randrange(4))
+                draw = random.Random(order["seed"])
+                for links in self._some_links(draw):
+                    links.change(break_at=draw.randrange(4))
             case "flip":
                 draw = random.Random(order["seed"])
-                self.links.change(
-                    flip_at=draw.randrange(4), flip_place=draw.random(), flip_bit=draw.randrange(8)
-                )
+                for links in self._some_links(draw):
+                    links.change(
+                        flip_at=draw.randrange(4), flip_place=draw.random(), flip_bit=draw.randrange(8)
+                    )
             case "baseline":
                 # What was to go wrong with a later message of a link must not do so in peace.
-                self.links.mend()
+                for links in self.links:
+                    links.mend()
                 # Answered by the next look, which is taken after all that has been heard so far.
-                self._looks.clear()
+                for looks in self._looks:
+                    looks.clear()
                 self._asked, self._next_look = True, 0.0
             case _:
                 del order["do"]
                 self.forward.order(order, time.monotonic())
 
+    def _some_links(self, draw: random.Random) -> list[FaultyLinks]:
+        """Those of one rank, or of all."""
+        return draw.choice([self.links, [draw.choice(self.links)]])
+
+    def _freeze_links(self, frozen: bool) -> None:
+        for links in self.links:
+            links.frozen = frozen
+
     def _look(self) -> None:
-        """Have the rank's thread count, now and then, and judge what it has counted."""
+        """Have the ranks' threads count, now and then, and judge what they have counted."""
         now = time.monotonic()
-        if self.links.frozen and now > self._thaw_at:
-            self.links.frozen = False
-        if self._asked and self._looks:
+        if self._thaw_at is not None and now > self._thaw_at:
+            self._thaw_at = None
+            self._freeze_links(False)
+        if self._asked and all(self._looks):
             self._asked = False
-            self._answer(self._looks[-1])
+            self._answer([looks[-1] for looks in self._looks])
         if now < self._next_look:
             return
         self._next_look = now + LOOK_SECONDS
-        if not self.rank.alive:
-            self.broken("the engine's thread has ended")
-        soon_on_engine_thread(self.rank, self._count)
-        while len(self._looks) > 1:
-            self._looks.popleft()
+        for rank, looks in zip(self.ranks, self._looks, strict=True):
+            if not rank.alive:
+                self.broken("the engine's thread has ended")
+            soon_on_engine_thread(rank, partial(self._count, rank, looks))
+            while len(looks) > 1:
+                looks.popleft()
 
-    def _answer(self, counts: dict[str, int]) -> None:
-        """Whether this engine is at its baseline: nothing held by the rank, and no block by anybody."""
-        busy = {name: value for name, value in counts.items() if value}
+    def _answer(self, counts: list[dict[str, int]]) -> None:
+        """Whether this engine is at its baseline: nothing held by a rank, and no block by anybody."""
+        busy = {
+            f"{name} of rank {rank}": value
+            for rank, its in enumerate(counts)
+            for name, value in its.items()
+            if value
+        }
         empty = self.forward.empty()
-        self.say(baseline=empty and not busy, held=busy, blocks=SHAPE.blocks - self.memory.free)
+        self.say(baseline=empty and not busy, held=busy, blocks=self.memory.held)
 
-    def _count(self) -> None:
-        counts = self.rank.counters.snapshot()
+    def _count(self, rank: Rank, looks: deque[dict[str, int]]) -> None:
+        counts = rank.counters.snapshot()
         if counts["staging_bytes"] > self._staging:
             self.broken(f"{counts['staging_bytes']} bytes of staging where {self._staging} are allowed")
-        self._looks.append({name: counts.get(name, 0) for name in BUSY if name != PATIENT})
+        looks.append({name: counts.get(name, 0) for name in BUSY if name != PATIENT})
+
+    def stop(self) -> bool:
+        """End every rank; whether all have ended."""
+        stoppers = [threading.Thread(target=rank.stop) for rank in self.ranks]
+        for stopper in stoppers:
+            stopper.start()
+        for stopper in stoppers:
+            stopper.join()
+        return not any(rank.alive for rank in self.ranks)
 
 
 def main(
@@ -166,18 +229,20 @@ def main(
     outside: str,
     inside: str,
     wire: Connection,
-    links: LinkFactory | None = None,
+    build: Build | None = None,
+    links: Callable[[], LinkFactory] | None = None,
     kind: type[Side] = Side,
 ) -> None:
     """The whole life of an engine, whose links share memory unless it is told otherwise."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     torch.set_num_threads(1)
-    links = links or HostLinks(Address.parse(inside).host, STAGING)
-    side = kind(name[0], Address.parse(outside), Address.parse(inside), wire, links)
+    links = links or (lambda: HostLinks(Address.parse(inside).host, STAGING))
+    role: Literal["P", "D"] = "P" if name.startswith("P") else "D"
+    side = kind(role, Address.parse(outside), Address.parse(inside), wire, links, build or Build())
     try:
         side.run()
-        side.rank.stop()
+        ended = side.stop()
         side.confess()
-        side.say(stopped=not side.rank.alive)
+        side.say(stopped=ended)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        side.rank.stop()
+        side.stop()

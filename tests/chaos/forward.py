@@ -1,4 +1,4 @@
-"""A made-up forward thread: it tells one rank what vLLM would, and judges what it hears back.
+"""A made-up forward thread: it tells the ranks of an engine what vLLM would, and judges what it hears back.
 
 It has no clock and never sleeps: whoever runs it, in a process of its own or on a virtual clock, says what
 time it is, and lets pass the seconds that its turns yield.
@@ -11,16 +11,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from chaos.crew import Crew
 from chaos.model import Memory
 
-from p2pkv.engine.core import Core
+LAYER_SECONDS = 0.001
+"""What a forward takes for one."""
 
 
 @dataclass
 class Forward(ABC):
     """`say(kind=value, ...)` tells the run what has happened; `broken` that something must not be so."""
 
-    rank: Core
+    crew: Crew
     memory: Memory
     say: Callable[..., None]
     broken: Callable[[str], None]
@@ -40,4 +42,4 @@ class Forward(ABC):
     @property
     @abstractmethod
     def idle(self) -> bool:
-        """Whether only an order or an event of the rank gives it something to do."""
+        """Whether only an order or an event of a rank gives it something to do."""

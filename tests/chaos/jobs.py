@@ -72,6 +72,7 @@ class Jobs:
         self.outcomes: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self.nbytes = 0
+        self.recomputed = 0
         self.slowest = 0.0
 
     def ask(
@@ -102,6 +103,7 @@ class Jobs:
         job.in_decode = decode.order(
             "load", key=key, prefill=str(prefill.outside), prompt=prompt, tokens=tokens,
             after=draw.uniform(0.0, 0.5) if late else 0.0, leave=draw.uniform(0.0, 0.5) if leaves else -1,
+            recompute=draw.random() < 0.5,
         )  # fmt: skip
         self._settle(job)
         return job
@@ -136,6 +138,7 @@ class Jobs:
         job.outcome = "failed" if reason else "loaded"
         self.outcomes[job.outcome] += 1
         self.nbytes += said["nbytes"]
+        self.recomputed += said["recomputed"]
         if reason:
             # Without addresses and numbers, so that they can be counted.
             words = (word for word in reason.split() if not any(map(str.isdigit, word)))
@@ -174,6 +177,7 @@ class Jobs:
         print(f"{self.outcomes.total()} transfers, {self.nbytes / 1e6:.1f} MB compared")
         for outcome, count in sorted(self.outcomes.items()):
             print(f"  {count:5} {outcome}")
+        print(f"  {self.recomputed:5} of those that failed were computed by D, in the same blocks")
         print("why they failed:")
         for reason, count in self.reasons.most_common(12):
             print(f"  {count:5} {reason}")

@@ -10,7 +10,7 @@ import time
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from chaos.engine import main
+from chaos.engine import Build, main
 from chaos.relay import Door
 
 from p2pkv.demo.processes import free_ports
@@ -28,6 +28,7 @@ class Machine:
     """One engine's process, and the next one under its name and address.
 
     Attributes:
+        build: its model and its ranks.
         outside, inside: what it advertises, and where it listens; a P has a door between the two.
         up: whether it has said that it is ready, and was not told to end.
         frozen: since a SIGSTOP.
@@ -35,14 +36,15 @@ class Machine:
         ended: whether it has said that its rank's thread ended, when it was told to.
     """
 
-    def __init__(self, name: str, place: Address | None = None) -> None:
+    def __init__(self, name: str, build: Build, place: Address | None = None) -> None:
         """`place`: where it listens, and no door before it."""
         self.name = name
-        self.inside = self.outside = place or Address("127.0.0.1", free_ports())
+        self.build = build
+        self.inside = self.outside = place or Address("127.0.0.1", free_ports(build.tp))
         self.door: Door | None = None
         if name.startswith("P") and place is None:
-            self.outside = Address("127.0.0.1", free_ports())
-            self.door = Door(self.outside, self.inside)
+            self.outside = Address("127.0.0.1", free_ports(build.tp))
+            self.door = Door(self.outside, self.inside, ports=build.tp)
         self.up = self.frozen = self.ended = False
         self.continued = time.monotonic()
         self._process: Any = None
@@ -59,7 +61,7 @@ class Machine:
     def _spawn(self, wire: Connection) -> Any:
         """A process that has `pid`, `kill` and `join`, at the other end of `wire`."""
         process = CONTEXT.Process(
-            target=main, args=(self.name, str(self.outside), str(self.inside), wire), daemon=True
+            target=main, args=(self.name, str(self.outside), str(self.inside), wire, self.build), daemon=True
         )
         process.start()
         return process

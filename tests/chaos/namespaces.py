@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from chaos.engine import Build
 from chaos.machines import Machine
 
 from p2pkv.pairing import Address
@@ -148,7 +149,7 @@ class Dweller(Machine):
     """An engine in a namespace, whose links are TCP: memory is shared with nobody there."""
 
     def __init__(self, name: str, cable: Cable) -> None:
-        super().__init__(name, Address(HOSTS[name[0]], PORT))
+        super().__init__(name, Build(), Address(HOSTS[name[0]], PORT))
         self._cable = cable
 
     def _spawn(self, wire: Connection) -> Any:

@@ -7,15 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from chaos.forward import Forward
-from chaos.model import LAYERS, SHAPE
+from chaos.forward import LAYER_SECONDS, Forward
+from chaos.model import NULL, Tables
 from engine_support import READY
 
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
-
-LAYER_SECONDS = 0.001
-"""What a forward takes for one."""
 
 
 @dataclass
@@ -29,7 +26,7 @@ class Prompt:
     chunk: int
     abort_at: int
     preempt_at: int
-    blocks: list[int] = field(default_factory=list)
+    tables: Tables = ()
     computed: int = 0
     computing: bool = True
     free: bool = False
@@ -45,11 +42,11 @@ class PrefillSide(Forward):
         prompt = Prompt(**order | {"decode": Address.parse(order["decode"])})
         self._prompts[prompt.key] = prompt
         self._queue.append(prompt)
-        self.rank.do(do.Hold(prompt.key, prompt.decode))
+        self.crew.do(do.Hold(prompt.key, prompt.decode))
 
     def empty(self) -> bool:
         """A P keeps nothing."""
-        return self.memory.free == SHAPE.blocks
+        return self.memory.held == 0
 
     @property
     def idle(self) -> bool:
@@ -57,12 +54,9 @@ class PrefillSide(Forward):
 
     def turn(self, now: float) -> Iterator[float]:
         """Hear what is free, and compute one chunk of one prompt."""
-        for event in self.rank.events():
+        for event in self.crew.events():
             assert isinstance(event, do.BlocksFree)
-            prompt = self._prompts.get(event.key)
-            if prompt is None or prompt.free:
-                self.broken(f"the pages of {event.key} were given back twice")
-                continue
+            prompt = self._prompts[event.key]
             prompt.free, prompt.computing = True, False
             self._forget(prompt)
         while self._queue and not self._queue[0].computing:
@@ -70,49 +64,74 @@ class PrefillSide(Forward):
         if self._queue:
             prompt = self._queue[0]
             self._queue.rotate(-1)
-            self.rank.steps.begin(now)
+            self.crew.begin_step(now)
             yield from self._advance(prompt)
-            self.rank.steps.end()
+            self.crew.end_step()
 
     def _advance(self, prompt: Prompt) -> Iterator[float]:
-        if not prompt.blocks and not self._begin(prompt):
+        if not prompt.tables and not self._begin(prompt):
             return
         if 0 <= prompt.abort_at <= prompt.computed:
             prompt.computing = False
-            self.rank.do(do.Abort(prompt.key, "the client has left"))
+            self.crew.do(do.Abort(prompt.key, "the client has left"))
             return
         if 0 <= prompt.preempt_at <= prompt.computed:
             self._preempt(prompt)
+            return
+        if not self._move_on(prompt):
             return
         yield from self._compute(prompt, min(prompt.tokens, prompt.computed + prompt.chunk))
         self.say(computed=prompt.key)
 
     def _begin(self, prompt: Prompt) -> bool:
-        blocks = self.memory.take(prompt.tokens)
+        sizes = [1 if each.once else -(-prompt.tokens // each.block) for each in self.memory.model.tables]
+        blocks = self.memory.take(sum(sizes))
         if blocks is None:
             return False
-        prompt.blocks = blocks
-        self.rank.do(do.OfferPrompt(prompt.key, prompt.decode, prompt.tokens, b"%d" % prompt.prompt))
+        some = iter(blocks)
+        prompt.tables = tuple([next(some) for _ in range(size)] for size in sizes)
+        offer = do.OfferPrompt(prompt.key, prompt.decode, prompt.tokens, b"%d" % prompt.prompt)
+        self.crew.do(offer)
+        return True
+
+    def _move_on(self, prompt: Prompt) -> bool:
+        """Give back what the next chunk does not need any more; False if there is no block for its state."""
+        for table, each in zip(prompt.tables, self.memory.model.tables, strict=True):
+            if each.moves and prompt.computed:
+                other = self.memory.take(1)
+                if other is None:
+                    return False
+                self.memory.give_back(table)
+                table[:] = other
+            gone = each.first(prompt.computed) // each.block if each.window else 0
+            self.memory.give_back(table[:gone])
+            table[:gone] = [NULL] * gone
         return True
 
     def _compute(self, prompt: Prompt, stop: int) -> Iterator[float]:
-        self.rank.do(do.PromptBlocks(prompt.key, (prompt.blocks,)))
-        for layer in range(LAYERS):
-            self.memory.compute(prompt.prompt, layer, prompt.blocks, prompt.computed, stop)
-            self.rank.do(do.Computed(((prompt.key, stop),), layer, layer + 1, READY))
+        # A copy: the engine keeps what it is told, and these tables change.
+        self.crew.do(do.PromptBlocks(prompt.key, tuple(list(table) for table in prompt.tables)))
+        for layer in range(self.memory.model.layers):
+            self.memory.compute(prompt.prompt, layer, prompt.tables, prompt.computed, stop)
+            self.crew.do(do.Computed(((prompt.key, stop),), layer, layer + 1, READY))
             yield LAYER_SECONDS
-        self.rank.do(do.Flush((prompt.key,)))
+        self.crew.do(do.Flush((prompt.key,)))
         prompt.computed = stop
         prompt.computing = stop < prompt.tokens
 
     def _preempt(self, prompt: Prompt) -> None:
         """Take the pages back at once, and begin again in others."""
-        self.rank.revoke([prompt.key])
-        self.memory.give_back(prompt.blocks)
-        prompt.blocks, prompt.computed, prompt.preempt_at = [], 0, -1
+        self.crew.revoke([prompt.key])
+        self._give_back(prompt)
+        prompt.computed, prompt.preempt_at = 0, -1
+
+    def _give_back(self, prompt: Prompt) -> None:
+        for table in prompt.tables:
+            self.memory.give_back(table)
+        prompt.tables = ()
 
     def _forget(self, prompt: Prompt) -> None:
-        self.memory.give_back(prompt.blocks)
+        self._give_back(prompt)
         del self._prompts[prompt.key]
-        self.rank.do(do.Forget(prompt.key))
+        self.crew.do(do.Forget(prompt.key))
         self.say(freed=prompt.key)

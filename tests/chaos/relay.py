@@ -31,7 +31,9 @@ class _Pair:
 
 @dataclass
 class Door:
-    """Forwards `outside` to `inside`. The flags may be set at any time by any thread.
+    """Forwards `outside` to `inside`, and so the `ports` - 1 ports after them, those of other ranks.
+
+    The flags may be set at any time by any thread.
 
     Attributes:
         open: whether anybody listens outside; closing it ends nothing that goes through already.
@@ -42,21 +44,20 @@ class Door:
 
     outside: Address
     inside: Address
+    ports: int = 1
     open: bool = False
     to_p: bool = True
     from_p: bool = True
     reset: bool = False
     garble: bool = False
     garbled: int = 0
-    _listener: socket.socket | None = None
+    _listeners: list[socket.socket] = field(default_factory=list)
     _pairs: list[_Pair] = field(default_factory=list)
 
     def ready_to_read(self) -> dict[socket.socket, _Pair | None]:
         """The sockets to read from now."""
         self._obey()
-        out: dict[socket.socket, _Pair | None] = {}
-        if self._listener is not None:
-            out[self._listener] = None
+        out: dict[socket.socket, _Pair | None] = dict.fromkeys(self._listeners)
         for pair in self._pairs:
             if self.to_p:
                 out[pair.client] = pair
@@ -67,7 +68,7 @@ class Door:
     def read(self, source: socket.socket, pair: _Pair | None) -> None:
         """This socket has something."""
         if pair is None:
-            self._accept()
+            self._accept(source)
         elif not (self.to_p if source is pair.client else self.from_p):
             return  # held since
         elif pair in self._pairs and not self._forward(source, pair):
@@ -80,21 +81,22 @@ class Door:
         self._obey()
 
     def _obey(self) -> None:
-        if self.open and self._listener is None:
-            self._listener = socket.create_server((self.outside.host, self.outside.port))
-        elif not self.open and self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        if self.open and not self._listeners:
+            places = [self.outside.shifted(each) for each in range(self.ports)]
+            self._listeners = [socket.create_server((place.host, place.port)) for place in places]
+        elif not self.open:
+            while self._listeners:
+                self._listeners.pop().close()
         if self.reset:
             self.reset = False
             while self._pairs:
                 self._pairs.pop().close(reset=True)
 
-    def _accept(self) -> None:
-        assert self._listener is not None
-        client, _ = self._listener.accept()
+    def _accept(self, listener: socket.socket) -> None:
+        inside = self.inside.shifted(self._listeners.index(listener))
+        client, _ = listener.accept()
         try:
-            server = socket.create_connection((self.inside.host, self.inside.port), timeout=1.0)
+            server = socket.create_connection((inside.host, inside.port), timeout=1.0)
         except OSError:
             client.close()
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from multiprocessing.connection import Connection
 from typing import Any
 
-from chaos.engine import STAGING, Side, main
+from chaos.engine import STAGING, Build, Side, main
 from chaos.machines import CONTEXT, Machine
 from chaos.rough import Manner, Relay, RoughLinks
 
@@ -19,27 +19,32 @@ class RoughSide(Side):
 
     def _obey(self, order: dict[str, Any]) -> None:
         if order["do"] == "manner":
-            rough = self.links.inner
-            assert isinstance(rough, RoughLinks)
-            vars(rough.manner).update(order["values"])
+            for links in self.links:
+                rough = links.inner
+                assert isinstance(rough, RoughLinks)
+                vars(rough.manner).update(order["values"])
         else:
             super()._obey(order)
 
 
-def live(name: str, outside: str, inside: str, wire: Connection) -> None:
+def live(name: str, outside: str, inside: str, wire: Connection, build: Build) -> None:
     """The life of such an engine."""
-    links = RoughLinks(HostLinks(Address.parse(inside).host, STAGING, shared_memory=False))
-    main(name, outside, inside, wire, links, RoughSide)
+
+    def links() -> RoughLinks:
+        return RoughLinks(HostLinks(Address.parse(inside).host, STAGING, shared_memory=False))
+
+    main(name, outside, inside, wire, build, links, RoughSide)
 
 
 class RoughMachine(Machine):
-    """A P has a relay before its control port, and a D before each of its links.
+    """A P, which has one rank, has a relay before its control port, and a D before each of its links.
 
     `control` is the manner of the former.
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name, Address("127.0.0.1", free_ports()))
+    def __init__(self, name: str, build: Build) -> None:
+        super().__init__(name, build, Address("127.0.0.1", free_ports(build.tp)))
+        assert build.tp == 1 or name.startswith("D")
         self.control = Manner()
         self._relay: Relay | None = None
         if name.startswith("P"):
@@ -57,7 +62,7 @@ class RoughMachine(Machine):
 
     def _spawn(self, wire: Connection) -> Any:
         process = CONTEXT.Process(
-            target=live, args=(self.name, str(self.outside), str(self.inside), wire), daemon=True
+            target=live, args=(self.name, str(self.outside), str(self.inside), wire, self.build), daemon=True
         )
         process.start()
         return process

@@ -61,7 +61,7 @@ class Fault:
         )
 
 
-def schedule(seed: int, seconds: float) -> list[Fault]:
+def schedule(seed: int | str, seconds: float) -> list[Fault]:
     """The faults of a run of so many seconds, in order. Two of one engine never overlap."""
     draw = random.Random(f"chaos {seed}")
     names, weights = list(KINDS), [kind.weight for kind in KINDS.values()]

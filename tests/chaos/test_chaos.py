@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -13,11 +14,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from chaos.model import CANARY, LAYERS, SHAPE, Memory, Violation, kv
+from chaos.__main__ import parts
+from chaos.crew import Crew
+from chaos.model import (
+    CANARY,
+    NULL,
+    ONE_GROUP,
+    Group,
+    Memory,
+    Model,
+    Violation,
+    draw_hybrid,
+    kv,
+    make_rank_pages,
+)
 from chaos.relay import Door, Doors
 from chaos.schedule import KINDS, LEASE, SETTLE, schedule
 
 from p2pkv.demo.processes import free_ports
+from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
 
 ROOT = Path(__file__).parents[2]
@@ -59,27 +74,102 @@ def test_a_schedule_of_five_minutes(seed: int) -> None:
     assert min(long) > LEASE > max(short)
 
 
-def test_the_memory_finds_a_wrong_byte_and_a_late_write() -> None:
-    pages = [torch.zeros(SHAPE.blocks, SHAPE.kv_heads, SHAPE.block, SHAPE.content) for _ in range(LAYERS)]
-    memory = Memory(pages)
-    blocks = memory.take(40)
-    assert blocks is not None and len(blocks) == 3
-    for layer in range(LAYERS):
-        memory.compute(5, layer, blocks, 0, 40)
-    assert memory.wrong(5, blocks, 40) == 0
-    assert memory.wrong(6, blocks, 40) > 0
-    pages[1].view(torch.int32)[blocks[2], 1, 7, 3] ^= 1
-    assert memory.wrong(5, blocks, 40) == 1
-    memory.give_back(blocks)
-    pages[0].view(torch.int32)[blocks[0], 0, 0, 0] = CANARY + 1
+HYBRID = Model(
+    (
+        Group((0, 3), heads=4, content=8),
+        Group((1, 4), heads=2, content=10, table=1, block=8, window=17),
+        Group((2,), heads=1, content=6, table=2, once=True),
+        Group((2,), heads=4, content=22, table=2, once=True),
+    )
+)
+
+
+@pytest.mark.parametrize("model", [ONE_GROUP, HYBRID], ids=["one group", "hybrid"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_memory_finds_a_wrong_byte_of_any_group_and_a_late_write(model: Model, tp: int) -> None:
+    ranks = [make_rank_pages(model, each, tp) for each in range(tp)]
+    memory = Memory(model, ranks)
+    tables = tuple(memory.take(1 if each.once else -(-40 // each.block)) or [] for each in model.tables)
+    # The blocks before token 24, which no later token of a window of 17 needs.
+    for table, each in zip(tables, model.tables, strict=True):
+        if each.window:
+            memory.give_back(table[:3])
+            table[:3] = [NULL] * 3
+    for layer in range(model.layers):
+        memory.compute(5, layer, tables, 0, 40)
+    assert memory.wrong(5, tables, 40) == 0
+    assert memory.wrong(6, tables, 40) > 0
+    for rank in ranks:
+        for group, pages in zip(model.groups, rank.groups, strict=True):
+            place = 0 if group.once else 39 % group.block
+            page = pages[-1].view(torch.int32)
+            page[tables[group.table][-1], 0, place, 3] ^= 1
+            assert memory.wrong(5, tables, 40) == 1
+            page[tables[group.table][-1], 0, place, 3] ^= 1
+    assert memory.clean()
+    for table in tables:
+        memory.give_back(table)
+    block = tables[-1][0]
+    ranks[-1].groups[0][0].view(torch.int32)[block, 0, 0, 0] = CANARY + 1
+    assert not memory.clean()
     with pytest.raises(Violation, match="after it had been given back"):
-        memory.take(SHAPE.blocks * SHAPE.block)
+        memory.take(memory.free)
 
 
-def test_kv_differs_between_prompts_layers_tokens_heads_and_channels() -> None:
-    every = torch.stack([kv(prompt, layer, 0, 64) for prompt in range(3) for layer in range(2)])
+def test_kv_differs_between_prompts_groups_layers_tokens_heads_and_channels() -> None:
+    heads = range(2)
+    every = torch.stack(
+        [
+            kv(prompt, group, layer, 0, 64, heads, 32)
+            for prompt in range(3)
+            for group in range(2)
+            for layer in range(2)
+        ]
+    )
     assert len(torch.unique(every)) > 0.999 * every.numel()
-    assert torch.equal(kv(1, 1, 10, 20), kv(1, 1, 0, 64)[10:20])
+    assert torch.equal(kv(1, 0, 1, 10, 20, heads, 32), kv(1, 0, 1, 0, 64, heads, 32)[10:20])
+    assert torch.equal(kv(1, 0, 1, 0, 64, range(1, 2), 32), kv(1, 0, 1, 0, 64, heads, 32)[:, 1:])
+
+
+def test_of_the_parts_of_a_run_most_have_a_hybrid_model_and_some_one_group() -> None:
+    assert parts(7, 300) == parts(7, 300) != parts(8, 300)
+    for seed in range(3):
+        models = [part.model for part in parts(seed, 600)]
+        assert models.count(ONE_GROUP) in (3, 4) and len(models) == 10
+    drawn = [draw_hybrid(random.Random(seed)) for seed in range(30)]
+    for each in drawn:
+        assert each.hybrid and {layer for group in each.groups for layer in group.layers} == set(range(5))
+    for has in (lambda group: group.once, lambda group: group.window):
+        assert 5 < sum(any(map(has, each.groups)) for each in drawn) < 30
+
+
+class _Silent:
+    """A rank that says what a test puts into `said`."""
+
+    def __init__(self) -> None:
+        self.said: list[do.Event] = []
+        self.told: list[do.Command] = []
+
+    def do(self, command: do.Command) -> None:
+        self.told.append(command)
+
+    def events(self) -> list[do.Event]:
+        out, self.said = self.said, []
+        return out
+
+
+def test_the_failure_of_one_rank_fails_the_load_once_all_have_ended() -> None:
+    ranks, broken = [_Silent(), _Silent()], []
+    crew = Crew(ranks, broken.append)  # type: ignore[arg-type]
+    crew.do(do.Expect("k", Address("127.0.0.1", 1), 10, b""))
+    ranks[0].said = [do.Begun("k"), do.LoadFailed("k", "P is gone")]
+    assert list(crew.events()) == []
+    assert ranks[1].told[-1] == do.Load("k", 0, 0, ()), "nothing is asked of the other rank's P"
+    ranks[1].said = [do.Loaded("k")]
+    assert list(crew.events()) == [do.LoadFailed("k", "P is gone")]
+    assert broken == []
+    ranks[1].said = [do.Loaded("k")]
+    assert list(crew.events()) == [] and len(broken) == 1, "a second outcome is a fault"
 
 
 def test_a_door_holds_what_goes_through_and_gives_it_back_in_order() -> None:
@@ -116,8 +206,9 @@ def connect(address: Address) -> socket.socket:
             assert time.monotonic() < end, "the door did not open in 10 s"
 
 
-@pytest.mark.long
-def test_a_short_run() -> None:
+@pytest.mark.slow
+def test_a_short_run_of_a_hybrid_model() -> None:
+    """tests/chaos/test_rough.py has engines of one KV group."""
     run = subprocess.Popen(
         command("--seconds", "6", "--seed", "3"),
         env=environment(),
@@ -133,3 +224,4 @@ def test_a_short_run() -> None:
             run.wait(10)
     assert run.returncode == 0, said
     assert said.endswith("PASS\n") and " loaded" in said
+    assert "window" in said or "a state" in said, "the model is another than was meant"

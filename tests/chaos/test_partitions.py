@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from chaos.model import LAYERS, SHAPE
+from chaos.model import ONE_GROUP
 from chaos.namespaces import Cable, Dweller, Unavailable
 from chaos.schedule import LEASE
 from chaos.world import World
@@ -21,7 +21,7 @@ BACK_SECONDS = 20.0
 sends again what was lost after pauses as long as the partition was."""
 
 TOKENS = 600
-NBYTES = TOKENS * LAYERS * SHAPE.kv_heads * SHAPE.content * 4
+NBYTES = ONE_GROUP.nbytes(0, TOKENS)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from chaos.engine import Build
+from chaos.model import ONE_GROUP, Group, Model
 from chaos.rough import BACK, THERE, Manner, Relay
 from chaos.rough_engine import RoughMachine
 from chaos.schedule import LEASE
@@ -24,10 +26,22 @@ BACK_SECONDS = 15.0
 
 Treat = Callable[..., None]
 
+HYBRID = Model(
+    (
+        Group((0, 3), heads=4, content=32),
+        Group((1,), heads=2, content=16, table=1, window=40),
+        Group((2, 4), heads=2, content=6, table=2, once=True, moves=True),
+        Group((2, 4), heads=4, content=22, table=2, once=True, moves=True),
+    )
+)
+MODELS = {"one group": (ONE_GROUP, 1), "hybrid, 1 to 2": (HYBRID, 2)}
+"""And D's ranks."""
+
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[World]:
-    machines = [RoughMachine("P0"), RoughMachine("D0")]
+def engines(request: pytest.FixtureRequest) -> Iterator[World]:
+    model, tp = MODELS[getattr(request, "param", "one group")]
+    machines = [RoughMachine("P0", Build(model)), RoughMachine("D0", Build(model, tp))]
     try:
         with World(2, machines) as world:
             yield world
@@ -116,15 +130,28 @@ def test_one_way_is_frozen_for_longer_than_a_lease(world: World, treat: Treat, w
     assert world.jobs.outcomes["failed"] > before, "nothing was frozen"
 
 
-@pytest.mark.slow
-@planes
-def test_connections_are_reset_in_the_middle_of_messages(world: World, treat: Treat) -> None:
+def reset_connections(world: World, treat: Treat) -> None:
+    """Eight times, in the middle of messages."""
     draw, failed = random.Random(3), world.jobs.outcomes["failed"]
     most = 3_000 if treat is control else 200_000
     for _ in range(8):
         treat(world, slice=997, reset_after=draw.randint(1, most))
         world.load(0.5)
     assert world.jobs.outcomes["failed"] > failed, "nothing was broken"
+
+
+@pytest.mark.slow
+@planes
+def test_connections_are_reset_in_the_middle_of_messages(world: World, treat: Treat) -> None:
+    reset_connections(world, treat)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engines", ["hybrid, 1 to 2"], indirect=True)
+def test_links_that_carry_several_groups_are_reset_in_the_middle_of_messages(world: World) -> None:
+    recomputed = world.jobs.recomputed
+    reset_connections(world, data)
+    assert world.jobs.recomputed > recomputed, "no failed load was computed by D"
 
 
 @pytest.mark.slow

@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from chaos.engine import MOST_TP, Build
 from chaos.hostile import harass
 from chaos.jobs import GRACE, Jobs
 from chaos.machines import Machine, hear
+from chaos.model import Model
 from chaos.relay import Doors
 from chaos.schedule import DECODES, LEASE, PREFILLS, Fault
 
@@ -21,13 +23,17 @@ START_SECONDS = 60.0
 """For the first import of torch."""
 
 
+def draw_machines(seed: int | str, model: Model) -> list[Machine]:
+    """Those of the schedule, each spread over some ranks."""
+    draw = random.Random(f"ranks {seed}")
+    return [Machine(name, Build(model, draw.randint(1, MOST_TP))) for name in (*PREFILLS, *DECODES)]
+
+
 class World:
     """The run itself. A context manager: entering starts the engines, leaving ends them by force."""
 
-    def __init__(self, seed: int, machines: Sequence[Machine] = ()) -> None:
-        """`machines`: others than those of the schedule."""
+    def __init__(self, seed: int | str, machines: Sequence[Machine]) -> None:
         self.jobs = Jobs(random.Random(f"load {seed}"), time.monotonic, self.broken)
-        machines = machines or [Machine(name) for name in (*PREFILLS, *DECODES)]
         self.machines = {machine.name: machine for machine in machines}
         self._doors = Doors({name: each.door for name, each in self.machines.items() if each.door})
         self._ends: list[tuple[float, int, Callable[[], None]]] = []
@@ -236,7 +242,8 @@ class World:
                 machine.order("flip", seed=fault.seed)
             case "hostile":
                 self._harassing = [each for each in self._harassing if each.is_alive()]
-                self._harassing.append(harass(machine.inside, fault.seed))
+                rank = fault.seed % machine.build.tp
+                self._harassing.append(harass(machine.inside.shifted(rank), fault.seed))
             case "reset" if door:
                 door.reset = True
             case "garbled" if door:

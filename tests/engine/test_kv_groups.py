@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from engine_support import DEFAULTS, READY, Engine, at_baseline, break_link, plain_links, truth, wait_for
+from faulty_links import Faults, FaultyLinks
 from links_support import nccl_links
+from memory_links import MemoryNetwork
 from msgspec.structs import replace
 
 from p2pkv.config import Options
@@ -259,6 +261,65 @@ def test_a_broken_link_fails_the_load_and_the_next_one_brings_both_groups(links)
         step(p, OTHER_P_TABLES, 0, TOKENS, "again")
         d.wait(do.Loaded("again"))
         expect_all(d, D_TABLES, 0)
+
+
+def compute_attention(p: Engine, d: Engine) -> None:
+    """All that D waits for but the state, which P has not computed yet; until D has written it."""
+    p.do(do.PromptBlocks("k", P_TABLES))
+    for each in p.ranks:
+        for number in ATTENTION.numbers:
+            each.compute(P_TABLES, number, 0, TOKENS)
+            each.rank.do(do.Computed((("k", TOKENS),), number, number + 1, READY))
+        each.rank.do(do.Flush(("k",)))
+    scattered = d.ranks[0].rank.counters.values
+    wait_for(lambda: scattered["bytes_scattered"] == 3 * (TOKENS - 1) * 4 * 8 * 4)
+
+
+def compute_state(p: Engine) -> None:
+    for each in p.ranks:
+        for number in STATE.numbers:
+            each.compute(P_TABLES, number, 0, TOKENS)
+            each.rank.do(do.Computed((("k", TOKENS),), number, number + 1, READY))
+        each.rank.do(do.Flush(("k",)))
+
+
+def expect_failed_without_a_state(d: Engine) -> do.LoadFailed:
+    """The load has failed, and nothing has been written to the state's block."""
+    wait_for(lambda: failures(d))
+    assert not d.ranks[0].heard(do.Loaded("k"))
+    for page in d.ranks[0].pages[1]:
+        assert torch.equal(page, torch.full_like(page, -1.0))
+    return failures(d)[0]
+
+
+def test_a_load_of_which_only_the_state_is_missing_fails_with_its_link(links):
+    with pair((1, 1), links) as (p, d):
+        begin(p, d)
+        d.do(do.Load("k", 0, TOKENS - 1, D_TABLES))
+        compute_attention(p, d)
+        break_link(d)
+        compute_state(p)
+        expect_failed_without_a_state(d)
+        p.wait(do.BlocksFree("k"))
+        for engine in (p, d):
+            engine.do(do.Forget("k"))
+        wait_for(lambda: at_baseline(p) and at_baseline(d))
+
+
+def test_a_flipped_bit_of_the_state_alone_fails_the_load():
+    network, made = MemoryNetwork(), {}
+
+    def links(side: str, rank: int) -> LinkFactory:
+        made[side] = FaultyLinks(network.rank(), Faults())
+        return made[side]
+
+    with pair((1, 1), links, verify=True) as (p, d):
+        begin(p, d)
+        d.do(do.Load("k", 0, TOKENS - 1, D_TABLES))
+        compute_attention(p, d)
+        made["D"].change(flip_at=0)
+        compute_state(p)
+        assert "checksum" in expect_failed_without_a_state(d).reason
 
 
 def test_what_comes_before_its_request_waits_with_its_state():

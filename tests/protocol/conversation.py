@@ -12,7 +12,7 @@ from itertools import accumulate
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from protocol.faults import FAULTS
-from protocol.world import BEAT, LEASE, World
+from protocol.world import BEAT, LEASE, Beside, World
 
 from p2pkv.sharding import Shape
 
@@ -34,16 +34,43 @@ def _shape(draw: st.DrawFn, layers: int, heads: int) -> Shape:
     return Shape((cut, layers - cut) if stages == 2 else (layers,), heads, draw(st.sampled_from([1, 2])))
 
 
+ALONG = ("window", "state")
+"""KV groups beside the first one."""
+
+
+@st.composite
+def _beside(draw: st.DrawFn, kinds: tuple[str, ...], prefill: Shape, decode: Shape) -> tuple[Beside, ...]:
+    """One layer each, on any stage of either side."""
+
+    def layers(shape: Shape) -> tuple[int, ...]:
+        stage = draw(st.integers(0, len(shape.layers) - 1))
+        return tuple(int(each == stage) for each in range(len(shape.layers)))
+
+    return tuple(
+        Beside(
+            layers(prefill),
+            layers(decode),
+            draw(st.sampled_from([1, 2])),
+            24,
+            window=draw(st.sampled_from([1, 3, 8])) if kind == "window" else 0,
+            once=kind == "state",
+        )
+        for kind in kinds
+    )
+
+
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
     prefill, decode = draw(shapes())
-    row = 8 * prefill.heads
+    beside = draw(_beside(draw(st.sampled_from([(), ALONG[:1], ALONG[1:], ALONG])), prefill, decode))
+    row = max(8 * prefill.heads, *(each.heads * each.row for each in beside), 0)
     return World(
         prefill,
         decode,
         unit=draw(st.sampled_from([1, 1, 2])),
         chunk_bytes=draw(st.integers(1, 8)) * 8,
         window=draw(st.integers(1, 8)) * row,
+        beside=beside,
         ahead=draw(st.booleans()),
         verify=draw(st.booleans()),
     )

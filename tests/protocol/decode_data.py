@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING
 
 from protocol.wires import Cell, Line, Link, LinkBroken, Receive, Violation, checksum
@@ -82,10 +84,11 @@ class Incoming:
 
     def __init__(self, owner: DecodeRank) -> None:
         self._owner, self._world = owner, owner.world
-        shape = owner.world.decode
-        self._layers = shape.stage_layers.ranks[owner.rank // shape.tp]
-        self._heads = shape.rank_heads.ranks[owner.rank % shape.tp]
-        self._cells: dict[str, dict[tuple[int, int, int], Cell]] = {}
+        stage, place = divmod(owner.rank, owner.world.decode.tp)
+        shapes = owner.world.d_shapes
+        self._held = [(each.stage_layers.ranks[stage], each.rank_heads.ranks[place]) for each in shapes]
+        """Of each KV group the layers and the heads of this rank."""
+        self._cells: dict[str, dict[tuple[int, int, int, int], Cell]] = {}
         self._kept: dict[str, deque[Kept]] = {}
         self._touched: dict[str, float] = {}
 
@@ -167,33 +170,41 @@ class Incoming:
         end = ("D", owner.incarnation, owner.rank, key, receiver.attempt)
         if receiver.load.ended or end in self._world.ends:
             raise Violation(f"D{owner.rank} writes {key} after its end")
-        self._scatter(key, receiver.sources[kept.rank].assignment.edges[0], kept.chunk.pieces, kept.cells)
+        self._scatter(key, receiver.sources[kept.rank].assignment.edges, kept.chunk.pieces, kept.cells)
         owner.run(key, receiver.scattered(kept.rank, kept.chunk.chunk, self._world.now))
 
-    def _scatter(self, key: str, edge: Edge, pieces: tuple[m.Piece, ...], cells: list[Cell | None]) -> None:
+    def _scatter(
+        self, key: str, edges: Mapping[int, Edge], pieces: tuple[m.Piece, ...], cells: list[Cell | None]
+    ) -> None:
         places = [
-            (layer, head, token)
+            (piece.group, layer, head, token)
             for piece in pieces
             for layer in range(piece.layer, piece.layer_stop)
             for token in range(piece.start, piece.stop)
-            for head in edge.heads
+            for head in edges[piece.group].heads
         ]
         if len(places) != len(cells):
             raise Violation(f"D{self._owner.rank} expects {len(places)} cells of {key} and gets {len(cells)}")
-        start, stop = self._world.wants[key]
+        wanted = self._wanted(key)
         for place, cell in zip(places, cells, strict=True):
-            if start <= place[2] < stop:
-                if cell != (key, *place) or place in self._cells[key]:
+            if place[-1] in wanted[place[0]]:
+                if cell != self._right(key, place) or place in self._cells[key]:
                     raise Violation(f"D{self._owner.rank} writes {cell} to {place} of {key}")
                 self._cells[key][place] = cell
 
+    def _wanted(self, key: str) -> list[range]:
+        """The tokens of each KV group that D lacks; of a state token 0."""
+        start, stop = self._world.wants.get(key, (0, 0))
+        return [range(*(wire.needed(start, stop) if stop > start else (0, 0))) for wire in self._world.wires]
+
+    def _right(self, key: str, place: tuple[int, int, int, int]) -> Cell:
+        group, layer, head, token = place
+        once = self._world.wires[group].once
+        return (key, group, layer, head, self._world.wants[key][1] if once else token)
+
     def verify(self, key: str) -> None:
         """Every cell that was asked for is what P computed."""
-        start, stop = self._world.wants.get(key, (0, 0))
-        for layer in self._layers:
-            for head in self._heads:
-                for token in range(start, stop):
-                    if self._cells[key].get((layer, head, token)) != (key, layer, head, token):
-                        raise Violation(
-                            f"D{self._owner.rank} lacks layer {layer}, head {head}, token {token} of {key}"
-                        )
+        for group, ((layers, heads), tokens) in enumerate(zip(self._held, self._wanted(key), strict=True)):
+            for place in product([group], layers, heads, tokens):
+                if self._cells[key].get(place) != self._right(key, place):
+                    raise Violation(f"D{self._owner.rank} lacks (group, layer, head, token) {place} of {key}")

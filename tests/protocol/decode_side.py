@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from protocol.decode_data import Incoming, Peer
 from protocol.wires import Line, Violation
 
-from p2pkv.plan import Plan
+from p2pkv.plan import Edge, Plan
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import Assignment, Dialing, Refused, judge
 from p2pkv.protocol.machine import Effect, Finished, Offered, Post, RemoteProtocolError, Tell
@@ -44,8 +44,8 @@ class DecodeRank:
 
     def _ahead(self, key: str, tokens: int, plan: Plan) -> None:
         """P has begun what no request has come for."""
-        edges = {edge.source: edge for edge in plan.to_target(self.rank)}
-        connected = [rank in self.peers and self.peers[rank].dialing.open for rank in edges]
+        sources = {edge.source for edge in plan.to_target(self.rank)}
+        connected = [rank in self.peers and self.peers[rank].dialing.open for rank in sorted(sources)]
         if key in self.receivers or not all(connected):
             return
         self._expect(key, tokens, ahead=True)
@@ -90,14 +90,16 @@ class DecodeRank:
             self.run(key, receiver.lost(first.dialing.reason))
         if not first.dialing.open or first.plan is None:
             return
-        edges = {edge.source: edge for edge in first.plan.to_target(self.rank)}
+        edges: dict[int, list[Edge]] = {}
+        for edge in first.plan.to_target(self.rank):
+            edges.setdefault(edge.source, []).append(edge)
         ranks = {*edges, *self._idle(first.plan)}
         dialed = [self._dial(rank) for rank in sorted(ranks)]
         if all(peer.dialing.open for peer in dialed):
             self.claimed[key] = ranks
             for rank in sorted(ranks):
                 self._tell(rank, m.Heartbeat(((key, receiver.attempt),)))
-            assignments = {rank: Assignment.of([edge], [self.world.wire]) for rank, edge in edges.items()}
+            assignments = {rank: Assignment.of(some, self.world.wires) for rank, some in edges.items()}
             self.run(key, receiver.attach(assignments, self.world.now))
 
     def _idle(self, plan: Plan) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,9 @@ from protocol.wires import GARBAGE, Cell, Line, Link, LinkBroken, Send, Violatio
 
 from p2pkv.plan import Edge, Plan
 from p2pkv.protocol import messages as m
+from p2pkv.protocol.handshake import Wire
 from p2pkv.protocol.machine import Transmit
+from p2pkv.protocol.pieces import Window, Windows
 from p2pkv.protocol.sender import Sender
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ class Peer:
     identity: int
     hello: m.Hello
     plan: Plan
-    edge: Edge | None
+    edges: list[Edge]
     number: int = 0
     spoken: bool = False
     link: Link | None = None
@@ -48,22 +50,42 @@ class Peer:
         self.words.clear()
 
 
+@dataclass(frozen=True)
+class Held:
+    """The layers and heads of one KV group that this rank holds."""
+
+    layers: range
+    heads: range
+    wire: Wire
+
+
 class Pages:
     """The cells of the local layers and heads, by prompt; every read is judged."""
 
-    def __init__(self, name: str, layers: range, heads: range) -> None:
+    def __init__(self, name: str, groups: list[Held]) -> None:
         self.free: set[str] = set()
-        self._name, self._layers, self._heads = name, layers, heads
-        self._cells: dict[str, dict[tuple[int, int, int], Cell]] = {}
+        self._name, self._groups = name, groups
+        self._cells: dict[str, dict[tuple[int, int, int, int], Cell]] = {}
+        """By KV group, local layer, local head and token; of a state token 0."""
 
     def hold(self, key: str) -> None:
         self._cells[key] = {}
 
-    def compute(self, key: str, local: int, start: int, stop: int) -> None:
-        """What a forward does: write tokens [start, stop) of one local layer."""
-        for number, head in enumerate(self._heads):
+    def compute(self, key: str, group: int, local: int, start: int, stop: int) -> None:
+        """What a forward does: write tokens [start, stop) of one local layer, or the state after them.
+
+        What has left a window by then is somebody else's.
+        """
+        held, cells = self._groups[group], self._cells[key]
+        layer = held.layers[local]
+        for number, head in enumerate(held.heads):
+            if held.wire.once:
+                cells[group, local, number, 0] = (key, group, layer, head, stop)
+                continue
+            for token in range(max(0, start - held.wire.window + 1) if held.wire.window else 0):
+                cells[group, local, number, token] = GARBAGE
             for token in range(start, stop):
-                self._cells[key][local, number, token] = (key, self._layers[local], head, token)
+                cells[group, local, number, token] = (key, group, layer, head, token)
 
     def take_back(self, key: str) -> None:
         """Somebody else writes to them from now on."""
@@ -75,23 +97,27 @@ class Pages:
         self.free.add(key)
         self.take_back(key)
 
-    def gather(self, key: str, edge: Edge, pieces: tuple[m.Piece, ...], needed: int) -> list[Cell | None]:
-        """The rows of these pieces; of tokens beyond `needed` anything."""
+    def gather(
+        self, key: str, edges: Mapping[int, Edge], pieces: tuple[m.Piece, ...], windows: Windows
+    ) -> list[Cell | None]:
+        """The rows of these pieces; of tokens that are not in their window anything."""
         if key in self.free:
             raise Violation(f"{self._name} reads {key} after it was released")
         return [
-            self._read(key, edge, layer, token, head, token < needed)
+            self._read(key, edges[piece.group], layer, token, head, windows.by_group[piece.group])
             for piece in pieces
             for layer in range(piece.layer, piece.layer_stop)
             for token in range(piece.start, piece.stop)
-            for head in edge.heads
+            for head in edges[piece.group].heads
         ]
 
-    def _read(self, key: str, edge: Edge, layer: int, token: int, head: int, needed: bool) -> Cell | None:
+    def _read(self, key: str, edge: Edge, layer: int, token: int, head: int, window: Window) -> Cell | None:
         local = layer - edge.layers.start + edge.source_layer
-        cell = self._cells[key].get((local, head - edge.heads.start + edge.source_head, token))
-        if needed and cell != (key, layer, head, token):
-            raise Violation(f"{self._name} reads {cell} for layer {layer}, token {token} of {key}")
+        place = (edge.group, local, head - edge.heads.start + edge.source_head, token)
+        cell = self._cells[key].get(place)
+        right = (key, edge.group, layer, head, token if window.ready is None else window.ready)
+        if token < window.stop and cell != right:
+            raise Violation(f"{self._name} reads {cell} where {right} should be")
         return cell
 
 
@@ -143,5 +169,6 @@ class Outgoing:
 
     def _gather(self, sender: Sender, peer: Peer, order: Transmit) -> list[Cell | None]:
         cutter = sender.sends[order.rank].cutter
-        assert peer.edge is not None and cutter is not None
-        return self._owner.pages.gather(sender.key, peer.edge, order.pieces, cutter.windows.by_group[0].stop)
+        assert cutter is not None
+        edges = {edge.group: edge for edge in peer.edges}
+        return self._owner.pages.gather(sender.key, edges, order.pieces, cutter.windows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from protocol.prefill_data import Outgoing, Pages, Peer
+from protocol.prefill_data import Held, Outgoing, Pages, Peer
 from protocol.wires import Line, Link
 
 from p2pkv.protocol import messages as m
@@ -43,10 +43,17 @@ class Prefill:
 class PrefillRank:
     def __init__(self, world: World, rank: int, incarnation: str) -> None:
         self.world, self.rank, self.incarnation = world, rank, incarnation
-        layers = world.prefill.stage_layers.ranks[rank // world.prefill.tp]
-        heads = world.prefill.rank_heads.ranks[rank % world.prefill.tp]
-        self.layers = range(layers.start, layers.stop)
-        self.pages = Pages(f"P{rank}", self.layers, range(heads.start, heads.stop))
+        stage, place = divmod(rank, world.prefill.tp)
+        self.layers: list[range] = []
+        """Of each KV group, the local numbers of its layers."""
+        held: list[Held] = []
+        for shape, wire in zip(world.p_shapes, world.wires, strict=True):
+            layers, heads = shape.stage_layers.ranks[stage], shape.rank_heads.ranks[place]
+            first = self.layers[-1].stop if self.layers else 0
+            self.layers.append(range(first, first + len(layers)))
+            held.append(Held(range(layers.start, layers.stop), range(heads.start, heads.stop), wire))
+        self._many = self.layers[-1].stop
+        self.pages = Pages(f"P{rank}", held)
         self._outgoing = Outgoing(self)
         self.peers: dict[int, Peer] = {}
         self.senders: dict[str, Sender] = {}
@@ -56,7 +63,7 @@ class PrefillRank:
     # The forward pass.
 
     def hold(self, key: str, chunks: tuple[int, ...]) -> None:
-        self.senders[key] = Sender(key, [range(len(self.layers))], self.world.terms)
+        self.senders[key] = Sender(key, self.layers, self.world.terms)
         self.prefills[key] = Prefill(chunks)
         self.pages.hold(key)
         for (name, rank), early in list(self.early.items()):
@@ -79,18 +86,19 @@ class PrefillRank:
                 return
             stop = prefill.chunks[prefill.at]
             begin = prefill.chunks[prefill.at - 1] if prefill.at else 0
-            if self.layers:
-                self.pages.compute(key, prefill.layer, begin, stop)
+            if self._many:
                 local = prefill.layer
+                number = next(each for each, layers in enumerate(self.layers) if local in layers)
+                self.pages.compute(key, number, local - self.layers[number].start, begin, stop)
                 self.run(key, sender.computed(local, local + 1, stop, self.world.now))
             prefill.layer += 1
-            if prefill.layer >= len(self.layers):
+            if prefill.layer >= self._many:
                 prefill.layer, prefill.at = 0, prefill.at + 1
                 self.run(key, sender.flush())
 
     def _say_ahead(self, sender: Sender) -> None:
         for rank, peer in list(self.peers.items()):
-            if self.world.ahead and peer.edge is not None and rank not in sender.sends:
+            if self.world.ahead and peer.edges and rank not in sender.sends:
                 self.tell(peer, m.Ahead(sender.key, sender.tokens, sender.digest))
 
     def preempt(self, key: str) -> None:
@@ -148,10 +156,10 @@ class PrefillRank:
         line.say("d", m.Welcome(hello.incarnation, mine, plan.digest))
         if known:
             return
-        edge = next((edge for edge in plan.from_source(self.rank) if edge.target == hello.rank), None)
-        peer = Peer(line, line.identity, hello, plan, edge, number=0 if old is None else old.number)
+        edges = [edge for edge in plan.from_source(self.rank) if edge.target == hello.rank]
+        peer = Peer(line, line.identity, hello, plan, edges, number=0 if old is None else old.number)
         self.peers[hello.rank] = peer
-        if edge is not None:
+        if edges:
             self._invite(peer)
 
     def _waiting(self, peer: Peer, transfers: m.Transfers) -> None:
@@ -168,10 +176,10 @@ class PrefillRank:
             return False
         limit = 0 if peer.link is None else peer.link.window // 2
         sender.expects = frozenset(edge.target for edge in peer.plan.from_source(self.rank))
-        if peer.edge is None:
+        if not peer.edges:
             self.run(key, sender.flush())
             return True
-        owed = Assignment.of([peer.edge], [self.world.wire])
+        owed = Assignment.of(peer.edges, self.world.wires)
         self.run(key, sender.claim(rank, owed, attempt, limit, self.world.now))
         return sender.vouches(rank, attempt)
 

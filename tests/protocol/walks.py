@@ -8,7 +8,7 @@ from random import Random
 
 from protocol.conversation import KEYS, STEPS, Conversation
 from protocol.faults import FAULTS
-from protocol.world import World
+from protocol.world import Beside, World
 
 from p2pkv.sharding import Shape
 
@@ -17,13 +17,17 @@ def walk(seed: int | str, steps: int = 250) -> World:
     chance = Random(seed)
     machine = Conversation()
     layers, heads = chance.randint(1, 4), chance.choice([1, 2, 4])
+    prefill, decode = _random_shape(chance, layers, heads), _random_shape(chance, layers, heads)
+    beside = _beside(chance, prefill, decode) if chance.random() < 0.6 else ()
+    row = max(8 * heads, *(each.heads * each.row for each in beside), 0)
     machine.begin(
         world=World(
-            _random_shape(chance, layers, heads),
-            _random_shape(chance, layers, heads),
+            prefill,
+            decode,
             unit=chance.choice([1, 1, 1, 3]),
             chunk_bytes=chance.randint(1, 24) * 8,
-            window=chance.randint(2, 12) * 8 * heads,
+            window=chance.randint(2, 12) * row,
+            beside=beside,
             ahead=chance.random() < 0.5,
             verify=chance.random() < 0.5,
         ),
@@ -60,8 +64,35 @@ def walk(seed: int | str, steps: int = 250) -> World:
     return machine.world
 
 
+def _beside(chance: Random, prefill: Shape, decode: Shape) -> tuple[Beside, ...]:
+    """A sliding window, one state or two of the same layers, or all of these."""
+    groups: list[Beside] = []
+    kinds = chance.choice([("window",), ("state",), ("state", "state"), ("window", "state", "state")])
+    for kind in kinds:
+        layers = chance.randint(1, 2)
+        groups.append(
+            Beside(
+                _stages(chance, layers, prefill),
+                _stages(chance, layers, decode),
+                chance.choice([1, 2, 4]),
+                chance.choice([8, 24]),
+                window=chance.choice([1, 2, 7, 20]) if kind == "window" else 0,
+                once=kind == "state",
+            )
+        )
+    return tuple(groups)
+
+
+def _stages(chance: Random, layers: int, shape: Shape) -> tuple[int, ...]:
+    """So many layers over the same stages; some may have none."""
+    if len(shape.layers) == 1:
+        return (layers,)
+    first = chance.randint(0, layers)
+    return first, layers - first
+
+
 def _random_shape(chance: Random, layers: int, heads: int) -> Shape:
-    tp = chance.choice([1, 2])
+    tp = chance.choice([1, 2, 4])
     if layers == 1 or chance.random() < 0.5:
         return Shape((layers,), heads, tp)
     cut = chance.randint(1, layers - 1)

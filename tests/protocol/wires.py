@@ -13,10 +13,10 @@ from itertools import count
 
 from p2pkv.protocol.messages import AnyMessage, decode, encode
 
-Cell = tuple[str, int, int, int]
-"""What a computed page holds: (key, layer, head, token)."""
+Cell = tuple[str, int, int, int, int]
+"""What a computed page holds: (key, KV group, layer, head, token); of a state the tokens that it has seen."""
 
-GARBAGE: Cell = ("garbage", -1, -1, -1)
+GARBAGE: Cell = ("garbage", -1, -1, -1, -1)
 
 _identities = count()
 

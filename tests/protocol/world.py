@@ -25,6 +25,24 @@ End = tuple[str, str, int, str, int]
 """Whose outcome: (role, incarnation, rank, key, attempt); P has no attempts of its own."""
 
 
+@dataclass(frozen=True)
+class Beside:
+    """A KV group beside the first one, as a sliding window or a recurrent layer is one.
+
+    Attributes:
+        prefill, decode: its layers on each pipeline stage of P and of D.
+        row: bytes of a row.
+        window, once: as in a Hello.
+    """
+
+    prefill: tuple[int, ...]
+    decode: tuple[int, ...]
+    heads: int
+    row: int
+    window: int = 0
+    once: bool = False
+
+
 @dataclass
 class Request:
     """What the two schedulers know of a request."""
@@ -47,6 +65,8 @@ class World:
     unit: int
     chunk_bytes: int
     window: int
+    beside: tuple[Beside, ...] = ()
+    """Its other KV groups; units are of the first one."""
     ahead: bool = False
     """Whether D takes KV for which no request has come."""
     verify: bool = False
@@ -66,7 +86,10 @@ class World:
 
     def __post_init__(self) -> None:
         self.terms = Terms(self.chunk_bytes, LEASE)
-        self.wire = Wire("dense", self.unit, 8)
+        self.wires = (
+            Wire("dense", self.unit, 8),
+            *(Wire("dense", 1, each.row, each.once, each.window) for each in self.beside),
+        )
         self.start_p()
         self.start_d()
 
@@ -133,15 +156,32 @@ class World:
 
     # What the ranks ask of the world.
 
+    @property
+    def p_shapes(self) -> tuple[Shape, ...]:
+        """How P divides its KV groups."""
+        others = (Shape(each.prefill, each.heads, self.prefill.tp) for each in self.beside)
+        return self.prefill, *others
+
+    @property
+    def d_shapes(self) -> tuple[Shape, ...]:
+        others = (Shape(each.decode, each.heads, self.decode.tp) for each in self.beside)
+        return self.decode, *others
+
     def p_hello(self, rank: int) -> Hello:
-        return self._hello("P", rank, self.p[rank].incarnation, self.prefill)
+        return self._hello("P", rank, self.p[rank].incarnation, self.p_shapes)
 
     def d_hello(self, rank: int) -> Hello:
-        return self._hello("D", rank, self.d[rank].incarnation, self.decode)
+        return self._hello("D", rank, self.d[rank].incarnation, self.d_shapes)
 
-    def _hello(self, role: str, rank: int, incarnation: str, shape: Shape) -> Hello:
-        group = KvGroup(shape.layers, shape.heads, 8, self.unit, "float32", "dense", "names")
-        places = tuple(f"{role.lower()}:{7000 + each}" for each in range(shape.world))
+    def _hello(self, role: str, rank: int, incarnation: str, shapes: tuple[Shape, ...]) -> Hello:
+        groups = tuple(
+            KvGroup(
+                shape.layers, shape.heads, wire.row_bytes, wire.unit, "float32", "dense", "names",
+                once=wire.once, window=wire.window,
+            )
+            for shape, wire in zip(shapes, self.wires, strict=True)
+        )  # fmt: skip
+        places = tuple(f"{role.lower()}:{7000 + each}" for each in range(shapes[0].world))
         assert role in ("P", "D")
         return Hello(
             PROTOCOL_VERSION,
@@ -153,7 +193,7 @@ class World:
             places,
             "model",
             "weights",
-            Cache(shape.tp, (group,)),
+            Cache(shapes[0].tp, groups),
             "memory",
             "sum",
             self.verify,
@@ -202,6 +242,9 @@ class World:
         return bool(self.d) and key not in self.wants and all(key in rank.offered for rank in self.d)
 
     def admit(self, key: str, start: int, stop: int) -> None:
+        """Of a hybrid's prompt, whose last token P has left out, D wants all that is left or nothing."""
+        if self.beside and stop > start:
+            stop = self.requests[key].tokens
         self.wants[key] = (start, stop)
         for rank in self.d:
             if key in rank.receivers:
@@ -310,7 +353,7 @@ class World:
             raise Violation(f"not at rest: {self}")
 
     def __repr__(self) -> str:
-        lines = [f"t={self.now:g} P {self.prefill} D {self.decode} unit {self.unit}"]
+        lines = [f"t={self.now:g} P {self.prefill} D {self.decode} unit {self.unit} beside {self.beside}"]
         for rank in self.p:
             free = rank.pages.free
             lines += [f"  P{rank.rank} {each} free={key in free}" for key, each in rank.senders.items()]

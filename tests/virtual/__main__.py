@@ -1,14 +1,21 @@
-"""A run in one thread on a virtual clock: `make chaos TIER=2 SECONDS=600 SEED=1`; seconds are virtual."""
+"""A run in one thread on a virtual clock: `make chaos TIER=2 SECONDS=600 SEED=1`; seconds are virtual.
+
+It has parts of about half a minute, each with engines of its own: a model and ranks are drawn for each.
+"""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import logging
 import sys
 import time
 
 import torch
 from virtual.world import Broken, World
+
+PART_SECONDS = 30.0
+"""Virtual ones, of the shortest part of a run that is not shorter itself."""
 
 
 def main() -> int:
@@ -20,21 +27,33 @@ def main() -> int:
     args = parser.parse_args()
     logging.getLogger("p2pkv").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
-    began = time.monotonic()
-    world = World(args.seed, say=args.trace)
-    broken = ""
-    try:
-        world.run(args.seconds)
-    except Broken as error:
-        broken = str(error)
-    real = time.monotonic() - began
-    print(f"seed {args.seed}: {world.faults.total()} faults in {world.now:.0f} virtual s, {real:.0f} real s")
+    began, broken, lines, whole = time.monotonic(), "", 0, hashlib.blake2b(digest_size=16)
+    parts = max(1, int(args.seconds // PART_SECONDS))
+    for part in range(parts):
+        world = World(f"{args.seed}/{part}", say=args.trace)
+        try:
+            world.run(args.seconds / parts)
+        except Broken as error:
+            broken = str(error)
+        report(f"{args.seed}/{part}", world)
+        whole.update(world.trace.encode())
+        lines += world.lines
+        if broken:
+            break
+    print(f"{time.monotonic() - began:.0f} real s")
+    print(f"trace {whole.hexdigest()} of {lines} lines")
+    print(f"VIOLATION {broken}\nFAIL" if broken else "PASS")
+    return 1 if broken else 0
+
+
+def report(seed: str, world: World) -> None:
+    """What has happened, for a person."""
+    print(f"seed {seed}: {world.faults.total()} faults in {world.now:.0f} virtual s")
+    print(f"the model has {world.model}")
+    print("ranks: " + ", ".join(f"{name} {each.build.tp}" for name, each in world.machines.items()))
     for kind, count in sorted(world.faults.items()):
         print(f"  {count:5} {kind}")
     world.jobs.report()
-    print(f"trace {world.trace} of {world.lines} lines")
-    print(f"VIOLATION {broken}\nFAIL" if broken else "PASS")
-    return 1 if broken else 0
 
 
 if __name__ == "__main__":

@@ -59,20 +59,21 @@ def crawl(world: World, machine: Machine, draw: random.Random) -> Heal:
 
 
 def stall_links(world: World, machine: Machine, draw: random.Random) -> Heal:
-    assert machine.life is not None
-    links = machine.life.links
-    links.frozen = True
+    some = machine.some_links()
+    for links in some:
+        links.frozen = True
 
     def heal() -> None:
-        links.frozen = False
+        for links in some:
+            links.frozen = False
 
     return draw.uniform(0.1, 1.5 * LEASE), heal
 
 
 def break_links(world: World, machine: Machine, draw: random.Random) -> Heal:
     """Now, or after some operations; in the worst case nobody can be told, for a queue is full."""
-    assert machine.life is not None
-    machine.life.links.change(break_at=draw.randint(-1, 3))
+    for links in machine.some_links():
+        links.change(break_at=draw.randint(-1, 3))
     for way in world.network.of(machine.name):
         way.connection.refuses = draw.choice([0, 0, 0, 1])
     return 0.0, lambda: None
@@ -80,10 +81,8 @@ def break_links(world: World, machine: Machine, draw: random.Random) -> Heal:
 
 def flip_bits(world: World, machine: Machine, draw: random.Random) -> Heal:
     """A coming message of each link is sent, or has arrived, with a wrong bit."""
-    assert machine.life is not None
-    machine.life.links.change(
-        flip_at=draw.randint(0, 3), flip_place=draw.random(), flip_bit=draw.randrange(8)
-    )
+    for links in machine.some_links():
+        links.change(flip_at=draw.randint(0, 3), flip_place=draw.random(), flip_bit=draw.randrange(8))
     return 0.0, lambda: None
 
 

@@ -1,16 +1,18 @@
-"""One engine of the run: a real core with real pages, a forward thread, and the turns of both."""
+"""One engine of the run: real cores with real pages, a forward thread, and the turns of all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from chaos.crew import Crew
 from chaos.decode import DecodeSide
+from chaos.engine import Build
 from chaos.forward import Forward
-from chaos.model import SHAPE, Memory, Violation
+from chaos.model import Memory, RankPages, Violation, hello_of, make_rank_pages
 from chaos.prefill import PrefillSide
 from chaos.schedule import LEASE
-from engine_support import BUSY, make_hello, make_pages
+from engine_support import BUSY
 from faulty_links import Faults, FaultyLinks
 from virtual.clock import Clock
 from virtual.network import Endpoint, Network
@@ -19,7 +21,6 @@ from p2pkv.config import Options
 from p2pkv.engine.consumer import Consumer
 from p2pkv.engine.core import Core
 from p2pkv.engine.producer import Producer
-from p2pkv.kv.cache import RankCache
 from p2pkv.pairing import Address
 from p2pkv.protocol.receiver import MAX_CHUNKS
 from p2pkv.protocol.sender import MAX_ANNOUNCED
@@ -34,32 +35,25 @@ GAP = 0.0005
 PATIENT = "early_claims"
 
 
-class Life:
-    """One incarnation: what a kill takes away as a whole."""
+class Worker:
+    """One rank of an incarnation: the turns of its engine thread."""
 
-    def __init__(self, machine: Machine, incarnation: str) -> None:
+    def __init__(self, life: Life, pages: RankPages, incarnation: str) -> None:
+        machine = life.machine
         role, place = machine.name[0], machine.outside
+        self.life = life
         self.machine = machine
         self.wires = machine.wires.rank(STAGING)
         self.links = FaultyLinks(self.wires, Faults(delay_polls=3), machine.draw.randrange(1 << 30))
-        self.endpoint = Endpoint(machine.name, place, machine.network, self.ring)
-        pages, cache = make_pages(SHAPE, 0)
+        self.endpoint = Endpoint(machine.name, place.shifted(pages.rank), machine.network, self.ring)
         options = Options(
             role=role, host=place.host, kv_port=place.port, lease_seconds=LEASE, staging_bytes=STAGING,
             chunk_bytes=CHUNK, stall_seconds=STALL, ahead_bytes=STAGING,
             verify=role == "P",  # it is enough that one side asks
         )  # fmt: skip
-        hello = make_hello(options, SHAPE, 0, cache, self.links.kind, incarnation)
-        self.core = Core(hello, options, RankCache([cache]), self.links, self.endpoint)  # type: ignore[arg-type]
-        self.memory = Memory(pages)
-        forward = PrefillSide if role == "P" else DecodeSide
-        self.forward: Forward = forward(self.core, self.memory, machine.say, machine.broken)
-        self.alive = True
-        self._working: Iterator[float] | None = None
-        self._next_turn = self._next_step = float("inf")
-        self.hung_until = 0.0
-
-    # The engine thread.
+        hello = hello_of(options, machine.build.model, pages, self.links.kind, incarnation)
+        self.core = Core(hello, options, pages.cache, self.links, self.endpoint)  # type: ignore[arg-type]
+        self._next_turn = float("inf")
 
     def ring(self) -> None:
         """There is something to hear."""
@@ -72,26 +66,54 @@ class Life:
             self.machine.clock.after(seconds, lambda: self._turn(due))
 
     def _turn(self, due: float) -> None:
-        if not self.alive or due != self._next_turn or self.machine.frozen:
+        if not self.life.alive or due != self._next_turn or self.machine.frozen:
             return
         self._next_turn = float("inf")
         now = self.machine.clock.now
-        self.machine.note("turn", self.machine.name)
+        self.machine.note("turn", self.machine.name, self.core._ctx.hello.rank)
         self.core.turn(now)
-        self.machine.look(self)
+        self.machine.look(self.core)
         if self.core._events:
-            self._step_in(self.machine.jitter())
+            self.life.step_in(self.machine.jitter())
         self._turn_in(max(self.core.pause(now), self.machine.jitter()))
+
+    def go_on(self) -> None:
+        """After a freeze."""
+        self._next_turn = float("inf")
+        self.ring()
+
+
+class Life:
+    """One incarnation: what a kill takes away as a whole."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.alive = True
+        self._working: Iterator[float] | None = None
+        self._next_step = float("inf")
+        self.hung_until = 0.0
+        build = machine.build
+        pages = [make_rank_pages(build.model, each, build.tp) for each in range(build.tp)]
+        self.memory = Memory(build.model, pages)
+        self.workers = [Worker(self, each, f"{machine.draw.getrandbits(128):032x}") for each in pages]
+        crew = Crew([worker.core for worker in self.workers], machine.broken)
+        forward = PrefillSide if machine.name.startswith("P") else DecodeSide
+        self.forward: Forward = forward(crew, self.memory, machine.say, machine.broken)
+
+    def ring(self) -> None:
+        """All ranks have something to hear."""
+        for worker in self.workers:
+            worker.ring()
 
     # The forward thread.
 
     def order(self, order: dict[str, Any]) -> None:
         """The forward thread is told something."""
         self.forward.order(order, self.machine.clock.now)
-        self._step_in(self.machine.jitter())
+        self.step_in(self.machine.jitter())
         self.ring()
 
-    def _step_in(self, seconds: float) -> None:
+    def step_in(self, seconds: float) -> None:
         due = self.machine.clock.now + seconds
         if due < self._next_step:
             self._next_step = due
@@ -103,7 +125,7 @@ class Life:
             return
         self._next_step = float("inf")
         if clock.now < self.hung_until:
-            self._step_in(self.hung_until - clock.now)
+            self.step_in(self.hung_until - clock.now)
             return
         if self._working is None:
             self._working = self.forward.turn(clock.now)
@@ -114,28 +136,30 @@ class Life:
             seconds = None
         if seconds is None:
             self._working = None
-        if self.core._commands:
-            self.ring()
+        for worker in self.workers:
+            if worker.core._commands:
+                worker.ring()
         if seconds is not None:
-            self._step_in(seconds + self.machine.jitter())
-        elif not self.forward.idle or self.core._events:
-            self._step_in(0.002 + 4 * self.machine.jitter())
+            self.step_in(seconds + self.machine.jitter())
+        elif not self.forward.idle or any(worker.core._events for worker in self.workers):
+            self.step_in(0.002 + 4 * self.machine.jitter())
 
     def hang(self, until: float) -> None:
         """The forward thread stands still in a step; the engine's own goes on."""
         self.hung_until = until
-        self.core.steps.begin(self.machine.clock.now)
+        self.forward.crew.begin_step(self.machine.clock.now)
         self.machine.clock.after(until - self.machine.clock.now, self._unhang)
 
     def _unhang(self) -> None:
         if self._working is None:
-            self.core.steps.end()
+            self.forward.crew.end_step()
 
     def go_on(self) -> None:
         """After a freeze."""
-        self._next_turn = self._next_step = float("inf")
-        self.ring()
-        self._step_in(self.machine.jitter())
+        self._next_step = float("inf")
+        for worker in self.workers:
+            worker.go_on()
+        self.step_in(self.machine.jitter())
 
 
 class Machine:
@@ -144,8 +168,9 @@ class Machine:
     Attributes as of `chaos.machines.Machine`, on the virtual clock.
     """
 
-    def __init__(self, name: str, port: int, world: Any) -> None:
+    def __init__(self, name: str, build: Build, port: int, world: Any) -> None:
         self.name = name
+        self.build = build
         self.outside = Address("127.0.0.1", port)
         self.clock: Clock = world.clock
         self.network: Network = world.network
@@ -175,7 +200,7 @@ class Machine:
         """The next incarnation."""
         self.continued = self.clock.now
         self.frozen = False
-        self.life = Life(self, f"{self.draw.getrandbits(128):032x}")
+        self.life = Life(self)
         self.life.go_on()
 
     def kill(self) -> None:
@@ -183,26 +208,38 @@ class Machine:
         life, self.life = self.life, None
         if life is not None:
             life.alive = False
-            life.wires.die()
-            life.endpoint.vanish()
+            for worker in life.workers:
+                worker.wires.die()
+                worker.endpoint.vanish()
 
     def stop(self) -> None:
         """An orderly end."""
         life, self.life = self.life, None
         if life is not None:
             life.alive = False
-            life.core.close()
+            for worker in life.workers:
+                worker.core.close()
 
     def freeze(self) -> None:
         self.frozen = True
-        if self.life is not None:
-            self.life.endpoint.answers = False
+        self._answer(False)
 
     def thaw(self) -> None:
         self.frozen, self.continued = False, self.clock.now
+        self._answer(True)
         if self.life is not None:
-            self.life.endpoint.answers = True
             self.life.go_on()
+
+    def _answer(self, answers: bool) -> None:
+        """Whether the handshakes of this process go on."""
+        for worker in self.life.workers if self.life is not None else []:
+            worker.endpoint.answers = answers
+
+    def some_links(self) -> list[FaultyLinks]:
+        """Those of one rank, or of all."""
+        assert self.life is not None
+        links = [worker.links for worker in self.life.workers]
+        return self.draw.choice([links, [self.draw.choice(links)]])  # type: ignore[no-any-return]
 
     def note_progress(self) -> None:
         """It can work again."""
@@ -219,16 +256,19 @@ class Machine:
 
     # What must hold at any time.
 
-    def look(self, life: Life) -> None:
+    def look(self, core: Core) -> None:
         """The bounds that hold after every turn."""
-        staging = life.core.counters.gauges["staging_bytes"]()
-        allowed = STAGING * (self._world.decodes if self.name.startswith("P") else 1)
+        staging = core.counters.gauges["staging_bytes"]()
+        allowed = STAGING * (self._world.decode_ranks if self.name.startswith("P") else 1)
         if staging > allowed:
             self.broken(f"{staging} bytes of staging where {allowed} are allowed")
 
     def check_bounds(self) -> None:
         """What must not grow without end does not."""
-        half: Any = self.life.core._half if self.life is not None else None
+        for worker in self.life.workers if self.life is not None else []:
+            self._check_bounds(worker.core._half)
+
+    def _check_bounds(self, half: Any) -> None:
         chunks = [0]
         if isinstance(half, Producer):
             sends = [send for entry in half._prompts.entries.values() for send in entry.sender.sends.values()]
@@ -238,14 +278,20 @@ class Machine:
             chunks += [len(each.chunks) - MAX_CHUNKS for load in loads for each in load.sources.values()]
         if max(chunks) > 0:
             self.broken("it keeps more chunks in mind than it may")
-        if half is not None and len(half._peers) > len(self.network.endpoints):
+        if len(half._peers) > len(self.network.endpoints):
             self.broken(f"{len(half._peers)} peers of {len(self.network.endpoints)} that there are")
 
     def held(self) -> dict[str, int]:
         """What it holds that it should not when nothing is under way."""
         assert self.life is not None
-        counts = self.life.core.counters.snapshot()
-        busy = {name: counts[name] for name in BUSY if counts.get(name) and name != PATIENT}
+        busy: dict[str, int] = {}
+        for rank, worker in enumerate(self.life.workers):
+            counts = worker.core.counters.snapshot()
+            busy |= {
+                f"{name} of rank {rank}": counts[name]
+                for name in BUSY
+                if counts.get(name) and name != PATIENT
+            }
         if not self.life.forward.empty():
-            busy["blocks"] = SHAPE.blocks - self.life.memory.free
+            busy["blocks"] = self.life.memory.held
         return busy

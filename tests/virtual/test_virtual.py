@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import os
 import random
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from chaos.model import ONE_GROUP, draw_hybrid
 from chaos.schedule import LEASE
 from virtual.clock import Clock
 from virtual.faults import WEIGHTS
@@ -55,9 +57,10 @@ def trace(seed: int, hashes: str) -> str:
     return connection
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(8))
 def test_no_invariant_is_broken_in_a_short_run(seed: int) -> None:
-    world = World(seed)
+    """The first five with one KV group, the others with several."""
+    world = World(seed, model=ONE_GROUP if seed < 5 else draw_hybrid(random.Random(seed)))
     world.run(SHORT)
     assert world.jobs.outcomes["loaded"] > 10 and world.faults.total() > 0
 
@@ -73,17 +76,18 @@ def test_a_seed_gives_the_same_run_twice_and_another_seed_another() -> None:
 
 def test_a_seed_gives_the_same_run_in_every_process() -> None:
     """Whatever its hashes are, and where its objects lie."""
-    world = World(3)
+    world = World("3/0")
     world.run(SHORT)
+    whole = hashlib.blake2b(world.trace.encode(), digest_size=16).hexdigest()
     for hashes in ("1", "2"):
-        assert trace(3, hashes) == f"trace {world.trace} of {world.lines} lines"
+        assert trace(3, hashes) == f"trace {whole} of {world.lines} lines"
 
 
 def test_every_kind_of_fault_happens() -> None:
     """In a few runs together: which of them one run draws changes with everything else that it draws."""
     missing = {fault.__name__ for fault in WEIGHTS}
     for seed in range(100, 120):
-        world = World(seed)
+        world = World(seed, model=ONE_GROUP, tps=(1,))
         world.run(SHORT)
         missing -= set(world.faults)
         if not missing:
@@ -97,8 +101,8 @@ def test_a_wrong_byte_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(4)
     for machine in world.machines.values():
         assert machine.life is not None
-        links = machine.life.links
-        links.faults = dataclasses.replace(links.faults, flip_at=5)
+        for worker in machine.life.workers:
+            worker.links.faults = dataclasses.replace(worker.links.faults, flip_at=5)
     with pytest.raises(Broken, match="wrong values"):
         world.run(SHORT)
 
@@ -118,7 +122,7 @@ def test_an_outcome_that_never_comes_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_link_that_d_gives_up_without_being_able_to_say_so_is_built_anew() -> None:
     """D's queue to P is full just then, and P, which was told nothing, thinks that the link is up."""
-    world = World(6, prefills=1, decodes=1)
+    world = World(6, prefills=1, decodes=1, model=ONE_GROUP, tps=(1,))
     p, d = world.machines.values()
 
     def load() -> None:
@@ -127,9 +131,10 @@ def test_a_link_that_d_gives_up_without_being_able_to_say_so_is_built_anew() -> 
 
     load()
     assert d.life is not None and world.jobs.outcomes["loaded"] == 1
-    (inlet,) = d.life.core._half._peers
+    (worker,) = d.life.workers
+    (inlet,) = worker.core._half._peers
     inlet.connection.refuses = 1  # type: ignore[attr-defined]
-    d.life.links.change(break_at=-1)
+    worker.links.change(break_at=-1)
     world.wait(1.0)
     assert not inlet.linked and inlet.connection.refuses == 0  # type: ignore[attr-defined]
     load()

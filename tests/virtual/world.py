@@ -10,10 +10,12 @@ import hashlib
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from chaos.engine import Build
 from chaos.jobs import GRACE, Jobs
+from chaos.model import Model, draw_model
 from chaos.schedule import LEASE
 from memory_links import MemoryNetwork
 from virtual.clock import Clock
@@ -44,9 +46,20 @@ class Broken(Exception):
 class World:
     """`say`: print the trace as it grows."""
 
-    def __init__(self, seed: int, prefills: int = 2, decodes: int = 2, say: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int | str,
+        prefills: int = 2,
+        decodes: int = 2,
+        say: bool = False,
+        model: Model | None = None,
+        tps: Sequence[int] = (),
+    ) -> None:
+        """`model`, and `tps`, the ranks that an engine may have: by default the seed decides."""
         self.draw = random.Random(f"virtual {seed}")
-        self.decodes = decodes
+        self.model = model or draw_model(random.Random(f"model {seed}"))
+        # One rank in each engine is most of what there is, and the fastest.
+        tps = tps or self.draw.choice([(1,), (1, 2, 4)])
         self._gap = self.draw.choice([0.3, 0.6, 1.5, 4.0])  # mean seconds between two faults
         self._say = say
         self._hash = hashlib.blake2b(digest_size=16)
@@ -61,7 +74,12 @@ class World:
         self._until = 0.0
         self._suffering: Counter[str] = Counter()
         names = [f"P{index}" for index in range(prefills)] + [f"D{index}" for index in range(decodes)]
-        self.machines = {name: Machine(name, 7000 + 10 * n, self) for n, name in enumerate(names)}
+        builds = [Build(self.model, self.draw.choice(tps)) for _ in names]
+        self.decode_ranks = sum(build.tp for build in builds[prefills:])
+        self.machines = {
+            name: Machine(name, build, 7000 + 10 * n, self)
+            for n, (name, build) in enumerate(zip(names, builds, strict=True))
+        }
         self.stranger = Stranger(self.network)
         for machine in self.machines.values():
             machine.start()
@@ -104,7 +122,8 @@ class World:
         self.turn_until(lambda: self.clock.now >= self._until and not self._suffering.total(), LEASE * 20)
         for machine in self.machines.values():
             assert machine.life is not None
-            machine.life.links.mend()
+            for worker in machine.life.workers:
+                worker.links.mend()
         for way in self.network.ways:
             way.connection.refuses = 0
         self._ask_all(must=False)  # it takes a request to find out that a connection is deaf

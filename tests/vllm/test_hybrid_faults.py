@@ -1,0 +1,193 @@
+"""P dies or freezes, or clients leave, while models with several KV groups travel: all is answered.
+
+Whatever of a load has failed, D computes all of that request, and what it answers is right. The next request
+finds pages that hold what P computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from probes import Compared
+from tiny_gemma import TinyGemma
+from tiny_qwen import TinyQwen
+from vllm_support import assert_same, at_rest, probing_server, tokens
+
+from p2pkv.demo import answers, client
+from p2pkv.demo.answers import Answer
+from p2pkv.demo.processes import wait_until
+from p2pkv.demo.servers import ProxyServer, VllmServer
+from p2pkv.demo.tiny_model import Spec, ensure_model
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+NAME = "tiny"
+LEASE = 5
+PROXYS_LEASE = 10
+PROMPTS, LENGTH, ANSWER = 8, 500, 16
+SETTLE_SECONDS = 10 * LEASE + 20.0
+"""P keeps D's last word about a prompt that it does not know for ten leases."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`same_answers`: vLLM answers alike whoever has computed the prompt, and in what steps."""
+
+    model: Spec
+    dtype: str
+    same_answers: bool
+
+
+KINDS = {
+    "window": Kind(TinyGemma(), "float32", True),
+    # A gated delta net in bfloat16 differs by a rounding when a prompt is computed in other steps.
+    "recurrent": Kind(TinyQwen(), "bfloat16", False),
+}
+
+
+@dataclass
+class Pair:
+    """A P and a D of a short lease, and their proxy."""
+
+    kind: Kind
+    p: VllmServer
+    d: VllmServer
+    proxy: ProxyServer
+    probes: Path
+    _numbers: Iterator[int] = field(default_factory=lambda: iter(range(1000)))
+
+    def prompts(self, count: int = PROMPTS) -> list[list[int]]:
+        """New ones."""
+        return [tokens(LENGTH, f"hybrid {next(self._numbers)}") for _ in range(count)]
+
+    def alone(self, prompt: list[int]) -> Answer:
+        """What D answers without P."""
+        return answers.complete(self.d.base_url, NAME, prompt, max_tokens=ANSWER)[0]
+
+    def ask(self, prompt: list[int]) -> Answer:
+        return answers.complete(self.proxy.base_url, NAME, prompt, max_tokens=ANSWER)[0]
+
+    def check(self, expected: list[Answer], got: list[Answer]) -> None:
+        """Each is answered, and rightly where answers can be compared."""
+        assert [len(each.tokens) for each in got] == [len(each.tokens) for each in expected]
+        if self.kind.same_answers:
+            assert_same(expected, got)
+
+    def pushing(self) -> Callable[[], None]:
+        """What waits until P has pushed more than it has by now."""
+        before = metric(self.p, "p2pkv_bytes_sent_total")
+
+        def wait() -> None:
+            wait_until(lambda: metric(self.p, "p2pkv_bytes_sent_total") > before, "P to push", 60.0)
+
+        return wait
+
+    def serving(self) -> bool:
+        with contextlib.suppress(client.RequestFailed, http.client.HTTPException, OSError):
+            report = json.loads(client.get(f"{self.proxy.base_url}/health"))
+            return bool(report["prefill"] and report["decode"])
+        return False
+
+    def works_again(self) -> None:
+        """Both hold nothing; the next request is loaded from P, and its pages are P's."""
+        for each in (self.p, self.d):
+            at_rest(each, seconds=SETTLE_SECONDS)
+        wait_until(self.serving, "a pair that serves again", 200.0)
+        compared, (prompt,) = Compared(self.probes), self.prompts(1)
+        expected = [self.alone(prompt)]
+        self.check(expected, [self.ask(prompt)])
+        assert compared.spans(1) == [(0, LENGTH - 1)]
+
+
+def metric(server: VllmServer, name: str) -> float:
+    return client.metrics(server.base_url).get(name, 0.0)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(
+    request: pytest.FixtureRequest, fleet_keeper, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    fleet_keeper.stop()
+    kind, folder = KINDS[request.param], tmp_path_factory.mktemp("hybrid-faults")
+    model = ensure_model(kind.model, folder)
+    proxy = ProxyServer(log_path=folder / "proxy.log", extra_args=["--lease-seconds", str(PROXYS_LEASE)])
+    settings = [
+        *("--served-model-name", NAME, "--dtype", kind.dtype, "--max-model-len", "1024"),
+        *("--block-size", "32", "--max-num-batched-tokens", "128", "--max-num-seqs", "16"),
+        # Every prompt is computed by P, and moved as a whole.
+        "--no-enable-prefix-caching",
+    ]
+    p, d = (
+        probing_server(
+            model,
+            role,
+            folder,
+            proxy=proxy.discovery,
+            extra_args=settings,
+            extra_config={"lease_seconds": LEASE, "chunk_bytes": 16384},
+            load_failure_policy="recompute" if role == "D" else None,
+            log_path=folder / f"{role}.log",
+        )
+        for role in ("P", "D")
+    )
+    with proxy, p, d:
+        for each in (p, d, proxy):
+            each.wait_ready()
+        wait_until(lambda: Pair(kind, p, d, proxy, folder).serving(), "a pair that serves", 100.0)
+        yield Pair(kind, p, d, proxy, folder)
+
+
+def test_half_of_the_clients_leave_while_p_pushes(
+    pair: Pair, servers_on_failure: Callable[..., None]
+) -> None:
+    servers_on_failure(pair.p, pair.d)
+    stay, go = pair.prompts(), pair.prompts()
+    expected = [pair.alone(prompt) for prompt in stay]
+    pushed, leaving = pair.pushing(), []
+    with ThreadPoolExecutor(PROMPTS) as pool:
+        asked = []
+        for one, other in zip(stay, go, strict=True):
+            asked.append(pool.submit(pair.ask, one))
+            connection = http.client.HTTPConnection(urlsplit(pair.proxy.base_url).netloc, timeout=60)
+            body = {"model": NAME, "prompt": other, "max_tokens": ANSWER, "temperature": 0.0}
+            connection.request(
+                "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+            )
+            leaving.append(connection)
+        pushed()
+        for connection in leaving:
+            connection.close()
+        got = [each.result(120.0) for each in asked]
+    pair.check(expected, got)
+    pair.works_again()
+
+
+@pytest.mark.parametrize("fault", ["freeze", "kill"])
+def test_p_fails_while_it_pushes_and_d_computes_what_has_not_come(
+    pair: Pair, servers_on_failure: Callable[..., None], fault: str
+) -> None:
+    servers_on_failure(pair.p, pair.d)
+    prompts = pair.prompts()
+    expected = [pair.alone(prompt) for prompt in prompts]
+    failed, pushed = metric(pair.d, "p2pkv_transfers_failed_total"), pair.pushing()
+    with ThreadPoolExecutor(PROMPTS) as pool:
+        asked = [pool.submit(pair.ask, prompt) for prompt in prompts]
+        pushed()
+        (pair.p.freeze if fault == "freeze" else pair.p.kill)()
+        try:
+            got = [each.result(120.0) for each in asked]
+        finally:
+            (pair.p.thaw if fault == "freeze" else pair.p.start)()
+    assert metric(pair.d, "p2pkv_transfers_failed_total") > failed, "P failed when it had pushed everything"
+    pair.check(expected, got)
+    if fault == "kill":
+        pair.p.wait_ready()
+    pair.works_again()
