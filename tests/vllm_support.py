@@ -101,6 +101,7 @@ def probing_server(model: Path, role: Role, probes: Path, **options: Any) -> Vll
         "P2PKV_PROBE_DIR": str(probes),
         "P2PKV_PROBE_HOLD": str(probes / f"hold-{name}"),
         "PYTHONPATH": os.pathsep.join([PROBE_FOLDER, os.environ.get("PYTHONPATH", "")]),
+        **options.pop("env", {}),
     }
     return VllmServer(
         model,

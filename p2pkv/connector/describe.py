@@ -109,6 +109,14 @@ def _window(spec: KVCacheSpec) -> int:
     return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
 
 
+def _kept_together(config: VllmConfig, spec: KVCacheSpec) -> int:
+    """See `KvGroup.block`."""
+    transfer = config.kv_transfer_config
+    assert transfer is not None
+    matters = transfer.kv_role == "kv_producer" or config.cache_config.enable_prefix_caching
+    return spec.block_size if _window(spec) and matters else 1
+
+
 def _refuse_planes(config: KVCacheConfig) -> None:
     """Raises ConfigError for blocks in which a token's bytes do not lie together, though their view says so.
 
@@ -246,6 +254,7 @@ def cache_of(
                 codec=group.codec,
                 layer_names=_digest(names),
                 window=_window(spec),
+                block=_kept_together(config, spec),
             )
         )
     parallel = config.parallel_config

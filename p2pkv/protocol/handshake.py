@@ -16,7 +16,7 @@ from enum import Enum, auto
 from functools import cached_property
 from math import lcm
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from p2pkv.pairing import Address, PairingError
 from p2pkv.plan import Edge, Plan, Shapes, make_plan
@@ -47,6 +47,7 @@ class Wire(Struct, frozen=True):
         row_bytes: bytes of one (layer, head, unit) row.
         once: there is one row per (layer, head) for a whole request.
         window: tokens that attention looks at from each token on, itself counted; 0: all before it.
+        block: where there is a window, D wants tokens from a multiple of this on.
     """
 
     codec: str
@@ -54,6 +55,7 @@ class Wire(Struct, frozen=True):
     row_bytes: int
     once: bool = False
     window: int = 0
+    block: int = 1
 
     def __str__(self) -> str:
         tokens = "the whole request" if self.once else f"{self.unit} tokens"
@@ -61,10 +63,15 @@ class Wire(Struct, frozen=True):
         return f"{self.codec} rows of {tokens}, {self.row_bytes} bytes for each layer and head{window}"
 
     def needed(self, start: int, stop: int) -> tuple[int, int]:
-        """The tokens, in whole rows, that whoever has [0, start) needs to compute token `stop`."""
+        """The tokens, in whole rows, that whoever has [0, start) needs to compute token `stop`.
+
+        Of a window that begins inside a block, all of the block: vLLM caches it, and a prompt that is shorter
+        would see what had not come.
+        """
         if self.once:
             return 0, 1
-        first = max(0, stop - self.window + 1) // self.unit * self.unit if self.window else 0
+        whole = lcm(self.unit, self.block)
+        first = max(0, stop - self.window + 1) // whole * whole if self.window else 0
         return max(start, min(first, stop)), stop
 
 
@@ -85,11 +92,13 @@ def wire_between(one: KvGroup, other: KvGroup) -> Wire | None:
     mine, theirs = _as_it_lies(one), _as_it_lies(other)
     if (one.dtype, one.window) != (other.dtype, other.window):
         return None
+    # P's blocks are as large as D's, or larger; see `judge`.
+    block = min(one.block, other.block)
     if mine == theirs:
-        return mine
+        return structs.replace(mine, block=block)
     if not (_can_be_dense(one) and _can_be_dense(other)):
         return None
-    dense = Wire(DENSE, 1, token_bytes(one), window=one.window)
+    dense = Wire(DENSE, 1, token_bytes(one), window=one.window, block=block)
     return dense if dense.row_bytes == token_bytes(other) else None
 
 
@@ -230,10 +239,23 @@ def judge(mine: Hello, theirs: Hello) -> Plan:
             layouts = _differ(what, mine, theirs, _layout(ours), _layout(others))
             raise Refused(f"{layouts}; {_advice(ours, others)}")
     prefill, decode = (mine, theirs) if mine.role == "P" else (theirs, mine)
+    _check_windows(prefill, decode)
     try:
         return make_plan(shapes(prefill.cache), shapes(decode.cache))
     except ShardingError as error:
         raise Refused(f"{mine.address} and {theirs.address}: {error}") from None
+
+
+def _check_windows(prefill: Hello, decode: Hello) -> None:
+    """Raises Refused for a D whose prefix cache would keep blocks of which P has let a part go."""
+    for number, (on_p, on_d) in enumerate(zip(prefill.cache.groups, decode.cache.groups, strict=True)):
+        if on_p.block % on_d.block:
+            raise Refused(
+                f"blocks of a sliding window{_of_group(number, prefill)} have {on_p.block} tokens at "
+                f"{prefill.address} and {on_d.block} at {decode.address}, which caches prefixes: P gives "
+                "blocks back that have left the window, so their size has to be a multiple of D's; set "
+                "--block-size on both sides, or --no-enable-prefix-caching on D"
+            )
 
 
 def _same_of_groups(mine: KvGroup, theirs: KvGroup) -> list[tuple[str, object, object, str]]:
@@ -292,8 +314,9 @@ def fit(hello: Hello) -> str:
     """What `judge` demands equal of a P and a D, as text for the discovery ping: "name=value, name=value".
 
     Two that `judge` accepts have the same text, so a proxy pairs no instances whose texts differ. The same
-    text is no promise: sizes that cannot be divided over each other, and checksums, are judged of pairs only.
-    All ranks of an engine have the same text. Whoever changes its form raises PROTOCOL_VERSION.
+    text is no promise: sizes that cannot be divided over each other, blocks of windows, and checksums are
+    judged of pairs only. All ranks of an engine have the same text. Whoever changes its form raises
+    PROTOCOL_VERSION.
     """
     demanded: dict[str, object] = {
         "protocol": hello.version,

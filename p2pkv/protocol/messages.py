@@ -59,6 +59,8 @@ class KvGroup(Struct, frozen=True, forbid_unknown_fields=True):
         layer_names: digest of the names of all its layers, in order.
         once: a layer has one row per head for a whole request (a recurrent state), and not one per unit.
         window: tokens that attention looks at from each token on, itself counted; 0: all before it.
+        block: where there is a window, tokens that are kept together. P has all of a block or nothing, and D
+            wants all or nothing, since its prefix cache keeps blocks; 1: D caches no prefixes.
     """
 
     layers: Annotated[tuple[Small, ...], Meta(min_length=1, max_length=1024)]
@@ -70,6 +72,7 @@ class KvGroup(Struct, frozen=True, forbid_unknown_fields=True):
     layer_names: Name
     once: bool = False
     window: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
+    block: Positive = 1
 
 
 class Cache(Struct, frozen=True, forbid_unknown_fields=True):

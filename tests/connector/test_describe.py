@@ -136,7 +136,14 @@ def test_layers_with_a_window_are_a_group_of_their_own() -> None:
     layers = Layers(memory, config)
     assert layers.names == names
     cache, said = cache_of(vllm_config("P"), config, layers, 0)
-    assert [(group.layers, group.window) for group in said.groups] == [((4,), 20), ((2,), 0)]
+    assert [(group.layers, group.window, group.block) for group in said.groups] == [
+        ((4,), 20, BLOCK),
+        ((2,), 0, 1),
+    ]
+    for role, cached, block in (("P", False, BLOCK), ("D", True, BLOCK), ("D", False, 1)):
+        other = vllm_config(role)
+        other.cache_config.enable_prefix_caching = cached
+        assert cache_of(other, config, layers, 0)[1].groups[0].block == block
     assert [group.tables for group in cache.groups] == [(1, 2, 1, 2), (0, 0)]
     assert [list(numbers) for numbers in cache.layers] == [[0, 1, 3, 4], [2, 5]]
     assert not computes_last_token(config) and computes_last_token(kv_cache_config())

@@ -116,6 +116,11 @@ REFUSALS: dict[str, tuple[Hello, list[str]]] = {
     "layers": (hello("D", cache(layers=(3, 2))), ["p:21000 and d:22000", "4 KV layers", "5"]),
     "heads": (hello("D", cache(heads=8)), ["p:21000 and d:22000", "4 KV heads", "8"]),
     "tp": (hello("D", cache(tp=3)), ["p:21000 and d:22000", "4 KV heads", "tensor-parallel size 3"]),
+    # The P here has no window, and says 1.
+    "blocks of a window": (
+        hello("D", cache(block=32)),
+        ["sliding window have 1 tokens at p:21000 and 32 at d:22000", "multiple of D's", "--block-size"],
+    ),
     "ranks": (
         hello("D", cache(layers=(1,) * 4, tp=8192), addresses=("d:22000",) * 32768),
         ["p:21000 and d:22000", "32768 ranks", "16384"],
@@ -242,6 +247,7 @@ CACHES = st.fixed_dictionaries(
         "layer_names": st.sampled_from(["names-a", "names-b"]),
         "once": st.booleans(),
         "window": st.sampled_from([0, 64]),
+        "block": st.sampled_from([1, 16, 32]),
         "groups": st.integers(1, 3),
     }
 )
@@ -255,7 +261,7 @@ RESTS = st.fixed_dictionaries(
         "ahead": st.booleans(),
     }
 )
-FREE = {"layers", "tp", "unit_tokens", "codec", "digest", "ahead"}
+FREE = {"layers", "tp", "unit_tokens", "codec", "block", "digest", "ahead"}
 """What a P and a D that judge accepts may differ in."""
 
 

@@ -98,6 +98,26 @@ def test_of_a_window_only_the_tokens_that_the_next_one_sees_are_needed(
     assert Wire(DENSE, unit, 8, window=window).needed(start, stop) == tokens
 
 
+@pytest.mark.parametrize(
+    ("unit", "block", "start", "tokens"),
+    [(1, 16, 0, (32, 65)), (1, 16, 48, (48, 65)), (16, 64, 0, (0, 65)), (1, 1, 0, (46, 65))],
+)
+def test_of_a_window_that_begins_inside_a_block_all_of_the_block_is_needed(
+    unit: int, block: int, start: int, tokens: tuple[int, int]
+) -> None:
+    assert Wire(DENSE, unit, 8, window=20, block=block).needed(start, 65) == tokens
+
+
+def test_the_blocks_that_count_are_d_s() -> None:
+    """Which are never larger than P's; a D that caches nothing says 1."""
+    p, d, neither = (replace(group("dense"), window=64, block=block) for block in (128, 32, 1))
+    assert wire_between(p, d) == wire_between(d, p) == Wire(DENSE, 1, TOKEN, window=64, block=32)
+    assert wire_between(p, neither) == Wire(DENSE, 1, TOKEN, window=64)
+    packed = replace(group("page:vec", 32), window=64, block=64)
+    wire = wire_between(packed, replace(packed, block=32))
+    assert wire is not None and (wire.codec, wire.unit, wire.block) == ("page:vec", 32, 32)
+
+
 def test_other_windows_are_nobodys_equal() -> None:
     narrow, wide = (replace(group("dense"), window=window) for window in (64, 128))
     assert wire_between(narrow, narrow) == Wire(DENSE, 1, TOKEN, window=64)

@@ -95,7 +95,7 @@ class ProbeConnector(P2pKvConnector):
     ) -> dict[str, Any]:
         """What the pages of one KV group hold of tokens [start, stop), or of those that are in its window."""
         assert self._worker is not None
-        start, stop = Wire("dense", 1, 1, said.once, said.window).needed(start, stop)
+        start, stop = Wire("dense", 1, 1, said.once, said.window, said.block).needed(start, stop)
         first = start // cache.unit_tokens * cache.unit_tokens
         buffer = torch.empty(cache.nbytes(cache.layers, first, stop, cache.heads), dtype=torch.uint8)
         cache.gather(buffer, (0, cache.layers), (first, stop), (0, cache.heads), blocks)

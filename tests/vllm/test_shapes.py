@@ -16,10 +16,12 @@ import torch
 from probes import Compared
 from tiny_deepseek import TinyDeepseek
 from tiny_gemma import TinyGemma
+from tiny_gpt_oss import TinyGptOss
+from tiny_hybrids import TinyFalconH1, TinyLfm2
 from tiny_qwen import TinyQwen
 from vllm_support import MODEL, assert_same, at_rest, paired_headers, probing_server, tokens
 
-from p2pkv.demo import answers
+from p2pkv.demo import answers, client
 from p2pkv.demo.answers import Answer
 from p2pkv.demo.servers import VllmServer
 from p2pkv.demo.tiny_model import Spec, TinyLlama, ensure_model
@@ -35,10 +37,12 @@ class Instance:
 
     tp: int = 1
     block: int = 32
+    layout: str = "SD"
+    """Of a convolution's window: [steps, channels] or, as "DS", [channels, steps]."""
 
     @property
     def name(self) -> str:
-        return f"tp{self.tp}-block{self.block}"
+        return f"tp{self.tp}-block{self.block}{'' if self.layout == 'SD' else '-' + self.layout}"
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class Family:
     dtype: str = "float32"
     prefix_cache: bool = True
     """Whether vLLM caches prefixes with this model."""
+    cached: int = 256
+    """Tokens of a prompt that is half cached. A state is cached at the ends of a block only."""
     in_chunks: bool = True
     """Whether vLLM computes a prompt in several steps with this model."""
     same_answers: bool = True
@@ -66,17 +72,43 @@ def _pairs(*sizes: tuple[int, int], block: int = 32) -> tuple[tuple[Instance, In
 
 
 SMALL, LARGE = Instance(), Instance(block=128)
+WINDOWS_TURNED = Instance(block=256, layout="DS")
 FAMILIES = {
     "4 heads": Family(MODEL, (*_pairs((2, 1), (1, 2), (2, 2)), (SMALL, LARGE), (LARGE, SMALL))),
     "1 head": Family(TinyLlama(kv_heads=1, heads=4), _pairs((2, 1), (1, 2), (2, 2))),
     # Layers with a window shorter than the longer prompts, in blocks that leave it while P computes.
-    "window": Family(TinyGemma(), ((SMALL, LARGE), (Instance(2), LARGE))),
+    # Where D caches prefixes, P's blocks have to be as large as D's, or larger.
+    "window": Family(TinyGemma(), ((LARGE, SMALL), (Instance(2, block=128), SMALL))),
     "window at TP 2": Family(TinyGemma(), ((SMALL, Instance(2)),)),
+    "window, larger blocks on D": Family(
+        TinyGemma(), ((SMALL, LARGE),), ("--no-enable-prefix-caching",), prefix_cache=False
+    ),
+    # Every other layer has a window, all have sinks.
+    "gpt-oss": Family(TinyGptOss(), ((LARGE, SMALL), (Instance(2), SMALL), (SMALL, Instance(2)))),
     # vLLM's CPU kernels for a gated delta net want bfloat16. P alone computes a prompt in other steps than
     # the pair, so that likelihoods differ by a rounding and only the pages can be compared.
     "recurrent": Family(
-        TinyQwen(), _pairs((1, 1), (2, 1), (1, 2)), (), "bfloat16", prefix_cache=False, same_answers=False
+        TinyQwen(),
+        (*_pairs((1, 1), (2, 1), (1, 2), block=256), (Instance(block=256), WINDOWS_TURNED)),
+        (),
+        "bfloat16",
+        same_answers=False,
     ),
+    "recurrent, one state per request": Family(
+        TinyQwen(),
+        _pairs((1, 1)),
+        ("--no-enable-prefix-caching",),
+        "bfloat16",
+        prefix_cache=False,
+        same_answers=False,
+    ),
+    "short convolutions": Family(TinyLfm2(), (*_pairs((1, 1), (2, 1), (1, 2)), (SMALL, LARGE))),
+    # vLLM saves the states of Mamba-2 in the middle of a step with a kernel that a CPU does not have. So
+    # either no prefixes are cached, or no step is longer than a block.
+    "Mamba-2, one state per request": Family(
+        TinyFalconH1(), _pairs((1, 1), (2, 1), (1, 2)), ("--no-enable-prefix-caching",), prefix_cache=False
+    ),
+    "Mamba-2": Family(TinyFalconH1(), (*_pairs((1, 1), block=256), (Instance(block=256), WINDOWS_TURNED))),
     "MLA": Family(
         TinyDeepseek(),
         _pairs((1, 2), (2, 1), block=16),
@@ -94,7 +126,17 @@ FAMILIES = {
         same_answers=False,
     ),
 }
-LONG = ("1 head", "window at TP 2", "recurrent")
+LONG = (
+    "1 head",
+    "window at TP 2",
+    "window, larger blocks on D",
+    "gpt-oss",
+    "recurrent",
+    "recurrent, one state per request",
+    "short convolutions",
+    "Mamba-2",
+    "Mamba-2, one state per request",
+)
 """Families of `make test-long`."""
 LANES = [
     pytest.param(
@@ -118,7 +160,7 @@ class Running:
 
     @property
     def probes(self) -> Path:
-        return self.folder / self.name.replace(" ", "-")
+        return self.folder / self.name.replace(" ", "-").replace(",", "")
 
     def start(self, name: str) -> None:
         """Have this family running, and no other."""
@@ -151,14 +193,33 @@ class Running:
             settings[settings.index(str(CHUNK))] = "1024"
         name = f"{role}-{instance.name}"
         log = self.probes / f"{name}.log"
+        env = {"VLLM_SSM_CONV_STATE_LAYOUT": instance.layout}
         return probing_server(
-            model, role, self.probes, name=name, ranks=instance.tp, extra_args=settings, log_path=log
+            model, role, self.probes, name=name, ranks=instance.tp, extra_args=settings, log_path=log, env=env
         )
 
     def stop(self) -> None:
         self.stack.close()
         self.servers.clear()
         self.name = ""
+
+
+class Hits:
+    """What is asked within finds so many tokens in vLLM's own prefix cache, and no more."""
+
+    def __init__(self, server: VllmServer, tokens: int) -> None:
+        self._server = server
+        self._tokens = tokens
+
+    def __enter__(self) -> None:
+        self._before = self._now()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            assert self._now() - self._before == self._tokens
+
+    def _now(self) -> float:
+        return client.metrics(self._server.base_url)["vllm:prefix_cache_hits_total"]
 
 
 @dataclass(frozen=True)
@@ -168,6 +229,7 @@ class Lane:
     family: Family
     p: VllmServer
     d: VllmServer
+    shapes: tuple[Instance, Instance]
     probes: Path
 
     def ask(self, prompt: list[int], *, at_once: bool) -> Answer:
@@ -185,6 +247,11 @@ class Lane:
             answer = on(self.d, 6)
             prefill.result()
         return answer
+
+    @property
+    def alike(self) -> bool:
+        """Whether both compute the same from the same cache."""
+        return self.family.same_answers or self.shapes[0].tp == self.shapes[1].tp
 
     def check(self, prompts: list[list[int]], got: list[Answer]) -> None:
         """Compare with what P answers alone, where vLLM's kernels agree with each other."""
@@ -220,7 +287,7 @@ def lane(running: Running, servers_on_failure, pair: tuple[str, Instance, Instan
     running.start(name)
     p, d = running.servers["P", prefill], running.servers["D", decode]
     servers_on_failure(p, d)
-    yield Lane(FAMILIES[name], p, d, running.probes)
+    yield Lane(FAMILIES[name], p, d, (prefill, decode), running.probes)
     for server, instance in ((p, prefill), (d, decode)):
         at_rest(server, instance.tp)
 
@@ -236,17 +303,46 @@ def test_prompts(lane: Lane, at_once: bool, length: int, request: pytest.Fixture
     lane.check([prompt], [got])
 
 
+def _needs_prefixes(lane: Lane) -> None:
+    if not lane.family.prefix_cache:
+        pytest.skip("no prefixes are cached here: MLA's reference kernel cannot, other families are told so")
+
+
 @pytest.mark.parametrize("side", ["P", "D"])
 def test_a_prompt_half_cached(lane: Lane, side: str, request: pytest.FixtureRequest) -> None:
-    if not lane.family.prefix_cache:
-        pytest.skip("vLLM caches no prefixes here: MLA's reference kernel cannot, recurrent layers do not")
-    length, cached = CHUNK * 2 + 33, 256
-    prompt = tokens(length, request.node.name)
-    lane.alone(lane.p if side == "P" else lane.d, [*prompt[:cached], 299], 1)
+    _needs_prefixes(lane)
+    cached, server = lane.family.cached, lane.p if side == "P" else lane.d
+    prompt = tokens(CHUNK * 2 + 33, request.node.name)
+    first = [*prompt[:cached], 299]
+    before = lane.alone(server, first, 1)
     compared = Compared(lane.probes)
-    got = lane.ask(prompt, at_once=True)
-    assert compared.spans(1) == [(cached if side == "D" else 0, length - 1)]
+    with Hits(server, cached):
+        got = lane.ask(prompt, at_once=True)
+    assert compared.spans(1) == [(cached if side == "D" else 0, len(prompt) - 1)]
     lane.check([prompt], [got])
+    # What was cached is as it was, although a request has written behind it.
+    with Hits(server, cached):
+        assert_same([before], [lane.alone(server, first, 1)])
+
+
+@pytest.mark.parametrize("more", [0, 38])
+def test_what_has_come_is_a_prefix_for_others(lane: Lane, more: int, request: pytest.FixtureRequest) -> None:
+    """P sends all but the last token where states or windows are; D caches its whole blocks, with the states
+    at their end if there are any. Another prompt that is as long, or a little shorter, then finds them."""
+    _needs_prefixes(lane)
+    whole = lane.family.cached
+    first = tokens(whole + more + 1, request.node.name)
+    compared = Compared(lane.probes)
+    lane.ask(first, at_once=True)
+    assert compared.spans(1) == [(0, whole + more)]
+    others = [
+        [*first[:shared], *tokens(3, f"{request.node.name} {shared}")] for shared in (whole, whole + 32)
+    ]
+    for other in others if more else others[:1]:
+        with Hits(lane.d, whole, at_most=whole + 32):
+            got = lane.alone(lane.d, other)
+        if lane.alike:
+            assert_same([lane.alone(lane.p, other)], [got])
 
 
 def test_several_at_once(lane: Lane, request: pytest.FixtureRequest) -> None:
