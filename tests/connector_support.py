@@ -7,7 +7,7 @@ import random
 import tempfile
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from vllm.config import (
     KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -36,7 +37,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.connector.worker import Worker
-from p2pkv.demo.tiny_model import TinyLlama, ensure_model
+from p2pkv.demo.tiny_model import Spec, TinyLlama, ensure_model
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Counters, Steps
 from p2pkv.pairing import Address, mint
@@ -47,11 +48,18 @@ LAYERS = {"model.layers.0.self_attn.attn": 0, "model.layers.1.self_attn.attn": 1
 _ROLES = {"P": ("kv_producer", P_ADDRESS), "D": ("kv_consumer", D_ADDRESS)}
 
 
+SMALL = TinyLlama(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=64, vocab=512)
+
+
 @cache
 def model_folder() -> Path:
     """A model of a few kilobytes: configurations need one, and nobody loads its weights."""
-    small = TinyLlama(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=64, vocab=512)
-    return ensure_model(small, Path(tempfile.gettempdir()) / "p2pkv-connector-tests")
+    return write(SMALL)
+
+
+def write(model: Spec) -> Path:
+    """The folder of a tiny model."""
+    return ensure_model(model, Path(tempfile.gettempdir()) / "p2pkv-connector-tests")
 
 
 def vllm_config(
@@ -63,15 +71,16 @@ def vllm_config(
     port: int | None = None,
     reserve: bool = True,
     transfer: KVTransferConfig | None = None,
+    drafter: Mapping[str, Any] | None = None,
     **extra: Any,
 ) -> VllmConfig:
     """A configuration for one instance; `budget` is of tokens in a step, `extra` goes to p2pkv.
 
     `reserve`: a prompt is begun only if all of it fits, vLLM's default. `transfer` takes the place of what
-    `transfer_config` says.
+    `transfer_config` says. `drafter`: as --speculative-config.
     """
     load_general_plugins()
-    return VllmConfig(
+    config = VllmConfig(
         model_config=ModelConfig(model=str(model_folder()), max_model_len=512, dtype="float32"),
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
         scheduler_config=SchedulerConfig(
@@ -85,6 +94,12 @@ def vllm_config(
         kv_transfer_config=transfer
         or KVTransferConfig(kv_load_failure_policy=policy, **transfer_config(role, port, **extra)),
     )
+    if drafter is not None:
+        model, parallel = config.model_config, config.parallel_config
+        config.speculative_config = SpeculativeConfig(
+            target_model_config=model, target_parallel_config=parallel, **drafter
+        )
+    return config
 
 
 def transfer_config(role: str, port: int | None = None, **extra: Any) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from p2pkv.connector.describe import (
     hello_of,
     make_ready,
     options_of,
+    prompt_tail,
     refuse_what_cannot_move,
     refuse_what_cannot_pair,
 )
@@ -103,13 +104,15 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             CORE.install()
         self._news = False
         tables, whole = block_tables(self._kv_cache_config), computes_last_token(self._kv_cache_config)
+        tail = prompt_tail(config)
         if self.options.role == "P":
-            self._producing = ProducerScheduler(pairs, tables, whole, config.max_concurrent_batches)
+            batches = config.max_concurrent_batches
+            self._producing = ProducerScheduler(pairs, tables, whole, tail, batches)
             return
         transfer, parallel = config.kv_transfer_config, config.parallel_config
         world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._consuming = ConsumerScheduler(
-            pairs, world, transfer.kv_load_failure_policy == "recompute", tables, whole
+            pairs, world, transfer.kv_load_failure_policy == "recompute", tables, whole, tail
         )
 
     # Scheduler side.

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from p2pkv.config import ConfigError, Options
-from p2pkv.connector.identity import fingerprint
+from p2pkv.connector.identity import drafter_of, fingerprint
 from p2pkv.connector.scheduler import BlockTables
 from p2pkv.connector.states import conv_dim_first, recurrent_layers, refuse_strange_states, state_groups
 from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.kv.codecs import DENSE, cpu_codec
+from p2pkv.protocol.handshake import DRAFTER
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
 
 if TYPE_CHECKING:
@@ -75,6 +76,13 @@ def computes_last_token(config: KVCacheConfig) -> bool:
     to D: once P has computed it, vLLM frees what D needs to compute it, and a state is that after it."""
     specs = [_spec_of(group, name) for group in config.kv_cache_groups for name in group.layer_names]
     return not any(_window(spec) or keeps_state(spec) for spec in specs)
+
+
+def prompt_tail(config: VllmConfig) -> int:
+    """How many of a prompt's last tokens D computes itself: the last one, for its logits, and what a drafter
+    reads ahead. The KV that a drafter has of a token depends on the tokens behind it, and beyond the prompt's
+    end these are P's samples, not D's."""
+    return max(1, int(config.num_prefill_lookahead_tokens))
 
 
 def block_tables(config: KVCacheConfig) -> BlockTables:
@@ -163,6 +171,12 @@ def refuse_what_cannot_pair(config: VllmConfig) -> None:
                 f"{option} is {size}: this version of p2pkv knows tensor and pipeline parallelism only; "
                 "set it to 1, and start replicas as instances of their own, each with its own kv_port"
             )
+    if parallel.pipeline_parallel_size > 1 and drafter_of(config):
+        raise ConfigError(
+            f"--pipeline-parallel-size is {parallel.pipeline_parallel_size}, and the drafter of "
+            "--speculative-config has KV of its own, on the last stage only: this version of p2pkv does not "
+            "know how the stages share such layers; set the size to 1, or leave the drafter out"
+        )
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise ConfigError(
             "the external_launcher executor runs a scheduler in each rank, and p2pkv needs one for all: "
@@ -197,13 +211,14 @@ class Layers:
         ]
         self.places = {name: place for place, name in enumerate(self.names)}
 
-    def alike(self) -> list[list[int]]:
-        """The numbers of the attention layers of each KV group: the same rows, units and window."""
+    def alike(self, config: VllmConfig) -> list[list[int]]:
+        """The numbers of the attention layers of each KV group: the same rows, units, window and heads."""
         groups: dict[tuple[object, ...], list[int]] = {}
         for number, (tensor, spec) in enumerate(zip(self.tensors, self.specs, strict=True)):
             if keeps_state(spec):
                 continue
-            form = tensor.shape[1:], tensor.dtype, spec.block_size, _window(spec)
+            heads = _model_heads(config, self.names[number], spec)
+            form = tensor.shape[1:], tensor.dtype, spec.block_size, _window(spec), heads
             groups.setdefault(form, []).append(number)
         return list(groups.values())
 
@@ -234,7 +249,8 @@ def cache_of(
 ) -> tuple[RankCache, Cache]:
     """This rank's cache, and what its Hello says of it. Raises ConfigError for sizes that do not add up."""
     groups, said = [], []
-    for numbers in layers.alike():
+    alike = layers.alike(config)
+    for numbers in alike:
         tensors, names = [layers.tensors[n] for n in numbers], [layers.names[n] for n in numbers]
         spec = layers.specs[numbers[0]]
         group = PagedCache.from_tensors(
@@ -247,7 +263,7 @@ def cache_of(
         said.append(
             KvGroup(
                 layers=_stages(config, rank, len(numbers), whole=len(numbers) == len(layers.names)),
-                heads=_heads(config, group, names[0]),
+                heads=_heads(config, group, names[0], spec),
                 row_bytes=group.row_bytes,
                 unit_tokens=group.unit_tokens,
                 dtype=_element_type(config, tensors[0]),
@@ -262,7 +278,7 @@ def cache_of(
     tensors_by_name = dict(zip(layers.names, layers.tensors, strict=True))
     states = recurrent_layers(config, kv_config, tensors_by_name, layers.names)
     found = state_groups(states, tp=tp, pp=pp, dim_first=conv_dim_first()) if states else []
-    places = [*layers.alike(), *(state.numbers for state in found)]
+    places = [*alike, *(state.numbers for state in found)]
     groups += [state.cache for state in found]
     return RankCache(groups, places), Cache(tp, (*said, *(state.said for state in found)))
 
@@ -272,7 +288,7 @@ def hello_of(
 ) -> Hello:
     """This rank's Hello, without `to`; `said`: what it says of the cache."""
     model, parallel = config.model_config, config.parallel_config
-    world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    world, drafter = parallel.tensor_parallel_size * parallel.pipeline_parallel_size, drafter_of(config)
     return Hello(
         version=PROTOCOL_VERSION,
         incarnation=uuid.uuid4().hex,
@@ -282,7 +298,7 @@ def hello_of(
         address=str(options.address.shifted(rank)),
         addresses=tuple(str(options.address.shifted(each)) for each in range(world)),
         model=str(model.model),
-        weights=fingerprint(config),
+        weights=fingerprint(config) + (f"{DRAFTER}{drafter}" if drafter else ""),
         cache=said,
         link=link,
         ahead=options.role == "D" and options.ahead_bytes > 0,
@@ -291,10 +307,29 @@ def hello_of(
     )
 
 
-def _heads(config: VllmConfig, group: PagedCache, layer: str) -> int:
+def _model_heads(config: VllmConfig, layer: str, spec: KVCacheSpec) -> int:
+    """KV heads of a layer, before tensor parallelism: the model's, or the drafter's."""
+    model = config.model_config
+    if _is_drafters(config, layer, spec):
+        assert config.speculative_config is not None
+        model = config.speculative_config.draft_model_config or model
+    return 1 if model.use_mla else model.get_total_num_kv_heads()
+
+
+def _is_drafters(config: VllmConfig, layer: str, spec: KVCacheSpec) -> bool:
+    """Whether a drafter has this layer. vLLM 0.33 says so; in 0.32 a drafter's layers have a prefix of their
+    own, or numbers behind the model's."""
+    drafting = config.speculative_config
+    if drafting is None or not drafting.uses_draft_kv_cache():
+        return False
+    numbers = [int(part) for part in layer.split(".") if part.isdigit()]
+    behind = bool(numbers) and numbers[0] >= config.model_config.get_total_num_hidden_layers()
+    return bool(getattr(spec, "is_draft", False)) or layer.startswith(("draft_model.", "mtp.")) or behind
+
+
+def _heads(config: VllmConfig, group: PagedCache, layer: str, spec: KVCacheSpec) -> int:
     """KV heads of the whole model in this group. Raises ConfigError."""
-    model, tp = config.model_config, config.parallel_config.tensor_parallel_size
-    heads = 1 if model.use_mla else model.get_total_num_kv_heads()
+    tp, heads = config.parallel_config.tensor_parallel_size, _model_heads(config, layer, spec)
     if group.heads != max(1, heads // tp):
         raise ConfigError(
             f"a rank of {tp} holds {group.heads} KV heads, but {max(1, heads // tp)} of {heads} were "

@@ -47,7 +47,27 @@ def fingerprint(config: VllmConfig) -> str:
     network's disk would take minutes at each start. Without files (weights that are random, or not on this
     machine) the model's configuration stands in for them.
     """
-    model, dummy = config.model_config, str(config.load_config.load_format) == "dummy"
+    return _fingerprint(config.model_config, config)
+
+
+def drafter_of(config: VllmConfig) -> str:
+    """What P and D must have alike of a drafter that keeps KV (EAGLE, MTP, a draft model); "" without one.
+
+    Its KV is of no use to another drafter. Where each module of several reads one token further than the one
+    before it, the number of tokens decides which of them run.
+    """
+    drafting = config.speculative_config
+    if drafting is None or not drafting.uses_draft_kv_cache():
+        return ""
+    draft = drafting.draft_model_config
+    own = draft is not None and draft.model != config.model_config.model
+    weights = f" {_fingerprint(draft, config)}" if own else ""
+    tokens = f" of {drafting.num_speculative_tokens} tokens" if drafting.use_multi_module_mtp() else ""
+    return f"{drafting.method}{weights}{tokens}"
+
+
+def _fingerprint(model: ModelConfig, config: VllmConfig) -> str:
+    dummy = str(config.load_config.load_format) == "dummy"
     digest = hashlib.blake2b(digest_size=12)
     digest.update(f"{model.dtype} {model.quantization} {dummy}".encode())
     files = [] if dummy else _files(_folder(str(model.model), model.revision))

@@ -71,12 +71,15 @@ class _Prompt:
 class ProducerScheduler:
     """A key is taken from the arrival of its request until the workers have reported it."""
 
-    def __init__(self, pairs: Pairs, tables: BlockTables, whole: bool = True, batches: int = 1) -> None:
-        """`whole`: the last token of a prompt is computed here, too; see `computes_last_token`.
-        `batches`: the most steps that vLLM has under way at once."""
+    def __init__(
+        self, pairs: Pairs, tables: BlockTables, whole: bool = True, tail: int = 1, batches: int = 1
+    ) -> None:
+        """`whole`: the last tokens of a prompt are computed here, too; see `computes_last_token`. `tail`: how
+        many D computes itself; see `prompt_tail`. `batches`: the most steps that vLLM has under way at once.
+        """
         self._pairs = pairs
         self._tables = tables
-        self._whole = whole
+        self._left_out = 0 if whole else tail
         self._batches = batches
         self._steps = 0
         self._looked_up: dict[str, tuple[Request, int]] = {}
@@ -95,8 +98,8 @@ class ProducerScheduler:
         if paired is None:
             return
         prompt = _Prompt(request, paired, prompt_digest(request))
-        if not self._whole:
-            _leave_out_last_token(request)
+        if self._left_out:
+            _leave_out_last(request, self._left_out)
         # Some routers leave `n` on P: its first child pushes, the others would push the same again. And a
         # router that lost its connection asks again, while the first one may be running still.
         if paired.key in self._taken:
@@ -245,18 +248,18 @@ class ProducerScheduler:
                 self._taken.discard(key)
 
 
-def _leave_out_last_token(request: Request) -> None:
-    """Let vLLM compute the prompt without its last token, and then one token that nobody reads."""
-    if request.num_prompt_tokens < 2:
+def _leave_out_last(request: Request, tokens: int) -> None:
+    """Let vLLM compute the prompt without its last tokens, and then one token that nobody reads."""
+    if request.num_prompt_tokens <= tokens:
         return
     if request.prompt_token_ids is not None:
-        request.prompt_token_ids = request.prompt_token_ids[:-1]  # children of n may share the list
+        request.prompt_token_ids = request.prompt_token_ids[:-tokens]  # children of n may share the list
     if request.prompt_embeds is not None:
-        request.prompt_embeds = request.prompt_embeds[:-1]
+        request.prompt_embeds = request.prompt_embeds[:-tokens]
     if request.prompt_is_token_ids is not None:
-        request.prompt_is_token_ids = request.prompt_is_token_ids[:-1]
-    request._all_token_ids.pop()
-    request.num_prompt_tokens -= 1
+        request.prompt_is_token_ids = request.prompt_is_token_ids[:-tokens]
+    del request._all_token_ids[-tokens:]
+    request.num_prompt_tokens -= tokens
     request.max_tokens = 1
 
 
@@ -282,13 +285,21 @@ class _Asking:
 
 class ConsumerScheduler:
     def __init__(
-        self, pairs: Pairs, world: int, recompute: bool, tables: BlockTables, whole: bool = True
+        self,
+        pairs: Pairs,
+        world: int,
+        recompute: bool,
+        tables: BlockTables,
+        whole: bool = True,
+        tail: int = 1,
     ) -> None:
         """`world` ranks must each have heard from P. `recompute`: a failed load is computed here instead.
-        `whole`: P computes the last token of a prompt, too; see `computes_last_token`."""
+        `whole`: P computes the last tokens of a prompt, too; see `computes_last_token`. `tail`: how many are
+        computed here in any case; see `prompt_tail`."""
         self._pairs = pairs
         self._tables = tables
-        self._left_out = 0 if whole else 1
+        self._tail = tail
+        self._left_out = 0 if whole else tail
         self._world = world
         self._recompute = recompute
         self._asking: dict[str, _Asking] = {}
@@ -305,7 +316,8 @@ class ConsumerScheduler:
             return
         self._owners[paired.key] = request.request_id
         self._asking[request.request_id] = _Asking(request, paired)
-        tokens = max(1, request.num_prompt_tokens - self._left_out)
+        tokens = request.num_prompt_tokens
+        tokens -= self._left_out if tokens > self._left_out else 0
         expect = Expect(paired.key, paired.prefill, tokens, prompt_digest(request))
         self._next.expects.append((request.request_id, expect))
 
@@ -314,8 +326,7 @@ class ConsumerScheduler:
         asking = self._asking.get(request.request_id)
         if asking is None:
             return self._sibling(request), False
-        # The last token is computed here: vLLM needs its logits.
-        asking.local, external = local, request.num_prompt_tokens - 1 - local
+        asking.local, external = local, request.num_prompt_tokens - self._tail - local
         if asking.state is not LoadState.WAITING or external <= 0:
             return 0, False
         if asking.failure:
@@ -340,6 +351,10 @@ class ConsumerScheduler:
             self._next.loads.append((request.request_id, Load(key, 0, 0, ())))
             return
         asking.state = LoadState.LOADING
+        if self._left_out and asking.local + external != request.num_prompt_tokens - self._tail:
+            asking.failure = (
+                asking.failure or "vLLM wants a part of what P sends, and a state is all or nothing"
+            )
         if asking.failure:
             # Some ranks have not failed, and P may not even have begun for them: nothing is asked for.
             self._next.drops.append(Ended(request.request_id, key, asking.failure))

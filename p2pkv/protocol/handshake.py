@@ -171,6 +171,9 @@ REFUSED_FOR = 5.0
 """Seconds after which a refused peer may be asked again, since a restart may have mended it."""
 
 
+DRAFTER = " with drafter "
+"""In a Hello's weights, before what identifies a drafter that keeps KV."""
+
 SAME_ALLOCATOR = "serve the same model, and set --disable-hybrid-kv-cache-manager on both sides or on neither"
 
 
@@ -217,7 +220,7 @@ def judge(mine: Hello, theirs: Hello) -> Plan:
             "weights",
             mine.weights,
             theirs.weights,
-            f"serve the same model (here {mine.model}, there {theirs.model})",
+            f"serve the same model (here {mine.model}, there {theirs.model}){_drafters(mine, theirs)}",
         ),
         ("links", mine.link, theirs.link, "set the same `link` option, and install the same NCCL"),
         ("numbers of KV groups", len(mine.cache.groups), len(theirs.cache.groups), SAME_ALLOCATOR),
@@ -272,6 +275,16 @@ def _same_of_groups(mine: KvGroup, theirs: KvGroup) -> list[tuple[str, object, o
         ),
         ("KV layers", mine.layer_names, theirs.layer_names, "serve the same model"),
     ]
+
+
+def _drafters(mine: Hello, theirs: Hello) -> str:
+    """What to do besides, where one of the two has a drafter that keeps KV."""
+    if DRAFTER not in mine.weights + theirs.weights:
+        return ""
+    return (
+        " with the same --speculative-config on both sides, or on neither: a drafter guesses badly without "
+        "the KV of the prompt that the same drafter has on P"
+    )
 
 
 def _rows(group: KvGroup) -> str:

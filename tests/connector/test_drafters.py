@@ -1,0 +1,244 @@
+"""Speculative decoding: what an instance says of its drafter, and which tokens D computes for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from connector_support import (
+    BLOCK,
+    D_ADDRESS,
+    LAYERS,
+    P_ADDRESS,
+    SMALL,
+    Instance,
+    inner_id,
+    kv_cache_config,
+    make_request,
+    pair_id,
+    tokens,
+    vllm_config,
+    write,
+)
+from tiny_eagle import TinyEagle
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from p2pkv.config import ConfigError
+from p2pkv.connector.describe import (
+    Layers,
+    cache_of,
+    hello_of,
+    options_of,
+    prompt_tail,
+    refuse_what_cannot_pair,
+)
+from p2pkv.connector.identity import Pairs, drafter_of
+from p2pkv.connector.scheduler import BlockTables, ConsumerScheduler, ProducerScheduler, _leave_out_last
+from p2pkv.demo.tiny_model import TinyLlama
+from p2pkv.engine import commands as do
+from p2pkv.protocol.handshake import Refused, fit, judge
+from p2pkv.protocol.messages import Hello
+
+pytestmark = pytest.mark.vllm
+
+GUESSES = 3
+NGRAM = {"method": "ngram", "num_speculative_tokens": GUESSES, "prompt_lookup_max": 3}
+DRAFT = TinyLlama(layers=1, hidden=32, heads=4, kv_heads=1, head_dim=16, mlp=32, vocab=512)
+
+
+def eagle(seed: int = 7, guesses: int = GUESSES) -> dict[str, Any]:
+    head = write(TinyEagle(target=SMALL, seed=seed))
+    return {"method": "eagle", "model": str(head), "num_speculative_tokens": guesses}
+
+
+def draft_model() -> dict[str, Any]:
+    return {"method": "draft_model", "model": str(write(DRAFT)), "num_speculative_tokens": GUESSES}
+
+
+EAGLE_LAYERS = [*LAYERS, "model.layers.2.self_attn.attn"]
+DRAFT_LAYERS = [*LAYERS, "draft_model.model.layers.0.self_attn.attn"]
+
+
+def hello(role: str, drafter: Mapping[str, Any] | None = None, layers: list[str] | None = None) -> Hello:
+    config = vllm_config(role, drafter=drafter)
+    names = layers or list(LAYERS)
+    kv = kv_cache_config(layers=names)
+    caches = {name: torch.zeros(4, 2, BLOCK, 32) for name in names}
+    cache, said = cache_of(config, kv, Layers(caches, kv), 0)
+    return hello_of(config, options_of(config), cache, said, 0, "host")
+
+
+# What an instance says.
+
+
+def test_an_eagle_heads_layer_travels_with_the_models() -> None:
+    said = hello("P", eagle(), EAGLE_LAYERS)
+    assert [group.layers for group in said.cache.groups] == [(3,)]
+    assert "with drafter eagle" in said.weights
+    judge(said, hello("D", eagle(), EAGLE_LAYERS))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_draft_model_has_its_own_number_of_heads(tp: int) -> None:
+    """At TP 2 a rank has one head of each; the draft model's only one is on both ranks."""
+    config = vllm_config("P", drafter=draft_model())
+    config.parallel_config.tensor_parallel_size = tp
+    heads = [2 // tp, 2 // tp, 1]
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    groups = [
+        KVCacheGroupSpec([name], replace(spec, num_kv_heads=held))
+        for name, held in zip(DRAFT_LAYERS, heads, strict=True)
+    ]
+    kv = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
+    caches = {name: torch.zeros(4, held, BLOCK, 32) for name, held in zip(DRAFT_LAYERS, heads, strict=True)}
+    cache, said = cache_of(config, kv, Layers(caches, kv), 0)
+    assert sorted((group.heads, group.layers) for group in said.groups) == [(1, (1,)), (2, (2,))]
+    assert sorted(cache.groups[number].heads for number in range(2)) == sorted([1, 2 // tp])
+
+
+SIDES: dict[str, Callable[[str], Hello]] = {
+    "none": hello,
+    "ngram": lambda role: hello(role, NGRAM),
+    "eagle": lambda role: hello(role, eagle(), EAGLE_LAYERS),
+    "another eagle": lambda role: hello(role, eagle(seed=8), EAGLE_LAYERS),
+}
+
+
+@pytest.mark.parametrize(
+    ("on_p", "on_d"), [("none", "eagle"), ("eagle", "none"), ("eagle", "another eagle"), ("eagle", "ngram")]
+)
+def test_other_drafters_with_kv_are_refused(on_p: str, on_d: str) -> None:
+    p, d = SIDES[on_p]("P"), SIDES[on_d]("D")
+    for mine, theirs in ((p, d), (d, p)):
+        with pytest.raises(Refused, match=r"weights differ.*the same --speculative-config on both sides"):
+            judge(mine, theirs)
+    assert fit(p) != fit(d), "or a proxy would pair them"
+
+
+def test_drafters_without_kv_and_numbers_of_guesses_may_differ() -> None:
+    plain = hello("P")
+    judge(plain, hello("D", NGRAM))
+    assert fit(plain) == fit(hello("D", NGRAM))
+    judge(hello("P", eagle(guesses=2), EAGLE_LAYERS), hello("D", eagle(guesses=5), EAGLE_LAYERS))
+
+
+def mtp(guesses: int, modules: int) -> Any:
+    """As vLLM's SpeculativeConfig for a model whose checkpoint has so many MTP modules."""
+    return SimpleNamespace(
+        method="mtp",
+        num_speculative_tokens=guesses,
+        draft_model_config=None,
+        uses_draft_kv_cache=lambda: True,
+        use_eagle=lambda: True,
+        use_multi_module_mtp=lambda: min(guesses, modules) > 1,
+    )
+
+
+def test_of_several_mtp_modules_as_many_must_run_on_both() -> None:
+    def said(guesses: int, modules: int) -> str:
+        return drafter_of(SimpleNamespace(speculative_config=mtp(guesses, modules)))  # type: ignore[arg-type]
+
+    assert said(2, 1) == said(5, 1) == "mtp"
+    assert said(2, 4) != said(3, 4)
+
+
+def test_with_stages_a_drafter_with_kv_is_refused() -> None:
+    for drafter, refused in ((eagle(), True), (NGRAM, False)):
+        config = vllm_config("P", drafter=drafter)
+        config.parallel_config.pipeline_parallel_size = 2
+        if refused:
+            with pytest.raises(ConfigError, match=r"drafter .* has KV of its own.*leave the drafter out"):
+                refuse_what_cannot_pair(config)
+        else:
+            refuse_what_cannot_pair(config)
+
+
+# The prompt's tail.
+
+
+def test_d_computes_what_a_drafter_reads_ahead() -> None:
+    def tail(drafter: Any) -> int:
+        lookahead = VllmConfig.num_prefill_lookahead_tokens.fget(SimpleNamespace(**drafter))
+        return prompt_tail(SimpleNamespace(num_prefill_lookahead_tokens=lookahead))  # type: ignore[arg-type]
+
+    assert tail({"speculative_config": None}) == 1
+    for config in (NGRAM, eagle(), draft_model()):
+        assert prompt_tail(vllm_config("D", drafter=config)) == 1
+    assert tail({"speculative_config": mtp(3, 1), "num_speculative_tokens": 3}) == 1
+    assert tail({"speculative_config": mtp(3, 4), "num_speculative_tokens": 3}) == 3
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_in_vllms_scheduler_d_loads_all_but_the_tail(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slots for guesses come after the load; until then D's blocks are those of the prompt."""
+    lookahead = property(lambda config: ahead)
+    monkeypatch.setattr(VllmConfig, "num_prefill_lookahead_tokens", lookahead)
+    d = Instance("D", drafter=eagle())
+    prompt = tokens(3 * BLOCK)
+    paired = d.ask(inner_id(pair_id()), prompt)
+    d.step()
+    d.rank.begin(d.key(paired))
+    d.step(2)
+    (load,) = d.rank.said(do.Load)
+    assert (load.start, load.stop) == (0, len(prompt) - ahead)
+    assert load.blocks == (d.blocks(paired),) and len(load.blocks[0]) == 3
+    d.rank.load(d.key(paired))
+    d.run_until(lambda: paired.request_id in d.scheduled.num_scheduled_tokens)
+    padded = len(d.scheduled.scheduled_spec_decode_tokens.get(paired.request_id, ()))
+    assert d.scheduled.num_scheduled_tokens[paired.request_id] - padded == ahead
+    d.run_until(lambda: paired.request_id in d.ended)
+    d.assert_at_rest()
+
+
+def test_p_with_a_drafter_sends_from_the_prompts_blocks() -> None:
+    p = Instance("P", drafter=eagle())
+    prompt = tokens(3 * BLOCK)
+    request = p.ask(inner_id(pair_id()), prompt, max_tokens=1)
+    p.run_until(lambda: request.request_id in p.ended)
+    stops = [stop for each in p.rank.said(do.Computed) for _, stop in each.prompts]
+    assert max(stops) == len(prompt), "never slots of guesses"
+    p.rank.free(next(iter(p.rank.facts)))
+    p.assert_at_rest()
+
+
+def test_a_p_that_leaves_the_tail_out_and_its_d_count_the_same_tokens() -> None:
+    """As where layers see a window or keep a state."""
+    tables = BlockTables((BLOCK,))
+    for length, left in ((10, 7), (4, 1), (3, 3), (1, 1)):
+        p = ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, whole=False, tail=3)
+        request = make_request(inner_id(pair_id()), tokens(length))
+        p.new(request)
+        assert request.num_prompt_tokens == left == len(request.prompt_token_ids or ())
+        assert request.num_tokens == left
+        d = ConsumerScheduler(Pairs(D_ADDRESS, "D"), 1, True, tables, whole=False, tail=3)
+        d.new(make_request(inner_id(pair_id()), tokens(length)))
+        ((_, expect),) = d.step(SchedulerOutput.make_empty()).expects
+        assert expect.tokens == left
+
+
+def test_children_of_n_keep_the_list_that_they_share() -> None:
+    shared = tokens(10)
+    request = make_request(inner_id(pair_id()), shared)
+    request.prompt_token_ids = shared
+    _leave_out_last(request, 3)
+    assert len(shared) == 10 and request.prompt_token_ids == shared[:7]
+
+
+def test_of_a_state_d_takes_all_or_nothing() -> None:
+    """If vLLM asked for fewer tokens than P sends, a state would be that of later ones."""
+    blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
+    for whole, external, wanted in ((True, 20, True), (False, 29, True), (False, 20, False)):
+        d = ConsumerScheduler(Pairs(D_ADDRESS, "D"), 1, True, BlockTables((BLOCK,)), whole=whole)
+        request = make_request(inner_id(pair_id()), tokens(30))
+        d.new(request)
+        d._asking[request.request_id].begun = 1
+        assert d.matched(request, 0) == (29, True)
+        d.allocated(request, blocks, external)  # type: ignore[arg-type]
+        meta = d.step(SchedulerOutput.make_empty())
+        assert (len(meta.loads), len(meta.drops)) == ((1, 0) if wanted else (0, 1))

@@ -1,0 +1,300 @@
+"""Every kind of layer that vLLM registers with KV or a state: how p2pkv moves it, or why it refuses it.
+
+A kind that is not listed here fails a test: somebody has to look at it. The lists are of the classes in
+vLLM's sources; what is refused is asked of p2pkv itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from enum import StrEnum
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import vllm
+from connector_support import BLOCK, kv_cache_config, vllm_config
+from vllm.v1 import kv_cache_interface as interface
+from vllm.v1.kv_cache_interface import SparseCacheRole
+from vllm_sources import NEXT, LayerKind, Sources, next_vllm
+
+from p2pkv.config import ConfigError
+from p2pkv.connector.describe import refuse_what_cannot_move
+from p2pkv.connector.states import _KINDS, _Sizes
+
+pytestmark = pytest.mark.vllm
+
+PAGE = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def sources() -> Sources:
+    """Of the vLLM that is installed."""
+    return Sources(Path(vllm.__file__).parent)
+
+
+# What vLLM keeps for a layer.
+
+MOVED_SPECS = {"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "MambaSpec"}
+REFUSED_SPECS = {
+    "AttentionSpec": "a base of others",
+    "ChunkedLocalAttentionSpec": "vLLM frees a chunk's blocks when the next begins; p2pkv has no such group",
+    "CircularBufferSpec": "a ring of the last tokens, written in place: not rows of tokens",
+    "CrossAttentionSpec": "of encoder-decoder models, which vLLM refuses with any KV connector",
+    "EncoderOnlyAttentionSpec": "keeps nothing between steps",
+    "HiSparseHotSpec": "a copy on the device of KV that lies in host memory",
+    "HiSparseResidentSpec": "KV that lies in host memory",
+    "HiddenStateCacheSpec": "hidden states for another program to read, not KV",
+    "RSWASpec": "a window that is reused with other positions",
+    "SinkFullAttentionSpec": "its first blocks are the model's own, not the request's",
+    "SlidingWindowMLASpec": "DeepSeek V4's latents keep values apart from their scales",
+}
+HOLDS_OTHERS = {"UniformTypeKVCacheSpecs"}
+"""Not a layer's: each of its layers has a spec of its own."""
+
+
+class How(StrEnum):
+    HOOK = "hook"  # save_kv_layer is called for it, and its KV is handed over at once
+    SWEEP = "sweep"  # handed over at the end of the step
+    REFUSED = "refused"
+    NOTHING = "nothing"  # keeps no KV, or is a base that no model uses by itself
+
+
+class Kind(NamedTuple):
+    how: How
+    why: str = ""
+    beside: str = ""
+    """Of a layer that could be moved: the layer of the same model for which the model is refused."""
+
+
+PRIVATE = "has an attention of its own"
+RECURRENT = "recurrent layers have no hook"
+APART = "keeps a block's values apart from their scales"
+POOLED = "one entry stands for several tokens"
+RING = REFUSED_SPECS["CircularBufferSpec"]
+BASE = "a base of others"
+
+KINDS: dict[str, Kind] = {
+    "Attention": Kind(How.HOOK),
+    "MLAAttention": Kind(How.HOOK),
+    "PrefillPrefixLMAttention": Kind(How.HOOK),
+    "Dots3NotePaddedMLAAttention": Kind(How.REFUSED, PRIVATE, beside="DeepseekV32IndexerCache"),
+    "InklingAttention": Kind(How.SWEEP, PRIVATE),
+    "InklingConvState": Kind(How.SWEEP, PRIVATE),
+    "MultiHeadLatentAttention": Kind(How.SWEEP, PRIVATE),
+    "BailingMoELinearAttention": Kind(How.SWEEP, RECURRENT),
+    "BailingMoeV3KimiDeltaAttention": Kind(How.SWEEP, RECURRENT),
+    "Glm5NextLinearAttention": Kind(How.REFUSED, RECURRENT, beside="Glm5NextIndexerCache"),
+    "KimiGatedDeltaNetAttention": Kind(How.SWEEP, RECURRENT),
+    "KimiK3DeltaAttention": Kind(How.SWEEP, RECURRENT),
+    "MambaMixer": Kind(How.SWEEP, RECURRENT),
+    "MambaMixer2": Kind(How.SWEEP, RECURRENT),
+    "MiniMaxText01LinearAttention": Kind(How.SWEEP, RECURRENT),
+    "OlmoHybridGatedDeltaNetAttention": Kind(How.SWEEP, RECURRENT),
+    "QwenGatedDeltaNetAttention": Kind(How.SWEEP, RECURRENT),
+    "ShortConv": Kind(How.SWEEP, RECURRENT),
+    "CacheOnlyAttentionLayer": Kind(How.REFUSED, REFUSED_SPECS["HiddenStateCacheSpec"]),
+    "ChunkedLocalAttention": Kind(How.REFUSED, REFUSED_SPECS["ChunkedLocalAttentionSpec"]),
+    "CompressorStateCache": Kind(How.REFUSED, RING),
+    "CrossAttention": Kind(How.REFUSED, REFUSED_SPECS["CrossAttentionSpec"]),
+    "DeepseekV32Attention": Kind(How.REFUSED, PRIVATE, beside="DeepseekV32IndexerCache"),
+    "DeepseekV32IndexerCache": Kind(How.REFUSED, APART),
+    "DeepseekV32MLAAttention": Kind(How.REFUSED, PRIVATE, beside="DeepseekV32ROCmIndexerCache"),
+    "DeepseekV32ROCmIndexerCache": Kind(How.REFUSED, APART),
+    "DeepseekV41ROCMAiterMLAAttention": Kind(How.REFUSED, APART),
+    "DeepseekV4Attention": Kind(How.REFUSED, APART),
+    "DeepseekV4CPUAttention": Kind(How.REFUSED, APART),
+    "DeepseekV4CPUIndexerCache": Kind(How.REFUSED, POOLED),
+    "DeepseekV4FlashInferMLAAttention": Kind(How.REFUSED, APART),
+    "DeepseekV4FlashInferSM120Attention": Kind(How.REFUSED, APART),
+    "DeepseekV4FlashMLAAttention": Kind(How.REFUSED, APART),
+    "DeepseekV4IndexerCache": Kind(How.REFUSED, POOLED),
+    "DeepseekV4MegaAttnAttention": Kind(How.REFUSED, APART),
+    "DeepseekV4ROCMAiterMLAAttention": Kind(How.REFUSED, APART),
+    "DeepseekV4SWACache": Kind(How.REFUSED, APART),
+    "DeepseekV4XPUAttention": Kind(How.REFUSED, APART),
+    "Glm5NextIndexerCache": Kind(How.REFUSED, APART),
+    "Glm5NextTailCache": Kind(How.REFUSED, RING),
+    "MiniMaxM3IndexerCache": Kind(How.REFUSED, APART),
+    "MiniMaxM3SparseAttention": Kind(How.REFUSED, PRIVATE, beside="MiniMaxM3IndexerCache"),
+    "QSACompressedKeyCache": Kind(How.REFUSED, POOLED),
+    "QSAKeyStateCache": Kind(How.REFUSED, RING),
+    "Qwen4ExpPLELayer": Kind(How.REFUSED, RECURRENT, beside="QSAKeyStateCache"),
+    "Qwen4ExpQSAAttention": Kind(How.REFUSED, PRIVATE, beside="QSAKeyStateCache"),
+    "RSWAAttention": Kind(How.REFUSED, REFUSED_SPECS["RSWASpec"]),
+    "StaticSinkAttention": Kind(How.REFUSED, REFUSED_SPECS["SinkFullAttentionSpec"]),
+    "WhisperCausalAttentionWithBlockPooling": Kind(How.REFUSED, POOLED),
+    "EncoderOnlyAttention": Kind(How.NOTHING, REFUSED_SPECS["EncoderOnlyAttentionSpec"]),
+    "GatedDeltaNetAttention": Kind(How.NOTHING, BASE),
+    "LinearAttention": Kind(How.NOTHING, BASE),
+    "MambaBase": Kind(How.NOTHING, BASE),
+    "_QSAStateCache": Kind(How.NOTHING, BASE),
+}
+
+SINCE_33: dict[str, Kind] = {
+    "DeepseekV4RocmMxfp4IndexerCache": Kind(How.REFUSED, POOLED),
+    "Step5CSATailRing": Kind(How.REFUSED, RING),
+    "Step5SparseSummaryCacheLayer": Kind(How.REFUSED, POOLED),
+}
+"""What vLLM 0.33 has besides."""
+
+WHERE_IT_DEPENDS = {"RSWAAttention", "WhisperCausalAttentionWithBlockPooling"}
+"""Refused where they keep what they are for; as plain attention, which they also may be, they are moved."""
+
+HOOKED_FUNCTIONS = {"unified_attention_with_output", "unified_mla_attention_with_output", "dummy_attention"}
+
+
+def check_kinds(found: dict[str, LayerKind], listed: dict[str, Kind]) -> None:
+    """The list names every layer kind, and says of each what its sources say."""
+    assert found.keys() == listed.keys(), (
+        f"vLLM registers {sorted(found.keys() - listed.keys())}, which the list of this file lacks, and no "
+        f"longer {sorted(listed.keys() - found.keys())}: look how p2pkv treats each, and say so here and in "
+        "docs/compatibility.md"
+    )
+    wrong = {
+        name: sentence for name, kind in listed.items() if (sentence := _wrong(kind, found[name], found))
+    }
+    assert not wrong, "\n".join(f"{name}: {sentence}" for name, sentence in wrong.items())
+
+
+def _wrong(kind: Kind, found: LayerKind, others: dict[str, LayerKind]) -> str:
+    can_move = bool(found.specs & MOVED_SPECS)
+    match kind.how:
+        case How.HOOK | How.SWEEP if not can_move:
+            return f"it keeps {sorted(found.specs)}, of which p2pkv moves none"
+        case How.HOOK | How.SWEEP if found.hooked is not (kind.how is How.HOOK):
+            return "vLLM calls the hook for it" if found.hooked else "vLLM does not call the hook for it"
+        case How.SWEEP if found.state and (why := _unread(found)):
+            return f"p2pkv does not know what it keeps: {why}"
+        case How.REFUSED if can_move and not kind.beside and found.name not in WHERE_IT_DEPENDS:
+            return f"it keeps {sorted(found.specs)}, which p2pkv moves"
+        case How.REFUSED if kind.beside and others[kind.beside].specs & MOVED_SPECS:
+            return f"it is refused for {kind.beside}, which is not"
+    return ""
+
+
+def _unread(layer: LayerKind) -> str:
+    """Why p2pkv cannot read what a recurrent layer with these attributes keeps; "" if it can."""
+    sizes: dict[str, Any] = dict.fromkeys(layer.sizes, 4)
+    sizes |= {"norm": SimpleNamespace(n_groups=4)} if "norm" in sizes else {}
+    sizes |= {"intermediate_size": 16} if "intermediate_size" in sizes else {}  # as many as heads x size
+    if layer.state not in _KINDS:
+        return f"its state is of kind {layer.state}"
+    try:
+        _KINDS[layer.state](_Sizes(layer.name, SimpleNamespace(**sizes)))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def check_specs(found: set[str]) -> None:
+    listed = MOVED_SPECS | REFUSED_SPECS.keys() | HOLDS_OTHERS
+    assert found == listed, f"vLLM has other kinds of KVCacheSpec: {sorted(found ^ listed)}"
+
+
+def test_the_list_names_every_layer_that_vllm_registers(sources: Sources) -> None:
+    check_kinds(sources.layer_kinds, KINDS)
+
+
+def test_the_list_names_every_description_that_vllm_has(sources: Sources) -> None:
+    check_specs(sources.spec_kinds)
+
+
+def test_a_kind_that_nobody_has_looked_at_fails_the_list(sources: Sources, tmp_path: Path) -> None:
+    """Also one whose class derives from another new one, and one that vLLM treats in another way than we."""
+    package = tmp_path / "vllm"
+    package.mkdir()
+    (package / "new.py").write_text(
+        "class NewBase(AttentionLayerBase):\n    pass\n\n\nclass New(nn.Module, NewBase):\n"
+        "    def forward(self):\n        unified_attention_with_output()\n"
+        "    def get_kv_cache_spec(self, vllm_config):\n        return FullAttentionSpec(block_size=1)\n"
+    )
+    (package / "specs.py").write_text("class FullAttentionSpec(KVCacheSpec):\n    pass\n")
+    (package / "hooks.py").write_text(
+        "@maybe_transfer_kv_layer\ndef unified_attention_with_output():\n    pass\n"
+    )
+    (package / "base.py").write_text("class AttentionLayerBase(ABC):\n    pass\n")
+    found = Sources(package).layer_kinds
+    assert found["New"] == LayerKind("New", frozenset({"FullAttentionSpec"}), hooked=True)
+    nothing = {"NewBase": Kind(How.NOTHING)}
+    with pytest.raises(AssertionError, match=r"vLLM registers \['New'\], which the list"):
+        check_kinds(found, nothing)
+    for how, sentence in [(How.SWEEP, "vLLM calls the hook for it"), (How.REFUSED, "which p2pkv moves")]:
+        with pytest.raises(AssertionError, match=sentence):
+            check_kinds(found, nothing | {"New": Kind(how)})
+    check_kinds(found, nothing | {"New": Kind(How.HOOK)})
+
+
+def test_the_hook_comes_after_these_functions_only(sources: Sources) -> None:
+    assert sources.hooked_functions == HOOKED_FUNCTIONS
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_next_vllm_registers_the_same_layers_and_a_few_more(request: pytest.FixtureRequest) -> None:
+    sources = next_vllm(request.config.cache.mkdir("vllm"))
+    assert NEXT == "0.33"
+    check_specs(sources.spec_kinds)
+    check_kinds(sources.layer_kinds, KINDS | SINCE_33)
+    step5 = {"step5_dsa_attention_with_output", "step5_swa_attention_with_output"}
+    assert sources.hooked_functions == HOOKED_FUNCTIONS | step5
+
+
+# What p2pkv itself says.
+
+ATTENTION = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
+MORE: dict[str, dict[str, Any]] = {
+    "ChunkedLocalAttentionSpec": {"attention_chunk_size": 64},
+    "SlidingWindowSpec": {"sliding_window": 64},
+    "SlidingWindowMLASpec": {"sliding_window": 64, "num_kv_heads": 1},
+    "MLAAttentionSpec": {"num_kv_heads": 1},
+    "RSWASpec": {"rswa_window": 64},
+    "SinkFullAttentionSpec": {"sink_len": BLOCK},
+}
+
+
+@pytest.mark.parametrize("name", sorted(MOVED_SPECS - {"MambaSpec"}))
+def test_p2pkv_moves_what_the_list_says_it_moves(name: str) -> None:
+    spec = getattr(interface, name)(**ATTENTION | MORE.get(name, {}))
+    refuse_what_cannot_move(vllm_config("P"), kv_cache_config(spec=spec))
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_SPECS))
+def test_p2pkv_refuses_what_the_list_says_it_refuses(name: str) -> None:
+    if name.startswith("HiSparse"):
+        pytest.skip("vLLM alone can make one: it describes another layer's buffer")
+    spec = getattr(interface, name)(**ATTENTION | MORE.get(name, {}))
+    with pytest.raises(ConfigError, match=name):
+        refuse_what_cannot_move(vllm_config("P"), kv_cache_config(spec=spec))
+
+
+PLANES: list[Callable[[], Any]] = [
+    lambda: interface.MLAAttentionSpec(**ATTENTION | {"num_kv_heads": 1}, cache_role=SparseCacheRole.INDEXER),
+    lambda: interface.MLAAttentionSpec(**ATTENTION | {"num_kv_heads": 1}, model_version="deepseek_v4"),
+    lambda: interface.FullAttentionSpec(**ATTENTION, tokens_per_state=8),
+    lambda: interface.FullAttentionSpec(**ATTENTION, tokens_per_state=Fraction(1, 2)),
+]
+
+
+@pytest.mark.parametrize("make", PLANES)
+def test_p2pkv_refuses_entries_that_are_not_a_tokens_own(make: Callable[[], Any]) -> None:
+    with pytest.raises(ConfigError):
+        refuse_what_cannot_move(vllm_config("P"), kv_cache_config(spec=make()))
+
+
+# The page.
+
+
+def test_the_page_lists_the_same() -> None:
+    section = PAGE.split("### Kinds of layers")[1].split("\n#")[0]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    said: dict[str, str] = {}
+    for how, classes, *_ in rows:
+        for name in re.findall(r"`(\w+)`", classes):
+            assert name not in said, f"the page lists {name} twice"
+            said[name] = how.strip("| *")
+    assert said == {name: str(kind.how) for name, kind in (KINDS | SINCE_33).items()}
