@@ -25,7 +25,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from threading import get_ident
-from typing import Annotated, ClassVar, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -191,6 +191,21 @@ class SetupBlob(Struct, frozen=True, forbid_unknown_fields=True):
 
 _AnyBlob = TypeVar("_AnyBlob", bound=SetupBlob)
 
+_looking = threading.Lock()
+_decoders: dict[type[SetupBlob], msgspec.msgpack.Decoder[Any]] = {}
+
+
+def _decoder(kind: type[_AnyBlob]) -> msgspec.msgpack.Decoder[_AnyBlob]:
+    """The decoder of this kind of blob.
+
+    msgspec 0.22 crashes the process when two threads, which may be two ranks' here, look at one type for the
+    first time together. So one of them does, and the others wait.
+    """
+    with _looking:
+        if kind not in _decoders:
+            _decoders[kind] = msgspec.msgpack.Decoder(kind)
+        return _decoders[kind]
+
 
 def encode_blob(blob: SetupBlob) -> bytes:
     """The blob's bytes (msgpack)."""
@@ -202,7 +217,7 @@ def decode_blob(blob: bytes, kind: type[_AnyBlob]) -> _AnyBlob:
     if len(blob) > MAX_BLOB_BYTES:
         raise LinkError(f"the link {kind.name} has {len(blob)} bytes; at most {MAX_BLOB_BYTES} are expected")
     try:
-        return msgspec.msgpack.decode(blob, type=kind)
+        return _decoder(kind).decode(blob)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
         raise LinkError(
             f"not a link {kind.name} of kind {kind.link} ({error}); both sides need the same `link` setting "

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -26,6 +28,55 @@ def test_each_way_is_taken(shm: HostLinks, tcp: HostLinks) -> None:
         pair = connect((p, d), WINDOW)
         assert isinstance(pair.outbound, TcpOutbound)
         pair.carry(1000)
+
+
+FIRST_BLOBS = """
+from __future__ import annotations
+
+import threading
+
+from p2pkv.links.base import SetupBlob, decode_blob, encode_blob
+from msgspec import Struct
+
+first_looks, second_decodes = threading.Event(), threading.Event()
+
+
+def slow():
+    first_looks.set()
+    second_decodes.wait(1.0)  # a thread that has to wait for this one cannot say so
+    return int
+
+
+class Inner(Struct, frozen=True):
+    number: slow()
+
+
+class Blob(SetupBlob, frozen=True):
+    inner: Inner
+    name_of_it: str
+
+
+def decode():
+    assert decode_blob(blob, Blob).inner.number == 5
+
+
+blob = encode_blob(Blob(Inner(5), "x"))
+threads = [threading.Thread(target=decode) for _ in range(2)]
+threads[0].start()
+assert first_looks.wait(10.0)
+threads[1].start()
+for thread in threads:
+    thread.join(10.0)
+print("both decoded")
+"""
+
+
+def test_two_ranks_of_one_process_may_decode_their_first_blobs_at_once() -> None:
+    """In a process of its own, which msgspec crashed: the second thread found the type half looked at."""
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_BLOBS], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "both decoded\n"), done.stderr
 
 
 def unsealed(offer: SharedArena) -> SharedArena:

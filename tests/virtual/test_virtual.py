@@ -57,10 +57,10 @@ def trace(seed: int, hashes: str) -> str:
     return connection
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_no_invariant_is_broken_in_a_short_run(seed: int) -> None:
-    """The first five with one KV group, the others with several."""
-    world = World(seed, model=ONE_GROUP if seed < 5 else draw_hybrid(random.Random(seed)))
+    """The first three with one KV group, the others with several."""
+    world = World(seed, model=ONE_GROUP if seed < 3 else draw_hybrid(random.Random(seed)))
     world.run(SHORT)
     assert world.jobs.outcomes["loaded"] > 10 and world.faults.total() > 0
 
