@@ -157,14 +157,13 @@ CALLS = {
 @pytest.mark.parametrize("file", CALLS)
 def test_vllm_calls_what_it_did(file: str, sources: Sources) -> None:
     receiver, expected = CALLS[file]
-    called = sources.calls_of(file, receiver)
+    called = sources.calls_of(file, receiver, "connector")
     assert called == expected, f"vLLM calls {sorted(called - expected)}, and not {sorted(expected - called)}"
 
 
 def test_the_second_runner_sweeps_behind_the_drafter(sources: Sources, version: str) -> None:
     """Layers of a drafter are written after the forward; the sweep must come after that."""
-    (runner,) = (each for each in sources.classes("GPUModelRunner") if each.path.parent.name == "gpu")
-    source = ast.unparse(runner.node)
+    source = ast.unparse(sources.one("GPUModelRunner", "v1/worker/gpu/model_runner.py").node)
     draft = source.index("self.speculator.propose(", source.index("def sample_tokens"))
     end = source.index(
         "self.kv_connector." + ("finalize_step(" if version == NEXT else "post_forward("), draft

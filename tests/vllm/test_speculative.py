@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from probes import Compared, notes
+from safetensors.torch import load_file, save_file
 from tiny_eagle import TinyEagle
 from vllm_support import MODEL, MODEL_NAME, assert_same, at_rest, paired_headers, probing_server, tokens
 
@@ -49,14 +50,23 @@ class Drafter:
                 head = ensure_model(TinyEagle(), models)
                 return {"method": "eagle", "model": str(head), "num_speculative_tokens": GUESSES}
             case _:
-                # vLLM takes the name of a drafter for what it is, so the copy lies in a folder of its own.
-                copy = models / "drafts"
-                copy.mkdir(exist_ok=True)
-                return {
-                    "method": "draft_model",
-                    "model": str(ensure_model(MODEL, copy)),
-                    "num_speculative_tokens": GUESSES,
-                }
+                copy = ensure_model(Copy(), models)
+                return {"method": "draft_model", "model": str(copy), "num_speculative_tokens": GUESSES}
+
+
+class Copy:
+    """The model itself, but with other bytes in its KV: its keys are longer by a little."""
+
+    name = f"copy-of-{MODEL.name}"
+
+    def write(self, directory: Path) -> None:
+        MODEL.write(directory)
+        file = directory / "model.safetensors"
+        weights = {
+            name: weight * (1 + 2**-12) if "k_proj" in name else weight
+            for name, weight in load_file(file).items()
+        }
+        save_file(weights, file, metadata={"format": "pt"})
 
 
 NONE = Drafter("none")
@@ -209,7 +219,7 @@ def test_d_drafts_and_its_blocks_hold_the_drafters_layers(lane: Lane, request: p
     drafts, accepted = (now - then for now, then in zip(drafted(lane.d), before, strict=True))
     assert drafts > 0
     if lane.drafters[1] is COPY:
-        assert accepted > 0.9 * drafts, f"{accepted:.0f} of {drafts:.0f} guesses were right"
+        assert accepted > 0.7 * drafts, f"{accepted:.0f} of {drafts:.0f} guesses were right"
     layers = {
         (group, layer)
         for ranks in notes(lane.probes, "D").values()
