@@ -68,6 +68,24 @@ class PingSource(Protocol):
         """Whether it has not been closed."""
 
 
+@dataclass(eq=False)
+class ListedSource:
+    """In place of such a connection, of an instance that the command line lists. What an instance says by its
+    own pings counts more.
+
+    Attributes:
+        answers: its port does.
+        pinged: it has pinged by itself since.
+    """
+
+    answers: bool = True
+    pinged: bool = False
+    member: bool = False
+
+    def stands(self) -> bool:
+        return self.answers
+
+
 class Breaker:
     """Whether an instance that fails again and again is given requests.
 
@@ -199,7 +217,12 @@ class Instance:
     def learn(self, served: frozenset[str]) -> None:
         """Takes in the names that it lists now, beside the one in its ping."""
         self.names = served | {self.ping.model} if self.ping.model else served
-        self.kind = self.names, self.ping.fit, self.ping.protocol
+        self.kind = self.names, self.ping.fit, -1 if self.fits_unknown else self.ping.protocol
+
+    @property
+    def fits_unknown(self) -> bool:
+        """Whether nobody has said what it fits: it is listed, and its ranks have not answered."""
+        return isinstance(self.source, ListedSource) and not self.ping.fit
 
     @property
     def role(self) -> Role:
@@ -246,6 +269,8 @@ class Instance:
     def fits(self, other: Instance) -> bool:
         """Whether a P and a D would accept each other, as far as their pings tell."""
         mine, theirs = self.ping, other.ping
+        if self.fits_unknown or other.fits_unknown:
+            return True
         if mine.fit and theirs.fit:
             return mine.fit == theirs.fit
         return (mine.protocol or _UNSAID_PROTOCOL) == (theirs.protocol or _UNSAID_PROTOCOL)
@@ -342,6 +367,8 @@ class Registry:
             if self._complaints.admits("full", now):
                 logger.warning("%s ignored: %d instances are known already", newcomer, self._capacity)
             return None
+        if known is not None and isinstance(known.source, ListedSource) and source != known.source:
+            known.source.pinged = True
         newcomer.breaker = self._breakers.setdefault(newcomer.key, newcomer.breaker)
         newcomer.drained = self._drained.get(newcomer.key) == ping.incarnation
         self._instances[newcomer.key] = newcomer
@@ -350,7 +377,10 @@ class Registry:
 
     def _renew(self, known: Instance, again: Instance) -> None:
         known.last_seen = max(known.last_seen, again.last_seen)
-        if known.source is None or (again.source != known.source and not known.source.stands()):
+        if isinstance(known.source, ListedSource) and known.source != again.source:
+            known.source.pinged, known.source = True, again.source
+            known.learn(known.names)
+        elif known.source is None or (again.source != known.source and not known.source.stands()):
             known.source = again.source
 
     def _holder(self, newcomer: Instance, known: Instance | None, now: float) -> Instance | None:
@@ -367,6 +397,8 @@ class Registry:
         """Whether the holder still is who it was, as far as its own connection tells. What anybody may have
         said does not keep a member out."""
         if holder.source is None or holder.source == newcomer.source:
+            return False
+        if isinstance(holder.source, ListedSource):
             return False
         if newcomer.source is not None and newcomer.source.member and not holder.source.member:
             return False
@@ -476,6 +508,10 @@ class Registry:
         """Those with requests in flight whose ping is late."""
         late = now - self._life * _DOUBT
         return [each for each in self._instances.values() if each.in_flight and each.last_seen < late]
+
+    def at(self, key: InstanceKey) -> Instance | None:
+        """The one with this role, HTTP address and data-parallel rank."""
+        return self._instances.get(key)
 
     def known(self, role: Role) -> list[Instance]:
         return [instance for instance in self._instances.values() if instance.role == role]
