@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -15,6 +15,7 @@ from .admission import Limits
 from .errors import errors_as_json, note_begin
 from .http import PAIRED, REQUEST_ID, SINGLE
 from .instances import Access, changed, listed
+from .listed import ListedInstance, ListedInstances
 from .listener import Listener
 from .metrics import Metrics
 from .records import recording
@@ -47,6 +48,7 @@ def make_app(
     guard: Access | None = None,
     log_requests: bool = False,
     tracing: Tracing | None = None,
+    listed: Sequence[ListedInstance] = (),
 ) -> web.Application:
     """The application, for `make_runner`: without it a client that leaves is not noticed.
 
@@ -59,6 +61,7 @@ def make_app(
         guard: who may see instances, and who may drain them.
         log_requests: write a line for each request.
         tracing: makes the spans of requests, and is closed at the end.
+        listed: instances that are there without a ping, as long as their /health answers.
 
     Raises:
         OSError: at start-up, if an endpoint cannot be bound.
@@ -77,7 +80,8 @@ def make_app(
             )
             app[LISTENER] = listener = Listener(discovery, proxy.take, members)
             cleanup.callback(listener.close)
-            forever = (listener.run(), proxy.prober.run(), keep_history(metrics))
+            there = ListedInstances(listed, session, known, proxy.take, members, proxy.clock)
+            forever = (listener.run(), proxy.prober.run(), there.run(), keep_history(metrics))
             tasks = [asyncio.create_task(each) for each in forever]
             if plain_discovery is not None:
                 app[PLAIN_LISTENER] = plain = Listener(plain_discovery, proxy.take)

@@ -11,6 +11,7 @@ import resource
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from aiohttp import web
@@ -26,9 +27,11 @@ from . import settings
 from .admission import Limits
 from .app import LISTENER, PLAIN_LISTENER, PROXY, make_app, make_runner
 from .instances import Access
+from .listed import ListedInstance
 from .listener import endpoint_of
 from .prefixes import PIECE_TOKENS
 from .records import set_up_logging
+from .registry import ROLE_NAMES, Role
 from .routing import POLICY_NAMES, Routing
 from .serving import Dispatch
 from .tracing import NoTracing, Spans
@@ -60,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the proxy until SIGTERM or SIGINT; returns the exit status."""
     parser = _parser()
     arguments = settings.parse(parser, sys.argv[1:] if argv is None else argv, os.environ)
+    twice = [each for each, count in Counter(_addresses(arguments)).items() if count > 1]
+    if twice:
+        parser.error(f"{twice[0]} is listed twice: each instance has addresses of its own")
     if arguments.private and not arguments.admin_token:
         parser.error("--private needs an --admin-token, or nobody could see those pages")
     try:
@@ -75,6 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"p2pkv-proxy: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _addresses(arguments: argparse.Namespace) -> list[Address]:
+    """Of all that are listed."""
+    listed: list[ListedInstance] = [*arguments.prefill, *arguments.decode]
+    return [address for each in listed for address in (each.http, each.zmq)]
 
 
 def _take_descriptors() -> None:
@@ -112,6 +124,7 @@ async def _serve(arguments: argparse.Namespace, members: Members | None) -> None
         guard=Access(arguments.admin_token, arguments.private),
         log_requests=arguments.log_requests,
         tracing=Spans(arguments.otlp_traces_endpoint) if arguments.otlp_traces_endpoint else None,
+        listed=[*arguments.prefill, *arguments.decode],
     )
     runner = make_runner(app, _SHUTDOWN_SECONDS)
     try:
@@ -217,6 +230,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT",
         help="a second place for pings, without the secret: for instances with `discovery: plain`",
     )
+    roles: dict[str, Role] = {"--prefill": "P", "--decode": "D"}
+    for option, role in roles.items():
+        parser.add_argument(
+            option,
+            type=_listed(role),
+            action="append",
+            default=[],
+            metavar="URL=HOST:PORT",
+            help=f"a {ROLE_NAMES[role]} instance that does not ping this proxy: the URL of its API, and its "
+            "host and kv_port. It is there while its /health answers. Repeat the option for others; in the "
+            "environment a comma is between them, in the file they are a list",
+        )
     parser.add_argument(
         "--allow-insecure",
         action="store_true",
@@ -379,6 +404,16 @@ def _address(text: str) -> Address:
         return Address.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _listed(role: Role) -> Callable[[str], ListedInstance]:
+    def instance(text: str) -> ListedInstance:
+        try:
+            return ListedInstance.parse(role, text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return instance
 
 
 def _at_least(least: int) -> Callable[[str], int]:

@@ -71,6 +71,27 @@ class PingSource(Protocol):
         """Answer a ping; whether that could be sent."""
 
 
+@dataclass(eq=False)
+class ListedSource:
+    """In place of such a connection, of an instance that the command line lists. What an instance says by its
+    own pings counts more.
+
+    Attributes:
+        answers: its port does.
+        pinged: it has pinged by itself since.
+    """
+
+    answers: bool = True
+    pinged: bool = False
+    member: bool = False
+
+    def stands(self) -> bool:
+        return self.answers
+
+    def tell(self, frame: bytes) -> bool:
+        return False
+
+
 class Breaker:
     """Whether an instance that fails again and again is given requests.
 
@@ -202,7 +223,12 @@ class Instance:
     def learn(self, served: frozenset[str]) -> None:
         """Takes in the names that it lists now, beside the one in its ping."""
         self.names = served | {self.ping.model} if self.ping.model else served
-        self.kind = self.names, self.ping.fit, self.ping.protocol
+        self.kind = self.names, self.ping.fit, -1 if self.fits_unknown else self.ping.protocol
+
+    @property
+    def fits_unknown(self) -> bool:
+        """Whether nobody has said what it fits: it is listed, and its ranks have not answered."""
+        return isinstance(self.source, ListedSource) and not self.ping.fit
 
     @property
     def role(self) -> Role:
@@ -249,6 +275,8 @@ class Instance:
     def fits(self, other: Instance) -> bool:
         """Whether a P and a D would accept each other, as far as their pings tell."""
         mine, theirs = self.ping, other.ping
+        if self.fits_unknown or other.fits_unknown:
+            return True
         if mine.fit and theirs.fit:
             return mine.fit == theirs.fit
         return (mine.protocol or _UNSAID_PROTOCOL) == (theirs.protocol or _UNSAID_PROTOCOL)
@@ -345,6 +373,8 @@ class Registry:
             if self._complaints.admits("full", now):
                 logger.warning("%s ignored: %d instances are known already", newcomer, self._capacity)
             return None
+        if known is not None and isinstance(known.source, ListedSource) and source != known.source:
+            known.source.pinged = True
         newcomer.breaker = self._breakers.setdefault(newcomer.key, newcomer.breaker)
         newcomer.drained = self._drained.get(newcomer.key) == ping.incarnation
         self._instances[newcomer.key] = newcomer
@@ -353,7 +383,10 @@ class Registry:
 
     def _renew(self, known: Instance, again: Instance) -> None:
         known.last_seen = max(known.last_seen, again.last_seen)
-        if known.source is None or (again.source != known.source and not known.source.stands()):
+        if isinstance(known.source, ListedSource) and known.source != again.source:
+            known.source.pinged, known.source = True, again.source
+            known.learn(known.names)
+        elif known.source is None or (again.source != known.source and not known.source.stands()):
             known.source = again.source
 
     def _holder(self, newcomer: Instance, known: Instance | None, now: float) -> Instance | None:
@@ -370,6 +403,8 @@ class Registry:
         """Whether the holder still is who it was, as far as its own connection tells. What anybody may have
         said does not keep a member out."""
         if holder.source is None or holder.source == newcomer.source:
+            return False
+        if isinstance(holder.source, ListedSource):
             return False
         if newcomer.source is not None and newcomer.source.member and not holder.source.member:
             return False
@@ -484,6 +519,10 @@ class Registry:
         """Whose ping this is; None if its sender is not registered, or is registered from another source."""
         known = self._instances.get((ping.type, Address.parse(ping.http_address), ping.dp_rank))
         return known if known is not None and known.ping == ping and known.source == source else None
+
+    def at(self, key: InstanceKey) -> Instance | None:
+        """The one with this role, HTTP address and data-parallel rank."""
+        return self._instances.get(key)
 
     def known(self, role: Role) -> list[Instance]:
         return [instance for instance in self._instances.values() if instance.role == role]

@@ -87,7 +87,11 @@ def _from_file(parser: argparse.ArgumentParser, file: str, options: Iterable[str
     return found
 
 
-def _from_environment(environ: Mapping[str, str], options: Iterable[str]) -> _Found:
+def _split(text: str) -> list[str]:
+    return [each.strip() for each in text.split(",") if each.strip()]
+
+
+def _from_environment(environ: Mapping[str, str], options: Mapping[str, argparse.Action]) -> _Found:
     found: _Found = {}
     names = {f"{PREFIX}{name.replace('-', '_').upper()}": name for name in options}
     for variable, text in environ.items():
@@ -96,7 +100,8 @@ def _from_environment(environ: Mapping[str, str], options: Iterable[str]) -> _Fo
         if variable not in names:
             logger.warning("%s is set, and there is no such option", variable)
         elif not text.startswith(_ADDRESS_OF_KUBERNETES):
-            found[names[variable]] = (variable, text)
+            several = isinstance(options[names[variable]], argparse._AppendAction)
+            found[names[variable]] = (variable, _split(text) if several else text)
     return found
 
 

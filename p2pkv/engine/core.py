@@ -16,6 +16,7 @@ from p2pkv.engine.producer import Producer
 from p2pkv.kv.cache import RankCache
 from p2pkv.links.base import LinkFactory
 from p2pkv.log import RateLimit
+from p2pkv.protocol.handshake import fit
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.messages import BadMessage, Hello, Inspect, Report, decode
 
@@ -207,6 +208,8 @@ class Core:
             "model": hello.model,
             "ranks": len(hello.addresses),
             "link": hello.link,
+            "protocol": hello.version,
+            "fit": fit(hello),
             "p2pkv": __version__,
         }
         self._ctx.tell(connection, Report(values))

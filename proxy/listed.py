@@ -1,0 +1,209 @@
+"""Instances that the command line lists, for places where their pings do not reach this proxy.
+
+The proxy asks each of them for /health, and an answer counts as a ping. What a ping would say beside the two
+addresses it asks of the instance's rank 0, as `p2pkv doctor --rank` does: the process's incarnation, its
+ranks, and what a peer must be like to fit it. If that rank does not answer, the instance is paired with any
+other, and the handshake of the ranks refuses what does not fit.
+
+An instance that pings by itself is left to its pings, listed or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import aiohttp
+import msgspec
+import zmq
+
+from p2pkv.control.discovery import DISCOVERY_VERSION, Ping, decode_ping, encode_ping
+from p2pkv.control.endpoint import inspect
+from p2pkv.control.security import Members
+from p2pkv.pairing import Address
+
+from .registry import ROLE_NAMES, InstanceKey, ListedSource, PingSource, Registry, Role
+from .upstream import Client
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
+_PERIOD_SECONDS = 2.0
+# How long rank 0 may take to answer, and when one that did not is asked again.
+_RANK_SECONDS = 2.0
+_ASK_AGAIN_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class ListedInstance:
+    """One instance as it is listed: its OpenAI API, and its rank 0 (`kv_port`)."""
+
+    role: Role
+    http: Address
+    zmq: Address
+
+    @classmethod
+    def parse(cls, role: Role, text: str) -> Self:
+        """What `--prefill` or `--decode` says. Raises ValueError with a sentence for anything else."""
+        url, separator, zmq = text.rpartition("=")
+        if not separator:
+            raise ValueError(
+                f"{text!r} names no ZMQ address: expected URL=HOST:PORT with the instance's HTTP address and "
+                "its kv_port, such as http://10.0.0.7:8100=10.0.0.7:21001"
+            )
+        if url.startswith("https://"):
+            raise ValueError(f"{url} is HTTPS: the proxy speaks plain HTTP to instances, give http://")
+        return cls(role, Address.parse(url.removeprefix("http://").removesuffix("/")), Address.parse(zmq))
+
+    @property
+    def key(self) -> InstanceKey:
+        return self.role, self.http, 0
+
+    def __str__(self) -> str:
+        return f"{ROLE_NAMES[self.role]} instance {self.http}"
+
+
+@dataclass
+class _Watched:
+    """One of them, as far as it is known.
+
+    Attributes:
+        ping: what stands for its pings; None while it does not answer.
+        learnt: whether rank 0 has said what is in it.
+        asked: when rank 0 was asked last.
+        said: the trouble that the log has.
+    """
+
+    listed: ListedInstance
+    source: ListedSource = field(default_factory=ListedSource)
+    ping: Ping | None = None
+    learnt: bool = False
+    asked: float = 0.0
+    said: str = ""
+
+
+class ListedInstances:
+    """Keeps the listed instances in the registry for as long as they answer.
+
+    Args:
+        take: takes in what stands for a ping.
+        members: of whom rank 0 is one, if there is a secret.
+        clock: the registry's.
+    """
+
+    def __init__(
+        self,
+        listed: Sequence[ListedInstance],
+        session: Client,
+        registry: Registry,
+        take: Callable[[Ping, PingSource], None],
+        members: Members | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._watched = [_Watched(each) for each in listed]
+        self._session = session
+        self._registry = registry
+        self._take = take
+        self._members = members
+        self._clock = clock
+
+    async def run(self) -> None:
+        """Asks until cancelled."""
+        await asyncio.gather(*(self._forever(each) for each in self._watched))
+
+    async def _forever(self, watched: _Watched) -> None:
+        while True:
+            try:
+                await self._look(watched)
+            except Exception:  # one instance's answer must not end the watch over it
+                logger.exception("%s could not be asked for its health", watched.listed)
+            await asyncio.sleep(_PERIOD_SECONDS)
+
+    async def _look(self, watched: _Watched) -> None:
+        known = self._registry.at(watched.listed.key)
+        if known is not None and known.source is not watched.source:
+            return
+        try:
+            async with self._session.get(
+                f"http://{watched.listed.http}/health", timeout=_TIMEOUT, allow_redirects=False
+            ) as answer:
+                trouble = "" if answer.status == 200 else f"its /health answered {answer.status}"
+        except TimeoutError:
+            # It may be busy. If it stays so it becomes silent, as if its pings had stopped.
+            return
+        except (aiohttp.ClientError, OSError) as error:
+            trouble = f"its /health cannot be asked: {error}"
+        if trouble:
+            self._down(watched, trouble)
+        elif not watched.source.pinged:
+            await self._up(watched)
+        # Else it has said goodbye, or is lost: it may be stopping, and counts when /health has failed once.
+
+    def _down(self, watched: _Watched, trouble: str) -> None:
+        known = self._registry.at(watched.listed.key)
+        if known is not None and known.source is watched.source:
+            known.healthy = False  # until its /health answers again
+        if watched.ping is not None or not watched.said:
+            logger.warning("%s, which is listed, gets no requests: %s", watched.listed, trouble)
+        watched.said = watched.said or trouble
+        watched.source.answers = watched.source.pinged = watched.learnt = False
+        watched.ping = None
+
+    async def _up(self, watched: _Watched) -> None:
+        now = self._clock()
+        if watched.ping is None or (not watched.learnt and now - watched.asked > _ASK_AGAIN_SECONDS):
+            watched.asked = now
+            watched.ping = await self._learn(watched)
+        if watched.ping is not None and not watched.source.pinged:
+            watched.source.answers = True
+            self._take(watched.ping, watched.source)
+
+    async def _learn(self, watched: _Watched) -> Ping | None:
+        """What stands for its pings; None if another instance is there than the list says."""
+        listed = watched.listed
+        ping = Ping(type=listed.role, http_address=str(listed.http), zmq_address=str(listed.zmq))
+        try:
+            said = await asyncio.to_thread(inspect, listed.zmq, _RANK_SECONDS, self._members)
+            rank = msgspec.convert(said, _Rank)
+            full = msgspec.structs.replace(
+                ping,
+                tp_size=rank.ranks,
+                version=DISCOVERY_VERSION,
+                incarnation=rank.incarnation,
+                protocol=rank.protocol,
+                fit=rank.fit,
+            )
+            full = decode_ping(encode_ping(full))  # within the bounds of a ping
+        except (TimeoutError, ValueError, zmq.ZMQError) as error:
+            self._say(watched, f"what it fits is not known, so it is paired with any other: {error}")
+            return ping
+        if (rank.role, rank.rank) != (listed.role, 0):
+            self._say(
+                watched,
+                f"it gets no requests: at {listed.zmq} is rank {rank.rank} of a "
+                f"{ROLE_NAMES[rank.role]} instance, and rank 0 of a {ROLE_NAMES[listed.role]} instance was "
+                "expected; correct --prefill and --decode",
+            )
+            return None
+        watched.learnt, watched.said = True, ""
+        return full
+
+    def _say(self, watched: _Watched, trouble: str) -> None:
+        """Once, until it changes."""
+        if watched.said != trouble:
+            logger.warning("%s, which is listed: %s", watched.listed, trouble)
+        watched.said = trouble
+
+
+class _Rank(msgspec.Struct):
+    """What is wanted of a rank's report."""
+
+    role: Role
+    rank: int
+    incarnation: str
+    ranks: int = 1
+    protocol: int = 0
+    fit: str = ""

@@ -1,0 +1,361 @@
+"""Instances that the command line lists: there while /health answers, paired by what their ranks say."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import zmq
+from proxy_fakes import DEADLINE, Deployment, FakeInstance, asked, deployed, join, ping, quiet, until
+from proxy_process import free_port, running
+
+from p2pkv.control.security import Members, ZapHandler
+from p2pkv.pairing import Address
+from p2pkv.protocol.messages import Inspect, Report, decode, encode
+from proxy import cli, settings
+from proxy.admission import Limits
+from proxy.listed import ListedInstance
+from proxy.registry import ListedSource, Registry, Role
+
+OLD = "protocol=1, weights=aa, link=host"
+NEW = "protocol=2, weights=aa, link=host"
+SECRET = b"a secret of the tests"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.listed._PERIOD_SECONDS", 0.05)
+    monkeypatch.setattr("proxy.listed._RANK_SECONDS", 0.5)
+
+
+class FakeRank:
+    """Rank 0 of an instance, as far as it answers Inspect. `says` may change at will.
+
+    Attributes:
+        inspected: how often it was asked.
+    """
+
+    def __init__(self, role: Role, members: Members | None = None, /, **says: Any) -> None:
+        self.says = {"role": role, "rank": 0, "ranks": 1, "incarnation": "first", "fit": "", **says}
+        self.inspected = 0
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._zap = ZapHandler(members, None)
+        self._asked = self._zap.open(self._context)
+        if members is not None:
+            self._zap.guard(self._router)
+            members.serve(self._router, "rank")
+        self.address = f"127.0.0.1:{self._router.bind_to_random_port('tcp://127.0.0.1')}"
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        for socket in (self._router, self._asked):
+            poller.register(socket, zmq.POLLIN)
+        while not self._stopping.is_set():
+            ready = dict(poller.poll(50))
+            if self._asked in ready:
+                reply, _ = self._zap.answer(self._asked.recv_multipart())
+                if reply:
+                    self._asked.send_multipart(reply)
+            if self._router in ready:
+                who, question = self._router.recv_multipart()
+                assert isinstance(decode(question), Inspect)
+                self.inspected += 1
+                self._router.send_multipart([who, encode(Report(dict(self.says)))])
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join(DEADLINE)
+        self._context.destroy(linger=0)
+
+
+@contextlib.contextmanager
+def ranks(*made: FakeRank) -> Iterator[Sequence[FakeRank]]:
+    with ExitStack() as cleanup:
+        for rank in made:
+            cleanup.callback(rank.stop)
+        yield made
+
+
+def listed(instance: FakeInstance) -> ListedInstance:
+    return ListedInstance.parse(instance.role, f"http://{instance.http_address}={instance.zmq_address}")
+
+
+@asynccontextmanager
+async def listing(*instances: FakeInstance, **options: Any) -> AsyncIterator[Deployment]:
+    """A proxy to which these are listed; they have been started, and do not ping."""
+    for instance in instances:
+        await instance.start()
+    async with deployed(
+        "concurrent", life=0.5, listed=[listed(each) for each in instances], **options
+    ) as deployment:
+        for instance in instances:
+            deployment.cleanup.push_async_callback(instance.stop)
+            (deployment.prefills if instance.role == "P" else deployment.decodes).append(instance)
+        yield deployment
+
+
+@pytest.mark.asyncio
+async def test_listed_instances_serve_without_a_ping_and_whatever_they_fit() -> None:
+    """Nobody answers at their ZMQ addresses."""
+    async with listing(FakeInstance("P"), FakeInstance("D")) as deployment:
+        await deployment.add("D", fit=NEW)
+        await deployment.ready(prefill=1, decode=2)
+        for _ in range(4):
+            assert (await deployment.post()).status == 200
+        assert asked(deployment.prefills) == [4], "the one that says what it fits is paired, too"
+        assert asked(deployment.decodes) == [2, 2]
+        p, d = deployment.p, deployment.d
+        assert all(f"___prefill_addr_{p.zmq_address}___" in seen.request_id for seen in p.requests)
+        assert all(f"___decode_addr_{d.zmq_address}_" in seen.request_id for seen in d.requests)
+        assert deployment.registry.misfits() == {}
+        await quiet(deployment)
+
+
+@pytest.mark.asyncio
+async def test_they_come_and_go_as_their_health_says(caplog: pytest.LogCaptureFixture) -> None:
+    p, d = FakeInstance("P", health=503), FakeInstance("D")
+    async with listing(p, d, limits=Limits(alone_share=0)) as deployment:
+        await deployment.ready(prefill=0, decode=1)
+        assert (await deployment.post()).status == 503
+        p.health = 200
+        await deployment.ready(prefill=1, decode=1)
+        assert (await deployment.post()).status == 200
+        await d.stop()
+        await deployment.ready(prefill=1, decode=0)
+        await until(lambda: deployment.registry.known("D") == [], "it is gone")
+        await d.start()
+        await deployment.ready(prefill=1, decode=1)
+        assert (await deployment.post()).status == 200
+        p.health = 500
+        await deployment.ready(prefill=0, decode=1)
+    assert "which is listed, gets no requests: its /health answered 503" in caplog.text
+    assert f"decode instance {d.http_address}, which is listed, gets no requests: its /health" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_one_whose_health_hangs_is_silent_and_the_others_are_preferred() -> None:
+    async with listing(FakeInstance("D"), FakeInstance("D")) as deployment:
+        await deployment.ready(prefill=0, decode=2)
+        frozen, other = deployment.decodes
+        frozen.frozen = True
+        states = {frozen.http_address: "silent", other.http_address: "ready"}
+        await until(
+            lambda: (
+                {each.ping.http_address: deployment.proxy.state_of(each) for each in deployment.everyone()}
+                == states
+            )
+        )
+        for _ in range(3):
+            assert (await deployment.post()).status == 200
+        assert asked(deployment.decodes) == [0, 3]
+        frozen.frozen = False
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "members"])
+async def test_what_they_fit_is_learnt_from_their_first_ranks(secret: bytes | None) -> None:
+    members = None if secret is None else Members(secret)
+    with ranks(
+        FakeRank("P", members, fit=OLD), FakeRank("P", members, fit=NEW), FakeRank("D", members, fit=NEW)
+    ) as (old, new, decode):
+        instances = [
+            FakeInstance("P", zmq_address=old.address),
+            FakeInstance("P", zmq_address=new.address),
+            FakeInstance("D", zmq_address=decode.address),
+        ]
+        new.says |= {"ranks": 2}
+        async with listing(*instances, members=members) as deployment:
+            await deployment.ready(prefill=2, decode=1)
+            for _ in range(4):
+                assert (await deployment.post()).status == 200
+            assert [len(each.requests) for each in deployment.prefills] == [0, 4]
+            sizes = {each.ping.zmq_address: each.ping.tp_size for each in deployment.registry.known("P")}
+            assert sizes == {old.address: 1, new.address: 2}
+            assert old.inspected == 1, "once while it is up"
+
+
+@pytest.mark.asyncio
+async def test_a_restart_is_learnt_and_may_change_what_it_fits() -> None:
+    with ranks(FakeRank("P", fit=OLD), FakeRank("D", fit=NEW)) as (p, d):
+        instances = FakeInstance("P", zmq_address=p.address), FakeInstance("D", zmq_address=d.address)
+        async with listing(*instances) as deployment:
+            await deployment.ready(prefill=1, decode=1)
+            assert (await deployment.post()).status == 200
+            assert asked(deployment.prefills) == [0], "they do not fit"
+            await deployment.p.stop()
+            await until(lambda: deployment.routable("P") == [])
+            p.says |= {"fit": NEW, "incarnation": "second"}
+            await deployment.p.start()
+            await deployment.ready(prefill=1, decode=1)
+            assert deployment.registry.known("P")[0].ping.incarnation == "second"
+            assert (await deployment.post()).status == 200
+            assert asked(deployment.prefills) == [1]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("says", "words"),
+    [
+        ({"role": "D"}, "is rank 0 of a decode instance, and rank 0 of a prefill instance was expected"),
+        ({"rank": 1}, "is rank 1 of a prefill instance, and rank 0"),
+    ],
+)
+async def test_another_instance_than_the_list_says_gets_nothing_and_it_is_said(
+    says: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ranks(FakeRank("P", **says)) as (rank,):
+        async with listing(FakeInstance("P", zmq_address=rank.address), FakeInstance("D")) as deployment:
+            await until(lambda: words in caplog.text, words)
+            await deployment.ready(prefill=0, decode=1)
+            rank.says |= {"role": "P", "rank": 0}
+            await deployment.ready(prefill=1, decode=1)
+    assert caplog.text.count(words) == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("says", [{"fit": "x" * 600}, {"ranks": 0}, {"incarnation": 5}, {"fit": "\n"}])
+async def test_a_rank_that_says_nonsense_is_one_that_says_nothing(says: dict[str, Any]) -> None:
+    with ranks(FakeRank("P", **says)) as (rank,):
+        async with listing(FakeInstance("P", zmq_address=rank.address), FakeInstance("D")) as deployment:
+            await deployment.ready(prefill=1, decode=1)
+            (p,) = deployment.registry.known("P")
+            assert p.fits_unknown and p.ping.fit == p.ping.incarnation == ""
+            assert (await deployment.post()).status == 200
+            assert asked(deployment.prefills) == [1]
+
+
+@pytest.mark.asyncio
+async def test_who_pings_by_itself_is_left_to_its_pings() -> None:
+    async with listing(FakeInstance("P"), FakeInstance("D", fit=NEW)) as deployment:
+        await deployment.ready(prefill=1, decode=1)
+        (listed_d,) = deployment.registry.known("D")
+        assert listed_d.fits_unknown
+        pinger = deployment.begin_ping(deployment.d)
+        await until(lambda: [each.ping.fit for each in deployment.registry.known("D")] == [NEW])
+        await deployment.ready(prefill=1, decode=1)
+        assert not deployment.registry.known("D")[0].fits_unknown
+        healths = deployment.d.healths
+        pinger.stop()
+        await until(lambda: deployment.d.healths > healths + 5, "the list is looked at again")
+        assert deployment.routable("D") == [], "it stops, although its /health still answers"
+        await deployment.d.stop()
+        assert isinstance(listed_d.source, ListedSource)
+        await until(lambda: not listed_d.source.pinged, "its port has been found closed")
+        await deployment.d.start()
+        await deployment.ready(prefill=1, decode=1)
+        assert deployment.registry.claims_refused == 0
+
+
+def test_a_ping_that_says_what_the_list_says_takes_over_too() -> None:
+    class Line:
+        member = False
+
+        def stands(self) -> bool:
+            return True
+
+    registry, source = Registry(), ListedSource()
+    instance = registry.observe(ping("D"), 0.0, source)
+    assert instance is not None and instance.fits_unknown
+    other = join(registry, ping("P", 1, protocol=2, fit=NEW))
+    assert instance.matches(other) and other.matches(instance)
+    assert registry.observe(ping("D"), 1.0, Line()) is None
+    assert source.pinged and instance.source is not source
+    assert not instance.matches(other), "a ping that says nothing is one of protocol 1"
+
+
+@pytest.mark.asyncio
+async def test_requests_of_one_that_dies_are_served_by_the_others() -> None:
+    async with listing(FakeInstance("P"), FakeInstance("P"), FakeInstance("D")) as deployment:
+        await deployment.ready(prefill=2, decode=1)
+        await deployment.prefills[0].stop()
+        for _ in range(4):
+            assert (await deployment.post()).status == 200
+        assert asked(deployment.prefills) == [0, 4]
+        await quiet(deployment)
+
+
+# The options.
+
+
+async def there(client: aiohttp.ClientSession, url: str) -> bool:
+    with contextlib.suppress(aiohttp.ClientError):
+        async with client.get(f"{url}/health?prefill=1&decode=1") as response:
+            return response.status == 200
+    return False
+
+
+@pytest.mark.asyncio
+async def test_the_command_serves_what_it_lists() -> None:
+    with ranks(FakeRank("P", fit=NEW), FakeRank("D", fit=NEW)) as (prefill, decode):
+        instances = (
+            FakeInstance("P", zmq_address=prefill.address),
+            FakeInstance("D", zmq_address=decode.address),
+        )
+        async with AsyncExitStack() as cleanup:
+            for instance in instances:
+                await instance.start()
+                cleanup.push_async_callback(instance.stop)
+            p, d = (f"http://{each.http_address}={each.zmq_address}" for each in instances)
+            url = f"http://127.0.0.1:{(port := free_port())}"
+            command = cleanup.enter_context(
+                running(
+                    *("--port", str(port), "--discovery", f"127.0.0.1:{free_port()}"),
+                    *("--prefill", p, "--decode", d),
+                )
+            )
+            client = await cleanup.enter_async_context(aiohttp.ClientSession())
+            async with asyncio.timeout(3 * DEADLINE):
+                while not await there(client, url):
+                    await asyncio.sleep(0.05)
+            body = {"model": "tiny", "prompt": "hi"}
+            async with client.post(f"{url}/v1/completions", json=body) as response:
+                assert response.status == 200
+            assert [len(each.requests) for each in instances] == [1, 1]
+            command.process.terminate()
+            assert await asyncio.to_thread(command.end) == 0
+            assert command.clean(), command.log
+
+
+def test_the_three_ways_to_list(tmp_path: Path) -> None:
+    def options(argv: list[str], environ: dict[str, str]) -> list[str]:
+        found: list[ListedInstance] = settings.parse(cli._parser(), argv, environ).prefill
+        return [f"{each.http}={each.zmq}" for each in found]
+
+    one, two = "10.0.0.7:8100=10.0.0.7:21001", "node-8:8100=[fd00::8]:21001"
+    file = tmp_path / "proxy.toml"
+    file.write_text(f'prefill = ["http://{one}", "{two}"]\n')
+    assert options(["--prefill", "http://10.0.0.7:8100/=10.0.0.7:21001", "--prefill", two], {}) == [one, two]
+    assert options([], {"P2PKV_PROXY_PREFILL": f"{one}, http://{two}"}) == [one, two]
+    assert options(["--config", str(file)], {}) == [one, two]
+    assert options([], {}) == []
+    parsed = ListedInstance.parse("D", two)
+    assert (parsed.http, parsed.zmq) == (Address("node-8", 8100), Address("fd00::8", 21001))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prefill", "http://10.0.0.7:8100"], "names no ZMQ address: expected URL=HOST:PORT"),
+        (["--decode", "https://a:8100=a:21001"], "is HTTPS: the proxy speaks plain HTTP to instances"),
+        (["--prefill", "http://a=a:21001"], "'a' is not an address"),
+        (["--prefill", "a:1=a:2", "--decode", "b:3=a:2"], "a:2 is listed twice"),
+    ],
+)
+def test_a_mistake_in_the_list_is_explained(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    assert end.value.code == 2
+    assert words in capsys.readouterr().err
