@@ -1,7 +1,7 @@
 """An engine for Ray Serve LLM that computes nothing, in place of vLLM (`RAYLLM_VLLM_ENGINE_CLS`).
 
-Each request leaves a note in `$P2PKV_STUB_NOTES`, and waits until the other role has had the same one: so it is
-answered only if Ray asks P and D at once and under one id. D answers with that id.
+Each request leaves a note in `$P2PKV_STUB_NOTES`, and waits until the other role has had the same one: so it
+is answered only if Ray asks P and D at once and under one id. D answers with that id.
 """
 
 from __future__ import annotations
