@@ -6,9 +6,9 @@ import os
 import random
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -40,12 +40,12 @@ SETTINGS = (
 class PingRelay:
     """Takes the pings of instances and passes each on to several proxies, unchanged.
 
-    An instance pings one address; with this in between, two proxies know the same instances.
+    An instance pings one address; with this in between, several proxies and routers know the same instances.
     """
 
     def __init__(self, proxies: Sequence[tuple[str, int]]) -> None:
         self.port = free_ports()
-        self._proxies = proxies
+        self._proxies = list(proxies)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ping relay", daemon=True)
 
@@ -57,21 +57,38 @@ class PingRelay:
         self._stop.set()
         self._thread.join(5.0)
 
+    @contextmanager
+    def also(self, proxy: tuple[str, int]) -> Iterator[None]:
+        """Passes the pings on to this one, too, for a while."""
+        self._proxies.append(proxy)
+        try:
+            yield
+        finally:
+            self._proxies.remove(proxy)
+
     def _run(self) -> None:
         with zmq.Context() as context, ExitStack() as stack:
             router = stack.enter_context(context.socket(zmq.ROUTER))
             router.bind(f"tcp://{LOOPBACK}:{self.port}")
-            out = []
-            for host, port in self._proxies:
-                dealer = stack.enter_context(context.socket(zmq.DEALER))
-                dealer.linger = 0
-                dealer.connect(f"tcp://{host}:{port}")
-                out.append(dealer)
+            out: dict[tuple[str, int], zmq.Socket[bytes]] = {}
+            stack.callback(lambda: [dealer.close() for dealer in out.values()])
             while not self._stop.is_set():
+                self._connect(context, out)
                 if router.poll(100):
                     _identity, ping = router.recv_multipart()
-                    for dealer in out:
-                        dealer.send(ping)
+                    for dealer in out.values():
+                        # A proxy that takes no pings must not keep them from the others.
+                        with suppress(zmq.Again):
+                            dealer.send(ping, zmq.DONTWAIT)
+
+    def _connect(self, context: zmq.Context, out: dict[tuple[str, int], zmq.Socket[bytes]]) -> None:
+        wanted = list(self._proxies)
+        for proxy in [each for each in out if each not in wanted]:
+            out.pop(proxy).close()
+        for proxy in [each for each in wanted if each not in out]:
+            dealer = out[proxy] = context.socket(zmq.DEALER)
+            dealer.linger = 0
+            dealer.connect(f"tcp://{proxy[0]}:{proxy[1]}")
 
 
 @dataclass(frozen=True)
@@ -83,6 +100,8 @@ class Fleet:
     single: VllmServer
     concurrent: ProxyServer
     sequential: ProxyServer
+    pings: PingRelay
+    """Takes the pings of P and D."""
     probes: Path
     """Where P and D write down what their pages hold; see vllm/probe_connector.py."""
 
@@ -129,6 +148,7 @@ def start_fleet(model: Path, logs: Path, stack: ExitStack) -> Fleet:
         VllmServer(model, extra_args=SETTINGS, name="single", log_path=logs / "single.log"),
         concurrent,
         sequential,
+        relay,
         probes,
     )
     for server in fleet.servers:

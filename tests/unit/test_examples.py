@@ -33,8 +33,8 @@ while program.name == "curl" and time.monotonic() < end:
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
-    """A folder with a `vllm`, a `p2pkv-proxy` and a `curl` that only say what they were given."""
-    for name in ("vllm", "p2pkv-proxy", "curl"):
+    """A folder with all programs that the scripts start; these only say what they were given."""
+    for name in ("vllm", "python", "vllm-router", "p2pkv-proxy", "curl"):
         (tmp_path / name).write_text(STAND_IN)
         (tmp_path / name).chmod(0o755)
     return tmp_path
@@ -77,6 +77,21 @@ def test_a_pair_on_two_gpus(programs: Path) -> None:
     assert all(each["arguments"][-2:] == ["--max-model-len", "2048"] for each in servers)
     made = dict(options_of(each, has_gpu=True) for each in servers)
     assert sorted(made) == ["D", "P"] and {each.link for each in made.values()} == {"nccl"}
+    assert {each.proxy for each in made.values()} == {Address("127.0.0.1", 30001)}
+    assert made["P"].address != made["D"].address and made["P"].http_address != made["D"].http_address
+
+
+@pytest.mark.parametrize(("mode", "more"), [("default", []), ("write", ["--kv-connector", "moriio"])])
+def test_a_pair_behind_vllm_router(programs: Path, mode: str, more: list[str]) -> None:
+    script = str(EXAMPLES / "vllm_router.sh")
+    found = started(programs, script, "a-model", "--max-model-len", "2048", MODE=mode)
+    (router,) = [each for each in found if each["program"] == "vllm-router"]
+    asked = router["arguments"]
+    assert asked[-len(more) :] == more if more else "--kv-connector" not in asked
+    assert asked[asked.index("--vllm-discovery-address") + 1] == "127.0.0.1:30001"
+    servers = [each for each in found if each["program"] == "python"]
+    made = dict(options_of(each, has_gpu=False) for each in servers)
+    assert sorted(made) == ["D", "P"] and {each.discovery for each in made.values()} == {"plain"}
     assert {each.proxy for each in made.values()} == {Address("127.0.0.1", 30001)}
     assert made["P"].address != made["D"].address and made["P"].http_address != made["D"].http_address
 

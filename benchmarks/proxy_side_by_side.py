@@ -1,0 +1,448 @@
+"""p2pkv-proxy beside vllm-router (PyPI) and the original example's design, in one run, with stub instances.
+
+The routers, all on loopback in front of the same stub P and stub D, which answer at once and compute nothing:
+
+p2pkv-proxy: as installed, P and D asked at once.
+vllm-router: in discovery mode: P first, then D.
+original, Quart; original, aiohttp: classic_router.py, the original example proxy's design (P first, then D; a
+    session for each call) behind the server that the original used, and behind aiohttp's.
+
+Rounds are interleaved: each router in turn, the order shifted by one in each round. In a round:
+
+short: --connections connections, each with one short request after the other, for --seconds: requests a
+    second, and CPU time of the router's processes per request.
+stream: --connections streams at once of --chunks events, one every --pace milliseconds: CPU time per event,
+    less that of as many short requests.
+paced: --rate short requests a second, whatever the answers do, for --seconds: the 99th percentile of their
+    latencies, less the median of the same load straight to D.
+
+Load and stubs share the machine's cores with the router. So CPU time is what to compare; requests a second
+are those of this machine with all of it at work. What cannot be installed is a row that says why. Writes
+proxy_side_by_side.md and .json to --out.
+
+    python benchmarks/proxy_side_by_side.py [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from decode_leg_report import description
+from environments import Unavailable, environment
+
+from p2pkv.control.announcer import Pinger
+from p2pkv.control.discovery import Ping
+from p2pkv.demo.processes import ServerProcess, ending_on_signals, free_ports
+from p2pkv.demo.servers import LOOPBACK, ProxyServer
+
+try:
+    from uvloop import new_event_loop
+except ImportError:
+    from asyncio import new_event_loop
+
+HERE = Path(__file__).parent
+PACKAGES = {"vllm-router": ("vllm-router==0.1.17",), "original, Quart": ("quart==0.22.0",)}
+PATH = "/v1/completions"
+FIGURES = {
+    "cpu_request": "CPU per short request, µs",
+    "cpu_event": "CPU per event, µs",
+    "requests": "requests a second",
+    "p99_added": "added latency, p99, ms",
+}
+
+# What both ends of a router speak: enough HTTP/1.1 for routers, and cheap.
+
+ANSWER = json.dumps(
+    {
+        "id": "cmpl-stub",
+        "object": "text_completion",
+        "created": 1700000000,
+        "model": "tiny",
+        "choices": [{"index": 0, "text": " hello", "logprobs": None, "finish_reason": "length"}],
+        "usage": {"prompt_tokens": 8, "total_tokens": 9, "completion_tokens": 1},
+    }
+).encode()
+EVENT = b"data: " + ANSWER + b"\n\n"
+MODELS = b'{"object": "list", "data": [{"id": "tiny", "object": "model", "owned_by": "stub"}]}'
+
+
+class Stub(asyncio.Protocol):
+    """An instance that answers at once: a completion, or a stream of as many events as max_tokens says."""
+
+    def __init__(self, pace: float) -> None:
+        self._pace = pace
+        self._data = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: Any = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        while True:
+            head, end, rest = self._data.partition(b"\r\n\r\n")
+            length = _length(head)
+            if not end or len(rest) < length:
+                return
+            self._data = rest[length:]
+            self._answer(head, rest[:length])
+
+    def _answer(self, head: bytes, body: bytes) -> None:
+        if not head.startswith(b"POST"):
+            self._whole(MODELS if b" /v1/models" in head else b"{}")
+            return
+        asked = json.loads(body)
+        if asked.get("stream"):
+            self._transport.write(
+                b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+            )
+            self._event(asked["max_tokens"])
+        else:
+            self._whole(ANSWER)
+
+    def _whole(self, body: bytes) -> None:
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        self._transport.write(head.encode() + body)
+
+    def _event(self, left: int) -> None:
+        if left == 0:
+            self._transport.write(_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+        elif not self._transport.is_closing():
+            self._transport.write(_chunk(EVENT))
+            asyncio.get_running_loop().call_later(self._pace, self._event, left - 1)
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def _length(head: bytes) -> int:
+    for line in head.split(b"\r\n"):
+        name, _, value = line.partition(b":")
+        if name.lower() == b"content-length":
+            return int(value)
+    return 0
+
+
+def serve_stubs(ports: Sequence[int], pace: float) -> None:
+    """Serve until killed."""
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        for port in ports:
+            await loop.create_server(lambda: Stub(pace), LOOPBACK, port)
+        await asyncio.Event().wait()
+
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(serve())
+
+
+class Connection:
+    """A client's connection that is used for one request after the other."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    async def __aenter__(self) -> Connection:
+        self._reader, self._writer = await asyncio.open_connection(LOOPBACK, self._port)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+    async def ask(self, request: bytes) -> bytes:
+        """The answer's body. Raises RuntimeError unless the status is 200."""
+        self._writer.write(request)
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        if not head.startswith(b"HTTP/1.1 200"):
+            raise RuntimeError(f"a router answered {head.splitlines()[0].decode()}")
+        if b"chunked" not in head.lower():
+            return await self._reader.readexactly(_length(head))
+        parts = []
+        while size := int(await self._reader.readline(), 16):
+            parts.append((await self._reader.readexactly(size + 2))[:-2])
+        await self._reader.readline()
+        return b"".join(parts)
+
+
+def request_of(**more: Any) -> bytes:
+    """The bytes of one request."""
+    body = json.dumps({"model": "tiny", "prompt": "one two three four", "max_tokens": 8, **more}).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: router\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+# The loads.
+
+
+async def short(port: int, connections: int, seconds: float) -> int:
+    """How many requests were answered."""
+    request, end = request_of(), time.perf_counter() + seconds
+
+    async def client() -> int:
+        done = 0
+        async with Connection(port) as connection:
+            while time.perf_counter() < end:
+                await connection.ask(request)
+                done += 1
+        return done
+
+    return sum(await asyncio.gather(*(client() for _ in range(connections))))
+
+
+async def streams(port: int, connections: int, chunks: int) -> int:
+    """How many events came."""
+    request = request_of(stream=True, max_tokens=chunks)
+
+    async def client() -> int:
+        async with Connection(port) as connection:
+            return (await connection.ask(request)).count(b"data: {")
+
+    found = await asyncio.gather(*(client() for _ in range(connections)))
+    if set(found) != {chunks}:
+        raise RuntimeError(f"streams of {sorted(set(found))} events, expected {chunks} in each")
+    return sum(found)
+
+
+async def paced(port: int, rate: float, seconds: float) -> list[float]:
+    """Latencies in ms, from the time at which a request was due."""
+    request, idle = request_of(), list[Connection]()
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def one(due: float) -> float:
+            connection = idle.pop() if idle else await stack.enter_async_context(Connection(port))
+            await connection.ask(request)
+            idle.append(connection)
+            return (time.perf_counter() - due) * 1e3
+
+        idle += [await stack.enter_async_context(Connection(port)) for _ in range(8)]
+        began, tasks = time.perf_counter(), []
+        for number in range(int(rate * seconds)):
+            due = began + number / rate
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            tasks.append(asyncio.create_task(one(due)))
+        return list(await asyncio.gather(*tasks))
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+# The routers.
+
+
+@dataclass
+class Router:
+    """One router and what was measured of it, a figure a round."""
+
+    name: str
+    process: ServerProcess
+    port: int
+    discovery: int
+    found: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in FIGURES})
+
+    def cpu(self) -> float:
+        """CPU seconds of its processes so far."""
+        parent = psutil.Process(self.process.pid)
+        times = [each.cpu_times() for each in (parent, *parent.children(recursive=True))]
+        return sum(each.user + each.system for each in times)
+
+
+def routers(environments: Path, logs: Path) -> tuple[list[Router], dict[str, str]]:
+    """Those that can be had, not started yet, and why the others cannot."""
+    made, missing = [], {}
+    proxy = ProxyServer(log_path=logs / "p2pkv-proxy.log")
+    made.append(Router("p2pkv-proxy", proxy, proxy.http_port, proxy.discovery_port))
+    for name in ("vllm-router", "original, Quart", "original, aiohttp"):
+        port, discovery, metrics = free_ports(), free_ports(), free_ports()
+        try:
+            wanted = PACKAGES.get(name)
+            folder = environment(environments, *wanted, ours="original" in name) if wanted else None
+        except Unavailable as error:
+            missing[name] = str(error)
+            continue
+        if name == "vllm-router":
+            assert folder is not None
+            command = [str(folder / "bin" / "vllm-router"), "--vllm-pd-disaggregation"]
+            command += ["--vllm-discovery-address", f"{LOOPBACK}:{discovery}", "--policy", "round_robin"]
+            command += ["--prometheus-port", str(metrics), "--log-level", "warning"]
+        else:
+            python = str(folder / "bin" / "python") if folder else sys.executable
+            command = [python, str(HERE / "classic_router.py"), "--server", name.split()[-1].lower()]
+            command += ["--discovery", f"{LOOPBACK}:{discovery}"]
+        process = ServerProcess(
+            name,
+            [*command, "--host", LOOPBACK, "--port", str(port)],
+            health_url=f"http://{LOOPBACK}:{port}/health",
+            log_path=logs / f"{name.replace(', ', '-').lower()}.log",
+            env=dict(os.environ),
+        )
+        made.append(Router(name, process, port, discovery))
+    return made, missing
+
+
+@contextlib.contextmanager
+def stubs(pace: float) -> Iterator[tuple[int, int]]:
+    """The ports of a stub P and a stub D, each in a process of its own."""
+    ports = free_ports(), free_ports()
+    context = multiprocessing.get_context("spawn")
+    children = [context.Process(target=serve_stubs, args=([port], pace), daemon=True) for port in ports]
+    for child in children:
+        child.start()
+    try:
+        yield ports
+    finally:
+        for child in children:
+            child.terminate()
+            child.join()
+
+
+def pings(router: Router, ports: tuple[int, int]) -> Iterator[Pinger]:
+    for role, port in zip(("P", "D"), ports, strict=True):
+        address = f"{LOOPBACK}:{port}"
+        ping = Ping(type=role, http_address=address, zmq_address=f"{LOOPBACK}:{port + 20000}", model="tiny")
+        yield Pinger(f"{LOOPBACK}:{router.discovery}", ping, 1.0)
+
+
+# The run.
+
+
+async def measured(router: Router, args: argparse.Namespace, d_port: int) -> None:
+    """One round of one router."""
+    before, began = router.cpu(), time.perf_counter()
+    done = await short(router.port, args.connections, args.seconds)
+    per_request = (router.cpu() - before) / done
+    router.found["requests"].append(done / (time.perf_counter() - began))
+    router.found["cpu_request"].append(per_request * 1e6)
+    before = router.cpu()
+    events = await streams(router.port, args.connections, args.chunks)
+    spent = router.cpu() - before - per_request * args.connections
+    router.found["cpu_event"].append(spent / events * 1e6)
+    direct = await paced(d_port, args.rate, args.seconds / 2)
+    through = await paced(router.port, args.rate, args.seconds)
+    router.found["p99_added"].append(quantile(through, 0.99) - statistics.median(direct))
+
+
+async def until_ready(routers: Sequence[Router]) -> None:
+    """Each answers; the first requests of each are not counted."""
+    for router in routers:
+        end = time.monotonic() + 30
+        while True:
+            try:
+                await short(router.port, 4, 0.3)
+                break
+            except (RuntimeError, OSError, EOFError):
+                if time.monotonic() > end:
+                    raise
+                await asyncio.sleep(0.2)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """All rounds; what the page says."""
+    there, missing = routers(args.environments, args.logs)
+    with contextlib.ExitStack() as stack:
+        ports = stack.enter_context(stubs(args.pace / 1e3))
+        for router in there:
+            router.process.log_path.unlink(missing_ok=True)
+            stack.enter_context(router.process)
+            for pinger in pings(router, ports):
+                pinger.start()
+                stack.callback(pinger.stop)
+        for router in there:
+            router.process.wait_ready(60.0)
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(until_ready(there))
+            for number in range(args.rounds):
+                for index in range(len(there)):
+                    router = there[(number + index) % len(there)]
+                    runner.run(measured(router, args, ports[1]))
+                    last = {name: round(values[-1], 2) for name, values in router.found.items()}
+                    print(f"round {number + 1}, {router.name}: {last}", flush=True)
+    args.tokens = 0
+    about = {name: value for name, value in description(args).items() if name != "tokens"}
+    settings = {name: getattr(args, name) for name in ("connections", "seconds", "chunks", "pace", "rate")}
+    return {
+        "about": {**about, **settings, "rounds": args.rounds, "load_average": os.getloadavg()[0]},
+        "note": args.note,
+        "missing": missing,
+        "routers": {router.name: router.found for router in there},
+    }
+
+
+def page(found: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    about, measured = found["about"], found["routers"]
+    ours = measured["p2pkv-proxy"]
+    lines = [
+        f"# Routers on loopback ({about['cpu']}, {about['cores']} cores, {about['versions']})",
+        "",
+        f"{about['date']}, `{about['command']}`. Stub P and D that compute nothing; median [lowest - highest]"
+        f" of {about['rounds']} interleaved rounds. Short requests and streams over {about['connections']} "
+        f"connections; an event every {about['pace']:g} ms in each stream; added latency at "
+        f"{about['rate']:g} requests a second. What is measured and how: proxy_side_by_side.py.",
+        "",
+    ]
+    if found["note"]:
+        lines += [found["note"], ""]
+    lines += [
+        f"| router | {' | '.join(FIGURES.values())} | CPU per request, times p2pkv-proxy's |",
+        f"|---|{'---:|' * (len(FIGURES) + 1)}",
+    ]
+    for name, values in measured.items():
+        ratios = [other / own for other, own in zip(values["cpu_request"], ours["cpu_request"], strict=True)]
+        cells = [spread(values[figure]) for figure in FIGURES] + [spread(ratios, 2)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += [f"| {name} | {why} |" + " |" * len(FIGURES) for name, why in found["missing"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def spread(values: Sequence[float], digits: int | None = None) -> str:
+    median = statistics.median(values)
+    places = digits if digits is not None else (2 if median < 10 else 0)
+    low, middle, high = (f"{each:,.{places}f}" for each in (min(values), median, max(values)))
+    return f"{middle} [{low} - {high}]"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--connections", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=1.5, help="of the short and of the paced requests")
+    parser.add_argument("--chunks", type=int, default=60, help="events of each stream")
+    parser.add_argument("--pace", type=float, default=20.0, help="ms between two events of a stream")
+    parser.add_argument("--rate", type=float, default=200.0, help="paced requests a second")
+    parser.add_argument("--note", default="", help="a sentence for the page, such as what else was running")
+    parser.add_argument("--environments", type=Path, default=Path(".side"), help="where the routers live")
+    parser.add_argument("--logs", type=Path, default=Path(".demo", "logs"), help="where logs go")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="where results go")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
+    with ending_on_signals():
+        found = run(args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "proxy_side_by_side.json").write_text(json.dumps(found, indent=1) + "\n")
+    (args.out / "proxy_side_by_side.md").write_text(page(found))
+    print(page(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

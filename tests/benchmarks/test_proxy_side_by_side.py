@@ -1,0 +1,37 @@
+"""proxy_side_by_side.py from its options to its page, with the routers that need no other package."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import proxy_side_by_side
+import pytest
+from environments import Unavailable
+
+
+def test_from_the_options_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(folder: Path, *requirements: str, ours: bool = False) -> Path:
+        raise Unavailable(f"no {requirements[0]} here")
+
+    options = ["--rounds", "2", "--seconds", "0.3", "--chunks", "4", "--pace", "1", "--connections", "4"]
+    options += ["--rate", "50", "--logs", str(tmp_path / "logs"), "--out", str(tmp_path)]
+    monkeypatch.setattr(proxy_side_by_side, "environment", none)
+    monkeypatch.setattr(sys, "argv", ["proxy_side_by_side.py", *options, "--note", "Only a test."])
+    assert proxy_side_by_side.main() == 0
+    found = json.loads((tmp_path / "proxy_side_by_side.json").read_text())
+    assert sorted(found["routers"]) == ["original, aiohttp", "p2pkv-proxy"]
+    for figures in found["routers"].values():
+        assert figures.keys() == proxy_side_by_side.FIGURES.keys()
+        assert all(len(values) == 2 for values in figures.values())
+        # Of the other figures, a small or even a negative one may come out of so few requests.
+        assert min(figures["requests"] + figures["cpu_request"]) > 0
+    page = (tmp_path / "proxy_side_by_side.md").read_text()
+    assert "Only a test." in page and "no vllm-router==0.1.17 here" in page
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[0] for line in rows[1:]] == [
+        *("| p2pkv-proxy", "| original, aiohttp", "| vllm-router", "| original, Quart")
+    ]
+    assert len({line.count("|") for line in rows}) == 1
+    assert proxy_side_by_side.quantile([3.0, 1.0, 2.0], 0.99) == 3.0

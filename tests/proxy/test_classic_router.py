@@ -1,0 +1,121 @@
+"""What an instance needs to be found by the original connector's example proxy, and to be served through it.
+
+The proxy is a stand-in that is written from the protocol's description (benchmarks/classic_router.py).
+tests/vllm/test_routers.py has it in front of real servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from classic_router import ClassicRouter, by_aiohttp
+from proxy_behaviours import answer_json, completion, event, event_stream
+from proxy_fakes import PING_SECONDS, FakeInstance, until
+
+from p2pkv.control.announcer import Pinger
+from p2pkv.control.discovery import encode_ping
+from p2pkv.demo.processes import free_ports
+from p2pkv.pairing import find_pair
+
+LIFE = 1.0
+
+
+@dataclass
+class Classic:
+    """The stand-in with a P and a D whose pings are those of real instances."""
+
+    url: str
+    discovery: str
+    router: ClassicRouter
+    p: FakeInstance
+    d: FakeInstance
+    p_pinger: Pinger
+
+
+@pytest_asyncio.fixture
+async def classic() -> AsyncIterator[Classic]:
+    async with contextlib.AsyncExitStack() as stack:
+        router = ClassicRouter(LIFE)
+        discovery = f"127.0.0.1:{free_ports()}"
+        task = asyncio.create_task(router.discover(f"tcp://{discovery}"))
+        stack.callback(task.cancel)
+        runner = web.AppRunner(by_aiohttp(router), access_log=None)
+        stack.push_async_callback(runner.cleanup)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        pingers = []
+        instances = FakeInstance("P"), FakeInstance("D")
+        for instance in instances:
+            await instance.start()
+            stack.push_async_callback(instance.stop)
+            pinger = Pinger(discovery, instance.ping, PING_SECONDS)
+            pinger.start()
+            stack.callback(pinger.stop)
+            pingers.append(pinger)
+        await until(lambda: bool(router.there("P") and router.there("D")), "both are registered")
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield Classic(url, discovery, router, *instances, pingers[0])
+
+
+def test_the_ping_has_the_three_classic_fields_as_text() -> None:
+    ping = msgspec.msgpack.decode(encode_ping(FakeInstance("P", http_address="10.0.0.1:8100").ping))
+    assert ping["type"] == "P" and ping["http_address"] == "10.0.0.1:8100"
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", ping["zmq_address"])
+
+
+@pytest.mark.asyncio
+async def test_a_request_goes_to_p_and_then_to_d(classic: Classic) -> None:
+    body = {"model": "tiny", "prompt": "hi", "max_tokens": 5}
+    async with aiohttp.ClientSession() as client:
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            async with client.post(classic.url + path, json=body) as response:
+                assert response.status == 200 and (await response.json())["choices"]
+    assert [seen.body["max_tokens"] for seen in classic.p.requests] == [1, 1]
+    assert [seen.body for seen in classic.d.requests] == [body, body]
+    for on_p, on_d in zip(classic.p.requests, classic.d.requests, strict=True):
+        pair = find_pair(on_p.request_id)
+        assert on_p.request_id == on_d.request_id and pair is not None
+        assert (str(pair.prefill), str(pair.decode)) == (classic.p.zmq_address, classic.d.zmq_address)
+
+
+@pytest.mark.asyncio
+async def test_a_stream_is_passed_on(classic: Classic) -> None:
+    async def stream(request: web.Request, seen: object) -> web.StreamResponse:
+        response = await event_stream(request)
+        for text in ("one", "two"):
+            await response.write(event(classic.d.requests[-1], text))
+        return response
+
+    classic.d.behaviour = stream
+    body = {"model": "tiny", "prompt": "hi", "max_tokens": 2, "stream": True}
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(f"{classic.url}/v1/completions", json=body) as got,
+    ):
+        text = await got.text()
+    assert [part for part in ("one", "two") if f'"{part}"' in text] == ["one", "two"]
+    assert completion(classic.d.requests[-1])["id"] in text
+
+
+@pytest.mark.asyncio
+async def test_a_goodbye_does_not_end_its_discovery(classic: Classic) -> None:
+    # Its discovery dies of a message that it does not know; ours says goodbye in a ping.
+    await asyncio.to_thread(classic.p_pinger.stop)
+    await until(lambda: not classic.router.there("P"), "P's life has ended")
+    assert classic.router.ended is None and classic.router.there("D")
+    again = Pinger(classic.discovery, classic.p.ping, PING_SECONDS)
+    again.start()
+    try:
+        await until(lambda: bool(classic.router.there("P")), "P is back")
+    finally:
+        await asyncio.to_thread(again.stop)
+    assert classic.router.ended is None and classic.p.behaviour is answer_json

@@ -1,0 +1,282 @@
+"""examples/kubernetes.yaml and compose.yaml: valid, with options that p2pkv takes, and stopped in order.
+
+No cluster and no Docker engine has run them. Here their options are read as the programs read them, and the
+script that drains an instance before its pod stops is run against a real proxy. The tests marked `long` hold
+the files against the specifications, by packages that they install into an environment of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiohttp import web
+from environments import Unavailable, environment
+from proxy_behaviours import Seen, answer_json
+from proxy_fakes import Deployment, called, deployed, until
+
+from p2pkv.config import Options
+from p2pkv.pairing import Address
+from proxy import cli, settings
+from proxy.instances import Access
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SECRET = "0123456789abcdef" * 4
+POD_IP = "10.1.2.3"
+VALIDATORS = ("kubernetes-validate==1.37.0", "compose-spec==0.2.1")
+KUBERNETES = "1.31"
+
+
+def manifests() -> dict[tuple[str, str], dict[str, Any]]:
+    """By kind and name."""
+    found = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
+    return {(each["kind"], each["metadata"]["name"]): each for each in found}
+
+
+def pod_of(name: str) -> dict[str, Any]:
+    pod = manifests()["Deployment", f"p2pkv-{name}"]["spec"]["template"]["spec"]
+    assert isinstance(pod, dict)
+    return pod
+
+
+def environ_of(container: dict[str, Any]) -> dict[str, str]:
+    """A container's variables as Kubernetes sets them: from its fields, its secret, and each other."""
+    found: dict[str, str] = {}
+    for each in container["env"]:
+        source = each.get("valueFrom", {})
+        if "secretKeyRef" in source:
+            assert source["secretKeyRef"]["name"] == "p2pkv"
+            found[each["name"]] = f"{source['secretKeyRef']['key']}-{SECRET}"
+        elif "fieldRef" in source:
+            assert source["fieldRef"]["fieldPath"] == "status.podIP"
+            found[each["name"]] = POD_IP
+        else:
+            found[each["name"]] = substituted(each["value"], found)
+    return found
+
+
+def substituted(text: str, environ: dict[str, str]) -> str:
+    return re.sub(r"\$\((\w+)\)", lambda match: environ[match[1]], text)
+
+
+def services() -> dict[str, Any]:
+    """Those of compose.yaml, with IMAGE and MODEL set."""
+    values = {"IMAGE": "registry/vllm-p2pkv:0.32.0", "MODEL": "a-model"}
+    text = re.sub(r"\$\{(\w+):\?[^}]*\}", lambda m: values[m[1]], (EXAMPLES / "compose.yaml").read_text())
+    found = yaml.safe_load(text)
+    assert isinstance(found, dict)
+    return found
+
+
+def option(command: list[str], name: str) -> str:
+    """The value of an option in either spelling, `--name value` or `--name=value`."""
+    for word, after in zip(command, [*command[1:], ""], strict=True):
+        if word.partition("=")[0] == name:
+            return word.partition("=")[2] or after
+    raise AssertionError(f"{name} is not in {command}")
+
+
+def instance(command: list[str], environ: dict[str, str]) -> Options:
+    """What p2pkv reads in a `vllm serve` command."""
+    transfer = json.loads(option(command, "--kv-transfer-config"))
+    assert command[:2] == ["vllm", "serve"] and transfer["kv_connector"] == "P2pKvConnector"
+    made = Options.from_extra(
+        transfer["kv_connector_extra_config"],
+        role=transfer["kv_role"],
+        kv_port=transfer["kv_port"],
+        default_host="127.0.0.1",
+        has_gpu=True,
+        environ=environ,
+    )
+    assert made.link == "nccl" and made.secret and made.discovery == "curve"
+    assert made.http_address is not None and str(made.http_address.port) == option(command, "--port")
+    return made
+
+
+@pytest.mark.parametrize(("name", "role"), [("prefill", "P"), ("decode", "D")])
+def test_instances_on_kubernetes(name: str, role: str) -> None:
+    pod = pod_of(name)
+    (container,) = pod["containers"]
+    environ = environ_of(container)
+    command = [substituted(word, environ) for word in [*container["command"], *container["args"]]]
+    made = instance(command, environ)
+    assert (made.role, made.address, made.http_address) == (
+        role,
+        Address(POD_IP, 21001),
+        Address(POD_IP, 8000),
+    )
+    # It pings the service, and drains itself there, under the address that it has registered.
+    ports = {port["name"]: port["port"] for port in manifests()["Service", "p2pkv-proxy"]["spec"]["ports"]}
+    assert made.proxy == Address("p2pkv-proxy", ports["discovery"])
+    assert environ["PROXY"] == f"http://p2pkv-proxy:{ports['http']}"
+    assert environ["ADDRESS"] == str(made.http_address)
+    # Both the script and vLLM have their time before the SIGKILL.
+    needed = float(environ["DRAIN_SECONDS"]) + float(option(command, "--shutdown-timeout"))
+    assert pod["terminationGracePeriodSeconds"] >= needed + 20
+    probed = [container[kind]["httpGet"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")]
+    assert [each["path"] for each in probed] == ["/health"] * 3
+    assert {port["name"]: port["containerPort"] for port in container["ports"]} == {"http": 8000, "kv": 21001}
+    (mounted,) = [each for each in container["volumeMounts"] if each["name"] == "drain"]
+    (volume,) = [each for each in pod["volumes"] if each["name"] == "drain"]
+    script = Path(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert str(script.parent) == mounted["mountPath"]
+    assert script.name in manifests()["ConfigMap", volume["configMap"]["name"]]["data"]
+
+
+def test_the_proxy_on_kubernetes() -> None:
+    pod = pod_of("proxy")
+    (container,) = pod["containers"]
+    environ = environ_of(container)
+    # What Kubernetes sets beside a service of this name.
+    environ |= {"P2PKV_PROXY_PORT": "tcp://10.0.0.9:10001", "P2PKV_PROXY_SERVICE_HOST": "10.0.0.9"}
+    assert container["command"] == ["p2pkv-proxy"]
+    read = settings.parse(cli._parser(), container["args"], environ)
+    assert (
+        environ["P2PKV_SECRET"]
+        and read.admin_token == environ_of(pod_of("decode")["containers"][0])["ADMIN_TOKEN"]
+    )
+    assert pod["terminationGracePeriodSeconds"] > read.drain_seconds + 3
+    service = manifests()["Service", "p2pkv-proxy"]["spec"]
+    assert {port["port"] for port in service["ports"]} == {read.port, read.discovery.port}
+    labels = manifests()["Deployment", "p2pkv-proxy"]["spec"]["template"]["metadata"]["labels"]
+    assert service["selector"] == labels
+    assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
+
+
+def test_compose(tmp_path: Path) -> None:
+    found = services()
+    (tmp_path / "secret").write_text(SECRET)
+    (tmp_path / "secret").chmod(0o600)
+    mounted = "/run/secrets/p2pkv"
+    assert found["secrets"].keys() == {"p2pkv"}
+    read = settings.parse(cli._parser(), found["services"]["proxy"]["command"], {})
+    assert str(read.secret_file) == mounted and found["services"]["proxy"]["secrets"] == ["p2pkv"]
+    assert found["services"]["proxy"]["ports"] == [f"127.0.0.1:{read.port}:{read.port}"]
+    for name, role in (("prefill", "P"), ("decode", "D")):
+        service = found["services"][name]
+        assert service["secrets"] == ["p2pkv"] and service["hostname"] == name
+        command = [*service["entrypoint"], *service["command"]]
+        made = instance([word.replace(mounted, str(tmp_path / "secret")) for word in command], {})
+        assert (made.role, made.address.host) == (role, name)
+        assert made.proxy == Address("proxy", read.discovery.port)
+        assert int(service["stop_grace_period"][:-1]) > int(option(command, "--shutdown-timeout"))
+
+
+# The script that runs before a pod stops.
+
+
+async def drained(deployment: Deployment, address: str, token: str = "t") -> asyncio.subprocess.Process:
+    script = manifests()["ConfigMap", "p2pkv-drain"]["data"]["drain.py"]
+    environ = {"PROXY": deployment.url, "ADDRESS": address, "ADMIN_TOKEN": token, "DRAIN_SECONDS": "20"}
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-c", script),
+        env={**os.environ, **environ},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+
+
+@pytest.mark.asyncio
+async def test_a_pod_that_stops_waits_for_its_requests() -> None:
+    async with deployed("concurrent", prefill=1, decode=1, guard=Access("t")) as deployment:
+        going_on = asyncio.Event()
+
+        async def slow(request: web.Request, seen: Seen) -> web.StreamResponse:
+            await going_on.wait()
+            return await answer_json(request, seen)
+
+        leaving = deployment.d
+        leaving.behaviour = slow
+        request = asyncio.create_task(deployment.post())
+        await until(lambda: called(leaving))
+        staying = await deployment.add("D")
+        await deployment.ready(1, 2)
+        script = await drained(deployment, leaving.http_address)
+        await until(lambda: deployment.routable("D") == [staying.http_address])
+        # A request that comes now goes to the one that stays, and the script still waits.
+        assert (await deployment.post()).status == 200
+        assert len(leaving.requests) == 1 and script.returncode is None
+        going_on.set()
+        assert (await request).status == 200
+        said, _ = await asyncio.wait_for(script.communicate(), 10)
+        assert (script.returncode, said) == (0, b"")
+
+
+@pytest.mark.asyncio
+async def test_a_pod_stops_although_the_proxy_does_not_know_it() -> None:
+    async with deployed("concurrent", guard=Access("t")) as deployment:
+        script = await drained(deployment, "10.0.0.9:8000")
+        said, _ = await asyncio.wait_for(script.communicate(), 10)
+        assert script.returncode == 0 and b"not drained: HTTP Error 404" in said
+
+
+# Against the specifications.
+
+
+@pytest.fixture(scope="module")
+def validators(pytestconfig: pytest.Config) -> str:
+    """A Python that has them."""
+    assert pytestconfig.cache is not None
+    try:
+        made = environment(pytestconfig.cache.mkdir("environments"), *VALIDATORS)
+    except Unavailable as error:
+        pytest.skip(str(error))
+    return str(made / "bin" / "python")
+
+
+def told(python: str, program: str, text: str) -> str:
+    """What a validator says of `text`; "" if it is valid."""
+    done = subprocess.run(
+        [python, "-c", program], input=text, capture_output=True, text=True, timeout=60, check=False
+    )
+    return "" if done.returncode == 0 else done.stderr.splitlines()[-1] or "refused"
+
+
+BY_KUBERNETES = f"""
+import sys, yaml, kubernetes_validate
+found = list(yaml.safe_load_all(sys.stdin))
+for each in found:
+    kubernetes_validate.validate(each, {KUBERNETES!r}, strict=True)
+sys.exit(not found)
+"""
+BY_COMPOSE = """
+import sys, compose_spec
+made = compose_spec.PyCompose.from_yaml(sys.stdin.read())
+made.validate()
+sys.exit(sorted(made.service_names()) != ["decode", "prefill", "proxy"])
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_the_manifest_is_valid(validators: str) -> None:
+    text = (EXAMPLES / "kubernetes.yaml").read_text()
+    assert told(validators, BY_KUBERNETES, text) == ""
+    for right, wrong in (
+        ("preStop:", "preStopp:"),
+        ("replicas: 2", "replicas: two"),
+        ("selector:", "select:"),
+    ):
+        assert told(validators, BY_KUBERNETES, text.replace(right, wrong)), wrong
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_the_compose_file_is_valid(validators: str) -> None:
+    # It reads no anchors' merge keys and puts no variables in.
+    text = yaml.safe_dump(services())
+    assert told(validators, BY_COMPOSE, text) == ""
+    for right, wrong in (
+        ("stop_grace_period", "stop_grace"),
+        ("interval: 5s", "interval: often"),
+        ("- p2pkv", "- x"),
+    ):
+        assert right in text and told(validators, BY_COMPOSE, text.replace(right, wrong)), wrong

