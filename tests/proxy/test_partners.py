@@ -153,6 +153,7 @@ def test_many_ps_are_spread_over_the_ds_and_one_more_changes_few_lists() -> None
     assert sum(set(one) != set(other) for one, other in zip(before, after, strict=True)) < 60
 
 
+@pytest.mark.asyncio
 async def test_a_d_hears_of_them_through_the_discovery_socket(lonely: Deployment) -> None:
     heard: list[tuple[str, ...]] = []
     d = ping("D", 8200, partners=8)
@@ -164,6 +165,7 @@ async def test_a_d_hears_of_them_through_the_discovery_socket(lonely: Deployment
     await until(lambda: bool(heard) and set(heard[-1]) == expected, "both P's")
 
 
+@pytest.mark.asyncio
 async def test_an_older_d_is_sent_nothing(lonely: Deployment) -> None:
     """Its socket takes messages of a kilobyte at most, and it reads none."""
     await lonely.add("P")
