@@ -216,7 +216,8 @@ class Prompts:
 
     def idle(self, peer: DecodePeer, now: float) -> bool:
         """Whether neither side has a use for this link now."""
-        quiet = now - peer.wanted > IDLE_BEATS * self._ctx.beat and not peer.busy
+        # D that has named no transfer may have come ahead of any request.
+        quiet = (not peer.named or now - peer.wanted > IDLE_BEATS * self._ctx.beat) and not peer.busy
         return quiet and all(entry.sender.prompt.ended for entry in self._of(peer))
 
     def drop(self, peer: DecodePeer, reason: str, now: float) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import zmq
 from connector_support import BLOCK, inner_id, pair_id, tokens
+from engine_support import wait_for
 from real_ranks_support import Engine, ask_both, finish, starting
 
 from p2pkv.connector import connector
 from p2pkv.control.announcer import Announcement, Announcer
-from p2pkv.control.discovery import DISCOVERY_VERSION, decode_ping
+from p2pkv.control.discovery import DISCOVERY_VERSION, decode_ping, encode_partners
 from p2pkv.control.security import Members
 from p2pkv.protocol.messages import PROTOCOL_VERSION
 
@@ -58,6 +59,28 @@ def test_members_of_one_secret_transfer_and_ping_as_members(engines: Any, tmp_pa
             roles.add(decode_ping(proxy.recv_multipart()[1]).type)
 
 
+def test_links_to_the_ps_that_the_proxy_names_are_up_before_the_first_request(engines: Any) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as proxy:
+        proxy.setsockopt(zmq.LINGER, 0)
+        port = proxy.bind_to_random_port("tcp://127.0.0.1")
+        place = {"proxy_ip": "127.0.0.1", "proxy_port": port, "http_port": 8100, "warm_up_seconds": 0}
+        p, d = engines(1, 2, **place)
+        roles: dict[str, bytes] = {}
+        while roles.keys() != {"P", "D"}:
+            assert proxy.poll(10_000)
+            sender, frame = proxy.recv_multipart()
+            ping = decode_ping(frame)
+            roles[ping.type] = sender
+            assert ping.partners == (64 if ping.type == "D" else 0)
+        proxy.send_multipart([roles["D"], encode_partners([str(p.address)])])
+        wait_for(lambda: all(worker.rank.counters.values["links_ahead"] for worker in d.workers))
+        ask_both(p, d, "the first request", tokens(40))
+        finish(p, d)
+        assert set(d.ended.values()) == {"length"}
+        built = [peer.link for peer in p.workers[0].rank._half._peers]
+        assert built == [1, 1], "the request has built links of its own"
+
+
 @pytest.mark.parametrize("off", [False, True], ids=["warm", "as it is"])
 def test_what_the_first_rank_announces(engines: Any, monkeypatch: pytest.MonkeyPatch, off: bool) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "a key")
@@ -80,6 +103,7 @@ def test_what_the_first_rank_announces(engines: Any, monkeypatch: pytest.MonkeyP
     assert {(each.ping.version, each.ping.protocol) for each in made} == {
         (DISCOVERY_VERSION, PROTOCOL_VERSION)
     }
+    assert [each.ping.partners for each in made] == [0, 64]
     for each in made:
         assert (each.proxy, each.ping.http_address, each.secret) == ("127.0.0.1:9", "127.0.0.1:8100", None)
         if off:

@@ -21,7 +21,7 @@ from engine_support import wait_for
 from links_support import Peer, starting
 
 from p2pkv.control.announcer import REQUEST_MARK, Announcement, Announcer, WarmUp
-from p2pkv.control.discovery import Ping, decode_ping, goodbye
+from p2pkv.control.discovery import Ping, decode_ping, encode_partners, goodbye
 from p2pkv.control.security import Members
 from p2pkv.demo.processes import free_ports
 
@@ -167,6 +167,33 @@ def test_with_the_secret_it_pings_as_a_member() -> None:
         assert socket.poll(20_000) and decode_ping(socket.recv_multipart()[1]) == PING
         announcer.stop()
         announcer.stop()  # again: no harm
+
+
+def test_the_worker_hears_what_the_proxy_answers(proxy) -> None:
+    heard: list[tuple[str, ...]] = []
+    ping = msgspec.structs.replace(PING, type="D", partners=3)
+    announcer = Announcer(Announcement(proxy=proxy.address, ping=ping, interval=INTERVAL), heard.append)
+    announcer.start()
+
+    def answer(*addresses: str) -> None:
+        assert proxy.socket.poll(20_000)
+        peer, _ = proxy.socket.recv_multipart()
+        proxy.socket.send_multipart([peer, encode_partners(addresses)])
+
+    try:
+        answer("10.0.0.1:1", "10.0.0.2:1")
+        wait_for(lambda: heard == [("10.0.0.1:1", "10.0.0.2:1")], what="the first answer")
+        answer("10.0.0.1:1", "10.0.0.2:1")
+        answer("10.0.0.2:1")
+        wait_for(lambda: heard[1:] == [("10.0.0.2:1",)], what="the second, which is another one")
+        os.kill(announcer.pid, signal.SIGKILL)
+        assert proxy.lost_the_connection()
+        while proxy.socket.poll(0):
+            proxy.socket.recv_multipart()
+        answer()
+        wait_for(lambda: heard[2:] == [()], what="what the child's successor has heard")
+    finally:
+        announcer.stop()
 
 
 def test_what_is_no_address_is_refused_before_anything_starts() -> None:

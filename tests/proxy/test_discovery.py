@@ -11,10 +11,15 @@ from hypothesis import strategies as st
 
 from p2pkv.control.discovery import (
     DISCOVERY_VERSION,
+    MAX_PARTNERS,
+    MAX_PARTNERS_BYTES,
     MAX_PING_BYTES,
+    BadPartners,
     BadPing,
     Ping,
+    decode_partners,
     decode_ping,
+    encode_partners,
     encode_ping,
     goodbye,
 )
@@ -31,6 +36,7 @@ OURS = Ping(
     dp_rank=1,
     protocol=2,
     fit="protocol=2, weights=ab12",
+    partners=64,
 )
 
 
@@ -48,7 +54,7 @@ def test_a_ping_of_the_version_before_is_understood() -> None:
     before = CLASSIC | {"version": 1, "incarnation": "abc", "model": "m", "dp_rank": 0, "leaving": False}
     ping = decode_ping(pack(before))
     assert (ping.version, ping.incarnation, ping.model) == (1, "abc", "m")
-    assert (ping.protocol, ping.fit) == (0, "")
+    assert (ping.protocol, ping.fit, ping.partners) == (0, "", 0)
 
 
 def test_unknown_fields_are_ignored() -> None:
@@ -89,6 +95,8 @@ def test_old_routers_find_their_fields() -> None:
         {"leaving": 1},
         {"incarnation": "x" * 65},
         {"protocol": -1},
+        {"partners": -1},
+        {"partners": True},
         {"fit": "x" * 513},
         {"fit": "weights=a\nnext line of the log"},
         {"fit": "weights=\u00e9"},
@@ -159,3 +167,48 @@ def test_every_mutation_and_truncation_of_a_ping(at: int, byte: int, length: int
 )
 def test_maps_of_the_wrong_things(fields: dict[str, Any]) -> None:
     survives(pack(CLASSIC | fields))
+
+
+# The answer.
+
+SOME = ("10.0.0.1:21001", "[fd00::1]:21001", "node-7:22001")
+
+
+@pytest.mark.parametrize("addresses", [(), SOME])
+def test_an_answer_comes_back_as_it_was(addresses: tuple[str, ...]) -> None:
+    assert decode_partners(encode_partners(addresses)) == addresses
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", ".".join(["a" * 40] * 6)])
+def test_an_answer_holds_what_there_is_room_for(host: str) -> None:
+    frame = encode_partners(f"{host}:{port}" for port in range(1, 3 * MAX_PARTNERS))
+    found = decode_partners(frame)
+    assert len(frame) <= MAX_PARTNERS_BYTES and 30 < len(found) <= MAX_PARTNERS
+    assert found == tuple(f"{host}:{port}" for port in range(1, len(found) + 1))
+
+
+def test_an_answer_may_say_more_than_we_read() -> None:
+    assert decode_partners(pack({"partners": SOME, "since": "another version"})) == SOME
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        *(
+            b"",
+            b"\xc1",
+            b"\x91" * 4000,
+            b"x" * (MAX_PARTNERS_BYTES + 1),
+            pack([]),
+            pack({}),
+            encode_ping(OURS),
+        ),
+        *(pack({"partners": wrong}) for wrong in ("10.0.0.1:21001", ["nowhere"], [1], ["a:0"], ["a:1/x"])),
+        pack({"partners": ["a:1"] * (MAX_PARTNERS + 1)}),
+        encode_partners(SOME) + b"\x00",
+        encode_partners(SOME)[:-1],
+    ],
+)
+def test_what_is_no_answer_is_refused(frame: bytes) -> None:
+    with pytest.raises(BadPartners):
+        decode_partners(frame)

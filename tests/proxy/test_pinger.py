@@ -7,11 +7,13 @@ import threading
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import zmq
+from engine_support import wait_for
 
 from p2pkv.control.announcer import Pinger
-from p2pkv.control.discovery import Ping, decode_ping, encode_ping, goodbye
+from p2pkv.control.discovery import Ping, decode_ping, encode_partners, encode_ping, goodbye
 
 PING = Ping(type="P", http_address="127.0.0.1:8100", zmq_address="127.0.0.1:21001", incarnation="one")
 
@@ -98,6 +100,26 @@ def test_what_a_proxy_answers_is_ignored() -> None:
         # A reply too long costs the connection, so the pings go on under a new identity.
         for _ in range(3):
             assert decode_ping(socket.recv_multipart()[1]) == PING
+
+
+def test_what_a_proxy_answers_a_d_that_asked() -> None:
+    heard: list[tuple[str, ...]] = []
+    ping = msgspec.structs.replace(PING, type="D", partners=4)
+    with router() as (socket, address):
+        pinger = Pinger(address, ping, 0.05, hear=heard.append)
+        pinger.start()
+        try:
+            peer, _ = socket.recv_multipart()
+            noise = (b"", b"hello", encode_ping(PING))
+            for frame in (*noise, encode_partners(["a:1"]), *noise, encode_partners(["a:1", "b:2"])):
+                socket.send_multipart([peer, frame])
+            socket.send_multipart([peer, encode_partners(["c:3"]), b"and another frame"])
+            wait_for(lambda: len(heard) == 2, what="the answers")
+            for _ in range(3):
+                assert decode_ping(socket.recv_multipart()[1]) == ping
+        finally:
+            pinger.stop()
+    assert heard == [("a:1",), ("a:1", "b:2")]
 
 
 def test_a_pinger_that_never_started_stops_too() -> None:

@@ -1,0 +1,340 @@
+"""Links that D builds to the P's that the proxy names, before any request."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import nccl_simulated
+import pytest
+from engine_support import (
+    Engine,
+    Geometry,
+    make_engine,
+    on_engine_thread,
+    other_group,
+    plain_links,
+    prefill,
+    wait_for,
+    wrong_cells,
+)
+from links_support import NCCL_KINDS, nccl_links
+from msgspec.structs import replace
+from nccl_simulated import SimulatedNccl
+
+from p2pkv.engine import commands as do
+from p2pkv.engine import partners
+from p2pkv.engine.rank import Rank
+from p2pkv.links.nccl import NcclLinks
+from p2pkv.protocol.messages import Partners
+
+ONE = Geometry()
+BLOCKS = list(range(6))
+TOKENS = 32
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture(params=NCCL_KINDS)
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    """Engines of one rank on simulated devices; stopped at the end."""
+    made: list[Engine] = []
+
+    def make(role: str, **options: object) -> Engine:
+        links = nccl_links(blocking=request.param == "nccl-blocking", staging=1 << 20)
+        options = {"lease_seconds": 4.0, **options}
+        made.append(make_engine(role, ONE, lambda rank: links, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.stop()
+    nccl_simulated.let_go()
+
+
+one_kind = pytest.mark.parametrize("make", ["nccl-polled"], indirect=True)
+
+
+@pytest.fixture
+def silent() -> Iterator[Callable[[], str]]:
+    """Addresses at which connections are taken, and nothing is ever said."""
+    sockets: list[socket.socket] = []
+
+    def one() -> str:
+        sockets.append(socket.create_server(("127.0.0.1", 0)))
+        return f"127.0.0.1:{sockets[-1].getsockname()[1]}"
+
+    yield one
+    for each in sockets:
+        each.close()
+
+
+def nccl_of(engine: Engine) -> SimulatedNccl:
+    links = engine.ranks[0].rank._ctx.links
+    assert isinstance(links, NcclLinks)
+    nccl = links._shared.nccl
+    assert isinstance(nccl, SimulatedNccl)
+    return nccl
+
+
+def begun(engine: Engine) -> int:
+    """How many communicators this rank has started, ever."""
+    return nccl_of(engine).live + nccl_of(engine).aborted
+
+
+def ahead(d: Engine, rank: int = 0) -> int:
+    return d.ranks[rank].rank.counters.values["links_ahead"]
+
+
+def links(engine: Engine) -> int:
+    return engine.ranks[0].rank.counters.snapshot()["links"]
+
+
+def name(d: Engine, *ps: Engine | str) -> None:
+    """What the proxy says to rank 0 of D."""
+    d.ranks[0].rank.do(do.Partners(tuple(str(p.address) if isinstance(p, Engine) else p for p in ps)))
+
+
+def looks(d: Engine, count: int = 4) -> None:
+    """Let D look so often at what it may do."""
+    seen = 0
+
+    def counted(look: Callable[[float], None], now: float) -> None:
+        nonlocal seen
+        seen += 1
+        look(now)
+
+    half: Any = d.ranks[0].rank._half
+    look = half._partners.look
+    half._partners.look = lambda now: counted(look, now)
+    wait_for(lambda: seen >= count, what="D's looks")
+    half._partners.look = look
+
+
+def push(p: Engine, d: Engine, key: str, salt: int) -> None:
+    """One request from beginning to end, its bytes compared."""
+    d.do(do.Expect(key, p.address, TOKENS, b"digest"))
+    prefill(p, key, d.address, TOKENS, BLOCKS, chunk=TOKENS, salt=salt)
+    d.wait(do.Begun(key))
+    d.do(do.Load(key, 0, TOKENS - 1, (BLOCKS,)))
+    d.wait(do.Loaded(key))
+    for rank in d.ranks:
+        assert wrong_cells(rank, BLOCKS, 0, TOKENS - 1, salt) == []
+    d.do(do.Forget(key))
+    p.wait(do.BlocksFree(key))
+    p.do(do.Forget(key))
+
+
+def test_the_first_request_starts_no_communicator(make: Make) -> None:
+    p, d = make("P"), make("D")
+    assert begun(p) == begun(d) == 0
+    name(d, p)
+    wait_for(lambda: ahead(d) == 1, what="the link")
+    assert begun(p) == begun(d) == 1
+    push(p, d, "first", salt=1)
+    assert begun(p) == begun(d) == 1, "the request has built a link of its own"
+    assert p.ranks[0].rank.counters.values["links_aborted"] == 0
+
+
+@one_kind
+def test_without_the_option_d_waits_for_the_first_request(make: Make) -> None:
+    p, d = make("P"), make("D", links_ahead=False)
+    name(d, p)
+    looks(d)
+    assert begun(d) == 0 and d.ranks[0].rank.counters.snapshot()["peers"] == 0
+    push(p, d, "first", salt=1)
+    assert begun(d) == 1 and ahead(d) == 0
+
+
+@one_kind
+def test_no_more_than_max_links_come_up_ahead_and_a_request_takes_ones_place(make: Make) -> None:
+    d = make("D", max_links=2)
+    ps = [make("P") for _ in range(10)]
+    name(d, *ps)
+    wait_for(lambda: ahead(d) == 2, what="two links")
+    looks(d)
+    assert begun(d) == links(d) == 2
+    assert [begun(p) for p in ps] == [1, 1, *[0] * 8], "not those that were named first"
+    push(ps[5], d, "third", salt=1)
+    wait_for(lambda: links(d) == 2, what="one idle link closed")
+    assert nccl_of(ps[5]).live == 1, "the link that a request has used went first"
+    looks(d)
+    assert begun(d) == 3, "a link was built ahead although there are max_links"
+    push(ps[0], d, "one that was named first", salt=2)
+    push(ps[5], d, "again", salt=3)
+    assert nccl_of(ps[5]).live == 1
+
+
+@one_kind
+def test_who_never_answers_holds_up_nobody(make: Make, silent: Callable[[], str]) -> None:
+    p, q, d = make("P"), make("P"), make("D")
+    deaf = [silent() for _ in range(partners.AT_ONCE + 1)]
+    name(d, deaf[0], p, *deaf[1:], q)
+    wait_for(lambda: begun(p) == 1, seconds=partners.FRESH_SECONDS, what="the link to P")
+    push(q, d, "another request", salt=1)
+    wait_for(lambda: ahead(d) >= 1, what="the link to P")
+    push(p, d, "first", salt=2)
+    assert begun(p) == 1
+
+
+@one_kind
+def test_who_never_answers_gives_its_place_to_the_next(
+    make: Make, silent: Callable[[], str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(partners, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(partners, "FIRST_PAUSE", 0.1)
+    p, d = make("P"), make("D", max_links=1)
+    deaf = silent()
+    with caplog.at_level(logging.INFO, "p2pkv.engine"):
+        name(d, deaf, p)
+        wait_for(lambda: ahead(d) == 1, what="the link to P")
+    said = [(record.levelno, record.getMessage()) for record in caplog.records if deaf in record.getMessage()]
+    assert [level for level, _ in said] == [logging.INFO], "said once, and nobody is blamed"
+    assert "a request for it builds its own" in said[0][1] and "did not answer in time" in said[0][1]
+    assert d.ranks[0].rank.counters.values["transfers_failed"] == 0
+
+
+@one_kind
+def test_a_p_that_refuses_is_tried_again_and_its_requests_are_not_failed_for_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(partners, "FIRST_PAUSE", 0.1)
+    p, d = make("P"), make("D")
+    rank = p.ranks[0].rank
+    mine = rank._ctx.hello
+
+    def says(hello: Any) -> None:
+        on_engine_thread(rank, lambda: setattr(rank._ctx, "hello", hello))
+
+    says(replace(mine, cache=other_group(mine.cache, dtype="float16")))
+    with caplog.at_level(logging.INFO, "p2pkv.engine"):
+        name(d, p)
+        wait_for(lambda: "no link to P at" in caplog.text, what="the line in D's log")
+    assert "cache element types differ" in caplog.text
+    says(mine)
+    push(p, d, "a request at once", salt=1)
+
+
+@one_kind
+def test_a_link_ahead_takes_no_place_on_p_of_one_in_use(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partners, "PATIENCE_SECONDS", 0.5)
+    p = make("P", max_links=1)
+    first, second = make("D"), make("D")
+    push(p, first, "k", salt=1)
+    name(second, p)
+    wait_for(lambda: second.ranks[0].rank.counters.snapshot()["peers"], what="the second D's try")
+    wait_for(lambda: not second.ranks[0].rank.counters.snapshot()["peers"], what="its end")
+    assert (begun(p), nccl_of(first).live, begun(second)) == (1, 1, 0)
+    push(p, second, "a request needs it", salt=2)
+    wait_for(lambda: nccl_of(p).live == 1, what="P with one communicator")
+    assert nccl_of(second).live == 1
+
+
+@one_kind
+def test_on_p_a_link_that_no_request_has_used_goes_first(make: Make) -> None:
+    p = make("P", max_links=2)
+    used, new, third = make("D"), make("D"), make("D")
+    push(p, used, "k", salt=1)
+    name(new, p)
+    wait_for(lambda: ahead(new) == 1, what="the link ahead")
+    push(p, third, "k3", salt=2)
+    wait_for(lambda: nccl_of(p).live == 2, what="P with two communicators")
+    wait_for(lambda: nccl_of(new).live == 0, what="the end of the one that was built ahead")
+    assert nccl_of(used).live == nccl_of(third).live == 1
+
+
+@one_kind
+def test_a_partner_that_is_named_no_more_is_let_go_after_a_while(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, q, d = make("P"), make("P"), make("D")
+    name(d, p, q)
+    wait_for(lambda: ahead(d) == 2, what="both links")
+    name(d, q)
+    looks(d)
+    assert links(d) == 2, "a proxy that has just restarted knows nobody yet"
+    monkeypatch.setattr(partners, "LEFT_SECONDS", 0.0)
+    name(d, p, q)
+    name(d, q)
+    wait_for(lambda: links(d) == 1, what="the end of the link to P")
+    wait_for(lambda: nccl_of(p).live == 0, what="P hearing of it")
+    assert nccl_of(q).live == 1
+    name(d, p, q)
+    wait_for(lambda: ahead(d) == 3, what="the link to P, which is back")
+
+
+@one_kind
+def test_links_without_requests_last(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2pkv.engine.consumer.IDLE_SECONDS", 0.1)
+    monkeypatch.setattr("p2pkv.engine.producer.FORGOTTEN_SECONDS", 0.1)
+    monkeypatch.setattr(partners, "BEAT_SECONDS", 0.2)
+    p, d = make("P", lease_seconds=0.5), make("D", lease_seconds=0.5)
+    name(d, p)
+    wait_for(lambda: ahead(d) == 1, what="the link")
+    begin = time.monotonic()
+    wait_for(lambda: time.monotonic() - begin > 2.5, what="more than P waits for a word, and D for a request")
+    push(p, d, "first", salt=1)
+    assert begun(p) == begun(d) == 1
+    begin = time.monotonic()
+    wait_for(lambda: time.monotonic() - begin > 2.5, what="the same after a request")
+    assert nccl_of(p).live == nccl_of(d).live == 1
+
+
+@one_kind
+def test_a_p_that_restarts_gets_its_link_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partners, "FIRST_PAUSE", 0.1)
+    monkeypatch.setattr(partners, "BEAT_SECONDS", 0.2)
+    p, d = make("P"), make("D")
+    name(d, p)
+    wait_for(lambda: ahead(d) == 1, what="the link")
+    p.stop()
+    again = make("P", kv_port=p.address.port)
+    wait_for(lambda: ahead(d) == 2, what="the link to its successor")
+    push(again, d, "first", salt=1)
+    assert begun(again) == 1
+
+
+def test_all_ranks_of_d_hear_of_it_and_link_to_their_ranks_of_p() -> None:
+    shape = Geometry(kv_heads=4, tp=2)
+    both = plain_links("memory")
+    p = make_engine("P", shape, lambda rank: both("P", rank))
+    d = make_engine("D", shape, lambda rank: both("D", rank))
+    try:
+        name(d, p)
+        for rank in range(2):
+            wait_for(lambda rank=rank: ahead(d, rank) == 1, what=f"the link of rank {rank}")
+        push(p, d, "first", salt=1)
+        assert all(rank.rank.counters.values["links_aborted"] == 0 for rank in (*p.ranks, *d.ranks))
+        name(d)
+        for each in d.ranks:
+            table = each.rank._half._partners._partners
+            wait_for(lambda table=table: all(one.until < float("inf") for one in table.values()))
+    finally:
+        d.stop()
+        p.stop()
+
+
+@one_kind
+def test_partners_of_another_engine_are_refused(make: Make) -> None:
+    p, d = make("P"), make("D")
+    rank: Rank = d.ranks[0].rank
+
+    def tell(engine: str, *addresses: str) -> None:
+        connection = rank._ctx.endpoint.dial(d.address)
+        wait_for(
+            lambda: said(lambda: rank._ctx.tell(connection, Partners(engine, addresses))), what="the message"
+        )
+
+    def said(say: Callable[[], bool]) -> bool:
+        done: list[bool] = []
+        on_engine_thread(rank, lambda: done.append(say()))
+        return done[0]
+
+    on_engine_thread(rank, lambda: None)
+    tell(str(p.address), str(p.address))
+    wait_for(lambda: rank.counters.values["messages_refused"] == 1, what="the refusal")
+    tell(str(d.address), "no address", str(p.address))
+    wait_for(lambda: ahead(d) == 1, what="the link")

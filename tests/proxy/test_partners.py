@@ -1,0 +1,180 @@
+"""Which P's the proxy names to a D in answer to its pings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+from hostile_support import dealer
+from proxy_fakes import Deployment, ping, until
+
+from p2pkv.control.announcer import Pinger
+from p2pkv.control.discovery import Ping, decode_partners, encode_ping, goodbye
+from proxy.partners import REPEAT_SECONDS, RING_SECONDS, Partners
+from proxy.registry import Instance, Registry
+
+
+@dataclass(eq=False)
+class Line:
+    """The connection of one instance."""
+
+    full: bool = False
+    said: list[tuple[str, ...]] = field(default_factory=list)
+
+    @property
+    def member(self) -> bool:
+        return True
+
+    def stands(self) -> bool:
+        return True
+
+    def tell(self, frame: bytes) -> bool:
+        if not self.full:
+            self.said.append(decode_partners(frame))
+        return not self.full
+
+
+class World:
+    """A registry, and the connections of its instances."""
+
+    def __init__(self) -> None:
+        self.registry = Registry()
+        self.partners = Partners(self.registry)
+        self.now = 0.0
+
+    def join(self, role: Any, port: int, line: Line | None = None, **more: Any) -> tuple[Instance, Line]:
+        line = line or Line()
+        instance = self.registry.observe(ping(role, port, **more), self.now, line)
+        assert instance is not None
+        instance.healthy = True
+        return instance, line
+
+    def hear(self, instance: Instance, line: Line, message: Ping | None = None) -> None:
+        """It pings, once the ring is made anew."""
+        self.now += RING_SECONDS
+        self.registry.observe(message or instance.ping, self.now, line)
+        self.partners.answer(message or instance.ping, line, self.now)
+
+
+def of(*instances: tuple[Instance, Line]) -> set[str]:
+    return {instance.ping.zmq_address for instance, _ in instances}
+
+
+def test_a_d_hears_of_the_ps_that_it_fits_and_of_changes_only() -> None:
+    world = World()
+    d = world.join("D", 8200, partners=8, fit="weights=one")
+    world.hear(*d)
+    ps = [world.join("P", 8100 + each, fit="weights=one") for each in range(3)]
+    world.join("P", 8150, fit="weights=another")
+    for _ in range(3):
+        world.hear(*d)
+    line = d[1]
+    assert line.said[0] == () and set(line.said[1]) == of(*ps) and len(line.said) == 2
+    world.registry.observe(goodbye(ps[0][0].ping), world.now, ps[0][1])
+    world.hear(*d)
+    assert set(line.said[2]) == of(*ps[1:]) and len(line.said) == 3
+
+
+def test_what_has_not_changed_is_said_again_now_and_then_and_on_another_connection() -> None:
+    world = World()
+    p, d = world.join("P", 8100), world.join("D", 8200, partners=8)
+    for _ in range(int(REPEAT_SECONDS / RING_SECONDS) + 3):
+        world.hear(*p)
+        world.hear(*d)
+    assert len(d[1].said) > 1 and set(d[1].said) == {tuple(of(p))}
+    d[1].stands = lambda: False  # type: ignore[method-assign]
+    again = Line()
+    world.hear(d[0], again)
+    assert again.said == [tuple(of(p))]
+
+
+def test_what_could_not_be_sent_is_sent_at_the_next_ping() -> None:
+    world = World()
+    p, d = world.join("P", 8100), world.join("D", 8200, line=Line(full=True), partners=8)
+    world.hear(*d)
+    d[1].full = False
+    world.hear(*d)
+    assert d[1].said == [tuple(of(p))]
+
+
+@pytest.mark.parametrize(
+    ("role", "more"), [("D", {}), ("D", {"partners": 0}), ("P", {"partners": 8})], ids=["older", "off", "P"]
+)
+def test_who_does_not_ask_hears_nothing(role: Any, more: dict[str, Any]) -> None:
+    world = World()
+    world.join("P", 8100)
+    one = world.join(role, 8200, **more)
+    world.hear(*one)
+    assert one[1].said == []
+
+
+def test_who_says_goodbye_or_claims_anothers_address_hears_nothing() -> None:
+    world = World()
+    world.join("P", 8100)
+    d, line = world.join("D", 8200, partners=8)
+    thief = Line()
+    world.hear(d, thief)
+    world.hear(d, thief, msgspec.structs.replace(d.ping, incarnation="another"))
+    world.hear(d, line, goodbye(d.ping))
+    assert thief.said == line.said == []
+
+
+def test_those_that_get_requests_come_first_and_drained_ones_not_at_all() -> None:
+    world = World()
+    d = world.join("D", 8200, partners=8)
+    ps = [world.join("P", 8100 + each) for each in range(6)]
+    ps[0][0].healthy = ps[1][0].healthy = False
+    world.registry.drain(ps[2][0], True)
+    world.hear(*d)
+    (said,) = d[1].said
+    assert set(said[:3]) == of(*ps[3:]) and set(said[3:]) == of(*ps[:2])
+
+
+def test_many_ps_are_spread_over_the_ds_and_one_more_changes_few_lists() -> None:
+    world = World()
+    ds = [world.join("D", 10_000 + each, partners=8) for each in range(200)]
+    ps = [world.join("P", 20_000 + each) for each in range(100)]
+
+    def lists() -> list[tuple[str, ...]]:
+        world.now += RING_SECONDS
+        return [tuple(world.partners.of(d, world.now)) for d, _ in ds]
+
+    before = lists()
+    assert all(len(set(one)) == 8 for one in before)
+    links = Counter(address for one in before for address in one)
+    assert links.keys() == of(*ps), "a P that nobody hears of"
+    assert max(links.values()) < 6 * 200 * 8 / 100
+    world.join("P", 30_000)
+    after = lists()
+    assert sum(set(one) != set(other) for one, other in zip(before, after, strict=True)) < 60
+
+
+@pytest.mark.asyncio
+async def test_a_d_hears_of_them_through_the_discovery_socket(lonely: Deployment) -> None:
+    heard: list[tuple[str, ...]] = []
+    d = ping("D", 8200, partners=8)
+    pinger = Pinger(lonely.discovery, d, 0.05, hear=heard.append)
+    pinger.start()
+    lonely.cleanup.callback(pinger.stop)
+    ps = [await lonely.add("P") for _ in range(2)]
+    expected = {p.ping.zmq_address for p in ps}
+    await until(lambda: bool(heard) and set(heard[-1]) == expected, "both P's")
+
+
+@pytest.mark.asyncio
+async def test_an_older_d_is_sent_nothing(lonely: Deployment) -> None:
+    """Its socket takes messages of a kilobyte at most, and it reads none."""
+    await lonely.add("P")
+    with dealer(lonely.discovery) as socket:
+        socket.send(encode_ping(ping("D", 8200)))
+        await until(lambda: len(lonely.everyone()) == 2, "both instances")
+        asking = ping("D", 8201, partners=1)
+        with dealer(lonely.discovery) as other:
+            other.send(encode_ping(asking))
+            await until(lambda: bool(other.poll(0)), "the answer to who asks")
+        await asyncio.sleep(0)
+        assert not socket.poll(0)

@@ -1,0 +1,91 @@
+"""A P that is told to stop with `--shutdown-timeout` finishes what it has taken on, and nobody notices."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from vllm_support import MODEL_NAME, SETTINGS, assert_same, at_rest, tokens
+
+from p2pkv.demo import answers, client
+from p2pkv.demo.processes import wait_until
+from p2pkv.demo.servers import ProxyServer, VllmServer
+
+pytestmark = pytest.mark.long
+
+SHUTDOWN_SECONDS = 30
+PROMPTS = 16
+TOKENS = 24
+
+
+@pytest.fixture
+def stopping_pair(
+    tiny_model: Path, logs: Path, servers_on_failure: Callable[..., None], fleet_keeper
+) -> Iterator[tuple[VllmServer, VllmServer, ProxyServer]]:
+    """P, D and their proxy; what D cannot load, it fails."""
+    fleet_keeper.stop()
+    proxy = ProxyServer(log_path=logs / "stopping-proxy.log")
+
+    def server(role: str, *more: str) -> VllmServer:
+        return VllmServer(
+            tiny_model,
+            role=role,  # type: ignore[arg-type]
+            proxy=proxy.discovery,
+            extra_args=[*SETTINGS, "--no-enable-prefix-caching", *more],
+            extra_config={"chunk_bytes": 16384},
+            load_failure_policy="fail" if role == "D" else None,
+            log_path=logs / f"stopping-{role}.log",
+        )
+
+    p, d = server("P", "--shutdown-timeout", str(SHUTDOWN_SECONDS)), server("D")
+    servers_on_failure(p, d, proxy)
+    with proxy, p, d:
+        for each in (p, d, proxy):
+            each.wait_ready()
+        yield p, d, proxy
+
+
+def metric(server: VllmServer, name: str) -> float:
+    return client.metrics(server.base_url).get(name, 0.0)
+
+
+@pytest.mark.timeout(500)
+def test_p_finishes_what_it_has_taken_on(
+    stopping_pair: tuple[VllmServer, VllmServer, ProxyServer],
+) -> None:
+    p, d, proxy = stopping_pair
+    line = f"the link to P at {p.zmq_address} is up, ahead of requests"
+    wait_until(lambda: line in d.log_path.read_text(errors="replace"), "the link, before any request", 200.0)
+    assert metric(p, "p2pkv_bytes_sent_total") == 0
+    prompts = [tokens(900, f"graceful {number}") for number in range(PROMPTS)]
+    expected = [answers.complete(d.base_url, MODEL_NAME, each, max_tokens=TOKENS)[0] for each in prompts]
+
+    def ask(prompt: list[int]) -> answers.Answer:
+        return answers.complete(proxy.base_url, MODEL_NAME, prompt, max_tokens=TOKENS)[0]
+
+    def under_way() -> bool:
+        """P has begun to push, and has all requests."""
+        there = client.metrics(p.base_url)
+        done = there.get("vllm:request_success_total", 0.0)
+        running = there.get("vllm:num_requests_running", 0.0) + there.get("vllm:num_requests_waiting", 0.0)
+        return there.get("p2pkv_bytes_sent_total", 0.0) > 0 and running + done >= PROMPTS
+
+    with ThreadPoolExecutor(PROMPTS) as pool:
+        asked = [pool.submit(ask, prompt) for prompt in prompts]
+        wait_until(under_way, "P pushing", 60.0)
+        told = time.monotonic()
+        os.kill(p.pid, signal.SIGTERM)
+        got = [each.result(120.0) for each in asked]
+    assert_same(expected, got)
+    wait_until(lambda: not p.running(), "P's end", SHUTDOWN_SECONDS + 15.0)
+    assert time.monotonic() - told < SHUTDOWN_SECONDS + 15.0
+    log = proxy.log_path.read_text(errors="replace")
+    assert f"prefill instance 127.0.0.1:{p.http_port} said goodbye" in log
+    at_rest(d)
+    assert metric(d, "p2pkv_transfers_failed_total") == 0
+    assert metric(d, "p2pkv_transfers_loaded_total") == PROMPTS, "D computed prompts that P had taken on"
