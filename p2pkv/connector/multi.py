@@ -32,6 +32,7 @@ class MultiConnector(vllms.MultiConnector):
     ) -> list[tuple[type[KVConnectorBaseType], VllmConfig]]:
         """The connectors and their configurations: a failed load is treated as the outer one says, since
         vLLM's scheduler reads no other."""
+        found: list[tuple[type[KVConnectorBaseType], VllmConfig]]
         found = super()._get_connector_classes_and_configs(vllm_config)
         policy = vllm_config.kv_transfer_config.kv_load_failure_policy
         for _, config in found:
