@@ -187,11 +187,12 @@ def test_a_prompt_that_finds_what_a_store_fills_for_another_waits_likewise(ahead
 
 
 @each_pace
+@pytest.mark.parametrize("most", [1, 5], ids=["ends-at-once", "goes-on"])
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_a_failed_load_on_p_never_reaches_d(ahead: int, policy: str) -> None:
+def test_a_failed_load_on_p_never_reaches_d(ahead: int, most: int, policy: str) -> None:
     p = MultiInstance("P", ahead=ahead, policy=policy)
     p.store.held[BEGINNING] = WHOLE
-    request = p.ask(inner_id(pair_id()), PROMPT, max_tokens=1)
+    request = p.ask(inner_id(pair_id()), PROMPT, max_tokens=most)
     rank = p.rank
     p.stores[0].spoil = True
     p.step(1 + ahead)
