@@ -26,7 +26,7 @@ from p2pkv.protocol.receiver import MAX_CHUNKS
 from p2pkv.protocol.sender import MAX_ANNOUNCED
 
 STAGING, CHUNKS = 1 << 18, (4096, 16384)
-"""Bytes of a rank; of a message, one of these in all engines of a run. Of short ones some hold one KV group."""
+"""Bytes of a rank; of a message, one of these in all engines of a run. Some short ones hold one KV group."""
 
 STALL = 1.05 * LEASE
 """`stall_seconds` of every engine: shorter than a long hang."""
