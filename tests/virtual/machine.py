@@ -25,7 +25,9 @@ from p2pkv.pairing import Address
 from p2pkv.protocol.receiver import MAX_CHUNKS
 from p2pkv.protocol.sender import MAX_ANNOUNCED
 
-STAGING, CHUNK = 1 << 18, 16384
+STAGING, CHUNKS = 1 << 18, (4096, 16384)
+"""Bytes of a rank; of a message, one of these in all engines of a run. Some short ones hold one KV group."""
+
 STALL = 1.05 * LEASE
 """`stall_seconds` of every engine: shorter than a long hang."""
 
@@ -48,7 +50,7 @@ class Worker:
         self.endpoint = Endpoint(machine.name, place.shifted(pages.rank), machine.network, self.ring)
         options = Options(
             role=role, host=place.host, kv_port=place.port, lease_seconds=LEASE, staging_bytes=STAGING,
-            chunk_bytes=CHUNK, stall_seconds=STALL, ahead_bytes=STAGING,
+            chunk_bytes=machine.chunk_bytes, stall_seconds=STALL, ahead_bytes=STAGING,
             verify=role == "P",  # it is enough that one side asks
         )  # fmt: skip
         hello = hello_of(options, machine.build.model, pages, self.links.kind, incarnation)
@@ -171,6 +173,7 @@ class Machine:
     def __init__(self, name: str, build: Build, port: int, world: Any) -> None:
         self.name = name
         self.build = build
+        self.chunk_bytes: int = world.chunk_bytes
         self.outside = Address("127.0.0.1", port)
         self.clock: Clock = world.clock
         self.network: Network = world.network

@@ -20,7 +20,7 @@ from chaos.schedule import LEASE
 from memory_links import MemoryNetwork
 from virtual.clock import Clock
 from virtual.faults import WEIGHTS, Heal
-from virtual.machine import Machine
+from virtual.machine import CHUNKS, Machine
 from virtual.network import Network
 from virtual.stranger import Stranger
 
@@ -75,6 +75,7 @@ class World:
         self._suffering: Counter[str] = Counter()
         names = [f"P{index}" for index in range(prefills)] + [f"D{index}" for index in range(decodes)]
         builds = [Build(self.model, self.draw.choice(tps)) for _ in names]
+        self.chunk_bytes = self.draw.choice(CHUNKS)
         self.decode_ranks = sum(build.tp for build in builds[prefills:])
         self.machines = {
             name: Machine(name, build, 7000 + 10 * n, self)
