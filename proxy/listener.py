@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import socket
 from collections.abc import Awaitable, Callable
@@ -21,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 _FRAMES = 2  # the peer's identity, which ZMQ adds, and the ping
 _COMPLAIN_SECONDS = 10.0
+# Messages that are taken in before other work gets its turn. With one at a time a loop that is busy with
+# streams would take in pings more slowly than they come, and a goodbye would wait behind them.
+_BURST = 16
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class Listener:
         await asyncio.gather(*(self._forever(step) for step in (self._take_ping, self._admit, self._look)))
 
     async def _forever(self, step: Callable[[], Awaitable[None]]) -> None:
-        while True:
+        for taken in itertools.count(1):
             try:
                 await step()
             except zmq.ZMQError as error:
@@ -98,7 +102,8 @@ class Listener:
             except Exception:
                 logger.exception("something on the discovery port could not be handled, going on")
                 await asyncio.sleep(0.1)
-            await asyncio.sleep(0)  # a flood must not starve the requests
+            if taken % _BURST == 0:
+                await asyncio.sleep(0)  # a flood must not starve the requests
 
     async def _take_ping(self) -> None:
         try:
@@ -149,10 +154,11 @@ class Listener:
         more = True
         while more:
             frame = await self._router.recv()
+            more = bool(self._router.getsockopt(zmq.RCVMORE))
             if len(frames) <= _FRAMES:
                 frames.append(frame)
-            more = bool(self._router.getsockopt(zmq.RCVMORE))
-            await asyncio.sleep(0)
+            else:
+                await asyncio.sleep(0)
         return frames
 
     def _handle(self, frames: list[bytes]) -> None:

@@ -149,6 +149,15 @@ class FakeInstance:
         await web.TCPSite(self.runner, "127.0.0.1", port).start()
         self.http_address = f"127.0.0.1:{self.runner.addresses[0][1]}"
 
+    def kill(self) -> None:
+        """As kill -9: at one moment the port refuses and all connections end."""
+        assert self.runner is not None and self.runner.server is not None
+        for site in self.runner.sites:
+            site._server.close()
+        for handler in self.runner.server.connections:
+            if handler.transport is not None:
+                handler.transport.abort()
+
     async def stop(self) -> None:
         """Closes the port. Idempotent."""
         if self.runner is not None:

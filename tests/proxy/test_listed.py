@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 import zmq
+from proxy_behaviours import streams
 from proxy_fakes import DEADLINE, Deployment, FakeInstance, asked, deployed, join, ping, quiet, until
 from proxy_process import free_port, running
 
@@ -325,6 +326,38 @@ async def test_the_command_serves_what_it_lists() -> None:
             command.process.terminate()
             assert await asyncio.to_thread(command.end) == 0
             assert command.clean(), command.log
+
+
+@pytest.mark.asyncio
+async def test_of_two_proxies_side_by_side_one_is_killed_and_the_other_goes_on() -> None:
+    with ranks(FakeRank("P", fit=NEW), FakeRank("D", fit=NEW)) as (prefill, decode):
+        p = FakeInstance("P", zmq_address=prefill.address)
+        d = FakeInstance("D", zmq_address=decode.address)
+        async with listing(p, d) as deployment:
+            await deployment.ready(prefill=1, decode=1)
+            port, places = str(free_port()), (f"{each.http_address}={each.zmq_address}" for each in (p, d))
+            arguments = [
+                word for pair in zip(("--prefill", "--decode"), places, strict=True) for word in pair
+            ]
+            with running("--port", port, "--discovery", f"127.0.0.1:{free_port()}", *arguments) as other:
+                url = f"http://127.0.0.1:{port}"
+                async with asyncio.timeout(3 * DEADLINE):
+                    while not await there(deployment.client, url):
+                        await asyncio.sleep(0.05)
+                release = asyncio.Event()
+                d.behaviour = streams(release)
+                body = {"model": "tiny", "prompt": "hi", "stream": True}
+                lost = await deployment.client.post(f"{url}/v1/completions", json=body)
+                kept = await deployment.post(body)
+                for answer in (lost, kept):
+                    assert b"first" in await answer.content.readuntil(b"\n\n")
+                other.process.kill()
+                await until(lambda: sum(seen.aborted for seen in d.requests) == 1, "D hears of it")
+                release.set()
+                assert b"second" in await kept.read()
+                lost.close()
+                assert (await deployment.post()).status == 200
+            assert len(d.requests) == len(p.requests) == 3
 
 
 def test_the_three_ways_to_list(tmp_path: Path) -> None:
