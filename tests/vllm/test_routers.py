@@ -16,10 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import classic_router
 import pytest
-from environments import Unavailable, environment
 from probes import Compared
+from router_support import MODES, RouterProcess, original_router, vllm_router
 from vllm_support import (
     CHUNK,
     MODEL_NAME,
@@ -33,13 +32,9 @@ from vllm_support import (
 )
 
 from p2pkv.demo import answers, client
-from p2pkv.demo.processes import ServerProcess, free_ports
-from p2pkv.demo.servers import LOOPBACK
 
 pytestmark = pytest.mark.long
 
-VLLM_ROUTER = "vllm-router==0.1.17"
-MODES = {"default": (), "moriio-write": ("--kv-connector", "moriio")}
 AT_ONCE = 8
 REQUESTS = 24
 
@@ -51,35 +46,6 @@ def left_as_found(fleet: Fleet) -> Iterator[None]:
     yield
     compared.spans()
     assert_at_rest(fleet)
-
-
-@pytest.fixture(scope="module")
-def vllm_router(pytestconfig: pytest.Config) -> Path:
-    """The program `vllm-router`."""
-    assert pytestconfig.cache is not None
-    try:
-        made = environment(pytestconfig.cache.mkdir("environments"), VLLM_ROUTER)
-    except Unavailable as error:
-        pytest.skip(str(error))
-    return made / "bin" / "vllm-router"
-
-
-class RouterProcess(ServerProcess):
-    """A router on 127.0.0.1 that instances find by their pings; healthy when it knows a P and a D."""
-
-    def __init__(self, name: str, program: list[str], options: list[str], logs: Path) -> None:
-        port = free_ports()
-        self.discovery = LOOPBACK, free_ports()
-        self.base_url = f"http://{LOOPBACK}:{port}"
-        command = [*program, "--host", LOOPBACK, "--port", str(port)]
-        command += [each.replace("DISCOVERY", f"{LOOPBACK}:{self.discovery[1]}") for each in options]
-        super().__init__(
-            name,
-            command,
-            health_url=f"{self.base_url}/health",
-            log_path=logs / f"{name}.log",
-            env=dict(os.environ),
-        )
 
 
 @contextmanager
@@ -123,18 +89,15 @@ def chats(url: str, stories: list[str]) -> list[answers.Answer]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_vllm_router(fleet: Fleet, vllm_router: Path, logs: Path, servers_on_failure: Any, mode: str) -> None:
-    options = ["--vllm-pd-disaggregation", "--vllm-discovery-address", "DISCOVERY"]
-    options += ["--policy", "round_robin", "--prometheus-port", str(free_ports()), *MODES[mode]]
-    router = RouterProcess(f"vllm-router-{mode}", [str(vllm_router)], options, logs)
-    with found_by(fleet, router, servers_on_failure) as url:
+def test_vllm_router(
+    fleet: Fleet, pytestconfig: pytest.Config, logs: Path, servers_on_failure: Any, mode: str
+) -> None:
+    with found_by(fleet, vllm_router(mode, pytestconfig, logs), servers_on_failure) as url:
         serves_as_one(fleet, url, f"vllm-router {mode}")
 
 
 def test_the_original_example_proxy(fleet: Fleet, logs: Path, servers_on_failure: Any) -> None:
-    program = [sys.executable, classic_router.__file__]
-    router = RouterProcess("classic-router", program, ["--discovery", "DISCOVERY"], logs)
-    with found_by(fleet, router, servers_on_failure) as url:
+    with found_by(fleet, original_router(logs), servers_on_failure) as url:
         serves_as_one(fleet, url, "classic router")
 
 

@@ -1,7 +1,8 @@
-"""What an instance needs to be found by the original connector's example proxy, and to be served through it.
+"""What an instance needs to be found by other people's routers, and what they send it.
 
-The proxy is a stand-in that is written from the protocol's description (benchmarks/classic_router.py).
-tests/vllm/test_routers.py has it in front of real servers.
+The original connector's example proxy is a stand-in that is written from the protocol's description
+(benchmarks/classic_router.py); vllm-router is the real one. tests/vllm/test_routers.py has both in front of
+real servers.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -20,11 +22,12 @@ from aiohttp import web
 from classic_router import ClassicRouter, by_aiohttp
 from proxy_behaviours import answer_json, completion, event, event_stream
 from proxy_fakes import PING_SECONDS, FakeInstance, until
+from router_support import MODES, vllm_router
 
 from p2pkv.control.announcer import Pinger
 from p2pkv.control.discovery import encode_ping
 from p2pkv.demo.processes import free_ports
-from p2pkv.pairing import find_pair
+from p2pkv.pairing import find_pair, transfer_key
 
 LIFE = 1.0
 
@@ -119,3 +122,35 @@ async def test_a_goodbye_does_not_end_its_discovery(classic: Classic) -> None:
     finally:
         await asyncio.to_thread(again.stop)
     assert classic.router.ended is None and classic.p.behaviour is answer_json
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.asyncio
+@pytest.mark.parametrize("mode", MODES)
+async def test_what_vllm_router_sends(mode: str, pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    router = await asyncio.to_thread(vllm_router, mode, pytestconfig, tmp_path)
+    async with contextlib.AsyncExitStack() as stack:
+        instances = FakeInstance("P"), FakeInstance("D")
+        for instance in instances:
+            await instance.start()
+            stack.push_async_callback(instance.stop)
+            pinger = Pinger(f"{router.discovery[0]}:{router.discovery[1]}", instance.ping, PING_SECONDS)
+            pinger.start()
+            stack.callback(pinger.stop)
+        stack.enter_context(router)
+        await asyncio.to_thread(router.wait_ready, 60.0)
+        client = await stack.enter_async_context(aiohttp.ClientSession())
+        body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 5}
+        async with client.post(f"{router.base_url}/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+        on_p, on_d = (instance.requests[0] for instance in instances)
+        pair = find_pair(on_p.request_id)
+        assert on_p.request_id == on_d.request_id and pair is not None
+        assert (str(pair.prefill), str(pair.decode)) == tuple(each.zmq_address for each in instances)
+        assert (on_p.body["max_tokens"], on_d.body["max_tokens"]) == (1, 5)
+        ids = [(seen.body.get("kv_transfer_params") or {}).get("transfer_id") for seen in (on_p, on_d)]
+        # One transfer id for both in the concurrent mode, none in the other.
+        assert (ids[0] == ids[1]) and (ids[0] is None) == (mode == "default")
+        keys = [transfer_key(f"cmpl-{on_p.request_id}-0-0a1b2c3d", each) for each in ids]
+        assert keys[0] == keys[1]
