@@ -94,9 +94,7 @@ def test_the_defaults_that_depend_on_something() -> None:
 )
 def test_examples_name_options_that_exist(page: str) -> None:
     """In each `kv_connector_extra_config` that a page shows."""
-    for shown in re.findall(
-        r'"kv_connector_extra_config":\s*\{([^{}]*)\}', (ROOT / page).read_text()
-    ):
+    for shown in re.findall(r'"kv_connector_extra_config":\s*\{([^{}]*)\}', (ROOT / page).read_text()):
         assert set(re.findall(r'"(\w+)":', shown)) <= set(config.EXTRA)
 
 
