@@ -101,7 +101,8 @@ def test_a_wrong_byte_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(4)
     for machine in world.machines.values():
         assert machine.life is not None
-        for worker in machine.life.workers:
+        # Not on P as well: that would flip the same bit back.
+        for worker in machine.life.workers if machine.name.startswith("D") else ():
             worker.links.faults = dataclasses.replace(worker.links.faults, flip_at=5)
     with pytest.raises(Broken, match="wrong values"):
         world.run(SHORT)
