@@ -93,7 +93,7 @@ class Running:
         for role, drafter in new:
             server = self.servers[role, drafter] = self._server(role, drafter)
             self.stack.enter_context(server)
-        for key in new:
+        for key in wanted:
             self.servers[key].wait_ready()
         return [self.servers[key] for key in wanted[1:]]
 
