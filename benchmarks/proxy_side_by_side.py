@@ -322,20 +322,20 @@ def pings(router: Router, ports: tuple[int, int]) -> Iterator[Pinger]:
 # The run.
 
 
-async def measured(router: Router, args: argparse.Namespace, d_port: int) -> None:
-    """One round of one router."""
+async def measured(router: Router, args: argparse.Namespace, d_port: int) -> dict[str, float]:
+    """One round of one router: a value for each of FIGURES. Raises RuntimeError if it fails a request."""
     before, began = router.cpu(), time.perf_counter()
     done = await short(router.port, args.connections, args.seconds)
+    rate = done / (time.perf_counter() - began)
     per_request = (router.cpu() - before) / done
-    router.found["requests"].append(done / (time.perf_counter() - began))
-    router.found["cpu_request"].append(per_request * 1e6)
     before = router.cpu()
     events = await streams(router.port, args.connections, args.chunks)
     spent = router.cpu() - before - per_request * args.connections
-    router.found["cpu_event"].append(spent / events * 1e6)
     direct = await paced(d_port, args.rate, args.seconds / 2)
     through = await paced(router.port, args.rate, args.seconds)
-    router.found["p99_added"].append(quantile(through, 0.99) - statistics.median(direct))
+    added = quantile(through, 0.99) - statistics.median(direct)
+    values = (per_request * 1e6, spent / events * 1e6, rate, added)
+    return dict(zip(FIGURES, values, strict=True))
 
 
 async def until_ready(routers: Sequence[Router]) -> None:
@@ -352,9 +352,27 @@ async def until_ready(routers: Sequence[Router]) -> None:
                 await asyncio.sleep(0.2)
 
 
+def one_round(
+    runner: asyncio.Runner, order: Sequence[Router], args: argparse.Namespace, d_port: int, number: int
+) -> list[str]:
+    """Measure each; a round counts for all or for none. Why it does not count, if so."""
+    found = []
+    for router in order:
+        try:
+            found.append(runner.run(measured(router, args, d_port)))
+        except (RuntimeError, OSError, EOFError) as error:
+            return [f"round {number} does not count: {router.name}: {error}"]
+        print(f"round {number}, {router.name}: {json.dumps(found[-1])}", flush=True)
+    for router, values in zip(order, found, strict=True):
+        for name, value in values.items():
+            router.found[name].append(value)
+    return []
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """All rounds; what the page says."""
     there, missing = routers(args.environments, args.logs)
+    cut: list[str] = []
     with contextlib.ExitStack() as stack:
         ports = stack.enter_context(stubs(args.pace / 1e3))
         for router in there:
@@ -368,11 +386,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(until_ready(there))
             for number in range(args.rounds):
-                for index in range(len(there)):
-                    router = there[(number + index) % len(there)]
-                    runner.run(measured(router, args, ports[1]))
-                    last = {name: round(values[-1], 2) for name, values in router.found.items()}
-                    print(f"round {number + 1}, {router.name}: {last}", flush=True)
+                order = [there[(number + index) % len(there)] for index in range(len(there))]
+                cut += one_round(runner, order, args, ports[1], number + 1)
     args.tokens = 0
     about = {name: value for name, value in description(args).items() if name != "tokens"}
     settings = {name: getattr(args, name) for name in ("connections", "seconds", "chunks", "pace", "rate")}
@@ -380,6 +395,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "about": {**about, **settings, "rounds": args.rounds, "load_average": os.getloadavg()[0]},
         "note": args.note,
         "missing": missing,
+        "cut": cut,
         "routers": {router.name: router.found for router in there},
     }
 
@@ -397,8 +413,8 @@ def page(found: dict[str, Any]) -> str:
         f"{about['rate']:g} requests a second. What is measured and how: proxy_side_by_side.py.",
         "",
     ]
-    if found["note"]:
-        lines += [found["note"], ""]
+    for sentence in filter(None, [found["note"], *found["cut"]]):
+        lines += [sentence, ""]
     lines += [
         f"| router | {' | '.join(FIGURES.values())} | CPU per request, times p2pkv-proxy's |",
         f"|---|{'---:|' * (len(FIGURES) + 1)}",
@@ -437,6 +453,9 @@ def main() -> int:
     args = arguments()
     with ending_on_signals():
         found = run(args)
+    if not any(figures["requests"] for figures in found["routers"].values()):
+        print("no round counts:", *found["cut"], sep="\n")
+        return 1
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "proxy_side_by_side.json").write_text(json.dumps(found, indent=1) + "\n")
     (args.out / "proxy_side_by_side.md").write_text(page(found))
