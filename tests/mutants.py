@@ -59,6 +59,27 @@ PRODUCT = (
         ("tests/connector/test_multi.py::test_d_does_not_wait_for_p_where_the_store_has_the_whole_prompt",),
     ),
     Mutant(
+        "links are built ahead of requests although there are max_links",
+        "p2pkv/engine/partners.py",
+        "if room < partner.sources or fresh >= AT_ONCE:",
+        "if fresh >= AT_ONCE:",
+        ("tests/engine/test_links_ahead.py",),
+    ),
+    Mutant(
+        "on P a link that is built ahead takes another's place",
+        "p2pkv/engine/producer.py",
+        "peer.parked = self._full",
+        "peer.parked = False",
+        ("tests/engine/test_links_ahead.py",),
+    ),
+    Mutant(
+        "a link that no request uses is closed after a minute although the proxy names its P",
+        "p2pkv/engine/consumer.py",
+        " or self._partners.keeps(peer)",
+        "",
+        ("tests/engine/test_links_ahead.py",),
+    ),
+    Mutant(
         "gathers ignore the forward's fence",
         "p2pkv/engine/core.py",
         "return isinstance(head, Computed) and not head.fence.ready()",
