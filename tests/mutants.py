@@ -271,7 +271,7 @@ PRODUCT = (
     Mutant(
         "D wants what has left a window, and P has given back",
         "p2pkv/protocol/handshake.py",
-        "first = max(0, stop - self.window + 1) // self.unit * self.unit if self.window else 0",
+        "first = max(0, stop - self.window + 1) // whole * whole if self.window else 0",
         "first = 0",
         ("tests/protocol/test_conversation.py",),
     ),
