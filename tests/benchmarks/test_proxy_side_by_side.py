@@ -11,6 +11,7 @@ import pytest
 from environments import Unavailable
 
 
+@pytest.mark.long
 def test_from_the_options_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(folder: Path, *requirements: str, ours: bool = False) -> Path:
         raise Unavailable(f"no {requirements[0]} here")
