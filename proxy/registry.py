@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, Protocol
 
 from p2pkv.control.discovery import PING_INTERVAL, Ping, goodbye
@@ -234,15 +235,15 @@ class Instance:
     def role(self) -> Role:
         return self.ping.type
 
-    @property
+    @cached_property
     def key(self) -> InstanceKey:
         return self.ping.type, Address.parse(self.ping.http_address), self.ping.dp_rank
 
-    @property
+    @cached_property
     def url(self) -> str:
         return f"http://{Address.parse(self.ping.http_address)}"
 
-    @property
+    @cached_property
     def zmq_address(self) -> Address:
         return Address.parse(self.ping.zmq_address)
 
