@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from p2pkv.demo.processes import free_ports
 from p2pkv.log import Throttle
+
+# The process takes its block of ports now, and not while a test counts descriptors.
+free_ports()
 
 # The same examples in every run, so that a red run is the change's; `make explore` looks for others.
 settings.register_profile("steady", derandomize=True, deadline=None)

@@ -187,49 +187,50 @@ def stop_all(servers: Iterable[ServerProcess]) -> None:
 
 
 class Ports:
-    """Ports in blocks, each block held against other processes by a socket bound to its first port."""
+    """Ports in blocks, one for each process, which holds it by a socket bound to the block's first port."""
 
     def __init__(self, first: int, blocks: int, block: int) -> None:
         self._first, self._blocks, self._block = first, blocks, block
         self._pid = 0
-        self._claims: list[socket.socket] = []
-        self._left = range(0)
+        self._claim = socket.socket()
+        self._mine = range(0)
+        self._next = 0
 
     def take(self, count: int) -> int:
-        """The first of `count` consecutive free ports; none twice, until all blocks were used.
+        """The first of `count` consecutive free ports; none twice, until all of the block were given.
 
-        Raises ValueError if no block holds so many, RuntimeError if other processes hold all blocks.
+        Raises ValueError if the block holds fewer, RuntimeError if other processes hold all blocks, or none
+        of this one's is free.
         """
         if not 0 < count < self._block:
             raise ValueError(f"{count} consecutive ports, expected 1 to {self._block - 1}")
-        if self._pid != os.getpid():  # a fork: the parent goes on with its own block
-            self._pid, self._claims, self._left = os.getpid(), [], range(0)
-        while True:
-            ports, self._left = self._left[:count], self._left[count:]
-            if len(ports) < count:
-                self._left = self._claim()
-            elif all(map(_is_free, ports)):
+        if self._pid != os.getpid():  # after a fork the parent goes on with its own block
+            self._take_block()
+        for _ in self._mine:
+            if self._next + count > len(self._mine):
+                self._next = 0
+            ports = self._mine[self._next : self._next + count]
+            self._next += count
+            if all(map(_is_free, ports)):
                 return ports[0]
+        raise RuntimeError(f"no {count} consecutive free ports from {self._mine[0]} to {self._mine[-1]}")
 
-    def _claim(self) -> range:
+    def _take_block(self) -> None:
+        pid = os.getpid()
         for number in range(self._blocks):
-            first = self._first + (self._pid + number) % self._blocks * self._block
+            first = self._first + (pid + number) % self._blocks * self._block
             claim = socket.socket()
             try:
                 claim.bind(("", first))
             except OSError:
                 claim.close()
                 continue
-            self._claims.append(claim)
-            return range(first + 1, first + self._block)
-        if not self._claims:
-            last = self._first + self._blocks * self._block - 1
-            raise RuntimeError(f"other processes have taken all ports from {self._first} to {last}: end some")
-        # All blocks were used once: begin again with those that are this process's.
-        for claim in self._claims:
-            claim.close()
-        self._claims.clear()
-        return self._claim()
+            self._claim.close()
+            self._pid, self._claim, self._next = pid, claim, 0
+            self._mine = range(first + 1, first + self._block)
+            return
+        last = self._first + self._blocks * self._block - 1
+        raise RuntimeError(f"other processes have taken all ports from {self._first} to {last}: end some")
 
 
 _ports = Ports(20000, blocks=23, block=512)
@@ -238,7 +239,7 @@ _ports = Ports(20000, blocks=23, block=512)
 def free_ports(count: int = 1) -> int:
     """The first of `count` (at most 511) consecutive TCP ports that nobody listens on now.
 
-    Another process that asks here gets others, and this one the same again only when all were used. They
+    Another process that asks here gets others, and this one the same again only after 511 others. They
     lie below the range from which the kernel takes ports for outgoing connections, where another process's
     connection could take one between this call and its use.
     """

@@ -17,6 +17,7 @@ from proxy_behaviours import Behaviour, Seen, answer_json
 from p2pkv.control.announcer import Pinger
 from p2pkv.control.discovery import Ping
 from p2pkv.control.security import Members
+from p2pkv.demo.processes import free_ports
 from proxy.admission import Limits
 from proxy.app import LISTENER, PLAIN_LISTENER, PROXY, make_app, make_runner
 from proxy.http import PAIRED, SINGLE
@@ -145,7 +146,7 @@ class FakeInstance:
         )
         self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self.runner.setup()
-        port = int(self.http_address.rpartition(":")[2] or 0)
+        port = int(self.http_address.rpartition(":")[2] or free_ports())
         await web.TCPSite(self.runner, "127.0.0.1", port).start()
         self.http_address = f"127.0.0.1:{self.runner.addresses[0][1]}"
 

@@ -14,9 +14,10 @@ import pytest_asyncio
 from proxy_behaviours import dies, streams
 from proxy_browser import Browser, browsing, found
 from proxy_fakes import PING_SECONDS, Deployment, FakeInstance
-from proxy_process import Command, free_port, running
+from proxy_process import Command, running
 
 from p2pkv.control.announcer import Pinger
+from p2pkv.demo.processes import free_ports
 
 pytestmark = pytest.mark.asyncio
 
@@ -58,7 +59,7 @@ class Watched:
 async def watched(request: pytest.FixtureRequest) -> AsyncIterator[Watched]:
     """With one P and two D; the fixture's parameter is more arguments for the proxy."""
     async with AsyncExitStack() as cleanup:
-        discovery = f"127.0.0.1:{free_port()}"
+        discovery = f"127.0.0.1:{free_ports()}"
         command = cleanup.enter_context(running("--port", "0", "--discovery", discovery, *request.param))
         url = (await asyncio.to_thread(command.says, r"serving on (http://127\.0\.0\.1:\d+)"))[1]
         instances = [FakeInstance("P"), FakeInstance("D"), FakeInstance("D", models=("tiny", NASTY))]

@@ -15,9 +15,10 @@ import pytest
 import zmq
 from proxy_behaviours import streams
 from proxy_fakes import DEADLINE, Deployment, FakeInstance, asked, deployed, join, ping, quiet, until
-from proxy_process import free_port, running
+from proxy_process import running
 
 from p2pkv.control.security import Members, ZapHandler
+from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import Inspect, Report, decode, encode
 from proxy import cli, settings
@@ -308,10 +309,10 @@ async def test_the_command_serves_what_it_lists() -> None:
                 await instance.start()
                 cleanup.push_async_callback(instance.stop)
             p, d = (f"http://{each.http_address}={each.zmq_address}" for each in instances)
-            url = f"http://127.0.0.1:{(port := free_port())}"
+            url = f"http://127.0.0.1:{(port := free_ports())}"
             command = cleanup.enter_context(
                 running(
-                    *("--port", str(port), "--discovery", f"127.0.0.1:{free_port()}"),
+                    *("--port", str(port), "--discovery", f"127.0.0.1:{free_ports()}"),
                     *("--prefill", p, "--decode", d),
                 )
             )
@@ -335,11 +336,11 @@ async def test_of_two_proxies_side_by_side_one_is_killed_and_the_other_goes_on()
         d = FakeInstance("D", zmq_address=decode.address)
         async with listing(p, d) as deployment:
             await deployment.ready(prefill=1, decode=1)
-            port, places = str(free_port()), (f"{each.http_address}={each.zmq_address}" for each in (p, d))
+            port, places = str(free_ports()), (f"{each.http_address}={each.zmq_address}" for each in (p, d))
             arguments = [
                 word for pair in zip(("--prefill", "--decode"), places, strict=True) for word in pair
             ]
-            with running("--port", port, "--discovery", f"127.0.0.1:{free_port()}", *arguments) as other:
+            with running("--port", port, "--discovery", f"127.0.0.1:{free_ports()}", *arguments) as other:
                 url = f"http://127.0.0.1:{port}"
                 async with asyncio.timeout(3 * DEADLINE):
                     while not await there(deployment.client, url):

@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from proxy_process import DEADLINE, ROOT, free_port, running
+from proxy_process import DEADLINE, ROOT, running
 
 from p2pkv.control.announcer import Pinger
 from p2pkv.control.discovery import Ping
 from p2pkv.control.security import Members
+from p2pkv.demo.processes import free_ports
 from proxy.cli import main
 
 
@@ -34,7 +35,7 @@ def health(url: str) -> tuple[int, dict[str, object]]:
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_it_serves_and_stops_cleanly(signum: signal.Signals) -> None:
-    discovery = f"127.0.0.1:{free_port()}"
+    discovery = f"127.0.0.1:{free_ports()}"
     with running("--port", "0", "--discovery", discovery, "--dispatch", "sequential") as command:
         line = command.says(r"serving on (http://127\.0\.0\.1:\d+), discovery on tcp://(\S+), sequential")
         assert line[2] == discovery
@@ -65,7 +66,7 @@ def few_descriptors() -> Iterator[int]:
 
 def test_it_takes_all_the_descriptors_that_it_may(few_descriptors: int) -> None:
     """A request needs three of them, and a shell gives 1024."""
-    with running("--port", "0", "--discovery", f"127.0.0.1:{free_port()}") as command:
+    with running("--port", "0", "--discovery", f"127.0.0.1:{free_ports()}") as command:
         command.says("serving on")
         limits = Path(f"/proc/{command.process.pid}/limits").read_text()
         assert re.search(rf"Max open files +{few_descriptors} +{few_descriptors} ", limits)
@@ -77,7 +78,7 @@ def test_a_taken_port_is_said_in_a_sentence() -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         for arguments in (
-            ["--port", port, "--discovery", f"127.0.0.1:{free_port()}"],
+            ["--port", port, "--discovery", f"127.0.0.1:{free_ports()}"],
             ["--port", "0", "--discovery", f"127.0.0.1:{port}"],
         ):
             with running(*arguments) as command:
@@ -89,7 +90,7 @@ def test_a_taken_port_is_said_in_a_sentence() -> None:
 def test_with_a_secret_only_members_register_and_the_plain_port_is_another(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("a secret of the tests\n")
-    guarded, plain = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    guarded, plain = f"127.0.0.1:{free_ports()}", f"127.0.0.1:{free_ports()}"
     arguments = ("--secret-file", str(secret), "--discovery", guarded, "--plain-discovery", plain)
     ways = [(guarded, Members(b"a secret of the tests")), (plain, None), (guarded, None)]
     pings = [
@@ -116,14 +117,14 @@ def test_with_a_secret_only_members_register_and_the_plain_port_is_another(tmp_p
 
 
 def test_off_loopback_without_a_secret_it_must_be_meant() -> None:
-    everywhere = f"0.0.0.0:{free_port()}"
+    everywhere = f"0.0.0.0:{free_ports()}"
     with running("--port", "0", "--discovery", everywhere, "--allow-insecure") as command:
         command.says(f"whoever reaches {re.escape(everywhere)} can register an instance")
         command.says("serving on .* open to anybody")
 
 
 def test_discovery_may_be_given_by_name() -> None:
-    port = free_port()
+    port = free_ports()
     with running("--port", "0", "--discovery", f"localhost:{port}") as command:
         command.says(rf"discovery on tcp://127\.0\.0\.1:{port}, concurrent")
 

@@ -16,9 +16,10 @@ import pytest_asyncio
 from aiohttp import web
 from proxy_behaviours import Seen, answer_error, dies, never, streams
 from proxy_fakes import DEADLINE, PING_SECONDS, Deployment, FakeInstance, deployed, quiet, until
-from proxy_process import free_port, running
+from proxy_process import running
 
 from p2pkv.control.announcer import Pinger
+from p2pkv.demo.processes import free_ports
 from proxy.records import JsonLines
 from proxy.tracing import NoTracing, Spans, trace_id_of
 
@@ -150,7 +151,7 @@ async def test_each_try_has_spans_and_failures_are_marked(collector: Collector) 
 
 @pytest.mark.asyncio
 async def test_a_collector_that_is_gone_holds_up_nobody() -> None:
-    spans = Spans(f"http://127.0.0.1:{free_port()}/v1/traces")
+    spans = Spans(f"http://127.0.0.1:{free_ports()}/v1/traces")
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     async with asyncio.timeout(DEADLINE):
         async with deployed("concurrent", 1, 1, tracing=spans) as deployment:
@@ -169,7 +170,7 @@ def test_without_opentelemetry_it_says_what_to_install(monkeypatch: pytest.Monke
 
 @pytest.mark.asyncio
 async def test_a_line_of_json_for_each_thing_with_the_ids_of_its_request() -> None:
-    discovery = f"127.0.0.1:{free_port()}"
+    discovery = f"127.0.0.1:{free_ports()}"
     options = ("--log-format", "json", "--log-requests", "--discovery", discovery)
     async with AsyncExitStack() as cleanup:
         command = cleanup.enter_context(running("--port", "0", *options))

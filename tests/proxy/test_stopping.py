@@ -24,9 +24,10 @@ from proxy_fakes import (
     quiet,
     until,
 )
-from proxy_process import Command, free_port, running
+from proxy_process import Command, running
 
 from p2pkv.control.announcer import Pinger
+from p2pkv.demo.processes import free_ports
 
 pytestmark = pytest.mark.asyncio
 
@@ -74,7 +75,7 @@ class Started:
 @asynccontextmanager
 async def started(*arguments: str) -> AsyncIterator[Started]:
     async with AsyncExitStack() as cleanup:
-        discovery = f"127.0.0.1:{free_port()}"
+        discovery = f"127.0.0.1:{free_ports()}"
         command = cleanup.enter_context(running("--port", "0", "--discovery", discovery, *arguments))
         url = (await asyncio.to_thread(command.says, r"serving on (http://127\.0\.0\.1:\d+)"))[1]
         instances = FakeInstance("P"), FakeInstance("D")
@@ -203,7 +204,7 @@ async def test_half_a_body_does_not_hold_it_up() -> None:
 
 
 async def test_a_proxy_that_is_killed_and_started_again_serves_after_a_ping() -> None:
-    port, again = str(free_port()), []
+    port, again = str(free_ports()), []
     async with started("--port", port) as proxy:
         assert (await proxy.post()).status == 200
         proxy.command.process.kill()
