@@ -10,7 +10,7 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -315,7 +315,6 @@ def test_an_adapter_that_only_p_has_is_not_served(adapted_pair: Adapted) -> None
         answers.complete(adapted_pair.proxy.base_url, "lonely", tokens(20, "lonely"))
     assert failed.value.status == 404
     assert "lonely" in failed.value.body
-    at_rest(adapted_pair.p, seconds=60.0)  # P keeps the prompt for a lease: D might still come for it
 
 
 def encoded(embeds: torch.Tensor) -> str:
@@ -341,7 +340,8 @@ def test_prompt_embeddings(adapted_pair: Adapted, tiny_model: Path, length: int)
         )
         assert_same([single], [pair])
     assert compared.spans(2) == [(0, length - 1)] * 2
-    at_rest(adapted_pair.p)
+    # P keeps the prompt of the test before for a lease, since D might still come for it.
+    at_rest(adapted_pair.p, seconds=60.0)
     at_rest(adapted_pair.d)
 
 
@@ -423,10 +423,7 @@ class Small:
     d: VllmServer
     probes: Path
 
-    def all_at_once(
-        self, prompts: list[list[int]], count: int, before_d: Callable[[], None] = lambda: None
-    ) -> list[Answer]:
-        """D is asked when `before_d` has returned, while P works on the prompts."""
+    def all_at_once(self, prompts: list[list[int]], count: int) -> list[Answer]:
         headers = [paired_headers(self.p, self.d) for _ in prompts]
 
         def on(server: VllmServer, number: int, count: int) -> Answer:
@@ -441,7 +438,6 @@ class Small:
 
         with ThreadPoolExecutor(2 * len(prompts)) as pool:
             prefills = [pool.submit(on, self.p, number, 1) for number in range(len(prompts))]
-            before_d()
             decodes = [pool.submit(on, self.d, number, count) for number in range(len(prompts))]
             for each in prefills:
                 each.result()
@@ -450,7 +446,6 @@ class Small:
 
 @pytest.fixture(scope="module")
 def small_pair(own: ExitStack, tiny_model: Path, single: VllmServer, logs: Path) -> Small:
-    """P begins prompts of which not all fits (by default vLLM does not), so that it has to preempt them."""
     probes = logs / "small-probes"
     probes.mkdir()
 
@@ -465,7 +460,7 @@ def small_pair(own: ExitStack, tiny_model: Path, single: VllmServer, logs: Path)
             log_path=logs / f"small-{role}.log",
         )
 
-    p, d = server("P", "48", "--no-scheduler-reserve-full-isl"), server("D", "64")
+    p, d = server("P", "256"), server("D", "64")
     start(own, p, d, single)
     return Small(p, d, probes)
 
@@ -483,22 +478,6 @@ def test_preemption_on_d(small_pair: Small, single: VllmServer) -> None:
     assert preempted(small_pair.d) > before, "nothing was preempted, so this test shows nothing"
     assert compared.spans(16) == sorted((0, len(prompt) - 1) for prompt in prompts)
     assert_same(alone(single, prompts, 150), got)
-    at_rest(small_pair.p)
-    at_rest(small_pair.d)
-
-
-@pytest.mark.long
-def test_preemption_on_p(small_pair: Small, single: VllmServer) -> None:
-    """P begins further prompts while those that are computed wait for D, and has to take theirs."""
-    prompts = [tokens(600 + number, f"preempted on P {number}") for number in range(16)]
-    before, compared = preempted(small_pair.p), Compared(small_pair.probes)
-
-    def until_preempted() -> None:
-        wait_until(lambda: preempted(small_pair.p) > before, "a preemption on P", 20.0)
-
-    got = small_pair.all_at_once(prompts, 40, until_preempted)
-    assert compared.spans(1)
-    assert_same(alone(single, prompts, 40), got)
     at_rest(small_pair.p)
     at_rest(small_pair.d)
 
@@ -616,7 +595,7 @@ def test_what_p_loads_from_its_store_is_pushed_right(storing_pair: Storing, sing
     assert_same(expected, got)
     pushed = storing_pair.moved() - before
     assert pushed == sum(kv_bytes(0, len(prompt) - 1, whole_blocks=True) for prompt in prompts)
-    at_rest(storing_pair.p)
+    at_rest(storing_pair.p, seconds=120.0)  # claims of requests for which P was never asked end by themselves
 
 
 @pytest.mark.long
@@ -630,4 +609,4 @@ def test_what_p_alone_has_computed_d_takes_from_a_shared_store(
     got = storing_pair.ask(prompt)
     assert_same(alone(single, [prompt], 16), [got])
     assert storing_pair.moved() == before
-    at_rest(storing_pair.p)
+    at_rest(storing_pair.p, seconds=120.0)  # claims of requests for which P was never asked end by themselves

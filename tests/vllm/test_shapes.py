@@ -106,7 +106,10 @@ FAMILIES = {
         prefix_cache=False,
         same_answers=False,
     ),
-    "short convolutions": Family(TinyLfm2(), (*_pairs((1, 1), (2, 1), (1, 2)), (SMALL, LARGE)), states=True),
+    # One plain server answers 3 of 60 prompts otherwise with a prefix hit than without: only pages compare.
+    "short convolutions": Family(
+        TinyLfm2(), (*_pairs((1, 1), (2, 1), (1, 2)), (SMALL, LARGE)), same_answers=False, states=True
+    ),
     # vLLM saves the states of Mamba-2 in the middle of a step with a kernel that a CPU does not have. So
     # either no prefixes are cached, or no step is longer than a block.
     "Mamba-2 without prefixes": Family(
