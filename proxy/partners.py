@@ -40,7 +40,7 @@ class _Ring:
             yield self._members[(first + step) % len(self._members)][1]
 
 
-class Partners:
+class PartnerLists:
     """Answers the pings of D's that ask for it, when there is something new to say."""
 
     def __init__(self, registry: Registry) -> None:

@@ -24,7 +24,7 @@ from .errors import ProxyError, retry_after
 from .http import BadBody, Body, parse
 from .instances import state_of
 from .metrics import Metrics
-from .partners import Partners
+from .partners import PartnerLists
 from .prober import Prober
 from .records import RECORD
 from .registry import Instance, PingSource, Registry, Role
@@ -72,7 +72,7 @@ class Proxy:
         self.intake = Intake(self.limits, self.counters)
         self.desk = Desk(self.counters)
         self.prober = Prober(self.session, self.registry, self.clock, self.admission.advance)
-        self.partners = Partners(self.registry)
+        self.partners = PartnerLists(self.registry)
         self._budget = RetryBudget()
         self.metrics.show(self)
 

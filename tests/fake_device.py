@@ -18,7 +18,7 @@ from memory_links import MemoryLinks, MemoryReceive, MemorySend
 from p2pkv.kv import PagedCache
 from p2pkv.kv.checksum import FOLD, digest_by_torch
 from p2pkv.links.base import Inbound, LinkFactory, Outbound
-from p2pkv.links.staging import Share
+from p2pkv.links.staging import StagingShare
 
 WAIT_SECONDS = 20.0
 
@@ -192,7 +192,7 @@ class _OrderedOutbound(_Ordered, Outbound):
 
 class _OrderedInbound(_Ordered, Inbound):
     @property
-    def share(self) -> Share:  # type: ignore[override]
+    def share(self) -> StagingShare:  # type: ignore[override]
         return self.inner.share
 
     def post(self, nbytes: int) -> _OrderedReceive | None:

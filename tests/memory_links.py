@@ -13,7 +13,7 @@ from collections import deque
 import torch
 
 from p2pkv.links.base import Guard, Inbound, LinkError, LinkFactory, Outbound
-from p2pkv.links.staging import Share, Slots, StagingBudget, aligned
+from p2pkv.links.staging import Slots, StagingBudget, StagingShare, aligned
 
 _DEFAULT_STAGING = 1 << 30
 
@@ -76,7 +76,7 @@ class MemoryLinks(LinkFactory):
         wire = self._network.wire(invitation)
         if wire.accepted:
             raise LinkError(f"invitation {invitation!r} was accepted before")
-        inbound = MemoryInbound(wire, window, Share(self.staging))
+        inbound = MemoryInbound(wire, window, StagingShare(self.staging))
         wire.accepted = True
         self._ends.append(inbound)
         return inbound, b"accept " + invitation
@@ -136,7 +136,7 @@ class MemoryReceive:
 class MemoryInbound(Inbound):
     """D's end: a window of real bytes, so that slots can be told apart."""
 
-    def __init__(self, wire: _Wire, window: int, share: Share) -> None:
+    def __init__(self, wire: _Wire, window: int, share: StagingShare) -> None:
         self.guard = Guard("the memory link from a peer")
         self.dead = False
         self.share = share

@@ -263,7 +263,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
     def _pair(self, partners: tuple[str, ...]) -> None:
         """The proxy has named P's to this D; for the announcer's thread."""
         if self._worker is not None:
-            self._worker.rank.do(do.Partners(partners))
+            self._worker.rank.do(do.NamePartners(partners))
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, StepMetadata)

@@ -83,7 +83,7 @@ class Ping(Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{field} of a discovery ping: {error}") from None
 
 
-class Partners(Struct, frozen=True, kw_only=True):
+class PartnersAnswer(Struct, frozen=True, kw_only=True):
     """The proxy's answer to a D: P's that it may be paired with. Raises ValueError on a malformed address.
 
     Attributes:
@@ -110,7 +110,7 @@ class BadPartners(ValueError):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Ping)
-_partners_decoder = msgspec.msgpack.Decoder(Partners)
+_partners_decoder = msgspec.msgpack.Decoder(PartnersAnswer)
 
 
 def encode_ping(ping: Ping) -> bytes:
@@ -142,7 +142,7 @@ def encode_partners(addresses: Iterable[str]) -> bytes:
         if room < 0:
             break
         kept.append(address)
-    return _encoder.encode(Partners(partners=tuple(kept)))
+    return _encoder.encode(PartnersAnswer(partners=tuple(kept)))
 
 
 def decode_partners(frame: bytes | memoryview) -> tuple[str, ...]:

@@ -104,7 +104,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Partners:
+class NamePartners:
     """The proxy has named these P's, by the addresses of their rank 0, the likeliest first.
 
     It comes from the announcer's thread, to rank 0 of D only.
@@ -141,7 +141,7 @@ Command = (
     | Abort
     | Expect
     | Load
-    | Partners
+    | NamePartners
     | Drop
     | Forget
 )

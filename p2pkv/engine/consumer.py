@@ -14,7 +14,7 @@ from p2pkv.control.endpoint import Connection
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import BURST, Context, log
 from p2pkv.engine.early import EarlyBuffers
-from p2pkv.engine.partners import Partners
+from p2pkv.engine.partners import LinksAhead
 from p2pkv.engine.peers import (
     IDLE_BEATS,
     IDLE_REASON,
@@ -50,7 +50,7 @@ class Consumer:
         early_buffers = EarlyBuffers(context.options.ahead_bytes, context.cache.device)
         self._requests = Requests(context, self._peers, early_buffers)
         self._incoming = Incoming(context, self._peers, self._requests, early_buffers)
-        self._partners = Partners(context, self._peers, self._requests, self._hang_up)
+        self._partners = LinksAhead(context, self._peers, self._requests, self._hang_up)
         self._next_beat = 0.0
         self._window = max(1, context.options.staging_bytes // 2)
         context.counters.gauges |= {
@@ -75,7 +75,7 @@ class Consumer:
                 self._requests.drop(key, reason, now)
             case do.Forget(key):
                 self._requests.forget(key)
-            case do.Partners(addresses):
+            case do.NamePartners(addresses):
                 self._partners.name(addresses, now)
             case _:
                 raise AssertionError(f"{command} is not for a D")

@@ -67,7 +67,7 @@ class Partner:
     told: bool = False
 
 
-class Partners:
+class LinksAhead:
     """What this rank of D does ahead of requests.
 
     Rank 0 hears of the partners from the proxy, and tells the other ranks of its engine.

@@ -31,7 +31,7 @@ import msgspec
 import torch
 from msgspec import Meta, Struct
 
-from p2pkv.links.staging import Share, StagingBudget
+from p2pkv.links.staging import StagingBudget, StagingShare
 
 
 class LinkError(Exception):
@@ -76,7 +76,7 @@ class Send(Protocol):
 class Inbound(ABC):
     """D's end of a link. `share`: what its posted receives hold of the rank's staging."""
 
-    share: Share
+    share: StagingShare
 
     @abstractmethod
     def ready(self) -> bool:

@@ -43,7 +43,7 @@ from p2pkv.links.shared_memory import (
     this_namespace,
     to_landing,
 )
-from p2pkv.links.staging import Share, StagingBudget
+from p2pkv.links.staging import StagingBudget, StagingShare
 from p2pkv.links.tcp import TcpListener, TcpOutbound, TcpReader, is_loopback, numeric
 from p2pkv.trust import Networks
 
@@ -130,7 +130,7 @@ class HostLinks(LinkFactory):
         nonce = secrets.token_bytes(NONCE_BYTES)
         shared = self.shared_memory and invited.place is not None and invited.place == this_namespace()
         nonces = invited.nonce, nonce
-        inbound = HostInbound(window, nonces, self.host, Share(self.staging), shared=shared)
+        inbound = HostInbound(window, nonces, self.host, StagingShare(self.staging), shared=shared)
         self._links.add(inbound)
         acceptance = HostAcceptance(
             kind="host",
@@ -192,7 +192,7 @@ class HostLinks(LinkFactory):
                 "option to an address that this machine can reach"
             )
         address = (accepted.host, accepted.port)
-        return TcpOutbound(address, accepted.nonce, invited.nonce, Share(self.staging))
+        return TcpOutbound(address, accepted.nonce, invited.nonce, StagingShare(self.staging))
 
 
 # D's end.
@@ -271,7 +271,7 @@ class HostInbound(Inbound):
     """
 
     def __init__(
-        self, window: int, nonces: tuple[bytes, bytes], host: str, share: Share, *, shared: bool
+        self, window: int, nonces: tuple[bytes, bytes], host: str, share: StagingShare, *, shared: bool
     ) -> None:
         """`nonces`: P's, then D's own. Raises LinkError if the system refuses memory or a port."""
         self.guard = Guard("the link from a peer")

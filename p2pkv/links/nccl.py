@@ -40,7 +40,7 @@ from p2pkv.links.nccl_bindings import (
 )
 from p2pkv.links.nccl_communicator import Opening, Shared, wait_out
 from p2pkv.links.nccl_device import CudaDevice, Device, DevicePool, StreamEvent
-from p2pkv.links.staging import Share, StagingBudget, aligned
+from p2pkv.links.staging import StagingBudget, StagingShare, aligned
 
 logger = logging.getLogger(__name__)
 
@@ -260,7 +260,7 @@ class End:
     def __init__(self, shared: Shared, what: str, unique_id: bytes, rank: int) -> None:
         self.guard = Guard(what)
         self.shared = shared
-        self.share = Share(shared.staging)
+        self.share = StagingShare(shared.staging)
         self.sequence = 0
         self.operations: set[Operation] = set()
         """The operations that hold a slot."""

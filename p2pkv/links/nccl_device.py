@@ -9,7 +9,7 @@ import torch
 
 from p2pkv.device import end_stream, ignore_captures, make_stream, take_memory
 from p2pkv.links.base import LinkError
-from p2pkv.links.staging import Share, Slots
+from p2pkv.links.staging import Slots, StagingShare
 
 
 class StreamEvent(Protocol):
@@ -157,7 +157,7 @@ class DevicePool:
         """Raises ValueError if `nbytes` is not positive or could never fit."""
         self._slots.check(nbytes)
 
-    def take(self, nbytes: int, share: Share) -> int | None:
+    def take(self, nbytes: int, share: StagingShare) -> int | None:
         """The offset of a new slot, or None while there is no room; ValueError if it could never fit."""
         with self._lock:
             return self._slots.take(nbytes, share)

@@ -35,7 +35,7 @@ class StagingBudget:
         self.used = 0
 
 
-class Share:
+class StagingShare:
     """What one link holds of its rank's staging: `held` bytes."""
 
     __slots__ = ("_budget", "held")
@@ -76,7 +76,7 @@ class Slots:
             raise ValueError(f"a space of {capacity} bytes has room for nothing; give at least 1 byte")
         self.capacity = aligned(capacity)
         self._free: list[tuple[int, int]] = [(0, self.capacity)]  # [start, stop), ordered, never touching
-        self._taken: dict[int, tuple[int, Share | None]] = {}
+        self._taken: dict[int, tuple[int, StagingShare | None]] = {}
 
     @property
     def used(self) -> int:
@@ -87,7 +87,7 @@ class Slots:
     def empty(self) -> bool:
         return not self._taken
 
-    def take(self, nbytes: int, share: Share | None = None) -> int | None:
+    def take(self, nbytes: int, share: StagingShare | None = None) -> int | None:
         """The lowest offset with room for `nbytes`, or None while there is none.
 
         The slot counts as a part of `share`; None: it is no part of a rank's staging.
@@ -161,7 +161,7 @@ class MappedPool:
         """Raises ValueError if `nbytes` is not positive or could never fit."""
         self._slots.check(nbytes)
 
-    def take(self, nbytes: int, share: Share) -> int | None:
+    def take(self, nbytes: int, share: StagingShare) -> int | None:
         """The offset of a new slot, or None while there is no room; ValueError if it could never fit."""
         offset = self._slots.take(nbytes, share)
         if offset is not None:

@@ -20,7 +20,7 @@ import torch
 
 from p2pkv.links.base import NONCE_BYTES, Guard, LinkError, Outbound
 from p2pkv.links.shared_memory import from_landing
-from p2pkv.links.staging import MappedPool, Share, aligned
+from p2pkv.links.staging import MappedPool, StagingShare, aligned
 
 MAGIC = b"p2pkv\x00L1"
 HELLO_BYTES = len(MAGIC) + NONCE_BYTES
@@ -215,7 +215,7 @@ class TcpSend:
 class TcpOutbound(Outbound):
     """P's end. Connects without blocking; `ready` once D has answered the hello."""
 
-    def __init__(self, address: tuple[str, int], hello: bytes, answer: bytes, share: Share) -> None:
+    def __init__(self, address: tuple[str, int], hello: bytes, answer: bytes, share: StagingShare) -> None:
         """`hello`: D's nonce, which P shows; `answer`: P's nonce, which D must show.
 
         Raises LinkError if the address is malformed or there is no socket.

@@ -95,7 +95,7 @@ def links(engine: Engine) -> int:
 
 def name(d: Engine, *ps: Engine | str) -> None:
     """What the proxy says to rank 0 of D."""
-    d.ranks[0].rank.do(do.Partners(tuple(str(p.address) if isinstance(p, Engine) else p for p in ps)))
+    d.ranks[0].rank.do(do.NamePartners(tuple(str(p.address) if isinstance(p, Engine) else p for p in ps)))
 
 
 def looks(d: Engine, count: int = 4) -> None:

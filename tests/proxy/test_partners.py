@@ -14,7 +14,7 @@ from proxy_fakes import Deployment, ping, until
 
 from p2pkv.control.announcer import Pinger
 from p2pkv.control.discovery import Ping, decode_partners, encode_ping, goodbye
-from proxy.partners import REPEAT_SECONDS, RING_SECONDS, Partners
+from proxy.partners import REPEAT_SECONDS, RING_SECONDS, PartnerLists
 from proxy.registry import Instance, Registry
 
 
@@ -43,7 +43,7 @@ class World:
 
     def __init__(self) -> None:
         self.registry = Registry()
-        self.partners = Partners(self.registry)
+        self.partners = PartnerLists(self.registry)
         self.now = 0.0
 
     def join(self, role: Any, port: int, line: Line | None = None, **more: Any) -> tuple[Instance, Line]:
