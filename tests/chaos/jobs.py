@@ -68,6 +68,7 @@ class Jobs:
         self._now = now
         self._broken = broken
         self._numbers = itertools.count()
+        self._fresh = itertools.count(PROMPTS)
         self.open: dict[str, Job] = {}
         self.outcomes: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
@@ -87,10 +88,11 @@ class Jobs:
     ) -> Job:
         """Send one request to both, as a router does; some routers let D wait for P's answer.
 
-        `plain`: no client leaves; `must`: it is to load; `fresh`: D has no prefix of it, once.
+        `plain`: no client leaves; `must`: it is to load; `fresh`: D has no prefix of it.
         """
         draw, key = self._draw, f"key-{next(self._numbers)}"
-        prompt, tokens = PROMPTS if fresh else draw.randrange(PROMPTS), draw.randint(shortest, longest)
+        prompt = next(self._fresh) if fresh else draw.randrange(PROMPTS)
+        tokens = draw.randint(shortest, longest)
         chunk = draw.choice([48, 100, 256, LONGEST])
         abort, preempt, leaves = (not (plain or must) and draw.random() < 0.1 for _ in range(3))
         late = draw.random() < 0.3
