@@ -182,10 +182,11 @@ def ask_all(
         return list(pool.map(ask, prompts))
 
 
-def assert_same(expected: Sequence[Answer], got: Sequence[Answer]) -> None:
+def assert_same(expected: Sequence[Answer], got: Sequence[Answer], tie: float = answers.TIE) -> None:
     """Fail, saying which answer differs where, unless all are the same but for ties."""
     assert len(expected) == len(got)
-    wrong = {index: answers.difference(*pair) for index, pair in enumerate(zip(expected, got, strict=True))}
+    pairs = enumerate(zip(expected, got, strict=True))
+    wrong = {index: answers.difference(*pair, tie) for index, pair in pairs}
     wrong = {index: sentence for index, sentence in wrong.items() if sentence}
     assert not wrong, "\n".join(f"answer {index}: {sentence}" for index, sentence in wrong.items())
 

@@ -85,17 +85,17 @@ def answer_of(choice: Mapping[str, Any]) -> Answer:
     )
 
 
-def difference(expected: Answer, got: Answer) -> str | None:
+def difference(expected: Answer, got: Answer, tie: float = TIE) -> str | None:
     """What is wrong with `got`, in a sentence, or None if it equals `expected`.
 
-    After a step where the two likeliest tokens were a tie the answers may go different ways, and nothing
-    more is compared.
+    After a step where the two likeliest tokens were a tie, nearer to each other than `tie`, the answers may
+    go different ways, and nothing more is compared.
     """
     for position, (want, have) in enumerate(zip(expected.tokens, got.tokens, strict=False)):
         if want == have:
             continue
         margin = expected.margins[position]
-        if margin < TIE:
+        if margin < tie:
             return None
         return (
             f"token {position} is {have} instead of {want}, which was ahead by {margin:.4f} in "

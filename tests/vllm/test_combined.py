@@ -488,6 +488,10 @@ def alone(single: VllmServer, prompts: list[list[int]], count: int) -> list[Answ
 
 # Beside a connector that stores prompts.
 
+LEASE = 5
+SETTLE_SECONDS = 10 * LEASE + 30.0
+"""P keeps D's last word about a prompt for which P was never asked for ten leases, and looks once a lease."""
+
 
 @dataclass(frozen=True)
 class Storing:
@@ -536,7 +540,7 @@ def storing_pair(own: ExitStack, tiny_model: Path, single: VllmServer, logs: Pat
             "kv_connector": "P2pKvConnector",
             "kv_role": kv_role,
             "kv_port": port,
-            "kv_connector_extra_config": {"host": LOOPBACK},
+            "kv_connector_extra_config": {"host": LOOPBACK, "lease_seconds": LEASE},
         }
         transfer = {
             "kv_connector": "MultiConnector",
@@ -595,7 +599,7 @@ def test_what_p_loads_from_its_store_is_pushed_right(storing_pair: Storing, sing
     assert_same(expected, got)
     pushed = storing_pair.moved() - before
     assert pushed == sum(kv_bytes(0, len(prompt) - 1, whole_blocks=True) for prompt in prompts)
-    at_rest(storing_pair.p, seconds=120.0)  # claims of requests for which P was never asked end by themselves
+    at_rest(storing_pair.p, seconds=SETTLE_SECONDS)
 
 
 @pytest.mark.long
@@ -609,4 +613,4 @@ def test_what_p_alone_has_computed_d_takes_from_a_shared_store(
     got = storing_pair.ask(prompt)
     assert_same(alone(single, [prompt], 16), [got])
     assert storing_pair.moved() == before
-    at_rest(storing_pair.p, seconds=120.0)  # claims of requests for which P was never asked end by themselves
+    at_rest(storing_pair.p, seconds=SETTLE_SECONDS)
