@@ -59,10 +59,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     of its own"""
 
     proxy_ip: str | None = None
-    """IP address or name | no | the proxy to register with; needs `proxy_port` and `http_port`"""
+    """IP address or name | no | the proxy to register with; of several side by side, all, with commas between
+    them; needs `proxy_port` and `http_port`"""
 
     proxy_port: Port | None = None
-    """TCP port | no | the proxy's discovery socket"""
+    """TCP port | no | the proxy's discovery socket, the same number on each"""
 
     http_port: Port | None = None
     """TCP port | no | the HTTP port of this instance (`--port` of vLLM), for the proxy"""
@@ -170,8 +171,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             written = getattr(self, name)
             if written is None:
                 continue
+            hosts = written.split(",") if name == "proxy_ip" else [written]
             try:
-                msgspec.structs.force_setattr(self, name, normal_host(written))
+                normal = ",".join(dict.fromkeys(normal_host(host.strip()) for host in hosts))
+                msgspec.structs.force_setattr(self, name, normal)
             except PairingError as error:
                 raise ConfigError(
                     f"{name}: {error}; write the host alone, its port is an option of its own"
@@ -216,11 +219,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         return Address(self.host, self.kv_port)
 
     @property
-    def proxy(self) -> Address | None:
-        """The proxy's discovery socket, or None to run without a proxy."""
+    def proxies(self) -> tuple[Address, ...]:
+        """The discovery sockets of the proxies to register with."""
         if self.proxy_ip is None or self.proxy_port is None:
-            return None
-        return Address(self.proxy_ip, self.proxy_port)
+            return ()
+        return tuple(Address(host, self.proxy_port) for host in self.proxy_ip.split(","))
 
     @property
     def http_address(self) -> Address | None:
@@ -378,13 +381,13 @@ def _notes(options: Options, former_way: bool) -> Iterator[str]:
             "quarter of its staging_bytes: P fills messages up to that; raise staging_bytes or lower "
             "chunk_bytes"
         )
-    if options.http_port is not None and options.proxy is None:
+    if options.http_port is not None and not options.proxies:
         yield "http_port has no effect without proxy_ip and proxy_port: this instance registers with no proxy"
-    if former_way and options.proxy is not None:
+    if former_way and options.proxies:
         yield (
             f"the former connector's name implies discovery 'plain', since its routers know nothing else: "
-            f"the ping to {options.proxy} is not authenticated (the ranks are); for p2pkv-proxy with the "
-            "secret, set discovery to 'curve'"
+            f"the ping to {' and '.join(map(str, options.proxies))} is not authenticated (the ranks are); "
+            "for p2pkv-proxy with the secret, set discovery to 'curve'"
         )
     if options.secret is None and not is_loopback(options.host):
         yield (

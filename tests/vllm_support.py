@@ -35,6 +35,7 @@ SETTINGS = (
     *("--block-size", str(BLOCK), "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "64"),
     "--enable-prefix-caching",
 )
+TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
 
 class PingRelay:
@@ -142,10 +143,11 @@ def start_fleet(model: Path, logs: Path, stack: ExitStack) -> Fleet:
     discovery = (LOOPBACK, relay.port)
     probes = logs / "probes"
     probes.mkdir(exist_ok=True)
+    settings = (*SETTINGS, *TOOLS)
     fleet = Fleet(
-        probing_server(model, "P", probes, proxy=discovery, log_path=logs / "P.log"),
-        probing_server(model, "D", probes, proxy=discovery, log_path=logs / "D.log"),
-        VllmServer(model, extra_args=SETTINGS, name="single", log_path=logs / "single.log"),
+        probing_server(model, "P", probes, proxy=discovery, extra_args=settings, log_path=logs / "P.log"),
+        probing_server(model, "D", probes, proxy=discovery, extra_args=settings, log_path=logs / "D.log"),
+        VllmServer(model, extra_args=settings, name="single", log_path=logs / "single.log"),
         concurrent,
         sequential,
         relay,

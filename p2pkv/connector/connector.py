@@ -221,11 +221,11 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             links.kind,
             "; ".join(map(str, cache.groups)),
         )
-        if number == 0 and options.proxy is not None and options.http_address is not None:
+        if number == 0 and options.proxies and options.http_address is not None:
             self._announce(hello)
 
     def _announce(self, hello: Hello) -> None:
-        """Tell the proxy of this instance once it is warm, from a process of its own."""
+        """Tell the proxies of this instance once it is warm, from a process of its own."""
         config, options = self._vllm_config, self.options
         names = config.model_config.served_model_name
         model = names if isinstance(names, str) else names[0]
@@ -250,7 +250,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             api_key=options.warm_up_api_key,
         )
         announcement = Announcement(
-            proxy=str(options.proxy),
+            proxies=tuple(map(str, options.proxies)),
             ping=ping,
             stall_seconds=options.stall_seconds,
             secret=options.secret if options.discovery == "curve" else None,

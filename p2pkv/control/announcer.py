@@ -1,4 +1,4 @@
-"""The child process that announces an instance: it warms the instance up, and then pings the proxy for it.
+"""The child process that announces an instance: it warms the instance up, and then pings its proxies for it.
 
 While a worker compiles or collects garbage, one thread may hold the interpreter's lock for many seconds, and
 no other thread of the worker runs. Pings from a thread would stop, and the proxy would forget an instance in
@@ -10,7 +10,7 @@ for `stall_seconds`, and then stops until the worker beats again. When the worke
 ends, so does the child, and with it the connection to the proxy. Both are in one process group: a signal that
 freezes or kills the whole instance reaches the child, too.
 
-What the proxy answers to a D, its partners, the child passes on through its stdout, a socket that keeps
+What the proxies answer to a D, its partners, the child passes on through its stdout, a socket that keeps
 messages apart; the worker looks there at each beat.
 """
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import logging
 import os
@@ -32,6 +33,7 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import zmq
@@ -59,6 +61,9 @@ BEAT_SECONDS = 1.0
 
 STOP_SECONDS = 2.0
 """How long a clean end may take, with the goodbye."""
+
+_NAMED_SECONDS = 20 * PING_INTERVAL
+"""What a proxy that answers no more has named counts for this long, where another one answers."""
 
 _BEAT, _STOP = b".", b"q"
 
@@ -97,7 +102,7 @@ class Announcement(Struct, frozen=True, kw_only=True):
     """What the child is told.
 
     Attributes:
-        proxy: host:port of the proxy's discovery socket.
+        proxies: host:port of the discovery socket of each proxy that is pinged.
         interval: seconds between two pings.
         stall_seconds: how long the child pings for a worker that is silent.
         secret: with it the child pings as a member; None to ping in the clear.
@@ -105,7 +110,7 @@ class Announcement(Struct, frozen=True, kw_only=True):
         log_level: of the child's log, which goes to the worker's stderr.
     """
 
-    proxy: str
+    proxies: tuple[str, ...]
     ping: Ping
     interval: float = PING_INTERVAL
     stall_seconds: float = 120.0
@@ -124,7 +129,7 @@ class _Orders(Struct, frozen=True):
 class Announcer:
     """The worker's side: starts the child, beats, and starts it again should it end by itself.
 
-    Raises ValueError for a malformed address of the proxy.
+    Raises ValueError for a malformed address of a proxy.
 
     Args:
         hear: called from a thread of the announcer's with the partners that the proxy has named, each time
@@ -132,7 +137,8 @@ class Announcer:
     """
 
     def __init__(self, announcement: Announcement, hear: Hear = _ignore) -> None:
-        Address.parse(announcement.proxy)
+        for proxy in announcement.proxies:
+            Address.parse(proxy)
         self._announcement = announcement
         self._hear = hear
         self._partners: Addresses | None = None
@@ -308,15 +314,28 @@ class _Worker:
 
 
 class _Passing:
-    """Passes on to the worker what the proxy answers, and never waits for a worker that does not read."""
+    """Passes on to the worker all that any proxy names, and never waits for a worker that does not read."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=os.dup(descriptor))
+        self._lock = threading.Lock()
+        self._named: dict[str, tuple[float, Addresses]] = {}
+        """By proxy: the time of its last answer, and whom it named."""
 
-    def on(self, partners: Addresses) -> None:
-        # Without room the worker has not read for long. The proxy says it again.
-        with contextlib.suppress(OSError):
-            self._socket.send(encode_partners(partners), socket.MSG_DONTWAIT)
+    def hear(self, proxy: str) -> Hear:
+        """What takes the answers of this proxy, in a thread of its own."""
+
+        def on(partners: Addresses) -> None:
+            with self._lock:
+                now = time.monotonic()
+                self._named[proxy] = now, partners
+                named = [who for when, who in self._named.values() if now - when < _NAMED_SECONDS]
+                everyone = tuple(dict.fromkeys(itertools.chain(*named)))
+                # Without room the worker has not read for long. The proxy says it again.
+                with contextlib.suppress(OSError):
+                    self._socket.send(encode_partners(everyone), socket.MSG_DONTWAIT)
+
+        return on
 
 
 def main() -> None:
@@ -332,18 +351,18 @@ def main() -> None:
     threading.Thread(target=worker.follow, name="p2pkv-worker", daemon=True).start()
     if told.warm_up is not None:
         warm_up(told.warm_up)
-    pinger = Pinger(
-        told.proxy,
-        told.ping,
-        told.interval,
-        members_of(told.secret),
-        worker.vouched_for,
-        _Passing(sys.stdout.fileno()).on,
-    )
+    passing, members = _Passing(sys.stdout.fileno()), members_of(told.secret)
+    pingers = [
+        Pinger(proxy, told.ping, told.interval, members, worker.vouched_for, passing.hear(proxy))
+        for proxy in told.proxies
+    ]
     worker.announced = True
-    pinger.start()
+    for pinger in pingers:
+        pinger.start()
     worker.stopping.wait()
-    pinger.stop()
+    # All at once: a proxy that does not take its goodbye keeps nothing from the others.
+    with ThreadPoolExecutor(len(pingers)) as pool:
+        list(pool.map(Pinger.stop, pingers))
 
 
 # The child's pings.

@@ -105,7 +105,11 @@ def test_what_the_first_rank_announces(engines: Any, monkeypatch: pytest.MonkeyP
     }
     assert [each.ping.partners for each in made] == [0, 64]
     for each in made:
-        assert (each.proxy, each.ping.http_address, each.secret) == ("127.0.0.1:9", "127.0.0.1:8100", None)
+        assert (each.proxies, each.ping.http_address, each.secret) == (
+            ("127.0.0.1:9",),
+            "127.0.0.1:8100",
+            None,
+        )
         if off:
             assert each.warm_up is None
             continue

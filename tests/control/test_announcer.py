@@ -61,6 +61,15 @@ class Proxy:
 
 @pytest.fixture
 def proxy() -> Iterator[Proxy]:
+    yield from one_proxy()
+
+
+@pytest.fixture
+def other_proxy() -> Iterator[Proxy]:
+    yield from one_proxy()
+
+
+def one_proxy() -> Iterator[Proxy]:
     with zmq.Context() as context:
         made = Proxy(context)
         yield made
@@ -75,7 +84,7 @@ def start(proxy: Proxy) -> Iterator[Callable[..., tuple[Peer, int]]]:
     with starting() as begin:
 
         def start(**changes: Any) -> tuple[Peer, int]:
-            announcement = Announcement(proxy=proxy.address, ping=PING, interval=INTERVAL)
+            announcement = Announcement(proxies=(proxy.address,), ping=PING, interval=INTERVAL)
             changed = msgspec.structs.replace(announcement, **changes)
             peer = begin(msgspec.json.encode(changed).decode(), script=SCRIPT)
             return peer, peer.hear()["pid"]
@@ -162,7 +171,7 @@ def test_with_the_secret_it_pings_as_a_member() -> None:
         socket.setsockopt(zmq.LINGER, 0)
         Members(SECRET).serve(socket, "proxy")
         place = f"127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
-        announcer = Announcer(Announcement(proxy=place, ping=PING, interval=INTERVAL, secret=SECRET))
+        announcer = Announcer(Announcement(proxies=(place,), ping=PING, interval=INTERVAL, secret=SECRET))
         announcer.start()
         assert socket.poll(20_000) and decode_ping(socket.recv_multipart()[1]) == PING
         announcer.stop()
@@ -172,7 +181,7 @@ def test_with_the_secret_it_pings_as_a_member() -> None:
 def test_the_worker_hears_what_the_proxy_answers(proxy) -> None:
     heard: list[tuple[str, ...]] = []
     ping = msgspec.structs.replace(PING, type="D", partners=3)
-    announcer = Announcer(Announcement(proxy=proxy.address, ping=ping, interval=INTERVAL), heard.append)
+    announcer = Announcer(Announcement(proxies=(proxy.address,), ping=ping, interval=INTERVAL), heard.append)
     announcer.start()
 
     def answer(*addresses: str) -> None:
@@ -196,10 +205,34 @@ def test_the_worker_hears_what_the_proxy_answers(proxy) -> None:
         announcer.stop()
 
 
+def test_several_proxies_each_get_all_pings_and_the_goodbye_and_one_may_be_away(proxy, other_proxy) -> None:
+    """And the worker hears of all that any of them names."""
+    heard: list[tuple[str, ...]] = []
+    ping = msgspec.structs.replace(PING, type="D", partners=3)
+    absent = f"127.0.0.1:{free_ports()}"
+    announcement = Announcement(
+        proxies=(absent, proxy.address, other_proxy.address), ping=ping, interval=INTERVAL
+    )
+    announcer = Announcer(announcement, heard.append)
+    announcer.start()
+    try:
+        for each, named in ((proxy, ["10.0.0.1:1"]), (other_proxy, ["10.0.0.1:1", "10.0.0.2:1"])):
+            assert each.socket.poll(20_000)
+            peer, _ = each.socket.recv_multipart()
+            each.socket.send_multipart([peer, encode_partners(named)])
+            wait_for(lambda named=named: heard and heard[-1] == tuple(named), what="all that are named")
+    finally:
+        announcer.stop()
+    for each in (proxy, other_proxy):
+        while (said := each.hear()) == ping:
+            continue
+        assert said == goodbye(ping)
+
+
 def test_what_is_no_address_is_refused_before_anything_starts() -> None:
     with pytest.raises(ValueError, match="address"):
-        Announcer(Announcement(proxy="nowhere", ping=PING))
-    Announcer(Announcement(proxy="127.0.0.1:9", ping=PING)).stop()  # never started: no harm
+        Announcer(Announcement(proxies=("127.0.0.1:9", "nowhere"), ping=PING))
+    Announcer(Announcement(proxies=("127.0.0.1:9",), ping=PING)).stop()  # never started: no harm
 
 
 # The warm-up.
@@ -301,7 +334,9 @@ def test_who_cannot_be_warmed_up_is_announced_all_the_same_and_the_log_says_why(
         there.answer.clear()
     url = f"http://127.0.0.1:{free_ports()}" if kind == "nobody" else there.url
     warm_up = plan(url, seconds=1.0)
-    announcer = Announcer(Announcement(proxy=proxy.address, ping=PING, interval=INTERVAL, warm_up=warm_up))
+    announcer = Announcer(
+        Announcement(proxies=(proxy.address,), ping=PING, interval=INTERVAL, warm_up=warm_up)
+    )
     announcer.start()
     try:
         assert proxy.hear() == PING

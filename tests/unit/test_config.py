@@ -34,10 +34,10 @@ def refused(extra: dict[str, Any] | None = None, **changes: Any) -> str:
 class TestDefaults:
     def test_are_those_of_the_design(self) -> None:
         made = options()
-        assert (made.role, made.address, made.proxy, made.http_address) == (
+        assert (made.role, made.address, made.proxies, made.http_address) == (
             "P",
             Address("127.0.0.1", 21001),
-            None,
+            (),
             None,
         )
         assert (made.link, made.discovery, made.max_links) == ("auto", "plain", 64)
@@ -94,11 +94,16 @@ class TestReading:
         }
         made = options(extra, role="kv_consumer", kv_port="22001")
         assert (made.role, made.address) == ("D", Address("::1", 22001))
-        assert (made.proxy, made.http_address) == (Address("127.0.0.1", 30001), Address("::1", 8100))
+        assert (made.proxies, made.http_address) == ((Address("127.0.0.1", 30001),), Address("::1", 8100))
         assert (made.staging_bytes, made.chunk_bytes, made.max_links) == (32 * MIB, MIB, 8)
         assert (made.lease_seconds, made.stall_seconds, made.link) == (2.5, 60, "host")
         assert (made.allow_insecure, made.notes) == (False, ())
         assert made.verify is True
+
+    def test_several_proxies(self) -> None:
+        made = options({"proxy_ip": "10.0.0.1, [fd00::0:2],Proxy.,10.0.0.1", "proxy_port": 9, "http_port": 1})
+        assert made.proxies == (Address("10.0.0.1", 9), Address("fd00::2", 9), Address("proxy", 9))
+        assert options().proxies == ()
 
     @given(value=st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists))
     @settings(deadline=None, max_examples=100)
@@ -123,7 +128,7 @@ class TestFormerNames:
                 "mem_pool_size_gb": "32",
             }
         )
-        assert (made.proxy, made.nccl_num_channels) == (Address("127.0.0.1", 30001), 16)
+        assert (made.proxies, made.nccl_num_channels) == ((Address("127.0.0.1", 30001),), 16)
         assert len(made.notes) == 2
         assert "mem_pool_size_gb" in made.notes[0] and "staging_bytes" in made.notes[0]
         assert "send_type" in made.notes[1]
@@ -214,7 +219,7 @@ class TestBadInput:
     def test_a_wildcard_cannot_be_advertised(self, host: str) -> None:
         assert "advertised" in refused({"host": host})
 
-    @pytest.mark.parametrize("host", ["a b", "10.0.0.1:5", "300.1.1.1"])
+    @pytest.mark.parametrize("host", ["a b", "10.0.0.1:5", "300.1.1.1", "10.0.0.1,"])
     @pytest.mark.parametrize("name", ["host", "proxy_ip"])
     def test_hosts(self, name: str, host: str) -> None:
         said = refused({"proxy_port": 1, "http_port": 1} | {name: host})

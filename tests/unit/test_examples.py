@@ -77,7 +77,7 @@ def test_a_pair_on_two_gpus(programs: Path) -> None:
     assert all(each["arguments"][-2:] == ["--max-model-len", "2048"] for each in servers)
     made = dict(options_of(each, has_gpu=True) for each in servers)
     assert sorted(made) == ["D", "P"] and {each.link for each in made.values()} == {"nccl"}
-    assert {each.proxy for each in made.values()} == {Address("127.0.0.1", 30001)}
+    assert {each.proxies for each in made.values()} == {(Address("127.0.0.1", 30001),)}
     assert made["P"].address != made["D"].address and made["P"].http_address != made["D"].http_address
 
 
@@ -92,7 +92,7 @@ def test_a_pair_behind_vllm_router(programs: Path, mode: str, more: list[str]) -
     servers = [each for each in found if each["program"] == "python"]
     made = dict(options_of(each, has_gpu=False) for each in servers)
     assert sorted(made) == ["D", "P"] and {each.discovery for each in made.values()} == {"plain"}
-    assert {each.proxy for each in made.values()} == {Address("127.0.0.1", 30001)}
+    assert {each.proxies for each in made.values()} == {(Address("127.0.0.1", 30001),)}
     assert made["P"].address != made["D"].address and made["P"].http_address != made["D"].http_address
 
 
@@ -103,7 +103,7 @@ def test_two_hosts(programs: Path, tmp_path: Path, what: str, role: str) -> None
     environ = {"HERE": "10.0.0.2", "PROXY": "10.0.0.1", "P2PKV_SECRET_FILE": str(tmp_path / "secret")}
     (server,) = started(programs, str(EXAMPLES / "serve_two_hosts.sh"), what, "a-model", **environ)
     found, made = options_of(server, has_gpu=True)
-    assert (found, made.proxy, made.discovery) == (role, Address("10.0.0.1", 30001), "curve")
+    assert (found, made.proxies, made.discovery) == (role, (Address("10.0.0.1", 30001),), "curve")
     assert made.http_address == Address("10.0.0.2", 8100) and made.secret
     (proxy,) = started(programs, str(EXAMPLES / "serve_two_hosts.sh"), "proxy", **environ)
     assert proxy["program"] == "p2pkv-proxy" and "--secret-file" in proxy["arguments"]

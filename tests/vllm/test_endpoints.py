@@ -3,7 +3,9 @@ where P helps, from KV that really moved."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import anthropic
 import openai
@@ -71,6 +73,84 @@ def message(base_url: str, prompt: str, streamed: bool) -> str:
         text = "".join(events.text_stream)
         assert events.get_final_message().usage.output_tokens == WORDS
         return text
+
+
+def complete(base_url: str, prompt: str, streamed: bool) -> list[str]:
+    """Two children of one completion."""
+    completions = by_openai(base_url).completions
+    options = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": WORDS, "temperature": 0.0, "n": 2}
+    if not streamed:
+        answer = completions.create(**options)
+        assert "_addr_" not in answer.id
+        return [choice.text for choice in sorted(answer.choices, key=lambda choice: choice.index)]
+    texts = ["", ""]
+    for event in completions.create(**options, stream=True):
+        for choice in event.choices:
+            texts[choice.index] += choice.text
+    return texts
+
+
+def chat(base_url: str, prompt: str, streamed: bool) -> list[str]:
+    """Two children of one chat; the usage counts both."""
+    completions = by_openai(base_url).chat.completions
+    messages = [{"role": "user", "content": prompt}]
+    options = {"model": MODEL_NAME, "messages": messages, "max_tokens": WORDS, "temperature": 0.0, "n": 2}
+    if not streamed:
+        answer = completions.create(**options)
+        assert answer.usage.completion_tokens == 2 * WORDS
+        return [choice.message.content for choice in sorted(answer.choices, key=lambda choice: choice.index)]
+    texts = ["", ""]
+    events = list(completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert len(events) > 2 and events[-1].usage.completion_tokens == 2 * WORDS
+    for event in events:
+        for choice in event.choices:
+            texts[choice.index] += choice.delta.content or ""
+    return texts
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Lima", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+def call_of_a_tool(base_url: str, prompt: str, streamed: bool) -> tuple[str, str]:
+    """The name of the function that the model has been made to call, and the arguments."""
+    options: dict[str, Any] = {
+        "model": MODEL_NAME,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": 64,
+        "temperature": 0.0,
+        "tools": [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}],
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+    }
+    completions = by_openai(base_url).chat.completions
+    if not streamed:
+        (call,) = completions.create(**options).choices[0].message.tool_calls
+        return call.function.name, call.function.arguments
+    pieces = [
+        call.function
+        for event in completions.create(**options, stream=True)
+        for choice in event.choices
+        for call in choice.delta.tool_calls or []
+    ]
+    return "".join(each.name or "" for each in pieces), "".join(each.arguments or "" for each in pieces)
+
+
+@each_dispatch
+@streamed_or_not
+@pytest.mark.parametrize("ask", [complete, chat, call_of_a_tool])
+def test_openais_client(fleet: Fleet, dispatch: str, streamed: bool, ask: Any) -> None:
+    prompt = story(f"{ask.__name__} {dispatch} {streamed}")
+    traffic = Traffic(fleet)
+    pair = ask(fleet.proxy(dispatch).base_url, prompt, streamed)
+    assert pair == ask(fleet.single.base_url, prompt, streamed) and all(pair)
+    assert traffic.scattered(at_least=kv_bytes(0, 2 * BLOCK)) > 0
+    if ask is call_of_a_tool:
+        name, arguments = pair
+        assert name == "weather" and json.loads(arguments)["city"] in ("Lima", "Oslo")
 
 
 @each_dispatch
