@@ -75,7 +75,7 @@ PRODUCT = (
     Mutant(
         "a link that no request uses is closed after a minute although the proxy names its P",
         "p2pkv/engine/consumer.py",
-        " or self._partners.keeps(peer)",
+        " or self.partners.keeps(peer)",
         "",
         ("tests/engine/test_links_ahead.py",),
     ),
@@ -124,7 +124,7 @@ PRODUCT = (
     Mutant(
         "pages that are taken back are not marked",
         "p2pkv/engine/core.py",
-        "self._ctx.revoked.update(keys)",
+        "self.context.revoked.update(keys)",
         "pass",
         ("tests/engine/test_page_ownership.py",),
     ),

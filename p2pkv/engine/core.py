@@ -37,6 +37,8 @@ QUIET_SECONDS = 60.0
 class Core:
     """P's half of a rank or D's, and all that reaches it. It owns what it was made with: see `close`.
 
+    `context` is what the rank works with, and `half` its part of the work: for the owner's thread alone.
+
     `do`, `revoke`, `events` and `steps` are for the forward thread, `do` for others, too; none of them waits
     for the network, and only `revoke` waits for anything: the device's gathers that are under way, if any.
     All else is for one thread, which may be the same.
@@ -48,9 +50,9 @@ class Core:
         self.steps = Steps(options.stall_seconds)
         self._events: deque[Event] = deque()
         self._commands: deque[Command] = deque()
-        self._ctx = Context(hello, options, cache, links, endpoint, self.steps, self._emit)
-        self._half = Producer(self._ctx) if hello.role == "P" else Consumer(self._ctx)
-        self.counters = self._ctx.counters
+        self.context = Context(hello, options, cache, links, endpoint, self.steps, self._emit)
+        self.half = Producer(self.context) if hello.role == "P" else Consumer(self.context)
+        self.counters = self.context.counters
         self._soon = False
         self._next_tick = 0.0
         self._quiet = RateLimit(seconds=QUIET_SECONDS)
@@ -66,16 +68,16 @@ class Core:
 
     def layers_per_message(self, tokens: int) -> int:
         """How many layers of so many tokens fill a message."""
-        return max(1, -(-self._ctx.options.chunk_bytes // self._ctx.cache.layer_bytes(tokens)))
+        return max(1, -(-self.context.options.chunk_bytes // self.context.cache.layer_bytes(tokens)))
 
     def revoke(self, keys: Iterable[str]) -> None:
         """These prompts' blocks will be overwritten: on return nothing reads them, and nothing will."""
         keys = list(keys)
         if not keys:
             return
-        with self._ctx.reading:
-            self._ctx.revoked.update(keys)
-        self._ctx.copies.wait(keys)
+        with self.context.reading:
+            self.context.revoked.update(keys)
+        self.context.copies.wait(keys)
         for key in keys:
             self.do(Revoked(key))
 
@@ -85,6 +87,16 @@ class Core:
         while self._events:
             out.append(self._events.popleft())
         return out
+
+    @property
+    def ordered(self) -> bool:
+        """Whether a command waits to be carried out."""
+        return bool(self._commands)
+
+    @property
+    def news(self) -> int:
+        """How many events the next `events` returns."""
+        return len(self._events)
 
     def _emit(self, event: Event) -> None:
         """Something has happened; the engine thread says so."""
@@ -106,21 +118,21 @@ class Core:
         self._look_after_connections(now)
         self._listen(now)
         self._obey(now)
-        soon = self._half.pump(now)
-        self._ctx.copies.poll(now)
-        self._soon = soon or len(self._ctx.copies) > 0
+        soon = self.half.pump(now)
+        self.context.copies.poll(now)
+        self._soon = soon or len(self.context.copies) > 0
         if now >= self._next_tick:
-            self._half.tick(now)
+            self.half.tick(now)
             self._next_tick = now + IDLE_TICK
-        due = max(self._half.due, now + TICK) if self._half.idle else now + TICK
+        due = max(self.half.due, now + TICK) if self.half.idle else now + TICK
         self._next_tick = min(self._next_tick, due)
 
     def pause(self, now: float) -> float:
         """Seconds after which the next turn is due, unless a message or a command comes first."""
-        if self._commands:
-            pause = self._ctx.links.poll_seconds if self._blocked() else 0.0
+        if self.ordered:
+            pause = self.context.links.poll_seconds if self._blocked() else 0.0
         elif self._soon:
-            pause = self._ctx.links.poll_seconds
+            pause = self.context.links.poll_seconds
         else:
             pause = max(0.0, self._next_tick - (now - self._held))
         if self._turned is not None:
@@ -133,25 +145,25 @@ class Core:
 
     def leave(self, now: float, finish: bool = True) -> None:
         """Take on nothing new, and end what cannot be finished now; without `finish` everything."""
-        self._half.leave(now - self._held, finish)
+        self.half.leave(now - self._held, finish)
 
     @property
     def over(self) -> bool:
         """Whether nothing is under way."""
-        return self._half.over
+        return self.half.over
 
     @property
     def told(self) -> bool:
         """Whether peers were told that something has ended, and need time to read it."""
-        return self._half.told
+        return self.half.told
 
     def close(self) -> None:
         """Say goodbye, and close the links and the endpoint."""
         for step in (
-            self._ctx.copies.close,
-            self._half.close,
-            self._ctx.links.close,
-            self._ctx.endpoint.close,
+            self.context.copies.close,
+            self.half.close,
+            self.context.links.close,
+            self.context.endpoint.close,
         ):
             try:
                 step()
@@ -172,34 +184,34 @@ class Core:
         return now - self._held
 
     def _listen(self, now: float) -> None:
-        for connection, data in self._ctx.endpoint.receive():
+        for connection, data in self.context.endpoint.receive():
             try:
                 message = decode(data)
                 if isinstance(message, Inspect):
                     self._inspect(connection)
                 elif not isinstance(message, Report):
-                    self._half.receive(connection, message, now)
+                    self.half.receive(connection, message, now)
             except BadMessage as error:
-                self._ctx.counters.add("messages_bad")
+                self.context.counters.add("messages_bad")
                 log.debug("dropped: %s", error)
             except RemoteProtocolError as error:
-                self._ctx.counters.add("messages_refused")
+                self.context.counters.add("messages_refused")
                 log.debug("dropped: %s", error)
 
     def _look_after_connections(self, now: float) -> None:
-        for failure in self._ctx.endpoint.failures():
-            self._ctx.counters.add("handshakes_failed")
+        for failure in self.context.endpoint.failures():
+            self.context.counters.add("handshakes_failed")
             if failure.late:
                 log.warning("%s It is dialed again while a request waits for it.", failure.reason)
             elif failure.connection is not None:
-                self._half.unreachable(failure.connection, failure.reason, now)
+                self.half.unreachable(failure.connection, failure.reason, now)
             elif not failure.quiet:
                 log.warning("%s", failure.reason)
             elif self._quiet.admits(now=now):
                 log.warning("%s; said once a minute", failure.reason)
 
     def _inspect(self, connection: Connection) -> None:
-        hello = self._ctx.hello
+        hello = self.context.hello
         values: dict[str, int | float | str] = {**self.counters.snapshot()}
         values |= {
             "role": hello.role,
@@ -212,7 +224,7 @@ class Core:
             "fit": fit(hello),
             "p2pkv": __version__,
         }
-        self._ctx.tell(connection, Report(values))
+        self.context.tell(connection, Report(values))
 
     def _blocked(self) -> bool:
         """Whether the next command waits for the device."""
@@ -220,5 +232,5 @@ class Core:
         return isinstance(head, Computed) and not head.fence.ready()
 
     def _obey(self, now: float) -> None:
-        while self._commands and not self._blocked():
-            self._half.command(self._commands.popleft(), now)
+        while self.ordered and not self._blocked():
+            self.half.command(self._commands.popleft(), now)

@@ -53,7 +53,7 @@ class Rank(Core):
         """Hand over one command; commands are carried out in order."""
         super().do(command)
         if self._asleep:
-            self._ctx.endpoint.wake()
+            self.context.endpoint.wake()
 
     def events(self) -> list[Event]:
         """What has happened since the last call."""
@@ -75,7 +75,7 @@ class Rank(Core):
         once, on both sides, and peers are told why.
         """
         self._stopping = True
-        self._ctx.endpoint.wake()
+        self.context.endpoint.wake()
         self._thread.join(STOP_SECONDS)
         if self._thread.is_alive():
             log.error("the thread %s did not end in %g s", self._thread.name, STOP_SECONDS)
@@ -93,18 +93,18 @@ class Rank(Core):
             self._call()
 
     def _main(self) -> None:
-        with own_stream(self._ctx.cache.device):
+        with own_stream(self.context.cache.device):
             while not self._stopping:
                 self._guarded(self._round)
-            self._finish()
+            self.finish()
             self.close()
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Carry out what was ordered before the stop, then end by a deadline what can end well."""
         end, left = time.monotonic() + FINISH_SECONDS, False
         while time.monotonic() < end and not (left and self.over):
             self._guarded(self._hurried)
-            if not left and not self._commands:
+            if not left and not self.ordered:
                 left = True
                 self._guarded(lambda: self.leave(time.monotonic()))
         self._guarded(lambda: self.leave(time.monotonic(), finish=False))
@@ -129,7 +129,7 @@ class Rank(Core):
 
     def _sleep(self) -> None:
         self._asleep = True  # before the look at the commands: who adds one later wakes us
-        self._ctx.endpoint.wait(self.pause(time.monotonic()))
+        self.context.endpoint.wait(self.pause(time.monotonic()))
         self._asleep = False
 
 

@@ -180,7 +180,7 @@ def test_a_transfer_looks_at_no_other_request(looks: Counter[str]) -> None:
 def test_requests_for_a_p_that_is_not_there_are_not_tried_one_by_one(looks: Counter[str]) -> None:
     rig = Rig()
     (p,), (d,) = rig.ps, rig.ds
-    p.core._ctx.endpoint.listens = False  # type: ignore[attr-defined]
+    p.core.context.endpoint.listens = False  # type: ignore[attr-defined]
     for number in range(MANY):
         d.do(do.Expect(f"k{number}", p.address, TOKENS, b"digest"))
     rig.pass_by(1.0)
