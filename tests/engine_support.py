@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from cpu_pages import pack, unpack
 from memory_links import MemoryNetwork
 from msgspec.structs import replace
 
@@ -21,7 +22,7 @@ from p2pkv.engine import commands as do
 from p2pkv.engine.producer import Producer
 from p2pkv.engine.rank import Rank
 from p2pkv.kv.cache import PagedCache, RankCache
-from p2pkv.kv.codecs import DENSE, pack, unpack
+from p2pkv.kv.layouts import DENSE
 from p2pkv.links import make_factory
 from p2pkv.links.base import LinkFactory
 from p2pkv.pairing import Address

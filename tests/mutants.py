@@ -81,7 +81,7 @@ PRODUCT = (
     ),
     Mutant(
         "gathers ignore the forward's fence",
-        "p2pkv/engine/core.py",
+        "p2pkv/engine/rank.py",
         "return isinstance(head, Computed) and not head.fence.ready()",
         "return False",
         ("tests/engine/test_page_ownership.py",),
@@ -123,7 +123,7 @@ PRODUCT = (
     ),
     Mutant(
         "pages that are taken back are not marked",
-        "p2pkv/engine/core.py",
+        "p2pkv/engine/rank.py",
         "self.context.revoked.update(keys)",
         "pass",
         ("tests/engine/test_page_ownership.py",),

@@ -13,7 +13,6 @@ from p2pkv.config import RESERVED_CHUNKS
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import BURST, Context, log
-from p2pkv.engine.early import EarlyBuffers
 from p2pkv.engine.partners import LinksAhead
 from p2pkv.engine.peers import (
     IDLE_BEATS,
@@ -27,7 +26,7 @@ from p2pkv.engine.peers import (
     prefill_peers,
     surplus,
 )
-from p2pkv.engine.requests import RequestEntry, Requests
+from p2pkv.engine.requests import EarlyBuffers, RequestEntry, Requests
 from p2pkv.links.base import LinkError
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import Refused, listed, unfit

@@ -21,9 +21,21 @@ from numpy.typing import NDArray
 
 from p2pkv.device import Fence, make_recorder
 from p2pkv.kv.checksum import Checksum
-from p2pkv.kv.codecs import DENSE, check_page, is_paged, pack_into, unpack_into
 from p2pkv.kv.copiers import Copier, copier_of
-from p2pkv.kv.layouts import Bounds, Cut, Index, LayerPages, Span, check_layer, pages_of
+from p2pkv.kv.layouts import (
+    DENSE,
+    Bounds,
+    Cut,
+    Index,
+    LayerPages,
+    Span,
+    check_layer,
+    check_page,
+    is_paged,
+    pack_into,
+    pages_of,
+    unpack_into,
+)
 
 BlockTables = Sequence[Sequence[int]]
 

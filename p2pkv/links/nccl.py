@@ -38,8 +38,15 @@ from p2pkv.links.nccl_bindings import (
     load_nccl,
     version_name,
 )
-from p2pkv.links.nccl_communicator import Opening, Shared, wait_out
-from p2pkv.links.nccl_device import CudaDevice, Device, DevicePool, StreamEvent
+from p2pkv.links.nccl_communicator import (
+    CudaDevice,
+    Device,
+    DevicePool,
+    Opening,
+    Shared,
+    StreamEvent,
+    wait_out,
+)
 from p2pkv.links.staging import StagingBudget, StagingShare, aligned
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from virtual.network import Endpoint, Network
 
 from p2pkv.config import Options
 from p2pkv.engine.consumer import Consumer
-from p2pkv.engine.core import Core
 from p2pkv.engine.producer import Producer
+from p2pkv.engine.rank import Core
 from p2pkv.pairing import Address
 from p2pkv.protocol.receiver import MAX_CHUNKS
 from p2pkv.protocol.sender import MAX_ANNOUNCED

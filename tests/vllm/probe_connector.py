@@ -25,7 +25,7 @@ from p2pkv.connector import P2pKvConnector
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.engine.commands import Blocks
 from p2pkv.kv.cache import PagedCache
-from p2pkv.kv.codecs import unpack
+from p2pkv.kv.layouts import DENSE, unpack_into
 from p2pkv.protocol.handshake import Wire, shapes
 from p2pkv.protocol.messages import KvGroup
 from p2pkv.sharding import Shape
@@ -122,8 +122,11 @@ class ProbeConnector(P2pKvConnector):
         if cache.unit_tokens > 1:
             dtype = getattr(torch, kind)
             units, heads, _ = rows.shape
-            pages = rows.view(dtype).view(units, heads, cache.unit_tokens, -1)
-            dense = torch.stack([unpack(page, cache.codec, pages.shape[-1] // 2) for page in pages])
+            bits = torch.int16 if dtype.itemsize == 2 else torch.int32
+            pages = rows.view(bits).view(units, heads, -1)
+            dense = pages.clone().view(units, heads, cache.unit_tokens, -1)
+            if cache.codec != DENSE:
+                unpack_into(dense.numpy(), pages.numpy(), cache.codec)
             tokens = dense.permute(1, 0, 2, 3).reshape(heads, units * cache.unit_tokens, -1)
         else:
             tokens = rows.transpose(0, 1)
