@@ -37,7 +37,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.connector.worker import Worker
-from p2pkv.demo.tiny_model import Spec, TinyLlama, ensure_model
+from p2pkv.demo.tiny_model import TinyFiles, TinyLlama, ensure_model
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Counters, Steps
 from p2pkv.pairing import Address, mint
@@ -57,7 +57,7 @@ def model_folder() -> Path:
     return write(SMALL)
 
 
-def write(model: Spec) -> Path:
+def write(model: TinyFiles) -> Path:
     """The folder of a tiny model."""
     return ensure_model(model, Path(tempfile.gettempdir()) / "p2pkv-connector-tests")
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from cpu_pages import pack, unpack
 from memory_links import MemoryNetwork
 from msgspec.structs import replace
 
@@ -18,9 +19,10 @@ from p2pkv.config import Options
 from p2pkv.demo.processes import free_ports
 from p2pkv.device import make_recorder
 from p2pkv.engine import commands as do
+from p2pkv.engine.producer import Producer
 from p2pkv.engine.rank import Rank
 from p2pkv.kv.cache import PagedCache, RankCache
-from p2pkv.kv.codecs import DENSE, pack, unpack
+from p2pkv.kv.layouts import DENSE
 from p2pkv.links import make_factory
 from p2pkv.links.base import LinkFactory
 from p2pkv.pairing import Address
@@ -54,7 +56,7 @@ class _Deed:
 
 def soon_on_engine_thread(rank: Rank, act: Callable[[], object]) -> None:
     """Have the engine's thread do this, since sockets and links are its own; returns at once."""
-    half: Any = rank._half
+    half: Any = rank.half
     if not hasattr(half, "obeys_tests"):
         command, half.obeys_tests = half.command, True
         half.command = lambda order, now: order.act() if isinstance(order, _Deed) else command(order, now)
@@ -85,7 +87,7 @@ class Forward:
 
 def hold_back(p: Engine) -> Callable[[], None]:
     """A P that announces and obeys no grant; the result lets it go on."""
-    half = p.ranks[0].rank._half
+    half = p.ranks[0].rank.half
     pump = half.pump
     on_engine_thread(p.ranks[0].rank, lambda: setattr(half, "pump", lambda now: False))
     return lambda: on_engine_thread(p.ranks[0].rank, lambda: setattr(half, "pump", pump))
@@ -131,6 +133,7 @@ class TestRank:
     rank: Rank
     pages: list[torch.Tensor]
     hello: Hello
+    links: LinkFactory
     """What it was made with."""
     seen: list[do.Event] = field(default_factory=list)
 
@@ -159,7 +162,7 @@ def make_rank(
     pages, cache = make_pages(geometry, rank, fill)
     cache = device(cache)
     hello = make_hello(opts, geometry, rank, cache, links.kind, uuid.uuid4().hex)
-    return TestRank(geometry, Rank(hello, opts, RankCache([cache]), links), pages, hello)
+    return TestRank(geometry, Rank(hello, opts, RankCache([cache]), links), pages, hello, links)
 
 
 DEFAULTS = {"lease_seconds": 5.0, "staging_bytes": 1 << 20, "chunk_bytes": 4096}
@@ -237,6 +240,26 @@ def make_engine(role: str, geometry: Geometry, links: Callable[[int], LinkFactor
     return Engine(Address("127.0.0.1", port), geometry, ranks)
 
 
+Make = Callable[..., Engine]
+"""A role, a geometry if it is not the usual one, and the options of a rank."""
+
+
+@contextlib.contextmanager
+def engine_maker(
+    links: Callable[[str, int], LinkFactory], geometry: Geometry | None = None, **defaults: Any
+) -> Iterator[Make]:
+    """What makes engines, and stops them at the end. `links`: those of a rank, by role and rank."""
+    usual = geometry or Geometry()
+    with contextlib.ExitStack() as stack:
+
+        def make(role: str, geometry: Geometry = usual, **options: Any) -> Engine:
+            engine = make_engine(role, geometry, lambda rank: links(role, rank), **defaults | options)
+            stack.callback(engine.stop)
+            return engine
+
+        yield make
+
+
 def truth(
     layer: int, token: int, head: int, content: int, salt: int = 0, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
@@ -300,6 +323,21 @@ def step(engine: Engine, key: str, blocks: list[int], start: int, stop: int, sal
         rank.rank.do(do.Flush((key,)))
 
 
+def push(p: Engine, d: Engine, key: str, salt: int = 0, tokens: int = 32) -> None:
+    """One request from beginning to end, its bytes compared; both have forgotten it afterwards."""
+    blocks = list(range(-(-tokens // p.geometry.block)))
+    d.do(do.Expect(key, p.address, tokens, b"digest"))
+    prefill(p, key, d.address, tokens, blocks, chunk=tokens, salt=salt)
+    d.wait(do.Begun(key))
+    d.do(do.Load(key, 0, tokens - 1, (blocks,)))
+    d.wait(do.Loaded(key))
+    for rank in d.ranks:
+        assert wrong_cells(rank, blocks, 0, tokens - 1, salt) == []
+    p.wait(do.BlocksFree(key))
+    for engine in (p, d):
+        engine.do(do.Forget(key))
+
+
 @contextlib.contextmanager
 def engines(
     prefill_side: Geometry,
@@ -333,9 +371,22 @@ def at_baseline(engine: Engine) -> bool:
     return not any(snapshot.get(name, 0) for snapshot in snapshots for name in BUSY)
 
 
+def says(engine: Engine, hello: Hello) -> None:
+    """From now on its first rank describes itself so."""
+    rank = engine.ranks[0].rank
+    on_engine_thread(rank, lambda: setattr(rank.context, "hello", hello))
+
+
+def vanish(engine: Engine) -> None:
+    """Die as by kill -9: no farewell."""
+    for each in engine.ranks:
+        each.rank.finish = each.rank.half.close = lambda: None  # type: ignore[method-assign]
+    engine.stop()
+
+
 def break_link(engine: Engine) -> None:
     """The one link of its one rank, at this end."""
     rank = engine.ranks[0].rank
-    (peer,) = rank._half._peers
-    table = rank._half._prompts if rank._ctx.hello.role == "P" else rank._half._requests
+    (peer,) = rank.half.peers
+    table = rank.half.prompts if isinstance(rank.half, Producer) else rank.half.requests
     on_engine_thread(rank, lambda: table.link_lost(peer, "broken by a test", time.monotonic()))

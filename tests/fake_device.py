@@ -116,12 +116,12 @@ class DeviceCache(PagedCache):
         return wrap
 
     def gather(self, out: torch.Tensor, *cut: Any) -> None:
-        parts = self._parts(out, *cut)
-        self.device_queue.queue(lambda: [self._copier.take(*part) for part in parts])
+        parts = self.parts(out, *cut)
+        self.device_queue.queue(lambda: [self.copier.take(*part) for part in parts])
 
     def scatter(self, src: torch.Tensor, *cut: Any) -> None:
-        parts = self._parts(src, *cut)
-        self.device_queue.queue(lambda: [self._copier.put(*part) for part in parts])
+        parts = self.parts(src, *cut)
+        self.device_queue.queue(lambda: [self.copier.put(*part) for part in parts])
 
     def digest(self, buffer: torch.Tensor) -> Later:
         later = Later()

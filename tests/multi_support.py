@@ -143,7 +143,7 @@ class MultiInstance(Instance):
             multi = KVConnectorFactory.create_connector(
                 self.config, KVConnectorRole.WORKER, kv_cache_config()
             )
-            _children(multi)[1]._worker = worker
+            _children(multi)[1].worker = worker
             self.multis.append(multi)
         self.outputs: list[KVConnectorOutput] = []
 

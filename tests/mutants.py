@@ -75,13 +75,13 @@ PRODUCT = (
     Mutant(
         "a link that no request uses is closed after a minute although the proxy names its P",
         "p2pkv/engine/consumer.py",
-        " or self._partners.keeps(peer)",
+        " or self.partners.keeps(peer)",
         "",
         ("tests/engine/test_links_ahead.py",),
     ),
     Mutant(
         "gathers ignore the forward's fence",
-        "p2pkv/engine/core.py",
+        "p2pkv/engine/rank.py",
         "return isinstance(head, Computed) and not head.fence.ready()",
         "return False",
         ("tests/engine/test_page_ownership.py",),
@@ -123,8 +123,8 @@ PRODUCT = (
     ),
     Mutant(
         "pages that are taken back are not marked",
-        "p2pkv/engine/core.py",
-        "self._ctx.revoked.update(keys)",
+        "p2pkv/engine/rank.py",
+        "self.context.revoked.update(keys)",
         "pass",
         ("tests/engine/test_page_ownership.py",),
     ),

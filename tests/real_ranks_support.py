@@ -67,7 +67,7 @@ class Engine(Instance):
             connector.register_kv_caches(caches)
             self.connectors.append(connector)
             self.pages.append(list(caches.values()))
-        self.workers = [connector._worker for connector in self.connectors]
+        self.workers = [connector.worker for connector in self.connectors]
 
     def stop(self) -> None:
         for connector in self.connectors:

@@ -16,7 +16,7 @@ from kv_support import LAYOUTS
 from numpy.typing import NDArray
 
 from p2pkv.kv import DENSE, PagedCache
-from p2pkv.kv.codecs import pack_into, unpack_into
+from p2pkv.kv.layouts import pack_into, unpack_into
 from p2pkv.protocol.messages import KvGroup
 from p2pkv.sharding import Shape
 

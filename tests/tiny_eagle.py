@@ -6,33 +6,26 @@ own sizes, which vLLM numbers behind the model's. Embedding and output are the m
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from p2pkv.demo.tiny_model import TinyLlama
-
-_RECIPE = 1
+from p2pkv.demo.tiny_model import TinyFiles, TinyLlama
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinyEagle:
+class TinyEagle(TinyFiles):
     """`target`: the model for which it guesses."""
 
+    family = "eagle"
     target: TinyLlama = field(default_factory=TinyLlama)
     layers: int = 1
     seed: int = 7
-
-    @property
-    def name(self) -> str:
-        text = json.dumps([_RECIPE, asdict(self)], sort_keys=True)
-        return f"tiny-eagle-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
     def write(self, directory: Path) -> None:
         target = self.target

@@ -5,26 +5,24 @@ Its pictures are processed by Pillow alone, so that no torchvision is needed.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 
-from p2pkv.demo.tiny_model import TinyLlama
-
-_RECIPE = 1
+from p2pkv.demo.tiny_model import TinyFiles, TinyLlama
 
 IMAGE = "<image>"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinyLlava:
+class TinyLlava(TinyFiles):
+    family = "llava"
     text: TinyLlama = field(default_factory=TinyLlama)
     layers: int = 3
     """Of the tower; the last but one is used."""
@@ -37,11 +35,6 @@ class TinyLlava:
     rows: int = 1088
     """Of the embedding: the tokenizer's tokens, and one that stands for a picture's patch."""
     seed: int = 1
-
-    @property
-    def name(self) -> str:
-        text = json.dumps([_RECIPE, asdict(self)], sort_keys=True)
-        return f"tiny-llava-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
     @property
     def patches(self) -> int:

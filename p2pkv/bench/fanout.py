@@ -22,10 +22,13 @@ from p2pkv.bench.harness import (
     HOST,
     LAYOUT,
     STAGING_BYTES,
+    TOKEN_BYTES,
     WINDOW_BYTES,
     BenchError,
+    Memory,
     Pipe,
     bare_link,
+    capacity_for,
     end_decode,
     environment,
     environment_of_child,
@@ -34,7 +37,6 @@ from p2pkv.bench.harness import (
     start_decode,
     wait_for,
 )
-from p2pkv.bench.memory import TOKEN_BYTES, Memory, capacity_for
 from p2pkv.bench.prefill import Hook
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
@@ -76,17 +78,17 @@ class FanOut:
         self._pipes: dict[int, list[Pipe]] = {}
         self._shared = len(devices) == 1 and devices[0] != "cpu"
         os.environ.update(environment("P", self._shared))
-        self._memory = Memory(capacity_for(self._tokens), "P", devices[0])
+        self.memory = Memory(capacity_for(self._tokens), "P", devices[0])
         try:
             for fan_out in fan_outs:
                 self._start_decode(fan_out)
             for pipe in (pipe for pipes in self._pipes.values() for pipe in pipes):
                 pipe.expect("addresses")
-            self._address, self._rank = make_rank(
-                "P", LAYOUT, self._memory, free_ports(), link=link, staging_bytes=self._staging,
+            self._address, self.rank = make_rank(
+                "P", LAYOUT, self.memory, free_ports(), link=link, staging_bytes=self._staging,
                 chunk_bytes=chunk_bytes,
             )  # fmt: skip
-            self._stack.callback(self._rank.stop)
+            self._stack.callback(self.rank.stop)
         except BaseException:
             self.close()
             raise
@@ -111,8 +113,8 @@ class FanOut:
         for rank, each in enumerate(times):
             if each["scattered"] != share:
                 raise BenchError(f"rank {rank} of D wrote {each['scattered']} bytes instead of {share}")
-        wait_for(self._rank, do.BlocksFree(key))
-        self._rank.do(do.Forget(key))
+        wait_for(self.rank, do.BlocksFree(key))
+        self.rank.do(do.Forget(key))
         begin = min(float(each["asked"]) for each in times)
         return self._total / (max(float(each["loaded"]) for each in times) - begin)
 
@@ -126,10 +128,10 @@ class FanOut:
         """P has computed a prompt for this D; its key."""
         self._keys += 1
         key = f"fan-out-{self._keys}"
-        self._rank.do(do.Hold(key, decode))
-        self._rank.do(do.OfferPrompt(key, decode, self._tokens, b"bench"))
-        self._rank.do(do.PromptBlocks(key, (LAYOUT.table(self._tokens, self._memory.capacity, "P"),)))
-        Hook(self._rank, ((key, self._tokens),), 1, self._devices[0]).end()
+        self.rank.do(do.Hold(key, decode))
+        self.rank.do(do.OfferPrompt(key, decode, self._tokens, b"bench"))
+        self.rank.do(do.PromptBlocks(key, (LAYOUT.table(self._tokens, self.memory.capacity, "P"),)))
+        Hook(self.rank, ((key, self._tokens),), 1, self._devices[0]).end()
         return key
 
     def _start_decode(self, fan_out: int) -> None:
@@ -138,7 +140,7 @@ class FanOut:
         pipes = self._pipes[fan_out] = []
         for rank in range(fan_out):
             settings = {
-                "capacity": self._memory.capacity,
+                "capacity": self.memory.capacity,
                 "link": self._link,
                 "ports": {LAYOUT.name: port},
                 "device": place(self._devices, rank),

@@ -23,10 +23,13 @@ from p2pkv.bench.harness import (
     HOST,
     LAYOUT,
     STAGING_BYTES,
+    TOKEN_BYTES,
     BenchError,
+    Memory,
     RawNccl,
     Strip,
     bare_link,
+    capacity_for,
     devices,
     end_decode,
     environment,
@@ -38,7 +41,6 @@ from p2pkv.bench.harness import (
     start_decode,
     wait_for,
 )
-from p2pkv.bench.memory import TOKEN_BYTES, Memory, capacity_for
 from p2pkv.bench.prefill import Hook
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
@@ -189,7 +191,7 @@ class Messages:
     ) -> None:
         """`total`: a multiple of every size and of a token's bytes. `verify`: with checksums."""
         self.total = total
-        self._device, self._decode_device = devices
+        self.device, self._decode_device = devices
         self._lease_seconds = lease_seconds
         self._verify = verify
         self._shared = devices[0] == devices[1] != "cpu"
@@ -200,7 +202,7 @@ class Messages:
         self._pool = self._stack.enter_context(ThreadPoolExecutor(1))
         self._keys = 0
         os.environ.update(environment("P", self._shared))
-        self._memory = Memory(capacity_for(self._tokens), "P", self._device)
+        self.memory = Memory(capacity_for(self._tokens), "P", self.device)
         self._ranks: dict[int, tuple[Address, Rank]] = {}
         self._outbound: Outbound | None = None
         self._raw: RawNccl | None = None
@@ -214,14 +216,14 @@ class Messages:
 
     def on_device(self, sizes: Sequence[int]) -> dict[int, dict[str, float]]:
         """By size, bytes per second of a plain copy, a gather and a scatter."""
-        strip = Strip(self._memory, max(sizes), self._device)
+        strip = Strip(self.memory, max(sizes), self.device)
         return {size: strip.rates(size) for size in sizes}
 
     def push(self, size: int) -> float:
         """Bytes per second of a prompt that is all computed when D asks, with this chunk_bytes."""
         rank, key = self.rank(size), self.hold(size)
         self.ask(size, key)
-        times = self._pipe.expect("loaded")
+        times = self.pipe.expect("loaded")
         if times["scattered"] != self.total:
             raise BenchError(f"D wrote {times['scattered']} bytes instead of {self.total}")
         wait_for(rank, do.BlocksFree(key))
@@ -235,15 +237,15 @@ class Messages:
         key = f"messages-{self._keys}"
         rank.do(do.Hold(key, self._decode))
         rank.do(do.OfferPrompt(key, self._decode, self._tokens, b"bench"))
-        rank.do(do.PromptBlocks(key, (LAYOUT.table(self._tokens, self._memory.capacity, "P"),)))
-        Hook(rank, ((key, int(share * self._tokens)),), 1, self._device).end()
+        rank.do(do.PromptBlocks(key, (LAYOUT.table(self._tokens, self.memory.capacity, "P"),)))
+        Hook(rank, ((key, int(share * self._tokens)),), 1, self.device).end()
         return key
 
     def ask(self, size: int, key: str) -> None:
         """D asks for what P holds under this key."""
         address, _ = self._ranks[size]
-        self._pipe.say(order="load", layout=LAYOUT.name, key=key, prefill=str(address), tokens=self._tokens)
-        self._pipe.expect("expecting")
+        self.pipe.say(order="load", layout=LAYOUT.name, key=key, prefill=str(address), tokens=self._tokens)
+        self.pipe.expect("expecting")
 
     def restart_decode(self) -> None:
         """Kill D's process, without a word to anybody, and start another at another address."""
@@ -261,13 +263,13 @@ class Messages:
         outbound = self._outbound = self._outbound or self._start_link()
         sizes, sends, offset = [size] * (self.total // size), list[Send](), 0
         begin = time.monotonic()
-        self._pipe.say(order="receive", sizes=sizes)
+        self.pipe.say(order="receive", sizes=sizes)
         for each in sizes:
             landing = self._heard(outbound, "landing")["landing"]
             send = self._reserve(outbound, each, landing)
-            send.buffer.copy_(self._memory.flat[offset : offset + each])
+            send.buffer.copy_(self.memory.flat[offset : offset + each])
             send.commit()
-            self._pipe.say(sent=True)
+            self.pipe.say(sent=True)
             sends.append(send)
             offset += each
         received = float(self._heard(outbound, "received")["received"])
@@ -278,14 +280,14 @@ class Messages:
         """Bytes per second of NCCL's own send and receive. Raises ImportError without CuPy."""
         name = new_name() if self._raw is None else ""
         sizes = [size] * (self.total // size)
-        self._pipe.say(order="raw", name=name, sizes=sizes)
+        self.pipe.say(order="raw", name=name, sizes=sizes)
         if self._raw is None:
             self._raw = RawNccl(bytes.fromhex(name), rank=0)
             self._stack.callback(self._raw.close)
-        self._pipe.expect("ready")
+        self.pipe.expect("ready")
         begin = time.monotonic()
-        self._raw.send(self._memory.flat, sizes)
-        return self.total / (float(self._pipe.expect("received")["received"]) - begin)
+        self._raw.send(self.memory.flat, sizes)
+        return self.total / (float(self.pipe.expect("received")["received"]) - begin)
 
     def close(self) -> None:
         """End the ranks, the links and D's process. Idempotent."""
@@ -295,21 +297,21 @@ class Messages:
 
     def _start_decode(self) -> None:
         settings = {
-            "capacity": self._memory.capacity,
+            "capacity": self.memory.capacity,
             "link": self._link,
             "ports": {LAYOUT.name: free_ports()},
             "device": self._decode_device,
             "staging_bytes": self._staging,
             "lease_seconds": self._lease_seconds,
         }
-        self.decoder, self._pipe = start_decode(settings, environment_of_child("D", self._shared))
+        self.decoder, self.pipe = start_decode(settings, environment_of_child("D", self._shared))
         self._stack.callback(end_decode, self.decoder)
-        self._stack.callback(self._pipe.close)
-        self._decode = Address.parse(self._pipe.expect("addresses")["addresses"][LAYOUT.name])
+        self._stack.callback(self.pipe.close)
+        self._decode = Address.parse(self.pipe.expect("addresses")["addresses"][LAYOUT.name])
 
     def _start_rank(self, size: int) -> tuple[Address, Rank]:
         address, rank = make_rank(
-            "P", LAYOUT, self._memory, free_ports(), link=self._link,
+            "P", LAYOUT, self.memory, free_ports(), link=self._link,
             staging_bytes=self._staging, chunk_bytes=size, lease_seconds=self._lease_seconds,
             verify=self._verify,
         )  # fmt: skip
@@ -319,11 +321,11 @@ class Messages:
     def _start_link(self) -> Outbound:
         links = make_factory(self._link, host=HOST, staging_bytes=self._staging)
         self._stack.callback(links.close)
-        return bare_link(links, self._pipe, self._staging // 2)
+        return bare_link(links, self.pipe, self._staging // 2)
 
     def _heard(self, outbound: Outbound, word: str) -> dict[str, Any]:
         """D's next message; the link is polled meanwhile, since its sends may wait for that."""
-        future = self._pool.submit(self._pipe.expect, word)
+        future = self._pool.submit(self.pipe.expect, word)
         poll_until(outbound.poll, future.done, f"D's word {word!r}")
         return future.result()
 

@@ -15,17 +15,20 @@ import torch
 
 from p2pkv.bench.harness import (
     HOST,
+    LAYERS,
+    LAYOUTS,
     WINDOW_BYTES,
     BenchError,
+    Memory,
     Pipe,
     bare_link,
+    capacity_for,
     end_decode,
     make_rank,
     one_torch_thread,
     start_decode,
     wait_for,
 )
-from p2pkv.bench.memory import LAYERS, LAYOUTS, Memory, capacity_for
 from p2pkv.demo.processes import free_ports
 from p2pkv.device import make_recorder
 from p2pkv.engine import commands as do
@@ -114,13 +117,13 @@ class PrefillSide:
         self.chunk_bytes = chunk_bytes
         self._stack = contextlib.ExitStack()
         self._keys = (f"bench-{number}" for number in itertools.count())
-        self._memory = Memory(capacity_for(longest), "P")
-        self._copy = torch.zeros_like(self._memory.flat)
+        self.memory = Memory(capacity_for(longest), "P")
+        self._copy = torch.zeros_like(self.memory.flat)
         self._ranks: dict[str, tuple[Address, Rank]] = {}
         try:
-            self._pipe = self._start_decode(link)
+            self.pipe = self._start_decode(link)
             self._decode = {
-                name: Address.parse(at) for name, at in self._pipe.expect("addresses")["addresses"].items()
+                name: Address.parse(at) for name, at in self.pipe.expect("addresses")["addresses"].items()
             }
             self._ranks = {layout: self._start_rank(layout, link) for layout in LAYOUTS}
             self._verified = self._start_rank("dense", link, verify=True)
@@ -134,7 +137,7 @@ class PrefillSide:
     def copy(self, nbytes: int) -> float:
         """Seconds of one plain copy of so many bytes in one thread."""
         begin = time.monotonic()
-        self._copy[:nbytes].copy_(self._memory.flat[:nbytes])
+        self._copy[:nbytes].copy_(self.memory.flat[:nbytes])
         return time.monotonic() - begin
 
     def raw(self, nbytes: int) -> float:
@@ -143,16 +146,16 @@ class PrefillSide:
         sizes = [min(step, nbytes - done) for done in range(0, nbytes, step)]
         sends: list[Send] = []
         begin, done = time.monotonic(), 0
-        self._pipe.say(order="receive", sizes=sizes)
+        self.pipe.say(order="receive", sizes=sizes)
         for size in sizes:
-            send = self._outbound.reserve(size, self._pipe.expect("landing")["landing"])
+            send = self._outbound.reserve(size, self.pipe.expect("landing")["landing"])
             assert send is not None, "D has granted it"
-            send.buffer.copy_(self._memory.flat[done : done + size])
+            send.buffer.copy_(self.memory.flat[done : done + size])
             send.commit()
-            self._pipe.say(sent=True)
+            self.pipe.say(sent=True)
             sends.append(send)
             done += size
-        received: float = self._pipe.expect("received")["received"]
+        received: float = self.pipe.expect("received")["received"]
         assert all(send.done() for send in sends)
         return received - begin
 
@@ -228,18 +231,18 @@ class PrefillSide:
         key = key or next(self._keys)
         decode = self._decode[layout]
         if blocks is None:
-            blocks = (LAYOUTS[layout].table(tokens, self._memory.capacity, "P"),)
+            blocks = (LAYOUTS[layout].table(tokens, self.memory.capacity, "P"),)
         rank.do(do.Hold(key, decode))
         rank.do(do.OfferPrompt(key, decode, tokens, b"bench"))
         rank.do(do.PromptBlocks(key, blocks))
         return key
 
     def _ask(self, layout: str, key: str, prefill: Address, tokens: int) -> None:
-        self._pipe.say(order="load", layout=layout, key=key, prefill=str(prefill), tokens=tokens)
-        self._pipe.expect("expecting")
+        self.pipe.say(order="load", layout=layout, key=key, prefill=str(prefill), tokens=tokens)
+        self.pipe.expect("expecting")
 
     def _loaded(self, layout: str, rank: Rank, key: str, tokens: int) -> dict[str, float]:
-        times = self._pipe.expect("loaded")
+        times = self.pipe.expect("loaded")
         expected = LAYOUTS[layout].nbytes(tokens)
         if times["scattered"] != expected:
             raise BenchError(
@@ -254,7 +257,7 @@ class PrefillSide:
 
     def _start_decode(self, link: str) -> Pipe:
         settings = {
-            "capacity": self._memory.capacity,
+            "capacity": self.memory.capacity,
             "link": link,
             "ports": {name: free_ports() for name in LAYOUTS},
         }
@@ -264,7 +267,7 @@ class PrefillSide:
         return pipe
 
     def _start_rank(self, layout: str, link: str, **options: bool) -> tuple[Address, Rank]:
-        memory, chunk_bytes = self._memory, self.chunk_bytes
+        memory, chunk_bytes = self.memory, self.chunk_bytes
         address, rank = make_rank(
             "P", LAYOUTS[layout], memory, free_ports(), link=link, chunk_bytes=chunk_bytes, **options
         )
@@ -274,7 +277,7 @@ class PrefillSide:
     def _start_link(self, link: str) -> Outbound:
         links = make_factory(link, host=HOST, staging_bytes=WINDOW_BYTES)
         self._stack.callback(links.close)
-        return bare_link(links, self._pipe, WINDOW_BYTES)
+        return bare_link(links, self.pipe, WINDOW_BYTES)
 
 
 @contextlib.contextmanager

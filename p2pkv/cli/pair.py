@@ -405,7 +405,7 @@ def _endpoint(stack: ExitStack, address: Address | None, members: Members | None
     raise CheckFailed("no port of 127.0.0.1 is free")
 
 
-def _contents(number: int, device: torch.device) -> torch.Tensor:
+def contents_of(number: int, device: torch.device) -> torch.Tensor:
     """What message `number` holds: int64, 7919 times the number of each element, and the message's first."""
     made = torch.arange(MESSAGE_BYTES // 8, device=device).mul_(7919)
     made[0] = number
@@ -432,7 +432,7 @@ def _send(other: Conversation, outbound: Outbound, seconds: float) -> float:
             if send is None:
                 break
             number = granted.popleft().number
-            contents = _contents(0, send.buffer.device) if contents is None else contents
+            contents = contents_of(0, send.buffer.device) if contents is None else contents
             contents[0] = number
             send.buffer.view(torch.int64).copy_(contents)
             send.commit()
@@ -473,7 +473,7 @@ def _grant(other: Conversation, inbound: Inbound, numbers: range, compare: bool)
         while posted and posted[0][1].done():
             number, receive = posted.popleft()
             came = receive.buffer.view(torch.int64)
-            if compare and not torch.equal(came, _contents(number, came.device)):
+            if compare and not torch.equal(came, contents_of(number, came.device)):
                 raise CheckFailed(f"message {number} came with other bytes than were sent")
             receive.release()
             end = time.monotonic() + ANSWER_SECONDS

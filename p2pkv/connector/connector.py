@@ -82,9 +82,9 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         self.options = options_of(vllm_config)
         refuse_what_cannot_pair(vllm_config)
         refuse_what_cannot_move(vllm_config, kv_cache_config)
-        self._producing: ProducerScheduler | None = None
-        self._consuming: ConsumerScheduler | None = None
-        self._worker: Worker | None = None
+        self.producing: ProducerScheduler | None = None
+        self.consuming: ConsumerScheduler | None = None
+        self.worker: Worker | None = None
         self._announcer: Announcer | None = None
         if self.options.idle_wait_ms:
             SPINNING.install()
@@ -107,42 +107,42 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         tail = prompt_tail(config)
         if self.options.role == "P":
             batches = config.max_concurrent_batches
-            self._producing = ProducerScheduler(pairs, tables, whole, tail, batches)
+            self.producing = ProducerScheduler(pairs, tables, whole, tail, batches)
             return
         transfer, parallel = config.kv_transfer_config, config.parallel_config
         world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        self._consuming = ConsumerScheduler(
+        self.consuming = ConsumerScheduler(
             pairs, world, transfer.kv_load_failure_policy == "recompute", tables, whole, tail
         )
 
     # Scheduler side.
 
     def on_new_request(self, request: Request) -> None:
-        if self._producing is not None:
-            self._producing.new(request)
-        elif self._consuming is not None:
-            self._consuming.new(request)
+        if self.producing is not None:
+            self.producing.new(request)
+        elif self.consuming is not None:
+            self.consuming.new(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if self._consuming is not None:
-            return self._consuming.matched(request, num_computed_tokens)
-        if self._producing is not None:
-            self._producing.matched(request, num_computed_tokens)
+        if self.consuming is not None:
+            return self.consuming.matched(request, num_computed_tokens)
+        if self.producing is not None:
+            self.producing.matched(request, num_computed_tokens)
         return 0, False
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        if self._consuming is not None:
-            self._consuming.allocated(request, blocks, num_external_tokens)
+        if self.consuming is not None:
+            self.consuming.allocated(request, blocks, num_external_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        half = self._producing or self._consuming
+        half = self.producing or self.consuming
         assert half is not None
         meta = half.step(scheduler_output)
         changed, self._news = self._news or meta.orders, False
@@ -169,16 +169,16 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         if sent or received or news:
             self._news = True
             CORE.seconds = 0.0
-        if self._producing is not None:
-            self._producing.heard(sent)
-        elif self._consuming is not None:
-            self._consuming.heard(news, received)
+        if self.producing is not None:
+            self.producing.heard(sent)
+        elif self.consuming is not None:
+            self.consuming.heard(news, received)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        if self._producing is not None:
-            return self._producing.finished(request), None
-        if self._consuming is not None:
-            self._consuming.finished(request)
+        if self.producing is not None:
+            return self.producing.finished(request), None
+        if self.consuming is not None:
+            self.consuming.finished(request)
         return False, None
 
     def request_finished_all_groups(
@@ -212,7 +212,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         hello = hello_of(config, options, cache, said, number, links.kind)
         # With micro-batches a layer's hook comes once for each of them.
         hooks = not config.parallel_config.use_ubatching
-        self._worker = Worker(Rank(hello, options, cache, links), layers.places, cache.device, hooks)
+        self.worker = Worker(Rank(hello, options, cache, links), layers.places, cache.device, hooks)
         log.info(
             "%s rank %d listens at %s; link %s; here: %s",
             options.role,
@@ -262,19 +262,19 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _pair(self, partners: tuple[str, ...]) -> None:
         """The proxy has named P's to this D; for the announcer's thread."""
-        if self._worker is not None:
-            self._worker.rank.do(do.NamePartners(partners))
+        if self.worker is not None:
+            self.worker.rank.do(do.NamePartners(partners))
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, StepMetadata)
-        if self._worker is not None:
-            self._worker.preempt(kv_connector_metadata)
+        if self.worker is not None:
+            self.worker.preempt(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepMetadata)
-        if self._worker is not None:
-            self._worker.begin(connector_metadata)
+        if self.worker is not None:
+            self.worker.begin(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Nothing: loads were handed over in bind_connector_metadata, before the forward."""
@@ -285,28 +285,28 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        if self._worker is not None:
-            self._worker.layer(layer_name)
+        if self.worker is not None:
+            self.worker.layer(layer_name)
 
     def wait_for_save(self) -> None:
         """The sweep. Sources are kept until they are reported free, so nothing is waited for."""
-        if self._worker is not None:
-            self._worker.end()
+        if self.worker is not None:
+            self.worker.end()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return self._worker.results() if self._worker is not None else KVConnectorTransferResults()
+        return self.worker.results() if self.worker is not None else KVConnectorTransferResults()
 
     def build_connector_worker_meta(self) -> WorkerNews | None:
-        return self._worker.news() if self._worker is not None else None
+        return self.worker.news() if self.worker is not None else None
 
     def get_kv_connector_stats(self) -> P2pKvStats | None:
-        return self._worker.stats() if self._worker is not None else None
+        return self.worker.stats() if self.worker is not None else None
 
     def shutdown(self) -> None:
         if self._announcer is not None:
             self._announcer.stop()
-        if self._worker is not None:
-            self._worker.stop()
+        if self.worker is not None:
+            self.worker.stop()
 
     # For vLLM's front end.
 

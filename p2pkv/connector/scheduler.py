@@ -99,7 +99,7 @@ class ProducerScheduler:
             return
         prompt = _Prompt(request, paired, prompt_digest(request))
         if self._left_out:
-            _leave_out_last(request, self._left_out)
+            leave_out_last(request, self._left_out)
         # Some routers leave `n` on P: its first child pushes, the others would push the same again. And a
         # router that lost its connection asks again, while the first one may be running still.
         if paired.key in self._taken:
@@ -248,7 +248,7 @@ class ProducerScheduler:
                 self._taken.discard(key)
 
 
-def _leave_out_last(request: Request, tokens: int) -> None:
+def leave_out_last(request: Request, tokens: int) -> None:
     """Let vLLM compute the prompt without its last tokens, and then one token that nobody reads."""
     if request.num_prompt_tokens <= tokens:
         return
@@ -273,7 +273,7 @@ class LoadState(Enum):
 
 
 @dataclass
-class _Asking:
+class Asking:
     request: Request
     paired: Paired
     state: LoadState = LoadState.WAITING
@@ -302,7 +302,7 @@ class ConsumerScheduler:
         self._left_out = 0 if whole else tail
         self._world = world
         self._recompute = recompute
-        self._asking: dict[str, _Asking] = {}
+        self.asking: dict[str, Asking] = {}
         self._owners: dict[str, str] = {}
         self._siblings: dict[str, str] = {}
         self._next = StepMetadata()
@@ -315,7 +315,7 @@ class ConsumerScheduler:
             self._siblings[request.request_id] = paired.key
             return
         self._owners[paired.key] = request.request_id
-        self._asking[request.request_id] = _Asking(request, paired)
+        self.asking[request.request_id] = Asking(request, paired)
         tokens = request.num_prompt_tokens
         tokens -= self._left_out if tokens > self._left_out else 0
         expect = Expect(paired.key, paired.prefill, tokens, prompt_digest(request))
@@ -323,7 +323,7 @@ class ConsumerScheduler:
 
     def matched(self, request: Request, local: int) -> tuple[int | None, bool]:
         """Tokens beyond the `local` ones that P computes for us; None: ask again."""
-        asking = self._asking.get(request.request_id)
+        asking = self.asking.get(request.request_id)
         if asking is None:
             return self._sibling(request), False
         asking.local, external = local, request.num_prompt_tokens - self._tail - local
@@ -337,12 +337,12 @@ class ConsumerScheduler:
     def _sibling(self, request: Request) -> int | None:
         """A further child of n waits until the first has loaded, and then takes the prefix cache."""
         key = self._siblings.get(request.request_id)
-        owner = self._asking.get(self._owners.get(key, "")) if key is not None else None
+        owner = self.asking.get(self._owners.get(key, "")) if key is not None else None
         return 0 if owner is None or owner.state is LoadState.SETTLED else None
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """vLLM has admitted the request: say what is wanted, once."""
-        asking = self._asking.get(request.request_id)
+        asking = self.asking.get(request.request_id)
         if asking is None or asking.state is not LoadState.WAITING:
             return
         key = asking.paired.key
@@ -371,26 +371,26 @@ class ConsumerScheduler:
     @property
     def awaits_news(self) -> bool:
         """Whether a request waits for P, or for its KV."""
-        return any(asking.state is not LoadState.SETTLED for asking in self._asking.values())
+        return any(asking.state is not LoadState.SETTLED for asking in self.asking.values())
 
     def heard(self, news: WorkerNews | None, received: set[str]) -> None:
         """What the workers report; `received`: loads that have ended, well or not."""
         for request_id in received:
-            if asking := self._asking.get(request_id):
+            if asking := self.asking.get(request_id):
                 asking.state = LoadState.SETTLED
         if news is None:
             return
         for request_id, ranks in news.begun.items():
-            if asking := self._asking.get(request_id):
+            if asking := self.asking.get(request_id):
                 asking.begun += ranks
         for request_id, reason in news.failed.items():
-            if asking := self._asking.get(request_id):
+            if asking := self.asking.get(request_id):
                 asking.failure = reason
 
     def finished(self, request: Request) -> None:
         """The request has ended, whatever its state. vLLM keeps the blocks of an aborted load itself."""
         self._siblings.pop(request.request_id, None)
-        asking = self._asking.pop(request.request_id, None)
+        asking = self.asking.pop(request.request_id, None)
         if asking is None:
             return
         self._owners.pop(asking.paired.key, None)

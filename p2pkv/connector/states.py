@@ -31,9 +31,8 @@ import torch
 
 from p2pkv.config import ConfigError
 from p2pkv.kv.cache import PagedCache
-from p2pkv.kv.codecs import DENSE
 from p2pkv.kv.copiers import ColumnCopier, copier_of
-from p2pkv.kv.layouts import LayerPages
+from p2pkv.kv.layouts import DENSE, LayerPages
 from p2pkv.protocol.messages import KvGroup
 
 if TYPE_CHECKING:
@@ -209,7 +208,7 @@ class Form:
 def form_of(name: str, spec: Any, module: Any, *, tp: int, dim_first: bool) -> Form:
     """What the layer `name` keeps. Raises ConfigError unless its spec and its sizes tell the same."""
     read = _check_kind(name, spec)
-    form = read(_Sizes(name, module))
+    form = read(Sizes(name, module))
     if spec.tp_replicated:
         segments = tuple((segment, axis.whole()) for segment, axis in form.segments)
         form = Form(form.steps, segments, None if form.state is None else form.state.whole())
@@ -250,7 +249,7 @@ def _fitted(name: str, form: Form, spec: Any, tp: int, dim_first: bool) -> Form:
     return Form(form.steps, form.segments, form.state, room)
 
 
-class _Sizes:
+class Sizes:
     """The sizes that a layer of vLLM has as attributes."""
 
     def __init__(self, name: str, module: Any) -> None:
@@ -278,13 +277,13 @@ def _equal_parts(channels: int, size: int = 1) -> Axis:
     return Axis(heads, channels // heads * size)
 
 
-def _mamba1(sizes: _Sizes) -> Form:
+def _mamba1(sizes: Sizes) -> Form:
     channels = sizes["intermediate_size"]
     x, state = _equal_parts(channels), _equal_parts(channels, sizes["ssm_state_size"])
     return Form(sizes["conv_kernel_size"] - 1, (("x", x),), state)
 
 
-def _mamba2(sizes: _Sizes) -> Form:
+def _mamba2(sizes: Sizes) -> Form:
     heads, size, state = sizes["num_heads"], sizes["head_dim"], sizes["ssm_state_size"]
     if sizes["intermediate_size"] != heads * size:
         raise ConfigError(
@@ -297,7 +296,7 @@ def _mamba2(sizes: _Sizes) -> Form:
     return Form(sizes["conv_kernel_size"] - 1, segments, Axis(heads, size * state))
 
 
-def _delta_net(sizes: _Sizes) -> Form:
+def _delta_net(sizes: Sizes) -> Form:
     if sizes.has("num_k_heads", "num_v_heads"):  # Qwen3-Next, Qwen3.5, OLMo
         keys = Axis(sizes["num_k_heads"], sizes["head_k_dim"])
         values = Axis(sizes["num_v_heads"], sizes["head_v_dim"])
@@ -309,17 +308,17 @@ def _delta_net(sizes: _Sizes) -> Form:
     return Form(steps, segments, Axis(values.heads, values.size * keys.size))
 
 
-def _linear(sizes: _Sizes) -> Form:
+def _linear(sizes: Sizes) -> Form:
     return Form(0, (), Axis(sizes["num_heads"], sizes["head_dim"] ** 2))
 
 
-def _short_conv(sizes: _Sizes) -> Form:
+def _short_conv(sizes: Sizes) -> Form:
     if sizes.has("conv_state_len"):  # Qwen4's, dilated, the same on every rank
         return Form(sizes["conv_state_len"], (("x", _equal_parts(sizes["hc_hidden_size"])),), None)
     return Form(sizes["L_cache"] - 1, (("x", _equal_parts(sizes["conv_dim"])),), None)
 
 
-_KINDS: dict[str, Callable[[_Sizes], Form]] = {
+STATE_KINDS: dict[str, Callable[[Sizes], Form]] = {
     "MAMBA1": _mamba1,
     "MAMBA2": _mamba2,
     "GDN_ATTN": _delta_net,
@@ -333,11 +332,12 @@ _BESIDE = (
 )
 
 
-def _check_kind(name: str, spec: Any) -> Callable[[_Sizes], Form]:
+def _check_kind(name: str, spec: Any) -> Callable[[Sizes], Form]:
     kind = str(spec.mamba_type.name)
-    if kind not in _KINDS:
+    if kind not in STATE_KINDS:
         raise ConfigError(
-            f"{name} is a recurrent layer of kind {kind}: this version of p2pkv moves {', '.join(_KINDS)}"
+            f"{name} is a recurrent layer of kind {kind}: this version of p2pkv moves "
+            f"{', '.join(STATE_KINDS)}"
         )
     if spec.mamba_cache_mode not in ("none", "align"):
         raise ConfigError(
@@ -348,7 +348,7 @@ def _check_kind(name: str, spec: Any) -> Callable[[_Sizes], Form]:
         raise ConfigError(
             f"{name} keeps {len(spec.shapes)} states for a request, and p2pkv expected at most 2: {_BESIDE}"
         )
-    return _KINDS[kind]
+    return STATE_KINDS[kind]
 
 
 def _check_engine(name: str, pp: int) -> None:

@@ -165,7 +165,7 @@ class Worker:
         self._places = places
         self._layers = len(places)
         self._hooks = hooks
-        self._record = make_recorder(device)
+        self.record = make_recorder(device)
         self._growth = Growth(rank.counters)
         self._prompts: tuple[tuple[str, int], ...] = ()
         # The run of layers whose hooks have fired and that the engine does not know of, and how many fill a
@@ -202,14 +202,14 @@ class Worker:
             self.rank.do(prefill.blocks)
             if prefill.cached:
                 cached = ((prefill.blocks.key, prefill.cached),)
-                self.rank.do(do.Computed(cached, 0, self._layers, self._record()))
+                self.rank.do(do.Computed(cached, 0, self._layers, self.record()))
         self._stride = self.rank.layers_per_message(sum(each.stop - each.start for each in meta.prefills))
         self._run = 0, 0
         self._prompts = tuple((prefill.blocks.key, prefill.stop) for prefill in meta.prefills)
         for ended in meta.sent:
             self._prompt_ended(ended)
         # The blocks may have been another request's until now, and the step before may still run.
-        fence = self._record() if meta.loads else None
+        fence = self.record() if meta.loads else None
         self.loads.begin(meta, None if fence is None or fence.ready() else fence)
 
     def _prompt_ended(self, ended: Ended) -> None:
@@ -236,13 +236,13 @@ class Worker:
         """Hand over a run of layers: the engine is woken when there is a message's worth, not sooner."""
         first, stop = self._run
         if stop > first:
-            self.rank.do(do.Computed(self._prompts, first, stop, self._record()))
+            self.rank.do(do.Computed(self._prompts, first, stop, self.record()))
         self._run = stop, stop
 
     def end(self) -> None:
         """The step's forwards are over: sweep up what no hook covered."""
         if self._prompts:
-            self.rank.do(do.Computed(self._prompts, 0, self._layers, self._record()))
+            self.rank.do(do.Computed(self._prompts, 0, self._layers, self.record()))
             self.rank.do(do.Flush(tuple(key for key, _ in self._prompts)))
             self._prompts = ()
         self.rank.steps.end()

@@ -62,9 +62,13 @@ class Members:
     def join(self, socket: zmq.Socket[Any], server: Server) -> None:
         """Before it connects: `socket` shows the members' key to a server that proves its own."""
         mine = self._keys["member"]
-        socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys[server].public)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self.key_of(server))
         socket.setsockopt(zmq.CURVE_PUBLICKEY, mine.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, mine.secret)
+
+    def key_of(self, server: Server) -> bytes:
+        """The public key by which members know a server."""
+        return self._keys[server].public
 
     def include(self, public: bytes) -> bool:
         """Whether `public`, 32 bytes, is the key that members show."""

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -41,21 +41,17 @@ _BRANCH_GAIN = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinyModel:
-    """The parameters of a tiny model; equal parameters give equal files.
+class TinyFiles:
+    """The parameters of a model, or of a part of one; equal parameters give equal files.
 
     Attributes:
         family: part of the name.
-        recipe: part of what the name is made from: raise it whenever the same parameters give another model.
-        vocab: upper bound of the tokenizer's vocabulary; the embedding has exactly this many rows.
-        max_positions: longest sequence, in tokens.
+        recipe: part of what the name is made from: raise it whenever the same parameters give other files.
     """
 
     family: ClassVar[str]
     recipe: ClassVar[int] = 1
     layers: int
-    vocab: int = 1024
-    max_positions: int = 2048
     seed: int = 0
 
     @property
@@ -71,6 +67,22 @@ class TinyModel:
 
     def write(self, directory: Path) -> None:
         """Write config, tokenizer and weights into an existing directory."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyModel(TinyFiles):
+    """A tiny model with a tokenizer of its own.
+
+    Attributes:
+        vocab: upper bound of the tokenizer's vocabulary; the embedding has exactly this many rows.
+        max_positions: longest sequence, in tokens.
+    """
+
+    vocab: int = 1024
+    max_positions: int = 2048
+
+    def write(self, directory: Path) -> None:
         from safetensors.torch import save_file
 
         silent = write_tokenizer(self.vocab, self.max_positions, directory)
@@ -215,20 +227,7 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "p2pkv"
 
 
-class Spec(Protocol):
-    """What `ensure_model` makes."""
-
-    @property
-    def name(self) -> str:
-        """A directory name that is the same for equal parameters only."""
-        ...
-
-    def write(self, directory: Path) -> None:
-        """Write config, tokenizer and weights into an existing directory."""
-        ...
-
-
-def ensure_model(spec: Spec, cache_dir: Path | None = None) -> Path:
+def ensure_model(spec: TinyFiles, cache_dir: Path | None = None) -> Path:
     """The directory of this model, made first if it is not there yet.
 
     Safe against other processes that make the same model at the same time: each writes a directory of its

@@ -13,7 +13,6 @@ from p2pkv.config import RESERVED_CHUNKS
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import BURST, Context, log
-from p2pkv.engine.early import EarlyBuffers
 from p2pkv.engine.partners import LinksAhead
 from p2pkv.engine.peers import (
     IDLE_BEATS,
@@ -27,7 +26,7 @@ from p2pkv.engine.peers import (
     prefill_peers,
     surplus,
 )
-from p2pkv.engine.requests import RequestEntry, Requests
+from p2pkv.engine.requests import EarlyBuffers, RequestEntry, Requests
 from p2pkv.links.base import LinkError
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import Refused, listed, unfit
@@ -45,21 +44,21 @@ ANSWERS = (m.Welcome, m.Refuse, m.Stranger, m.HeartbeatAck)
 class Consumer:
     def __init__(self, context: Context) -> None:
         self._ctx = context
-        self._peers = prefill_peers()
+        self.peers = prefill_peers()
         self._next_look = 0.0
         early_buffers = EarlyBuffers(context.options.ahead_bytes, context.cache.device)
-        self._requests = Requests(context, self._peers, early_buffers)
-        self._incoming = Incoming(context, self._peers, self._requests, early_buffers)
-        self._partners = LinksAhead(context, self._peers, self._requests, self._hang_up)
+        self.requests = Requests(context, self.peers, early_buffers)
+        self.incoming = Incoming(context, self.peers, self.requests, early_buffers)
+        self.partners = LinksAhead(context, self.peers, self.requests, self._hang_up)
         self._next_beat = 0.0
-        self._window = max(1, context.options.staging_bytes // 2)
+        self.window = max(1, context.options.staging_bytes // 2)
         context.counters.gauges |= {
             "staging_bytes": lambda: context.links.staging.used,
             "ahead_bytes": lambda: early_buffers.used,
-            "receives_posted": lambda: sum(len(peer.posted) for peer in self._peers),
-            "receives_asked": lambda: sum(len(peer.asked) for peer in self._peers),
-            "peers": lambda: len(self._peers),
-            "links": lambda: sum(1 for peer in self._peers if peer.linked),
+            "receives_posted": lambda: sum(len(peer.posted) for peer in self.peers),
+            "receives_asked": lambda: sum(len(peer.asked) for peer in self.peers),
+            "peers": lambda: len(self.peers),
+            "links": lambda: sum(1 for peer in self.peers if peer.linked),
             "links_stuck": lambda: context.links.stuck,
         }
 
@@ -68,15 +67,15 @@ class Consumer:
     def command(self, command: do.Command, now: float) -> None:
         match command:
             case do.Expect():
-                self._requests.expect(command, now)
+                self.requests.expect(command, now)
             case do.Load():
-                self._requests.load(command, now)
+                self.requests.load(command, now)
             case do.Drop(key, reason):
-                self._requests.drop(key, reason, now)
+                self.requests.drop(key, reason, now)
             case do.Forget(key):
-                self._requests.forget(key)
+                self.requests.forget(key)
             case do.NamePartners(addresses):
-                self._partners.name(addresses, now)
+                self.partners.name(addresses, now)
             case _:
                 raise AssertionError(f"{command} is not for a D")
 
@@ -88,7 +87,7 @@ class Consumer:
             self._ctx.tell(connection, m.Refuse(message.incarnation, reason))
             return
         if isinstance(message, m.Partners):
-            self._partners.told(message, now)
+            self.partners.told(message, now)
             return
         peer = connection.tag
         if not isinstance(peer, PrefillPeer):
@@ -102,21 +101,21 @@ class Consumer:
                 self._refuse(peer, reason, now)
             case m.Stranger():
                 if peer.dialing.open:
-                    self._requests.lost(
+                    self.requests.lost(
                         peer, f"{peer.address} is gone: who answers there does not know this connection", now
                     )
             case m.HeartbeatAck(held, _):
-                self._requests.holding(peer, held, now)
+                self.requests.holding(peer, held, now)
             case m.Ahead():
-                self._requests.ahead(peer, message, now)
+                self.requests.ahead(peer, message, now)
             case m.LinkInvite():
                 self._invited(peer, message, now)
             case m.LinkDown(link, reason):
                 if link == peer.link:
                     reason = f"{peer.address} aborted the link: {reason}"
-                    self._requests.link_lost(peer, reason, now, tell=False)
+                    self.requests.link_lost(peer, reason, now, tell=False)
             case m.Offer(key) | m.Chunk(key) | m.Sent(key) | m.Failed(key):
-                self._requests.about(peer, key, message, now)
+                self.requests.about(peer, key, message, now)
             case _:
                 raise RemoteProtocolError(f"{type(message).__name__} is not for a D")
 
@@ -137,13 +136,13 @@ class Consumer:
             listed(peer.wires),
             sums,
         )
-        self._requests.connect(now)
+        self.requests.connect(now)
 
     def _refuse(self, peer: PrefillPeer, reason: str, now: float) -> None:
         self._ctx.counters.add("messages_refused")
         peer.complain(f"no transfers from {peer.address}: {reason}")
         peer.dialing.refuse(reason, now)
-        self._requests.fail(peer, reason, now)
+        self.requests.fail(peer, reason, now)
 
     def unreachable(self, connection: Connection, reason: str, now: float) -> None:
         """Whoever listens at that address is not a member, or must not be dialed: leave it alone for a
@@ -153,28 +152,28 @@ class Consumer:
 
     def _invited(self, peer: PrefillPeer, message: m.LinkInvite, now: float) -> None:
         if peer.linked:
-            self._requests.link_lost(peer, f"{peer.address} builds its link anew", now, tell=False)
+            self.requests.link_lost(peer, f"{peer.address} builds its link anew", now, tell=False)
         try:
-            peer.invited(message, self._window)
+            peer.invited(message, self.window)
         except LinkError as error:
-            self._requests.fail(peer, f"no link from {peer.address}: {error}", now)
+            self.requests.fail(peer, f"no link from {peer.address}: {error}", now)
 
     def _redial(self, peer: PrefillPeer, reason: str, now: float) -> None:
         """The connection may be dead although neither end was told: the next request opens another."""
         self._ctx.endpoint.hang_up(peer.connection)
-        self._requests.lost(peer, reason, now)
+        self.requests.lost(peer, reason, now)
 
     def _hang_up(self, peer: PrefillPeer) -> None:
         peer.abort()
         self._ctx.endpoint.hang_up(peer.connection)
-        self._peers.remove(peer)
+        self.peers.remove(peer)
 
     def _close_idle(self, now: float) -> None:
-        linked = [peer for peer in self._peers if peer.linked]
+        linked = [peer for peer in self.peers if peer.linked]
         quiet = (IDLE_BEATS + 1) * self._ctx.beat
 
         def idle(peer: PrefillPeer) -> bool:
-            return now - peer.used > quiet and not (peer.posted or peer.asked or self._requests.of(peer))
+            return now - peer.used > quiet and not (peer.posted or peer.asked or self.requests.of(peer))
 
         for peer in surplus(linked, self._ctx.options.max_links, idle, lambda peer: peer.used):
             log.info("closing the link from %s: %s", peer.address, IDLE_REASON)
@@ -184,46 +183,46 @@ class Consumer:
 
     def pump(self, now: float) -> bool:
         """Move what can be moved now; whether to come back soon."""
-        return self._incoming.pump(now)
+        return self.incoming.pump(now)
 
     # Time.
 
     def tick(self, now: float) -> None:
-        self._requests.tick(now)
+        self.requests.tick(now)
         lease = self._ctx.options.lease_seconds
-        for peer in self._peers.watched:
+        for peer in self.peers.watched:
             if peer.overdue(now, lease):
                 reason = f"{peer.address} did not send in time what was granted: nothing for {lease:g} s"
-                self._requests.link_lost(peer, reason, now)
+                self.requests.link_lost(peer, reason, now)
         if now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
             self._look(now, lease)
         if now >= self._next_beat and not self._ctx.steps.stalled(now):
             self._next_beat = now + self._ctx.beat
-            self._requests.say_waiting(now)
+            self.requests.say_waiting(now)
 
     def _look(self, now: float, lease: float) -> None:
         """Look at all ranks of P, also at those with nothing under way."""
-        for peer in self._peers:
+        for peer in self.peers:
             if peer.unanswered_since is not None and now - peer.unanswered_since > lease:
                 self._redial(peer, f"{peer.address} did not answer in time: nothing for {lease:g} s", now)
             recent = now - peer.used <= max(IDLE_SECONDS, lease)
-            if recent or peer.posted or self._requests.wants(peer) or self._partners.keeps(peer):
+            if recent or peer.posted or self.requests.wants(peer) or self.partners.keeps(peer):
                 peer.stir()
             else:
                 self._hang_up(peer)
         self._close_idle(now)
-        self._partners.look(now)
+        self.partners.look(now)
 
     @property
     def idle(self) -> bool:
         """Whether nothing is under way that has to be looked at often."""
-        return self._requests.connected and not any(peer.busy for peer in self._peers.watched)
+        return self.requests.connected and not any(peer.busy for peer in self.peers.watched)
 
     @property
     def due(self) -> float:
         """When the next deadline ends, if nothing happens before."""
-        return min(self._requests.due, self._next_beat if self._requests.entries else inf)
+        return min(self.requests.due, self._next_beat if self.requests.entries else inf)
 
     # The end.
 
@@ -232,16 +231,16 @@ class Consumer:
 
     def leave(self, now: float, finish: bool = True) -> None:
         """Load nothing any more, whatever `finish`: nobody would use it."""
-        self._partners.leave()
-        self._requests.leave(f"{self._ctx.hello.address} is gone: it is shutting down", now)
+        self.partners.leave()
+        self.requests.leave(f"{self._ctx.hello.address} is gone: it is shutting down", now)
 
     @property
     def over(self) -> bool:
         """Whether nothing is under way."""
-        return not any(not entry.receiver.load.ended for entry in self._requests.entries.values())
+        return not any(not entry.receiver.load.ended for entry in self.requests.entries.values())
 
     def close(self) -> None:
-        for peer in self._peers:
+        for peer in self.peers:
             peer.abort("D is shutting down")
 
 
@@ -259,40 +258,40 @@ class Incoming:
         early_buffers: EarlyBuffers,
     ) -> None:
         self._ctx = context
-        self._peers = peers
-        self._requests = requests
+        self.peers = peers
+        self.requests = requests
         self._early_buffers = early_buffers
 
     def pump(self, now: float) -> bool:
         """Move what can be moved now; whether to come back soon."""
-        for peer in self._peers.watched:
-            if peer not in self._peers:
+        for peer in self.peers.watched:
+            if peer not in self.peers:
                 continue
             rests = not peer.busy
             try:
                 peer.poll()
                 newest = peer.newest
-                self._post(peer, now)
+                self.post(peer, now)
                 for _ in range(BURST):
                     if not peer.posted or not self._may_land(peer.posted[0]):
                         break
                     self._land(peer, peer.posted.popleft(), now)
-                self._post(peer, now)
+                self.post(peer, now)
                 if peer.newest is not newest:
                     peer.poll()  # which may launch receives: their grants are out by now
             except LinkError as error:
-                self._requests.link_lost(peer, f"the link from {peer.address} broke: {error}", now)
+                self.requests.link_lost(peer, f"the link from {peer.address} broke: {error}", now)
             if rests and not peer.busy:
-                self._peers.rest(peer)
+                self.peers.rest(peer)
         self._unload(now)
-        return bool(self._requests.unloading) or any(peer.posted for peer in self._peers.watched)
+        return bool(self.requests.unloading) or any(peer.posted for peer in self.peers.watched)
 
-    def _post(self, peer: PrefillPeer, now: float) -> None:
+    def post(self, peer: PrefillPeer, now: float) -> None:
         """Post receives for announced chunks while there is room; only one if other peers wait, too."""
         while peer.asked:
             self._admitted_first(peer)
             key, chunk = peer.asked[0]
-            entry = self._requests.entries.get(key)
+            entry = self.requests.entries.get(key)
             if entry is None or not entry.receiver.pieces(peer.rank, chunk.attempt, chunk.chunk):
                 peer.asked.popleft()
                 continue
@@ -302,14 +301,14 @@ class Incoming:
                 peer.wait()
                 return
             effects = entry.receiver.posted(peer.rank, chunk, peer.link, posted.receive.landing)
-            self._requests.run(entry, effects, now)
-            if any(other.asked for other in self._peers.watched if other is not peer):
+            self.requests.run(entry, effects, now)
+            if any(other.asked for other in self.peers.watched if other is not peer):
                 return
 
     def _admitted_first(self, peer: PrefillPeer) -> None:
         """Chunks of requests that have blocks go before chunks that no request has asked for yet."""
         for index, (key, _) in enumerate(peer.asked):
-            entry = self._requests.entries.get(key)
+            entry = self.requests.entries.get(key)
             if entry is None or not _is_ahead(entry):
                 if index:
                     first = peer.asked[index]
@@ -321,18 +320,18 @@ class Incoming:
         """Whether the bytes are here, and nobody else writes where they belong."""
         if not posted.arrived:
             return False
-        entry = self._requests.entries.get(posted.key)
+        entry = self.requests.entries.get(posted.key)
         return entry is None or entry.receiver.load.ended or entry.writable
 
     def _land(self, peer: PrefillPeer, posted: Posted, now: float) -> None:
         """A receive is complete: write its bytes where they belong, unless the transfer has ended."""
-        entry, chunk = self._requests.entries.get(posted.key), posted.chunk
+        entry, chunk = self.requests.entries.get(posted.key), posted.chunk
         pieces = () if entry is None else entry.receiver.pieces(peer.rank, chunk.attempt, chunk.chunk)
         try:
             if entry is None or not pieces:
                 self._ctx.counters.add("chunks_dropped")
                 return
-            check, buffer = self._check(peer, posted), posted.receive.buffer
+            check, buffer = self.check(peer, posted), posted.receive.buffer
             arrived = Arrived(peer, peer.rank, chunk, buffer, peer.pages, check)
             refuted = check is not None and check.refuted
             if not refuted:
@@ -342,7 +341,7 @@ class Incoming:
         if refuted:
             self._corrupt(entry, entry.receiver, arrived, now)
 
-    def _check(self, peer: PrefillPeer, posted: Posted) -> Check | None:
+    def check(self, peer: PrefillPeer, posted: Posted) -> Check | None:
         """The checksum of the bytes that arrived, computed before the scatter; None where none is wanted."""
         if not peer.verify or posted.sent is None:
             return None
@@ -358,7 +357,7 @@ class Incoming:
 
     def _unload(self, now: float) -> None:
         """Write what waits in early buffers to the blocks that it has now, some of it each turn."""
-        waiting = self._requests.unloading
+        waiting = self.requests.unloading
         for _ in range(BURST):
             while waiting and not (waiting[0].early and waiting[0].early.kept):
                 waiting.popleft()
@@ -375,7 +374,7 @@ class Incoming:
         try:
             self._scatter(entry, arrived)
         except ValueError as error:
-            self._requests.run(entry, receiver.cancel(f"D cannot write its pages: {error}"), now)
+            self.requests.run(entry, receiver.cancel(f"D cannot write its pages: {error}"), now)
             return
         finally:
             self._ctx.copies.launched(key)
@@ -388,7 +387,7 @@ class Incoming:
             return
         self._ctx.counters.add("bytes_scattered", arrived.chunk.nbytes)
         self._ctx.counters.add("chunks_scattered")
-        self._requests.run(entry, receiver.scattered(arrived.rank, arrived.chunk.chunk, now), now)
+        self.requests.run(entry, receiver.scattered(arrived.rank, arrived.chunk.chunk, now), now)
 
     def _corrupt(self, entry: RequestEntry, receiver: Receiver, arrived: Arrived, now: float) -> None:
         """The bytes differ from what P gathered: end the transfer, and the link, since it may spoil
@@ -401,9 +400,9 @@ class Incoming:
             f"chunk {check.sent.chunk} from {peer.address} has checksum {ours} here and {theirs} there: its "
             "bytes changed on the way"
         )
-        self._requests.run(entry, receiver.cancel(reason), now)
+        self.requests.run(entry, receiver.cancel(reason), now)
         if peer.link == check.sent.link:
-            self._requests.link_lost(peer, f"the link is given up: {reason}", now)
+            self.requests.link_lost(peer, f"the link is given up: {reason}", now)
 
     def _scatter(self, entry: RequestEntry, arrived: Arrived) -> None:
         assignment, offset = entry.receiver.sources[arrived.rank].assignment, 0

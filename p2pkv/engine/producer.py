@@ -41,20 +41,20 @@ again."""
 class Producer:
     def __init__(self, context: Context) -> None:
         self._ctx = context
-        self._peers = decode_peers()
+        self.peers = decode_peers()
         self._next_look = 0.0
-        self._leaving = ""
+        self.leaving = ""
         self.told = False
         """Whether ranks of D were told, because this rank stops, that a transfer has ended."""
-        self._prompts = Prompts(context, self._peers)
-        self._outgoing = Outgoing(context, self._peers, self._prompts)
+        self.prompts = Prompts(context, self.peers)
+        self.outgoing = Outgoing(context, self.peers, self.prompts)
         context.counters.gauges |= {
-            "staging_bytes": lambda: sum(peer.used for peer in self._peers),
+            "staging_bytes": lambda: sum(peer.used for peer in self.peers),
             "sends_under_way": lambda: sum(
-                len(peer.orders) + max(len(peer.flights), len(peer.words)) for peer in self._peers
+                len(peer.orders) + max(len(peer.flights), len(peer.words)) for peer in self.peers
             ),
-            "peers": lambda: len(self._peers),
-            "links": lambda: sum(1 for peer in self._peers if peer.linked),
+            "peers": lambda: len(self.peers),
+            "links": lambda: sum(1 for peer in self.peers if peer.linked),
             "links_stuck": lambda: context.links.stuck,
         }
 
@@ -63,36 +63,36 @@ class Producer:
     def command(self, command: do.Command, now: float) -> None:
         match command:
             case do.Hold(key, decode):
-                self._prompts.hold(key, str(decode), now)
+                self.prompts.hold(key, str(decode), now)
             case do.OfferPrompt(key, decode, tokens, digest):
-                self._offer(self._prompts.hold(key, str(decode), now), tokens, digest, now)
+                self._offer(self.prompts.hold(key, str(decode), now), tokens, digest, now)
             case do.PromptBlocks(key, blocks):
-                for entry in self._prompts.live(key):
+                for entry in self.prompts.live(key):
                     entry.blocks = blocks
             case do.Computed(prompts, layer, layer_stop, _):
                 for key, stop in prompts:
-                    for entry in self._prompts.live(key):
-                        self._prompts.run(entry, entry.sender.computed(layer, layer_stop, stop, now), now)
+                    for entry in self.prompts.live(key):
+                        self.prompts.run(entry, entry.sender.computed(layer, layer_stop, stop, now), now)
             case do.Flush(keys):
-                for entry in self._prompts.live(*keys):
-                    self._prompts.run(entry, entry.sender.flush(), now)
+                for entry in self.prompts.live(*keys):
+                    self.prompts.run(entry, entry.sender.flush(), now)
             case do.Revoked(key):
                 self._revoke(key)
             case do.Abort(key, reason):
-                for entry in self._prompts.live(key):
-                    self._prompts.run(entry, entry.sender.abort(reason), now)
+                for entry in self.prompts.live(key):
+                    self.prompts.run(entry, entry.sender.abort(reason), now)
             case do.Forget(key):
-                self._prompts.forget(key)
+                self.prompts.forget(key)
             case _:
                 raise AssertionError(f"{command} is not for a P")
 
     def _offer(self, entry: PromptEntry, tokens: int, digest: bytes, now: float) -> None:
         if not entry.sender.prompt.ended:
-            self._prompts.run(entry, entry.sender.offer(tokens, digest), now)
-            self._prompts.say_ahead(entry)
+            self.prompts.run(entry, entry.sender.offer(tokens, digest), now)
+            self.prompts.say_ahead(entry)
 
     def _revoke(self, key: str) -> None:
-        for entry in self._prompts.live(key):
+        for entry in self.prompts.live(key):
             entry.sender.revoke()
         with self._ctx.reading:
             self._ctx.revoked.subtract([key])
@@ -105,31 +105,31 @@ class Producer:
             self._hello(connection, message, now)
             return
         peer = connection.tag
-        if not isinstance(peer, DecodePeer) or peer not in self._peers:
+        if not isinstance(peer, DecodePeer) or peer not in self.peers:
             self._ctx.tell(connection, m.Stranger())
             return
         peer.fresh, peer.heard = False, now
         match message:
             case m.Heartbeat(transfers):
-                self._prompts.waiting(peer, transfers, now)
+                self.prompts.waiting(peer, transfers, now)
             case m.LinkAccept():
                 self._accept(peer, message, now)
             case m.LinkDown(link, reason):
-                if link == peer.link and peer.linked and self._prompts.idle(peer, now):
+                if link == peer.link and peer.linked and self.prompts.idle(peer, now):
                     peer.park(now)
                 elif link == peer.link:
                     reason = f"{peer.address} aborted the link: {reason}"
-                    self._prompts.link_lost(peer, reason, now, tell=False)
+                    self.prompts.link_lost(peer, reason, now, tell=False)
             case m.Want(key) | m.Grant(key) | m.Done(key) | m.Cancel(key):
-                self._prompts.about(peer, key, message, now)
+                self.prompts.about(peer, key, message, now)
             case _:
                 raise RemoteProtocolError(f"{type(message).__name__} is not for a P")
 
     def _hello(self, connection: Connection, hello: m.Hello, now: float) -> None:
         mine = self._ctx.hello
         try:
-            if self._leaving:
-                raise Refused(self._leaving)
+            if self.leaving:
+                raise Refused(self.leaving)
             if hello.to != mine.address:
                 raise Refused(
                     f"{hello.address} dialed {hello.to}, but this rank is {mine.address}: "
@@ -138,40 +138,40 @@ class Producer:
             plan = judge(mine, hello)
             wires, pages = self._ctx.form(hello)
         except Refused as refused:
-            reason = self._leaving or unfit(mine.address, hello.address, refused)
+            reason = self.leaving or unfit(mine.address, hello.address, refused)
             log.warning("refused %s: %s", hello.address, reason)
             self._ctx.counters.add("messages_refused")
             self._ctx.tell(connection, m.Refuse(hello.incarnation, reason))
             return
         self._ctx.tell(connection, m.Welcome(hello.incarnation, mine, plan.digest))
-        old = self._peers.get((hello.addresses[0], hello.rank))
+        old = self.peers.get((hello.addresses[0], hello.rank))
         if old is not None and old.connection is connection and old.fresh and old.hello == hello:
             return
         edges = [edge for edge in plan.from_source(mine.rank) if edge.target == hello.rank]
         assignment = Assignment.of(edges, wires) if edges else None
-        peer = DecodePeer(self._ctx, connection, hello, plan, pages, assignment, self._peers, wanted=now)
+        peer = DecodePeer(self._ctx, connection, hello, plan, pages, assignment, self.peers, wanted=now)
         if old is not None:
-            self._prompts.drop(old, f"{hello.address} is gone: it has restarted or reconnected", now)
+            self.prompts.drop(old, f"{hello.address} is gone: it has restarted or reconnected", now)
             peer.link = old.link
         self._make_room(connection, now)
         # D may have come ahead of any request: no other link has to go for that.
         peer.parked = self._full
         connection.tag = peer
-        self._peers.add(peer)
+        self.peers.add(peer)
         sums = ", with checksums" if peer.verify else ""
         log.info(
             "D rank %d at %s is connected; what travels: %s%s", hello.rank, hello.address, listed(wires), sums
         )
-        self._prompts.invite(peer, now)
+        self.prompts.invite(peer, now)
 
     def _make_room(self, connection: Connection, now: float) -> None:
         """Forget what this connection was before, and a peer if there are too many."""
-        if isinstance(connection.tag, DecodePeer) and connection.tag in self._peers:
-            self._prompts.drop(connection.tag, f"{connection.tag.address} says that it is another", now)
-        if len(self._peers) >= MAX_PEERS:
-            peers = list(self._peers)
+        if isinstance(connection.tag, DecodePeer) and connection.tag in self.peers:
+            self.prompts.drop(connection.tag, f"{connection.tag.address} says that it is another", now)
+        if len(self.peers) >= MAX_PEERS:
+            peers = list(self.peers)
             idle = next((peer for peer in peers if not peer.busy), peers[0])
-            self._prompts.drop(idle, f"{idle.address} makes room for another", now)
+            self.prompts.drop(idle, f"{idle.address} makes room for another", now)
 
     def unreachable(self, connection: Connection, reason: str, now: float) -> None:
         """A P dials nobody."""
@@ -181,20 +181,20 @@ class Producer:
         try:
             peer.accept(message)
         except LinkError as error:
-            self._prompts.link_lost(peer, f"no link to {peer.address}: {error}", now)
+            self.prompts.link_lost(peer, f"no link to {peer.address}: {error}", now)
 
     @property
     def _full(self) -> bool:
         """Whether one link more would be one too many."""
-        links = sum(1 for peer in self._peers if peer.linked or peer.building)
+        links = sum(1 for peer in self.peers if peer.linked or peer.building)
         return links >= self._ctx.options.max_links
 
     def _close_idle(self, now: float) -> None:
-        linked = [peer for peer in self._peers if peer.linked]
+        linked = [peer for peer in self.peers if peer.linked]
         most = self._ctx.options.max_links
 
         def idle(peer: DecodePeer) -> bool:
-            return self._prompts.idle(peer, now)
+            return self.prompts.idle(peer, now)
 
         for peer in surplus(linked, most, idle, lambda peer: (peer.named, peer.wanted)):
             log.info("closing the link to %s: %s", peer.address, IDLE_REASON)
@@ -208,26 +208,26 @@ class Producer:
 
     def pump(self, now: float) -> bool:
         """Move what can be moved now; whether to come back soon."""
-        return self._outgoing.pump(now)
+        return self.outgoing.pump(now)
 
     # Time.
 
     def tick(self, now: float) -> None:
-        self._prompts.tick(now)
+        self.prompts.tick(now)
         lease = self._ctx.options.lease_seconds
-        for peer in self._peers.watched:
+        for peer in self.peers.watched:
             if peer.overdue(now, lease):
-                self._prompts.link_lost(
+                self.prompts.link_lost(
                     peer, f"{peer.address} did not answer in time: it has taken nothing for {lease:g} s", now
                 )
             elif peer.building and now - peer.since > self._patience_with(peer, now):
                 reason = f"the link to {peer.address} did not come up in time: in {now - peer.since:.0f} s"
-                self._prompts.link_lost(peer, reason, now)
-            self._prompts.invite(peer, now)
+                self.prompts.link_lost(peer, reason, now)
+            self.prompts.invite(peer, now)
         if now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
             self._close_idle(now)
-            for peer in self._peers:
+            for peer in self.peers:
                 peer.stir()
 
     def _patience_with(self, peer: DecodePeer, now: float) -> float:
@@ -240,29 +240,29 @@ class Producer:
     @property
     def idle(self) -> bool:
         """Whether nothing is under way that has to be looked at often."""
-        return all(peer.up and not peer.busy for peer in self._peers.watched)
+        return all(peer.up and not peer.busy for peer in self.peers.watched)
 
     @property
     def due(self) -> float:
         """When the next deadline ends, if nothing happens before."""
-        return self._prompts.due
+        return self.prompts.due
 
     # The end.
 
     def leave(self, now: float, finish: bool = True) -> None:
         """Take on nothing new, and end what cannot be finished now; without `finish` everything."""
-        self._leaving = f"{self._ctx.hello.address} is gone: it is shutting down"
-        self.told |= self._prompts.leave(self._leaving, now, finish)
+        self.leaving = f"{self._ctx.hello.address} is gone: it is shutting down"
+        self.told |= self.prompts.leave(self.leaving, now, finish)
 
     @property
     def over(self) -> bool:
         """Whether nothing is under way."""
-        return not any(self._prompts.live(*self._prompts.entries)) and not any(
-            peer.unfinished for peer in self._peers
+        return not any(self.prompts.live(*self.prompts.entries)) and not any(
+            peer.unfinished for peer in self.peers
         )
 
     def close(self) -> None:
-        for peer in self._peers:
+        for peer in self.peers:
             peer.abort(0.0, "P is shutting down")
 
 
@@ -279,28 +279,28 @@ class Outgoing:
         prompts: Prompts,
     ) -> None:
         self._ctx = context
-        self._peers = peers
-        self._prompts = prompts
+        self.peers = peers
+        self.prompts = prompts
 
     def pump(self, now: float) -> bool:
         """Move what can be moved now; whether to come back soon."""
-        for peer in self._peers.watched:
-            if peer not in self._peers:
+        for peer in self.peers.watched:
+            if peer not in self.peers:
                 continue
             rests = peer.up and not peer.busy
             try:
                 self._pump(peer, now)
             except LinkError as error:
-                self._prompts.link_lost(peer, f"the link to {peer.address} broke: {error}", now)
+                self.prompts.link_lost(peer, f"the link to {peer.address} broke: {error}", now)
             if rests and peer.up and not peer.busy:
-                self._peers.rest(peer)
-        return any(peer.busy for peer in self._peers.watched)
+                self.peers.rest(peer)
+        return any(peer.busy for peer in self.peers.watched)
 
     def _pump(self, peer: DecodePeer, now: float) -> None:
         if peer.poll():
-            self._prompts.linked(peer, now)
+            self.prompts.linked(peer, now)
         for flight in peer.taken():
-            entry = self._prompts.entries.get(flight.key)
+            entry = self.prompts.entries.get(flight.key)
             if entry is not None and entry.sender.prompt.state is PromptPhase.OFFERED:
                 self._ctx.counters.add("bytes_early", flight.nbytes)
         for _ in range(BURST):
@@ -315,7 +315,7 @@ class Outgoing:
         that
         whoever takes blocks back waits for it.
         """
-        entry = self._prompts.paired(key, peer)
+        entry = self.prompts.paired(key, peer)
         wrong = ""
         with self._ctx.reading:
             filler = entry is None or not entry.sender.readable(order) or key in self._ctx.revoked
@@ -332,7 +332,7 @@ class Outgoing:
         if not filler:
             self._ctx.counters.add("bytes_sent", order.grant.nbytes)
         if entry is not None and wrong:
-            self._prompts.run(entry, entry.sender.abort(f"P cannot read its pages: {wrong}"), now)
+            self.prompts.run(entry, entry.sender.abort(f"P cannot read its pages: {wrong}"), now)
         if not peer.verify:
             self._say(peer, key, entry, order, filler, None, now)
             return
@@ -359,7 +359,7 @@ class Outgoing:
         """Tell D what this send holds."""
         value, grant = b"" if digest is None else digest.value(), order.grant
         if entry is not None:
-            self._prompts.run(entry, entry.sender.sent(order, filler, value), now)
+            self.prompts.run(entry, entry.sender.sent(order, filler, value), now)
         else:
             self._ctx.tell(peer.connection, m.Sent(key, grant.attempt, grant.chunk, grant.link, filler))
 

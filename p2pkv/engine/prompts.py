@@ -6,18 +6,108 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Context, Ends, log
-from p2pkv.engine.early import EarlyClaims
 from p2pkv.engine.peers import IDLE_BEATS, DecodePeer, DecodeRank, Peers
 from p2pkv.links.base import LinkError
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.machine import Effect, Finished, Released, RemoteProtocolError, Tell, Transmit
+from p2pkv.protocol.messages import Cancel, Want
 from p2pkv.protocol.sender import Sender, Terms
 
 MAX_ORDERS = 4096
 """The most grants of one rank of D that may wait here although they name a prompt that P does not have."""
+
+
+# Claims of ranks of D for prompts that P's scheduler has not announced yet.
+
+
+MOST_CLAIMS = 4096
+"""The most prompts with such claims."""
+
+CLAIM_LEASES = 10
+"""Leases for which a final message (Want or Cancel) is kept: D does not repeat it."""
+
+
+@dataclass
+class Early:
+    """One rank's claim. `step`: the step that P was in at the first heartbeat; `last`: D's final message."""
+
+    attempt: int
+    since: float
+    step: int | None
+    last: Want | Cancel | None = None
+
+
+class EarlyClaims:
+    """Claims by key and place, kept for a lease; bounded in number."""
+
+    def __init__(self, lease: float) -> None:
+        self._lease = lease
+        self._claims: dict[str, dict[DecodeRank, Early]] = {}
+        self._next = 0.0
+        """No claim expires before this time."""
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    def note(self, key: str, place: DecodeRank, attempt: int, step: int | None, now: float) -> bool:
+        """Keep a claim; whether the step may still run in which P would have heard of the prompt."""
+        if key not in self._claims and len(self._claims) >= MOST_CLAIMS:
+            return False
+        claims = self._claims.setdefault(key, {})
+        early = claims.get(place)
+        if early is None or early.attempt != attempt:
+            early = claims[place] = Early(attempt, now, step)
+        early.since = now
+        return early.step is not None and early.step == step
+
+    def keep(self, key: str, place: DecodeRank, message: Want | Cancel) -> None:
+        """Keep D's final message about a prompt until P's scheduler announces it."""
+        early = self._claims.get(key, {}).get(place)
+        if early is not None and early.attempt == message.attempt:
+            early.last = message
+
+    def drop(self, key: str, place: DecodeRank, attempt: int) -> None:
+        """D has all of the prompt: drop the claim, which has outlived it."""
+        claims = self._claims.get(key, {})
+        if place in claims and claims[place].attempt == attempt:
+            del claims[place]
+        if not claims:
+            self._claims.pop(key, None)
+
+    def take(self, key: str) -> dict[DecodeRank, Early]:
+        """P's scheduler has announced this prompt: its claims, which are removed here."""
+        return self._claims.pop(key, {})
+
+    def known(self) -> list[str]:
+        """The prompts that have claims."""
+        return list(self._claims)
+
+    @property
+    def due(self) -> float:
+        """When `expire` has something to do."""
+        return self._next if self._claims else inf
+
+    def expire(self, now: float) -> None:
+        """Drop what is older than a lease. A look at all claims is worth it once a lease or so."""
+        if now < self._next:
+            return
+        self._next = now + self._lease  # the earliest end of a claim that comes or is renewed later
+        for key, claims in list(self._claims.items()):
+            for place, early in list(claims.items()):
+                end = early.since + self._lease * (CLAIM_LEASES if early.last else 1)
+                if now > end:
+                    del claims[place]
+                else:
+                    self._next = min(self._next, end)
+            if not claims:
+                del self._claims[key]
+
+
+# What is said about each prompt.
 
 
 @dataclass

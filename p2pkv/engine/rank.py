@@ -1,22 +1,251 @@
-"""One rank at work: its thread, what the forward thread may call, and what it hears back."""
+"""One rank: what it does in a turn (`Core`), and the thread that gives it turns (`Rank`).
+
+`Core` has no thread and no clock: whoever owns it gives it turns, and says what time it is.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 
+from p2pkv import __version__
 from p2pkv.config import Options
-from p2pkv.control.endpoint import Endpoint
+from p2pkv.control.endpoint import Connection, Endpoint
 from p2pkv.control.security import members_of
 from p2pkv.device import own_stream
-from p2pkv.engine.commands import Command, Event
-from p2pkv.engine.context import log
-from p2pkv.engine.core import Core
+from p2pkv.engine.commands import Command, Computed, Event, Revoked
+from p2pkv.engine.consumer import Consumer
+from p2pkv.engine.context import Context, Steps, log
+from p2pkv.engine.producer import Producer
 from p2pkv.kv.cache import RankCache
 from p2pkv.links.base import LinkFactory
+from p2pkv.log import RateLimit
 from p2pkv.pairing import Address
-from p2pkv.protocol.messages import Hello
+from p2pkv.protocol.handshake import fit
+from p2pkv.protocol.machine import RemoteProtocolError
+from p2pkv.protocol.messages import BadMessage, Hello, Inspect, Report, decode
+
+TICK, IDLE_TICK = 0.02, 0.25
+"""Seconds between two looks at deadlines: with something under way, and at most. With nothing under way the
+next look is when the next deadline ends."""
+
+HELD_SECONDS = 1.0
+"""A turn so much later than it was due: something held this rank up, and it could hear nobody."""
+
+LONG_HELD_SECONDS = 5.0
+"""From here on the log says so."""
+
+QUIET_SECONDS = 60.0
+"""Between two lines about connections that said nothing wrong and went: a monitor may make many."""
+
+
+class Core:
+    """P's half of a rank or D's, and all that reaches it. It owns what it was made with: see `close`.
+
+    `context` is what the rank works with, and `half` its part of the work: for the owner's thread alone.
+
+    `do`, `revoke`, `events` and `steps` are for the forward thread, `do` for others, too; none of them waits
+    for the network, and only `revoke` waits for anything: the device's gathers that are under way, if any.
+    All else is for one thread, which may be the same.
+    """
+
+    def __init__(
+        self, hello: Hello, options: Options, cache: RankCache, links: LinkFactory, endpoint: Endpoint
+    ) -> None:
+        self.steps = Steps(options.stall_seconds)
+        self._events: deque[Event] = deque()
+        self._commands: deque[Command] = deque()
+        self.context = Context(hello, options, cache, links, endpoint, self.steps, self._emit)
+        self.half = Producer(self.context) if hello.role == "P" else Consumer(self.context)
+        self.counters = self.context.counters
+        self._soon = False
+        self._next_tick = 0.0
+        self._quiet = RateLimit(seconds=QUIET_SECONDS)
+        self._turned: float | None = None
+        self._due = 0.0
+        self._held = 0.0
+
+    # The forward thread.
+
+    def do(self, command: Command) -> None:
+        """Hand over one command; commands are carried out in order."""
+        self._commands.append(command)
+
+    def layers_per_message(self, tokens: int) -> int:
+        """How many layers of so many tokens fill a message."""
+        return max(1, -(-self.context.options.chunk_bytes // self.context.cache.layer_bytes(tokens)))
+
+    def revoke(self, keys: Iterable[str]) -> None:
+        """These prompts' blocks will be overwritten: on return nothing reads them, and nothing will."""
+        keys = list(keys)
+        if not keys:
+            return
+        with self.context.reading:
+            self.context.revoked.update(keys)
+        self.context.copies.wait(keys)
+        for key in keys:
+            self.do(Revoked(key))
+
+    def events(self) -> list[Event]:
+        """What has happened since the last call."""
+        out: list[Event] = []
+        while self._events:
+            out.append(self._events.popleft())
+        return out
+
+    @property
+    def ordered(self) -> bool:
+        """Whether a command waits to be carried out."""
+        return bool(self._commands)
+
+    @property
+    def news(self) -> int:
+        """How many events the next `events` returns."""
+        return len(self._events)
+
+    def _emit(self, event: Event) -> None:
+        """Something has happened; the engine thread says so."""
+        self._events.append(event)
+
+    # The owner.
+
+    def turn(self, now: float) -> None:
+        """Hear what has come in, do what was ordered, move data, look at deadlines. Never waits.
+
+        `now`: seconds of any clock that never goes back. What this raises is a fault of ours: the turn is
+        lost, and the next one goes on.
+
+        While this rank is held up (its interpreter's lock, its process, its machine), its own clock stands:
+        a silence counts against a peer only while it could have been heard.
+        """
+        now = self._listening(now)
+        self._soon = False
+        self._look_after_connections(now)
+        self._listen(now)
+        self._obey(now)
+        soon = self.half.pump(now)
+        self.context.copies.poll(now)
+        self._soon = soon or len(self.context.copies) > 0
+        if now >= self._next_tick:
+            self.half.tick(now)
+            self._next_tick = now + IDLE_TICK
+        due = max(self.half.due, now + TICK) if self.half.idle else now + TICK
+        self._next_tick = min(self._next_tick, due)
+
+    def pause(self, now: float) -> float:
+        """Seconds after which the next turn is due, unless a message or a command comes first."""
+        if self.ordered:
+            pause = self.context.links.poll_seconds if self._blocked() else 0.0
+        elif self._soon:
+            pause = self.context.links.poll_seconds
+        else:
+            pause = max(0.0, self._next_tick - (now - self._held))
+        if self._turned is not None:
+            self._due = self._turned + pause
+        return pause
+
+    def hurry(self, now: float) -> None:
+        """Look at deadlines soon, although nothing may be under way."""
+        self._next_tick = min(self._next_tick, now - self._held + TICK)
+
+    def leave(self, now: float, finish: bool = True) -> None:
+        """Take on nothing new, and end what cannot be finished now; without `finish` everything."""
+        self.half.leave(now - self._held, finish)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is under way."""
+        return self.half.over
+
+    @property
+    def told(self) -> bool:
+        """Whether peers were told that something has ended, and need time to read it."""
+        return self.half.told
+
+    def close(self) -> None:
+        """Say goodbye, and close the links and the endpoint."""
+        for step in (
+            self.context.copies.close,
+            self.half.close,
+            self.context.links.close,
+            self.context.endpoint.close,
+        ):
+            try:
+                step()
+            except Exception:
+                log.exception("while closing")
+
+    # The parts of a turn.
+
+    def _listening(self, now: float) -> float:
+        """`now` by the clock that stands while this rank is held up, in a turn or between two."""
+        late = 0.0 if self._turned is None else now - self._due
+        if late > HELD_SECONDS:
+            self._held += late
+            self.steps.held = self._held
+            level = logging.WARNING if late > LONG_HELD_SECONDS else logging.DEBUG
+            log.log(level, "this rank was held up for %.1f s, which count against nobody", late)
+        self._turned = self._due = now
+        return now - self._held
+
+    def _listen(self, now: float) -> None:
+        for connection, data in self.context.endpoint.receive():
+            try:
+                message = decode(data)
+                if isinstance(message, Inspect):
+                    self._inspect(connection)
+                elif not isinstance(message, Report):
+                    self.half.receive(connection, message, now)
+            except BadMessage as error:
+                self.context.counters.add("messages_bad")
+                log.debug("dropped: %s", error)
+            except RemoteProtocolError as error:
+                self.context.counters.add("messages_refused")
+                log.debug("dropped: %s", error)
+
+    def _look_after_connections(self, now: float) -> None:
+        for failure in self.context.endpoint.failures():
+            self.context.counters.add("handshakes_failed")
+            if failure.late:
+                log.warning("%s It is dialed again while a request waits for it.", failure.reason)
+            elif failure.connection is not None:
+                self.half.unreachable(failure.connection, failure.reason, now)
+            elif not failure.quiet:
+                log.warning("%s", failure.reason)
+            elif self._quiet.admits(now=now):
+                log.warning("%s; said once a minute", failure.reason)
+
+    def _inspect(self, connection: Connection) -> None:
+        hello = self.context.hello
+        values: dict[str, int | float | str] = {**self.counters.snapshot()}
+        values |= {
+            "role": hello.role,
+            "rank": hello.rank,
+            "incarnation": hello.incarnation,
+            "model": hello.model,
+            "ranks": len(hello.addresses),
+            "link": hello.link,
+            "protocol": hello.version,
+            "fit": fit(hello),
+            "p2pkv": __version__,
+        }
+        self.context.tell(connection, Report(values))
+
+    def _blocked(self) -> bool:
+        """Whether the next command waits for the device."""
+        head = self._commands[0]
+        return isinstance(head, Computed) and not head.fence.ready()
+
+    def _obey(self, now: float) -> None:
+        while self.ordered and not self._blocked():
+            self.half.command(self._commands.popleft(), now)
+
+
+# The thread.
+
 
 FINISH_SECONDS = 2.0
 """How long a rank that is stopped goes on with what is under way."""
@@ -53,7 +282,7 @@ class Rank(Core):
         """Hand over one command; commands are carried out in order."""
         super().do(command)
         if self._asleep:
-            self._ctx.endpoint.wake()
+            self.context.endpoint.wake()
 
     def events(self) -> list[Event]:
         """What has happened since the last call."""
@@ -75,7 +304,7 @@ class Rank(Core):
         once, on both sides, and peers are told why.
         """
         self._stopping = True
-        self._ctx.endpoint.wake()
+        self.context.endpoint.wake()
         self._thread.join(STOP_SECONDS)
         if self._thread.is_alive():
             log.error("the thread %s did not end in %g s", self._thread.name, STOP_SECONDS)
@@ -93,18 +322,18 @@ class Rank(Core):
             self._call()
 
     def _main(self) -> None:
-        with own_stream(self._ctx.cache.device):
+        with own_stream(self.context.cache.device):
             while not self._stopping:
                 self._guarded(self._round)
-            self._finish()
+            self.finish()
             self.close()
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Carry out what was ordered before the stop, then end by a deadline what can end well."""
         end, left = time.monotonic() + FINISH_SECONDS, False
         while time.monotonic() < end and not (left and self.over):
             self._guarded(self._hurried)
-            if not left and not self._commands:
+            if not left and not self.ordered:
                 left = True
                 self._guarded(lambda: self.leave(time.monotonic()))
         self._guarded(lambda: self.leave(time.monotonic(), finish=False))
@@ -129,7 +358,7 @@ class Rank(Core):
 
     def _sleep(self) -> None:
         self._asleep = True  # before the look at the commands: who adds one later wakes us
-        self._ctx.endpoint.wait(self.pause(time.monotonic()))
+        self.context.endpoint.wait(self.pause(time.monotonic()))
         self._asleep = False
 
 

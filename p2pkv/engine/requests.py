@@ -5,16 +5,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 
-from p2pkv.device import Fence
+import numpy as np
+import torch
+
+from p2pkv.device import Fence, take_memory
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Context, log
-from p2pkv.engine.early import EarlyBuffer, EarlyBuffers
-from p2pkv.engine.peers import Peers, PrefillPeer
+from p2pkv.engine.peers import Arrived, Peers, PrefillPeer
 from p2pkv.links.base import LinkError
+from p2pkv.links.staging import ALIGNMENT, Slots
 from p2pkv.pairing import Address
 from p2pkv.plan import Edge
 from p2pkv.protocol import messages as m
@@ -27,6 +30,63 @@ MAX_TRIES = 3
 
 WAITING_AT_ONCE = 1024
 """Transfers that one `Heartbeat` names at most."""
+
+
+# KV that comes before its request.
+
+
+@dataclass(eq=False)
+class EarlyBuffer:
+    """The memory of one prompt. `touched`: when a chunk last came."""
+
+    offset: int
+    touched: float
+    filled: int = 0
+    kept: deque[Arrived] = field(default_factory=deque)
+
+
+class EarlyBuffers:
+    """All early buffers of one rank: parts of one allocation on the cache's device, made when the rank
+    starts."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        """Raises MemoryError with a sentence if the device has no room."""
+        whole = nbytes // ALIGNMENT * ALIGNMENT
+        self._block = take_memory(whole, device, "ahead_bytes")
+        self._slots = Slots(whole) if whole else None
+
+    @property
+    def used(self) -> int:
+        """Bytes that buffers hold."""
+        return self._slots.used if self._slots is not None else 0
+
+    def take(self, nbytes: int, now: float) -> EarlyBuffer | None:
+        """A buffer of so many bytes; None if there is no room now."""
+        if self._slots is None or not 1 <= nbytes <= self._block.numel():
+            return None
+        offset = self._slots.take(nbytes)
+        return None if offset is None else EarlyBuffer(offset, now)
+
+    def keep(self, buffer: EarlyBuffer, chunk: Arrived, now: float) -> None:
+        """Copy a chunk behind those that the buffer holds. On a device the copy is only queued."""
+        start, nbytes = buffer.offset + buffer.filled, chunk.buffer.numel()
+        room = self._block[start : start + nbytes]
+        if room.device.type == "cpu":
+            np.copyto(room.numpy(), chunk.buffer.numpy())
+        else:
+            room.copy_(chunk.buffer, non_blocking=True)
+        buffer.kept.append(replace(chunk, buffer=room))
+        buffer.filled += nbytes
+        buffer.touched = now
+
+    def give(self, buffer: EarlyBuffer) -> None:
+        """Free a buffer."""
+        assert self._slots is not None
+        buffer.kept.clear()
+        self._slots.give(buffer.offset)
+
+
+# What is said about each request.
 
 
 @dataclass

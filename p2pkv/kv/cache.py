@@ -21,9 +21,21 @@ from numpy.typing import NDArray
 
 from p2pkv.device import Fence, make_recorder
 from p2pkv.kv.checksum import Checksum
-from p2pkv.kv.codecs import DENSE, check_page, is_paged, pack_into, unpack_into
 from p2pkv.kv.copiers import Copier, copier_of
-from p2pkv.kv.layouts import Bounds, Cut, Index, LayerPages, Span, check_layer, pages_of
+from p2pkv.kv.layouts import (
+    DENSE,
+    Bounds,
+    Cut,
+    Index,
+    LayerPages,
+    Span,
+    check_layer,
+    check_page,
+    is_paged,
+    pack_into,
+    pages_of,
+    unpack_into,
+)
 
 BlockTables = Sequence[Sequence[int]]
 
@@ -76,7 +88,7 @@ class PagedCache:
         self.tables = tuple(page.table for page in pages)
         self.device = device
         self.digest_name = copier.digest_name
-        self._copier = copier
+        self.copier = copier
         self._spans = copier.spans
         self._record = make_recorder(device)
 
@@ -158,8 +170,8 @@ class PagedCache:
             ValueError: for a rectangle outside the cache, a start inside a unit, a wrong `out`, a
                 block table that ends too early or names a block that does not exist.
         """
-        for span, cut, part in self._parts(out, layers, tokens, heads, blocks):
-            self._copier.take(span, cut, part)
+        for span, cut, part in self.parts(out, layers, tokens, heads, blocks):
+            self.copier.take(span, cut, part)
 
     def scatter(
         self, src: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
@@ -168,8 +180,8 @@ class PagedCache:
 
         Nothing has been written if this raises ValueError.
         """
-        for span, cut, part in self._parts(src, layers, tokens, heads, blocks):
-            self._copier.put(span, cut, part)
+        for span, cut, part in self.parts(src, layers, tokens, heads, blocks):
+            self.copier.put(span, cut, part)
 
     def digest(self, buffer: torch.Tensor) -> Checksum:
         """The checksum of uint8 [n] on the cache's device, as a link's buffer is.
@@ -177,7 +189,7 @@ class PagedCache:
         On CUDA it is queued on the current stream, so that it comes behind a gather and before a scatter
         of the calling thread; on a CPU it is known on return, and the GIL is free while it is computed.
         """
-        return self._copier.digest(buffer)
+        return self.copier.digest(buffer)
 
     def fence(self) -> Fence:
         """A fence behind all copies that the calling thread has queued on its current stream."""
@@ -185,7 +197,7 @@ class PagedCache:
 
     def warm_up(self) -> None:
         """Compile now what gather and scatter run on the device, so that the first transfer does not wait."""
-        self._copier.warm_up()
+        self.copier.warm_up()
 
     def check(self, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables) -> None:
         """Raises the ValueErrors of gather and scatter, except the one about the buffer."""
@@ -196,7 +208,7 @@ class PagedCache:
             if max(layers[0], span.first) < min(layers[1], span.stop) and units[0] < units[1]:
                 self._table(span, units, blocks)
 
-    def _parts(
+    def parts(
         self, buffer: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
     ) -> list[tuple[Span, Cut, torch.Tensor]]:
         """The rectangle, cut by spans of layers: span, cut, its part of the buffer."""
@@ -362,7 +374,7 @@ class DenseView:
     ) -> None:
         """Copy a rectangle from the pages to `out`; arguments and errors are PagedCache's."""
         codec = self._cache.codec
-        for part in self._parts(out, layers, tokens, heads, blocks):
+        for part in self.parts(out, layers, tokens, heads, blocks):
             self._cache.gather(part.raw, part.layers, part.pages, heads, blocks)
             if part.whole:
                 unpack_into(part.by_page(self._tokens), part.packed, codec)
@@ -377,7 +389,7 @@ class DenseView:
         Nothing has been written if this raises ValueError.
         """
         codec = self._cache.codec
-        for part in self._parts(src, layers, tokens, heads, blocks):
+        for part in self.parts(src, layers, tokens, heads, blocks):
             if part.whole:
                 pack_into(part.packed, part.by_page(self._tokens), codec)
             else:
@@ -394,7 +406,7 @@ class DenseView:
         unpack_into(page, part.packed[:, 0], self._cache.codec)
         return page
 
-    def _parts(
+    def parts(
         self, buffer: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
     ) -> Iterator[_Part]:
         """Everything is checked before the first part comes."""

@@ -375,7 +375,7 @@ class KernelCopier:
         self._keep = [tensor.untyped_storage() for tensor in keep]
         self._launcher = launcher
         self._device = keep[0].device
-        self._upload = Uploads(self._device, torch.int32)
+        self.upload = Uploads(self._device, torch.int32)
         self._layers = {
             span.first: torch.from_numpy(span.steps + span.pages.offset).to(self._device)
             for span in self.spans
@@ -399,7 +399,7 @@ class KernelCopier:
 
     def warm_up(self) -> None:
         """Compile and load every kernel, so that the first transfer does not wait for it."""
-        self._upload.warm_up()
+        self.upload.warm_up()
         for way in ("gather", "scatter"):
             for width in WIDTHS:
                 # No rows: nothing is read or written.
@@ -411,7 +411,7 @@ class KernelCopier:
         self._launcher.launch("p2pkv_digest", blocks, (THREADS, 1), (address, nbytes, total.data_ptr()))
 
     def _copy(self, way: str, span: Span, cut: Cut, dense: torch.Tensor) -> None:
-        pages, table = span.pages, self._upload(cut.table)
+        pages, table = span.pages, self.upload(cut.table)
         beside, run = shape_of(span, cut)
         units = cut.units[1] - cut.units[0]
         rows = (cut.layers[1] - cut.layers[0]) * units * beside

@@ -38,8 +38,15 @@ from p2pkv.links.nccl_bindings import (
     load_nccl,
     version_name,
 )
-from p2pkv.links.nccl_communicator import Opening, Shared, wait_out
-from p2pkv.links.nccl_device import CudaDevice, Device, DevicePool, StreamEvent
+from p2pkv.links.nccl_communicator import (
+    CudaDevice,
+    Device,
+    DevicePool,
+    Opening,
+    Shared,
+    StreamEvent,
+    wait_out,
+)
 from p2pkv.links.staging import StagingBudget, StagingShare, aligned
 
 logger = logging.getLogger(__name__)
@@ -136,7 +143,7 @@ class NcclLinks(LinkFactory):
         most_busy = max(1, int(device.processors * BUSY_SHARE) // channels)
         self.staging = StagingBudget(staging_bytes)
         pool = DevicePool(device, staging_bytes)
-        self._shared = Shared(nccl, device, pool, self.staging, init_seconds, owner, most_busy)
+        self.shared = Shared(nccl, device, pool, self.staging, init_seconds, owner, most_busy)
         self._version = nccl.version()
         self.kind = f"nccl {version_name(self._version)}"
         self._links: list[NcclInbound | NcclOutbound] = []
@@ -146,13 +153,13 @@ class NcclLinks(LinkFactory):
     @property
     def stuck(self) -> int:
         """Calls to NCCL that were given up and have not come back."""
-        return self._shared.stuck
+        return self.shared.stuck
 
     def invite(self) -> bytes:
         """The name of a new communicator, and this rank's NCCL version."""
         self._check()
         try:
-            name = self._shared.nccl.unique_id()
+            name = self.shared.nccl.unique_id()
         except NcclError as error:
             raise LinkError(str(error)) from None
         tag = secrets.token_bytes(NONCE_BYTES)
@@ -165,7 +172,7 @@ class NcclLinks(LinkFactory):
         self._check()
         invited = decode_blob(invitation, NcclInvitation)
         check_versions(self._version, invited.nccl)
-        inbound = NcclInbound(self._shared, invited.unique_id, window)
+        inbound = NcclInbound(self.shared, invited.unique_id, window)
         self._links.append(inbound)
         return inbound, encode_blob(
             NcclAcceptance(kind="nccl", version=1, answers=invited.tag, nccl=self._version)
@@ -179,7 +186,7 @@ class NcclLinks(LinkFactory):
         if accepted.answers != invited.tag:
             raise LinkError("this acceptance answers another invitation")
         check_versions(self._version, accepted.nccl)
-        outbound = NcclOutbound(self._shared, invited.unique_id)
+        outbound = NcclOutbound(self.shared, invited.unique_id)
         self._links.append(outbound)
         return outbound
 
@@ -191,15 +198,15 @@ class NcclLinks(LinkFactory):
         for link in self._links:
             link.close("its rank has closed")
         self._links.clear()
-        self._shared.aborts.join(CLOSE_SECONDS)
-        if busy := self._shared.aborts.busy:
+        self.shared.aborts.join(CLOSE_SECONDS)
+        if busy := self.shared.aborts.busy:
             logger.warning("%d aborts of NCCL have not returned; the process ends without them", busy)
 
     def _check(self) -> None:
         if self._closed:
             raise LinkError("this rank's links are closed")
         self._links = [link for link in self._links if not link.closed]
-        self._shared.check()
+        self.shared.check()
 
 
 def cuda_links(staging_bytes: int, *, device: torch.device | None = None, channels: int = 8) -> NcclLinks:

@@ -1,6 +1,6 @@
 """A rank's staging: the budget that all its links share, the slots of a pool, and host links' pool.
 
-The pool of NCCL links lies in device memory (`nccl_device`) and has the same slots.
+The pool of NCCL links lies in device memory (`nccl_communicator`) and has the same slots.
 """
 
 from __future__ import annotations

@@ -399,7 +399,7 @@ class Dialing:
         self.address = address
         self.machine = Machine(f"dial {address}", DIAL, DialPhase.ASKING)
         self.reason = ""
-        self._next = now
+        self.next_try = now
         self._pause = FIRST_RETRY
 
     @property
@@ -412,18 +412,18 @@ class Dialing:
 
     def due(self, now: float) -> bool:
         """Whether to say Hello now; the next time is then set, with a growing pause."""
-        if self.open or now < self._next:
+        if self.open or now < self.next_try:
             return False
         if self.refused:
             self.machine.local(DialEvent.RETRY)
-        self._next = now + self._pause
+        self.next_try = now + self._pause
         self._pause = min(2 * self._pause, LAST_RETRY)
         return True
 
     @property
     def deadline(self) -> float | None:
         """When `due` may next be true; None while nobody need ask."""
-        return self._next if self.machine.state is DialPhase.ASKING else None
+        return self.next_try if self.machine.state is DialPhase.ASKING else None
 
     def welcomed(self) -> None:
         """P has accepted us, and `judge` has accepted P."""
@@ -435,7 +435,7 @@ class Dialing:
         """P has refused us, or `judge` has refused P."""
         self.machine.remote(DialEvent.REFUSE)
         self.reason = reason
-        self._next = now + REFUSED_FOR
+        self.next_try = now + REFUSED_FOR
         self._pause = FIRST_RETRY
 
     def lost(self, now: float) -> None:
@@ -445,5 +445,5 @@ class Dialing:
         asked without end.
         """
         if self.open:
-            self._next = now
+            self.next_try = now
         self.machine.local(DialEvent.LOST)

@@ -8,8 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from p2pkv.bench.harness import BenchError
-from p2pkv.bench.memory import CELL, HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, Layout, Memory, capacity_for
+from p2pkv.bench.harness import (
+    CELL,
+    HEADS,
+    LAYERS,
+    LAYOUTS,
+    TOKEN_BYTES,
+    BenchError,
+    Layout,
+    Memory,
+    capacity_for,
+)
 from p2pkv.bench.prefill import prefill
 from p2pkv.cli import main
 
@@ -81,6 +90,6 @@ def test_kv_of_another_place_is_noticed(layout: Layout) -> None:
 def test_a_decode_process_that_ends_is_an_error() -> None:
     with prefill(TOKENS, 1 << 20, "host") as both:
         assert both.push_ready("dense", TOKENS).total > 0
-        both._pipe.say(order="load", layout="dense", key="k", prefill="nowhere", tokens=TOKENS)
+        both.pipe.say(order="load", layout="dense", key="k", prefill="nowhere", tokens=TOKENS)
         with pytest.raises(BenchError, match="nowhere"):
             both.raw(1 << 20)

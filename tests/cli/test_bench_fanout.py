@@ -11,8 +11,17 @@ import torch
 
 from p2pkv.bench import fanout, nccl
 from p2pkv.bench.fanout import FAN_OUTS, FanOut, fan_out, place
-from p2pkv.bench.harness import BenchError
-from p2pkv.bench.memory import CELL, HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, Layout, Memory, capacity_for
+from p2pkv.bench.harness import (
+    CELL,
+    HEADS,
+    LAYERS,
+    LAYOUTS,
+    TOKEN_BYTES,
+    BenchError,
+    Layout,
+    Memory,
+    capacity_for,
+)
 from p2pkv.cli import main
 
 TOTAL, TOKENS = 2 << 20, 17
@@ -30,12 +39,12 @@ def test_every_rank_of_d_gets_its_share_of_the_heads(fans: FanOut) -> None:
     rows = fanout.rows_of(fans, FEW, 2)
     assert [(row["fan_out"], len(row["push"])) for row in rows] == [(1, 2), (2, 2)]
     assert min(rate for row in rows for rate in row["push"]) > 0
-    sent = fans._rank.counters.values
+    sent = fans.rank.counters.values
     assert sent["bytes_sent"] == 2 * 3 * TOTAL and sent["chunks_filler"] == 0
 
 
 def test_a_rank_with_wrong_bytes_ends_the_benchmark(fans: FanOut) -> None:
-    fans._memory.cells.add_(1)
+    fans.memory.cells.add_(1)
     with pytest.raises(BenchError, match="D does not hold P's KV"):
         fans.push(2)
 

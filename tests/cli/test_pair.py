@@ -172,7 +172,7 @@ def test_two_versions_of_nccl_are_named_and_no_link_is_built(
 def test_other_bytes_than_were_sent_are_seen(
     sides: Callable[..., tuple[Side, Side]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = pair._contents
+    right = pair.contents_of
 
     def contents(number: int, device: torch.device) -> torch.Tensor:
         """P makes its own with number 0 and writes the number over it; D asks for each number."""
@@ -180,7 +180,7 @@ def test_other_bytes_than_were_sent_are_seen(
         made[-1] += number
         return made
 
-    monkeypatch.setattr(pair, "_contents", contents)
+    monkeypatch.setattr(pair, "contents_of", contents)
     p, d = sides(tcp(), tcp())
     assert d.failure == "message 1 came with other bytes than were sent"
     assert p.failure == f"the other side says: {d.failure}"

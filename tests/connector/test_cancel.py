@@ -51,7 +51,7 @@ class Play:
     # Of D
 
     def asking(self) -> Any:
-        return self.d.scheduler.connector._consuming._asking[self.id]
+        return self.d.scheduler.connector.consuming.asking[self.id]
 
     def ended(self, engine: Engine) -> bool:
         return self.id in engine.ended
@@ -134,7 +134,7 @@ def holdings(engine: Engine) -> dict[str, int]:
               "receives_posted", "receives_asked", "copies")  # fmt: skip
     held: dict[str, int] = {}
     for worker in engine.workers:
-        context: Context = worker.rank._ctx
+        context: Context = worker.rank.context
         snapshot = context.counters.snapshot()
         held |= {name: snapshot[name] for name in gauges if snapshot.get(name)}
     return held

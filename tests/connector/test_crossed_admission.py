@@ -91,7 +91,7 @@ def test_a_lock_of_pages_on_p_and_pages_on_d_ends_when_the_load_has_stalled(engi
         pair.at_p(index)
     for index in (1, 0):
         pair.at_d(index)
-    begun = d.scheduler.connector._consuming._asking
+    begun = d.scheduler.connector.consuming.asking
 
     def both_have_begun() -> bool:
         return [asking.begun for asking in begun.values()] == [1, 1]

@@ -39,7 +39,8 @@ from p2pkv.connector.describe import (
     refuse_what_cannot_pair,
 )
 from p2pkv.connector.identity import Pairs, drafter_of
-from p2pkv.connector.scheduler import BlockTables, ConsumerScheduler, ProducerScheduler, _leave_out_last
+from p2pkv.connector.metadata import WorkerNews
+from p2pkv.connector.scheduler import BlockTables, ConsumerScheduler, ProducerScheduler, leave_out_last
 from p2pkv.demo.tiny_model import TinyLlama
 from p2pkv.engine import commands as do
 from p2pkv.protocol.handshake import Refused, fit, judge
@@ -226,7 +227,7 @@ def test_children_of_n_keep_the_list_that_they_share() -> None:
     shared = tokens(10)
     request = make_request(inner_id(pair_id()), shared)
     request.prompt_token_ids = shared
-    _leave_out_last(request, 3)
+    leave_out_last(request, 3)
     assert len(shared) == 10 and request.prompt_token_ids == shared[:7]
 
 
@@ -237,7 +238,7 @@ def test_of_a_state_d_takes_all_or_nothing() -> None:
         d = ConsumerScheduler(Pairs(D_ADDRESS, "D"), 1, True, BlockTables((BLOCK,)), whole=whole)
         request = make_request(inner_id(pair_id()), tokens(30))
         d.new(request)
-        d._asking[request.request_id].begun = 1
+        d.heard(WorkerNews(begun={request.request_id: 1}), set())
         assert d.matched(request, 0) == (29, True)
         d.allocated(request, blocks, external)  # type: ignore[arg-type]
         meta = d.step(SchedulerOutput.make_empty())

@@ -97,7 +97,7 @@ class TestScheduling:
             setattr(config.parallel_config, name, value)
         made = P2pKvConnector(config, KVConnectorRole.SCHEDULER, SimpleNamespace(kv_cache_groups=[]))
         waiting = SimpleNamespace(step=lambda scheduled: StepMetadata(), awaits_news=True)
-        made._consuming = waiting  # type: ignore[assignment]
+        made.consuming = waiting  # type: ignore[assignment]
         return [made.build_connector_meta(None) for _ in range(5)]  # type: ignore[arg-type]
 
     def test_ranks_of_other_replicas_are_not_kept_waiting(

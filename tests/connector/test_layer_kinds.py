@@ -24,7 +24,7 @@ from vllm_sources import NEXT, LayerKind, Sources, next_vllm
 
 from p2pkv.config import ConfigError
 from p2pkv.connector.describe import refuse_what_cannot_move
-from p2pkv.connector.states import _KINDS, _Sizes
+from p2pkv.connector.states import STATE_KINDS, Sizes
 
 pytestmark = pytest.mark.vllm
 
@@ -182,10 +182,10 @@ def _unread(layer: LayerKind) -> str:
     sizes: dict[str, Any] = dict.fromkeys(layer.sizes, 4)
     sizes |= {"norm": SimpleNamespace(n_groups=4)} if "norm" in sizes else {}
     sizes |= {"intermediate_size": 16} if "intermediate_size" in sizes else {}  # as many as heads x size
-    if layer.state not in _KINDS:
+    if layer.state not in STATE_KINDS:
         return f"its state is of kind {layer.state}"
     try:
-        _KINDS[layer.state](_Sizes(layer.name, SimpleNamespace(**sizes)))
+        STATE_KINDS[layer.state](Sizes(layer.name, SimpleNamespace(**sizes)))
     except ConfigError as error:
         return str(error)
     return ""

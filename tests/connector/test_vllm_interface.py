@@ -17,7 +17,7 @@ from vllm_sources import NEXT, Sources, next_vllm, signature
 
 import p2pkv
 from p2pkv.connector import P2pKvConnector
-from p2pkv.connector.states import _KINDS
+from p2pkv.connector.states import STATE_KINDS
 
 pytestmark = pytest.mark.vllm
 
@@ -223,7 +223,7 @@ def test_layouts_are_strides_of_the_same_axes(sources: Sources) -> None:
 
 def test_recurrent_layers_are_of_the_kinds_that_p2pkv_knows(sources: Sources) -> None:
     kinds = {kind.state for kind in sources.layer_kinds.values()} - {""}
-    assert kinds == _KINDS.keys()
+    assert kinds == STATE_KINDS.keys()
 
 
 # The names.

@@ -143,7 +143,7 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mak
         config = vllm_config(role)
         connector = P2pKvConnector(config, KVConnectorRole.WORKER, kv_cache_config())
         rank = FakeRank()
-        connector._worker = Worker(rank, LAYERS, torch.device("cpu"), hooks)
+        connector.worker = Worker(rank, LAYERS, torch.device("cpu"), hooks)
         monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
         return request.param(connector, hooked), rank
 
@@ -312,10 +312,10 @@ class _NotYet:
 @pytest.mark.parametrize("still_runs", [False, True])
 def test_a_load_writes_its_pages_only_behind_the_forward_that_had_them(make: Make, still_runs: bool) -> None:
     runner, rank = make("D")
-    worker = runner.connector._worker
+    worker = runner.connector.worker
     assert worker is not None
-    fence = _NotYet() if still_runs else worker._record()
-    worker._record = lambda: fence
+    fence = _NotYet() if still_runs else worker.record()
+    worker.record = lambda: fence
     runner.step(StepMetadata(expects=[("r", do.Expect("k", D, 32, b"digest"))]))
     rank.begin("k")
     load = do.Load("k", 0, 31, ([1, 2],))

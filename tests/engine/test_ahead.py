@@ -26,7 +26,7 @@ from links_support import nccl_links
 from memory_links import MemoryNetwork
 
 from p2pkv.engine import commands as do
-from p2pkv.kv.codecs import DENSE
+from p2pkv.kv.layouts import DENSE
 from p2pkv.protocol import messages as m
 
 ONE = Geometry()
@@ -263,7 +263,7 @@ def test_what_p_has_given_up_for_ds_silence_costs_nothing():
     network = MemoryNetwork()
     with engines(ONE, ONE, lambda side, rank: network.rank(), ahead_bytes=ROOM) as (p, d):
         push_half_ahead(p, d)
-        on_engine_thread(p.ranks[0].rank, lambda: p.ranks[0].rank._half._prompts.tick(time.monotonic() + 5.5))
+        on_engine_thread(p.ranks[0].rank, lambda: p.ranks[0].rank.half.prompts.tick(time.monotonic() + 5.5))
         wait_for(lambda: value(d, "ahead_bytes") == 0)
         step(p, "k", BLOCKS, 48, 96)
         load(p, d, "k", 96)
@@ -277,14 +277,14 @@ def test_a_link_that_breaks_when_all_is_here_costs_nothing():
     network = MemoryNetwork()
     with engines(ONE, ONE, lambda side, rank: network.rank(), ahead_bytes=ROOM, lease_seconds=60.0) as (p, d):
         push_ahead(p, d)
-        half = p.ranks[0].rank._half
-        (peer,) = half._peers
+        half = p.ranks[0].rank.half
+        (peer,) = half.peers
 
         def act() -> None:
-            claims = tuple((key, send.attempt) for key, e in half._prompts.entries.items()
+            claims = tuple((key, send.attempt) for key, e in half.prompts.entries.items()
                            for send in e.sender.sends.values())  # fmt: skip
-            half._prompts.link_lost(peer, "broken by a test", time.monotonic())
-            half._prompts.waiting(peer, claims, time.monotonic())
+            half.prompts.link_lost(peer, "broken by a test", time.monotonic())
+            half.prompts.waiting(peer, claims, time.monotonic())
 
         on_engine_thread(p.ranks[0].rank, act)
         load(p, d, "k", 40)
@@ -351,8 +351,8 @@ def test_what_p_says_of_its_own_accord_is_no_answer():
     network, seen = MemoryNetwork(), []
     with engines(ONE, ONE, lambda side, rank: network.rank()) as (p, d):
         acquaint(p, d)
-        half = d.ranks[0].rank._half
-        (peer,) = half._peers
+        half = d.ranks[0].rank.half
+        (peer,) = half.peers
 
         def hear() -> None:
             for message in (m.Ahead("k", 40, b"digest"), m.HeartbeatAck((), ())):

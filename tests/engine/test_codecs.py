@@ -119,7 +119,7 @@ def test_pages_that_cannot_be_undone_after_all_are_refused_by_their_owner():
 def test_a_hello_that_is_not_true_of_the_pages_is_refused():
     network = MemoryNetwork()
     with engines(cpu("vec", 32), cpu("vec", 32), lambda side, rank: network.rank()) as (p, _):
-        ctx = p.ranks[0].rank._ctx
+        ctx = p.ranks[0].rank.context
         said = replace(ctx.hello, cache=other_group(ctx.hello.cache, row_bytes=64, unit_tokens=2))
         lying = Context(said, ctx.options, ctx.cache, ctx.links, ctx.endpoint, ctx.steps, ctx.emit)
         with pytest.raises(Refused, match=r"holds rows of 2048 bytes for 32 tokens, .* expects 64 for 2"):

@@ -16,8 +16,8 @@ from virtual.network import Endpoint, Network
 from p2pkv.config import Options
 from p2pkv.engine import commands as do
 from p2pkv.engine import prompts, requests
-from p2pkv.engine.core import Core
 from p2pkv.engine.peers import DecodePeer, PrefillPeer
+from p2pkv.engine.rank import Core
 from p2pkv.kv.cache import RankCache
 from p2pkv.pairing import Address
 
@@ -180,7 +180,7 @@ def test_a_transfer_looks_at_no_other_request(looks: Counter[str]) -> None:
 def test_requests_for_a_p_that_is_not_there_are_not_tried_one_by_one(looks: Counter[str]) -> None:
     rig = Rig()
     (p,), (d,) = rig.ps, rig.ds
-    p.core._ctx.endpoint.listens = False  # type: ignore[attr-defined]
+    p.core.context.endpoint.listens = False  # type: ignore[attr-defined]
     for number in range(MANY):
         d.do(do.Expect(f"k{number}", p.address, TOKENS, b"digest"))
     rig.pass_by(1.0)

@@ -111,7 +111,7 @@ def test_pages_are_free_and_loads_reported_only_when_the_device_is_done(start):
     pair = start(chunk_bytes=1 << 20)
     pair.ask()
     pair.queued(pair.p)
-    sender = pair.p.ranks[0].rank._half._prompts.entries["k"].sender
+    sender = pair.p.ranks[0].rank.half.prompts.entries["k"].sender
     assert sender.prompt.ended, "for the conversation, the pages have been read"
     assert heard(pair.p, do.BlocksFree) == []
     assert pair.p.ranks[0].rank.counters.snapshot()["pages_held"] == 1
@@ -238,9 +238,9 @@ def test_a_lost_link_frees_pages_only_behind_the_device(start):
     pair = start(chunk_bytes=1 << 20)
     pair.ask()
     pair.queued(pair.p)
-    half = pair.p.ranks[0].rank._half
-    (peer,) = half._peers
-    on_engine_thread(pair.p.ranks[0].rank, lambda: half._prompts.link_lost(peer, "a test cuts it", 0.0))
+    half = pair.p.ranks[0].rank.half
+    (peer,) = half.peers
+    on_engine_thread(pair.p.ranks[0].rank, lambda: half.prompts.link_lost(peer, "a test cuts it", 0.0))
     wait_for(lambda: heard(pair.d, do.LoadFailed))
     assert heard(pair.p, do.BlocksFree) == []
     pair.on_p.free()
@@ -288,7 +288,7 @@ def test_a_stopped_rank_leaves_no_copy_behind(start):
 
 def said(pair: Pair) -> list[tuple[str, bool, int]]:
     """What P has told D about the posted receives, in their order: key, whether filler, bytes of checksum."""
-    (peer,) = pair.d.ranks[0].rank._half._peers
+    (peer,) = pair.d.ranks[0].rank.half.peers
     words = [posted.sent for posted in tuple(peer.posted)]
     return [(word.key, word.filler, len(word.digest)) for word in words if word is not None]
 
@@ -321,10 +321,10 @@ def test_a_void_chunk_is_not_said_before_the_one_in_front_of_it(start):
     prefill(pair.p, "filler", pair.d.address, TOKENS, other, chunk=TOKENS)
     pair.d.wait(do.Begun("filler"))
     rank = pair.p.ranks[0].rank
-    rank._ctx.revoked.update(["filler"])  # as Rank.revoke does, before the engine has heard of it
+    rank.context.revoked.update(["filler"])  # as Rank.revoke does, before the engine has heard of it
     pair.d.do(do.Load("filler", 0, TOKENS - 1, (other,)))
     wait_for(lambda: rank.counters.values["chunks_filler"] >= 1)
-    (peer,) = rank._half._peers
+    (peer,) = rank.half.peers
     on_engine_thread(rank, lambda: None)
     assert [word.due for word in tuple(peer.words)][:2] == [False, True]
     on_engine_thread(pair.d.ranks[0].rank, lambda: None)
@@ -346,8 +346,8 @@ def test_words_that_wait_when_the_link_goes_are_never_said(start):
     pair.ask()
     pair.queued(pair.p, count=2)
     rank = pair.p.ranks[0].rank
-    (peer,) = rank._half._peers
-    on_engine_thread(rank, lambda: rank._half._prompts.link_lost(peer, "a test cuts it", 0.0))
+    (peer,) = rank.half.peers
+    on_engine_thread(rank, lambda: rank.half.prompts.link_lost(peer, "a test cuts it", 0.0))
     wait_for(lambda: heard(pair.d, do.LoadFailed))
     assert not peer.words
     pair.on_p.free()

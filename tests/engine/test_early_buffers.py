@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from p2pkv.engine.early import EarlyBuffers
+from p2pkv.engine.requests import EarlyBuffers
 
 CPU = torch.device("cpu")
 

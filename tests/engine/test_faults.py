@@ -12,12 +12,15 @@ from engine_support import (
     Engine,
     Geometry,
     at_baseline,
+    engine_maker,
     engines,
     make_engine,
     on_engine_thread,
     other_group,
     prefill,
+    says,
     step,
+    vanish,
     wait_for,
     wrong_cells,
 )
@@ -42,22 +45,8 @@ def links():
 @pytest.fixture
 def lone(links):
     """Engines that the test makes by itself; stopped at the end."""
-    made: list[Engine] = []
-
-    def make(role: str, geometry: Geometry = ONE, **options: object) -> Engine:
-        made.append(make_engine(role, geometry, lambda rank: links(role, rank), **options))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.stop()
-
-
-def vanish(engine: Engine) -> None:
-    """Die as by kill -9: no farewell."""
-    for each in engine.ranks:
-        each.rank._finish = each.rank._half.close = lambda: None
-    engine.stop()
+    with engine_maker(links) as make:
+        yield make
 
 
 GRACE = 5.0
@@ -117,10 +106,10 @@ def test_a_sent_out_of_turn_ends_the_link_and_not_the_engine(links):
     with engines(ONE, ONE, links) as (p, d):
         halfway(p, d)
         wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
-        half = p.ranks[0].rank._half
-        (peer,) = half._peers
-        word = m.Sent("k", 1, 99, peer.link, False)
-        on_engine_thread(p.ranks[0].rank, lambda: half._ctx.tell(peer.connection, word))
+        rank = p.ranks[0].rank
+        (peer,) = rank.half.peers
+        word = m.encode(m.Sent("k", 1, 99, peer.link, False))
+        on_engine_thread(rank, lambda: peer.connection.send(word))
         assert "out of step" in failure(d, "k")
         d.do(do.Forget("k"))
         p.wait(do.BlocksFree("k"))
@@ -155,14 +144,21 @@ def test_a_connection_that_went_silent_is_dialed_anew(lone):
     p, d = lone("P", lease_seconds=1.0), lone("D", lease_seconds=1.0)
     begin(p, d, "before")
     load(d, "before")
-    endpoint = p.ranks[0].rank._ctx.endpoint
-    silent, receive = set(endpoint._answered.values()), endpoint.receive
-    endpoint.receive = lambda: (said for said in receive() if said[0] not in silent)
+    endpoint = p.ranks[0].rank.context.endpoint
+    silent, heard, receive = {peer.connection for peer in p.ranks[0].rank.half.peers}, set(), endpoint.receive
+
+    def deaf():
+        for connection, data in receive():
+            heard.add(connection)
+            if connection not in silent:
+                yield connection, data
+
+    endpoint.receive = deaf
     begin(p, d, "lost")
     assert "has not confirmed" in failure(d, "lost", 1.0)
-    (peer,) = d.ranks[0].rank._half._peers
+    (peer,) = d.ranks[0].rank.half.peers
     line_ended = "the end of the silent connection; D may have another at once"
-    wait_for(lambda: not peer.dialing.open or set(endpoint._answered.values()) - silent, what=line_ended)
+    wait_for(lambda: not peer.dialing.open or heard - silent, what=line_ended)
     begin(p, d, "after")
     load(d, "after")
     assert wrong_cells(d.ranks[0], BLOCKS, 0, 31) == []
@@ -170,7 +166,7 @@ def test_a_connection_that_went_silent_is_dialed_anew(lone):
 
 def test_a_request_outlives_any_number_of_lost_connections_within_a_lease(lone):
     p, d = lone("P"), lone("D", lease_seconds=30.0)
-    requests, peers = d.ranks[0].rank._half._requests, d.ranks[0].rank._half._peers
+    requests, peers = d.ranks[0].rank.half.requests, d.ranks[0].rank.half.peers
     d.do(do.Expect("k", p.address, 32, b"digest"))
     for _ in range(6):
         wait_for(lambda: [peer for peer in peers if peer.dialing.open], what="a connection")
@@ -188,12 +184,12 @@ def test_a_request_outlives_any_number_of_lost_connections_within_a_lease(lone):
 def test_a_request_that_p_never_vouches_for_ends_a_lease_after_its_connection_was_lost_first(lone):
     p, d = lone("P"), lone("D", lease_seconds=1.0)
     d.do(do.Expect("k", p.address, 32, b"digest"))
-    peers, end = d.ranks[0].rank._half._peers, time.monotonic() + 10.0
+    peers, end = d.ranks[0].rank.half.peers, time.monotonic() + 10.0
 
     def cut() -> None:
         for peer in peers:
             if peer.dialing.open:
-                d.ranks[0].rank._half._requests.lost(peer, "cut by a test", time.monotonic())
+                d.ranks[0].rank.half.requests.lost(peer, "cut by a test", time.monotonic())
 
     while not d.ranks[0].events(do.LoadFailed):
         assert time.monotonic() < end, "it is asked for anew without end"
@@ -267,8 +263,7 @@ def test_prompts_that_differ_are_refused(links):
 )
 def test_ranks_that_do_not_fit_refuse_each_other(lone, change, words):
     p, d = lone("P"), lone("D")
-    context = d.ranks[0].rank._ctx
-    context.hello = msgspec.structs.replace(context.hello, **change)
+    says(d, msgspec.structs.replace(d.ranks[0].hello, **change))
     d.do(do.Expect("k", p.address, 32, b"digest"))
     reason = failure(d, "k")
     assert all(word in reason for word in words), reason
@@ -288,7 +283,7 @@ PIPELINED = {"layers": (2, 2), "tp": 1}
 def test_ranks_of_p_that_describe_their_engine_differently_are_not_believed(lone):
     """Each of them fits D by itself; together they would send other rectangles than D has planned."""
     p, d = lone("P", Geometry(tp=2), lease_seconds=60.0), lone("D", lease_seconds=60.0)
-    context = p.ranks[1].rank._ctx
+    context = p.ranks[1].rank.context
     cache = other_group(context.hello.cache, **PIPELINED)
     context.hello = msgspec.structs.replace(context.hello, cache=cache)
     d.do(do.Expect("k", p.address, 32, b"digest"))
@@ -298,19 +293,19 @@ def test_ranks_of_p_that_describe_their_engine_differently_are_not_believed(lone
 
 def test_a_rank_of_p_that_speaks_of_an_engine_of_before_is_asked_anew(lone):
     p, d = lone("P", Geometry(tp=2), lease_seconds=60.0), lone("D", lease_seconds=60.0)
-    context = p.ranks[1].rank._ctx
+    context = p.ranks[1].rank.context
     true = context.hello
     context.hello = msgspec.structs.replace(true, cache=other_group(true.cache, **PIPELINED))
-    consumer = d.ranks[0].rank._half
-    lost = consumer._requests.lost
+    consumer = d.ranks[0].rank.half
+    lost = consumer.requests.lost
 
     def mend(peer, reason, now):
         context.hello = true
-        table = p.ranks[1].rank._half._peers
+        table = p.ranks[1].rank.half.peers
         on_engine_thread(p.ranks[1].rank, lambda: [table.remove(each) for each in table])
         lost(peer, reason, now)
 
-    consumer._requests.lost = mend
+    consumer.requests.lost = mend
     begin(p, d, "k")
     load(d, "k")
     assert wrong_cells(d.ranks[0], BLOCKS, 0, 31) == []

@@ -145,7 +145,7 @@ def test_every_truncation_and_wrong_value_from_a_p_that_was_welcomed(pair):
         hello = m.decode(data)
         mine = msgspec.structs.replace(pair.hello("P"), address=str(place), addresses=(str(place),))
         false.send_multipart([line, m.encode(m.Welcome(hello.incarnation, mine, judge(hello, mine).digest))])
-        wait_for(lambda: pair.d.ranks[0].rank._half._peers.get(str(place)).dialing.open)
+        wait_for(lambda: pair.d.ranks[0].rank.half.peers.get(str(place)).dialing.open)
         bad = pair.counters("D")["messages_bad"]
         everything = list(nonsense())
         for data in everything:
@@ -268,8 +268,8 @@ def test_a_d_has_no_say_in_the_transfers_of_another():
         d.do(do.Load("k", 0, 95, (blocks,)))
         step(p, "k", blocks, 0, 48)
         wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
-        (line,) = [peer.connection for peer in other.ranks[0].rank._half._peers]
-        context = other.ranks[0].rank._ctx
+        (line,) = [peer.connection for peer in other.ranks[0].rank.half.peers]
+        context = other.ranks[0].rank.context
         for message in (
             m.Heartbeat((("k", 1),)),
             m.Want("k", 1, 0, 16),

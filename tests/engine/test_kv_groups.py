@@ -343,9 +343,9 @@ def test_what_comes_before_its_request_waits_with_its_state():
 def test_a_peer_without_the_state_is_refused_with_a_sentence(monkeypatch):
     links = plain_links("memory")
     with pair((1, 1), links) as (p, d):
-        hello = d.ranks[0].rank._ctx.hello
+        hello = d.ranks[0].rank.context.hello
         attention = Cache(1, hello.cache.groups[:1])
-        monkeypatch.setattr(d.ranks[0].rank._ctx, "hello", replace(hello, cache=attention))
+        monkeypatch.setattr(d.ranks[0].rank.context, "hello", replace(hello, cache=attention))
         d.do(do.Expect("k", p.address, TOKENS, b"digest"))
         wait_for(lambda: failures(d))
         assert "numbers of KV groups differ: 2 at" in failures(d)[0].reason

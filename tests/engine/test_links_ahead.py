@@ -6,56 +6,30 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
-import nccl_simulated
 import pytest
 from engine_support import (
     Engine,
     Geometry,
+    Make,
     make_engine,
-    on_engine_thread,
     other_group,
     plain_links,
-    prefill,
+    push,
+    says,
     wait_for,
-    wrong_cells,
 )
-from links_support import NCCL_KINDS, nccl_links
+from hostile_support import dealer
+from links_support import simulated
 from msgspec.structs import replace
 from nccl_simulated import SimulatedNccl
 
 from p2pkv.engine import commands as do
 from p2pkv.engine import partners
-from p2pkv.engine.rank import Rank
-from p2pkv.links.nccl import NcclLinks
-from p2pkv.protocol.messages import Partners
+from p2pkv.protocol.messages import Partners, encode
 
 ONE = Geometry()
-BLOCKS = list(range(6))
-TOKENS = 32
-
-Make = Callable[..., Engine]
-
-
-@pytest.fixture(params=NCCL_KINDS)
-def make(request: pytest.FixtureRequest) -> Iterator[Make]:
-    """Engines of one rank on simulated devices; stopped at the end."""
-    made: list[Engine] = []
-
-    def make(role: str, **options: object) -> Engine:
-        links = nccl_links(blocking=request.param == "nccl-blocking", staging=1 << 20)
-        options = {"lease_seconds": 4.0, **options}
-        made.append(make_engine(role, ONE, lambda rank: links, **options))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.stop()
-    nccl_simulated.let_go()
-
-
-one_kind = pytest.mark.parametrize("make", ["nccl-polled"], indirect=True)
+one_kind = pytest.mark.parametrize("make_nccl", ["nccl-polled"], indirect=True)
 
 
 @pytest.fixture
@@ -73,11 +47,7 @@ def silent() -> Iterator[Callable[[], str]]:
 
 
 def nccl_of(engine: Engine) -> SimulatedNccl:
-    links = engine.ranks[0].rank._ctx.links
-    assert isinstance(links, NcclLinks)
-    nccl = links._shared.nccl
-    assert isinstance(nccl, SimulatedNccl)
-    return nccl
+    return simulated(engine.ranks[0].links)
 
 
 def begun(engine: Engine) -> int:
@@ -107,29 +77,15 @@ def looks(d: Engine, count: int = 4) -> None:
         seen += 1
         look(now)
 
-    half: Any = d.ranks[0].rank._half
-    look = half._partners.look
-    half._partners.look = lambda now: counted(look, now)
+    partners = d.ranks[0].rank.half.partners
+    look = partners.look
+    partners.look = lambda now: counted(look, now)
     wait_for(lambda: seen >= count, what="D's looks")
-    half._partners.look = look
+    partners.look = look
 
 
-def push(p: Engine, d: Engine, key: str, salt: int) -> None:
-    """One request from beginning to end, its bytes compared."""
-    d.do(do.Expect(key, p.address, TOKENS, b"digest"))
-    prefill(p, key, d.address, TOKENS, BLOCKS, chunk=TOKENS, salt=salt)
-    d.wait(do.Begun(key))
-    d.do(do.Load(key, 0, TOKENS - 1, (BLOCKS,)))
-    d.wait(do.Loaded(key))
-    for rank in d.ranks:
-        assert wrong_cells(rank, BLOCKS, 0, TOKENS - 1, salt) == []
-    d.do(do.Forget(key))
-    p.wait(do.BlocksFree(key))
-    p.do(do.Forget(key))
-
-
-def test_the_first_request_starts_no_communicator(make: Make) -> None:
-    p, d = make("P"), make("D")
+def test_the_first_request_starts_no_communicator(make_nccl: Make) -> None:
+    p, d = make_nccl("P"), make_nccl("D")
     assert begun(p) == begun(d) == 0
     name(d, p)
     wait_for(lambda: ahead(d) == 1, what="the link")
@@ -140,8 +96,8 @@ def test_the_first_request_starts_no_communicator(make: Make) -> None:
 
 
 @one_kind
-def test_without_the_option_d_waits_for_the_first_request(make: Make) -> None:
-    p, d = make("P"), make("D", links_ahead=False)
+def test_without_the_option_d_waits_for_the_first_request(make_nccl: Make) -> None:
+    p, d = make_nccl("P"), make_nccl("D", links_ahead=False)
     name(d, p)
     looks(d)
     assert begun(d) == 0 and d.ranks[0].rank.counters.snapshot()["peers"] == 0
@@ -150,9 +106,9 @@ def test_without_the_option_d_waits_for_the_first_request(make: Make) -> None:
 
 
 @one_kind
-def test_no_more_than_max_links_come_up_ahead_and_a_request_takes_ones_place(make: Make) -> None:
-    d = make("D", max_links=2)
-    ps = [make("P") for _ in range(10)]
+def test_no_more_than_max_links_come_up_ahead_and_a_request_takes_ones_place(make_nccl: Make) -> None:
+    d = make_nccl("D", max_links=2)
+    ps = [make_nccl("P") for _ in range(10)]
     name(d, *ps)
     wait_for(lambda: ahead(d) == 2, what="two links")
     looks(d)
@@ -169,8 +125,8 @@ def test_no_more_than_max_links_come_up_ahead_and_a_request_takes_ones_place(mak
 
 
 @one_kind
-def test_who_never_answers_holds_up_nobody(make: Make, silent: Callable[[], str]) -> None:
-    p, q, d = make("P"), make("P"), make("D")
+def test_who_never_answers_holds_up_nobody(make_nccl: Make, silent: Callable[[], str]) -> None:
+    p, q, d = make_nccl("P"), make_nccl("P"), make_nccl("D")
     deaf = [silent() for _ in range(partners.AT_ONCE + 1)]
     name(d, deaf[0], p, *deaf[1:], q)
     wait_for(lambda: begun(p) == 1, seconds=partners.FRESH_SECONDS, what="the link to P")
@@ -182,11 +138,14 @@ def test_who_never_answers_holds_up_nobody(make: Make, silent: Callable[[], str]
 
 @one_kind
 def test_who_never_answers_gives_its_place_to_the_next(
-    make: Make, silent: Callable[[], str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_nccl: Make,
+    silent: Callable[[], str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(partners, "PATIENCE_SECONDS", 0.5)
     monkeypatch.setattr(partners, "FIRST_PAUSE", 0.1)
-    p, d = make("P"), make("D", max_links=1)
+    p, d = make_nccl("P"), make_nccl("D", max_links=1)
     deaf = silent()
     with caplog.at_level(logging.INFO, "p2pkv.engine"):
         name(d, deaf, p)
@@ -199,30 +158,27 @@ def test_who_never_answers_gives_its_place_to_the_next(
 
 @one_kind
 def test_a_p_that_refuses_is_tried_again_and_its_requests_are_not_failed_for_it(
-    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_nccl: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(partners, "FIRST_PAUSE", 0.1)
-    p, d = make("P"), make("D")
-    rank = p.ranks[0].rank
-    mine = rank._ctx.hello
-
-    def says(hello: Any) -> None:
-        on_engine_thread(rank, lambda: setattr(rank._ctx, "hello", hello))
-
-    says(replace(mine, cache=other_group(mine.cache, dtype="float16")))
+    p, d = make_nccl("P"), make_nccl("D")
+    mine = p.ranks[0].hello
+    says(p, replace(mine, cache=other_group(mine.cache, dtype="float16")))
     with caplog.at_level(logging.INFO, "p2pkv.engine"):
         name(d, p)
         wait_for(lambda: "no link to P at" in caplog.text, what="the line in D's log")
     assert "cache element types differ" in caplog.text
-    says(mine)
+    says(p, mine)
     push(p, d, "a request at once", salt=1)
 
 
 @one_kind
-def test_a_link_ahead_takes_no_place_on_p_of_one_in_use(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_ahead_takes_no_place_on_p_of_one_in_use(
+    make_nccl: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(partners, "PATIENCE_SECONDS", 0.5)
-    p = make("P", max_links=1)
-    first, second = make("D"), make("D")
+    p = make_nccl("P", max_links=1)
+    first, second = make_nccl("D"), make_nccl("D")
     push(p, first, "k", salt=1)
     name(second, p)
     wait_for(lambda: second.ranks[0].rank.counters.snapshot()["peers"], what="the second D's try")
@@ -234,9 +190,9 @@ def test_a_link_ahead_takes_no_place_on_p_of_one_in_use(make: Make, monkeypatch:
 
 
 @one_kind
-def test_on_p_a_link_that_no_request_has_used_goes_first(make: Make) -> None:
-    p = make("P", max_links=2)
-    used, new, third = make("D"), make("D"), make("D")
+def test_on_p_a_link_that_no_request_has_used_goes_first(make_nccl: Make) -> None:
+    p = make_nccl("P", max_links=2)
+    used, new, third = make_nccl("D"), make_nccl("D"), make_nccl("D")
     push(p, used, "k", salt=1)
     name(new, p)
     wait_for(lambda: ahead(new) == 1, what="the link ahead")
@@ -248,9 +204,9 @@ def test_on_p_a_link_that_no_request_has_used_goes_first(make: Make) -> None:
 
 @one_kind
 def test_a_partner_that_is_named_no_more_is_let_go_after_a_while(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+    make_nccl: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    p, q, d = make("P"), make("P"), make("D")
+    p, q, d = make_nccl("P"), make_nccl("P"), make_nccl("D")
     name(d, p, q)
     wait_for(lambda: ahead(d) == 2, what="both links")
     name(d, q)
@@ -267,11 +223,11 @@ def test_a_partner_that_is_named_no_more_is_let_go_after_a_while(
 
 
 @one_kind
-def test_links_without_requests_last(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_without_requests_last(make_nccl: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2pkv.engine.consumer.IDLE_SECONDS", 0.1)
     monkeypatch.setattr("p2pkv.engine.producer.FORGOTTEN_SECONDS", 0.1)
     monkeypatch.setattr(partners, "BEAT_SECONDS", 0.2)
-    p, d = make("P", lease_seconds=0.5), make("D", lease_seconds=0.5)
+    p, d = make_nccl("P", lease_seconds=0.5), make_nccl("D", lease_seconds=0.5)
     name(d, p)
     wait_for(lambda: ahead(d) == 1, what="the link")
     begin = time.monotonic()
@@ -284,20 +240,23 @@ def test_links_without_requests_last(make: Make, monkeypatch: pytest.MonkeyPatch
 
 
 @one_kind
-def test_a_p_that_restarts_gets_its_link_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_p_that_restarts_gets_its_link_again(make_nccl: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partners, "FIRST_PAUSE", 0.1)
     monkeypatch.setattr(partners, "BEAT_SECONDS", 0.2)
-    p, d = make("P"), make("D")
+    p, d = make_nccl("P"), make_nccl("D")
     name(d, p)
     wait_for(lambda: ahead(d) == 1, what="the link")
     p.stop()
-    again = make("P", kv_port=p.address.port)
+    again = make_nccl("P", kv_port=p.address.port)
     wait_for(lambda: ahead(d) == 2, what="the link to its successor")
     push(again, d, "first", salt=1)
     assert begun(again) == 1
 
 
-def test_all_ranks_of_d_hear_of_it_and_link_to_their_ranks_of_p() -> None:
+def test_all_ranks_of_d_hear_of_it_and_link_to_their_ranks_of_p(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(partners, "LEFT_SECONDS", 0.0)
     shape = Geometry(kv_heads=4, tp=2)
     both = plain_links("memory")
     p = make_engine("P", shape, lambda rank: both("P", rank))
@@ -310,31 +269,19 @@ def test_all_ranks_of_d_hear_of_it_and_link_to_their_ranks_of_p() -> None:
         assert all(rank.rank.counters.values["links_aborted"] == 0 for rank in (*p.ranks, *d.ranks))
         name(d)
         for each in d.ranks:
-            table = each.rank._half._partners._partners
-            wait_for(lambda table=table: all(one.until < float("inf") for one in table.values()))
+            gauges = each.rank.counters
+            wait_for(lambda gauges=gauges: not gauges.snapshot()["partners"], what="all ranks hearing of it")
     finally:
         d.stop()
         p.stop()
 
 
 @one_kind
-def test_partners_of_another_engine_are_refused(make: Make) -> None:
-    p, d = make("P"), make("D")
-    rank: Rank = d.ranks[0].rank
-
-    def tell(engine: str, *addresses: str) -> None:
-        connection = rank._ctx.endpoint.dial(d.address)
-        wait_for(
-            lambda: said(lambda: rank._ctx.tell(connection, Partners(engine, addresses))), what="the message"
-        )
-
-    def said(say: Callable[[], bool]) -> bool:
-        done: list[bool] = []
-        on_engine_thread(rank, lambda: done.append(say()))
-        return done[0]
-
-    on_engine_thread(rank, lambda: None)
-    tell(str(p.address), str(p.address))
-    wait_for(lambda: rank.counters.values["messages_refused"] == 1, what="the refusal")
-    tell(str(d.address), "no address", str(p.address))
-    wait_for(lambda: ahead(d) == 1, what="the link")
+def test_partners_of_another_engine_are_refused(make_nccl: Make) -> None:
+    p, d = make_nccl("P"), make_nccl("D")
+    with dealer(d.address) as line:
+        line.send(encode(Partners(str(p.address), (str(p.address),))))
+        refused = d.ranks[0].rank.counters.values
+        wait_for(lambda: refused["messages_refused"] == 1, what="the refusal")
+        line.send(encode(Partners(str(d.address), ("no address", str(p.address)))))
+        wait_for(lambda: ahead(d) == 1, what="the link")

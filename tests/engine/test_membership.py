@@ -10,12 +10,20 @@ import time
 import msgspec
 import pytest
 import zmq
-from engine_support import Engine, Geometry, at_baseline, make_engine, prefill, wait_for, wrong_cells
+from engine_support import (
+    Engine,
+    Geometry,
+    at_baseline,
+    engine_maker,
+    prefill,
+    push,
+    wait_for,
+)
 from hostile_support import ZMTP_3_CURVE, ZMTP_3_NULL, Canary, dealer
 from memory_links import MemoryNetwork
 
 from p2pkv.control.endpoint import inspect
-from p2pkv.control.security import Members
+from p2pkv.control.security import Members, Server
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
@@ -30,15 +38,9 @@ ELSEWHERE = Networks.parse(["10.0.0.0/8"])
 @pytest.fixture
 def lone():
     """Engines that the test makes by itself; stopped at the end."""
-    network, made = MemoryNetwork(), []
-
-    def make(role: str, secret: bytes | None = SECRET, geometry: Geometry = ONE, **options: object) -> Engine:
-        made.append(make_engine(role, geometry, lambda rank: network.rank(), secret=secret, **options))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.stop()
+    network = MemoryNetwork()
+    with engine_maker(lambda role, rank: network.rank()) as make:
+        yield lambda role, secret=SECRET, **options: make(role, secret=secret, **options)
 
 
 def failure(engine: Engine, key: str, seconds: float = 8.0) -> str:
@@ -53,16 +55,7 @@ def failure(engine: Engine, key: str, seconds: float = 8.0) -> str:
 
 def transfer(p: Engine, d: Engine, key: str) -> None:
     """One whole transfer, of which every number is checked."""
-    d.do(do.Expect(key, p.address, 32, b"digest"))
-    prefill(p, key, d.address, 32, BLOCKS, chunk=32)
-    d.wait(do.Begun(key))
-    d.do(do.Load(key, 0, 31, (BLOCKS,)))
-    d.wait(do.Loaded(key))
-    for rank in d.ranks:
-        assert wrong_cells(rank, BLOCKS, 0, 31) == []
-    p.wait(do.BlocksFree(key))
-    for engine in (p, d):
-        engine.do(do.Forget(key))
+    push(p, d, key)
     wait_for(lambda: at_baseline(p) and at_baseline(d))
 
 
@@ -160,11 +153,17 @@ def test_a_forged_request_id_that_names_another_service_of_ours(lone):
         assert not router.poll(0)
 
 
+class Knowing(Members):
+    """Knows another secret, and somehow the key that ranks answer with."""
+
+    def key_of(self, server: Server) -> bytes:
+        return Members(SECRET).key_of(server)
+
+
 def attackers() -> dict[str, Members | None]:
     """Ways to connect without the secret; the last knows, somehow, the key that ranks answer with."""
-    knowing = Members(OTHER)
-    knowing._keys = {**knowing._keys, "rank": Members(SECRET)._keys["rank"]}
-    return {"in the clear": None, "with another secret": Members(OTHER), "with the ranks' key": knowing}
+    ways = {"in the clear": None, "with another secret": Members(OTHER)}
+    return ways | {"with the ranks' key": Knowing(OTHER)}
 
 
 @pytest.mark.parametrize("way", attackers())
@@ -220,6 +219,8 @@ def test_a_p_that_was_refused_is_asked_again_when_its_secret_is_mended(lone, mon
     failure(d, "k")
     p.stop()
     transfer_to = lone("P", SECRET, kv_port=p.address.port)
-    dialing = d.ranks[0].rank._half._peers.get(str(p.address)).dialing
-    wait_for(lambda: time.monotonic() > dialing._next, what="the time for which a refused peer is left alone")
+    dialing = d.ranks[0].rank.half.peers.get(str(p.address)).dialing
+    wait_for(
+        lambda: time.monotonic() > dialing.next_try, what="the time for which a refused peer is left alone"
+    )
     transfer(transfer_to, d, "next")

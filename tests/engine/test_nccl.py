@@ -3,74 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 
-import nccl_simulated
 import pytest
 from engine_support import (
     Engine,
-    Geometry,
+    Make,
     at_baseline,
-    make_engine,
+    break_link,
     on_engine_thread,
     prefill,
+    push,
     step,
+    vanish,
     wait_for,
     wrong_cells,
 )
-from links_support import NCCL_KINDS, nccl_links
+from links_support import simulated
 from nccl_simulated import SimulatedNccl
 
 from p2pkv.engine import commands as do
-from p2pkv.links.nccl import NcclLinks
 
-ONE = Geometry()
 BLOCKS = list(range(6))
 TOKENS = 32
 
-Make = Callable[..., Engine]
-
-
-@pytest.fixture(params=NCCL_KINDS)
-def make(request: pytest.FixtureRequest) -> Iterator[Make]:
-    """Engines of one rank on simulated devices; stopped at the end."""
-    made: list[Engine] = []
-
-    def make(role: str, *, version: int = 22809, **options: object) -> Engine:
-        links = nccl_links(version=version, blocking=request.param == "nccl-blocking", staging=1 << 20)
-        options = {"lease_seconds": 4.0, **options}
-        made.append(make_engine(role, ONE, lambda rank: links, **options))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.stop()
-    nccl_simulated.let_go()
-
-
-def links_of(engine: Engine) -> NcclLinks:
-    links = engine.ranks[0].rank._ctx.links
-    assert isinstance(links, NcclLinks)
-    return links
-
 
 def nccl_of(engine: Engine) -> SimulatedNccl:
-    nccl = links_of(engine)._shared.nccl
-    assert isinstance(nccl, SimulatedNccl)
-    return nccl
-
-
-def push(p: Engine, d: Engine, key: str, salt: int) -> None:
-    """One request from beginning to end, its bytes compared."""
-    d.do(do.Expect(key, p.address, TOKENS, b"digest"))
-    prefill(p, key, d.address, TOKENS, BLOCKS, chunk=TOKENS, salt=salt)
-    d.wait(do.Begun(key))
-    d.do(do.Load(key, 0, TOKENS - 1, (BLOCKS,)))
-    d.wait(do.Loaded(key))
-    assert wrong_cells(d.ranks[0], BLOCKS, 0, TOKENS - 1, salt) == []
-    d.do(do.Forget(key))
-    p.wait(do.BlocksFree(key))
-    p.do(do.Forget(key))
+    return simulated(engine.ranks[0].links)
 
 
 def failure(d: Engine, key: str) -> str:
@@ -80,22 +38,22 @@ def failure(d: Engine, key: str) -> str:
     return str(event.reason)
 
 
-def test_other_versions_of_nccl_are_refused_at_the_handshake(make: Make) -> None:
-    p, d = make("P", version=22809), make("D", version=22703)
+def test_other_versions_of_nccl_are_refused_at_the_handshake(make_nccl: Make) -> None:
+    p, d = make_nccl("P", version=22809), make_nccl("D", version=22703)
     d.do(do.Expect("k", p.address, TOKENS, b"digest"))
     reason = failure(d, "k")
     assert "nccl 2.28.9" in reason and "nccl 2.27.3" in reason and "install the same NCCL" in reason
     assert nccl_of(p).live == nccl_of(d).live == 0
 
 
-def test_a_link_that_failed_to_come_up_is_built_anew(make: Make) -> None:
-    p, d = make("P"), make("D")
+def test_a_link_that_failed_to_come_up_is_built_anew(make_nccl: Make) -> None:
+    p, d = make_nccl("P"), make_nccl("D")
     nccl_of(d).fails_with = 2
     d.do(do.Expect("k", p.address, TOKENS, b"digest"))
     wait_for(lambda: d.ranks[0].rank.counters.values["links_aborted"])
     nccl_of(d).fails_with = None
-    (peer,) = p.ranks[0].rank._half._peers
-    wait_for(lambda: p.ranks[0].rank.counters.values["links_aborted"] and peer.linked)
+    counted = p.ranks[0].rank.counters
+    wait_for(lambda: counted.values["links_aborted"] and counted.snapshot()["links"])
     prefill(p, "k", d.address, TOKENS, BLOCKS, chunk=TOKENS)
     d.wait(do.Begun("k"))
     d.do(do.Load("k", 0, TOKENS - 1, (BLOCKS,)))
@@ -103,26 +61,28 @@ def test_a_link_that_failed_to_come_up_is_built_anew(make: Make) -> None:
     assert wrong_cells(d.ranks[0], BLOCKS, 0, TOKENS - 1) == []
 
 
-def test_a_rank_looks_often_while_nccl_has_something_under_way(make: Make) -> None:
+def test_a_rank_looks_often_while_nccl_has_something_under_way(make_nccl: Make) -> None:
     """Nobody wakes it when a message has arrived, and each look may launch one only."""
-    rank = make("P").ranks[0].rank
+    engine = make_nccl("P")
+    rank = engine.ranks[0].rank
     seen: list[float] = []
 
     def look() -> None:
-        rank._soon = True
+        rank.half.pump = lambda now: True
+        rank.turn(time.monotonic())
         seen.append(rank.pause(time.monotonic()))
 
     on_engine_thread(rank, look)
-    assert seen == [rank._ctx.links.poll_seconds] == [1e-4]
+    assert seen == [engine.ranks[0].links.poll_seconds] == [1e-4]
 
 
-def test_a_link_may_take_longer_to_come_up_than_a_lease(make: Make) -> None:
-    p, d = make("P", lease_seconds=1.0), make("D", lease_seconds=1.0)
-    assert links_of(p).build_seconds > 5
+def test_a_link_may_take_longer_to_come_up_than_a_lease(make_nccl: Make) -> None:
+    p, d = make_nccl("P", lease_seconds=1.0), make_nccl("D", lease_seconds=1.0)
+    assert p.ranks[0].links.build_seconds > 5
     nccl_of(d).joins.clear()
     d.do(do.Expect("early", p.address, TOKENS, b"digest"))
-    wait_for(lambda: p.ranks[0].rank._half._peers, what="the connection")
-    (peer,) = p.ranks[0].rank._half._peers
+    wait_for(lambda: p.ranks[0].rank.half.peers, what="the connection")
+    (peer,) = p.ranks[0].rank.half.peers
     wait_for(lambda: peer.accepted, what="D's end of the link")
     first, begin = peer.link, time.monotonic()
     wait_for(lambda: time.monotonic() - begin > 2.5, what="more than two leases")
@@ -134,69 +94,68 @@ def test_a_link_may_take_longer_to_come_up_than_a_lease(make: Make) -> None:
     push(p, d, "k", salt=1)
 
 
-@pytest.mark.parametrize("make", ["nccl-blocking"], indirect=True)
-def test_where_launches_wait_for_the_device_a_receive_comes_after_its_grant(make: Make) -> None:
+@pytest.mark.parametrize("make_nccl", ["nccl-blocking"], indirect=True)
+def test_where_launches_wait_for_the_device_a_receive_comes_after_its_grant(make_nccl: Make) -> None:
     """As with CUDA_LAUNCH_BLOCKING=1: P would never hear of a receive that is launched before."""
-    p, d = make("P"), make("D")
+    p, d = make_nccl("P"), make_nccl("D")
     push(p, d, "before", salt=1)
     nccl_of(p).launches_wait = nccl_of(d).launches_wait = True
     push(p, d, "k", salt=2)
 
 
-def test_a_d_that_dies_in_mid_push_costs_p_nothing(make: Make) -> None:
-    p, d = make("P"), make("D")
+def test_a_d_that_dies_in_mid_push_costs_p_nothing(make_nccl: Make) -> None:
+    p, d = make_nccl("P"), make_nccl("D")
     d.do(do.Expect("k", p.address, 96, b"digest"))
     p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
     d.wait(do.Begun("k"))
     d.do(do.Load("k", 0, 95, (BLOCKS,)))
     step(p, "k", BLOCKS, 0, 48)
     wait_for(lambda: p.ranks[0].rank.counters.values["bytes_sent"])
-    d.ranks[0].rank._finish = d.ranks[0].rank._half.close = lambda: None  # no farewell
-    d.stop()
+    vanish(d)
     step(p, "k", BLOCKS, 48, 96)
     p.wait(do.BlocksFree("k"))
     p.do(do.Forget("k"))
-    wait_for(lambda: at_baseline(p) and links_of(p).staging.used == 0)
-    push(p, make("D"), "again", salt=1)
+    wait_for(lambda: at_baseline(p) and p.ranks[0].links.staging.used == 0)
+    push(p, make_nccl("D"), "again", salt=1)
 
 
-def test_a_frozen_d_is_not_invited_for_ever(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    p, d = make("P", lease_seconds=0.7), make("D", lease_seconds=0.7)
+def test_a_frozen_d_is_not_invited_for_ever(make_nccl: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = make_nccl("P", lease_seconds=0.7), make_nccl("D", lease_seconds=0.7)
     push(p, d, "before", salt=1)
-    (peer,) = p.ranks[0].rank._half._peers
+    (peer,) = p.ranks[0].rank.half.peers
     d.do(do.Expect("k", p.address, 96, b"digest"))
     p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
     d.wait(do.Begun("k"))
     with monkeypatch.context() as frozen:
         for name in ("receive", "tick", "pump", "command"):
-            frozen.setattr(d.ranks[0].rank._half, name, lambda *given: False)
+            frozen.setattr(d.ranks[0].rank.half, name, lambda *given: False)
         p.wait(do.BlocksFree("k"))
-        peer._outbound.guard.fail("broken for the test")
+        break_link(p)
         wait_for(lambda: peer.parked, what="P inviting the frozen D no more")
     p.do(do.Forget("k"))
     d.do(do.Drop("k", "too late"))
     d.do(do.Forget("k"))
     # What P answered meanwhile was lost. D notices, and gives the connection up: not under the next request.
-    (thawed,) = d.ranks[0].rank._half._peers
+    (thawed,) = d.ranks[0].rank.half.peers
     wait_for(lambda: thawed.unanswered_since is None or not thawed.dialing.open, what="D's notice")
     push(p, d, "after", salt=2)
 
 
-def test_p_closes_idle_links_and_builds_them_again_under_load(make: Make) -> None:
-    p = make("P", max_links=2)
-    ds = [make("D") for _ in range(4)]
+def test_p_closes_idle_links_and_builds_them_again_under_load(make_nccl: Make) -> None:
+    p = make_nccl("P", max_links=2)
+    ds = [make_nccl("D") for _ in range(4)]
     for turn in range(2):
         for number, d in enumerate(ds):
             push(p, d, f"{turn}-{number}", salt=4 * turn + number)
         wait_for(lambda: nccl_of(p).live <= 2, what="P with two communicators")
         wait_for(lambda: sum(nccl_of(d).live for d in ds) <= 2, what="as many on all Ds together")
     wait_for(lambda: nccl_of(p).aborted >= 4, what="four closed links of P")
-    assert links_of(p).staging.used == 0 and links_of(p).stuck == 0
+    assert p.ranks[0].links.staging.used == 0 and p.ranks[0].links.stuck == 0
 
 
-def test_d_closes_idle_links_and_p_builds_them_again(make: Make) -> None:
-    d = make("D", max_links=1)
-    ps = [make("P") for _ in range(3)]
+def test_d_closes_idle_links_and_p_builds_them_again(make_nccl: Make) -> None:
+    d = make_nccl("D", max_links=1)
+    ps = [make_nccl("P") for _ in range(3)]
     for turn in range(2):
         for number, p in enumerate(ps):
             push(p, d, f"{turn}-{number}", salt=3 * turn + number)
@@ -205,8 +164,8 @@ def test_d_closes_idle_links_and_p_builds_them_again(make: Make) -> None:
         wait_for(lambda: sum(nccl_of(p).live for p in ps) <= 1, what="as many on all Ps together")
 
 
-def test_p_closes_a_link_when_d_has_long_hung_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    p, d = make("P", lease_seconds=1.0), make("D", lease_seconds=1.0)
+def test_p_closes_a_link_when_d_has_long_hung_up(make_nccl: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = make_nccl("P", lease_seconds=1.0), make_nccl("D", lease_seconds=1.0)
     push(p, d, "k", salt=1)
     assert nccl_of(p).live == nccl_of(d).live == 1
     monkeypatch.setattr("p2pkv.engine.consumer.IDLE_SECONDS", 0.1)
@@ -217,8 +176,8 @@ def test_p_closes_a_link_when_d_has_long_hung_up(make: Make, monkeypatch: pytest
     push(p, d, "again", salt=2)
 
 
-def test_a_link_with_a_transfer_is_never_closed_as_idle(make: Make) -> None:
-    p, busy, other = make("P", max_links=1), make("D"), make("D")
+def test_a_link_with_a_transfer_is_never_closed_as_idle(make_nccl: Make) -> None:
+    p, busy, other = make_nccl("P", max_links=1), make_nccl("D"), make_nccl("D")
     far = [20 + block for block in BLOCKS]
     busy.do(do.Expect("k", p.address, 96, b"digest"))
     p.do(do.OfferPrompt("k", busy.address, 96, b"digest"))

@@ -97,7 +97,7 @@ def test_preempted_prompt_is_recomputed_and_right(links):
         step(p, "k", second, 40, 80)
         d.wait(do.Loaded("k"))
         assert wrong_cells(d.ranks[0], d_blocks, 0, 79) == []
-        assert p.ranks[0].rank._ctx.revoked == {}
+        assert p.ranks[0].rank.context.revoked == {}
 
 
 def test_nothing_wanted_releases_p(links):

@@ -7,15 +7,27 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_support import Engine, Geometry, at_baseline, make_engine, prefill, step, wait_for, wrong_cells
+from engine_support import (
+    Engine,
+    Geometry,
+    Make,
+    at_baseline,
+    engine_maker,
+    prefill,
+    push,
+    step,
+    wait_for,
+    wrong_cells,
+)
 from memory_links import MemoryNetwork
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.rank import FINISH_SECONDS
+from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
 
 ONE = Geometry()
@@ -23,25 +35,18 @@ BLOCKS = list(range(6))
 LEASE = 60.0
 """Seconds: what ends in these tests does not end by a lease, if nothing else is said."""
 
-Make = Callable[..., Engine]
-
 
 @pytest.fixture(params=["memory", "shared memory", "tcp"])
 def make(request) -> Iterator[Make]:
     network = MemoryNetwork()
-    with contextlib.ExitStack() as stack:
 
-        def links(rank: int):
-            if request.param == "memory":
-                return network.rank()
-            return HostLinks("127.0.0.1", 1 << 20, request.param == "shared memory")
+    def links(role: str, rank: int) -> LinkFactory:
+        if request.param == "memory":
+            return network.rank()
+        return HostLinks("127.0.0.1", 1 << 20, request.param == "shared memory")
 
-        def start(role: str, **options: object) -> Engine:
-            engine = make_engine(role, ONE, links, **{"lease_seconds": LEASE, **options})
-            stack.callback(engine.stop)
-            return engine
-
-        yield start
+    with engine_maker(links, lease_seconds=LEASE) as make:
+        yield make
 
 
 def reasons(engine: Engine) -> dict[str, str]:
@@ -61,14 +66,7 @@ def stopping(engine: Engine) -> Iterator[None]:
 
 def linked(p: Engine, d: Engine) -> None:
     """One push, so that the two have a link."""
-    d.do(do.Expect("first", p.address, 32, b"digest"))
-    prefill(p, "first", d.address, 32, BLOCKS, chunk=32)
-    d.wait(do.Begun("first"))
-    d.do(do.Load("first", 0, 31, (BLOCKS,)))
-    d.wait(do.Loaded("first"))
-    p.wait(do.BlocksFree("first"))
-    for engine in (p, d):
-        engine.do(do.Forget("first"))
+    push(p, d, "first")
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
@@ -96,7 +94,7 @@ def test_a_p_that_stops_waits_a_moment_for_a_d_that_is_about_to_admit(make: Make
     prefill(p, "k", d.address, 96, BLOCKS, chunk=96)
     d.wait(do.Begun("k"))
     with stopping(p):
-        wait_for(lambda: p.ranks[0].rank._half._leaving)
+        wait_for(lambda: p.ranks[0].rank.half.leaving)
         d.do(do.Load("k", 0, 95, (BLOCKS,)))
         d.wait(do.Loaded("k"))
     assert wrong_cells(d.ranks[0], BLOCKS, 0, 95) == []
@@ -129,7 +127,7 @@ def test_a_p_that_stops_takes_on_nothing_new(make: Make) -> None:
     prefill(p, "k", d.address, 96, BLOCKS, chunk=96)
     d.wait(do.Begun("k"))
     with stopping(p):
-        wait_for(lambda: p.ranks[0].rank._half._leaving)
+        wait_for(lambda: p.ranks[0].rank.half.leaving)
         d.do(do.Expect("new", p.address, 32, b"digest"))
         other.do(do.Expect("new", p.address, 32, b"digest"))
         for each in (d, other):
@@ -163,7 +161,7 @@ def test_a_stop_waits_for_no_peer_that_is_dead(make: Make) -> None:
     p, d = make("P"), make("D")
     linked(p, d)
     gate = threading.Event()
-    d.ranks[0].rank._half.pump = lambda now: gate.wait(30.0) and False
+    d.ranks[0].rank.half.pump = lambda now: gate.wait(30.0) and False
     d.do(do.Expect("k", p.address, 96, b"digest"))
     prefill(p, "k", d.address, 96, BLOCKS, chunk=96)
     p.stop()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kv_support import POISON, Seeded, check_exchange
 
-from p2pkv.bench.memory import HEADS, LAYERS, LAYOUTS, Memory
+from p2pkv.bench.harness import HEADS, LAYERS, LAYOUTS, Memory
 from p2pkv.device import make_recorder, own_stream
 from p2pkv.kv import PagedCache, copiers
 from p2pkv.kv.checksum import digest_by_torch
@@ -35,7 +35,7 @@ def test_kernels_and_torch_move_the_same_bytes(monkeypatch: pytest.MonkeyPatch) 
     """All layers of Llama-8B, some heads, tokens that begin and end inside blocks."""
     memory = Memory(1024, "P", "cuda")
     by_kernels = memory.cache(DENSE)
-    assert isinstance(by_kernels._copier, KernelCopier)
+    assert isinstance(by_kernels.copier, KernelCopier)
     by_kernels.warm_up()
     with monkeypatch.context() as patch:
         patch.setattr(copiers, "cupy_launcher", lambda device: None)
@@ -64,7 +64,7 @@ def test_the_checksum_is_the_one_that_torch_computes(
     """By kernel and by torch on the device, against torch on the host; of the bytes and of one bit less."""
     buffer = torch.randint(0, 256, (nbytes + shift,), dtype=torch.uint8, device="cuda")[shift:]
     by_kernel = Memory(64, "P", "cuda").cache(DENSE)
-    assert isinstance(by_kernel._copier, KernelCopier)
+    assert isinstance(by_kernel.copier, KernelCopier)
     with monkeypatch.context() as patch:
         patch.setattr(copiers, "cupy_launcher", lambda device: None)
         by_torch = Memory(64, "P", "cuda").cache(DENSE)

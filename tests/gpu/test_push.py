@@ -59,7 +59,7 @@ def test_the_two_ends_compute_the_same_checksums(place: tuple[str, tuple[str, st
     with messages(link, devices, SIZES, TOTAL, lease_seconds=LEASE_SECONDS, verify=True) as pair:
         for size in SIZES:
             assert pair.push(size) > 0
-            (peer,) = pair.rank(size)._half._peers
+            (peer,) = pair.rank(size).half.peers
             assert peer.verify
 
 
@@ -111,8 +111,8 @@ def test_an_aborted_prompt_frees_its_pages_at_once(both: Messages) -> None:
 
 def test_wrong_bytes_would_be_noticed(both: Messages) -> None:
     """What the other tests rest on: D compares what it got with what P should have had."""
-    both._memory.cells.fill_(1)
-    if both._device != "cpu":
+    both.memory.cells.fill_(1)
+    if both.device != "cpu":
         torch.cuda.synchronize()
     with pytest.raises(BenchError, match="D does not hold P's KV"):
         both.push(SIZES[0])

@@ -7,10 +7,11 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
+from cpu_pages import pack, unpack
 from gil_support import lets_others_run
 
 from p2pkv.kv import cpu_codec
-from p2pkv.kv.codecs import UNDONE, pack, pack_into, unpack, unpack_into
+from p2pkv.kv.layouts import UNDONE, pack_into, unpack_into
 
 HAVE_VLLM = importlib.util.find_spec("vllm") is not None
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_pages import unpack
 
 from p2pkv.kv import DENSE, PagedCache
 from p2pkv.kv import cache as module
 from p2pkv.kv.cache import DenseView, seen_as
-from p2pkv.kv.codecs import UNDONE, unpack
+from p2pkv.kv.layouts import UNDONE
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 5, 2, 32, 64
 TABLE = [3, 0, 4]

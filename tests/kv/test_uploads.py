@@ -98,7 +98,7 @@ class Queued:
 def with_kernels(cuda: PretendCuda, library: CpuLauncher) -> MakeCopier:
     def make(pages: list[LayerPages], tensors: Sequence[torch.Tensor]) -> Copier:
         copier = KernelCopier(pages, tensors, Queued(library, cuda.device))
-        copier._upload = Uploads(CUDA, torch.int32)
+        copier.upload = Uploads(CUDA, torch.int32)
         return copier
 
     return make

@@ -98,7 +98,7 @@ def test_an_absent_peer_is_given_up_and_the_pair_starts_afresh(blocking: bool) -
         inbound.post(10)
     inbound.abort()
     wait_until(lambda: d.stuck == (1 if blocking else 0) and simulated(d).live == 0)
-    d._shared.init_seconds = p._shared.init_seconds = 10.0
+    d.shared.init_seconds = p.shared.init_seconds = 10.0
     connect((p, d), WINDOW).carry(100)
 
 
@@ -110,7 +110,7 @@ def test_what_comes_up_after_it_was_given_up_is_aborted(blocking: bool) -> None:
     outbound = p.complete(invitation, acceptance)
     if blocking:  # only then was D's thread still there, and P finds somebody
         wait_until(lambda: simulated(d).aborted == 1)
-    wait_until(lambda: simulated(d).live == 0 and d._shared.openings.busy == 0)
+    wait_until(lambda: simulated(d).live == 0 and d.shared.openings.busy == 0)
     outbound.poll()
     outbound.abort()
     assert d.staging.used == p.staging.used == 0

@@ -16,7 +16,7 @@ import torch
 from nccl_fakes import UNIQUE_ID, FakeNcclError, fake_cupy, fake_nccl4py, install
 
 from p2pkv import device
-from p2pkv.links import make_factory, nccl_bindings, nccl_device
+from p2pkv.links import make_factory, nccl_bindings, nccl_communicator
 from p2pkv.links.base import LinkError
 from p2pkv.links.nccl_bindings import (
     IN_PROGRESS,
@@ -213,13 +213,13 @@ def test_each_stream_is_its_own_and_waits_for_no_default_stream(monkeypatch: pyt
     fake = FakeDriver()
     monkeypatch.setattr(device, "driver", lambda: fake)
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda number, device: (number, device))
-    streams = [nccl_device.CudaStream(torch.device("cuda", 0)) for _ in range(2)]
+    streams = [nccl_communicator.CudaStream(torch.device("cuda", 0)) for _ in range(2)]
     assert [stream.number for stream in streams] == [0x1231, 0x1232] and fake.flags == [1, 1]
     streams[0].close()
     assert fake.destroyed == [0x1231]
     fake.result = 201
     with pytest.raises(LinkError, match="cuStreamCreate says 201"):
-        nccl_device.CudaStream(torch.device("cuda", 0))
+        nccl_communicator.CudaStream(torch.device("cuda", 0))
 
 
 def test_names_of_versions_and_libraries() -> None:

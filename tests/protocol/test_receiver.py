@@ -100,7 +100,7 @@ def do(made: Receiver, event: LoadEvent) -> list[Effect]:
             return [effect for rank in made.sources for effect in made.offer(rank, offer(), 1.0)]
         case LoadEvent.AHEAD:
             made.ahead = True
-            return made._go_ahead(1.0)
+            return do(made, LoadEvent.OFFERED)
         case LoadEvent.WANT:
             return made.want(0, 9, 1.0)
         case LoadEvent.NOTHING:

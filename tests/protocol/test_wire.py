@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 from msgspec.structs import replace
 
-from p2pkv.kv.codecs import UNDONE
+from p2pkv.kv.layouts import UNDONE
 from p2pkv.plan import make_plan
 from p2pkv.protocol.handshake import DENSE, KNOWN_PACKINGS, Assignment, Wire, wire_between
 from p2pkv.protocol.messages import KvGroup

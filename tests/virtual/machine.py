@@ -19,8 +19,8 @@ from virtual.network import Endpoint, Network
 
 from p2pkv.config import Options
 from p2pkv.engine.consumer import Consumer
-from p2pkv.engine.core import Core
 from p2pkv.engine.producer import Producer
+from p2pkv.engine.rank import Core
 from p2pkv.pairing import Address
 from p2pkv.protocol.receiver import MAX_CHUNKS
 from p2pkv.protocol.sender import MAX_ANNOUNCED
@@ -72,10 +72,10 @@ class Worker:
             return
         self._next_turn = float("inf")
         now = self.machine.clock.now
-        self.machine.note("turn", self.machine.name, self.core._ctx.hello.rank)
+        self.machine.note("turn", self.machine.name, self.core.context.hello.rank)
         self.core.turn(now)
         self.machine.look(self.core)
-        if self.core._events:
+        if self.core.news:
             self.life.step_in(self.machine.jitter())
         self._turn_in(max(self.core.pause(now), self.machine.jitter()))
 
@@ -139,11 +139,11 @@ class Life:
         if seconds is None:
             self._working = None
         for worker in self.workers:
-            if worker.core._commands:
+            if worker.core.ordered:
                 worker.ring()
         if seconds is not None:
             self.step_in(seconds + self.machine.jitter())
-        elif not self.forward.idle or any(worker.core._events for worker in self.workers):
+        elif not self.forward.idle or any(worker.core.news for worker in self.workers):
             self.step_in(0.002 + 4 * self.machine.jitter())
 
     def hang(self, until: float) -> None:
@@ -269,20 +269,20 @@ class Machine:
     def check_bounds(self) -> None:
         """What must not grow without end does not."""
         for worker in self.life.workers if self.life is not None else []:
-            self._check_bounds(worker.core._half)
+            self._check_bounds(worker.core.half)
 
     def _check_bounds(self, half: Any) -> None:
         chunks = [0]
         if isinstance(half, Producer):
-            sends = [send for entry in half._prompts.entries.values() for send in entry.sender.sends.values()]
+            sends = [send for entry in half.prompts.entries.values() for send in entry.sender.sends.values()]
             chunks += [len(send.announced) - MAX_ANNOUNCED for send in sends]
         elif isinstance(half, Consumer):
-            loads = [entry.receiver for entry in half._requests.entries.values()]
+            loads = [entry.receiver for entry in half.requests.entries.values()]
             chunks += [len(each.chunks) - MAX_CHUNKS for load in loads for each in load.sources.values()]
         if max(chunks) > 0:
             self.broken("it keeps more chunks in mind than it may")
-        if len(half._peers) > len(self.network.endpoints):
-            self.broken(f"{len(half._peers)} peers of {len(self.network.endpoints)} that there are")
+        if len(half.peers) > len(self.network.endpoints):
+            self.broken(f"{len(half.peers)} peers of {len(self.network.endpoints)} that there are")
 
     def held(self) -> dict[str, int]:
         """What it holds that it should not when nothing is under way."""

@@ -97,7 +97,7 @@ def test_every_kind_of_fault_happens() -> None:
 
 def test_a_wrong_byte_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the run itself, where checksums do not find it first."""
-    monkeypatch.setattr(Incoming, "_check", lambda *_: None)
+    monkeypatch.setattr(Incoming, "check", lambda *_: None)
     world = World(4)
     for machine in world.machines.values():
         assert machine.life is not None
@@ -133,7 +133,7 @@ def test_a_link_that_d_gives_up_without_being_able_to_say_so_is_built_anew() -> 
     load()
     assert d.life is not None and world.jobs.outcomes["loaded"] == 1
     (worker,) = d.life.workers
-    (inlet,) = worker.core._half._peers
+    (inlet,) = worker.core.half.peers
     inlet.connection.refuses = 1  # type: ignore[attr-defined]
     worker.links.change(break_at=-1)
     world.wait(1.0)

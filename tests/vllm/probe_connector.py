@@ -25,7 +25,7 @@ from p2pkv.connector import P2pKvConnector
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.engine.commands import Blocks
 from p2pkv.kv.cache import PagedCache
-from p2pkv.kv.codecs import unpack
+from p2pkv.kv.layouts import DENSE, unpack_into
 from p2pkv.protocol.handshake import Wire, shapes
 from p2pkv.protocol.messages import KvGroup
 from p2pkv.sharding import Shape
@@ -41,7 +41,7 @@ class ProbeConnector(P2pKvConnector):
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         assert isinstance(connector_metadata, StepMetadata)
-        if self._worker is not None:
+        if self.worker is not None:
             for prefill in connector_metadata.prefills:
                 self._prompts[prefill.blocks.key] = (prefill.blocks.blocks, prefill.stop)
             for ended in connector_metadata.sent:
@@ -53,17 +53,17 @@ class ProbeConnector(P2pKvConnector):
 
     def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
         super().save_kv_layer(layer_name, *args, **kwargs)
-        if self._worker is not None and self._hold.exists() and self._worker._prompts:
+        if self.worker is not None and self._hold.exists() and self.worker._prompts:
             layer, prompts = map(int, self._hold.read_text().split())
-            if self._worker._places.get(layer_name) == layer and len(self._worker._prompts) >= prompts:
+            if self.worker._places.get(layer_name) == layer and len(self.worker._prompts) >= prompts:
                 self._hold.with_suffix(".held").touch()
                 end = time.monotonic() + 60
                 while self._hold.exists() and time.monotonic() < end:
                     time.sleep(0.01)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        assert self._worker is not None
-        requests = {request: key for key, request in self._worker.loads.requests.items()}
+        assert self.worker is not None
+        requests = {request: key for key, request in self.worker.loads.requests.items()}
         results = super().get_transfer_results(finished_req_ids)
         for request in results.finished_recving - results.failed_recving:
             key = requests[request]
@@ -74,8 +74,8 @@ class ProbeConnector(P2pKvConnector):
     def _write(self, side: str, key: str, blocks: Blocks, start: int, stop: int) -> None:
         if stop <= start:
             return
-        assert self._worker is not None
-        context = self._worker.rank._ctx
+        assert self.worker is not None
+        context = self.worker.rank.context
         said = context.hello.cache
         note = {
             "key": key,
@@ -94,13 +94,13 @@ class ProbeConnector(P2pKvConnector):
         self, cache: PagedCache, said: KvGroup, shape: Shape, blocks: Blocks, start: int, stop: int
     ) -> dict[str, Any]:
         """What the pages of one KV group hold of tokens [start, stop), or of those that are in its window."""
-        assert self._worker is not None
+        assert self.worker is not None
         start, stop = Wire("dense", 1, 1, said.once, said.window, said.block).needed(start, stop)
         first = start // cache.unit_tokens * cache.unit_tokens
         buffer = torch.empty(cache.nbytes(cache.layers, first, stop, cache.heads), dtype=torch.uint8)
         cache.gather(buffer, (0, cache.layers), (first, stop), (0, cache.heads), blocks)
         rows = buffer.view(cache.layers, -1, cache.heads, cache.row_bytes)
-        stage, rank = divmod(self._worker.rank._ctx.hello.rank, shape.tp)
+        stage, rank = divmod(self.worker.rank.context.hello.rank, shape.tp)
         return {
             "start": start,
             "once": said.once,
@@ -122,8 +122,11 @@ class ProbeConnector(P2pKvConnector):
         if cache.unit_tokens > 1:
             dtype = getattr(torch, kind)
             units, heads, _ = rows.shape
-            pages = rows.view(dtype).view(units, heads, cache.unit_tokens, -1)
-            dense = torch.stack([unpack(page, cache.codec, pages.shape[-1] // 2) for page in pages])
+            bits = torch.int16 if dtype.itemsize == 2 else torch.int32
+            pages = rows.view(bits).view(units, heads, -1)
+            dense = pages.clone().view(units, heads, cache.unit_tokens, -1)
+            if cache.codec != DENSE:
+                unpack_into(dense.numpy(), pages.numpy(), cache.codec)
             tokens = dense.permute(1, 0, 2, 3).reshape(heads, units * cache.unit_tokens, -1)
         else:
             tokens = rows.transpose(0, 1)

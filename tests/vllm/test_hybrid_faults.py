@@ -25,7 +25,7 @@ from p2pkv.demo import answers, client
 from p2pkv.demo.answers import Answer
 from p2pkv.demo.processes import wait_until
 from p2pkv.demo.servers import ProxyServer, VllmServer
-from p2pkv.demo.tiny_model import Spec, ensure_model
+from p2pkv.demo.tiny_model import TinyFiles, ensure_model
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -41,7 +41,7 @@ SETTLE_SECONDS = 10 * LEASE + 20.0
 class Kind:
     """`tie`: two tokens closer than this in log-probability may swap places, for roundings."""
 
-    model: Spec
+    model: TinyFiles
     dtype: str
     tie: float
 

@@ -26,7 +26,7 @@ from p2pkv.demo import answers, client
 from p2pkv.demo.answers import Answer
 from p2pkv.demo.processes import wait_until
 from p2pkv.demo.servers import VllmServer
-from p2pkv.demo.tiny_model import Spec, TinyLlama, ensure_model
+from p2pkv.demo.tiny_model import TinyFiles, TinyLlama, ensure_model
 
 NAME = "tiny"
 CHUNK = 256
@@ -51,7 +51,7 @@ class Instance:
 class Family:
     """One model, and the pairs (P, D) of instances that are tried with it."""
 
-    model: Spec
+    model: TinyFiles
     pairs: tuple[tuple[Instance, Instance], ...]
     settings: tuple[str, ...] = ()
     dtype: str = "float32"
