@@ -238,8 +238,8 @@ PRODUCT = (
     Mutant(
         "a load is done although its state is missing",
         "p2pkv/protocol/pieces.py",
-        "        self.left = windows.nbytes\n        self._taken",
-        "        self.left = sum(each.nbytes for each in windows.by_group.values() if each.ready is None)\n"
+        "        self.left = extents.nbytes\n        self._taken",
+        "        self.left = sum(each.nbytes for each in extents.by_group.values() if each.ready is None)\n"
         "        self._taken",
         ("tests/engine/test_kv_groups.py::"
          "test_a_load_of_which_only_the_state_is_missing_fails_with_its_link[memory]",),

@@ -406,16 +406,16 @@ class Incoming:
 
     def _scatter(self, entry: RequestEntry, arrived: Arrived) -> None:
         assignment, offset = entry.receiver.sources[arrived.rank].assignment, 0
-        windows = assignment.windows(*entry.wanted)
+        extents = assignment.extents(*entry.wanted)
         for piece in arrived.chunk.pieces:
-            window, edge = windows.by_group[piece.group], assignment.edges[piece.group]
+            extent, edge = extents.by_group[piece.group], assignment.edges[piece.group]
             rows, shift = arrived.pages[piece.group], edge.target_layer - edge.layers.start
             heads = (edge.target_head, edge.target_head + len(edge.heads))
-            for begin, part in window.within(piece):
+            for begin, part in extent.within(piece):
                 layers = (part.layer + shift, part.layer_stop + shift)
-                part_bytes = arrived.buffer[offset + begin :][: window.size(part)]
+                part_bytes = arrived.buffer[offset + begin :][: extent.size(part)]
                 rows.scatter(part_bytes, layers, (part.start, part.stop), heads, entry.blocks)
-            offset += window.size(piece)
+            offset += extent.size(piece)
 
 
 def _is_ahead(entry: RequestEntry) -> bool:

@@ -317,8 +317,8 @@ class Requests:
         peers = [self._peers.get(str(place)) for place in [first, *places.values()]]
         if not all(each is not None and each.dialing.open for each in peers):
             return
-        owed = [peer.owes(some).windows(0, message.tokens) for some in edges.values()]
-        buffer = self._early_buffers.take(sum(windows.nbytes for windows in owed), now)
+        owed = [peer.owes(some).extents(0, message.tokens) for some in edges.values()]
+        buffer = self._early_buffers.take(sum(extents.nbytes for extents in owed), now)
         if buffer is None:
             return
         expect = do.Expect(message.key, first, message.tokens, message.digest)

@@ -22,7 +22,7 @@ from p2pkv.pairing import Address, PairingError
 from p2pkv.plan import Edge, Plan, Shapes, make_plan
 from p2pkv.protocol.machine import Machine, Table
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
-from p2pkv.protocol.pieces import Window, Windows
+from p2pkv.protocol.pieces import Extent, Extents
 from p2pkv.sharding import Shape, ShardingError
 
 # The form in which KV travels.
@@ -122,13 +122,13 @@ class Share(Struct, frozen=True):
     edge: Edge
     wire: Wire
 
-    def window(self, start: int, stop: int) -> Window:
-        """See `Assignment.windows`."""
+    def extent(self, start: int, stop: int) -> Extent:
+        """See `Assignment.extents`."""
         edge, wire = self.edge, self.wire
         row = len(edge.heads) * wire.row_bytes
         ready = stop if wire.once else None
         tokens = wire.needed(start, stop)
-        return Window(edge.group, edge.layers.start, edge.layers.stop, *tokens, wire.unit, row, ready)
+        return Extent(edge.group, edge.layers.start, edge.layers.stop, *tokens, wire.unit, row, ready)
 
 
 class Assignment(Struct, frozen=True, dict=True):
@@ -141,13 +141,13 @@ class Assignment(Struct, frozen=True, dict=True):
         """`wires`: the form of each KV group."""
         return cls(tuple(Share(edge, wires[edge.group]) for edge in edges))
 
-    def windows(self, start: int, stop: int) -> Windows:
+    def extents(self, start: int, stop: int) -> Extents:
         """What of the shares a D needs that has tokens [0, start) and will compute token `stop`: all of a
         state, of a sliding window its last tokens.
 
         Raises RemoteProtocolError if `start` is inside a row of the wire.
         """
-        return Windows({share.edge.group: share.window(start, stop) for share in self.shares})
+        return Extents({share.edge.group: share.extent(start, stop) for share in self.shares})
 
     @cached_property
     def edges(self) -> dict[int, Edge]:

@@ -15,11 +15,11 @@ from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.messages import MAX_PIECES, Piece
 
 Computed = Mapping[int, Sequence[int]]
-"""By KV group: for each layer of a window, how many of the prompt's first tokens have been computed."""
+"""By KV group: for each layer of an extent, how many of the prompt's first tokens have been computed."""
 
 
 @dataclass(frozen=True)
-class Window:
+class Extent:
     """The part of a prompt's KV that one P rank owes one D rank of one KV group.
 
     Attributes:
@@ -72,7 +72,7 @@ class Window:
         return (piece.layer_stop - piece.layer) * ((piece.stop - piece.start) // self.unit) * self.row
 
     def within(self, piece: Piece) -> Iterator[tuple[int, Piece]]:
-        """What of `piece` lies in this window, cut so that each part's bytes lie together in the piece's.
+        """What of `piece` lies in this extent, cut so that each part's bytes lie together in the piece's.
 
         With each part goes where its bytes begin.
         """
@@ -86,7 +86,7 @@ class Window:
                 yield whole + skipped, Piece(self.group, layer, layer + 1, start, stop)
 
     def contains(self, piece: Piece) -> bool:
-        """Whether a piece of this group lies in the window, in whole units."""
+        """Whether a piece of this group lies in the extent, in whole units."""
         return (
             self.layer <= piece.layer < piece.layer_stop <= self.layer_stop
             and self.start <= piece.start < piece.stop <= self.ceiling
@@ -95,35 +95,35 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Windows:
-    """What one P rank owes one D rank of a prompt: a window of each KV group of which it owes something."""
+class Extents:
+    """What one P rank owes one D rank of a prompt: an extent of each KV group of which it owes something."""
 
-    by_group: Mapping[int, Window]
+    by_group: Mapping[int, Extent]
 
     @property
     def nbytes(self) -> int:
-        return sum(window.nbytes for window in self.by_group.values())
+        return sum(extent.nbytes for extent in self.by_group.values())
 
     def size(self, piece: Piece) -> int:
-        """Bytes of a piece that lies in one of the windows."""
+        """Bytes of a piece that lies in one of the extents."""
         return self.by_group[piece.group].size(piece)
 
     def check(self, pieces: Iterable[Piece]) -> int:
-        """Bytes of `pieces`. Raises RemoteProtocolError for one that does not lie in these windows."""
+        """Bytes of `pieces`. Raises RemoteProtocolError for one that does not lie in these extents."""
         total = 0
         for piece in pieces:
-            window = self.by_group.get(piece.group)
-            if window is None or not window.contains(piece):
+            extent = self.by_group.get(piece.group)
+            if extent is None or not extent.contains(piece):
                 raise RemoteProtocolError(f"{piece} does not lie in what was asked for, {self}")
-            total += window.size(piece)
+            total += extent.size(piece)
         return total
 
     def readable(self, computed: Computed, pieces: Iterable[Piece]) -> bool:
-        """Whether all of these pieces, which lie in the windows, have been computed."""
+        """Whether all of these pieces, which lie in the extents, have been computed."""
         for piece in pieces:
-            window = self.by_group[piece.group]
-            layers = computed[piece.group][piece.layer - window.layer : piece.layer_stop - window.layer]
-            if window.sendable(min(layers)) < piece.stop:
+            extent = self.by_group[piece.group]
+            layers = computed[piece.group][piece.layer - extent.layer : piece.layer_stop - extent.layer]
+            if extent.sendable(min(layers)) < piece.stop:
                 return False
         return True
 
@@ -132,20 +132,20 @@ class Windows:
 
 
 class Cutter:
-    """P's side: which rows of its windows have been announced, and the next chunk to announce."""
+    """P's side: which rows of its extents have been announced, and the next chunk to announce."""
 
-    def __init__(self, windows: Windows) -> None:
-        self.windows = windows
-        self.left = windows.nbytes
+    def __init__(self, extents: Extents) -> None:
+        self.extents = extents
+        self.left = extents.nbytes
         self._announced = {
-            group: [window.start] * (window.layer_stop - window.layer)
-            for group, window in windows.by_group.items()
+            group: [extent.start] * (extent.layer_stop - extent.layer)
+            for group, extent in extents.by_group.items()
         }
         self._again: list[Piece] = []
 
     def pending(self, computed: Computed) -> int:
         """Bytes that are ready and not announced."""
-        return sum(map(self.windows.size, self._pending(computed)))
+        return sum(map(self.extents.size, self._pending(computed)))
 
     def cut(self, computed: Computed, limit: int) -> tuple[Piece, ...]:
         """The next chunk: ready pieces of up to `limit` bytes (one row at the least); () if none is ready."""
@@ -157,7 +157,7 @@ class Cutter:
                 break
             self._take(piece, part)
             taken.append(part)
-            room -= self.windows.size(part)
+            room -= self.extents.size(part)
             if part != piece:
                 break
         self.left -= limit - room
@@ -166,48 +166,48 @@ class Cutter:
     def put_back(self, pieces: tuple[Piece, ...]) -> None:
         """In place of these filler went out: announce them again when they are ready again."""
         self._again.extend(pieces)
-        self.left += sum(map(self.windows.size, pieces))
+        self.left += sum(map(self.extents.size, pieces))
 
     def _pending(self, computed: Computed) -> Iterator[Piece]:
         for piece in self._again:
-            if self.windows.readable(computed, (piece,)):
+            if self.extents.readable(computed, (piece,)):
                 yield piece
-        for group, window in self.windows.by_group.items():
-            yield from self._runs(window, computed[group])
+        for group, extent in self.extents.by_group.items():
+            yield from self._runs(extent, computed[group])
 
-    def _runs(self, window: Window, computed: Sequence[int]) -> Iterator[Piece]:
-        """What of a window is ready and was never announced; equal neighbours are one piece."""
+    def _runs(self, extent: Extent, computed: Sequence[int]) -> Iterator[Piece]:
+        """What of an extent is ready and was never announced; equal neighbours are one piece."""
         run: Piece | None = None
-        for index, start in enumerate(self._announced[window.group]):
-            stop = window.sendable(computed[index])
-            layer = window.layer + index
+        for index, start in enumerate(self._announced[extent.group]):
+            stop = extent.sendable(computed[index])
+            layer = extent.layer + index
             if run is not None and (run.start, run.stop) == (start, stop):
-                run = Piece(window.group, run.layer, layer + 1, start, stop)
+                run = Piece(extent.group, run.layer, layer + 1, start, stop)
                 continue
             if run is not None:
                 yield run
-            run = Piece(window.group, layer, layer + 1, start, stop) if stop > start else None
+            run = Piece(extent.group, layer, layer + 1, start, stop) if stop > start else None
         if run is not None:
             yield run
 
     def _fit(self, piece: Piece, room: int, first: bool) -> Piece | None:
         """The largest part of `piece` that fits: whole layers, or else some units of one layer."""
-        group, window = piece.group, self.windows.by_group[piece.group]
-        units = (piece.stop - piece.start) // window.unit
-        layers = min(piece.layer_stop - piece.layer, max(0, room) // (units * window.row))
+        group, extent = piece.group, self.extents.by_group[piece.group]
+        units = (piece.stop - piece.start) // extent.unit
+        layers = min(piece.layer_stop - piece.layer, max(0, room) // (units * extent.row))
         if layers:
             return Piece(group, piece.layer, piece.layer + layers, piece.start, piece.stop)
         if not first:
             return None
-        some = max(1, room // window.row)
-        return Piece(group, piece.layer, piece.layer + 1, piece.start, piece.start + some * window.unit)
+        some = max(1, room // extent.row)
+        return Piece(group, piece.layer, piece.layer + 1, piece.start, piece.start + some * extent.unit)
 
     def _take(self, piece: Piece, part: Piece) -> None:
         if piece in self._again:
             self._again.remove(piece)
             self._again.extend(_rest(piece, part))
             return
-        announced, first = self._announced[part.group], self.windows.by_group[part.group].layer
+        announced, first = self._announced[part.group], self.extents.by_group[part.group].layer
         for layer in range(part.layer, part.layer_stop):
             announced[layer - first] = part.stop
 
@@ -221,19 +221,19 @@ def _rest(piece: Piece, part: Piece) -> Iterator[Piece]:
 
 
 class Coverage:
-    """D's side: which rows of its windows have been announced, and how many bytes are still to come."""
+    """D's side: which rows of its extents have been announced, and how many bytes are still to come."""
 
-    def __init__(self, windows: Windows) -> None:
-        self.windows = windows
-        self.left = windows.nbytes
+    def __init__(self, extents: Extents) -> None:
+        self.extents = extents
+        self.left = extents.nbytes
         self._taken = {
-            group: [0] * (window.layer_stop - window.layer) for group, window in windows.by_group.items()
+            group: [0] * (extent.layer_stop - extent.layer) for group, extent in extents.by_group.items()
         }
         """By group, for each layer, a bit for each unit: so a peer cannot make it grow."""
 
     def reserve(self, pieces: tuple[Piece, ...]) -> int:
         """Note announced pieces; bytes of them. Raises RemoteProtocolError for foreign or repeated rows."""
-        total = self.windows.check(pieces)
+        total = self.extents.check(pieces)
         for done, piece in enumerate(pieces):
             taken, rows, layers = self._taken[piece.group], self._rows(piece), self._layers(piece)
             if any(taken[layer] & rows for layer in layers):
@@ -257,11 +257,11 @@ class Coverage:
         assert self.left >= 0
 
     def _layers(self, piece: Piece) -> range:
-        first = self.windows.by_group[piece.group].layer
+        first = self.extents.by_group[piece.group].layer
         return range(piece.layer - first, piece.layer_stop - first)
 
     def _rows(self, piece: Piece) -> int:
-        window = self.windows.by_group[piece.group]
-        first = (piece.start - window.start) // window.unit
-        count = (piece.stop - piece.start) // window.unit
+        extent = self.extents.by_group[piece.group]
+        first = (piece.start - extent.start) // extent.unit
+        count = (piece.stop - piece.start) // extent.unit
         return ((1 << count) - 1) << first

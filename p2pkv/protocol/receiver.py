@@ -107,7 +107,7 @@ class Source:
 
     def want(self, start: int, stop: int, now: float) -> None:
         """It is asked for its part of tokens [start, stop)."""
-        self._coverage = Coverage(self.assignment.windows(start, stop))
+        self._coverage = Coverage(self.assignment.extents(start, stop))
         self.heard = now
 
     def announced(self, message: Chunk, now: float) -> bool:
@@ -121,7 +121,7 @@ class Source:
                 f"{message.key}: chunk {message.chunk} is announced where {self._next} is due, "
                 f"or is one more than {MAX_CHUNKS}"
             )
-        nbytes = self._coverage.windows.check(message.pieces)
+        nbytes = self._coverage.extents.check(message.pieces)
         if nbytes != message.nbytes:
             raise RemoteProtocolError(
                 f"{message.key}: chunk of {message.nbytes} bytes whose pieces make {nbytes}"

@@ -145,11 +145,11 @@ class SendState:
 
     def want(self, message: Want) -> None:
         """D's rank says which tokens. Raises RemoteProtocolError if it said something else before."""
-        windows = self.assignment.windows(message.start, message.stop)
-        if self.cutter is not None and self.cutter.windows != windows:
-            raise RemoteProtocolError(f"{message} is not what was wanted ahead, {self.cutter.windows}")
+        extents = self.assignment.extents(message.start, message.stop)
+        if self.cutter is not None and self.cutter.extents != extents:
+            raise RemoteProtocolError(f"{message} is not what was wanted ahead, {self.cutter.extents}")
         self.machine.remote(SendEvent.AHEAD if message.ahead else SendEvent.WANT)
-        self.cutter = self.cutter or Cutter(windows)
+        self.cutter = self.cutter or Cutter(extents)
 
     def announce(self, key: str, computed: Sequence[int], limit: int, flush: bool) -> Iterator[Chunk]:
         """Chunks to announce now: full ones, and with `flush` the rest."""
@@ -160,7 +160,7 @@ class SendState:
         ready = self.cutter.pending(owed)
         while ready and (flush or ready >= limit) and len(self.announced) < MAX_ANNOUNCED:
             pieces = self.cutter.cut(owed, limit)
-            nbytes = sum(map(self.cutter.windows.size, pieces))
+            nbytes = sum(map(self.cutter.extents.size, pieces))
             yield Chunk(key, self.attempt, self._chunks, nbytes, pieces)
             self.announced[self._chunks] = (nbytes, pieces)
             self._chunks += 1
@@ -176,7 +176,7 @@ class SendState:
 
     def readable(self, computed: Sequence[int], pieces: Sequence[Piece]) -> bool:
         """Whether the blocks still hold all of these pieces."""
-        return self.cutter is not None and self.cutter.windows.readable(self._owed(computed), pieces)
+        return self.cutter is not None and self.cutter.extents.readable(self._owed(computed), pieces)
 
     def sent(self, chunk: int, filler: bool) -> None:
         """The chunk has been handed to the link; if it was filler, it will be announced again."""

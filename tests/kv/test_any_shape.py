@@ -22,7 +22,7 @@ from p2pkv.kv.cache import seen_as
 from p2pkv.plan import Edge, Plan, make_plan
 from p2pkv.protocol.handshake import Share, wire_between
 from p2pkv.protocol.messages import Piece
-from p2pkv.protocol.pieces import Coverage, Cutter, Windows
+from p2pkv.protocol.pieces import Coverage, Cutter, Extents
 from p2pkv.sharding import Shape
 
 CODECS = ["dense", "page:vec", "page:vec16", "page:amx"]
@@ -91,8 +91,8 @@ def push(case: Case, plan: Plan, ranks: list[Held], truth: Elements) -> tuple[li
     wire = wire_between(case.prefill.group, case.decode.group)
     assert wire is not None
     debts = [Share(edge, wire) for edge in plan.edges]
-    windows = [Windows({0: debt.window(case.start, case.stop)}) for debt in debts]
-    cutters, coverages = [Cutter(owed) for owed in windows], [Coverage(owed) for owed in windows]
+    extents = [Extents({0: debt.extent(case.start, case.stop)}) for debt in debts]
+    cutters, coverages = [Cutter(owed) for owed in extents], [Coverage(owed) for owed in extents]
     done = [0] * sum(case.prefill.shape.layers)
     out: list[Sent] = []
     for stop, layers in case.steps:
@@ -103,9 +103,9 @@ def push(case: Case, plan: Plan, ranks: list[Held], truth: Elements) -> tuple[li
             ready = done[debt.edge.layers.start : debt.edge.layers.stop]
             while pieces := cutter.cut({0: ready}, case.chunk):
                 coverage.filled(coverage.reserve(pieces))
-                out += [Sent(debt, piece, gathered(ranks, debt, piece, cutter.windows)) for piece in pieces]
+                out += [Sent(debt, piece, gathered(ranks, debt, piece, cutter.extents)) for piece in pieces]
     assert not any(cutter.left for cutter in cutters) and not any(coverage.left for coverage in coverages)
-    return out, {debt.edge: owed.nbytes for debt, owed in zip(debts, windows, strict=True)}
+    return out, {debt.edge: owed.nbytes for debt, owed in zip(debts, extents, strict=True)}
 
 
 def forward(held: Held, done: list[int], stop: int, layers: int, truth: Elements) -> None:
@@ -116,11 +116,11 @@ def forward(held: Held, done: list[int], stop: int, layers: int, truth: Elements
             held.compute(slice(layer - mine.start, layer - mine.start + 1), done[layer], stop, cells)
 
 
-def gathered(ranks: list[Held], debt: Share, piece: Piece, windows: Windows) -> torch.Tensor:
+def gathered(ranks: list[Held], debt: Share, piece: Piece, extents: Extents) -> torch.Tensor:
     edge, held = debt.edge, ranks[debt.edge.source]
     pages = seen_as(held.paged, debt.wire.codec)
     shift = edge.source_layer - edge.layers.start
-    data = torch.empty(windows.size(piece), dtype=torch.uint8)
+    data = torch.empty(extents.size(piece), dtype=torch.uint8)
     heads = (edge.source_head, edge.source_head + len(edge.heads))
     pages.gather(
         data,

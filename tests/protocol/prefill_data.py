@@ -13,7 +13,7 @@ from p2pkv.plan import Edge, Plan
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import Wire
 from p2pkv.protocol.machine import Transmit
-from p2pkv.protocol.pieces import Window, Windows
+from p2pkv.protocol.pieces import Extent, Extents
 from p2pkv.protocol.sender import Sender
 
 if TYPE_CHECKING:
@@ -98,25 +98,25 @@ class Pages:
         self.take_back(key)
 
     def gather(
-        self, key: str, edges: Mapping[int, Edge], pieces: tuple[m.Piece, ...], windows: Windows
+        self, key: str, edges: Mapping[int, Edge], pieces: tuple[m.Piece, ...], extents: Extents
     ) -> list[Cell | None]:
         """The rows of these pieces; of tokens that are not in their window anything."""
         if key in self.free:
             raise Violation(f"{self._name} reads {key} after it was released")
         return [
-            self._read(key, edges[piece.group], layer, token, head, windows.by_group[piece.group])
+            self._read(key, edges[piece.group], layer, token, head, extents.by_group[piece.group])
             for piece in pieces
             for layer in range(piece.layer, piece.layer_stop)
             for token in range(piece.start, piece.stop)
             for head in edges[piece.group].heads
         ]
 
-    def _read(self, key: str, edge: Edge, layer: int, token: int, head: int, window: Window) -> Cell | None:
+    def _read(self, key: str, edge: Edge, layer: int, token: int, head: int, extent: Extent) -> Cell | None:
         local = layer - edge.layers.start + edge.source_layer
         place = (edge.group, local, head - edge.heads.start + edge.source_head, token)
         cell = self._cells[key].get(place)
-        right = (key, edge.group, layer, head, token if window.ready is None else window.ready)
-        if token < window.stop and cell != right:
+        right = (key, edge.group, layer, head, token if extent.ready is None else extent.ready)
+        if token < extent.stop and cell != right:
             raise Violation(f"{self._name} reads {cell} where {right} should be")
         return cell
 
@@ -171,4 +171,4 @@ class Outgoing:
         cutter = sender.sends[order.rank].cutter
         assert cutter is not None
         edges = {edge.group: edge for edge in peer.edges}
-        return self._owner.pages.gather(sender.key, edges, order.pieces, cutter.windows)
+        return self._owner.pages.gather(sender.key, edges, order.pieces, cutter.extents)

@@ -1,4 +1,4 @@
-"""Cutting on P and counting on D: together an exact cover of the window, whatever the order of things."""
+"""Cutting on P and counting on D: together an exact cover of the extent, whatever the order of things."""
 
 from __future__ import annotations
 
@@ -11,73 +11,73 @@ from hypothesis import strategies as st
 
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.messages import MAX_PIECES, Piece
-from p2pkv.protocol.pieces import Coverage, Cutter, Window, Windows
+from p2pkv.protocol.pieces import Coverage, Cutter, Extent, Extents
 
 Row = tuple[int, int, int]
 """A (group, layer, first token) of the wire."""
 
 
 @st.composite
-def windows(draw: st.DrawFn, group: int = 0, once: bool | None = False) -> Window:
+def extents(draw: st.DrawFn, group: int = 0, once: bool | None = False) -> Extent:
     """Up to 6 layers x 20 units; `stop` may lie inside a unit. `once`: one row per request; None: or not."""
     layer = draw(st.integers(0, 9))
     layers, row = (layer, layer + draw(st.integers(1, 6))), draw(st.integers(1, 7))
     if draw(st.booleans()) if once is None else once:
-        return Window(group, *layers, 0, 1, 1, row, ready=draw(st.integers(1, 40)))
+        return Extent(group, *layers, 0, 1, 1, row, ready=draw(st.integers(1, 40)))
     unit = draw(st.sampled_from([1, 2, 5]))
     start = draw(st.integers(0, 9)) * unit
-    return Window(group, *layers, start, start + draw(st.integers(1, 20 * unit)), unit, row)
+    return Extent(group, *layers, start, start + draw(st.integers(1, 20 * unit)), unit, row)
 
 
 @st.composite
-def several_windows(draw: st.DrawFn) -> Windows:
+def several_extents(draw: st.DrawFn) -> Extents:
     """Of one to three KV groups, not always the first ones."""
     groups = draw(st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True))
-    return Windows({group: draw(windows(group, once=None)) for group in groups})
+    return Extents({group: draw(extents(group, once=None)) for group in groups})
 
 
-def rows_of(window: Window, piece: Piece) -> list[Row]:
-    tokens = range(piece.start, piece.stop, window.unit)
+def rows_of(extent: Extent, piece: Piece) -> list[Row]:
+    tokens = range(piece.start, piece.stop, extent.unit)
     return [(piece.group, layer, token) for layer in range(piece.layer, piece.layer_stop) for token in tokens]
 
 
-def all_rows(window: Window) -> set[Row]:
-    whole = Piece(window.group, window.layer, window.layer_stop, window.start, window.ceiling)
-    return set(rows_of(window, whole))
+def all_rows(extent: Extent) -> set[Row]:
+    whole = Piece(extent.group, extent.layer, extent.layer_stop, extent.start, extent.ceiling)
+    return set(rows_of(extent, whole))
 
 
 class Pair:
     """A Cutter, a Coverage, and beside them the plain truth: how often each row is announced now."""
 
-    def __init__(self, windows: Windows) -> None:
-        self.windows = windows
-        self.cutter, self.coverage = Cutter(windows), Coverage(windows)
+    def __init__(self, extents: Extents) -> None:
+        self.extents = extents
+        self.cutter, self.coverage = Cutter(extents), Coverage(extents)
         self.computed = self.all_at(0)
         self.announced: Counter[Row] = Counter()
         self.under_way: list[tuple[Piece, ...]] = []
 
     def all_at(self, tokens: int) -> dict[int, list[int]]:
         """So many tokens are computed of every layer."""
-        each = self.windows.by_group.items()
-        return {group: [tokens] * (window.layer_stop - window.layer) for group, window in each}
+        each = self.extents.by_group.items()
+        return {group: [tokens] * (extent.layer_stop - extent.layer) for group, extent in each}
 
     def ready(self) -> set[Row]:
         """By hand: a unit is ready when all tokens of it that are wanted are computed; a row per request when
         all tokens before it are."""
         found = set()
-        for group, window in self.windows.by_group.items():
-            for row in all_rows(window):
+        for group, extent in self.extents.by_group.items():
+            for row in all_rows(extent):
                 _, layer, token = row
-                needed = window.ready or min(token + window.unit, window.stop)
-                if self.computed[group][layer - window.layer] >= needed:
+                needed = extent.ready or min(token + extent.unit, extent.stop)
+                if self.computed[group][layer - extent.layer] >= needed:
                     found.add(row)
         return found
 
     def nbytes(self, rows: Iterable[Row]) -> int:
-        return sum(self.windows.by_group[group].row for group, _, _ in rows)
+        return sum(self.extents.by_group[group].row for group, _, _ in rows)
 
     def rows(self, pieces: Iterable[Piece]) -> list[Row]:
-        return [row for piece in pieces for row in rows_of(self.windows.by_group[piece.group], piece)]
+        return [row for piece in pieces for row in rows_of(self.extents.by_group[piece.group], piece)]
 
     def cut(self, limit: int) -> tuple[Piece, ...]:
         free = {row for row in self.ready() if not self.announced[row]}
@@ -87,21 +87,21 @@ class Pair:
         assert set(rows) <= free and len(set(rows)) == len(rows)
         assert bool(rows) == bool(free)
         nbytes = self.nbytes(rows)
-        assert nbytes == sum(map(self.windows.size, pieces)) and (nbytes <= limit or len(rows) == 1)
+        assert nbytes == sum(map(self.extents.size, pieces)) and (nbytes <= limit or len(rows) == 1)
         if pieces:
             assert self.coverage.reserve(pieces) == nbytes
             self.announced.update(rows)
             self.under_way.append(pieces)
-        assert self.cutter.left == self.windows.nbytes - self.nbytes(+self.announced)
+        assert self.cutter.left == self.extents.nbytes - self.nbytes(+self.announced)
         return pieces
 
     def every(self) -> set[Row]:
-        return set().union(*map(all_rows, self.windows.by_group.values()))
+        return set().union(*map(all_rows, self.extents.by_group.values()))
 
     def arrive(self, which: int, filler: bool) -> None:
         pieces = self.under_way.pop(which % len(self.under_way))
         if not filler:
-            self.coverage.filled(sum(map(self.windows.size, pieces)))
+            self.coverage.filled(sum(map(self.extents.size, pieces)))
             return
         self.cutter.put_back(pieces)
         self.coverage.give_back(pieces)
@@ -115,17 +115,17 @@ class Pair:
             self.arrive(0, filler=False)
 
 
-@given(several_windows(), st.data())
+@given(several_extents(), st.data())
 @settings(deadline=None, max_examples=200)
-def test_every_row_is_announced_once_and_voided_ones_again(windows: Windows, data: st.DataObject) -> None:
-    pair = Pair(windows)
+def test_every_row_is_announced_once_and_voided_ones_again(extents: Extents, data: st.DataObject) -> None:
+    pair = Pair(extents)
     for _ in range(data.draw(st.integers(0, 12), label="steps")):
         step = data.draw(st.sampled_from(["compute", "cut", "arrive", "filler", "revoke"]))
         if step == "compute":
             group = data.draw(st.sampled_from(sorted(pair.computed)))
             computed = pair.computed[group]
             layer = data.draw(st.integers(0, len(computed) - 1))
-            more = data.draw(st.integers(0, max(windows.by_group[group].ceiling, 40) + 3))
+            more = data.draw(st.integers(0, max(extents.by_group[group].ceiling, 40) + 3))
             computed[layer] = max(computed[layer], more)
         elif step == "cut":
             pair.cut(data.draw(st.integers(1, 60), label="limit"))
@@ -140,14 +140,14 @@ def test_every_row_is_announced_once_and_voided_ones_again(windows: Windows, dat
     assert pair.cutter.left == pair.coverage.left == 0
 
 
-@given(windows(), st.data())
+@given(extents(), st.data())
 @settings(deadline=None, max_examples=100)
-def test_a_piece_outside_the_window_is_refused(window: Window, data: st.DataObject) -> None:
-    low, high = max(0, window.start - window.unit), window.ceiling + window.unit
-    layer = data.draw(st.integers(max(0, window.layer - 1), window.layer_stop))
+def test_a_piece_outside_the_window_is_refused(extent: Extent, data: st.DataObject) -> None:
+    low, high = max(0, extent.start - extent.unit), extent.ceiling + extent.unit
+    layer = data.draw(st.integers(max(0, extent.layer - 1), extent.layer_stop))
     start = data.draw(st.integers(low, high))
     layer_stop, stop = (
-        data.draw(st.integers(layer, window.layer_stop + 1)),
+        data.draw(st.integers(layer, extent.layer_stop + 1)),
         data.draw(st.integers(start, high)),
     )
     piece = Piece(0, layer, layer_stop, start, stop)
@@ -158,33 +158,33 @@ def test_a_piece_outside_the_window_is_refused(window: Window, data: st.DataObje
     }
     cells = {
         (0, layer, token)
-        for layer in range(window.layer, window.layer_stop)
-        for token in range(window.start, window.ceiling)
+        for layer in range(extent.layer, extent.layer_stop)
+        for token in range(extent.start, extent.ceiling)
     }
-    whole = piece.start % window.unit == 0 and piece.stop % window.unit == 0
-    coverage = Coverage(Windows({0: window}))
+    whole = piece.start % extent.unit == 0 and piece.stop % extent.unit == 0
+    coverage = Coverage(Extents({0: extent}))
     if rows and rows <= cells and whole:
-        assert coverage.reserve((piece,)) == len(rows) // window.unit * window.row
+        assert coverage.reserve((piece,)) == len(rows) // extent.unit * extent.row
     else:
         with pytest.raises(RemoteProtocolError, match="does not lie in what was asked for"):
             coverage.reserve((piece,))
-    assert coverage.left == window.nbytes
+    assert coverage.left == extent.nbytes
 
 
-@given(windows(), st.data())
+@given(extents(), st.data())
 @settings(deadline=None, max_examples=100)
-def test_overlapping_pieces_are_refused_and_leave_nothing_behind(window: Window, data: st.DataObject) -> None:
+def test_overlapping_pieces_are_refused_and_leave_nothing_behind(extent: Extent, data: st.DataObject) -> None:
     def piece() -> Piece:
-        layer = data.draw(st.integers(window.layer, window.layer_stop - 1))
-        unit = data.draw(st.integers(0, (window.ceiling - window.start) // window.unit - 1))
-        start = window.start + unit * window.unit
-        stop = data.draw(st.integers(unit + 1, (window.ceiling - window.start) // window.unit))
-        layer_stop = data.draw(st.integers(layer + 1, window.layer_stop))
-        return Piece(0, layer, layer_stop, start, window.start + stop * window.unit)
+        layer = data.draw(st.integers(extent.layer, extent.layer_stop - 1))
+        unit = data.draw(st.integers(0, (extent.ceiling - extent.start) // extent.unit - 1))
+        start = extent.start + unit * extent.unit
+        stop = data.draw(st.integers(unit + 1, (extent.ceiling - extent.start) // extent.unit))
+        layer_stop = data.draw(st.integers(layer + 1, extent.layer_stop))
+        return Piece(0, layer, layer_stop, start, extent.start + stop * extent.unit)
 
     first, other = piece(), piece()
-    coverage = Coverage(Windows({0: window}))
-    if set(rows_of(window, first)) & set(rows_of(window, other)):
+    coverage = Coverage(Extents({0: extent}))
+    if set(rows_of(extent, first)) & set(rows_of(extent, other)):
         with pytest.raises(RemoteProtocolError, match="announced twice"):
             coverage.reserve((first, other))
         coverage.reserve((first,))
@@ -196,31 +196,31 @@ def test_overlapping_pieces_are_refused_and_leave_nothing_behind(window: Window,
 
 def test_a_start_inside_a_unit_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match=r"tokens from 8 on are wanted.*multiples of 16"):
-        Window(0, 0, 1, 8, 32, 16, 1)
+        Extent(0, 0, 1, 8, 32, 16, 1)
 
 
 def test_a_piece_of_another_group_is_refused() -> None:
-    coverage = Coverage(Windows({1: Window(1, 0, 2, 0, 8, 1, 1)}))
+    coverage = Coverage(Extents({1: Extent(1, 0, 2, 0, 8, 1, 1)}))
     with pytest.raises(RemoteProtocolError, match="does not lie in what was asked for"):
         coverage.reserve((Piece(0, 0, 2, 0, 8),))
     assert coverage.reserve((Piece(1, 0, 2, 0, 8),)) == 16
 
 
 def test_a_row_per_request_travels_when_all_wanted_tokens_are_there() -> None:
-    window = Window(0, 0, 2, 0, 1, 1, 5, ready=40)
-    assert [window.sendable(tokens) for tokens in (0, 1, 39, 40, 99)] == [0, 0, 0, 1, 1]
-    assert window.nbytes == 10
+    extent = Extent(0, 0, 2, 0, 1, 1, 5, ready=40)
+    assert [extent.sendable(tokens) for tokens in (0, 1, 39, 40, 99)] == [0, 0, 0, 1, 1]
+    assert extent.nbytes == 10
 
 
 def test_the_last_unit_travels_when_its_wanted_tokens_are_there() -> None:
-    window = Window(0, 0, 1, 16, 40, 16, 1)
-    assert [window.sendable(tokens) for tokens in (0, 31, 32, 39, 40, 99)] == [16, 16, 32, 32, 48, 48]
-    assert (window.ceiling, window.nbytes) == (48, 2)
-    assert Window(0, 0, 4, 16, 16, 16, 1).nbytes == 0
+    extent = Extent(0, 0, 1, 16, 40, 16, 1)
+    assert [extent.sendable(tokens) for tokens in (0, 31, 32, 39, 40, 99)] == [16, 16, 32, 32, 48, 48]
+    assert (extent.ceiling, extent.nbytes) == (48, 2)
+    assert Extent(0, 0, 4, 16, 16, 16, 1).nbytes == 0
 
 
 def test_whole_layers_share_a_chunk_and_a_limit_below_a_row_still_moves() -> None:
-    cutter = Cutter(Windows({0: Window(0, 2, 6, 0, 4, 1, 10)}))
+    cutter = Cutter(Extents({0: Extent(0, 2, 6, 0, 4, 1, 10)}))
     ready = {0: [4, 4, 4, 2]}
     assert cutter.cut(ready, 100) == (Piece(0, 2, 4, 0, 4),)
     assert cutter.cut(ready, 25) == (Piece(0, 4, 5, 0, 2),)
@@ -232,14 +232,14 @@ def test_whole_layers_share_a_chunk_and_a_limit_below_a_row_still_moves() -> Non
 
 
 def test_a_row_larger_than_the_limit_fills_a_chunk_alone() -> None:
-    cutter = Cutter(Windows({0: Window(0, 0, 3, 0, 1, 1, 10)}))
+    cutter = Cutter(Extents({0: Extent(0, 0, 3, 0, 1, 1, 10)}))
     cuts = [cutter.cut({0: [1, 0, 1]}, 4) for _ in range(3)]
     assert cuts == [(Piece(0, 0, 1, 0, 1),), (Piece(0, 2, 3, 0, 1),), ()]
 
 
 def test_a_chunk_never_has_more_pieces_than_a_message_takes() -> None:
     layers = 2 * MAX_PIECES + 1
-    cutter = Cutter(Windows({0: Window(0, 0, layers, 0, 2, 1, 1)}))
+    cutter = Cutter(Extents({0: Extent(0, 0, layers, 0, 2, 1, 1)}))
     ready = {0: [1 + layer % 2 for layer in range(layers)]}
     first = cutter.cut(ready, 1 << 20)
     assert len(first) == MAX_PIECES and len(cutter.cut(ready, 1 << 20)) == MAX_PIECES

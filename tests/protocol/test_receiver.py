@@ -99,8 +99,8 @@ def do(made: Receiver, event: LoadEvent) -> list[Effect]:
         case LoadEvent.OFFERED:
             return [effect for rank in made.sources for effect in made.offer(rank, offer(), 1.0)]
         case LoadEvent.AHEAD:
-            made.ahead = True
-            return do(made, LoadEvent.OFFERED)
+            made.load.local(LoadEvent.AHEAD)  # `offer` goes this way without a stop; see PATHS
+            return []
         case LoadEvent.WANT:
             return made.want(0, 9, 1.0)
         case LoadEvent.NOTHING:

@@ -11,7 +11,7 @@ from p2pkv.kv.layouts import UNDONE
 from p2pkv.plan import make_plan
 from p2pkv.protocol.handshake import DENSE, KNOWN_PACKINGS, Assignment, Wire, wire_between
 from p2pkv.protocol.messages import KvGroup
-from p2pkv.protocol.pieces import Window
+from p2pkv.protocol.pieces import Extent
 from p2pkv.sharding import Shape
 
 TOKEN = 256
@@ -66,9 +66,9 @@ def test_every_packing_of_the_handshake_can_be_undone_by_the_pages() -> None:
 def test_a_debt_is_counted_in_rows_of_its_form() -> None:
     (edge,) = make_plan((Shape((4,), 2, 1),), (Shape((4,), 2, 1),)).edges
     dense = Assignment.of([edge], [DENSE_WIRE])
-    assert dense.windows(3, 9).by_group == {0: Window(0, 0, 4, 3, 9, 1, 2 * TOKEN)}
+    assert dense.extents(3, 9).by_group == {0: Extent(0, 0, 4, 3, 9, 1, 2 * TOKEN)}
     packed = Assignment.of([edge], [Wire("page:vec", 32, 99)])
-    assert packed.windows(32, 65).by_group == {0: Window(0, 0, 4, 32, 65, 32, 198)}
+    assert packed.extents(32, 65).by_group == {0: Extent(0, 0, 4, 32, 65, 32, 198)}
 
 
 def test_a_state_travels_once_and_whole_whatever_tokens_are_wanted() -> None:
@@ -76,8 +76,8 @@ def test_a_state_travels_once_and_whole_whatever_tokens_are_wanted() -> None:
     edges = make_plan((attention, state), (attention, state)).edges
     wires = [Wire("page:vec", 32, 99), Wire(DENSE, 1, 5, once=True)]
     owed = Assignment.of(edges, wires)
-    assert owed.windows(32, 65).by_group[1] == Window(1, 0, 3, 0, 1, 1, 4 * 5, ready=65)
-    assert (owed.unit, owed.windows(32, 65).nbytes) == (32, 4 * 2 * 198 + 3 * 20)
+    assert owed.extents(32, 65).by_group[1] == Extent(1, 0, 3, 0, 1, 1, 4 * 5, ready=65)
+    assert (owed.unit, owed.extents(32, 65).nbytes) == (32, 4 * 2 * 198 + 3 * 20)
 
 
 @pytest.mark.parametrize(

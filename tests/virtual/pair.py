@@ -121,7 +121,7 @@ class VirtualPair:
         engine = VirtualEngine(
             Address("127.0.0.1", port),
             self.geometry,
-            [TestRank(self.geometry, rank, rank.pages, rank.hello)],  # type: ignore[arg-type]
+            [TestRank(self.geometry, rank, rank.pages, rank.hello, rank.wires)],  # type: ignore[arg-type]
         )
         engine.pair = self
         return engine
