@@ -52,7 +52,7 @@ from p2pkv.pairing import Address
 from p2pkv.plan import make_plan
 from p2pkv.protocol.handshake import Share, shapes, wires_between
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Hello
-from p2pkv.protocol.pieces import Coverage, Cutter, Windows
+from p2pkv.protocol.pieces import Coverage, Cutter, Extents
 
 pytestmark = pytest.mark.vllm
 
@@ -68,7 +68,7 @@ def move(sources: list[Held], targets: list[Held], chunk: int, seed: int) -> int
     sent = []
     for edge in make_plan(shapes(prefill), shapes(decode)).edges:
         debt = Share(edge, wires[edge.group])
-        windows = Windows({edge.group: debt.window(0, TOKENS)})
+        windows = Extents({edge.group: debt.window(0, TOKENS)})
         cutter, coverage = Cutter(windows), Coverage(windows)
         assert cutter.cut({edge.group: [TOKENS - 1] * len(edge.layers)}, chunk) == ()
         while pieces := cutter.cut({edge.group: [TOKENS] * len(edge.layers)}, chunk):
