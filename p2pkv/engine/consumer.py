@@ -300,7 +300,7 @@ class Incoming:
             if posted is None:
                 peer.wait()
                 return
-            effects = entry.receiver.posted(peer.rank, chunk, peer.link, posted.receive.landing)
+            effects = entry.receiver.posted(peer.rank, chunk, peer.link, posted.receive.remote_slot)
             self.requests.run(entry, effects, now)
             if any(other.asked for other in self.peers.watched if other is not peer):
                 return
