@@ -39,7 +39,7 @@ def receive(pipe: Connection, shared: bool, sizes: list[int], total: int, depth:
                 while announced < count and (new := inbound.post(nbytes)) is not None:
                     posted.append(new)
                     announced += 1
-                    pipe.send_bytes(new.landing.to_bytes(8, "little"))
+                    pipe.send_bytes(new.remote_slot.to_bytes(8, "little"))
                 if not posted[0].done():
                     time.sleep(IDLE)
                     continue
@@ -107,7 +107,7 @@ def call_cost() -> dict[str, float]:
     assert inbound.ready() and outbound.ready()
     receiving = inbound.post(4096)
     assert receiving is not None
-    sending = outbound.reserve(4096, receiving.landing)
+    sending = outbound.reserve(4096, receiving.remote_slot)
     assert sending is not None
     costs = {}
     calls = {

@@ -371,9 +371,9 @@ def at_baseline(engine: Engine) -> bool:
     return not any(snapshot.get(name, 0) for snapshot in snapshots for name in BUSY)
 
 
-def says(engine: Engine, hello: Hello) -> None:
-    """From now on its first rank describes itself so."""
-    rank = engine.ranks[0].rank
+def says(engine: Engine, hello: Hello, rank_number: int = 0) -> None:
+    """From now on this rank of it describes itself so."""
+    rank = engine.ranks[rank_number].rank
     on_engine_thread(rank, lambda: setattr(rank.context, "hello", hello))
 
 

@@ -185,8 +185,8 @@ class _Ordered:
 
 
 class _OrderedOutbound(_Ordered, Outbound):
-    def reserve(self, nbytes: int, landing: int) -> _OrderedSend | None:
-        send = self.inner.reserve(nbytes, landing)
+    def reserve(self, nbytes: int, remote_slot: int) -> _OrderedSend | None:
+        send = self.inner.reserve(nbytes, remote_slot)
         return None if send is None else _OrderedSend(self, send)
 
 
@@ -214,7 +214,7 @@ class _OrderedSend:
 
 class _OrderedReceive:
     def __init__(self, link: _Ordered, inner: MemoryReceive) -> None:
-        self.buffer, self.landing = inner.buffer, inner.landing
+        self.buffer, self.remote_slot = inner.buffer, inner.remote_slot
         self._link, self._inner = link, inner
 
     def done(self) -> bool:

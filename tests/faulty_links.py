@@ -189,9 +189,9 @@ class FaultyReceive(_Operation):
         return self._inner.buffer
 
     @property
-    def landing(self) -> int:
+    def remote_slot(self) -> int:
         """The inner receive's."""
-        return self._inner.landing
+        return self._inner.remote_slot
 
     def release(self) -> None:
         """The inner receive's."""
@@ -282,10 +282,10 @@ class FaultyOutbound(_End, Outbound):
         self._inner = inner
         self._sends: list[FaultySend] = []
 
-    def reserve(self, nbytes: int, landing: int) -> FaultySend | None:
+    def reserve(self, nbytes: int, remote_slot: int) -> FaultySend | None:
         """The inner link's."""
         self._fate.check()
-        inner = self._inner.reserve(nbytes, landing)
+        inner = self._inner.reserve(nbytes, remote_slot)
         if inner is None:
             return None
         send = FaultySend(inner, self._fate, self._fate.next())

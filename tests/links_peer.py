@@ -35,13 +35,13 @@ def be_d(links: LinkFactory) -> None:
     inbound, acceptance = links.accept(bytes.fromhex(asked["invitation"]), asked["window"])
     say(acceptance=acceptance.hex())
     receives = [inbound.post(nbytes) for nbytes in asked["sizes"]]
-    say(landings=[receive.landing for receive in receives])
+    say(remote_slots=[receive.remote_slot for receive in receives])
     wait_until(lambda: inbound.poll() or all(receive.done() for receive in receives))
     say(digests=[hashlib.sha256(receive.buffer.numpy().tobytes()).hexdigest() for receive in receives])
     for receive in receives:
         receive.release()
     last = inbound.post(asked["window"])
-    say(landing=last.landing)
+    say(remote_slot=last.remote_slot)
     while True:
         inbound.poll()
         time.sleep(0.001)
@@ -53,10 +53,10 @@ def be_p(links: LinkFactory) -> None:
     say(invitation=invitation.hex())
     answer = hear()
     outbound = links.complete(invitation, bytes.fromhex(answer["acceptance"]))
-    send_sizes(outbound, answer["sizes"], answer["landings"])
+    send_sizes(outbound, answer["sizes"], answer["remote_slots"])
     say(sent=True)
     asked = hear()
-    send = outbound.reserve(asked["nbytes"], asked["landing"])
+    send = outbound.reserve(asked["nbytes"], asked["remote_slot"])
     send.buffer[: asked["nbytes"] // 2] = 1
     say(half=True)
     while True:

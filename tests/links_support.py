@@ -92,7 +92,7 @@ class Pair:
         """A receive and the send that belongs to it."""
         receive = self.inbound.post(nbytes)
         assert receive is not None
-        send = self.outbound.reserve(nbytes, receive.landing)
+        send = self.outbound.reserve(nbytes, receive.remote_slot)
         assert send is not None
         return receive, send
 
@@ -189,11 +189,11 @@ def starting() -> Iterator[Callable[..., Peer]]:
             peer.kill()
 
 
-def send_sizes(outbound: Outbound, sizes: list[int], landings: list[int]) -> None:
+def send_sizes(outbound: Outbound, sizes: list[int], remote_slots: list[int]) -> None:
     """One message of noise of each size, seeded by its number; returns when all have gone out."""
     sends = []
-    for seed, (nbytes, landing) in enumerate(zip(sizes, landings, strict=True)):
-        send = outbound.reserve(nbytes, landing)
+    for seed, (nbytes, remote_slot) in enumerate(zip(sizes, remote_slots, strict=True)):
+        send = outbound.reserve(nbytes, remote_slot)
         assert send is not None
         send.buffer.copy_(noise(nbytes, seed))
         send.commit()
@@ -202,21 +202,21 @@ def send_sizes(outbound: Outbound, sizes: list[int], landings: list[int]) -> Non
 
 
 def send_all(links: LinkFactory, peer: Peer, sizes: list[int], window: int) -> tuple[Outbound, int]:
-    """Messages of all sizes to a fresh D; the link, and the landing of one more receive of `window` bytes."""
+    """Messages of all sizes to a fresh D; the link, and the slot of one more receive of `window` bytes."""
     invitation = links.invite()
     peer.tell(invitation=invitation.hex(), window=window, sizes=sizes)
     outbound = links.complete(invitation, bytes.fromhex(peer.hear()["acceptance"]))
-    send_sizes(outbound, sizes, peer.hear()["landings"])
+    send_sizes(outbound, sizes, peer.hear()["remote_slots"])
     expected = [hashlib.sha256(noise(nbytes, seed).numpy()).hexdigest() for seed, nbytes in enumerate(sizes)]
     assert peer.hear()["digests"] == expected
-    return outbound, peer.hear()["landing"]
+    return outbound, peer.hear()["remote_slot"]
 
 
 def receive_all(links: LinkFactory, peer: Peer, sizes: list[int], window: int) -> Inbound:
     """Messages of all sizes from a fresh P."""
     inbound, acceptance = links.accept(bytes.fromhex(peer.hear()["invitation"]), window)
     receives = [inbound.post(nbytes) for nbytes in sizes]
-    peer.tell(acceptance=acceptance.hex(), sizes=sizes, landings=[each.landing for each in receives])
+    peer.tell(acceptance=acceptance.hex(), sizes=sizes, remote_slots=[each.remote_slot for each in receives])
     wait_until(lambda: inbound.poll() or all(receive.done() for receive in receives))
     for seed, (nbytes, receive) in enumerate(zip(sizes, receives, strict=True)):
         assert torch.equal(receive.buffer, noise(nbytes, seed))

@@ -1,7 +1,7 @@
 """Links within one process, for tests. They keep NCCL's rules as strictly as NCCL may apply them.
 
 Data moves only inside `poll`, and only when both ends poll. Nothing tells one end that the other
-has aborted or died. Landings are checked, so a sender that obeys its grants out of order is found.
+has aborted or died. Remote slots are checked, so a sender that obeys its grants out of order is found.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class MemoryReceive:
 
     def __init__(self, link: MemoryInbound, sequence: int, offset: int, buffer: torch.Tensor) -> None:
         self.buffer = buffer
-        self.landing = sequence
+        self.remote_slot = sequence
         self.offset = offset
         self.arrived = False
         self.released = False
@@ -237,13 +237,13 @@ class MemoryOutbound(Outbound):
         self.guard.check()
         return not self.dead
 
-    def reserve(self, nbytes: int, landing: int) -> MemorySend | None:
+    def reserve(self, nbytes: int, remote_slot: int) -> MemorySend | None:
         """A buffer, or None while this link's staging is used up."""
         self.guard.check()
         if not 1 <= aligned(nbytes) <= self._staging_bytes:
             raise ValueError(f"a message of {nbytes} bytes never fits {self._staging_bytes} bytes of staging")
-        if landing != self._next:
-            raise self.guard.fail(f"remote slot {landing} is not that of message {self._next}")
+        if remote_slot != self._next:
+            raise self.guard.fail(f"remote slot {remote_slot} is not that of message {self._next}")
         if self.dead or self.used + aligned(nbytes) > self._staging_bytes:
             return None
         send = MemorySend(self, self._next, nbytes)

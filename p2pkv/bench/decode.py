@@ -116,7 +116,7 @@ class Decode:
             while waiting and len(posted) < AHEAD and (receive := inbound.post(waiting[0])) is not None:
                 waiting.popleft()
                 posted.append(receive)
-                self._pipe.say(landing=receive.landing)
+                self._pipe.say(remote_slot=receive.remote_slot)
             self._pipe.expect("sent")
             receive = posted.popleft()
             poll_until(inbound.poll, receive.done, "a receive of the bare link")

@@ -265,8 +265,8 @@ class Messages:
         begin = time.monotonic()
         self.pipe.say(order="receive", sizes=sizes)
         for each in sizes:
-            landing = self._heard(outbound, "landing")["landing"]
-            send = self._reserve(outbound, each, landing)
+            remote_slot = self._heard(outbound, "remote_slot")["remote_slot"]
+            send = self._reserve(outbound, each, remote_slot)
             send.buffer.copy_(self.memory.flat[offset : offset + each])
             send.commit()
             self.pipe.say(sent=True)
@@ -329,11 +329,11 @@ class Messages:
         poll_until(outbound.poll, future.done, f"D's word {word!r}")
         return future.result()
 
-    def _reserve(self, outbound: Outbound, nbytes: int, landing: int) -> Send:
+    def _reserve(self, outbound: Outbound, nbytes: int, remote_slot: int) -> Send:
         found: list[Send] = []
 
         def tried() -> bool:
-            if (send := outbound.reserve(nbytes, landing)) is not None:
+            if (send := outbound.reserve(nbytes, remote_slot)) is not None:
                 found.append(send)
             return bool(found)
 

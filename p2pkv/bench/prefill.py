@@ -148,7 +148,7 @@ class PrefillSide:
         begin, done = time.monotonic(), 0
         self.pipe.say(order="receive", sizes=sizes)
         for size in sizes:
-            send = self._outbound.reserve(size, self.pipe.expect("landing")["landing"])
+            send = self._outbound.reserve(size, self.pipe.expect("remote_slot")["remote_slot"])
             assert send is not None, "D has granted it"
             send.buffer.copy_(self.memory.flat[done : done + size])
             send.commit()

@@ -182,7 +182,7 @@ class Granted(Struct, frozen=True, forbid_unknown_fields=True, tag="Grant"):
     """D to P: the receive of message `number` is posted."""
 
     number: int
-    landing: int
+    remote_slot: int
 
 
 class Over(Struct, frozen=True, forbid_unknown_fields=True, tag="Over"):
@@ -428,7 +428,7 @@ def _send(other: Conversation, outbound: Outbound, seconds: float) -> float:
                 granted.append(word)
                 end = time.monotonic() + ANSWER_SECONDS
         while granted and outbound.ready():
-            send = outbound.reserve(MESSAGE_BYTES, granted[0].landing)
+            send = outbound.reserve(MESSAGE_BYTES, granted[0].remote_slot)
             if send is None:
                 break
             number = granted.popleft().number
@@ -468,7 +468,7 @@ def _grant(other: Conversation, inbound: Inbound, numbers: range, compare: bool)
         while left and (receive := inbound.post(MESSAGE_BYTES)) is not None:
             number = left.popleft()
             posted.append((number, receive))
-            other.say(Granted(number, receive.landing))
+            other.say(Granted(number, receive.remote_slot))
         inbound.poll()
         while posted and posted[0][1].done():
             number, receive = posted.popleft()

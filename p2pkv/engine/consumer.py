@@ -300,7 +300,7 @@ class Incoming:
             if posted is None:
                 peer.wait()
                 return
-            effects = entry.receiver.posted(peer.rank, chunk, peer.link, posted.receive.landing)
+            effects = entry.receiver.posted(peer.rank, chunk, peer.link, posted.receive.remote_slot)
             self.requests.run(entry, effects, now)
             if any(other.asked for other in self.peers.watched if other is not peer):
                 return
@@ -332,7 +332,7 @@ class Incoming:
                 self._ctx.counters.add("chunks_dropped")
                 return
             check, buffer = self.check(peer, posted), posted.receive.buffer
-            arrived = Arrived(peer, peer.rank, chunk, buffer, peer.pages, check)
+            arrived = Arrived(peer, peer.rank, chunk, buffer, peer.rows, check)
             refuted = check is not None and check.refuted
             if not refuted:
                 (self._keep if _is_ahead(entry) else self._write)(entry, arrived, now)
@@ -374,7 +374,7 @@ class Incoming:
         try:
             self._scatter(entry, arrived)
         except ValueError as error:
-            self.requests.run(entry, receiver.cancel(f"D cannot write its pages: {error}"), now)
+            self.requests.run(entry, receiver.cancel(f"D cannot write its blocks: {error}"), now)
             return
         finally:
             self._ctx.copies.launched(key)
@@ -409,7 +409,7 @@ class Incoming:
         extents = assignment.extents(*entry.wanted)
         for piece in arrived.chunk.pieces:
             extent, edge = extents.by_group[piece.group], assignment.edges[piece.group]
-            rows, shift = arrived.pages[piece.group], edge.target_layer - edge.layers.start
+            rows, shift = arrived.rows[piece.group], edge.target_layer - edge.layers.start
             heads = (edge.target_head, edge.target_head + len(edge.heads))
             for begin, part in extent.within(piece):
                 layers = (part.layer + shift, part.layer_stop + shift)

@@ -199,17 +199,17 @@ class Context:
         """
         wires = wires_between(self.hello.cache, theirs.cache)
         try:
-            pages = self.cache.seen_as([wire.codec for wire in wires])
+            rows = self.cache.seen_as([wire.codec for wire in wires])
         except ValueError as error:
             raise Refused(f"{self.hello.address} and {theirs.address}: {error}") from None
-        for ours, wire in zip(pages, wires, strict=True):
+        for ours, wire in zip(rows, wires, strict=True):
             if (ours.unit_tokens, ours.row_bytes) != (wire.unit, wire.row_bytes):
                 raise Refused(
                     f"{self.hello.address} holds rows of {ours.row_bytes} bytes for {ours.unit_tokens} "
                     f"tokens, which its Hello does not say; {theirs.address} expects {wire.row_bytes} for "
                     f"{wire.unit}"
                 )
-        return wires, pages
+        return wires, rows
 
     @property
     def beat(self) -> float:

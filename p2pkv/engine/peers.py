@@ -130,7 +130,7 @@ class Flight:
 
 
 @dataclass(eq=False, slots=True)
-class Word:
+class PendingSent:
     """A `Sent` message that waits for its checksum (`due`: it is known), or for those before it."""
 
     say: Callable[[float], None]
@@ -143,7 +143,7 @@ class DecodePeer:
 
     Attributes:
         assignment: the part of each prompt's KV that this rank sends it; None: nothing.
-        pages: our cache in the form in which that travels, by KV group.
+        rows: our cache in the form in which that travels, by KV group.
         table: the peers of this rank.
         link: number of the link, or of the try to build one.
         window: bytes that D can take on this link at a time.
@@ -153,7 +153,7 @@ class DecodePeer:
         heard: when it last said anything but Hello.
         parked: its link was closed as idle; the next transfer that D names builds it again.
         orders: granted sends that wait for a buffer. flights: sends that D has not taken yet.
-        words: `Sent` messages in the order of the sends; only where checksums are wanted.
+        pending: `Sent` messages in the order of the sends; only where checksums are wanted.
         unconfirmed: transfers (key, attempt) that D was sent a part of, and whose end it has not confirmed.
     """
 
@@ -161,7 +161,7 @@ class DecodePeer:
     connection: Connection
     hello: Hello
     plan: Plan
-    pages: tuple[Rectangles, ...]
+    rows: tuple[Rectangles, ...]
     assignment: Assignment | None
     table: Peers[DecodeRank, DecodePeer] = field(default_factory=decode_peers, repr=False)
     link: int = 0
@@ -175,7 +175,7 @@ class DecodePeer:
     parked: bool = False
     orders: deque[tuple[str, Transmit]] = field(default_factory=deque)
     flights: deque[Flight] = field(default_factory=deque)
-    words: deque[Word] = field(default_factory=deque)
+    pending: deque[PendingSent] = field(default_factory=deque)
     unconfirmed: dict[tuple[str, int], None] = field(default_factory=dict)
     _waited: Transmit | None = None
     _invited: bool = False
@@ -215,7 +215,7 @@ class DecodePeer:
     @property
     def busy(self) -> bool:
         """Whether the link has something to send or to say about it."""
-        return bool(self.orders or self.flights or self.words)
+        return bool(self.orders or self.flights or self.pending)
 
     @property
     def up(self) -> bool:
@@ -273,7 +273,7 @@ class DecodePeer:
         self._pause = min(max(2 * self._pause, FIRST_PAUSE), LAST_PAUSE)
         self.orders.clear()
         self.flights.clear()
-        self.words.clear()
+        self.pending.clear()
         self.unconfirmed.clear()
         self._overdue.clear()
         self.stir()
@@ -322,11 +322,11 @@ class DecodePeer:
             self._pause = 0.0
             yield self.flights.popleft()
 
-    def speak(self, word: Word, now: float) -> None:
-        """`word` may be sent now. `Sent` messages go out in order: send all at the front that may go."""
-        word.due = True
-        while self.words and self.words[0].due:
-            self.words.popleft().say(now)
+    def say_sent(self, sent: PendingSent, now: float) -> None:
+        """`sent` may go out now. `Sent` messages go out in order: send all at the front that may go."""
+        sent.due = True
+        while self.pending and self.pending[0].due:
+            self.pending.popleft().say(now)
 
     def next_send(self) -> tuple[str, Transmit, Send] | None:
         """The oldest order and a buffer for it, if there is one of each. Raises LinkError."""
@@ -374,7 +374,7 @@ class PrefillPeer:
         used: when a request last needed it; -inf: none has.
         table: the peers of this rank.
         hello, plan: None before P's Welcome.
-        wires, pages: the form in which its rows travel, by KV group, and our cache in that form; empty before
+        wires, rows: the form in which its rows travel, by KV group, and our cache in that form; empty before
             P's Welcome.
         unanswered_since: time of the oldest question of ours that it has not answered; None: it has
             answered all.
@@ -392,7 +392,7 @@ class PrefillPeer:
     hello: Hello | None = None
     plan: Plan | None = None
     wires: tuple[Wire, ...] = ()
-    pages: tuple[Rectangles, ...] = ()
+    rows: tuple[Rectangles, ...] = ()
     unanswered_since: float | None = None
     reached: bool = False
     link: int = -1
@@ -476,7 +476,7 @@ class PrefillPeer:
                 f"{self.address} answers as {hello.address} with plan {message.plan}, not {plan.digest}: "
                 "install the same p2pkv on both sides, and use the addresses that instances advertise"
             )
-        self.wires, self.pages = self.ctx.form(hello)
+        self.wires, self.rows = self.ctx.form(hello)
         self.dialing.welcomed()
         self.hello, self.plan = hello, plan
 
@@ -486,7 +486,7 @@ class PrefillPeer:
         self.dialing.lost(now)
         self.unanswered_since = None
         self.hello = self.plan = None
-        self.wires = self.pages = ()
+        self.wires = self.rows = ()
         self.greet(now)
 
     def invited(self, message: LinkInvite, window: int) -> None:
@@ -608,7 +608,7 @@ class Arrived:
         peer, rank: who sent it. By the time it is written to our blocks the peer may have disconnected, or
             have been replaced by another incarnation.
         buffer: uint8 [nbytes].
-        pages: our cache in the form that the bytes have, by KV group.
+        rows: our cache in the form that the bytes have, by KV group.
         check: None where no checksum is wanted.
     """
 
@@ -616,7 +616,7 @@ class Arrived:
     rank: int
     chunk: Chunk
     buffer: torch.Tensor
-    pages: tuple[Rectangles, ...]
+    rows: tuple[Rectangles, ...]
     check: Check | None
 
 

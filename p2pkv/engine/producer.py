@@ -20,7 +20,7 @@ from p2pkv.engine.peers import (
     DecodeRank,
     Flight,
     Peers,
-    Word,
+    PendingSent,
     decode_peers,
     surplus,
 )
@@ -51,7 +51,7 @@ class Producer:
         context.counters.gauges |= {
             "staging_bytes": lambda: sum(peer.used for peer in self.peers),
             "sends_under_way": lambda: sum(
-                len(peer.orders) + max(len(peer.flights), len(peer.words)) for peer in self.peers
+                len(peer.orders) + max(len(peer.flights), len(peer.pending)) for peer in self.peers
             ),
             "peers": lambda: len(self.peers),
             "links": lambda: sum(1 for peer in self.peers if peer.linked),
@@ -136,7 +136,7 @@ class Producer:
                     "use the address that the instance advertises"
                 )
             plan = judge(mine, hello)
-            wires, pages = self._ctx.form(hello)
+            wires, rows = self._ctx.form(hello)
         except Refused as refused:
             reason = self.leaving or unfit(mine.address, hello.address, refused)
             log.warning("refused %s: %s", hello.address, reason)
@@ -149,7 +149,7 @@ class Producer:
             return
         edges = [edge for edge in plan.from_source(mine.rank) if edge.target == hello.rank]
         assignment = Assignment.of(edges, wires) if edges else None
-        peer = DecodePeer(self._ctx, connection, hello, plan, pages, assignment, self.peers, wanted=now)
+        peer = DecodePeer(self._ctx, connection, hello, plan, rows, assignment, self.peers, wanted=now)
         if old is not None:
             self.prompts.drop(old, f"{hello.address} is gone: it has restarted or reconnected", now)
             peer.link = old.link
@@ -321,7 +321,7 @@ class Outgoing:
             filler = entry is None or not entry.sender.readable(order) or key in self._ctx.revoked
             if entry is not None and peer.assignment is not None and not filler:
                 try:
-                    self._gather(entry, peer.pages, peer.assignment, order, send)
+                    self._gather(entry, peer.rows, peer.assignment, order, send)
                 except ValueError as error:
                     filler, wrong = True, str(error)
                 self._ctx.copies.launched(key)
@@ -332,13 +332,13 @@ class Outgoing:
         if not filler:
             self._ctx.counters.add("bytes_sent", order.grant.nbytes)
         if entry is not None and wrong:
-            self.prompts.run(entry, entry.sender.abort(f"P cannot read its pages: {wrong}"), now)
+            self.prompts.run(entry, entry.sender.abort(f"P cannot read its blocks: {wrong}"), now)
         if not peer.verify:
             self._say(peer, key, entry, order, filler, None, now)
             return
-        word = Word(partial(self._say, peer, key, entry, order, filler, digest))
-        peer.words.append(word)
-        self._ctx.copies.then(key, partial(peer.speak, word), now)
+        pending = PendingSent(partial(self._say, peer, key, entry, order, filler, digest))
+        peer.pending.append(pending)
+        self._ctx.copies.then(key, partial(peer.say_sent, pending), now)
 
     def _digest(self, key: str, send: Send) -> Checksum:
         """The checksum of the gathered bytes. It may only be queued, so `Copies` knows of it, too."""
@@ -366,18 +366,18 @@ class Outgoing:
     def _gather(
         self,
         entry: PromptEntry,
-        pages: Sequence[Rectangles],
+        rows: Sequence[Rectangles],
         assignment: Assignment,
         order: Transmit,
         send: Send,
     ) -> None:
         offset = 0
         for piece in order.pieces:
-            edge, rows = assignment.edges[piece.group], pages[piece.group]
+            edge, ours = assignment.edges[piece.group], rows[piece.group]
             shift = edge.source_layer - edge.layers.start
             layers = (piece.layer + shift, piece.layer_stop + shift)
             heads = (edge.source_head, edge.source_head + len(edge.heads))
-            size = rows.nbytes(layers[1] - layers[0], piece.start, piece.stop, len(edge.heads))
+            size = ours.nbytes(layers[1] - layers[0], piece.start, piece.stop, len(edge.heads))
             part = send.buffer[offset : offset + size]
-            rows.gather(part, layers, (piece.start, piece.stop), heads, entry.blocks)
+            ours.gather(part, layers, (piece.start, piece.stop), heads, entry.blocks)
             offset += size

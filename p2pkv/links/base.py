@@ -15,7 +15,7 @@ A link is set up by two opaque blobs, which the control plane carries:
     D: inbound, acceptance = factory.accept(invitation, window)  -> to P
     P: outbound = factory.complete(invitation, acceptance)
 
-A `landing` is the remote slot of a receive: a number that D sends to P with the grant. If both ends share
+A `remote_slot` is a number of a receive, which D sends to P with the grant. If both ends share
 memory, it says where D's buffer lies, and P gathers straight into it. With NCCL it is the number and the size
 of the message, because NCCL itself would not notice a wrong one.
 """
@@ -43,13 +43,13 @@ class Receive(Protocol):
 
     Attributes:
         buffer: uint8 [nbytes]; readable from the moment `done()` is True until `release()`.
-        landing: the remote slot, for the sender; opaque, 0 <= landing <= 2**62.
+        remote_slot: for the sender; opaque, 0 <= remote_slot <= 2**62.
     """
 
     @property
     def buffer(self) -> torch.Tensor: ...
     @property
-    def landing(self) -> int: ...
+    def remote_slot(self) -> int: ...
     def done(self) -> bool:
         """Whether all bytes have arrived. Raises LinkError if they never will."""
         ...
@@ -112,7 +112,7 @@ class Outbound(ABC):
         """Whether both ends are up. Raises LinkError if they never will be."""
 
     @abstractmethod
-    def reserve(self, nbytes: int, landing: int) -> Send | None:
+    def reserve(self, nbytes: int, remote_slot: int) -> Send | None:
         """A buffer for the next send in order, or None while this end has no room for it."""
 
     @property

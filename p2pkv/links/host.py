@@ -41,7 +41,7 @@ from p2pkv.links.shared_memory import (
     fence,
     open_arena,
     this_namespace,
-    to_landing,
+    to_remote_slot,
 )
 from p2pkv.links.staging import StagingBudget, StagingShare
 from p2pkv.links.tcp import TcpListener, TcpOutbound, TcpReader, is_loopback, numeric
@@ -207,16 +207,16 @@ class HostReceive:
         "_link",
         "_words",
         "buffer",
-        "landing",
         "nbytes",
         "offset",
         "released",
+        "remote_slot",
         "stamp",
     )
 
     def __init__(self, link: HostInbound, arena: Arena, sequence: int, offset: int, nbytes: int) -> None:
         self.buffer: torch.Tensor = arena.pool.tensor(offset, nbytes)
-        self.landing = to_landing(offset, sequence)
+        self.remote_slot = to_remote_slot(offset, sequence)
         self.nbytes = nbytes
         self.offset = offset
         self.stamp = sequence + 1

@@ -229,7 +229,7 @@ def cuda_links(staging_bytes: int, *, device: torch.device | None = None, channe
 # One end of a link: its operations, from their making until the device has done them.
 
 
-def to_landing(sequence: int, nbytes: int) -> int:
+def to_remote_slot(sequence: int, nbytes: int) -> int:
     """The remote slot of message number `sequence`: which message it is, and its size."""
     return sequence % _SEQUENCES << _SIZE_BITS | nbytes
 
@@ -426,9 +426,9 @@ class End:
 class NcclReceive:
     """One posted receive."""
 
-    def __init__(self, link: NcclInbound, operation: Operation, landing: int) -> None:
+    def __init__(self, link: NcclInbound, operation: Operation, remote_slot: int) -> None:
         self.buffer = operation.buffer
-        self.landing = landing
+        self.remote_slot = remote_slot
         self._link = link
         self._operation = operation
 
@@ -467,7 +467,7 @@ class NcclInbound(End, Inbound):
         if offset is None:
             return None
         operation = Operation(offset, self.shared.pool.tensor(offset, nbytes))
-        receive = NcclReceive(self, operation, to_landing(self.sequence, nbytes))
+        receive = NcclReceive(self, operation, to_remote_slot(self.sequence, nbytes))
         self.enqueue(operation)
         self.want(operation)
         return receive
@@ -514,16 +514,16 @@ class NcclOutbound(End, Outbound):
     def __init__(self, shared: Shared, unique_id: bytes) -> None:
         super().__init__(shared, "the NCCL link to a peer", unique_id, rank=0)
 
-    def reserve(self, nbytes: int, landing: int) -> NcclSend | None:
+    def reserve(self, nbytes: int, remote_slot: int) -> NcclSend | None:
         """A buffer, or None while the rank's slots are taken. ValueError if it never has room.
 
         Raises LinkError if the grant is not the next one, or for another size: NCCL would not notice.
         """
         self.check()
         self.shared.pool.check(nbytes)
-        if landing != to_landing(self.sequence, nbytes):
+        if remote_slot != to_remote_slot(self.sequence, nbytes):
             raise self.guard.fail(
-                f"remote slot {landing} is not that of message {self.sequence} with {nbytes} bytes; grants "
+                f"remote slot {remote_slot} is not that of message {self.sequence} with {nbytes} bytes; grants "
                 "must be used in order, and filled"
             )
         if not self.admitted() or not self.share.grants(nbytes):

@@ -197,19 +197,19 @@ def entry(sequence: int) -> int:
     return _FIRST_WORD + sequence % ENTRIES * _ENTRY_WORDS
 
 
-def to_landing(offset: int, sequence: int) -> int:
+def to_remote_slot(offset: int, sequence: int) -> int:
     """The remote slot of message number `sequence`, at `offset` (a multiple of 64) of the pool."""
     return offset // ALIGNMENT << _SEQUENCE_BITS | sequence & (1 << _SEQUENCE_BITS) - 1
 
 
-def from_landing(landing: int, sequence: int) -> int:
+def from_remote_slot(remote_slot: int, sequence: int) -> int:
     """The offset in a remote slot. Raises LinkError if it is not that of message number `sequence`."""
     mask = (1 << _SEQUENCE_BITS) - 1
-    if landing < 0 or landing & mask != sequence & mask:
+    if remote_slot < 0 or remote_slot & mask != sequence & mask:
         raise LinkError(
-            f"remote slot {landing} is not that of message {sequence}; grants must be used in order"
+            f"remote slot {remote_slot} is not that of message {sequence}; grants must be used in order"
         )
-    return (landing >> _SEQUENCE_BITS) * ALIGNMENT
+    return (remote_slot >> _SEQUENCE_BITS) * ALIGNMENT
 
 
 def _greeting(nonce: bytes) -> int:
@@ -296,18 +296,20 @@ class SharedOutbound(Outbound):
         self.guard.check()
         return True
 
-    def reserve(self, nbytes: int, landing: int) -> SharedSend | None:
-        """D's slot. Never None: D has granted it. Raises LinkError if `landing` is not the next grant's."""
+    def reserve(self, nbytes: int, remote_slot: int) -> SharedSend | None:
+        """D's slot. Never None: D has granted it. Raises LinkError for a slot that is not the next grant's."""
         self.guard.check()
         assert self._arena is not None
         pool = self._arena.pool
         pool.check(nbytes)
         try:
-            offset = from_landing(landing, self._next)
+            offset = from_remote_slot(remote_slot, self._next)
         except LinkError as error:
             raise self.guard.fail(str(error)) from None
         if offset + nbytes > pool.capacity:
-            raise self.guard.fail(f"remote slot {landing} lies outside the window of {pool.capacity} bytes")
+            raise self.guard.fail(
+                f"remote slot {remote_slot} lies outside the window of {pool.capacity} bytes"
+            )
         send = SharedSend(self, self._arena, self._next, pool.tensor(offset, nbytes))
         self._unfinished[self._next] = send
         self._used += nbytes

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 
 from p2pkv.links.base import NONCE_BYTES, Guard, LinkError, Outbound
-from p2pkv.links.shared_memory import from_landing
+from p2pkv.links.shared_memory import from_remote_slot
 from p2pkv.links.staging import MappedPool, StagingShare, aligned
 
 MAGIC = b"p2pkv\x00L1"
@@ -242,7 +242,7 @@ class TcpOutbound(Outbound):
         self.guard.check()
         return self._greeted
 
-    def reserve(self, nbytes: int, landing: int) -> TcpSend | None:
+    def reserve(self, nbytes: int, remote_slot: int) -> TcpSend | None:
         """A staging buffer, or None while the rank's staging has no room. ValueError if it never has."""
         self.guard.check()
         if self.lost is not None:
@@ -250,7 +250,7 @@ class TcpOutbound(Outbound):
         assert self._pool is not None
         self._pool.check(nbytes)
         try:
-            from_landing(landing, self._next)
+            from_remote_slot(remote_slot, self._next)
         except LinkError as error:
             raise self.guard.fail(str(error)) from None
         if not self._share.grants(nbytes):

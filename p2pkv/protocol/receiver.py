@@ -232,7 +232,7 @@ class Receiver:
         return [Offered()] if self.load.state is LoadPhase.AHEAD else []
 
     def want(self, start: int, stop: int, now: float) -> list[Effect]:
-        """The request has its pages: load tokens [start, stop); nothing if empty, which releases P.
+        """The request has its blocks: load tokens [start, stop); nothing if empty, which releases P.
 
         Raises ValueError for tokens that the prompt does not have, or a start inside a row of the wire.
         """
@@ -393,7 +393,7 @@ class Receiver:
         if deadline == self._stalls:
             return self.cancel(
                 f"P answers, and has pushed nothing of this prompt for {self.stall:g} s: its engine hangs, "
-                "or it has preempted the prompt, perhaps for want of pages that it keeps for what this D "
+                "or it has preempted the prompt, perhaps for want of blocks that it keeps for what this D "
                 "has no room for"
             )
         if not self.sources and not self.reached:

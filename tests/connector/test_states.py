@@ -52,7 +52,7 @@ from p2pkv.pairing import Address
 from p2pkv.plan import make_plan
 from p2pkv.protocol.handshake import Share, shapes, wires_between
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Hello
-from p2pkv.protocol.pieces import Coverage, Cutter, Windows
+from p2pkv.protocol.pieces import Coverage, Cutter, Extents
 
 pytestmark = pytest.mark.vllm
 
@@ -68,13 +68,13 @@ def move(sources: list[Held], targets: list[Held], chunk: int, seed: int) -> int
     sent = []
     for edge in make_plan(shapes(prefill), shapes(decode)).edges:
         debt = Share(edge, wires[edge.group])
-        windows = Windows({edge.group: debt.window(0, TOKENS)})
-        cutter, coverage = Cutter(windows), Coverage(windows)
+        extents = Extents({edge.group: debt.extent(0, TOKENS)})
+        cutter, coverage = Cutter(extents), Coverage(extents)
         assert cutter.cut({edge.group: [TOKENS - 1] * len(edge.layers)}, chunk) == ()
         while pieces := cutter.cut({edge.group: [TOKENS] * len(edge.layers)}, chunk):
             coverage.filled(coverage.reserve(pieces))
             for piece in pieces:
-                data = torch.empty(windows.size(piece), dtype=torch.uint8)
+                data = torch.empty(extents.size(piece), dtype=torch.uint8)
                 held, shift = sources[edge.source], edge.source_layer - edge.layers.start
                 held.cache.seen_as(codecs)[edge.group].gather(
                     data,

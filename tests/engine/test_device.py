@@ -11,6 +11,7 @@ from engine_support import (
     Forward,
     Geometry,
     at_baseline,
+    break_link,
     engines,
     on_engine_thread,
     prefill,
@@ -111,10 +112,10 @@ def test_pages_are_free_and_loads_reported_only_when_the_device_is_done(start):
     pair = start(chunk_bytes=1 << 20)
     pair.ask()
     pair.queued(pair.p)
-    sender = pair.p.ranks[0].rank.half.prompts.entries["k"].sender
-    assert sender.prompt.ended, "for the conversation, the pages have been read"
     assert heard(pair.p, do.BlocksFree) == []
-    assert pair.p.ranks[0].rank.counters.snapshot()["pages_held"] == 1
+    counted = pair.p.ranks[0].rank.counters.snapshot()
+    assert counted["prompts"] == 0, "for the conversation, the blocks have been read"
+    assert counted["pages_held"] == 1
     pair.on_p.free()
     pair.p.wait(do.BlocksFree("k"))
     pair.queued(pair.d)
@@ -238,9 +239,7 @@ def test_a_lost_link_frees_pages_only_behind_the_device(start):
     pair = start(chunk_bytes=1 << 20)
     pair.ask()
     pair.queued(pair.p)
-    half = pair.p.ranks[0].rank.half
-    (peer,) = half.peers
-    on_engine_thread(pair.p.ranks[0].rank, lambda: half.prompts.link_lost(peer, "a test cuts it", 0.0))
+    break_link(pair.p)
     wait_for(lambda: heard(pair.d, do.LoadFailed))
     assert heard(pair.p, do.BlocksFree) == []
     pair.on_p.free()
@@ -326,7 +325,7 @@ def test_a_void_chunk_is_not_said_before_the_one_in_front_of_it(start):
     wait_for(lambda: rank.counters.values["chunks_filler"] >= 1)
     (peer,) = rank.half.peers
     on_engine_thread(rank, lambda: None)
-    assert [word.due for word in tuple(peer.words)][:2] == [False, True]
+    assert [sent.due for sent in tuple(peer.pending)][:2] == [False, True]
     on_engine_thread(pair.d.ranks[0].rank, lambda: None)
     assert said(pair) == []
     pair.on_p.run(2)
@@ -345,11 +344,9 @@ def test_words_that_wait_when_the_link_goes_are_never_said(start):
     pair = start(chunk_bytes=1 << 20, verify=True)
     pair.ask()
     pair.queued(pair.p, count=2)
-    rank = pair.p.ranks[0].rank
-    (peer,) = rank.half.peers
-    on_engine_thread(rank, lambda: rank.half.prompts.link_lost(peer, "a test cuts it", 0.0))
+    break_link(pair.p)
     wait_for(lambda: heard(pair.d, do.LoadFailed))
-    assert not peer.words
+    assert pair.p.ranks[0].rank.counters.snapshot()["sends_under_way"] == 0
     pair.on_p.free()
     pair.p.wait(do.BlocksFree("k"))
     pair.on_d.free()

@@ -283,9 +283,8 @@ PIPELINED = {"layers": (2, 2), "tp": 1}
 def test_ranks_of_p_that_describe_their_engine_differently_are_not_believed(lone):
     """Each of them fits D by itself; together they would send other rectangles than D has planned."""
     p, d = lone("P", Geometry(tp=2), lease_seconds=60.0), lone("D", lease_seconds=60.0)
-    context = p.ranks[1].rank.context
-    cache = other_group(context.hello.cache, **PIPELINED)
-    context.hello = msgspec.structs.replace(context.hello, cache=cache)
+    mine = p.ranks[1].hello
+    says(p, msgspec.structs.replace(mine, cache=other_group(mine.cache, **PIPELINED)), 1)
     d.do(do.Expect("k", p.address, 32, b"digest"))
     verdict = f"{p.address.shifted(1)} and {p.address} do not fit: they say different things"
     assert verdict in failure(d, "k")
@@ -293,14 +292,13 @@ def test_ranks_of_p_that_describe_their_engine_differently_are_not_believed(lone
 
 def test_a_rank_of_p_that_speaks_of_an_engine_of_before_is_asked_anew(lone):
     p, d = lone("P", Geometry(tp=2), lease_seconds=60.0), lone("D", lease_seconds=60.0)
-    context = p.ranks[1].rank.context
-    true = context.hello
-    context.hello = msgspec.structs.replace(true, cache=other_group(true.cache, **PIPELINED))
+    true = p.ranks[1].hello
+    says(p, msgspec.structs.replace(true, cache=other_group(true.cache, **PIPELINED)), 1)
     consumer = d.ranks[0].rank.half
     lost = consumer.requests.lost
 
     def mend(peer, reason, now):
-        context.hello = true
+        says(p, true, 1)
         table = p.ranks[1].rank.half.peers
         on_engine_thread(p.ranks[1].rank, lambda: [table.remove(each) for each in table])
         lost(peer, reason, now)

@@ -196,7 +196,7 @@ def test_ends_in_two_threads(factories: Factories) -> None:
     invitation = p.invite()
     inbound, acceptance = d.accept(invitation, 4 * 5056)
     outbound = p.complete(invitation, acceptance)
-    landings: list[int] = []
+    remote_slots: list[int] = []
     got: list[int] = []
 
     def receiver() -> None:
@@ -208,7 +208,7 @@ def test_ends_in_two_threads(factories: Factories) -> None:
             inbound.poll()
             while posted < count and (receive := inbound.post(nbytes)) is not None:
                 receives.append(receive)
-                landings.append(receive.landing)
+                remote_slots.append(receive.remote_slot)
                 posted += 1
             while receives and receives[0].done():
                 receive = receives.pop(0)
@@ -225,8 +225,8 @@ def test_ends_in_two_threads(factories: Factories) -> None:
 
     def step() -> bool:
         outbound.poll()
-        if len(sends) < len(landings) and outbound.ready():
-            send = outbound.reserve(nbytes, landings[len(sends)])
+        if len(sends) < len(remote_slots) and outbound.ready():
+            send = outbound.reserve(nbytes, remote_slots[len(sends)])
             if send is not None:
                 send.buffer.fill_(len(sends) % 251)
                 send.commit()
@@ -244,10 +244,10 @@ def test_grants_used_out_of_order_break_the_link(factories: Factories) -> None:
     pair.begin(10)
     later = pair.inbound.post(10)
     assert later is not None
-    with pytest.raises(LinkError, match=f"remote slot {later.landing + 5}"):
-        pair.outbound.reserve(10, later.landing + 5)
+    with pytest.raises(LinkError, match=f"remote slot {later.remote_slot + 5}"):
+        pair.outbound.reserve(10, later.remote_slot + 5)
     with pytest.raises(LinkError, match="remote slot"):
-        pair.outbound.reserve(10, later.landing)
+        pair.outbound.reserve(10, later.remote_slot)
 
 
 def test_another_size_than_posted_breaks_the_link(factories: Factories) -> None:
@@ -256,9 +256,9 @@ def test_another_size_than_posted_breaks_the_link(factories: Factories) -> None:
     assert receive is not None
     if factories[0].kind.startswith("nccl"):  # NCCL would not notice, so P must, before it sends
         with pytest.raises(LinkError, match="message 0 with 99 bytes"):
-            pair.outbound.reserve(99, receive.landing)
+            pair.outbound.reserve(99, receive.remote_slot)
         return
-    send = pair.outbound.reserve(99, receive.landing)
+    send = pair.outbound.reserve(99, receive.remote_slot)
     assert send is not None
     send.commit()
     with pytest.raises(LinkError, match="99 bytes where 100"):

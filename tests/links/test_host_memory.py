@@ -93,7 +93,7 @@ def test_more_messages_than_entries(shm: HostLinks) -> None:
     assert len(receives) == ENTRIES
     with pytest.raises(ValueError, match="never fit"):
         pair.inbound.post(WINDOW + 1)
-    sends = [pair.outbound.reserve(1, receive.landing) for receive in receives]
+    sends = [pair.outbound.reserve(1, receive.remote_slot) for receive in receives]
     for _ in range(2 * ENTRIES):
         send, receive = sends.pop(0), receives.pop(0)
         send.buffer[0] = len(receives) % 256
@@ -102,7 +102,7 @@ def test_more_messages_than_entries(shm: HostLinks) -> None:
         receive.release()
         assert send.done()
         receives.append(pair.inbound.post(1))
-        sends.append(pair.outbound.reserve(1, receives[-1].landing))
+        sends.append(pair.outbound.reserve(1, receives[-1].remote_slot))
 
 
 def test_staging_says_none_and_recovers_and_leaves_something_to_others(tcp: HostLinks) -> None:
@@ -111,23 +111,25 @@ def test_staging_says_none_and_recovers_and_leaves_something_to_others(tcp: Host
     half = WINDOW // 2
     pending = [first.begin(half)]
     receive = first.inbound.post(half)
-    assert first.outbound.reserve(half, receive.landing) is None, "a holder must leave as much to the others"
+    assert first.outbound.reserve(half, receive.remote_slot) is None, (
+        "a holder must leave as much to the others"
+    )
     other = second.begin(half)
     third = second.inbound.post(64)
-    assert second.outbound.reserve(64, third.landing) is None, "the rank's staging is used up"
+    assert second.outbound.reserve(64, third.remote_slot) is None, "the rank's staging is used up"
     for pair, (posted, send) in ((first, pending[0]), (second, other)):
         send.commit()
         pair.until(lambda posted=posted, send=send: posted.done() and send.done())
-    assert first.outbound.reserve(half, receive.landing) is not None
+    assert first.outbound.reserve(half, receive.remote_slot) is not None
     with pytest.raises(ValueError, match="never fit"):
         first.outbound.reserve(WINDOW + 1, 0)
     first.abort()
-    assert second.outbound.reserve(WINDOW, third.landing) is not None, "an abort returns what a link held"
+    assert second.outbound.reserve(WINDOW, third.remote_slot) is not None, "an abort returns what a link held"
     d.close()
 
 
-def test_a_landing_outside_the_window_breaks_the_link(shm: HostLinks) -> None:
+def test_a_remote_slot_outside_the_window_breaks_the_link(shm: HostLinks) -> None:
     pair = connect((shm, shm), WINDOW)
-    for landing in (WINDOW << 20, -1):
+    for remote_slot in (WINDOW << 20, -1):
         with pytest.raises(LinkError, match="remote slot"):
-            pair.outbound.reserve(1, landing)
+            pair.outbound.reserve(1, remote_slot)

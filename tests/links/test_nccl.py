@@ -82,7 +82,7 @@ def test_a_receive_is_launched_by_poll_and_not_when_it_is_posted(blocking: bool)
     receive = link.inbound.post(100)
     assert receive is not None
     assert list(simulated(pair[1]).last.values()) == [before]
-    send = link.outbound.reserve(100, receive.landing)
+    send = link.outbound.reserve(100, receive.remote_slot)
     assert send is not None
     send.commit()
     link.until(lambda: receive.done() and send.done())
@@ -212,10 +212,10 @@ def test_links_share_the_ranks_slots(blocking: bool) -> None:
     pairs = [first.begin(1024), first.begin(1024)]
     receive = first.inbound.post(1024)
     assert receive is not None
-    assert first.outbound.reserve(1024, receive.landing) is None, "as much must be left to the others"
+    assert first.outbound.reserve(1024, receive.remote_slot) is None, "as much must be left to the others"
     other = second.inbound.post(1024)
     assert other is not None and second.inbound.post(1) is None, "D's slots are all taken"
-    assert second.outbound.reserve(1024, other.landing) is not None
+    assert second.outbound.reserve(1024, other.remote_slot) is not None
     assert p.staging.used == 3 * 1024 and d.staging.used == 4 * 1024
     for taken, send in pairs:
         send.commit()
@@ -267,7 +267,7 @@ def test_nccl_follows_what_is_queued_before_a_commit_or_a_post(
     pair.inbound.poll()
     assert told == ["here", "follow", "R"]
     told.clear()
-    send = pair.outbound.reserve(10, receive.landing)
+    send = pair.outbound.reserve(10, receive.remote_slot)
     assert send is not None
     pair.outbound.poll()
     assert told == [], "nothing is sent before it is committed"

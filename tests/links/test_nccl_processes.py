@@ -39,9 +39,9 @@ def test_d_dies_in_mid_message_and_another_takes_its_place(
     start: Callable[[str], Peer], links: NcclLinks
 ) -> None:
     peer, other = start("D"), start("D")
-    outbound, landing = send_all(links, peer, SIZES, WINDOW)
+    outbound, remote_slot = send_all(links, peer, SIZES, WINDOW)
     peer.process.send_signal(signal.SIGSTOP)  # so that no message can be taken as a whole
-    send = outbound.reserve(WINDOW, landing)
+    send = outbound.reserve(WINDOW, remote_slot)
     assert send is not None
     send.commit()
     peer.kill()

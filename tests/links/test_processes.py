@@ -49,10 +49,10 @@ def test_to_another_process_which_is_killed(
     start: Callable[[str], Peer], links: HostLinks, mode: str
 ) -> None:
     peer = start("D")
-    outbound, landing = send_all(links, peer, SIZES, WINDOW)
+    outbound, remote_slot = send_all(links, peer, SIZES, WINDOW)
     assert isinstance(outbound, SharedOutbound if mode == "shared" else TcpOutbound)
     assert outbound.used == 0
-    send = outbound.reserve(WINDOW, landing)
+    send = outbound.reserve(WINDOW, remote_slot)
     assert send is not None
     peer.kill()
     send.buffer.fill_(1)
@@ -67,7 +67,7 @@ def test_from_another_process_which_is_killed(start: Callable[[str], Peer], link
     inbound = receive_all(links, peer, SIZES, WINDOW)
     last = inbound.post(WINDOW)
     wait_until(lambda: inbound.poll() or peer.hear() == {"sent": True})
-    peer.tell(nbytes=WINDOW, landing=last.landing)
+    peer.tell(nbytes=WINDOW, remote_slot=last.remote_slot)
     assert peer.hear() == {"half": True}
     peer.kill()
     outlive(inbound.poll, last)

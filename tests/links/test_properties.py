@@ -23,7 +23,7 @@ class Conversation:
         self.sizes = sizes
         self.dice = random.Random(seed)
         self.posted: deque = deque()  # (message, receive), granted and not yet released
-        self.granted: deque = deque()  # (message, landing)
+        self.granted: deque = deque()  # (message, remote_slot)
         self.filling: list = []
         self.sent: list = []
         self.next = 0
@@ -39,13 +39,13 @@ class Conversation:
             receive = self.pair.inbound.post(self.sizes[self.next])
             if receive is not None:
                 self.posted.append((self.next, receive))
-                self.granted.append((self.next, receive.landing))
+                self.granted.append((self.next, receive.remote_slot))
                 self.next += 1
 
     def reserve(self) -> None:
         if self.granted:
-            message, landing = self.granted[0]
-            send = self.pair.outbound.reserve(self.sizes[message], landing)
+            message, remote_slot = self.granted[0]
+            send = self.pair.outbound.reserve(self.sizes[message], remote_slot)
             if send is not None:
                 self.granted.popleft()
                 self.filling.append((message, send))
