@@ -41,7 +41,7 @@ TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 class PingRelay:
     """Takes the pings of instances and passes each on to several proxies, unchanged.
 
-    An instance pings one address; with this in between, several proxies and routers know the same instances.
+    With this in between, proxies and routers that come and go know the same instances.
     """
 
     def __init__(self, proxies: Sequence[tuple[str, int]]) -> None:

@@ -75,10 +75,14 @@ def message(base_url: str, prompt: str, streamed: bool) -> str:
         return text
 
 
+# vLLM refuses n > 1 with temperature 0; top_k 1 is as greedy.
+TWO: dict[str, Any] = {"n": 2, "temperature": 1.0, "extra_body": {"top_k": 1}}
+
+
 def complete(base_url: str, prompt: str, streamed: bool) -> list[str]:
     """Two children of one completion."""
     completions = by_openai(base_url).completions
-    options = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": WORDS, "temperature": 0.0, "n": 2}
+    options = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": WORDS, **TWO}
     if not streamed:
         answer = completions.create(**options)
         assert "_addr_" not in answer.id
@@ -94,7 +98,7 @@ def chat(base_url: str, prompt: str, streamed: bool) -> list[str]:
     """Two children of one chat; the usage counts both."""
     completions = by_openai(base_url).chat.completions
     messages = [{"role": "user", "content": prompt}]
-    options = {"model": MODEL_NAME, "messages": messages, "max_tokens": WORDS, "temperature": 0.0, "n": 2}
+    options = {"model": MODEL_NAME, "messages": messages, "max_tokens": WORDS, **TWO}
     if not streamed:
         answer = completions.create(**options)
         assert answer.usage.completion_tokens == 2 * WORDS

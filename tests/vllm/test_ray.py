@@ -71,8 +71,11 @@ class RayServe(ServerProcess):
                 **os.environ,
                 **cpu_environment(),
                 "RAY_USAGE_STATS_ENABLED": "0",
-                # On two busy cores Ray's HTTP front needs longer to start than the 5 s that it is given.
-                "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+                # On two busy cores Ray's HTTP front needs longer to start than the 5 s that it is given, and
+                # later for an answer than 10 s.
+                "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
+                "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+                "RAY_worker_register_timeout_seconds": "300",
                 **env,
             },
         )
