@@ -76,11 +76,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("aiohttp.server").addFilter(Garbage())
     _take_descriptors()
     try:
-        asyncio.run(_serve(arguments, members))
+        with asyncio.Runner(loop_factory=_new_loop) as runner:
+            runner.run(_serve(arguments, members))
     except (OSError, NoTracing) as error:
         print(f"p2pkv-proxy: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's where that is installed: its sockets take less of the processor."""
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return new_event_loop()
 
 
 def _addresses(arguments: argparse.Namespace) -> list[Address]:
