@@ -258,8 +258,9 @@ class Admission:
         self._queues.setdefault(waiter.wants, {})[waiter] = None
         try:
             self.advance()
-            if not waiter.placed.done():
-                self._check_queue(waiter)
+            if waiter.placed.done():
+                return waiter.placed.result()
+            self._check_queue(waiter)
             async with asyncio.timeout(self._limits.max_wait):
                 return await waiter.placed
         except TimeoutError:
@@ -394,6 +395,9 @@ class BodyReader:
 
     async def _next(self, request: web.Request) -> bytes:
         try:
+            if request.content.is_eof():
+                rest: bytes = request.content.read_nowait()
+                return rest
             async with asyncio.timeout(self._intake.patience):
                 chunk: bytes = await request.content.readany()
                 return chunk

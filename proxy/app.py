@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -14,7 +15,7 @@ from p2pkv.control.security import Members
 from .admission import Limits
 from .errors import errors_as_json, note_begin
 from .http import PAIRED, REQUEST_ID, SINGLE
-from .instances import Access, changed, listed
+from .instances import Access, changed, described, drain, listed
 from .listed import ListedInstance, ListedInstances
 from .listener import Listener
 from .metrics import Metrics
@@ -22,7 +23,8 @@ from .records import recording
 from .registry import Registry
 from .routing import Routing
 from .serving import Dispatch, Proxy
-from .status import dashboard, keep_history, metrics_page, status_page
+from .status import dashboard, keep_history, metrics_page, status_of, status_page
+from .team import Link, Team
 from .tracing import NoSpans, Tracing
 from .upstream import Client
 
@@ -33,6 +35,7 @@ IDLE_SECONDS = 75.0
 API = PAIRED | SINGLE | {"/v1/models"}
 
 PROXY = web.AppKey("proxy", Proxy)
+TEAM = web.AppKey("team", Team)
 LISTENER = web.AppKey("listener", Listener)
 PLAIN_LISTENER = web.AppKey("plain_listener", Listener)
 
@@ -49,6 +52,7 @@ def make_app(
     log_requests: bool = False,
     tracing: Tracing | None = None,
     listed: Sequence[ListedInstance] = (),
+    link: Link | None = None,
 ) -> web.Application:
     """The application, for `make_runner`: without it a client that leaves is not noticed.
 
@@ -62,11 +66,14 @@ def make_app(
         log_requests: write a line for each request.
         tracing: makes the spans of requests, and is closed at the end.
         listed: instances that are there without a ping, as long as their /health answers.
+        link: to the process that listens for pings, if this is one of several workers; then the endpoints
+            are not listened on here.
 
     Raises:
         OSError: at start-up, if an endpoint cannot be bound.
     """
 
+    guard = guard or Access()
     limits = limits or Limits()
     metrics = Metrics()
     spans = tracing or NoSpans()
@@ -78,24 +85,29 @@ def make_app(
             app[PROXY] = proxy = Proxy(
                 session, known, dispatch, limits, routing or Routing(), metrics=metrics
             )
-            app[LISTENER] = listener = Listener(discovery, proxy.take, members)
-            cleanup.callback(listener.close)
+            app[TEAM] = team = Team(_parts(proxy, guard), link)
             there = ListedInstances(listed, session, known, proxy.take, members, proxy.clock)
-            forever = (listener.run(), proxy.prober.run(), there.run(), keep_history(metrics))
-            tasks = [asyncio.create_task(each) for each in forever]
-            if plain_discovery is not None:
+            forever = [proxy.prober.run(), there.run(), keep_history(metrics)]
+            if link is not None:
+                forever.append(team.follow(known, proxy.clock, proxy.prober.hurry))
+            else:
+                app[LISTENER] = listener = Listener(discovery, proxy.take, members)
+                cleanup.callback(listener.close)
+                forever.append(listener.run())
+            if link is None and plain_discovery is not None:
                 app[PLAIN_LISTENER] = plain = Listener(plain_discovery, proxy.take)
                 cleanup.callback(plain.close)
-                tasks.append(asyncio.create_task(plain.run()))
+                forever.append(plain.run())
+            tasks = [asyncio.create_task(each) for each in forever]
             yield
-            await _end([*tasks, *proxy.lingering])
+            await end([*tasks, *proxy.lingering])
             await asyncio.to_thread(spans.close)
 
     recorded = recording(metrics, API, spans, log_requests=log_requests)
     app = web.Application(client_max_size=limits.max_body, middlewares=[errors_as_json, recorded])
     app.cleanup_ctx.append(running)
     app.on_response_prepare.extend((_give_back_id, note_begin))
-    app.add_routes(_routes(guard or Access(), metrics))
+    app.add_routes(_routes(guard, metrics))
     return app
 
 
@@ -108,6 +120,17 @@ def make_runner(app: web.Application, last_seconds: float) -> web.AppRunner:
         shutdown_timeout=last_seconds,
         keepalive_timeout=IDLE_SECONDS,
     )
+
+
+def _parts(proxy: Proxy, guard: Access) -> dict[str, Callable[[str], Any]]:
+    """What one worker says for itself."""
+    return {
+        "metrics": lambda _: proxy.metrics.families(),
+        "status": lambda _: status_of(proxy, guard),
+        "instances": lambda _: [described(proxy, each) for each in proxy.instances()],
+        "drain": partial(drain, proxy, drained=True),
+        "resume": partial(drain, proxy, drained=False),
+    }
 
 
 def _routes(guard: Access, metrics: Metrics) -> list[web.RouteDef]:
@@ -124,19 +147,19 @@ def _routes(guard: Access, metrics: Metrics) -> list[web.RouteDef]:
         return await request.app[PROXY].ready(request)
 
     async def instances(request: web.Request) -> web.StreamResponse:
-        return await listed(request.app[PROXY], guard, request)
+        return await listed(request.app[TEAM], guard, request)
 
-    async def drain(request: web.Request) -> web.StreamResponse:
-        return await changed(request.app[PROXY], guard, request, drained=True)
+    async def drained(request: web.Request) -> web.StreamResponse:
+        return await changed(request.app[TEAM], guard, request, "drain")
 
-    async def resume(request: web.Request) -> web.StreamResponse:
-        return await changed(request.app[PROXY], guard, request, drained=False)
+    async def resumed(request: web.Request) -> web.StreamResponse:
+        return await changed(request.app[TEAM], guard, request, "resume")
 
     async def status(request: web.Request) -> web.StreamResponse:
-        return await status_page(request.app[PROXY], guard, request)
+        return await status_page(request.app[TEAM], guard, request)
 
     async def measured(request: web.Request) -> web.StreamResponse:
-        return await metrics_page(metrics, guard, request)
+        return await metrics_page(request.app[TEAM], metrics, guard, request)
 
     return [
         *(web.post(path, generate) for path in sorted(PAIRED | SINGLE)),
@@ -144,8 +167,8 @@ def _routes(guard: Access, metrics: Metrics) -> list[web.RouteDef]:
         web.get("/health", health),
         web.get("/ready", ready),
         web.get("/instances", instances),
-        web.post("/instances/{address}/drain", drain),
-        web.post("/instances/{address}/resume", resume),
+        web.post("/instances/{address}/drain", drained),
+        web.post("/instances/{address}/resume", resumed),
         web.get("/status", status),
         web.get("/metrics", measured),
         web.get("/", dashboard),
@@ -159,7 +182,7 @@ async def _give_back_id(request: web.Request, response: web.StreamResponse) -> N
         response.headers[REQUEST_ID] = theirs
 
 
-async def _end(tasks: list[asyncio.Task[Any]]) -> None:
+async def end(tasks: list[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

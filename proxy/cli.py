@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -25,7 +26,7 @@ from p2pkv.trust import SECRET_VARIABLE, TrustError, is_loopback, read_secret
 
 from . import settings
 from .admission import Limits
-from .app import LISTENER, PLAIN_LISTENER, PROXY, make_app, make_runner
+from .app import LISTENER, PLAIN_LISTENER, PROXY, TEAM, make_app, make_runner
 from .instances import Access
 from .listed import ListedInstance
 from .listener import endpoint_of
@@ -33,8 +34,9 @@ from .prefixes import PIECE_TOKENS
 from .records import set_up_logging
 from .registry import ROLE_NAMES, Role
 from .routing import POLICY_NAMES, Routing
-from .serving import Dispatch
+from .team import Channel, Link, Serving
 from .tracing import NoTracing, Spans
+from .workers import Seat, Supervisor, bound, share_of, sharing
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     twice = [each for each, count in Counter(_addresses(arguments)).items() if count > 1]
     if twice:
         parser.error(f"{twice[0]} is listed twice: each instance has addresses of its own")
+    if arguments.workers > arguments.max_requests:
+        parser.error("--workers divide --max-requests, so there can be no more of them than that")
     if arguments.private and not arguments.admin_token:
         parser.error("--private needs an --admin-token, or nobody could see those pages")
     try:
@@ -76,11 +80,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("aiohttp.server").addFilter(Garbage())
     _take_descriptors()
     try:
-        asyncio.run(_serve(arguments, members))
+        with asyncio.Runner(loop_factory=_new_loop) as runner:
+            runner.run((_serve if arguments.workers == 1 else _oversee)(arguments, members))
     except (OSError, NoTracing) as error:
         print(f"p2pkv-proxy: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's where that is installed: its sockets take less of the processor."""
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return new_event_loop()
 
 
 def _addresses(arguments: argparse.Namespace) -> list[Address]:
@@ -110,14 +124,30 @@ def _members(arguments: argparse.Namespace) -> Members | None:
 
 async def _serve(arguments: argparse.Namespace, members: Members | None) -> None:
     """Serves until told to stop. Raises OSError if an address cannot be bound."""
-    dispatch: Dispatch = arguments.dispatch
-    plain: Address | None = arguments.plain_discovery
     stop, hurry = _signals()
     _warn(arguments, members)
-    app = make_app(
+    app = _app(arguments, members, _limits(arguments))
+    runner = make_runner(app, _SHUTDOWN_SECONDS)
+    try:
+        await runner.setup()
+        await web.TCPSite(runner, arguments.host, arguments.port).start()
+        _say_serving(arguments, members, runner.addresses, app[LISTENER].endpoint)
+        if arguments.plain_discovery is not None:
+            logger.info("plain discovery on %s", app[PLAIN_LISTENER].endpoint)
+        await stop.wait()
+        await _drain(runner, app, arguments.drain_seconds, hurry)
+    finally:
+        await runner.cleanup()
+
+
+def _app(
+    arguments: argparse.Namespace, members: Members | None, limits: Limits, link: Link | None = None
+) -> web.Application:
+    plain: Address | None = arguments.plain_discovery
+    return make_app(
         endpoint_of(arguments.discovery),
-        dispatch,
-        limits=_limits(arguments),
+        arguments.dispatch,
+        limits=limits,
         members=members,
         plain_discovery=None if plain is None else endpoint_of(plain),
         routing=_routing(arguments),
@@ -125,30 +155,93 @@ async def _serve(arguments: argparse.Namespace, members: Members | None) -> None
         log_requests=arguments.log_requests,
         tracing=Spans(arguments.otlp_traces_endpoint) if arguments.otlp_traces_endpoint else None,
         listed=[*arguments.prefill, *arguments.decode],
+        link=link,
     )
+
+
+async def _drain(runner: web.AppRunner, app: web.Application, seconds: float, hurry: asyncio.Event) -> None:
+    logger.info("stopping: %d requests have %g s to end", len(app[PROXY].desk), seconds)
+    for site in list(runner.sites):
+        await site.stop()
+    ended = await app[PROXY].stop(seconds, hurry)
+    logger.info("stopped; %d requests were cut off", ended)
+
+
+def _say_serving(
+    arguments: argparse.Namespace, members: Members | None, addresses: Sequence[Any], discovery: str
+) -> None:
+    logger.info(
+        "serving on %s, discovery on %s, %s dispatch, %s for prefill and %s for decode, %s",
+        ", ".join(f"http://{Address(address[0], address[1])}" for address in addresses),
+        discovery,
+        arguments.dispatch,
+        arguments.prefill_policy,
+        arguments.decode_policy,
+        "open to anybody" if members is None else "for members only",
+    )
+
+
+# Several workers.
+
+
+async def _oversee(arguments: argparse.Namespace, members: Members | None) -> None:
+    """Has workers serve until told to stop. Raises OSError if an address cannot be bound."""
+    stop, hurry = _signals()
+    _warn(arguments, members)
+    plain: Address | None = arguments.plain_discovery
+    listening = bound(arguments.host, arguments.port, arguments.workers)
+    supervisor = Supervisor(listening, _work, arguments, members)
+    async with sharing(
+        supervisor,
+        endpoint_of(arguments.discovery),
+        None if plain is None else endpoint_of(plain),
+        members,
+        [*arguments.prefill, *arguments.decode],
+        _limits(arguments),
+    ) as listeners:
+        try:
+            await supervisor.start()
+            _say_serving(arguments, members, [listening[0].getsockname()], listeners[0].endpoint)
+            for each in listeners[1:]:
+                logger.info("plain discovery on %s", each.endpoint)
+            await stop.wait()
+        finally:
+            await supervisor.stop(arguments.drain_seconds + _SHUTDOWN_SECONDS, hurry)
+
+
+def _work(arguments: argparse.Namespace, members: Members | None, seat: Seat) -> None:
+    """What a worker's process does."""
+    # They are for the process that has started it, which says when to stop.
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, signal.SIG_IGN)
+    set_up_logging(arguments.log_level, arguments.log_format, f"worker {seat.number}")
+    logging.getLogger("aiohttp.server").addFilter(Garbage())
+    # That process says who comes and goes.
+    logging.getLogger(f"{__package__}.registry").setLevel(logging.ERROR)
+    logging.getLogger(f"{__package__}.prober").setLevel(logging.WARNING)
+    try:
+        with asyncio.Runner(loop_factory=_new_loop) as runner:
+            runner.run(_serve_seat(arguments, members, seat))
+    except (OSError, NoTracing) as error:
+        print(f"p2pkv-proxy: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+async def _serve_seat(arguments: argparse.Namespace, members: Members | None, seat: Seat) -> None:
+    channel = await Channel.over(seat.end)
+    link = Link(channel, asyncio.Event(), asyncio.Event())
+    app = _app(arguments, members, share_of(_limits(arguments), arguments.workers), link)
     runner = make_runner(app, _SHUTDOWN_SECONDS)
     try:
         await runner.setup()
-        await web.TCPSite(runner, arguments.host, arguments.port).start()
-        logger.info(
-            "serving on %s, discovery on %s, %s dispatch, %s for prefill and %s for decode, %s",
-            _bound(runner),
-            app[LISTENER].endpoint,
-            dispatch,
-            arguments.prefill_policy,
-            arguments.decode_policy,
-            "open to anybody" if members is None else "for members only",
-        )
-        if plain is not None:
-            logger.info("plain discovery on %s", app[PLAIN_LISTENER].endpoint)
-        await stop.wait()
-        logger.info("stopping: %d requests have %g s to end", len(app[PROXY].desk), arguments.drain_seconds)
-        for site in list(runner.sites):
-            await site.stop()
-        ended = await app[PROXY].stop(arguments.drain_seconds, hurry)
-        logger.info("stopped; %d requests were cut off", ended)
+        await app[TEAM].ready(app[PROXY].registry, app[PROXY].clock)
+        await web.SockSite(runner, seat.listening).start()
+        channel.send(Serving())
+        await link.stop.wait()
+        await _drain(runner, app, arguments.drain_seconds, link.hurry)
     finally:
         await runner.cleanup()
+        channel.close()
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
@@ -184,10 +277,6 @@ def _routing(arguments: argparse.Namespace) -> Routing:
         prefix_memory=arguments.prefix_memory,
         skip_below=arguments.skip_prefill_below,
     )
-
-
-def _bound(runner: web.AppRunner) -> str:
-    return ", ".join(f"http://{Address(address[0], address[1])}" for address in runner.addresses)
 
 
 def _warn(arguments: argparse.Namespace, members: Members | None) -> None:
@@ -266,6 +355,16 @@ def _add_operation(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     group.add_argument(
         settings.FILE_OPTION, metavar="FILE", help="a TOML file with options, such as `max-requests = 64`"
+    )
+    group.add_argument(
+        "--workers",
+        type=_at_least(1),
+        default=1,
+        metavar="N",
+        help="processes that serve the port, for more requests than one core can take. They share the "
+        "discovery and one set of pages. Each has an equal part of --max-requests, --max-waiting and "
+        "--max-held-mib, and chooses instances by its own requests only: take power_of_two for both "
+        "policies (default: %(default)s)",
     )
     group.add_argument(
         "--admin-token",

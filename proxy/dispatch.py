@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-import aiohttp
 from aiohttp import web
 
 from p2pkv.pairing import mint
@@ -40,6 +39,7 @@ from .routing import Choice
 from .tracing import CallSpan
 from .upstream import (
     EVENT_STREAM,
+    Answer,
     Call,
     CallFailed,
     Client,
@@ -84,7 +84,7 @@ class PrefillFailed(Exception):
 class DecodeAnswer:
     """D's answer, begun: a success with the start of its body, which holds the first token."""
 
-    response: aiohttp.ClientResponse
+    response: Answer
     head: bytes
 
     @property
@@ -299,7 +299,8 @@ async def _first_token(prefilling: asyncio.Task[Reply], decoding: asyncio.Task[D
         error = prefilling.exception()
         if not (isinstance(error, PrefillFailed) and error.silent):
             prefilling.result()
-    await asyncio.wait((decoding,))
+    if not decoding.done():
+        await asyncio.wait((decoding,))
 
 
 async def _answered(

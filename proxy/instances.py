@@ -6,6 +6,7 @@ Who may look and who may change is decided here, too. No answer holds a ZMQ addr
 from __future__ import annotations
 
 import hmac
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,14 @@ from .registry import Instance
 
 if TYPE_CHECKING:
     from .serving import Proxy
+    from .team import Team
 
 # An instance may list any number of adapters.
 _MOST_NAMES = 32
+
+
+# Of what several workers say of one instance, the first counts.
+WORST_FIRST = ("draining", "drained", "starting", "silent", "paused", "ready")
 
 
 def state_of(instance: Instance, now: float, *, needed: bool) -> str:
@@ -89,29 +95,70 @@ def described(proxy: Proxy, instance: Instance) -> dict[str, Any]:
     }
 
 
-async def listed(proxy: Proxy, guard: Access, request: web.Request) -> web.Response:
+def drain(proxy: Proxy, address: str, *, drained: bool) -> list[dict[str, Any]]:
+    """Drains or resumes all ranks at this HTTP address, for this worker; returns them."""
+    meant = at(proxy, address)
+    for instance in meant:
+        proxy.registry.drain(instance, drained)
+    proxy.admission.advance()
+    return [described(proxy, each) for each in meant]
+
+
+def at(proxy: Proxy, address: str) -> list[Instance]:
+    """All ranks at this HTTP address."""
+    wanted = Address.parse(address)
+    return [each for each in proxy.instances() if Address.parse(each.ping.http_address) == wanted]
+
+
+async def listed(team: Team, guard: Access, request: web.Request) -> web.Response:
     """GET /instances."""
     guard.look(request)
-    return web.json_response({"instances": [described(proxy, each) for each in proxy.instances()]})
+    return web.json_response({"instances": merged_instances(await team.ask("instances"))})
 
 
-async def changed(proxy: Proxy, guard: Access, request: web.Request, *, drained: bool) -> web.Response:
+async def changed(team: Team, guard: Access, request: web.Request, what: str) -> web.Response:
     """POST /instances/{address}/drain and .../resume: all ranks at this HTTP address."""
     guard.change(request)
-    meant = _at(proxy, request.match_info["address"])
+    address = request.match_info["address"]
+    try:
+        Address.parse(address)
+    except ValueError as error:
+        raise ProxyError(400, f"{error}.") from None
+    meant = merged_instances(await team.ask(what, address))
     if not meant:
         return error_response(
             404, "No instance with this HTTP address is registered; GET /instances lists those that are."
         )
-    for instance in meant:
-        proxy.registry.drain(instance, drained)
-    proxy.admission.advance()
-    return web.json_response({"instances": [described(proxy, each) for each in meant]})
+    return web.json_response({"instances": meant})
 
 
-def _at(proxy: Proxy, text: str) -> list[Instance]:
-    try:
-        address = Address.parse(text)
-    except ValueError as error:
-        raise ProxyError(400, f"{error}.") from None
-    return [each for each in proxy.instances() if Address.parse(each.ping.http_address) == address]
+# What all workers say of instances, as if they were one.
+
+
+def merged_instances(parts: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Each instance once; in the state that lets it take the fewest requests."""
+    states: dict[Any, list[str]] = {}
+    for each in (each for part in parts for each in part):
+        states.setdefault(_name(each), []).append(each["state"])
+    together = added([{_name(each): each for each in part} for part in parts])
+    return [{**each, "state": min(states[_name(each)], key=WORST_FIRST.index)} for each in together]
+
+
+def _name(described: dict[str, Any]) -> tuple[str, str, int]:
+    return described["role"], described["address"], described["rank"]
+
+
+_AMOUNTS = ("running", "load", "alone", "total")
+
+
+def added(parts: Sequence[dict[Any, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Each thing once, with the sums of its amounts; all else as who comes first says it."""
+    found: dict[Any, dict[str, Any]] = {}
+    for name, each in (item for part in parts for item in part.items()):
+        known = found.get(name)
+        found[name] = (
+            each
+            if known is None
+            else known | {amount: known[amount] + each[amount] for amount in _AMOUNTS if amount in each}
+        )
+    return list(found.values())

@@ -10,11 +10,12 @@ label, and means the proxy.
 
 from __future__ import annotations
 
+import operator
 import time
 from bisect import bisect_left
 from collections import Counter as Tally
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -64,6 +65,10 @@ SAMPLE_SECONDS = 2.0
 _SAMPLES = 150
 # The lists of pairs that have worked together.
 _MAX_PAIRS = 4096
+
+
+Family = tuple[str, str, str, Sequence[tuple[str, dict[str, str], float]]]
+"""A metric's name, what it is, its type, and its samples: name, labels, value."""
 
 
 class Held(Protocol):
@@ -201,11 +206,19 @@ class Metrics:
         self._held = held
         self.registry.register(_Collected(self, held))
 
-    def exposition(self, accept: str) -> tuple[bytes, str]:
-        """The page and its content type, in the format that `accept`, a header, asks for."""
+    def families(self) -> list[Family]:
+        """What the page has, as other processes can read it."""
         self.forget()
+        return [
+            (each.name, each.documentation, each.type, [(s.name, s.labels, s.value) for s in each.samples])
+            for each in self.registry.collect()
+        ]
+
+    def exposition(self, accept: str, parts: Sequence[Sequence[Family]] = ()) -> tuple[bytes, str]:
+        """The page and its content type, in the format that `accept`, a header, asks for; with `parts`, of
+        the workers that these are from."""
         encode, kind = choose_encoder(accept)
-        return encode(self.registry), kind
+        return encode(_Merged(parts or [self.families()])), kind
 
     # One request.
 
@@ -271,13 +284,14 @@ class Metrics:
         """Events of streamed answers so far: a token each, or nearly so."""
         return sum(gaps.events for gaps in self._gaps.values())
 
-    def quantiles(self, *shares: float) -> list[float | None]:
-        """Of the latest times to the first token, within a minute; None where there were none."""
+    def recent(self) -> list[float]:
+        """The latest times to the first token, within a minute."""
         now = self.clock()
-        recent = sorted(seconds for at, seconds in self._latest if now - at <= _RECENT_SECONDS)
-        if not recent:
-            return [None for _ in shares]
-        return [recent[min(len(recent) - 1, int(share * len(recent)))] for share in shares]
+        return [seconds for at, seconds in self._latest if now - at <= _RECENT_SECONDS]
+
+    def quantiles(self, *shares: float) -> list[float | None]:
+        """Of these; None where there were none."""
+        return quantiles(self.recent(), *shares)
 
     def sample(self) -> None:
         """One point of the history; to be called every SAMPLE_SECONDS."""
@@ -323,6 +337,14 @@ class Metrics:
         samples = (sample for metric in labelled for part in metric.collect() for sample in part.samples)
         named = {sample.labels["address"] for sample in samples} | set(self._gaps)
         return named | {name for pair in self.pairs for name in pair}
+
+
+def quantiles(values: Iterable[float], *shares: float) -> list[float | None]:
+    """Of some values; None where there are none."""
+    ordered = sorted(values)
+    if not ordered:
+        return [None for _ in shares]
+    return [ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in shares]
 
 
 class _Collected:
@@ -404,6 +426,46 @@ class _Collected:
             events.add_metric([name], gaps.events)
         yield between
         yield events
+
+
+# Every worker sees all instances; and these are no amounts.
+_LARGEST = (
+    "p2pkv_proxy_instances",
+    "p2pkv_proxy_breaker_open",
+    "p2pkv_proxy_claims_refused_total",
+    "p2pkv_proxy_build_info",
+    "process_max_fds",
+)
+_SMALLEST = ("_created", "process_start_time_seconds")
+
+
+class _Merged(prometheus.CollectorRegistry):
+    """For Prometheus: what several workers have, as if they were one."""
+
+    def __init__(self, parts: Sequence[Sequence[Family]]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def collect(self) -> Iterator[Metric]:
+        metrics: dict[str, Metric] = {}
+        values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+        for name, what, kind, samples in (family for part in self._parts for family in part):
+            metrics.setdefault(name, Metric(name, what, kind))
+            mine = values.setdefault(name, {})
+            for sample, labelled, value in samples:
+                key = sample, tuple(labelled.items())
+                mine[key] = _together(sample)(mine[key], value) if key in mine else value
+        for name, metric in metrics.items():
+            for (sample, labels), value in values[name].items():
+                metric.add_sample(sample, dict(labels), value)
+            yield metric
+
+
+def _together(sample: str) -> Callable[[float, float], float]:
+    """How the values of two workers make one."""
+    if sample in _LARGEST:
+        return max
+    return min if sample.endswith(_SMALLEST) else operator.add
 
 
 # The name for Prometheus, the holder's own name, and what it is.

@@ -445,6 +445,14 @@ class Registry:
             self._drained.pop(instance.key, None)
         logger.warning("%s %s", instance, "is drained: it gets no new requests" if drained else "is resumed")
 
+    def drained_before(self, ping: Ping) -> None:
+        """Another process has been told that this instance is drained; it may not have pinged here yet."""
+        key = ping.type, Address.parse(ping.http_address), ping.dp_rank
+        self._drained[key] = ping.incarnation
+        known = self.of(ping)
+        if known is not None:
+            known.drained = True
+
     def expire(self, now: float) -> list[Instance]:
         """Removes and returns the instances that are gone."""
         dead = [instance for instance in self._instances.values() if not self._alive(instance, now)]
@@ -518,8 +526,13 @@ class Registry:
 
     def sender(self, ping: Ping, source: PingSource) -> Instance | None:
         """Whose ping this is; None if its sender is not registered, or is registered from another source."""
+        known = self.of(ping)
+        return known if known is not None and known.source == source else None
+
+    def of(self, ping: Ping) -> Instance | None:
+        """The one whose latest ping this is."""
         known = self._instances.get((ping.type, Address.parse(ping.http_address), ping.dp_rank))
-        return known if known is not None and known.ping == ping and known.source == source else None
+        return known if known is not None and known.ping == ping else None
 
     def at(self, key: InstanceKey) -> Instance | None:
         """The one with this role, HTTP address and data-parallel rank."""

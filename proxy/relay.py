@@ -17,7 +17,7 @@ from .http import NAMED_EVENTS, REQUEST_ID, STOPPED, GivenUpFilter, Headers, to_
 from .metrics import Pace
 from .registry import Instance
 from .routing import Choice
-from .upstream import EVENT_STREAM, CallFailed, Client, Reply, read_whole
+from .upstream import EVENT_STREAM, Answer, CallFailed, Client, Reply, read_whole
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Relay:
     def __init__(
         self,
         request: web.Request,
-        answer: aiohttp.ClientResponse,
+        answer: Answer,
         head: bytes,
         scrubber: Scrubber,
         pace: Pace | None = None,
@@ -58,9 +58,11 @@ class Relay:
         self._pace = pace
         self._filter = GivenUpFilter()
         self._rewriter = scrubber.rewriter()
-        self._response = web.StreamResponse(
-            status=answer.status, headers=scrubber.headers(to_client(answer.headers))
-        )
+        self._headers = scrubber.headers(to_client(answer.headers))
+        self._response = web.StreamResponse(status=answer.status, headers=self._headers)
+        self._loop = asyncio.get_running_loop()
+        self._writing: float | None = None
+        """Since when a piece waits for the client to take it; None if none does."""
         self._last_bytes = b""
         self._status = 502
         self._why = "The decode instance died in the middle of its answer."
@@ -77,7 +79,12 @@ class Relay:
 
     async def run(self) -> web.StreamResponse:
         """Relays the answer to its end, or until either side breaks."""
+        self._watch()
         try:
+            if self._pace is None and self._answer.content.at_eof():
+                await self._send_whole()
+                self.complete = True
+                return self._response
             await self._pass_on(self._head)
             if await self._relay_rest():
                 await self._send(self._rewriter.flush())
@@ -87,7 +94,27 @@ class Relay:
         except ClientGone:
             logger.debug("a client left in the middle of its answer")
             self.client_left = True
+        finally:
+            self._timer.cancel()
         return self._response
+
+    def _watch(self) -> None:
+        """Hangs up on a client that has taken nothing for long: it would keep its place, and D's answer, for
+        ever."""
+        now = self._loop.time()
+        since = now if self._writing is None else self._writing
+        if now - since < STALL_SECONDS:
+            # One timer for the whole answer: one for each piece of it costs more than the piece.
+            self._timer = self._loop.call_at(since + STALL_SECONDS, self._watch)
+            return
+        logger.info("a client has read nothing for %g s: its connection is closed", STALL_SECONDS)
+        self._abort()
+
+    async def _send_whole(self) -> None:
+        """All of an answer that is here already, with its head, in one piece. Raises ClientGone."""
+        body = self._rewriter.feed(self._filter.feed(self._head)) + self._rewriter.flush()
+        self._response = web.Response(status=self._answer.status, headers=self._headers, body=body)
+        await self._send(b"")
 
     async def _relay_rest(self) -> bool:
         """Whether D's answer came to its end. Raises ClientGone."""
@@ -112,19 +139,18 @@ class Relay:
         await self._send(self._rewriter.feed(self._filter.feed(chunk)))
 
     async def _send(self, data: bytes) -> None:
+        self._writing = self._loop.time()
         try:
             if not self._response.prepared:
                 await self._response.prepare(self._request)
-            if data:
-                async with asyncio.timeout(STALL_SECONDS):
-                    await self._response.write(data)
-        except TimeoutError as error:
-            # It would keep its place, and D's answer, for ever.
-            logger.info("a client has read nothing for %g s: its connection is closed", STALL_SECONDS)
-            self._abort()
-            raise ClientGone from error
+            if isinstance(self._response, web.Response):
+                await self._response.write_eof()
+            elif data:
+                await self._response.write(data)
         except (aiohttp.ClientError, OSError) as error:
             raise ClientGone from error
+        finally:
+            self._writing = None
         self._last_bytes = (self._last_bytes + data)[-4:]
 
     def _abort(self) -> None:

@@ -10,17 +10,20 @@ import base64
 import hashlib
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import astuple
 from functools import cache
 from importlib.resources import files
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from p2pkv import __version__
 
-from .instances import Access, described
-from .metrics import OUTCOMES, SAMPLE_SECONDS, Metrics
+from .instances import Access, added, described, merged_instances
+from .metrics import OUTCOMES, SAMPLE_SECONDS, Metrics, quantiles
+from .team import Team
 
 if TYPE_CHECKING:
     from .serving import Proxy
@@ -37,20 +40,21 @@ async def keep_history(metrics: Metrics) -> None:
         await asyncio.sleep(SAMPLE_SECONDS)
 
 
-async def metrics_page(metrics: Metrics, guard: Access, request: web.Request) -> web.Response:
+async def metrics_page(team: Team, metrics: Metrics, guard: Access, request: web.Request) -> web.Response:
     """GET /metrics, for Prometheus."""
     guard.look(request)
-    body, kind = metrics.exposition(request.headers.get("Accept", ""))
+    body, kind = metrics.exposition(request.headers.get("Accept", ""), await team.ask("metrics"))
     return web.Response(body=body, headers={"Content-Type": kind})
 
 
-async def status_page(proxy: Proxy, guard: Access, request: web.Request) -> web.Response:
+async def status_page(team: Team, guard: Access, request: web.Request) -> web.Response:
     """GET /status: what the dashboard shows."""
     guard.look(request)
-    return web.json_response(_status(proxy, guard), headers={"Cache-Control": "no-store"})
+    return web.json_response(merged(await team.ask("status")), headers={"Cache-Control": "no-store"})
 
 
-def _status(proxy: Proxy, guard: Access) -> dict[str, Any]:
+def status_of(proxy: Proxy, guard: Access) -> dict[str, Any]:
+    """One worker's part of it."""
     metrics, now = proxy.metrics, proxy.clock()
     instances = proxy.instances()
     running = Counter(
@@ -66,7 +70,7 @@ def _status(proxy: Proxy, guard: Access) -> dict[str, Any]:
         **proxy.report(),
         "outcomes": {name: metrics.totals[name] for name in OUTCOMES},
         "stream_events": metrics.events,
-        "first_token_seconds": dict(zip(("p50", "p95"), metrics.quantiles(0.5, 0.95), strict=True)),
+        "first_token_seconds": metrics.recent(),
         "instances": [described(proxy, each) for each in instances[:_MOST_INSTANCES]],
         "more_instances": max(0, len(instances) - _MOST_INSTANCES),
         "pairs": [
@@ -76,6 +80,49 @@ def _status(proxy: Proxy, guard: Access) -> dict[str, Any]:
         "history_fields": ["at", "ended", "failed", "events", "running", "waiting", "first_token"],
         "history": [(round(each.at - now, 2), *astuple(each)[1:]) for each in metrics.history],
     }
+
+
+# What all workers say, as if they were one.
+
+# From the worst to the best.
+_STATUSES = ("unavailable", "degraded", "ok")
+# Every worker sees the same ones.
+_SEEN_BY_ALL = ("silent", "breakers_open", "claims_refused")
+
+
+def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The page, of at least one worker's part."""
+    pairs = added([{(each["prefill"], each["decode"]): each for each in part["pairs"]} for part in parts])
+    first_tokens = [seconds for part in parts for seconds in part["first_token_seconds"]]
+    return {
+        **parts[0],
+        "workers": len(parts),
+        "uptime_seconds": max(part["uptime_seconds"] for part in parts),
+        "status": min((part["status"] for part in parts), key=_STATUSES.index),
+        "missing": list(dict.fromkeys(each for part in parts for each in part["missing"])),
+        **{name: min(part[name] for part in parts) for name in ("prefill", "decode")},
+        **{name: _summed([part[name] for part in parts]) for name in ("gauges", "counters", "outcomes")},
+        "stream_events": sum(part["stream_events"] for part in parts),
+        "first_token_seconds": dict(zip(("p50", "p95"), quantiles(first_tokens, 0.5, 0.95), strict=True)),
+        "instances": merged_instances([part["instances"] for part in parts]),
+        "pairs": sorted(pairs, key=lambda pair: -pair["total"])[:_MOST_PAIRS],
+        "history": _merged_history([part["history"] for part in parts]),
+    }
+
+
+def _summed(parts: Sequence[dict[str, int]]) -> dict[str, int]:
+    return {name: (max if name in _SEEN_BY_ALL else sum)(part[name] for part in parts) for name in parts[0]}
+
+
+def _merged_history(parts: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any]]:
+    """Samples from about the same moment make one: all workers take them at the same pace."""
+    rows = []
+    for samples in zip_longest(*(reversed(part) for part in parts)):
+        there = [sample for sample in samples if sample is not None]
+        first_tokens = [sample[-1] for sample in there if sample[-1] is not None]
+        amounts = [sum(column) for column in list(zip(*there, strict=True))[1:-1]]
+        rows.append([there[0][0], *amounts, max(first_tokens, default=None)])
+    return rows[::-1]
 
 
 async def dashboard(request: web.Request) -> web.Response:

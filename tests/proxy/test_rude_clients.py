@@ -227,7 +227,8 @@ async def test_a_hundred_requests_in_one_breath_are_served_one_by_one(short: Dep
         client.writer.write(WHOLE * 100)
         for _ in range(100):
             assert await client.status() == 200
-            await client.reader.readuntil(b"\r\n0\r\n\r\n")
+            head = await client.reader.readuntil(b"\r\n\r\n")
+            await client.reader.readexactly(int(head.split(b"Content-Length: ")[1].split(b"\r\n")[0]))
     await quiet(short)
 
 

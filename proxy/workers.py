@@ -1,0 +1,348 @@
+"""Several workers on one port: the process that starts them.
+
+It takes no requests. It binds the port once for each worker, so that the kernel spreads new connections over
+them, and keeps those sockets: what connects while a worker is dead waits for its successor. It listens for
+pings, tells D's their partners, and hands each ping that its registry takes to all workers; see team.py for
+their side. A worker that dies is started again, with what it has to know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import multiprocessing
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+from p2pkv.control.discovery import Ping, encode_ping
+from p2pkv.control.security import Members
+
+from .admission import Limits
+from .app import end
+from .instances import at
+from .listed import ListedInstance, ListedInstances
+from .listener import Listener
+from .registry import ListedSource, PingSource, Registry
+from .serving import Proxy
+from .team import (
+    ANSWER_SECONDS,
+    Ask,
+    Begin,
+    Channel,
+    Claims,
+    Drained,
+    Lost,
+    Message,
+    Pinged,
+    Said,
+    Serving,
+    Stop,
+)
+from .upstream import Client
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 128
+_LOOK_SECONDS = 1.0
+# A worker that dies soon after its start is started again after a pause, which doubles up to the longest.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 30.0
+_LIVED_SECONDS = 60.0
+# After all that `--drain-seconds` allows: for a worker's own end.
+_END_SECONDS = 10.0
+
+
+class WorkerFailed(OSError):
+    """A worker has ended before all of them served; it has said why."""
+
+
+def share_of(limits: Limits, workers: int) -> Limits:
+    """Each worker's part of the limits that all of them have together."""
+    return replace(
+        limits,
+        max_requests=max(1, limits.max_requests // workers),
+        max_waiting=limits.max_waiting // workers,
+        max_held=max(1, limits.max_held // workers),
+    )
+
+
+def bound(host: str, port: int, workers: int) -> list[socket.socket]:
+    """A listening socket for each worker, all at one port. Raises OSError."""
+    made: list[socket.socket] = []
+    try:
+        for _ in range(workers):
+            made.append(_bound(host, made[0].getsockname()[1] if made else port, alone=not made))
+    except OSError as error:
+        for each in made:
+            each.close()
+        raise OSError(error.errno, f"cannot serve on {host}:{port}: {error.strerror}") from None
+    for each in made:
+        each.listen(_BACKLOG)
+        each.setblocking(False)
+    return made
+
+
+def _bound(host: str, port: int, *, alone: bool) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    if alone:
+        # Another program of the same user that shares its port, too, would be given half of the connections.
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    made.bind(address)
+    return made
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a worker's process is given.
+
+    Attributes:
+        number: from 1 on.
+        listening: where it takes connections.
+        end: its end of the channel to the process that has started it.
+    """
+
+    number: int
+    listening: socket.socket
+    end: socket.socket
+
+
+@dataclass(eq=False)
+class _Worker:
+    """One worker, through all the processes that it has been.
+
+    Attributes:
+        channel: None while there is no process.
+    """
+
+    number: int
+    listening: socket.socket
+    serves: asyncio.Event = field(default_factory=asyncio.Event)
+    channel: Channel | None = None
+    process: SpawnProcess | None = None
+
+    def send(self, message: Message) -> None:
+        if self.channel is not None:
+            self.channel.send(message)
+
+
+class Membership:
+    """What the workers share: who the instances are, and who is drained.
+
+    Args:
+        tell: sends all workers a message.
+    """
+
+    def __init__(self, proxy: Proxy, tell: Callable[[Message], None]) -> None:
+        self.proxy = proxy
+        self._tell = tell
+        self._pings: set[bytes] = set()
+        """Of those that the workers have heard of."""
+
+    def take(self, ping: Ping, source: PingSource) -> None:
+        """One ping from a discovery socket, which the workers get if it counts."""
+        registry, before = self.proxy.registry, len(self.proxy.instances())
+        self.proxy.take(ping, source)
+        left = ping.leaving and len(self.proxy.instances()) < before
+        if left or registry.of(ping) is not None:
+            self._tell(Pinged(encode_ping(ping)))
+
+    async def look(self) -> None:
+        """Tells the workers who is gone without a goodbye, and how many were refused; until cancelled."""
+        while True:
+            now = set(self._pinged())
+            for frame in self._pings - now:
+                self._tell(Lost(frame))
+            self._pings = now
+            self._tell(Claims(self.proxy.registry.claims_refused))
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    def _pinged(self) -> list[bytes]:
+        everyone = self.proxy.instances()
+        return [encode_ping(each.ping) for each in everyone if not isinstance(each.source, ListedSource)]
+
+    def all(self) -> list[Message]:
+        """For a worker that begins."""
+        registry, now = self.proxy.registry, self.proxy.clock()
+        drained = [Drained(encode_ping(each.ping)) for each in self.proxy.instances() if each.drained]
+        routable = len(registry.routable("P", now)) + len(registry.routable("D", now))
+        return [*drained, *map(Pinged, self._pinged()), Begin(routable)]
+
+    def drain(self, address: str, drained: bool) -> None:
+        """An operator's word, to any worker."""
+        for each in at(self.proxy, address):
+            self.proxy.registry.drain(each, drained)
+
+
+class Supervisor:
+    """Starts the workers, keeps them running, and hands on what they say to each other.
+
+    Args:
+        listening: a socket for each.
+        begin: what a process does: takes `arguments`, and a Seat.
+    """
+
+    def __init__(
+        self, listening: Sequence[socket.socket], begin: Callable[..., None], *arguments: Any
+    ) -> None:
+        self.workers = [_Worker(number, each) for number, each in enumerate(listening, 1)]
+        self.membership: Membership | None = None
+        self._begin = begin
+        self._arguments = arguments
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._keeping: list[asyncio.Task[None]] = []
+        self._stopping = False
+
+    def tell(self, message: Message) -> None:
+        """Sends all workers a message."""
+        for each in self.workers:
+            each.send(message)
+
+    async def start(self) -> None:
+        """Until all workers serve. Raises WorkerFailed."""
+        self._keeping = [asyncio.create_task(self._keep(each)) for each in self.workers]
+        serving = asyncio.create_task(self._until_all_serve())
+        try:
+            await asyncio.wait([serving, *self._keeping], return_when=asyncio.FIRST_COMPLETED)
+            for each in self._keeping:
+                if each.done():
+                    each.result()
+        finally:
+            serving.cancel()
+
+    async def _until_all_serve(self) -> None:
+        for each in self.workers:
+            await each.serves.wait()
+
+    async def _keep(self, worker: _Worker) -> None:
+        """Starts a worker again and again. Raises WorkerFailed if it has never served."""
+        pause = _FIRST_PAUSE
+        while not self._stopping:
+            began = time.monotonic()
+            why = await self._live(worker)
+            if self._stopping:
+                return
+            if not worker.serves.is_set():
+                raise WorkerFailed(f"worker {worker.number} {why} before it served")
+            pause = _FIRST_PAUSE if time.monotonic() - began > _LIVED_SECONDS else pause
+            logger.error(
+                "worker %d %s: the requests that it had are lost, and another is started", worker.number, why
+            )
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _live(self, worker: _Worker) -> str:
+        """One process of a worker, from its start to its end; how it ended, in words."""
+        ours, theirs = socket.socketpair()
+        seat = Seat(worker.number, worker.listening, theirs)
+        worker.process = process = multiprocessing.get_context("spawn").Process(
+            target=self._begin, args=(*self._arguments, seat), name=f"worker {worker.number}", daemon=True
+        )
+        process.start()
+        theirs.close()
+        worker.channel = channel = await Channel.over(ours)
+        for message in self.membership.all() if self.membership else []:
+            channel.send(message)
+        if self._stopping:
+            channel.send(Stop())
+        try:
+            async for message in channel.messages():
+                self._hear(worker, message)
+        finally:
+            worker.channel = None
+            channel.close()
+        await asyncio.to_thread(process.join, _END_SECONDS)
+        code = process.exitcode
+        if code is None:
+            process.kill()
+            return "hung up and was killed"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+
+    def _hear(self, worker: _Worker, message: Message) -> None:
+        match message:
+            case Serving():
+                worker.serves.set()
+                logger.info("worker %d serves", worker.number)
+            case Ask():
+                task = asyncio.create_task(self._ask_all(worker, message))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            case Said(number, said) if number in self._asked and not self._asked[number].done():
+                self._asked[number].set_result(said)
+
+    async def _ask_all(self, asker: _Worker, ask: Ask) -> None:
+        """Who says nothing in time is left out: it may be frozen, or dead."""
+        if self.membership is not None and ask.what in ("drain", "resume"):
+            self.membership.drain(ask.address, ask.what == "drain")
+        numbers = []
+        for worker in sorted(self.workers, key=lambda each: each is not asker):
+            number = next(self._numbers)
+            numbers.append(number)
+            self._asked[number] = asyncio.get_running_loop().create_future()
+            worker.send(Ask(number, ask.what, ask.address))
+        asked = [self._asked[number] for number in numbers]
+        await asyncio.wait(asked, timeout=ANSWER_SECONDS)
+        for number in numbers:
+            del self._asked[number]
+        asker.send(Said(ask.number, [each.result() for each in asked if each.done()]))
+
+    async def stop(self, seconds: float, hurry: asyncio.Event) -> None:
+        """Has all workers end what they do, within `seconds`, or at once when there is a `hurry`."""
+        self._stopping = True
+        for worker in self.workers:
+            worker.listening.close()
+        self.tell(Stop())
+        ending = asyncio.create_task(self._until_all_ended())
+        hurrying = asyncio.create_task(hurry.wait())
+        await asyncio.wait([ending, hurrying], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        self.tell(Stop(hurry=True))
+        await asyncio.wait([ending], timeout=_END_SECONDS)
+        await end([ending, hurrying])
+        for worker in self.workers:
+            if worker.process is not None and worker.process.is_alive():
+                worker.process.kill()
+        await end([*self._keeping, *self._tasks])
+
+    async def _until_all_ended(self) -> None:
+        await asyncio.gather(*self._keeping, return_exceptions=True)
+
+
+@asynccontextmanager
+async def sharing(
+    supervisor: Supervisor,
+    discovery: str,
+    plain_discovery: str | None,
+    members: Members | None,
+    listed: Sequence[ListedInstance],
+    limits: Limits,
+) -> AsyncIterator[list[Listener]]:
+    """The membership that the workers share, and the sockets on which it listens. Raises OSError."""
+    async with AsyncExitStack() as cleanup:
+        session = await cleanup.enter_async_context(Client())
+        registry = Registry(lease=limits.lease)
+        proxy = Proxy(session, registry, "concurrent", limits)
+        supervisor.membership = membership = Membership(proxy, supervisor.tell)
+        there = ListedInstances(listed, session, registry, proxy.take, members, proxy.clock)
+        listeners = [Listener(discovery, membership.take, members)]
+        cleanup.callback(listeners[0].close)
+        if plain_discovery is not None:
+            listeners.append(Listener(plain_discovery, membership.take))
+            cleanup.callback(listeners[1].close)
+        forever = [proxy.prober.run(), there.run(), membership.look(), *(each.run() for each in listeners)]
+        tasks = [asyncio.create_task(each) for each in forever]
+        cleanup.push_async_callback(end, tasks)
+        yield listeners

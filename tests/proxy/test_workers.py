@@ -1,0 +1,395 @@
+"""Several workers on one port: real processes, and fake instances in this one."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+from aiohttp import web
+from prometheus_client.parser import text_string_to_metric_families
+from proxy_behaviours import Seen, event, event_stream
+from proxy_fakes import PING_SECONDS, FakeInstance, ping
+from proxy_process import Command, running
+
+from p2pkv.control.announcer import Pinger
+from p2pkv.control.discovery import encode_ping
+from p2pkv.demo.processes import free_ports
+from proxy.admission import Limits
+from proxy.cli import main
+from proxy.metrics import Family, Metrics
+from proxy.registry import Registry, Role
+from proxy.status import merged
+from proxy.team import Channel, Drained, Link, Lost, Pinged, Stop, Team
+from proxy.workers import bound, share_of
+
+TOKEN = "a-token-of-the-tests"
+DEADLINE = 30.0
+
+
+async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
+    end = time.monotonic() + DEADLINE
+    while not await condition():
+        assert time.monotonic() < end, f"waited {DEADLINE} s in vain: {what}"
+        await asyncio.sleep(0.02)
+
+
+@dataclass
+class Running:
+    """A proxy of two workers, and its instances."""
+
+    command: Command
+    url: str
+    discovery: str
+    client: aiohttp.ClientSession
+    cleanup: AsyncExitStack
+    instances: dict[str, FakeInstance] = field(default_factory=dict)
+
+    async def add(self, role: Role) -> FakeInstance:
+        instance = FakeInstance(role)
+        await instance.start()
+        self.cleanup.push_async_callback(instance.stop)
+        pinger = Pinger(self.discovery, instance.ping, PING_SECONDS)
+        pinger.start()
+        self.cleanup.callback(pinger.stop)
+        self.instances[instance.http_address] = instance
+        return instance
+
+    async def post(self, **body: Any) -> aiohttp.ClientResponse:
+        """Over a connection of its own, which the kernel gives to one of the workers."""
+        body = {"model": "tiny", "prompt": "hi", "max_tokens": 5, **body}
+        return await self.client.post(f"{self.url}/v1/completions", json=body)
+
+    async def answers(self, count: int) -> list[int]:
+        """The statuses of so many requests, one after the other."""
+        statuses = []
+        for _ in range(count):
+            async with await self.post() as response:
+                await response.read()
+                statuses.append(response.status)
+        return statuses
+
+    async def page(self, path: str) -> Any:
+        async with self.client.get(self.url + path) as response:
+            return await response.json()
+
+    async def tell(self, instance: FakeInstance, what: str) -> Any:
+        url = f"{self.url}/instances/{instance.http_address}/{what}"
+        async with self.client.post(url, headers={"Authorization": f"Bearer {TOKEN}"}) as response:
+            assert response.status == 200
+            return await response.json()
+
+    async def says(self, pattern: str) -> re.Match[str]:
+        return await asyncio.to_thread(self.command.says, pattern)
+
+    async def both_have_worked(self) -> None:
+        """Requests until each worker has had one."""
+
+        async def seen() -> bool:
+            assert await self.answers(1) == [200]
+            return all(
+                f"worker {number}: proxy.records: request ended" in self.command.log for number in (1, 2)
+            )
+
+        await until(seen, "a request for each worker")
+
+    async def ready(self, prefill: int, decode: int) -> None:
+        async def there() -> bool:
+            page = await self.page("/status")
+            return (page["workers"], page["prefill"], page["decode"]) == (2, prefill, decode)
+
+        await until(there, "instances that both workers know")
+
+    def workers(self) -> dict[int, psutil.Process]:
+        """By their numbers."""
+        children = psutil.Process(self.command.process.pid).children()
+        found = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        return dict(enumerate(sorted(found, key=lambda each: each.create_time()), 1))
+
+
+@asynccontextmanager
+async def two(*arguments: str, prefill: int = 1, decode: int = 1) -> AsyncIterator[Running]:
+    async with AsyncExitStack() as cleanup:
+        discovery = f"127.0.0.1:{free_ports()}"
+        command = cleanup.enter_context(
+            running(
+                *("--port", "0", "--discovery", discovery, "--workers", "2", "--log-requests"),
+                *("--admin-token", TOKEN, *arguments),
+            )
+        )
+        serving = await asyncio.to_thread(
+            command.says, r"serving on (http://[^ ,]+), discovery on tcp://(\S+),"
+        )
+        client = await cleanup.enter_async_context(
+            aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(force_close=True),
+                timeout=aiohttp.ClientTimeout(total=DEADLINE),
+            )
+        )
+        deployment = Running(command, serving[1], discovery, client, cleanup)
+        for role, count in (("P", prefill), ("D", decode)):
+            for _ in range(count):
+                await deployment.add("P" if role == "P" else "D")
+        await deployment.ready(prefill, decode)
+        yield deployment
+
+
+@pytest.mark.asyncio
+async def test_two_workers_share_the_discovery_and_answer_as_one() -> None:
+    async with two(decode=2) as deployment:
+        await deployment.both_have_worked()
+        assert set(await deployment.answers(20)) == {200}
+        sent = sum(len(each.requests) for each in deployment.instances.values()) // 2
+        for _ in range(4):  # whichever worker is asked
+            page = await deployment.page("/status")
+            assert page["outcomes"]["answered"] == page["counters"]["admitted"] == sent
+            assert sum(pair["total"] for pair in page["pairs"]) == sent
+            assert [each["state"] for each in page["instances"]] == ["ready"] * 3
+            async with deployment.client.get(f"{deployment.url}/metrics") as response:
+                metrics = {each.name: each for each in text_string_to_metric_families(await response.text())}
+            (answered,) = [s for s in metrics["p2pkv_proxy_requests"].samples if s.name.endswith("_total")]
+            assert (answered.labels["outcome"], answered.value) == ("answered", sent)
+            states = {tuple(s.labels.values()): s.value for s in metrics["p2pkv_proxy_instances"].samples}
+            assert (states["P", "ready"], states["D", "ready"]) == (1, 2)
+        deployment.command.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(deployment.command.end) == 0
+        assert deployment.command.clean(), deployment.command.log
+
+
+@pytest.mark.asyncio
+async def test_a_drain_reaches_all_workers_and_those_that_begin_later() -> None:
+    async with two(decode=2) as deployment:
+        leaving, staying = [each for each in deployment.instances.values() if each.role == "D"]
+        assert [each["state"] for each in (await deployment.tell(leaving, "drain"))["instances"]] == [
+            "drained"
+        ]
+        before = len(leaving.requests)
+        await deployment.both_have_worked()
+        assert len(leaving.requests) == before < len(staying.requests)
+        for process in deployment.workers().values():
+            process.kill()
+        await deployment.says(r"worker 1 was ended by SIGKILL: (.|\n)*worker 1 serves")
+        await deployment.says(r"worker 2 was ended by SIGKILL: (.|\n)*worker 2 serves")
+        await deployment.ready(1, 1)
+        assert set(await deployment.answers(10)) == {200}
+        assert len(leaving.requests) == before
+        await deployment.tell(leaving, "resume")
+        await deployment.ready(1, 2)
+
+        async def used() -> bool:
+            return await deployment.answers(1) == [200] and len(leaving.requests) > before
+
+        await until(used, "a request for the instance that was resumed")
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_dies_is_started_again_and_the_other_goes_on() -> None:
+    async with two() as deployment:
+        await deployment.both_have_worked()
+        victim = deployment.workers()[1]
+        victim.kill()
+        assert set(await deployment.answers(20)) == {200}, "what connects meanwhile waits for the successor"
+        await deployment.says(
+            r"ERROR .*was ended by SIGKILL: the requests that it had are lost, and another is"
+        )
+        await deployment.ready(1, 1)
+        assert victim.pid not in {each.pid for each in deployment.workers().values()}
+
+
+@pytest.mark.asyncio
+async def test_one_signal_lets_the_streams_of_all_workers_end() -> None:
+    finish = asyncio.Event()
+
+    async def streams(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = await event_stream(request)
+        await response.write(event(seen, "first"))
+        await finish.wait()
+        await response.write(event(seen, "last") + b"data: [DONE]\n\n")
+        return response
+
+    async with two() as deployment:
+        await deployment.both_have_worked()
+        (decode,) = [each for each in deployment.instances.values() if each.role == "D"]
+        decode.behaviour = streams
+        responses = [await deployment.post(stream=True) for _ in range(12)]
+        deployment.command.process.send_signal(signal.SIGTERM)
+        for number in (1, 2):
+            stopping = await deployment.says(
+                rf"worker {number}: proxy.cli: stopping: (\d+) requests have 25 s"
+            )
+            assert int(stopping[1]) > 0, "the kernel gave all twelve to one worker"
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await deployment.post()
+        finish.set()
+        for response in responses:
+            assert "last" in await response.text()
+        assert await asyncio.to_thread(deployment.command.end) == 0
+        assert deployment.command.clean(), deployment.command.log
+
+
+@pytest.mark.asyncio
+async def test_without_the_process_that_started_them_workers_end() -> None:
+    async with two() as deployment:
+        workers = list(deployment.workers().values())
+        deployment.command.process.kill()
+        gone, alive = await asyncio.to_thread(psutil.wait_procs, workers, DEADLINE)
+        assert (len(gone), alive) == (2, [])
+        assert "the process that started this worker is gone" in deployment.command.log
+
+
+def test_a_port_that_is_taken_is_said_in_a_sentence() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot serve on 127.0.0.1:{port}: Address already in use"):
+            bound("127.0.0.1", port, 2)
+
+
+def test_another_proxy_of_the_same_user_does_not_take_half_of_the_connections() -> None:
+    sockets = bound("127.0.0.1", 0, 2)
+    try:
+        assert len({each.getsockname()[1] for each in sockets}) == 1
+        with pytest.raises(OSError, match="Address already in use"):
+            bound("127.0.0.1", sockets[0].getsockname()[1], 2)
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def test_limits_are_divided() -> None:
+    limits = Limits(max_requests=100, max_waiting=10, max_held=1 << 30, alone_share=0.25)
+    third = share_of(limits, 3)
+    assert (third.max_requests, third.max_waiting, third.max_held) == (33, 3, (1 << 30) // 3)
+    assert third.alone == 8
+    assert share_of(Limits(max_requests=2, max_waiting=0), 2).max_requests == 1
+
+
+# What the parent says, and what all say together.
+
+
+@asynccontextmanager
+async def following() -> AsyncIterator[tuple[Registry, Channel, Link]]:
+    """A worker's registry, and the parent's end of its channel."""
+    ours, theirs = socket.socketpair()
+    channel = await Channel.over(ours)
+    link = Link(await Channel.over(theirs), asyncio.Event(), asyncio.Event())
+    registry = Registry(life=10.0, lease=30.0)
+    task = asyncio.create_task(Team({}, link).follow(registry, lambda: 100.0, lambda: None))
+    try:
+        yield registry, channel, link
+    finally:
+        channel.close()
+        await task
+        link.channel.close()
+
+
+@pytest.mark.asyncio
+async def test_who_is_lost_is_not_alive_once_it_is_silent_and_comes_back_with_its_pings() -> None:
+    message = ping("D")
+    async with following() as (registry, channel, _):
+        channel.send(Pinged(encode_ping(message)))
+        await until(lambda: _true(registry.known("D")), "the instance")
+        (instance,) = registry.known("D")
+        instance.healthy = True
+        assert registry.routable("D", 115.0) == [instance], "silent, and its connection stands"
+        channel.send(Lost(encode_ping(message)))
+        await until(lambda: _true(not registry.routable("D", 115.0)), "its loss")
+        channel.send(Pinged(encode_ping(message)))
+        await until(lambda: _true(registry.routable("D", 115.0)), "its return")
+        restarted = ping("D", incarnation="another")
+        channel.send(Pinged(encode_ping(restarted)))
+        await until(lambda: _true(registry.of(restarted)), "its successor, under the same address")
+
+
+@pytest.mark.asyncio
+async def test_a_drain_may_be_known_before_the_instance_and_the_end_of_the_parent_stops_a_worker() -> None:
+    message = ping("D", incarnation="first")
+    async with following() as (registry, channel, link):
+        channel.send(Drained(encode_ping(message)))
+        channel.send(Pinged(encode_ping(message)))
+        await until(lambda: _true(registry.known("D")), "the instance")
+        assert registry.known("D")[0].drained
+        channel.send(Stop(hurry=True))
+        await asyncio.wait_for(link.hurry.wait(), DEADLINE)
+        assert not link.stop.is_set()
+        channel.close()
+        await asyncio.wait_for(link.stop.wait(), DEADLINE)
+
+
+async def _true(value: object) -> bool:
+    return bool(value)
+
+
+def test_metrics_of_two_workers_are_added_and_what_is_no_amount_is_not() -> None:
+    mine: list[Family] = [
+        ("p2pkv_proxy_requests", "x", "counter", [("p2pkv_proxy_requests_total", {"outcome": "left"}, 2.0)]),
+        ("p2pkv_proxy_instances", "x", "gauge", [("p2pkv_proxy_instances", {"role": "P"}, 3.0)]),
+        ("process_start_time_seconds", "x", "gauge", [("process_start_time_seconds", {}, 50.0)]),
+    ]
+    theirs: list[Family] = [
+        (
+            *("p2pkv_proxy_requests", "x", "counter"),
+            [
+                ("p2pkv_proxy_requests_total", {"outcome": "left"}, 3.0),
+                ("p2pkv_proxy_requests_total", {"outcome": "failed"}, 1.0),
+            ],
+        ),
+        ("p2pkv_proxy_instances", "x", "gauge", [("p2pkv_proxy_instances", {"role": "P"}, 2.0)]),
+        ("process_start_time_seconds", "x", "gauge", [("process_start_time_seconds", {}, 40.0)]),
+    ]
+    body, _ = Metrics().exposition("", [mine, theirs])
+    lines = [line for line in body.decode().splitlines() if not line.startswith("#")]
+    assert lines == [
+        'p2pkv_proxy_requests_total{outcome="left"} 5.0',
+        'p2pkv_proxy_requests_total{outcome="failed"} 1.0',
+        'p2pkv_proxy_instances{role="P"} 3.0',
+        "process_start_time_seconds 40.0",
+    ]
+
+
+def test_status_of_two_workers_is_added_and_the_worst_counts() -> None:
+    def part(**more: Any) -> dict[str, Any]:
+        instance = {"role": "decode", "address": "d:1", "rank": 0, "state": "ready", "load": 2, "alone": 0}
+        return {
+            "uptime_seconds": 5.0, "status": "ok", "prefill": 2, "decode": 1, "missing": [],
+            "gauges": {"waiting": 1, "silent": 1}, "counters": {"admitted": 4}, "outcomes": {"left": 1},
+            "stream_events": 7, "first_token_seconds": [0.1], "instances": [instance],
+            "pairs": [{"prefill": "p:1", "decode": "d:1", "total": 3, "running": 1}],
+            "history": [(-3.0, 1, 0, 5, 1, 0, 0.2), (-1.0, 2, 0, 7, 1, 0, None)], **more,
+        }  # fmt: skip
+
+    draining = {**part()["instances"][0], "state": "draining", "alone": 1}
+    page = merged(
+        [
+            part(),
+            part(
+                status="degraded", prefill=1, missing=["no P"], instances=[draining], first_token_seconds=[],
+                history=[(-1.5, 4, 1, 1, 2, 3, 0.5)],
+            ),
+        ]
+    )  # fmt: skip
+    assert (page["status"], page["prefill"], page["missing"], page["workers"]) == ("degraded", 1, ["no P"], 2)
+    assert page["gauges"] == {"waiting": 2, "silent": 1}
+    assert page["counters"] == {"admitted": 8}
+    assert page["first_token_seconds"] == {"p50": 0.1, "p95": 0.1}
+    assert page["pairs"] == [{"prefill": "p:1", "decode": "d:1", "total": 6, "running": 2}]
+    (instance,) = page["instances"]
+    assert (instance["state"], instance["load"], instance["alone"]) == ("draining", 4, 1)
+    assert page["history"] == [[-3.0, 1, 0, 5, 1, 0, 0.2], [-1.0, 6, 1, 8, 3, 3, 0.5]]
+
+
+def test_more_workers_than_requests_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--workers", "3", "--max-requests", "2"])
+    assert end.value.code == 2
+    assert "--workers divide --max-requests" in capsys.readouterr().err
