@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import aiohttp
 from aiohttp import web
 
 from p2pkv.pairing import mint
@@ -39,7 +40,6 @@ from .routing import Choice
 from .tracing import CallSpan
 from .upstream import (
     EVENT_STREAM,
-    Answer,
     Call,
     CallFailed,
     Client,
@@ -84,7 +84,7 @@ class PrefillFailed(Exception):
 class DecodeAnswer:
     """D's answer, begun: a success with the start of its body, which holds the first token."""
 
-    response: Answer
+    response: aiohttp.ClientResponse
     head: bytes
 
     @property

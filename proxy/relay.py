@@ -17,7 +17,7 @@ from .http import NAMED_EVENTS, REQUEST_ID, STOPPED, GivenUpFilter, Headers, to_
 from .metrics import Pace
 from .registry import Instance
 from .routing import Choice
-from .upstream import EVENT_STREAM, Answer, CallFailed, Client, Reply, read_whole
+from .upstream import EVENT_STREAM, CallFailed, Client, Reply, read_whole
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Relay:
     def __init__(
         self,
         request: web.Request,
-        answer: Answer,
+        answer: aiohttp.ClientResponse,
         head: bytes,
         scrubber: Scrubber,
         pace: Pace | None = None,

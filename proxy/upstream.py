@@ -9,14 +9,11 @@ import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Self
 
 import aiohttp
 from aiohttp import AddrInfoType
-from aiohttp.http import HttpProcessingError, RawResponseMessage, StreamWriter
 from multidict import CIMultiDictProxy
-from yarl import URL
 
 from .http import GIVEN_UP, STOPPED, Headers, first_event_came, first_event_failed, first_event_message
 from .registry import Instance
@@ -28,7 +25,6 @@ _KEEPALIVE_SECONDS = 3.0
 _CONNECT_SECONDS = 5.0
 # The same, and the time to look its name up.
 _REACH_SECONDS = 10.0
-_TIMEOUT = aiohttp.ClientTimeout(total=None, connect=_REACH_SECONDS, sock_connect=_CONNECT_SECONDS)
 # The largest answer that is read whole: errors, lists of models, P's single tokens.
 _MAX_WHOLE_BYTES = 64 << 20
 # How much of an event stream is held back until its first event that says something.
@@ -36,8 +32,6 @@ _MAX_WORDS_BYTES = 64 << 10
 # An answer that is no stream comes at once when it is complete. Up to this size it is held back until all of
 # it has arrived, so that another instance can be asked if it does not come whole.
 _MAX_HELD_BYTES = 1 << 20
-# Of so many URLs it is remembered where they lead.
-_MAX_PLACES = 4096
 
 # While the proxy waits for an answer it sends nothing, and it does not probe an instance that has said
 # goodbye. If that instance's host went down then, it would wait for ever. So TCP probes the host after 10 s
@@ -53,32 +47,17 @@ class Client:
     Connections are kept for the next request. An instance may close an idle one at the very moment in which
     it is used again. That is nobody's failure: the request goes once more, over a new connection.
 
-    aiohttp makes and keeps the connections and reads what comes. Requests are written here: with a
-    ClientSession, which can do much that no instance asks for, a call takes twice as much of the processor.
-
     Attributes:
-        kept: what is asked by `get`, over the connections that are kept.
+        kept: makes and keeps connections.
         reconnected: how many requests went once more.
     """
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        connector = aiohttp.TCPConnector(
-            limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, socket_factory=_socket
+        self.kept = _session(
+            aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, socket_factory=_socket)
         )
-        self._fresh = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_socket)
-        self.kept = aiohttp.ClientSession(
-            connector=connector,
-            timeout=_TIMEOUT,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("User-Agent", "Accept"),
-        )
-        self._places = lru_cache(_MAX_PLACES)(self._place)
+        self._fresh = _session(aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_socket))
         self.reconnected = 0
-
-    def _place(self, url: str) -> aiohttp.ClientRequest:
-        """Where a connection leads to, as aiohttp's connectors want to be told."""
-        return aiohttp.ClientRequest("POST", URL(url), loop=self._loop)
 
     async def __aenter__(self) -> Self:
         return self
@@ -93,84 +72,50 @@ class Client:
 
     async def post(
         self, url: str, data: bytes, headers: Headers, again: Callable[[], None] = lambda: None
-    ) -> Answer:
+    ) -> aiohttp.ClientResponse:
         """The head of the answer; `again` is called if the request goes once more. Raises aiohttp.ClientError
         or OSError."""
-        place = self._places(url)
-        headers["Host"] = place.headers["Host"]
-        headers["Content-Length"] = str(len(data))
-        head = f"POST {place.url.raw_path_qs} HTTP/1.1"
-        connection = await _connected(self.kept.connector, place)
-        # Its protocol gets a parser with its first request.
-        idle = connection.protocol._parser is not None
+        was = _Was()
         try:
-            return await self._ask(connection, head, headers, data)
+            return await self.kept.post(
+                url, data=data, headers=headers, allow_redirects=False, trace_request_ctx=was
+            )
         except (aiohttp.ClientError, OSError) as error:
-            if not (idle and _closed_unanswered(error)):
+            if not (was.idle and _closed_unanswered(error)):
                 raise
             logger.info("%s closed an idle connection as it was used: once more, over a new one", url)
         self.reconnected += 1
         again()
-        return await self._ask(await _connected(self._fresh, place), head, headers, data)
-
-    async def _ask(self, connection: Any, head: str, headers: Headers, data: bytes) -> Answer:
-        """The head of the answer that comes over this connection, which is closed if none comes."""
-        protocol = connection.protocol
-        try:
-            protocol.set_response_params(read_until_eof=True)
-            writer = StreamWriter(protocol, self._loop)
-            await writer.write_headers(head, headers)
-            # Not to wait for the instance to read all of it: it may answer before that.
-            await writer.write(data, drain=False)
-            writer.set_eof()
-            while True:
-                message, content = await protocol.read()
-                if message.code >= 200 or message.code == 101:
-                    return Answer(connection, message, content)
-        except HttpProcessingError as error:
-            connection.close()
-            raise aiohttp.ClientError(f"no HTTP: {error.message}") from error
-        except BaseException:
-            connection.close()
-            raise
+        return await self._fresh.post(url, data=data, headers=headers, allow_redirects=False)
 
     @property
     def open(self) -> int:
         """Connections on which something is under way."""
-        return sum(len(each._acquired) for each in (self.kept.connector, self._fresh) if each is not None)
+        return sum(len(each.connector._acquired) for each in (self.kept, self._fresh) if each.connector)
 
 
-class Answer:
-    """An instance's answer to one request, from its head on. Its connection is kept for others once all of
-    the body has come."""
+@dataclass
+class _Was:
+    """What one request learns of its connection: whether it was idle until now."""
 
-    def __init__(self, connection: Any, message: RawResponseMessage, content: aiohttp.StreamReader) -> None:
-        self.connection = connection
-        self.status = message.code
-        self.headers: CIMultiDictProxy[str] = message.headers
-        self.content = content
-        content.on_eof(connection.release)
-
-    @property
-    def content_type(self) -> str:
-        """In lower case and without parameters; "" if there is none."""
-        return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-
-    def close(self) -> None:
-        """Aborts what has not come yet, by closing the connection; whoever waits for it gets an
-        aiohttp.ClientError. Idempotent."""
-        if not self.content.is_eof() and self.content.exception() is None:
-            self.content.set_exception(aiohttp.ClientConnectionError("the answer was closed"))
-        self.connection.close()
+    idle: bool = False
 
 
-async def _connected(connector: aiohttp.BaseConnector | None, place: aiohttp.ClientRequest) -> Any:
-    """A connection. Raises aiohttp.ClientError or OSError."""
-    assert connector is not None
-    try:
-        return await connector.connect(place, [], _TIMEOUT)
-    except TimeoutError as error:
-        raise aiohttp.ConnectionTimeoutError(f"no connection to {place.url} in time") from error
+async def _reused(_: aiohttp.ClientSession, context: Any, __: aiohttp.TraceConnectionReuseconnParams) -> None:
+    if isinstance(context.trace_request_ctx, _Was):
+        context.trace_request_ctx.idle = True
+
+
+def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+    watch = aiohttp.TraceConfig()
+    watch.on_connection_reuseconn.append(_reused)
+    return aiohttp.ClientSession(
+        connector=connector,
+        timeout=aiohttp.ClientTimeout(total=None, connect=_REACH_SECONDS, sock_connect=_CONNECT_SECONDS),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=("User-Agent", "Accept"),
+        trace_configs=[watch],
+    )
 
 
 def _closed_unanswered(error: Exception) -> bool:
@@ -252,20 +197,19 @@ class Call:
         self.again = again
         self._session = session
         self._url = instance.url + path
-        self._asking: asyncio.Task[Any] | None = None
-        self._response: Answer | None = None
+        self._asking: asyncio.Task[aiohttp.ClientResponse] | None = None
+        self._response: aiohttp.ClientResponse | None = None
         self._given_up: CallFailed | None = None
         self._cleanup = ExitStack()
 
-    async def open(self, body: bytes, headers: Headers) -> Answer:
+    async def open(self, body: bytes, headers: Headers) -> aiohttp.ClientResponse:
         """Sends the request and waits for the answer's head. Raises CallFailed."""
         self._cleanup.enter_context(self.instance.busy(self._give_up, self.tokens))
-        self._asking = asyncio.current_task()
+        self._asking = asyncio.create_task(self._ask(body, headers))
         try:
-            self._response = await self._session.post(self._url, body, headers, self.again)
+            self._response = await self._asking
         except asyncio.CancelledError:
-            # By us, unless somebody else has cancelled this task, too.
-            if self._given_up is not None and self._asking is not None and not self._asking.uncancel():
+            if self._given_up is not None and not _cancelled():
                 raise self._given_up from None
             raise
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
@@ -274,14 +218,13 @@ class Call:
             raise CallFailed("could not be reached") from error
         except (aiohttp.ClientError, OSError) as error:
             raise CallFailed("closed the connection before it answered") from error
-        finally:
-            self._asking = None
         return self._response
+
+    async def _ask(self, body: bytes, headers: Headers) -> aiohttp.ClientResponse:
+        return await self._session.post(self._url, body, headers, self.again)
 
     def _give_up(self, known: bool) -> None:
         """The instance is dead: whoever waits for it gets CallFailed."""
-        if self._given_up is not None:
-            return
         self._given_up = CallFailed("is gone") if known else Silent("has stopped answering")
         if self._response is not None:
             self._response.close()
@@ -303,9 +246,19 @@ class Call:
 
     def close(self) -> None:
         """Ends the call. A connection whose answer was read to its end is kept for others. Idempotent."""
-        if self._response is not None:
+        if self._response is None and self._asking is not None:
+            # The answer may have come in the very moment in which nobody waited for it any more.
+            self._asking.cancel()
+            self._asking.add_done_callback(_close_answer)
+        elif self._response is not None:
             self._response.close()
         self._cleanup.close()
+
+
+def _cancelled() -> bool:
+    """Whether this task itself was cancelled, and not only what it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _is_ours(error: Exception) -> bool:
@@ -313,7 +266,12 @@ def _is_ours(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
-async def read_whole(response: Answer | aiohttp.ClientResponse) -> Reply:
+def _close_answer(asking: asyncio.Task[aiohttp.ClientResponse]) -> None:
+    if not asking.cancelled() and asking.exception() is None:
+        asking.result().close()
+
+
+async def read_whole(response: aiohttp.ClientResponse) -> Reply:
     """The rest of an answer. Raises CallFailed."""
     body = bytearray()
     try:
@@ -326,7 +284,7 @@ async def read_whole(response: Answer | aiohttp.ClientResponse) -> Reply:
         raise CallFailed("died in the middle of its answer") from error
 
 
-async def first_words(response: Answer) -> bytes:
+async def first_words(response: aiohttp.ClientResponse) -> bytes:
     """The start of a successful answer, as far as it proves that generation has begun: in an event stream
     everything up to the first event that says something, else all of it, or its first MiB. Raises CallFailed
     if there is none."""

@@ -13,7 +13,6 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from aiohttp.client_proto import ResponseHandler
 from aiohttp.client_reqrep import ConnectionKey
 from multidict import CIMultiDict
 from proxy_behaviours import Seen, answer_error, answer_json, dies, event, event_stream
@@ -25,31 +24,40 @@ from proxy.serving import Dispatch
 from proxy.upstream import Call, CallFailed, Client
 
 
+class Answer:
+    """Knows whether it has been closed."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
 @pytest.mark.asyncio
-async def test_an_answer_that_comes_as_its_call_is_cancelled_is_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with deployed("concurrent", 1, 1) as deployment:
-        (instance,) = deployment.registry.known("D")
-        call = Call(deployment.proxy.session, instance, "/v1/completions")
-        feed = ResponseHandler.feed_data
+async def test_an_answer_that_comes_as_its_call_is_cancelled_is_closed() -> None:
+    answer = Answer()
 
-        def feed_and_cancel(self: ResponseHandler, *arguments: Any) -> None:
-            feed(self, *arguments)
-            asking.cancel()  # before the caller is told of the answer
+    class Session:
+        async def post(self, *arguments: Any, **options: Any) -> Answer:
+            # Runs before the caller is told of the answer.
+            asyncio.get_running_loop().call_soon(asking.cancel)
+            return answer
 
-        async def ask() -> None:
-            try:
-                await call.open(b"{}", CIMultiDict({"X-Request-Id": "x"}))
-            finally:
-                call.close()
+    instance = join(Registry(), ping("D"))
+    call = Call(Session(), instance, "/v1/completions")
 
-        monkeypatch.setattr(ResponseHandler, "feed_data", feed_and_cancel)
-        asking = asyncio.create_task(ask())
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-        assert deployment.proxy.session.open == 0
-        assert instance.in_flight == 0
+    async def ask() -> None:
+        try:
+            await call.open(b"", CIMultiDict())
+        finally:
+            call.close()
+
+    asking = asyncio.create_task(ask())
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await asyncio.sleep(0)
+    assert answer.closed
+    assert instance.in_flight == 0
 
 
 @pytest.mark.asyncio
@@ -58,7 +66,7 @@ async def test_who_cannot_be_reached_waits_for_its_health_and_who_hangs_up_does_
     error: type[aiohttp.ClientError],
 ) -> None:
     class Session:
-        async def post(self, *arguments: Any, **options: Any) -> None:
+        async def post(self, *arguments: Any, **options: Any) -> Answer:
             raise error
 
     instance = join(Registry(), ping("D"))
@@ -73,7 +81,7 @@ async def test_who_cannot_be_reached_waits_for_its_health_and_who_hangs_up_does_
 @pytest.mark.parametrize(("number", "healthy"), [(errno.EMFILE, True), (errno.ECONNREFUSED, False)])
 async def test_when_the_proxy_has_no_descriptors_left_nobody_is_to_blame(number: int, healthy: bool) -> None:
     class Session:
-        async def post(self, *arguments: Any, **options: Any) -> None:
+        async def post(self, *arguments: Any, **options: Any) -> Answer:
             key = ConnectionKey("10.0.0.1", 8100, False, True, None, None, None)
             raise aiohttp.ClientConnectorError(key, OSError(number, "no"))
 
@@ -91,9 +99,10 @@ async def test_who_leaves_as_the_instance_dies_has_left(dead_first: bool) -> Non
     """Else its request would be tried at another instance, for nobody."""
 
     class Session:
-        async def post(self, *arguments: Any, **options: Any) -> None:
+        async def post(self, *arguments: Any, **options: Any) -> Answer:
             asked.set()
             await asyncio.Event().wait()
+            return Answer()
 
     asked = asyncio.Event()
     instance = join(Registry(), ping("D"))
@@ -132,13 +141,13 @@ async def test_a_host_that_vanishes_is_noticed_although_nothing_is_sent_to_it() 
     try:
         async with Client() as client:
             url = f"http://{instance.http_address}/v1/completions"
-            answer = await client.post(url, b"{}", CIMultiDict({"X-Request-Id": "x"}))
-            sock = answer.connection.transport.get_extra_info("socket")
-            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-            names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
-            idle, interval, probes = (sock.getsockopt(socket.IPPROTO_TCP, name) for name in names)
-            assert 5 <= idle + interval * probes <= 30
-            answer.close()
+            async with await client.post(url, b"{}", CIMultiDict({"X-Request-Id": "x"})) as answer:
+                assert answer.connection is not None and answer.connection.transport is not None
+                sock = answer.connection.transport.get_extra_info("socket")
+                assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                names = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+                idle, interval, probes = (sock.getsockopt(socket.IPPROTO_TCP, name) for name in names)
+                assert 5 <= idle + interval * probes <= 30
     finally:
         await instance.stop()
 
