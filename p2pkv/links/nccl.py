@@ -523,8 +523,8 @@ class NcclOutbound(End, Outbound):
         self.shared.pool.check(nbytes)
         if remote_slot != to_remote_slot(self.sequence, nbytes):
             raise self.guard.fail(
-                f"remote slot {remote_slot} is not that of message {self.sequence} with {nbytes} bytes; grants "
-                "must be used in order, and filled"
+                f"remote slot {remote_slot} is not that of message {self.sequence} with {nbytes} bytes; "
+                "grants must be used in order, and filled"
             )
         if not self.admitted() or not self.share.grants(nbytes):
             return None

@@ -297,7 +297,7 @@ class SharedOutbound(Outbound):
         return True
 
     def reserve(self, nbytes: int, remote_slot: int) -> SharedSend | None:
-        """D's slot. Never None: D has granted it. Raises LinkError for a slot that is not the next grant's."""
+        """D's slot. Never None: D has granted it. Raises LinkError for a slot of another grant."""
         self.guard.check()
         assert self._arena is not None
         pool = self._arena.pool
