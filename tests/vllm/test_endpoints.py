@@ -127,7 +127,10 @@ def call_of_a_tool(base_url: str, prompt: str, streamed: bool) -> tuple[str, str
         "messages": [{"role": "user", "content": prompt}],
         "max_tokens": 64,
         "temperature": 0.0,
-        "tools": [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}],
+        # Unless it is strict, vLLM takes any JSON for the arguments.
+        "tools": [
+            {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}}
+        ],
         "tool_choice": {"type": "function", "function": {"name": "weather"}},
     }
     completions = by_openai(base_url).chat.completions
