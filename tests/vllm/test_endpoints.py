@@ -125,7 +125,7 @@ def call_of_a_tool(base_url: str, prompt: str, streamed: bool) -> tuple[str, str
     options: dict[str, Any] = {
         "model": MODEL_NAME,
         "messages": [{"role": "user", "content": prompt}],
-        "max_tokens": 64,
+        "max_tokens": 160,
         "temperature": 0.0,
         # Unless it is strict, vLLM takes any JSON for the arguments.
         "tools": [
