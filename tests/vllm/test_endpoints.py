@@ -125,9 +125,12 @@ def call_of_a_tool(base_url: str, prompt: str, streamed: bool) -> tuple[str, str
     options: dict[str, Any] = {
         "model": MODEL_NAME,
         "messages": [{"role": "user", "content": prompt}],
-        "max_tokens": 64,
+        "max_tokens": 160,
         "temperature": 0.0,
-        "tools": [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}],
+        # Unless it is strict, vLLM takes any JSON for the arguments.
+        "tools": [
+            {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}}
+        ],
         "tool_choice": {"type": "function", "function": {"name": "weather"}},
     }
     completions = by_openai(base_url).chat.completions

@@ -131,10 +131,6 @@ def test_the_backend_in_rays_own_app(
     assert told == {"P": {(1, False, ray.on_p)}, "D": {(5, False, ray.on_d)}}
 
 
-@pytest.mark.xfail(
-    reason="not seen to pass yet: tried once, on a machine so busy that Ray stopped its own HTTP front",
-    strict=False,
-)
 def test_ray_serve_llm(ray_python: Path, tiny_model: Path, logs: Path, launch: Any) -> None:
     """With vLLM's engines: answers are a single server's, from KV that moved."""
     ray = RayServe(ray_python, tiny_model, logs / "ray.log")
