@@ -165,6 +165,7 @@ async def test_two_workers_share_the_discovery_and_answer_as_one() -> None:
         assert deployment.command.clean(), deployment.command.log
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_a_drain_reaches_all_workers_and_those_that_begin_later() -> None:
     async with two(decode=2) as deployment:
@@ -205,6 +206,7 @@ async def test_a_worker_that_dies_is_started_again_and_the_other_goes_on() -> No
         assert victim.pid not in {each.pid for each in deployment.workers().values()}
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_one_signal_lets_the_streams_of_all_workers_end() -> None:
     finish = asyncio.Event()
@@ -236,6 +238,7 @@ async def test_one_signal_lets_the_streams_of_all_workers_end() -> None:
         assert deployment.command.clean(), deployment.command.log
 
 
+@pytest.mark.long
 @pytest.mark.asyncio
 async def test_without_the_process_that_started_them_workers_end() -> None:
     async with two() as deployment:
