@@ -115,7 +115,7 @@ def test_instances_on_kubernetes(name: str, role: str) -> None:
     )
     # It pings the service, and drains itself there, under the address that it has registered.
     ports = {port["name"]: port["port"] for port in manifests()["Service", "p2pkv-proxy"]["spec"]["ports"]}
-    assert made.proxy == Address("p2pkv-proxy", ports["discovery"])
+    assert made.proxies == (Address("p2pkv-proxy", ports["discovery"]),)
     assert environ["PROXY"] == f"http://p2pkv-proxy:{ports['http']}"
     assert environ["ADDRESS"] == str(made.http_address)
     # Both the script and vLLM have their time before the SIGKILL.
@@ -166,7 +166,7 @@ def test_compose(tmp_path: Path) -> None:
         command = [*service["entrypoint"], *service["command"]]
         made = instance([word.replace(mounted, str(tmp_path / "secret")) for word in command], {})
         assert (made.role, made.address.host) == (role, name)
-        assert made.proxy == Address("proxy", read.discovery.port)
+        assert made.proxies == (Address("proxy", read.discovery.port),)
         assert int(service["stop_grace_period"][:-1]) > int(option(command, "--shutdown-timeout"))
 
 
