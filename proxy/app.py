@@ -62,7 +62,7 @@ def make_app(
         members: whose pings `discovery` takes; None for anybody's.
         plain_discovery: a second endpoint, which takes anybody's.
         routing: how it chooses instances.
-        guard: who may see instances, and who may drain them.
+        guard: who may ask, who may see instances, and who may drain them.
         log_requests: write a line for each request.
         tracing: makes the spans of requests, and is closed at the end.
         listed: instances that are there without a ping, as long as their /health answers.
@@ -135,9 +135,11 @@ def _parts(proxy: Proxy, guard: Access) -> dict[str, Callable[[str], Any]]:
 
 def _routes(guard: Access, metrics: Metrics) -> list[web.RouteDef]:
     async def generate(request: web.Request) -> web.StreamResponse:
+        guard.ask(request)
         return await request.app[PROXY].generate(request)
 
     async def models(request: web.Request) -> web.StreamResponse:
+        guard.ask(request)
         return await request.app[PROXY].models(request)
 
     async def health(request: web.Request) -> web.StreamResponse:

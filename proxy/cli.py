@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import signal
+import ssl
 import sys
 import time
 from collections import Counter
@@ -70,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{twice[0]} is listed twice: each instance has addresses of its own")
     if arguments.workers > arguments.max_requests:
         parser.error("--workers divide --max-requests, so there can be no more of them than that")
+    if bool(arguments.ssl_certfile) != bool(arguments.ssl_keyfile):
+        parser.error("TLS needs both --ssl-certfile and --ssl-keyfile")
     if arguments.private and not arguments.admin_token:
         parser.error("--private needs an --admin-token, or nobody could see those pages")
     try:
@@ -130,7 +133,7 @@ async def _serve(arguments: argparse.Namespace, members: Members | None) -> None
     runner = make_runner(app, _SHUTDOWN_SECONDS)
     try:
         await runner.setup()
-        await web.TCPSite(runner, arguments.host, arguments.port).start()
+        await web.TCPSite(runner, arguments.host, arguments.port, ssl_context=_tls(arguments)).start()
         _say_serving(arguments, members, runner.addresses, app[LISTENER].endpoint)
         if arguments.plain_discovery is not None:
             logger.info("plain discovery on %s", app[PLAIN_LISTENER].endpoint)
@@ -151,12 +154,27 @@ def _app(
         members=members,
         plain_discovery=None if plain is None else endpoint_of(plain),
         routing=_routing(arguments),
-        guard=Access(arguments.admin_token, arguments.private),
+        guard=Access(arguments.admin_token, arguments.private, tuple(arguments.api_key)),
         log_requests=arguments.log_requests,
         tracing=Spans(arguments.otlp_traces_endpoint) if arguments.otlp_traces_endpoint else None,
         listed=[*arguments.prefill, *arguments.decode],
         link=link,
     )
+
+
+def _tls(arguments: argparse.Namespace) -> ssl.SSLContext | None:
+    """Raises OSError, with a sentence, if the files are not a certificate and its key."""
+    if not arguments.ssl_certfile:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(arguments.ssl_certfile, arguments.ssl_keyfile, password="")
+    except OSError as error:
+        raise OSError(
+            f"--ssl-certfile {arguments.ssl_certfile} and --ssl-keyfile {arguments.ssl_keyfile} have to be a "
+            f"certificate and its key without a password, in PEM: {error.strerror or error}"
+        ) from None
+    return context
 
 
 async def _drain(runner: web.AppRunner, app: web.Application, seconds: float, hurry: asyncio.Event) -> None:
@@ -170,9 +188,10 @@ async def _drain(runner: web.AppRunner, app: web.Application, seconds: float, hu
 def _say_serving(
     arguments: argparse.Namespace, members: Members | None, addresses: Sequence[Any], discovery: str
 ) -> None:
+    scheme = "https" if arguments.ssl_certfile else "http"
     logger.info(
         "serving on %s, discovery on %s, %s dispatch, %s for prefill and %s for decode, %s",
-        ", ".join(f"http://{Address(address[0], address[1])}" for address in addresses),
+        ", ".join(f"{scheme}://{Address(address[0], address[1])}" for address in addresses),
         discovery,
         arguments.dispatch,
         arguments.prefill_policy,
@@ -235,7 +254,7 @@ async def _serve_seat(arguments: argparse.Namespace, members: Members | None, se
     try:
         await runner.setup()
         await app[TEAM].ready(app[PROXY].registry, app[PROXY].clock)
-        await web.SockSite(runner, seat.listening).start()
+        await web.SockSite(runner, seat.listening, ssl_context=_tls(arguments)).start()
         channel.send(Serving())
         await link.stop.wait()
         await _drain(runner, app, arguments.drain_seconds, link.hurry)
@@ -281,7 +300,7 @@ def _routing(arguments: argparse.Namespace) -> Routing:
 
 def _warn(arguments: argparse.Namespace, members: Members | None) -> None:
     """Of what is open to other machines."""
-    if not is_loopback(arguments.host):
+    if not is_loopback(arguments.host) and not arguments.api_key:
         logger.warning("%s is reachable from other hosts: clients are not authenticated here", arguments.host)
     places = [arguments.discovery] if members is None else []
     for place in [*places, *filter(None, [arguments.plain_discovery])]:
@@ -366,6 +385,20 @@ def _add_operation(parser: argparse.ArgumentParser) -> None:
         "--max-held-mib, and chooses instances by its own requests only: take power_of_two for both "
         "policies (default: %(default)s)",
     )
+    group.add_argument(
+        "--api-key",
+        type=_token,
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="clients have to show this key, as OpenAI's and Anthropic's do; repeat the option for others. "
+        "The key goes on to the instances, whose own --api-key may be the same. Without one everybody is "
+        "served. The environment or the file is the better place",
+    )
+    group.add_argument(
+        "--ssl-certfile", default="", metavar="FILE", help="serve HTTPS, with this certificate chain (PEM)"
+    )
+    group.add_argument("--ssl-keyfile", default="", metavar="FILE", help="the certificate's key (PEM)")
     group.add_argument(
         "--admin-token",
         type=_token,

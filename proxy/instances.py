@@ -1,6 +1,6 @@
 """Instances as an operator sees them: their list and state, and the word that drains or resumes one.
 
-Who may look and who may change is decided here, too. No answer holds a ZMQ address or a secret.
+Who may ask, who may look and who may change is decided here, too. No answer holds a ZMQ address or a secret.
 """
 
 from __future__ import annotations
@@ -42,15 +42,26 @@ def state_of(instance: Instance, now: float, *, needed: bool) -> str:
 
 @dataclass(frozen=True)
 class Access:
-    """Who may see and change what.
+    """Who may ask for, see and change what.
 
     Attributes:
         token: an operator shows it as a bearer token; "" if there is none, and then nobody changes anything.
         private: who looks has to show it, too.
+        keys: a client shows one of them; without any, everybody may ask.
     """
 
     token: str = ""
     private: bool = False
+    keys: tuple[str, ...] = ()
+
+    def ask(self, request: web.Request) -> None:
+        """Raises ProxyError if this request may not be served by an instance."""
+        # Anthropic's clients, which ask /v1/messages, have a header of their own.
+        shown = _bearer(request) or request.headers.get("X-Api-Key", "")
+        if self.keys and not any(_same(shown, key) for key in self.keys):
+            raise ProxyError(
+                401, "This needs an API key of this proxy, as `Authorization: Bearer KEY`.", ask="Bearer"
+            )
 
     def look(self, request: web.Request) -> None:
         """Raises ProxyError if this request may not see instances."""
@@ -68,12 +79,20 @@ class Access:
         self._check(request)
 
     def _check(self, request: web.Request) -> None:
-        kind, _, shown = request.headers.get("Authorization", "").partition(" ")
-        right = hmac.compare_digest(shown.strip().encode("utf-8", "replace"), self.token.encode())
-        if kind.lower() != "bearer" or not self.token or not right:
+        if not self.token or not _same(_bearer(request), self.token):
             raise ProxyError(
                 401, "This needs the proxy's admin token, as `Authorization: Bearer TOKEN`.", ask="Bearer"
             )
+
+
+def _bearer(request: web.Request) -> str:
+    kind, _, shown = request.headers.get("Authorization", "").partition(" ")
+    return shown.strip() if kind.lower() == "bearer" else ""
+
+
+def _same(shown: str, expected: str) -> bool:
+    """In a time that does not tell how much of it is right."""
+    return hmac.compare_digest(shown.encode("utf-8", "replace"), expected.encode())
 
 
 def described(proxy: Proxy, instance: Instance) -> dict[str, Any]:

@@ -1,0 +1,127 @@
+"""Who may ask the proxy: API keys, and TLS."""
+
+from __future__ import annotations
+
+import datetime
+import http.client
+import ipaddress
+import json
+import ssl
+import urllib.request
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from proxy_fakes import called, deployed, error_of, quiet
+from proxy_process import running
+
+from p2pkv.demo.processes import free_ports
+from proxy.cli import main
+from proxy.instances import Access
+
+KEYS = ("the key of one client", "the key of another")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"Authorization": f"Bearer {KEYS[0]}x"}, 401),
+        ({"Authorization": f"Basic {KEYS[0]}"}, 401),
+        ({"Authorization": "Bearer"}, 401),
+        ({"X-Api-Key": "é"}, 401),
+        ({"Authorization": f"Bearer {KEYS[0]}"}, 200),
+        ({"Authorization": f"bearer {KEYS[1]}"}, 200),
+        ({"X-Api-Key": KEYS[1]}, 200),
+    ],
+    ids=str,
+)
+async def test_who_shows_a_key_is_served(headers: dict[str, str], status: int) -> None:
+    async with deployed("concurrent", 1, 1, guard=Access(keys=KEYS)) as deployment:
+        async with await deployment.post(headers=headers) as response:
+            assert response.status == status
+            if status == 401:
+                assert response.headers["WWW-Authenticate"] == "Bearer"
+                assert (await error_of(response))["type"] == "authentication_error"
+        async with deployment.client.get(f"{deployment.url}/v1/models", headers=headers) as response:
+            assert response.status == status
+        assert called(deployment.p, deployment.d) == (status == 200)
+        await quiet(deployment)
+
+
+@pytest.mark.asyncio
+async def test_a_client_s_key_goes_on_to_both_instances_and_probes_need_none() -> None:
+    async with deployed("concurrent", 1, 1, guard=Access(keys=KEYS)) as deployment:
+        shown = {"Authorization": f"Bearer {KEYS[0]}"}
+        async with await deployment.post(headers=shown) as response:
+            assert response.status == 200
+        for instance in (deployment.p, deployment.d):
+            assert instance.requests[-1].headers["Authorization"] == shown["Authorization"]
+        for path in ("/health", "/ready", "/metrics"):
+            async with deployment.client.get(deployment.url + path) as response:
+                assert response.status == 200
+        await quiet(deployment)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1 that has signed itself, and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "p2pkv's tests")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False
+        )
+        .sign(key, hashes.SHA256())
+    )
+    folder = tmp_path_factory.mktemp("certificate")
+    files = folder / "certificate.pem", folder / "key.pem"
+    files[0].write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    files[1].write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )
+    return files
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_https(certificate: tuple[Path, Path], workers: int) -> None:
+    file, key = map(str, certificate)
+    arguments = ["--port", "0", "--discovery", f"127.0.0.1:{free_ports()}", "--workers", str(workers)]
+    with running(*arguments, "--ssl-certfile", file, "--ssl-keyfile", key) as command:
+        url = command.says(r"serving on (https://127\.0\.0\.1:\d+),")[1]
+        trusted = ssl.create_default_context(cafile=file)
+        with urllib.request.urlopen(f"{url}/status", timeout=10, context=trusted) as response:
+            assert json.load(response)["workers"] == workers
+        plain = http.client.HTTPConnection(url.removeprefix("https://"), timeout=10)
+        with pytest.raises((http.client.HTTPException, ConnectionError)):
+            plain.request("GET", "/status")
+            plain.getresponse()
+        plain.close()
+
+
+def test_files_that_are_no_certificate_are_told_in_a_sentence(
+    certificate: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, key = map(str, certificate)
+    with pytest.raises(SystemExit) as ended:
+        main(["--ssl-certfile", file])
+    assert ended.value.code == 2 and "both --ssl-certfile and --ssl-keyfile" in capsys.readouterr().err
+    (tmp_path / "text").write_text("no certificate")
+    for one, other in ((file, str(tmp_path / "text")), (str(tmp_path / "nothing"), key)):
+        arguments = ["--port", "0", "--discovery", f"127.0.0.1:{free_ports()}"]
+        with running(*arguments, "--ssl-certfile", one, "--ssl-keyfile", other) as command:
+            assert command.end() == 1
+            assert "have to be a certificate and its key" in command.log and "Traceback" not in command.log
