@@ -19,16 +19,8 @@ import torch
 
 import p2pkv
 from p2pkv.bench import fanout, nccl
-from p2pkv.bench.harness import (
-    HEAD_DIM,
-    HEADS,
-    LAYERS,
-    LAYOUTS,
-    TOKEN_BYTES,
-    WINDOW_BYTES,
-    BenchError,
-    capacity_for,
-)
+from p2pkv.bench.harness import WINDOW_BYTES, BenchError
+from p2pkv.bench.memory import HEAD_DIM, HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, capacity_for
 from p2pkv.bench.prefill import PrefillSide, prefill
 from p2pkv.demo.processes import ending_on_signals
 from p2pkv.links.base import LinkError

@@ -17,16 +17,15 @@ import torch
 
 from p2pkv.bench.harness import (
     HOST,
-    LAYOUTS,
     STAGING_BYTES,
     BenchError,
-    Memory,
     Pipe,
     RawNccl,
     make_rank,
     poll_until,
     wait_for,
 )
+from p2pkv.bench.memory import LAYOUTS, Memory
 from p2pkv.device import make_recorder
 from p2pkv.engine import commands as do
 from p2pkv.engine.rank import Rank

@@ -22,13 +22,10 @@ from p2pkv.bench.harness import (
     HOST,
     LAYOUT,
     STAGING_BYTES,
-    TOKEN_BYTES,
     WINDOW_BYTES,
     BenchError,
-    Memory,
     Pipe,
     bare_link,
-    capacity_for,
     end_decode,
     environment,
     environment_of_child,
@@ -37,6 +34,7 @@ from p2pkv.bench.harness import (
     start_decode,
     wait_for,
 )
+from p2pkv.bench.memory import TOKEN_BYTES, Memory, capacity_for
 from p2pkv.bench.prefill import Hook
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do

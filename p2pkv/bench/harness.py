@@ -1,11 +1,4 @@
-"""What the measurements of `p2pkv bench` share: made-up KV memory, processes, ranks, bare links, devices.
-
-The memory has Llama-8B's shape, in the layouts of a GPU and of a CPU. Both layouts are views of the same
-memory, in cells of 64 KiB: a dense block of 16 tokens, or the page of 128 tokens of one head. All elements of
-a cell of P have one value, so D can tell where what it got came from.
-
-Shape legend: L layers, B blocks, H KV heads, N tokens in a block, C elements of K and V of one head.
-"""
+"""What the measurements of `p2pkv bench` share: processes, ranks, bare links, devices."""
 
 from __future__ import annotations
 
@@ -13,22 +6,21 @@ import contextlib
 import json
 import logging
 import os
-import random
 import socket
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
+from p2pkv.bench.memory import DTYPE, HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, Layout, Memory
 from p2pkv.config import Options
 from p2pkv.engine.commands import Event, LoadFailed
 from p2pkv.engine.rank import Rank
-from p2pkv.kv import DENSE, PagedCache, RankCache, cpu_codec
+from p2pkv.kv import PagedCache, RankCache
 from p2pkv.links import make_factory
 from p2pkv.links.base import LinkFactory, Outbound
 from p2pkv.pairing import Address
@@ -53,136 +45,6 @@ logging.getLogger("p2pkv").setLevel(logging.ERROR)
 
 class BenchError(Exception):
     """The benchmark cannot go on: a sentence."""
-
-
-# The memory.
-
-
-LAYERS, HEADS, HEAD_DIM = 32, 8, 128
-DTYPE = torch.bfloat16
-CONTENT = 2 * HEAD_DIM
-TOKEN_BYTES = LAYERS * HEADS * CONTENT * 2
-PAGE_TOKENS = 128
-CELL = PAGE_TOKENS * CONTENT
-CLEARED = -1
-"""What D's memory holds where nothing has come."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a cache lies in memory.
-
-    Attributes:
-        block: tokens in a block.
-        cells: cells in a block.
-    """
-
-    name: str
-    codec: str
-    block: int
-    cells: int
-
-    def row(self, block: int, token: int, head: int, heads: int = HEADS) -> int:
-        """Which row of C elements holds K and V of (token, head), in a layer with so many heads."""
-        inside = token % self.block
-        if self.codec == DENSE:
-            return (block * self.block + inside) * heads + head
-        return (block * heads + head) * self.block + inside
-
-    def table(self, tokens: int, capacity: int, side: str) -> list[int]:
-        """The blocks of a prompt, scattered over a cache of `capacity` tokens; other ones on each side."""
-        blocks = list(range(capacity // self.block))
-        random.Random(f"{self.name} {side}").shuffle(blocks)
-        return blocks[: -(-tokens // self.block)]
-
-    def nbytes(self, tokens: int) -> int:
-        """Bytes of such a prompt that are pushed: all tokens but the last, in whole pages where packed."""
-        unit = 1 if self.codec == DENSE else self.block
-        return -(-(tokens - 1) // unit) * unit * TOKEN_BYTES
-
-
-LAYOUTS = {
-    layout.name: layout
-    for layout in (
-        Layout("dense", DENSE, block=16, cells=1),
-        Layout("pages", cpu_codec("vec16"), block=PAGE_TOKENS, cells=HEADS),
-    )
-}
-
-
-def capacity_for(tokens: int) -> int:
-    """Tokens of a cache that holds such a prompt: whole pages, and one to spare."""
-    return (-(-tokens // PAGE_TOKENS) + 1) * PAGE_TOKENS
-
-
-class Memory:
-    """One side's KV memory for `capacity` tokens, all of it touched; P's is filled with its values."""
-
-    def __init__(self, capacity: int, side: str, device: str = "cpu", rank: int = 0, tp: int = 1) -> None:
-        """`rank` of `tp`: which of the heads it holds; `tp` divides HEADS, and is 1 for P."""
-        self.capacity = capacity
-        self.side = side
-        self.heads = HEADS // tp
-        self._first_head = rank * self.heads
-        shape = (LAYERS, capacity * self.heads // PAGE_TOKENS, CELL)
-        self.cells = torch.empty(shape, dtype=torch.int16, device=device)
-        if side == "P":
-            for layer in range(LAYERS):
-                for cell in range(self.cells.shape[1]):
-                    self.cells[layer, cell] = value_of(layer, cell)
-        else:
-            self.cells.fill_(CLEARED)
-
-    @property
-    def flat(self) -> torch.Tensor:
-        """uint8, all of it."""
-        return self.cells.view(torch.uint8).view(-1)
-
-    def cache(self, layout: Layout) -> PagedCache:
-        """The cache of this layout, [B, H, N, C] for each layer."""
-        if layout.codec == DENSE:
-            shape = (LAYERS, -1, layout.block, self.heads, CONTENT)
-            layers = self.cells.view(DTYPE).view(shape).transpose(2, 3)
-        else:
-            layers = self.cells.view(DTYPE).view(LAYERS, -1, self.heads, layout.block, CONTENT)
-        return PagedCache.from_tensors(layers.unbind(0), block_size=layout.block, codec=layout.codec)
-
-    def clear(self, layout: Layout, tokens: int) -> None:
-        """D: forget the rows that `wrong` looks at."""
-        table = layout.table(tokens, self.capacity, self.side)
-        for layer, token, head in _samples(tokens, self.heads):
-            self._row(layout, table, layer, token, head).fill_(CLEARED)
-
-    def wrong(self, layout: Layout, tokens: int) -> list[tuple[int, int, int]]:
-        """D: sampled (layer, token, own head) that do not hold what P computed."""
-        mine = layout.table(tokens, self.capacity, self.side)
-        theirs = layout.table(tokens, self.capacity, "P")
-        wrong = []
-        for layer, token, head in _samples(tokens, self.heads):
-            row = layout.row(theirs[token // layout.block], token, self._first_head + head)
-            value = value_of(layer, row // PAGE_TOKENS)
-            if not bool((self._row(layout, mine, layer, token, head) == value).all()):
-                wrong.append((layer, token, head))
-        return wrong
-
-    def _row(self, layout: Layout, table: list[int], layer: int, token: int, head: int) -> torch.Tensor:
-        row = layout.row(table[token // layout.block], token, head, self.heads)
-        return self.cells[layer].view(-1, CONTENT)[row]
-
-
-def value_of(layer: int, cell: int) -> int:
-    """What all elements of a cell of P are."""
-    return (layer * 7919 + cell * 31 + 17) % 32000
-
-
-def _samples(tokens: int, heads: int) -> list[tuple[int, int, int]]:
-    """(layer, token, head) at the corners and in the middle of what travels."""
-    layers, ends = (0, LAYERS // 2, LAYERS - 1), sorted({0, heads - 1})
-    places = sorted({0, tokens // 2, tokens - 2})
-    return [(layer, token, head) for layer in layers for token in places for head in ends]
-
-
-# Processes and ranks.
 
 
 def described(layout: Layout, cache: PagedCache, tp: int = 1) -> Cache:

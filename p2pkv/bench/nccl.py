@@ -23,13 +23,10 @@ from p2pkv.bench.harness import (
     HOST,
     LAYOUT,
     STAGING_BYTES,
-    TOKEN_BYTES,
     BenchError,
-    Memory,
     RawNccl,
     Strip,
     bare_link,
-    capacity_for,
     devices,
     end_decode,
     environment,
@@ -41,6 +38,7 @@ from p2pkv.bench.harness import (
     start_decode,
     wait_for,
 )
+from p2pkv.bench.memory import TOKEN_BYTES, Memory, capacity_for
 from p2pkv.bench.prefill import Hook
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do

@@ -15,20 +15,17 @@ import torch
 
 from p2pkv.bench.harness import (
     HOST,
-    LAYERS,
-    LAYOUTS,
     WINDOW_BYTES,
     BenchError,
-    Memory,
     Pipe,
     bare_link,
-    capacity_for,
     end_decode,
     make_rank,
     one_torch_thread,
     start_decode,
     wait_for,
 )
+from p2pkv.bench.memory import LAYERS, LAYOUTS, Memory, capacity_for
 from p2pkv.demo.processes import free_ports
 from p2pkv.device import make_recorder
 from p2pkv.engine import commands as do

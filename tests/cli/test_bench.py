@@ -8,17 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from p2pkv.bench.harness import (
-    CELL,
-    HEADS,
-    LAYERS,
-    LAYOUTS,
-    TOKEN_BYTES,
-    BenchError,
-    Layout,
-    Memory,
-    capacity_for,
-)
+from p2pkv.bench.harness import BenchError
+from p2pkv.bench.memory import CELL, HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, Layout, Memory, capacity_for
 from p2pkv.bench.prefill import prefill
 from p2pkv.cli import main
 

@@ -11,17 +11,8 @@ import torch
 
 from p2pkv.bench import fanout, nccl
 from p2pkv.bench.fanout import FAN_OUTS, FanOut, fan_out, place
-from p2pkv.bench.harness import (
-    CELL,
-    HEADS,
-    LAYERS,
-    LAYOUTS,
-    TOKEN_BYTES,
-    BenchError,
-    Layout,
-    Memory,
-    capacity_for,
-)
+from p2pkv.bench.harness import BenchError
+from p2pkv.bench.memory import CELL, HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, Layout, Memory, capacity_for
 from p2pkv.cli import main
 
 TOTAL, TOKENS = 2 << 20, 17

@@ -9,15 +9,8 @@ import pytest
 import torch
 
 from p2pkv.bench import nccl
-from p2pkv.bench.harness import (
-    BLOCK_BYTES,
-    TOKEN_BYTES,
-    BenchError,
-    Memory,
-    Strip,
-    environment,
-    environment_of_child,
-)
+from p2pkv.bench.harness import BLOCK_BYTES, BenchError, Strip, environment, environment_of_child
+from p2pkv.bench.memory import TOKEN_BYTES, Memory
 from p2pkv.bench.nccl import SIZES, messages
 from p2pkv.cli import main
 

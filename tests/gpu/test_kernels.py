@@ -8,7 +8,7 @@ import pytest
 import torch
 from kv_support import POISON, Seeded, check_exchange
 
-from p2pkv.bench.harness import HEADS, LAYERS, LAYOUTS, Memory
+from p2pkv.bench.memory import HEADS, LAYERS, LAYOUTS, Memory
 from p2pkv.device import make_recorder, own_stream
 from p2pkv.kv import PagedCache, copiers
 from p2pkv.kv.checksum import digest_by_torch
