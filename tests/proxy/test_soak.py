@@ -156,7 +156,7 @@ class Soak:
     dice: random.Random
     faults: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
-    closed: list[FakeInstance] = field(default_factory=list)
+    closed: FakeInstance | None = None
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     sent: int = 0
 
@@ -195,16 +195,21 @@ class Soak:
 
     async def close_another(self) -> None:
         """One instance's port is closed for a while, and its pings go on."""
-        await self.reopen()
         async with self.turn:
-            self.closed.append(self.dice.choice(self.instances))
-            await self.closed[-1].stop()
+            await self.open_again()
+            self.closed = self.dice.choice(self.instances)
+            await self.closed.stop()
         self.faults["refused"] += 1
 
     async def reopen(self) -> None:
         async with self.turn:
-            while self.closed:
-                await self.closed.pop().start()
+            await self.open_again()
+
+    async def open_again(self) -> None:
+        """For who has the turn."""
+        if self.closed is not None:
+            await self.closed.start()
+            self.closed = None
 
     async def ask(self, client: aiohttp.ClientSession, number: int) -> str:
         """One request; how it ended. Fails if the answer is not this request's, or looks whole and is not."""

@@ -53,15 +53,22 @@ def post(server: ServerProcess, path: str, body: dict[str, Any]) -> dict[str, An
     return client.post(f"{server.base_url}{path}", {"model": MODEL_NAME, **body})
 
 
+def cached_on_p(fleet: Fleet) -> float:
+    return client.metrics(fleet.p.base_url)["vllm:prefix_cache_hits_total"]
+
+
 def test_prompts_with_other_salts_share_nothing(fleet: Fleet) -> None:
     length = 3 * BLOCK + 5
     prompt = tokens(length, "salted")
     (expected,) = answers.complete(fleet.single.base_url, MODEL_NAME, prompt)
-    for salt, moved in (("one", length - 1), ("other", length - 1), ("one", length - 1 - 3 * BLOCK)):
+    for salt, cached in (("one", 0), ("other", 0), ("one", 3 * BLOCK)):
         traffic = Traffic(fleet)
+        hits = cached_on_p(fleet)
         got = answers.complete(fleet.concurrent.base_url, MODEL_NAME, prompt, cache_salt=salt)
         assert_same([expected], got)
+        moved = length - 1 - cached
         assert traffic.scattered(at_least=kv_bytes(0, moved)) < kv_bytes(0, moved + BLOCK)
+        assert cached_on_p(fleet) - hits == cached
     assert_at_rest(fleet)
 
 
