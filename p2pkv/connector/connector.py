@@ -35,7 +35,7 @@ from p2pkv.connector.identity import Pairs
 from p2pkv.connector.idle_steps import CORE, FIRST_WAIT, REST, SPINNING, IdlePace
 from p2pkv.connector.metadata import P2pKvMetrics, P2pKvStats, StepMetadata, WorkerNews
 from p2pkv.connector.scheduler import ConsumerScheduler, ProducerScheduler
-from p2pkv.connector.worker import Worker
+from p2pkv.connector.worker import REVOKING, Worker
 from p2pkv.control.announcer import ANSWER_TOKENS, Announcement, Announcer, WarmUp
 from p2pkv.control.discovery import DISCOVERY_VERSION, Ping
 from p2pkv.engine import commands as do
@@ -88,6 +88,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         self._announcer: Announcer | None = None
         if self.options.idle_wait_ms:
             SPINNING.install()
+        if self.options.role == "P" and vllm_config.use_v2_model_runner:
+            REVOKING.install(kv_cache_config.needs_kv_cache_zeroing)
         if role is KVConnectorRole.SCHEDULER:
             self._schedule()
 
@@ -213,6 +215,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         # With micro-batches a layer's hook comes once for each of them.
         hooks = not config.parallel_config.use_ubatching
         self.worker = Worker(Rank(hello, options, cache, links), layers.places, cache.device, hooks)
+        if options.role == "P":
+            REVOKING.preempt = self.worker.preempt
         log.info(
             "%s rank %d listens at %s; link %s; here: %s",
             options.role,

@@ -8,7 +8,7 @@ import logging
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -38,14 +38,18 @@ MOST_HEADER_BYTES = 1 << 27
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 
+ADAPTER_FILES = ("adapter_", "new_embeddings")
+"""How the files begin that vLLM reads of an adapter's folder; a checkpoint of a training has others, too."""
+
 
 def fingerprint(config: VllmConfig) -> str:
-    """24 hex digits over the sizes and sampled bytes of the weight files: of every tensor of safetensors.
+    """24 hex digits over the sizes and sampled bytes of the weight files, of every tensor of safetensors, and
+    the model's configuration.
 
     Other training changes all of a tensor, so it is seen whichever tensors it has changed. A few bytes that
     differ, as on a bad disk, are seen only where they are looked at: reading all of a large model from a
     network's disk would take minutes at each start. Without files (weights that are random, or not on this
-    machine) the model's configuration stands in for them.
+    machine) the configuration alone tells models apart.
     """
     return _fingerprint(config.model_config, config)
 
@@ -69,11 +73,14 @@ def drafter_of(config: VllmConfig) -> str:
 def _fingerprint(model: ModelConfig, config: VllmConfig) -> str:
     dummy = str(config.load_config.load_format) == "dummy"
     digest = hashlib.blake2b(digest_size=12)
-    digest.update(f"{model.dtype} {model.quantization} {dummy}".encode())
-    files = [] if dummy else _files(_folder(str(model.model), model.revision))
+    digest.update(f"{model.dtype} {model.quantization} {dummy} {_by_length(model)}".encode())
+    folder = None if dummy else _folder(str(model.model), model.revision)
+    files = _files(folder)
     for file in files:
         _sample(digest, file)
-    if not files:
+    if folder and files:
+        digest.update(_written_settings(folder, model).encode())
+    else:
         digest.update(f"{model.seed if dummy else ''} {_settings(model)}".encode())
         log.info("no weight files for %s: peers are told apart by the model's configuration", model.model)
     return digest.hexdigest()
@@ -85,10 +92,17 @@ def adapter_fingerprint(path: str, number: int) -> str:
 
     `number` is vLLM's own of this adapter, and new when another one is loaded from the same path.
     """
-    files = _files(_folder(path, None), (*SUFFIXES, ".json"))
     digest = hashlib.blake2b(digest_size=12)
-    for file in files:
-        _sample(digest, file)
+    try:
+        files = _files(_folder(path, None), (*SUFFIXES, ".json"))
+        files = [file for file in files if file.stem.startswith(ADAPTER_FILES)]
+        for file in files:
+            _sample(digest, file)
+    except OSError as error:
+        log.warning(
+            "an adapter is told from others by its name alone, since %s cannot be read: %s", path, error
+        )
+        return ""
     return digest.hexdigest() if files else ""
 
 
@@ -133,11 +147,40 @@ def _tensors(data: BinaryIO, size: int) -> list[tuple[int, int]]:
 
 
 def _settings(model: ModelConfig) -> str:
-    """The model's configuration without what depends on the machine."""
-    settings = json.loads(model.hf_config.to_json_string())
+    """The model's configuration as it is in this process."""
+    return _alike(json.loads(model.hf_config.to_json_string()))
+
+
+def _written_settings(folder: Path, model: ModelConfig) -> str:
+    """The model's configuration as it came with the weights, and what was set in its place. Not as it is in
+    this process, where each version of transformers adds defaults of its own."""
+    try:
+        written = _alike(json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError):
+        written = ""
+    changed = model.hf_overrides
+    if callable(changed):
+        return f"{written} {getattr(changed, '__qualname__', type(changed).__qualname__)}"
+    return f"{written} {json.dumps(changed, sort_keys=True, default=str)}"
+
+
+def _alike(settings: dict[str, Any]) -> str:
+    """Settings without what depends on the machine."""
     for name in ("_name_or_path", "transformers_version"):
         settings.pop(name, None)
     return json.dumps(settings, sort_keys=True)
+
+
+def _by_length(model: ModelConfig) -> str:
+    """What --max-model-len has decided about KV: longrope's factors, and Llama 4's attention temperature. The
+    length itself may differ between P and D."""
+    rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    starts = [
+        each["original_max_position_embeddings"] for each in ropes if each.get("rope_type") == "longrope"
+    ]
+    tuned = getattr(model.hf_config, "attn_temperature_tuning", None)
+    return f"{[model.max_model_len > start for start in starts]} {tuned}"
 
 
 def _folder(model: str, revision: str | None) -> Path | None:

@@ -143,7 +143,7 @@ class CoreRest:
         self._replace(core, EngineCoreRequestType.WAKEUP)
 
     def _misfit(self, module: Any, requests: Any) -> str:
-        if reason := _untested():
+        if reason := untested():
             return reason
         take = getattr(getattr(module, "EngineCoreProc", None), "_process_input_queue", None)
         known = {"has_work", "is_running", "input_queue", "_handle_client_request"}
@@ -222,7 +222,7 @@ class SpinWait:
 
     def _misfit(self, module: Any) -> str:
         """Why this vLLM's wait is left alone; empty if it is the one that we know."""
-        if reason := _untested():
+        if reason := untested():
             return reason
         wait = getattr(getattr(module, "SpinCondition", None), "wait", None)
         known = ["self", "timeout_ms"]
@@ -273,7 +273,7 @@ SPINNING = SpinWait()
 """Of this process: vLLM's wait is one per process, whatever the number of connectors in it."""
 
 
-def _untested() -> str:
+def untested() -> str:
     """Why nothing of this vLLM is replaced, whatever it looks like; empty if p2pkv is tested with it."""
     installed = vllm_version() or "of unknown version"
     return (

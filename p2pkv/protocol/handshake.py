@@ -220,7 +220,8 @@ def judge(mine: Hello, theirs: Hello) -> Plan:
             "weights",
             mine.weights,
             theirs.weights,
-            f"serve the same model (here {mine.model}, there {theirs.model}){_drafters(mine, theirs)}",
+            f"serve the same model (here {mine.model}, there {theirs.model}), configured alike"
+            f"{_drafters(mine, theirs)}",
         ),
         ("links", mine.link, theirs.link, "set the same `link` option, and install the same NCCL"),
         ("numbers of KV groups", len(mine.cache.groups), len(theirs.cache.groups), SAME_ALLOCATOR),

@@ -227,6 +227,35 @@ def test_weights_that_differ_in_one_tensor_have_another_one(copy: Path) -> None:
     assert len(seen) == 1 + len(tensors) > 10
 
 
+def test_another_configuration_of_the_same_weights_has_another_one(copy: Path) -> None:
+    """It decides what K is: another base of RoPE gives another K, from the same weights."""
+    seen = [fingerprint(served(copy))]
+    overridden = served(copy)
+    overridden.model_config.hf_overrides = {"rope_theta": 5.0}
+    seen.append(fingerprint(overridden))
+    written = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(written | {"transformers_version": "0.0"}, indent=1))
+    assert fingerprint(served(copy)) == seen[0]
+    (copy / "config.json").write_text(json.dumps(written | {"rope_theta": 5.0}))
+    seen.append(fingerprint(served(copy)))
+    (copy / "config.json").unlink()
+    seen.append(fingerprint(served(copy)))
+    assert len(set(seen)) == 4
+
+
+def test_the_longest_context_counts_where_it_decides_what_k_is(copy: Path) -> None:
+    def longest(tokens: int, **rope: Any) -> str:
+        config = served(copy)
+        config.model_config.max_model_len = tokens
+        text = config.model_config.hf_text_config
+        text.rope_parameters = dict(text.rope_parameters) | rope
+        return fingerprint(config)
+
+    longrope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+    assert longest(2048) == longest(8192)
+    assert longest(2048, **longrope) == longest(4096, **longrope) != longest(4097, **longrope)
+
+
 @pytest.mark.parametrize("suffix", [".bin", ".safetensors"])
 def test_a_large_file_of_unknown_content_is_looked_at_throughout(tmp_path: Path, suffix: str) -> None:
     size, seen = 4 << 20, set()

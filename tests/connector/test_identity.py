@@ -88,6 +88,28 @@ def test_an_adapter_is_known_by_its_files_not_by_their_path(tmp_path: Path) -> N
     assert digest("here", b"others!", 16, number=2) != one, "loaded anew from the same path"
 
 
+def test_files_that_vllm_does_not_read_of_an_adapter_do_not_count(tmp_path: Path) -> None:
+    """Those of a training, which may be on one side only or belong to somebody else."""
+
+    def digest(number: int) -> bytes:
+        return prompt_digest(prompt(lora_request=adapter("a", str(tmp_path), number)))
+
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    one = digest(1)
+    (tmp_path / "optimizer.pt").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "trainer_state.json").write_text("{}")
+    assert digest(2) == one
+
+
+def test_an_adapter_whose_files_cannot_be_read_ends_no_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "adapter_model.safetensors").symlink_to(tmp_path / "nowhere")
+    one = prompt_digest(prompt(lora_request=adapter("a", str(tmp_path), 1)))
+    assert len(one) == 16 and "cannot be read" in caplog.text
+
+
 def test_embeddings_count_as_numbers_whatever_their_layout() -> None:
     embeds = torch.arange(6.0).view(2, 3)
     turned = embeds.t().contiguous().t()

@@ -5,19 +5,28 @@ from __future__ import annotations
 import socket
 import uuid
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from connector_support import LAYERS, FakeRank, kv_cache_config, vllm_config
+from connector_support import BLOCK, LAYERS, FakeRank, kv_cache_config, vllm_config
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
 from vllm.forward_context import set_forward_context
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from p2pkv.config import ConfigError
 from p2pkv.connector import P2pKvConnector
+from p2pkv.connector import worker as worker_module
 from p2pkv.connector.idle_steps import SPINNING
 from p2pkv.connector.metadata import Ended, Prefill, StepMetadata
 from p2pkv.connector.worker import Worker
@@ -229,6 +238,61 @@ def test_a_sweep_that_the_runner_left_out_comes_before_a_revocation(make: Make) 
     kinds = [type(command) for command in rank.log]
     assert kinds.index(do.Flush) < kinds.index(do.Revoked)
     assert do.Computed not in kinds[kinds.index(do.Revoked) :]
+
+
+@pytest.fixture
+def second_runner(monkeypatch: pytest.MonkeyPatch) -> type[GPUModelRunner]:
+    """V2's, as it is before anybody has replaced anything."""
+    monkeypatch.setattr(worker_module.REVOKING, "_installed", False)
+    monkeypatch.setattr(worker_module.REVOKING, "preempt", None)
+    monkeypatch.setattr(GPUModelRunner, "update_requests", GPUModelRunner.update_requests)
+    return GPUModelRunner
+
+
+@pytest.mark.parametrize("among_others", [False, True])
+def test_v2_overwrites_no_block_before_the_revocation(
+    second_runner: type[GPUModelRunner], monkeypatch: pytest.MonkeyPatch, among_others: bool
+) -> None:
+    """vLLM's own code zeroes the blocks, and says so to a stand-in for its kernels."""
+    config = vllm_config("P")
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+    connector = P2pKvConnector(config, KVConnectorRole.WORKER, kv_cache_config())
+    rank = FakeRank()
+    connector.worker = Worker(rank, LAYERS, torch.device("cpu"))
+    monkeypatch.setattr(worker_module.REVOKING, "preempt", connector.worker.preempt)
+    seen: list[Any] = []
+    rank.revoke = seen.extend  # type: ignore[method-assign]
+    meta = StepMetadata(revoked=["k"])
+    step = SchedulerOutput.make_empty()
+    step.new_block_ids_to_zero = [1, 2]
+    step.kv_connector_metadata = MultiKVConnectorMetadata(metadata=(meta,)) if among_others else meta
+    second_runner.update_requests(stand_in_for_v2(zero=seen.append), step)
+    connector.handle_preemptions(meta)
+    assert seen == ["k", [1, 2]]
+
+
+def stand_in_for_v2(zero: Callable[[list[int]], None]) -> Any:
+    """What V2's `update_requests` needs of its runner."""
+    none = np.zeros(0, np.int32)
+    states = SimpleNamespace(
+        num_computed_tokens_np=none, prefill_len=SimpleNamespace(np=none), num_computed_prefill_tokens=none
+    )
+    return SimpleNamespace(
+        req_states=states, block_tables=None, kv_block_zeroer=SimpleNamespace(zero_block_ids=zero)
+    )
+
+
+def test_a_v2_runner_that_looks_otherwise_is_refused_where_it_overwrites_blocks(
+    second_runner: type[GPUModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = vllm_config("P"), vllm_config("D")
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+    monkeypatch.setattr(second_runner, "update_requests", lambda self, output, more: None)
+    P2pKvConnector(p, KVConnectorRole.WORKER, kv_cache_config())
+    state = MambaSpec(block_size=BLOCK, shapes=((2, 2), (2, 2, 2)), dtypes=(torch.float32,) * 2)
+    P2pKvConnector(d, KVConnectorRole.WORKER, kv_cache_config(spec=state))
+    with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        P2pKvConnector(p, KVConnectorRole.WORKER, kv_cache_config(spec=state))
 
 
 def test_a_send_is_reported_once_and_not_before_vllm_waits(make: Make) -> None:
