@@ -80,6 +80,20 @@ PRODUCT = (
         ("tests/engine/test_links_ahead.py",),
     ),
     Mutant(
+        "of a model with weight files the configuration does not count",
+        "p2pkv/connector/identity.py",
+        "digest.update(_written_settings(folder, model).encode())",
+        "pass",
+        ("tests/connector/test_describe.py",),
+    ),
+    Mutant(
+        "vLLM's V2 runner overwrites blocks before the revocation",
+        "p2pkv/connector/worker.py",
+        "self._before(scheduler_output.kv_connector_metadata)",
+        "pass",
+        ("tests/connector/test_worker.py",),
+    ),
+    Mutant(
         "gathers ignore the forward's fence",
         "p2pkv/engine/rank.py",
         "return isinstance(head, Computed) and not head.fence.ready()",
