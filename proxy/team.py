@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import msgspec
 
-from p2pkv.control.discovery import Ping, decode_ping
+from p2pkv.control.discovery import Ping
 
 from .registry import Registry
 
@@ -36,19 +36,19 @@ _BEGIN_SECONDS, _LOOK_SECONDS = 3.0, 0.02
 class Pinged(msgspec.Struct, tag=True, frozen=True):
     """A ping that has been taken."""
 
-    frame: bytes
+    ping: Ping
 
 
 class Lost(msgspec.Struct, tag=True, frozen=True):
     """The instance of this ping is gone, as far as its connection tells."""
 
-    frame: bytes
+    ping: Ping
 
 
 class Drained(msgspec.Struct, tag=True, frozen=True):
     """For a worker that begins: the instance of this ping is drained."""
 
-    frame: bytes
+    ping: Ping
 
 
 class Begin(msgspec.Struct, tag=True, frozen=True):
@@ -119,7 +119,13 @@ class Channel:
         try:
             while True:
                 size = int.from_bytes(await self._reader.readexactly(4))
-                yield _decoder.decode(await self._reader.readexactly(size))
+                frame = await self._reader.readexactly(size)
+                try:
+                    message = _decoder.decode(frame)
+                except msgspec.MsgspecError as error:
+                    logger.error("a message between this proxy's processes was refused: %s", error)
+                    continue
+                yield message
         except (asyncio.IncompleteReadError, ConnectionError):
             return
 
@@ -208,11 +214,14 @@ class Team:
         assert self._link is not None
         try:
             async for message in self._link.channel.messages():
-                if isinstance(message, Pinged):
-                    if self._take(registry, decode_ping(message.frame), clock()):
-                        hurry()
-                else:
-                    self._hear(registry, self._link, message)
+                try:
+                    if isinstance(message, Pinged):
+                        if self._take(registry, message.ping, clock()):
+                            hurry()
+                    else:
+                        self._hear(registry, self._link, message)
+                except Exception:  # one message must not end the worker
+                    logger.exception("a message of the process that started this worker failed, going on")
         finally:
             if not self._link.stop.is_set():
                 logger.warning("the process that started this worker is gone: it stops, too")
@@ -220,10 +229,10 @@ class Team:
 
     def _hear(self, registry: Registry, link: Link, message: Message) -> None:
         match message:
-            case Lost(frame):
-                _source_of(registry, decode_ping(frame)).here = False
-            case Drained(frame):
-                registry.drained_before(decode_ping(frame))
+            case Lost(ping):
+                _source_of(registry, ping).here = False
+            case Drained(ping):
+                registry.drained_before(ping)
             case Begin(routable):
                 self._routable = routable
             case Claims(refused):

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from p2pkv.control.discovery import Ping, encode_ping
+from p2pkv.control.discovery import Ping
 from p2pkv.control.security import Members
 
 from .admission import Limits
@@ -148,7 +148,7 @@ class Membership:
     def __init__(self, proxy: Proxy, tell: Callable[[Message], None]) -> None:
         self.proxy = proxy
         self._tell = tell
-        self._pings: set[bytes] = set()
+        self._pings: set[Ping] = set()
         """Of those that the workers have heard of."""
 
     def take(self, ping: Ping, source: PingSource) -> None:
@@ -157,26 +157,26 @@ class Membership:
         self.proxy.take(ping, source)
         left = ping.leaving and len(self.proxy.instances()) < before
         if left or registry.of(ping) is not None:
-            self._tell(Pinged(encode_ping(ping)))
+            self._tell(Pinged(ping))
 
     async def look(self) -> None:
         """Tells the workers who is gone without a goodbye, and how many were refused; until cancelled."""
         while True:
             now = set(self._pinged())
-            for frame in self._pings - now:
-                self._tell(Lost(frame))
+            for ping in self._pings - now:
+                self._tell(Lost(ping))
             self._pings = now
             self._tell(Claims(self.proxy.registry.claims_refused))
             await asyncio.sleep(_LOOK_SECONDS)
 
-    def _pinged(self) -> list[bytes]:
+    def _pinged(self) -> list[Ping]:
         everyone = self.proxy.instances()
-        return [encode_ping(each.ping) for each in everyone if not isinstance(each.source, ListedSource)]
+        return [each.ping for each in everyone if not isinstance(each.source, ListedSource)]
 
     def all(self) -> list[Message]:
         """For a worker that begins."""
         registry, now = self.proxy.registry, self.proxy.clock()
-        drained = [Drained(encode_ping(each.ping)) for each in self.proxy.instances() if each.drained]
+        drained = [Drained(each.ping) for each in self.proxy.instances() if each.drained]
         routable = len(registry.routable("P", now)) + len(registry.routable("D", now))
         return [*drained, *map(Pinged, self._pinged()), Begin(routable)]
 

@@ -18,18 +18,16 @@ import pytest
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 from proxy_behaviours import Seen, event, event_stream
-from proxy_fakes import PING_SECONDS, FakeInstance, ping
+from proxy_fakes import PING_SECONDS, FakeInstance
 from proxy_process import Command, running
 
 from p2pkv.control.announcer import Pinger
-from p2pkv.control.discovery import encode_ping
 from p2pkv.demo.processes import free_ports
 from proxy.admission import Limits
 from proxy.cli import main
 from proxy.metrics import Family, Metrics
-from proxy.registry import Registry, Role
+from proxy.registry import Role
 from proxy.status import merged
-from proxy.team import Channel, Drained, Link, Lost, Pinged, Stop, Team
 from proxy.workers import bound, share_of
 
 TOKEN = "a-token-of-the-tests"
@@ -277,60 +275,7 @@ def test_limits_are_divided() -> None:
     assert share_of(Limits(max_requests=2, max_waiting=0), 2).max_requests == 1
 
 
-# What the parent says, and what all say together.
-
-
-@asynccontextmanager
-async def following() -> AsyncIterator[tuple[Registry, Channel, Link]]:
-    """A worker's registry, and the parent's end of its channel."""
-    ours, theirs = socket.socketpair()
-    channel = await Channel.over(ours)
-    link = Link(await Channel.over(theirs), asyncio.Event(), asyncio.Event())
-    registry = Registry(life=10.0, lease=30.0)
-    task = asyncio.create_task(Team({}, link).follow(registry, lambda: 100.0, lambda: None))
-    try:
-        yield registry, channel, link
-    finally:
-        channel.close()
-        await task
-        link.channel.close()
-
-
-@pytest.mark.asyncio
-async def test_who_is_lost_is_not_alive_once_it_is_silent_and_comes_back_with_its_pings() -> None:
-    message = ping("D")
-    async with following() as (registry, channel, _):
-        channel.send(Pinged(encode_ping(message)))
-        await until(lambda: _true(registry.known("D")), "the instance")
-        (instance,) = registry.known("D")
-        instance.healthy = True
-        assert registry.routable("D", 115.0) == [instance], "silent, and its connection stands"
-        channel.send(Lost(encode_ping(message)))
-        await until(lambda: _true(not registry.routable("D", 115.0)), "its loss")
-        channel.send(Pinged(encode_ping(message)))
-        await until(lambda: _true(registry.routable("D", 115.0)), "its return")
-        restarted = ping("D", incarnation="another")
-        channel.send(Pinged(encode_ping(restarted)))
-        await until(lambda: _true(registry.of(restarted)), "its successor, under the same address")
-
-
-@pytest.mark.asyncio
-async def test_a_drain_may_be_known_before_the_instance_and_the_end_of_the_parent_stops_a_worker() -> None:
-    message = ping("D", incarnation="first")
-    async with following() as (registry, channel, link):
-        channel.send(Drained(encode_ping(message)))
-        channel.send(Pinged(encode_ping(message)))
-        await until(lambda: _true(registry.known("D")), "the instance")
-        assert registry.known("D")[0].drained
-        channel.send(Stop(hurry=True))
-        await asyncio.wait_for(link.hurry.wait(), DEADLINE)
-        assert not link.stop.is_set()
-        channel.close()
-        await asyncio.wait_for(link.stop.wait(), DEADLINE)
-
-
-async def _true(value: object) -> bool:
-    return bool(value)
+# What all say together.
 
 
 def test_metrics_of_two_workers_are_added_and_what_is_no_amount_is_not() -> None:
