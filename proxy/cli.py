@@ -387,7 +387,7 @@ def _add_operation(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--api-key",
-        type=_token,
+        type=_key,
         action="append",
         default=[],
         metavar="KEY",
@@ -589,6 +589,12 @@ def _token(text: str) -> str:
     if not text.isascii() or not text.isprintable() or " " in text:
         raise argparse.ArgumentTypeError("a token is printable ASCII characters without a space")
     return text
+
+
+def _key(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("an empty key would let everybody in: give one, or no --api-key")
+    return _token(text)
 
 
 def _port(text: str) -> int:

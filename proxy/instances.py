@@ -57,8 +57,8 @@ class Access:
     def ask(self, request: web.Request) -> None:
         """Raises ProxyError if this request may not be served by an instance."""
         # Anthropic's clients, which ask /v1/messages, have a header of their own.
-        shown = _bearer(request) or request.headers.get("X-Api-Key", "")
-        if self.keys and not any(_same(shown, key) for key in self.keys):
+        shown = _bearer(request), request.headers.get("X-Api-Key", "")
+        if self.keys and not any(key and _same(each, key) for each in shown for key in self.keys):
             raise ProxyError(
                 401, "This needs an API key of this proxy, as `Authorization: Bearer KEY`.", ask="Bearer"
             )
