@@ -37,7 +37,7 @@ from .registry import ROLE_NAMES, Role
 from .routing import POLICY_NAMES, Routing
 from .team import Channel, Link, Serving
 from .tracing import NoTracing, Spans
-from .workers import Seat, Supervisor, bound, share_of, sharing
+from .workers import Seat, Supervisor, bound, ignore_signals, share_of, sharing
 
 logger = logging.getLogger(__name__)
 
@@ -219,10 +219,11 @@ async def _oversee(arguments: argparse.Namespace, members: Members | None) -> No
         _limits(arguments),
     ) as listeners:
         try:
-            await supervisor.start()
-            _say_serving(arguments, members, [listening[0].getsockname()], listeners[0].endpoint)
-            for each in listeners[1:]:
-                logger.info("plain discovery on %s", each.endpoint)
+            await supervisor.start(stop)
+            if not stop.is_set():
+                _say_serving(arguments, members, [listening[0].getsockname()], listeners[0].endpoint)
+                for each in listeners[1:]:
+                    logger.info("plain discovery on %s", each.endpoint)
             await stop.wait()
         finally:
             await supervisor.stop(arguments.drain_seconds + _SHUTDOWN_SECONDS, hurry)
@@ -230,9 +231,7 @@ async def _oversee(arguments: argparse.Namespace, members: Members | None) -> No
 
 def _work(arguments: argparse.Namespace, members: Members | None, seat: Seat) -> None:
     """What a worker's process does."""
-    # They are for the process that has started it, which says when to stop.
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, signal.SIG_IGN)
+    ignore_signals()
     set_up_logging(arguments.log_level, arguments.log_format, f"worker {seat.number}")
     logging.getLogger("aiohttp.server").addFilter(Garbage())
     # That process says who comes and goes.

@@ -73,6 +73,10 @@ class Serving(msgspec.Struct, tag=True, frozen=True):
     """From a worker: it takes requests."""
 
 
+class Alive(msgspec.Struct, tag=True, frozen=True):
+    """From the parent: whether the worker takes in what it is sent. From a worker: it does."""
+
+
 class Ask(msgspec.Struct, tag=True, frozen=True):
     """From a worker: all shall say this. From the parent: say this."""
 
@@ -88,7 +92,7 @@ class Said(msgspec.Struct, tag=True, frozen=True):
     said: Any
 
 
-Message = Pinged | Lost | Drained | Begin | Claims | Stop | Serving | Ask | Said
+Message = Pinged | Lost | Drained | Begin | Claims | Stop | Serving | Alive | Ask | Said
 _encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Message)
 
@@ -239,6 +243,8 @@ class Team:
                 registry.claims_refused = refused
             case Stop(hurry=hurry):
                 (link.hurry if hurry else link.stop).set()
+            case Alive():
+                link.channel.send(Alive())
             case Ask(number, what, address):
                 link.channel.send(Said(number, self._parts[what](address)))
             case Said(number, said) if number in self._asked and not self._asked[number].done():

@@ -15,9 +15,10 @@ import multiprocessing
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
@@ -33,6 +34,7 @@ from .registry import ListedSource, PingSource, Registry
 from .serving import Proxy
 from .team import (
     ANSWER_SECONDS,
+    Alive,
     Ask,
     Begin,
     Channel,
@@ -54,6 +56,8 @@ _LOOK_SECONDS = 1.0
 # A worker that dies soon after its start is started again after a pause, which doubles up to the longest.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 30.0
 _LIVED_SECONDS = 60.0
+# How often a worker is asked whether it is alive, and how many answers in a row a frozen one has not given.
+_ALIVE_SECONDS, _MOST_UNANSWERED = 3.0, 5
 # After all that `--drain-seconds` allows: for a worker's own end.
 _END_SECONDS = 10.0
 
@@ -104,6 +108,30 @@ def _bound(host: str, port: int, *, alone: bool) -> socket.socket:
     return made
 
 
+# They are for the process that starts the workers, which says when to stop.
+_STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """They would kill a process that has yet to call `ignore_signals`, and Ctrl-C goes to all processes of a
+    terminal."""
+    # Where this process is not there yet `start` would start it, and let the signals in.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_signals() -> None:
+    """For a worker, once it runs."""
+    for signum in _STOPPING_SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING_SIGNALS)
+
+
 @dataclass(frozen=True)
 class Seat:
     """What a worker's process is given.
@@ -125,6 +153,7 @@ class _Worker:
 
     Attributes:
         channel: None while there is no process.
+        unanswered: how often in a row its process has not said that it is alive; None until it serves.
     """
 
     number: int
@@ -132,6 +161,7 @@ class _Worker:
     serves: asyncio.Event = field(default_factory=asyncio.Event)
     channel: Channel | None = None
     process: SpawnProcess | None = None
+    unanswered: int | None = None
 
     def send(self, message: Message) -> None:
         if self.channel is not None:
@@ -205,24 +235,25 @@ class Supervisor:
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._keeping: list[asyncio.Task[None]] = []
-        self._stopping = False
+        self._stopping = asyncio.Event()
 
     def tell(self, message: Message) -> None:
         """Sends all workers a message."""
         for each in self.workers:
             each.send(message)
 
-    async def start(self) -> None:
-        """Until all workers serve. Raises WorkerFailed."""
+    async def start(self, stop: asyncio.Event) -> None:
+        """Until all workers serve, or are to `stop`. Raises WorkerFailed."""
         self._keeping = [asyncio.create_task(self._keep(each)) for each in self.workers]
-        serving = asyncio.create_task(self._until_all_serve())
+        self._tasks.add(asyncio.create_task(self._watch()))
+        waits = [asyncio.create_task(each) for each in (self._until_all_serve(), stop.wait())]
         try:
-            await asyncio.wait([serving, *self._keeping], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([*waits, *self._keeping], return_when=asyncio.FIRST_COMPLETED)
             for each in self._keeping:
-                if each.done():
+                if each.done() and not stop.is_set():
                     each.result()
         finally:
-            serving.cancel()
+            await end(waits)
 
     async def _until_all_serve(self) -> None:
         for each in self.workers:
@@ -231,10 +262,13 @@ class Supervisor:
     async def _keep(self, worker: _Worker) -> None:
         """Starts a worker again and again. Raises WorkerFailed if it has never served."""
         pause = _FIRST_PAUSE
-        while not self._stopping:
+        while not self._stopping.is_set():
             began = time.monotonic()
-            why = await self._live(worker)
-            if self._stopping:
+            try:
+                why = await self._live(worker)
+            except Exception as error:  # such as no memory, or no descriptors, for now
+                why = f"could not be started ({error!r})"
+            if self._stopping.is_set():
                 return
             if not worker.serves.is_set():
                 raise WorkerFailed(f"worker {worker.number} {why} before it served")
@@ -242,28 +276,53 @@ class Supervisor:
             logger.error(
                 "worker %d %s: the requests that it had are lost, and another is started", worker.number, why
             )
-            await asyncio.sleep(pause)
+            await self._rest(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _watch(self) -> None:
+        """Kills workers that are frozen: what connects to them would wait for ever. Silence is measured by
+        questions, not by the clock, since this process may have stood still, too."""
+        while not self._stopping.is_set():
+            await self._rest(_ALIVE_SECONDS)
+            for worker in self.workers:
+                if worker.unanswered is not None and worker.process is not None:
+                    self._look_after(worker, worker.unanswered, worker.process)
+
+    def _look_after(self, worker: _Worker, unanswered: int, process: SpawnProcess) -> None:
+        if unanswered < _MOST_UNANSWERED:
+            worker.unanswered = unanswered + 1
+            worker.send(Alive())
+        else:
+            silence = _ALIVE_SECONDS * _MOST_UNANSWERED
+            logger.error("worker %d has answered nothing for %g s: it is killed", worker.number, silence)
+            worker.unanswered = None
+            process.kill()
+
+    async def _rest(self, seconds: float) -> None:
+        """For so long, or until all is to stop."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
 
     async def _live(self, worker: _Worker) -> str:
         """One process of a worker, from its start to its end; how it ended, in words."""
         ours, theirs = socket.socketpair()
-        seat = Seat(worker.number, worker.listening, theirs)
-        worker.process = process = multiprocessing.get_context("spawn").Process(
-            target=self._begin, args=(*self._arguments, seat), name=f"worker {worker.number}", daemon=True
-        )
-        process.start()
-        theirs.close()
-        worker.channel = channel = await Channel.over(ours)
+        try:
+            with theirs:
+                worker.process = process = self._started(worker, theirs)
+            worker.channel = channel = await Channel.over(ours)
+        except BaseException:
+            ours.close()
+            raise
         for message in self.membership.all() if self.membership else []:
             channel.send(message)
-        if self._stopping:
+        if self._stopping.is_set():
             channel.send(Stop())
         try:
             async for message in channel.messages():
                 self._hear(worker, message)
         finally:
-            worker.channel = None
+            worker.channel = worker.unanswered = None
             channel.close()
         await asyncio.to_thread(process.join, _END_SECONDS)
         code = process.exitcode
@@ -272,11 +331,25 @@ class Supervisor:
             return "hung up and was killed"
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
 
+    def _started(self, worker: _Worker, end: socket.socket) -> SpawnProcess:
+        process = multiprocessing.get_context("spawn").Process(
+            target=self._begin,
+            args=(*self._arguments, Seat(worker.number, worker.listening, end)),
+            name=f"worker {worker.number}",
+            daemon=True,
+        )
+        with _signals_held_back():
+            process.start()
+        return process
+
     def _hear(self, worker: _Worker, message: Message) -> None:
         match message:
             case Serving():
                 worker.serves.set()
+                worker.unanswered = 0
                 logger.info("worker %d serves", worker.number)
+            case Alive():
+                worker.unanswered = 0
             case Ask():
                 task = asyncio.create_task(self._ask_all(worker, message))
                 self._tasks.add(task)
@@ -302,7 +375,7 @@ class Supervisor:
 
     async def stop(self, seconds: float, hurry: asyncio.Event) -> None:
         """Has all workers end what they do, within `seconds`, or at once when there is a `hurry`."""
-        self._stopping = True
+        self._stopping.set()
         for worker in self.workers:
             worker.listening.close()
         self.tell(Stop())

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,9 +20,9 @@ from p2pkv.control.discovery import MAX_PING_BYTES, Ping, decode_ping, encode_pi
 from proxy.admission import Limits
 from proxy.registry import Registry
 from proxy.serving import Proxy
-from proxy.team import Ask, Channel, Drained, Link, Lost, Pinged, SharedSource, Stop, Team
+from proxy.team import Ask, Channel, Drained, Link, Lost, Pinged, Serving, SharedSource, Stop, Team
 from proxy.upstream import Client
-from proxy.workers import Membership
+from proxy.workers import Membership, Seat, Supervisor, WorkerFailed
 
 pytestmark = pytest.mark.asyncio
 
@@ -97,3 +101,211 @@ async def test_a_drain_may_be_known_before_the_instance_and_the_end_of_the_paren
         assert not link.stop.is_set()
         channel.close()
         await asyncio.wait_for(link.stop.wait(), DEADLINE)
+
+
+# Workers that end, freeze, or cannot be started.
+
+Begin = Callable[[Seat], Awaitable[None]]
+
+
+class Process:
+    """In place of a worker's process: a task of this one."""
+
+    def __init__(self, target: Begin, args: tuple[Seat], **_: Any) -> None:
+        self._begin, (self._seat,) = target, args
+        self._ended = threading.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.exitcode: int | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(replace(self._seat, end=self._seat.end.dup())))
+
+    async def _run(self, seat: Seat) -> None:
+        try:
+            await self._begin(seat)
+        finally:
+            self.exitcode = self.exitcode or 0
+            seat.end.close()
+            self._ended.set()
+
+    def kill(self) -> None:
+        self.exitcode = -signal.SIGKILL
+        assert self._task is not None
+        self._task.cancel()
+
+    def is_alive(self) -> bool:
+        return not self._ended.is_set()
+
+    def join(self, seconds: float) -> None:
+        self._ended.wait(seconds)
+
+
+async def work(seat: Seat, **parts: Any) -> None:
+    """As a worker that is in order."""
+    channel = await Channel.over(seat.end)
+    link = Link(channel, asyncio.Event(), asyncio.Event())
+    task = asyncio.create_task(Team(parts, link).follow(Registry(), lambda: 0.0, lambda: None))
+    channel.send(Serving())
+    try:
+        await link.stop.wait()
+    finally:
+        task.cancel()
+        channel.close()
+
+
+async def freeze(seat: Seat) -> None:
+    """It has begun to serve, and reads nothing any more."""
+    channel = await Channel.over(seat.end)
+    channel.send(Serving())
+    try:
+        await asyncio.Event().wait()
+    finally:
+        channel.close()
+
+
+async def serve_and_end(seat: Seat) -> None:
+    channel = await Channel.over(seat.end)
+    channel.send(Serving())
+    channel.close()
+
+
+class Lives:
+    """What each worker's processes do, one after the other; the last one goes on for ever.
+
+    Attributes:
+        begun: the numbers of the workers whose processes have begun.
+    """
+
+    def __init__(self, *workers: list[Begin]) -> None:
+        self._workers = workers
+        self.begun: list[int] = []
+
+    async def __call__(self, seat: Seat) -> None:
+        lives = self._workers[seat.number - 1]
+        self.begun.append(seat.number)
+        await (lives.pop(0) if len(lives) > 1 else lives[0])(seat)
+
+    def served_again(self, number: int, times: int) -> Callable[[], bool]:
+        return lambda: self.begun.count(number) > times
+
+
+@asynccontextmanager
+async def supervised(lives: Lives, workers: int) -> AsyncIterator[Supervisor]:
+    supervisor = Supervisor([socket.socket() for _ in range(workers)], lives)
+    try:
+        yield supervisor
+    finally:
+        async with asyncio.timeout(DEADLINE):
+            await supervisor.stop(1000.0, asyncio.Event())
+
+
+@pytest.fixture(autouse=True)
+def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = SimpleNamespace(Process=Process)
+    monkeypatch.setattr("proxy.workers.multiprocessing.get_context", lambda method: context)
+    monkeypatch.setattr("proxy.workers._FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("proxy.workers._ALIVE_SECONDS", 0.01)
+
+
+async def test_a_frozen_worker_is_killed_and_started_again_and_one_that_still_starts_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    begin = asyncio.Event()
+
+    async def starts_slowly(seat: Seat) -> None:
+        await begin.wait()
+        await work(seat)
+
+    lives = Lives([starts_slowly], [freeze, work])
+    async with supervised(lives, 2) as supervisor:
+        starting = asyncio.create_task(supervisor.start(asyncio.Event()))
+        await until(lives.served_again(2, times=1), "the frozen worker's successor")
+        assert "worker 2 has answered nothing for 0.05 s: it is killed" in caplog.text
+        assert "worker 2 was ended by SIGKILL" in caplog.text
+        begin.set()
+        await starting
+    assert lives.begun == [1, 2, 2]
+
+
+async def test_a_worker_that_answers_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = 0
+
+    async def counts(seat: Seat) -> None:
+        nonlocal asked
+        channel = await Channel.over(seat.end)
+        channel.send(Serving())
+        async for message in channel.messages():
+            asked += 1
+            channel.send(message)
+            if isinstance(message, Stop):
+                channel.close()
+
+    lives = Lives([counts])
+    async with supervised(lives, 1) as supervisor:
+        await supervisor.start(asyncio.Event())
+        await until(lambda: asked > 20, "questions")
+    assert lives.begun == [1]
+
+
+async def test_a_worker_that_cannot_be_started_for_now_is_started_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pairs: list[tuple[socket.socket, socket.socket]] = []
+    real, starts, no_memory = socket.socketpair, Process.start, [False, True, True, False]
+
+    def pair() -> tuple[socket.socket, socket.socket]:
+        pairs.append(real())
+        return pairs[-1]
+
+    def start(process: Process) -> None:
+        if no_memory.pop(0):
+            raise OSError("Cannot allocate memory")
+        starts(process)
+
+    monkeypatch.setattr("proxy.workers.socket.socketpair", pair)
+    monkeypatch.setattr(Process, "start", start)
+    lives = Lives([serve_and_end, work])
+    async with supervised(lives, 1) as supervisor:
+        await supervisor.start(asyncio.Event())
+        await until(lambda: lives.begun == [1, 1], "the worker's second process")
+        assert caplog.text.count("could not be started (OSError('Cannot allocate memory'))") == 2
+        assert all(end.fileno() == -1 for failed in pairs[1:3] for end in failed)
+
+
+async def test_a_worker_that_can_never_be_started_is_the_end_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(process: Process) -> None:
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(Process, "start", fail)
+    async with supervised(Lives([work]), 1) as supervisor:
+        with pytest.raises(WorkerFailed, match=r"worker 1 could not be started .* before it served"):
+            await supervisor.start(asyncio.Event())
+
+
+async def test_they_can_be_stopped_before_all_serve() -> None:
+    begin, stop = asyncio.Event(), asyncio.Event()
+
+    async def starts_slowly(seat: Seat) -> None:
+        await begin.wait()
+        await work(seat)
+
+    lives = Lives([starts_slowly], [work])
+    async with supervised(lives, 2) as supervisor:
+        starting = asyncio.create_task(supervisor.start(stop))
+        await until(supervisor.workers[1].serves.is_set, "one of both")
+        stop.set()
+        async with asyncio.timeout(DEADLINE):
+            await starting
+        begin.set()
+    assert lives.begun == [1, 2]
+
+
+async def test_the_pause_after_a_death_does_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("proxy.workers._FIRST_PAUSE", 1000.0)
+    lives = Lives([serve_and_end])
+    async with supervised(lives, 1) as supervisor:
+        await supervisor.start(asyncio.Event())
+        await until(lambda: "worker 1 ended with status 0" in caplog.text, "its end")
+    assert lives.begun == [1]

@@ -206,6 +206,17 @@ async def test_a_worker_that_dies_is_started_again_and_the_other_goes_on() -> No
 
 @pytest.mark.long
 @pytest.mark.asyncio
+async def test_a_frozen_worker_is_killed_and_started_again() -> None:
+    async with two() as deployment:
+        deployment.workers()[1].suspend()
+        await deployment.says(r"worker 1 has answered nothing for 15 s: it is killed")
+        await deployment.says(r"worker 1 was ended by SIGKILL: (.|\n)*worker 1 serves")
+        await deployment.ready(1, 1)
+        assert set(await deployment.answers(10)) == {200}
+
+
+@pytest.mark.long
+@pytest.mark.asyncio
 async def test_one_signal_lets_the_streams_of_all_workers_end() -> None:
     finish = asyncio.Event()
 
@@ -234,6 +245,20 @@ async def test_one_signal_lets_the_streams_of_all_workers_end() -> None:
             assert "last" in await response.text()
         assert await asyncio.to_thread(deployment.command.end) == 0
         assert deployment.command.clean(), deployment.command.log
+
+
+def test_ctrl_c_before_all_workers_serve_is_no_failure() -> None:
+    """It goes to all processes of a terminal, and those that start could not ignore it yet."""
+    discovery = f"127.0.0.1:{free_ports()}"
+    with running("--port", "0", "--discovery", discovery, "--workers", "2") as command:
+        parent = psutil.Process(command.process.pid)
+        end = time.monotonic() + DEADLINE
+        while len(parent.children()) < 3:  # of which one is Python's own
+            assert time.monotonic() < end and command.process.poll() is None, command.log
+        for process in (*parent.children(), parent):
+            process.send_signal(signal.SIGINT)
+        assert command.end() == 0
+        assert command.clean() and "serving on" not in command.log, command.log
 
 
 @pytest.mark.long
