@@ -46,9 +46,10 @@ class Lost(msgspec.Struct, tag=True, frozen=True):
 
 
 class Drained(msgspec.Struct, tag=True, frozen=True):
-    """For a worker that begins: the instance of this ping is drained."""
+    """The instance of this ping is drained, or no more, also for a worker that has yet to learn of it."""
 
     ping: Ping
+    drained: bool = True
 
 
 class Begin(msgspec.Struct, tag=True, frozen=True):
@@ -86,10 +87,12 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
 
 
 class Said(msgspec.Struct, tag=True, frozen=True):
-    """The answer, under the number of who asked: from a worker its own, from the parent those of all."""
+    """The answer, under the number of who asked: from a worker its own, from the parent those of all, but for
+    so many that are `missing`."""
 
     number: int
     said: Any
+    missing: int = 0
 
 
 Message = Pinged | Lost | Drained | Begin | Claims | Stop | Serving | Alive | Ask | Said
@@ -170,6 +173,19 @@ class Link:
     hurry: asyncio.Event
 
 
+@dataclass(frozen=True)
+class Heard:
+    """What workers have said.
+
+    Attributes:
+        parts: of each that has answered; at least one.
+        complete: all have.
+    """
+
+    parts: list[Any]
+    complete: bool = True
+
+
 class Team:
     """All workers, or the only one.
 
@@ -182,7 +198,7 @@ class Team:
         self._parts = parts
         self._link = link
         self._numbers = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[list[Any]]] = {}
+        self._asked: dict[int, asyncio.Future[Heard]] = {}
         self._routable: int | None = None
         """How many instances the parent had when this worker began; None before it has said so."""
 
@@ -196,22 +212,23 @@ class Team:
                 return
             await asyncio.sleep(_LOOK_SECONDS)
 
-    async def ask(self, what: str, address: str = "") -> list[Any]:
+    async def ask(self, what: str, address: str = "") -> Heard:
         """What each worker says; only this one if the others cannot be asked."""
         if self._link is None:
-            return [self._parts[what](address)]
+            return Heard([self._parts[what](address)])
         number = next(self._numbers)
-        said: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        said: asyncio.Future[Heard] = asyncio.get_running_loop().create_future()
         self._asked[number] = said
         self._link.channel.send(Ask(number, what, address))
         try:
             async with asyncio.timeout(2 * ANSWER_SECONDS):
-                return await said
+                heard = await said
         except TimeoutError:
             logger.warning("the other workers could not be asked for their %s", what)
-            return [self._parts[what](address)]
+            heard = Heard([], complete=False)
         finally:
             del self._asked[number]
+        return heard if heard.parts else Heard([self._parts[what](address)], complete=False)
 
     async def follow(self, registry: Registry, clock: Callable[[], float], hurry: Callable[[], None]) -> None:
         """Does what the parent says, until that is gone; `hurry` is called when there is a new instance."""
@@ -235,8 +252,8 @@ class Team:
         match message:
             case Lost(ping):
                 _source_of(registry, ping).here = False
-            case Drained(ping):
-                registry.drained_before(ping)
+            case Drained(ping, drained):
+                registry.drained_before(ping, drained)
             case Begin(routable):
                 self._routable = routable
             case Claims(refused):
@@ -247,8 +264,8 @@ class Team:
                 link.channel.send(Alive())
             case Ask(number, what, address):
                 link.channel.send(Said(number, self._parts[what](address)))
-            case Said(number, said) if number in self._asked and not self._asked[number].done():
-                self._asked[number].set_result(said)
+            case Said(number, said, missing) if number in self._asked and not self._asked[number].done():
+                self._asked[number].set_result(Heard(said, complete=not missing))
 
     def _take(self, registry: Registry, ping: Ping, now: float) -> bool:
         """Whether it is new."""

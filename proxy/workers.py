@@ -15,7 +15,7 @@ import multiprocessing
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import resource_tracker
@@ -30,6 +30,7 @@ from .app import end
 from .instances import at
 from .listed import ListedInstance, ListedInstances
 from .listener import Listener
+from .metrics import Family, growing
 from .registry import ListedSource, PingSource, Registry
 from .serving import Proxy
 from .team import (
@@ -154,6 +155,7 @@ class _Worker:
     Attributes:
         channel: None while there is no process.
         unanswered: how often in a row its process has not said that it is alive; None until it serves.
+        measured: what its process has counted, as it said last.
     """
 
     number: int
@@ -162,6 +164,7 @@ class _Worker:
     channel: Channel | None = None
     process: SpawnProcess | None = None
     unanswered: int | None = None
+    measured: list[Family] = field(default_factory=list)
 
     def send(self, message: Message) -> None:
         if self.channel is not None:
@@ -214,6 +217,7 @@ class Membership:
         """An operator's word, to any worker."""
         for each in at(self.proxy, address):
             self.proxy.registry.drain(each, drained)
+            self._tell(Drained(each.ping, drained))
 
 
 class Supervisor:
@@ -323,6 +327,7 @@ class Supervisor:
                 self._hear(worker, message)
         finally:
             worker.channel = worker.unanswered = None
+            worker.measured = []
             channel.close()
         await asyncio.to_thread(process.join, _END_SECONDS)
         code = process.exitcode
@@ -358,20 +363,33 @@ class Supervisor:
                 self._asked[number].set_result(said)
 
     async def _ask_all(self, asker: _Worker, ask: Ask) -> None:
-        """Who says nothing in time is left out: it may be frozen, or dead."""
+        """Who says nothing in time is missing: it may be frozen, or still starting. One without a process has
+        nothing to say."""
         if self.membership is not None and ask.what in ("drain", "resume"):
             self.membership.drain(ask.address, ask.what == "drain")
         numbers = []
-        for worker in sorted(self.workers, key=lambda each: each is not asker):
+        asked: dict[_Worker, asyncio.Future[Any]] = {}
+        for worker in [asker, *(each for each in self.workers if each is not asker and each.channel)]:
             number = next(self._numbers)
             numbers.append(number)
-            self._asked[number] = asyncio.get_running_loop().create_future()
+            asked[worker] = self._asked[number] = asyncio.get_running_loop().create_future()
             worker.send(Ask(number, ask.what, ask.address))
-        asked = [self._asked[number] for number in numbers]
-        await asyncio.wait(asked, timeout=ANSWER_SECONDS)
+        await asyncio.wait(asked.values(), timeout=ANSWER_SECONDS)
         for number in numbers:
             del self._asked[number]
-        asker.send(Said(ask.number, [each.result() for each in asked if each.done()]))
+        said = [each.result() for each in asked.values() if each.done()]
+        missing = len(asked) - len(said)
+        if ask.what == "metrics":
+            said += self._measured(asked)
+        asker.send(Said(ask.number, said, missing))
+
+    def _measured(self, asked: Mapping[_Worker, asyncio.Future[Any]]) -> list[Any]:
+        """Of those that are late, what has only grown since: without it the sums would fall, which Prometheus
+        takes for a new start."""
+        for worker, answer in asked.items():
+            if answer.done():
+                worker.measured = growing(answer.result())
+        return [each.measured for each, answer in asked.items() if each.measured and not answer.done()]
 
     async def stop(self, seconds: float, hurry: asyncio.Event) -> None:
         """Has all workers end what they do, within `seconds`, or at once when there is a `hurry`."""

@@ -9,18 +9,37 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from aiohttp.test_utils import make_mocked_request
 from proxy_fakes import DEADLINE, ping, until
 
 from p2pkv.control.discovery import MAX_PING_BYTES, Ping, decode_ping, encode_ping
 from proxy.admission import Limits
+from proxy.instances import Access, changed, listed
+from proxy.metrics import Family, Metrics
 from proxy.registry import Registry
 from proxy.serving import Proxy
-from proxy.team import Ask, Channel, Drained, Link, Lost, Pinged, Serving, SharedSource, Stop, Team
+from proxy.status import metrics_page
+from proxy.team import (
+    Ask,
+    Channel,
+    Drained,
+    Heard,
+    Link,
+    Lost,
+    Message,
+    Pinged,
+    Said,
+    Serving,
+    SharedSource,
+    Stop,
+    Team,
+)
 from proxy.upstream import Client
 from proxy.workers import Membership, Seat, Supervisor, WorkerFailed
 
@@ -103,6 +122,37 @@ async def test_a_drain_may_be_known_before_the_instance_and_the_end_of_the_paren
         await asyncio.wait_for(link.stop.wait(), DEADLINE)
 
 
+async def test_a_drain_reaches_a_worker_that_has_yet_to_learn_of_the_instance_and_so_does_a_resume() -> None:
+    one, other = ping("D", 1), ping("D", 2)
+    told: list[Message] = []
+    async with Client() as session, following() as (registry, channel, _):
+        membership = Membership(Proxy(session, Registry(), "concurrent", Limits()), told.append)
+        for each in (one, other):
+            membership.take(each, SharedSource())
+            membership.drain(each.http_address, drained=True)
+        membership.drain(other.http_address, drained=False)
+        for message in sorted(told, key=lambda each: isinstance(each, Pinged)):
+            channel.send(message)
+        await until(lambda: len(registry.known("D")) == 2, "both")
+        assert [each.drained for each in registry.known("D")] == [True, False]
+
+
+async def test_a_worker_that_nobody_has_heard_in_time_speaks_for_itself() -> None:
+    ours, theirs = socket.socketpair()
+    channel = await Channel.over(ours)
+    link = Link(await Channel.over(theirs), asyncio.Event(), asyncio.Event())
+    team = Team({"status": lambda _: "mine"}, link)
+    following = asyncio.create_task(team.follow(Registry(), lambda: 0.0, lambda: None))
+    asking = asyncio.create_task(team.ask("status"))
+    ask = await anext(channel.messages())
+    assert isinstance(ask, Ask)
+    channel.send(Said(ask.number, [], missing=2))
+    assert await asking == Heard(["mine"], complete=False)
+    channel.close()
+    await following
+    link.channel.close()
+
+
 # Workers that end, freeze, or cannot be started.
 
 Begin = Callable[[Seat], Awaitable[None]]
@@ -140,11 +190,14 @@ class Process:
         self._ended.wait(seconds)
 
 
-async def work(seat: Seat, **parts: Any) -> None:
-    """As a worker that is in order."""
+async def work(seat: Seat, teams: list[Team] | None = None, **parts: Any) -> None:
+    """As a worker that is in order; `teams` gets its side of all workers."""
     channel = await Channel.over(seat.end)
     link = Link(channel, asyncio.Event(), asyncio.Event())
-    task = asyncio.create_task(Team(parts, link).follow(Registry(), lambda: 0.0, lambda: None))
+    team = Team(parts, link)
+    task = asyncio.create_task(team.follow(Registry(), lambda: 0.0, lambda: None))
+    if teams is not None:
+        teams.append(team)
     channel.send(Serving())
     try:
         await link.stop.wait()
@@ -309,3 +362,72 @@ async def test_the_pause_after_a_death_does_not_hold_up_the_end(
         await supervisor.start(asyncio.Event())
         await until(lambda: "worker 1 ended with status 0" in caplog.text, "its end")
     assert lives.begun == [1]
+
+
+# What all workers say.
+
+
+class MayBeBusy:
+    """A worker that answers every question in the same way, until it is too busy for that."""
+
+    def __init__(self, said: Any) -> None:
+        self._said = said
+        self.busy = False
+
+    async def __call__(self, seat: Seat) -> None:
+        channel = await Channel.over(seat.end)
+        channel.send(Serving())
+        async for message in channel.messages():
+            if isinstance(message, Ask) and not self.busy:
+                channel.send(Said(message.number, self._said))
+            elif isinstance(message, Stop):
+                channel.close()
+
+
+async def test_an_instance_is_not_drained_before_all_workers_have_said_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("proxy.workers._ALIVE_SECONDS", 1000.0)
+    monkeypatch.setattr("proxy.workers.ANSWER_SECONDS", 0.1)
+    instance = {"role": "decode", "address": "127.0.0.1:9", "rank": 0, "state": "drained"}
+    other, teams = MayBeBusy([instance]), list[Team]()
+
+    def says(address: str) -> list[dict[str, Any]]:
+        return [instance]
+
+    async def states(team: Team) -> list[str]:
+        match_info = {"address": "127.0.0.1:9"}
+        shown = {"Authorization": "Bearer t"}
+        post = make_mocked_request("POST", "/", headers=shown, match_info=match_info)
+        pages = [
+            await listed(team, Access(), make_mocked_request("GET", "/")),
+            await changed(team, Access("t"), post, "drain"),
+        ]
+        return [each["state"] for page in pages for each in msgspec.json.decode(page.body)["instances"]]
+
+    lives = Lives([partial(work, teams=teams, instances=says, drain=says)], [other])
+    async with supervised(lives, 2) as supervisor:
+        await supervisor.start(asyncio.Event())
+        assert await states(teams[0]) == ["drained", "drained"]
+        other.busy = True
+        assert await states(teams[0]) == ["draining", "draining"]
+
+
+async def test_the_counters_of_a_worker_that_is_late_stay_in_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.workers._ALIVE_SECONDS", 1000.0)
+    monkeypatch.setattr("proxy.workers.ANSWER_SECONDS", 0.1)
+    counted = ("requests", "x", "counter", [("requests_total", {}, 3.0)])
+    families: list[Family] = [counted, ("running", "x", "gauge", [("running", {}, 1.0)])]
+    other, teams = MayBeBusy(families), list[Team]()
+
+    async def sums() -> list[str]:
+        page = make_mocked_request("GET", "/metrics")
+        text = (await metrics_page(teams[0], Metrics(), Access(), page)).body.decode()
+        return [line for line in text.splitlines() if not line.startswith("#")]
+
+    lives = Lives([partial(work, teams=teams, metrics=lambda _: families)], [other])
+    async with supervised(lives, 2) as supervisor:
+        await supervisor.start(asyncio.Event())
+        assert await sums() == ["requests_total 6.0", "running 2.0"]
+        other.busy = True
+        assert await sums() == ["requests_total 6.0", "running 1.0"]

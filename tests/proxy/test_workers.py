@@ -25,6 +25,7 @@ from p2pkv.control.announcer import Pinger
 from p2pkv.demo.processes import free_ports
 from proxy.admission import Limits
 from proxy.cli import main
+from proxy.instances import WORST_FIRST
 from proxy.metrics import Family, Metrics
 from proxy.registry import Role
 from proxy.status import merged
@@ -304,9 +305,16 @@ def test_limits_are_divided() -> None:
 
 
 def test_metrics_of_two_workers_are_added_and_what_is_no_amount_is_not() -> None:
+    states: list[Family] = [
+        (
+            *("p2pkv_proxy_instance_state", "x", "gauge"),
+            [("p2pkv_proxy_instance_state", {"address": "p:1", "role": "P", "rank": "0"}, state)],
+        )
+        for state in (float(WORST_FIRST.index("ready")), float(WORST_FIRST.index("paused")))
+    ]
     mine: list[Family] = [
         ("p2pkv_proxy_requests", "x", "counter", [("p2pkv_proxy_requests_total", {"outcome": "left"}, 2.0)]),
-        ("p2pkv_proxy_instances", "x", "gauge", [("p2pkv_proxy_instances", {"role": "P"}, 3.0)]),
+        states[0],
         ("process_start_time_seconds", "x", "gauge", [("process_start_time_seconds", {}, 50.0)]),
     ]
     theirs: list[Family] = [
@@ -317,15 +325,18 @@ def test_metrics_of_two_workers_are_added_and_what_is_no_amount_is_not() -> None
                 ("p2pkv_proxy_requests_total", {"outcome": "failed"}, 1.0),
             ],
         ),
-        ("p2pkv_proxy_instances", "x", "gauge", [("p2pkv_proxy_instances", {"role": "P"}, 2.0)]),
+        states[1],
         ("process_start_time_seconds", "x", "gauge", [("process_start_time_seconds", {}, 40.0)]),
     ]
     body, _ = Metrics().exposition("", [mine, theirs])
     lines = [line for line in body.decode().splitlines() if not line.startswith("#")]
-    assert lines == [
+    instances = [line for line in lines if line.startswith("p2pkv_proxy_instances")]
+    assert [line for line in instances if not line.endswith(" 0.0")] == [
+        'p2pkv_proxy_instances{role="P",state="paused"} 1.0'
+    ]
+    assert [line for line in lines if line not in instances] == [
         'p2pkv_proxy_requests_total{outcome="left"} 5.0',
         'p2pkv_proxy_requests_total{outcome="failed"} 1.0',
-        'p2pkv_proxy_instances{role="P"} 3.0',
         "process_start_time_seconds 40.0",
     ]
 
