@@ -221,7 +221,8 @@ async def _oversee(arguments: argparse.Namespace, members: Members | None) -> No
         try:
             await supervisor.start(stop)
             if not stop.is_set():
-                _say_serving(arguments, members, [listening[0].getsockname()], listeners[0].endpoint)
+                addresses = [each.getsockname() for each in listening[0]]
+                _say_serving(arguments, members, addresses, listeners[0].endpoint)
                 for each in listeners[1:]:
                     logger.info("plain discovery on %s", each.endpoint)
             await stop.wait()
@@ -253,7 +254,9 @@ async def _serve_seat(arguments: argparse.Namespace, members: Members | None, se
     try:
         await runner.setup()
         await app[TEAM].ready(app[PROXY].registry, app[PROXY].clock)
-        await web.SockSite(runner, seat.listening, ssl_context=_tls(arguments)).start()
+        tls = _tls(arguments)
+        for each in seat.listening:
+            await web.SockSite(runner, each, ssl_context=tls).start()
         channel.send(Serving())
         await link.stop.wait()
         await _drain(runner, app, arguments.drain_seconds, link.hurry)

@@ -9,9 +9,11 @@ their side. A worker that dies is started again, with what it has to know.
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import logging
 import multiprocessing
+import os
 import signal
 import socket
 import time
@@ -77,35 +79,70 @@ def share_of(limits: Limits, workers: int) -> Limits:
     )
 
 
-def bound(host: str, port: int, workers: int) -> list[socket.socket]:
-    """A listening socket for each worker, all at one port. Raises OSError."""
-    made: list[socket.socket] = []
+def bound(host: str, port: int, workers: int) -> list[list[socket.socket]]:
+    """For each worker a listening socket at each address of `host`, all at one port. Raises OSError."""
+    made: list[list[socket.socket]] = [[] for _ in range(workers)]
+    wanted = port
     try:
-        for _ in range(workers):
-            made.append(_bound(host, made[0].getsockname()[1] if made else port, alone=not made))
+        for family, (name, _, *scope) in _addresses(host):
+            if _here(family, (name, port, *scope)):
+                for each in made:
+                    each.append(_bound(family, (name, port, *scope)))
+                    port = each[-1].getsockname()[1]
+        if not made[0]:
+            raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+        for listening in itertools.chain(*made):
+            listening.listen(_BACKLOG)
     except OSError as error:
-        for each in made:
-            each.close()
-        raise OSError(error.errno, f"cannot serve on {host}:{port}: {error.strerror}") from None
-    for each in made:
-        each.listen(_BACKLOG)
-        each.setblocking(False)
+        for listening in itertools.chain(*made):
+            listening.close()
+        raise OSError(error.errno, f"cannot serve on {host}:{wanted}: {error.strerror}") from None
     return made
 
 
-def _bound(host: str, port: int, *, alone: bool) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    if alone:
-        # Another program of the same user that shares its port, too, would be given half of the connections.
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+_SocketAddress = tuple[Any, ...]
+
+
+def _addresses(host: str) -> list[tuple[socket.AddressFamily, _SocketAddress]]:
+    """Those of this name; an empty one means all interfaces, as in one process."""
+    found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+
+
+def _here(family: socket.AddressFamily, address: _SocketAddress) -> bool:
+    """Whether this machine has the address: `localhost` may name one of IPv6 where that is off.
+
+    Raises OSError if another program listens there. One of the same user that shares its port, too, would be
+    given half of the connections.
+    """
+    try:
+        with _socket(family) as probe:
             probe.bind(address)
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    except OSError as error:
+        if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            raise
+        return False
+    return True
+
+
+def _bound(family: socket.AddressFamily, address: _SocketAddress) -> socket.socket:
+    made = _socket(family)
+    made.setblocking(False)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    made.bind(address)
+    try:
+        made.bind(address)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def _socket(family: socket.AddressFamily) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if family == socket.AF_INET6:
+        # Else `::` takes the addresses of IPv4, which have a socket of their own, too.
+        made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
     return made
 
 
@@ -139,12 +176,12 @@ class Seat:
 
     Attributes:
         number: from 1 on.
-        listening: where it takes connections.
+        listening: where it takes connections; a socket for each address.
         end: its end of the channel to the process that has started it.
     """
 
     number: int
-    listening: socket.socket
+    listening: Sequence[socket.socket]
     end: socket.socket
 
 
@@ -159,7 +196,7 @@ class _Worker:
     """
 
     number: int
-    listening: socket.socket
+    listening: Sequence[socket.socket]
     serves: asyncio.Event = field(default_factory=asyncio.Event)
     channel: Channel | None = None
     process: SpawnProcess | None = None
@@ -224,12 +261,12 @@ class Supervisor:
     """Starts the workers, keeps them running, and hands on what they say to each other.
 
     Args:
-        listening: a socket for each.
+        listening: the sockets of each.
         begin: what a process does: takes `arguments`, and a Seat.
     """
 
     def __init__(
-        self, listening: Sequence[socket.socket], begin: Callable[..., None], *arguments: Any
+        self, listening: Sequence[Sequence[socket.socket]], begin: Callable[..., None], *arguments: Any
     ) -> None:
         self.workers = [_Worker(number, each) for number, each in enumerate(listening, 1)]
         self.membership: Membership | None = None
@@ -395,7 +432,8 @@ class Supervisor:
         """Has all workers end what they do, within `seconds`, or at once when there is a `hurry`."""
         self._stopping.set()
         for worker in self.workers:
-            worker.listening.close()
+            for each in worker.listening:
+                each.close()
         self.tell(Stop())
         ending = asyncio.create_task(self._until_all_ended())
         hurrying = asyncio.create_task(hurry.wait())

@@ -244,7 +244,7 @@ class Lives:
 
 @asynccontextmanager
 async def supervised(lives: Lives, workers: int) -> AsyncIterator[Supervisor]:
-    supervisor = Supervisor([socket.socket() for _ in range(workers)], lives)
+    supervisor = Supervisor([[socket.socket()] for _ in range(workers)], lives)
     try:
         yield supervisor
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import signal
 import socket
@@ -29,7 +30,7 @@ from proxy.instances import WORST_FIRST
 from proxy.metrics import Family, Metrics
 from proxy.registry import Role
 from proxy.status import merged
-from proxy.workers import bound, share_of
+from proxy.workers import _addresses, bound, share_of
 
 TOKEN = "a-token-of-the-tests"
 DEADLINE = 30.0
@@ -285,12 +286,79 @@ def test_a_port_that_is_taken_is_said_in_a_sentence() -> None:
 def test_another_proxy_of_the_same_user_does_not_take_half_of_the_connections() -> None:
     sockets = bound("127.0.0.1", 0, 2)
     try:
-        assert len({each.getsockname()[1] for each in sockets}) == 1
+        ports = {each.getsockname()[1] for (each,) in sockets}
+        assert len(ports) == 1
         with pytest.raises(OSError, match="Address already in use"):
-            bound("127.0.0.1", sockets[0].getsockname()[1], 2)
+            bound("127.0.0.1", ports.pop(), 2)
     finally:
-        for each in sockets:
+        for (each,) in sockets:
             each.close()
+
+
+def _answers(family: socket.AddressFamily, address: str, port: int) -> bool:
+    try:
+        with socket.socket(family) as client:
+            client.settimeout(DEADLINE)
+            return client.connect_ex((address, port)) == 0
+    except OSError:
+        return False
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("host", "ipv4", "ipv6"),
+    [("127.0.0.1", True, False), ("localhost", True, True), ("::1", False, True)],
+)
+def test_each_worker_listens_at_each_address_of_a_name(
+    host: str, ipv4: bool, ipv6: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ipv6 and not _has_ipv6():
+        pytest.skip("no IPv6 here")
+    found = [
+        (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0)),
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0)),
+    ]
+    if host == "localhost":  # which has one address only in some /etc/hosts
+        monkeypatch.setattr("proxy.workers.socket.getaddrinfo", lambda *_, **__: found)
+    sockets = bound(host, 0, 2)
+    try:
+        port = sockets[0][0].getsockname()[1]
+        assert [len(each) for each in sockets] == [ipv4 + ipv6] * 2
+        assert _answers(socket.AF_INET, "127.0.0.1", port) == ipv4
+        assert _answers(socket.AF_INET6, "::1", port) == ipv6
+        of_ipv6 = [each for each in itertools.chain(*sockets) if each.family == socket.AF_INET6]
+        assert all(each.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY) for each in of_ipv6)
+    finally:
+        for listening in itertools.chain(*sockets):
+            listening.close()
+
+
+def test_an_empty_host_means_all_interfaces() -> None:
+    assert "0.0.0.0" in {address[0] for _, address in _addresses("")}
+
+
+def test_an_address_that_this_machine_has_not_is_left_out_unless_there_is_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    elsewhere = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))
+    here = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
+    for found in ([elsewhere, here], [elsewhere]):
+        monkeypatch.setattr("proxy.workers.socket.getaddrinfo", lambda *_, found=found, **__: found)
+        if here in found:
+            ((listening,),) = bound("a-name", 0, 1)
+            assert listening.getsockname()[0] == "127.0.0.1"
+            listening.close()
+        else:
+            with pytest.raises(OSError, match="cannot serve on a-name:0: Cannot assign requested address"):
+                bound("a-name", 0, 1)
 
 
 def test_limits_are_divided() -> None:
