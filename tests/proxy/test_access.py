@@ -18,6 +18,7 @@ from proxy_fakes import called, deployed, error_of, quiet
 from proxy_process import running
 
 from p2pkv.demo.processes import free_ports
+from proxy import cli, settings
 from proxy.cli import main
 from proxy.instances import Access
 
@@ -87,14 +88,14 @@ async def test_an_empty_key_lets_nobody_in() -> None:
 
 @pytest.mark.parametrize("where", ["command line", "environment", "file"])
 def test_an_empty_key_is_refused_at_the_start(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "proxy.toml"
     file.write_text(f'api-key = ["{KEYS[0].replace(" ", "-")}", ""]' if where == "file" else "")
-    if where == "environment":
-        monkeypatch.setenv("P2PKV_PROXY_API_KEY", "")
+    environ = {"P2PKV_PROXY_API_KEY": ""} if where == "environment" else {}
+    argv = ["--config", str(file), *(["--api-key", ""] if where == "command line" else [])]
     with pytest.raises(SystemExit) as ended:
-        main(["--config", str(file), *(["--api-key", ""] if where == "command line" else [])])
+        settings.parse(cli._parser(), argv, environ)
     assert ended.value.code == 2
     assert "an empty key would let everybody in" in capsys.readouterr().err
 
