@@ -386,11 +386,12 @@ class BodyReader:
         """The whole body. Raises ProxyError, or HTTPRequestEntityTooLarge."""
         body = bytearray()
         while chunk := await self._next(request):
+            size = len(body) + len(chunk)
+            if size > request.client_max_size:
+                raise web.HTTPRequestEntityTooLarge(max_size=request.client_max_size, actual_size=size)
             self._intake.take(len(chunk))
             self.size += len(chunk)
             body += chunk
-            if len(body) > request.client_max_size:
-                raise web.HTTPRequestEntityTooLarge(max_size=request.client_max_size, actual_size=len(body))
         return bytes(body)
 
     async def _next(self, request: web.Request) -> bytes:

@@ -104,7 +104,9 @@ def make_app(
             await asyncio.to_thread(spans.close)
 
     recorded = recording(metrics, API, spans, log_requests=log_requests)
-    app = web.Application(client_max_size=limits.max_body, middlewares=[errors_as_json, recorded])
+    # A larger one could never be held, and its client would try again for ever.
+    largest = min(limits.max_body, limits.max_held)
+    app = web.Application(client_max_size=largest, middlewares=[errors_as_json, recorded])
     app.cleanup_ctx.append(running)
     app.on_response_prepare.extend((_give_back_id, note_begin))
     app.add_routes(_routes(guard, metrics))

@@ -37,7 +37,7 @@ from .registry import ROLE_NAMES, Role
 from .routing import POLICY_NAMES, Routing
 from .team import Channel, Link, Serving
 from .tracing import NoTracing, Spans
-from .workers import Seat, Supervisor, bound, share_of, sharing
+from .workers import Seat, Supervisor, bound, ignore_signals, share_of, sharing
 
 logger = logging.getLogger(__name__)
 
@@ -219,10 +219,12 @@ async def _oversee(arguments: argparse.Namespace, members: Members | None) -> No
         _limits(arguments),
     ) as listeners:
         try:
-            await supervisor.start()
-            _say_serving(arguments, members, [listening[0].getsockname()], listeners[0].endpoint)
-            for each in listeners[1:]:
-                logger.info("plain discovery on %s", each.endpoint)
+            await supervisor.start(stop)
+            if not stop.is_set():
+                addresses = [each.getsockname() for each in listening[0]]
+                _say_serving(arguments, members, addresses, listeners[0].endpoint)
+                for each in listeners[1:]:
+                    logger.info("plain discovery on %s", each.endpoint)
             await stop.wait()
         finally:
             await supervisor.stop(arguments.drain_seconds + _SHUTDOWN_SECONDS, hurry)
@@ -230,9 +232,7 @@ async def _oversee(arguments: argparse.Namespace, members: Members | None) -> No
 
 def _work(arguments: argparse.Namespace, members: Members | None, seat: Seat) -> None:
     """What a worker's process does."""
-    # They are for the process that has started it, which says when to stop.
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, signal.SIG_IGN)
+    ignore_signals()
     set_up_logging(arguments.log_level, arguments.log_format, f"worker {seat.number}")
     logging.getLogger("aiohttp.server").addFilter(Garbage())
     # That process says who comes and goes.
@@ -254,7 +254,9 @@ async def _serve_seat(arguments: argparse.Namespace, members: Members | None, se
     try:
         await runner.setup()
         await app[TEAM].ready(app[PROXY].registry, app[PROXY].clock)
-        await web.SockSite(runner, seat.listening, ssl_context=_tls(arguments)).start()
+        tls = _tls(arguments)
+        for each in seat.listening:
+            await web.SockSite(runner, each, ssl_context=tls).start()
         channel.send(Serving())
         await link.stop.wait()
         await _drain(runner, app, arguments.drain_seconds, link.hurry)
@@ -387,7 +389,7 @@ def _add_operation(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--api-key",
-        type=_token,
+        type=_key,
         action="append",
         default=[],
         metavar="KEY",
@@ -589,6 +591,12 @@ def _token(text: str) -> str:
     if not text.isascii() or not text.isprintable() or " " in text:
         raise argparse.ArgumentTypeError("a token is printable ASCII characters without a space")
     return text
+
+
+def _key(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("an empty key would let everybody in: give one, or no --api-key")
+    return _token(text)
 
 
 def _port(text: str) -> int:

@@ -46,6 +46,9 @@ def to_instance(client: CIMultiDictProxy[str], instance: Instance, request_id: s
     """The client's end-to-end headers, with the id that this proxy has chosen."""
     headers = _end_to_end(client, _NOT_TO_INSTANCE)
     headers[REQUEST_ID] = request_id
+    # Anthropic's clients show their key so, and vLLM looks for it in the other header only.
+    if (key := headers.get("X-Api-Key")) and "Authorization" not in headers:
+        headers["Authorization"] = f"Bearer {key}"
     if theirs := client.get(REQUEST_ID):
         headers.setdefault(CLIENT_ID, theirs)
     headers["Content-Type"] = "application/json"

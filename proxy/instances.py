@@ -19,7 +19,7 @@ from .registry import Instance
 
 if TYPE_CHECKING:
     from .serving import Proxy
-    from .team import Team
+    from .team import Heard, Team
 
 # An instance may list any number of adapters.
 _MOST_NAMES = 32
@@ -57,8 +57,8 @@ class Access:
     def ask(self, request: web.Request) -> None:
         """Raises ProxyError if this request may not be served by an instance."""
         # Anthropic's clients, which ask /v1/messages, have a header of their own.
-        shown = _bearer(request) or request.headers.get("X-Api-Key", "")
-        if self.keys and not any(_same(shown, key) for key in self.keys):
+        shown = _bearer(request), request.headers.get("X-Api-Key", "")
+        if self.keys and not any(key and _same(each, key) for each in shown for key in self.keys):
             raise ProxyError(
                 401, "This needs an API key of this proxy, as `Authorization: Bearer KEY`.", ask="Bearer"
             )
@@ -132,7 +132,7 @@ def at(proxy: Proxy, address: str) -> list[Instance]:
 async def listed(team: Team, guard: Access, request: web.Request) -> web.Response:
     """GET /instances."""
     guard.look(request)
-    return web.json_response({"instances": merged_instances(await team.ask("instances"))})
+    return web.json_response({"instances": _together(await team.ask("instances"))})
 
 
 async def changed(team: Team, guard: Access, request: web.Request, what: str) -> web.Response:
@@ -143,7 +143,7 @@ async def changed(team: Team, guard: Access, request: web.Request, what: str) ->
         Address.parse(address)
     except ValueError as error:
         raise ProxyError(400, f"{error}.") from None
-    meant = merged_instances(await team.ask(what, address))
+    meant = _together(await team.ask(what, address))
     if not meant:
         return error_response(
             404, "No instance with this HTTP address is registered; GET /instances lists those that are."
@@ -154,11 +154,19 @@ async def changed(team: Team, guard: Access, request: web.Request, what: str) ->
 # What all workers say of instances, as if they were one.
 
 
-def merged_instances(parts: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Each instance once; in the state that lets it take the fewest requests."""
+def _together(heard: Heard) -> list[dict[str, Any]]:
+    return merged_instances(heard.parts, complete=heard.complete)
+
+
+def merged_instances(
+    parts: Sequence[Sequence[dict[str, Any]]], *, complete: bool = True
+) -> list[dict[str, Any]]:
+    """Each instance once; in the state that lets it take the fewest requests. It is not drained before all
+    workers have said so: one that is late may have requests there."""
     states: dict[Any, list[str]] = {}
     for each in (each for part in parts for each in part):
-        states.setdefault(_name(each), []).append(each["state"])
+        late = each["state"] == "drained" and not complete
+        states.setdefault(_name(each), []).append("draining" if late else each["state"])
     together = added([{_name(each): each for each in part} for part in parts])
     return [{**each, "state": min(states[_name(each)], key=WORST_FIRST.index)} for each in together]
 

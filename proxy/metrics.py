@@ -31,6 +31,7 @@ from prometheus_client.exposition import choose_encoder
 
 from p2pkv import __version__
 
+from .instances import WORST_FIRST
 from .registry import Instance
 from .routing import Choice
 
@@ -339,6 +340,11 @@ class Metrics:
         return named | {name for pair in self.pairs for name in pair}
 
 
+def growing(families: Iterable[Family]) -> list[Family]:
+    """Those that only grow, for as long as their process runs."""
+    return [each for each in families if each[2] in ("counter", "histogram")]
+
+
 def quantiles(values: Iterable[float], *shares: float) -> list[float | None]:
     """Of some values; None where there are none."""
     ordered = sorted(values)
@@ -385,14 +391,7 @@ class _Collected:
 
     def _instances(self) -> Iterator[Metric]:
         instances = self._held.instances()
-        found = Tally((each.role, self._held.state_of(each)) for each in instances)
-        states = GaugeMetricFamily(
-            "p2pkv_proxy_instances", "Registered instances, by role and state.", labels=["role", "state"]
-        )
-        for role in ("P", "D"):
-            for state in STATES:
-                states.add_metric([role, state], found[role, state])
-        yield states
+        state = GaugeMetricFamily(_STATE, "", labels=["address", "role", "rank"])
         load = GaugeMetricFamily(
             "p2pkv_proxy_instance_load",
             "Requests at an instance or on their way to it.",
@@ -405,8 +404,10 @@ class _Collected:
         )
         for each in instances:
             labels = [each.ping.http_address, each.role, str(each.ping.dp_rank)]
+            state.add_metric(labels, WORST_FIRST.index(self._held.state_of(each)))
             load.add_metric(labels, each.load)
             paused.add_metric(labels, not each.breaker.closed)
+        yield state
         yield load
         yield paused
 
@@ -428,15 +429,17 @@ class _Collected:
         yield events
 
 
+# Of each instance, as its place in WORST_FIRST. In its place the page has how many are in each state: workers
+# may differ about one, and it counts once.
+_STATE = "p2pkv_proxy_instance_state"
 # Every worker sees all instances; and these are no amounts.
 _LARGEST = (
-    "p2pkv_proxy_instances",
     "p2pkv_proxy_breaker_open",
     "p2pkv_proxy_claims_refused_total",
     "p2pkv_proxy_build_info",
     "process_max_fds",
 )
-_SMALLEST = ("_created", "process_start_time_seconds")
+_SMALLEST = (_STATE, "_created", "process_start_time_seconds")
 
 
 class _Merged(prometheus.CollectorRegistry):
@@ -458,7 +461,19 @@ class _Merged(prometheus.CollectorRegistry):
         for name, metric in metrics.items():
             for (sample, labels), value in values[name].items():
                 metric.add_sample(sample, dict(labels), value)
-            yield metric
+            yield _by_state(metric) if name == _STATE else metric
+
+
+def _by_state(instances: Metric) -> Metric:
+    """How many there are, from the state of each."""
+    found = Tally((each.labels["role"], WORST_FIRST[int(each.value)]) for each in instances.samples)
+    states = GaugeMetricFamily(
+        "p2pkv_proxy_instances", "Registered instances, by role and state.", labels=["role", "state"]
+    )
+    for role in ("P", "D"):
+        for state in STATES:
+            states.add_metric([role, state], found[role, state])
+    return states
 
 
 def _together(sample: str) -> Callable[[float, float], float]:

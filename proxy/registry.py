@@ -377,10 +377,20 @@ class Registry:
         if known is not None and isinstance(known.source, ListedSource) and source != known.source:
             known.source.pinged = True
         newcomer.breaker = self._breakers.setdefault(newcomer.key, newcomer.breaker)
-        newcomer.drained = self._drained.get(newcomer.key) == ping.incarnation
+        newcomer.drained = self._stays_drained(newcomer, known)
         self._instances[newcomer.key] = newcomer
         logger.info("%s %s", newcomer, "registered" if known is None else "has restarted")
         return newcomer
+
+    def _stays_drained(self, newcomer: Instance, known: Instance | None) -> bool:
+        """Whether this is who has been drained, of whom more may be known now. Whether the incarnation of a
+        listed one has been learnt changes without a restart."""
+        drained, now = self._drained.get(newcomer.key), newcomer.ping.incarnation
+        listed = any(each is not None and isinstance(each.source, ListedSource) for each in (known, newcomer))
+        if drained is None or (drained != now and not (listed and "" in (drained, now))):
+            return False
+        self._drained[newcomer.key] = now or drained
+        return True
 
     def _renew(self, known: Instance, again: Instance) -> None:
         known.last_seen = max(known.last_seen, again.last_seen)
@@ -445,13 +455,16 @@ class Registry:
             self._drained.pop(instance.key, None)
         logger.warning("%s %s", instance, "is drained: it gets no new requests" if drained else "is resumed")
 
-    def drained_before(self, ping: Ping) -> None:
-        """Another process has been told that this instance is drained; it may not have pinged here yet."""
+    def drained_before(self, ping: Ping, drained: bool) -> None:
+        """Another process has drained or resumed this instance; it may not have pinged here yet."""
         key = ping.type, Address.parse(ping.http_address), ping.dp_rank
-        self._drained[key] = ping.incarnation
+        if drained:
+            self._drained[key] = ping.incarnation
+        else:
+            self._drained.pop(key, None)
         known = self.of(ping)
         if known is not None:
-            known.drained = True
+            known.drained = drained
 
     def expire(self, now: float) -> list[Instance]:
         """Removes and returns the instances that are gone."""

@@ -88,7 +88,8 @@ def _from_file(parser: argparse.ArgumentParser, file: str, options: Iterable[str
 
 
 def _split(text: str) -> list[str]:
-    return [each.strip() for each in text.split(",") if each.strip()]
+    """What is set but holds nothing is one empty value: who sets a key means to have one."""
+    return [each.strip() for each in text.split(",") if each.strip()] or [""]
 
 
 def _from_environment(environ: Mapping[str, str], options: Mapping[str, argparse.Action]) -> _Found:

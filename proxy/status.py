@@ -43,14 +43,17 @@ async def keep_history(metrics: Metrics) -> None:
 async def metrics_page(team: Team, metrics: Metrics, guard: Access, request: web.Request) -> web.Response:
     """GET /metrics, for Prometheus."""
     guard.look(request)
-    body, kind = metrics.exposition(request.headers.get("Accept", ""), await team.ask("metrics"))
+    heard = await team.ask("metrics")
+    body, kind = metrics.exposition(request.headers.get("Accept", ""), heard.parts)
     return web.Response(body=body, headers={"Content-Type": kind})
 
 
 async def status_page(team: Team, guard: Access, request: web.Request) -> web.Response:
     """GET /status: what the dashboard shows."""
     guard.look(request)
-    return web.json_response(merged(await team.ask("status")), headers={"Cache-Control": "no-store"})
+    heard = await team.ask("status")
+    page = merged(heard.parts, complete=heard.complete)
+    return web.json_response(page, headers={"Cache-Control": "no-store"})
 
 
 def status_of(proxy: Proxy, guard: Access) -> dict[str, Any]:
@@ -90,8 +93,8 @@ _STATUSES = ("unavailable", "degraded", "ok")
 _SEEN_BY_ALL = ("silent", "breakers_open", "claims_refused")
 
 
-def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The page, of at least one worker's part."""
+def merged(parts: Sequence[dict[str, Any]], *, complete: bool = True) -> dict[str, Any]:
+    """The page, of at least one worker's part; `complete`: of all workers'."""
     pairs = added([{(each["prefill"], each["decode"]): each for each in part["pairs"]} for part in parts])
     first_tokens = [seconds for part in parts for seconds in part["first_token_seconds"]]
     return {
@@ -104,7 +107,7 @@ def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         **{name: _summed([part[name] for part in parts]) for name in ("gauges", "counters", "outcomes")},
         "stream_events": sum(part["stream_events"] for part in parts),
         "first_token_seconds": dict(zip(("p50", "p95"), quantiles(first_tokens, 0.5, 0.95), strict=True)),
-        "instances": merged_instances([part["instances"] for part in parts]),
+        "instances": merged_instances([part["instances"] for part in parts], complete=complete),
         "pairs": sorted(pairs, key=lambda pair: -pair["total"])[:_MOST_PAIRS],
         "history": _merged_history([part["history"] for part in parts]),
     }

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import msgspec
 
-from p2pkv.control.discovery import Ping, decode_ping
+from p2pkv.control.discovery import Ping
 
 from .registry import Registry
 
@@ -36,19 +36,20 @@ _BEGIN_SECONDS, _LOOK_SECONDS = 3.0, 0.02
 class Pinged(msgspec.Struct, tag=True, frozen=True):
     """A ping that has been taken."""
 
-    frame: bytes
+    ping: Ping
 
 
 class Lost(msgspec.Struct, tag=True, frozen=True):
     """The instance of this ping is gone, as far as its connection tells."""
 
-    frame: bytes
+    ping: Ping
 
 
 class Drained(msgspec.Struct, tag=True, frozen=True):
-    """For a worker that begins: the instance of this ping is drained."""
+    """The instance of this ping is drained, or no more, also for a worker that has yet to learn of it."""
 
-    frame: bytes
+    ping: Ping
+    drained: bool = True
 
 
 class Begin(msgspec.Struct, tag=True, frozen=True):
@@ -73,6 +74,10 @@ class Serving(msgspec.Struct, tag=True, frozen=True):
     """From a worker: it takes requests."""
 
 
+class Alive(msgspec.Struct, tag=True, frozen=True):
+    """From the parent: whether the worker takes in what it is sent. From a worker: it does."""
+
+
 class Ask(msgspec.Struct, tag=True, frozen=True):
     """From a worker: all shall say this. From the parent: say this."""
 
@@ -82,13 +87,15 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
 
 
 class Said(msgspec.Struct, tag=True, frozen=True):
-    """The answer, under the number of who asked: from a worker its own, from the parent those of all."""
+    """The answer, under the number of who asked: from a worker its own, from the parent those of all, but for
+    so many that are `missing`."""
 
     number: int
     said: Any
+    missing: int = 0
 
 
-Message = Pinged | Lost | Drained | Begin | Claims | Stop | Serving | Ask | Said
+Message = Pinged | Lost | Drained | Begin | Claims | Stop | Serving | Alive | Ask | Said
 _encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Message)
 
@@ -119,7 +126,13 @@ class Channel:
         try:
             while True:
                 size = int.from_bytes(await self._reader.readexactly(4))
-                yield _decoder.decode(await self._reader.readexactly(size))
+                frame = await self._reader.readexactly(size)
+                try:
+                    message = _decoder.decode(frame)
+                except msgspec.MsgspecError as error:
+                    logger.error("a message between this proxy's processes was refused: %s", error)
+                    continue
+                yield message
         except (asyncio.IncompleteReadError, ConnectionError):
             return
 
@@ -160,6 +173,19 @@ class Link:
     hurry: asyncio.Event
 
 
+@dataclass(frozen=True)
+class Heard:
+    """What workers have said.
+
+    Attributes:
+        parts: of each that has answered; at least one.
+        complete: all have.
+    """
+
+    parts: list[Any]
+    complete: bool = True
+
+
 class Team:
     """All workers, or the only one.
 
@@ -172,7 +198,7 @@ class Team:
         self._parts = parts
         self._link = link
         self._numbers = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[list[Any]]] = {}
+        self._asked: dict[int, asyncio.Future[Heard]] = {}
         self._routable: int | None = None
         """How many instances the parent had when this worker began; None before it has said so."""
 
@@ -186,33 +212,37 @@ class Team:
                 return
             await asyncio.sleep(_LOOK_SECONDS)
 
-    async def ask(self, what: str, address: str = "") -> list[Any]:
+    async def ask(self, what: str, address: str = "") -> Heard:
         """What each worker says; only this one if the others cannot be asked."""
         if self._link is None:
-            return [self._parts[what](address)]
+            return Heard([self._parts[what](address)])
         number = next(self._numbers)
-        said: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        said: asyncio.Future[Heard] = asyncio.get_running_loop().create_future()
         self._asked[number] = said
         self._link.channel.send(Ask(number, what, address))
         try:
             async with asyncio.timeout(2 * ANSWER_SECONDS):
-                return await said
+                heard = await said
         except TimeoutError:
             logger.warning("the other workers could not be asked for their %s", what)
-            return [self._parts[what](address)]
+            heard = Heard([], complete=False)
         finally:
             del self._asked[number]
+        return heard if heard.parts else Heard([self._parts[what](address)], complete=False)
 
     async def follow(self, registry: Registry, clock: Callable[[], float], hurry: Callable[[], None]) -> None:
         """Does what the parent says, until that is gone; `hurry` is called when there is a new instance."""
         assert self._link is not None
         try:
             async for message in self._link.channel.messages():
-                if isinstance(message, Pinged):
-                    if self._take(registry, decode_ping(message.frame), clock()):
-                        hurry()
-                else:
-                    self._hear(registry, self._link, message)
+                try:
+                    if isinstance(message, Pinged):
+                        if self._take(registry, message.ping, clock()):
+                            hurry()
+                    else:
+                        self._hear(registry, self._link, message)
+                except Exception:  # one message must not end the worker
+                    logger.exception("a message of the process that started this worker failed, going on")
         finally:
             if not self._link.stop.is_set():
                 logger.warning("the process that started this worker is gone: it stops, too")
@@ -220,20 +250,22 @@ class Team:
 
     def _hear(self, registry: Registry, link: Link, message: Message) -> None:
         match message:
-            case Lost(frame):
-                _source_of(registry, decode_ping(frame)).here = False
-            case Drained(frame):
-                registry.drained_before(decode_ping(frame))
+            case Lost(ping):
+                _source_of(registry, ping).here = False
+            case Drained(ping, drained):
+                registry.drained_before(ping, drained)
             case Begin(routable):
                 self._routable = routable
             case Claims(refused):
                 registry.claims_refused = refused
             case Stop(hurry=hurry):
                 (link.hurry if hurry else link.stop).set()
+            case Alive():
+                link.channel.send(Alive())
             case Ask(number, what, address):
                 link.channel.send(Said(number, self._parts[what](address)))
-            case Said(number, said) if number in self._asked and not self._asked[number].done():
-                self._asked[number].set_result(said)
+            case Said(number, said, missing) if number in self._asked and not self._asked[number].done():
+                self._asked[number].set_result(Heard(said, complete=not missing))
 
     def _take(self, registry: Registry, ping: Ping, now: float) -> bool:
         """Whether it is new."""

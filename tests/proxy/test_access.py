@@ -18,6 +18,7 @@ from proxy_fakes import called, deployed, error_of, quiet
 from proxy_process import running
 
 from p2pkv.demo.processes import free_ports
+from proxy import cli, settings
 from proxy.cli import main
 from proxy.instances import Access
 
@@ -36,6 +37,8 @@ KEYS = ("the key of one client", "the key of another")
         ({"Authorization": f"Bearer {KEYS[0]}"}, 200),
         ({"Authorization": f"bearer {KEYS[1]}"}, 200),
         ({"X-Api-Key": KEYS[1]}, 200),
+        ({"X-Api-Key": KEYS[1], "Authorization": "Bearer of something else"}, 200),
+        ({"X-Api-Key": "x", "Authorization": f"Bearer {KEYS[0]}"}, 200),
     ],
     ids=str,
 )
@@ -53,17 +56,48 @@ async def test_who_shows_a_key_is_served(headers: dict[str, str], status: int) -
 
 
 @pytest.mark.asyncio
-async def test_a_client_s_key_goes_on_to_both_instances_and_probes_need_none() -> None:
+@pytest.mark.parametrize("shown", [{"Authorization": f"Bearer {KEYS[0]}"}, {"X-Api-Key": KEYS[0]}], ids=list)
+async def test_a_client_s_key_goes_on_to_both_instances_and_probes_need_none(shown: dict[str, str]) -> None:
+    """vLLM reads no X-Api-Key."""
     async with deployed("concurrent", 1, 1, guard=Access(keys=KEYS)) as deployment:
-        shown = {"Authorization": f"Bearer {KEYS[0]}"}
         async with await deployment.post(headers=shown) as response:
             assert response.status == 200
         for instance in (deployment.p, deployment.d):
-            assert instance.requests[-1].headers["Authorization"] == shown["Authorization"]
+            assert instance.requests[-1].headers["Authorization"] == f"Bearer {KEYS[0]}"
         for path in ("/health", "/ready", "/metrics"):
             async with deployment.client.get(deployment.url + path) as response:
                 assert response.status == 200
         await quiet(deployment)
+
+
+@pytest.mark.asyncio
+async def test_an_authorization_of_the_client_s_own_stays() -> None:
+    shown = {"Authorization": "Basic abc", "X-Api-Key": "another"}
+    async with deployed("concurrent", 1, 1) as deployment:
+        async with await deployment.post(headers=shown) as response:
+            assert response.status == 200
+        assert deployment.d.requests[-1].headers.getall("Authorization") == ["Basic abc"]
+        await quiet(deployment)
+
+
+@pytest.mark.asyncio
+async def test_an_empty_key_lets_nobody_in() -> None:
+    async with deployed("concurrent", 1, 1, guard=Access(keys=("",))) as deployment:
+        assert (await deployment.post()).status == 401
+
+
+@pytest.mark.parametrize("where", ["command line", "environment", "file"])
+def test_an_empty_key_is_refused_at_the_start(
+    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "proxy.toml"
+    file.write_text(f'api-key = ["{KEYS[0].replace(" ", "-")}", ""]' if where == "file" else "")
+    environ = {"P2PKV_PROXY_API_KEY": ""} if where == "environment" else {}
+    argv = ["--config", str(file), *(["--api-key", ""] if where == "command line" else [])]
+    with pytest.raises(SystemExit) as ended:
+        settings.parse(cli._parser(), argv, environ)
+    assert ended.value.code == 2
+    assert "an empty key would let everybody in" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

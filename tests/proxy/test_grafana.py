@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from proxy_fakes import Deployment
 
 from p2pkv.engine.context import Counters
@@ -44,7 +45,8 @@ def test_every_series_in_a_query_is_ours_or_vllms() -> None:
 @pytest.mark.asyncio
 async def test_the_proxy_has_what_is_asked_of_it(concurrent: Deployment) -> None:
     assert (await concurrent.post()).status == 200
-    families = list(concurrent.proxy.metrics.registry.collect())
+    page, _ = concurrent.proxy.metrics.exposition("")
+    families = list(text_string_to_metric_families(page.decode()))
     names = {family.name + suffix for family in families for suffix in SUFFIXES[family.type]}
     assert len(asked("p2pkv_proxy_")) > 10
     assert asked("p2pkv_proxy_") <= names

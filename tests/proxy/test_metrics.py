@@ -316,7 +316,7 @@ async def test_the_page_on_operations_names_each_metric_with_its_labels(concurre
     await (await concurrent.post({"prompt": "x", "stream": True})).read()
     await quiet(concurrent)
     there: dict[str, set[str]] = {}
-    for family in concurrent.proxy.metrics.registry.collect():
+    for family in (await page(concurrent)).families.values():
         for sample in family.samples:
             name = sample.name.removeprefix("p2pkv_proxy_")
             if name != sample.name and not name.endswith("_created"):

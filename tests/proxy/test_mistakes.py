@@ -7,6 +7,8 @@ import json
 import pytest
 from proxy_fakes import Deployment, deployed, error_of
 
+from proxy.admission import Limits
+
 pytestmark = pytest.mark.asyncio
 
 
@@ -26,6 +28,14 @@ async def test_too_large_a_body_is_a_413() -> None:
         assert deployment.d.requests == []
         body = {"prompt": ""}
         assert (await deployment.post(body | {"prompt": "x" * (1000 - len(json.dumps(body)))})).status == 200
+
+
+async def test_a_body_that_could_never_be_held_is_a_413_too() -> None:
+    async with deployed("concurrent", 1, 1, limits=Limits(max_held=1000)) as deployment:
+        response = await deployment.post({"prompt": "x" * 2000})
+        assert response.status == 413
+        assert "1000 bytes" in (await error_of(response))["message"]
+        assert deployment.proxy.counters.refused_full == deployment.proxy.intake.held == 0
 
 
 async def test_other_paths_are_a_404_that_says_what_there_is(lonely: Deployment) -> None:

@@ -8,7 +8,7 @@ import pytest
 from proxy_fakes import join, ping
 
 from p2pkv.control.discovery import PING_INTERVAL, goodbye
-from proxy.registry import LIFE, Instance, Registry
+from proxy.registry import LIFE, Instance, ListedSource, Registry
 from proxy.routing import Asked, Help, NoInstance, Router, UnknownModel
 
 
@@ -235,3 +235,27 @@ def test_who_is_missing_is_said() -> None:
     with pytest.raises(NoInstance, match="No prefill instance is ready: none has registered"):
         router.choose(Asked(), 0.0)
     assert router.missing(0.0) == ["No prefill instance is ready: none has registered."]
+
+
+@pytest.mark.parametrize(
+    ("incarnations", "stays"),
+    [
+        (("", "first"), True),
+        (("first", ""), True),
+        (("first", "", "first"), True),
+        (("first", "second"), False),
+        (("", "first", "second"), False),
+        (("first", "", "second"), False),
+    ],
+)
+def test_a_listed_instance_stays_drained_when_its_incarnation_is_learnt_or_forgotten(
+    incarnations: tuple[str, ...], stays: bool
+) -> None:
+    registry, source = Registry(), ListedSource()
+    first, *later = (ping("D", incarnation=each) for each in incarnations)
+    instance = registry.observe(first, 0.0, source)
+    assert instance is not None
+    registry.drain(instance, True)
+    for each in later:
+        registry.observe(each, 0.0, source)
+    assert registry.known("D")[0].drained == stays

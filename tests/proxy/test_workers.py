@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import signal
 import socket
@@ -18,19 +19,18 @@ import pytest
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 from proxy_behaviours import Seen, event, event_stream
-from proxy_fakes import PING_SECONDS, FakeInstance, ping
+from proxy_fakes import PING_SECONDS, FakeInstance
 from proxy_process import Command, running
 
 from p2pkv.control.announcer import Pinger
-from p2pkv.control.discovery import encode_ping
 from p2pkv.demo.processes import free_ports
 from proxy.admission import Limits
 from proxy.cli import main
+from proxy.instances import WORST_FIRST
 from proxy.metrics import Family, Metrics
-from proxy.registry import Registry, Role
+from proxy.registry import Role
 from proxy.status import merged
-from proxy.team import Channel, Drained, Link, Lost, Pinged, Stop, Team
-from proxy.workers import bound, share_of
+from proxy.workers import _addresses, bound, share_of
 
 TOKEN = "a-token-of-the-tests"
 DEADLINE = 30.0
@@ -208,6 +208,17 @@ async def test_a_worker_that_dies_is_started_again_and_the_other_goes_on() -> No
 
 @pytest.mark.long
 @pytest.mark.asyncio
+async def test_a_frozen_worker_is_killed_and_started_again() -> None:
+    async with two() as deployment:
+        deployment.workers()[1].suspend()
+        await deployment.says(r"worker 1 has answered nothing for 15 s: it is killed")
+        await deployment.says(r"worker 1 was ended by SIGKILL: (.|\n)*worker 1 serves")
+        await deployment.ready(1, 1)
+        assert set(await deployment.answers(10)) == {200}
+
+
+@pytest.mark.long
+@pytest.mark.asyncio
 async def test_one_signal_lets_the_streams_of_all_workers_end() -> None:
     finish = asyncio.Event()
 
@@ -238,6 +249,20 @@ async def test_one_signal_lets_the_streams_of_all_workers_end() -> None:
         assert deployment.command.clean(), deployment.command.log
 
 
+def test_ctrl_c_before_all_workers_serve_is_no_failure() -> None:
+    """It goes to all processes of a terminal, and those that start could not ignore it yet."""
+    discovery = f"127.0.0.1:{free_ports()}"
+    with running("--port", "0", "--discovery", discovery, "--workers", "2") as command:
+        parent = psutil.Process(command.process.pid)
+        end = time.monotonic() + DEADLINE
+        while len(parent.children()) < 3:  # of which one is Python's own
+            assert time.monotonic() < end and command.process.poll() is None, command.log
+        for process in (*parent.children(), parent):
+            process.send_signal(signal.SIGINT)
+        assert command.end() == 0
+        assert command.clean() and "serving on" not in command.log, command.log
+
+
 @pytest.mark.long
 @pytest.mark.asyncio
 async def test_without_the_process_that_started_them_workers_end() -> None:
@@ -261,12 +286,79 @@ def test_a_port_that_is_taken_is_said_in_a_sentence() -> None:
 def test_another_proxy_of_the_same_user_does_not_take_half_of_the_connections() -> None:
     sockets = bound("127.0.0.1", 0, 2)
     try:
-        assert len({each.getsockname()[1] for each in sockets}) == 1
+        ports = {each.getsockname()[1] for (each,) in sockets}
+        assert len(ports) == 1
         with pytest.raises(OSError, match="Address already in use"):
-            bound("127.0.0.1", sockets[0].getsockname()[1], 2)
+            bound("127.0.0.1", ports.pop(), 2)
     finally:
-        for each in sockets:
+        for (each,) in sockets:
             each.close()
+
+
+def _answers(family: socket.AddressFamily, address: str, port: int) -> bool:
+    try:
+        with socket.socket(family) as client:
+            client.settimeout(DEADLINE)
+            return client.connect_ex((address, port)) == 0
+    except OSError:
+        return False
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("host", "ipv4", "ipv6"),
+    [("127.0.0.1", True, False), ("localhost", True, True), ("::1", False, True)],
+)
+def test_each_worker_listens_at_each_address_of_a_name(
+    host: str, ipv4: bool, ipv6: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ipv6 and not _has_ipv6():
+        pytest.skip("no IPv6 here")
+    found = [
+        (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0)),
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0)),
+    ]
+    if host == "localhost":  # which has one address only in some /etc/hosts
+        monkeypatch.setattr("proxy.workers.socket.getaddrinfo", lambda *_, **__: found)
+    sockets = bound(host, 0, 2)
+    try:
+        port = sockets[0][0].getsockname()[1]
+        assert [len(each) for each in sockets] == [ipv4 + ipv6] * 2
+        assert _answers(socket.AF_INET, "127.0.0.1", port) == ipv4
+        assert _answers(socket.AF_INET6, "::1", port) == ipv6
+        of_ipv6 = [each for each in itertools.chain(*sockets) if each.family == socket.AF_INET6]
+        assert all(each.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY) for each in of_ipv6)
+    finally:
+        for listening in itertools.chain(*sockets):
+            listening.close()
+
+
+def test_an_empty_host_means_all_interfaces() -> None:
+    assert "0.0.0.0" in {address[0] for _, address in _addresses("")}
+
+
+def test_an_address_that_this_machine_has_not_is_left_out_unless_there_is_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    elsewhere = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))
+    here = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
+    for found in ([elsewhere, here], [elsewhere]):
+        monkeypatch.setattr("proxy.workers.socket.getaddrinfo", lambda *_, found=found, **__: found)
+        if here in found:
+            ((listening,),) = bound("a-name", 0, 1)
+            assert listening.getsockname()[0] == "127.0.0.1"
+            listening.close()
+        else:
+            with pytest.raises(OSError, match="cannot serve on a-name:0: Cannot assign requested address"):
+                bound("a-name", 0, 1)
 
 
 def test_limits_are_divided() -> None:
@@ -277,66 +369,20 @@ def test_limits_are_divided() -> None:
     assert share_of(Limits(max_requests=2, max_waiting=0), 2).max_requests == 1
 
 
-# What the parent says, and what all say together.
-
-
-@asynccontextmanager
-async def following() -> AsyncIterator[tuple[Registry, Channel, Link]]:
-    """A worker's registry, and the parent's end of its channel."""
-    ours, theirs = socket.socketpair()
-    channel = await Channel.over(ours)
-    link = Link(await Channel.over(theirs), asyncio.Event(), asyncio.Event())
-    registry = Registry(life=10.0, lease=30.0)
-    task = asyncio.create_task(Team({}, link).follow(registry, lambda: 100.0, lambda: None))
-    try:
-        yield registry, channel, link
-    finally:
-        channel.close()
-        await task
-        link.channel.close()
-
-
-@pytest.mark.asyncio
-async def test_who_is_lost_is_not_alive_once_it_is_silent_and_comes_back_with_its_pings() -> None:
-    message = ping("D")
-    async with following() as (registry, channel, _):
-        channel.send(Pinged(encode_ping(message)))
-        await until(lambda: _true(registry.known("D")), "the instance")
-        (instance,) = registry.known("D")
-        instance.healthy = True
-        assert registry.routable("D", 115.0) == [instance], "silent, and its connection stands"
-        channel.send(Lost(encode_ping(message)))
-        await until(lambda: _true(not registry.routable("D", 115.0)), "its loss")
-        channel.send(Pinged(encode_ping(message)))
-        await until(lambda: _true(registry.routable("D", 115.0)), "its return")
-        restarted = ping("D", incarnation="another")
-        channel.send(Pinged(encode_ping(restarted)))
-        await until(lambda: _true(registry.of(restarted)), "its successor, under the same address")
-
-
-@pytest.mark.asyncio
-async def test_a_drain_may_be_known_before_the_instance_and_the_end_of_the_parent_stops_a_worker() -> None:
-    message = ping("D", incarnation="first")
-    async with following() as (registry, channel, link):
-        channel.send(Drained(encode_ping(message)))
-        channel.send(Pinged(encode_ping(message)))
-        await until(lambda: _true(registry.known("D")), "the instance")
-        assert registry.known("D")[0].drained
-        channel.send(Stop(hurry=True))
-        await asyncio.wait_for(link.hurry.wait(), DEADLINE)
-        assert not link.stop.is_set()
-        channel.close()
-        await asyncio.wait_for(link.stop.wait(), DEADLINE)
-
-
-async def _true(value: object) -> bool:
-    return bool(value)
+# What all say together.
 
 
 def test_metrics_of_two_workers_are_added_and_what_is_no_amount_is_not() -> None:
+    states: list[Family] = [
+        (
+            *("p2pkv_proxy_instance_state", "x", "gauge"),
+            [("p2pkv_proxy_instance_state", {"address": "p:1", "role": "P", "rank": "0"}, state)],
+        )
+        for state in (float(WORST_FIRST.index("ready")), float(WORST_FIRST.index("paused")))
+    ]
     mine: list[Family] = [
         ("p2pkv_proxy_requests", "x", "counter", [("p2pkv_proxy_requests_total", {"outcome": "left"}, 2.0)]),
-        ("p2pkv_proxy_instances", "x", "gauge", [("p2pkv_proxy_instances", {"role": "P"}, 3.0)]),
+        states[0],
         ("process_start_time_seconds", "x", "gauge", [("process_start_time_seconds", {}, 50.0)]),
     ]
     theirs: list[Family] = [
@@ -347,15 +393,18 @@ def test_metrics_of_two_workers_are_added_and_what_is_no_amount_is_not() -> None
                 ("p2pkv_proxy_requests_total", {"outcome": "failed"}, 1.0),
             ],
         ),
-        ("p2pkv_proxy_instances", "x", "gauge", [("p2pkv_proxy_instances", {"role": "P"}, 2.0)]),
+        states[1],
         ("process_start_time_seconds", "x", "gauge", [("process_start_time_seconds", {}, 40.0)]),
     ]
     body, _ = Metrics().exposition("", [mine, theirs])
     lines = [line for line in body.decode().splitlines() if not line.startswith("#")]
-    assert lines == [
+    instances = [line for line in lines if line.startswith("p2pkv_proxy_instances")]
+    assert [line for line in instances if not line.endswith(" 0.0")] == [
+        'p2pkv_proxy_instances{role="P",state="paused"} 1.0'
+    ]
+    assert [line for line in lines if line not in instances] == [
         'p2pkv_proxy_requests_total{outcome="left"} 5.0',
         'p2pkv_proxy_requests_total{outcome="failed"} 1.0',
-        'p2pkv_proxy_instances{role="P"} 3.0',
         "process_start_time_seconds 40.0",
     ]
 
