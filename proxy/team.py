@@ -78,7 +78,7 @@ class Alive(msgspec.Struct, tag=True, frozen=True):
     """From the parent: whether the worker takes in what it is sent. From a worker: it does."""
 
 
-class Ask(msgspec.Struct, tag=True, frozen=True):
+class Question(msgspec.Struct, tag=True, frozen=True):
     """From a worker: all shall say this. From the parent: say this."""
 
     number: int
@@ -95,7 +95,7 @@ class Said(msgspec.Struct, tag=True, frozen=True):
     missing: int = 0
 
 
-Message = Pinged | Lost | Drained | Begin | Claims | Stop | Serving | Alive | Ask | Said
+Message = Pinged | Lost | Drained | Begin | Claims | Stop | Serving | Alive | Question | Said
 _encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Message)
 
@@ -219,7 +219,7 @@ class Team:
         number = next(self._numbers)
         said: asyncio.Future[Heard] = asyncio.get_running_loop().create_future()
         self._asked[number] = said
-        self._link.channel.send(Ask(number, what, address))
+        self._link.channel.send(Question(number, what, address))
         try:
             async with asyncio.timeout(2 * ANSWER_SECONDS):
                 heard = await said
@@ -262,7 +262,7 @@ class Team:
                 (link.hurry if hurry else link.stop).set()
             case Alive():
                 link.channel.send(Alive())
-            case Ask(number, what, address):
+            case Question(number, what, address):
                 link.channel.send(Said(number, self._parts[what](address)))
             case Said(number, said, missing) if number in self._asked and not self._asked[number].done():
                 self._asked[number].set_result(Heard(said, complete=not missing))

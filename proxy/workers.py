@@ -38,7 +38,6 @@ from .serving import Proxy
 from .team import (
     ANSWER_SECONDS,
     Alive,
-    Ask,
     Begin,
     Channel,
     Claims,
@@ -46,6 +45,7 @@ from .team import (
     Lost,
     Message,
     Pinged,
+    Question,
     Said,
     Serving,
     Stop,
@@ -392,14 +392,14 @@ class Supervisor:
                 logger.info("worker %d serves", worker.number)
             case Alive():
                 worker.unanswered = 0
-            case Ask():
+            case Question():
                 task = asyncio.create_task(self._ask_all(worker, message))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             case Said(number, said) if number in self._asked and not self._asked[number].done():
                 self._asked[number].set_result(said)
 
-    async def _ask_all(self, asker: _Worker, ask: Ask) -> None:
+    async def _ask_all(self, asker: _Worker, ask: Question) -> None:
         """Who says nothing in time is missing: it may be frozen, or still starting. One without a process has
         nothing to say."""
         if self.membership is not None and ask.what in ("drain", "resume"):
@@ -410,7 +410,7 @@ class Supervisor:
             number = next(self._numbers)
             numbers.append(number)
             asked[worker] = self._asked[number] = asyncio.get_running_loop().create_future()
-            worker.send(Ask(number, ask.what, ask.address))
+            worker.send(Question(number, ask.what, ask.address))
         await asyncio.wait(asked.values(), timeout=ANSWER_SECONDS)
         for number in numbers:
             del self._asked[number]

@@ -38,8 +38,8 @@ MOST_HEADER_BYTES = 1 << 27
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 
-ADAPTER_FILES = ("adapter_", "new_embeddings")
-"""How the files begin that vLLM reads of an adapter's folder; a checkpoint of a training has others, too."""
+ADAPTER_FILES = ("adapter_config", "adapter_model")
+"""The files that vLLM reads of an adapter's folder, without suffixes; a training leaves others there."""
 
 
 def fingerprint(config: VllmConfig) -> str:
@@ -95,7 +95,7 @@ def adapter_fingerprint(path: str, number: int) -> str:
     digest = hashlib.blake2b(digest_size=12)
     try:
         files = _files(_folder(path, None), (*SUFFIXES, ".json"))
-        files = [file for file in files if file.stem.startswith(ADAPTER_FILES)]
+        files = [file for file in files if file.stem in ADAPTER_FILES]
         for file in files:
             _sample(digest, file)
     except OSError as error:

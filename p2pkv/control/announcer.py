@@ -251,7 +251,7 @@ def _close(child: subprocess.Popen[bytes]) -> None:
 # The child.
 
 
-class _Worker:
+class _Parent:
     """The worker, as its child knows it. Its thread ends the process when the worker is gone."""
 
     def __init__(self, pipe: int) -> None:
@@ -342,7 +342,7 @@ def main() -> None:
     # A signal to the process group is for the worker: it says goodbye through us, or ends, and so do we.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    worker = _Worker(sys.stdin.fileno())
+    worker = _Parent(sys.stdin.fileno())
     orders = worker.orders()
     if orders is None:
         return

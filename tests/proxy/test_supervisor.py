@@ -26,7 +26,6 @@ from proxy.registry import Registry
 from proxy.serving import Proxy
 from proxy.status import metrics_page
 from proxy.team import (
-    Ask,
     Channel,
     Drained,
     Heard,
@@ -34,6 +33,7 @@ from proxy.team import (
     Lost,
     Message,
     Pinged,
+    Question,
     Said,
     Serving,
     SharedSource,
@@ -85,7 +85,7 @@ async def test_a_message_that_is_none_and_one_that_fails_do_not_end_a_worker() -
     message = ping("D")
     async with following() as (registry, channel, link):
         channel._writer.write((3).to_bytes(4) + b"\xff\xff\xff")
-        channel.send(Ask(1, "what nobody can say"))
+        channel.send(Question(1, "what nobody can say"))
         channel.send(Pinged(message))
         await until(lambda: registry.of(message) is not None, "the instance")
         assert not link.stop.is_set()
@@ -145,7 +145,7 @@ async def test_a_worker_that_nobody_has_heard_in_time_speaks_for_itself() -> Non
     following = asyncio.create_task(team.follow(Registry(), lambda: 0.0, lambda: None))
     asking = asyncio.create_task(team.ask("status"))
     ask = await anext(channel.messages())
-    assert isinstance(ask, Ask)
+    assert isinstance(ask, Question)
     channel.send(Said(ask.number, [], missing=2))
     assert await asking == Heard(["mine"], complete=False)
     channel.close()
@@ -378,7 +378,7 @@ class MayBeBusy:
         channel = await Channel.over(seat.end)
         channel.send(Serving())
         async for message in channel.messages():
-            if isinstance(message, Ask) and not self.busy:
+            if isinstance(message, Question) and not self.busy:
                 channel.send(Said(message.number, self._said))
             elif isinstance(message, Stop):
                 channel.close()
