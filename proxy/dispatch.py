@@ -187,6 +187,7 @@ class Exchange:
         if not 200 <= response.status < 300:
             raise InstanceRefused(await read_whole(response))
         answer = DecodeAnswer(response, await first_words(response))
+        call.begun = True
         self.judge(call.instance, True)
         return answer
 

@@ -3,6 +3,9 @@
 It asks newcomers, because a ping comes from a worker, which starts before the API listens. And it asks those
 with requests in flight whose pings have stopped: if the port refuses they are gone, if they answer they live.
 One that says nothing is frozen or busy: its requests go on until it has been silent for a lease.
+
+One that has said goodbye computes nothing more. vLLM closes its port then, and keeps the connections: on them
+it sends what it has computed, and requests that never reached its engine get their end only after 20 s.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _PERIOD_SECONDS = 1.0
+_GOODBYE_SECONDS = 1.0
+"""After a goodbye, for the answers that were complete."""
 
 
 class _Model(msgspec.Struct):
@@ -56,7 +61,7 @@ class Prober:
         self._changed = changed
         self._hurry = asyncio.Event()
         self._gone: set[Instance] = set()
-        """Instances that the registry has removed and that still have requests in flight."""
+        """Instances that are no longer registered and still have requests in flight."""
 
     def hurry(self) -> None:
         """A new instance is there: probe without waiting for the next round."""
@@ -82,17 +87,24 @@ class Prober:
                 continue
 
     async def _doubt(self, instance: Instance) -> None:
-        """Ends the requests of an instance that refuses, or that neither pings nor answers for a lease."""
+        """Ends the requests of an instance that refuses, or that neither pings nor answers for a lease; of
+        one that has said goodbye those whose answer has not begun."""
         try:
             await self._health(instance)
         except (aiohttp.ClientError, OSError) as error:
             refused = isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
-            if not refused and not self._registry.overdue(instance, self._clock()):
-                return
-            logger.warning(
-                "%s neither pings nor answers (%r): its %d requests fail", instance, error, instance.in_flight
-            )
-            instance.dead(refused)
+            now = self._clock()
+            if instance.left is not None:
+                if refused and now - instance.left >= _GOODBYE_SECONDS:
+                    instance.lost("stopped")
+            elif refused or self._registry.overdue(instance, now):
+                logger.warning(
+                    "%s neither pings nor answers (%r): its %d requests fail",
+                    instance,
+                    error,
+                    instance.in_flight,
+                )
+                instance.lost("gone" if refused else "silent")
         except Exception:  # as below; it has answered something
             logger.exception("%s could not be asked for its health", instance)
 

@@ -55,6 +55,9 @@ Role = Literal["P", "D"]
 InstanceKey = tuple[Role, Address, int]
 ROLE_NAMES: dict[Role, str] = {"P": "prefill", "D": "decode"}
 Kind = tuple[frozenset[str], str, int]
+Loss = Literal["gone", "silent", "stopped"]
+"""Why an instance is lost: its port refuses; it has been silent for a lease, and may yet come back; or it has
+said goodbye and its port refuses, so it computes nothing more and only sends what it has computed."""
 Words = tuple[str, ...]
 
 
@@ -199,6 +202,7 @@ class Instance:
         turn: the number of the latest choice that fell on it.
         breaker: whether it is given requests, after what became of the last ones.
         drained: it gets no new requests, by an operator's word.
+        left: when it said goodbye; None if it has not.
     """
 
     ping: Ping
@@ -215,8 +219,9 @@ class Instance:
     turn: int = 0
     breaker: Breaker = field(default_factory=Breaker)
     drained: bool = False
+    left: float | None = None
     kind: Kind = field(init=False)
-    _ends: set[Callable[[bool], None]] = field(default_factory=set)
+    _ends: set[Callable[[Loss], None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.learn(frozenset())
@@ -305,9 +310,9 @@ class Instance:
         self.tokens -= tokens
 
     @contextmanager
-    def busy(self, end: Callable[[bool], None], tokens: int = 0) -> Iterator[None]:
+    def busy(self, end: Callable[[Loss], None], tokens: int = 0) -> Iterator[None]:
         """Counts one request as in flight here, with the `tokens` that it computes, if it is a P's; `end`
-        ends it if the instance turns out to be dead, see `dead`."""
+        is called if the instance is lost."""
         self.in_flight += 1
         self.tokens += tokens
         self._ends.add(end)
@@ -318,12 +323,11 @@ class Instance:
             self.tokens -= tokens
             self._ends.discard(end)
 
-    def dead(self, known: bool) -> None:
-        """It answers nobody: end what is in flight. `known`: it is gone; else it has been silent for too
-        long, and may yet come back."""
+    def lost(self, loss: Loss) -> None:
+        """It gets no more requests, and those in flight are told."""
         self.healthy = False
         for end in list(self._ends):
-            end(known)
+            end(loss)
 
     def __str__(self) -> str:
         return f"{ROLE_NAMES[self.role]} instance {self.ping.http_address}"
@@ -344,6 +348,8 @@ class Registry:
         self._life = life
         self._lease = max(life, lease)
         self._silent: set[Instance] = set()
+        self._leavers: list[Instance] = []
+        """Those that have said goodbye since the last `expire`."""
         self._misfits: set[Instance] = set()
         """Those of whom the log has said so."""
         self._capacity = capacity
@@ -444,6 +450,8 @@ class Registry:
             del self._instances[known.key]
             self._breakers.pop(known.key, None)
             self._drained.pop(known.key, None)
+            known.left = now
+            self._leavers.append(known)
             logger.info("%s said goodbye", known)
 
     def drain(self, instance: Instance, drained: bool) -> None:
@@ -467,7 +475,8 @@ class Registry:
             known.drained = drained
 
     def expire(self, now: float) -> list[Instance]:
-        """Removes and returns the instances that are gone."""
+        """Removes the instances that are gone. Returns them, and those that have said goodbye since the last
+        call."""
         dead = [instance for instance in self._instances.values() if not self._alive(instance, now)]
         for instance in dead:
             del self._instances[instance.key]
@@ -478,7 +487,8 @@ class Registry:
         for key in [key for key in self._breakers if key not in self._instances]:
             if self._breakers[key].forgettable(now):
                 del self._breakers[key]
-        return dead
+        leavers, self._leavers = self._leavers, []
+        return dead + leavers
 
     def _say_silent(self, now: float) -> None:
         silent = {each for each in self._instances.values() if each.silent(now)}

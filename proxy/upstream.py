@@ -16,7 +16,7 @@ from aiohttp import AddrInfoType
 from multidict import CIMultiDictProxy
 
 from .http import GIVEN_UP, STOPPED, Headers, first_event_came, first_event_failed, first_event_message
-from .registry import Instance
+from .registry import Instance, Loss
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +33,10 @@ _MAX_WORDS_BYTES = 64 << 10
 # it has arrived, so that another instance can be asked if it does not come whole.
 _MAX_HELD_BYTES = 1 << 20
 
-# While the proxy waits for an answer it sends nothing, and it does not probe an instance that has said
-# goodbye. If that instance's host went down then, it would wait for ever. So TCP probes the host after 10 s
-# of silence, and gives up after 20. The host's kernel answers, however busy its processes are.
+# While the proxy waits for an answer it sends nothing, and of an instance that has said goodbye it only
+# learns whether its port refuses. If that instance's host went down then, it would wait for ever. So TCP
+# probes the host after 10 s of silence, and gives up after 20. The host's kernel answers, however busy its
+# processes are.
 _KEEPALIVE_PROBES = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 5}
 
 EVENT_STREAM = "text/event-stream"
@@ -182,6 +183,7 @@ class Call:
         instance: who is asked.
         tokens: of the prompt, that it computes while this call is open; 0 if it is no P.
         again: called if the request goes once more, over another connection.
+        begun: the answer has begun, by what the caller has read of it.
     """
 
     def __init__(
@@ -197,6 +199,7 @@ class Call:
         self.again = again
         self._session = session
         self._url = instance.url + path
+        self.begun = False
         self._asking: asyncio.Task[aiohttp.ClientResponse] | None = None
         self._response: aiohttp.ClientResponse | None = None
         self._given_up: CallFailed | None = None
@@ -223,9 +226,12 @@ class Call:
     async def _ask(self, body: bytes, headers: Headers) -> aiohttp.ClientResponse:
         return await self._session.post(self._url, body, headers, self.again)
 
-    def _give_up(self, known: bool) -> None:
-        """The instance is dead: whoever waits for it gets CallFailed."""
-        self._given_up = CallFailed("is gone") if known else Silent("has stopped answering")
+    def _give_up(self, loss: Loss) -> None:
+        """The instance is lost: whoever waits for it gets CallFailed. One that has stopped still sends the
+        rest of what it has begun to answer."""
+        if loss == "stopped" and self.begun:
+            return
+        self._given_up = Silent("has stopped answering") if loss == "silent" else CallFailed("is gone")
         if self._response is not None:
             self._response.close()
         elif self._asking is not None:

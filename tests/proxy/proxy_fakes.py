@@ -152,12 +152,17 @@ class FakeInstance:
 
     def kill(self) -> None:
         """As kill -9: at one moment the port refuses and all connections end."""
+        self.refuse()
         assert self.runner is not None and self.runner.server is not None
-        for site in self.runner.sites:
-            site._server.close()
         for handler in self.runner.server.connections:
             if handler.transport is not None:
                 handler.transport.abort()
+
+    def refuse(self) -> None:
+        """The port refuses, and connections stand, as of a vLLM that ends what it has."""
+        assert self.runner is not None
+        for site in self.runner.sites:
+            site._server.close()
 
     async def stop(self) -> None:
         """Closes the port. Idempotent."""

@@ -10,11 +10,12 @@ import msgspec
 import pytest
 import zmq
 from aiohttp import web
-from proxy_behaviours import Seen, answer_json, never, with_a_p
+from proxy_behaviours import Seen, answer_json, event, event_stream, never, never_a_token, with_a_p
 from proxy_fakes import Deployment, deployed, until
 
 from p2pkv.control.discovery import encode_ping, goodbye
 from proxy.admission import Limits
+from proxy.registry import Role
 
 pytestmark = pytest.mark.asyncio
 
@@ -238,3 +239,46 @@ async def test_requests_under_way_survive_a_goodbye(concurrent: Deployment) -> N
     await concurrent.ready(prefill=1, decode=0)
     release.set()
     assert (await asking).status == 200
+
+
+@pytest.mark.parametrize("role", ["P", "D"])
+async def test_requests_that_the_leaver_has_not_begun_go_elsewhere_once_its_port_refuses(
+    concurrent: Deployment, role: Role
+) -> None:
+    leaver = concurrent.p if role == "P" else concurrent.d
+    leaver.behaviour = concurrent.d.behaviour = never
+    asking = asyncio.create_task(concurrent.post())
+    await until(lambda: len(concurrent.p.requests) == len(concurrent.d.requests) == 1)
+    concurrent.d.behaviour = answer_json
+    newcomer = await concurrent.add(role)
+    await until(lambda: newcomer.http_address in concurrent.routable(role))
+    concurrent.pingers[leaver.http_address].stop()
+    leaver.refuse()
+    async with asyncio.timeout(10):
+        response = await asking
+    assert response.status == 200 and len(newcomer.requests) == 1
+
+
+async def test_an_answer_that_the_leaver_has_begun_goes_on_although_its_port_refuses(
+    concurrent: Deployment,
+) -> None:
+    release = asyncio.Event()
+
+    async def slow(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = await event_stream(request)
+        await response.write(event(seen, "a"))
+        await release.wait()
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    concurrent.d.behaviour = slow
+    response = await concurrent.post()
+    concurrent.d.behaviour = never_a_token
+    asking = asyncio.create_task(concurrent.post())
+    await until(lambda: len(concurrent.d.requests) == 2)
+    concurrent.pingers[concurrent.d.http_address].stop()
+    concurrent.d.refuse()
+    await until(lambda: concurrent.d.requests[1].aborted)  # so the leaver is known to have stopped
+    release.set()
+    assert (await response.text()).endswith("data: [DONE]\n\n")
+    asking.cancel()

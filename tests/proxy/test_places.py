@@ -165,7 +165,7 @@ async def test_a_herd_is_spread_although_nobody_has_got_his_first_request_yet() 
     join(registry, ping("D", 11))
     admission = Admission(Router(registry, room=10), Limits(), RequestCounters(), lambda: 0.0)
     async with AsyncExitStack() as leave:
-        leave.enter_context(busier.busy(lambda known: None))
+        leave.enter_context(busier.busy(lambda loss: None))
         for _ in range(10):
             (await leave.enter_async_context(admission.place(Asked(), paired=True))).sent()
         asked = [
@@ -193,7 +193,7 @@ async def test_a_d_whose_requests_are_still_at_p_is_busy(sequential: Deployment)
     await sequential.add("D")
     await sequential.ready(prefill=1, decode=2)
     first, second = sequential.registry.known("D")
-    with slow(sequential.p), first.busy(lambda known: None):
+    with slow(sequential.p), first.busy(lambda loss: None):
         asked = [ask(sequential) for _ in range(9)]
         await until(lambda: len(sequential.p.requests) == 9)
         assert sorted((first.seats, second.seats)) == [4, 5]

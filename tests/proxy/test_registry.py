@@ -8,7 +8,7 @@ import pytest
 from proxy_fakes import join, ping
 
 from p2pkv.control.discovery import PING_INTERVAL, goodbye
-from proxy.registry import LIFE, Instance, ListedSource, Registry
+from proxy.registry import LIFE, Instance, ListedSource, Loss, Registry
 from proxy.routing import Asked, Help, NoInstance, Router, UnknownModel
 
 
@@ -141,7 +141,7 @@ def test_the_least_busy_comes_first() -> None:
     registry = Registry()
     busy, idle = join(registry, ping("D", 1)), join(registry, ping("D", 2))
     router = Router(registry)
-    with busy.busy(lambda known: None):
+    with busy.busy(lambda loss: None):
         assert [router.choose(Asked(), 0.0, help=Help.NONE).decode for _ in range(3)] == [idle] * 3
     assert busy.in_flight == 0
 
@@ -149,19 +149,19 @@ def test_the_least_busy_comes_first() -> None:
 def test_one_that_is_dead_ends_what_it_has_and_gets_no_more() -> None:
     registry = Registry()
     instance = join(registry, ping("D"))
-    ended: list[tuple[str, bool]] = []
-    with instance.busy(lambda known: ended.append(("over before", known))):
+    ended: list[tuple[str, Loss]] = []
+    with instance.busy(lambda loss: ended.append(("over before", loss))):
         pass
-    with instance.busy(lambda known: ended.append(("under way", known))):
-        instance.dead(known=False)
-    assert ended == [("under way", False)]
+    with instance.busy(lambda loss: ended.append(("under way", loss))):
+        instance.lost("silent")
+    assert ended == [("under way", "silent")]
     assert registry.routable("D", 0.0) == []
 
 
 def test_only_those_with_requests_are_missed_before_their_life_ends() -> None:
     registry = Registry()
     idle, busy = join(registry, ping("D", 1)), join(registry, ping("D", 2))
-    with busy.busy(lambda known: None):
+    with busy.busy(lambda loss: None):
         assert registry.late(LIFE * 0.6) == []
         assert registry.late(LIFE * 0.7) == [busy]
     assert idle.healthy

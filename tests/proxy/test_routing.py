@@ -59,7 +59,7 @@ def test_a_ps_work_is_the_same_while_a_prompt_is_on_its_way_and_in_flight() -> N
     (p,) = instances(1)
     p.expect(300)
     p.expect_no_more(300)
-    with p.busy(lambda known: None, 300):
+    with p.busy(lambda loss: None, 300):
         assert (work(p), p.load) == (300, 1)
     assert (work(p), p.load) == (0, 0)
 

@@ -240,7 +240,7 @@ async def test_a_doubt_that_fails_in_an_unforeseen_way_stops_no_probe(
             return True
 
         monkeypatch.setattr(deployment.proxy.prober, "_health", health)
-        with instance.busy(lambda known: None):
+        with instance.busy(lambda loss: None):
             deployment.pingers[deployment.d.http_address]._interval = 1000.0
             async with asyncio.timeout(10):
                 await doubted.wait()

@@ -109,7 +109,7 @@ async def test_who_leaves_as_the_instance_dies_has_left(dead_first: bool) -> Non
     call = Call(Session(), instance, "/v1/completions")
     asking = asyncio.create_task(call.open(b"", CIMultiDict()))
     await asked.wait()
-    ends: list[Callable[[], object]] = [lambda: instance.dead(known=True), asking.cancel]
+    ends: list[Callable[[], object]] = [lambda: instance.lost("gone"), asking.cancel]
     for end in ends if dead_first else reversed(ends):
         end()
     with pytest.raises(asyncio.CancelledError):
