@@ -22,7 +22,7 @@ def test_from_the_options_to_the_page(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "argv", ["proxy_side_by_side.py", *options, "--note", "Only a test."])
     assert proxy_side_by_side.main() == 0
     found = json.loads((tmp_path / "proxy_side_by_side.json").read_text())
-    assert sorted(found["routers"]) == ["original, aiohttp", "p2pkv-proxy"]
+    assert sorted(found["routers"]) == ["original, aiohttp", "p2pkv-proxy", "p2pkv-proxy, 2 workers"]
     for figures in found["routers"].values():
         assert figures.keys() == proxy_side_by_side.FIGURES.keys()
         assert all(len(values) == 2 for values in figures.values())
@@ -32,7 +32,13 @@ def test_from_the_options_to_the_page(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "Only a test." in page and "no vllm-router==0.1.17 here" in page
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     assert [line.split(" | ")[0] for line in rows[1:]] == [
-        *("| p2pkv-proxy", "| original, aiohttp", "| vllm-router", "| original, Quart")
+        *(
+            "| p2pkv-proxy",
+            "| p2pkv-proxy, 2 workers",
+            "| original, aiohttp",
+            "| vllm-router",
+            "| original, Quart",
+        )
     ]
     assert len({line.count("|") for line in rows}) == 1
     assert proxy_side_by_side.quantile([3.0, 1.0, 2.0], 0.99) == 3.0
