@@ -299,8 +299,8 @@ def _read(name: str, value: object, expected: Any) -> Any:
             raise ConfigError(f"{name}: {error.__cause__}; leave the option out to admit any") from None
         # A key is not repeated, whatever is wrong with it.
         shown = f"a {type(value).__name__}" if name == "warm_up_api_key" else _short.repr(value)
-        said = _expected(msgspec.inspect.type_info(expected))
-        raise ConfigError(f"{name} is {shown}: expected {said}; correct it") from None
+        wanted = _expected(msgspec.inspect.type_info(expected))
+        raise ConfigError(f"{name} is {shown}: expected {wanted}; correct it") from None
 
 
 def _read_custom(kind: type, value: object) -> Networks:

@@ -360,7 +360,7 @@ def engines(
 
 
 BUSY = (
-    "prompts", "pages_held", "early_claims", "requests", "loads", "staging_bytes",
+    "prompts", "prompts_held", "early_claims", "requests", "loads", "staging_bytes",
     "sends_under_way", "receives_posted", "receives_asked", "copies",
 )  # fmt: skip
 

@@ -367,7 +367,7 @@ class Held:
 
     @property
     def said(self) -> Cache:
-        return Cache(self.side.tp, tuple(one.said for one in self.groups))
+        return Cache(self.side.tp, tuple(one.shape for one in self.groups))
 
     def page(self, layer: int) -> torch.Tensor:
         """The bytes of this request's page."""

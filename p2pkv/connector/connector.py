@@ -172,9 +172,9 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             self._news = True
             CORE.seconds = 0.0
         if self.producing is not None:
-            self.producing.heard(sent)
+            self.producing.reported(sent)
         elif self.consuming is not None:
-            self.consuming.heard(news, received)
+            self.consuming.reported(news, received)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self.producing is not None:
@@ -198,7 +198,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         SPINNING.worker = config.parallel_config.data_parallel_size == 1
         layers = Layers(kv_caches, self._kv_cache_config)
         number = get_world_group().rank_in_group
-        cache, said = cache_of(config, self._kv_cache_config, layers, number)
+        cache, shape = cache_of(config, self._kv_cache_config, layers, number)
         make_ready(cache.device)
         # vLLM's worker spins in Python while it waits for work and so wins the interpreter's lock back each
         # time; the engine thread would wait for the whole interval, several times a message.
@@ -211,7 +211,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             nccl_channels=options.nccl_num_channels,
             allowed=options.allowed_peers,
         )
-        hello = hello_of(config, options, cache, said, number, links.kind)
+        hello = hello_of(config, options, cache, shape, number, links.kind)
         # With micro-batches a layer's hook comes once for each of them.
         hooks = not config.parallel_config.use_ubatching
         self.worker = Worker(Rank(hello, options, cache, links), layers.places, cache.device, hooks)

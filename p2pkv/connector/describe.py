@@ -248,7 +248,7 @@ def cache_of(
     config: VllmConfig, kv_config: KVCacheConfig, layers: Layers, rank: int
 ) -> tuple[RankCache, Cache]:
     """This rank's cache, and what its Hello says of it. Raises ConfigError for sizes that do not add up."""
-    groups, said = [], []
+    groups, shapes = [], []
     alike = layers.alike(config)
     for numbers in alike:
         tensors, names = [layers.tensors[n] for n in numbers], [layers.names[n] for n in numbers]
@@ -260,7 +260,7 @@ def cache_of(
             tables=[layers.tables[n] for n in numbers],
         )
         groups.append(group)
-        said.append(
+        shapes.append(
             KvGroup(
                 layers=_stages(config, rank, len(numbers), whole=len(numbers) == len(layers.names)),
                 heads=_heads(config, group, names[0], spec),
@@ -280,13 +280,13 @@ def cache_of(
     found = state_groups(states, tp=tp, pp=pp, dim_first=conv_dim_first()) if states else []
     places = [*alike, *(state.numbers for state in found)]
     groups += [state.cache for state in found]
-    return RankCache(groups, places), Cache(tp, (*said, *(state.said for state in found)))
+    return RankCache(groups, places), Cache(tp, (*shapes, *(state.shape for state in found)))
 
 
 def hello_of(
-    config: VllmConfig, options: Options, cache: RankCache, said: Cache, rank: int, link: str
+    config: VllmConfig, options: Options, cache: RankCache, shape: Cache, rank: int, link: str
 ) -> Hello:
-    """This rank's Hello, without `to`; `said`: what it says of the cache."""
+    """This rank's Hello, without `to`; `shape`: what it says of the cache."""
     model, parallel = config.model_config, config.parallel_config
     world, drafter = parallel.tensor_parallel_size * parallel.pipeline_parallel_size, drafter_of(config)
     return Hello(
@@ -299,7 +299,7 @@ def hello_of(
         addresses=tuple(str(options.address.shifted(each)) for each in range(world)),
         model=str(model.model),
         weights=fingerprint(config) + (f"{DRAFTER}{drafter}" if drafter else ""),
-        cache=said,
+        cache=shape,
         link=link,
         ahead=options.role == "D" and options.ahead_bytes > 0,
         digest=cache.digest_name,

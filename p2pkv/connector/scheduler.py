@@ -62,9 +62,9 @@ class _Prompt:
     paired: Paired
     digest: bytes
     offered: bool = False
-    said: int = 0
+    announced: int = 0
     """Tokens of the prompt that the workers know to be in the blocks, or to be computed this step."""
-    unsaid: tuple[list[int], ...] | None = None
+    unannounced: tuple[list[int], ...] | None = None
     """The block table of what was computed on tokens that another connector may have failed to load."""
 
 
@@ -121,13 +121,13 @@ class ProducerScheduler:
         self._note_loads(output)
         for request_id in output.preempted_req_ids or ():
             if prompt := self._prompts.get(request_id):
-                prompt.unsaid = None
-                if prompt.said:
-                    prompt.said = 0
+                prompt.unannounced = None
+                if prompt.announced:
+                    prompt.announced = 0
                     meta.revoked.append(prompt.paired.key)
         for request_id, scheduled in output.num_scheduled_tokens.items():
             prompt = self._prompts.get(request_id)
-            if prompt is not None and prompt.said < prompt.request.num_prompt_tokens:
+            if prompt is not None and prompt.announced < prompt.request.num_prompt_tokens:
                 self._prefill(meta, prompt, scheduled, output)
         return meta
 
@@ -142,14 +142,14 @@ class ProducerScheduler:
         assert blocks is not None
         if any(not filled.isdisjoint(table) for _, filled in self._filled for table in blocks):
             # That load may fail, and what D has got cannot be taken back.
-            prompt.unsaid = blocks
+            prompt.unannounced = blocks
             return
-        prompt.unsaid = None
+        prompt.unannounced = None
         # After a preemption even tokens of the answer may be cached.
         start, stop = request.num_computed_tokens, request.num_computed_tokens + scheduled
         start, stop = min(start, request.num_prompt_tokens), min(stop, request.num_prompt_tokens)
-        cached = self._settled(output, blocks, start) if start > prompt.said else 0
-        prompt.said = stop
+        cached = self._settled(output, blocks, start) if start > prompt.announced else 0
+        prompt.announced = stop
         table = PromptBlocks(key, self._tables.of(blocks, stop))
         meta.prefills.append(Prefill(table, cached, start, stop))
 
@@ -206,23 +206,23 @@ class ProducerScheduler:
             self._no_spare(request)
             return False
         key = prompt.paired.key
-        if prompt.unsaid is not None and request.status in COMPLETED:
+        if prompt.unannounced is not None and request.status in COMPLETED:
             # vLLM has taken the results of the step in which another connector loaded a part of the prompt.
-            tokens = prompt.said = request.num_prompt_tokens
-            table = PromptBlocks(key, self._tables.of(prompt.unsaid, tokens))
+            tokens = prompt.announced = request.num_prompt_tokens
+            table = PromptBlocks(key, self._tables.of(prompt.unannounced, tokens))
             self._next.prefills.append(Prefill(table, tokens, tokens, tokens))
-        if prompt.said < request.num_prompt_tokens and (heir := self._heir(prompt)):
+        if prompt.announced < request.num_prompt_tokens and (heir := self._heir(prompt)):
             # As after a preemption: the same prompt, with other blocks.
-            if prompt.said:
+            if prompt.announced:
                 self._next.revoked.append(key)
             heir.offered = prompt.offered
             self._prompts[heir.request.request_id] = heir
             return False
-        if prompt.said and not request.num_computed_tokens:
+        if prompt.announced and not request.num_computed_tokens:
             # Preempted since the last step, so its blocks are gone already.
-            prompt.said = 0
+            prompt.announced = 0
             self._next.revoked.append(key)
-        whole = prompt.said >= request.num_prompt_tokens
+        whole = prompt.announced >= request.num_prompt_tokens
         reason = "" if whole else "P's request was aborted before its prefill ended"
         self._ended[request.request_id] = key
         self._next.sent.append(Ended(request.request_id, key, reason))
@@ -241,7 +241,7 @@ class ProducerScheduler:
             if spare.pop(request.request_id, None) is not None and not spare:
                 del self._spare[key]
 
-    def heard(self, sent: Iterable[str]) -> None:
+    def reported(self, sent: Iterable[str]) -> None:
         """The workers have reported these requests: their keys may be used again."""
         for request_id in sent:
             if key := self._ended.pop(request_id, None):
@@ -373,7 +373,7 @@ class ConsumerScheduler:
         """Whether a request waits for P, or for its KV."""
         return any(asking.state is not LoadState.SETTLED for asking in self.asking.values())
 
-    def heard(self, news: WorkerNews | None, received: set[str]) -> None:
+    def reported(self, news: WorkerNews | None, received: set[str]) -> None:
         """What the workers report; `received`: loads that have ended, well or not."""
         for request_id in received:
             if asking := self.asking.get(request_id):

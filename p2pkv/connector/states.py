@@ -72,7 +72,7 @@ class StateGroup(NamedTuple):
     """One KV group: its memory on this rank, what a Hello says of it, and the numbers of its layers."""
 
     cache: PagedCache
-    said: KvGroup
+    shape: KvGroup
     numbers: tuple[int, ...]
 
 
@@ -469,7 +469,7 @@ def _group(part: _StatePart, places: Sequence[tuple[RecurrentLayer, int]], tp: i
         device=tensors[0].device,
     )
     patterns = sorted({re.sub(r"\d+", "#", layer.name) for layer, _ in places})
-    said = KvGroup(
+    shape = KvGroup(
         layers=(len(pages),),
         heads=part.axis.heads,
         row_bytes=part.row_bytes,
@@ -479,4 +479,4 @@ def _group(part: _StatePart, places: Sequence[tuple[RecurrentLayer, int]], tp: i
         layer_names=hashlib.blake2b(" ".join([*patterns, part.name]).encode(), digest_size=8).hexdigest(),
         once=True,
     )
-    return StateGroup(cache, said, tuple(numbers))
+    return StateGroup(cache, shape, tuple(numbers))

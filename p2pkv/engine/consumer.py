@@ -87,7 +87,7 @@ class Consumer:
             self._ctx.tell(connection, m.Refuse(message.incarnation, reason))
             return
         if isinstance(message, m.Partners):
-            self.partners.told(message, now)
+            self.partners.received(message, now)
             return
         peer = connection.tag
         if not isinstance(peer, PrefillPeer):
@@ -226,7 +226,7 @@ class Consumer:
 
     # The end.
 
-    told = False
+    notified = False
     """D need not wait for anybody to read its last messages: P gets them even if D closes right after."""
 
     def leave(self, now: float, finish: bool = True) -> None:

@@ -217,7 +217,7 @@ class Context:
         return min(1.0, self.options.lease_seconds / 6)
 
 
-class Ends:
+class EndedTransfers:
     """Keys of transfers that have ended, each with the reason; bounded in number and in time."""
 
     MOST = 1024

@@ -52,7 +52,7 @@ class Partner:
         up: whether all of its ranks are connected, and all of its links up.
         beaten: when its ranks were last sent a heartbeat from here.
         next, pause: when the next try may begin, and how long the pause after it is.
-        told: whether the log says that it could not be reached.
+        logged: whether the log says that it could not be reached.
     """
 
     address: str
@@ -64,7 +64,7 @@ class Partner:
     beaten: float = 0.0
     next: float = 0.0
     pause: float = FIRST_PAUSE
-    told: bool = False
+    logged: bool = False
 
 
 class LinksAhead:
@@ -110,7 +110,7 @@ class LinksAhead:
         self._untold = list(self._ctx.hello.addresses[1:])
         self._take(addresses, now)
 
-    def told(self, message: m.Partners, now: float) -> None:
+    def received(self, message: m.Partners, now: float) -> None:
         """Rank 0 of this engine passes on what the proxy has named."""
         engine = self._ctx.hello.addresses[0]
         if message.engine != engine:
@@ -246,7 +246,7 @@ class LinksAhead:
         return now - partner.since > PATIENCE_SECONDS and not ready
 
     def _came_up(self, partner: Partner, peers: list[PrefillPeer]) -> None:
-        partner.next, partner.pause, partner.told = 0.0, FIRST_PAUSE, False
+        partner.next, partner.pause, partner.logged = 0.0, FIRST_PAUSE, False
         ahead = [peer for peer in peers if peer.linked and not peer.needed]
         if ahead:
             self._ctx.counters.add("links_ahead", len(ahead))
@@ -265,8 +265,8 @@ class LinksAhead:
     # The end of a try.
 
     def _give_up(self, partner: Partner, reason: str, now: float) -> None:
-        if not partner.told:
-            partner.told = True
+        if not partner.logged:
+            partner.logged = True
             log.info(
                 "no link to P at %s ahead of requests (%s): it is tried again later, said once; a request "
                 "for it builds its own",

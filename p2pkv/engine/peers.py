@@ -150,7 +150,7 @@ class DecodePeer:
         since: when D was invited to the link.
         fresh: it has said nothing but Hello yet.
         wanted: when D last named a transfer, or said Hello. named: it has named one.
-        heard: when it last said anything but Hello.
+        last_heard: when it last said anything but Hello.
         parked: its link was closed as idle; the next transfer that D names builds it again.
         orders: granted sends that wait for a buffer. flights: sends that D has not taken yet.
         pending: `Sent` messages in the order of the sends; only where checksums are wanted.
@@ -171,7 +171,7 @@ class DecodePeer:
     linked: bool = False
     wanted: float = 0.0
     named: bool = False
-    heard: float = 0.0
+    last_heard: float = 0.0
     parked: bool = False
     orders: deque[tuple[str, Transmit]] = field(default_factory=deque)
     flights: deque[Flight] = field(default_factory=deque)
@@ -462,10 +462,10 @@ class PrefillPeer:
 
     def ask(self, message: Hello | Heartbeat, now: float) -> bool:
         """Send a question that a healthy P answers at once; False if the connection is gone."""
-        told = self.ctx.tell(self.connection, message)
-        if told and self.unanswered_since is None:
+        sent = self.ctx.tell(self.connection, message)
+        if sent and self.unanswered_since is None:
             self.unanswered_since = now
-        return told
+        return sent
 
     def welcome(self, message: Welcome) -> None:
         """P has accepted our Hello; judge its. Raises Refused."""

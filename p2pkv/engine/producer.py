@@ -44,7 +44,7 @@ class Producer:
         self.peers = decode_peers()
         self._next_look = 0.0
         self.leaving = ""
-        self.told = False
+        self.notified = False
         """Whether ranks of D were told, because this rank stops, that a transfer has ended."""
         self.prompts = Prompts(context, self.peers)
         self.outgoing = Outgoing(context, self.peers, self.prompts)
@@ -108,7 +108,7 @@ class Producer:
         if not isinstance(peer, DecodePeer) or peer not in self.peers:
             self._ctx.tell(connection, m.Stranger())
             return
-        peer.fresh, peer.heard = False, now
+        peer.fresh, peer.last_heard = False, now
         match message:
             case m.Heartbeat(transfers):
                 self.prompts.waiting(peer, transfers, now)
@@ -201,7 +201,7 @@ class Producer:
             peer.park(now, IDLE_REASON)
         forgotten = max(FORGOTTEN_SECONDS, 2 * self._ctx.options.lease_seconds)
         for peer in linked:
-            if peer.linked and now - max(peer.wanted, peer.heard) > forgotten and idle(peer):
+            if peer.linked and now - max(peer.wanted, peer.last_heard) > forgotten and idle(peer):
                 peer.park(now, "it has been idle for long")
 
     # The data.
@@ -234,7 +234,7 @@ class Producer:
         """Seconds that a link may take to come up: twice as many while D is heard of, since it may just be
         busy."""
         lease = self._ctx.options.lease_seconds
-        patience = 2 * lease if now - peer.heard < lease else lease
+        patience = 2 * lease if now - peer.last_heard < lease else lease
         return max(patience, self._ctx.links.build_seconds) if peer.accepted else patience
 
     @property
@@ -252,7 +252,7 @@ class Producer:
     def leave(self, now: float, finish: bool = True) -> None:
         """Take on nothing new, and end what cannot be finished now; without `finish` everything."""
         self.leaving = f"{self._ctx.hello.address} is gone: it is shutting down"
-        self.told |= self.prompts.leave(self.leaving, now, finish)
+        self.notified |= self.prompts.leave(self.leaving, now, finish)
 
     @property
     def over(self) -> bool:

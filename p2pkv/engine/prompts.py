@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import inf
 
 from p2pkv.engine import commands as do
-from p2pkv.engine.context import Context, Ends, log
+from p2pkv.engine.context import Context, EndedTransfers, log
 from p2pkv.engine.peers import IDLE_BEATS, DecodePeer, DecodeRank, Peers
 from p2pkv.links.base import LinkError
 from p2pkv.protocol import messages as m
@@ -32,7 +32,7 @@ CLAIM_LEASES = 10
 
 
 @dataclass
-class Early:
+class EarlyClaim:
     """One rank's claim. `step`: the step that P was in at the first heartbeat; `last`: D's final message."""
 
     attempt: int
@@ -46,7 +46,7 @@ class EarlyClaims:
 
     def __init__(self, lease: float) -> None:
         self._lease = lease
-        self._claims: dict[str, dict[DecodeRank, Early]] = {}
+        self._claims: dict[str, dict[DecodeRank, EarlyClaim]] = {}
         self._next = 0.0
         """No claim expires before this time."""
 
@@ -60,7 +60,7 @@ class EarlyClaims:
         claims = self._claims.setdefault(key, {})
         early = claims.get(place)
         if early is None or early.attempt != attempt:
-            early = claims[place] = Early(attempt, now, step)
+            early = claims[place] = EarlyClaim(attempt, now, step)
         early.since = now
         return early.step is not None and early.step == step
 
@@ -78,7 +78,7 @@ class EarlyClaims:
         if not claims:
             self._claims.pop(key, None)
 
-    def take(self, key: str) -> dict[DecodeRank, Early]:
+    def take(self, key: str) -> dict[DecodeRank, EarlyClaim]:
         """P's scheduler has announced this prompt: its claims, which are removed here."""
         return self._claims.pop(key, {})
 
@@ -133,7 +133,7 @@ class Prompts:
         options = context.options
         self._terms = Terms(options.chunk_bytes, options.lease_seconds)
         self._early = EarlyClaims(options.lease_seconds)
-        self._ends = Ends(options.lease_seconds)
+        self._ended = EndedTransfers(options.lease_seconds)
         self._leaving = ""
         self.entries: dict[str, PromptEntry] = {}
         self._paired: dict[str, dict[str, PromptEntry]] = {}
@@ -142,9 +142,9 @@ class Prompts:
         """No lease ends before this time."""
         context.counters.gauges |= {
             "prompts": lambda: sum(1 for e in tuple(self.entries.values()) if not e.sender.prompt.ended),
-            "pages_held": lambda: sum(1 for entry in tuple(self.entries.values()) if not entry.free),
+            "prompts_held": lambda: sum(1 for entry in tuple(self.entries.values()) if not entry.free),
             "early_claims": lambda: len(self._early),
-            "tombstones": lambda: len(self._ends),
+            "transfers_ended": lambda: len(self._ended),
         }
 
     # The table.
@@ -153,7 +153,7 @@ class Prompts:
         """The entry of this prompt, from now on if it is new."""
         entry = self.entries.get(key)
         if entry is None:
-            self._ends.discard(key)
+            self._ended.discard(key)
             entry = self.entries[key] = PromptEntry(Sender(key, self._ctx.cache.layers, self._terms), decode)
             self._paired.setdefault(decode, {})[key] = entry
             self._claim_early(key, now)
@@ -194,7 +194,7 @@ class Prompts:
         held: list[tuple[str, int]] = []
         unknown: list[tuple[str, int]] = []
         for key, attempt in transfers:
-            reason = self._ends.get(key)
+            reason = self._ended.get(key)
             entry = self.entries.get(key)
             if entry is None and self._leaving:
                 reason = reason or self._leaving
@@ -325,17 +325,17 @@ class Prompts:
 
         Returns whether some rank of D was told so.
         """
-        self._leaving, told = reason, False
+        self._leaving, notified = reason, False
         for key in self._early.known():
             for place, early in self._early.take(key).items():
                 if peer := self._peers.get(place):
                     self._ctx.tell(peer.connection, m.Failed(key, early.attempt, reason))
-                    told = True
+                    notified = True
         for entry in self.live(*self.entries):
             if not (finish and entry.sender.awaited):
-                told = told or bool(entry.sender.sends)
+                notified = notified or bool(entry.sender.sends)
                 self.run(entry, entry.sender.abort(reason), now)
-        return told
+        return notified
 
     # Time.
 
@@ -349,7 +349,7 @@ class Prompts:
                 if (deadline := entry.sender.deadline) is not None:
                     self._next_look = min(self._next_look, deadline)
         self._early.expire(now)
-        self._ends.expire(now)
+        self._ended.expire(now)
 
     # What a sender wants done.
 
@@ -384,5 +384,5 @@ class Prompts:
         if ok:
             log.debug("sent %s", key)
         else:
-            self._ends.add(key, reason, now)
+            self._ended.add(key, reason, now)
             log.warning("transfer %s was not sent: %s", key, reason)

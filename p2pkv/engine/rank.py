@@ -161,9 +161,9 @@ class Core:
         return self.half.over
 
     @property
-    def told(self) -> bool:
+    def notified(self) -> bool:
         """Whether peers were told that something has ended, and need time to read it."""
-        return self.half.told
+        return self.half.notified
 
     def close(self) -> None:
         """Say goodbye, and close the links and the endpoint."""
@@ -338,7 +338,7 @@ class Rank(Core):
                 self._guarded(lambda: self.leave(time.monotonic()))
         self._guarded(lambda: self.leave(time.monotonic(), finish=False))
         end = time.monotonic() + LAST_WORDS_SECONDS
-        while self.told and time.monotonic() < end:
+        while self.notified and time.monotonic() < end:
             self._guarded(self._hurried)
 
     def _guarded(self, act: Callable[[], None]) -> None:

@@ -39,11 +39,11 @@ class Checksum(Protocol):
 class Known:
     """A checksum that has been computed."""
 
-    said: bytes
+    digest: bytes
     known: bool = True
 
     def value(self) -> bytes:
-        return self.said
+        return self.digest
 
 
 class Queued:

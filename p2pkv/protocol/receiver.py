@@ -82,10 +82,10 @@ class _Announced:
 
 @dataclass
 class Source:
-    """What one rank of P has been asked for and has sent. `heard`: when its last message came."""
+    """What one rank of P has been asked for and has sent. `last_heard`: when its last message came."""
 
     assignment: Assignment
-    heard: float
+    last_heard: float
     offered: bool = False
     _coverage: Coverage | None = None
     _next: int = 0
@@ -108,7 +108,7 @@ class Source:
     def want(self, start: int, stop: int, now: float) -> None:
         """It is asked for its part of tokens [start, stop)."""
         self._coverage = Coverage(self.assignment.extents(start, stop))
-        self.heard = now
+        self.last_heard = now
 
     def announced(self, message: Chunk, now: float) -> bool:
         """Take note of a chunk; False if it was announced before. Raises RemoteProtocolError."""
@@ -127,7 +127,7 @@ class Source:
                 f"{message.key}: chunk of {message.nbytes} bytes whose pieces make {nbytes}"
             )
         self._coverage.reserve(message.pieces)
-        self.heard = now
+        self.last_heard = now
         self._next += 1
         self.chunks[message.chunk] = _Announced(message)
         return True
@@ -143,7 +143,7 @@ class Source:
             return
         if announced is None or not announced.posted:
             raise RemoteProtocolError(f"{message.key}: chunk {message.chunk} was sent without a grant")
-        self.heard = now
+        self.last_heard = now
         announced.sent = True
         if message.filler:
             assert self._coverage is not None
@@ -162,7 +162,7 @@ class Source:
         announced.kept = True
         self._kept += 1
         self._kept_bytes += announced.chunk.nbytes
-        self.heard = now
+        self.last_heard = now
 
     def fill(self, chunk: int, now: float) -> None:
         """Its bytes are in D's blocks."""
@@ -172,7 +172,7 @@ class Source:
         if announced.kept:
             self._kept -= 1
             self._kept_bytes -= announced.chunk.nbytes
-        self.heard = now
+        self.last_heard = now
 
 
 # One load.
@@ -288,7 +288,7 @@ class Receiver:
                 f"P's prompt ({message.tokens} tokens) is not D's ({self.tokens} tokens): "
                 "both must get the same prompt, model, adapter and cache salt"
             )
-        source.offered, source.heard = True, now
+        source.offered, source.last_heard = True, now
         if self.load.state is LoadPhase.WAITING and all(each.offered for each in self.sources.values()):
             self.load.remote(LoadEvent.OFFERED)
             return self._go_ahead(now) if self.ahead else [Offered()]
@@ -301,7 +301,7 @@ class Receiver:
     def held(self, rank: int, now: float) -> None:
         """P's rank vouches that it knows this transfer."""
         if rank in self.sources:
-            self.sources[rank].heard = now
+            self.sources[rank].last_heard = now
 
     def chunk(self, rank: int, message: Chunk, now: float) -> list[Effect]:
         source = self._source(rank, message.attempt)
@@ -376,8 +376,8 @@ class Receiver:
             return None
         if not self.sources:
             return self._began + self.lease
-        heard = [source.heard for source in self.sources.values() if not source.satisfied]
-        ends = [min(heard) + self.lease] if heard else []
+        times = [source.last_heard for source in self.sources.values() if not source.satisfied]
+        ends = [min(times) + self.lease] if times else []
         if self.load.state is LoadPhase.LOADING:
             ends.append(self._stalls)
         return min(ends, default=None)

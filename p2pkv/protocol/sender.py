@@ -125,7 +125,7 @@ class SendState:
     Attributes:
         layers: by KV group, the numbers on this rank of the layers that it owes.
         limit: the most bytes of one chunk; 0 while it is not known, and nothing is announced.
-        heard: when D's rank said something last.
+        last_heard: when D's rank said something last.
         gone: that rank has restarted or broken the protocol; who comes next is somebody else.
         cutter: what of the tokens that it wants has not been announced yet; None before it has said which.
         announced: bytes and pieces of each chunk that has not been sent.
@@ -135,7 +135,7 @@ class SendState:
     layers: Mapping[int, Sequence[int]]
     attempt: int
     limit: int
-    heard: float
+    last_heard: float
     machine: Machine[SendPhase, SendEvent]
     gone: bool = False
     cutter: Cutter | None = None
@@ -314,7 +314,7 @@ class Sender:
 
     def _renew(self, rank: int, send: SendState, limit: int, now: float) -> list[Effect]:
         opened = limit > 0 and not send.limit
-        send.heard, send.limit = now, limit or send.limit
+        send.last_heard, send.limit = now, limit or send.limit
         return self._announce(rank, send, flush=opened or self.prompt.state is PromptPhase.COMPUTED)
 
     @property
@@ -332,7 +332,7 @@ class Sender:
         send = self._live(rank, message.attempt)
         if send is None:
             return []
-        send.heard = now
+        send.last_heard = now
         if self.prompt.state is PromptPhase.HELD or message.stop > self.tokens:
             raise RemoteProtocolError(
                 f"{self.key}: {message} goes beyond the {self.tokens} tokens of the offer"
@@ -360,14 +360,14 @@ class Sender:
         if send is None:
             return [Transmit(rank, message, ())]
         pieces = send.grant(message)
-        send.heard = now
+        send.last_heard = now
         return [Transmit(rank, message, pieces)]
 
     def done(self, rank: int, message: Done, now: float) -> list[Effect]:
         send = self._live(rank, message.attempt)
         if send is None:
             return []
-        send.heard = now
+        send.last_heard = now
         send.machine.remote(SendEvent.DONE)
         return self._settle()
 
@@ -418,8 +418,8 @@ class Sender:
     def sent(self, order: Transmit, filler: bool, digest: bytes = b"") -> list[Effect]:
         """This chunk has been gathered (unless `filler`), with this checksum, and handed to the link."""
         grant = order.grant
-        said = Sent(self.key, grant.attempt, grant.chunk, grant.link, filler, digest)
-        out: list[Effect] = [Tell(order.rank, said)]
+        sent = Sent(self.key, grant.attempt, grant.chunk, grant.link, filler, digest)
+        out: list[Effect] = [Tell(order.rank, sent)]
         send = self._live(order.rank, grant.attempt)
         if send is None or order.filler:
             return out
@@ -438,15 +438,15 @@ class Sender:
         """
         if self.prompt.ended:
             return None
-        heard = [send.heard for _, send in self._open()]
+        times = [send.last_heard for _, send in self._open()]
         if self._since is not None and not self._all_claimed():
-            heard.append(self._since)
-        return min(heard) + self.terms.lease if heard else None
+            times.append(self._since)
+        return min(times) + self.terms.lease if times else None
 
     def tick(self, now: float) -> list[Effect]:
         """End what has outlived its lease."""
         for rank, send in self._open():
-            if send.machine.state is SendPhase.AHEAD and now - send.heard >= self.terms.lease:
+            if send.machine.state is SendPhase.AHEAD and now - send.last_heard >= self.terms.lease:
                 self._withdraw(rank)
         deadline = self.deadline
         if deadline is None or now < deadline:

@@ -130,7 +130,7 @@ STAGES = [
 
 def holdings(engine: Engine) -> dict[str, int]:
     """What an engine's ranks hold, beside what D last said about prompts that P has never heard of."""
-    gauges = ("prompts", "pages_held", "requests", "loads", "staging_bytes", "sends_under_way",
+    gauges = ("prompts", "prompts_held", "requests", "loads", "staging_bytes", "sends_under_way",
               "receives_posted", "receives_asked", "copies")  # fmt: skip
     held: dict[str, int] = {}
     for worker in engine.workers:

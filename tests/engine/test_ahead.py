@@ -101,7 +101,7 @@ def test_all_is_here_when_the_request_comes(links, tokens):
         acquaint(p, d)
         prefill(p, "k", d.address, tokens, list(range(10, 20)), chunk=40)
         arrived(d, tokens * TOKEN)
-        assert value(p, "pages_held") == 1
+        assert value(p, "prompts_held") == 1
         load(p, d, "k", tokens)
         assert wrong_cells(d.ranks[0], BLOCKS, 0, tokens - 1) == []
         finish(p, "k")
@@ -215,7 +215,7 @@ def test_a_request_that_ends_before_it_has_pages_frees_ps_at_once(links):
         d.do(do.Forget("k"))
         finish(p, "k")
         quiet(p, d)
-        assert value(p, "pages_held") == 0 and p.ranks[0].rank.over
+        assert value(p, "prompts_held") == 0 and p.ranks[0].rank.over
 
 
 def test_nothing_wanted_of_it_frees_ps_at_once(links):

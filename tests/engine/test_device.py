@@ -115,7 +115,7 @@ def test_pages_are_free_and_loads_reported_only_when_the_device_is_done(start):
     assert heard(pair.p, do.BlocksFree) == []
     counted = pair.p.ranks[0].rank.counters.snapshot()
     assert counted["prompts"] == 0, "for the conversation, the blocks have been read"
-    assert counted["pages_held"] == 1
+    assert counted["prompts_held"] == 1
     pair.on_p.free()
     pair.p.wait(do.BlocksFree("k"))
     pair.queued(pair.d)

@@ -93,7 +93,7 @@ def test_d_is_killed_in_mid_transfer_and_comes_back(both: Messages) -> None:
     both.restart_decode()
     for again in SIZES:
         assert both.push(again) > 0
-    gauges = ("prompts", "pages_held", "copies", "sends_under_way", "staging_bytes")
+    gauges = ("prompts", "prompts_held", "copies", "sends_under_way", "staging_bytes")
     until(lambda: not any(rank.counters.snapshot()[name] for name in gauges))
 
 

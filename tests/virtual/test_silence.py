@@ -247,7 +247,7 @@ def test_a_silence_shorter_than_the_lease_costs_nothing(pair: VirtualPair, who: 
     else:
         if when == "when P has it all":
             computed(pair)
-            pair.until(lambda: value(pair.p, "pages_held"), what="the pages of the prompt")
+            pair.until(lambda: value(pair.p, "prompts_held"), what="the pages of the prompt")
             silence()
             expect(pair)
         else:
@@ -290,7 +290,7 @@ def test_d_dies_in_mid_transfer(pair: VirtualPair) -> None:
     step(pair.p, "k", BLOCKS, HALF, TOKENS)
     pair.p.wait(do.BlocksFree("k"), LEASE + GRACE)
     pair.p.do(do.Forget("k"))
-    pair.until(lambda: not value(pair.p, "pages_held") and not value(pair.p, "sends_under_way"), GRACE)
+    pair.until(lambda: not value(pair.p, "prompts_held") and not value(pair.p, "sends_under_way"), GRACE)
 
 
 def test_a_connection_that_went_silent_is_dialed_anew(pair: VirtualPair) -> None:
