@@ -47,6 +47,7 @@ from .upstream import (
     InstanceRefused,
     Reply,
     Silent,
+    Stopped,
     first_words,
     read_whole,
 )
@@ -71,13 +72,13 @@ class PrefillFailed(Exception):
 
     Attributes:
         reply: P's own error, if the client's request caused it; else None.
-        silent: P has stopped answering, and nobody has seen it die.
+        left_to_d: D goes on, and decides: P has told it that it stops, or nobody has seen P die.
     """
 
-    def __init__(self, why: str, reply: Reply | None = None, *, silent: bool = False) -> None:
+    def __init__(self, why: str, reply: Reply | None = None, *, left_to_d: bool = False) -> None:
         super().__init__(f"The prefill instance failed: {why}.")
         self.reply = reply
-        self.silent = silent
+        self.left_to_d = left_to_d
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ class Exchange:
             self.owed = str(error)
             self.judge(instance, False)
             logger.warning("request %s: %s %s (%r)", self.unique, instance, error, error.__cause__)
-            raise PrefillFailed(f"it {error}", silent=isinstance(error, Silent)) from error
+            raise PrefillFailed(f"it {error}", left_to_d=isinstance(error, Silent | Stopped)) from error
         except InstanceRefused as error:
             logger.warning("request %s: %s answered %d", self.unique, instance, error.reply.status)
             theirs = 400 <= error.reply.status < 500
@@ -206,11 +207,12 @@ class Exchange:
 
     @property
     def blames_prefill(self) -> bool:
-        """Whether D, if it fails, does so for want of KV: P has failed, or has fallen silent."""
+        """Whether D, if it fails, does so for want of KV: P has failed, has stopped or has fallen silent."""
         prefill = self.choice.prefill
         if prefill is None or not self.owed:
             return False
-        return self.owed != _UNANSWERED or prefill.silent(self.clock())
+        stopped = prefill.left is not None
+        return self.owed != _UNANSWERED or stopped or prefill.silent(self.clock())
 
     def judge(self, instance: Instance, success: bool) -> None:
         """Tells an instance's breaker what became of its part."""
@@ -298,7 +300,7 @@ async def _first_token(prefilling: asyncio.Task[Reply], decoding: asyncio.Task[D
     await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
     if prefilling.done() and not (decoding.done() and decoding.exception() is None):
         error = prefilling.exception()
-        if not (isinstance(error, PrefillFailed) and error.silent):
+        if not (isinstance(error, PrefillFailed) and error.left_to_d):
             prefilling.result()
     if not decoding.done():
         await asyncio.wait((decoding,))
@@ -364,8 +366,9 @@ def _why_decode_failed(exchange: Exchange) -> str:
         return "The decode instance failed with an internal error; its log says how."
     if exchange.blames_prefill:
         silence = now - prefill.last_seen
-        silent = f" and has not pinged for {silence:.0f} s" if prefill.silent(now) else ""
-        owed = f"The prefill instance {exchange.owed}{silent}"
+        more = f" and has not pinged for {silence:.0f} s" if prefill.silent(now) else ""
+        more = " and has stopped" if prefill.left is not None and exchange.owed == _UNANSWERED else more
+        owed = f"The prefill instance {exchange.owed}{more}"
         return f"{owed}, and the decode instance could not go on without it."
     return (
         "The decode instance failed with an internal error; its log says how. With kv_load_failure_policy "
@@ -375,7 +378,7 @@ def _why_decode_failed(exchange: Exchange) -> str:
 
 def _interrupt(relay: Relay, prefilling: asyncio.Task[Reply]) -> None:
     error = None if prefilling.cancelled() else prefilling.exception()
-    if error is not None:
+    if error is not None and not (isinstance(error, PrefillFailed) and error.left_to_d):
         relay.interrupt(str(error))
 
 

@@ -87,9 +87,9 @@ def _from_file(parser: argparse.ArgumentParser, file: str, options: Iterable[str
     return found
 
 
-def _split(text: str) -> list[str]:
-    """What is set but holds nothing is one empty value: who sets a key means to have one."""
-    return [each.strip() for each in text.split(",") if each.strip()] or [""]
+def _split(name: str, text: str) -> list[str]:
+    """What holds nothing is not set; but an empty key is refused, since who sets one means to have one."""
+    return [each.strip() for each in text.split(",") if each.strip()] or [""] * (name == "api-key")
 
 
 def _from_environment(environ: Mapping[str, str], options: Mapping[str, argparse.Action]) -> _Found:
@@ -102,7 +102,7 @@ def _from_environment(environ: Mapping[str, str], options: Mapping[str, argparse
             logger.warning("%s is set, and there is no such option", variable)
         elif not text.startswith(_ADDRESS_OF_KUBERNETES):
             several = isinstance(options[names[variable]], argparse._AppendAction)
-            found[names[variable]] = (variable, _split(text) if several else text)
+            found[names[variable]] = (variable, _split(names[variable], text) if several else text)
     return found
 
 

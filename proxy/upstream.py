@@ -147,6 +147,10 @@ class Silent(CallFailed):
     """An instance has been silent for a lease. It may be frozen; nothing shows that it died."""
 
 
+class Stopped(CallFailed):
+    """An instance has said goodbye, and would not answer this any more."""
+
+
 @dataclass(frozen=True)
 class Reply:
     """A whole answer."""
@@ -207,6 +211,8 @@ class Call:
 
     async def open(self, body: bytes, headers: Headers) -> aiohttp.ClientResponse:
         """Sends the request and waits for the answer's head. Raises CallFailed."""
+        if self.instance.left is not None:
+            raise CallFailed("has stopped")  # it may still take a request, and would not answer
         self._cleanup.enter_context(self.instance.busy(self._give_up, self.tokens))
         self._asking = asyncio.create_task(self._ask(body, headers))
         try:
@@ -231,7 +237,11 @@ class Call:
         rest of what it has begun to answer."""
         if loss == "stopped" and self.begun:
             return
-        self._given_up = Silent("has stopped answering") if loss == "silent" else CallFailed("is gone")
+        self._given_up = {
+            "gone": CallFailed("is gone"),
+            "silent": Silent("has stopped answering"),
+            "stopped": Stopped("has stopped"),
+        }[loss]
         if self._response is not None:
             self._response.close()
         elif self._asking is not None:

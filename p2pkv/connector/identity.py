@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,10 +15,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from p2pkv.control.announcer import REQUEST_MARK
+from p2pkv.log import RateLimit
 from p2pkv.pairing import Address, PairingError, find_pair, transfer_key
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+    from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
 # Models.
@@ -37,6 +41,9 @@ MOST_HEADER_BYTES = 1 << 27
 """A longer header is none of safetensors'."""
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+
+Stamps = tuple[tuple[str, int, int], ...]
+"""Of files: path, time of the last change in nanoseconds, bytes."""
 
 ADAPTER_FILES = ("adapter_config", "adapter_model")
 """The files that vLLM reads of an adapter's folder, without suffixes; a training leaves others there."""
@@ -86,24 +93,48 @@ def _fingerprint(model: ModelConfig, config: VllmConfig) -> str:
     return digest.hexdigest()
 
 
-@lru_cache(maxsize=256)
-def adapter_fingerprint(path: str, number: int) -> str:
-    """The same for an adapter: 24 hex digits, or "" if its files are not on this machine.
+def adapter_fingerprint(adapter: LoRARequest) -> str:
+    """The same for an adapter: 24 hex digits, or "" if its files are not on this machine or cannot be read.
 
-    `number` is vLLM's own of this adapter, and new when another one is loaded from the same path.
+    vLLM reads the files once for each number that it gives an adapter; with `load_inplace` again for each
+    step. So the files are read here once, and with `load_inplace` whenever they have changed.
     """
-    digest = hashlib.blake2b(digest_size=12)
+    path = os.path.expanduser(adapter.lora_path)
     try:
-        files = _files(_folder(path, None), (*SUFFIXES, ".json"))
-        files = [file for file in files if file.stem in ADAPTER_FILES]
-        for file in files:
-            _sample(digest, file)
+        changed = _stamps(_adapter_files(path)) if adapter.load_inplace else ()
+        return _adapter_digest(path, adapter.lora_int_id, changed)
     except OSError as error:
-        log.warning(
-            "an adapter is told from others by its name alone, since %s cannot be read: %s", path, error
-        )
+        if _adapters_unread.admits(path):
+            log.warning(
+                "an adapter is told from others by its name alone, since %s cannot be read: %s", path, error
+            )
         return ""
-    return digest.hexdigest() if files else ""
+
+
+_adapters_unread = RateLimit(seconds=600.0)
+
+
+@lru_cache(maxsize=256)
+def _adapter_digest(path: str, number: int, changed: Stamps) -> str:
+    """`number`, `changed`: what tells two adapters in one folder, one after the other, apart. Raises OSError,
+    which is not kept."""
+    digest = hashlib.blake2b(digest_size=12)
+    for file in _adapter_files(path):
+        _sample(digest, file)
+    return digest.hexdigest()
+
+
+def _adapter_files(path: str) -> list[Path]:
+    """Raises OSError, also if there are none."""
+    files = _files(_folder(path, None), (*SUFFIXES, ".json"))
+    if not (files := [file for file in files if file.stem in ADAPTER_FILES]):
+        raise FileNotFoundError("there are no files of an adapter on this machine")
+    return files
+
+
+def _stamps(files: Iterable[Path]) -> Stamps:
+    found = [(file, file.stat()) for file in files]
+    return tuple((str(file), state.st_mtime_ns, state.st_size) for file, state in found)
 
 
 def _files(folder: Path | None, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
@@ -179,8 +210,15 @@ def _by_length(model: ModelConfig) -> str:
     starts = [
         each["original_max_position_embeddings"] for each in ropes if each.get("rope_type") == "longrope"
     ]
-    tuned = getattr(model.hf_config, "attn_temperature_tuning", None)
-    return f"{[model.max_model_len > start for start in starts]} {tuned}"
+    return f"{[model.max_model_len > start for start in starts]} {_temperature(model)}"
+
+
+def _temperature(model: ModelConfig) -> object:
+    """Whether Llama 4 tunes its attention's temperature, by the rule of vLLM's `Llama4ForCausalLM`."""
+    if getattr(model.hf_text_config, "model_type", "") != "llama4_text":
+        return None
+    generation = {**model.try_get_generation_config(), **model.override_generation_config}
+    return generation.get("attn_temperature_tuning", model.max_model_len > 32768)
 
 
 def _folder(model: str, revision: str | None) -> Path | None:
@@ -270,8 +308,7 @@ def prompt_digest(request: Request) -> bytes:
         add("media", f"{feature.identifier}@{place.offset}+{place.length}".encode())
     if request.lora_request is not None:
         lora = request.lora_request
-        files = adapter_fingerprint(lora.lora_path, lora.lora_int_id)
-        add("adapter", f"{lora.lora_name}@{files}".encode())
+        add("adapter", f"{lora.lora_name}@{adapter_fingerprint(lora)}".encode())
     if request.cache_salt:
         add("salt", request.cache_salt.encode())
     if request.prompt_embeds is not None:

@@ -256,6 +256,21 @@ def test_the_longest_context_counts_where_it_decides_what_k_is(copy: Path) -> No
     assert longest(2048, **longrope) == longest(4096, **longrope) != longest(4097, **longrope)
 
 
+def test_whether_llama_4_tunes_its_attentions_temperature_counts(copy: Path) -> None:
+    """Beyond 32,768 tokens it does, unless the generation's configuration says otherwise."""
+
+    def tuned(tokens: int, **generation: Any) -> str:
+        config = served(copy)
+        config.model_config.max_model_len = tokens
+        config.model_config.hf_text_config.model_type = "llama4_text"
+        config.model_config.override_generation_config = generation
+        return fingerprint(config)
+
+    assert tuned(8192) == tuned(32768) != tuned(32769)
+    assert tuned(8192, attn_temperature_tuning=True) == tuned(32769)
+    assert tuned(65536, attn_temperature_tuning=False) == tuned(8192)
+
+
 @pytest.mark.parametrize("suffix", [".bin", ".safetensors"])
 def test_a_large_file_of_unknown_content_is_looked_at_throughout(tmp_path: Path, suffix: str) -> None:
     size, seen = 4 << 20, set()

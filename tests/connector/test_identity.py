@@ -11,6 +11,7 @@ import torch
 from connector_support import D_ADDRESS, P_ADDRESS, inner_id, make_request, pair_id
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.lora.request import LoRARequest
 
 from p2pkv.connector.identity import Pairs, prompt_digest
 
@@ -33,8 +34,8 @@ def media(name: str, offset: int = 0, length: int = 2) -> Any:
     return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=length))
 
 
-def adapter(name: str, path: str = "/nowhere", number: int = 1) -> Any:
-    return SimpleNamespace(lora_name=name, lora_path=path, lora_int_id=number)
+def adapter(name: str, path: str = "/nowhere", number: int = 1, inplace: bool = False) -> LoRARequest:
+    return LoRARequest(lora_name=name, lora_path=path, lora_int_id=number, load_inplace=inplace)
 
 
 DIFFERENT = [
@@ -86,6 +87,40 @@ def test_an_adapter_is_known_by_its_files_not_by_their_path(tmp_path: Path) -> N
     assert digest("there", b"weights", 16, number=5) == one
     assert len({one, digest("other", b"others!", 16), digest("scaled", b"weights", 32)}) == 3
     assert digest("here", b"others!", 16, number=2) != one, "loaded anew from the same path"
+
+
+def test_an_adapter_that_vllm_loads_in_place_is_read_again_when_its_files_have_changed(
+    tmp_path: Path,
+) -> None:
+    def digest(weights: bytes, inplace: bool) -> bytes:
+        (tmp_path / "adapter_model.safetensors").write_bytes(weights)
+        return prompt_digest(prompt(lora_request=adapter("a", str(tmp_path), 7, inplace)))
+
+    first, second = digest(b"weights", True), digest(b"others of another size", True)
+    assert digest(b"weights", True) == first != second
+    once = digest(b"weights", False)
+    assert digest(b"others of another size", False) == once, "vLLM has read them once, and so do we"
+
+
+def test_an_adapters_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder, weights in (("one", b"weights"), ("two", b"others!")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "adapter_model.safetensors").write_bytes(weights)
+    one, two = (prompt_digest(prompt(lora_request=adapter("a", f"~/{name}"))) for name in ("one", "two"))
+    assert one != two
+
+
+def test_an_adapter_without_files_is_told_by_its_name_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until they are there: a failure to read them is not kept."""
+    path = tmp_path / "later"
+    nameless = [prompt_digest(prompt(lora_request=adapter("a", str(path)))) for _ in range(2)]
+    assert nameless[0] == nameless[1] and caplog.text.count("is told from others by its name alone") == 1
+    path.mkdir()
+    (path / "adapter_model.safetensors").write_bytes(b"weights")
+    assert prompt_digest(prompt(lora_request=adapter("a", str(path)))) != nameless[0]
 
 
 def test_files_that_vllm_does_not_read_of_an_adapter_do_not_count(tmp_path: Path) -> None:

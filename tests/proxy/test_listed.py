@@ -371,6 +371,7 @@ def test_the_three_ways_to_list(tmp_path: Path) -> None:
     file.write_text(f'prefill = ["http://{one}", "{two}"]\n')
     assert options(["--prefill", "http://10.0.0.7:8100/=10.0.0.7:21001", "--prefill", two], {}) == [one, two]
     assert options([], {"P2PKV_PROXY_PREFILL": f"{one}, http://{two}"}) == [one, two]
+    assert options([], {"P2PKV_PROXY_PREFILL": ""}) == [], "as an empty value in a compose file"
     assert options(["--config", str(file)], {}) == [one, two]
     assert options([], {}) == []
     parsed = ListedInstance.parse("D", two)

@@ -10,12 +10,21 @@ import msgspec
 import pytest
 import zmq
 from aiohttp import web
-from proxy_behaviours import Seen, answer_json, event, event_stream, never, never_a_token, with_a_p
-from proxy_fakes import Deployment, deployed, until
+from proxy_behaviours import (
+    Seen,
+    after,
+    answer_error,
+    answer_json,
+    event,
+    event_stream,
+    never,
+    never_a_token,
+    with_a_p,
+)
+from proxy_fakes import Deployment, FakeInstance, deployed, until
 
 from p2pkv.control.discovery import encode_ping, goodbye
 from proxy.admission import Limits
-from proxy.registry import Role
 
 pytestmark = pytest.mark.asyncio
 
@@ -241,22 +250,77 @@ async def test_requests_under_way_survive_a_goodbye(concurrent: Deployment) -> N
     assert (await asking).status == 200
 
 
-@pytest.mark.parametrize("role", ["P", "D"])
+async def leaves(deployment: Deployment, instance: FakeInstance) -> None:
+    """As vLLM that is told to stop: it says goodbye, its port refuses, and what it has stays open."""
+    deployment.pingers[instance.http_address].stop()
+    instance.refuse()
+    await until(lambda: instance.http_address not in deployment.routable(instance.role))
+
+
 async def test_requests_that_the_leaver_has_not_begun_go_elsewhere_once_its_port_refuses(
-    concurrent: Deployment, role: Role
+    concurrent: Deployment,
 ) -> None:
-    leaver = concurrent.p if role == "P" else concurrent.d
-    leaver.behaviour = concurrent.d.behaviour = never
+    concurrent.p.behaviour = concurrent.d.behaviour = never
     asking = asyncio.create_task(concurrent.post())
     await until(lambda: len(concurrent.p.requests) == len(concurrent.d.requests) == 1)
-    concurrent.d.behaviour = answer_json
-    newcomer = await concurrent.add(role)
-    await until(lambda: newcomer.http_address in concurrent.routable(role))
-    concurrent.pingers[leaver.http_address].stop()
-    leaver.refuse()
+    other = await concurrent.add("D")
+    await until(lambda: other.http_address in concurrent.routable("D"))
+    await leaves(concurrent, concurrent.d)
     async with asyncio.timeout(10):
         response = await asking
-    assert response.status == 200 and len(newcomer.requests) == 1
+    assert response.status == 200 and len(other.requests) == 1
+
+
+async def test_a_leaving_d_is_not_asked_when_p_has_answered(sequential: Deployment) -> None:
+    """It may still take requests for a moment, and would not answer them."""
+    release = asyncio.Event()
+    other = await sequential.add("D", health=503)
+    sequential.p.behaviour = after(release, answer_json)
+    sequential.d.behaviour = never
+    asking = asyncio.create_task(sequential.post())
+    await until(lambda: len(sequential.p.requests) == 1)
+    other.health = 200
+    await until(lambda: other.http_address in sequential.routable("D"))
+    sequential.pingers[sequential.d.http_address].stop()
+    await until(lambda: sequential.d.http_address not in sequential.routable("D"))
+    release.set()
+    async with asyncio.timeout(10):
+        response = await asking
+    assert response.status == 200 and not sequential.d.requests and len(other.requests) == 1
+
+
+async def test_what_becomes_of_a_request_whose_p_leaves_is_ds_to_say(concurrent: Deployment) -> None:
+    """P has told D that it stops, and D computes the prompt."""
+    release = asyncio.Event()
+    concurrent.p.behaviour = never
+    concurrent.d.behaviour = after(release, answer_json)
+    asking = asyncio.create_task(concurrent.post())
+    await until(lambda: len(concurrent.p.requests) == len(concurrent.d.requests) == 1)
+    await leaves(concurrent, concurrent.p)
+    await until(lambda: concurrent.p.requests[0].aborted)
+    assert not concurrent.d.requests[0].aborted
+    release.set()
+    assert (await asking).status == 200 and len(concurrent.d.requests) == 1
+
+
+async def test_a_d_that_fails_because_its_p_leaves_is_not_to_blame(concurrent: Deployment) -> None:
+    """With the policy `fail` it says so before the proxy has given P up."""
+    release = asyncio.Event()
+    concurrent.p.behaviour = never
+    concurrent.d.behaviour = after(release, answer_error(500, "Internal server error"))
+    asking = asyncio.create_task(concurrent.post())
+    await until(lambda: len(concurrent.p.requests) == len(concurrent.d.requests) == 1)
+    other = await concurrent.add("P")
+    await until(lambda: other.http_address in concurrent.routable("P"))
+    concurrent.pingers[concurrent.p.http_address].stop()
+    await until(lambda: concurrent.p.http_address not in concurrent.routable("P"))
+    concurrent.d.behaviour = answer_json
+    release.set()
+    async with asyncio.timeout(10):
+        response = await asking
+    assert response.status == 200 and len(other.requests) == 1, (
+        "one whose only D is to blame is not tried again"
+    )
 
 
 async def test_an_answer_that_the_leaver_has_begun_goes_on_although_its_port_refuses(
@@ -276,8 +340,7 @@ async def test_an_answer_that_the_leaver_has_begun_goes_on_although_its_port_ref
     concurrent.d.behaviour = never_a_token
     asking = asyncio.create_task(concurrent.post())
     await until(lambda: len(concurrent.d.requests) == 2)
-    concurrent.pingers[concurrent.d.http_address].stop()
-    concurrent.d.refuse()
+    await leaves(concurrent, concurrent.d)
     await until(lambda: concurrent.d.requests[1].aborted)  # so the leaver is known to have stopped
     release.set()
     assert (await response.text()).endswith("data: [DONE]\n\n")
