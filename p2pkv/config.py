@@ -21,7 +21,9 @@ from p2pkv.trust import SECRET_VARIABLE, Networks, TrustError, is_loopback, read
 Role = Literal["P", "D"]
 
 MIB = 1 << 20
-DEFAULT_KV_PORT = 21001
+DEFAULT_KV_PORT = 14579
+"""vLLM's own, which it passes on where none is set."""
+
 
 _ROLES: dict[str, Role] = {"kv_producer": "P", "kv_consumer": "D"}
 
@@ -118,7 +120,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     bytes that changed on the way fail the request instead of making its answer wrong"""
 
     lease_seconds: Seconds = 30.0
-    """seconds | recommended | a transfer that makes no progress for this long ends, and frees its blocks"""
+    """seconds | recommended | how long one side of a transfer, or of a link that has something to move, waits
+    for news of the other before it ends the transfer and frees its blocks"""
 
     stall_seconds: Seconds = 120.0
     """seconds | recommended | an engine that has work and stays this long in one step counts as hung"""

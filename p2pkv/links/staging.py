@@ -52,8 +52,8 @@ class StagingShare:
     def grants(self, nbytes: int, reserve: int = 0) -> bool:
         """Whether this link may have `nbytes` more and leave `reserve` bytes of the rank's staging free.
 
-        A link that holds something must leave as much free as it would then hold, so silent peers together
-        never take all of it.
+        A link that holds something must leave as much free as it would then hold. So each silent peer takes
+        at most half of what is left.
         """
         need = aligned(nbytes)
         left = self._budget.limit - self._budget.used - need - reserve

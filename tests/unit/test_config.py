@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pkv.config import MIB, ConfigError, Options
+from p2pkv.config import DEFAULT_KV_PORT, MIB, ConfigError, Options
 from p2pkv.pairing import Address
 
 
@@ -36,7 +36,7 @@ class TestDefaults:
         made = options()
         assert (made.role, made.address, made.proxies, made.http_address) == (
             "P",
-            Address("127.0.0.1", 21001),
+            Address("127.0.0.1", DEFAULT_KV_PORT),
             (),
             None,
         )
@@ -248,7 +248,7 @@ class TestBadInput:
         assert refused({name: value}) == f"{name} is {value!r}: expected {expected}; correct it"
 
     def test_made_by_hand_it_checks_itself_too(self) -> None:
-        assert Options(role="D", host="LOCALHOST").address == Address("localhost", 21001)
+        assert Options(role="D", host="LOCALHOST").address == Address("localhost", DEFAULT_KV_PORT)
         with pytest.raises(ConfigError, match="max_links is 0"):
             Options(role="D", host="localhost", max_links=0)
         with pytest.raises(ConfigError, match="expected an address that peers can connect to"):
@@ -290,7 +290,7 @@ class TestSecurity:
         said = refused({"host": host})
         assert f"host is {host}" in said and "P2PKV_SECRET" in said and "allow_insecure" in said
         (reminded,) = options({"allow_insecure": True, "host": host}).notes
-        assert f"{Address(host, 21001)} is unauthenticated" in reminded
+        assert f"{Address(host, DEFAULT_KV_PORT)} is unauthenticated" in reminded
         assert options({"host": host}, environ={"P2PKV_SECRET": SECRET}).notes == ()
 
     @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
