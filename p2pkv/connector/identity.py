@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("p2pkv")
 
+_unread = RateLimit(seconds=600.0)
+"""Of paths of adapters that the log has named."""
+
 ENDS_BYTES = 1 << 16
 """Bytes hashed at both ends of each weight file."""
 
@@ -101,17 +104,14 @@ def adapter_fingerprint(adapter: LoRARequest) -> str:
     """
     path = os.path.expanduser(adapter.lora_path)
     try:
-        changed = _stamps(_adapter_files(path)) if adapter.load_inplace else ()
+        changed = _stamps(_adapter_files(path)) if getattr(adapter, "load_inplace", False) else ()
         return _adapter_digest(path, adapter.lora_int_id, changed)
     except OSError as error:
-        if _adapters_unread.admits(path):
+        if _unread.admits(path):
             log.warning(
                 "an adapter is told from others by its name alone, since %s cannot be read: %s", path, error
             )
         return ""
-
-
-_adapters_unread = RateLimit(seconds=600.0)
 
 
 @lru_cache(maxsize=256)
