@@ -27,6 +27,8 @@ _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _PERIOD_SECONDS = 1.0
 _GOODBYE_SECONDS = 1.0
 """After a goodbye, for the answers that were complete."""
+_LEAVING_SECONDS = 30.0
+"""After a goodbye a request may still come: the instance was chosen before, and P has answered since."""
 
 
 class _Model(msgspec.Struct):
@@ -61,7 +63,7 @@ class Prober:
         self._changed = changed
         self._hurry = asyncio.Event()
         self._gone: set[Instance] = set()
-        """Instances that are no longer registered and still have requests in flight."""
+        """Instances that are no longer registered and have requests in flight, or may get them."""
 
     def hurry(self) -> None:
         """A new instance is there: probe without waiting for the next round."""
@@ -73,7 +75,7 @@ class Prober:
             self._hurry.clear()
             now = self._clock()
             self._gone.update(self._registry.expire(now))
-            self._gone = {instance for instance in self._gone if instance.in_flight}
+            self._gone = {each for each in self._gone if each.in_flight or _may_be_asked(each, now)}
             doubtful = {*self._registry.late(now), *self._gone}
             await asyncio.gather(
                 *(self._probe(instance) for instance in self._registry.unready()),
@@ -142,3 +144,7 @@ class Prober:
             except (msgspec.MsgspecError, RecursionError, ValueError) as error:
                 logger.warning("%s: its list of models cannot be read: %s", instance, error)
                 return frozenset()
+
+
+def _may_be_asked(instance: Instance, now: float) -> bool:
+    return instance.left is not None and now - instance.left < _LEAVING_SECONDS

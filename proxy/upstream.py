@@ -211,8 +211,6 @@ class Call:
 
     async def open(self, body: bytes, headers: Headers) -> aiohttp.ClientResponse:
         """Sends the request and waits for the answer's head. Raises CallFailed."""
-        if self.instance.left is not None:
-            raise CallFailed("has stopped")  # it may still take a request, and would not answer
         self._cleanup.enter_context(self.instance.busy(self._give_up, self.tokens))
         self._asking = asyncio.create_task(self._ask(body, headers))
         try:
