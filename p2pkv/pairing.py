@@ -24,17 +24,12 @@ PREFILL_MARK = "___prefill_addr_"
 DECODE_MARK = "___decode_addr_"
 
 _EXAMPLES = "such as 10.0.0.1:21001, node-7:21001 or [fd00::1]:21001"
-_KINDS = "cmpl-|chatcmpl-|generate-tokens-"
 _LABEL = re.compile(r"[a-z0-9](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
 _ADDRESS = re.compile(r"(?:\[(?P<six>[^\[\]]*)\]|(?P<host>[^:\[\]]*)):(?P<port>[0-9]{1,5})")
 _UNIQUE = re.compile(r"[0-9a-fA-F]{32}")
 _DECODE = re.compile(r"(?P<address>[^\s]{1,300}?:[0-9]{1,5})_(?P<unique>[0-9a-fA-F]{32})(?![0-9a-fA-F])")
-_CHILD = re.compile(rf"([0-9]{{1,9}})_(?={_KINDS}|{PREFILL_MARK})")
 # Eight decimal digits are a suffix, not an index: hence at most seven for an index.
 _TAIL = re.compile(r"(?:[-_](?P<index>[0-9]{1,7}))?(?:-[0-9a-f]{8})?")
-_KIND = re.compile(_KINDS)
-_SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
-_INDEX = {"cmpl-": re.compile(r"-([0-9]{1,7})\Z"), "chatcmpl-": re.compile(r"_([0-9]{1,7})\Z")}
 _READABLE = re.compile(r"[A-Za-z0-9._:@+=-]{1,128}")
 
 
@@ -155,18 +150,6 @@ class Pair:
         return f"{PREFILL_MARK}{self.prefill}{DECODE_MARK}{self.decode}_{self.unique}"
 
 
-@dataclass(frozen=True, slots=True)
-class TransferKey:
-    """What P and D both call one transfer, at most 512 characters, and whose turn it is to load it.
-
-    `child` is the index among the children of `n`, 0 where there are none: the children of one
-    prompt share a key, because they share its KV.
-    """
-
-    key: str
-    child: int
-
-
 def mint(prefill: Address, decode: Address, unique: str | None = None) -> str:
     """A new request id for this pair; random unless `unique`, 32 hex digits, is given."""
     return str(Pair(prefill, decode, secrets.token_hex(16) if unique is None else unique))
@@ -216,22 +199,19 @@ def _index_in(tail: str) -> int:
     return int(match["index"] or 0)
 
 
-def transfer_key(request_id: str, transfer_id: str | None = None) -> TransferKey:
-    """The key of the transfer that belongs to a request, equal on P and on D.
+def transfer_key(request_id: str, transfer_id: str | None = None) -> str:
+    """What P and D both call the transfer of a request: at most 512 printable characters.
 
-    It is made of the prompt index (0 where the id has none) and of `transfer_id`, from
-    kv_transfer_params, if the router sent one; else of the pair in the id; else of the whole id
-    without vLLM's wrapping. Raises PairingError for a malformed pair or transfer id.
+    It is made of the prompt index in the id (0 where it has none) and of `transfer_id`, from
+    kv_transfer_params, if the router sent one, else of the pair in the id. The children of `n` share a key,
+    because they share their prompt's KV. Raises PairingError for an id without a whole pair, and for an
+    empty transfer id.
     """
-    child = _CHILD.match(request_id)
     found = _locate(request_id)
-    if found is not None:
-        name, index = _pair_name(found), found.prompt
-    else:
-        name, index = _plain_name(request_id[child.end() if child else 0 :])
-    if transfer_id is not None:
-        name = _named("tx", _checked(transfer_id))
-    return TransferKey(f"{name}/{index}", int(child[1]) if child else 0)
+    if found is None:
+        raise PairingError(f"request id {_shown(request_id)} names no pair; let the proxy make the id")
+    name = _pair_name(found) if transfer_id is None else _transfer_name(transfer_id)
+    return f"{name}/{found.prompt}"
 
 
 def _pair_name(found: _Found) -> str:
@@ -241,30 +221,10 @@ def _pair_name(found: _Found) -> str:
     return f"pair:{found.pair.unique}:{tag}"
 
 
-def _plain_name(wrapped: str) -> tuple[str, int]:
-    """The name and prompt index of an id without a pair, its child index already taken off.
-
-    A client's own chat id that ends like `_7` reads as an index: on P and on D alike.
-    """
-    kind = _KIND.match(wrapped)
-    base = _SUFFIX.sub("", wrapped[kind.end() if kind else 0 :])
-    pattern = _INDEX.get(kind[0]) if kind else None
-    match = pattern.search(base) if pattern else None
-    if match is None:
-        return _named("id", base), 0
-    return _named("id", base[: match.start()]), int(match[1])
-
-
-def _checked(transfer_id: object) -> str:
-    if isinstance(transfer_id, str) and transfer_id:
-        return transfer_id
-    raise PairingError(
-        f"kv_transfer_params has transfer_id {_shown(transfer_id)}: expected a string that is not empty"
-    )
-
-
-def _named(kind: str, text: str) -> str:
-    """`text` itself where it is short and plain, else its hash: a key is bounded and always printable."""
-    if _READABLE.fullmatch(text):
-        return f"{kind}:{text}"
-    return f"{kind}#{blake2b(text.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()}"
+def _transfer_name(transfer_id: str) -> str:
+    """The id itself where it is short and plain, else its hash: a key is bounded and always printable."""
+    if not transfer_id:
+        raise PairingError("kv_transfer_params has an empty transfer_id: leave it out, or send one")
+    if _READABLE.fullmatch(transfer_id):
+        return f"tx:{transfer_id}"
+    return f"tx#{blake2b(transfer_id.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()}"

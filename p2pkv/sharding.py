@@ -39,9 +39,6 @@ class Interval(Struct, frozen=True, order=True, array_like=True):
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def __contains__(self, item: int) -> bool:
-        return self.start <= item < self.stop
-
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.start, self.stop))
 
@@ -52,10 +49,6 @@ class Interval(Struct, frozen=True, order=True, array_like=True):
         """What both hold; empty, at the later start, if they do not meet."""
         start = max(self.start, other.start)
         return Interval(start, max(start, min(self.stop, other.stop)))
-
-    def shift(self, by: int) -> Interval:
-        """The same length, `by` further on."""
-        return Interval(self.start + by, self.stop + by)
 
 
 class Ownership(Struct, frozen=True, dict=True):
@@ -108,11 +101,6 @@ class Ownership(Struct, frozen=True, dict=True):
             if interval:
                 ranks[interval].append(rank)
         return tuple(tuple(held) for held in ranks.values())
-
-    @property
-    def size(self) -> int:
-        """The length of the whole axis."""
-        return self.parts[-1].stop if self.parts else 0
 
 
 class Overlap(Struct, frozen=True, array_like=True):

@@ -180,7 +180,7 @@ def _routes(guard: Access, metrics: Metrics) -> list[web.RouteDef]:
 
 
 async def _give_back_id(request: web.Request, response: web.StreamResponse) -> None:
-    """The client's own X-Request-Id reaches no instance, but the client finds it in the answer."""
+    """Returns the client's own X-Request-Id; instances get it as X-Client-Request-Id."""
     theirs = request.headers.get(REQUEST_ID)
     if theirs:
         response.headers[REQUEST_ID] = theirs

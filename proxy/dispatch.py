@@ -105,10 +105,10 @@ class Exchange:
         record: takes down what becomes of it.
         complete: the client has got the whole answer.
         gave_up: P was told to stop before it had done its part.
-        owed: what P has failed to do so far, in words; "" before it is asked, and if it has not failed.
+        prefill_failure: what P has failed to do so far, in words; "" before it is asked, or if it has not.
         culprit: the instance that failed before anything of D's answer went to the client; None if none did.
         repeated: an instance was sent the request twice, because its connection was closed the first time.
-        unlucky: D failed, perhaps because the request had arrived both times and vLLM aborted the first.
+        maybe_aborted: D failed after an instance was sent the request twice: vLLM may have aborted one.
         relay: D's answer on its way to the client; None before it begins.
     """
 
@@ -124,10 +124,10 @@ class Exchange:
     record: RequestRecord
     complete: bool = False
     gave_up: bool = False
-    owed: str = ""
+    prefill_failure: str = ""
     culprit: Instance | None = None
     repeated: bool = False
-    unlucky: bool = False
+    maybe_aborted: bool = False
     relay: Relay | None = None
     _spans: dict[Role, CallSpan] = field(default_factory=dict)
     request_id: str = field(init=False)
@@ -147,29 +147,29 @@ class Exchange:
         assert instance is not None
         call = Call(self.session, instance, self.request.path, self._sent_again, self.choice.prefill_tokens)
         self.sent()
-        self.owed = _UNANSWERED
+        self.prefill_failure = _UNANSWERED
         asked = self.clock()
         try:
             reply = await call.whole(self.body.for_prefill(self.request_id), self._headers(instance))
             self.gave_up = GIVEN_UP in reply.body
-            self.owed = STOPPED if self.gave_up else ""
+            self.prefill_failure = STOPPED if self.gave_up else ""
             self.judge(instance, not self.gave_up)
             self.record.prefilled(instance, self.clock() - asked)
             return reply
         except CallFailed as error:
-            self.owed = str(error)
+            self.prefill_failure = str(error)
             self.judge(instance, False)
             logger.warning("request %s: %s %s (%r)", self.unique, instance, error, error.__cause__)
             raise PrefillFailed(f"it {error}", left_to_d=isinstance(error, Silent | Stopped)) from error
         except InstanceRefused as error:
             logger.warning("request %s: %s answered %d", self.unique, instance, error.reply.status)
             theirs = 400 <= error.reply.status < 500
-            self.owed = "" if theirs else f"answered {error.reply.status}"
+            self.prefill_failure = "" if theirs else f"answered {error.reply.status}"
             self.judge(instance, theirs)
             raise PrefillFailed(str(error), error.reply if theirs else None) from error
         finally:
             call.close()
-            self._ended("P", self.owed)
+            self._ended("P", self.prefill_failure)
 
     @contextmanager
     def decode_call(self) -> Iterator[Call]:
@@ -198,7 +198,7 @@ class Exchange:
     def decode_failed(self, spoke: bool) -> None:
         """D has not answered, and nothing has gone to the client. `spoke`: it said itself that it failed."""
         if spoke and self.repeated:
-            self.culprit, self.unlucky = self.choice.decode, True
+            self.culprit, self.maybe_aborted = self.choice.decode, True
         elif self.blames_prefill:
             self.culprit = self.choice.prefill  # judged before, or only silent
         else:
@@ -209,10 +209,10 @@ class Exchange:
     def blames_prefill(self) -> bool:
         """Whether D, if it fails, does so for want of KV: P has failed, has stopped or has fallen silent."""
         prefill = self.choice.prefill
-        if prefill is None or not self.owed:
+        if prefill is None or not self.prefill_failure:
             return False
         stopped = prefill.left is not None
-        return self.owed != _UNANSWERED or stopped or prefill.silent(self.clock())
+        return self.prefill_failure != _UNANSWERED or stopped or prefill.silent(self.clock())
 
     def judge(self, instance: Instance, success: bool) -> None:
         """Tells an instance's breaker what became of its part."""
@@ -367,9 +367,12 @@ def _why_decode_failed(exchange: Exchange) -> str:
     if exchange.blames_prefill:
         silence = now - prefill.last_seen
         more = f" and has not pinged for {silence:.0f} s" if prefill.silent(now) else ""
-        more = " and has stopped" if prefill.left is not None and exchange.owed == _UNANSWERED else more
-        owed = f"The prefill instance {exchange.owed}{more}"
-        return f"{owed}, and the decode instance could not go on without it."
+        if prefill.left is not None and exchange.prefill_failure == _UNANSWERED:
+            more = " and has stopped"
+        return (
+            f"The prefill instance {exchange.prefill_failure}{more}, "
+            "and the decode instance could not go on without it."
+        )
     return (
         "The decode instance failed with an internal error; its log says how. With kv_load_failure_policy "
         "`fail` it does so when KV of the prefill instance does not arrive."

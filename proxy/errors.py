@@ -25,8 +25,9 @@ _KINDS = {
 }
 _SENTENCES = {
     404: "There is no {path} here; this proxy serves POST /v1/completions, /v1/chat/completions, "
-    "/v1/responses, /v1/messages, /v1/embeddings, /tokenize and /detokenize, GET /v1/models, /health, "
-    "/ready, /metrics, /status and /instances, and a dashboard at /.",
+    "/v1/responses, /v1/messages, /v1/messages/count_tokens, /v1/embeddings, /tokenize, /detokenize and "
+    "/instances/{{address}}/drain and /resume, GET /v1/models, /health, /ready, /metrics, /status and "
+    "/instances, and a dashboard at /.",
     405: "{path} does not take {method}; it takes {allowed}.",
     413: "The request body is larger than the {limit} bytes that this proxy takes.",
 }
@@ -98,7 +99,10 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
             response.headers["WWW-Authenticate"] = failure.ask
         return response
     except web.HTTPException as error:
-        return error_response(error.status, _sentence(request, error))
+        response = error_response(error.status, _sentence(request, error))
+        if isinstance(error, web.HTTPMethodNotAllowed):
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
     except ConnectionError:
         raise  # the client's own connection; there is nobody to answer
     except Exception:

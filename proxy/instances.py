@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MOST_NAMES = 32
 
 
-# Of what several workers say of one instance, the first counts.
+# If workers disagree about an instance's state, the one that comes first here is shown.
 WORST_FIRST = ("draining", "drained", "starting", "silent", "paused", "ready")
 
 

@@ -429,10 +429,10 @@ class _Collected:
         yield events
 
 
-# Of each instance, as its place in WORST_FIRST. In its place the page has how many are in each state: workers
-# may differ about one, and it counts once.
 _STATE = "p2pkv_proxy_instance_state"
-# Every worker sees all instances; and these are no amounts.
+"""Internal gauge: the index of an instance's state in WORST_FIRST, merged over workers by minimum. /metrics
+shows the number of instances in each state instead."""
+# Merged over workers by maximum, not summed: every worker reports the same thing.
 _LARGEST = (
     "p2pkv_proxy_breaker_open",
     "p2pkv_proxy_claims_refused_total",

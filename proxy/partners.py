@@ -30,9 +30,6 @@ class _Ring:
     def __init__(self, members: list[Instance]) -> None:
         self._members = sorted((_point(each), each.ping.zmq_address) for each in members)
 
-    def __len__(self) -> int:
-        return len(self._members)
-
     def after(self, point: int, most: int) -> Iterator[str]:
         """Addresses from `point` on, once around, at most so many."""
         first = bisect_left(self._members, (point, ""))

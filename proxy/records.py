@@ -27,8 +27,8 @@ from .tracing import RequestSpan, Tracing, trace_id_of
 logger = logging.getLogger(__name__)
 
 
-# Of what clients send, the log and the answer repeat no more than this.
 _MAX_ID = 200
+"""The most characters of the client's X-Request-Id that a log line repeats."""
 
 
 @dataclass

@@ -37,9 +37,9 @@ LEASE = 30.0
 MAX_INSTANCES = 4096
 # Of a p2pkv whose pings do not say: those of this protocol did not.
 _UNSAID_PROTOCOL = 1
-# Of its life, how much an instance may be silent before it is asked whether it still works, and before
-# another one may have its address.
 _DOUBT = 0.65
+"""Share of `life` without a ping after which an instance's /health is asked, and another instance may take
+its address."""
 _COMPLAIN_SECONDS = 60.0
 
 _BREAKER_WINDOW_SECONDS = 30.0
@@ -62,7 +62,8 @@ Words = tuple[str, ...]
 
 
 class PingSource(Protocol):
-    """The connection on which a ping came; equal to itself only."""
+    """The connection on which a ping came. Equal sources are one connection; all pings that a worker gets
+    from the parent process count as one."""
 
     @property
     def member(self) -> bool:

@@ -21,8 +21,8 @@ from .upstream import EVENT_STREAM, CallFailed, Client, Reply, read_whole
 
 logger = logging.getLogger(__name__)
 
-# A client that has taken nothing of what waits for it for so long counts as dead.
 STALL_SECONDS = 60.0
+"""Seconds without reading pending bytes after which a client is disconnected."""
 # For an instance to list its models.
 _LIST_SECONDS = 5.0
 

@@ -77,7 +77,7 @@ class Proxy:
         self.metrics.show(self)
 
     def take(self, ping: Ping, source: PingSource) -> None:
-        """One ping from a discovery socket."""
+        """One ping, from a discovery socket or made up for a listed instance."""
         now = self.clock()
         if self.registry.observe(ping, now, source) is not None:
             self.prober.hurry()
@@ -106,7 +106,7 @@ class Proxy:
         self._budget.request(self.clock())
         failed: set[Instance] = set()
         tries = 1
-        lucky = True
+        may_resend = True
         while True:
             work.exchange = exchange = Exchange(
                 self.session,
@@ -123,9 +123,9 @@ class Proxy:
             response = await self._dispatch(exchange)
             if exchange.culprit is None or self.desk.stopping:
                 return response
-            if exchange.unlucky and lucky:
+            if exchange.maybe_aborted and may_resend:
                 # Under a new id neither side takes it for the one that was aborted. Nobody is blamed.
-                lucky = False
+                may_resend = False
                 continue
             failed.add(exchange.culprit)
             if await self._elsewhere(place, exchange.culprit, frozenset(failed), tries):

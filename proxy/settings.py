@@ -88,7 +88,8 @@ def _from_file(parser: argparse.ArgumentParser, file: str, options: Iterable[str
 
 
 def _split(name: str, text: str) -> list[str]:
-    """What holds nothing is not set; but an empty key is refused, since who sets one means to have one."""
+    """The comma-separated values, empty ones dropped. An empty --api-key is kept, so that it is refused: who
+    sets one wants authentication."""
     return [each.strip() for each in text.split(",") if each.strip()] or [""] * (name == "api-key")
 
 

@@ -25,8 +25,9 @@ from .registry import Registry
 
 logger = logging.getLogger(__name__)
 
-# Of what a worker that reads nothing has not taken yet. It misses the rest, and hears it with the next pings.
 _MOST_UNREAD = 16 << 20
+"""Most bytes buffered for a process that does not read. Further messages are dropped; later pings repeat what
+they said."""
 # For all workers to say what they are asked.
 ANSWER_SECONDS = 2.0
 # How long a new worker waits for the instances' health, and how often it looks.
@@ -53,7 +54,7 @@ class Drained(msgspec.Struct, tag=True, frozen=True):
 
 
 class Begin(msgspec.Struct, tag=True, frozen=True):
-    """The worker has been told of all instances; so many of them get requests."""
+    """Ends the first list of instances. `routable`: how many of them the parent would send requests to."""
 
     routable: int
 

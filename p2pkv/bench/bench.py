@@ -80,9 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 0 unless something went wrong."""
     try:
+        _check_output(args)
         if args.link == "nccl":
             return _run_nccl(args)
-        _check(args)
+        _check_tokens(args)
         with ending_on_signals():
             print(f"p2pkv {p2pkv.__version__} bench: starting P and D ...", flush=True)
             with prefill(max(args.tokens), args.chunk_bytes, args.link) as both:
@@ -215,7 +216,14 @@ def _cpu_name() -> str:
     return platform.machine()
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check_output(args: argparse.Namespace) -> None:
+    """Raises BenchError for a file that could not be written after all the measuring."""
+    for file in (args.json, args.plot):
+        if file is not None and not file.parent.is_dir():
+            raise BenchError(f"{file} cannot be written: there is no folder {file.parent}; make it first")
+
+
+def _check_tokens(args: argparse.Namespace) -> None:
     """Raises BenchError for options that cannot be measured here."""
     if min(args.tokens) < 2:
         raise BenchError(

@@ -36,23 +36,24 @@ class Finding:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `p2pkv doctor`."""
     parser.epilog = "Exit code 0 if a vLLM server with p2pkv can run here, else 1."
-    parser.add_argument(
+    about = parser.add_mutually_exclusive_group()
+    about.add_argument(
         "--rank",
         metavar="HOST:PORT",
         help="ask the running rank that listens there what it has counted and holds",
     )
-    parser.add_argument(
+    about.add_argument(
         "--pair",
         nargs=2,
         metavar=("P", "D"),
         help="ask all ranks of two running instances, by host:kv_port, whether they answer and fit",
     )
-    parser.add_argument(
+    about.add_argument(
         "--listen",
         metavar="HOST:PORT",
         help="wait there, on P's host, for `--connect` on D's, and send some messages over a real link",
     )
-    parser.add_argument(
+    about.add_argument(
         "--connect",
         metavar="HOST:PORT",
         help="on D's host: build a link with the doctor that listens there, and see what it carries",
@@ -212,11 +213,12 @@ def _zmq() -> Finding:
 
 
 def _proxy() -> Finding:
-    found = _first_version(("aiohttp",))
-    if found is None:
+    try:
+        found = importlib.metadata.version("aiohttp")
+    except importlib.metadata.PackageNotFoundError:
         sentence = "p2pkv-proxy does not run here: `pip install 'p2pkv[proxy]'` if it should"
         return Finding(ok=True, about="proxy", sentence=sentence)
-    return Finding(ok=True, about="proxy", sentence=f"p2pkv-proxy can run here (aiohttp {found[1]})")
+    return Finding(ok=True, about="proxy", sentence=f"p2pkv-proxy can run here (aiohttp {found})")
 
 
 def _host_link() -> Finding:
@@ -244,13 +246,3 @@ def _nccl() -> Finding:
     if not device:
         found = f"not usable: torch finds no CUDA device ({found} is there)"
     return Finding(ok=True, about="NCCL link", sentence=found)
-
-
-def _first_version(names: tuple[str, ...]) -> tuple[str, str] | None:
-    """(name, version) of the first of these distributions that is installed."""
-    for name in names:
-        try:
-            return name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None

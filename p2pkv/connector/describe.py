@@ -134,8 +134,8 @@ def _refuse_planes(config: KVCacheConfig) -> None:
     from vllm.v1.kv_cache_interface import SparseCacheRole
 
     for group in config.kv_cache_groups:
-        alike = {group.layer_names[0]: group.kv_cache_spec}
-        for name, spec in getattr(group.kv_cache_spec, "kv_cache_specs", alike).items():
+        for name in group.layer_names:  # none where this stage has no layer of the group
+            spec = _spec_of(group, name)
             indexer = getattr(spec, "cache_role", None) is SparseCacheRole.INDEXER
             if indexer or getattr(spec, "model_version", None) is not None:
                 raise ConfigError(

@@ -241,7 +241,6 @@ class Paired:
     """A request that names a P and a D."""
 
     key: str
-    child: int
     prefill: Address
     decode: Address
 
@@ -269,7 +268,7 @@ class Pairs:
                         "none", "a request names no pair of P and D in its id; it is served here, alone"
                     )
                 return None
-            named = transfer_key(request.request_id, transfer_id if isinstance(transfer_id, str) else None)
+            key = transfer_key(request.request_id, transfer_id if isinstance(transfer_id, str) else None)
         except PairingError as error:
             self._warn("malformed", f"{error}; the request is served here, alone")
             return None
@@ -281,7 +280,7 @@ class Pairs:
                 "it is served here, alone; check the router's addresses",
             )
             return None
-        return Paired(named.key, named.child, pair.prefill, pair.decode)
+        return Paired(key, pair.prefill, pair.decode)
 
     def _warn(self, kind: str, text: str) -> None:
         if kind not in self._warned and len(self._warned) < 100:

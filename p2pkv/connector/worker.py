@@ -1,4 +1,8 @@
-"""The connector in vLLM's workers: what the forward thread does for p2pkv. It only appends to a queue."""
+"""The connector in vLLM's workers: what the forward thread does for p2pkv.
+
+During the forward it only appends to a queue. `preempt` waits for copies on the device, and `results` of an
+idle step waits for news.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -177,13 +177,6 @@ def wait_until(true: Callable[[], bool], what: str, timeout_seconds: float = 30.
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what}: not within {timeout_seconds:g} s")
         time.sleep(_POLL_SECONDS)
-
-
-def stop_all(servers: Iterable[ServerProcess]) -> None:
-    """Stop several servers; every one is stopped even if stopping another fails."""
-    with contextlib.ExitStack() as stack:
-        for server in servers:
-            stack.callback(server.stop)
 
 
 class Ports:

@@ -1,6 +1,7 @@
 """Paged KV memory of one rank: where the rows of KV lie, and how they get to and from the wire.
 
-numpy and torch only; nothing here knows vLLM, the protocol or a link.
+Importing it needs numpy and torch; xxhash (CPU) and CuPy (CUDA) are imported where they are used. Nothing
+here knows vLLM, the protocol or a link.
 """
 
 from __future__ import annotations

@@ -131,8 +131,7 @@ def check_layer(number: int, tensor: torch.Tensor, first: torch.Tensor, block_si
     if (heads, content, tensor.dtype) != (first.shape[1], first.shape[3], first.dtype):
         raise ValueError(
             f"KV layer {number} has {heads} heads of {content} x {tensor.dtype}, layer 0 has "
-            f"{first.shape[1]} of {first.shape[3]} x {first.dtype}; models whose layers differ are "
-            f"not supported yet"
+            f"{first.shape[1]} of {first.shape[3]} x {first.dtype}; expected layers of one form in a KV group"
         )
     if tensor.device != first.device:
         raise ValueError(
@@ -150,7 +149,7 @@ def check_layer(number: int, tensor: torch.Tensor, first: torch.Tensor, block_si
     if paged and tokens != first.shape[2]:
         raise ValueError(
             f"KV layer {number} packs {tokens} tokens in a page, layer 0 packs {first.shape[2]}; "
-            f"models whose layers differ are not supported yet"
+            f"expected layers of one form in a KV group"
         )
 
 
@@ -235,7 +234,7 @@ def _unit_rows(pages: LayerPages, units: Bounds, stride: int, atom: int, table: 
 
 DENSE = "dense"
 PAGE_PREFIX = "page:"
-UNDONE = ("page:vec", "page:vec16", "page:amx")
+UNPACKABLE = ("page:vec", "page:vec16", "page:amx")
 
 Elements = NDArray[Any]
 
@@ -258,7 +257,7 @@ def is_paged(codec: str) -> bool:
 
 def check_page(codec: str, tokens: int, content: int, element_bytes: int) -> None:
     """Raises ValueError unless pages of N = `tokens`, C = `content` can be packed and unpacked."""
-    if codec not in UNDONE:
+    if codec not in UNPACKABLE:
         raise ValueError(f"codec {codec!r} cannot be undone; known are page:vec, page:vec16 and page:amx")
     if content % 2:
         raise ValueError(f"rows of {content} elements do not hold a K and a V of one size")

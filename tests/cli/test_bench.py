@@ -54,6 +54,7 @@ def test_the_baseline_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--tokens", "1"], "nothing would be pushed"),
         (["--chunk-bytes", "7"], "choose 1024 to"),
         (["--tokens", "100000000"], "choose shorter prompts"),
+        (["--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
     ],
 )
 def test_what_cannot_be_measured(

@@ -44,3 +44,9 @@ def test_a_rank_tells_members_what_it_counts(
 def test_a_bad_secret_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--rank", "127.0.0.1:9", "--secret-file", "/nonexistent"]) == 1
     assert "[!!] secret_file '/nonexistent' cannot be read" in capsys.readouterr().out
+
+
+def test_one_question_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["doctor", "--listen", "127.0.0.1:9", "--connect", "127.0.0.1:10"])
+    assert "not allowed with argument --listen" in capsys.readouterr().err

@@ -21,7 +21,6 @@ from p2pkv.demo.processes import (
     answers_ok,
     free_ports,
     group_members,
-    stop_all,
     wait_until,
 )
 
@@ -114,26 +113,6 @@ def test_a_server_that_never_serves_is_reported(tmp_path: Path) -> None:
     ):
         server.wait_ready(0.3)
     assert not server.running()
-
-
-def test_stop_all_stops_the_rest_when_one_fails(tmp_path: Path) -> None:
-    class Stubborn(ServerProcess):
-        def stop(self, grace_seconds: float = 20.0) -> None:
-            super().stop(grace_seconds)
-            raise ServerFailed("it would not")
-
-    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    servers = [
-        kind(
-            kind.__name__, sleep, health_url="http://127.0.0.1:1/", log_path=tmp_path / "log", env=os.environ
-        )
-        for kind in (ServerProcess, Stubborn)
-    ]
-    for each in servers:
-        each.start()
-    with pytest.raises(ServerFailed, match="it would not"):
-        stop_all(servers)
-    assert not any(each.running() for each in servers)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

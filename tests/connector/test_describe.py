@@ -390,6 +390,16 @@ def test_blocks_with_their_scales_apart_are_refused(kind: dict[str, Any], mixed:
     refuse_what_cannot_move(vllm_config("P"), config)
 
 
+def test_a_group_of_which_this_stage_has_no_layer_is_passed_over() -> None:
+    """vLLM gives every pipeline stage all groups, some of them without names."""
+    config = KVCacheConfig(
+        num_blocks=4,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["a"], FULL), KVCacheGroupSpec([], FULL)],
+    )
+    refuse_what_cannot_move(vllm_config("P"), config)
+
+
 def test_tensor_and_pipeline_parallelism_are_not_refused() -> None:
     refuse_what_cannot_pair(with_parallel(tensor_parallel_size=4, pipeline_parallel_size=2, world_size=8))
 

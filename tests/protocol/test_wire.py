@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 from msgspec.structs import replace
 
-from p2pkv.kv.layouts import UNDONE
+from p2pkv.kv.layouts import UNPACKABLE
 from p2pkv.plan import make_plan
 from p2pkv.protocol.handshake import DENSE, KNOWN_PACKINGS, Assignment, Wire, wire_between
 from p2pkv.protocol.messages import KvGroup
@@ -58,8 +58,8 @@ def test_a_row_that_does_not_divide_by_its_tokens_is_nobodys_equal() -> None:
 
 
 def test_every_packing_of_the_handshake_can_be_undone_by_the_pages() -> None:
-    assert set(KNOWN_PACKINGS) == set(UNDONE)
-    pairs = product(UNDONE, UNDONE)
+    assert set(KNOWN_PACKINGS) == set(UNPACKABLE)
+    pairs = product(UNPACKABLE, UNPACKABLE)
     assert all(wire_between(group(one, 32), group(other, 64)) == DENSE_WIRE for one, other in pairs)
 
 

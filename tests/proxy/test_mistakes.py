@@ -49,6 +49,7 @@ async def test_other_paths_are_a_404_that_says_what_there_is(lonely: Deployment)
 async def test_another_method_is_a_405(lonely: Deployment) -> None:
     async with lonely.client.get(f"{lonely.url}/v1/completions") as response:
         assert response.status == 405
+        assert response.headers["Allow"] == "POST"
         assert "does not take GET; it takes POST" in (await error_of(response))["message"]
 
 
