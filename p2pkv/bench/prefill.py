@@ -91,7 +91,7 @@ class Hook:
             self._say()
             self._run = place, place
         self._run = self._run[0], place + 1
-        if self._run[1] - self._run[0] >= self._stride:
+        if self._run[1] - self._run[0] >= self._stride or place == LAYERS - 1:
             self._say()
 
     def end(self) -> None:

@@ -80,16 +80,8 @@ class StepMetadata(KVConnectorMetadata):
     @property
     def orders(self) -> bool:
         """Whether the workers hear of anything new."""
-        return bool(
-            self.holds
-            or self.offers
-            or self.prefills
-            or self.revoked
-            or self.sent
-            or self.expects
-            or self.loads
-            or self.drops
-        )
+        to_p = self.holds, self.offers, self.prefills, self.revoked, self.sent
+        return any((*to_p, self.expects, self.loads, self.drops))
 
 
 @dataclass

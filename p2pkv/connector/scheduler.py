@@ -88,7 +88,7 @@ class ProducerScheduler:
         """Blocks that another connector fills in steps whose results are not known, by step."""
         self._prompts: dict[str, _Prompt] = {}
         self._taken: set[str] = set()
-        self._spare: dict[str, dict[str, _Prompt]] = {}
+        self._duplicates: dict[str, dict[str, _Prompt]] = {}
         """By key: requests of the same prompt that do not push, unless the one that does is aborted."""
         self._ended: dict[str, str] = {}
         self._next = StepMetadata()
@@ -103,7 +103,7 @@ class ProducerScheduler:
         # Some routers leave `n` on P: its first child pushes, the others would push the same again. And a
         # router that lost its connection asks again, while the first one may be running still.
         if paired.key in self._taken:
-            self._spare.setdefault(paired.key, {})[request.request_id] = prompt
+            self._duplicates.setdefault(paired.key, {})[request.request_id] = prompt
             return
         self._taken.add(paired.key)
         self._prompts[request.request_id] = prompt
@@ -203,7 +203,7 @@ class ProducerScheduler:
         """The request has ended; whether its blocks must wait until the workers report them free."""
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is None:
-            self._no_spare(request)
+            self._forget_duplicate(request)
             return False
         key = prompt.paired.key
         if prompt.unannounced is not None and request.status in COMPLETED:
@@ -211,12 +211,12 @@ class ProducerScheduler:
             tokens = prompt.announced = request.num_prompt_tokens
             table = PromptBlocks(key, self._tables.of(prompt.unannounced, tokens))
             self._next.prefills.append(Prefill(table, tokens, tokens, tokens))
-        if prompt.announced < request.num_prompt_tokens and (heir := self._heir(prompt)):
+        if prompt.announced < request.num_prompt_tokens and (other := self._next_duplicate(prompt)):
             # As after a preemption: the same prompt, with other blocks.
             if prompt.announced:
                 self._next.revoked.append(key)
-            heir.offered = prompt.offered
-            self._prompts[heir.request.request_id] = heir
+            other.offered = prompt.offered
+            self._prompts[other.request.request_id] = other
             return False
         if prompt.announced and not request.num_computed_tokens:
             # Preempted since the last step, so its blocks are gone already.
@@ -228,18 +228,18 @@ class ProducerScheduler:
         self._next.sent.append(Ended(request.request_id, key, reason))
         return True
 
-    def _heir(self, prompt: _Prompt) -> _Prompt | None:
-        """What is pushed in place of an aborted request's prompt: one that asks for the same again."""
-        for spare in self._spare.get(prompt.paired.key, {}).values():
-            if spare.digest == prompt.digest:
-                self._no_spare(spare.request)
-                return spare
+    def _next_duplicate(self, prompt: _Prompt) -> _Prompt | None:
+        """The duplicate that pushes in place of this prompt, whose request was aborted, or None."""
+        for duplicate in self._duplicates.get(prompt.paired.key, {}).values():
+            if duplicate.digest == prompt.digest:
+                self._forget_duplicate(duplicate.request)
+                return duplicate
         return None
 
-    def _no_spare(self, request: Request) -> None:
-        for key, spare in list(self._spare.items()):
-            if spare.pop(request.request_id, None) is not None and not spare:
-                del self._spare[key]
+    def _forget_duplicate(self, request: Request) -> None:
+        for key, duplicates in list(self._duplicates.items()):
+            if duplicates.pop(request.request_id, None) is not None and not duplicates:
+                del self._duplicates[key]
 
     def reported(self, sent: Iterable[str]) -> None:
         """The workers have reported these requests: their keys may be used again."""
