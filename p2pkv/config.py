@@ -88,9 +88,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """networks, as `["10.0.0.0/8"]` | no | the instance neither dials nor admits ranks outside of them"""
 
     link: Literal["auto", "nccl", "host"] = "auto"
-    """`auto`, `host` or `nccl` | the resulting kind | what carries the KV: `nccl` between GPUs, `host`
-    by shared memory or TCP; `auto` is `nccl` where there is a CUDA device, else `host`. A rank has one kind,
-    and P refuses a D of another kind"""
+    """`auto`, `host` or `nccl` | the resulting kind | what carries the KV: `nccl` between GPUs, `host`,
+    by shared memory or TCP, where the KV cache is in CPU memory; `auto` is `nccl` where there is a CUDA
+    device, else `host`. A rank has one kind, and P refuses a D of another kind"""
 
     staging_bytes: Annotated[int, Meta(ge=1024, le=1 << 40)] = 64 * MIB
     """bytes of a rank | no | send and receive slots of a rank, shared by all its peers: what is in flight at
@@ -128,7 +128,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     idle_wait_ms: Annotated[float, Meta(ge=0, le=100)] = 5.0
     """milliseconds | no | how long a step in which vLLM has nothing to compute may wait for KV where vLLM's
-    engine core cannot rest (workers on several hosts), and so how much later a request may be scheduled that
+    engine core cannot rest (workers that Ray started), and so how much later a request may be scheduled that
     comes meanwhile; 0: no step waits, the engine core does not rest, and vLLM's processes do not nap between
     such steps"""
 
@@ -141,7 +141,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     variable"""
 
     warm_up_tls: bool = False
-    """true or false | no | the instance's HTTP API speaks TLS; its certificate is not checked"""
+    """true or false | no | the instance's HTTP API speaks TLS; its certificate is not checked. For other
+    routers: p2pkv-proxy speaks plain HTTP to instances"""
 
     notes: tuple[str, ...] = ()
     """Not an option: warnings about the options, to be logged once at start; a sentence each."""
@@ -270,6 +271,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         if options.link == "nccl" and not has_gpu:
             raise ConfigError(
                 "link is 'nccl', which needs a CUDA device, and there is none; use 'auto' or 'host'"
+            )
+        if options.link == "host" and has_gpu:
+            raise ConfigError(
+                "link is 'host', which moves KV that is in CPU memory, and here it is on a CUDA device; "
+                "use 'auto' or 'nccl'"
             )
         former_way = former and secret is not None and "discovery" not in given
         notes = (*_former_notes(former_given, options), *_notes(options, former_way))

@@ -235,11 +235,15 @@ class Admission:
             except (Full, NoInstance, UnknownModel):
                 # An instance may come, or come back, before the wait is over.
                 continue
-            place = RequestPlace(waiter.asked, waiter.help, choice)
-            self._seat(place)
-            self._count(choice)
-            self._remove(waiter)
-            waiter.placed.set_result(place)
+            except Exception as error:  # this request's alone: whoever calls us may serve another one
+                self._remove(waiter)
+                waiter.placed.set_exception(error)
+            else:
+                place = RequestPlace(waiter.asked, waiter.help, choice)
+                self._seat(place)
+                self._count(choice)
+                self._remove(waiter)
+                waiter.placed.set_result(place)
             if following := _first(self._queues.get(waiter.wants, {})):
                 heapq.heappush(firsts, (following.number, following))
 

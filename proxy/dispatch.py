@@ -199,7 +199,7 @@ class Exchange:
         """D has not answered, and nothing has gone to the client. `spoke`: it said itself that it failed."""
         if spoke and self.repeated:
             self.culprit, self.maybe_aborted = self.choice.decode, True
-        elif self.blames_prefill:
+        elif spoke and self.blames_prefill:  # for want of KV it says so, and does not close the connection
             self.culprit = self.choice.prefill  # judged before, or only silent
         else:
             self.culprit = self.choice.decode
@@ -218,6 +218,8 @@ class Exchange:
         """Tells an instance's breaker what became of its part."""
         now = self.clock()
         self.record.judged(instance, success)
+        if instance.left is not None:
+            return  # it gets no more requests anyway
         if success:
             if instance.breaker.succeeded(now):
                 logger.info("%s answers again: it gets requests as before", instance)

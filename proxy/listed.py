@@ -125,6 +125,7 @@ class ListedInstances:
     async def _look(self, watched: _Watched) -> None:
         known = self._registry.at(watched.listed.key)
         if known is not None and known.source is not watched.source:
+            watched.source.pinged = True
             return
         try:
             async with self._session.get(

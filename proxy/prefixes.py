@@ -130,7 +130,10 @@ def _parts_of_object(value: dict[str, Any], depth: int) -> Iterator[str | list[i
 
 
 def _encoded(value: object) -> bytes:
-    return msgspec.json.encode(value)
+    try:
+        return msgspec.json.encode(value)
+    except RecursionError:  # the stack is deeper here than where the body was read
+        return b"nested too deeply to be counted"
 
 
 class PrefixIndex:

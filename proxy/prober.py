@@ -27,8 +27,6 @@ _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _PERIOD_SECONDS = 1.0
 _GOODBYE_SECONDS = 1.0
 """After a goodbye, for the answers that were complete."""
-_LEAVING_SECONDS = 30.0
-"""After a goodbye a request may still come: the instance was chosen before, and P has answered since."""
 
 
 class _Model(msgspec.Struct):
@@ -63,7 +61,7 @@ class Prober:
         self._changed = changed
         self._hurry = asyncio.Event()
         self._gone: set[Instance] = set()
-        """Instances that are no longer registered and have requests in flight, or may get them."""
+        """Instances that are no longer registered, and have requests or were chosen for some."""
 
     def hurry(self) -> None:
         """A new instance is there: probe without waiting for the next round."""
@@ -75,13 +73,16 @@ class Prober:
             self._hurry.clear()
             now = self._clock()
             self._gone.update(self._registry.expire(now))
-            self._gone = {each for each in self._gone if each.in_flight or _may_be_asked(each, now)}
+            self._gone = {each for each in self._gone if each.load}
             doubtful = {*self._registry.late(now), *self._gone}
-            await asyncio.gather(
-                *(self._probe(instance) for instance in self._registry.unready()),
-                *(self._doubt(instance) for instance in doubtful),
-            )
-            self._changed()
+            try:
+                await asyncio.gather(
+                    *(self._probe(instance) for instance in self._registry.unready()),
+                    *(self._doubt(instance) for instance in doubtful),
+                )
+                self._changed()
+            except Exception:  # nobody else looks for newcomers and the dead
+                logger.exception("a round of looking after the instances failed; the next one comes")
             try:
                 async with asyncio.timeout(_PERIOD_SECONDS):
                     await self._hurry.wait()
@@ -99,6 +100,8 @@ class Prober:
             if instance.left is not None:
                 if refused and now - instance.left >= _GOODBYE_SECONDS:
                     instance.lost("stopped")
+                elif not refused and self._registry.overdue(instance, now):
+                    instance.lost("silent")  # it stands still with its port open
             elif refused or self._registry.overdue(instance, now):
                 logger.warning(
                     "%s neither pings nor answers (%r): its %d requests fail",
@@ -144,7 +147,3 @@ class Prober:
             except (msgspec.MsgspecError, RecursionError, ValueError) as error:
                 logger.warning("%s: its list of models cannot be read: %s", instance, error)
                 return frozenset()
-
-
-def _may_be_asked(instance: Instance, now: float) -> bool:
-    return instance.left is not None and now - instance.left < _LEAVING_SECONDS

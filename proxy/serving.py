@@ -152,7 +152,8 @@ class Proxy:
         help = place.help_after(culprit)
         if not self.admission.can_move(place, help, failed):
             return False
-        if not self._budget.spend(self.clock()):
+        # The budget is for outages; who has said goodbye is none.
+        if culprit.left is None and not self._budget.spend(self.clock()):
             self.counters.retries_refused += 1
             return False
         await asyncio.sleep(pause(tries))

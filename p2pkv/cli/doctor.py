@@ -10,7 +10,6 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import p2pkv
 from p2pkv import plugin
@@ -180,7 +179,9 @@ def _vllm() -> Finding:
 def _plugin() -> Finding:
     entries = [e for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "p2pkv"]
     if not entries:
-        sentence = "vLLM cannot find p2pkv: it is on the path but not installed; `pip install p2pkv`"
+        sentence = (
+            "vLLM cannot find p2pkv: it is on the path and not installed; `pip install .` in its folder"
+        )
         return Finding(ok=False, about="plug-in", sentence=sentence)
     try:
         entries[0].load()
@@ -216,17 +217,19 @@ def _proxy() -> Finding:
     try:
         found = importlib.metadata.version("aiohttp")
     except importlib.metadata.PackageNotFoundError:
-        sentence = "p2pkv-proxy does not run here: `pip install 'p2pkv[proxy]'` if it should"
+        sentence = "p2pkv-proxy does not run here: `pip install '.[proxy]'` in p2pkv's folder if it should"
         return Finding(ok=True, about="proxy", sentence=sentence)
     return Finding(ok=True, about="proxy", sentence=f"p2pkv-proxy can run here (aiohttp {found})")
 
 
 def _host_link() -> Finding:
-    shared = Path("/dev/shm")
-    if shared.is_dir():
-        sentence = "usable: shared memory on this host, TCP to others"
-    else:
-        sentence = "usable over TCP only: this machine has no /dev/shm"
+    try:
+        from p2pkv.links.shared_memory import can_share
+    except ImportError as error:
+        return Finding(ok=True, about="host link", sentence=f"not usable ({error})")
+    sentence = "usable: shared memory with processes of one user in this pid namespace, TCP to others"
+    if not can_share():
+        sentence = "usable over TCP only: this system has no memfd, or no /proc"
     return Finding(ok=True, about="host link", sentence=sentence)
 
 

@@ -160,6 +160,11 @@ def refuse_what_cannot_pair(config: VllmConfig) -> None:
             "and all ranks would have the same kv_port; set it to 1, and start replicas as instances of "
             "their own, each with its own kv_port"
         )
+    if parallel.nnodes > 1:
+        raise ConfigError(
+            f"--nnodes is {parallel.nnodes}: this version of p2pkv looks for all ranks at one host; "
+            "set it to 1, and start an instance on each node"
+        )
     sizes = {
         "--data-parallel-size": parallel.data_parallel_size,
         "--decode-context-parallel-size": parallel.decode_context_parallel_size,

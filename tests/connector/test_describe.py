@@ -350,6 +350,7 @@ def test_attention_of_every_kind_and_states_move() -> None:
         ({"data_parallel_size": 2}, "--data-parallel-size is 2"),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size is 2"),
         ({"prefill_context_parallel_size": 4}, "--prefill-context-parallel-size is 4"),
+        ({"nnodes": 2}, "--nnodes is 2: .* all ranks at one host"),
         ({"distributed_executor_backend": "external_launcher", "world_size": 2}, "choose mp or ray"),
     ],
 )

@@ -220,3 +220,35 @@ async def test_of_a_herd_everybody_gets_one_answer_and_d_never_more_than_it_take
         assert statuses.count(503) == deployment.proxy.counters.refused_full
         assert 1 <= most <= 4
         await quiet(deployment)
+
+
+async def test_a_body_as_deep_as_one_may_be_harms_nobody_else(narrow: Deployment) -> None:
+    """Its tokens are counted where the stack is deeper than where it was read, and by another's turn."""
+
+    def nested(depth: int) -> bytes:
+        deep = b'{"a":' * depth + b"1" + b"}" * depth
+        return b'{"model": "tiny", "prompt": "x", "tools": [' + deep + b"]}"
+
+    async def post(body: bytes) -> int:
+        async with narrow.client.post(f"{narrow.url}/v1/completions", data=body) as response:
+            await response.read()
+            return response.status
+
+    readable, refused = 1, 1_400  # which just fits what may be held
+    while refused - readable > 1:
+        middle = (readable + refused) // 2
+        if await post(nested(middle)) == 400:
+            refused = middle
+        else:
+            readable = middle
+    before = len(narrow.d.requests)
+    with slow(narrow.d):
+        first = ask(narrow)
+        await until(lambda: len(narrow.d.requests) == before + 1)
+        deep = asyncio.create_task(post(nested(readable)))
+        last = ask(narrow)
+        await until(lambda: narrow.proxy.admission.waiting == 2)
+    assert await first == await last == 200
+    assert await deep in (200, 400, 500)
+    other = await narrow.add("D")
+    await until(lambda: other.http_address in narrow.routable("D"))

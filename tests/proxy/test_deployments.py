@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 import yaml
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from environments import Unavailable, environment
 from proxy_behaviours import Seen, answer_json
-from proxy_fakes import Deployment, called, deployed, until
+from proxy_fakes import called, deployed, until
 
 from p2pkv.config import Options
 from p2pkv.pairing import Address
@@ -114,9 +115,10 @@ def test_instances_on_kubernetes(name: str, role: str) -> None:
         Address(POD_IP, 8000),
     )
     # It pings the service, and drains itself there, under the address that it has registered.
-    ports = {port["name"]: port["port"] for port in manifests()["Service", "p2pkv-proxy"]["spec"]["ports"]}
-    assert made.proxies == (Address("p2pkv-proxy", ports["discovery"]),)
-    assert environ["PROXY"] == f"http://p2pkv-proxy:{ports['http']}"
+    (http,) = manifests()["Service", "p2pkv-proxy"]["spec"]["ports"]
+    (discovery,) = manifests()["Service", "p2pkv-discovery"]["spec"]["ports"]
+    assert made.proxies == (Address("p2pkv-discovery", discovery["port"]),)
+    assert environ["PROXY"] == f"http://p2pkv-proxy:{http['port']}"
     assert environ["ADDRESS"] == str(made.http_address)
     # Both the script and vLLM have their time before the SIGKILL.
     needed = float(environ["DRAIN_SECONDS"]) + float(option(command, "--shutdown-timeout"))
@@ -137,6 +139,7 @@ def test_the_proxy_on_kubernetes() -> None:
     environ = environ_of(container)
     # What Kubernetes sets beside a service of this name.
     environ |= {"P2PKV_PROXY_PORT": "tcp://10.0.0.9:10001", "P2PKV_PROXY_SERVICE_HOST": "10.0.0.9"}
+    environ |= {"P2PKV_DISCOVERY_PORT": "tcp://10.0.0.8:30001"}
     assert container["command"] == ["p2pkv-proxy"]
     read = settings.parse(cli._parser(), container["args"], environ)
     assert (
@@ -144,11 +147,15 @@ def test_the_proxy_on_kubernetes() -> None:
         and read.admin_token == environ_of(pod_of("decode")["containers"][0])["ADMIN_TOKEN"]
     )
     assert pod["terminationGracePeriodSeconds"] > read.drain_seconds + 3
-    service = manifests()["Service", "p2pkv-proxy"]["spec"]
-    assert {port["port"] for port in service["ports"]} == {read.port, read.discovery.port}
-    labels = manifests()["Deployment", "p2pkv-proxy"]["spec"]["template"]["metadata"]["labels"]
-    assert service["selector"] == labels
+    clients, instances = (manifests()["Service", f"p2pkv-{name}"]["spec"] for name in ("proxy", "discovery"))
+    assert [port["port"] for port in clients["ports"]] == [read.port]
+    assert [port["port"] for port in instances["ports"]] == [read.discovery.port]
+    deployment = manifests()["Deployment", "p2pkv-proxy"]["spec"]
+    assert clients["selector"] == instances["selector"] == deployment["template"]["metadata"]["labels"]
+    # It is ready when it has instances. So these must reach it before, and no old pod may keep their pings.
     assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
+    assert instances["publishNotReadyAddresses"] is True and "publishNotReadyAddresses" not in clients
+    assert deployment["strategy"] == {"type": "Recreate"}
 
 
 def test_compose(tmp_path: Path) -> None:
@@ -173,9 +180,9 @@ def test_compose(tmp_path: Path) -> None:
 # The script that runs before a pod stops.
 
 
-async def drained(deployment: Deployment, address: str, token: str = "t") -> asyncio.subprocess.Process:
+async def drained(url: str, address: str) -> asyncio.subprocess.Process:
     script = manifests()["ConfigMap", "p2pkv-drain"]["data"]["drain.py"]
-    environ = {"PROXY": deployment.url, "ADDRESS": address, "ADMIN_TOKEN": token, "DRAIN_SECONDS": "20"}
+    environ = {"PROXY": url, "ADDRESS": address, "ADMIN_TOKEN": "t", "DRAIN_SECONDS": "20"}
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-c", script),
         env={**os.environ, **environ},
@@ -199,7 +206,7 @@ async def test_a_pod_that_stops_waits_for_its_requests() -> None:
         await until(lambda: called(leaving))
         staying = await deployment.add("D")
         await deployment.ready(1, 2)
-        script = await drained(deployment, leaving.http_address)
+        script = await drained(deployment.url, leaving.http_address)
         await until(lambda: deployment.routable("D") == [staying.http_address])
         # A request that comes now goes to the one that stays, and the script still waits.
         assert (await deployment.post()).status == 200
@@ -213,9 +220,29 @@ async def test_a_pod_that_stops_waits_for_its_requests() -> None:
 @pytest.mark.asyncio
 async def test_a_pod_stops_although_the_proxy_does_not_know_it() -> None:
     async with deployed("concurrent", guard=Access("t")) as deployment:
-        script = await drained(deployment, "10.0.0.9:8000")
+        script = await drained(deployment.url, "10.0.0.9:8000")
         said, _ = await asyncio.wait_for(script.communicate(), 10)
         assert script.returncode == 0 and b"not drained: HTTP Error 404" in said
+
+
+@pytest.mark.asyncio
+async def test_a_pod_waits_although_the_proxy_stumbles() -> None:
+    """One answer that fails does not end the wait."""
+    asked: list[str] = []
+
+    async def stumbling(request: web.Request) -> web.Response:
+        asked.append(request.method)
+        if len(asked) in (1, 3):
+            raise web.HTTPServiceUnavailable
+        state = "draining" if len(asked) < 5 else "drained"
+        return web.json_response({"instances": [{"address": "10.0.0.9:8000", "state": state}]})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", stumbling)
+    async with TestServer(app) as server:
+        script = await drained(str(server.make_url("")).rstrip("/"), "10.0.0.9:8000")
+        said, _ = await asyncio.wait_for(script.communicate(), 15)
+        assert (script.returncode, said, asked) == (0, b"", ["POST", "POST", "GET", "GET", "GET"])
 
 
 # Against the specifications.

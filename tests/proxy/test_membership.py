@@ -349,3 +349,52 @@ async def test_an_answer_that_the_leaver_has_begun_goes_on_although_its_port_ref
     release.set()
     assert (await response.text()).endswith("data: [DONE]\n\n")
     asking.cancel()
+
+
+async def test_all_that_a_leaver_has_not_begun_goes_elsewhere_whatever_retries_are_left(
+    concurrent: Deployment,
+) -> None:
+    """The budget of retries, ten of so few requests, is for outages."""
+    concurrent.d.behaviour = never
+    asking = [asyncio.create_task(concurrent.post()) for _ in range(14)]
+    await until(lambda: len(concurrent.d.requests) == len(asking))
+    other = await concurrent.add("D")
+    await until(lambda: other.http_address in concurrent.routable("D"))
+    await leaves(concurrent, concurrent.d)
+    async with asyncio.timeout(10):
+        answers = await asyncio.gather(*asking)
+    assert {each.status for each in answers} == {200} and len(other.requests) == len(asking)
+
+
+async def test_a_d_that_dies_is_blamed_although_its_p_has_left() -> None:
+    """For want of KV a D says that it fails; it does not close the connection."""
+    async with deployed("concurrent", 2, 2) as deployment:
+        for each in (*deployment.prefills, *deployment.decodes):
+            each.behaviour = never
+        asking = asyncio.create_task(deployment.post())
+        asked = (*deployment.prefills, *deployment.decodes)
+        await until(lambda: sum(len(each.requests) for each in asked) == 2)
+        p, d = (each for each in asked if each.requests)
+        for each in asked:
+            if each not in (p, d):
+                each.behaviour = answer_json
+        deployment.pingers[p.http_address].stop()
+        await until(lambda: p.http_address not in deployment.routable("P"))
+        dead = next(each for each in deployment.everyone() if each.ping.http_address == d.http_address)
+        d.kill()
+        async with asyncio.timeout(10):
+            response = await asking
+        assert response.status == 200
+        assert [good for _, good in dead.breaker._outcomes] == [False]
+
+
+async def test_a_leaver_that_nobody_needs_is_not_asked_again(concurrent: Deployment) -> None:
+    """Where its address answers nothing any more, each round would wait for it."""
+    leaver = await concurrent.add("D")
+    await concurrent.ready(prefill=1, decode=2)
+    concurrent.pingers[leaver.http_address].stop()
+    await concurrent.ready(prefill=1, decode=1)
+    asked = leaver.healths
+    newcomer = await concurrent.add("D", health=503)  # which is asked in each round
+    await until(lambda: newcomer.healths >= 4)
+    assert leaver.healths <= asked + 1

@@ -207,6 +207,8 @@ class TestBadInput:
         assert "expected one of auto, host, nccl" in refused({"link": "rdma"})
         assert "needs a CUDA device" in refused({"link": "nccl"})
         assert options({"link": "nccl"}, has_gpu=True).link == "nccl"
+        with pytest.raises(ConfigError, match="moves KV that is in CPU memory"):
+            options({"link": "host"}, has_gpu=True)
 
     @pytest.mark.parametrize(
         ("role", "told"),
