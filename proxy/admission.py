@@ -12,7 +12,7 @@ import heapq
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aiohttp import web
 
@@ -35,6 +35,8 @@ class Limits:
         body_patience: seconds without a byte after which a body is not waited for any longer.
         retries: how often one request is tried again elsewhere, before its first byte.
         lease: seconds for which an instance may be silent while its connection stands, before it is gone.
+        first_token_seconds: for the first token of a streamed answer; 0: no deadline.
+        event_seconds: from one event of a streamed answer to the next; 0: no deadline.
         alone_share: of one decode instance's places, the share for requests whose prompts it computes in a
             prefill instance's place, because none can or because they are short; 0 for none.
     """
@@ -47,6 +49,8 @@ class Limits:
     body_patience: float = 30.0
     retries: int = 1
     lease: float = LEASE
+    first_token_seconds: float = 0.0
+    event_seconds: float = 0.0
     alone_share: float = 0.25
 
     @property
@@ -98,11 +102,13 @@ class RequestPlace:
         asked: what the request wants.
         help: what P was to do for it when it came.
         choice: who serves it.
+        key: by which breakers know it.
     """
 
     asked: Asked
     help: Help
     choice: Choice
+    key: object = field(default_factory=object)
     _expecting: Instance | None = None
 
     def seat(self) -> None:
@@ -325,13 +331,13 @@ class Admission:
         self._places.add(place)
         place.seat()
         for instance in place.choice.instances:
-            instance.breaker.sent(place, self._clock())
+            instance.breaker.sent(place.key, self._clock())
 
     def _unseat(self, place: RequestPlace) -> None:
         self._places.discard(place)
         place.unseat()
         for instance in place.choice.instances:
-            instance.breaker.given_up(place)
+            instance.breaker.given_up(place.key)
 
 
 def _first(queue: dict[_Waiter, None]) -> _Waiter | None:

@@ -13,6 +13,7 @@ from aiohttp import web
 from p2pkv.control.security import Members
 
 from .admission import Limits
+from .attempt import Dispatch
 from .errors import errors_as_json, note_begin
 from .http import PAIRED, REQUEST_ID, SINGLE
 from .instances import Access, changed, described, drain, listed
@@ -22,7 +23,7 @@ from .metrics import Metrics
 from .records import recording
 from .registry import Registry
 from .routing import Routing
-from .serving import Dispatch, Proxy
+from .service import Proxy
 from .status import dashboard, keep_history, metrics_page, status_of, status_page
 from .team import Link, Team
 from .tracing import NoSpans, Tracing

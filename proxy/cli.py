@@ -178,7 +178,7 @@ def _tls(arguments: argparse.Namespace) -> ssl.SSLContext | None:
 
 
 async def _drain(runner: web.AppRunner, app: web.Application, seconds: float, hurry: asyncio.Event) -> None:
-    logger.info("stopping: %d requests have %g s to end", len(app[PROXY].desk), seconds)
+    logger.info("stopping: %d requests have %g s to end", len(app[PROXY].active), seconds)
     for site in list(runner.sites):
         await site.stop()
     ended = await app[PROXY].stop(seconds, hurry)
@@ -286,6 +286,8 @@ def _limits(arguments: argparse.Namespace) -> Limits:
         max_held=arguments.max_held_mib << 20,
         retries=arguments.retries,
         lease=arguments.lease_seconds,
+        first_token_seconds=arguments.first_token_seconds,
+        event_seconds=arguments.event_seconds,
         alone_share=0.0 if arguments.no_decode_alone else arguments.alone_share,
     )
 
@@ -518,6 +520,12 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
             "instance"),
         ("--lease-seconds", _seconds, limits.lease, "SECONDS",
             "how long an instance may be silent, its connection open, until it is gone"),
+        ("--first-token-seconds", _seconds, limits.first_token_seconds, "SECONDS",
+            "how long a streamed answer may take until its first token; then the request is tried elsewhere, "
+            "or ends with a 504. Set it well above what a long prompt takes under load; 0: no deadline"),
+        ("--event-seconds", _seconds, limits.event_seconds, "SECONDS",
+            "how long nothing more of a streamed answer may come until it ends with an error event; 0: no "
+            "deadline"),
         ("--drain-seconds", _seconds, 25.0, "SECONDS",
             "after SIGTERM, how long requests under way may go on"),
     ]  # fmt: skip

@@ -18,7 +18,7 @@ from .errors import ProxyError, error_response
 from .registry import Instance
 
 if TYPE_CHECKING:
-    from .serving import Proxy
+    from .service import Proxy
     from .team import Heard, Team
 
 # An instance may list any number of adapters.

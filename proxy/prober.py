@@ -1,8 +1,10 @@
 """Asks instances for their /health.
 
 It asks newcomers, because a ping comes from a worker, which starts before the API listens. And it asks those
-with requests in flight whose pings have stopped: if the port refuses they are gone, if they answer they live.
-One that says nothing is frozen or busy: its requests go on until it has been silent for a lease.
+with requests in flight whose pings have stopped. If the port refuses they are gone. One that says nothing is
+frozen or busy: its requests go on until it has been silent for a lease. One whose /health answers lives, but
+its engine may hang: after a lease without a ping, what it has not begun to answer goes elsewhere where it
+can.
 
 One that has said goodbye computes nothing more. vLLM closes its port then, and keeps the connections: on them
 it sends what it has computed, and requests that never reached its engine get their end only after 20 s.
@@ -14,6 +16,7 @@ import asyncio
 import errno
 import logging
 from collections.abc import Callable
+from weakref import WeakSet
 
 import aiohttp
 import msgspec
@@ -62,6 +65,8 @@ class Prober:
         self._hurry = asyncio.Event()
         self._gone: set[Instance] = set()
         """Instances that are no longer registered, and have requests or were chosen for some."""
+        self._said_hung: WeakSet[Instance] = WeakSet()
+        """Those of which the log has said that they may hang."""
 
     def hurry(self) -> None:
         """A new instance is there: probe without waiting for the next round."""
@@ -91,9 +96,11 @@ class Prober:
 
     async def _doubt(self, instance: Instance) -> None:
         """Ends the requests of an instance that refuses, or that neither pings nor answers for a lease; of
-        one that has said goodbye those whose answer has not begun."""
+        one that has said goodbye, or only pings no more, those whose answer has not begun."""
         try:
             await self._health(instance)
+            if instance.left is None and self._registry.overdue(instance, self._clock()):
+                self._hung(instance)
         except (aiohttp.ClientError, OSError) as error:
             refused = isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
             now = self._clock()
@@ -112,6 +119,17 @@ class Prober:
                 instance.lost("gone" if refused else "silent")
         except Exception:  # as below; it has answered something
             logger.exception("%s could not be asked for its health", instance)
+
+    def _hung(self, instance: Instance) -> None:
+        if instance not in self._said_hung:
+            self._said_hung.add(instance)
+            logger.warning(
+                "%s has not pinged for %.0f s, but its /health answers: its engine may hang, so requests "
+                "that it has not begun to answer go to others, where there are any",
+                instance,
+                self._clock() - instance.last_seen,
+            )
+        instance.lost("hung")
 
     async def _health(self, instance: Instance) -> bool:
         async with self._session.get(

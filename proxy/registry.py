@@ -55,8 +55,9 @@ Role = Literal["P", "D"]
 InstanceKey = tuple[Role, Address, int]
 ROLE_NAMES: dict[Role, str] = {"P": "prefill", "D": "decode"}
 Kind = tuple[frozenset[str], str, int]
-Loss = Literal["gone", "silent", "stopped"]
-"""Why an instance is lost: its port refuses; it has been silent for a lease, and may yet come back; or it has
+Loss = Literal["gone", "silent", "hung", "stopped"]
+"""Why an instance is lost: its port refuses; it has neither pinged nor answered /health for a lease, and may
+yet come back; it has not pinged for a lease, although its /health answers, so its engine may hang; or it has
 said goodbye and its port refuses, so it computes nothing more and only sends what it has computed."""
 Words = tuple[str, ...]
 
@@ -101,8 +102,9 @@ class Breaker:
     """Whether an instance that fails again and again is given requests.
 
     It opens when many of the latest requests failed. After a pause it lets one request through, the trial: if
-    that succeeds the breaker closes, if it fails the next pause is about twice as long. A trial that ends
-    without an outcome, because its client left, or that has none for long, makes room for another.
+    that succeeds the breaker closes, if it fails the next pause is about twice as long; what becomes of other
+    requests decides nothing. A trial that ends without an outcome, because its client left, or that has none
+    for long, makes room for another.
 
     Args:
         uniform: draws the jitter of its pauses.
@@ -116,6 +118,8 @@ class Breaker:
         self._outcomes: deque[tuple[float, bool]] = deque(maxlen=_BREAKER_OUTCOMES)
         self._resume: float | None = None
         self._trial: object | None = None
+        self._left: object | None = None
+        """A trial that has ended without an outcome: one that comes later counts, until there is another."""
         self._patience = 0.0
         self._last_failure = float("-inf")
         self.opened = 0
@@ -133,27 +137,30 @@ class Breaker:
     def sent(self, owner: object, now: float) -> None:
         """`owner` has been chosen for this instance; if the pause is over, it is the trial."""
         if self._resume is not None and self.admits(now):
-            self._trial = owner
+            self._trial, self._left = owner, None
             self._patience = now + _BREAKER_LONGEST_PAUSE
 
     def given_up(self, owner: object) -> None:
-        """`owner` has ended, perhaps without an outcome: then somebody else may be the trial."""
+        """`owner` has ended, perhaps without an outcome: then another one may be the trial."""
         if self._trial is owner:
-            self._trial = None
+            self._trial, self._left = None, owner
 
-    def succeeded(self, now: float) -> bool:
-        """An answer came. True if that closes the breaker."""
+    def _is_trial(self, owner: object | None) -> bool:
+        return owner is not None and (owner is self._trial or owner is self._left)
+
+    def succeeded(self, now: float, owner: object | None = None) -> bool:
+        """`owner` got an answer. True if that closes the breaker."""
         if self._resume is None:
             self._outcomes.append((now, True))
             return False
-        if self._trial is None:
-            return False  # asked before the pause; only the trial decides
-        self._resume = self._trial = None
+        if not self._is_trial(owner):
+            return False  # asked before the pause, or in it for want of another
+        self._resume = self._trial = self._left = None
         self._outcomes.clear()
         return True
 
-    def failed(self, now: float) -> bool:
-        """No answer came, or an error of the server's. True if that opens the breaker."""
+    def failed(self, now: float, owner: object | None = None) -> bool:
+        """`owner` got no answer, or an error of the server's. True if that opens the breaker."""
         if self.forgettable(now):
             self.opened = 0
         self._last_failure = now
@@ -161,7 +168,7 @@ class Breaker:
             self._outcomes.append((now, False))
             bad = self._too_many(now)
         else:
-            bad = self._trial is not None
+            bad = self._is_trial(owner)
         if bad:
             self._open(now)
         return bad
@@ -179,7 +186,7 @@ class Breaker:
         self.opened += 1
         longest = min(_BREAKER_LONGEST_PAUSE, _BREAKER_FIRST_PAUSE * 2.0 ** min(self.opened - 1, 16))
         self._resume = now + self._uniform(longest / 2, longest)
-        self._trial = None
+        self._trial = self._left = None
 
 
 @dataclass(eq=False)

@@ -26,7 +26,7 @@ from .metrics import OUTCOMES, SAMPLE_SECONDS, Metrics, quantiles
 from .team import Team
 
 if TYPE_CHECKING:
-    from .serving import Proxy
+    from .service import Proxy
 
 # Of the pairs that have worked together, the busiest.
 _MOST_PAIRS = 200

@@ -34,7 +34,7 @@ from .listed import ListedInstance, ListedInstances
 from .listener import Listener
 from .metrics import Family, growing
 from .registry import ListedSource, PingSource, Registry
-from .serving import Proxy
+from .service import Proxy
 from .team import (
     ANSWER_SECONDS,
     Alive,

@@ -20,11 +20,12 @@ from p2pkv.control.security import Members
 from p2pkv.demo.processes import free_ports
 from proxy.admission import Limits
 from proxy.app import LISTENER, PLAIN_LISTENER, PROXY, make_app, make_runner
+from proxy.attempt import Dispatch
 from proxy.http import PAIRED, SINGLE
 from proxy.instances import Access
 from proxy.registry import Instance, Registry, Role
 from proxy.routing import Routing
-from proxy.serving import Dispatch, Proxy
+from proxy.service import Proxy
 
 PING_SECONDS = 0.1
 DEADLINE = 10.0
@@ -64,7 +65,7 @@ def held(deployment: Deployment) -> dict[str, int]:
         "coming": sum(instance.coming for instance in deployment.everyone()),
         "tokens": sum(instance.tokens for instance in deployment.everyone()),
         "lingering": len(proxy.lingering),
-        "handlers": len(proxy.desk),
+        "handlers": len(proxy.active),
         "connections": proxy.session.open,
     }
 
@@ -103,7 +104,7 @@ class FakeInstance:
         models: names in /v1/models.
         fit: what its ping says of the peers that it needs.
         key: if set, /v1/models wants it as a bearer token.
-        frozen: /health is never answered any more.
+        frozen: /health and /v1/models are never answered any more.
         healths: how often it was asked for /health.
         requests: what has arrived, in order.
     """
@@ -177,6 +178,8 @@ class FakeInstance:
         return web.Response(status=self.health)
 
     async def _models(self, request: web.Request) -> web.Response:
+        if self.frozen:
+            await asyncio.Event().wait()
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         data = [{"id": name, "object": "model", "owned_by": self.http_address} for name in self.models]

@@ -16,12 +16,12 @@ from typing import Any
 import aiohttp
 
 from proxy.admission import RequestPlace
+from proxy.attempt import Attempt
 from proxy.cli import main
-from proxy.dispatch import Exchange
 from proxy.relay import Relay
 from proxy.upstream import Call, Reply
 
-OF_REQUESTS = (Exchange, RequestPlace, Relay, Call, Reply, aiohttp.ClientResponse)
+OF_REQUESTS = (Attempt, RequestPlace, Relay, Call, Reply, aiohttp.ClientResponse)
 """Records of requests are not among them: asyncio keeps the context of a timer that was cancelled, and with
 it the record, until it has a hundred such timers or their time comes."""
 

@@ -27,8 +27,8 @@ from test_admission import ask, slow
 from test_failures import freeze
 
 from proxy.admission import Limits
+from proxy.attempt import Dispatch
 from proxy.registry import Instance
-from proxy.serving import Dispatch
 
 pytestmark = pytest.mark.asyncio
 

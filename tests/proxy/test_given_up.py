@@ -22,8 +22,8 @@ from proxy_behaviours import (
 from proxy_fakes import Deployment, deployed, quiet, until
 
 from proxy.admission import Limits
+from proxy.attempt import Dispatch
 from proxy.http import GIVEN_UP, GivenUpFilter
-from proxy.serving import Dispatch
 
 STREAM = {"prompt": "x", "stream": True}
 MESSAGE = "The decode instance was stopped before its answer was complete."

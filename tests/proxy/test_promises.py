@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy import app, registry, relay, serving, upstream
+from proxy import app, registry, relay, retries, upstream
 from proxy.admission import Limits
 from proxy.cli import _limits, _parser
 from proxy.errors import retry_after
@@ -24,6 +24,8 @@ PAGE = " ".join((Path(__file__).parents[2] / "docs" / "operations.md").read_text
         "retries",
         "alone_share",
         "lease_seconds",
+        "first_token_seconds",
+        "event_seconds",
         "drain_seconds",
     ],
 )
@@ -58,8 +60,8 @@ def test_numbers_in_words() -> None:
         registry._BREAKER_SHARE,
         registry._BREAKER_FIRST_PAUSE,
     ) == (100, 5, 0.5, 1.0)
-    assert (serving._RETRY_SHARE, serving._RETRY_WINDOW_SECONDS) == (0.2, 10.0)
-    assert serving._RETRIES_PER_SECOND * serving._RETRY_WINDOW_SECONDS == 10
+    assert (retries._SHARE, retries._WINDOW_SECONDS) == (0.2, 10.0)
+    assert retries._PER_SECOND * retries._WINDOW_SECONDS == 10
     idle, interval, probes = upstream._KEEPALIVE_PROBES.values()
     assert idle + interval * probes == 20
 

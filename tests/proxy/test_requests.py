@@ -234,7 +234,7 @@ async def test_a_p_that_does_not_end_is_closed_after_a_while(
         await until(lambda: len(concurrent.p.requests) == 1)
         return await answer_json(request, seen)
 
-    monkeypatch.setattr("proxy.dispatch._GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("proxy.attempt._GRACE_SECONDS", 0.1)
     concurrent.p.behaviour, concurrent.d.behaviour = never, answers
     assert (await concurrent.post()).status == 200
     await until(lambda: concurrent.p.requests[0].aborted)

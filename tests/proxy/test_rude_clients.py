@@ -26,8 +26,8 @@ from proxy_behaviours import (
 from proxy_fakes import Deployment, deployed, quiet, until
 
 from proxy.admission import Limits
+from proxy.attempt import Dispatch
 from proxy.cli import Garbage
-from proxy.serving import Dispatch
 
 BODY = b'{"model": "tiny", "prompt": "hi", "stream": true}'
 

@@ -345,7 +345,7 @@ async def test_after_thousands_of_requests_that_fail_in_all_ways_nothing_is_left
 async def test_a_p_that_ends_after_d_leaves_nothing_of_its_request(
     concurrent: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.dispatch._GRACE_SECONDS", 1000.0)
+    monkeypatch.setattr("proxy.attempt._GRACE_SECONDS", 1000.0)
     before, release = objects_of_requests(), asyncio.Event()
     concurrent.p.behaviour = after(release, answer_json)
     assert (await concurrent.post()).status == 200

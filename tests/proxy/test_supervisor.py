@@ -23,7 +23,7 @@ from proxy.admission import Limits
 from proxy.instances import Access, changed, listed
 from proxy.metrics import Family, Metrics
 from proxy.registry import Registry
-from proxy.serving import Proxy
+from proxy.service import Proxy
 from proxy.status import metrics_page
 from proxy.team import (
     Channel,
