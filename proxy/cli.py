@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import multiprocessing
 import os
 import re
 import resource
 import signal
 import ssl
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -27,17 +31,17 @@ from p2pkv.trust import SECRET_VARIABLE, TrustError, is_loopback, read_secret
 
 from . import settings
 from .admission import Limits
-from .app import LISTENER, PLAIN_LISTENER, PROXY, TEAM, make_app, make_runner
+from .app import LISTENER, PLAIN_LISTENER, PROXY, end, make_app, make_runner
 from .instances import Access
 from .listed import ListedInstance
-from .listener import endpoint_of
+from .listener import Listener, endpoint_of
 from .prefixes import PIECE_TOKENS
 from .records import set_up_logging
 from .registry import ROLE_NAMES, Role
 from .routing import POLICY_NAMES, Routing
-from .team import Channel, Link, Serving
+from .supervisor import Supervisor, bound, ignore_signals, reserved, share_of
 from .tracing import NoTracing, Spans
-from .workers import Seat, Supervisor, bound, ignore_signals, share_of, sharing
+from .worker import Seat, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +148,10 @@ async def _serve(arguments: argparse.Namespace, members: Members | None) -> None
 
 
 def _app(
-    arguments: argparse.Namespace, members: Members | None, limits: Limits, link: Link | None = None
+    arguments: argparse.Namespace,
+    members: Members | None,
+    limits: Limits,
+    worker: Worker | None = None,
 ) -> web.Application:
     plain: Address | None = arguments.plain_discovery
     return make_app(
@@ -158,7 +165,7 @@ def _app(
         log_requests=arguments.log_requests,
         tracing=Spans(arguments.otlp_traces_endpoint) if arguments.otlp_traces_endpoint else None,
         listed=[*arguments.prefill, *arguments.decode],
-        link=link,
+        worker=worker,
     )
 
 
@@ -207,27 +214,27 @@ async def _oversee(arguments: argparse.Namespace, members: Members | None) -> No
     """Has workers serve until told to stop. Raises OSError if an address cannot be bound."""
     stop, hurry = _signals()
     _warn(arguments, members)
-    plain: Address | None = arguments.plain_discovery
-    listening = bound(arguments.host, arguments.port, arguments.workers)
-    supervisor = Supervisor(listening, _work, arguments, members)
-    async with sharing(
-        supervisor,
-        endpoint_of(arguments.discovery),
-        None if plain is None else endpoint_of(plain),
-        members,
-        [*arguments.prefill, *arguments.decode],
-        _limits(arguments),
-    ) as listeners:
+    with ExitStack() as cleanup:
+        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="p2pkv-proxy-")))
+        port = reserved(arguments.host, arguments.port)
+        supervisor = Supervisor(arguments.workers, port, folder, _work, arguments, members)
+        listeners = [Listener(endpoint_of(arguments.discovery), supervisor.pings.take, members)]
+        cleanup.callback(listeners[0].close)
+        if arguments.plain_discovery is not None:
+            listeners.append(Listener(endpoint_of(arguments.plain_discovery), supervisor.pings.take))
+            cleanup.callback(listeners[1].close)
+        listening = [asyncio.create_task(each.run()) for each in listeners]
         try:
             await supervisor.start(stop)
             if not stop.is_set():
-                addresses = [each.getsockname() for each in listening[0]]
+                addresses = [each.getsockname() for each in port]
                 _say_serving(arguments, members, addresses, listeners[0].endpoint)
                 for each in listeners[1:]:
                     logger.info("plain discovery on %s", each.endpoint)
             await stop.wait()
         finally:
             await supervisor.stop(arguments.drain_seconds + _SHUTDOWN_SECONDS, hurry)
+            await end(listening)
 
 
 def _work(arguments: argparse.Namespace, members: Members | None, seat: Seat) -> None:
@@ -235,9 +242,9 @@ def _work(arguments: argparse.Namespace, members: Members | None, seat: Seat) ->
     ignore_signals()
     set_up_logging(arguments.log_level, arguments.log_format, f"worker {seat.number}")
     logging.getLogger("aiohttp.server").addFilter(Garbage())
-    # That process says who comes and goes.
-    logging.getLogger(f"{__package__}.registry").setLevel(logging.ERROR)
-    logging.getLogger(f"{__package__}.prober").setLevel(logging.WARNING)
+    if seat.number > 1:  # the first one logs which instances come and go
+        logging.getLogger(f"{__package__}.registry").setLevel(logging.ERROR)
+        logging.getLogger(f"{__package__}.prober").setLevel(logging.WARNING)
     try:
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             runner.run(_serve_seat(arguments, members, seat))
@@ -247,22 +254,39 @@ def _work(arguments: argparse.Namespace, members: Members | None, seat: Seat) ->
 
 
 async def _serve_seat(arguments: argparse.Namespace, members: Members | None, seat: Seat) -> None:
-    channel = await Channel.over(seat.end)
-    link = Link(channel, asyncio.Event(), asyncio.Event())
-    app = _app(arguments, members, share_of(_limits(arguments), arguments.workers), link)
+    """Serves until the supervisor says so. Takes no connection before it has the instances and the drains
+    that there are: it would turn requests away that another worker would serve."""
+    worker = Worker(seat)
+    app = _app(arguments, members, share_of(_limits(arguments), seat.of), worker)
     runner = make_runner(app, _SHUTDOWN_SECONDS)
+    _stop_without_parent(worker.stop)
     try:
         await runner.setup()
-        await app[TEAM].ready(app[PROXY].registry, app[PROXY].clock)
-        tls = _tls(arguments)
-        for each in seat.listening:
-            await web.SockSite(runner, each, ssl_context=tls).start()
-        channel.send(Serving())
-        await link.stop.wait()
-        await _drain(runner, app, arguments.drain_seconds, link.hurry)
+        await worker.updated.wait()
+        await app[PROXY].prober.round()
+        if not worker.stop.is_set():
+            tls = _tls(arguments)
+            for each in bound(seat):
+                await web.SockSite(runner, each, ssl_context=tls).start()
+            worker.serving = True
+            await worker.stop.wait()
+        await _drain(runner, app, arguments.drain_seconds, worker.hurry)
     finally:
         await runner.cleanup()
-        channel.close()
+
+
+def _stop_without_parent(stop: asyncio.Event) -> None:
+    """Sets `stop` when the process that has started this one is gone."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    loop = asyncio.get_running_loop()
+
+    def gone() -> None:
+        loop.remove_reader(parent.sentinel)
+        logger.warning("the process that started this worker is gone: it stops, too")
+        stop.set()
+
+    loop.add_reader(parent.sentinel, gone)
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:

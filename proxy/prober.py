@@ -76,23 +76,27 @@ class Prober:
         """Probes until cancelled."""
         while True:
             self._hurry.clear()
-            now = self._clock()
-            self._gone.update(self._registry.expire(now))
-            self._gone = {each for each in self._gone if each.load}
-            doubtful = {*self._registry.late(now), *self._gone}
             try:
-                await asyncio.gather(
-                    *(self._probe(instance) for instance in self._registry.unready()),
-                    *(self._doubt(instance) for instance in doubtful),
-                )
-                self._changed()
-            except Exception:  # nobody else looks for newcomers and the dead
+                await self.round()
+            except Exception:  # nothing else looks for newcomers and the dead
                 logger.exception("a round of looking after the instances failed; the next one comes")
             try:
                 async with asyncio.timeout(_PERIOD_SECONDS):
                     await self._hurry.wait()
             except TimeoutError:
                 continue
+
+    async def round(self) -> None:
+        """Asks each once that has to be asked now."""
+        now = self._clock()
+        self._gone.update(self._registry.expire(now))
+        self._gone = {each for each in self._gone if each.load}
+        doubtful = {*self._registry.late(now), *self._gone}
+        await asyncio.gather(
+            *(self._probe(instance) for instance in self._registry.unready()),
+            *(self._doubt(instance) for instance in doubtful),
+        )
+        self._changed()
 
     async def _doubt(self, instance: Instance) -> None:
         """Ends the requests of an instance that refuses, or that neither pings nor answers for a lease; of

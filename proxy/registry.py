@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -63,8 +63,7 @@ Words = tuple[str, ...]
 
 
 class PingSource(Protocol):
-    """The connection on which a ping came. Equal sources are one connection; all pings that a worker gets
-    from the parent process count as one."""
+    """The connection on which a ping came. Equal sources are one connection."""
 
     @property
     def member(self) -> bool:
@@ -471,16 +470,18 @@ class Registry:
             self._drained.pop(instance.key, None)
         logger.warning("%s %s", instance, "is drained: it gets no new requests" if drained else "is resumed")
 
-    def drained_before(self, ping: Ping, drained: bool) -> None:
-        """Another process has drained or resumed this instance; it may not have pinged here yet."""
-        key = ping.type, Address.parse(ping.http_address), ping.dp_rank
-        if drained:
-            self._drained[key] = ping.incarnation
-        else:
-            self._drained.pop(key, None)
-        known = self.of(ping)
-        if known is not None:
-            known.drained = drained
+    def drains(self) -> list[tuple[Role, str, int, str]]:
+        """Which incarnations are drained, as another process can read it."""
+        return [(role, str(http), rank, drained) for (role, http, rank), drained in self._drained.items()]
+
+    def adopt_drains(self, drains: Iterable[tuple[Role, str, int, str]]) -> None:
+        """Takes over those of another process; an instance may not have pinged here yet."""
+        for role, http, rank, incarnation in drains:
+            key = role, Address.parse(http), rank
+            self._drained[key] = incarnation
+            known = self._instances.get(key)
+            if known is not None and known.ping.incarnation == incarnation:
+                known.drained = True
 
     def expire(self, now: float) -> list[Instance]:
         """Removes the instances that are gone. Returns them, and those that have said goodbye since the last
