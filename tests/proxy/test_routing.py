@@ -19,6 +19,8 @@ from proxy.routing import (
     POLICY_NAMES,
     REQUEST_TOKENS,
     Asked,
+    Help,
+    NoInstance,
     PowerOfTwo,
     Router,
     Routing,
@@ -209,6 +211,25 @@ def test_when_the_load_is_uneven_it_is_the_least_loaded() -> None:
     assert policy([warm, cold], asked(LONG)) == (cold, 0)
     cold.expect(2)
     assert policy([warm, cold], asked(LONG)) == (cold, LONG), "which has been given it now"
+
+
+def test_four_ranks_compute_all_of_it_sooner_than_one_computes_half() -> None:
+    registry, policy = Registry(), make_policy("prefix_aware", 10_000)
+    warm, large = join(registry, ping("P", 1)), join(registry, ping("P", 2, tp_size=4))
+    policy([warm], asked(LONG // 2))
+    assert policy([warm, large], asked(LONG)) == (large, 0)
+
+
+def test_who_needs_a_p_is_not_left_to_a_d_alone_where_all_ps_are_in_doubt() -> None:
+    """It has been tried without one, or that is decided elsewhere."""
+    registry = Registry()
+    p, d = join(registry, ping("P", 1)), join(registry, ping("D", 2))
+    for _ in range(5):
+        p.breaker.failed(0.0)
+    router = Router(registry, alone=1)
+    assert router.able(None, 0.1, help=Help.WANTED) == ([], [d])
+    with pytest.raises(NoInstance):
+        router.able(None, 0.1, help=Help.NEEDED)
 
 
 def test_a_beginning_that_everybody_asks_for_does_not_pile_up_at_one_instance() -> None:

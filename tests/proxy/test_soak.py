@@ -331,7 +331,11 @@ async def test_after_thousands_of_requests_that_fail_in_all_ways_nothing_is_left
         injected = {*ANYHOW, *STREAMED, *WHOLE, "refused", "client left"}
         assert set(soak.faults) == injected, "a fault that never happened"
         assert sum(soak.ends.values()) == requests
-        assert soak.ends["answered"] > requests / 100 and soak.ends["broken off"] and soak.ends["left"]
+        assert soak.ends["broken off"] and soak.ends["left"]
+        # How many are turned away is chance: their clients come back at once. Of the others four in five are
+        # answered here: what one instance fails goes elsewhere, within the budget of retries.
+        taken = requests - soak.ends["left"] - soak.ends["status 503"]
+        assert taken > requests / 10 and soak.ends["answered"] > 0.65 * taken, dict(soak.ends)
         assert last_held.tasks == first_held.tasks
         assert last_held.objects == {}, "objects of requests that have ended are left"
         assert last_held.descriptors <= first_held.descriptors
