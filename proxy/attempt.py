@@ -26,7 +26,7 @@ from aiohttp import web
 from p2pkv.pairing import mint
 
 from .admission import RequestCounters, RequestPlace
-from .blame import Again, Blame, CallEnd, Charge, Verdict, judge
+from .blame import REFUSALS, Again, Blame, CallEnd, Charge, Verdict, judge
 from .errors import error_response
 from .http import GIVEN_UP, REQUEST_ID, STOPPED, Body, Headers, message_of, returned_params, to_instance
 from .metrics import Ended
@@ -46,6 +46,9 @@ Dispatch = Literal["concurrent", "sequential"]
 # P's failure, which reached D first, may still be on its way here. And a D that P's refusal would have to
 # agree with may still read the request.
 _VERDICT_SECONDS = 1.0
+_PREFILLED, _ANSWERED = judge("P", CallEnd.ANSWERED), judge("D", CallEnd.ANSWERED)
+# After these D's answer is the client's, whatever has become of P.
+_DS_WORD = REFUSALS | {CallEnd.ANSWERED}
 # How long P may go on after D's answer is complete: its own last step and response.
 _GRACE_SECONDS = 10.0
 # What vLLM says of every failure within its engine, KV that did not come included.
@@ -82,9 +85,8 @@ class Outcome:
         return self.verdict.again
 
     @property
-    def doubted(self) -> bool:
-        """Whether the culprit is one only if a D accepts the request."""
-        return self.verdict.charge is Charge.IF_ACCEPTED
+    def charge(self) -> Charge:
+        return self.verdict.charge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +144,7 @@ class Attempt:
     Attributes:
         may_leave: whether the request has anywhere else to go, should this instance hang.
         may_resend: whether it may be sent to the same instances again, under a new id.
-        doubted: P's that have refused this request, at earlier attempts: if a D accepts it, they are at
-            fault.
+        doubted: P's that have refused this request at earlier attempts, and what would prove them wrong.
         unique: 32 hex digits, made here.
         request_id: under which the instances know it.
         relay: D's answer on its way to the client; None before it begins.
@@ -156,10 +157,10 @@ class Attempt:
     record: RequestRecord
     may_leave: Callable[[Instance], bool]
     may_resend: bool = True
-    doubted: tuple[Instance, ...] = ()
+    doubted: tuple[tuple[Instance, Charge], ...] = ()
     unique: str = field(init=False, default_factory=lambda: uuid4().hex)
     relay: Relay | None = field(init=False, default=None)
-    _calls: list[Call] = field(init=False, default_factory=list)
+    _sent_twice: bool = field(init=False, default=False)
     _spans: dict[Role, CallSpan] = field(init=False, default_factory=dict)
     _prefill_end: CallEnd = field(init=False, default=CallEnd.NOT_MADE)
     _prefill_why: str = field(init=False, default="has not answered")
@@ -220,7 +221,7 @@ class Attempt:
             decoding = _task(self._decode(call))
             cleanup.callback(decoding.cancel)
             await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
-            if prefilling.done() and self._decode_end not in (CallEnd.ANSWERED, CallEnd.REFUSED):
+            if prefilling.done() and self._decode_end not in _DS_WORD:
                 prefilled = prefilling.result()
                 if prefilled.fails:
                     assert prefilled.error is not None
@@ -232,6 +233,12 @@ class Attempt:
                     await asyncio.wait((prefilling,), timeout=_VERDICT_SECONDS)
                 return self._decode_failed(error)
             return await self._pass_on(answer, prefilling)
+
+    def _may_repeat(self) -> bool:
+        """Whether a call may be sent once more, over another connection."""
+        again = self.means.may_repeat()
+        self._sent_twice |= again
+        return again
 
     # P's part.
 
@@ -248,10 +255,9 @@ class Attempt:
             instance,
             self.request.path,
             self.choice.prefill_tokens,
-            may_repeat=means.may_repeat,
+            may_repeat=self._may_repeat,
             may_leave=may_leave,
         )
-        self._calls.append(call)
         self.place.sent()
         self._prefill_end, asked, why = CallEnd.PENDING, means.clock(), self._prefill_why
         try:
@@ -261,7 +267,8 @@ class Attempt:
             self._prefill_end, why = CallEnd.ANSWERED, ""
             self.record.prefilled(instance, means.clock() - asked)
             self._count(instance, success=True)
-            return _Prefilled(judge("P", CallEnd.ANSWERED), reply)
+            self._charge_doubted(Charge.IF_P_ACCEPTS)
+            return _Prefilled(_PREFILLED, reply)
         except CallFailed as error:
             self._prefill_end, self._prefill_why = error.end, str(error)
             failed, why = error, str(error)
@@ -269,7 +276,7 @@ class Attempt:
         finally:
             call.close()
             self._end_span("P", why)
-        if failed.end is CallEnd.REFUSED and self._decode_end is CallEnd.PENDING:
+        if failed.end in REFUSALS and self._decode_end is CallEnd.PENDING:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_VERDICT_SECONDS):
                     await self._decode_known.wait()
@@ -287,7 +294,7 @@ class Attempt:
         """P's failure ends the attempt."""
         if error.end is CallEnd.NO_SOCKET:
             response = self._failed(_NO_SOCKET, 503)
-        elif error.end is CallEnd.REFUSED and error.reply is not None:
+        elif error.end in REFUSALS and error.reply is not None:
             response = refusal(error.reply, self._scrubber)
         else:
             response = self._failed(f"The prefill instance failed: it {error}.")
@@ -318,10 +325,9 @@ class Attempt:
             self.means.session,
             self.choice.decode,
             self.request.path,
-            may_repeat=self.means.may_repeat,
+            may_repeat=self._may_repeat,
             may_leave=lambda: self.may_leave(self.choice.decode),
         )
-        self._calls.append(call)
         try:
             yield call
         finally:
@@ -333,37 +339,35 @@ class Attempt:
         """D's answer from its first token on. Raises CallFailed."""
         body = self.body.for_decode(self.request_id, kv_transfer_params)
         seconds, self._decode_end = self.means.first_token_seconds, CallEnd.PENDING
+        deadline: asyncio.TimerHandle | None = None
         try:
-            async with asyncio.timeout(None) as deadline:
-                response = await call.open(body, self._headers(call.instance))
-                if not 200 <= response.status < 300:
-                    raise refused(await call.rest(response))
-                self._decode_end = CallEnd.ACCEPTED
-                self._decode_known.set()
-                if seconds and response.content_type == EVENT_STREAM:
-                    deadline.reschedule(self._began + seconds)
-                head = await call.first_words(response)
-        except TimeoutError:
-            self._decode_end = CallEnd.LATE
-            raise CallFailed(CallEnd.LATE, f"sent no token within {seconds:g} s") from None
+            response = await call.open(body, self._headers(call.instance))
+            if not 200 <= response.status < 300:
+                raise refused(await call.rest(response))
+            self._decode_end = CallEnd.ACCEPTED
+            self._decode_known.set()
+            if seconds and response.content_type == EVENT_STREAM:
+                loop = asyncio.get_running_loop()
+                deadline = loop.call_at(self._began + seconds, call.lose, "late")
+            head = await call.first_words(response)
         except CallFailed as error:
             self._decode_end = error.end
             raise
         finally:
+            if deadline is not None:
+                deadline.cancel()
             self._decode_known.set()
         call.begun = True
         self._decode_end = CallEnd.ANSWERED
         self._count(call.instance, success=True)
-        for each in self.doubted:
-            self._count(each, success=False)
+        self._charge_doubted(Charge.IF_D_ACCEPTS)
         return _DecodeAnswer(response, head)
 
     def _decode_failed(self, error: CallFailed) -> Outcome:
         """D has not answered, and nothing has gone to the client."""
         decode, prefill = self.choice.decode, self._state_of_prefill()
         logger.warning("request %s: %s %s (%r)", self.unique, decode, error, error.__cause__)
-        twice = self.may_resend and any(call.sent_twice for call in self._calls)
-        verdict = judge("D", error.end, prefill, sent_twice=twice)
+        verdict = judge("D", error.end, prefill, sent_twice=self.may_resend and self._sent_twice)
         outcome = self._outcome(self._to_ds_failure(error, verdict), verdict, error)
         if outcome.culprit is not None:
             self._charge(outcome.culprit, verdict)
@@ -441,7 +445,7 @@ class Attempt:
             self._charge(self.choice.decode, verdict)
             return Outcome(response, verdict, relay.broken, relay.why, self.choice.decode, "broken")
         ended: Ended | None = None if relay.complete else "left" if relay.client_left else "broken"
-        return Outcome(response, judge("D", CallEnd.ANSWERED), CallEnd.ANSWERED, ended=ended)
+        return Outcome(response, _ANSWERED, CallEnd.ANSWERED, ended=ended)
 
     # Who is to blame, and what follows for breakers.
 
@@ -453,6 +457,11 @@ class Attempt:
     def _charge(self, instance: Instance, verdict: Verdict) -> None:
         if verdict.charge is Charge.NOW:
             self._count(instance, success=False)
+
+    def _charge_doubted(self, proof: Charge) -> None:
+        for instance, charge in self.doubted:
+            if charge is proof:
+                self._count(instance, success=False)
 
     def _count(self, instance: Instance, *, success: bool) -> None:
         """For the metrics, and for the instance's breaker."""

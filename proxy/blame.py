@@ -2,8 +2,11 @@
 
 `judge` is the one place in which this is decided. Its rows:
 
-- A client's mistake is a 4xx of D, which answers the client and so decides. A P that refuses what D accepts
-  is itself at fault: another key, an adapter that it lacks, a shorter --max-model-len.
+- A client's mistake is a 4xx of D, which answers the client and so decides. What P refuses and D accepts is
+  served without this P. The P is charged if it denies access that D grants (it has another key), or if
+  another P accepts the request (it lacks an adapter, or has a shorter --max-model-len). If every P refuses
+  it, P's part of this request is impossible, and no P is worse for it: else a client could have all of them
+  paused.
 - P's failure before D's first token ends the attempt. In three cases D goes on, and decides: a P that is told
   to stop tells D itself; a silent P may still be alive; and so may one that pings no more and whose /health
   answers.
@@ -33,7 +36,9 @@ class CallEnd(Enum):
     ANSWERED = auto()
     """A success. Of D: its first token has come."""
     REFUSED = auto()
-    """A status of 4xx."""
+    """A status of 4xx, other than the next."""
+    DENIED = auto()
+    """401 or 403: it does not take the client's key."""
     ERROR = auto()
     """Any other status that is no success, or an error in place of the first token."""
     ABORTED = auto()
@@ -72,6 +77,9 @@ class Again(Enum):
     """The attempt is over, and the client gets its answer, whatever that is."""
     ELSEWHERE = auto()
     """The attempt is over; the request may be sent to other instances."""
+    ALONE = auto()
+    """The attempt is over; the request may be sent to a D alone, which decides, or else to other
+    instances."""
     SAME = auto()
     """The attempt is over; the request may be sent to the same instances, under a new id."""
     GOES_ON = auto()
@@ -83,8 +91,10 @@ class Charge(Enum):
 
     NONE = auto()
     NOW = auto()
-    IF_ACCEPTED = auto()
-    """Once a D has accepted the request: until then it may be the client's mistake."""
+    IF_D_ACCEPTS = auto()
+    """Once a D has answered the request: until then it may be the client's mistake."""
+    IF_P_ACCEPTS = auto()
+    """Once another P has done its part of the request."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,7 @@ class Verdict:
 
 
 _FINE = frozenset({CallEnd.NOT_MADE, CallEnd.PENDING, CallEnd.ACCEPTED, CallEnd.ANSWERED})
+REFUSALS = frozenset({CallEnd.REFUSED, CallEnd.DENIED})
 _MAY_BE_ALIVE = frozenset({CallEnd.ABORTED, CallEnd.SILENT, CallEnd.HUNG, CallEnd.STOPPED})
 """After these P itself, or its silence, lets D know."""
 
@@ -126,13 +137,19 @@ def judge(
 
 
 def _of_p(end: CallEnd, decode: CallEnd, begun: bool, one_prompt: bool) -> Verdict:
-    if end is CallEnd.REFUSED and decode is CallEnd.REFUSED:
+    if end in REFUSALS and decode in REFUSALS:
         return Verdict(Blame.CLIENT, Again.NO)
     accepted = decode in (CallEnd.ACCEPTED, CallEnd.ANSWERED)
-    charge = Charge.IF_ACCEPTED if end is CallEnd.REFUSED and not accepted else Charge.NOW
+    charge = Charge.NOW
+    if end is CallEnd.REFUSED:
+        charge = Charge.IF_P_ACCEPTS
+    elif end is CallEnd.DENIED and not accepted:
+        charge = Charge.IF_D_ACCEPTS
     if begun:
         goes_on = one_prompt or end in _MAY_BE_ALIVE
         return Verdict(Blame.P, Again.GOES_ON if goes_on else Again.NO, charge)
+    if end in REFUSALS and not accepted:
+        return Verdict(Blame.P, Again.ALONE, charge)
     asked = decode is not CallEnd.NOT_MADE
     return Verdict(Blame.P, Again.GOES_ON if asked and end in _MAY_BE_ALIVE else Again.ELSEWHERE, charge)
 
@@ -140,7 +157,7 @@ def _of_p(end: CallEnd, decode: CallEnd, begun: bool, one_prompt: bool) -> Verdi
 def _of_d(end: CallEnd, prefill: CallEnd, begun: bool, sent_twice: bool) -> Verdict:
     if begun:
         return Verdict(Blame.D, Again.NO, Charge.NOW)
-    if end is CallEnd.REFUSED:
+    if end in REFUSALS:
         return Verdict(Blame.CLIENT, Again.NO)
     if end is CallEnd.ERROR and sent_twice:
         return Verdict(Blame.NOBODY, Again.SAME)

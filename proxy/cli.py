@@ -259,7 +259,7 @@ async def _serve_seat(arguments: argparse.Namespace, members: Members | None, se
     worker = Worker(seat)
     app = _app(arguments, members, share_of(_limits(arguments), seat.of), worker)
     runner = make_runner(app, _SHUTDOWN_SECONDS)
-    _stop_without_parent(worker.stop)
+    _end_without_parent(worker)
     try:
         await runner.setup()
         await worker.updated.wait()
@@ -275,8 +275,8 @@ async def _serve_seat(arguments: argparse.Namespace, members: Members | None, se
         await runner.cleanup()
 
 
-def _stop_without_parent(stop: asyncio.Event) -> None:
-    """Sets `stop` when the process that has started this one is gone."""
+def _end_without_parent(worker: Worker) -> None:
+    """Ends the worker when the process that has started it is gone."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     loop = asyncio.get_running_loop()
@@ -284,7 +284,7 @@ def _stop_without_parent(stop: asyncio.Event) -> None:
     def gone() -> None:
         loop.remove_reader(parent.sentinel)
         logger.warning("the process that started this worker is gone: it stops, too")
-        stop.set()
+        worker.end()
 
     loop.add_reader(parent.sentinel, gone)
 

@@ -55,10 +55,11 @@ Role = Literal["P", "D"]
 InstanceKey = tuple[Role, Address, int]
 ROLE_NAMES: dict[Role, str] = {"P": "prefill", "D": "decode"}
 Kind = tuple[frozenset[str], str, int]
-Loss = Literal["gone", "silent", "hung", "stopped"]
-"""Why an instance is lost: its port refuses; it has neither pinged nor answered /health for a lease, and may
-yet come back; it has not pinged for a lease, although its /health answers, so its engine may hang; or it has
-said goodbye and its port refuses, so it computes nothing more and only sends what it has computed."""
+Loss = Literal["gone", "silent", "hung", "stopped", "late"]
+"""Why a call to an instance is given up: its port refuses; it has neither pinged nor answered /health for a
+lease, and may yet come back; it has not pinged for a lease, although its /health answers, so its engine may
+hang; it has said goodbye and its port refuses, so it computes nothing more and only sends what it has
+computed; or the deadline for the first token is over."""
 Words = tuple[str, ...]
 
 

@@ -19,7 +19,7 @@ from p2pkv.control.discovery import Ping
 from .active import STOPPING, ActiveRequest, ActiveRequests
 from .admission import Admission, Intake, Limits, RequestCounters, RequestPlace
 from .attempt import Attempt, Dispatch, Means, Outcome
-from .blame import Again, CallEnd
+from .blame import Again, CallEnd, Charge
 from .errors import ProxyError, retry_after
 from .http import BadBody, Body, parse
 from .instances import state_of
@@ -112,7 +112,7 @@ class Proxy:
         self._retries.admitted()
         record = request[RECORD]
         failed: frozenset[Instance] = frozenset()
-        doubted: tuple[Instance, ...] = ()
+        doubted: tuple[tuple[Instance, Charge], ...] = ()
         tries, may_resend = 1, True
         while True:
             may_leave = partial(self._retries.may_leave, place, failed=failed, tries=tries)
@@ -131,18 +131,17 @@ class Proxy:
             culprit = outcome.culprit
             assert culprit is not None
             failed |= {culprit}
-            if outcome.doubted:
-                doubted += (culprit,)
-                # D's word counts, so D is asked for it first.
-                if self.limits.alone and self.admission.stay_alone(place, failed):
-                    logger.info("request %s: %s decides alone", attempt.unique, place.choice.decode)
-                    continue
+            doubted += ((culprit, outcome.charge),)
+            decides = outcome.again is Again.ALONE
+            if decides and self.limits.alone and self.admission.stay_alone(place, failed):
+                logger.info("request %s: %s decides alone", attempt.unique, place.choice.decode)
+                continue
             free = culprit.left is not None or outcome.end is CallEnd.HUNG
             if await self._retries.elsewhere(place, culprit, failed, tries, free=free):
                 tries += 1
                 logger.info("request %s is tried again elsewhere", attempt.unique)
                 continue
-            if outcome.doubted or culprit is not attempt.choice.prefill or not self.limits.alone:
+            if decides or culprit is not attempt.choice.prefill or not self.limits.alone:
                 return outcome.response
             if not self.admission.stay_alone(place, failed):
                 return self._shed(attempt, outcome, record)

@@ -320,10 +320,13 @@ class Supervisor:
         """Sends the workers what they have to know, until cancelled."""
         while True:
             self._news.clear()
-            update = Update(self.pings.all(), self._drains, self._stopping.is_set(), self._hurry)
             there = [each for each in self.workers if each.process is not None]
-            await asyncio.gather(*(self._update(each, update) for each in there))
-            pause = _UPDATE_SECONDS if all(each.serving for each in self.workers) else _START_SECONDS
+            try:
+                update = Update(self.pings.all(), self._drains, self._stopping.is_set(), self._hurry)
+                await asyncio.gather(*(self._update(each, update) for each in there))
+            except Exception:  # without updates workers lose all instances
+                logger.exception("a round of updates failed; the next one comes")
+            pause = _UPDATE_SECONDS if all(each.serving for each in there) else _START_SECONDS
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self._news.wait()

@@ -7,8 +7,8 @@ import errno
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -176,7 +176,9 @@ class CallFailed(Exception):
 
 def refused(reply: Reply) -> CallFailed:
     """For an answer that is no success."""
-    end = CallEnd.REFUSED if 400 <= reply.status < 500 else CallEnd.ERROR
+    end = CallEnd.ERROR
+    if 400 <= reply.status < 500:
+        end = CallEnd.DENIED if reply.status in (401, 403) else CallEnd.REFUSED
     return CallFailed(end, f"answered {reply.status}", reply)
 
 
@@ -185,6 +187,7 @@ _LOST: dict[Loss, tuple[CallEnd, str]] = {
     "silent": (CallEnd.SILENT, "has stopped answering"),
     "hung": (CallEnd.HUNG, "has stopped pinging"),
     "stopped": (CallEnd.STOPPED, "has stopped"),
+    "late": (CallEnd.LATE, "has sent no token in time"),
 }
 
 
@@ -199,7 +202,6 @@ class Call:
     Attributes:
         instance: who is asked.
         tokens: of the prompt, that it computes while this call is open; 0 if it is no P.
-        sent_twice: the request went once more.
         begun: the answer has begun, by what the caller has read of it.
     """
 
@@ -215,7 +217,6 @@ class Call:
     ) -> None:
         self.instance = instance
         self.tokens = tokens
-        self.sent_twice = False
         self.begun = False
         self._session = session
         self._url = instance.url + path
@@ -228,13 +229,13 @@ class Call:
 
     async def open(self, body: bytes, headers: Headers) -> aiohttp.ClientResponse:
         """Sends the request and waits for the answer's head. Raises CallFailed."""
-        self._cleanup.enter_context(self.instance.busy(self._lose, self.tokens))
+        self._cleanup.enter_context(self.instance.busy(self.lose, self.tokens))
         self._asking = asyncio.create_task(self._ask(body, headers))
         try:
             self._response = await self._asking
         except asyncio.CancelledError:
-            if self._lost is not None and not _cancelled():
-                raise CallFailed(*_LOST[self._lost]) from None
+            if not _cancelled():
+                self._check_lost()
             raise
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
             if is_ours(error):
@@ -246,15 +247,11 @@ class Call:
         return self._response
 
     async def _ask(self, body: bytes, headers: Headers) -> aiohttp.ClientResponse:
-        return await self._session.post(self._url, body, headers, self._repeat)
+        return await self._session.post(self._url, body, headers, self._may_repeat)
 
-    def _repeat(self) -> bool:
-        self.sent_twice = self._may_repeat()
-        return self.sent_twice
-
-    def _lose(self, loss: Loss) -> None:
-        """The instance is lost: the call fails. One that has stopped still sends the rest of what it has
-        begun to answer, and one that is hung may go on."""
+    def lose(self, loss: Loss) -> None:
+        """The call fails. An instance that has stopped still sends the rest of what it has begun to answer,
+        and one that hangs may go on."""
         if self.begun and loss in ("stopped", "hung"):
             return
         if loss == "hung" and not self._may_leave():
@@ -274,23 +271,24 @@ class Call:
 
     async def rest(self, response: aiohttp.ClientResponse) -> Reply:
         """The rest of an answer. Raises CallFailed."""
-        with self._unless_lost():
+        try:
             return await read_whole(response)
+        except CallFailed:
+            self._check_lost()
+            raise
 
     async def first_words(self, response: aiohttp.ClientResponse) -> bytes:
         """The start of a successful answer, see the function. Raises CallFailed."""
-        with self._unless_lost():
-            return await first_words(response)
-
-    @contextmanager
-    def _unless_lost(self) -> Iterator[None]:
-        """If the instance was lost meanwhile, that is how the call has failed."""
         try:
-            yield
+            return await first_words(response)
         except CallFailed:
-            if self._lost is not None:
-                raise CallFailed(*_LOST[self._lost]) from None
+            self._check_lost()
             raise
+
+    def _check_lost(self) -> None:
+        """Raises CallFailed if the call was given up: then that is why it has failed."""
+        if self._lost is not None:
+            raise CallFailed(*_LOST[self._lost]) from None
 
     def close(self) -> None:
         """Ends the call. A connection whose answer was read to its end is kept for others. Idempotent."""

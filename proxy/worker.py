@@ -149,11 +149,16 @@ class Worker:
         if self._updates > 1:
             self.updated.set()
         if update.stop:
-            self.stop.set()
+            self.end()
         if update.hurry:
             self.hurry.set()
         answers, self._answers = self._answers, []
         return Report(self.serving, registry.drains(), answers)
+
+    def end(self) -> None:
+        """Stops, whether it serves or is still starting."""
+        self.stop.set()
+        self.updated.set()
 
     def _take(self, repeated: RepeatedPing, take: Callable[[Ping, PingSource], None]) -> None:
         number, ping = repeated.connection, repeated.ping

@@ -24,6 +24,7 @@ from proxy_behaviours import (
     never_a_token,
     stops,
     streams,
+    with_a_p,
 )
 from proxy_fakes import Deployment, FakeInstance, asked, deployed, join, ping, quiet, until
 from test_given_up import after_p
@@ -40,15 +41,18 @@ OFF = Limits(alone_share=0)
 # The rules.
 
 P, D, PROXY, CLIENT, NOBODY = Blame.P, Blame.D, Blame.PROXY, Blame.CLIENT, Blame.NOBODY
-NO, ELSEWHERE, SAME, GOES_ON = Again.NO, Again.ELSEWHERE, Again.SAME, Again.GOES_ON
-NONE, NOW, IF_ACCEPTED = Charge.NONE, Charge.NOW, Charge.IF_ACCEPTED
+NO, ELSEWHERE, ALONE, SAME, GOES_ON = Again.NO, Again.ELSEWHERE, Again.ALONE, Again.SAME, Again.GOES_ON
+NOW, IF_D, IF_P = Charge.NOW, Charge.IF_D_ACCEPTS, Charge.IF_P_ACCEPTS
 E = CallEnd
 DEAD = (E.ERROR, E.UNREACHABLE, E.BROKEN, E.GONE, E.LATE)
 """Ends that are an instance's own failure, whichever it is."""
 MAY_LIVE = (E.ABORTED, E.SILENT, E.HUNG, E.STOPPED)
 """Ends of which D learns by itself, if they are P's."""
+REFUSALS = (E.REFUSED, E.DENIED)
 NOT_YET = (E.NOT_MADE, E.PENDING, E.ACCEPTED)
-ENDED = (E.ANSWERED, E.REFUSED, *DEAD, *MAY_LIVE)
+ENDED = (E.ANSWERED, *REFUSALS, *DEAD, *MAY_LIVE)
+UNKNOWN = (E.NOT_MADE, E.PENDING, *DEAD, *MAY_LIVE)
+"""Of D: whether it accepts the request."""
 
 Row = tuple[Role, tuple[CallEnd, ...], tuple[CallEnd, ...], dict[str, bool], Verdict]
 
@@ -56,22 +60,26 @@ RULES: tuple[Row, ...] = (
     # P's call has ended, and D's answer has not begun.
     ("P", (E.ANSWERED,), NOT_YET + ENDED, {}, Verdict(NOBODY, GOES_ON)),
     ("P", (E.NO_SOCKET,), NOT_YET + ENDED, {}, Verdict(PROXY, NO)),
-    ("P", (E.REFUSED,), (E.REFUSED,), {}, Verdict(CLIENT, NO)),
-    ("P", (E.REFUSED,), (E.ACCEPTED,), {}, Verdict(P, ELSEWHERE, NOW)),
-    ("P", (E.REFUSED,), (E.NOT_MADE, E.PENDING, *DEAD, *MAY_LIVE), {}, Verdict(P, ELSEWHERE, IF_ACCEPTED)),
+    ("P", REFUSALS, REFUSALS, {}, Verdict(CLIENT, NO)),
+    ("P", (E.REFUSED,), (E.ACCEPTED,), {}, Verdict(P, ELSEWHERE, IF_P)),
+    ("P", (E.DENIED,), (E.ACCEPTED,), {}, Verdict(P, ELSEWHERE, NOW)),
+    ("P", (E.REFUSED,), UNKNOWN, {}, Verdict(P, ALONE, IF_P)),
+    ("P", (E.DENIED,), UNKNOWN, {}, Verdict(P, ALONE, IF_D)),
     ("P", DEAD, NOT_YET + ENDED, {}, Verdict(P, ELSEWHERE, NOW)),
     ("P", MAY_LIVE, (E.NOT_MADE,), {}, Verdict(P, ELSEWHERE, NOW)),
     ("P", MAY_LIVE, (E.PENDING, E.ACCEPTED), {}, Verdict(P, GOES_ON, NOW)),
     # P's call has ended after D's first token.
-    ("P", DEAD + MAY_LIVE + (E.REFUSED,), (E.ANSWERED,), {"begun": True}, Verdict(P, GOES_ON, NOW)),
-    ("P", (*DEAD, E.REFUSED), (E.ANSWERED,), {"begun": True, "one_prompt": False}, Verdict(P, NO, NOW)),
+    ("P", (*DEAD, *MAY_LIVE, E.DENIED), (E.ANSWERED,), {"begun": True}, Verdict(P, GOES_ON, NOW)),
+    ("P", (E.REFUSED,), (E.ANSWERED,), {"begun": True}, Verdict(P, GOES_ON, IF_P)),
+    ("P", (*DEAD, E.DENIED), (E.ANSWERED,), {"begun": True, "one_prompt": False}, Verdict(P, NO, NOW)),
+    ("P", (E.REFUSED,), (E.ANSWERED,), {"begun": True, "one_prompt": False}, Verdict(P, NO, IF_P)),
     ("P", MAY_LIVE, (E.ANSWERED,), {"begun": True, "one_prompt": False}, Verdict(P, GOES_ON, NOW)),
     # D's call has ended before its first token.
     ("D", (E.ANSWERED,), NOT_YET + ENDED, {}, Verdict(NOBODY, NO)),
     ("D", (E.NO_SOCKET,), NOT_YET + ENDED, {}, Verdict(PROXY, NO)),
-    ("D", (E.REFUSED,), NOT_YET + ENDED, {}, Verdict(CLIENT, NO)),
+    ("D", REFUSALS, NOT_YET + ENDED, {}, Verdict(CLIENT, NO)),
     ("D", (E.ERROR,), (*NOT_YET, E.ANSWERED), {}, Verdict(D, ELSEWHERE, NOW)),
-    ("D", (E.ERROR,), (*DEAD, *MAY_LIVE, E.REFUSED), {}, Verdict(P, ELSEWHERE)),
+    ("D", (E.ERROR,), (*DEAD, *MAY_LIVE, *REFUSALS), {}, Verdict(P, ELSEWHERE)),
     ("D", (E.ERROR,), NOT_YET + ENDED, {"sent_twice": True}, Verdict(NOBODY, SAME)),
     ("D", (E.LATE,), (E.PENDING,), {}, Verdict(P, ELSEWHERE, NOW)),
     ("D", (E.LATE,), (E.NOT_MADE, *ENDED), {}, Verdict(D, ELSEWHERE, NOW)),
@@ -108,7 +116,7 @@ def outcomes(instance: Instance) -> list[bool]:
 async def test_what_counts_as_a_failure_and_whose_it_is(
     either: Deployment, role: str, failure: Behaviour
 ) -> None:
-    """Five in a row. A client's mistake is D's to find."""
+    """Five in a row. What a D refuses is the client's mistake; what every P refuses a D has to do alone."""
     (p,), (d,) = either.registry.known("P"), either.registry.known("D")
     guilty, innocent = (p, d) if role == "P" else (d, p)
     (either.p if role == "P" else either.d).behaviour = failure
@@ -118,7 +126,7 @@ async def test_what_counts_as_a_failure_and_whose_it_is(
         assert guilty.breaker.closed
         await (await either.post()).read()
         await quiet(either)
-    assert guilty.breaker.closed is (role == "D" and failure is MISTAKE)
+    assert guilty.breaker.closed is (failure is MISTAKE)
     assert innocent.breaker.closed
 
 
@@ -173,8 +181,7 @@ async def test_what_both_refuse_is_the_clients_mistake(dispatch: Dispatch, statu
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
-async def test_a_p_that_refuses_what_d_accepts_fails_no_request_and_gets_a_pause(dispatch: Dispatch) -> None:
-    """A P with another key, say."""
+async def test_a_p_with_another_key_fails_no_request_and_gets_a_pause(dispatch: Dispatch) -> None:
     async with deployed(dispatch, prefill=2, decode=1) as deployment:
         bad, good = deployment.prefills
         bad.behaviour = answer_error(401)
@@ -204,8 +211,9 @@ def d_that_needs(good: FakeInstance, bad: FakeInstance) -> Behaviour:
 
 
 @pytest.mark.asyncio
-async def test_a_stream_that_d_has_accepted_goes_to_another_p_at_once() -> None:
-    """The head of D's stream says so; D alone need not be asked."""
+@pytest.mark.parametrize("status", [400, 401, 404])
+async def test_a_stream_that_d_has_accepted_goes_to_another_p_at_once(status: int) -> None:
+    """The head of D's stream says so; D alone need not be asked. The other P proves the first one wrong."""
 
     async def d(request: web.Request, seen: Seen) -> web.StreamResponse:
         release = asyncio.Event()
@@ -218,7 +226,7 @@ async def test_a_stream_that_d_has_accepted_goes_to_another_p_at_once() -> None:
 
         async def p(request: web.Request, seen: Seen) -> web.StreamResponse:
             first.append(seen.request_id)
-            return await (answer_error(404) if len(first) == 1 else answer_json)(request, seen)
+            return await (answer_error(status) if len(first) == 1 else answer_json)(request, seen)
 
         for each in deployment.prefills:
             each.behaviour = p
@@ -227,6 +235,25 @@ async def test_a_stream_that_d_has_accepted_goes_to_another_p_at_once() -> None:
         assert response.status == 200 and b"second" in await response.read()
         assert asked(deployment.prefills) == [1, 1]
         assert sorted(map(outcomes, deployment.registry.known("P"))) == [[False], [True]]
+        await quiet(deployment)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
+async def test_what_every_p_refuses_d_answers_alone_and_no_p_is_worse_for_it(
+    dispatch: Dispatch, stream: bool
+) -> None:
+    """Else one client could have all P's paused: P is asked for one token, which vLLM does not allow with
+    every parameter."""
+    async with deployed(dispatch, prefill=2, decode=1) as deployment:
+        for each in deployment.prefills:
+            each.behaviour = answer_error(400, "thinking.budget_tokens must be less than max_tokens")
+        deployment.d.behaviour = with_a_p(never_a_token if stream else never)
+        for _ in range(6):
+            assert (await deployment.post({"prompt": "x", "stream": stream})).status == 200
+        assert all(outcomes(each) == [] for each in deployment.registry.known("P"))
+        assert sum(asked(deployment.prefills)) >= 6
         await quiet(deployment)
 
 

@@ -172,7 +172,7 @@ async def test_no_token_in_time_is_a_504_or_another_d_s_answer() -> None:
             each.behaviour = never_a_token
         response = await deployment.post(STREAM)
         assert response.status == 504
-        assert (await error_of(response))["message"] == "The decode instance sent no token within 0.3 s."
+        assert (await error_of(response))["message"] == "The decode instance has sent no token in time."
         await quiet(deployment)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import random
 import re
@@ -358,3 +359,22 @@ async def test_a_p_that_ends_after_d_leaves_nothing_of_its_request(
     release.set()
     await quiet(concurrent)
     await until(lambda: objects_of_requests() <= before)
+
+
+@pytest.mark.asyncio
+async def test_what_a_request_leaves_waits_for_no_garbage_collector(concurrent: Deployment) -> None:
+    """Objects that refer to each other would, and their collection is a fifth of a short request's work."""
+    assert (await concurrent.post()).status == 200
+    await quiet(concurrent)
+    before = objects_of_requests()
+    gc.disable()
+    try:
+        for _ in range(3):
+            async with await concurrent.post() as response:
+                assert response.status == 200
+                await response.read()
+            await quiet(concurrent)
+        del response
+        assert objects_of_requests(collect=False) <= before
+    finally:
+        gc.enable()

@@ -470,6 +470,26 @@ async def test_the_pause_after_a_death_does_not_hold_up_the_end(
     assert lives.begun == [1]
 
 
+async def test_a_round_of_updates_that_fails_is_followed_by_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    lives, fails = Lives([work]), True
+
+    def stands() -> bool:
+        if fails:
+            raise RuntimeError("made up")
+        return True
+
+    async with supervised(lives, 1, tmp_path) as supervisor:
+        line = Line()
+        monkeypatch.setattr(line, "stands", stands, raising=False)
+        supervisor.pings.take(ping("D"), line)
+        starting = asyncio.create_task(supervisor.start(asyncio.Event()))
+        await until(lambda: "a round of updates failed" in caplog.text, "a failure")
+        fails = False
+        await starting
+
+
 async def test_a_new_instance_reaches_all_workers_without_waiting_for_the_next_round(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

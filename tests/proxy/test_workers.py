@@ -343,6 +343,19 @@ async def test_without_the_process_that_started_them_workers_end() -> None:
         assert "the process that started this worker is gone" in deployment.command.log
 
 
+def test_workers_that_are_still_starting_end_without_the_process_that_started_them() -> None:
+    discovery = f"127.0.0.1:{free_ports()}"
+    with running("--port", "0", "--discovery", discovery, "--workers", "2") as command:
+        parent = psutil.Process(command.process.pid)
+        end = time.monotonic() + DEADLINE
+        while len(parent.children()) < 3:  # of which one is Python's own
+            assert time.monotonic() < end and command.process.poll() is None, command.log
+        children = parent.children()
+        command.process.kill()
+        gone, alive = psutil.wait_procs(children, DEADLINE)
+        assert (len(gone), alive) == (3, [])
+
+
 def test_a_port_that_is_taken_is_said_in_a_sentence() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
