@@ -339,7 +339,7 @@ class Attempt:
         """D's answer from its first token on. Raises CallFailed."""
         body = self.body.for_decode(self.request_id, kv_transfer_params)
         seconds, self._decode_end = self.means.first_token_seconds, CallEnd.PENDING
-        deadline: asyncio.TimerHandle | None = None
+        late: asyncio.TimerHandle | None = None
         try:
             response = await call.open(body, self._headers(call.instance))
             if not 200 <= response.status < 300:
@@ -348,14 +348,14 @@ class Attempt:
             self._decode_known.set()
             if seconds and response.content_type == EVENT_STREAM:
                 loop = asyncio.get_running_loop()
-                deadline = loop.call_at(self._began + seconds, call.lose, "late")
+                late = loop.call_at(self._began + seconds, call.lose, "late")
             head = await call.first_words(response)
         except CallFailed as error:
             self._decode_end = error.end
             raise
         finally:
-            if deadline is not None:
-                deadline.cancel()
+            if late is not None:
+                late.cancel()
             self._decode_known.set()
         call.begun = True
         self._decode_end = CallEnd.ANSWERED

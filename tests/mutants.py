@@ -355,8 +355,8 @@ PRODUCT = (
     Mutant(
         "the deadline for the first token is not kept",
         "proxy/attempt.py",
-        "                if seconds and response.content_type == EVENT_STREAM:\n",
-        "                if False:\n",
+        "            if seconds and response.content_type == EVENT_STREAM:\n",
+        "            if False:\n",
         ("tests/proxy/test_hung.py::test_no_token_in_time_is_a_504_or_another_d_s_answer",),
     ),
     Mutant(
