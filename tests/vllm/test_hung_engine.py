@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from test_dead_peers import worker_of
-from vllm_support import MODEL_NAME, SETTINGS, assert_same, at_rest, tokens
+from vllm_support import MODEL_NAME, SETTINGS, assert_same, at_rest, tokens, worker_of
 
 from p2pkv.demo import answers, client
 from p2pkv.demo.processes import wait_until
