@@ -56,10 +56,7 @@ InstanceKey = tuple[Role, Address, int]
 ROLE_NAMES: dict[Role, str] = {"P": "prefill", "D": "decode"}
 Kind = tuple[frozenset[str], str, int]
 Loss = Literal["gone", "silent", "hung", "stopped", "late"]
-"""Why a call to an instance is given up: its port refuses; it has neither pinged nor answered /health for a
-lease, and may yet come back; it has not pinged for a lease, although its /health answers, so its engine may
-hang; it has said goodbye and its port refuses, so it computes nothing more and only sends what it has
-computed; or the deadline for the first token is over."""
+"""Why a call to an instance is given up; blame.CallEnd says what each means."""
 Words = tuple[str, ...]
 
 
@@ -478,9 +475,8 @@ class Registry:
     def adopt_drains(self, drains: Iterable[tuple[Role, str, int, str]]) -> None:
         """Takes over those of another process; an instance may not have pinged here yet."""
         for role, http, rank, incarnation in drains:
-            key = role, Address.parse(http), rank
+            known = self._instances.get(key := (role, Address.parse(http), rank))
             self._drained[key] = incarnation
-            known = self._instances.get(key)
             if known is not None and known.ping.incarnation == incarnation:
                 known.drained = True
 
