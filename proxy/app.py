@@ -13,6 +13,7 @@ from aiohttp import web
 from p2pkv.control.security import Members
 
 from .admission import Limits
+from .connections import BoundedRunner
 from .errors import errors_as_json, note_begin
 from .http import PAIRED, REQUEST_ID, SINGLE
 from .instances import Access, changed, described, drain, listed
@@ -21,6 +22,7 @@ from .listener import Listener
 from .metrics import Metrics
 from .records import recording
 from .registry import Registry
+from .relay import written_in_time
 from .routing import Routing
 from .serving import Dispatch, Proxy
 from .status import dashboard, keep_history, metrics_page, status_of, status_page
@@ -37,6 +39,7 @@ API = PAIRED | SINGLE | {"/v1/models"}
 PROXY = web.AppKey("proxy", Proxy)
 TEAM = web.AppKey("team", Team)
 LISTENER = web.AppKey("listener", Listener)
+MOST_CONNECTIONS = web.AppKey("most_connections", int)
 PLAIN_LISTENER = web.AppKey("plain_listener", Listener)
 
 
@@ -106,7 +109,8 @@ def make_app(
     recorded = recording(metrics, API, spans, log_requests=log_requests)
     # A larger one could never be held, and its client would try again for ever.
     largest = min(limits.max_body, limits.max_held)
-    app = web.Application(client_max_size=largest, middlewares=[errors_as_json, recorded])
+    app = web.Application(client_max_size=largest, middlewares=[written_in_time, errors_as_json, recorded])
+    app[MOST_CONNECTIONS] = limits.max_connections
     app.cleanup_ctx.append(running)
     app.on_response_prepare.extend((_give_back_id, note_begin))
     app.add_routes(_routes(guard, metrics))
@@ -114,9 +118,11 @@ def make_app(
 
 
 def make_runner(app: web.Application, last_seconds: float) -> web.AppRunner:
-    """What serves `app`; at its end connections on which nothing moves are closed after `last_seconds`."""
-    return web.AppRunner(
+    """What serves `app`, to a bounded number of connections; at its end connections on which nothing moves
+    are closed after `last_seconds`."""
+    return BoundedRunner(
         app,
+        app[MOST_CONNECTIONS],
         handler_cancellation=True,
         access_log=None,
         shutdown_timeout=last_seconds,

@@ -31,8 +31,10 @@ from aiohttp import web
 from p2pkv.pairing import mint
 
 from .admission import RequestCounters
+from .answers import STOPPED, gave_up, message_of, returned_params
+from .bodies import Body
 from .errors import error_response
-from .http import GIVEN_UP, REQUEST_ID, STOPPED, Body, Headers, message_of, returned_params, to_instance
+from .http import REQUEST_ID, Headers, to_instance
 from .records import RequestRecord
 from .registry import Instance, Role
 from .relay import Relay, Scrubber, refusal
@@ -151,7 +153,7 @@ class Exchange:
         asked = self.clock()
         try:
             reply = await call.whole(self.body.for_prefill(self.request_id), self._headers(instance))
-            self.gave_up = GIVEN_UP in reply.body
+            self.gave_up = gave_up(self.request.path, reply.body)
             self.prefill_failure = STOPPED if self.gave_up else ""
             self.judge(instance, not self.gave_up)
             self.record.prefilled(instance, self.clock() - asked)
@@ -187,7 +189,7 @@ class Exchange:
         response = await call.open(body, self._headers(call.instance))
         if not 200 <= response.status < 300:
             raise InstanceRefused(await read_whole(response))
-        answer = DecodeAnswer(response, await first_words(response))
+        answer = DecodeAnswer(response, await first_words(response, self.request.path))
         call.begun = True
         self.judge(call.instance, True)
         return answer
@@ -338,6 +340,7 @@ async def _answered(
                 return exchange.failed(_why_decode_failed(exchange))
             return exchange.failed(exchange.scrubber.text(f"The decode instance {error}: {error.said}"))
         return exchange.failed(f"The decode instance {error}.")
+    exchange.body.let_go()  # from here on nothing is tried again
     pace = exchange.record.streams(answer.head) if answer.streamed else None
     relay = exchange.relay = Relay(exchange.request, answer.response, answer.head, exchange.scrubber, pace)
     if prefilling is not None and not exchange.body.one_prompt:

@@ -18,11 +18,12 @@ from aiohttp import web
 
 from p2pkv.control.discovery import Ping
 
-from .admission import Admission, Intake, Limits, RequestCounters, RequestPlace
+from .admission import Admission, Limits, RequestCounters, RequestPlace
+from .bodies import BadBody, Body, parse
 from .dispatch import Exchange, alone, concurrent, sequential
 from .errors import ProxyError, retry_after
-from .http import BadBody, Body, parse
 from .instances import state_of
+from .intake import Intake
 from .metrics import Metrics
 from .partners import PartnerLists
 from .prober import Prober
@@ -90,6 +91,7 @@ class Proxy:
                 body = parse(await reader.read(request), request.path)
             except BadBody as error:
                 raise ProxyError(400, str(error)) from None
+            body.released = reader.release
             asked = Asked(body.model, body.prompt, request.headers.get(self.routing.session_header, ""))
             request[RECORD].model = body.model
             try:

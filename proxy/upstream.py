@@ -13,9 +13,19 @@ from typing import Any, Self
 
 import aiohttp
 from aiohttp import AddrInfoType
+from aiohttp.abc import AbstractStreamWriter
 from multidict import CIMultiDictProxy
 
-from .http import GIVEN_UP, STOPPED, Headers, first_event_came, first_event_failed, first_event_message
+from .answers import (
+    STOPPED,
+    first_event_came,
+    first_event_failed,
+    first_event_message,
+    gave_up,
+    gave_up_early,
+)
+from .bodies import Content
+from .http import Headers
 from .registry import Instance, Loss
 
 logger = logging.getLogger(__name__)
@@ -72,14 +82,14 @@ class Client:
         return self.kept.get(url, **options)
 
     async def post(
-        self, url: str, data: bytes, headers: Headers, again: Callable[[], None] = lambda: None
+        self, url: str, body: Content, headers: Headers, again: Callable[[], None] = lambda: None
     ) -> aiohttp.ClientResponse:
         """The head of the answer; `again` is called if the request goes once more. Raises aiohttp.ClientError
         or OSError."""
         was = _Was()
         try:
             return await self.kept.post(
-                url, data=data, headers=headers, allow_redirects=False, trace_request_ctx=was
+                url, data=_payload(body), headers=headers, allow_redirects=False, trace_request_ctx=was
             )
         except (aiohttp.ClientError, OSError) as error:
             if not (was.idle and _closed_unanswered(error)):
@@ -87,12 +97,42 @@ class Client:
             logger.info("%s closed an idle connection as it was used: once more, over a new one", url)
         self.reconnected += 1
         again()
-        return await self._fresh.post(url, data=data, headers=headers, allow_redirects=False)
+        return await self._fresh.post(url, data=_payload(body), headers=headers, allow_redirects=False)
 
     @property
     def open(self) -> int:
         """Connections on which something is under way."""
         return sum(len(each.connector._acquired) for each in (self.kept, self._fresh) if each.connector)
+
+
+# Up to this size a body is sent as one piece, together with the request's head.
+_ONE_PIECE_BYTES = 1 << 16
+_SENT_AT_ONCE = 1 << 17
+
+
+class _Streamed(aiohttp.Payload):
+    """A large body, sent piece by piece, at the pace of who reads it, and never copied as a whole."""
+
+    _autoclose = True
+
+    def __init__(self, body: Content) -> None:
+        super().__init__(body, content_type="application/json")
+        self._size = body.size
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return bytes(self._value).decode(encoding, errors)
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        for piece in self._value.pieces:
+            view = memoryview(piece)
+            for at in range(0, len(view), _SENT_AT_ONCE):
+                await writer.write(view[at : at + _SENT_AT_ONCE])
+                if at:
+                    await asyncio.sleep(0)  # others get their turn, too, if this one reads very fast
+
+
+def _payload(body: Content) -> bytes | _Streamed:
+    return bytes(body) if body.size <= _ONE_PIECE_BYTES else _Streamed(body)
 
 
 @dataclass
@@ -209,7 +249,7 @@ class Call:
         self._given_up: CallFailed | None = None
         self._cleanup = ExitStack()
 
-    async def open(self, body: bytes, headers: Headers) -> aiohttp.ClientResponse:
+    async def open(self, body: Content, headers: Headers) -> aiohttp.ClientResponse:
         """Sends the request and waits for the answer's head. Raises CallFailed."""
         self._cleanup.enter_context(self.instance.busy(self._give_up, self.tokens))
         self._asking = asyncio.create_task(self._ask(body, headers))
@@ -227,7 +267,7 @@ class Call:
             raise CallFailed("closed the connection before it answered") from error
         return self._response
 
-    async def _ask(self, body: bytes, headers: Headers) -> aiohttp.ClientResponse:
+    async def _ask(self, body: Content, headers: Headers) -> aiohttp.ClientResponse:
         return await self._session.post(self._url, body, headers, self.again)
 
     def _give_up(self, loss: Loss) -> None:
@@ -245,7 +285,7 @@ class Call:
         elif self._asking is not None:
             self._asking.cancel()
 
-    async def whole(self, body: bytes, headers: Headers) -> Reply:
+    async def whole(self, body: Content, headers: Headers) -> Reply:
         """The whole answer. Raises CallFailed, or InstanceRefused if it is no success."""
         response = await self.open(body, headers)
         try:
@@ -298,10 +338,10 @@ async def read_whole(response: aiohttp.ClientResponse) -> Reply:
         raise CallFailed("died in the middle of its answer") from error
 
 
-async def first_words(response: aiohttp.ClientResponse) -> bytes:
-    """The start of a successful answer, as far as it proves that generation has begun: in an event stream
-    everything up to the first event that says something, else all of it, or its first MiB. Raises CallFailed
-    if there is none."""
+async def first_words(response: aiohttp.ClientResponse, path: str) -> bytes:
+    """The start of a successful answer at this endpoint, as far as it proves that generation has begun: in an
+    event stream everything up to the first event that says something, else all of it, or its first MiB.
+    Raises CallFailed if there is none."""
     streamed = response.content_type == EVENT_STREAM
     most = _MAX_WORDS_BYTES if streamed else _MAX_HELD_BYTES
     head = b""
@@ -315,7 +355,8 @@ async def first_words(response: aiohttp.ClientResponse) -> bytes:
                 raise CallFailed("ended its answer without a token")
     except (aiohttp.ClientError, OSError) as error:
         raise CallFailed(f"died before its {'first token' if streamed else 'answer was complete'}") from error
-    if GIVEN_UP in head:
+    whole = not streamed and response.content.at_eof()
+    if gave_up(path, head) if whole else gave_up_early(path, head, streamed=streamed):
         raise CallFailed(STOPPED)
     if streamed and first_event_failed(head):
         raise Errored(first_event_message(head))

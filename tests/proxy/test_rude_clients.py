@@ -111,7 +111,7 @@ def moody(dice: random.Random) -> Behaviour:
 @pytest.mark.asyncio
 async def test_whenever_clients_leave_nothing_is_left(dispatch: Dispatch, seed: int) -> None:
     dice = random.Random(seed)
-    limits = Limits(max_requests=3, max_waiting=10, max_wait=0.2, body_patience=5.0)
+    limits = Limits(max_requests=3, max_waiting=10, max_wait=0.2, body_seconds=5.0)
     async with deployed(dispatch, prefill=2, decode=2, limits=limits) as deployment:
         for instance in (*deployment.prefills, *deployment.decodes):
             instance.behaviour = moody(dice)
@@ -132,7 +132,7 @@ async def test_whenever_clients_leave_nothing_is_left(dispatch: Dispatch, seed: 
 @pytest_asyncio.fixture
 async def short() -> AsyncIterator[Deployment]:
     """A proxy that waits half a second for the rest of a body."""
-    async with deployed("concurrent", 1, 1, limits=Limits(max_body=1 << 20, body_patience=0.5)) as deployment:
+    async with deployed("concurrent", 1, 1, limits=Limits(max_body=1 << 20, body_seconds=0.5)) as deployment:
         yield deployment
 
 
