@@ -461,7 +461,7 @@ among those that serve its model, are in good health and fit each other.
                    would still be sooner; for long system prompts and for conversations
   consistent_hash  the same one for all requests with the same value of --session-header
 
-The proxy has no tokenizer: it takes four characters of a prompt for a token.
+The proxy has no tokenizer: it takes four bytes of a prompt for a token.
 """
 
 
