@@ -100,6 +100,7 @@ class Body:
     def __init__(self, raw: bytes | bytearray, fields: Views, path: str) -> None:
         self.path = path
         self._size = len(raw)
+        self._held = True
         self._fields = _without_the_forbidden(fields)
         self._raw: bytes | bytearray | None = raw if self._fields is fields else None
         self.model = _model(fields)
@@ -143,7 +144,7 @@ class Body:
 
     def let_go(self) -> None:
         """Drops the bytes, once no instance will be sent this request any more. Idempotent."""
-        self._raw, self._fields = None, {}
+        self._raw, self._fields, self._held = None, {}, False
         self.prompt.let_go()
         released, self.released = self.released, lambda: None
         released()
@@ -154,6 +155,7 @@ class Body:
 
     def _changed(self, changes: Fields, left_out: Iterable[str] = ()) -> Content:
         """The client's fields, without some, and with others or other values."""
+        assert self._held, "a body that was let go cannot be sent"
         kept = {name: value for name, value in self._fields.items() if name not in left_out}
         made = _object(kept | {name: msgspec.json.encode(value) for name, value in changes.items()})
         # A small one is joined here, once, for all that follows.

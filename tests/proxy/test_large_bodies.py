@@ -213,13 +213,13 @@ async def test_texts_pictures_and_token_ids_are_no_values_however_long_they_are(
     code = json.dumps(
         {"messages": [{"role": "user", "content": 'if (a[0]) { f({"x": [1, 2]}, "y"); }\n' * 50_000}]}
     )
-    sentence, turns = await refusal(bytearray(code.encode()))
-    assert sentence == "" and turns >= len(code) >> 20
+    assert (await refusal(bytearray(code.encode())))[0] == ""
     assert (await refusal(body_of("prompt", b"12345", 16 * MIB)))[0] == ""
     picture = bytearray(
         b'{"messages":[{"content":[{"image_url":{"url":"data:;base64,' + b"QUJD" * (16 * MIB) + b'"}}]}]}'
     )
-    assert (await refusal(picture))[0] == ""
+    sentence, turns = await refusal(picture)
+    assert sentence == "" and turns >= len(picture) >> 20
 
 
 @pytest.mark.asyncio
