@@ -117,14 +117,17 @@ async def check_values(body: bytearray, most: int) -> None:
     """Raises ProxyError if a body has too many values. The loop gets its turn again and again."""
     if len(body) <= most:
         return  # each value takes a byte
+    counted = False
     for signs, escapes in _signs_in(body):
         if escapes > MOST_ESCAPES:
             raise ProxyError(413, f"The request body has more than {MOST_ESCAPES} escaped characters.")
-        if signs > most:
-            break
+        if signs > most and not counted:
+            await _check_exactly(body, most)
+            counted = True
         await asyncio.sleep(0)
-    else:
-        return
+
+
+async def _check_exactly(body: bytearray, most: int) -> None:
     for values, numbers in values_in(body):
         if values > most:
             raise ProxyError(
@@ -133,9 +136,8 @@ async def check_values(body: bytearray, most: int) -> None:
                 "this proxy takes no more in one request (--max-body-values).",
             )
         if numbers > MOST_NUMBERS:
-            raise ProxyError(
-                413, f"The request body has more than {MOST_NUMBERS} numbers, such as token ids."
-            )
+            what = f"more than {MOST_NUMBERS} numbers, such as token ids"
+            raise ProxyError(413, f"The request body has {what}.")
         await asyncio.sleep(0)
 
 

@@ -295,8 +295,8 @@ PRODUCT = (
     Mutant(
         "others wait while the values of a body are counted",
         "proxy/intake.py",
-        "            break\n        await asyncio.sleep(0)\n    else:",
-        "            break\n    else:",
+        "            counted = True\n        await asyncio.sleep(0)\n",
+        "            counted = True\n",
         ("tests/proxy/test_large_bodies.py::"
          "test_texts_pictures_and_token_ids_are_no_values_however_long_they_are",),
     ),

@@ -233,6 +233,12 @@ async def test_numbers_and_escaped_characters_have_bounds_of_their_own() -> None
 
 
 @pytest.mark.asyncio
+async def test_what_a_text_begins_with_does_not_hide_the_rest_of_it() -> None:
+    escapes = bytearray(b'{"prompt":"' + b"," * MIB + b"\\n" * (MOST_ESCAPES + 1) + b'"}')
+    assert "escaped characters" in (await refusal(escapes))[0]
+
+
+@pytest.mark.asyncio
 async def test_two_million_empty_messages_end_at_the_proxy() -> None:
     async with deployed("concurrent", 1, 1, limits=Limits()) as deployment:
         body = b'{"model":"tiny","messages":[' + b"{}," * 2_000_000 + b"{}]}"
