@@ -280,7 +280,7 @@ def measured(args: argparse.Namespace, proxy: ProxyServer) -> dict[str, Any]:
             here.send(kind != kinds[-1])
             waited: Waited = here.recv()
             grown = (peak(process) - memory) / size if size else 0.0
-            used = (spent.user + spent.system - cpu.user - cpu.system) * 1e3 / max(1, len(statuses))
+            used = (spent.user + spent.system - cpu.user - cpu.system) * 1e3 / len(statuses) if size else 0.0
             found[kind] = asdict(waited) | {"statuses": sorted(set(statuses)), "cpu": used, "memory": grown}
             print(kind, json.dumps(found[kind]), flush=True)
     watcher.join(10)

@@ -190,6 +190,8 @@ class GivenUpFilter:
             return chunk
         if not self._streamed:
             return self._feed_json(chunk) if self._shape is _Completion else chunk
+        if not self._rest and self._sign not in chunk and chunk.endswith(_EVENT_END):
+            return chunk  # as nearly all are
         text, passed = self._rest + chunk, self._passed
         end = text.rfind(_EVENT_END)
         whole = end + len(_EVENT_END) if end >= 0 else 0
