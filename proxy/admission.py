@@ -29,6 +29,7 @@ class Limits:
         max_wait: seconds that one of them waits at most.
         max_body: bytes of the largest request.
         max_values: values (objects, lists, texts, fields) in the largest request.
+        max_messages: messages, or items of the input of /v1/responses, in the largest request.
         max_held: bytes of the bodies of all requests that an instance may still be sent.
         body_seconds: how long a body may take to come, from its head to its last byte.
         max_connections: of clients, at a time.
@@ -42,7 +43,8 @@ class Limits:
     max_waiting: int = 1024
     max_wait: float = 30.0
     max_body: int = 64 << 20
-    max_values: int = 1 << 18
+    max_values: int = 1 << 17
+    max_messages: int = 4096
     max_held: int = 1 << 30
     body_seconds: float = 60.0
     max_connections: int = 16384

@@ -8,8 +8,6 @@ something here are decoded. What P and D get is made of the same views.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -46,6 +44,7 @@ _ABSENT = Raw(b"null")
 
 _views = msgspec.json.Decoder(Views)
 _name = msgspec.json.Decoder(str)
+_entries = msgspec.json.Decoder(list[Raw])
 
 
 class _Tool(msgspec.Struct):
@@ -65,15 +64,17 @@ class BadBody(ValueError):
     """The client's body is not a JSON object, or its model's name is too long to be one."""
 
 
-@dataclass(frozen=True)
 class Content:
-    """A body to send: its bytes, in pieces, some of which may be views of the client's."""
+    """A body to send.
 
-    pieces: tuple[bytes | bytearray | Raw, ...]
+    Attributes:
+        pieces: its bytes; some may be views of the client's. None are left once the client's are let go.
+        size: of all pieces.
+    """
 
-    @cached_property
-    def size(self) -> int:
-        return sum(map(len, self.pieces))
+    def __init__(self, pieces: tuple[bytes | bytearray | Raw, ...]) -> None:
+        self.pieces = pieces
+        self.size = sum(map(len, pieces))
 
     def __bytes__(self) -> bytes:
         return b"".join(self.pieces)
@@ -108,6 +109,15 @@ class Body:
         self.one_prompt = _one_prompt(fields.get("prompt"))
         self.prompt = Prompt(fields)
         self.released: Callable[[], None] = lambda: None
+        self._made: list[Content] = []
+
+    def messages(self, most: int) -> int:
+        """How many messages it has, or items of its input; they are not counted if there cannot be more than
+        `most`."""
+        entries = self._fields.get("input" if self.path == "/v1/responses" else "messages")
+        if entries is None or len(entries) <= 2 * most or bytes(memoryview(entries)[:1]) != b"[":
+            return 0
+        return len(_entries.decode(entries))
 
     def _wants_pair(self) -> bool:
         fields = self._fields
@@ -140,12 +150,16 @@ class Body:
             more["kv_transfer_params"] = kv_transfer_params
         if more or self._raw is None:
             return self._changed(more)
-        return Content((self._raw,))
+        return self._kept(Content((self._raw,)))
 
     def let_go(self) -> None:
         """Drops the bytes, once no instance will be sent this request any more. Idempotent."""
         self._raw, self._fields, self._held = None, {}, False
         self.prompt.let_go()
+        # Tracebacks of tries that failed may keep these until Python's garbage collector comes by.
+        for content in self._made:
+            content.pieces = ()
+        self._made.clear()
         released, self.released = self.released, lambda: None
         released()
 
@@ -159,7 +173,11 @@ class Body:
         kept = {name: value for name, value in self._fields.items() if name not in left_out}
         made = _object(kept | {name: msgspec.json.encode(value) for name, value in changes.items()})
         # A small one is joined here, once, for all that follows.
-        return made if self._size > _SMALL_BODY else Content((bytes(made),))
+        return self._kept(made if self._size > _SMALL_BODY else Content((bytes(made),)))
+
+    def _kept(self, made: Content) -> Content:
+        self._made.append(made)
+        return made
 
 
 def parse(raw: bytes | bytearray, path: str = "/v1/completions") -> Body:

@@ -285,6 +285,7 @@ def _limits(arguments: argparse.Namespace) -> Limits:
         max_wait=arguments.max_wait,
         max_body=arguments.max_body_mib << 20,
         max_values=arguments.max_body_values,
+        max_messages=arguments.max_messages,
         max_held=arguments.max_held_mib << 20,
         body_seconds=arguments.body_seconds,
         max_connections=min(arguments.max_connections, arguments.workers * _most_requests()),
@@ -523,6 +524,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         ("--max-body-values", _at_least(1), limits.max_values, "N",
             "values in one request's body: messages, their parts and fields, prompts, items of lists; token "
             "ids do not count. More get a 413"),
+        ("--max-messages", _at_least(1), limits.max_messages, "N",
+            "messages, or items of the input of /v1/responses, in one request's body; more get a 413"),
         ("--body-seconds", _seconds, limits.body_seconds, "SECONDS",
             "how long a request's body may take to come; then it gets a 408"),
         ("--max-connections", _at_least(1), limits.max_connections, "N",

@@ -76,7 +76,7 @@ class BodyReader:
                 f"The request's body did not come within {limits.body_seconds:g} seconds.",
                 last=True,
             ) from None
-        await check_values(body, limits.max_values)
+        await check_values(body, limits.max_values, token_ids=request.path in WITH_TOKEN_IDS)
         return body
 
     def release(self) -> None:
@@ -98,10 +98,14 @@ def _check_size(request: web.Request, size: int) -> None:
 
 
 # How many values a body may have. Two million empty messages are 6 MB, for which vLLM, which makes objects
-# and errors of them, needs 22 GB. The proxy only skips values, in one go, at about 5 ns each. Numbers and
+# and errors of them, needs 22 GB. The proxy only skips values, in one go, at about 5 ns each. Token ids and
 # escaped characters, which cost both of them less, have bounds of their own.
 
-MOST_NUMBERS = 1 << 22
+WITH_TOKEN_IDS = frozenset({"/v1/completions", "/v1/embeddings", "/detokenize"})
+"""Where a prompt may be token ids. Elsewhere a number is a value like any other: vLLM writes an error, or
+many, for each that should be a message."""
+
+MOST_NUMBERS = 1 << 20
 """Numbers that follow others in lists, as token ids do, in one body."""
 
 MOST_ESCAPES = 1 << 22
@@ -113,7 +117,7 @@ _EACH_READ = 256
 """Bytes that could be read in the time that it takes to begin to."""
 
 
-async def check_values(body: bytearray, most: int) -> None:
+async def check_values(body: bytearray, most: int, *, token_ids: bool) -> None:
     """Raises ProxyError if a body has too many values. The loop gets its turn again and again."""
     if len(body) <= most:
         return  # each value takes a byte
@@ -122,14 +126,14 @@ async def check_values(body: bytearray, most: int) -> None:
         if escapes > MOST_ESCAPES:
             raise ProxyError(413, f"The request body has more than {MOST_ESCAPES} escaped characters.")
         if signs > most and not counted:
-            await _check_exactly(body, most)
+            await _check_exactly(body, most, token_ids)
             counted = True
         await asyncio.sleep(0)
 
 
-async def _check_exactly(body: bytearray, most: int) -> None:
+async def _check_exactly(body: bytearray, most: int, token_ids: bool) -> None:
     for values, numbers in values_in(body):
-        if values > most:
+        if values + (0 if token_ids else numbers) > most:
             raise ProxyError(
                 413,
                 f"The request body has more than {most} values, such as messages, their parts and fields; "

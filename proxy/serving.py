@@ -92,6 +92,12 @@ class Proxy:
             except BadBody as error:
                 raise ProxyError(400, str(error)) from None
             body.released = reader.release
+            if body.messages(self.limits.max_messages) > self.limits.max_messages:
+                raise ProxyError(
+                    413,
+                    f"The request has more than {self.limits.max_messages} messages or items of its input; "
+                    "this proxy takes no more in one request (--max-messages).",
+                )
             asked = Asked(body.model, body.prompt, request.headers.get(self.routing.session_header, ""))
             request[RECORD].model = body.model
             try:
@@ -101,6 +107,8 @@ class Proxy:
                 raise ProxyError(503, f"{error} Try again in a few seconds.") from None
             except UnknownModel as error:
                 raise ProxyError(404, str(error)) from None
+            finally:
+                body.let_go()
 
     async def _serve(
         self, request: web.Request, body: Body, place: RequestPlace, work: Work

@@ -281,16 +281,30 @@ PRODUCT = (
     Mutant(
         "P's body is a copy of the client's",
         "proxy/bodies.py",
-        "return made if self._size > _SMALL_BODY else Content((bytes(made),))",
-        "return Content((bytes(made),))",
+        "return self._kept(made if self._size > _SMALL_BODY else Content((bytes(made),)))",
+        "return self._kept(Content((bytes(made),)))",
         ("tests/proxy/test_large_bodies.py::test_what_instances_get_is_made_of_the_clients_own_bytes",),
     ),
     Mutant(
         "the values of a body are not counted",
         "proxy/intake.py",
-        "await check_values(body, limits.max_values)",
+        "await check_values(body, limits.max_values, token_ids=request.path in WITH_TOKEN_IDS)",
         "pass",
         ("tests/proxy/test_large_bodies.py::test_two_million_empty_messages_end_at_the_proxy",),
+    ),
+    Mutant(
+        "messages have no bound of their own",
+        "proxy/serving.py",
+        "if body.messages(self.limits.max_messages) > self.limits.max_messages:",
+        "if False:",
+        ("tests/proxy/test_large_bodies.py::test_messages_have_a_bound_of_their_own",),
+    ),
+    Mutant(
+        "a body that no instance may be sent any more is held by what failed",
+        "proxy/bodies.py",
+        "            content.pieces = ()\n",
+        "            pass\n",
+        ("tests/proxy/test_large_bodies.py::test_no_body_stays_in_memory_when_its_request_fails",),
     ),
     Mutant(
         "others wait while the values of a body are counted",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import tracemalloc
 from collections.abc import Iterator
@@ -174,7 +175,9 @@ def test_what_is_no_json_is_counted_to_its_end(raw: bytes) -> None:
     assert values <= len(raw)
 
 
-async def refusal(body: bytearray, most: int = Limits().max_values) -> tuple[str, int]:
+async def refusal(
+    body: bytearray, most: int = Limits().max_values, *, token_ids: bool = True
+) -> tuple[str, int]:
     """The sentence; "" if the body is taken. And how many turns others got meanwhile."""
     turns = 0
 
@@ -186,7 +189,7 @@ async def refusal(body: bytearray, most: int = Limits().max_values) -> tuple[str
 
     other = asyncio.create_task(others())
     try:
-        await check_values(body, most)
+        await check_values(body, most, token_ids=token_ids)
     except ProxyError as error:
         assert error.status == 413
         return str(error), turns
@@ -201,7 +204,7 @@ async def refusal(body: bytearray, most: int = Limits().max_values) -> tuple[str
 )
 async def test_too_many_values_are_refused_after_a_look_at_their_beginning(item: bytes) -> None:
     sentence, turns = await refusal(body_of("messages", item, 32 * MIB))
-    assert "more than 262144 values" in sentence and "--max-body-values" in sentence
+    assert "more than 131072 values" in sentence and "--max-body-values" in sentence
     assert turns <= 600, "only the beginning is looked at"
     few = body_of("messages", item, 100_000)
     assert await refusal(few) == ("", 0)
@@ -214,7 +217,7 @@ async def test_texts_pictures_and_token_ids_are_no_values_however_long_they_are(
         {"messages": [{"role": "user", "content": 'if (a[0]) { f({"x": [1, 2]}, "y"); }\n' * 50_000}]}
     )
     assert (await refusal(bytearray(code.encode())))[0] == ""
-    assert (await refusal(body_of("prompt", b"12345", 16 * MIB)))[0] == ""
+    assert (await refusal(body_of("prompt", b"12345", 4 * MIB)))[0] == ""
     picture = bytearray(
         b'{"messages":[{"content":[{"image_url":{"url":"data:;base64,' + b"QUJD" * (16 * MIB) + b'"}}]}]}'
     )
@@ -234,6 +237,8 @@ async def test_numbers_and_escaped_characters_have_bounds_of_their_own() -> None
 
 @pytest.mark.asyncio
 async def test_what_a_text_begins_with_does_not_hide_the_rest_of_it() -> None:
+    numbers, _ = await refusal(body_of("messages", b"1", 4 * MIB), token_ids=False)
+    assert "more than 131072 values" in numbers, "vLLM expects no numbers there"
     escapes = bytearray(b'{"prompt":"' + b"," * MIB + b"\\n" * (MOST_ESCAPES + 1) + b'"}')
     assert "escaped characters" in (await refusal(escapes))[0]
 
@@ -245,7 +250,7 @@ async def test_two_million_empty_messages_end_at_the_proxy() -> None:
         url = f"{deployment.url}/v1/chat/completions"
         async with deployment.client.post(url, data=body) as response:
             assert response.status == 413
-            assert "more than 262144 values" in (await error_of(response))["message"]
+            assert "more than 131072 values" in (await error_of(response))["message"]
         assert deployment.p.requests == deployment.d.requests == []
         await quiet(deployment)
         ids = {"model": "tiny", "prompt": [12345] * 300_000}
@@ -255,6 +260,23 @@ async def test_two_million_empty_messages_end_at_the_proxy() -> None:
             == deployment.d.requests[0].body["prompt"]
             == ids["prompt"]
         )
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_messages_have_a_bound_of_their_own(path: str) -> None:
+    field = "input" if path == "/v1/responses" else "messages"
+    messages = [{"role": "user", "content": "hi [1,2]"}] * 1000
+    async with deployed("concurrent", 1, 1, limits=Limits(max_messages=1000)) as deployment:
+        assert (await deployment.post({"model": "tiny", field: messages}, path)).status == 200
+        for more in ([*messages, messages[0]], [{}] * 5000, [1] * 5000, ["x"] * 2000):
+            response = await deployment.post({"model": "tiny", field: more}, path)
+            assert response.status == 413
+            assert "more than 1000 messages" in (await error_of(response))["message"]
+        assert (await deployment.post({"model": "tiny", "prompt": ["x"] * 2000})).status == 200
+        assert (await deployment.post({"model": "tiny", field: "x" * 5000}, path)).status == 200
+        assert len(deployment.d.requests) == 3
+        await quiet(deployment)
 
 
 @pytest.mark.asyncio
@@ -373,6 +395,24 @@ async def test_a_body_is_let_go_when_the_answer_has_begun(either: Deployment) ->
     for response in responses:
         await response.read()
     await quiet(either)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("status", [400, 500])
+async def test_no_body_stays_in_memory_when_its_request_fails(either: Deployment, status: int) -> None:
+    """Without waiting for Python's garbage collector."""
+    either.p.behaviour = either.d.behaviour = answer_error(status)
+    gc.collect()
+    gc.disable()
+    try:
+        with bodies_in_memory() as found:
+            for _ in range(5):
+                response = await either.post({"model": "tiny", "prompt": "x" * 700_000})
+                assert response.status >= 400
+            await quiet(either)
+            await until(lambda: found() < 100_000, "no body is left")
+    finally:
+        gc.enable()
 
 
 @pytest.mark.asyncio

@@ -22,6 +22,7 @@ PAGE = " ".join((Path(__file__).parents[2] / "docs" / "operations.md").read_text
         "max_wait",
         "max_body_mib",
         "max_body_values",
+        "max_messages",
         "body_seconds",
         "max_connections",
         "max_held_mib",

@@ -207,7 +207,7 @@ def test_a_large_prompt_and_a_body_that_is_turned_away(fleet: Fleet, dispatch: s
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
         client.completions.create(model=MODEL_NAME, prompt=[7] * 100_000, max_tokens=1)
     for body in ({"prompt": [[]] * 2_000_000}, {"messages": [{}] * 2_000_000}):
-        with pytest.raises(openai.APIStatusError, match="more than 262144 values") as refused:
+        with pytest.raises(openai.APIStatusError, match="more than 131072 values") as refused:
             client.post("/completions", body=body | {"model": MODEL_NAME}, cast_to=dict)
         assert refused.value.status_code == 413
 
