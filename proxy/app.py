@@ -15,6 +15,7 @@ from p2pkv.control.security import Members
 
 from .admission import Limits
 from .attempt import Dispatch
+from .connections import BoundedRunner
 from .errors import errors_as_json, note_begin
 from .http import PAIRED, REQUEST_ID, SINGLE
 from .instances import Access, changed, described, drain, listed
@@ -23,6 +24,7 @@ from .listener import Listener
 from .metrics import Metrics
 from .records import recording
 from .registry import Registry
+from .relay import written_in_time
 from .routing import Routing
 from .service import Proxy
 from .siblings import Siblings, answering
@@ -40,6 +42,7 @@ API = PAIRED | SINGLE | {"/v1/models"}
 PROXY = web.AppKey("proxy", Proxy)
 SIBLINGS = web.AppKey("siblings", Siblings)
 LISTENER = web.AppKey("listener", Listener)
+MOST_CONNECTIONS = web.AppKey("most_connections", int)
 PLAIN_LISTENER = web.AppKey("plain_listener", Listener)
 
 
@@ -110,7 +113,8 @@ def make_app(
     recorded = recording(metrics, API, spans, log_requests=log_requests)
     # A larger one could never be held, and its client would try again for ever.
     largest = min(limits.max_body, limits.max_held)
-    app = web.Application(client_max_size=largest, middlewares=[errors_as_json, recorded])
+    app = web.Application(client_max_size=largest, middlewares=[written_in_time, errors_as_json, recorded])
+    app[MOST_CONNECTIONS] = limits.max_connections
     app.cleanup_ctx.append(running)
     app.on_response_prepare.extend((_give_back_id, note_begin))
     app.add_routes(_routes(guard, metrics))
@@ -118,9 +122,11 @@ def make_app(
 
 
 def make_runner(app: web.Application, last_seconds: float) -> web.AppRunner:
-    """What serves `app`; at its end connections on which nothing moves are closed after `last_seconds`."""
-    return web.AppRunner(
+    """What serves `app`, to a bounded number of connections; at its end connections on which nothing moves
+    are closed after `last_seconds`."""
+    return BoundedRunner(
         app,
+        app[MOST_CONNECTIONS],
         handler_cancellation=True,
         access_log=None,
         shutdown_timeout=last_seconds,

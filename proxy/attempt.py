@@ -26,9 +26,11 @@ from aiohttp import web
 from p2pkv.pairing import mint
 
 from .admission import RequestCounters, RequestPlace
+from .answers import STOPPED, gave_up, message_of, returned_params
 from .blame import REFUSALS, Again, Blame, CallEnd, Charge, Verdict, judge
+from .bodies import Body
 from .errors import error_response
-from .http import GIVEN_UP, REQUEST_ID, STOPPED, Body, Headers, message_of, returned_params, to_instance
+from .http import REQUEST_ID, Headers, to_instance
 from .metrics import Ended
 from .records import RequestRecord
 from .registry import Instance, Role
@@ -262,7 +264,7 @@ class Attempt:
         self._prefill_end, asked, why = CallEnd.PENDING, means.clock(), self._prefill_why
         try:
             reply = await call.whole(self.body.for_prefill(self.request_id), self._headers(instance))
-            if GIVEN_UP in reply.body:
+            if gave_up(self.request.path, reply.body):
                 raise CallFailed(CallEnd.ABORTED, STOPPED)
             self._prefill_end, why = CallEnd.ANSWERED, ""
             self.record.prefilled(instance, means.clock() - asked)
@@ -428,6 +430,7 @@ class Attempt:
         self, answer: _DecodeAnswer, prefilling: asyncio.Task[_Prefilled] | None = None
     ) -> Outcome:
         """D's answer goes to the client."""
+        self.body.let_go()  # from here on nothing is tried again
         streamed = answer.response.content_type == EVENT_STREAM
         relay = self.relay = Relay(
             self.request,

@@ -307,13 +307,24 @@ def _limits(arguments: argparse.Namespace) -> Limits:
         max_requests=arguments.max_requests,
         max_waiting=arguments.max_waiting,
         max_wait=arguments.max_wait,
+        max_body=arguments.max_body_mib << 20,
+        max_values=arguments.max_body_values,
+        max_messages=arguments.max_messages,
         max_held=arguments.max_held_mib << 20,
+        body_seconds=arguments.body_seconds,
+        max_connections=min(arguments.max_connections, arguments.workers * _most_requests()),
         retries=arguments.retries,
         lease=arguments.lease_seconds,
         first_token_seconds=arguments.first_token_seconds,
         event_seconds=arguments.event_seconds,
         alone_share=0.0 if arguments.no_decode_alone else arguments.alone_share,
     )
+
+
+def _most_requests() -> int:
+    """That one process has descriptors for: a request needs three."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if descriptors == resource.RLIM_INFINITY else max(1, descriptors // 3)
 
 
 def _routing(arguments: argparse.Namespace) -> Routing:
@@ -477,7 +488,7 @@ among those that serve its model, are in good health and fit each other.
                    would still be sooner; for long system prompts and for conversations
   consistent_hash  the same one for all requests with the same value of --session-header
 
-The proxy has no tokenizer: it takes four characters of a prompt for a token.
+The proxy has no tokenizer: it takes four bytes of a prompt for a token.
 """
 
 
@@ -534,8 +545,19 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
             "requests that wait, in all; others get a 503"),
         ("--max-wait", _seconds, limits.max_wait, "SECONDS",
             "how long a request waits before it gets a 503"),
+        ("--max-body-mib", _at_least(1), limits.max_body >> 20, "MIB",
+            "MiB of one request's body; a larger one gets a 413"),
+        ("--max-body-values", _at_least(1), limits.max_values, "N",
+            "values in one request's body: messages, their parts and fields, prompts, items of lists; token "
+            "ids do not count. More get a 413"),
+        ("--max-messages", _at_least(1), limits.max_messages, "N",
+            "messages, or items of the input of /v1/responses, in one request's body; more get a 413"),
+        ("--body-seconds", _seconds, limits.body_seconds, "SECONDS",
+            "how long a request's body may take to come; then it gets a 408"),
+        ("--max-connections", _at_least(1), limits.max_connections, "N",
+            "connections of clients at a time; one more takes the place of an idle one, or gets a 503"),
         ("--max-held-mib", _at_least(1), limits.max_held >> 20, "MIB",
-            "MiB of the bodies of all requests together; others get a 503"),
+            "MiB of the bodies of all requests that have not begun to be answered; others get a 503"),
         ("--retries", _at_least(0), limits.retries, "N",
             "tries at other instances if one fails before the first byte"),
         ("--alone-share", _share, limits.alone_share, "SHARE",

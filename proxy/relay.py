@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import aiohttp
 from aiohttp import web
 
+from .answers import STOPPED, GivenUpFilter
 from .blame import CallEnd
 from .errors import error_event
-from .http import NAMED_EVENTS, REQUEST_ID, STOPPED, GivenUpFilter, Headers, to_client
+from .http import NAMED_EVENTS, REQUEST_ID, Headers, to_client
 from .metrics import Pace
 from .routing import Choice
 from .upstream import EVENT_STREAM, Reply
@@ -20,6 +22,26 @@ logger = logging.getLogger(__name__)
 
 STALL_SECONDS = 60.0
 """Seconds without reading pending bytes after which a client is disconnected."""
+
+
+@web.middleware
+async def written_in_time(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Writes an answer that is whole, and disconnects a client that does not read it. A relayed answer is
+    written when it comes here."""
+    response = await handler(request)
+    if response.prepared or request.transport is None:
+        return response
+    deadline = asyncio.get_running_loop().call_later(STALL_SECONDS, request.transport.abort)
+    try:
+        await response.prepare(request)
+        await response.write_eof()
+    except ConnectionError:
+        logger.debug("a client left before its answer was written")
+    finally:
+        deadline.cancel()
+    return response
 
 
 class ClientGone(Exception):
@@ -54,7 +76,7 @@ class Relay:
         self._answer = answer
         self._head = head
         self._pace = pace
-        self._filter = GivenUpFilter()
+        self._filter = GivenUpFilter(request.path, streamed=pace is not None)
         self._rewriter = scrubber.rewriter()
         self._headers = scrubber.headers(to_client(answer.headers))
         self._response = web.StreamResponse(status=answer.status, headers=self._headers)
@@ -92,7 +114,8 @@ class Relay:
                 return self._response
             await self._pass_on(self._head)
             if await self._relay_rest():
-                await self._send(self._rewriter.flush())
+                rest = self._rewriter.feed(self._filter.flush()) + self._rewriter.flush()
+                await self._send(rest, last=True)
                 self.complete = True
             else:
                 await self._break_off()
@@ -129,7 +152,7 @@ class Relay:
 
     async def _send_whole(self) -> None:
         """All of an answer that is here already, with its head, in one piece. Raises ClientGone."""
-        body = self._rewriter.feed(self._filter.feed(self._head)) + self._rewriter.flush()
+        body = self._rewriter.feed(self._head) + self._rewriter.flush()
         self._response = web.Response(status=self._answer.status, headers=self._headers, body=body)
         await self._send(b"")
 
@@ -156,7 +179,9 @@ class Relay:
     async def _pass_on(self, chunk: bytes) -> None:
         await self._send(self._rewriter.feed(self._filter.feed(chunk)))
 
-    async def _send(self, data: bytes) -> None:
+    async def _send(self, data: bytes, *, last: bool = False) -> None:
+        """The next bytes; with the `last` ones the answer ends here, where a client that does not read is
+        watched for. Raises ClientGone."""
         self._writing = self._loop.time()
         try:
             if not self._response.prepared:
@@ -165,6 +190,8 @@ class Relay:
                 await self._response.write_eof()
             elif data:
                 await self._response.write(data)
+            if last:
+                await self._response.write_eof()
         except (aiohttp.ClientError, OSError) as error:
             raise ClientGone from error
         finally:
@@ -183,7 +210,7 @@ class Relay:
         await self._send(self._rewriter.flush())
         between_events = self._last_bytes.endswith((b"\n\n", b"\r\n\r\n"))
         error = error_event(self._status, self.why, named=self._request.path in NAMED_EVENTS)
-        await self._send((b"" if between_events else b"\n\n") + error)
+        await self._send((b"" if between_events else b"\n\n") + error, last=True)
 
 
 # What names instances.

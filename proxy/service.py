@@ -17,12 +17,13 @@ from aiohttp import web
 from p2pkv.control.discovery import Ping
 
 from .active import STOPPING, ActiveRequest, ActiveRequests
-from .admission import Admission, Intake, Limits, RequestCounters, RequestPlace
+from .admission import Admission, Limits, RequestCounters, RequestPlace
 from .attempt import Attempt, Dispatch, Means, Outcome
 from .blame import Again, CallEnd, Charge
+from .bodies import BadBody, Body, parse
 from .errors import ProxyError, retry_after
-from .http import BadBody, Body, parse
 from .instances import state_of
+from .intake import Intake
 from .metrics import Metrics
 from .models import ModelLists
 from .partners import PartnerLists
@@ -95,6 +96,13 @@ class Proxy:
                 body = parse(await reader.read(request), request.path)
             except BadBody as error:
                 raise ProxyError(400, str(error)) from None
+            body.released = reader.release
+            if body.messages(self.limits.max_messages) > self.limits.max_messages:
+                raise ProxyError(
+                    413,
+                    f"The request has more than {self.limits.max_messages} messages or items of its input; "
+                    "this proxy takes no more in one request (--max-messages).",
+                )
             asked = Asked(body.model, body.prompt, request.headers.get(self.routing.session_header, ""))
             request[RECORD].model = body.model
             try:
@@ -104,6 +112,8 @@ class Proxy:
                 raise ProxyError(503, f"{error} Try again in a few seconds.") from None
             except UnknownModel as error:
                 raise ProxyError(404, str(error)) from None
+            finally:
+                body.let_go()
 
     async def _serve(
         self, request: web.Request, body: Body, place: RequestPlace, active: ActiveRequest

@@ -14,10 +14,20 @@ from typing import Any, Self
 
 import aiohttp
 from aiohttp import AddrInfoType
+from aiohttp.abc import AbstractStreamWriter
 from multidict import CIMultiDictProxy
 
+from .answers import (
+    STOPPED,
+    first_event_came,
+    first_event_failed,
+    first_event_message,
+    gave_up,
+    gave_up_early,
+)
 from .blame import CallEnd
-from .http import GIVEN_UP, STOPPED, Headers, first_event_came, first_event_failed, first_event_message
+from .bodies import Content
+from .http import Headers
 from .registry import Instance, Loss
 
 logger = logging.getLogger(__name__)
@@ -78,14 +88,14 @@ class Client:
         return self.kept.get(url, **options)
 
     async def post(
-        self, url: str, data: bytes, headers: Headers, may_repeat: Callable[[], bool] = lambda: True
+        self, url: str, body: Content, headers: Headers, may_repeat: Callable[[], bool] = lambda: True
     ) -> aiohttp.ClientResponse:
         """The head of the answer; `may_repeat` is asked before the request goes once more. Raises
         aiohttp.ClientError or OSError."""
         was, began = _Was(), time.monotonic()
         try:
             return await self.kept.post(
-                url, data=data, headers=headers, allow_redirects=False, trace_request_ctx=was
+                url, data=_payload(body), headers=headers, allow_redirects=False, trace_request_ctx=was
             )
         except (aiohttp.ClientError, OSError) as error:
             at_once = time.monotonic() - began <= _REPEAT_SECONDS
@@ -93,12 +103,42 @@ class Client:
                 raise
             logger.info("%s closed an idle connection as it was used: once more, over a new one", url)
         self.reconnected += 1
-        return await self._fresh.post(url, data=data, headers=headers, allow_redirects=False)
+        return await self._fresh.post(url, data=_payload(body), headers=headers, allow_redirects=False)
 
     @property
     def open(self) -> int:
         """Connections on which something is under way."""
         return sum(len(each.connector._acquired) for each in (self.kept, self._fresh) if each.connector)
+
+
+# Up to this size a body is sent as one piece, together with the request's head.
+_ONE_PIECE_BYTES = 1 << 16
+_SENT_AT_ONCE = 1 << 17
+
+
+class _Streamed(aiohttp.Payload):
+    """A large body, sent piece by piece, at the pace of who reads it, and never copied as a whole."""
+
+    _autoclose = True
+
+    def __init__(self, body: Content) -> None:
+        super().__init__(body, content_type="application/json")
+        self._size = body.size
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return bytes(self._value).decode(encoding, errors)
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        for piece in self._value.pieces:
+            view = memoryview(piece)
+            for at in range(0, len(view), _SENT_AT_ONCE):
+                await writer.write(view[at : at + _SENT_AT_ONCE])
+                if at:
+                    await asyncio.sleep(0)  # others get their turn, too, if this one reads very fast
+
+
+def _payload(body: Content) -> bytes | _Streamed:
+    return bytes(body) if body.size <= _ONE_PIECE_BYTES else _Streamed(body)
 
 
 @dataclass
@@ -219,7 +259,7 @@ class Call:
         self.tokens = tokens
         self.begun = False
         self._session = session
-        self._url = instance.url + path
+        self._path = path
         self._may_repeat = may_repeat
         self._may_leave = may_leave
         self._asking: asyncio.Task[aiohttp.ClientResponse] | None = None
@@ -227,7 +267,7 @@ class Call:
         self._lost: Loss | None = None
         self._cleanup = ExitStack()
 
-    async def open(self, body: bytes, headers: Headers) -> aiohttp.ClientResponse:
+    async def open(self, body: Content, headers: Headers) -> aiohttp.ClientResponse:
         """Sends the request and waits for the answer's head. Raises CallFailed."""
         self._cleanup.enter_context(self.instance.busy(self.lose, self.tokens))
         self._asking = asyncio.create_task(self._ask(body, headers))
@@ -246,8 +286,8 @@ class Call:
             raise CallFailed(CallEnd.BROKEN, "closed the connection before it answered") from error
         return self._response
 
-    async def _ask(self, body: bytes, headers: Headers) -> aiohttp.ClientResponse:
-        return await self._session.post(self._url, body, headers, self._may_repeat)
+    async def _ask(self, body: Content, headers: Headers) -> aiohttp.ClientResponse:
+        return await self._session.post(self.instance.url + self._path, body, headers, self._may_repeat)
 
     def lose(self, loss: Loss) -> None:
         """The call fails. An instance that has stopped still sends the rest of what it has begun to answer,
@@ -262,7 +302,7 @@ class Call:
         elif self._asking is not None:
             self._asking.cancel()
 
-    async def whole(self, body: bytes, headers: Headers) -> Reply:
+    async def whole(self, body: Content, headers: Headers) -> Reply:
         """The whole answer. Raises CallFailed, also if it is no success."""
         reply = await self.rest(await self.open(body, headers))
         if not reply.ok:
@@ -280,7 +320,7 @@ class Call:
     async def first_words(self, response: aiohttp.ClientResponse) -> bytes:
         """The start of a successful answer, see the function. Raises CallFailed."""
         try:
-            return await first_words(response)
+            return await first_words(response, self._path)
         except CallFailed:
             self._check_lost()
             raise
@@ -330,10 +370,10 @@ async def read_whole(response: aiohttp.ClientResponse) -> Reply:
         raise CallFailed(CallEnd.BROKEN, "died in the middle of its answer") from error
 
 
-async def first_words(response: aiohttp.ClientResponse) -> bytes:
-    """The start of a successful answer, as far as it proves that generation has begun: in an event stream
-    everything up to the first event that says something, else all of it, or its first MiB. Raises CallFailed
-    if there is none."""
+async def first_words(response: aiohttp.ClientResponse, path: str) -> bytes:
+    """The start of a successful answer at this endpoint, as far as it proves that generation has begun: in an
+    event stream everything up to the first event that says something, else all of it, or its first MiB.
+    Raises CallFailed if there is none."""
     streamed = response.content_type == EVENT_STREAM
     most = _MAX_WORDS_BYTES if streamed else _MAX_HELD_BYTES
     head = b""
@@ -348,7 +388,8 @@ async def first_words(response: aiohttp.ClientResponse) -> bytes:
     except (aiohttp.ClientError, OSError) as error:
         what = "first token" if streamed else "answer was complete"
         raise CallFailed(CallEnd.BROKEN, f"died before its {what}") from error
-    if GIVEN_UP in head:
+    whole = not streamed and response.content.at_eof()
+    if gave_up(path, head) if whole else gave_up_early(path, head, streamed=streamed):
         raise CallFailed(CallEnd.ABORTED, STOPPED)
     if streamed and first_event_failed(head):
         words = first_event_message(head)

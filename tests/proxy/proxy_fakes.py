@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import msgspec
 from aiohttp import web
 from proxy_behaviours import Behaviour, Seen, answer_json
 
@@ -23,6 +24,7 @@ from proxy.app import LISTENER, PLAIN_LISTENER, PROXY, make_app, make_runner
 from proxy.attempt import Dispatch
 from proxy.http import PAIRED, SINGLE
 from proxy.instances import Access
+from proxy.prefixes import Prompt
 from proxy.registry import Instance, Registry, Role
 from proxy.routing import Routing
 from proxy.service import Proxy
@@ -44,6 +46,11 @@ def ping(role: Role = "P", port: int = 8100, **more: Any) -> Ping:
     """As an instance of the registry's own tests, which nobody can reach."""
     address = f"10.0.0.1:{port}"
     return Ping(type=role, http_address=address, zmq_address=f"10.0.0.1:{port + 10000}", **more)
+
+
+def prompt_of(fields: Mapping[str, Any]) -> Prompt:
+    """As the proxy has it of a request with these fields."""
+    return Prompt({name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()})
 
 
 def join(registry: Registry, message: Ping, now: float = 0.0) -> Instance:

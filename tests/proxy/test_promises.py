@@ -20,6 +20,11 @@ PAGE = " ".join((Path(__file__).parents[2] / "docs" / "operations.md").read_text
         "max_requests",
         "max_waiting",
         "max_wait",
+        "max_body_mib",
+        "max_body_values",
+        "max_messages",
+        "body_seconds",
+        "max_connections",
         "max_held_mib",
         "retries",
         "alone_share",
@@ -37,7 +42,7 @@ def test_defaults(option: str) -> None:
 @pytest.mark.parametrize(
     "sentence",
     [
-        f"A body of which nothing comes for {Limits().body_patience:g} seconds gets 408",
+        f"A body that has not come whole after {Limits().body_seconds:g} seconds gets 408",
         f"a connection on which no request comes is closed after {app.IDLE_SECONDS:g}.",
         f"A client that takes nothing of its answer for {relay.STALL_SECONDS:g} seconds",
         f"(in {registry._BREAKER_WINDOW_SECONDS:g} s, a hundred at most) five or more, and at least half",

@@ -77,12 +77,15 @@ async def test_the_clients_headers_reach_both(either: Deployment) -> None:
         "TE": "trailers",
         "Proxy-Authorization": "no",
         "X-data-parallel-rank": "7",
+        "X-Vllm-Priority": "-1000",
+        "Endpoint-Load-Metrics-Format": "TEXT",
     }
     await either.post(headers=headers)
     for instance in (either.p, either.d):
         got = instance.requests[0].headers
         assert (got["Authorization"], got["X-Custom"]) == ("Bearer mine", "1")
         assert not {"X-Hop", "TE", "Proxy-Authorization", "X-data-parallel-rank"} & set(got)
+        assert not {"X-Vllm-Priority", "Endpoint-Load-Metrics-Format"} & set(got), "they control vLLM"
         assert got["Host"] == instance.http_address
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from proxy_behaviours import Seen, answer_json
-from proxy_fakes import FakeInstance, deployed, join, ping, quiet, until
+from proxy_fakes import FakeInstance, deployed, join, ping, prompt_of, quiet, until
 from test_admission import ask, slow
 
 from proxy.cli import main
@@ -33,7 +33,7 @@ from proxy.routing import (
 
 def prompt(tokens: int, first: int = 0) -> Prompt:
     """Of token ids; prompts with the same `first` begin alike."""
-    return Prompt({"prompt": [*range(first, first + tokens)]})
+    return prompt_of({"prompt": [*range(first, first + tokens)]})
 
 
 def asked(tokens: int = 10, first: int = 0, session: str = "") -> Asked:
@@ -259,10 +259,10 @@ def test_models_and_restarts_have_caches_of_their_own() -> None:
     policy = make_policy("prefix_aware", 10_000)
     before, after = instances(1, incarnation="before"), instances(1, incarnation="after")
     fields = {"model": "a", "prompt": [1] * LONG}
-    assert policy(before, Asked("a", Prompt(fields))).cached == 0
-    assert policy(before, Asked("a", Prompt(fields))).cached == LONG
-    assert policy(before, Asked("b", Prompt(fields | {"model": "b"}))).cached == 0
-    assert policy(after, Asked("a", Prompt(fields))).cached == 0
+    assert policy(before, Asked("a", prompt_of(fields))).cached == 0
+    assert policy(before, Asked("a", prompt_of(fields))).cached == LONG
+    assert policy(before, Asked("b", prompt_of(fields | {"model": "b"}))).cached == 0
+    assert policy(after, Asked("a", prompt_of(fields))).cached == 0
 
 
 # With instances that have a prefix cache.

@@ -20,8 +20,11 @@ from proxy_fakes import Deployment, FakeInstance, deployed, join, ping, quiet
 
 from proxy.admission import Limits
 from proxy.attempt import Dispatch
+from proxy.bodies import Content
 from proxy.registry import Registry
 from proxy.upstream import Call, CallFailed, Client
+
+NOTHING = Content((b"",))
 
 
 class Answer:
@@ -48,7 +51,7 @@ async def test_an_answer_that_comes_as_its_call_is_cancelled_is_closed() -> None
 
     async def ask() -> None:
         try:
-            await call.open(b"", CIMultiDict())
+            await call.open(NOTHING, CIMultiDict())
         finally:
             call.close()
 
@@ -72,7 +75,7 @@ async def test_who_cannot_be_reached_waits_for_its_health_and_who_hangs_up_does_
     instance = join(Registry(), ping("D"))
     call = Call(Session(), instance, "/v1/completions")
     with pytest.raises(CallFailed):
-        await call.open(b"", CIMultiDict())
+        await call.open(NOTHING, CIMultiDict())
     call.close()
     assert instance.healthy is (error is aiohttp.ServerDisconnectedError)
 
@@ -88,7 +91,7 @@ async def test_when_the_proxy_has_no_descriptors_left_nobody_is_to_blame(number:
     instance = join(Registry(), ping("D"))
     call = Call(Session(), instance, "/v1/completions")
     with pytest.raises(CallFailed):
-        await call.open(b"", CIMultiDict())
+        await call.open(NOTHING, CIMultiDict())
     call.close()
     assert instance.healthy is healthy
 
@@ -107,7 +110,7 @@ async def test_who_leaves_as_the_instance_dies_has_left(dead_first: bool) -> Non
     asked = asyncio.Event()
     instance = join(Registry(), ping("D"))
     call = Call(Session(), instance, "/v1/completions")
-    asking = asyncio.create_task(call.open(b"", CIMultiDict()))
+    asking = asyncio.create_task(call.open(NOTHING, CIMultiDict()))
     await asked.wait()
     ends: list[Callable[[], object]] = [lambda: instance.lost("gone"), asking.cancel]
     for end in ends if dead_first else reversed(ends):
@@ -141,7 +144,9 @@ async def test_a_host_that_vanishes_is_noticed_although_nothing_is_sent_to_it() 
     try:
         async with Client() as client:
             url = f"http://{instance.http_address}/v1/completions"
-            async with await client.post(url, b"{}", CIMultiDict({"X-Request-Id": "x"})) as answer:
+            async with await client.post(
+                url, Content((b"{}",)), CIMultiDict({"X-Request-Id": "x"})
+            ) as answer:
                 assert answer.connection is not None and answer.connection.transport is not None
                 sock = answer.connection.transport.get_extra_info("socket")
                 assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1

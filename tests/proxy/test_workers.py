@@ -470,10 +470,11 @@ def test_an_address_that_this_machine_has_not_is_left_out_unless_there_is_no_oth
 
 
 def test_limits_are_divided() -> None:
-    limits = Limits(max_requests=100, max_waiting=10, max_held=1 << 30, alone_share=0.25)
+    limits = Limits(max_requests=100, max_waiting=10, max_held=1 << 30, max_connections=900, alone_share=0.25)
     third = share_of(limits, 3)
     assert (third.max_requests, third.max_waiting, third.max_held) == (33, 3, (1 << 30) // 3)
-    assert third.alone == 8
+    assert (third.alone, third.max_connections) == (8, 300)
+    assert (third.max_body, third.max_values) == (limits.max_body, limits.max_values)
     assert share_of(Limits(max_requests=2, max_waiting=0), 2).max_requests == 1
 
 
