@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from p2pkv.connector.deferral import DEFERRAL
 from p2pkv.connector.describe import (
     Layers,
     block_tables,
@@ -116,6 +117,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         self.consuming = ConsumerScheduler(
             pairs, world, transfer.kv_load_failure_policy == "recompute", tables, whole, tail
         )
+        DEFERRAL.install()
 
     # Scheduler side.
 

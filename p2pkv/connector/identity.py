@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
+import torch
+import xxhash
 
 from p2pkv.control.announcer import REQUEST_MARK
 from p2pkv.log import RateLimit
@@ -311,7 +313,15 @@ def prompt_digest(request: Request) -> bytes:
     if request.cache_salt:
         add("salt", request.cache_salt.encode())
     if request.prompt_embeds is not None:
-        add("embeds", request.prompt_embeds.detach().float().cpu().numpy().tobytes())
+        add("embeds", _tensor_digest(request.prompt_embeds))
         if request.prompt_is_token_ids is not None:
             add("which are tokens", bytes(request.prompt_is_token_ids))
     return digest.digest()
+
+
+def _tensor_digest(tensor: torch.Tensor) -> bytes:
+    """Of a tensor's type, shape and elements, at the speed of its memory and with the interpreter's lock
+    released: it may have hundreds of MiB, and vLLM's loop waits."""
+    data = tensor.detach().cpu().contiguous()
+    elements = xxhash.xxh3_128_digest(data.view(torch.uint8).numpy().data)
+    return f"{data.dtype}{list(data.shape)}".encode() + elements

@@ -7,9 +7,10 @@ and how many of their tokens come from it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -125,13 +126,21 @@ class ProducerScheduler:
                 if prompt.announced:
                     prompt.announced = 0
                     meta.revoked.append(prompt.paired.key)
+        fresh = cache(partial(self._fresh, output))  # once, and only if it is needed
         for request_id, scheduled in output.num_scheduled_tokens.items():
             prompt = self._prompts.get(request_id)
             if prompt is not None and prompt.announced < prompt.request.num_prompt_tokens:
-                self._prefill(meta, prompt, scheduled, output)
+                self._prefill(meta, prompt, scheduled, output, fresh)
         return meta
 
-    def _prefill(self, meta: StepMetadata, prompt: _Prompt, scheduled: int, output: SchedulerOutput) -> None:
+    def _prefill(
+        self,
+        meta: StepMetadata,
+        prompt: _Prompt,
+        scheduled: int,
+        output: SchedulerOutput,
+        fresh: Callable[[], set[int]],
+    ) -> None:
         request, key = prompt.request, prompt.paired.key
         if not prompt.offered:
             prompt.offered = True
@@ -148,7 +157,7 @@ class ProducerScheduler:
         # After a preemption even tokens of the answer may be cached.
         start, stop = request.num_computed_tokens, request.num_computed_tokens + scheduled
         start, stop = min(start, request.num_prompt_tokens), min(stop, request.num_prompt_tokens)
-        cached = self._settled(output, blocks, start) if start > prompt.announced else 0
+        cached = self._settled(fresh(), blocks, start) if start > prompt.announced else 0
         prompt.announced = stop
         table = PromptBlocks(key, self._tables.of(blocks, stop))
         meta.prefills.append(Prefill(table, cached, start, stop))
@@ -170,13 +179,12 @@ class ProducerScheduler:
         if filled:
             self._filled.append((self._steps, filled))
 
-    def _settled(self, output: SchedulerOutput, blocks: tuple[list[int], ...], cached: int) -> int:
-        """How many of the cached tokens were computed before this step.
+    def _settled(self, fresh: set[int], blocks: tuple[list[int], ...], cached: int) -> int:
+        """How many of the cached tokens were computed before this step, which writes the `fresh` blocks.
 
         vLLM also counts as cached what another request of this very step is about to compute; those
         tokens come with each layer's hook.
         """
-        fresh = self._fresh(output)
         for size, group in zip(self._tables.sizes, blocks, strict=True):
             number = next((place for place, block in enumerate(group) if block in fresh), len(group))
             cached = min(cached, number * size)
@@ -281,9 +289,18 @@ class Asking:
     """Tokens in D's own prefix cache when vLLM last asked."""
     begun: int = 0
     failure: str = ""
+    siblings: list[str] = field(default_factory=list)
+    """Further children of n, by request id, which wait until this one is settled."""
 
 
 class ConsumerScheduler:
+    """
+    Attributes:
+        asking: the first request of each key, by request id.
+        undecided: ids of the requests for which the answer to `matched` was, and still is, "ask again".
+        decided: called with ids that are undecided no more.
+    """
+
     def __init__(
         self,
         pairs: Pairs,
@@ -305,6 +322,8 @@ class ConsumerScheduler:
         self.asking: dict[str, Asking] = {}
         self._owners: dict[str, str] = {}
         self._siblings: dict[str, str] = {}
+        self.undecided: set[str] = set()
+        self.decided: Callable[[set[str]], None] = lambda request_ids: None
         self._next = StepMetadata()
 
     def new(self, request: Request) -> None:
@@ -313,6 +332,7 @@ class ConsumerScheduler:
             return
         if paired.key in self._owners:
             self._siblings[request.request_id] = paired.key
+            self.asking[self._owners[paired.key]].siblings.append(request.request_id)
             return
         self._owners[paired.key] = request.request_id
         self.asking[request.request_id] = Asking(request, paired)
@@ -323,6 +343,12 @@ class ConsumerScheduler:
 
     def matched(self, request: Request, local: int) -> tuple[int | None, bool]:
         """Tokens beyond the `local` ones that P computes for us; None: ask again."""
+        tokens, later = self._matched(request, local)
+        if tokens is None:
+            self.undecided.add(request.request_id)
+        return tokens, later
+
+    def _matched(self, request: Request, local: int) -> tuple[int | None, bool]:
         asking = self.asking.get(request.request_id)
         if asking is None:
             return self._sibling(request), False
@@ -348,6 +374,7 @@ class ConsumerScheduler:
         key = asking.paired.key
         if external <= 0:
             asking.state = LoadState.SETTLED
+            self._decide(asking.siblings)
             self._next.loads.append((request.request_id, Load(key, 0, 0, ())))
             return
         asking.state = LoadState.LOADING
@@ -375,24 +402,36 @@ class ConsumerScheduler:
 
     def reported(self, news: WorkerNews | None, received: set[str]) -> None:
         """What the workers report; `received`: loads that have ended, well or not."""
+        decided: list[str] = []
         for request_id in received:
             if asking := self.asking.get(request_id):
                 asking.state = LoadState.SETTLED
-        if news is None:
-            return
-        for request_id, ranks in news.begun.items():
-            if asking := self.asking.get(request_id):
-                asking.begun += ranks
-        for request_id, reason in news.failed.items():
-            if asking := self.asking.get(request_id):
-                asking.failure = reason
+                decided += asking.siblings
+        if news is not None:
+            for request_id, ranks in news.begun.items():
+                if asking := self.asking.get(request_id):
+                    asking.begun += ranks
+                    decided += [request_id] if asking.begun >= self._world else []
+            for request_id, reason in news.failed.items():
+                if asking := self.asking.get(request_id):
+                    asking.failure = reason
+                    decided.append(request_id)
+        self._decide(decided)
+
+    def _decide(self, request_ids: Iterable[str]) -> None:
+        """The answer to `matched` has changed for those of these that are undecided."""
+        if decided := self.undecided.intersection(request_ids):
+            self.undecided -= decided
+            self.decided(decided)
 
     def finished(self, request: Request) -> None:
         """The request has ended, whatever its state. vLLM keeps the blocks of an aborted load itself."""
         self._siblings.pop(request.request_id, None)
+        self.undecided.discard(request.request_id)
         asking = self.asking.pop(request.request_id, None)
         if asking is None:
             return
+        self._decide(asking.siblings)
         self._owners.pop(asking.paired.key, None)
         if asking.state is not LoadState.SETTLED:
             loading, key = asking.state is LoadState.LOADING, asking.paired.key

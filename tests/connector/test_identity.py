@@ -6,8 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import xxhash
 from connector_support import D_ADDRESS, P_ADDRESS, inner_id, make_request, pair_id
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,6 +59,9 @@ DIFFERENT = [
     prompt(cache_salt="b"),
     prompt(prompt_embeds=torch.zeros(3, 2)),
     prompt(prompt_embeds=torch.ones(3, 2)),
+    prompt(prompt_embeds=torch.zeros(2, 3)),
+    prompt(prompt_embeds=torch.zeros(3, 2, dtype=torch.bfloat16)),
+    prompt(prompt_embeds=torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.0, 1e-30]])),
     prompt(prompt_token_ids=None, prompt_embeds=torch.zeros(3, 2)),
     prompt(prompt_embeds=torch.zeros(3, 2), prompt_is_token_ids=[True, False, False]),
     prompt(prompt_embeds=torch.zeros(3, 2), prompt_is_token_ids=[True, True, False]),
@@ -149,6 +154,17 @@ def test_embeddings_count_as_numbers_whatever_their_layout() -> None:
     embeds = torch.arange(6.0).view(2, 3)
     turned = embeds.t().contiguous().t()
     assert prompt_digest(prompt(prompt_embeds=embeds)) == prompt_digest(prompt(prompt_embeds=turned))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_embeddings_are_read_where_they_lie(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may have hundreds of MiB, and the engine core waits: no copy of them is made."""
+    embeds, read = torch.ones(64, 128, dtype=dtype), []
+    digest = xxhash.xxh3_128_digest
+    monkeypatch.setattr(xxhash, "xxh3_128_digest", lambda data: read.append(data) or digest(data))
+    prompt_digest(prompt(prompt_embeds=embeds))
+    (data,) = map(np.asarray, read)
+    assert (data.ctypes.data, data.nbytes) == (embeds.data_ptr(), embeds.nbytes)
 
 
 @settings(deadline=None, max_examples=60)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from connector_support import (
     BLOCK,
@@ -14,6 +16,8 @@ from connector_support import (
     pair_id,
     tokens,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from p2pkv.connector.identity import Pairs, prompt_digest
@@ -103,6 +107,30 @@ def test_a_prefix_that_another_request_computes_in_this_very_step_is_not_said_ea
     assert not early, "all but the sweep at the end come from the hooks of single layers"
     (step,) = {each.prompts for each in p.rank.said(do.Computed)}
     assert [stop for _, stop in step] == [67, 67]
+
+
+def test_block_tables_are_read_twice_for_each_prompt_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many prompts with a cached beginning there are: once for the prompt, once for the step."""
+    shared = tokens(3 * BLOCK)
+    p = Instance("P", blocks=200, budget=512, seqs=32)
+    p.ask("cmpl-first-0-12345678", shared, max_tokens=1)
+    p.step(2)
+    requests = [p.ask(inner_id(pair_id(n)), [*shared, *tokens(5, n)], max_tokens=1) for n in range(16)]
+    manager, connector = p.scheduler.kv_cache_manager, p.scheduler.connector
+    get_block_ids, build = manager.get_block_ids, connector.build_connector_meta
+    read: Counter[str] = Counter()
+
+    def build_and_count(output: SchedulerOutput) -> KVConnectorMetadata:
+        with monkeypatch.context() as patch:
+            patch.setattr(manager, "get_block_ids", lambda name: read.update([name]) or get_block_ids(name))
+            output.kv_connector_block_state.resolve_block_ids = manager.get_block_ids
+            return build(output)
+
+    monkeypatch.setattr(connector, "build_connector_meta", build_and_count)
+    p.step()
+    assert set(p.scheduled.num_scheduled_tokens) == {each.request_id for each in requests}
+    assert [each.cached for each in p.metas[-1].prefills] == [3 * BLOCK] * 16
+    assert read == {each.request_id: 2 for each in requests}
 
 
 @each_pace
