@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,14 +99,19 @@ def test_an_adapter_is_known_by_its_files_not_by_their_path(tmp_path: Path) -> N
 def test_an_adapter_that_vllm_loads_in_place_is_read_again_when_its_files_have_changed(
     tmp_path: Path,
 ) -> None:
+    files, times = tmp_path / "adapter_model.safetensors", count(10**18, 1000)
+
     def digest(weights: bytes, inplace: bool) -> bytes:
-        (tmp_path / "adapter_model.safetensors").write_bytes(weights)
+        """A training writes files of the same size, and here within a microsecond of those before."""
+        files.write_bytes(weights)
+        now = next(times)
+        os.utime(files, ns=(now, now))
         return prompt_digest(prompt(lora_request=adapter("a", str(tmp_path), 7, inplace)))
 
-    first, second = digest(b"weights", True), digest(b"others of another size", True)
+    first, second = digest(b"weights", True), digest(b"others!", True)
     assert digest(b"weights", True) == first != second
     once = digest(b"weights", False)
-    assert digest(b"others of another size", False) == once, "vLLM has read them once, and so do we"
+    assert digest(b"others!", False) == once, "vLLM has read them once, and so do we"
 
 
 def test_an_adapters_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

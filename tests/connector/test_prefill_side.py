@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 from connector_support import (
     BLOCK,
     D_ADDRESS,
@@ -362,3 +363,14 @@ def test_where_layers_see_a_window_the_last_token_is_left_to_d() -> None:
     alone = make_request(inner_id(pair_id(8)), tokens(1))
     producer.new(alone)
     assert alone.num_prompt_tokens == 1, "there is nothing before the last token"
+
+
+def test_of_embeddings_mixed_with_tokens_the_last_is_left_to_d_wherever_it_is_said() -> None:
+    embeds, which = torch.rand(20, 4), [True, False] * 10
+    request = make_request(
+        inner_id(pair_id()), tokens(20), prompt_embeds=embeds, prompt_is_token_ids=list(which)
+    )
+    ProducerScheduler(Pairs(P_ADDRESS, "P"), BlockTables((BLOCK,)), whole=False, tail=3).new(request)
+    assert request.num_prompt_tokens == len(request.all_token_ids) == 17
+    assert torch.equal(request.prompt_embeds, embeds[:17])
+    assert request.prompt_is_token_ids == which[:17]
