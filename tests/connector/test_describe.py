@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from connector_support import BLOCK, LAYERS, P_ADDRESS, kv_cache_config, model_folder, vllm_config
+from safetensors.torch import save_file
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
 from vllm.platforms import current_platform
@@ -225,6 +226,23 @@ def test_weights_that_differ_in_one_tensor_have_another_one(copy: Path) -> None:
         weights.write_bytes(data[:start] + changed + data[stop:])
         seen.add(fingerprint(served(copy)))
     assert len(seen) == 1 + len(tensors) > 10
+
+
+@pytest.mark.parametrize("place", ["middle", "end"])
+def test_two_places_of_every_tensor_are_looked_at(copy: Path, place: str) -> None:
+    """One byte of each tensor, which lies in neither end of the file."""
+    (weights,) = copy.glob("*.safetensors")
+    inner = [f"tensor {number}" for number in range(5)]
+    tensors = {name: torch.zeros(50 << 10) for name in ("before", *inner, "behind")}
+    save_file(tensors, weights)
+    seen = [fingerprint(served(copy))]
+    for name in inner:
+        changed = dict(tensors)
+        changed[name] = torch.zeros(50 << 10)
+        changed[name][{"middle": 25 << 10, "end": -1}[place]] = 1.0
+        save_file(changed, weights)
+        seen.append(fingerprint(served(copy)))
+    assert len(set(seen)) == 1 + len(inner)
 
 
 def test_another_configuration_of_the_same_weights_has_another_one(copy: Path) -> None:
