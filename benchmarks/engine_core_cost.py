@@ -8,15 +8,16 @@ pause between two tokens of every request that runs.
        tokens of all prompts in its prefix cache, "new": it has none.
     P: microseconds of the one pass that schedules so many prompts, which begin alike and in the prefix cache.
     digest: milliseconds of the digest of a prompt of 32,768 x 8,192 embeddings in bfloat16.
-    pause: with --servers, milliseconds between two tokens of a stream of a real D (a tiny model on a CPU)
-       while so many other requests wait for a real P, which has not been asked for them.
+    pause: milliseconds between two tokens of a stream of a real D (a tiny model on a CPU)
+       while so many other requests wait for a real P, which has not been asked for them ("servers").
 
 All but the last are the CPU time of the thread (time.thread_time), without a model and without workers. Each
 round is a process of its own for each tree, --before and this one in turn; servers of both trees run side by
-side, and only one is asked at a time. Writes engine_core_cost.md and engine_core_cost.json to --out.
+side, and only one is asked at a time. Writes engine_core_cost.md and engine_core_cost.json to --out; with
+--only, what they have of the other part stays.
 
     git archive 4556372 | tar x -C /some/folder
-    python benchmarks/engine_core_cost.py --before /some/folder --servers
+    python benchmarks/engine_core_cost.py --before /some/folder
 """
 
 from __future__ import annotations
@@ -294,11 +295,11 @@ def measure_servers(trees: dict[str, Path], rounds: int) -> list[dict[str, Costs
                 VllmServer(model(), role=role, env=env, log_path=Path(logs) / f"{name}-{role}.log", **more)
                 for role in ("P", "D")
             ]
-        servers = [each for pair in pairs.values() for each in pair]
-        for server in servers:
-            stack.enter_context(server)
-        for server in servers:
-            server.wait_ready()
+        for pair in pairs.values():  # two at a time, as two cores start no more in good time
+            for server in pair:
+                stack.enter_context(server)
+            for server in pair:
+                server.wait_ready(600.0)
         for turn in range(rounds + 1):
             costs: dict[str, Costs] = {name: {} for name in pairs}
             for waiting in WAITING:
@@ -361,7 +362,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--before", type=Path, help="the root of another version of p2pkv")
     parser.add_argument("--rounds", type=int, default=7, help="(default: %(default)s)")
-    parser.add_argument("--servers", action="store_true", help="measure the pause of real servers, too")
+    parser.add_argument("--only", choices=("core", "servers"), help="measure this part alone")
     parser.add_argument("--one-round", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="a folder")
     args = parser.parse_args()
@@ -373,28 +374,34 @@ def main() -> None:
 
     trees = {"after": HERE} if args.before is None else {"before": args.before.resolve(), "after": HERE}
     names = list(trees)
-    found = list(rounds_of(trees, args.rounds))
+    written = args.out / "engine_core_cost.json"
+    kept = json.loads(written.read_text()) if args.only and written.exists() else {}
+    core, servers = kept.get("core", []), kept.get("servers", [])
+    if args.only != "servers":
+        core = list(rounds_of(trees, args.rounds))
+    if args.only != "core":
+        servers = measure_servers(trees, args.rounds)
     lines = [
         f"# Engine core time ({environment()})",
         "",
-        f"Median [lowest - highest] of {args.rounds} rounds, and ratios within a round. What is measured and "
-        "how: engine_core_cost.py.",
-        "",
-        *table(found, names),
-        "",
-        f"D's step with {WAITING[-1]:,} waiting, times that with none: "
-        f"new {growth(found, names, 'D, {:,} waiting, new'.format)}; "
-        f"cached {growth(found, names, 'D, {:,} waiting, cached'.format)}.",
+        "Median [lowest - highest] of the rounds, and ratios within a round. What is measured and how: "
+        "engine_core_cost.py.",
     ]
-    paused = measure_servers(trees, args.rounds) if args.servers else []
-    if paused:
-        times = growth(paused, names, "pause, {:,} waiting".format)
-        lines += ["", *table(paused, names), ""]
-        lines += [f"The pause with {WAITING[-1]:,} waiting, times that with none: {times}."]
+    if core:
+        per_step = [growth(core, names, f"D, {{:,}} waiting, {kind}".format) for kind in ("new", "cached")]
+        lines += ["", f"{len(core)} rounds of CPU time:", "", *table(core, names), ""]
+        lines.append(
+            f"D's step with {WAITING[-1]:,} waiting, times that with none: new {per_step[0]}; "
+            f"cached {per_step[1]}."
+        )
+    if servers:
+        times = growth(servers, names, "pause, {:,} waiting".format)
+        lines += ["", f"{len(servers)} rounds of real servers:", "", *table(servers, names), ""]
+        lines.append(f"The pause with {WAITING[-1]:,} waiting, times that with none: {times}.")
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "engine_core_cost.md").write_text("\n".join(lines) + "\n")
-    result = {"environment": environment(), "command": sys.argv[1:], "rounds": found, "servers": paused}
-    (args.out / "engine_core_cost.json").write_text(json.dumps(result) + "\n")
+    result = {"environment": environment(), "core": core, "servers": servers}
+    written.write_text(json.dumps(result) + "\n")
     print("\n".join(lines))
 
 
