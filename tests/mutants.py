@@ -493,8 +493,8 @@ PRODUCT = (
     ),
     Mutant(
         "a request whose P has failed is not looked at again",
-        "p2pkv/connector/scheduler.py:ConsumerScheduler.reported",
-        "decided.append(request_id)",
+        "p2pkv/connector/scheduler.py:ConsumerScheduler.fail",
+        "self._decide([request_id])",
         "pass",
         ("tests/connector/test_deferral.py",),
     ),

@@ -289,6 +289,7 @@ class Asking:
     """Tokens in D's own prefix cache when vLLM last asked."""
     begun: int = 0
     failure: str = ""
+    """Why nothing comes from P; see `ConsumerScheduler.fail`."""
     siblings: list[str] = field(default_factory=list)
     """Further children of n, by request id, which wait until this one is settled."""
 
@@ -413,13 +414,18 @@ class ConsumerScheduler:
                     asking.begun += ranks
                     decided += [request_id] if asking.begun >= self._world else []
             for request_id, reason in news.failed.items():
-                if asking := self.asking.get(request_id):
-                    asking.failure = reason
-                    decided.append(request_id)
+                self.fail(request_id, reason)
         self._decide(decided)
 
+    def fail(self, request_id: str, reason: str) -> None:
+        """Nothing comes from P for this request, if it is known; from the next pass on vLLM hears so."""
+        if asking := self.asking.get(request_id):
+            asking.failure = reason
+            self._decide([request_id])
+
     def _decide(self, request_ids: Iterable[str]) -> None:
-        """The answer to `matched` has changed for those of these that are undecided."""
+        """The answer to `matched` has changed for these. Without this call vLLM does not ask again for those
+        that are undecided."""
         if decided := self.undecided.intersection(request_ids):
             self.undecided -= decided
             self.decided(decided)

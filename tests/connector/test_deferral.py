@@ -111,16 +111,13 @@ def test_a_failure_brings_it_back(policy: str, monkeypatch: pytest.MonkeyPatch) 
     d.assert_at_rest()
 
 
-@pytest.mark.parametrize("ends", ["loads", "is-aborted", "is-cached"])
+@pytest.mark.parametrize("ends", ["loads", "is-aborted"])
 def test_further_children_of_n_wait_for_the_first_without_being_looked_up(
     ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     d = Instance("D")
-    if ends == "is-cached":
-        d.ask("cmpl-first-0-12345678", tokens(50))
-        d.step()
     outer = pair_id()
-    first = d.ask(inner_id(outer, child=0), tokens(50))
+    first = d.ask(inner_id(outer, child=0), tokens(50), max_tokens=40)
     others = [d.ask(inner_id(outer, child=child), tokens(50)) for child in (1, 2)]
     counted = Counted(d, monkeypatch)
     d.step(5)
@@ -133,17 +130,25 @@ def test_further_children_of_n_wait_for_the_first_without_being_looked_up(
     else:
         d.rank.load(d.key(first))
     d.run_until(lambda: all(each.request_id in d.ended for each in others))
+    assert ends == "is-aborted" or first.request_id not in d.ended
+    d.run_until(lambda: first.request_id in d.ended)
     d.assert_at_rest()
 
 
-def test_a_child_whose_first_needs_nothing_from_p_does_not_wait() -> None:
+def test_further_children_of_n_go_on_when_the_first_needs_nothing_from_p() -> None:
+    """While they wait, another request brings the prompt into D's prefix cache."""
     d = Instance("D")
-    d.ask("cmpl-first-0-12345678", tokens(BLOCK + 1), max_tokens=1)
+    prompt, outer = tokens(BLOCK + 1), pair_id()
+    first = d.ask(inner_id(outer, child=0), prompt, max_tokens=40)
+    second = d.ask(inner_id(outer, child=1), prompt)
+    d.step()
+    d.ask("cmpl-alone-0-12345678", prompt, max_tokens=1)
     d.run_until(lambda: d.ended)
-    outer = pair_id()
-    children = [d.ask(inner_id(outer, child=child), tokens(BLOCK + 1)) for child in (1, 0, 2)]
-    d.run_until(lambda: len(d.ended) == 4)
-    assert {each.request_id for each in children} < set(d.ended)
+    d.rank.begin(d.key(first))
+    d.run_until(lambda: second.request_id in d.ended)
+    assert [(load.start, load.stop) for load in d.rank.said(do.Load)] == [(0, 0)]
+    assert first.request_id not in d.ended
+    d.run_until(lambda: first.request_id in d.ended)
     d.assert_at_rest()
 
 
