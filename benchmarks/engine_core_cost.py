@@ -290,7 +290,7 @@ def measure_servers(trees: dict[str, Path], rounds: int) -> list[dict[str, Costs
     with ExitStack() as stack, tempfile.TemporaryDirectory() as logs:
         pairs = {}
         for name, tree in trees.items():
-            env = {"PYTHONPATH": str(tree)}
+            env = {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}  # and not what is in this folder
             pairs[name] = [
                 VllmServer(model(), role=role, env=env, log_path=Path(logs) / f"{name}-{role}.log", **more)
                 for role in ("P", "D")

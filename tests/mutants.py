@@ -625,7 +625,7 @@ def copy_of_the_tree() -> Iterator[Path]:
         yield copy
 
 
-def run_tests(copy: Path, tests: Iterable[str]) -> tuple[str, str]:
+def run_tests(copy: Path, tests: Iterable[str], seconds: float = SECONDS) -> tuple[str, str]:
     """Run tests of the copy: "passed", "failed", "hung" or "did not run", and what pytest said."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     env = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -633,7 +633,7 @@ def run_tests(copy: Path, tests: Iterable[str]) -> tuple[str, str]:
         command, cwd=copy, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as child:
         try:
-            said = child.communicate(timeout=SECONDS)[0]
+            said = child.communicate(timeout=seconds)[0]
         except subprocess.TimeoutExpired:
             child.kill()
             return "hung", child.communicate()[0]
@@ -688,7 +688,7 @@ def main() -> int:
             print(f"the tests would not run against the copy, but against {where}")
             return 1
         tests = sorted({test for each in mutants for test in each.tests})
-        result, said = run_tests(copy, tests)
+        result, said = run_tests(copy, tests, 6 * SECONDS)
         if result != "passed":
             print(f"{said}\nthe tests do not pass on the tree as it is ({result}), so they show nothing")
             return 1
