@@ -47,7 +47,7 @@ PROMPTS = (16, 64)
 STEPS, WARM = 60, 5
 EMBEDDINGS = 32768, 8192
 P_ADDRESS, D_ADDRESS = "127.0.0.1:21001", "127.0.0.1:21101"
-SERVER_PREFIX, SERVER_TOKENS = 1000, 150
+SERVER_PREFIX, SERVER_TOKENS = 1000, 400
 LEASE = 900.0
 """Seconds. P keeps claims of prompts that it does not know for a lease."""
 
