@@ -38,6 +38,13 @@ class Mutant:
 
 PRODUCT = (
     Mutant(
+        "vLLM does not zero the blocks of D's loads",
+        "p2pkv/connector/connector.py",
+        "        return ()\n",
+        "        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))\n",
+        ("tests/connector/test_poisoned_blocks.py::test_prompts_that_end_anywhere_in_a_block",),
+    ),
+    Mutant(
         "P pushes what another connector is still loading",
         "p2pkv/connector/scheduler.py",
         "if any(not filled.isdisjoint(table) for _, filled in self._filled for table in blocks):",
@@ -292,6 +299,13 @@ PRODUCT = (
 )  # fmt: skip
 
 FAULTS = (
+    Mutant(
+        "blocks are not poisoned",
+        "tests/real_ranks_support.py",
+        "        self._poison(views, self._poisoned)\n",
+        "",
+        ("tests/connector/test_poisoned_blocks.py::test_prompts_that_end_anywhere_in_a_block",),
+    ),
     Mutant(
         "a relay that should hold everything holds nothing",
         "tests/chaos/rough.py",
