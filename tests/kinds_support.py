@@ -28,8 +28,8 @@ from p2pkv.demo.tiny_model import TinyFiles
 HEADS = SMALL.kv_heads
 RECURRENT = Mamba2(16, 4, 1, 6)
 
-MakeSpec = Callable[[int], KVCacheSpec]
-"""A layer's description on a rank, by the tensor-parallel size."""
+MakeSpec = Callable[[int, int], KVCacheSpec]
+"""A layer's description on a rank, by the tokens of a block and the tensor-parallel size."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Kind:
     Attributes:
         caching: vLLM's --enable-prefix-caching.
         layout: vLLM's name of the memory layout.
+        block: tokens of a block, vLLM's --block-size; prefixes are found in units of BLOCK.
         model: whose configuration the instances have.
     """
 
@@ -46,11 +47,12 @@ class Kind:
     layers: tuple[MakeSpec, ...]
     caching: bool = True
     layout: str = "LBNHC"
+    block: int = BLOCK
     model: TinyFiles = SMALL
 
     def specs(self, tp: int) -> dict[str, KVCacheSpec]:
         """By the layers' names."""
-        made = [make(tp) for make in self.layers]
+        made = [make(self.block, tp) for make in self.layers]
         return {
             f"model.layers.{number}.{'mixer' if isinstance(spec, MambaSpec) else 'self_attn.attn'}": spec
             for number, spec in enumerate(made)
@@ -63,6 +65,7 @@ class Kind:
         cache.enable_prefix_caching = self.caching
         config.scheduler_config.enable_chunked_prefill = True  # vLLM's CPU has none for MLA
         cache.kv_cache_layout = self.layout
+        cache.block_size, cache.prefix_match_unit = self.block, BLOCK if self.block > BLOCK else None
         specs = self.specs(tp)
         for name, spec in specs.items():
             if isinstance(spec, MambaSpec):
@@ -76,31 +79,34 @@ class Kind:
 
 
 def full(dtype: torch.dtype) -> MakeSpec:
-    return lambda tp: FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS // tp, head_size=32, dtype=dtype)
+    return lambda block, tp: FullAttentionSpec(
+        block_size=block, num_kv_heads=HEADS // tp, head_size=32, dtype=dtype
+    )
 
 
 def window(dtype: torch.dtype, tokens: int) -> MakeSpec:
-    return lambda tp: SlidingWindowSpec(
-        block_size=BLOCK, num_kv_heads=HEADS // tp, head_size=32, dtype=dtype, sliding_window=tokens
+    return lambda block, tp: SlidingWindowSpec(
+        block_size=block, num_kv_heads=HEADS // tp, head_size=32, dtype=dtype, sliding_window=tokens
     )
 
 
 def latent(dtype: torch.dtype) -> MakeSpec:
-    return lambda tp: MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=48, dtype=dtype)
+    return lambda block, tp: MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=48, dtype=dtype)
 
 
-def state(mode: str) -> MakeSpec:
+def state(mode: str, **more: Any) -> MakeSpec:
     """A recurrent layer of two precisions. Without prefix caching one block is the whole request's."""
-    block = BLOCK if mode == "align" else LONGEST
 
-    def make(tp: int) -> KVCacheSpec:
+    def make(block: int, tp: int) -> KVCacheSpec:
         spec = spec_of(RECURRENT, tp, (torch.bfloat16, torch.float32), mamba_cache_mode=mode)
-        return replace(spec, block_size=block)
+        return replace(spec, block_size=block if mode == "align" else LONGEST, **more)
 
     return make
 
 
 F32, BF16 = torch.float32, torch.bfloat16
+_INSIDE = state("align", num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1)
+"""As Mamba-2's on GPUs, whose forward also writes the state at a block's end that it passes."""
 _ALL = (state("align"), full(BF16), window(F32, 40))
 
 ATTENTION = Kind("attention", (full(F32), full(F32)))
@@ -111,10 +117,12 @@ KINDS = (
     Kind("two-precisions", (full(BF16), window(F32, 20), full(BF16), window(F32, 20))),
     Kind("states", (state("align"), full(BF16), state("align"), full(BF16))),
     Kind("states-uncached", (state("none"), full(BF16), state("none"), full(BF16)), caching=False),
+    Kind("states-in-mid-step", (_INSIDE, full(BF16), _INSIDE, full(BF16))),
+    Kind("parts-of-blocks", (state("align"), full(BF16), state("align"), full(BF16)), block=2 * BLOCK),
     Kind("all", _ALL),
     Kind("all-packed", _ALL, layout="BLHNC"),
 )
-"""The last five have blocks that vLLM zeroes."""
+"""All but the first three have blocks that vLLM zeroes."""
 
 
 class Contents:

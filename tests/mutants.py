@@ -87,11 +87,25 @@ PRODUCT = (
         ("tests/engine/test_links_ahead.py",),
     ),
     Mutant(
-        "of a model with weight files the configuration does not count",
+        "the configuration that vLLM has built does not count",
         "p2pkv/connector/identity.py",
-        "digest.update(_written_settings(folder, model).encode())",
+        "digest.update(_settings(settings, apart | MACHINES_SETTINGS).encode())",
         "pass",
         ("tests/connector/test_describe.py",),
+    ),
+    Mutant(
+        "weights without files need no name",
+        "p2pkv/connector/identity.py",
+        "    if not files:\n",
+        "    if False:\n",
+        ("tests/connector/test_describe.py::test_weights_without_files_need_a_name",),
+    ),
+    Mutant(
+        "a picture counts by vLLM's identifier",
+        "p2pkv/connector/identity.py",
+        'if not tensors or any(tensor.device.type != "cpu" for tensor in tensors):',
+        "if True:",
+        ("tests/connector/test_identity.py",),
     ),
     Mutant(
         "vLLM's V2 runner overwrites blocks before the revocation",

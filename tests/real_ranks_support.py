@@ -18,6 +18,7 @@ import torch
 from connector_support import BLOCK, Instance, inner_id, pair_id
 from kinds_support import ATTENTION, Contents, Kind, heads_of, window_of
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
@@ -53,6 +54,8 @@ class Engine(Instance):
         """Each rank's blocks of each layer, as vLLM registers them: [B, H, N, C]."""
         self.meanwhile: Callable[[], None] = lambda: None
         """What others do before each layer of a forward."""
+        self.passed = 0
+        """States that were written in the middle of a step."""
         self._given: list[int] = []
         self._poisoned: list[int] = []
         self._hashed: dict[str, int] = {}
@@ -115,8 +118,10 @@ class Engine(Instance):
         for name, spec in self.specs.items():
             if isinstance(spec, AttentionSpec):
                 views[name][scheduled.new_block_ids_to_zero or []] = 0
+        # Of views at one address vLLM 0.32 copies the first, so the largest has to be that.
+        largest = sorted(views.values(), key=lambda view: -view[0].nbytes)
         copies = scheduled.kv_cache_block_copies
-        copy_kv_cache_blocks_inplace(views.values(), self.kv_config.num_blocks, copies or ())
+        copy_kv_cache_blocks_inplace(largest, self.kv_config.num_blocks, copies or ())
 
     def _poison(self, views: dict[str, torch.Tensor], blocks: Sequence[int]) -> None:
         for view in views.values():
@@ -216,6 +221,24 @@ class Engine(Instance):
         assert block, f"{about}: its state has no block"
         if write:
             made.put_state(span.stop, layer, view[block, 0, 0], spec, (self.tp, rank))
+            if spec.num_prefill_checkpoint_blocks:
+                self._write_passed(rank, layer, made, table, span)
+
+    def _write_passed(self, rank: int, layer: int, made: Contents, table: list[int], span: range) -> None:
+        """The state at a block's end within the step, where vLLM's backends write it."""
+        view, spec = self._layer(rank, layer)
+        (offset,), (entry,) = compute_mamba_prefill_checkpoints(
+            [span.stop],
+            [len(span)],
+            hash_block_size=BLOCK,
+            mamba_block_size=spec.block_size,
+            checkpoint_alignment=spec.prefill_checkpoint_alignment,
+            drop_eagle_block=False,
+            cache_hit_alignment_tokens=BLOCK,
+        )
+        if offset and table[entry]:
+            made.put_state(span.start + offset, layer, view[table[entry], 0, 0], spec, (self.tp, rank))
+            self.passed += 1
 
     def _is_state(self, rank: int, layer: int, made: Contents, block: int, tokens: int) -> bool:
         view, spec = self._layer(rank, layer)

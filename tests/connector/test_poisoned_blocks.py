@@ -34,6 +34,8 @@ TIGHT = {
     "two-precisions": 15,
     "states": 22,
     "states-uncached": 19,
+    "states-in-mid-step": 22,
+    "parts-of-blocks": 12,
     "all": 16,
     "all-packed": 22,
 }
@@ -80,6 +82,7 @@ def test_prefixes_that_p_or_d_or_both_have_already(kind: Kind, engines: Start) -
     finish(p, d)
     assert computed(d) - before == 5 * len(prompts), "D computed one token of each prompt"
     assert set(d.ended.values()) == {"length"}
+    assert p.passed > 0 or kind.name != "states-in-mid-step"
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
