@@ -107,7 +107,8 @@ def _fingerprint(model: ModelConfig, load: LoadConfig, name: str, apart: frozens
     """`apart`: names of settings that do not count."""
     digest = hashlib.blake2b(digest_size=12)
     quantized = f"{model.quantization} {getattr(model, 'quantization_config', None)}"
-    digest.update(f"{model.dtype} {quantized} {model.model_class_overrides} {_by_length(model)}".encode())
+    classes = sorted(model.model_class_overrides.items())
+    digest.update(f"{model.dtype} {quantized} {classes} {_by_length(model)}".encode())
     for settings in (model.hf_config, model.hf_text_config):
         digest.update(_settings(settings, apart | MACHINES_SETTINGS).encode())
     if name:
