@@ -326,8 +326,8 @@ def prompt_digest(request: Request) -> bytes:
     """16 bytes over everything that the KV of a prompt depends on, weights apart.
 
     These are the things that vLLM's own block hashes cover: token ids, multimodal inputs and their
-    places, adapter, cache salt, prompt embeddings. Pictures and the like count by what the model is given of
-    them: vLLM's identifier of a picture has the path of the model in it, or is a number of the process.
+    places, adapter, cache salt, prompt embeddings. Multimodal inputs count by what the model is given of
+    them: vLLM's identifier of an image has the path of the model in it, or is a number of the process.
     """
     digest = hashlib.blake2b(digest_size=16)
 
@@ -354,7 +354,7 @@ def prompt_digest(request: Request) -> bytes:
 
 
 def _contents(feature: MultiModalFeatureSpec) -> bytes:
-    """A digest of what the model is given of a picture, a sound or a film. vLLM's identifier where that is
+    """A digest of what the model is given of an image, an audio or a video. vLLM's identifier where that is
     not in this process's memory: on a device, or in memory that the workers share (--mm-processor-cache-type
     shm)."""
     item: Any = feature.data
@@ -380,7 +380,7 @@ def _leaves(data: Any) -> Iterator[Any]:
 
 
 def _digest_of(leaves: Iterable[Any]) -> bytes:
-    """By BLAKE3, which vLLM uses for pictures and brings along: several times as fast as Python's own hashes,
+    """By BLAKE3, which vLLM uses for images and brings along: several times as fast as Python's own hashes,
     and this is the scheduler's time."""
     from blake3 import blake3
 
