@@ -115,6 +115,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """channels | no | the most channels of an NCCL communicator (32 at most with nccl4py); more take more GPU
     memory. With CuPy it is set in NCCL's environment, which NCCL must not have read before"""
 
+    weights_name: Annotated[str, Meta(max_length=256)] = ""
+    """text | yes: one name for the same weights | a name for weights that vLLM does not load from files on
+    this machine (Run:ai from object storage, tensorizer, modelexpress, ipc_cache, dummy): without one such an
+    instance does not start. It stands for the files where there are any, and for a drafter's weights too; the
+    model's configuration is compared all the same"""
+
     verify: bool = False
     """true or false | no: one side is enough | a checksum of each message, computed by P and again by D:
     bytes that changed on the way fail the request instead of making its answer wrong"""

@@ -79,6 +79,13 @@ DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 PRODUCT = (
     Mutant(
+        "vLLM does not zero the blocks of D's loads",
+        "p2pkv/connector/connector.py:P2pKvConnector.get_loaded_kv_cache_group_ids",
+        "        return ()\n",
+        "        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))\n",
+        ("tests/connector/test_poisoned_blocks.py::test_prompts_that_end_anywhere_in_a_block",),
+    ),
+    Mutant(
         "P pushes what another connector is still loading",
         "p2pkv/connector/scheduler.py:ProducerScheduler._prefill",
         "if any(not filled.isdisjoint(table) for _, filled in self._filled for table in blocks):",
@@ -121,11 +128,60 @@ PRODUCT = (
         ("tests/engine/test_links_ahead.py",),
     ),
     Mutant(
-        "of a model with weight files the configuration does not count",
+        "the configuration that vLLM has built does not count",
         "p2pkv/connector/identity.py:_fingerprint",
-        "digest.update(_written_settings(folder, model).encode())",
+        "digest.update(_settings(settings, apart | MACHINES_SETTINGS).encode())",
         "pass",
         ("tests/connector/test_describe.py",),
+    ),
+    Mutant(
+        "weights without files need no name",
+        "p2pkv/connector/identity.py:_weight_files",
+        "    if not files:\n",
+        "    if False:\n",
+        ("tests/connector/test_describe.py::test_weights_without_files_need_a_name",),
+    ),
+    Mutant(
+        "an adapter that is loaded in place is read again only if its files have changed their size",
+        "p2pkv/connector/identity.py:_stamps",
+        "(str(file), state.st_mtime_ns, state.st_size)",
+        "(str(file), 0, state.st_size)",
+        ("tests/connector/test_identity.py",),
+    ),
+    Mutant(
+        "quantization while the weights are loaded does not count",
+        "p2pkv/connector/identity.py:_fingerprint",
+        "{model.quantization} ",
+        "",
+        ("tests/connector/test_describe.py::test_what_vllm_makes_of_the_files_counts",),
+    ),
+    Mutant(
+        "longrope counts only where all layers have it",
+        "p2pkv/connector/identity.py:_by_length",
+        "ropes = [rope, *(each for each in rope.values() if isinstance(each, dict))]",
+        "ropes = [rope]",
+        ("tests/connector/test_describe.py::test_the_longest_context_counts_where_it_decides_what_k_is",),
+    ),
+    Mutant(
+        "a tensor is not looked at at its end",
+        "p2pkv/connector/identity.py:_places",
+        "((start + stop) // 2, max(start, stop - SAMPLE_BYTES))",
+        "((start + stop) // 2,)",
+        ("tests/connector/test_describe.py::test_a_tensor_is_looked_at_in_its_middle_and_at_its_end",),
+    ),
+    Mutant(
+        "the names of weight files do not count",
+        "p2pkv/connector/identity.py:_sample",
+        'f"{file.name}:{size}"',
+        'f"{size}"',
+        ("tests/connector/test_describe.py::test_shards_that_have_changed_their_names_are_other_weights",),
+    ),
+    Mutant(
+        "a picture counts by vLLM's identifier",
+        "p2pkv/connector/identity.py:_contents",
+        'if not tensors or any(tensor.device.type != "cpu" for tensor in tensors):',
+        "if True:",
+        ("tests/connector/test_identity.py",),
     ),
     Mutant(
         "vLLM's V2 runner overwrites blocks before the revocation",
@@ -422,13 +478,6 @@ PRODUCT = (
         ("tests/protocol/test_handshake.py",),
     ),
     Mutant(
-        "an adapter loaded in place is read again only if its size has changed",
-        "p2pkv/connector/identity.py:_stamps",
-        "state.st_mtime_ns",
-        "0",
-        ("tests/connector/test_identity.py",),
-    ),
-    Mutant(
         "of a mixed prompt P keeps the marks of the tokens that it leaves to D",
         "p2pkv/connector/scheduler.py:leave_out_last",
         "        request.prompt_is_token_ids = request.prompt_is_token_ids[:-tokens]\n",
@@ -557,6 +606,13 @@ PRODUCT = (
 )  # fmt: skip
 
 FAULTS = (
+    Mutant(
+        "blocks are not poisoned",
+        "tests/real_ranks_support.py:Engine.prepare_blocks",
+        "        self._poison(views, self._poisoned)\n",
+        "",
+        ("tests/connector/test_poisoned_blocks.py::test_prompts_that_end_anywhere_in_a_block",),
+    ),
     Mutant(
         "a relay that should hold everything holds nothing",
         "tests/chaos/rough.py:Relay._give",

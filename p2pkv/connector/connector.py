@@ -143,7 +143,10 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             self.consuming.allocated(request, blocks, num_external_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+        """None: vLLM does not zero the blocks of a group that is named here, and a load leaves the slots
+        behind the prompt's end, and those before a window, as they were. Zeroing comes before the load:
+        vLLM's runners zero before they bind a step's metadata, and a load waits for that (`Worker.begin`)."""
+        return ()
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         half = self.producing or self.consuming

@@ -286,7 +286,7 @@ class Receiver:
         if message.tokens != self.tokens or message.digest != self.digest:
             return self.cancel(
                 f"P's prompt ({message.tokens} tokens) is not D's ({self.tokens} tokens): "
-                "both must get the same prompt, model, adapter and cache salt"
+                "both must get the same prompt, multimodal inputs, model, adapter and cache salt"
             )
         source.offered, source.last_heard = True, now
         if self.load.state is LoadPhase.WAITING and all(each.offered for each in self.sources.values()):

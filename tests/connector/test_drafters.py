@@ -25,7 +25,7 @@ from connector_support import (
     write,
 )
 from tiny_eagle import TinyEagle
-from vllm.config import VllmConfig
+from vllm.config import LoadConfig, VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
@@ -129,6 +129,26 @@ def test_drafters_without_kv_and_numbers_of_guesses_may_differ() -> None:
     judge(hello("P", eagle(guesses=2), EAGLE_LAYERS), hello("D", eagle(guesses=5), EAGLE_LAYERS))
 
 
+def test_a_drafters_configuration_counts_but_for_what_vllm_derives_from_its_own_options() -> None:
+    """The longest request and the number of guesses may differ between P and D."""
+    seen = []
+    for settings in ({}, {"max_position_embeddings": 99, "num_lookahead_tokens": 5}, {"rms_norm_eps": 1.0}):
+        config = vllm_config("D", drafter=draft_model())
+        assert config.speculative_config is not None
+        config.speculative_config.draft_model_config.hf_config.update(settings)
+        seen.append(drafter_of(config))
+    assert seen[0] == seen[1] != seen[2]
+
+
+def test_a_drafter_without_files_needs_a_name() -> None:
+    config = vllm_config("D", drafter=draft_model())
+    assert config.speculative_config is not None
+    config.speculative_config.draft_load_config = LoadConfig(load_format="tensorizer")
+    with pytest.raises(ConfigError, match=r"load format tensorizer.*weights_name"):
+        drafter_of(config)
+    assert drafter_of(config, "one") != drafter_of(config, "other")
+
+
 def mtp(guesses: int, modules: int) -> Any:
     """As vLLM's SpeculativeConfig for a model whose checkpoint has so many MTP modules."""
     return SimpleNamespace(
@@ -229,6 +249,14 @@ def test_children_of_n_keep_the_list_that_they_share() -> None:
     request.prompt_token_ids = shared
     leave_out_last(request, 3)
     assert len(shared) == 10 and request.prompt_token_ids == shared[:7]
+
+
+def test_p_leaves_out_which_of_the_last_tokens_are_ids_too() -> None:
+    """Of a prompt of embeddings and tokens, one entry stands for each."""
+    request = make_request(inner_id(pair_id()), tokens(10))
+    request.prompt_embeds, request.prompt_is_token_ids = torch.zeros(10, 4), [True] * 9 + [False]
+    leave_out_last(request, 3)
+    assert request.prompt_embeds.shape == (7, 4) and request.prompt_is_token_ids == [True] * 7
 
 
 def test_of_a_state_d_takes_all_or_nothing() -> None:
