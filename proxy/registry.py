@@ -208,7 +208,7 @@ class Instance:
         turn: the number of the latest choice that fell on it.
         breaker: whether it is given requests, after what became of the last ones.
         drained: it gets no new requests, by an operator's word to the proxy.
-        paused: it gets none, by somebody's word to the instance (vLLM's /pause).
+        paused: it gets none, because vLLM's /pause has been called there.
         left: when it said goodbye; None if it has not.
     """
 

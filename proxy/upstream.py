@@ -253,7 +253,7 @@ class Call:
             self._asking.cancel()
 
     def _moves(self) -> bool:
-        """Whether more of the answer has come within the last seconds, as far as earlier looks tell."""
+        """Whether more of the answer has come in the last seconds, by what earlier calls have seen."""
         assert self._response is not None
         received, now = self._response.content.total_bytes, time.monotonic()
         if received != self._received:

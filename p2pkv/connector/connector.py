@@ -126,7 +126,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler side.
 
     def _beat(self, orphaned: bool) -> Beat:
-        """How the engine core gets on; for the thread that tells the ranks."""
+        """How the engine core gets on; for the thread that sends it to the ranks."""
         half = self.producing or self.consuming
         busy = half is not None and half.busy
         return state_of(CORE.core, steps=self._steps, transfers=busy, orphaned=orphaned)

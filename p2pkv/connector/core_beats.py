@@ -5,7 +5,7 @@ that is stopped, hung or paused between two steps looks like one that has nothin
 engine core's process sends each rank on this host a `Beat` several times in a second, as a datagram to a Unix
 socket whose name is made of that rank's address. A rank takes beats only from its own or its parent process.
 
-docs/design.md, "Who vouches for an engine", says what follows from beats, and from their absence.
+docs/design.md, "Who vouches for an engine", has what follows from beats, and from their absence.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _socket_name(rank: str) -> str:
 
 
 class BeatListener:
-    """A rank's end. `rank`: its address. Without the socket no beat comes, and the log says so."""
+    """A rank's end. `rank`: its address. Without the socket no beat comes, which is logged."""
 
     def __init__(self, rank: str) -> None:
         parent = multiprocessing.parent_process()
@@ -95,7 +95,7 @@ class BeatSender:
     It ends with `close`, or when the object that `state` is a method of is gone.
 
     Args:
-        state: told whether the process that has started this one is gone.
+        state: its argument is whether the process that has started this one is gone.
     """
 
     def __init__(self, ranks: Sequence[str], state: Callable[[bool], Beat]) -> None:

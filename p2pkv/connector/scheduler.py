@@ -123,7 +123,7 @@ class HeldBlocks:
         if self._said.admits(decode):
             log.warning(
                 "the D at %s holds %d of P's %d KV blocks, with prompts that it has not taken, and other Ds "
-                "hold %d: its further prompts wait here (held_share is %g; said once a minute)",
+                "hold %d: its further prompts wait here (held_share is %g; logged once a minute)",
                 decode,
                 mine,
                 self._total,

@@ -5,7 +5,7 @@ no other thread of the worker runs. Pings from a thread would stop, and the prox
 good health. So they come from a process of its own, which imports neither torch nor vLLM.
 
 The worker is the child's parent and holds the other end of its stdin: it writes one line that says what to
-announce, a beat every second, and `STOP` at a clean end. A beat says whether the instance is to be announced,
+announce, a beat every second, and `STOP` at a clean end. A beat has whether the instance is to be announced,
 and whether it is paused; while it is not to be announced, the child sends no ping. When the worker is silent,
 the child goes on as before for `stall_seconds`, and then sends none until the worker beats again. When the
 worker dies, the pipe ends, so does the child, and with it the connection to the proxy. Both are in one
@@ -299,7 +299,7 @@ class _Parent:
         self._silent = False
         self._last = _RUNS
         self.changed: Callable[[], None] = _nothing
-        """Called when a beat says something else than the one before."""
+        """Called when a beat differs from the one before."""
         self.announced = False
         self.stopping = threading.Event()
 
@@ -450,7 +450,7 @@ class Pinger:
         interval: seconds between two pings.
         members: show the proxy that we are one of them; None to ping in the clear.
         vouched_for: called before each ping, in the pinger's thread; while it returns False none is sent.
-        paused: called likewise; whether the ping says that the instance is paused.
+        paused: called likewise; the value of the ping's `paused`.
         hear: takes the partners that the proxy names, in the pinger's thread.
 
     Raises:
@@ -490,7 +490,7 @@ class Pinger:
         self._thread.start()
 
     def hurry(self) -> None:
-        """Pings at once, for there is something new to say. For any thread."""
+        """Pings at once, not only when the next ping is due. For any thread."""
         with contextlib.suppress(OSError):  # as many wake-ups wait as fit; or it has stopped
             self._waker.send(b"!")
 

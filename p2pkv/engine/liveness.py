@@ -1,7 +1,7 @@
 """Whether this instance's engine gets on: what its worker's steps and its engine core's beats show.
 
 A worker may be in good health while the engine core, a process of its own, is stopped, hung or paused; then
-no request gets on, and nobody may be made to wait for one.
+no request gets on, and no peer may be made to wait for one.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Liveness:
 
     @property
     def scheduled(self) -> int:
-        """How many steps the engine core has scheduled, as far as its beats tell."""
+        """How many steps the engine core has scheduled, by its last beat."""
         return self._beat.steps if self._beat is not None else 0
 
     @property

@@ -208,8 +208,8 @@ class Core:
         if self.steps.orphaned and not self._given_up:
             self._given_up = True
             log.error(
-                "%s gives up what it holds: the process that started its engine core is gone, so nobody "
-                "reads answers any more. Engine core and workers live on; end them (docs/operations.md, "
+                "%s gives up what it holds: the process that started its engine core is gone, so no "
+                "client can reach it. Engine core and workers live on; end them (docs/operations.md, "
                 '"Engines without an HTTP server")',
                 self.context.hello.address,
             )
@@ -374,7 +374,7 @@ class Rank(Core):
                 self.finish()
                 self.close()
         except BaseException as error:
-            # Nobody would ever hear of a transfer again, so the next step of the engine fails (`failure`).
+            # No transfer would ever end, so the next step of the engine fails (`failure`).
             self.failure = f"p2pkv's engine thread has ended: {error!r}; restart this instance"
             log.critical("%s: %s", self.context.hello.address, self.failure, exc_info=True)
             self.close()  # so peers notice at once

@@ -206,8 +206,8 @@ class Terms:
 
     Attributes:
         chunk_bytes: what a message is filled up to.
-        lease: seconds for which blocks wait for a D that says nothing, and for any D while P is paused.
-        wait: seconds for which blocks wait for a D that says that it wants them, and takes nothing.
+        lease: seconds for which blocks wait for a silent D, and for any D while P is paused.
+        wait: seconds for which blocks wait for a D that claims them and takes nothing.
     """
 
     chunk_bytes: int
