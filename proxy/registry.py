@@ -171,6 +171,13 @@ class Breaker:
             self._open(now)
         return bad
 
+    def clear(self) -> None:
+        """Forget all outcomes: they say nothing about what comes."""
+        self._outcomes.clear()
+        self._resume = self._trial = None
+        self._last_failure = float("-inf")
+        self.opened = 0
+
     def forgettable(self, now: float) -> bool:
         """Whether it has no past that matters."""
         return now - self._last_failure > _BREAKER_FORGET_SECONDS
@@ -415,6 +422,8 @@ class Registry:
         known.last_seen = max(known.last_seen, again.last_seen)
         if known.paused != again.paused:
             known.paused = again.paused
+            if not again.paused:
+                known.breaker.clear()  # what failed was aborted by the pause
             logger.warning(
                 "%s %s", known, "is paused: it gets no new requests" if again.paused else "has been resumed"
             )

@@ -118,6 +118,22 @@ def test_a_pause_is_no_restart_and_a_goodbye_in_it_counts() -> None:
     assert registry.known("D") == [] and instance.left == 4.0
 
 
+def test_what_a_pause_has_aborted_is_forgotten_when_it_ends() -> None:
+    registry, first = Registry(), ping("P")
+    instance = registry.observe(first, 0.0)
+    assert instance is not None
+    for _ in range(5):
+        instance.breaker.failed(0.5)
+    registry.observe(replace(first, paused=True), 1.0)
+    assert not instance.breaker.closed
+    registry.observe(first, 2.0)
+    assert instance.breaker.closed and instance.breaker.opened == 0
+    for _ in range(4):
+        assert not instance.breaker.failed(3.0)
+    registry.observe(first, 4.0)
+    assert instance.breaker.failed(5.0), "a ping like the one before forgets nothing"
+
+
 def test_one_that_registers_while_it_is_paused_is_paused() -> None:
     registry = Registry()
     instance = registry.observe(replace(ping("P"), paused=True), 0.0)
