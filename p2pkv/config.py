@@ -35,6 +35,7 @@ RESERVED_CHUNKS = 2
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Seconds = Annotated[float, Meta(ge=0.001, le=1e9)]
+Share = Annotated[float, Meta(ge=0.001, le=1)]
 SecondsOrOff = Annotated[float, Meta(ge=0, le=1e9)]
 
 
@@ -130,7 +131,18 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     for news of the other before it ends the transfer and frees its blocks"""
 
     stall_seconds: Seconds = 120.0
-    """seconds | recommended | an engine that has work and stays this long in one step counts as hung"""
+    """seconds | recommended | an engine that has work and makes no step for this long counts as hung, and so
+    do one that stays this long in one step, one that is paused for this long, and an engine core that is
+    stopped for this long: leases are renewed for none of their requests"""
+
+    wait_seconds: Seconds = 480.0
+    """seconds | recommended | how long a request may wait on D for P to begin, and again for room on D once P
+    has begun; and for how long P keeps the blocks of a prompt of which D takes nothing. Then the transfer
+    ends, and D's policy decides"""
+
+    held_share: Share = 0.5
+    """a share, more than 0 and at most 1 | no | of P's blocks that no other D holds, the share that finished
+    prompts may hold for one D. While they do, P begins no further prompt for that D"""
 
     idle_wait_ms: Annotated[float, Meta(ge=0, le=100)] = 5.0
     """milliseconds | no | how long a step in which vLLM has nothing to compute may wait for KV where vLLM's

@@ -44,7 +44,8 @@ from p2pkv.connector.metadata import StepMetadata
 from p2pkv.connector.worker import Worker
 from p2pkv.demo.tiny_model import TinyFiles, TinyLlama, ensure_model
 from p2pkv.engine import commands as do
-from p2pkv.engine.context import Counters, Steps
+from p2pkv.engine.context import Counters
+from p2pkv.engine.liveness import Liveness
 from p2pkv.pairing import Address, mint
 
 BLOCK = 16
@@ -185,7 +186,8 @@ class FakeRank:
     revoked: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.counters, self.steps = Counters(), Steps(1e9)
+        self.counters, self.steps = Counters(), Liveness(1e9)
+        self.failure = ""
         self._events: list[do.Event] = []
         self.waits: list[float] = []
         """Seconds that each idle step was allowed to wait."""

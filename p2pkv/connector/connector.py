@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from p2pkv.connector.core_beats import BeatListener, BeatSender, state_of
 from p2pkv.connector.deferral import DEFERRAL
 from p2pkv.connector.describe import (
     Layers,
@@ -35,11 +36,12 @@ from p2pkv.connector.describe import (
 from p2pkv.connector.identity import Pairs
 from p2pkv.connector.idle_steps import CORE, FIRST_WAIT, REST, SPINNING, IdlePace
 from p2pkv.connector.metadata import P2pKvMetrics, P2pKvStats, StepMetadata, WorkerNews
-from p2pkv.connector.scheduler import ConsumerScheduler, ProducerScheduler
+from p2pkv.connector.scheduler import ConsumerScheduler, HeldBlocks, ProducerScheduler
 from p2pkv.connector.worker import REVOKING, Worker
-from p2pkv.control.announcer import ANSWER_TOKENS, Announcement, Announcer, WarmUp
+from p2pkv.control.announcer import ANSWER_TOKENS, Announcement, Announcer, Standing, WarmUp
 from p2pkv.control.discovery import DISCOVERY_VERSION, Ping
 from p2pkv.engine import commands as do
+from p2pkv.engine.liveness import Beat
 from p2pkv.engine.rank import Rank
 from p2pkv.links import make_factory
 from p2pkv.protocol.handshake import fit
@@ -87,6 +89,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         self.consuming: ConsumerScheduler | None = None
         self.worker: Worker | None = None
         self._announcer: Announcer | None = None
+        self._beats: BeatListener | BeatSender | None = None
+        self._steps = 0
         if self.options.idle_wait_ms:
             SPINNING.install()
         if self.options.role == "P" and vllm_config.use_v2_model_runner:
@@ -102,24 +106,32 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         # Ranks of other replicas may wait for a batch of this one that computes nothing.
         pausing = self.options.idle_wait_ms > 0 and config.parallel_config.data_parallel_size == 1
         self._longest_wait = pausing * self.options.idle_wait_ms / 1000 / config.max_concurrent_batches
-        self._rests = pausing and _on_this_host(config.parallel_config)
-        if self._rests:
-            CORE.install()
+        here = _on_this_host(config.parallel_config)
+        self._rests = pausing and here
+        CORE.install(self._rests)
         self._news = False
         tables, whole = block_tables(self._kv_cache_config), computes_last_token(self._kv_cache_config)
-        tail = prompt_tail(config)
+        tail, parallel = prompt_tail(config), config.parallel_config
+        world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         if self.options.role == "P":
             batches = config.max_concurrent_batches
-            self.producing = ProducerScheduler(pairs, tables, whole, tail, batches)
-            return
-        transfer, parallel = config.kv_transfer_config, config.parallel_config
-        world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        self.consuming = ConsumerScheduler(
-            pairs, world, transfer.kv_load_failure_policy == "recompute", tables, whole, tail
-        )
-        DEFERRAL.install()
+            held = HeldBlocks(self._kv_cache_config.num_blocks, self.options.held_share)
+            self.producing = ProducerScheduler(pairs, tables, held, whole, tail, batches)
+        else:
+            recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
+            self.consuming = ConsumerScheduler(pairs, world, recompute, tables, whole, tail)
+            DEFERRAL.install()
+        if here:  # elsewhere the beats could not arrive
+            ranks = [str(self.options.address.shifted(rank)) for rank in range(world)]
+            self._beats = BeatSender(ranks, self._beat)
 
     # Scheduler side.
+
+    def _beat(self, orphaned: bool) -> Beat:
+        """How the engine core gets on; for the thread that sends it to the ranks."""
+        half = self.producing or self.consuming
+        busy = half is not None and half.busy
+        return state_of(CORE.core, steps=self._steps, transfers=busy, orphaned=orphaned)
 
     def on_new_request(self, request: Request) -> None:
         if self.producing is not None:
@@ -132,8 +144,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         if self.consuming is not None:
             return self.consuming.matched(request, num_computed_tokens)
-        if self.producing is not None:
-            self.producing.matched(request, num_computed_tokens)
+        if self.producing is not None and not self.producing.matched(request, num_computed_tokens):
+            return None, False
         return 0, False
 
     def update_state_after_alloc(
@@ -151,6 +163,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         half = self.producing or self.consuming
         assert half is not None
+        self._steps += 1
         meta = half.step(scheduler_output)
         changed, self._news = self._news or meta.orders, False
         bell = CORE.address if self._rests else ""
@@ -182,16 +195,16 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             self.consuming.reported(news, received)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        if self.producing is not None:
-            return self.producing.finished(request), None
-        if self.consuming is not None:
-            self.consuming.finished(request)
-        return False, None
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, [])
+        if self.producing is not None:
+            return self.producing.finished(request, block_ids), None
+        if self.consuming is not None:
+            self.consuming.finished(request)
+        return False, None
 
     # Worker side.
 
@@ -219,7 +232,10 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         hello = hello_of(config, options, cache, shape, number, links.kind)
         # With micro-batches a layer's hook comes once for each of them.
         hooks = not config.parallel_config.use_ubatching
-        self.worker = Worker(Rank(hello, options, cache, links), layers.places, cache.device, hooks)
+        rank = Rank(hello, options, cache, links)
+        self._beats = BeatListener(hello.address)
+        rank.steps.read_beats = self._beats.read
+        self.worker = Worker(rank, layers.places, cache.device, hooks)
         if options.role == "P":
             REVOKING.preempt = self.worker.preempt
         log.info(
@@ -266,13 +282,19 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             warm_up=plan if options.warm_up_seconds else None,
             log_level=log.getEffectiveLevel(),
         )
-        self._announcer = Announcer(announcement, self._pair)
+        self._announcer = Announcer(announcement, self._pair, self._standing)
         self._announcer.start()
 
     def _pair(self, partners: tuple[str, ...]) -> None:
         """The proxy has named P's to this D; for the announcer's thread."""
         if self.worker is not None:
             self.worker.rank.do(do.NamePartners(partners))
+
+    def _standing(self) -> Standing:
+        """Whether the proxies may send requests; for the announcer's thread."""
+        assert self.worker is not None
+        rank = self.worker.rank
+        return Standing(rank.trouble(), rank.steps.paused)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, StepMetadata)
@@ -316,6 +338,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             self._announcer.stop()
         if self.worker is not None:
             self.worker.stop()
+        if self._beats is not None:
+            self._beats.close()
 
     # For vLLM's front end.
 

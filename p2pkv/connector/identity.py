@@ -358,7 +358,7 @@ def _tensor_digest(tensor: torch.Tensor) -> bytes:
     """Of a tensor's type, shape and elements, at the speed of its memory and with the interpreter's lock
     released: it may have hundreds of MiB, and vLLM's loop waits."""
     data = tensor.detach().cpu().contiguous()
-    elements = xxhash.xxh3_128_digest(data.view(torch.uint8).numpy().data)
+    elements = xxhash.xxh3_128_digest(data.reshape(-1).view(torch.uint8).numpy().data)
     return f"{data.dtype}{list(data.shape)}".encode() + elements
 
 

@@ -6,7 +6,8 @@ and how many of their tokens come from it.
 
 from __future__ import annotations
 
-from collections import deque
+import logging
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -19,11 +20,15 @@ from p2pkv.connector.identity import Paired, Pairs, prompt_digest
 from p2pkv.connector.metadata import Ended, Prefill, StepMetadata, WorkerNews
 from p2pkv.connector.states import state_entry
 from p2pkv.engine.commands import Blocks, Expect, Hold, Load, OfferPrompt, PromptBlocks
+from p2pkv.log import RateLimit
+from p2pkv.pairing import Address
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+log = logging.getLogger("p2pkv")
 
 
 @dataclass(frozen=True)
@@ -69,16 +74,83 @@ class _Prompt:
     """The block table of what was computed on tokens that another connector may have failed to load."""
 
 
+FULL_SECONDS = 60.0
+"""Between two log lines about one D that takes too little."""
+
+
+class HeldBlocks:
+    """P's blocks of finished prompts, which wait until D has taken them: how many each D holds.
+
+    A D that takes nothing must not keep P from working for the others. It is full when it holds `share` of
+    the blocks that no other D holds; so with the share 0.5, three Ds that take nothing leave an eighth.
+    """
+
+    def __init__(self, total: int, share: float) -> None:
+        self._total = total
+        self._share = share
+        self._of: dict[Address, Counter[int]] = {}
+        """Of each D: by block, how many prompts hold it."""
+        self._prompts: dict[str, tuple[Address, list[int]]] = {}
+        self._said = RateLimit(seconds=FULL_SECONDS)
+
+    def hold(self, request_id: str, decode: Address, blocks: Iterable[Iterable[int]]) -> None:
+        """The prompt is computed, and its blocks wait for D."""
+        mine = sorted({block for table in blocks for block in table})
+        self._prompts[request_id] = decode, mine
+        if mine:
+            self._of.setdefault(decode, Counter()).update(mine)
+
+    def free(self, request_id: str) -> None:
+        """The workers have reported its blocks as free."""
+        decode, mine = self._prompts.pop(request_id)
+        if not mine:  # it was preempted before it ended
+            return
+        of_this_decode = self._of[decode]
+        of_this_decode.subtract(mine)
+        for block in mine:
+            if not of_this_decode[block]:
+                del of_this_decode[block]
+        if not of_this_decode:
+            del self._of[decode]
+
+    def full(self, decode: Address) -> bool:
+        """Whether this D holds so many blocks that P begins no further prompt for it."""
+        mine = len(self._of.get(decode, ()))
+        if not mine:
+            return False
+        others = sum(len(blocks) for each, blocks in self._of.items() if each != decode)
+        if mine < self._share * (self._total - others):
+            return False
+        if self._said.admits(decode):
+            log.warning(
+                "the D at %s holds %d of P's %d KV blocks, with prompts that it has not taken, and other Ds "
+                "hold %d: its further prompts wait here (held_share is %g; logged once a minute)",
+                decode,
+                mine,
+                self._total,
+                others,
+                self._share,
+            )
+        return True
+
+
 class ProducerScheduler:
     """A key is taken from the arrival of its request until the workers have reported it."""
 
     def __init__(
-        self, pairs: Pairs, tables: BlockTables, whole: bool = True, tail: int = 1, batches: int = 1
+        self,
+        pairs: Pairs,
+        tables: BlockTables,
+        held: HeldBlocks,
+        whole: bool = True,
+        tail: int = 1,
+        batches: int = 1,
     ) -> None:
         """`whole`: the last tokens of a prompt are computed here, too; see `computes_last_token`. `tail`: how
         many D computes itself; see `prompt_tail`. `batches`: the most steps that vLLM has under way at once.
         """
         self._pairs = pairs
+        self._held = held
         self._tables = tables
         self._left_out = 0 if whole else tail
         self._batches = batches
@@ -110,10 +182,17 @@ class ProducerScheduler:
         self._prompts[request.request_id] = prompt
         self._next.holds.append(Hold(paired.key, paired.decode))
 
-    def matched(self, request: Request, local: int) -> None:
-        """vLLM finds `local` tokens in its prefix cache. What else it counts as computed when it schedules
-        the request in this very step, another connector of a MultiConnector loads during the step."""
+    def matched(self, request: Request, local: int) -> bool:
+        """vLLM finds `local` tokens in its prefix cache, and would schedule the request; whether it may.
+
+        What else vLLM counts as computed when it schedules the request in this very step, another connector
+        of a MultiConnector loads during the step.
+        """
+        prompt = self._prompts.get(request.request_id)
+        if prompt is not None and not prompt.offered and self._held.full(prompt.paired.decode):
+            return False
         self._looked_up[request.request_id] = request, local
+        return True
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """This step's word to the workers. Called before vLLM advances the computed tokens."""
@@ -203,11 +282,16 @@ class ProducerScheduler:
         return fresh
 
     @property
+    def busy(self) -> bool:
+        """Whether a prompt is queued, is computed, or has blocks that are still held."""
+        return bool(self._prompts or self._ended)
+
+    @property
     def awaits_news(self) -> bool:
         """Whether blocks wait until the workers report that they are free."""
         return bool(self._ended)
 
-    def finished(self, request: Request) -> bool:
+    def finished(self, request: Request, blocks: Iterable[Iterable[int]]) -> bool:
         """The request has ended; whether its blocks must wait until the workers report them free."""
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is None:
@@ -233,6 +317,7 @@ class ProducerScheduler:
         whole = prompt.announced >= request.num_prompt_tokens
         reason = "" if whole else "P's request was aborted before its prefill ended"
         self._ended[request.request_id] = key
+        self._held.hold(request.request_id, prompt.paired.decode, blocks)
         self._next.sent.append(Ended(request.request_id, key, reason))
         return True
 
@@ -254,6 +339,7 @@ class ProducerScheduler:
         for request_id in sent:
             if key := self._ended.pop(request_id, None):
                 self._taken.discard(key)
+                self._held.free(request_id)
 
 
 def leave_out_last(request: Request, tokens: int) -> None:
@@ -395,6 +481,11 @@ class ConsumerScheduler:
         meta, self._next = self._next, StepMetadata()
         meta.work = output.total_num_scheduled_tokens > 0
         return meta
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request that a P prefills has not ended."""
+        return bool(self.asking)
 
     @property
     def awaits_news(self) -> bool:

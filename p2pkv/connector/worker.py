@@ -260,6 +260,9 @@ class Worker:
         self.rank.revoke(revoked)
 
     def begin(self, meta: StepMetadata) -> None:
+        """Raises RuntimeError, which ends vLLM's engine, if the engine thread has ended: no transfer ends."""
+        if self.rank.failure:
+            raise RuntimeError(self.rank.failure)
         self._idle_wait = meta.idle_wait
         self._bell.address = meta.bell
         SPINNING.idle = meta.idle

@@ -197,7 +197,7 @@ class Consumer:
         if now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
             self._look(now, lease)
-        if now >= self._next_beat and not self._ctx.steps.stalled(now):
+        if now >= self._next_beat and not self._ctx.steps.trouble(now):
             self._next_beat = now + self._ctx.beat
             self.requests.say_waiting(now)
 

@@ -131,7 +131,7 @@ class Prompts:
         self._ctx = context
         self._peers = peers
         options = context.options
-        self._terms = Terms(options.chunk_bytes, options.lease_seconds)
+        self._terms = Terms(options.chunk_bytes, options.lease_seconds, options.wait_seconds)
         self._early = EarlyClaims(options.lease_seconds)
         self._ended = EndedTransfers(options.lease_seconds)
         self._leaving = ""
@@ -139,7 +139,8 @@ class Prompts:
         self._paired: dict[str, dict[str, PromptEntry]] = {}
         """The entries of each D, by the address of its rank 0 and by key."""
         self._next_look = 0.0
-        """No lease ends before this time."""
+        """No lease ends before this time, and none before P is paused or resumed."""
+        self._paused_since: float | None = None
         context.counters.gauges |= {
             "prompts": lambda: sum(1 for e in tuple(self.entries.values()) if not e.sender.prompt.ended),
             "prompts_held": lambda: sum(1 for entry in tuple(self.entries.values()) if not entry.free),
@@ -204,7 +205,7 @@ class Prompts:
                 self._ctx.tell(peer.connection, m.Failed(key, attempt, reason))
                 continue
             (held if self._claim(peer, key, attempt, now) else unknown).append((key, attempt))
-        if not self._ctx.steps.stalled(now):
+        if not self._ctx.steps.trouble(now):
             self._ctx.tell(peer.connection, m.HeartbeatAck(tuple(held), tuple(unknown)))
 
     def _claim(self, peer: DecodePeer, key: str, attempt: int, now: float) -> bool:
@@ -340,14 +341,16 @@ class Prompts:
     # Time.
 
     def tick(self, now: float) -> None:
-        if now >= self._next_look:
-            # The earliest end of a lease that begins later, or of one that runs. Messages from D may put it
-            # off.
-            self._next_look = now + self._terms.lease
+        paused_since = self._ctx.steps.paused_since
+        if now >= self._next_look or paused_since != self._paused_since:
+            self._paused_since = paused_since
+            # The earliest end of a lease or a wait that begins later or runs. Messages from D may put it off.
+            self._next_look = now + min(self._terms.lease, self._terms.wait)
             for entry in list(self.entries.values()):
-                self.run(entry, entry.sender.tick(now), now)
-                if (deadline := entry.sender.deadline) is not None:
-                    self._next_look = min(self._next_look, deadline)
+                sender = entry.sender
+                self.run(entry, sender.tick(now, paused_since), now)
+                for end in (sender.deadline, sender.kept_until(paused_since)):
+                    self._next_look = min(self._next_look, inf if end is None else end)
         self._early.expire(now)
         self._ended.expire(now)
 

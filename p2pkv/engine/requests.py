@@ -166,7 +166,8 @@ class Requests:
         entry = self.entries.get(expect.key)
         if entry is not None and entry.receiver.ahead:
             if entry.expect == expect:
-                self.run(entry, entry.receiver.adopt(), now)
+                self.run(entry, entry.receiver.adopt(now), now)
+                self._look_by(entry)
                 return
             self.run(entry, entry.receiver.cancel("D has another request of this name"), now)
         elif entry is not None:
@@ -209,9 +210,18 @@ class Requests:
 
     def _receiver(self, expect: do.Expect, now: float, ahead: bool = False) -> Receiver:
         self._attempt += 1
-        lease, stall = self._ctx.options.lease_seconds, self._ctx.options.stall_seconds
-        key, tokens, digest = expect.key, expect.tokens, expect.digest
-        return Receiver(key, self._attempt, tokens, digest, lease, now, stall=stall, ahead=ahead)
+        options, key = self._ctx.options, expect.key
+        return Receiver(
+            key,
+            self._attempt,
+            expect.tokens,
+            expect.digest,
+            options.lease_seconds,
+            now,
+            stall=options.stall_seconds,
+            wait=options.wait_seconds,
+            ahead=ahead,
+        )
 
     def load(self, load: do.Load, now: float) -> None:
         """The request has blocks. Does nothing if its transfer has ended: that event was emitted already."""
@@ -221,7 +231,7 @@ class Requests:
         elif not entry.receiver.load.ended:
             entry.blocks, entry.wanted, entry.fence = load.blocks, (load.start, load.stop), load.fence
             self._guard(entry, lambda: entry.receiver.want(load.start, load.stop, now), now)
-            self._next_look = min(self._next_look, entry.receiver.deadline or inf)  # a load may stall sooner
+            self._look_by(entry)  # a load may stall sooner
             if entry.early is not None:
                 self.unloading.append(entry)
 
@@ -412,8 +422,10 @@ class Requests:
             entry.lost = now if entry.lost is None else entry.lost
             if waiting and now - entry.lost < self._ctx.options.lease_seconds:
                 # Another connection, or another incarnation, may answer: within one lease of the loss.
+                waits_since = receiver.waits_since
                 entry.receiver = self._receiver(entry.expect, entry.lost)
-                self._next_look = min(self._next_look, entry.receiver.deadline or inf)
+                entry.receiver.waits_since = waits_since
+                self._look_by(entry)
                 self._disconnected(entry)
             else:
                 self.run(entry, entry.receiver.lost(reason, entry.rank_of(peer)), now)
@@ -443,7 +455,8 @@ class Requests:
     def _look(self, now: float, lease: float) -> None:
         """End what has outlived its lease, and note when the next lease may end; messages from P may put it
         off."""
-        self._next_look = now + lease  # the earliest end of a lease that begins later
+        # The earliest end of a lease or of a wait that begins later.
+        self._next_look = now + min(lease, self._ctx.options.wait_seconds)
         for prefill, waiting in self._unconnected.items():
             for entry in waiting.values():
                 first = self._peers.get(prefill)
@@ -457,6 +470,10 @@ class Requests:
                     reason = f"no request has asked for it here for {lease:g} s"
                     self.run(entry, entry.receiver.cancel(reason), now)
             self._next_look = min(self._next_look, *ends)
+
+    def _look_by(self, entry: RequestEntry) -> None:
+        """This request's next end may come before all others'."""
+        self._next_look = min(self._next_look, entry.receiver.deadline or inf)
 
     @property
     def due(self) -> float:

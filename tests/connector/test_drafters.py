@@ -40,7 +40,13 @@ from p2pkv.connector.describe import (
 )
 from p2pkv.connector.identity import Pairs, drafter_of
 from p2pkv.connector.metadata import WorkerNews
-from p2pkv.connector.scheduler import BlockTables, ConsumerScheduler, ProducerScheduler, leave_out_last
+from p2pkv.connector.scheduler import (
+    BlockTables,
+    ConsumerScheduler,
+    HeldBlocks,
+    ProducerScheduler,
+    leave_out_last,
+)
 from p2pkv.demo.tiny_model import TinyLlama
 from p2pkv.engine import commands as do
 from p2pkv.protocol.handshake import Refused, fit, judge
@@ -232,7 +238,7 @@ def test_a_p_that_leaves_the_tail_out_and_its_d_count_the_same_tokens() -> None:
     """As where layers see a window or keep a state."""
     tables = BlockTables((BLOCK,))
     for length, left in ((10, 7), (4, 1), (3, 3), (1, 1)):
-        p = ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, whole=False, tail=3)
+        p = ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, HeldBlocks(64, 0.5), whole=False, tail=3)
         request = make_request(inner_id(pair_id()), tokens(length))
         p.new(request)
         assert request.num_prompt_tokens == left == len(request.prompt_token_ids or ())

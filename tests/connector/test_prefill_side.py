@@ -23,7 +23,7 @@ from vllm.v1.request import Request
 
 from p2pkv.connector.identity import Pairs, prompt_digest
 from p2pkv.connector.metadata import Prefill
-from p2pkv.connector.scheduler import BlockTables, ProducerScheduler
+from p2pkv.connector.scheduler import BlockTables, HeldBlocks, ProducerScheduler
 from p2pkv.engine import commands as do
 
 pytestmark = pytest.mark.vllm
@@ -356,7 +356,9 @@ def test_where_layers_see_a_window_the_last_token_is_left_to_d() -> None:
     prompt, request_id = tokens(20), inner_id(pair_id(7))
     shared = make_request(request_id, prompt)
     shared.prompt_token_ids = prompt
-    producer = ProducerScheduler(Pairs(P_ADDRESS, "P"), BlockTables((BLOCK,)), whole=False)
+    producer = ProducerScheduler(
+        Pairs(P_ADDRESS, "P"), BlockTables((BLOCK,)), HeldBlocks(64, 0.5), whole=False
+    )
     producer.new(shared)
     assert (shared.num_prompt_tokens, shared.prompt_token_ids) == (19, prompt[:-1])
     assert (list(shared.all_token_ids), shared.max_tokens, len(prompt)) == (prompt[:-1], 1, 20)
