@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -31,10 +32,12 @@ from p2pkv.connector.describe import (
     refuse_what_cannot_move,
     refuse_what_cannot_pair,
 )
-from p2pkv.connector.identity import Pairs
+from p2pkv.connector.generation import Generation, forget_prefixes
+from p2pkv.connector.identity import Pairs, adapter_fingerprint
 from p2pkv.connector.idle_steps import CORE, FIRST_WAIT, REST, SPINNING, IdlePace
 from p2pkv.connector.metadata import P2pKvMetrics, P2pKvStats, StepMetadata, WorkerNews
 from p2pkv.connector.scheduler import ConsumerScheduler, ProducerScheduler
+from p2pkv.connector.vllm_patches import WEIGHTS
 from p2pkv.connector.worker import REVOKING, Worker
 from p2pkv.control.announcer import ANSWER_TOKENS, Announcement, Announcer, WarmUp
 from p2pkv.control.discovery import DISCOVERY_VERSION, Ping
@@ -46,8 +49,9 @@ from p2pkv.protocol.handshake import fit
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.forward_context import ForwardContext
+    from vllm.lora.request import LoRARequest
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -105,6 +109,14 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         if self._rests:
             CORE.install()
         self._news = False
+        self.generation = Generation(config)
+        self.watches = self.options.watch_weights
+        if self.watches:
+            WEIGHTS.install()
+        self._adapters: dict[tuple[str, str], tuple[int, str]] = {}
+        """By name and path: the number and the files of the adapter of the last request."""
+        self._requests: WeakSet[Request] = WeakSet()
+        """All that vLLM knows."""
         tables, whole = block_tables(self._kv_cache_config), computes_last_token(self._kv_cache_config)
         tail = prompt_tail(config)
         if self.options.role == "P":
@@ -119,11 +131,35 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Scheduler side.
 
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._manager = kv_cache_manager
+
+    def reset_cache(self) -> bool:
+        """vLLM empties its caches, or has changed the weights: KV of before is not valid any more."""
+        half = self.producing or self.consuming
+        if half is not None:
+            half.invalidate(self.generation.name)
+            forget_prefixes(self._manager, self._requests)
+            self._hurry()
+        return True
+
     def on_new_request(self, request: Request) -> None:
+        self._requests.add(request)
+        if request.lora_request is not None:
+            self._look_at_adapter(request.lora_request)
         if self.producing is not None:
             self.producing.new(request)
         elif self.consuming is not None:
             self.consuming.new(request)
+
+    def _look_at_adapter(self, adapter: LoRARequest) -> None:
+        """vLLM knows an adapter's blocks by its name and path: forget them if others lie there now."""
+        name = adapter.lora_name, adapter.lora_path
+        known, self._adapters[name] = self._adapters.get(name), _files_of(adapter)
+        if known not in (None, self._adapters[name]):
+            its = [each for each in self._requests if each.lora_request == adapter]
+            forget_prefixes(self._manager, its)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -165,16 +201,21 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        sent, received = connector_output.finished_sending or (), set(connector_output.finished_recving or ())
+        sent, received = connector_output.finished_sending or (), connector_output.finished_recving or set()
         news = connector_output.kv_connector_worker_meta
         assert news is None or isinstance(news, WorkerNews)
         if sent or received or news:
-            self._news = True
-            CORE.seconds = 0.0
+            self._hurry()
         if self.producing is not None:
             self.producing.reported(sent)
         elif self.consuming is not None:
-            self.consuming.reported(news, received)
+            withheld = self.consuming.reported(news, received, connector_output.failed_recving)
+            connector_output.finished_recving = received - withheld or None
+
+    def _hurry(self) -> None:
+        """Something has changed: the next step comes without a pause."""
+        self._news = True
+        CORE.seconds = 0.0
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         if self.producing is not None:
@@ -327,6 +368,11 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
 class P2pNcclConnector(P2pKvConnector):
     """The name under which users of vLLM's removed connector know it."""
+
+
+def _files_of(adapter: LoRARequest) -> tuple[int, str]:
+    """The number under which vLLM has loaded it, and what its files hold."""
+    return adapter.lora_int_id, adapter_fingerprint(adapter)
 
 
 def _on_this_host(parallel: Any) -> bool:

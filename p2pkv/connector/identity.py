@@ -96,6 +96,20 @@ def _fingerprint(model: ModelConfig, config: VllmConfig) -> str:
     return digest.hexdigest()
 
 
+def weights_in_files(model: str, revision: str | None) -> str:
+    """24 hex digits over a model's weight files as they are now; "" if there are none on this machine."""
+    digest = hashlib.blake2b(digest_size=12)
+    files = _files(_folder(model, revision))
+    for file in files:
+        _sample(digest, file)
+    return digest.hexdigest() if files else ""
+
+
+def stamps_of_weights(model: str, revision: str | None) -> Stamps:
+    """What changes when these files are written; () if there are none."""
+    return _stamps(_files(_folder(model, revision)))
+
+
 def adapter_fingerprint(adapter: LoRARequest) -> str:
     """The same for an adapter: 24 hex digits, or "" if its files are not on this machine or cannot be read.
 

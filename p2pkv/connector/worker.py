@@ -39,6 +39,8 @@ class _Load:
     """vLLM has given it blocks, and keeps them until it hears of it."""
     unwanted: bool = False
     """Nobody will ask for it any more."""
+    dropped: bool = False
+    """Whatever has come of it is not wanted."""
     complete: bool | None = None
     """Whether all has come; None until the engine has said how it ended."""
 
@@ -77,6 +79,8 @@ class Loads:
             self._load(request_id, replace(load, fence=fence))
         for ended in meta.drops:
             self._drop(ended)
+        self._results.finished_recving.update(meta.withheld)
+        self._results.failed_recving.update(meta.withheld)
 
     def _expect(self, request_id: str, expect: do.Expect) -> None:
         if expect.key in self._known:
@@ -105,8 +109,7 @@ class Loads:
         load = self._known.get(key)
         if load is None or load.request_id != ended.request_id:
             return
-        load.waited = ended.report
-        load.unwanted = not load.waited
+        load.waited, load.unwanted, load.dropped = ended.report, not ended.report, True
         if load.complete is None:
             self._rank.do(do.Drop(key, ended.reason))
         self._settle(key)
@@ -115,8 +118,8 @@ class Loads:
 
     def note(self, event: do.Event) -> None:
         match event:
-            case do.Begun(key) if key in self._known:
-                self._news.begun[self._known[key].request_id] = 1
+            case do.Begun(key, generation) if key in self._known:
+                self._news.begun[self._known[key].request_id] = [generation]
             case do.Loaded(key) if key in self._known:
                 self._known[key].complete = True
                 self._settle(key)
@@ -134,7 +137,7 @@ class Loads:
             return
         if load.waited:
             self._results.finished_recving.add(load.request_id)
-            if not load.complete:
+            if load.dropped or not load.complete:
                 self._results.failed_recving.add(load.request_id)
         del self._known[key]
         self._rank.do(do.Forget(key))
@@ -265,6 +268,10 @@ class Worker:
         SPINNING.idle = meta.idle
         if meta.work:
             self.rank.steps.begin(time.monotonic())
+        for key, reason in meta.stale:
+            self.rank.do(do.Abort(key, reason))
+        if meta.invalidate is not None:
+            self.rank.do(meta.invalidate)
         for hold in meta.holds:
             self.rank.do(hold)
         for offer in meta.offers:

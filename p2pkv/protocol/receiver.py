@@ -205,6 +205,8 @@ class Receiver:
         self.stall = stall
         self._began = now
         self._moved = now
+        self.generation: str | None = None
+        """Of the weights with which P computes the prompt; None before its first offer."""
         self.nothing = False
         """D has said that it wants none of it."""
         self.ahead = ahead
@@ -224,12 +226,12 @@ class Receiver:
         if self.sources:
             return []
         self.load.local(LoadEvent.OFFERED)
-        return [Offered()]
+        return [Offered(None)]
 
     def adopt(self) -> list[Effect]:
         """The request for what P has begun ahead has come to D."""
         self.ahead = False
-        return [Offered()] if self.load.state is LoadPhase.AHEAD else []
+        return [Offered(self.generation)] if self.load.state is LoadPhase.AHEAD else []
 
     def want(self, start: int, stop: int, now: float) -> list[Effect]:
         """The request has its blocks: load tokens [start, stop); nothing if empty, which releases P.
@@ -288,10 +290,15 @@ class Receiver:
                 f"P's prompt ({message.tokens} tokens) is not D's ({self.tokens} tokens): "
                 "both must get the same prompt, model, adapter and cache salt"
             )
+        if self.generation not in (None, message.generation):
+            return self.cancel(
+                "P's ranks have computed this prompt with different weights: its engine has changed them"
+            )
+        self.generation = message.generation
         source.offered, source.last_heard = True, now
         if self.load.state is LoadPhase.WAITING and all(each.offered for each in self.sources.values()):
             self.load.remote(LoadEvent.OFFERED)
-            return self._go_ahead(now) if self.ahead else [Offered()]
+            return self._go_ahead(now) if self.ahead else [Offered(self.generation)]
         return []
 
     def _go_ahead(self, now: float) -> list[Effect]:
