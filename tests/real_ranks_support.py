@@ -29,14 +29,15 @@ HEADS, CONTENT = 2, 32
 
 
 class MadeUpModel:
-    """The KV of token ids: each row depends on its layer, its head, and all tokens up to its own."""
+    """The KV of token ids: each row depends on weights, layer and head, and on all tokens up to its own."""
 
     def __init__(self) -> None:
+        self.weights = 0
         self._hashes: dict[tuple[str, int], list[int]] = {}
 
     def kv(self, request: Request, stop: int, layer: int, head: int) -> torch.Tensor:
         """[token, content] of tokens [0, stop)."""
-        seed = layer * HEADS + head
+        seed = (self.weights * len(LAYERS) + layer) * HEADS + head
         hashes = self._hashes.setdefault((request.request_id, seed), [])
         for token in request.all_token_ids[len(hashes) : stop]:
             hashes.append(zlib.crc32(token.to_bytes(4, "little"), hashes[-1] if hashes else seed))
@@ -57,8 +58,39 @@ class Engine(Instance):
         self.model = MadeUpModel()
         self.meanwhile: Callable[[], None] = lambda: None
         """What others do before each layer of a forward."""
+        self._across: set[str] = set()
+        """Requests that ran when the weights changed: they go on with the KV that they have, as with vLLM."""
+        self._be_rank: Callable[[int], None] = lambda rank: None
+
+    def change_weights(self, weights: int) -> None:
+        """As vLLM's engine core does it, between two steps."""
+        scheduler: Any = self.scheduler
+        told = scheduler.finished_recving_kv_req_ids
+        self._across |= {each for each in scheduler.requests if self.computed[each] or each in told}
+
+        def load() -> None:
+            self.model.weights = weights
+
+        generation = scheduler.connector.generation
+        generation.call("reload_weights", (iter(()),), {}, load)
+        generation.version(str(weights))
+        assert scheduler.reset_connector_cache()
+
+    def sleep(self) -> None:
+        """As a worker of vLLM 0.33 before its memory is taken away, which is then somebody else's."""
+        for connector in self.connectors:
+            connector.unregister_kv_caches()
+        for layers in self.pages:
+            for pages in layers:
+                pages.fill_(-2.0)
+
+    def wake(self) -> None:
+        for rank, connector in enumerate(self.connectors):
+            self._be_rank(rank)
+            connector.restore_kv_caches()
 
     def start(self, be_rank: Callable[[int], None]) -> None:
+        self._be_rank = be_rank
         blocks = self.config.cache_config.num_gpu_blocks
         for rank in range(len(self.ranks)):
             be_rank(rank)
@@ -100,6 +132,8 @@ class Engine(Instance):
         for head in range(self.heads):
             page = self.pages[rank][layer][:, head]
             values = self.model.kv(request, stop, layer, rank * self.heads + head)
+            if attend and request_id in self._across:
+                continue
             if attend:
                 assert torch.equal(page[table[slots // BLOCK], slots % BLOCK], values), (
                     f"{request_id} attends to KV that is not its own, in layer {layer}"

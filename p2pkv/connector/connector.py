@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
+from msgspec.structs import replace
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -27,10 +28,12 @@ from p2pkv.connector.describe import (
     computes_last_token,
     hello_of,
     make_ready,
+    new_incarnation,
     options_of,
     prompt_tail,
     refuse_what_cannot_move,
     refuse_what_cannot_pair,
+    tells_of_sleep,
 )
 from p2pkv.connector.generation import Generation, forget_prefixes
 from p2pkv.connector.identity import Pairs, adapter_fingerprint
@@ -75,8 +78,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """No: the blocks that a rank has registered stay where they are."""
-        return False
+        """Whether this vLLM has its workers told before they lose the memory of the KV cache."""
+        return tells_of_sleep()
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -90,6 +93,10 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         self.consuming: ConsumerScheduler | None = None
         self.worker: Worker | None = None
         self._announcer: Announcer | None = None
+        self._kv_caches: dict[str, torch.Tensor] = {}
+        self._hello: Hello | None = None
+        """Of the rank, also while it sleeps."""
+        self._asleep = False
         if self.options.idle_wait_ms:
             SPINNING.install()
         if self.options.role == "P" and vllm_config.use_v2_model_runner:
@@ -233,17 +240,38 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Start this rank: it listens from here on, and pings the proxy if it is the first."""
-        from vllm.distributed.parallel_state import get_world_group
-
-        config, options = self._vllm_config, self.options
-        SPINNING.worker = config.parallel_config.data_parallel_size == 1
-        layers = Layers(kv_caches, self._kv_cache_config)
-        number = get_world_group().rank_in_group
-        cache, shape = cache_of(config, self._kv_cache_config, layers, number)
-        make_ready(cache.device)
+        self._kv_caches = kv_caches
         # vLLM's worker spins in Python while it waits for work and so wins the interpreter's lock back each
         # time; the engine thread would wait for the whole interval, several times a message.
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
+        SPINNING.worker = self._vllm_config.parallel_config.data_parallel_size == 1
+        self._start()
+
+    def unregister_kv_caches(self) -> None:
+        """vLLM takes the memory of the KV cache away: give the rank up, and say goodbye to the proxy."""
+        if self.worker is None or self._asleep:
+            return
+        self._asleep = True
+        if self._announcer is not None:
+            self._announcer.stop()
+            self._announcer = None
+        self.worker.sleep()
+        log.info("%s rank sleeps: its links are closed", self.options.role)
+
+    def restore_kv_caches(self) -> None:
+        """The memory is back where it was: start again as another incarnation."""
+        if self._asleep:
+            self._asleep = False
+            self._start()
+
+    def _start(self) -> None:
+        from vllm.distributed.parallel_state import get_world_group
+
+        config, options = self._vllm_config, self.options
+        layers = Layers(self._kv_caches, self._kv_cache_config)
+        number = get_world_group().rank_in_group
+        cache, shape = cache_of(config, self._kv_cache_config, layers, number)
+        make_ready(cache.device)
         links = make_factory(
             options.link,
             host=options.host,
@@ -252,10 +280,17 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             nccl_channels=options.nccl_num_channels,
             allowed=options.allowed_peers,
         )
-        hello = hello_of(config, options, cache, shape, number, links.kind)
-        # With micro-batches a layer's hook comes once for each of them.
-        hooks = not config.parallel_config.use_ubatching
-        self.worker = Worker(Rank(hello, options, cache, links), layers.places, cache.device, hooks)
+        if self._hello is None:
+            hello = hello_of(config, options, cache, shape, number, links.kind)
+        else:  # the weights are those of the first start, whatever lies in their files by now
+            hello = replace(self._hello, incarnation=new_incarnation())
+        self._hello, rank = hello, Rank(hello, options, cache, links)
+        if self.worker is None:
+            # With micro-batches a layer's hook comes once for each of them.
+            hooks = not config.parallel_config.use_ubatching
+            self.worker = Worker(rank, layers.places, cache.device, hooks)
+        else:
+            self.worker.wake(rank)
         if options.role == "P":
             REVOKING.preempt = self.worker.preempt
         log.info(

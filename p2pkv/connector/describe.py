@@ -145,12 +145,25 @@ def _refuse_planes(config: KVCacheConfig) -> None:
                 )
 
 
+def tells_of_sleep() -> bool:
+    """Whether vLLM tells a connector before it takes the memory of the KV cache away, as 0.33 does."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+
+
+def new_incarnation() -> str:
+    """A name that no other start of a rank has."""
+    return uuid.uuid4().hex
+
+
 def refuse_what_cannot_pair(config: VllmConfig) -> None:
     """Raises ConfigError for an engine whose ranks p2pkv would address wrongly."""
-    if config.model_config.enable_sleep_mode:
+    if config.model_config.enable_sleep_mode and not tells_of_sleep():
         raise ConfigError(
             "--enable-sleep-mode is set: a sleeping engine gives the memory of its KV cache back, and p2pkv "
-            "may still read it or write to it; leave the option out"
+            "may still read it or write to it, since this vLLM does not tell it; leave the option out, or "
+            "use vLLM 0.33"
         )
     parallel = config.parallel_config
     if parallel.data_parallel_index > 0 and parallel.data_parallel_size == 1:
@@ -296,7 +309,7 @@ def hello_of(
     world, drafter = parallel.tensor_parallel_size * parallel.pipeline_parallel_size, drafter_of(config)
     return Hello(
         version=PROTOCOL_VERSION,
-        incarnation=uuid.uuid4().hex,
+        incarnation=new_incarnation(),
         role=options.role,
         rank=rank,
         to="none",

@@ -95,14 +95,12 @@ DEFAULTS = {
     "requires_kv_delivery": "a producer's default is right",
     "requires_piecewise_for_cudagraph": "what no hook covered is swept",
     "reset_capture_state": "the hooks keep nothing that a capture could spoil",
-    "restore_kv_caches": "sleep mode is refused",
     "role": "vLLM's own",
     "set_host_xfer_buffer_ops": "p2pkv has staging of its own",
     "set_xfer_handshake_metadata": "ranks shake hands themselves",
     "set_xfer_handshake_metadata_pp_aware": "the same",
     "supports_divergent_local_hybrid_hits": "local hits end where all KV groups agree",
     "take_events": "p2pkv stores nothing",
-    "unregister_kv_caches": "sleep mode is refused",
 }
 """Methods that p2pkv leaves as they are, and why that is right."""
 
