@@ -289,6 +289,62 @@ PRODUCT = (
         "first = 0",
         ("tests/protocol/test_conversation.py",),
     ),
+    Mutant(
+        "D loads what P has computed with other weights",
+        "p2pkv/connector/scheduler.py",
+        "others = {*asking.begun} - {None, self._generation}",
+        "others: set[str | None] = set()",
+        ("tests/connector/test_weights_change.py", "tests/connector/test_weights_real_ranks.py"),
+    ),
+    Mutant(
+        "P sends what it has computed with former weights",
+        "p2pkv/connector/scheduler.py",
+        "if prompt.offered and not prompt.stale:",
+        "if False:",
+        ("tests/connector/test_weights_change.py", "tests/connector/test_weights_real_ranks.py"),
+    ),
+    Mutant(
+        "vLLM hears that a load of former weights has come",
+        "p2pkv/connector/scheduler.py",
+        "if asking.stale and request_id not in failed:",
+        "if False:",
+        ("tests/connector/test_weights_change.py",),
+    ),
+    Mutant(
+        "vLLM's prefix cache keeps what was computed with former weights",
+        "p2pkv/connector/generation.py",
+        "pool.evict_blocks(set(range(len(pool.blocks))))",
+        "pass",
+        ("tests/connector/test_weights_change.py",),
+    ),
+    Mutant(
+        "what runs across a change of weights is found in vLLM's prefix cache",
+        "p2pkv/connector/generation.py",
+        "request.cache_salt = uuid.uuid4().hex",
+        "continue",
+        ("tests/connector/test_weights_change.py",),
+    ),
+    Mutant(
+        "early buffers survive a change of weights",
+        "p2pkv/engine/requests.py",
+        "self.run(entry, entry.receiver.cancel(reason), now)\n\n    def drop",
+        "pass\n\n    def drop",
+        ("tests/engine/test_ahead.py",),
+    ),
+    Mutant(
+        "weights that are loaded anew go unnoticed",
+        "p2pkv/connector/vllm_patches.py",
+        "if generation.changes > before:",
+        "if False:",
+        ("tests/connector/test_generation.py",),
+    ),
+    Mutant(
+        "blocks of prompts that P had before its sleep are never free",
+        "p2pkv/connector/worker.py",
+        "self._free |= self._held",
+        "pass",
+        ("tests/connector/test_weights_real_ranks.py",),
+    ),
 )  # fmt: skip
 
 FAULTS = (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from connector_support import BLOCK, Instance, inner_id, make_request, pair_id, tokens
+from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
 from p2pkv.connector.scheduler import CHANGED_ON_D, CHANGED_ON_P
@@ -319,3 +321,26 @@ def test_a_cached_prefix_of_before_is_not_found_by_d_for_a_pair() -> None:
     d.run_until(lambda: len(d.rank.said(do.Load)) == 2)
     load = d.rank.said(do.Load)[-1]
     assert (load.start, load.stop) == (0, len(PROMPT) - 1)
+
+
+def test_an_adapter_that_is_loaded_again_under_its_name_finds_nothing_of_the_one_before(
+    tmp_path: Path,
+) -> None:
+    """vLLM knows its blocks by name and path. Other requests lose what they had cached, and go on."""
+    d = Instance("D", budget=200)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
+
+    def asked(name: str, number: int, **more: Any) -> Request:
+        adapter = LoRARequest("adapter", number, str(tmp_path), **more)
+        request = d.ask(f"cmpl-{name}-0-12345678", PROMPT, lora_request=adapter)
+        ended(d, request)
+        return request
+
+    cached = len(PROMPT) - 3 * BLOCK
+    assert d.computed[asked("first", 1).request_id] == len(PROMPT) + 3
+    assert d.computed[asked("again", 1).request_id] == cached + 3
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"the second")
+    assert d.computed[asked("in-place", 1, load_inplace=True).request_id] == len(PROMPT) + 3
+    assert d.computed[asked("in-place-again", 1, load_inplace=True).request_id] == cached + 3
+    assert d.computed[asked("new-number", 2).request_id] == len(PROMPT) + 3
+    assert not d.rank.said(do.Invalidate)
