@@ -334,8 +334,8 @@ PRODUCT = (
     Mutant(
         "weights that are loaded anew go unnoticed",
         "p2pkv/connector/vllm_patches.py",
-        "if generation.changes > before:",
-        "if False:",
+        "if generation.changes > before and",
+        "if False and",
         ("tests/connector/test_generation.py",),
     ),
     Mutant(

@@ -135,8 +135,12 @@ def _watching(core: Any) -> Iterator[Generation | None]:
     try:
         yield generation
     finally:
-        if generation.changes > before:
-            scheduler.reset_connector_cache()
+        if generation.changes > before and not scheduler.reset_connector_cache():
+            log.warning(
+                "the weights have changed, and a connector beside p2pkv has not emptied its cache: KV of "
+                "former weights may come from it; call /reset_prefix_cache?reset_external=true until it "
+                "succeeds"
+            )
 
 
 WEIGHTS = WeightWatch()

@@ -235,7 +235,8 @@ class Prompts:
     def _claim_early(self, key: str, now: float) -> None:
         """P's scheduler has announced this prompt: apply what ranks of D said about it before."""
         for place, early in self._early.take(key).items():
-            if peer := self._peers.get(place):
+            peer = self._peers.get(place)
+            if peer is not None and peer.hello.incarnation == early.incarnation:
                 self._claim(peer, key, early.attempt, now)
                 if early.last is not None:
                     self.about(peer, key, early.last, now)

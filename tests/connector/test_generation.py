@@ -284,7 +284,9 @@ def test_a_sleep_that_discards_weights_is_noticed_at_the_waking(
     assert connector.generation.name.startswith("unfinished")
 
 
-def test_connectors_beside_p2pkv_empty_their_caches_too(instance: Instance) -> None:
+def test_connectors_beside_p2pkv_empty_their_caches_too(
+    instance: Instance, caplog: pytest.LogCaptureFixture
+) -> None:
     ours: Any = instance.scheduler.connector
     reset: list[str] = []
     both = SimpleNamespace(
@@ -294,6 +296,10 @@ def test_connectors_beside_p2pkv_empty_their_caches_too(instance: Instance) -> N
     instance.scheduler.connector = both  # type: ignore[assignment]
     core_of(instance).collective_rpc("mine")
     assert reset == ["start+1"]
+    caplog.clear()
+    both.reset_cache = lambda: False
+    core_of(instance).collective_rpc("mine")
+    assert "a connector beside p2pkv has not emptied its cache" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("role", ["P", "D"])

@@ -167,6 +167,14 @@ def test_a_request_of_d_across_its_sleep(engines: Any, moment: str, policy: str)
         d.ask(inner_id(outer), tokens(70), max_tokens=3)
         d.step(2)
     d.wake()
+    if moment == "asked":  # P knows by now that it is another D than the one that has cancelled
+        claims = p.workers[0].rank.half.prompts._early._claims
+        hello = d.workers[0].rank.context.hello
+        wait_for(
+            lambda: (
+                [each.incarnation for of in claims.values() for each in of.values()] == [hello.incarnation]
+            )
+        )
     d.admits(True)
     if moment != "begun":
         p.ask(inner_id(outer), tokens(70), max_tokens=1)
