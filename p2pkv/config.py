@@ -105,6 +105,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """bytes of a rank of D | no | room for KV that P pushes before D has the request, for routers that ask P
     first; P keeps its blocks all the same"""
 
+    watch_weights: bool = True
+    """true or false | no | notice when vLLM changes the weights while it runs, and use no KV of former ones;
+    four methods of vLLM's engine core are replaced for this"""
+
     max_links: Annotated[int, Meta(ge=1, le=1 << 16)] = 64
     """links of a rank | no | idle links beyond this number are closed, and built again by the next request"""
 

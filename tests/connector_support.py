@@ -251,10 +251,10 @@ class FakeRank:
 
     # What happens between the ranks.
 
-    def begin(self, key: str) -> None:
+    def begin(self, key: str, generation: str | None = "") -> None:
         assert not self.facts[key].offered
         self.facts[key].offered = True
-        self._emit(do.Begun(key))
+        self._emit(do.Begun(key, generation))
 
     def load(self, key: str) -> None:
         assert self.facts[key].asked
@@ -416,11 +416,12 @@ class Instance:
         scheduled, output = self._running.popleft()
         told = output.kv_connector_output
         assert told is not None
-        self.reported += [*(told.finished_sending or ()), *(told.finished_recving or ())]
         for outputs in self.scheduler.update_from_output(scheduled, output).values():
             for each in outputs.outputs:
                 if each.finish_reason is not None:
                     self.ended[each.request_id] = str(each.finish_reason)
+        # The connector may have taken something out.
+        self.reported += [*(told.finished_sending or ()), *(told.finished_recving or ())]
 
     def run_until(self, done: Any, most: int = 60) -> None:
         for _ in range(most):

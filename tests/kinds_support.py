@@ -131,8 +131,8 @@ class Contents:
     The numbers are whole and at most 128, so that every type of numbers holds them.
     """
 
-    def __init__(self, tokens: Sequence[int]) -> None:
-        hashes, last = [], 0
+    def __init__(self, tokens: Sequence[int], weights: int = 0) -> None:
+        hashes, last = [], weights
         for token in tokens:
             last = zlib.crc32(token.to_bytes(4, "little"), last)
             hashes.append(last)

@@ -54,12 +54,17 @@ class Engine(Instance):
         """Each rank's blocks of each layer, as vLLM registers them: [B, H, N, C]."""
         self.meanwhile: Callable[[], None] = lambda: None
         """What others do before each layer of a forward."""
+        self.weights = 0
+        """What the made-up model's KV depends on, beside the tokens."""
+        self._across: set[str] = set()
+        """Requests that ran when the weights changed: they go on with the KV that they have, as with vLLM."""
+        self._be_rank: Callable[[int], None] = lambda rank: None
         self.passed = 0
         """States that were written in the middle of a step."""
         self._given: list[int] = []
         self._poisoned: list[int] = []
-        self._hashed: dict[str, int] = {}
-        self._known: dict[bytes, list[int]] = {}
+        self._hashed: dict[str, list[Any]] = {}
+        self._known: dict[bytes, list[int] | None] = {}
         self._requests: list[Request] = []
         self._checked: set[tuple[bytes, int]] = set()
         pool = self.scheduler.kv_cache_manager.block_pool
@@ -76,6 +81,7 @@ class Engine(Instance):
         return self.kind.kv_config(self.config, blocks)
 
     def start(self, be_rank: Callable[[int], None]) -> None:
+        self._be_rank = be_rank
         layout = self.config.cache_config.get_resolved_kv_cache_layout()
         for rank in range(len(self.ranks)):
             be_rank(rank)
@@ -89,6 +95,33 @@ class Engine(Instance):
     def stop(self) -> None:
         for connector in self.connectors:
             connector.shutdown()
+
+    def change_weights(self, weights: int) -> None:
+        """As vLLM's engine core does it, between two steps."""
+        scheduler: Any = self.scheduler
+        told = scheduler.finished_recving_kv_req_ids
+        self._across |= {each for each in scheduler.requests if self.computed[each] or each in told}
+
+        def load() -> None:
+            self.weights = weights
+
+        generation = scheduler.connector.generation
+        generation.call("reload_weights", (iter(()),), {}, load)
+        generation.version(str(weights))
+        assert scheduler.reset_connector_cache()
+
+    def sleep(self) -> None:
+        """As a worker of vLLM 0.33 before its memory is taken away, which is then somebody else's."""
+        for connector in self.connectors:
+            connector.unregister_kv_caches()
+        for views in self.memory:
+            for view in views.values():
+                view.fill_(-2.0)
+
+    def wake(self) -> None:
+        for rank, connector in enumerate(self.connectors):
+            self._be_rank(rank)
+            connector.restore_kv_caches()
 
     def admits(self, may: bool) -> None:
         """Whether the scheduler admits requests: if not, each is asked for again in the next step."""
@@ -151,7 +184,7 @@ class Engine(Instance):
         for request_id in scheduled.num_scheduled_tokens:
             request = self.scheduler.requests[request_id]
             # The scheduler has advanced num_computed_tokens already.
-            contents[request_id] = Contents(request.all_token_ids[: request.num_computed_tokens])
+            contents[request_id] = self._contents(request.all_token_ids[: request.num_computed_tokens])
         for layer, (name, spec) in enumerate(self.specs.items()):
             self.meanwhile()
             for write in (True, False):
@@ -160,6 +193,8 @@ class Engine(Instance):
                     table = self.tables(request_id)[self._table[name]]
                     made, span = contents[request_id], range(stop - count, stop)
                     about = f"{self.role}: {request_id}, tokens {span.start} to {stop}, layer {layer}"
+                    if not write and request_id in self._across:
+                        continue
                     if isinstance(spec, MambaSpec):
                         self._step_state(rank, layer, made, table, span, write, about)
                     elif write:
@@ -168,6 +203,9 @@ class Engine(Instance):
                         self._read(rank, layer, made, table, span, about)
             if isinstance(spec, AttentionSpec):
                 worker.layer(name)
+
+    def _contents(self, tokens: Sequence[int]) -> Contents:
+        return Contents(tokens, self.weights)
 
     def tables(self, request_id: str) -> list[list[int]]:
         """The block tables of a request, one for each KV group."""
@@ -249,12 +287,17 @@ class Engine(Instance):
     # Prefix caches.
 
     def _note_hashes(self) -> None:
-        """Which tokens each hash of a block stands for."""
+        """Which tokens each hash of a block stands for; None: those of a request that ran when the weights
+        changed, whose blocks are of several weights. A reset gives running requests other hashes."""
         for request in self._requests:
-            done = self._hashed.get(request.request_id, 0)
-            for number, found in enumerate(request.block_hashes[done:], start=done + 1):
-                self._known[bytes(found)] = list(request.all_token_ids[: number * BLOCK])
-            self._hashed[request.request_id] = len(request.block_hashes)
+            found, noted = request.block_hashes, self._hashed.get(request.request_id, [])
+            if found == noted:
+                continue
+            across = request.request_id in self._across
+            for number, each in enumerate(found, start=1):
+                tokens = None if across else list(request.all_token_ids[: number * BLOCK])
+                self._known[bytes(each)] = tokens
+            self._hashed[request.request_id] = list(found)
 
     def check_cached(self, again: bool = True) -> None:
         """Every block in the prefix cache holds what its hash stands for. `again`: also those that were
@@ -268,8 +311,10 @@ class Engine(Instance):
         }
         for key, block in cached if again else cached - self._checked:
             tokens = self._known[bytes(get_block_hash(key))]
+            if tokens is None:
+                continue
             for name in self.kv_config.kv_cache_groups[get_group_id(key)].layer_names:
-                self._check_cached(name, Contents(tokens), block, len(tokens))
+                self._check_cached(name, self._contents(tokens), block, len(tokens))
         self._checked = cached
 
     def _check_cached(self, name: str, made: Contents, block: int, tokens: int) -> None:

@@ -145,14 +145,26 @@ def _refuse_planes(config: KVCacheConfig) -> None:
                 )
 
 
+def tells_of_sleep() -> bool:
+    """Whether vLLM tells a connector before it takes the memory of the KV cache away, as 0.33 does."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+
+
+def new_incarnation() -> str:
+    """A name that no other start of a rank has."""
+    return uuid.uuid4().hex
+
+
 def refuse_what_cannot_pair(config: VllmConfig) -> None:
     """Raises ConfigError for an engine whose ranks p2pkv would address wrongly."""
     for option in ("enable_sleep_mode", "enable_cumem_allocator"):  # the first sets the second on GPUs
-        if getattr(config.model_config, option):
+        if getattr(config.model_config, option) and not tells_of_sleep():
             raise ConfigError(
                 f"--{option.replace('_', '-')} is set: with it vLLM's /sleep and /release_kv_cache_memory "
-                "give the memory of the KV cache back, and p2pkv may still read it or write to it; leave "
-                "the option out"
+                "give the memory of the KV cache back, and this vLLM does not tell p2pkv, which may still read it "
+                "or write to it; leave the option out, or use vLLM 0.33"
             )
     parallel = config.parallel_config
     if parallel.data_parallel_index > 0 and parallel.data_parallel_size == 1:
@@ -301,7 +313,7 @@ def hello_of(
     drafter = drafter_of(config, name)
     return Hello(
         version=PROTOCOL_VERSION,
-        incarnation=uuid.uuid4().hex,
+        incarnation=new_incarnation(),
         role=options.role,
         rank=rank,
         to="none",

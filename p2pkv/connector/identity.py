@@ -122,21 +122,40 @@ def _fingerprint(model: ModelConfig, load: LoadConfig, name: str, apart: frozens
 
 def _weight_files(model: ModelConfig, load: LoadConfig) -> list[Path]:
     """The files that vLLM loads the weights from. Raises ConfigError if they are not to be found here."""
-    place, kind = str(getattr(model, "model_weights", "") or model.model), str(load.load_format)
-    files: list[Path] = []
+    place, kind = place_of_weights(model), str(load.load_format)
+    if files := weight_files(place, model.revision, kind, load.download_dir):
+        return files
     if kind in FILE_FORMATS:
-        one = Path(place)
-        files = [one] if one.is_file() else _files(_folder(place, model.revision, load.download_dir))
         reason = f"there are no {', '.join(SUFFIXES)} files of {place} on this machine"
     else:
         reason = f"vLLM does not read the weights of {place} from files of its own (load format {kind})"
-    if not files:
-        raise ConfigError(
-            f"{reason}: P and D must have the same weights, and p2pkv cannot compare these; give them a name "
-            "with weights_name in kv_connector_extra_config, the same name on all instances with these "
-            "weights and on no other"
-        )
-    return files
+    raise ConfigError(
+        f"{reason}: P and D must have the same weights, and p2pkv cannot compare these; give them a name "
+        "with weights_name in kv_connector_extra_config, the same name on all instances with these "
+        "weights and on no other"
+    )
+
+
+def place_of_weights(model: ModelConfig) -> str:
+    """The folder, file or repository of the weights, which may not be that of the configuration."""
+    return str(getattr(model, "model_weights", "") or model.model)
+
+
+def weight_files(place: str, revision: str | None, kind: str, cache: str | None) -> list[Path]:
+    """What vLLM reads on this machine with the load format `kind`; [] if it reads no files here. `cache`:
+    where vLLM downloads to; None: where Hugging Face does."""
+    if kind not in FILE_FORMATS:
+        return []
+    one = Path(place)
+    return [one] if one.is_file() else _files(_folder(place, revision, cache))
+
+
+def weights_in_files(files: Iterable[Path]) -> str:
+    """24 hex digits over weight files as they are now."""
+    digest = hashlib.blake2b(digest_size=12)
+    for file in files:
+        _sample(digest, file)
+    return digest.hexdigest()
 
 
 def adapter_fingerprint(adapter: LoRARequest) -> str:
@@ -147,7 +166,7 @@ def adapter_fingerprint(adapter: LoRARequest) -> str:
     """
     path = os.path.expanduser(adapter.lora_path)
     try:
-        changed = _stamps(_adapter_files(path)) if getattr(adapter, "load_inplace", False) else ()
+        changed = stamps(_adapter_files(path)) if getattr(adapter, "load_inplace", False) else ()
         return _adapter_digest(path, adapter.lora_int_id, changed)
     except OSError as error:
         if _unread.admits(path):
@@ -169,13 +188,13 @@ def _adapter_digest(path: str, number: int, changed: Stamps) -> str:
 
 def _adapter_files(path: str) -> list[Path]:
     """Raises OSError, also if there are none."""
-    files = _files(_folder(path, None), (*SUFFIXES, ".json"))
+    files = _files(_folder(path, None, None), (*SUFFIXES, ".json"))
     if not (files := [file for file in files if file.stem in ADAPTER_FILES]):
         raise FileNotFoundError("there are no files of an adapter on this machine")
     return files
 
 
-def _stamps(files: Iterable[Path]) -> Stamps:
+def stamps(files: Iterable[Path]) -> Stamps:
     found = [(file, file.stat()) for file in files]
     return tuple((str(file), state.st_mtime_ns, state.st_size) for file, state in found)
 
@@ -255,8 +274,7 @@ def _temperature(model: ModelConfig) -> object:
     return generation.get("attn_temperature_tuning", model.max_model_len > 32768)
 
 
-def _folder(model: str, revision: str | None, cache: str | None = None) -> Path | None:
-    """`cache`: where vLLM downloads to; None: where Hugging Face does."""
+def _folder(model: str, revision: str | None, cache: str | None) -> Path | None:
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cache, partial
@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
+from p2pkv.connector.generation import other_weights
 from p2pkv.connector.identity import Paired, Pairs, prompt_digest
 from p2pkv.connector.metadata import Ended, Prefill, StepMetadata, WorkerNews
 from p2pkv.connector.states import state_entry
-from p2pkv.engine.commands import Blocks, Expect, Hold, Load, OfferPrompt, PromptBlocks
+from p2pkv.engine.commands import Blocks, Expect, Hold, Invalidate, Load, OfferPrompt, PromptBlocks
 from p2pkv.log import RateLimit
 from p2pkv.pairing import Address
 
@@ -54,6 +55,8 @@ class BlockTables:
 
 # P.
 
+CHANGED_ON_P = "P's weights have changed, or its caches were reset, since it began to compute this prompt"
+
 COMPLETED = (
     RequestStatus.FINISHED_STOPPED,
     RequestStatus.FINISHED_LENGTH_CAPPED,
@@ -72,6 +75,8 @@ class _Prompt:
     """Tokens of the prompt that the workers know to be in the blocks, or to be computed this step."""
     unannounced: tuple[list[int], ...] | None = None
     """The block table of what was computed on tokens that another connector may have failed to load."""
+    stale: str = ""
+    """Why what was computed of it, with former weights, is not sent any more."""
 
 
 FULL_SECONDS = 60.0
@@ -165,6 +170,20 @@ class ProducerScheduler:
         """By key: requests of the same prompt that do not push, unless the one that does is aborted."""
         self._ended: dict[str, str] = {}
         self._next = StepMetadata()
+        self._generation = ""
+
+    def invalidate(self, generation: str) -> None:
+        """The weights have changed, or the caches were reset: send nothing of what was computed before."""
+        self._generation = generation
+        for prompt in self._prompts.values():
+            if prompt.offered and not prompt.stale:
+                prompt.stale = CHANGED_ON_P
+                self._next.stale.append((prompt.paired.key, prompt.stale))
+        for duplicates in self._duplicates.values():
+            for prompt in duplicates.values():
+                if prompt.request.num_computed_tokens:
+                    prompt.stale = CHANGED_ON_P
+        self._next.stale += [(key, CHANGED_ON_P) for key in self._ended.values()]
 
     def new(self, request: Request) -> None:
         paired = self._pairs.of(request)
@@ -208,7 +227,9 @@ class ProducerScheduler:
         fresh = cache(partial(self._fresh, output))  # once, and only if it is needed
         for request_id, scheduled in output.num_scheduled_tokens.items():
             prompt = self._prompts.get(request_id)
-            if prompt is not None and prompt.announced < prompt.request.num_prompt_tokens:
+            if prompt is None or prompt.stale:
+                continue
+            if prompt.announced < prompt.request.num_prompt_tokens:
                 self._prefill(meta, prompt, scheduled, output, fresh)
         return meta
 
@@ -224,7 +245,8 @@ class ProducerScheduler:
         if not prompt.offered:
             prompt.offered = True
             tokens = request.num_prompt_tokens
-            meta.offers.append(OfferPrompt(key, prompt.paired.decode, tokens, prompt.digest))
+            offer = OfferPrompt(key, prompt.paired.decode, tokens, prompt.digest, self._generation)
+            meta.offers.append(offer)
         state = output.kv_connector_block_state
         blocks = state.get_block_ids(request.request_id) if state is not None else None
         assert blocks is not None
@@ -298,12 +320,13 @@ class ProducerScheduler:
             self._forget_duplicate(request)
             return False
         key = prompt.paired.key
-        if prompt.unannounced is not None and request.status in COMPLETED:
+        if prompt.unannounced is not None and not prompt.stale and request.status in COMPLETED:
             # vLLM has taken the results of the step in which another connector loaded a part of the prompt.
             tokens = prompt.announced = request.num_prompt_tokens
             table = PromptBlocks(key, self._tables.of(prompt.unannounced, tokens))
             self._next.prefills.append(Prefill(table, tokens, tokens, tokens))
-        if prompt.announced < request.num_prompt_tokens and (other := self._next_duplicate(prompt)):
+        taken_over = not prompt.stale and prompt.announced < request.num_prompt_tokens
+        if taken_over and (other := self._next_duplicate(prompt)):
             # As after a preemption: the same prompt, with other blocks.
             if prompt.announced:
                 self._next.revoked.append(key)
@@ -315,7 +338,7 @@ class ProducerScheduler:
             prompt.announced = 0
             self._next.revoked.append(key)
         whole = prompt.announced >= request.num_prompt_tokens
-        reason = "" if whole else "P's request was aborted before its prefill ended"
+        reason = prompt.stale or ("" if whole else "P's request was aborted before its prefill ended")
         self._ended[request.request_id] = key
         self._held.hold(request.request_id, prompt.paired.decode, blocks)
         self._next.sent.append(Ended(request.request_id, key, reason))
@@ -324,7 +347,7 @@ class ProducerScheduler:
     def _next_duplicate(self, prompt: _Prompt) -> _Prompt | None:
         """The duplicate that pushes in place of this prompt, whose request was aborted, or None."""
         for duplicate in self._duplicates.get(prompt.paired.key, {}).values():
-            if duplicate.digest == prompt.digest:
+            if duplicate.digest == prompt.digest and not duplicate.stale:
                 self._forget_duplicate(duplicate.request)
                 return duplicate
         return None
@@ -359,6 +382,8 @@ def leave_out_last(request: Request, tokens: int) -> None:
 
 # D.
 
+CHANGED_ON_D = "D's weights have changed, or its caches were reset, since this prompt's KV was on its way"
+
 
 class LoadState(Enum):
     WAITING = auto()  # for P to begin
@@ -373,11 +398,14 @@ class Asking:
     state: LoadState = LoadState.WAITING
     local: int = 0
     """Tokens in D's own prefix cache when vLLM last asked."""
-    begun: int = 0
+    begun: list[str | None] = field(default_factory=list)
+    """Of each rank to which P has offered it, the generation in the offer; see `commands.Begun`."""
     failure: str = ""
     """Why nothing comes from P; see `ConsumerScheduler.fail`."""
     siblings: list[str] = field(default_factory=list)
     """Further children of n, by request id, which wait until this one is settled."""
+    stale: bool = False
+    """The load began before D's weights changed, so that it has to end as failed."""
 
 
 class ConsumerScheduler:
@@ -412,6 +440,17 @@ class ConsumerScheduler:
         self.undecided: set[str] = set()
         self.decided: Callable[[set[str]], None] = lambda request_ids: None
         self._next = StepMetadata()
+        self._generation = ""
+
+    def invalidate(self, generation: str) -> None:
+        """The weights have changed, or the caches were reset: load nothing more of what is on its way."""
+        self._generation = generation
+        self._next.invalidate = Invalidate(generation, CHANGED_ON_D)
+        for request_id, asking in self.asking.items():
+            if asking.state is LoadState.LOADING and not asking.stale:
+                asking.stale = True
+                self._next.drops.append(Ended(request_id, asking.paired.key, CHANGED_ON_D))
+        self._decide(self.undecided.copy())
 
     def new(self, request: Request) -> None:
         paired = self._pairs.of(request)
@@ -442,10 +481,15 @@ class ConsumerScheduler:
         asking.local, external = local, request.num_prompt_tokens - self._tail - local
         if asking.state is not LoadState.WAITING or external <= 0:
             return 0, False
-        if asking.failure:
+        if self._failure(asking):
             # Under `fail`, vLLM fails a request only for a load that it has seen begin.
             return (0, False) if self._recompute else (external, True)
-        return (external, True) if asking.begun >= self._world else (None, False)
+        return (external, True) if len(asking.begun) >= self._world else (None, False)
+
+    def _failure(self, asking: Asking) -> str:
+        """Why nothing can be loaded for this request; "" if nothing is known against it."""
+        others = {*asking.begun} - {None, self._generation}
+        return asking.failure or (other_weights(others.pop(), self._generation) if others else "")
 
     def _sibling(self, request: Request) -> int | None:
         """A further child of n waits until the first has loaded, and then takes the prefix cache."""
@@ -458,20 +502,22 @@ class ConsumerScheduler:
         asking = self.asking.get(request.request_id)
         if asking is None or asking.state is not LoadState.WAITING:
             return
-        key = asking.paired.key
+        key, rest = asking.paired.key, request.num_prompt_tokens - self._tail
+        failure = self._failure(asking) if asking.local < rest else ""
         if external <= 0:
             asking.state = LoadState.SETTLED
             self._decide(asking.siblings)
-            self._next.loads.append((request.request_id, Load(key, 0, 0, ())))
+            if failure:
+                self._next.drops.append(Ended(request.request_id, key, failure, report=False))
+            else:
+                self._next.loads.append((request.request_id, Load(key, 0, 0, ())))
             return
         asking.state = LoadState.LOADING
-        if self._left_out and asking.local + external != request.num_prompt_tokens - self._tail:
-            asking.failure = (
-                asking.failure or "vLLM wants a part of what P sends, and a state is all or nothing"
-            )
-        if asking.failure:
+        if self._left_out and asking.local + external != rest:
+            failure = failure or "vLLM wants a part of what P sends, and a state is all or nothing"
+        if failure:
             # Some ranks have not failed, and P may not even have begun for them: nothing is asked for.
-            self._next.drops.append(Ended(request.request_id, key, asking.failure))
+            self._next.drops.append(Ended(request.request_id, key, failure))
             return
         stop = asking.local + external
         load = Load(key, asking.local, stop, self._tables.of(blocks.get_block_ids(), stop))
@@ -492,21 +538,33 @@ class ConsumerScheduler:
         """Whether a request waits for P, or for its KV."""
         return any(asking.state is not LoadState.SETTLED for asking in self.asking.values())
 
-    def reported(self, news: WorkerNews | None, received: set[str]) -> None:
-        """What the workers report; `received`: loads that have ended, well or not."""
+    def reported(self, news: WorkerNews | None, received: set[str], failed: Container[str] = ()) -> set[str]:
+        """What the workers report; `received`: loads that have ended, of which some `failed`.
+
+        Returns those of `received` that vLLM must not hear of yet: their KV is not valid any more, so the
+        workers will report them again, as failed.
+        """
+        withheld: set[str] = set()
         decided: list[str] = []
         for request_id in received:
             if asking := self.asking.get(request_id):
-                asking.state = LoadState.SETTLED
-                decided += asking.siblings
+                if asking.stale and request_id not in failed:
+                    log.warning("the KV of %s is not used: %s", asking.paired.key, CHANGED_ON_D)
+                    withheld.add(request_id)
+                else:
+                    asking.state = LoadState.SETTLED
+                    decided += asking.siblings
+        self._next.withheld += withheld
         if news is not None:
-            for request_id, ranks in news.begun.items():
+            for request_id, offered in news.begun.items():
                 if asking := self.asking.get(request_id):
-                    asking.begun += ranks
-                    decided += [request_id] if asking.begun >= self._world else []
+                    asking.begun += offered
+                    settled = len(asking.begun) >= self._world or self._failure(asking)
+                    decided += [request_id] if settled else []
             for request_id, reason in news.failed.items():
                 self.fail(request_id, reason)
         self._decide(decided)
+        return withheld
 
     def fail(self, request_id: str, reason: str) -> None:
         """Nothing comes from P for this request, if it is known; from the next pass on vLLM hears so."""

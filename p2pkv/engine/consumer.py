@@ -74,6 +74,8 @@ class Consumer:
                 self.requests.drop(key, reason, now)
             case do.Forget(key):
                 self.requests.forget(key)
+            case do.Invalidate(generation, reason):
+                self.requests.invalidate(generation, reason, now)
             case do.NamePartners(addresses):
                 self.partners.name(addresses, now)
             case _:

@@ -35,6 +35,7 @@ CLAIM_LEASES = 10
 class EarlyClaim:
     """One rank's claim. `step`: the step that P was in at the first heartbeat; `last`: D's final message."""
 
+    incarnation: str
     attempt: int
     since: float
     step: int | None
@@ -53,14 +54,15 @@ class EarlyClaims:
     def __len__(self) -> int:
         return len(self._claims)
 
-    def note(self, key: str, place: DecodeRank, attempt: int, step: int | None, now: float) -> bool:
+    def note(self, key: str, peer: DecodePeer, attempt: int, step: int | None, now: float) -> bool:
         """Keep a claim; whether the step may still run in which P would have heard of the prompt."""
         if key not in self._claims and len(self._claims) >= MOST_CLAIMS:
             return False
         claims = self._claims.setdefault(key, {})
-        early = claims.get(place)
-        if early is None or early.attempt != attempt:
-            early = claims[place] = EarlyClaim(attempt, now, step)
+        early, incarnation = claims.get(peer.place), peer.hello.incarnation
+        # A D that has restarted counts its attempts from the start again.
+        if early is None or (early.incarnation, early.attempt) != (incarnation, attempt):
+            early = claims[peer.place] = EarlyClaim(incarnation, attempt, now, step)
         early.since = now
         return early.step is not None and early.step == step
 
@@ -212,7 +214,7 @@ class Prompts:
         """Note that D's rank waits for this prompt; whether P vouches for it."""
         entry = self.entries.get(key)
         if entry is None:
-            return self._early.note(key, peer.place, attempt, self._ctx.steps.running, now)
+            return self._early.note(key, peer, attempt, self._ctx.steps.running, now)
         sender = entry.sender
         sender.expects = peer.served
         if peer.assignment is None:
@@ -234,7 +236,8 @@ class Prompts:
     def _claim_early(self, key: str, now: float) -> None:
         """P's scheduler has announced this prompt: apply what ranks of D said about it before."""
         for place, early in self._early.take(key).items():
-            if peer := self._peers.get(place):
+            peer = self._peers.get(place)
+            if peer is not None and peer.hello.incarnation == early.incarnation:
                 self._claim(peer, key, early.attempt, now)
                 if early.last is not None:
                     self.about(peer, key, early.last, now)

@@ -142,6 +142,8 @@ class Requests:
         self._peers = peers
         self._early_buffers = early_buffers
         self._attempt = 0
+        self._generation = ""
+        """Of D's weights; a prompt of others is not taken before its request comes."""
         self.entries: dict[str, RequestEntry] = {}
         self._of: dict[str, dict[str, RequestEntry]] = {}
         """The entries of each rank of P, by its address and by key: those connected to it, and those whose
@@ -234,6 +236,13 @@ class Requests:
             self._look_by(entry)  # a load may stall sooner
             if entry.early is not None:
                 self.unloading.append(entry)
+
+    def invalidate(self, generation: str, reason: str, now: float) -> None:
+        """D's weights have changed, or its caches were reset: let go of all early buffers."""
+        self._generation = generation
+        for entry in list(self.entries.values()):
+            if entry.early is not None:
+                self.run(entry, entry.receiver.cancel(reason), now)
 
     def drop(self, key: str, reason: str, now: float) -> None:
         if entry := self.entries.get(key):
@@ -382,6 +391,8 @@ class Requests:
 
         def step() -> list[Effect]:
             match message:
+                case m.Offer() if receiver.ahead and message.generation != self._generation:
+                    return receiver.cancel("P computes it with other weights than D has")
                 case m.Offer():
                     return receiver.offer(rank, message, now)
                 case m.Chunk():
@@ -508,8 +519,8 @@ class Requests:
                 case Post(rank, chunk):
                     if rank in entry.peers:
                         entry.peers[rank].announced(entry.expect.key, chunk)
-                case Offered():
-                    self._ctx.emit(do.Begun(entry.expect.key))
+                case Offered(generation):
+                    self._ctx.emit(do.Begun(entry.expect.key, generation))
                 case Finished(ok, reason):
                     self._finished(entry, ok, reason, now)
 

@@ -215,6 +215,8 @@ class Receiver:
         self._moved = now
         self.waits_since = now
         """When it began to wait for P, or for blocks on D."""
+        self.generation: str | None = None
+        """Of the weights with which P computes the prompt; None before its first offer."""
         self.nothing = False
         """D has said that it wants none of it."""
         self.ahead = ahead
@@ -235,13 +237,13 @@ class Receiver:
             return []
         self.load.local(LoadEvent.OFFERED)
         self.waits_since = now
-        return [Offered()]
+        return [Offered(None)]
 
     def adopt(self, now: float) -> list[Effect]:
         """The request for what P has begun ahead has come to D."""
         self.ahead = False
         self.waits_since = now
-        return [Offered()] if self.load.state is LoadPhase.AHEAD else []
+        return [Offered(self.generation)] if self.load.state is LoadPhase.AHEAD else []
 
     def want(self, start: int, stop: int, now: float) -> list[Effect]:
         """The request has its blocks: load tokens [start, stop); nothing if empty, which releases P.
@@ -300,11 +302,16 @@ class Receiver:
                 f"P's prompt ({message.tokens} tokens) is not D's ({self.tokens} tokens): "
                 "both must get the same prompt, multimodal inputs, model, adapter and cache salt"
             )
+        if self.generation not in (None, message.generation):
+            return self.cancel(
+                "P's ranks have computed this prompt with different weights: its engine has changed them"
+            )
+        self.generation = message.generation
         source.offered, source.last_heard = True, now
         if self.load.state is LoadPhase.WAITING and all(each.offered for each in self.sources.values()):
             self.load.remote(LoadEvent.OFFERED)
             self.waits_since = now
-            return self._go_ahead(now) if self.ahead else [Offered()]
+            return self._go_ahead(now) if self.ahead else [Offered(self.generation)]
         return []
 
     def _go_ahead(self, now: float) -> list[Effect]:

@@ -234,6 +234,7 @@ class Sender:
         self.expects: frozenset[int] | None = None
         self.tokens = 0
         self.digest = b""
+        self.generation = ""
         self.reason = ""
         self._computed = [0] * (1 + max(max(numbers, default=-1) for numbers in layers))
         self._since: float | None = None
@@ -242,12 +243,12 @@ class Sender:
 
     # What P's own engine does.
 
-    def offer(self, tokens: int, digest: bytes) -> list[Effect]:
+    def offer(self, tokens: int, digest: bytes, generation: str = "") -> list[Effect]:
         """The prefill begins, or begins again after a `revoke`: `tokens` in the prompt."""
         if self.prompt.ended:
             return []
         self.prompt.local(PromptEvent.OFFER)
-        self.tokens, self.digest = tokens, digest
+        self.tokens, self.digest, self.generation = tokens, digest, generation
         return [*(self._offer(rank, send) for rank, send in self._open()), *self._settle()]
 
     def computed(self, layer: int, layer_stop: int, stop: int, now: float) -> list[Effect]:
@@ -512,7 +513,7 @@ class Sender:
             self._withdrawn[rank] = send
 
     def _offer(self, rank: int, send: SendState) -> Effect:
-        return Tell(rank, Offer(self.key, send.attempt, self.tokens, self.digest))
+        return Tell(rank, Offer(self.key, send.attempt, self.tokens, self.digest, self.generation))
 
     def _announce_all(self, flush: bool) -> list[Effect]:
         out: list[Effect] = []

@@ -15,7 +15,11 @@ import torch
 import transformers
 from connector_support import BLOCK, LAYERS, P_ADDRESS, kv_cache_config, model_folder, vllm_config
 from vllm.config import ModelConfig, VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    supports_hma,
+)
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -519,13 +523,20 @@ def test_a_data_parallel_rank_of_a_dense_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize("option", ["enable_sleep_mode", "enable_cumem_allocator"])
-def test_memory_that_may_be_taken_away_is_refused(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_may_be_taken_away_is_refused_where_vllm_does_not_tell_its_connector(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the allocator vLLM's /sleep works whether sleep mode is on or not."""
     config = vllm_config("P")
     refuse_what_cannot_pair(config)
     monkeypatch.setattr(config.model_config, option, True)
+    monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
     with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')} is set"):
         refuse_what_cannot_pair(config)
+    assert not P2pKvConnector.supports_sleep_mode(config.kv_transfer_config)
+    monkeypatch.setattr(KVConnectorBase_V1, "unregister_kv_caches", lambda self: None, raising=False)
+    refuse_what_cannot_pair(config)
+    assert P2pKvConnector.supports_sleep_mode(config.kv_transfer_config)
 
 
 @pytest.mark.parametrize("kind", [{"cache_role": SparseCacheRole.INDEXER}, {"model_version": "deepseek_v4"}])

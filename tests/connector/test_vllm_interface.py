@@ -19,7 +19,9 @@ from vllm_sources import NEXT, Sources, next_vllm, signature
 
 import p2pkv
 from p2pkv.connector import P2pKvConnector
+from p2pkv.connector.generation import KEEPS_WEIGHTS, SESSION
 from p2pkv.connector.states import STATE_KINDS
+from p2pkv.connector.vllm_patches import WeightWatch
 
 pytestmark = pytest.mark.vllm
 
@@ -41,6 +43,36 @@ def sources(version: str, request: pytest.FixtureRequest) -> Sources:
     if version == NOW:
         return Sources(Path(vllm.__file__).parent)
     return next_vllm(request.config.cache.mkdir("vllm"))
+
+
+# The engine core and its workers, of which p2pkv replaces some methods.
+
+CHANGES_WEIGHTS = {
+    *("reload_weights", "reset_weights", "load_model", "sleep", "wake_up", "discard", "shutdown"),
+    *("apply_model", "elastic_ep_execute", "handle_ft_command"),
+    *("compile_or_warm_up_model", "init_device", "initialize_from_config", "set_kv_cache_layout"),
+}
+"""Methods of a worker that may change the weights, and those that nobody calls from outside."""
+
+
+def test_of_every_method_of_a_worker_it_is_known_whether_it_changes_weights(sources: Sources) -> None:
+    worker = sources.one("Worker", "v1/worker/gpu_worker.py").methods
+    worker |= sources.one("WorkerBase", "v1/worker/worker_base.py").methods
+    properties = {
+        name for name, each in worker.items() if "property" in map(ast.unparse, each.decorator_list)
+    }
+    methods = {name for name in worker.keys() - properties if not name.startswith("_")}
+    unknown = methods - KEEPS_WEIGHTS - SESSION - CHANGES_WEIGHTS
+    assert not unknown, f"vLLM's workers have {sorted(unknown)} too: does it keep the weights?"
+    assert methods >= SESSION | {"reload_weights"}
+
+
+def test_the_engine_core_has_what_p2pkv_replaces(sources: Sources) -> None:
+    methods = sources.one("EngineCore", "v1/engine/core.py").methods
+    for name, parameters in WeightWatch.PARAMETERS.items():
+        assert tuple(_names(signature(methods[name]))) == parameters
+    (call,) = [each for each in ast.walk(methods["collective_rpc"]) if isinstance(each, ast.Call)]
+    assert ast.unparse(call) == "self.model_executor.collective_rpc(method, timeout, args, kwargs)"
 
 
 # The methods.
