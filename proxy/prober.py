@@ -4,7 +4,8 @@ It asks newcomers, because a ping comes from a worker, which starts before the A
 with requests in flight whose pings have stopped. If the port refuses they are gone. One that says nothing is
 frozen or busy: its requests go on until it has been silent for a lease. One whose /health answers lives, but
 its engine may hang: after a lease without a ping, what it has not begun to answer goes elsewhere where it
-can.
+can. From version 4 of the pings on an instance sends none while its engine hangs: what has nowhere else to
+go fails then, and so does a stream of which nothing comes.
 
 One that has said goodbye computes nothing more. vLLM closes its port then, and keeps the connections: on them
 it sends what it has computed, and requests that never reached its engine get their end only after 20 s.
@@ -16,10 +17,11 @@ import asyncio
 import errno
 import logging
 from collections.abc import Callable
-from weakref import WeakSet
 
 import aiohttp
 import msgspec
+
+from p2pkv.log import RateLimit
 
 from .registry import Instance, Registry
 from .upstream import CallFailed, Client, read_whole
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _PERIOD_SECONDS = 1.0
+_COMPLAIN_SECONDS = 600.0  # between two lines about one instance whose engine seems to hang
 _GOODBYE_SECONDS = 1.0
 """After a goodbye, for the answers that were complete."""
 
@@ -63,10 +66,9 @@ class Prober:
         self._clock = clock
         self._changed = changed
         self._hurry = asyncio.Event()
+        self._complaints = RateLimit(seconds=_COMPLAIN_SECONDS)
         self._gone: set[Instance] = set()
         """Instances that are no longer registered, and have requests or were chosen for some."""
-        self._said_hung: WeakSet[Instance] = WeakSet()
-        """Those of which the log has said that they may hang."""
 
     def hurry(self) -> None:
         """A new instance is there: probe without waiting for the next round."""
@@ -100,7 +102,7 @@ class Prober:
 
     async def _doubt(self, instance: Instance) -> None:
         """Ends the requests of an instance that refuses, or that neither pings nor answers for a lease; of
-        one that has said goodbye, or only pings no more, those whose answer has not begun."""
+        one that has said goodbye, or only pings no more, those whose answer has not begun. See Call.lose."""
         try:
             await self._health(instance)
             if instance.left is None and self._registry.overdue(instance, self._clock()):
@@ -125,8 +127,7 @@ class Prober:
             logger.exception("%s could not be asked for its health", instance)
 
     def _hung(self, instance: Instance) -> None:
-        if instance not in self._said_hung:
-            self._said_hung.add(instance)
+        if self._complaints.admits(instance.name):
             logger.warning(
                 "%s has not pinged for %.0f s, but its /health answers: its engine may hang, so requests "
                 "that it has not begun to answer go to others, where there are any",

@@ -49,6 +49,9 @@ _MAX_WORDS_BYTES = 64 << 10
 # it has arrived, so that another instance can be asked if it does not come whole.
 _MAX_HELD_BYTES = 1 << 20
 
+# An answer that has begun, of an instance whose engine seems to hang, ends after so long without a byte.
+_HUNG_SECONDS = 5.0
+
 # While the proxy waits for an answer it sends nothing, and of an instance that has said goodbye it only
 # learns whether its port refuses. If that instance's host went down then, it would wait for ever. So TCP
 # probes the host after 10 s of silence, and gives up after 20. The host's kernel answers, however busy its
@@ -262,6 +265,8 @@ class Call:
         self._path = path
         self._may_repeat = may_repeat
         self._may_leave = may_leave
+        self._received = -1
+        self._moved = 0.0
         self._asking: asyncio.Task[aiohttp.ClientResponse] | None = None
         self._response: aiohttp.ClientResponse | None = None
         self._lost: Loss | None = None
@@ -290,17 +295,31 @@ class Call:
         return await self._session.post(self.instance.url + self._path, body, headers, self._may_repeat)
 
     def lose(self, loss: Loss) -> None:
-        """The call fails. An instance that has stopped still sends the rest of what it has begun to answer,
-        and one that hangs may go on."""
-        if self.begun and loss in ("stopped", "hung"):
+        """The call fails. An instance that has stopped still sends the rest of what it has begun to answer.
+        One that hangs may go on, as far as its pings tell: then only what has not begun, and has somewhere
+        else to go, is taken from it."""
+        if self.begun and loss == "stopped":
             return
-        if loss == "hung" and not self._may_leave():
+        if loss == "hung" and not self._stuck():
             return
         self._lost = loss
         if self._response is not None:
             self._response.close()
         elif self._asking is not None:
             self._asking.cancel()
+
+    def _stuck(self) -> bool:
+        """Whether an instance that hangs keeps this call waiting for no good."""
+        if not self.begun:
+            return self.instance.vouches or self._may_leave()
+        if not self.instance.vouches:
+            return False
+        # By what earlier calls have seen: whether more of the answer has come in the last seconds.
+        assert self._response is not None
+        received, now = self._response.content.total_bytes, time.monotonic()
+        if received != self._received:
+            self._received, self._moved = received, now
+        return now - self._moved >= _HUNG_SECONDS
 
     async def whole(self, body: Content, headers: Headers) -> Reply:
         """The whole answer. Raises CallFailed, also if it is no success."""

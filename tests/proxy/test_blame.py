@@ -32,6 +32,7 @@ from test_given_up import after_p
 from proxy.admission import Limits
 from proxy.attempt import Dispatch
 from proxy.blame import Again, Blame, CallEnd, Charge, Verdict, judge
+from proxy.bodies import Content
 from proxy.registry import Instance, Registry, Role
 from proxy.upstream import Call, CallFailed, Client
 
@@ -413,6 +414,6 @@ async def test_a_connection_that_does_not_come_about_says_what_lacked(
     async with Client() as client:
         call = Call(client, instance, "/v1/completions")
         with pytest.raises(CallFailed) as failed:
-            await call.open(b"{}", CIMultiDict())
+            await call.open(Content((b"{}",)), CIMultiDict())
         call.close()
     assert failed.value.end is CallEnd.NO_SOCKET and instance.healthy

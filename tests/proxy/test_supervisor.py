@@ -225,6 +225,18 @@ async def test_a_drain_may_be_known_before_its_instance() -> None:
     assert not join(new, ping("D", 3, incarnation="x")).drained
 
 
+async def test_workers_and_those_that_begin_learn_who_is_paused() -> None:
+    both, line, message = Repeated(), Line(), ping("D")
+    both.pings.take(message, line)
+    both.update()
+    both.pings.take(msgspec.structs.replace(message, paused=True), line)
+    assert both.news == 2, "a pause is news"
+    for _ in range(2):
+        both.update()
+        assert both.registry.known("D")[0].paused
+        both.begin()
+
+
 # Workers that end, freeze, or cannot be started.
 
 Begin = Callable[[Seat], Awaitable[None]]
