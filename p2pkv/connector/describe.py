@@ -255,7 +255,7 @@ def codec_of(config: VllmConfig, names: list[str]) -> str:
 
 
 def make_ready(device: torch.device) -> None:
-    """Ask the system for what vLLM's kernels use and vLLM 0.32 does not ask for by itself.
+    """Ask the system for what vLLM's kernels use and vLLM (0.32, 0.33) does not ask for by itself.
 
     A process may use AMX only once it has asked; in vLLM the first large matrix product happens to. A D
     whose first step is a decode would end with an illegal instruction.

@@ -372,7 +372,8 @@ def test_of_embeddings_mixed_with_tokens_the_last_is_left_to_d_wherever_it_is_sa
     request = make_request(
         inner_id(pair_id()), tokens(20), prompt_embeds=embeds, prompt_is_token_ids=list(which)
     )
-    ProducerScheduler(Pairs(P_ADDRESS, "P"), BlockTables((BLOCK,)), whole=False, tail=3).new(request)
+    held = HeldBlocks(64, 0.5)
+    ProducerScheduler(Pairs(P_ADDRESS, "P"), BlockTables((BLOCK,)), held, whole=False, tail=3).new(request)
     assert request.num_prompt_tokens == len(request.all_token_ids) == 17
     assert torch.equal(request.prompt_embeds, embeds[:17])
     assert request.prompt_is_token_ids == which[:17]

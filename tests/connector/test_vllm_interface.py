@@ -1,5 +1,5 @@
-"""The interface that vLLM gives a KV connector, as its sources have it: of the vLLM that is installed, and of
-the next one, which is downloaded and read but never run.
+"""The interface that vLLM gives a KV connector, as the sources of the installed vLLM have it, and with
+VLLM_SOURCES=folder also those of a vLLM that is only read.
 
 What a version adds or changes fails a test here, so that somebody looks at it before users meet it.
 """
@@ -14,8 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
-import vllm
-from vllm_sources import NEXT, Sources, next_vllm, signature
+from vllm_sources import Sources, signature
 
 import p2pkv
 from p2pkv.connector import P2pKvConnector
@@ -27,22 +26,6 @@ pytestmark = pytest.mark.vllm
 
 BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
 SPECS = "v1/kv_cache_interface.py"
-NOW = "installed"
-
-
-@pytest.fixture(
-    scope="module",
-    params=[NOW, pytest.param(NEXT, marks=[pytest.mark.long, pytest.mark.timeout(600)])],
-)
-def version(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def sources(version: str, request: pytest.FixtureRequest) -> Sources:
-    if version == NOW:
-        return Sources(Path(vllm.__file__).parent)
-    return next_vllm(request.config.cache.mkdir("vllm"))
 
 
 # The engine core and its workers, of which p2pkv replaces some methods.
@@ -94,16 +77,13 @@ def table(beginning: str) -> dict[str, list[str]]:
     return found
 
 
-def test_the_page_says_of_every_method_of_the_interface_what_p2pkv_does(
-    version: str, sources: Sources
-) -> None:
+def test_the_page_says_of_every_method_of_the_interface_what_p2pkv_does(sources: Sources) -> None:
     methods = sources.one("KVConnectorBase_V1", BASE).methods | sources.one("SupportsHMA", BASE).methods
     public = {name for name in methods if not name.startswith("_")}
     said = table("hooks of")
     assert public - said.keys() == set(), "vLLM's connectors have these too: does p2pkv need its own?"
-    assert said.keys() - public <= (set() if version == NEXT else SINCE_33), (
-        "vLLM's connectors have lost these"
-    )
+    lost = said.keys() - public - (set() if sources.since(0, 33) else SINCE_33)
+    assert not lost, f"vLLM's connectors no longer have {sorted(lost)}"
     for name, (answer, how, *_) in said.items():
         ours = name in vars(P2pKvConnector)
         assert answer == "of no concern" if not ours else answer in ("handled", "refused"), name
@@ -221,14 +201,54 @@ def test_vllm_calls_what_it_did(file: str, sources: Sources) -> None:
     assert called == expected, f"vLLM calls {sorted(called - expected)}, and not {sorted(expected - called)}"
 
 
-def test_the_second_runner_sweeps_behind_the_drafter(sources: Sources, version: str) -> None:
+def test_the_second_runner_sweeps_behind_the_drafter(sources: Sources) -> None:
     """Layers of a drafter are written after the forward; the sweep must come after that."""
     source = ast.unparse(sources.one("GPUModelRunner", "v1/worker/gpu/model_runner.py").node)
     draft = source.index("self.speculator.propose(", source.index("def sample_tokens"))
-    end = source.index(
-        "self.kv_connector." + ("finalize_step(" if version == NEXT else "post_forward("), draft
-    )
-    assert end > draft
+    last = "finalize_step" if sources.since(0, 33) else "post_forward"
+    assert source.index(f"self.kv_connector.{last}(", draft) > draft
+
+
+# What p2pkv replaces.
+
+REPLACED = {
+    "_process_input_queue": (
+        ("EngineCoreProc", "v1/engine/core.py"),
+        "self",
+        {"has_work", "is_running", "input_queue", "_handle_client_request"},
+    ),
+    "wait": (
+        ("SpinCondition", "distributed/device_communicators/shm_broadcast.py"),
+        "self, timeout_ms=",
+        {"last_read", "busy_loop_s", "poller"},
+    ),
+    "update_requests": (
+        ("GPUModelRunner", "v1/worker/gpu/model_runner.py"),
+        "self, scheduler_output",
+        {"new_block_ids_to_zero", "kv_cache_block_copies"},
+    ),
+}
+"""Methods that p2pkv replaces: class and file, arguments, and the attributes by which p2pkv knows them."""
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_the_methods_that_p2pkv_replaces_are_those_it_knows(name: str, sources: Sources) -> None:
+    place, arguments, known = REPLACED[name]
+    method = sources.one(*place).methods[name]
+    assert signature(method) == arguments
+    assert known <= {each.attr for each in ast.walk(method) if isinstance(each, ast.Attribute)}
+
+
+def test_an_engine_core_can_be_woken(sources: Sources) -> None:
+    kinds = sources.one("EngineCoreRequestType", "v1/engine/__init__.py").node
+    assert "WAKEUP" in {ast.unparse(each.targets[0]) for each in kinds.body if isinstance(each, ast.Assign)}
+
+
+def test_the_second_runner_overwrites_blocks_before_it_calls_the_connector(sources: Sources) -> None:
+    """Why p2pkv replaces `update_requests`: if this fails, vLLM no longer needs that."""
+    runner = sources.one("GPUModelRunner", "v1/worker/gpu/model_runner.py").methods["execute_model"]
+    source = ast.unparse(runner)
+    assert source.index("self.update_requests(") < source.index("self.kv_connector.")
 
 
 # The memory.
@@ -264,8 +284,8 @@ FIELDS_SINCE_33 = {
 
 
 @pytest.mark.parametrize("kind", FIELDS)
-def test_a_layers_memory_is_described_as_it_was(kind: str, version: str, sources: Sources) -> None:
-    more = FIELDS_SINCE_33.get(kind, set()) if version == NEXT else set()
+def test_a_layers_memory_is_described_as_it_was(kind: str, sources: Sources) -> None:
+    more = FIELDS_SINCE_33.get(kind, set()) if sources.since(0, 33) else set()
     assert sources.one(kind, SPECS).fields == FIELDS[kind] | more
 
 
