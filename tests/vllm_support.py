@@ -27,6 +27,9 @@ MODEL_NAME = "tiny"
 MODEL = TinyLlama()
 BLOCK = 32
 PROBE_FOLDER = str(Path(__file__).parent / "vllm")
+PLUGIN_FOLDER = str(Path(__file__).parent / "vllm_plugins")
+PLUGINS: dict[str, dict[str, str]] = {"deepseek_v4": {"TRITON_INTERPRET": "1"}}
+"""The modules in `vllm_plugins`, and what else their processes need in the environment."""
 CHUNK = 128
 """Prompt tokens that an instance computes in one step."""
 
@@ -114,13 +117,30 @@ class Fleet:
         return {"concurrent": self.concurrent, "sequential": self.sequential}[dispatch]
 
 
-def probing_server(model: Path, role: Role, probes: Path, **options: Any) -> VllmServer:
+def python_path(*folders: str) -> str:
+    """PYTHONPATH of a process that also finds modules in these folders."""
+    return os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
+
+
+def plugin_environment(*plugins: str) -> dict[str, str]:
+    """Environment in which vLLM loads these of `PLUGINS`, besides p2pkv's own.
+
+    vLLM finds them by the folder's dist-info: its entry points have the modules' names.
+    """
+    env = {"PYTHONPATH": python_path(PLUGIN_FOLDER), "VLLM_PLUGINS": ",".join(["p2pkv", *plugins])}
+    return {**env, **{name: value for plugin in plugins for name, value in PLUGINS[plugin].items()}}
+
+
+def probing_server(
+    model: Path, role: Role, probes: Path, *, plugins: Sequence[str] = (), **options: Any
+) -> VllmServer:
     """A server whose connector also writes down what its pages hold, in the folder `probes`."""
     name = options.pop("name", role)
     env = {
         "P2PKV_PROBE_DIR": str(probes),
         "P2PKV_PROBE_HOLD": str(probes / f"hold-{name}"),
-        "PYTHONPATH": os.pathsep.join([PROBE_FOLDER, os.environ.get("PYTHONPATH", "")]),
+        **(plugin_environment(*plugins) if plugins else {}),
+        "PYTHONPATH": python_path(PROBE_FOLDER, *([PLUGIN_FOLDER] if plugins else [])),
         **options.pop("env", {}),
     }
     return VllmServer(
