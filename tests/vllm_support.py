@@ -28,7 +28,7 @@ MODEL = TinyLlama()
 BLOCK = 32
 PROBE_FOLDER = str(Path(__file__).parent / "vllm")
 PLUGIN_FOLDER = str(Path(__file__).parent / "vllm_plugins")
-PLUGINS: dict[str, dict[str, str]] = {"deepseek_v4": {"TRITON_INTERPRET": "1"}}
+PLUGINS: dict[str, dict[str, str]] = {"deepseek_v4": {"TRITON_INTERPRET": "1"}, "moe_dp": {}}
 """The modules in `vllm_plugins`, and what else their processes need in the environment."""
 CHUNK = 128
 """Prompt tokens that an instance computes in one step."""
