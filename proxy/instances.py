@@ -26,7 +26,7 @@ _MOST_NAMES = 32
 
 
 # If workers disagree about an instance's state, the one that comes first here is shown.
-WORST_FIRST = ("draining", "drained", "starting", "silent", "paused", "ready")
+WORST_FIRST = ("draining", "drained", "starting", "engine_paused", "silent", "paused", "ready")
 
 
 def state_of(instance: Instance, now: float, *, needed: bool) -> str:
@@ -35,6 +35,8 @@ def state_of(instance: Instance, now: float, *, needed: bool) -> str:
         return "draining" if needed else "drained"
     if not instance.healthy:
         return "starting"
+    if instance.paused:
+        return "engine_paused"
     if instance.silent(now):
         return "silent"
     return "ready" if instance.breaker.closed else "paused"

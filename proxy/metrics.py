@@ -41,7 +41,7 @@ took on no more (503); failed before its first byte; broken off after it; or its
 OUTCOMES: tuple[Outcome, ...] = ("answered", "refused", "shed", "failed", "broken", "left")
 FAILURES: tuple[Outcome, ...] = ("failed", "broken")
 
-STATES = ("ready", "starting", "silent", "paused", "draining", "drained")
+STATES = ("ready", "starting", "silent", "paused", "engine_paused", "draining", "drained")
 """Of an instance, see `state_of`."""
 
 # How many models have series of their own; the others share one.

@@ -2,7 +2,8 @@
 
 It asks newcomers, because a ping comes from a worker, which starts before the API listens. And it asks those
 with requests in flight whose pings have stopped: if the port refuses they are gone, if they answer they live.
-One that says nothing is frozen or busy: its requests go on until it has been silent for a lease.
+One that says nothing is frozen or busy: its requests go on until it has been silent for a lease. So do those
+of one that answers, and then those that get nothing from it end: p2pkv sends no ping while its engine hangs.
 
 One that has said goodbye computes nothing more. vLLM closes its port then, and keeps the connections: on them
 it sends what it has computed, and requests that never reached its engine get their end only after 20 s.
@@ -18,13 +19,16 @@ from collections.abc import Callable
 import aiohttp
 import msgspec
 
-from .registry import Instance, Registry
+from p2pkv.log import RateLimit
+
+from .registry import VOUCHING_VERSION, Instance, Registry
 from .upstream import CallFailed, Client, read_whole
 
 logger = logging.getLogger(__name__)
 
 _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _PERIOD_SECONDS = 1.0
+_COMPLAIN_SECONDS = 600.0  # between two lines about one instance whose engine seems to hang
 _GOODBYE_SECONDS = 1.0
 """After a goodbye, for the answers that were complete."""
 
@@ -60,6 +64,7 @@ class Prober:
         self._clock = clock
         self._changed = changed
         self._hurry = asyncio.Event()
+        self._complaints = RateLimit(seconds=_COMPLAIN_SECONDS)
         self._gone: set[Instance] = set()
         """Instances that are no longer registered, and have requests or were chosen for some."""
 
@@ -91,9 +96,23 @@ class Prober:
 
     async def _doubt(self, instance: Instance) -> None:
         """Ends the requests of an instance that refuses, or that neither pings nor answers for a lease; of
-        one that has said goodbye those whose answer has not begun."""
+        one that has said goodbye those whose answer has not begun; and of one whose HTTP server answers while
+        its engine is not vouched for, those that get nothing from it."""
         try:
             await self._health(instance)
+            if (
+                instance.left is None
+                and instance.ping.version >= VOUCHING_VERSION
+                and self._registry.overdue(instance, self._clock())
+            ):
+                if self._complaints.admits(instance.name):
+                    logger.warning(
+                        "%s answers /health and has sent no ping for long, so its engine seems to hang: of "
+                        "its %d requests those fail that get nothing from it",
+                        instance,
+                        instance.in_flight,
+                    )
+                instance.lost("hung")
         except (aiohttp.ClientError, OSError) as error:
             refused = isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
             now = self._clock()

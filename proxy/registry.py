@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol
 
+from msgspec.structs import replace
+
 from p2pkv.control.discovery import PING_INTERVAL, Ping, goodbye
 from p2pkv.log import RateLimit
 from p2pkv.pairing import Address
@@ -55,9 +57,12 @@ Role = Literal["P", "D"]
 InstanceKey = tuple[Role, Address, int]
 ROLE_NAMES: dict[Role, str] = {"P": "prefill", "D": "decode"}
 Kind = tuple[frozenset[str], str, int]
-Loss = Literal["gone", "silent", "stopped"]
-"""Why an instance is lost: its port refuses; it has been silent for a lease, and may yet come back; or it has
-said goodbye and its port refuses, so it computes nothing more and only sends what it has computed."""
+Loss = Literal["gone", "silent", "hung", "stopped"]
+"""Why an instance is lost: its port refuses; it has been silent for a lease, and may yet come back; likewise,
+but its HTTP server answers; or it has said goodbye and its port refuses, so it computes nothing more and only
+sends what it has computed."""
+VOUCHING_VERSION = 4
+"""From this version of the pings on, an instance sends none while its engine does not get on."""
 Words = tuple[str, ...]
 
 
@@ -166,6 +171,13 @@ class Breaker:
             self._open(now)
         return bad
 
+    def clear(self) -> None:
+        """Forget all outcomes: they say nothing about what comes."""
+        self._outcomes.clear()
+        self._resume = self._trial = None
+        self._last_failure = float("-inf")
+        self.opened = 0
+
     def forgettable(self, now: float) -> bool:
         """Whether it has no past that matters."""
         return now - self._last_failure > _BREAKER_FORGET_SECONDS
@@ -187,7 +199,7 @@ class Instance:
     """One living instance. A restart makes a new one.
 
     Attributes:
-        ping: its latest ping; all its pings are equal.
+        ping: its latest ping; all its pings are equal, but for `paused`.
         last_seen: when that came.
         life: seconds without a ping after which it counts as silent.
         source: where from; None if that is not known, and then its address is anybody's.
@@ -202,7 +214,8 @@ class Instance:
             the requests that have a place at this D.
         turn: the number of the latest choice that fell on it.
         breaker: whether it is given requests, after what became of the last ones.
-        drained: it gets no new requests, by an operator's word.
+        drained: it gets no new requests, by an operator's word to the proxy.
+        paused: it gets none, because vLLM's /pause has been called there.
         left: when it said goodbye; None if it has not.
     """
 
@@ -220,6 +233,7 @@ class Instance:
     turn: int = 0
     breaker: Breaker = field(default_factory=Breaker)
     drained: bool = False
+    paused: bool = False
     left: float | None = None
     kind: Kind = field(init=False)
     _ends: set[Callable[[Loss], None]] = field(default_factory=set)
@@ -231,6 +245,11 @@ class Instance:
         """Takes in the names that it lists now, beside the one in its ping."""
         self.names = served | {self.ping.model} if self.ping.model else served
         self.kind = self.names, self.ping.fit, -1 if self.fits_unknown else self.ping.protocol
+
+    @property
+    def latest(self) -> Ping:
+        """Its latest ping as it came."""
+        return replace(self.ping, paused=self.paused)
 
     @property
     def fits_unknown(self) -> bool:
@@ -365,12 +384,12 @@ class Registry:
 
     def observe(self, ping: Ping, now: float, source: PingSource | None = None) -> Instance | None:
         """Takes one ping in. Returns the instance if it is new, or new again after a restart."""
-        newcomer = Instance(ping, now, source, self._life)
+        newcomer = Instance(_unpaused(ping), now, source, self._life, paused=ping.paused)
         known = self._instances.get(newcomer.key)
         if ping.leaving:
             self._leave(known, newcomer, now)
             return None
-        if known is not None and known.ping == ping:
+        if known is not None and known.ping == newcomer.ping:
             self._renew(known, newcomer)
             return None
         holder = self._holder(newcomer, known, now)
@@ -401,6 +420,13 @@ class Registry:
 
     def _renew(self, known: Instance, again: Instance) -> None:
         known.last_seen = max(known.last_seen, again.last_seen)
+        if known.paused != again.paused:
+            known.paused = again.paused
+            if not again.paused:
+                known.breaker.clear()  # what failed was aborted by the pause
+            logger.warning(
+                "%s %s", known, "is paused: it gets no new requests" if again.paused else "has been resumed"
+            )
         if isinstance(known.source, ListedSource) and known.source != again.source:
             known.source.pinged, known.source = True, again.source
             known.learn(known.names)
@@ -556,7 +582,7 @@ class Registry:
     def of(self, ping: Ping) -> Instance | None:
         """The one whose latest ping this is."""
         known = self._instances.get((ping.type, Address.parse(ping.http_address), ping.dp_rank))
-        return known if known is not None and known.ping == ping else None
+        return known if known is not None and known.ping == _unpaused(ping) else None
 
     def at(self, key: InstanceKey) -> Instance | None:
         """The one with this role, HTTP address and data-parallel rank."""
@@ -566,9 +592,13 @@ class Registry:
         return [instance for instance in self._instances.values() if instance.role == role]
 
     def routable(self, role: Role, now: float) -> list[Instance]:
-        """Those that are neither gone nor drained, and were healthy when they were last asked; some may be
-        silent."""
-        return [i for i in self.known(role) if i.healthy and not i.drained and self._alive(i, now)]
+        """Those that are neither gone nor drained nor paused, and were healthy when they were last asked; of
+        these some may be silent."""
+        return [
+            each
+            for each in self.known(role)
+            if each.healthy and not (each.drained or each.paused) and self._alive(each, now)
+        ]
 
     def _alive(self, instance: Instance, now: float) -> bool:
         if not instance.silent(now):
@@ -578,6 +608,11 @@ class Registry:
     def overdue(self, instance: Instance, now: float) -> bool:
         """Whether it has been silent for a lease, which is the end of all patience."""
         return now - instance.last_seen > self._lease
+
+
+def _unpaused(ping: Ping) -> Ping:
+    """What is equal in all pings of an instance."""
+    return replace(ping, paused=False) if ping.paused else ping
 
 
 def differences(one: Instance, other: Instance) -> Words:

@@ -404,12 +404,16 @@ class Router:
 
     def _nobody(self, role: Role) -> str:
         known = self._registry.known(role)
-        drained = sum(instance.drained for instance in known)
+        out = {
+            "drained": sum(instance.drained for instance in known),
+            "paused by vLLM's /pause": sum(instance.paused and not instance.drained for instance in known),
+        }
+        unused = " and ".join(f"{count} {what}" for what, count in out.items() if count)
         why = f"of {len(known)} registered, none has answered /health with 200 lately"
         if not known:
             why = "none has registered"
-        elif drained:
-            why = f"of {len(known)} registered, {drained} drained, and no other has answered /health lately"
+        elif unused:
+            why = f"of {len(known)} registered, {unused}, and no other has answered /health lately"
         return f"No {ROLE_NAMES[role]} instance is ready: {why}."
 
 

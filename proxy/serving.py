@@ -246,6 +246,7 @@ class Proxy:
             "calls": sum(instance.in_flight for instance in everyone),
             "alone": sum(instance.alone for instance in everyone),
             "silent": sum(instance.silent(self.clock()) for instance in everyone),
+            "engines_paused": sum(instance.paused for instance in everyone),
             "breakers_open": sum(not instance.breaker.closed for instance in everyone),
         }
 

@@ -90,7 +90,7 @@ def status_of(proxy: Proxy, guard: Access) -> dict[str, Any]:
 # From the worst to the best.
 _STATUSES = ("unavailable", "degraded", "ok")
 # Every worker sees the same ones.
-_SEEN_BY_ALL = ("silent", "breakers_open", "claims_refused")
+_SEEN_BY_ALL = ("silent", "engines_paused", "breakers_open", "claims_refused")
 
 
 def merged(parts: Sequence[dict[str, Any]], *, complete: bool = True) -> dict[str, Any]:

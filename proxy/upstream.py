@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import socket
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ _MAX_WORDS_BYTES = 64 << 10
 # An answer that is no stream comes at once when it is complete. Up to this size it is held back until all of
 # it has arrived, so that another instance can be asked if it does not come whole.
 _MAX_HELD_BYTES = 1 << 20
+
+# An answer that has begun, of an instance whose engine seems to hang, ends after so long without a byte.
+_HUNG_SECONDS = 5.0
 
 # While the proxy waits for an answer it sends nothing, and of an instance that has said goodbye it only
 # learns whether its port refuses. If that instance's host went down then, it would wait for ever. So TCP
@@ -204,6 +208,8 @@ class Call:
         self._session = session
         self._url = instance.url + path
         self.begun = False
+        self._received = -1
+        self._moved = 0.0
         self._asking: asyncio.Task[aiohttp.ClientResponse] | None = None
         self._response: aiohttp.ClientResponse | None = None
         self._given_up: CallFailed | None = None
@@ -232,18 +238,27 @@ class Call:
 
     def _give_up(self, loss: Loss) -> None:
         """The instance is lost: whoever waits for it gets CallFailed. One that has stopped still sends the
-        rest of what it has begun to answer."""
-        if loss == "stopped" and self.begun:
+        rest of what it has begun to answer; so may one whose pings alone are lost."""
+        if self.begun and (loss == "stopped" or (loss == "hung" and self._moves())):
             return
         self._given_up = {
             "gone": CallFailed("is gone"),
             "silent": Silent("has stopped answering"),
+            "hung": Silent("has stopped answering"),
             "stopped": Stopped("has stopped"),
         }[loss]
         if self._response is not None:
             self._response.close()
         elif self._asking is not None:
             self._asking.cancel()
+
+    def _moves(self) -> bool:
+        """Whether more of the answer has come in the last seconds, by what earlier calls have seen."""
+        assert self._response is not None
+        received, now = self._response.content.total_bytes, time.monotonic()
+        if received != self._received:
+            self._received, self._moved = received, now
+        return now - self._moved < _HUNG_SECONDS
 
     async def whole(self, body: bytes, headers: Headers) -> Reply:
         """The whole answer. Raises CallFailed, or InstanceRefused if it is no success."""

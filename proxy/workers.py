@@ -33,7 +33,7 @@ from .instances import at
 from .listed import ListedInstance, ListedInstances
 from .listener import Listener
 from .metrics import Family, growing
-from .registry import ListedSource, PingSource, Registry
+from .registry import Instance, ListedSource, PingSource, Registry
 from .serving import Proxy
 from .team import (
     ANSWER_SECONDS,
@@ -232,23 +232,22 @@ class Membership:
     async def look(self) -> None:
         """Tells the workers who is gone without a goodbye, and how many were refused; until cancelled."""
         while True:
-            now = set(self._pinged())
+            now = {each.ping for each in self._pinging()}
             for ping in self._pings - now:
                 self._tell(Lost(ping))
             self._pings = now
             self._tell(Claims(self.proxy.registry.claims_refused))
             await asyncio.sleep(_LOOK_SECONDS)
 
-    def _pinged(self) -> list[Ping]:
-        everyone = self.proxy.instances()
-        return [each.ping for each in everyone if not isinstance(each.source, ListedSource)]
+    def _pinging(self) -> list[Instance]:
+        return [each for each in self.proxy.instances() if not isinstance(each.source, ListedSource)]
 
     def all(self) -> list[Message]:
         """For a worker that begins."""
         registry, now = self.proxy.registry, self.proxy.clock()
         drained = [Drained(each.ping) for each in self.proxy.instances() if each.drained]
         routable = len(registry.routable("P", now)) + len(registry.routable("D", now))
-        return [*drained, *map(Pinged, self._pinged()), Begin(routable)]
+        return [*drained, *(Pinged(each.latest) for each in self._pinging()), Begin(routable)]
 
     def drain(self, address: str, drained: bool) -> None:
         """An operator's word, to any worker."""

@@ -15,11 +15,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from gil_support import hold_lock
 
-from p2pkv.control.announcer import Announcement, Announcer
+from p2pkv.control.announcer import Announcement, Announcer, Standing
 
 
 def main(announcement: str) -> None:
-    announcer = Announcer(msgspec.json.decode(announcement, type=Announcement))
+    standing = Standing()
+    announcer = Announcer(msgspec.json.decode(announcement, type=Announcement), standing=lambda: standing)
     announcer.start()
     print(json.dumps({"pid": announcer.pid}), flush=True)
     for line in sys.stdin:
@@ -27,6 +28,8 @@ def main(announcement: str) -> None:
         if order["do"] == "hold":
             print(json.dumps({"holding": True}), flush=True)
             hold_lock(order["seconds"])
+        elif order["do"] == "stand":
+            standing = Standing(order["trouble"], order["paused"])
         elif order["do"] == "stop":
             announcer.stop()
         print(json.dumps({"done": True}), flush=True)

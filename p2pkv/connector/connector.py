@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import sys
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
+from msgspec.structs import replace
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -19,6 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from p2pkv.connector.core_beats import BeatListener, BeatSender, state_of
+from p2pkv.connector.deferral import DEFERRAL
 from p2pkv.connector.describe import (
     Layers,
     block_tables,
@@ -26,19 +30,24 @@ from p2pkv.connector.describe import (
     computes_last_token,
     hello_of,
     make_ready,
+    new_incarnation,
     options_of,
     prompt_tail,
     refuse_what_cannot_move,
     refuse_what_cannot_pair,
+    tells_of_sleep,
 )
-from p2pkv.connector.identity import Pairs
+from p2pkv.connector.generation import Generation, forget_prefixes
+from p2pkv.connector.identity import Pairs, adapter_fingerprint
 from p2pkv.connector.idle_steps import CORE, FIRST_WAIT, REST, SPINNING, IdlePace
 from p2pkv.connector.metadata import P2pKvMetrics, P2pKvStats, StepMetadata, WorkerNews
-from p2pkv.connector.scheduler import ConsumerScheduler, ProducerScheduler
+from p2pkv.connector.scheduler import ConsumerScheduler, HeldBlocks, ProducerScheduler
+from p2pkv.connector.vllm_patches import WEIGHTS
 from p2pkv.connector.worker import REVOKING, Worker
-from p2pkv.control.announcer import ANSWER_TOKENS, Announcement, Announcer, WarmUp
+from p2pkv.control.announcer import ANSWER_TOKENS, Announcement, Announcer, Standing, WarmUp
 from p2pkv.control.discovery import DISCOVERY_VERSION, Ping
 from p2pkv.engine import commands as do
+from p2pkv.engine.liveness import Beat
 from p2pkv.engine.rank import Rank
 from p2pkv.links import make_factory
 from p2pkv.protocol.handshake import fit
@@ -46,8 +55,9 @@ from p2pkv.protocol.handshake import fit
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.forward_context import ForwardContext
+    from vllm.lora.request import LoRARequest
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -71,8 +81,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """No: the blocks that a rank has registered stay where they are."""
-        return False
+        """Whether this vLLM has its workers told before they lose the memory of the KV cache."""
+        return tells_of_sleep()
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -86,6 +96,12 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         self.consuming: ConsumerScheduler | None = None
         self.worker: Worker | None = None
         self._announcer: Announcer | None = None
+        self._beats: BeatListener | BeatSender | None = None
+        self._steps = 0
+        self._kv_caches: dict[str, torch.Tensor] = {}
+        self._hello: Hello | None = None
+        """Of the rank, also while it sleeps."""
+        self._asleep = False
         if self.options.idle_wait_ms:
             SPINNING.install()
         if self.options.role == "P" and vllm_config.use_v2_model_runner:
@@ -101,37 +117,78 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         # Ranks of other replicas may wait for a batch of this one that computes nothing.
         pausing = self.options.idle_wait_ms > 0 and config.parallel_config.data_parallel_size == 1
         self._longest_wait = pausing * self.options.idle_wait_ms / 1000 / config.max_concurrent_batches
-        self._rests = pausing and _on_this_host(config.parallel_config)
-        if self._rests:
-            CORE.install()
+        here = _on_this_host(config.parallel_config)
+        self._rests = pausing and here
+        CORE.install(self._rests)
         self._news = False
+        self.generation = Generation(config)
+        self.watches = self.options.watch_weights
+        if self.watches:
+            WEIGHTS.install()
+        self._adapters: dict[tuple[str, str], tuple[int, str]] = {}
+        """By name and path: the number and the files of the adapter of the last request."""
+        self._requests: WeakSet[Request] = WeakSet()
+        """All that vLLM knows."""
         tables, whole = block_tables(self._kv_cache_config), computes_last_token(self._kv_cache_config)
-        tail = prompt_tail(config)
+        tail, parallel = prompt_tail(config), config.parallel_config
+        world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         if self.options.role == "P":
             batches = config.max_concurrent_batches
-            self.producing = ProducerScheduler(pairs, tables, whole, tail, batches)
-            return
-        transfer, parallel = config.kv_transfer_config, config.parallel_config
-        world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        self.consuming = ConsumerScheduler(
-            pairs, world, transfer.kv_load_failure_policy == "recompute", tables, whole, tail
-        )
+            held = HeldBlocks(self._kv_cache_config.num_blocks, self.options.held_share)
+            self.producing = ProducerScheduler(pairs, tables, held, whole, tail, batches)
+        else:
+            recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
+            self.consuming = ConsumerScheduler(pairs, world, recompute, tables, whole, tail)
+            DEFERRAL.install()
+        if here:  # elsewhere the beats could not arrive
+            ranks = [str(self.options.address.shifted(rank)) for rank in range(world)]
+            self._beats = BeatSender(ranks, self._beat)
 
     # Scheduler side.
 
+    def _beat(self, orphaned: bool) -> Beat:
+        """How the engine core gets on; for the thread that sends it to the ranks."""
+        half = self.producing or self.consuming
+        busy = half is not None and half.busy
+        return state_of(CORE.core, steps=self._steps, transfers=busy, orphaned=orphaned)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._manager = kv_cache_manager
+
+    def reset_cache(self) -> bool:
+        """vLLM empties its caches, or has changed the weights: KV of before is not valid any more."""
+        half = self.producing or self.consuming
+        if half is not None:
+            half.invalidate(self.generation.name)
+            forget_prefixes(self._manager, self._requests)
+            self._hurry()
+        return True
+
     def on_new_request(self, request: Request) -> None:
+        self._requests.add(request)
+        if request.lora_request is not None:
+            self._look_at_adapter(request.lora_request)
         if self.producing is not None:
             self.producing.new(request)
         elif self.consuming is not None:
             self.consuming.new(request)
+
+    def _look_at_adapter(self, adapter: LoRARequest) -> None:
+        """vLLM knows an adapter's blocks by its name and path: forget them if others lie there now."""
+        name = adapter.lora_name, adapter.lora_path
+        known, self._adapters[name] = self._adapters.get(name), _files_of(adapter)
+        if known not in (None, self._adapters[name]):
+            its = [each for each in self._requests if each.lora_request == adapter]
+            forget_prefixes(self._manager, its)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         if self.consuming is not None:
             return self.consuming.matched(request, num_computed_tokens)
-        if self.producing is not None:
-            self.producing.matched(request, num_computed_tokens)
+        if self.producing is not None and not self.producing.matched(request, num_computed_tokens):
+            return None, False
         return 0, False
 
     def update_state_after_alloc(
@@ -141,11 +198,15 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             self.consuming.allocated(request, blocks, num_external_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+        """None: vLLM does not zero the blocks of a group that is named here, and a load leaves the slots
+        behind the prompt's end, and those before a window, as they were. Zeroing comes before the load:
+        vLLM's runners zero before they bind a step's metadata, and a load waits for that (`Worker.begin`)."""
+        return ()
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         half = self.producing or self.consuming
         assert half is not None
+        self._steps += 1
         meta = half.step(scheduler_output)
         changed, self._news = self._news or meta.orders, False
         bell = CORE.address if self._rests else ""
@@ -165,44 +226,70 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        sent, received = connector_output.finished_sending or (), set(connector_output.finished_recving or ())
+        sent, received = connector_output.finished_sending or (), connector_output.finished_recving or set()
         news = connector_output.kv_connector_worker_meta
         assert news is None or isinstance(news, WorkerNews)
         if sent or received or news:
-            self._news = True
-            CORE.seconds = 0.0
+            self._hurry()
         if self.producing is not None:
             self.producing.reported(sent)
         elif self.consuming is not None:
-            self.consuming.reported(news, received)
+            withheld = self.consuming.reported(news, received, connector_output.failed_recving)
+            connector_output.finished_recving = received - withheld or None
+
+    def _hurry(self) -> None:
+        """Something has changed: the next step comes without a pause."""
+        self._news = True
+        CORE.seconds = 0.0
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        if self.producing is not None:
-            return self.producing.finished(request), None
-        if self.consuming is not None:
-            self.consuming.finished(request)
-        return False, None
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, [])
+        if self.producing is not None:
+            return self.producing.finished(request, block_ids), None
+        if self.consuming is not None:
+            self.consuming.finished(request)
+        return False, None
 
     # Worker side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Start this rank: it listens from here on, and pings the proxy if it is the first."""
-        from vllm.distributed.parallel_state import get_world_group
-
-        config, options = self._vllm_config, self.options
-        SPINNING.worker = config.parallel_config.data_parallel_size == 1
-        layers = Layers(kv_caches, self._kv_cache_config)
-        number = get_world_group().rank_in_group
-        cache, shape = cache_of(config, self._kv_cache_config, layers, number)
-        make_ready(cache.device)
+        self._kv_caches = kv_caches
         # vLLM's worker spins in Python while it waits for work and so wins the interpreter's lock back each
         # time; the engine thread would wait for the whole interval, several times a message.
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
+        SPINNING.worker = self._vllm_config.parallel_config.data_parallel_size == 1
+        self._start()
+
+    def unregister_kv_caches(self) -> None:
+        """vLLM takes the memory of the KV cache away: give the rank up, and say goodbye to the proxy."""
+        if self.worker is None or self._asleep:
+            return
+        self._asleep = True
+        if self._announcer is not None:
+            self._announcer.stop()
+            self._announcer = None
+        self.worker.sleep()
+        log.info("%s rank sleeps: its links are closed", self.options.role)
+
+    def restore_kv_caches(self) -> None:
+        """The memory is back where it was: start again as another incarnation."""
+        if self._asleep:
+            self._asleep = False
+            self._start()
+
+    def _start(self) -> None:
+        from vllm.distributed.parallel_state import get_world_group
+
+        config, options = self._vllm_config, self.options
+        layers = Layers(self._kv_caches, self._kv_cache_config)
+        number = get_world_group().rank_in_group
+        cache, shape = cache_of(config, self._kv_cache_config, layers, number)
+        make_ready(cache.device)
         links = make_factory(
             options.link,
             host=options.host,
@@ -211,10 +298,20 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             nccl_channels=options.nccl_num_channels,
             allowed=options.allowed_peers,
         )
-        hello = hello_of(config, options, cache, shape, number, links.kind)
-        # With micro-batches a layer's hook comes once for each of them.
-        hooks = not config.parallel_config.use_ubatching
-        self.worker = Worker(Rank(hello, options, cache, links), layers.places, cache.device, hooks)
+        if self._hello is None:
+            hello = hello_of(config, options, cache, shape, number, links.kind)
+        else:  # the weights are those of the first start, whatever lies in their files by now
+            hello = replace(self._hello, incarnation=new_incarnation())
+        self._hello, rank = hello, Rank(hello, options, cache, links)
+        if not isinstance(self._beats, BeatListener):
+            self._beats = BeatListener(hello.address)
+        rank.steps.read_beats = self._beats.read
+        if self.worker is None:
+            # With micro-batches a layer's hook comes once for each of them.
+            hooks = not config.parallel_config.use_ubatching
+            self.worker = Worker(rank, layers.places, cache.device, hooks)
+        else:
+            self.worker.wake(rank)
         if options.role == "P":
             REVOKING.preempt = self.worker.preempt
         log.info(
@@ -261,13 +358,19 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             warm_up=plan if options.warm_up_seconds else None,
             log_level=log.getEffectiveLevel(),
         )
-        self._announcer = Announcer(announcement, self._pair)
+        self._announcer = Announcer(announcement, self._pair, self._standing)
         self._announcer.start()
 
     def _pair(self, partners: tuple[str, ...]) -> None:
         """The proxy has named P's to this D; for the announcer's thread."""
         if self.worker is not None:
             self.worker.rank.do(do.NamePartners(partners))
+
+    def _standing(self) -> Standing:
+        """Whether the proxies may send requests; for the announcer's thread."""
+        assert self.worker is not None
+        rank = self.worker.rank
+        return Standing(rank.trouble(), rank.steps.paused)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, StepMetadata)
@@ -311,6 +414,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             self._announcer.stop()
         if self.worker is not None:
             self.worker.stop()
+        if self._beats is not None:
+            self._beats.close()
 
     # For vLLM's front end.
 
@@ -327,6 +432,11 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
 class P2pNcclConnector(P2pKvConnector):
     """The name under which users of vLLM's removed connector know it."""
+
+
+def _files_of(adapter: LoRARequest) -> tuple[int, str]:
+    """The number under which vLLM has loaded it, and what its files hold."""
+    return adapter.lora_int_id, adapter_fingerprint(adapter)
 
 
 def _on_this_host(parallel: Any) -> bool:

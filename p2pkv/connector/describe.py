@@ -145,13 +145,27 @@ def _refuse_planes(config: KVCacheConfig) -> None:
                 )
 
 
+def tells_of_sleep() -> bool:
+    """Whether vLLM tells a connector before it takes the memory of the KV cache away, as 0.33 does."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+
+
+def new_incarnation() -> str:
+    """A name that no other start of a rank has."""
+    return uuid.uuid4().hex
+
+
 def refuse_what_cannot_pair(config: VllmConfig) -> None:
     """Raises ConfigError for an engine whose ranks p2pkv would address wrongly."""
-    if config.model_config.enable_sleep_mode:
-        raise ConfigError(
-            "--enable-sleep-mode is set: a sleeping engine gives the memory of its KV cache back, and p2pkv "
-            "may still read it or write to it; leave the option out"
-        )
+    for option in ("enable_sleep_mode", "enable_cumem_allocator"):  # the first sets the second on GPUs
+        if getattr(config.model_config, option) and not tells_of_sleep():
+            raise ConfigError(
+                f"--{option.replace('_', '-')} is set: with it vLLM's /sleep and /release_kv_cache_memory "
+                "give the memory of the KV cache back, and this vLLM does not tell p2pkv, which may still "
+                "read it or write to it; leave the option out, or use vLLM 0.33"
+            )
     parallel = config.parallel_config
     if parallel.data_parallel_index > 0 and parallel.data_parallel_size == 1:
         # vLLM has made a dense model's rank an engine of its own, but with this one's address.
@@ -176,7 +190,8 @@ def refuse_what_cannot_pair(config: VllmConfig) -> None:
                 f"{option} is {size}: this version of p2pkv knows tensor and pipeline parallelism only; "
                 "set it to 1, and start replicas as instances of their own, each with its own kv_port"
             )
-    if parallel.pipeline_parallel_size > 1 and drafter_of(config):
+    drafting = config.speculative_config
+    if parallel.pipeline_parallel_size > 1 and drafting is not None and drafting.uses_draft_kv_cache():
         raise ConfigError(
             f"--pipeline-parallel-size is {parallel.pipeline_parallel_size}, and the drafter of "
             "--speculative-config has KV of its own, on the last stage only: this version of p2pkv does not "
@@ -240,7 +255,7 @@ def codec_of(config: VllmConfig, names: list[str]) -> str:
 
 
 def make_ready(device: torch.device) -> None:
-    """Ask the system for what vLLM's kernels use and vLLM 0.32 does not ask for by itself.
+    """Ask the system for what vLLM's kernels use and vLLM (0.32, 0.33) does not ask for by itself.
 
     A process may use AMX only once it has asked; in vLLM the first large matrix product happens to. A D
     whose first step is a decode would end with an illegal instruction.
@@ -293,17 +308,19 @@ def hello_of(
 ) -> Hello:
     """This rank's Hello, without `to`; `shape`: what it says of the cache."""
     model, parallel = config.model_config, config.parallel_config
-    world, drafter = parallel.tensor_parallel_size * parallel.pipeline_parallel_size, drafter_of(config)
+    world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    name = options.weights_name
+    drafter = drafter_of(config, name)
     return Hello(
         version=PROTOCOL_VERSION,
-        incarnation=uuid.uuid4().hex,
+        incarnation=new_incarnation(),
         role=options.role,
         rank=rank,
         to="none",
         address=str(options.address.shifted(rank)),
         addresses=tuple(str(options.address.shifted(each)) for each in range(world)),
         model=str(model.model),
-        weights=fingerprint(config) + (f"{DRAFTER}{drafter}" if drafter else ""),
+        weights=fingerprint(config, name) + (f"{DRAFTER}{drafter}" if drafter else ""),
         cache=shape,
         link=link,
         ahead=options.role == "D" and options.ahead_bytes > 0,

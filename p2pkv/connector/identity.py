@@ -6,21 +6,26 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
+import torch
+import xxhash
 
+from p2pkv.config import ConfigError
 from p2pkv.control.announcer import REQUEST_MARK
 from p2pkv.log import RateLimit
 from p2pkv.pairing import Address, PairingError, find_pair, transfer_key
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from transformers import PreTrainedConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
     from vllm.lora.request import LoRARequest
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.request import Request
 
 # Models.
@@ -45,6 +50,23 @@ MOST_HEADER_BYTES = 1 << 27
 
 SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
 
+FILE_FORMATS = frozenset(
+    {
+        *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt"),
+        *("runai_streamer", "runai_streamer_sharded", "sharded_state", "bitsandbytes", "gguf"),
+    }
+)
+"""Of vLLM's load formats those that read files with these suffixes, at the model's place."""
+
+MACHINES_SETTINGS = frozenset(
+    {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "max_model_len"}
+)
+"""Settings of a model that may differ between P and D: where it came from, and the longest request, which
+vLLM's MiniMax M2 writes there."""
+
+DRAFTERS_SETTINGS = frozenset({"max_position_embeddings", "num_lookahead_tokens"})
+"""Settings of a drafter that vLLM derives from --max-model-len and from the number of guesses."""
+
 Stamps = tuple[tuple[str, int, int], ...]
 """Of files: path, time of the last change in nanoseconds, bytes."""
 
@@ -52,47 +74,87 @@ ADAPTER_FILES = ("adapter_config", "adapter_model")
 """The files that vLLM reads of an adapter's folder, without suffixes; a training leaves others there."""
 
 
-def fingerprint(config: VllmConfig) -> str:
+def fingerprint(config: VllmConfig, name: str = "") -> str:
     """24 hex digits over the sizes and sampled bytes of the weight files, of every tensor of safetensors, and
-    the model's configuration.
+    the model's configuration as vLLM has built it. `name`: the option weights_name.
 
     Other training changes all of a tensor, so it is seen whichever tensors it has changed. A few bytes that
     differ, as on a bad disk, are seen only where they are looked at: reading all of a large model from a
-    network's disk would take minutes at each start. Without files (weights that are random, or not on this
-    machine) the configuration alone tells models apart.
+    network's disk would take minutes at each start. Raises ConfigError for weights that have neither files
+    here nor a name.
     """
-    return _fingerprint(config.model_config, config)
+    return _fingerprint(config.model_config, config.load_config, name)
 
 
-def drafter_of(config: VllmConfig) -> str:
+def drafter_of(config: VllmConfig, name: str = "") -> str:
     """What P and D must have alike of a drafter that keeps KV (EAGLE, MTP, a draft model); "" without one.
 
     Its KV is of no use to another drafter. Where each module of several reads one token further than the one
-    before it, the number of tokens decides which of them run.
+    before it, the number of tokens decides which of them run. Raises ConfigError as `fingerprint` does.
     """
     drafting = config.speculative_config
     if drafting is None or not drafting.uses_draft_kv_cache():
         return ""
     draft = drafting.draft_model_config
-    own = draft is not None and draft.model != config.model_config.model
-    weights = f" {_fingerprint(draft, config)}" if own else ""
+    weights = ""
+    if draft is not None and draft.model != config.model_config.model:
+        load = drafting.draft_load_config or config.load_config
+        weights = f" {_fingerprint(draft, load, name, DRAFTERS_SETTINGS)}"
     tokens = f" of {drafting.num_speculative_tokens} tokens" if drafting.use_multi_module_mtp() else ""
     return f"{drafting.method}{weights}{tokens}"
 
 
-def _fingerprint(model: ModelConfig, config: VllmConfig) -> str:
-    dummy = str(config.load_config.load_format) == "dummy"
+def _fingerprint(model: ModelConfig, load: LoadConfig, name: str, apart: frozenset[str] = frozenset()) -> str:
+    """`apart`: names of settings that do not count."""
     digest = hashlib.blake2b(digest_size=12)
-    digest.update(f"{model.dtype} {model.quantization} {dummy} {_by_length(model)}".encode())
-    folder = None if dummy else _folder(str(model.model), model.revision)
-    files = _files(folder)
+    quantized = f"{model.quantization} {getattr(model, 'quantization_config', None)}"
+    classes = sorted(model.model_class_overrides.items())
+    digest.update(f"{model.dtype} {quantized} {classes} {_by_length(model)}".encode())
+    for settings in (model.hf_config, model.hf_text_config):
+        digest.update(_settings(settings, apart | MACHINES_SETTINGS).encode())
+    if name:
+        digest.update(f"weights_name {name}".encode())
+        return digest.hexdigest()
+    for file in _weight_files(model, load):
+        _sample(digest, file)
+    return digest.hexdigest()
+
+
+def _weight_files(model: ModelConfig, load: LoadConfig) -> list[Path]:
+    """The files that vLLM loads the weights from. Raises ConfigError if they are not to be found here."""
+    place, kind = place_of_weights(model), str(load.load_format)
+    if files := weight_files(place, model.revision, kind, load.download_dir):
+        return files
+    if kind in FILE_FORMATS:
+        reason = f"there are no {', '.join(SUFFIXES)} files of {place} on this machine"
+    else:
+        reason = f"vLLM does not read the weights of {place} from files of its own (load format {kind})"
+    raise ConfigError(
+        f"{reason}: P and D must have the same weights, and p2pkv cannot compare these; give them a name "
+        "with weights_name in kv_connector_extra_config, the same name on all instances with these "
+        "weights and on no other"
+    )
+
+
+def place_of_weights(model: ModelConfig) -> str:
+    """The folder, file or repository of the weights, which may not be that of the configuration."""
+    return str(getattr(model, "model_weights", "") or model.model)
+
+
+def weight_files(place: str, revision: str | None, kind: str, cache: str | None) -> list[Path]:
+    """What vLLM reads on this machine with the load format `kind`; [] if it reads no files here. `cache`:
+    where vLLM downloads to; None: where Hugging Face does."""
+    if kind not in FILE_FORMATS:
+        return []
+    one = Path(place)
+    return [one] if one.is_file() else _files(_folder(place, revision, cache))
+
+
+def weights_in_files(files: Iterable[Path]) -> str:
+    """24 hex digits over weight files as they are now."""
+    digest = hashlib.blake2b(digest_size=12)
     for file in files:
         _sample(digest, file)
-    if folder and files:
-        digest.update(_written_settings(folder, model).encode())
-    else:
-        digest.update(f"{model.seed if dummy else ''} {_settings(model)}".encode())
-        log.info("no weight files for %s: peers are told apart by the model's configuration", model.model)
     return digest.hexdigest()
 
 
@@ -104,7 +166,7 @@ def adapter_fingerprint(adapter: LoRARequest) -> str:
     """
     path = os.path.expanduser(adapter.lora_path)
     try:
-        changed = _stamps(_adapter_files(path)) if getattr(adapter, "load_inplace", False) else ()
+        changed = stamps(_adapter_files(path)) if getattr(adapter, "load_inplace", False) else ()
         return _adapter_digest(path, adapter.lora_int_id, changed)
     except OSError as error:
         if _unread.admits(path):
@@ -126,13 +188,13 @@ def _adapter_digest(path: str, number: int, changed: Stamps) -> str:
 
 def _adapter_files(path: str) -> list[Path]:
     """Raises OSError, also if there are none."""
-    files = _files(_folder(path, None), (*SUFFIXES, ".json"))
+    files = _files(_folder(path, None, None), (*SUFFIXES, ".json"))
     if not (files := [file for file in files if file.stem in ADAPTER_FILES]):
         raise FileNotFoundError("there are no files of an adapter on this machine")
     return files
 
 
-def _stamps(files: Iterable[Path]) -> Stamps:
+def stamps(files: Iterable[Path]) -> Stamps:
     found = [(file, file.stat()) for file in files]
     return tuple((str(file), state.st_mtime_ns, state.st_size) for file, state in found)
 
@@ -177,29 +239,20 @@ def _tensors(data: BinaryIO, size: int) -> list[tuple[int, int]]:
     return found if all(0 <= start <= stop <= size for start, stop in found) else []
 
 
-def _settings(model: ModelConfig) -> str:
-    """The model's configuration as it is in this process."""
-    return _alike(json.loads(model.hf_config.to_json_string()))
+def _settings(settings: PreTrainedConfig, apart: frozenset[str]) -> str:
+    """A configuration of transformers, without the settings in `apart` and without those that are None, of
+    which each version of transformers adds some."""
+    kept = _without(settings.to_dict(), apart)
+    return json.dumps(kept, sort_keys=True, default=lambda value: type(value).__name__)
 
 
-def _written_settings(folder: Path, model: ModelConfig) -> str:
-    """The model's configuration as it came with the weights, and what was set in its place. Not as it is in
-    this process, where each version of transformers adds defaults of its own."""
-    try:
-        written = _alike(json.loads((folder / "config.json").read_text()))
-    except (OSError, ValueError):
-        written = ""
-    changed = model.hf_overrides
-    if callable(changed):
-        return f"{written} {getattr(changed, '__qualname__', type(changed).__qualname__)}"
-    return f"{written} {json.dumps(changed, sort_keys=True, default=str)}"
-
-
-def _alike(settings: dict[str, Any]) -> str:
-    """Settings without what depends on the machine."""
-    for name in ("_name_or_path", "transformers_version"):
-        settings.pop(name, None)
-    return json.dumps(settings, sort_keys=True)
+def _without(value: Any, apart: frozenset[str]) -> Any:
+    if isinstance(value, dict):
+        kept = value.items()
+        return {
+            str(key): _without(each, apart) for key, each in kept if key not in apart and each is not None
+        }
+    return [_without(each, apart) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _by_length(model: ModelConfig) -> str:
@@ -221,14 +274,14 @@ def _temperature(model: ModelConfig) -> object:
     return generation.get("attn_temperature_tuning", model.max_model_len > 32768)
 
 
-def _folder(model: str, revision: str | None) -> Path | None:
+def _folder(model: str, revision: str | None, cache: str | None) -> Path | None:
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+        return Path(snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True))
     except (LocalEntryNotFoundError, OSError, ValueError):
         return None
 
@@ -292,7 +345,8 @@ def prompt_digest(request: Request) -> bytes:
     """16 bytes over everything that the KV of a prompt depends on, weights apart.
 
     These are the things that vLLM's own block hashes cover: token ids, multimodal inputs and their
-    places, adapter, cache salt, prompt embeddings.
+    places, adapter, cache salt, prompt embeddings. Multimodal inputs count by what the model is given of
+    them: vLLM's identifier of an image has the path of the model in it, or is a number of the process.
     """
     digest = hashlib.blake2b(digest_size=16)
 
@@ -304,14 +358,59 @@ def prompt_digest(request: Request) -> bytes:
         add("tokens", np.asarray(request.prompt_token_ids, dtype="<i8").tobytes())
     for feature in request.mm_features or ():
         place = feature.mm_position
-        add("media", f"{feature.identifier}@{place.offset}+{place.length}".encode())
+        add("media", f"{feature.modality}@{place.offset}+{place.length}".encode())
+        add("contents", _contents(feature))
     if request.lora_request is not None:
         lora = request.lora_request
         add("adapter", f"{lora.lora_name}@{adapter_fingerprint(lora)}".encode())
     if request.cache_salt:
         add("salt", request.cache_salt.encode())
     if request.prompt_embeds is not None:
-        add("embeds", request.prompt_embeds.detach().float().cpu().numpy().tobytes())
+        add("embeds", _tensor_digest(request.prompt_embeds))
         if request.prompt_is_token_ids is not None:
             add("which are tokens", bytes(request.prompt_is_token_ids))
+    return digest.digest()
+
+
+def _tensor_digest(tensor: torch.Tensor) -> bytes:
+    """Of a tensor's type, shape and elements, at the speed of its memory and with the interpreter's lock
+    released: it may have hundreds of MiB, and vLLM's loop waits."""
+    data = tensor.detach().cpu().contiguous()
+    elements = xxhash.xxh3_128_digest(data.reshape(-1).view(torch.uint8).numpy().data)
+    return f"{data.dtype}{list(data.shape)}".encode() + elements
+
+
+def _contents(feature: MultiModalFeatureSpec) -> bytes:
+    """A digest of what the model is given of an image, an audio or a video. vLLM's identifier where that is
+    not in this process's memory: on a device, or in memory that the workers share (--mm-processor-cache-type
+    shm)."""
+    item: Any = feature.data
+    if (known := getattr(item, "p2pkv_digest", None)) is None:
+        fields = sorted((item or {}).items())
+        leaves = [leaf for name, field in fields for leaf in (name, *_leaves(field.data))]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not tensors or any(tensor.device.type != "cpu" for tensor in tensors):
+            return str(feature.identifier).encode()
+        known = _digest_of(leaves)
+        item.p2pkv_digest = known  # vLLM's cache gives the same item to later requests
+    return bytes(known)
+
+
+def _leaves(data: Any) -> Iterator[Any]:
+    """The values in nested lists, each list with its length before them."""
+    if isinstance(data, list | tuple):
+        yield len(data)
+        for each in data:
+            yield from _leaves(each)
+    else:
+        yield torch.as_tensor(data) if isinstance(data, np.ndarray) else data
+
+
+def _digest_of(leaves: Iterable[Any]) -> bytes:
+    digest = xxhash.xxh3_128()
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            digest.update(_tensor_digest(leaf))
+        else:
+            digest.update(f"{type(leaf).__name__} {leaf!r}:".encode())
     return digest.digest()

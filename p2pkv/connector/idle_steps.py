@@ -115,7 +115,10 @@ class CoreRest:
         """How long to rest before the next step; used up by that rest."""
         self.address = ""
         """Where bells ring: an abstract Unix socket. "" until an engine core of this process can rest."""
+        self.core: Any = None
+        """vLLM's EngineCoreProc of this process, once its loop runs; None elsewhere."""
         self._bells: socket.socket | None = None
+        self._installed = False
         self._rung = False
 
     def rung(self) -> bool:
@@ -123,23 +126,28 @@ class CoreRest:
         rung, self._rung = self._rung, False
         return rung
 
-    def install(self) -> None:
-        """Let vLLM's engine core rest, once; only a log line where it does not fit."""
-        if self._bells is not None:
+    def install(self, rests: bool = True) -> None:
+        """Know vLLM's engine core, and let it rest if `rests`: once; where it does not fit, only log that."""
+        if self._installed:
             return
         try:
             from vllm.v1.engine import EngineCoreRequestType, core
 
             reason = self._misfit(core, EngineCoreRequestType)
-            if not reason:
+            if rests and not reason:
                 bells = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
                 bells.bind(f"\0p2pkv-{uuid.uuid4().hex}")
+                self._bells = bells
         except (ImportError, OSError) as error:
             reason = str(error)
         if reason:
-            log.info("vLLM's engine core steps while it has nothing to compute: %s", reason)
+            log.info(
+                "vLLM's engine core steps while it has nothing to compute, and its ranks do not learn when "
+                "it is paused: %s",
+                reason,
+            )
             return
-        self._bells = bells
+        self._installed = True
         self._replace(core, EngineCoreRequestType.WAKEUP)
 
     def _misfit(self, module: Any, requests: Any) -> str:
@@ -156,17 +164,15 @@ class CoreRest:
 
         @wraps(take)
         def rest_and_take(core: Any) -> None:
-            if not self.address:
-                self._listen(core.input_queue, wake_up)
+            self.core = core
+            if self._bells is not None and not self.address:
+                self._listen(self._bells, core.input_queue, wake_up)
             self._rest(core, wake_up)
             take(core)
 
         module.EngineCoreProc._process_input_queue = rest_and_take
 
-    def _listen(self, requests: queue.Queue[Any], wake_up: Any) -> None:
-        bells = self._bells
-        assert bells is not None
-
+    def _listen(self, bells: socket.socket, requests: queue.Queue[Any], wake_up: Any) -> None:
         def pass_on() -> None:
             while True:  # also after an empty datagram; it ends with the process
                 bells.recv(1)

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from p2pkv.engine.commands import Expect, Hold, Load, OfferPrompt, PromptBlocks
+from p2pkv.engine.commands import Expect, Hold, Invalidate, Load, OfferPrompt, PromptBlocks
 from p2pkv.engine.context import Counters
 
 
@@ -70,9 +70,14 @@ class StepMetadata(KVConnectorMetadata):
     offers: list[OfferPrompt] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
     revoked: list[str] = field(default_factory=list)
+    stale: list[tuple[str, str]] = field(default_factory=list)
+    """Keys of prompts that were computed with former weights, and why they are not sent any more."""
     sent: list[Ended] = field(default_factory=list)
 
     # D
+    invalidate: Invalidate | None = None
+    withheld: list[str] = field(default_factory=list)
+    """Loads that the workers have reported, and of which the scheduler wants to hear that they failed."""
     expects: list[tuple[str, Expect]] = field(default_factory=list)
     loads: list[tuple[str, Load]] = field(default_factory=list)
     drops: list[Ended] = field(default_factory=list)
@@ -80,8 +85,8 @@ class StepMetadata(KVConnectorMetadata):
     @property
     def orders(self) -> bool:
         """Whether the workers hear of anything new."""
-        to_p = self.holds, self.offers, self.prefills, self.revoked, self.sent
-        return any((*to_p, self.expects, self.loads, self.drops))
+        to_p = self.holds, self.offers, self.prefills, self.revoked, self.stale, self.sent
+        return any((*to_p, self.invalidate, self.withheld, self.expects, self.loads, self.drops))
 
 
 @dataclass
@@ -89,18 +94,18 @@ class WorkerNews(KVConnectorWorkerMetadata):
     """Workers to scheduler, each step: requests of D by vLLM's id.
 
     Attributes:
-        begun: how many ranks have heard that P has begun.
+        begun: of each rank to which P has offered it, the generation in the offer; see `commands.Begun`.
         failed: transfers that failed before D had blocks for them, and why.
     """
 
-    begun: dict[str, int] = field(default_factory=dict)
+    begun: dict[str, list[str | None]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
         assert isinstance(other, WorkerNews)
         begun = dict(self.begun)
-        for request_id, ranks in other.begun.items():
-            begun[request_id] = begun.get(request_id, 0) + ranks
+        for request_id, offered in other.begun.items():
+            begun[request_id] = begun.get(request_id, []) + offered
         return WorkerNews(begun, {**self.failed, **other.failed})
 
 

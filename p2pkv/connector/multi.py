@@ -49,7 +49,8 @@ class MultiConnector(vllms.MultiConnector):
         for number, (connector, (tokens, _)) in enumerate(zip(connectors, answers, strict=True)):
             pushed = isinstance(connector, P2pKvConnector)
             if tokens is None:
-                undecided.append(pushed)
+                # On P it is no store's affair whether p2pkv has room for one more prompt of this D.
+                undecided.append(pushed and connector.consuming is not None)
             elif tokens > 0 and not pushed and self._is_whole(request, num_computed_tokens + tokens):
                 whole.append(number)
         if undecided and not (whole and all(undecided)):

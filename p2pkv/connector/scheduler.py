@@ -6,23 +6,30 @@ and how many of their tokens come from it.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
+from p2pkv.connector.generation import other_weights
 from p2pkv.connector.identity import Paired, Pairs, prompt_digest
 from p2pkv.connector.metadata import Ended, Prefill, StepMetadata, WorkerNews
 from p2pkv.connector.states import state_entry
-from p2pkv.engine.commands import Blocks, Expect, Hold, Load, OfferPrompt, PromptBlocks
+from p2pkv.engine.commands import Blocks, Expect, Hold, Invalidate, Load, OfferPrompt, PromptBlocks
+from p2pkv.log import RateLimit
+from p2pkv.pairing import Address
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+log = logging.getLogger("p2pkv")
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,8 @@ class BlockTables:
 
 # P.
 
+CHANGED_ON_P = "P's weights have changed, or its caches were reset, since it began to compute this prompt"
+
 COMPLETED = (
     RequestStatus.FINISHED_STOPPED,
     RequestStatus.FINISHED_LENGTH_CAPPED,
@@ -66,18 +75,87 @@ class _Prompt:
     """Tokens of the prompt that the workers know to be in the blocks, or to be computed this step."""
     unannounced: tuple[list[int], ...] | None = None
     """The block table of what was computed on tokens that another connector may have failed to load."""
+    stale: str = ""
+    """Why what was computed of it, with former weights, is not sent any more."""
+
+
+FULL_SECONDS = 60.0
+"""Between two log lines about one D that takes too little."""
+
+
+class HeldBlocks:
+    """P's blocks of finished prompts, which wait until D has taken them: how many each D holds.
+
+    A D that takes nothing must not keep P from working for the others. It is full when it holds `share` of
+    the blocks that no other D holds; so with the share 0.5, three Ds that take nothing leave an eighth.
+    """
+
+    def __init__(self, total: int, share: float) -> None:
+        self._total = total
+        self._share = share
+        self._of: dict[Address, Counter[int]] = {}
+        """Of each D: by block, how many prompts hold it."""
+        self._prompts: dict[str, tuple[Address, list[int]]] = {}
+        self._said = RateLimit(seconds=FULL_SECONDS)
+
+    def hold(self, request_id: str, decode: Address, blocks: Iterable[Iterable[int]]) -> None:
+        """The prompt is computed, and its blocks wait for D."""
+        mine = sorted({block for table in blocks for block in table})
+        self._prompts[request_id] = decode, mine
+        if mine:
+            self._of.setdefault(decode, Counter()).update(mine)
+
+    def free(self, request_id: str) -> None:
+        """The workers have reported its blocks as free."""
+        decode, mine = self._prompts.pop(request_id)
+        if not mine:  # it was preempted before it ended
+            return
+        of_this_decode = self._of[decode]
+        of_this_decode.subtract(mine)
+        for block in mine:
+            if not of_this_decode[block]:
+                del of_this_decode[block]
+        if not of_this_decode:
+            del self._of[decode]
+
+    def full(self, decode: Address) -> bool:
+        """Whether this D holds so many blocks that P begins no further prompt for it."""
+        mine = len(self._of.get(decode, ()))
+        if not mine:
+            return False
+        others = sum(len(blocks) for each, blocks in self._of.items() if each != decode)
+        if mine < self._share * (self._total - others):
+            return False
+        if self._said.admits(decode):
+            log.warning(
+                "the D at %s holds %d of P's %d KV blocks, with prompts that it has not taken, and other Ds "
+                "hold %d: its further prompts wait here (held_share is %g; logged once a minute)",
+                decode,
+                mine,
+                self._total,
+                others,
+                self._share,
+            )
+        return True
 
 
 class ProducerScheduler:
     """A key is taken from the arrival of its request until the workers have reported it."""
 
     def __init__(
-        self, pairs: Pairs, tables: BlockTables, whole: bool = True, tail: int = 1, batches: int = 1
+        self,
+        pairs: Pairs,
+        tables: BlockTables,
+        held: HeldBlocks,
+        whole: bool = True,
+        tail: int = 1,
+        batches: int = 1,
     ) -> None:
         """`whole`: the last tokens of a prompt are computed here, too; see `computes_last_token`. `tail`: how
         many D computes itself; see `prompt_tail`. `batches`: the most steps that vLLM has under way at once.
         """
         self._pairs = pairs
+        self._held = held
         self._tables = tables
         self._left_out = 0 if whole else tail
         self._batches = batches
@@ -92,6 +170,20 @@ class ProducerScheduler:
         """By key: requests of the same prompt that do not push, unless the one that does is aborted."""
         self._ended: dict[str, str] = {}
         self._next = StepMetadata()
+        self._generation = ""
+
+    def invalidate(self, generation: str) -> None:
+        """The weights have changed, or the caches were reset: send nothing of what was computed before."""
+        self._generation = generation
+        for prompt in self._prompts.values():
+            if prompt.offered and not prompt.stale:
+                prompt.stale = CHANGED_ON_P
+                self._next.stale.append((prompt.paired.key, prompt.stale))
+        for duplicates in self._duplicates.values():
+            for prompt in duplicates.values():
+                if prompt.request.num_computed_tokens:
+                    prompt.stale = CHANGED_ON_P
+        self._next.stale += [(key, CHANGED_ON_P) for key in self._ended.values()]
 
     def new(self, request: Request) -> None:
         paired = self._pairs.of(request)
@@ -109,10 +201,17 @@ class ProducerScheduler:
         self._prompts[request.request_id] = prompt
         self._next.holds.append(Hold(paired.key, paired.decode))
 
-    def matched(self, request: Request, local: int) -> None:
-        """vLLM finds `local` tokens in its prefix cache. What else it counts as computed when it schedules
-        the request in this very step, another connector of a MultiConnector loads during the step."""
+    def matched(self, request: Request, local: int) -> bool:
+        """vLLM finds `local` tokens in its prefix cache, and would schedule the request; whether it may.
+
+        What else vLLM counts as computed when it schedules the request in this very step, another connector
+        of a MultiConnector loads during the step.
+        """
+        prompt = self._prompts.get(request.request_id)
+        if prompt is not None and not prompt.offered and self._held.full(prompt.paired.decode):
+            return False
         self._looked_up[request.request_id] = request, local
+        return True
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """This step's word to the workers. Called before vLLM advances the computed tokens."""
@@ -125,18 +224,29 @@ class ProducerScheduler:
                 if prompt.announced:
                     prompt.announced = 0
                     meta.revoked.append(prompt.paired.key)
+        fresh = cache(partial(self._fresh, output))  # once, and only if it is needed
         for request_id, scheduled in output.num_scheduled_tokens.items():
             prompt = self._prompts.get(request_id)
-            if prompt is not None and prompt.announced < prompt.request.num_prompt_tokens:
-                self._prefill(meta, prompt, scheduled, output)
+            if prompt is None or prompt.stale:
+                continue
+            if prompt.announced < prompt.request.num_prompt_tokens:
+                self._prefill(meta, prompt, scheduled, output, fresh)
         return meta
 
-    def _prefill(self, meta: StepMetadata, prompt: _Prompt, scheduled: int, output: SchedulerOutput) -> None:
+    def _prefill(
+        self,
+        meta: StepMetadata,
+        prompt: _Prompt,
+        scheduled: int,
+        output: SchedulerOutput,
+        fresh: Callable[[], set[int]],
+    ) -> None:
         request, key = prompt.request, prompt.paired.key
         if not prompt.offered:
             prompt.offered = True
             tokens = request.num_prompt_tokens
-            meta.offers.append(OfferPrompt(key, prompt.paired.decode, tokens, prompt.digest))
+            offer = OfferPrompt(key, prompt.paired.decode, tokens, prompt.digest, self._generation)
+            meta.offers.append(offer)
         state = output.kv_connector_block_state
         blocks = state.get_block_ids(request.request_id) if state is not None else None
         assert blocks is not None
@@ -148,7 +258,7 @@ class ProducerScheduler:
         # After a preemption even tokens of the answer may be cached.
         start, stop = request.num_computed_tokens, request.num_computed_tokens + scheduled
         start, stop = min(start, request.num_prompt_tokens), min(stop, request.num_prompt_tokens)
-        cached = self._settled(output, blocks, start) if start > prompt.announced else 0
+        cached = self._settled(fresh(), blocks, start) if start > prompt.announced else 0
         prompt.announced = stop
         table = PromptBlocks(key, self._tables.of(blocks, stop))
         meta.prefills.append(Prefill(table, cached, start, stop))
@@ -170,13 +280,12 @@ class ProducerScheduler:
         if filled:
             self._filled.append((self._steps, filled))
 
-    def _settled(self, output: SchedulerOutput, blocks: tuple[list[int], ...], cached: int) -> int:
-        """How many of the cached tokens were computed before this step.
+    def _settled(self, fresh: set[int], blocks: tuple[list[int], ...], cached: int) -> int:
+        """How many of the cached tokens were computed before this step, which writes the `fresh` blocks.
 
         vLLM also counts as cached what another request of this very step is about to compute; those
         tokens come with each layer's hook.
         """
-        fresh = self._fresh(output)
         for size, group in zip(self._tables.sizes, blocks, strict=True):
             number = next((place for place, block in enumerate(group) if block in fresh), len(group))
             cached = min(cached, number * size)
@@ -195,23 +304,29 @@ class ProducerScheduler:
         return fresh
 
     @property
+    def busy(self) -> bool:
+        """Whether a prompt is queued, is computed, or has blocks that are still held."""
+        return bool(self._prompts or self._ended)
+
+    @property
     def awaits_news(self) -> bool:
         """Whether blocks wait until the workers report that they are free."""
         return bool(self._ended)
 
-    def finished(self, request: Request) -> bool:
+    def finished(self, request: Request, blocks: Iterable[Iterable[int]]) -> bool:
         """The request has ended; whether its blocks must wait until the workers report them free."""
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is None:
             self._forget_duplicate(request)
             return False
         key = prompt.paired.key
-        if prompt.unannounced is not None and request.status in COMPLETED:
+        if prompt.unannounced is not None and not prompt.stale and request.status in COMPLETED:
             # vLLM has taken the results of the step in which another connector loaded a part of the prompt.
             tokens = prompt.announced = request.num_prompt_tokens
             table = PromptBlocks(key, self._tables.of(prompt.unannounced, tokens))
             self._next.prefills.append(Prefill(table, tokens, tokens, tokens))
-        if prompt.announced < request.num_prompt_tokens and (other := self._next_duplicate(prompt)):
+        taken_over = not prompt.stale and prompt.announced < request.num_prompt_tokens
+        if taken_over and (other := self._next_duplicate(prompt)):
             # As after a preemption: the same prompt, with other blocks.
             if prompt.announced:
                 self._next.revoked.append(key)
@@ -223,15 +338,16 @@ class ProducerScheduler:
             prompt.announced = 0
             self._next.revoked.append(key)
         whole = prompt.announced >= request.num_prompt_tokens
-        reason = "" if whole else "P's request was aborted before its prefill ended"
+        reason = prompt.stale or ("" if whole else "P's request was aborted before its prefill ended")
         self._ended[request.request_id] = key
+        self._held.hold(request.request_id, prompt.paired.decode, blocks)
         self._next.sent.append(Ended(request.request_id, key, reason))
         return True
 
     def _next_duplicate(self, prompt: _Prompt) -> _Prompt | None:
         """The duplicate that pushes in place of this prompt, whose request was aborted, or None."""
         for duplicate in self._duplicates.get(prompt.paired.key, {}).values():
-            if duplicate.digest == prompt.digest:
+            if duplicate.digest == prompt.digest and not duplicate.stale:
                 self._forget_duplicate(duplicate.request)
                 return duplicate
         return None
@@ -246,6 +362,7 @@ class ProducerScheduler:
         for request_id in sent:
             if key := self._ended.pop(request_id, None):
                 self._taken.discard(key)
+                self._held.free(request_id)
 
 
 def leave_out_last(request: Request, tokens: int) -> None:
@@ -265,6 +382,8 @@ def leave_out_last(request: Request, tokens: int) -> None:
 
 # D.
 
+CHANGED_ON_D = "D's weights have changed, or its caches were reset, since this prompt's KV was on its way"
+
 
 class LoadState(Enum):
     WAITING = auto()  # for P to begin
@@ -279,11 +398,24 @@ class Asking:
     state: LoadState = LoadState.WAITING
     local: int = 0
     """Tokens in D's own prefix cache when vLLM last asked."""
-    begun: int = 0
+    begun: list[str | None] = field(default_factory=list)
+    """Of each rank to which P has offered it, the generation in the offer; see `commands.Begun`."""
     failure: str = ""
+    """Why nothing comes from P; see `ConsumerScheduler.fail`."""
+    siblings: list[str] = field(default_factory=list)
+    """Further children of n, by request id, which wait until this one is settled."""
+    stale: bool = False
+    """The load began before D's weights changed, so that it has to end as failed."""
 
 
 class ConsumerScheduler:
+    """
+    Attributes:
+        asking: the first request of each key, by request id.
+        undecided: ids of the requests for which the answer to `matched` was, and still is, "ask again".
+        decided: called with ids that are undecided no more.
+    """
+
     def __init__(
         self,
         pairs: Pairs,
@@ -305,7 +437,20 @@ class ConsumerScheduler:
         self.asking: dict[str, Asking] = {}
         self._owners: dict[str, str] = {}
         self._siblings: dict[str, str] = {}
+        self.undecided: set[str] = set()
+        self.decided: Callable[[set[str]], None] = lambda request_ids: None
         self._next = StepMetadata()
+        self._generation = ""
+
+    def invalidate(self, generation: str) -> None:
+        """The weights have changed, or the caches were reset: load nothing more of what is on its way."""
+        self._generation = generation
+        self._next.invalidate = Invalidate(generation, CHANGED_ON_D)
+        for request_id, asking in self.asking.items():
+            if asking.state is LoadState.LOADING and not asking.stale:
+                asking.stale = True
+                self._next.drops.append(Ended(request_id, asking.paired.key, CHANGED_ON_D))
+        self._decide(self.undecided.copy())
 
     def new(self, request: Request) -> None:
         paired = self._pairs.of(request)
@@ -313,6 +458,7 @@ class ConsumerScheduler:
             return
         if paired.key in self._owners:
             self._siblings[request.request_id] = paired.key
+            self.asking[self._owners[paired.key]].siblings.append(request.request_id)
             return
         self._owners[paired.key] = request.request_id
         self.asking[request.request_id] = Asking(request, paired)
@@ -323,16 +469,27 @@ class ConsumerScheduler:
 
     def matched(self, request: Request, local: int) -> tuple[int | None, bool]:
         """Tokens beyond the `local` ones that P computes for us; None: ask again."""
+        tokens, later = self._matched(request, local)
+        if tokens is None:
+            self.undecided.add(request.request_id)
+        return tokens, later
+
+    def _matched(self, request: Request, local: int) -> tuple[int | None, bool]:
         asking = self.asking.get(request.request_id)
         if asking is None:
             return self._sibling(request), False
         asking.local, external = local, request.num_prompt_tokens - self._tail - local
         if asking.state is not LoadState.WAITING or external <= 0:
             return 0, False
-        if asking.failure:
+        if self._failure(asking):
             # Under `fail`, vLLM fails a request only for a load that it has seen begin.
             return (0, False) if self._recompute else (external, True)
-        return (external, True) if asking.begun >= self._world else (None, False)
+        return (external, True) if len(asking.begun) >= self._world else (None, False)
+
+    def _failure(self, asking: Asking) -> str:
+        """Why nothing can be loaded for this request; "" if nothing is known against it."""
+        others = {*asking.begun} - {None, self._generation}
+        return asking.failure or (other_weights(others.pop(), self._generation) if others else "")
 
     def _sibling(self, request: Request) -> int | None:
         """A further child of n waits until the first has loaded, and then takes the prefix cache."""
@@ -345,19 +502,22 @@ class ConsumerScheduler:
         asking = self.asking.get(request.request_id)
         if asking is None or asking.state is not LoadState.WAITING:
             return
-        key = asking.paired.key
+        key, rest = asking.paired.key, request.num_prompt_tokens - self._tail
+        failure = self._failure(asking) if asking.local < rest else ""
         if external <= 0:
             asking.state = LoadState.SETTLED
-            self._next.loads.append((request.request_id, Load(key, 0, 0, ())))
+            self._decide(asking.siblings)
+            if failure:
+                self._next.drops.append(Ended(request.request_id, key, failure, report=False))
+            else:
+                self._next.loads.append((request.request_id, Load(key, 0, 0, ())))
             return
         asking.state = LoadState.LOADING
-        if self._left_out and asking.local + external != request.num_prompt_tokens - self._tail:
-            asking.failure = (
-                asking.failure or "vLLM wants a part of what P sends, and a state is all or nothing"
-            )
-        if asking.failure:
+        if self._left_out and asking.local + external != rest:
+            failure = failure or "vLLM wants a part of what P sends, and a state is all or nothing"
+        if failure:
             # Some ranks have not failed, and P may not even have begun for them: nothing is asked for.
-            self._next.drops.append(Ended(request.request_id, key, asking.failure))
+            self._next.drops.append(Ended(request.request_id, key, failure))
             return
         stop = asking.local + external
         load = Load(key, asking.local, stop, self._tables.of(blocks.get_block_ids(), stop))
@@ -369,30 +529,64 @@ class ConsumerScheduler:
         return meta
 
     @property
+    def busy(self) -> bool:
+        """Whether a request that a P prefills has not ended."""
+        return bool(self.asking)
+
+    @property
     def awaits_news(self) -> bool:
         """Whether a request waits for P, or for its KV."""
         return any(asking.state is not LoadState.SETTLED for asking in self.asking.values())
 
-    def reported(self, news: WorkerNews | None, received: set[str]) -> None:
-        """What the workers report; `received`: loads that have ended, well or not."""
+    def reported(self, news: WorkerNews | None, received: set[str], failed: Container[str] = ()) -> set[str]:
+        """What the workers report; `received`: loads that have ended, of which some `failed`.
+
+        Returns those of `received` that vLLM must not hear of yet: their KV is not valid any more, so the
+        workers will report them again, as failed.
+        """
+        withheld: set[str] = set()
+        decided: list[str] = []
         for request_id in received:
             if asking := self.asking.get(request_id):
-                asking.state = LoadState.SETTLED
-        if news is None:
-            return
-        for request_id, ranks in news.begun.items():
-            if asking := self.asking.get(request_id):
-                asking.begun += ranks
-        for request_id, reason in news.failed.items():
-            if asking := self.asking.get(request_id):
-                asking.failure = reason
+                if asking.stale and request_id not in failed:
+                    log.warning("the KV of %s is not used: %s", asking.paired.key, CHANGED_ON_D)
+                    withheld.add(request_id)
+                else:
+                    asking.state = LoadState.SETTLED
+                    decided += asking.siblings
+        self._next.withheld += withheld
+        if news is not None:
+            for request_id, offered in news.begun.items():
+                if asking := self.asking.get(request_id):
+                    asking.begun += offered
+                    settled = len(asking.begun) >= self._world or self._failure(asking)
+                    decided += [request_id] if settled else []
+            for request_id, reason in news.failed.items():
+                self.fail(request_id, reason)
+        self._decide(decided)
+        return withheld
+
+    def fail(self, request_id: str, reason: str) -> None:
+        """Nothing comes from P for this request, if it is known; from the next pass on vLLM hears so."""
+        if asking := self.asking.get(request_id):
+            asking.failure = reason
+            self._decide([request_id])
+
+    def _decide(self, request_ids: Iterable[str]) -> None:
+        """The answer to `matched` has changed for these. Without this call vLLM does not ask again for those
+        that are undecided."""
+        if decided := self.undecided.intersection(request_ids):
+            self.undecided -= decided
+            self.decided(decided)
 
     def finished(self, request: Request) -> None:
         """The request has ended, whatever its state. vLLM keeps the blocks of an aborted load itself."""
         self._siblings.pop(request.request_id, None)
+        self.undecided.discard(request.request_id)
         asking = self.asking.pop(request.request_id, None)
         if asking is None:
             return
+        self._decide(asking.siblings)
         self._owners.pop(asking.paired.key, None)
         if asking.state is not LoadState.SETTLED:
             loading, key = asking.state is LoadState.LOADING, asking.paired.key

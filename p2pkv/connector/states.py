@@ -161,7 +161,7 @@ def _specs_of(kv_config: KVCacheConfig) -> dict[str, tuple[int, Any]]:
     return found
 
 
-# What a layer keeps, and how vLLM divides it. These are facts of vLLM 0.32's layers.
+# What a layer keeps, and how vLLM divides it. These are facts of the layers of vLLM 0.32 and 0.33.
 
 
 @dataclass(frozen=True)
@@ -428,7 +428,7 @@ def _check_pages(layer: RecurrentLayer) -> None:
     ):
         raise ConfigError(
             f"{layer.name} is registered as {layer.pages.dtype} {shape} with strides "
-            f"{list(layer.pages.stride())}: p2pkv expected bytes, [blocks, 1, 1, {sum(sizes)}], as vLLM 0.32 "
+            f"{list(layer.pages.stride())}: p2pkv expected bytes, [blocks, 1, 1, {sum(sizes)}], as vLLM 0.33 "
             "registers a recurrent layer"
         )
 

@@ -7,8 +7,9 @@ idle step waits for news.
 from __future__ import annotations
 
 import inspect
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING
@@ -21,6 +22,9 @@ from p2pkv.connector.idle_steps import SPINNING, Bell, untested
 from p2pkv.connector.metadata import Ended, Growth, P2pKvStats, StepMetadata, WorkerNews
 from p2pkv.device import Fence, make_recorder
 from p2pkv.engine import commands as do
+from p2pkv.engine.commands import Command, Event
+from p2pkv.engine.context import Counters
+from p2pkv.engine.liveness import Liveness
 from p2pkv.engine.rank import Rank
 
 if TYPE_CHECKING:
@@ -35,10 +39,15 @@ class _Load:
     """One request that the engine knows."""
 
     request_id: str
+    expect: do.Expect
+    begun: bool = False
+    """P has begun to compute it."""
     waited: bool = False
     """vLLM has given it blocks, and keeps them until it hears of it."""
     unwanted: bool = False
     """Nobody will ask for it any more."""
+    dropped: bool = False
+    """Whatever has come of it is not wanted."""
     complete: bool | None = None
     """Whether all has come; None until the engine has said how it ended."""
 
@@ -56,7 +65,7 @@ class Loads:
     """The engine says of each request, once, how it has ended; only then is it forgotten."""
 
     def __init__(self, rank: Rank) -> None:
-        self._rank = rank
+        self.rank: Rank | Asleep = rank
         self._known: dict[str, _Load] = {}
         self._later: dict[str, _Later] = {}
         self._results = KVConnectorTransferResults()
@@ -77,13 +86,15 @@ class Loads:
             self._load(request_id, replace(load, fence=fence))
         for ended in meta.drops:
             self._drop(ended)
+        self._results.finished_recving.update(meta.withheld)
+        self._results.failed_recving.update(meta.withheld)
 
     def _expect(self, request_id: str, expect: do.Expect) -> None:
         if expect.key in self._known:
             self._later[expect.key] = _Later(request_id, expect)
         else:
-            self._known[expect.key] = _Load(request_id)
-            self._rank.do(expect)
+            self._known[expect.key] = _Load(request_id, expect)
+            self.rank.do(expect)
 
     def _load(self, request_id: str, order: do.Load) -> None:
         if (later := self._later.get(order.key)) and later.request_id == request_id:
@@ -94,7 +105,7 @@ class Loads:
         load.waited = order.stop > order.start
         load.unwanted = not load.waited
         if load.complete is None:
-            self._rank.do(order)
+            self.rank.do(order)
         self._settle(order.key)
 
     def _drop(self, ended: Ended) -> None:
@@ -105,18 +116,18 @@ class Loads:
         load = self._known.get(key)
         if load is None or load.request_id != ended.request_id:
             return
-        load.waited = ended.report
-        load.unwanted = not load.waited
+        load.waited, load.unwanted, load.dropped = ended.report, not ended.report, True
         if load.complete is None:
-            self._rank.do(do.Drop(key, ended.reason))
+            self.rank.do(do.Drop(key, ended.reason))
         self._settle(key)
 
     # What the engine says.
 
     def note(self, event: do.Event) -> None:
         match event:
-            case do.Begun(key) if key in self._known:
-                self._news.begun[self._known[key].request_id] = 1
+            case do.Begun(key, generation) if key in self._known:
+                self._known[key].begun = True
+                self._news.begun[self._known[key].request_id] = [generation]
             case do.Loaded(key) if key in self._known:
                 self._known[key].complete = True
                 self._settle(key)
@@ -134,14 +145,25 @@ class Loads:
             return
         if load.waited:
             self._results.finished_recving.add(load.request_id)
-            if not load.complete:
+            if load.dropped or not load.complete:
                 self._results.failed_recving.add(load.request_id)
         del self._known[key]
-        self._rank.do(do.Forget(key))
+        self.rank.do(do.Forget(key))
         if later := self._later.pop(key, None):
             self._expect(later.request_id, later.expect)
             if later.order is not None:
                 self._load(later.request_id, later.order)
+
+    # When the instance wakes up.
+
+    def wake(self, rank: Rank) -> None:
+        """The engine is another one: it is told of what P has not begun, and the rest has failed."""
+        self.rank = rank
+        for key, load in list(self._known.items()):
+            if load.complete is None and (load.begun or load.waited or load.unwanted):
+                self.note(do.LoadFailed(key, "D has slept while this prompt's KV was on its way"))
+            elif load.complete is None:
+                rank.do(load.expect)
 
     # What vLLM asks.
 
@@ -222,6 +244,33 @@ REVOKING = EarlyRevocation()
 """Of this process: vLLM's runner is one per process."""
 
 
+class Asleep:
+    """In place of the rank while the instance sleeps: it does nothing, and nothing happens."""
+
+    def __init__(self) -> None:
+        self.counters, self.steps = Counters(), Liveness(math.inf)
+        self.failure = ""
+
+    def do(self, command: Command) -> None: ...
+
+    def revoke(self, keys: Iterable[str]) -> None: ...
+
+    def events(self) -> list[Event]:
+        return []
+
+    def wait_for_event(self, seconds: float) -> None: ...
+
+    def layers_per_message(self, tokens: int) -> int:
+        return 1
+
+    def call_on_event(self, call: Callable[[], None]) -> None: ...
+
+    def trouble(self) -> str:
+        return ""
+
+    def stop(self) -> None: ...
+
+
 class Worker:
     """One rank. `places` gives each layer's index in the rank's cache; layers that share KV have none.
 
@@ -231,7 +280,7 @@ class Worker:
     def __init__(
         self, rank: Rank, places: Mapping[str, int], device: torch.device, hooks: bool = True
     ) -> None:
-        self.rank = rank
+        self.rank: Rank | Asleep = rank
         self._places = places
         self._layers = len(places)
         self._hooks = hooks
@@ -242,7 +291,9 @@ class Worker:
         # message.
         self._run = 0, 0
         self._stride = 1
-        # P, by key: requests that vLLM has ended and waits for, and prompts whose blocks are free.
+        # P, by key: prompts that the engine knows, requests that vLLM has ended and waits for, and prompts
+        # whose blocks are free.
+        self._held: set[str] = set()
         self._ended: dict[str, str] = {}
         self._free: set[str] = set()
         self._idle_wait = 0.0
@@ -260,14 +311,23 @@ class Worker:
         self.rank.revoke(revoked)
 
     def begin(self, meta: StepMetadata) -> None:
+        """Raises RuntimeError, which ends vLLM's engine, if the engine thread has ended: no transfer ends."""
+        if self.rank.failure:
+            raise RuntimeError(self.rank.failure)
         self._idle_wait = meta.idle_wait
         self._bell.address = meta.bell
         SPINNING.idle = meta.idle
         if meta.work:
             self.rank.steps.begin(time.monotonic())
+        for key, reason in meta.stale:
+            self.rank.do(do.Abort(key, reason))
+        if meta.invalidate is not None:
+            self.rank.do(meta.invalidate)
         for hold in meta.holds:
+            self._held.add(hold.key)
             self.rank.do(hold)
         for offer in meta.offers:
+            self._free.discard(offer.key)  # after a sleep, before which P had not begun it
             self.rank.do(offer)
         for prefill in meta.prefills:
             self.rank.do(prefill.blocks)
@@ -334,6 +394,7 @@ class Worker:
         results = self.loads.results()
         for key in self._free & self._ended.keys():
             self._free.discard(key)
+            self._held.discard(key)
             results.finished_sending.add(self._ended.pop(key))
             self.rank.do(do.Forget(key))
         return results
@@ -356,6 +417,21 @@ class Worker:
 
     def stats(self) -> P2pKvStats | None:
         return self._growth.since()
+
+    def sleep(self) -> None:
+        """Give the rank up, with its links and its memory: nothing reads or writes blocks any more."""
+        self._hear()
+        self.rank.stop()  # which ends all transfers: `wake` says of each what follows
+        self.rank = self.loads.rank = Asleep()
+        self._growth = Growth(self.rank.counters)
+
+    def wake(self, rank: Rank) -> None:
+        """Go on with a new rank."""
+        self._free |= self._held
+        self.rank = rank
+        self._growth = Growth(rank.counters)
+        rank.call_on_event(self._bell.ring)
+        self.loads.wake(rank)
 
     def stop(self) -> None:
         self.rank.stop()

@@ -5,10 +5,11 @@ no other thread of the worker runs. Pings from a thread would stop, and the prox
 good health. So they come from a process of its own, which imports neither torch nor vLLM.
 
 The worker is the child's parent and holds the other end of its stdin: it writes one line that says what to
-announce, a beat every second, and `STOP` at a clean end. When the worker is silent, the child goes on pinging
-for `stall_seconds`, and then stops until the worker beats again. When the worker dies, the pipe
-ends, so does the child, and with it the connection to the proxy. Both are in one process group: a signal that
-freezes or kills the whole instance reaches the child, too.
+announce, a beat every second, and `STOP` at a clean end. A beat has whether the instance is to be announced,
+and whether it is paused; while it is not to be announced, the child sends no ping. When the worker is silent,
+the child goes on as before for `stall_seconds`, and then sends none until the worker beats again. When the
+worker dies, the pipe ends, so does the child, and with it the connection to the proxy. Both are in one
+process group: a signal that freezes or kills the whole instance reaches the child, too.
 
 What the proxies answer to a D, its partners, the child passes on through its stdout, a socket that keeps
 messages apart; the worker looks there at each beat.
@@ -32,7 +33,7 @@ import sys
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -65,7 +66,8 @@ STOP_SECONDS = 2.0
 _NAMED_SECONDS = 20 * PING_INTERVAL
 """What a proxy that answers no more has named counts for this long, where another one answers."""
 
-_BEAT, _STOP = b".", b"q"
+_RUNS, _PAUSED, _FAILS, _STOP = b".", b"p", b"-", b"q"
+"""What the worker writes: three kinds of beats, and the end."""
 
 Addresses = tuple[str, ...]
 Hear = Callable[[Addresses], None]
@@ -73,6 +75,22 @@ Hear = Callable[[Addresses], None]
 
 
 def _ignore(addresses: Addresses) -> None: ...
+
+
+class Standing(Struct, frozen=True):
+    """Whether requests may come to the instance, as its worker sees it.
+
+    Attributes:
+        trouble: why it is not to be announced, in words; "" if it is.
+        paused: vLLM's /pause has been called, and /resume has not.
+    """
+
+    trouble: str = ""
+    paused: bool = False
+
+
+def _runs() -> Standing:
+    return Standing()
 
 
 _FORMAT = "(p2pkv-announcer pid=%(process)d) %(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
@@ -134,13 +152,21 @@ class Announcer:
     Args:
         hear: called from a thread of the announcer's with the partners that the proxy has named, each time
             they change.
+        standing: called from that thread before each beat.
     """
 
-    def __init__(self, announcement: Announcement, hear: Hear = _ignore) -> None:
+    def __init__(
+        self,
+        announcement: Announcement,
+        hear: Hear = _ignore,
+        standing: Callable[[], Standing] = _runs,
+    ) -> None:
         for proxy in announcement.proxies:
             Address.parse(proxy)
         self._announcement = announcement
         self._hear = hear
+        self._standing = standing
+        self._trouble = ""
         self._partners: Addresses | None = None
         self._stopping = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
@@ -210,8 +236,9 @@ class Announcer:
             assert self._child is not None
             self._listen()
             if self._child.poll() is None:
+                beat = self._next_beat()
                 with contextlib.suppress(OSError):  # it has ended, or is frozen and reads nothing
-                    _write(self._child, _BEAT)
+                    _write(self._child, beat)
                 continue
             logger.warning(
                 "the announcing process ended with status %d; it is started again", self._child.returncode
@@ -220,6 +247,15 @@ class Announcer:
             with contextlib.suppress(OSError):
                 # The instance is warm by now, or the child has waited for as long as it may.
                 self._spawn(msgspec.structs.replace(self._announcement, warm_up=None))
+
+    def _next_beat(self) -> bytes:
+        now = self._standing()
+        if now.trouble and not self._trouble:
+            logger.warning("this instance is not announced any more: %s", now.trouble)
+        elif self._trouble and not now.trouble:
+            logger.warning("this instance is announced again")
+        self._trouble = now.trouble
+        return _FAILS if now.trouble else _PAUSED if now.paused else _RUNS
 
 
 def _spawn(announcement: Announcement, said: socket.socket) -> subprocess.Popen[bytes]:
@@ -261,6 +297,9 @@ class _Parent:
         self._stall = 0.0
         self._beaten = time.monotonic()
         self._silent = False
+        self._last = _RUNS
+        self.changed: Callable[[], None] = _nothing
+        """Called when a beat differs from the one before."""
         self.announced = False
         self.stopping = threading.Event()
 
@@ -295,13 +334,20 @@ class _Parent:
         if not data:
             return
         self._beaten = time.monotonic()
+        last, self._last = self._last, data[-1:]
+        if self._last != last:
+            self.changed()
         if _STOP in data:
             self.stopping.set()
             if not self.announced:
                 os._exit(0)
 
+    @property
+    def paused(self) -> bool:
+        return self._last == _PAUSED
+
     def vouched_for(self) -> bool:
-        """Whether the worker has beaten within `stall_seconds`."""
+        """Whether the worker has beaten within `stall_seconds`, and its last beat does not forbid a ping."""
         silent = time.monotonic() - self._beaten > self._stall
         if silent and not self._silent:
             logger.warning(
@@ -310,7 +356,10 @@ class _Parent:
         elif self._silent and not silent:
             logger.warning("the worker is back: it is announced again")
         self._silent = silent
-        return not silent
+        return not silent and self._last != _FAILS
+
+
+def _nothing() -> None: ...
 
 
 class _Passing:
@@ -353,16 +402,30 @@ def main() -> None:
         warm_up(told.warm_up)
     passing, members = _Passing(sys.stdout.fileno()), members_of(told.secret)
     pingers = [
-        Pinger(proxy, told.ping, told.interval, members, worker.vouched_for, passing.hear(proxy))
+        Pinger(
+            proxy,
+            told.ping,
+            told.interval,
+            members,
+            vouched_for=worker.vouched_for,
+            paused=lambda: worker.paused,
+            hear=passing.hear(proxy),
+        )
         for proxy in told.proxies
     ]
     worker.announced = True
+    worker.changed = lambda: hurry(pingers)
     for pinger in pingers:
         pinger.start()
     worker.stopping.wait()
     # All at once: a proxy that does not take its goodbye keeps nothing from the others.
     with ThreadPoolExecutor(len(pingers)) as pool:
         list(pool.map(Pinger.stop, pingers))
+
+
+def hurry(pingers: Iterable[Pinger]) -> None:
+    for pinger in pingers:
+        pinger.hurry()
 
 
 # The child's pings.
@@ -387,6 +450,7 @@ class Pinger:
         interval: seconds between two pings.
         members: show the proxy that we are one of them; None to ping in the clear.
         vouched_for: called before each ping, in the pinger's thread; while it returns False none is sent.
+        paused: called likewise; the value of the ping's `paused`.
         hear: takes the partners that the proxy names, in the pinger's thread.
 
     Raises:
@@ -400,16 +464,19 @@ class Pinger:
         interval: float = PING_INTERVAL,
         members: Members | None = None,
         vouched_for: Callable[[], bool] = lambda: True,
+        paused: Callable[[], bool] = lambda: False,
         hear: Hear = _ignore,
     ) -> None:
         if not interval > 0:
             raise ValueError(f"the ping interval must be more than 0 seconds, not {interval}")
         self._proxy = Address.parse(proxy_address)
         self._frame = encode_ping(ping)
+        self._paused_frame = encode_ping(msgspec.structs.replace(ping, paused=True))
         self._goodbye = encode_ping(goodbye(ping))
         self._interval = interval
         self._members = members
         self._vouched_for = vouched_for
+        self._paused = paused
         self._asks = ping.partners > 0
         self._hear = hear
         self._complaints = RateLimit(seconds=_COMPLAIN_SECONDS)
@@ -421,6 +488,11 @@ class Pinger:
     def start(self) -> None:
         """Begins to ping."""
         self._thread.start()
+
+    def hurry(self) -> None:
+        """Pings at once, not only when the next ping is due. For any thread."""
+        with contextlib.suppress(OSError):  # as many wake-ups wait as fit; or it has stopped
+            self._waker.send(b"!")
 
     def stop(self, timeout: float = 2.0) -> None:
         """Says goodbye to a proxy that is there, and ends the thread within `timeout` seconds. Idempotent."""
@@ -476,10 +548,13 @@ class Pinger:
         due = time.monotonic() + self._interval
         if self._connected(dealer, watch):
             if self._vouched_for():
-                dealer.send(self._frame, zmq.NOBLOCK)
+                dealer.send(self._paused_frame if self._paused() else self._frame, zmq.NOBLOCK)
             while (left := due - time.monotonic()) > 0 and not self._stopping.is_set():
-                if dealer in self._wait(left, *([(dealer, zmq.POLLIN)] if self._asks else [])):
+                ready = self._wait(left, *([(dealer, zmq.POLLIN)] if self._asks else []))
+                if dealer in ready:
                     self._read(dealer)
+                if self._wakened.fileno() in ready:
+                    break
             return True
         return False
 
@@ -511,7 +586,10 @@ class Pinger:
         poller.register(self._wakened, zmq.POLLIN)
         for each, events in sockets:
             poller.register(each, events)
-        return dict(poller.poll(max(0, int(seconds * 1000))))
+        ready = dict(poller.poll(max(0, int(seconds * 1000))))
+        if self._wakened.fileno() in ready and not self._stopping.is_set():
+            self._wakened.recv(64)
+        return ready
 
     def _say_goodbye(self, dealer: zmq.Socket[bytes]) -> None:
         if self._stopping.is_set() and dealer.poll(0, zmq.POLLOUT):

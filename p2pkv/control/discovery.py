@@ -3,7 +3,8 @@
 A ping is one msgpack map in one frame. Its first three fields are the classic ones, which every
 proxy of the original connector reads; the next three satisfy vllm-router's MoRIIO mode; the rest is
 ours. Fields that a reader does not know are ignored, and those that are missing have a default, so each side
-may be older than the other. Version 2 has added `protocol` and `fit`, version 3 `partners`.
+may be older than the other. Version 2 has added `protocol` and `fit`, version 3 `partners`, version 4
+`paused`. Since version 4 a ping also means that the instance's engine gets on: none comes while it does not.
 
 A ping carries no authority: it says where to look, and the ranks' handshake proves who is there.
 
@@ -26,7 +27,7 @@ from msgspec import Meta, Struct
 
 from p2pkv.pairing import Address
 
-DISCOVERY_VERSION = 3
+DISCOVERY_VERSION = 4
 PING_INTERVAL = 3.0
 MAX_PING_BYTES = 4096
 MAX_PARTNERS = 512
@@ -58,6 +59,7 @@ class Ping(Struct, frozen=True, kw_only=True):
         fit: what must be equal between a P and a D, as `protocol.handshake.fit` writes it; "" if it does not
             say. A P and a D with different texts refuse each other.
         partners: the most P's that this D wants to be told of; 0: it takes no answer.
+        paused: vLLM's /pause has been called there, and /resume has not; no requests for now, please.
     """
 
     type: Literal["P", "D"]
@@ -74,6 +76,7 @@ class Ping(Struct, frozen=True, kw_only=True):
     protocol: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     fit: _FitText = ""
     partners: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
+    paused: bool = False
 
     def __post_init__(self) -> None:
         for field, text in (("http_address", self.http_address), ("zmq_address", self.zmq_address)):

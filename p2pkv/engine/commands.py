@@ -27,12 +27,13 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class OfferPrompt:
-    """Its prefill begins."""
+    """Its prefill begins; `generation`: of the weights, "": those of P's start."""
 
     key: str
     decode: Address
     tokens: int
     digest: bytes
+    generation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,14 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Invalidate:
+    """KV that waits for its request is not valid any more. `generation`: of D's weights from now on."""
+
+    generation: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class NamePartners:
     """The proxy has named these P's, by the addresses of their rank 0, the likeliest first.
 
@@ -141,6 +150,7 @@ Command = (
     | Abort
     | Expect
     | Load
+    | Invalidate
     | NamePartners
     | Drop
     | Forget
@@ -159,9 +169,10 @@ class BlocksFree:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """D: P has begun to compute this prompt."""
+    """D: P has begun to compute this prompt. `generation`: of P's weights; None: no part is for this rank."""
 
     key: str
+    generation: str | None = ""
 
 
 @dataclass(frozen=True, slots=True)

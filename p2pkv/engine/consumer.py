@@ -74,6 +74,8 @@ class Consumer:
                 self.requests.drop(key, reason, now)
             case do.Forget(key):
                 self.requests.forget(key)
+            case do.Invalidate(generation, reason):
+                self.requests.invalidate(generation, reason, now)
             case do.NamePartners(addresses):
                 self.partners.name(addresses, now)
             case _:
@@ -197,7 +199,7 @@ class Consumer:
         if now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
             self._look(now, lease)
-        if now >= self._next_beat and not self._ctx.steps.stalled(now):
+        if now >= self._next_beat and not self._ctx.steps.trouble(now):
             self._next_beat = now + self._ctx.beat
             self.requests.say_waiting(now)
 

@@ -12,6 +12,7 @@ from p2pkv.config import Options
 from p2pkv.control.endpoint import Connection, Endpoint
 from p2pkv.device import Fence
 from p2pkv.engine.commands import Event
+from p2pkv.engine.liveness import Liveness
 from p2pkv.kv.cache import RankCache, Rectangles
 from p2pkv.links.base import LinkFactory
 from p2pkv.log import Throttle
@@ -56,37 +57,6 @@ class Counters:
     def snapshot(self) -> dict[str, int]:
         """All counters and gauges now."""
         return self.values | {name: read() for name, read in self.gauges.items()}
-
-
-class Steps:
-    """Written by the forward thread, read by the engine thread; single attributes, so no lock.
-
-    `stall`: seconds after which a step that has work counts as hung.
-    """
-
-    def __init__(self, stall: float) -> None:
-        self.stall = stall
-        self.held = 0.0
-        """By how much the engine thread's clock is behind the forward thread's; see Core.turn."""
-        self._number = 0
-        self._since: float | None = None
-
-    def begin(self, now: float) -> None:
-        self._number += 1
-        self._since = now
-
-    def end(self) -> None:
-        self._since = None
-
-    @property
-    def running(self) -> int | None:
-        """The number of the step that runs now; None between steps."""
-        number = self._number
-        return number if self._since is not None else None
-
-    def stalled(self, now: float) -> bool:
-        since = self._since
-        return since is not None and now + self.held - since > self.stall
 
 
 Action = Callable[[float], None]
@@ -174,7 +144,7 @@ class Context:
     cache: RankCache
     links: LinkFactory
     endpoint: Endpoint
-    steps: Steps
+    steps: Liveness
     emit: Callable[[Event], None]
     counters: Counters = field(default_factory=Counters)
     reading: threading.Lock = field(default_factory=threading.Lock)

@@ -64,8 +64,8 @@ class Producer:
         match command:
             case do.Hold(key, decode):
                 self.prompts.hold(key, str(decode), now)
-            case do.OfferPrompt(key, decode, tokens, digest):
-                self._offer(self.prompts.hold(key, str(decode), now), tokens, digest, now)
+            case do.OfferPrompt(key, decode):
+                self._offer(self.prompts.hold(key, str(decode), now), command, now)
             case do.PromptBlocks(key, blocks):
                 for entry in self.prompts.live(key):
                     entry.blocks = blocks
@@ -86,9 +86,9 @@ class Producer:
             case _:
                 raise AssertionError(f"{command} is not for a P")
 
-    def _offer(self, entry: PromptEntry, tokens: int, digest: bytes, now: float) -> None:
+    def _offer(self, entry: PromptEntry, offer: do.OfferPrompt, now: float) -> None:
         if not entry.sender.prompt.ended:
-            self.prompts.run(entry, entry.sender.offer(tokens, digest), now)
+            self.prompts.run(entry, entry.sender.offer(offer.tokens, offer.digest, offer.generation), now)
             self.prompts.say_ahead(entry)
 
     def _revoke(self, key: str) -> None:

@@ -35,6 +35,7 @@ CLAIM_LEASES = 10
 class EarlyClaim:
     """One rank's claim. `step`: the step that P was in at the first heartbeat; `last`: D's final message."""
 
+    incarnation: str
     attempt: int
     since: float
     step: int | None
@@ -53,14 +54,15 @@ class EarlyClaims:
     def __len__(self) -> int:
         return len(self._claims)
 
-    def note(self, key: str, place: DecodeRank, attempt: int, step: int | None, now: float) -> bool:
+    def note(self, key: str, peer: DecodePeer, attempt: int, step: int | None, now: float) -> bool:
         """Keep a claim; whether the step may still run in which P would have heard of the prompt."""
         if key not in self._claims and len(self._claims) >= MOST_CLAIMS:
             return False
         claims = self._claims.setdefault(key, {})
-        early = claims.get(place)
-        if early is None or early.attempt != attempt:
-            early = claims[place] = EarlyClaim(attempt, now, step)
+        early, incarnation = claims.get(peer.place), peer.hello.incarnation
+        # A D that has restarted counts its attempts from the start again.
+        if early is None or (early.incarnation, early.attempt) != (incarnation, attempt):
+            early = claims[peer.place] = EarlyClaim(incarnation, attempt, now, step)
         early.since = now
         return early.step is not None and early.step == step
 
@@ -131,7 +133,7 @@ class Prompts:
         self._ctx = context
         self._peers = peers
         options = context.options
-        self._terms = Terms(options.chunk_bytes, options.lease_seconds)
+        self._terms = Terms(options.chunk_bytes, options.lease_seconds, options.wait_seconds)
         self._early = EarlyClaims(options.lease_seconds)
         self._ended = EndedTransfers(options.lease_seconds)
         self._leaving = ""
@@ -139,7 +141,8 @@ class Prompts:
         self._paired: dict[str, dict[str, PromptEntry]] = {}
         """The entries of each D, by the address of its rank 0 and by key."""
         self._next_look = 0.0
-        """No lease ends before this time."""
+        """No lease ends before this time, and none before P is paused or resumed."""
+        self._paused_since: float | None = None
         context.counters.gauges |= {
             "prompts": lambda: sum(1 for e in tuple(self.entries.values()) if not e.sender.prompt.ended),
             "prompts_held": lambda: sum(1 for entry in tuple(self.entries.values()) if not entry.free),
@@ -204,14 +207,14 @@ class Prompts:
                 self._ctx.tell(peer.connection, m.Failed(key, attempt, reason))
                 continue
             (held if self._claim(peer, key, attempt, now) else unknown).append((key, attempt))
-        if not self._ctx.steps.stalled(now):
+        if not self._ctx.steps.trouble(now):
             self._ctx.tell(peer.connection, m.HeartbeatAck(tuple(held), tuple(unknown)))
 
     def _claim(self, peer: DecodePeer, key: str, attempt: int, now: float) -> bool:
         """Note that D's rank waits for this prompt; whether P vouches for it."""
         entry = self.entries.get(key)
         if entry is None:
-            return self._early.note(key, peer.place, attempt, self._ctx.steps.running, now)
+            return self._early.note(key, peer, attempt, self._ctx.steps.running, now)
         sender = entry.sender
         sender.expects = peer.served
         if peer.assignment is None:
@@ -233,7 +236,8 @@ class Prompts:
     def _claim_early(self, key: str, now: float) -> None:
         """P's scheduler has announced this prompt: apply what ranks of D said about it before."""
         for place, early in self._early.take(key).items():
-            if peer := self._peers.get(place):
+            peer = self._peers.get(place)
+            if peer is not None and peer.hello.incarnation == early.incarnation:
                 self._claim(peer, key, early.attempt, now)
                 if early.last is not None:
                     self.about(peer, key, early.last, now)
@@ -340,14 +344,16 @@ class Prompts:
     # Time.
 
     def tick(self, now: float) -> None:
-        if now >= self._next_look:
-            # The earliest end of a lease that begins later, or of one that runs. Messages from D may put it
-            # off.
-            self._next_look = now + self._terms.lease
+        paused_since = self._ctx.steps.paused_since
+        if now >= self._next_look or paused_since != self._paused_since:
+            self._paused_since = paused_since
+            # The earliest end of a lease or a wait that begins later or runs. Messages from D may put it off.
+            self._next_look = now + min(self._terms.lease, self._terms.wait)
             for entry in list(self.entries.values()):
-                self.run(entry, entry.sender.tick(now), now)
-                if (deadline := entry.sender.deadline) is not None:
-                    self._next_look = min(self._next_look, deadline)
+                sender = entry.sender
+                self.run(entry, sender.tick(now, paused_since), now)
+                for end in (sender.deadline, sender.kept_until(paused_since)):
+                    self._next_look = min(self._next_look, inf if end is None else end)
         self._early.expire(now)
         self._ended.expire(now)
 

@@ -18,7 +18,8 @@ from p2pkv.control.security import members_of
 from p2pkv.device import own_stream
 from p2pkv.engine.commands import Command, Computed, Event, Revoked
 from p2pkv.engine.consumer import Consumer
-from p2pkv.engine.context import Context, Steps, log
+from p2pkv.engine.context import Context, log
+from p2pkv.engine.liveness import LATE_BEAT_SECONDS, Liveness
 from p2pkv.engine.producer import Producer
 from p2pkv.kv.cache import RankCache
 from p2pkv.links.base import LinkFactory
@@ -55,7 +56,7 @@ class Core:
     def __init__(
         self, hello: Hello, options: Options, cache: RankCache, links: LinkFactory, endpoint: Endpoint
     ) -> None:
-        self.steps = Steps(options.stall_seconds)
+        self.steps = Liveness(options.stall_seconds)
         self._events: deque[Event] = deque()
         self._commands: deque[Command] = deque()
         self.context = Context(hello, options, cache, links, endpoint, self.steps, self._emit)
@@ -67,6 +68,8 @@ class Core:
         self._turned: float | None = None
         self._due = 0.0
         self._held = 0.0
+        self._trouble = ""
+        self._given_up = False
 
     # The forward thread.
 
@@ -130,6 +133,7 @@ class Core:
         self.context.copies.poll(now)
         self._soon = soon or len(self.context.copies) > 0
         if now >= self._next_tick:
+            self._look_at_engine(now)
             self.half.tick(now)
             self._next_tick = now + IDLE_TICK
         due = max(self.half.due, now + TICK) if self.half.idle else now + TICK
@@ -191,6 +195,26 @@ class Core:
         self._turned = self._due = now
         return now - self._held
 
+    def _look_at_engine(self, now: float) -> None:
+        """Take in the engine core's beats. Log when it stops getting on, and when it gets on again."""
+        self.steps.look(now)
+        trouble = self.steps.trouble(now)
+        if bool(trouble) != bool(self._trouble):
+            if trouble:
+                log.warning("%s renews no lease any more: %s", self.context.hello.address, trouble)
+            else:
+                log.warning("%s renews leases again: its engine gets on", self.context.hello.address)
+        self._trouble = trouble
+        if self.steps.orphaned and not self._given_up:
+            self._given_up = True
+            log.error(
+                "%s gives up what it holds: the process that started its engine core is gone, so no "
+                "client can reach it. Engine core and workers live on; end them (docs/operations.md, "
+                '"Engines without an HTTP server")',
+                self.context.hello.address,
+            )
+            self.half.leave(now)
+
     def _listen(self, now: float) -> None:
         for connection, data in self.context.endpoint.receive():
             try:
@@ -231,6 +255,8 @@ class Core:
             "protocol": hello.version,
             "fit": fit(hello),
             "p2pkv": __version__,
+            "engine": self._trouble or ("paused" if self.steps.paused else "runs"),
+            "engine_steps": self.steps.scheduled,
         }
         self.context.tell(connection, Report(values))
 
@@ -259,7 +285,10 @@ STOP_SECONDS = FINISH_SECONDS + 3.0
 class Rank(Core):
     """A Core with a thread of its own. Listens from the start on; `stop` it.
 
-    Raises PortTaken or NoCurve with a sentence.
+    Raises PortTaken, NoCurve or RuntimeError with a sentence.
+
+    Attributes:
+        failure: what ended the thread before `stop`, in words; "" while nothing has.
     """
 
     def __init__(self, hello: Hello, options: Options, cache: RankCache, links: LinkFactory) -> None:
@@ -271,10 +300,16 @@ class Rank(Core):
         super().__init__(hello, options, cache, links, endpoint)
         self._asleep = False
         self._stopping = False
+        self.failure = ""
+        self._begun = threading.Event()
+        self._started = time.monotonic()
         self._thread = threading.Thread(
             target=self._main, name=f"p2pkv-{hello.role}{hello.rank}", daemon=True
         )
         self._thread.start()
+        self._begun.wait()
+        if self.failure:
+            raise RuntimeError(self.failure)
 
     # The forward thread.
 
@@ -313,6 +348,15 @@ class Rank(Core):
     def alive(self) -> bool:
         return self._thread.is_alive()
 
+    def trouble(self) -> str:
+        """Why no new requests should come to this instance, in words; "" if they may. For any thread."""
+        if self.failure or not self.alive:
+            return self.failure or "its engine thread has ended"
+        now = time.monotonic()
+        if now - (self._turned or self._started) > self.steps.stall:
+            return f"its engine thread has stood still for more than {self.steps.stall:g} s"
+        return self.steps.trouble(now - self._held, silence=min(self.steps.stall, LATE_BEAT_SECONDS))
+
     # The engine thread.
 
     def _emit(self, event: Event) -> None:
@@ -322,11 +366,20 @@ class Rank(Core):
             self._call()
 
     def _main(self) -> None:
-        with own_stream(self.context.cache.device):
-            while not self._stopping:
-                self._guarded(self._round)
-            self.finish()
-            self.close()
+        try:
+            with own_stream(self.context.cache.device):
+                self._begun.set()
+                while not self._stopping:
+                    self._guarded(self._round)
+                self.finish()
+                self.close()
+        except BaseException as error:
+            # No transfer would ever end, so the next step of the engine fails (`failure`).
+            self.failure = f"p2pkv's engine thread has ended: {error!r}; restart this instance"
+            log.critical("%s: %s", self.context.hello.address, self.failure, exc_info=True)
+            self.close()  # so peers notice at once
+        finally:
+            self._begun.set()
 
     def finish(self) -> None:
         """Carry out what was ordered before the stop, then end by a deadline what can end well."""

@@ -142,6 +142,8 @@ class Requests:
         self._peers = peers
         self._early_buffers = early_buffers
         self._attempt = 0
+        self._generation = ""
+        """Of D's weights; a prompt of others is not taken before its request comes."""
         self.entries: dict[str, RequestEntry] = {}
         self._of: dict[str, dict[str, RequestEntry]] = {}
         """The entries of each rank of P, by its address and by key: those connected to it, and those whose
@@ -166,7 +168,8 @@ class Requests:
         entry = self.entries.get(expect.key)
         if entry is not None and entry.receiver.ahead:
             if entry.expect == expect:
-                self.run(entry, entry.receiver.adopt(), now)
+                self.run(entry, entry.receiver.adopt(now), now)
+                self._look_by(entry)
                 return
             self.run(entry, entry.receiver.cancel("D has another request of this name"), now)
         elif entry is not None:
@@ -209,9 +212,18 @@ class Requests:
 
     def _receiver(self, expect: do.Expect, now: float, ahead: bool = False) -> Receiver:
         self._attempt += 1
-        lease, stall = self._ctx.options.lease_seconds, self._ctx.options.stall_seconds
-        key, tokens, digest = expect.key, expect.tokens, expect.digest
-        return Receiver(key, self._attempt, tokens, digest, lease, now, stall=stall, ahead=ahead)
+        options, key = self._ctx.options, expect.key
+        return Receiver(
+            key,
+            self._attempt,
+            expect.tokens,
+            expect.digest,
+            options.lease_seconds,
+            now,
+            stall=options.stall_seconds,
+            wait=options.wait_seconds,
+            ahead=ahead,
+        )
 
     def load(self, load: do.Load, now: float) -> None:
         """The request has blocks. Does nothing if its transfer has ended: that event was emitted already."""
@@ -221,9 +233,16 @@ class Requests:
         elif not entry.receiver.load.ended:
             entry.blocks, entry.wanted, entry.fence = load.blocks, (load.start, load.stop), load.fence
             self._guard(entry, lambda: entry.receiver.want(load.start, load.stop, now), now)
-            self._next_look = min(self._next_look, entry.receiver.deadline or inf)  # a load may stall sooner
+            self._look_by(entry)  # a load may stall sooner
             if entry.early is not None:
                 self.unloading.append(entry)
+
+    def invalidate(self, generation: str, reason: str, now: float) -> None:
+        """D's weights have changed, or its caches were reset: let go of all early buffers."""
+        self._generation = generation
+        for entry in list(self.entries.values()):
+            if entry.early is not None:
+                self.run(entry, entry.receiver.cancel(reason), now)
 
     def drop(self, key: str, reason: str, now: float) -> None:
         if entry := self.entries.get(key):
@@ -372,6 +391,8 @@ class Requests:
 
         def step() -> list[Effect]:
             match message:
+                case m.Offer() if receiver.ahead and message.generation != self._generation:
+                    return receiver.cancel("P computes it with other weights than D has")
                 case m.Offer():
                     return receiver.offer(rank, message, now)
                 case m.Chunk():
@@ -412,8 +433,10 @@ class Requests:
             entry.lost = now if entry.lost is None else entry.lost
             if waiting and now - entry.lost < self._ctx.options.lease_seconds:
                 # Another connection, or another incarnation, may answer: within one lease of the loss.
+                waits_since = receiver.waits_since
                 entry.receiver = self._receiver(entry.expect, entry.lost)
-                self._next_look = min(self._next_look, entry.receiver.deadline or inf)
+                entry.receiver.waits_since = waits_since
+                self._look_by(entry)
                 self._disconnected(entry)
             else:
                 self.run(entry, entry.receiver.lost(reason, entry.rank_of(peer)), now)
@@ -443,7 +466,8 @@ class Requests:
     def _look(self, now: float, lease: float) -> None:
         """End what has outlived its lease, and note when the next lease may end; messages from P may put it
         off."""
-        self._next_look = now + lease  # the earliest end of a lease that begins later
+        # The earliest end of a lease or of a wait that begins later.
+        self._next_look = now + min(lease, self._ctx.options.wait_seconds)
         for prefill, waiting in self._unconnected.items():
             for entry in waiting.values():
                 first = self._peers.get(prefill)
@@ -457,6 +481,10 @@ class Requests:
                     reason = f"no request has asked for it here for {lease:g} s"
                     self.run(entry, entry.receiver.cancel(reason), now)
             self._next_look = min(self._next_look, *ends)
+
+    def _look_by(self, entry: RequestEntry) -> None:
+        """This request's next end may come before all others'."""
+        self._next_look = min(self._next_look, entry.receiver.deadline or inf)
 
     @property
     def due(self) -> float:
@@ -491,8 +519,8 @@ class Requests:
                 case Post(rank, chunk):
                     if rank in entry.peers:
                         entry.peers[rank].announced(entry.expect.key, chunk)
-                case Offered():
-                    self._ctx.emit(do.Begun(entry.expect.key))
+                case Offered(generation):
+                    self._ctx.emit(do.Begun(entry.expect.key, generation))
                 case Finished(ok, reason):
                     self._finished(entry, ok, reason, now)
 

@@ -106,7 +106,10 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """D: every rank that holds a part of this prompt has begun its prefill."""
+    """D: every rank that holds a part of this prompt has begun its prefill. `generation`: of P's weights;
+    None: no rank holds a part."""
+
+    generation: str | None = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_PIECES = 4096
 MAX_GROUPS = 64
@@ -204,12 +204,13 @@ class Ahead(Message, frozen=True, tag="Ahead"):
 
 
 class Offer(Message, frozen=True, tag="Offer"):
-    """P to D: the prefill of this prompt has begun."""
+    """P to D: the prefill of this prompt has begun. `generation`: of the weights, "": those of P's start."""
 
     key: Key
     attempt: Serial
     tokens: Count
     digest: Digest
+    generation: Name
 
 
 class Want(Message, frozen=True, tag="Want"):

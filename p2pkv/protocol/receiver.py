@@ -191,10 +191,17 @@ class Receiver:
         now: float,
         *,
         stall: float = inf,
+        wait: float = inf,
         ahead: bool = False,
     ) -> None:
-        """`stall`: seconds without a byte after which a load ends, even if P's heartbeats come.
-        `ahead`: P has begun it, and no request for it has come to D yet; see `adopt`."""
+        """Each bound holds even if P's heartbeats come.
+
+        Args:
+            stall: seconds without a byte after which a load ends.
+            wait: seconds that the request may wait for P to begin, and again for blocks on D.
+            ahead: P has begun it, and no request for it has come to D yet; see `adopt`. Who takes it ahead
+                bounds that.
+        """
         self.key = key
         self.attempt = attempt
         self.tokens = tokens
@@ -203,8 +210,13 @@ class Receiver:
         self.load = Machine(f"load {key}", LOAD, LoadPhase.WAITING)
         self.sources: dict[int, Source] = {}
         self.stall = stall
+        self.wait = wait
         self._began = now
         self._moved = now
+        self.waits_since = now
+        """When it began to wait for P, or for blocks on D."""
+        self.generation: str | None = None
+        """Of the weights with which P computes the prompt; None before its first offer."""
         self.nothing = False
         """D has said that it wants none of it."""
         self.ahead = ahead
@@ -224,12 +236,14 @@ class Receiver:
         if self.sources:
             return []
         self.load.local(LoadEvent.OFFERED)
-        return [Offered()]
+        self.waits_since = now
+        return [Offered(None)]
 
-    def adopt(self) -> list[Effect]:
+    def adopt(self, now: float) -> list[Effect]:
         """The request for what P has begun ahead has come to D."""
         self.ahead = False
-        return [Offered()] if self.load.state is LoadPhase.AHEAD else []
+        self.waits_since = now
+        return [Offered(self.generation)] if self.load.state is LoadPhase.AHEAD else []
 
     def want(self, start: int, stop: int, now: float) -> list[Effect]:
         """The request has its blocks: load tokens [start, stop); nothing if empty, which releases P.
@@ -286,12 +300,18 @@ class Receiver:
         if message.tokens != self.tokens or message.digest != self.digest:
             return self.cancel(
                 f"P's prompt ({message.tokens} tokens) is not D's ({self.tokens} tokens): "
-                "both must get the same prompt, model, adapter and cache salt"
+                "both must get the same prompt, multimodal inputs, model, adapter and cache salt"
             )
+        if self.generation not in (None, message.generation):
+            return self.cancel(
+                "P's ranks have computed this prompt with different weights: its engine has changed them"
+            )
+        self.generation = message.generation
         source.offered, source.last_heard = True, now
         if self.load.state is LoadPhase.WAITING and all(each.offered for each in self.sources.values()):
             self.load.remote(LoadEvent.OFFERED)
-            return self._go_ahead(now) if self.ahead else [Offered()]
+            self.waits_since = now
+            return self._go_ahead(now) if self.ahead else [Offered(self.generation)]
         return []
 
     def _go_ahead(self, now: float) -> list[Effect]:
@@ -371,31 +391,38 @@ class Receiver:
 
     @property
     def deadline(self) -> float | None:
-        """The end of the earliest lease, or of a load that stalls; None when there is nothing to wait for."""
-        if self.load.ended or self._idle:
+        """When to call `tick`: the end of the earliest lease, or of this state's own bound."""
+        if self.load.ended:
+            return None
+        ends = [self._answered_by, self._bound]
+        return min((end for end in ends if end is not None), default=None)
+
+    @property
+    def _answered_by(self) -> float | None:
+        """The end of the earliest lease; None when no rank of P owes an answer."""
+        if self._idle:
             return None
         if not self.sources:
             return self._began + self.lease
         times = [source.last_heard for source in self.sources.values() if not source.satisfied]
-        ends = [min(times) + self.lease] if times else []
-        if self.load.state is LoadPhase.LOADING:
-            ends.append(self._stalls)
-        return min(ends, default=None)
+        return min(times) + self.lease if times else None
 
     @property
-    def _stalls(self) -> float:
-        return self._moved + self.stall
+    def _bound(self) -> float | None:
+        """The end of what this state may last although P answers; None if another bounds it."""
+        if self.load.state is LoadPhase.LOADING:
+            return self._moved + self.stall
+        return None if self.ahead or self._idle else self.waits_since + self.wait
 
     def tick(self, now: float) -> list[Effect]:
-        deadline = self.deadline
-        if deadline is None or now < deadline:
+        """End what has outlived its lease or its bound."""
+        answered_by, bound = self._answered_by, self._bound
+        if self.load.ended:
             return []
-        if deadline == self._stalls:
-            return self.cancel(
-                f"P answers, and has pushed nothing of this prompt for {self.stall:g} s: its engine hangs, "
-                "or it has preempted the prompt, perhaps for want of blocks that it keeps for what this D "
-                "has no room for"
-            )
+        if bound is not None and now >= bound:
+            return self.cancel(self._too_long())
+        if answered_by is None or now < answered_by:
+            return []
         if not self.sources and not self.reached:
             return self.cancel(
                 f"P could not be reached: there was no connection to it for {self.lease:g} s; is it up, and "
@@ -403,7 +430,25 @@ class Receiver:
             )
         return self.cancel(
             f"P did not answer in time: it has not confirmed this request for {self.lease:g} s; it is dead, "
-            "or never got it"
+            "hung or paused, or never got it"
+        )
+
+    def _too_long(self) -> str:
+        match self.load.state:
+            case LoadPhase.LOADING:
+                return (
+                    f"P answers, and has pushed nothing of this prompt for {self.stall:g} s: its engine "
+                    "hangs, or it has preempted the prompt, perhaps for want of blocks that it keeps for "
+                    "what this D has no room for"
+                )
+            case LoadPhase.WAITING:
+                return (
+                    f"P answers, and has not begun this prompt for {self.wait:g} s (wait_seconds): its queue "
+                    "is too long, or it waits until this D takes prompts that P holds for it (held_share)"
+                )
+        return (
+            f"D has had no room for this prompt for {self.wait:g} s (wait_seconds) since P began it, and P "
+            "does not keep its blocks for longer"
         )
 
     # Inside.

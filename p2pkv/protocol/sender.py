@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from math import inf
 
 from p2pkv.protocol.handshake import Assignment
 from p2pkv.protocol.machine import (
@@ -205,11 +206,13 @@ class Terms:
 
     Attributes:
         chunk_bytes: what a message is filled up to.
-        lease: seconds for which blocks wait for a D that says nothing.
+        lease: seconds for which blocks wait for a silent D, and for any D while P is paused.
+        wait: seconds for which blocks wait for a D that claims them and takes nothing.
     """
 
     chunk_bytes: int
     lease: float
+    wait: float = inf
 
 
 class Sender:
@@ -231,18 +234,21 @@ class Sender:
         self.expects: frozenset[int] | None = None
         self.tokens = 0
         self.digest = b""
+        self.generation = ""
         self.reason = ""
         self._computed = [0] * (1 + max(max(numbers, default=-1) for numbers in layers))
         self._since: float | None = None
+        self._moved = 0.0
+        """When all of it was computed, or D took a part of it after that."""
 
     # What P's own engine does.
 
-    def offer(self, tokens: int, digest: bytes) -> list[Effect]:
+    def offer(self, tokens: int, digest: bytes, generation: str = "") -> list[Effect]:
         """The prefill begins, or begins again after a `revoke`: `tokens` in the prompt."""
         if self.prompt.ended:
             return []
         self.prompt.local(PromptEvent.OFFER)
-        self.tokens, self.digest = tokens, digest
+        self.tokens, self.digest, self.generation = tokens, digest, generation
         return [*(self._offer(rank, send) for rank, send in self._open()), *self._settle()]
 
     def computed(self, layer: int, layer_stop: int, stop: int, now: float) -> list[Effect]:
@@ -255,7 +261,7 @@ class Sender:
             self._computed[index] = max(self._computed[index], stop)
         if self.prompt.state is PromptPhase.OFFERED and min(self._computed) >= self.tokens:
             self.prompt.local(PromptEvent.COMPLETE)
-            self._since = now
+            self._since = self._moved = now
             return self.flush()
         return self._announce_all(flush=False)
 
@@ -360,7 +366,7 @@ class Sender:
         if send is None:
             return [Transmit(rank, message, ())]
         pieces = send.grant(message)
-        send.last_heard = now
+        send.last_heard = self._moved = now
         return [Transmit(rank, message, pieces)]
 
     def done(self, rank: int, message: Done, now: float) -> list[Effect]:
@@ -431,11 +437,16 @@ class Sender:
 
     @property
     def deadline(self) -> float | None:
-        """When to call `tick`: the end of the earliest lease, None while no lease runs.
+        """When to call `tick`: the end of the earliest lease, or of P's patience; None while neither runs.
 
         The lease of a send runs from D's last word. Once the prompt is computed another runs until every
         rank of D has claimed it, anew from each rank that does.
         """
+        ends = [end for end in (self._leased_until, self.kept_until()) if end is not None]
+        return min(ends, default=None)
+
+    @property
+    def _leased_until(self) -> float | None:
         if self.prompt.ended:
             return None
         times = [send.last_heard for _, send in self._open()]
@@ -443,17 +454,38 @@ class Sender:
             times.append(self._since)
         return min(times) + self.terms.lease if times else None
 
-    def tick(self, now: float) -> list[Effect]:
-        """End what has outlived its lease."""
+    def kept_until(self, paused_since: float | None = None) -> float | None:
+        """For how long P keeps the blocks of the whole prompt although D takes nothing of it; None while it
+        is not computed.
+
+        `paused_since`: when P was paused, if it is. vLLM's /pause may wait until all blocks are free.
+        """
+        if self.prompt.state is not PromptPhase.COMPUTED:
+            return None
+        end = self._moved + self.terms.wait
+        return end if paused_since is None else min(end, max(self._moved, paused_since) + self.terms.lease)
+
+    def tick(self, now: float, paused_since: float | None = None) -> list[Effect]:
+        """End what has outlived its lease, or P's patience."""
         for rank, send in self._open():
             if send.machine.state is SendPhase.AHEAD and now - send.last_heard >= self.terms.lease:
                 self._withdraw(rank)
-        deadline = self.deadline
-        if deadline is None or now < deadline:
+        leased, kept = self._leased_until, self.kept_until(paused_since)
+        if leased is not None and now >= leased:
+            return self.abort(
+                f"D did not answer in time: no word from it about this request for {self.terms.lease:g} s; P "
+                "has let its KV go"
+            )
+        if kept is None or now < kept:
             return []
+        if paused_since is not None:
+            return self.abort(
+                f"P is paused, and D has taken nothing of this prompt for {self.terms.lease:g} s: P has let "
+                "its KV go, since the pause may wait for its blocks"
+            )
         return self.abort(
-            f"D did not answer in time: no word from it about this request for {self.terms.lease:g} s; P has "
-            "let its KV go"
+            f"D has taken nothing of this prompt for {self.terms.wait:g} s (wait_seconds): P has let its KV "
+            "go"
         )
 
     # Inside.
@@ -481,7 +513,7 @@ class Sender:
             self._withdrawn[rank] = send
 
     def _offer(self, rank: int, send: SendState) -> Effect:
-        return Tell(rank, Offer(self.key, send.attempt, self.tokens, self.digest))
+        return Tell(rank, Offer(self.key, send.attempt, self.tokens, self.digest, self.generation))
 
     def _announce_all(self, flush: bool) -> list[Effect]:
         out: list[Effect] = []

@@ -107,7 +107,7 @@ class Play:
 
     def decoding(self) -> None:
         self.ask_p()
-        self.ask_d(max_tokens=200)
+        self.ask_d(max_tokens=30)
         self.both_until(lambda: self.on_d is not None and self.on_d.num_output_tokens > 2)
 
     def finished(self) -> None:

@@ -94,7 +94,7 @@ def test_a_lock_of_pages_on_p_and_pages_on_d_ends_when_the_load_has_stalled(engi
     begun = d.scheduler.connector.consuming.asking
 
     def both_have_begun() -> bool:
-        return [asking.begun for asking in begun.values()] == [1, 1]
+        return [asking.begun for asking in begun.values()] == [[""], [""]]
 
     d.admits(False)
     run(p, d, both_have_begun)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from copy import deepcopy as copy_of
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from connector_support import BLOCK, LAYERS, P_ADDRESS, kv_cache_config, model_folder, vllm_config
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, supports_hma
+from vllm.config import ModelConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    supports_hma,
+)
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -40,7 +46,7 @@ from p2pkv.connector.describe import (
     refuse_what_cannot_move,
     refuse_what_cannot_pair,
 )
-from p2pkv.connector.identity import fingerprint
+from p2pkv.connector.identity import ENDS_BYTES, fingerprint
 from p2pkv.protocol.messages import Hello
 
 pytestmark = pytest.mark.vllm
@@ -187,17 +193,25 @@ def copy(tmp_path: Path) -> Path:
     return Path(shutil.copytree(model_folder(), tmp_path / "a" / "copy"))
 
 
-def served(folder: Path, **load: Any) -> VllmConfig:
+def served(folder: Path, load: dict[str, Any] | None = None, **model: Any) -> VllmConfig:
+    """An instance of the model in a folder; `load` and `model`: vLLM's options."""
     config = vllm_config("P")
-    config.model_config.model = str(folder)
-    for name, value in load.items():
+    options = {"model": str(folder), "max_model_len": 512, "dtype": "float32"} | model
+    config.model_config = ModelConfig(**options)
+    for name, value in (load or {}).items():
         setattr(config.load_config, name, value)
     return config
 
 
-def test_copies_of_a_model_have_the_same_fingerprint(copy: Path) -> None:
-    assert fingerprint(served(copy)) == fingerprint(vllm_config("D"))
-    assert fingerprint(served(copy, load_format="safetensors")) == fingerprint(vllm_config("D"))
+def test_the_same_files_at_another_place_have_the_same_fingerprint(copy: Path) -> None:
+    one = fingerprint(vllm_config("D"))
+    assert fingerprint(served(copy)) == one
+    for kind in ("safetensors", "runai_streamer"):
+        assert fingerprint(served(copy, {"load_format": kind})) == one
+    assert fingerprint(served(copy, max_model_len=256)) == one
+    split = served(copy)
+    split.parallel_config.tensor_parallel_size = 2
+    assert fingerprint(split) == one
 
 
 def test_other_weights_have_another_one(copy: Path) -> None:
@@ -209,6 +223,20 @@ def test_other_weights_have_another_one(copy: Path) -> None:
     changed = fingerprint(served(copy))
     weights.write_bytes(data + b"\0")
     assert len({before, changed, fingerprint(served(copy))}) == 3
+
+
+def test_shards_that_have_changed_their_names_are_other_weights(copy: Path) -> None:
+    """Two shards of one size, of which each holds the other's tensors."""
+    (weights,) = copy.glob("*.safetensors")
+    data = weights.read_bytes()
+    seen = set()
+    for first in (b"", b"x"):
+        weights.write_bytes(data + first)
+        (copy / "other.safetensors").write_bytes(data + (b"" if first else b"x"))
+        seen.add(fingerprint(served(copy)))
+    weights.rename(copy / "renamed.safetensors")
+    seen.add(fingerprint(served(copy)))
+    assert len(seen) == 3
 
 
 def test_weights_that_differ_in_one_tensor_have_another_one(copy: Path) -> None:
@@ -227,20 +255,104 @@ def test_weights_that_differ_in_one_tensor_have_another_one(copy: Path) -> None:
     assert len(seen) == 1 + len(tensors) > 10
 
 
-def test_another_configuration_of_the_same_weights_has_another_one(copy: Path) -> None:
-    """It decides what K is: another base of RoPE gives another K, from the same weights."""
-    seen = [fingerprint(served(copy))]
-    overridden = served(copy)
-    overridden.model_config.hf_overrides = {"rope_theta": 5.0}
-    seen.append(fingerprint(overridden))
+def test_a_file_that_ends_sooner_is_another(copy: Path) -> None:
+    (weights,) = copy.glob("*.safetensors")
+    weights.unlink()
+    seen = set()
+    for size in (4 << 20, 8 << 20):
+        (copy / "model.bin").write_bytes(bytes(size))
+        seen.add(fingerprint(served(copy)))
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("place", ["middle", "end"])
+def test_a_tensor_is_looked_at_in_its_middle_and_at_its_end(copy: Path, place: str) -> None:
+    """Far from the ends of the file, which are looked at in any case."""
+    (weights,) = copy.glob("*.safetensors")
+    size = 4 * ENDS_BYTES
+    header = json.dumps(
+        {
+            name: {"dtype": "U8", "shape": [size], "data_offsets": [number * size, (number + 1) * size]}
+            for number, name in enumerate("abc")
+        }
+    ).encode()
+    data = bytearray(len(header).to_bytes(8, "little") + header + bytes(3 * size))
+    weights.write_bytes(data)
+    before = fingerprint(served(copy))
+    start = 8 + len(header) + size
+    at = start + size // 2 if place == "middle" else start + size - 1
+    data[at] = 1
+    weights.write_bytes(data)
+    assert fingerprint(served(copy)) != before
+
+
+def _other_base(config: Any) -> Any:
+    """vLLM asks for the overrides of an empty configuration, too."""
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 5.0}
+    return config
+
+
+def test_another_configuration_of_the_same_weights_has_another_one(copy: Path, tmp_path: Path) -> None:
+    """It decides what K is: another base of RoPE gives another K from the same weights, wherever vLLM has it
+    from."""
+    before = fingerprint(served(copy))
     written = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(written | {"transformers_version": "0.0"}, indent=1))
-    assert fingerprint(served(copy)) == seen[0]
+    assert fingerprint(served(copy)) == before
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(written | {"rope_theta": 5.0}))
+    by = {
+        "a nested override": served(
+            copy, hf_overrides={"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
+        ),
+        "a function": served(copy, hf_overrides=_other_base),
+        "--hf-config-path": served(copy, hf_config_path=str(other)),
+    }
     (copy / "config.json").write_text(json.dumps(written | {"rope_theta": 5.0}))
-    seen.append(fingerprint(served(copy)))
-    (copy / "config.json").unlink()
-    seen.append(fingerprint(served(copy)))
-    assert len(set(seen)) == 4
+    changed = fingerprint(served(copy))
+    assert changed != before
+    assert {way: fingerprint(config) for way, config in by.items()} == dict.fromkeys(by, changed)
+
+
+def test_the_configuration_counts_whole_but_for_what_belongs_to_the_machine(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model of several parts vLLM keeps the text's configuration apart."""
+    one = served(copy)
+    before = fingerprint(one)
+    monkeypatch.setattr(transformers.configuration_utils, "__version__", "0.0")
+    one.model_config.hf_config.update({"max_model_len": 7, "_commit_hash": "0", "new_in_this_version": None})
+    assert fingerprint(one) == before
+    seen = {before}
+    for part in ("hf_config", "hf_text_config"):
+        config = served(copy)
+        changed = copy_of(getattr(config.model_config, part))
+        changed.update({"rms_norm_eps": 1.0})
+        setattr(config.model_config, part, changed)
+        seen.add(fingerprint(config))
+    assert len(seen) == 3
+
+
+def test_mistrals_own_configuration_counts(copy: Path) -> None:
+    """vLLM then reads params.json, and no config.json."""
+    params = {
+        "dim": 64,
+        "n_layers": 2,
+        "head_dim": 16,
+        "hidden_dim": 64,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "norm_eps": 1e-5,
+        "vocab_size": 512,
+        "max_position_embeddings": 2048,
+    }
+
+    def of(theta: float) -> str:
+        (copy / "params.json").write_text(json.dumps(params | {"rope_theta": theta}))
+        return fingerprint(served(copy, config_format="mistral"))
+
+    assert of(1e4) == of(1e4) != of(5.0)
 
 
 def test_the_longest_context_counts_where_it_decides_what_k_is(copy: Path) -> None:
@@ -253,7 +365,8 @@ def test_the_longest_context_counts_where_it_decides_what_k_is(copy: Path) -> No
 
     longrope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
     assert longest(2048) == longest(8192)
-    assert longest(2048, **longrope) == longest(4096, **longrope) != longest(4097, **longrope)
+    for rope in (longrope, {"full_attention": longrope, "sliding_attention": {"rope_type": "default"}}):
+        assert longest(2048, **rope) == longest(4096, **rope) != longest(4097, **rope)
 
 
 def test_whether_llama_4_tunes_its_attentions_temperature_counts(copy: Path) -> None:
@@ -272,47 +385,89 @@ def test_whether_llama_4_tunes_its_attentions_temperature_counts(copy: Path) -> 
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".safetensors"])
-def test_a_large_file_of_unknown_content_is_looked_at_throughout(tmp_path: Path, suffix: str) -> None:
+def test_a_large_file_of_unknown_content_is_looked_at_throughout(copy: Path, suffix: str) -> None:
     size, seen = 4 << 20, set()
-    weights = tmp_path / f"model{suffix}"
+    (weights,) = copy.glob("*.safetensors")
+    weights.unlink()
+    weights = copy / f"model{suffix}"
     for part in range(8):
         data = bytearray(size)
         data[part * size // 8 : (part + 1) * size // 8] = b"x" * (size // 8)
         weights.write_bytes(data)
-        seen.add(fingerprint(served(tmp_path)))
+        seen.add(fingerprint(served(copy)))
     assert len(seen) == 8
 
 
-def test_another_element_type_has_another_one(copy: Path) -> None:
-    config = served(copy)
-    config.model_config.dtype = torch.bfloat16
-    assert fingerprint(config) != fingerprint(served(copy))
+def test_what_vllm_makes_of_the_files_counts(copy: Path) -> None:
+    """The type of its numbers, quantization while it loads, and a class that stands in for the model's."""
+    ways: list[dict[str, Any]] = [
+        {},
+        {"dtype": torch.bfloat16},
+        {"quantization": "fp8"},
+        {"quantization": "fp8", "quantization_config": {"ignore": ["lm_head"]}},
+        {"model_class_overrides": {"LlamaForCausalLM": "elsewhere:Model"}},
+    ]
+    seen = set()
+    for way in ways:
+        config = served(copy)
+        for name, value in way.items():
+            setattr(config.model_config, name, value)
+        seen.add(fingerprint(config))
+    assert len(seen) == len(ways)
 
 
-def test_random_weights_are_told_by_seed_and_configuration(copy: Path) -> None:
-    def dummy(seed: int, **settings: Any) -> str:
-        config = served(copy, load_format="dummy")
-        config.model_config.seed = seed
-        config.model_config.hf_config.update(settings)
-        return fingerprint(config)
+def test_weights_that_were_downloaded_to_another_folder_are_found(copy: Path, tmp_path: Path) -> None:
+    """--download-dir, which vLLM does not use for the model's configuration."""
+    snapshot = tmp_path / "models--somebody--model" / "snapshots" / "0123"
+    shutil.copytree(copy, snapshot)
+    (tmp_path / "models--somebody--model" / "refs").mkdir()
+    (tmp_path / "models--somebody--model" / "refs" / "main").write_text("0123")
+    config = served(copy, {"download_dir": str(tmp_path)})
+    config.model_config.model = "somebody/model"
+    assert fingerprint(config) == fingerprint(served(copy))
 
-    one = dummy(1)
-    assert dummy(1, _name_or_path="/elsewhere", transformers_version="0.0") == one
-    assert len({one, dummy(2), dummy(1, rope_theta=5.0), fingerprint(served(copy))}) == 4
+
+def test_weights_in_a_single_file_are_found(copy: Path, tmp_path: Path) -> None:
+    seen = set()
+    for content in (b"one", b"two"):
+        config = served(copy)
+        config.model_config.model_weights = str(tmp_path / "model.gguf")
+        (tmp_path / "model.gguf").write_bytes(content)
+        seen.add(fingerprint(config))
+    assert len(seen) == 2
 
 
-def test_without_weight_files_the_configuration_stands_in(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("load", "model", "match"),
+    [
+        ({"load_format": "dummy"}, {}, r"load format dummy"),
+        ({"load_format": "tensorizer"}, {}, r"load format tensorizer"),
+        ({}, {"model": "nobody/nothing"}, r"no \.safetensors.* files of nobody/nothing on this machine"),
+        ({}, {"model_weights": "s3://bucket/model"}, r"files of s3://bucket/model on this machine"),
+    ],
+    ids=["dummy", "tensorizer", "elsewhere", "object-storage"],
+)
+def test_weights_without_files_need_a_name(
+    copy: Path, load: dict[str, Any], model: dict[str, Any], match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with caplog.at_level("INFO", logger="p2pkv"):
-        assert fingerprint(served(tmp_path)) == fingerprint(served(tmp_path))
-    assert "no weight files" in caplog.text
-    assert fingerprint(served(tmp_path)) != fingerprint(vllm_config("P"))
-
-
-def test_a_model_that_is_not_on_this_machine_has_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert len(fingerprint(served(Path("nobody/nothing")))) == 24
+
+    def instance(name: str, **overrides: Any) -> Hello:
+        config = served(copy, load, **overrides)
+        config.kv_transfer_config.kv_connector_extra_config["weights_name"] = name
+        for attribute, value in model.items():
+            setattr(config.model_config, attribute, value)
+        return hello(config, tensors(list(LAYERS)))
+
+    with pytest.raises(ConfigError, match=rf"{match}.*give them a name with weights_name"):
+        instance("")
+    named = instance("policy 7").weights
+    assert len(named) == 24
+    assert (
+        len({named, instance("policy 8").weights, instance("policy 7", hf_overrides=_other_base).weights})
+        == 3
+    )
+    assert fingerprint(served(copy), "policy 7") == named, "a P may have them in files"
 
 
 # What is refused
@@ -367,12 +522,21 @@ def test_a_data_parallel_rank_of_a_dense_model_is_refused() -> None:
         refuse_what_cannot_pair(config)
 
 
-def test_sleep_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("option", ["enable_sleep_mode", "enable_cumem_allocator"])
+def test_memory_that_may_be_taken_away_is_refused_where_vllm_does_not_tell_its_connector(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the allocator vLLM's /sleep works whether sleep mode is on or not."""
     config = vllm_config("P")
     refuse_what_cannot_pair(config)
-    monkeypatch.setattr(config.model_config, "enable_sleep_mode", True)
-    with pytest.raises(ConfigError, match="--enable-sleep-mode is set"):
+    monkeypatch.setattr(config.model_config, option, True)
+    monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
+    with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')} is set"):
         refuse_what_cannot_pair(config)
+    assert not P2pKvConnector.supports_sleep_mode(config.kv_transfer_config)
+    monkeypatch.setattr(KVConnectorBase_V1, "unregister_kv_caches", lambda self: None, raising=False)
+    refuse_what_cannot_pair(config)
+    assert P2pKvConnector.supports_sleep_mode(config.kv_transfer_config)
 
 
 @pytest.mark.parametrize("kind", [{"cache_role": SparseCacheRole.INDEXER}, {"model_version": "deepseek_v4"}])

@@ -25,7 +25,7 @@ from connector_support import (
     write,
 )
 from tiny_eagle import TinyEagle
-from vllm.config import VllmConfig
+from vllm.config import LoadConfig, VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
@@ -40,7 +40,13 @@ from p2pkv.connector.describe import (
 )
 from p2pkv.connector.identity import Pairs, drafter_of
 from p2pkv.connector.metadata import WorkerNews
-from p2pkv.connector.scheduler import BlockTables, ConsumerScheduler, ProducerScheduler, leave_out_last
+from p2pkv.connector.scheduler import (
+    BlockTables,
+    ConsumerScheduler,
+    HeldBlocks,
+    ProducerScheduler,
+    leave_out_last,
+)
 from p2pkv.demo.tiny_model import TinyLlama
 from p2pkv.engine import commands as do
 from p2pkv.protocol.handshake import Refused, fit, judge
@@ -129,6 +135,26 @@ def test_drafters_without_kv_and_numbers_of_guesses_may_differ() -> None:
     judge(hello("P", eagle(guesses=2), EAGLE_LAYERS), hello("D", eagle(guesses=5), EAGLE_LAYERS))
 
 
+def test_a_drafters_configuration_counts_but_for_what_vllm_derives_from_its_own_options() -> None:
+    """The longest request and the number of guesses may differ between P and D."""
+    seen = []
+    for settings in ({}, {"max_position_embeddings": 99, "num_lookahead_tokens": 5}, {"rms_norm_eps": 1.0}):
+        config = vllm_config("D", drafter=draft_model())
+        assert config.speculative_config is not None
+        config.speculative_config.draft_model_config.hf_config.update(settings)
+        seen.append(drafter_of(config))
+    assert seen[0] == seen[1] != seen[2]
+
+
+def test_a_drafter_without_files_needs_a_name() -> None:
+    config = vllm_config("D", drafter=draft_model())
+    assert config.speculative_config is not None
+    config.speculative_config.draft_load_config = LoadConfig(load_format="tensorizer")
+    with pytest.raises(ConfigError, match=r"load format tensorizer.*weights_name"):
+        drafter_of(config)
+    assert drafter_of(config, "one") != drafter_of(config, "other")
+
+
 def mtp(guesses: int, modules: int) -> Any:
     """As vLLM's SpeculativeConfig for a model whose checkpoint has so many MTP modules."""
     return SimpleNamespace(
@@ -212,7 +238,7 @@ def test_a_p_that_leaves_the_tail_out_and_its_d_count_the_same_tokens() -> None:
     """As where layers see a window or keep a state."""
     tables = BlockTables((BLOCK,))
     for length, left in ((10, 7), (4, 1), (3, 3), (1, 1)):
-        p = ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, whole=False, tail=3)
+        p = ProducerScheduler(Pairs(P_ADDRESS, "P"), tables, HeldBlocks(64, 0.5), whole=False, tail=3)
         request = make_request(inner_id(pair_id()), tokens(length))
         p.new(request)
         assert request.num_prompt_tokens == left == len(request.prompt_token_ids or ())
@@ -231,6 +257,14 @@ def test_children_of_n_keep_the_list_that_they_share() -> None:
     assert len(shared) == 10 and request.prompt_token_ids == shared[:7]
 
 
+def test_p_leaves_out_which_of_the_last_tokens_are_ids_too() -> None:
+    """Of a prompt of embeddings and tokens, one entry stands for each."""
+    request = make_request(inner_id(pair_id()), tokens(10))
+    request.prompt_embeds, request.prompt_is_token_ids = torch.zeros(10, 4), [True] * 9 + [False]
+    leave_out_last(request, 3)
+    assert request.prompt_embeds.shape == (7, 4) and request.prompt_is_token_ids == [True] * 7
+
+
 def test_of_a_state_d_takes_all_or_nothing() -> None:
     """If vLLM asked for fewer tokens than P sends, a state would be that of later ones."""
     blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
@@ -238,7 +272,7 @@ def test_of_a_state_d_takes_all_or_nothing() -> None:
         d = ConsumerScheduler(Pairs(D_ADDRESS, "D"), 1, True, BlockTables((BLOCK,)), whole=whole)
         request = make_request(inner_id(pair_id()), tokens(30))
         d.new(request)
-        d.reported(WorkerNews(begun={request.request_id: 1}), set())
+        d.reported(WorkerNews(begun={request.request_id: [""]}), set())
         assert d.matched(request, 0) == (29, True)
         d.allocated(request, blocks, external)  # type: ignore[arg-type]
         meta = d.step(SchedulerOutput.make_empty())

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import os
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import xxhash
 from connector_support import D_ADDRESS, P_ADDRESS, inner_id, make_request, pair_id
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.cache.lru import LruKeyReplicatedReceiverCache
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+from vllm.multimodal.parse import MultiModalDataParser
+from vllm.multimodal.processing.inputs import ProcessorInputs
 
+from p2pkv.connector import identity
 from p2pkv.connector.identity import Pairs, prompt_digest
 
 pytestmark = pytest.mark.vllm
@@ -30,8 +46,17 @@ def prompt(**changes: Any) -> Any:
     return SimpleNamespace(**(plain | changes))
 
 
-def media(name: str, offset: int = 0, length: int = 2) -> Any:
-    return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=length))
+def media(
+    name: str, offset: int = 0, length: int = 2, modality: str = "image", **fields: Any
+) -> MultiModalFeatureSpec:
+    """`fields`: what the model is given of it."""
+    field = MultiModalBatchedField()
+    data = {key: MultiModalFieldElem(data=value, field=field) for key, value in fields.items()}
+    item = MultiModalKwargsItem(data) if data else None
+    return MultiModalFeatureSpec(item, modality, name, PlaceholderRange(offset=offset, length=length))
+
+
+PIXELS = torch.arange(12.0).view(3, 4)
 
 
 def adapter(name: str, path: str = "/nowhere", number: int = 1, inplace: bool = False) -> LoRARequest:
@@ -51,12 +76,29 @@ DIFFERENT = [
     prompt(mm_features=[media("cat", length=3)]),
     prompt(mm_features=[media("cat"), media("dog", 2)]),
     prompt(mm_features=[media("dog"), media("cat", 2)]),
+    prompt(mm_features=[media("cat", modality="video")]),
+    prompt(mm_features=[media("cat", pixels=PIXELS)]),
+    prompt(mm_features=[media("cat", pixels=PIXELS + 1)]),
+    prompt(mm_features=[media("cat", pixels=PIXELS.view(4, 3))]),
+    prompt(mm_features=[media("cat", pixels=PIXELS.view(torch.int32))]),
+    prompt(mm_features=[media("cat", others=PIXELS)]),
+    prompt(mm_features=[media("cat", pixels=PIXELS, size=torch.tensor(3))]),
+    prompt(mm_features=[media("cat", pixels=[PIXELS, PIXELS])]),
+    prompt(mm_features=[media("cat", pixels=[PIXELS, [PIXELS]])]),
+    prompt(mm_features=[media("cat", pixels=PIXELS, size=3)]),
+    prompt(mm_features=[media("cat", pixels=PIXELS.bfloat16())]),
+    prompt(mm_features=[media("cat", pixels=PIXELS, more=np.zeros(4000))]),
+    prompt(mm_features=[media("cat", pixels=PIXELS, more=np.arange(4000) == 2000)]),
+    prompt(mm_features=[media("cat", pixels=PIXELS, more=np.arange(4000) == 2001)]),
     prompt(lora_request=adapter("a")),
     prompt(lora_request=adapter("b")),
     prompt(cache_salt="a"),
     prompt(cache_salt="b"),
     prompt(prompt_embeds=torch.zeros(3, 2)),
     prompt(prompt_embeds=torch.ones(3, 2)),
+    prompt(prompt_embeds=torch.zeros(2, 3)),
+    prompt(prompt_embeds=torch.zeros(3, 2, dtype=torch.bfloat16)),
+    prompt(prompt_embeds=torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.0, 1e-30]])),
     prompt(prompt_token_ids=None, prompt_embeds=torch.zeros(3, 2)),
     prompt(prompt_embeds=torch.zeros(3, 2), prompt_is_token_ids=[True, False, False]),
     prompt(prompt_embeds=torch.zeros(3, 2), prompt_is_token_ids=[True, True, False]),
@@ -73,6 +115,43 @@ def test_what_does_not_change_the_kv_does_not_change_the_digest() -> None:
     one = make_request("cmpl-a-0-12345678", [1, 2, 3], max_tokens=1)
     two = make_request("chatcmpl-b-12345678", [1, 2, 3], max_tokens=9, params={"x": 1}, priority=3)
     assert prompt_digest(one) == prompt_digest(two) == prompt_digest(prompt())
+
+
+def test_a_picture_is_known_by_what_the_model_is_given_not_by_vllms_name_for_it() -> None:
+    """That has the model's path in it, which may differ between P and D, or is a number of the process."""
+    image = Image.new("RGB", (4, 4), "red")
+    items = MultiModalDataParser().parse_mm_data({"image": image})
+    inputs = ProcessorInputs([1, 2, 3], items)
+    names = [inputs.get_mm_hashes(path, "blake3")["image"][0] for path in ("/on/p", "/on/d")]
+    names.append("renderer0-mm-17-image-0")
+    assert len(set(names)) == 3
+    digests = {prompt_digest(prompt(mm_features=[media(name, pixels=PIXELS.clone())])) for name in names}
+    assert len(digests) == 1
+
+
+def test_a_picture_that_is_in_vllms_cache_counts_as_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's front end leaves it out then, and its engine core puts it in from a cache of its own. Its
+    contents are read once."""
+    config: Any = SimpleNamespace(get_multimodal_config=lambda: SimpleNamespace(mm_processor_cache_gb=1))
+    cache, read = LruKeyReplicatedReceiverCache(config), []
+    monkeypatch.setattr(identity, "_digest_of", lambda leaves: read.append(leaves) or bytes(16))
+    digests = []
+    for feature in (media("cat", pixels=PIXELS), media("cat")):
+        (seen,) = cache.get_and_update_features([feature])
+        digests.append(prompt_digest(prompt(mm_features=[seen])))
+    assert digests[0] == digests[1] and len(read) == 1
+
+
+def test_a_picture_that_is_not_in_this_processs_memory_counts_by_vllms_name() -> None:
+    shared = {"address": 1, "monotonic_id": 2, "signature": "a"}
+    moved = shared | {"address": 3}
+    on_device = torch.empty(3, device="meta")
+    for one, other in ((shared, moved), ({}, {}), ({"pixels": on_device}, {"pixels": on_device})):
+        digests = [
+            prompt_digest(prompt(mm_features=[media(name, **fields)]))
+            for name, fields in (("cat", one), ("cat", other), ("dog", other))
+        ]
+        assert digests[0] == digests[1] != digests[2]
 
 
 def test_an_adapter_is_known_by_its_files_not_by_their_path(tmp_path: Path) -> None:
@@ -92,14 +171,28 @@ def test_an_adapter_is_known_by_its_files_not_by_their_path(tmp_path: Path) -> N
 def test_an_adapter_that_vllm_loads_in_place_is_read_again_when_its_files_have_changed(
     tmp_path: Path,
 ) -> None:
+    files, times = tmp_path / "adapter_model.safetensors", count(10**18, 1000)
+
     def digest(weights: bytes, inplace: bool) -> bytes:
-        (tmp_path / "adapter_model.safetensors").write_bytes(weights)
+        """A training writes files of the same size, and here within a microsecond of those before."""
+        files.write_bytes(weights)
+        now = next(times)
+        os.utime(files, ns=(now, now))
         return prompt_digest(prompt(lora_request=adapter("a", str(tmp_path), 7, inplace)))
 
-    first, second = digest(b"weights", True), digest(b"others of another size", True)
+    first, second = digest(b"weights", True), digest(b"others!", True)
     assert digest(b"weights", True) == first != second
     once = digest(b"weights", False)
-    assert digest(b"others of another size", False) == once, "vLLM has read them once, and so do we"
+    assert digest(b"others!", False) == once, "vLLM has read them once, and so do we"
+
+
+def test_files_of_an_adapter_that_are_written_anew_with_the_same_size_are_read_again(tmp_path: Path) -> None:
+    weights, digests = tmp_path / "adapter_model.safetensors", set()
+    for second, content in enumerate((b"weights", b"others!")):
+        weights.write_bytes(content)
+        os.utime(weights, ns=(second, second))
+        digests.add(prompt_digest(prompt(lora_request=adapter("a", str(tmp_path), 8, inplace=True))))
+    assert len(digests) == 2
 
 
 def test_an_adapters_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +242,17 @@ def test_embeddings_count_as_numbers_whatever_their_layout() -> None:
     embeds = torch.arange(6.0).view(2, 3)
     turned = embeds.t().contiguous().t()
     assert prompt_digest(prompt(prompt_embeds=embeds)) == prompt_digest(prompt(prompt_embeds=turned))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_embeddings_are_read_where_they_lie(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may have hundreds of MiB, and the engine core waits: no copy of them is made."""
+    embeds, read = torch.ones(64, 128, dtype=dtype), []
+    digest = xxhash.xxh3_128_digest
+    monkeypatch.setattr(xxhash, "xxh3_128_digest", lambda data: read.append(data) or digest(data))
+    prompt_digest(prompt(prompt_embeds=embeds))
+    (data,) = map(np.asarray, read)
+    assert (data.ctypes.data, data.nbytes) == (embeds.data_ptr(), embeds.nbytes)
 
 
 @settings(deadline=None, max_examples=60)

@@ -259,7 +259,10 @@ class TestRest:
         core = Core()
         core.running = False
         rest.seconds = self.LONG
+        asked: list[Any] = []
+        core.input_queue.get = lambda *args, **more: asked.append((args, more))  # type: ignore[method-assign]
         core.take()
+        assert not asked, "it has waited for a request"
 
     def test_a_vllm_that_was_not_tested_is_left_alone(
         self, rest: CoreRest, monkeypatch: pytest.MonkeyPatch
@@ -337,8 +340,11 @@ class TestSpinning:
     def test_a_wake_up_ends_the_nap(self, condition: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.spinning().idle = True
         monkeypatch.setattr("p2pkv.connector.idle_steps.LONGEST_NAP_MS", 60_000)
+        poll, ended = condition.poller.poll, []
+        condition.poller = SimpleNamespace(poll=lambda timeout: ended.append(poll(timeout)) or ended[-1])
         threading.Timer(0.05, condition.writer.notify).start()
         condition.wait(timeout_ms=None)
+        assert len(ended) == 1 and ended[0], "the minute was over before the wake-up was seen"
 
     def test_after_vllms_own_second_it_waits_as_vllm_does(self, condition: Any) -> None:
         self.spinning().idle = True

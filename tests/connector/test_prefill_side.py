@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
+import torch
 from connector_support import (
     BLOCK,
     D_ADDRESS,
@@ -14,11 +17,13 @@ from connector_support import (
     pair_id,
     tokens,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from p2pkv.connector.identity import Pairs, prompt_digest
 from p2pkv.connector.metadata import Prefill
-from p2pkv.connector.scheduler import BlockTables, ProducerScheduler
+from p2pkv.connector.scheduler import BlockTables, HeldBlocks, ProducerScheduler
 from p2pkv.engine import commands as do
 
 pytestmark = pytest.mark.vllm
@@ -103,6 +108,30 @@ def test_a_prefix_that_another_request_computes_in_this_very_step_is_not_said_ea
     assert not early, "all but the sweep at the end come from the hooks of single layers"
     (step,) = {each.prompts for each in p.rank.said(do.Computed)}
     assert [stop for _, stop in step] == [67, 67]
+
+
+def test_block_tables_are_read_twice_for_each_prompt_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many prompts with a cached beginning there are: once for the prompt, once for the step."""
+    shared = tokens(3 * BLOCK)
+    p = Instance("P", blocks=200, budget=512, seqs=32)
+    p.ask("cmpl-first-0-12345678", shared, max_tokens=1)
+    p.step(2)
+    requests = [p.ask(inner_id(pair_id(n)), [*shared, *tokens(5, n)], max_tokens=1) for n in range(16)]
+    manager, connector = p.scheduler.kv_cache_manager, p.scheduler.connector
+    get_block_ids, build = manager.get_block_ids, connector.build_connector_meta
+    read: Counter[str] = Counter()
+
+    def build_and_count(output: SchedulerOutput) -> KVConnectorMetadata:
+        with monkeypatch.context() as patch:
+            patch.setattr(manager, "get_block_ids", lambda name: read.update([name]) or get_block_ids(name))
+            output.kv_connector_block_state.resolve_block_ids = manager.get_block_ids
+            return build(output)
+
+    monkeypatch.setattr(connector, "build_connector_meta", build_and_count)
+    p.step()
+    assert set(p.scheduled.num_scheduled_tokens) == {each.request_id for each in requests}
+    assert [each.cached for each in p.metas[-1].prefills] == [3 * BLOCK] * 16
+    assert read == {each.request_id: 2 for each in requests}
 
 
 @each_pace
@@ -327,10 +356,24 @@ def test_where_layers_see_a_window_the_last_token_is_left_to_d() -> None:
     prompt, request_id = tokens(20), inner_id(pair_id(7))
     shared = make_request(request_id, prompt)
     shared.prompt_token_ids = prompt
-    producer = ProducerScheduler(Pairs(P_ADDRESS, "P"), BlockTables((BLOCK,)), whole=False)
+    producer = ProducerScheduler(
+        Pairs(P_ADDRESS, "P"), BlockTables((BLOCK,)), HeldBlocks(64, 0.5), whole=False
+    )
     producer.new(shared)
     assert (shared.num_prompt_tokens, shared.prompt_token_ids) == (19, prompt[:-1])
     assert (list(shared.all_token_ids), shared.max_tokens, len(prompt)) == (prompt[:-1], 1, 20)
     alone = make_request(inner_id(pair_id(8)), tokens(1))
     producer.new(alone)
     assert alone.num_prompt_tokens == 1, "there is nothing before the last token"
+
+
+def test_of_embeddings_mixed_with_tokens_the_last_is_left_to_d_wherever_it_is_said() -> None:
+    embeds, which = torch.rand(20, 4), [True, False] * 10
+    request = make_request(
+        inner_id(pair_id()), tokens(20), prompt_embeds=embeds, prompt_is_token_ids=list(which)
+    )
+    held = HeldBlocks(64, 0.5)
+    ProducerScheduler(Pairs(P_ADDRESS, "P"), BlockTables((BLOCK,)), held, whole=False, tail=3).new(request)
+    assert request.num_prompt_tokens == len(request.all_token_ids) == 17
+    assert torch.equal(request.prompt_embeds, embeds[:17])
+    assert request.prompt_is_token_ids == which[:17]

@@ -16,7 +16,7 @@ from engine_support import wait_for
 from real_ranks_support import Engine, ask_both, finish, starting
 
 from p2pkv.connector import connector
-from p2pkv.control.announcer import Announcement, Announcer
+from p2pkv.control.announcer import Announcement, Announcer, Standing
 from p2pkv.control.discovery import DISCOVERY_VERSION, decode_ping, encode_partners
 from p2pkv.control.security import Members
 from p2pkv.protocol.messages import PROTOCOL_VERSION
@@ -87,9 +87,10 @@ def test_what_the_first_rank_announces(engines: Any, monkeypatch: pytest.MonkeyP
     made: list[Announcement] = []
 
     class Recorder(Announcer):
-        def __init__(self, announcement: Announcement, hear: Any) -> None:
+        def __init__(self, announcement: Announcement, hear: Any, standing: Any) -> None:
             made.append(announcement)
-            super().__init__(announcement, hear)
+            assert standing() == Standing(), "both may get requests"
+            super().__init__(announcement, hear, standing)
 
         def start(self) -> None:
             pass

@@ -1,5 +1,5 @@
-"""The interface that vLLM gives a KV connector, as its sources have it: of the vLLM that is installed, and of
-the next one, which is downloaded and read but never run.
+"""The interface that vLLM gives a KV connector, as the sources of the installed vLLM have it, and with
+VLLM_SOURCES=folder also those of a vLLM that is only read.
 
 What a version adds or changes fails a test here, so that somebody looks at it before users meet it.
 """
@@ -8,88 +8,128 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
-import vllm
-from vllm_sources import NEXT, Sources, next_vllm, signature
+from vllm_sources import Sources, signature
 
 import p2pkv
 from p2pkv.connector import P2pKvConnector
+from p2pkv.connector.generation import KEEPS_WEIGHTS, SESSION
 from p2pkv.connector.states import STATE_KINDS
+from p2pkv.connector.vllm_patches import WeightWatch
 
 pytestmark = pytest.mark.vllm
 
 BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
 SPECS = "v1/kv_cache_interface.py"
-NOW = "installed"
 
 
-@pytest.fixture(
-    scope="module",
-    params=[NOW, pytest.param(NEXT, marks=[pytest.mark.long, pytest.mark.timeout(600)])],
-)
-def version(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+# The engine core and its workers, of which p2pkv replaces some methods.
+
+CHANGES_WEIGHTS = {
+    *("reload_weights", "reset_weights", "load_model", "sleep", "wake_up", "discard", "shutdown"),
+    *("apply_model", "elastic_ep_execute", "handle_ft_command"),
+    *("compile_or_warm_up_model", "init_device", "initialize_from_config", "set_kv_cache_layout"),
+}
+"""Methods of a worker that may change the weights, and those that nobody calls from outside."""
 
 
-@pytest.fixture(scope="module")
-def sources(version: str, request: pytest.FixtureRequest) -> Sources:
-    if version == NOW:
-        return Sources(Path(vllm.__file__).parent)
-    return next_vllm(request.config.cache.mkdir("vllm"))
+def test_of_every_method_of_a_worker_it_is_known_whether_it_changes_weights(sources: Sources) -> None:
+    worker = sources.one("Worker", "v1/worker/gpu_worker.py").methods
+    worker |= sources.one("WorkerBase", "v1/worker/worker_base.py").methods
+    properties = {
+        name for name, each in worker.items() if "property" in map(ast.unparse, each.decorator_list)
+    }
+    methods = {name for name in worker.keys() - properties if not name.startswith("_")}
+    unknown = methods - KEEPS_WEIGHTS - SESSION - CHANGES_WEIGHTS
+    assert not unknown, f"vLLM's workers have {sorted(unknown)} too: does it keep the weights?"
+    assert methods >= SESSION | {"reload_weights"}
+
+
+def test_the_engine_core_has_what_p2pkv_replaces(sources: Sources) -> None:
+    methods = sources.one("EngineCore", "v1/engine/core.py").methods
+    for name, parameters in WeightWatch.PARAMETERS.items():
+        assert tuple(_names(signature(methods[name]))) == parameters
+    (call,) = [each for each in ast.walk(methods["collective_rpc"]) if isinstance(each, ast.Call)]
+    assert ast.unparse(call) == "self.model_executor.collective_rpc(method, timeout, args, kwargs)"
 
 
 # The methods.
 
-DEFAULTS = {
-    "_get_connector_metadata": "vLLM's own",
-    "bind_gpu_block_pool": "p2pkv looks at no block's state",
-    "bind_kv_cache_manager": "the same",
-    "clear_connector_metadata": "vLLM's own",
-    "finish_forward": "the sweep is in wait_for_save, which every runner calls",
-    "get_block_ids_with_load_errors": "a failed load is told by request, which works with several KV groups",
-    "get_external_cache_hit_sources": "it reads _cache_hit_source",
-    "get_finished": "replaced by get_transfer_results",
-    "get_finished_count": "every rank reports each request",
-    "get_handshake_metadata": "ranks shake hands themselves",
-    "get_kv_connector_kv_cache_events": "p2pkv stores nothing",
-    "get_mem_pool_context": "blocks are registered wherever they lie",
-    "get_required_kvcache_layout": "p2pkv takes every layout",
-    "has_connector_metadata": "vLLM's own",
-    "has_pending_block_frees": "blocks of a sent prompt belong to a request that vLLM still knows",
-    "has_pending_push_work": "the same",
-    "register_finished_partial_tail": "P sends from the blocks of the request, not from prefix-cache copies",
-    "requires_kv_delivery": "a producer's default is right",
-    "requires_piecewise_for_cudagraph": "what no hook covered is swept",
-    "reset_cache": "p2pkv stores nothing",
-    "reset_capture_state": "the hooks keep nothing that a capture could spoil",
-    "restore_kv_caches": "sleep mode is refused",
-    "role": "vLLM's own",
-    "set_host_xfer_buffer_ops": "p2pkv has staging of its own",
-    "set_xfer_handshake_metadata": "ranks shake hands themselves",
-    "set_xfer_handshake_metadata_pp_aware": "the same",
-    "supports_divergent_local_hybrid_hits": "local hits end where all KV groups agree",
-    "take_events": "p2pkv stores nothing",
-    "unregister_kv_caches": "sleep mode is refused",
-}
-"""Methods that p2pkv leaves as they are, and why that is right."""
-
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 SINCE_33 = {"restore_kv_caches", "supports_sleep_mode", "unregister_kv_caches"}
 
 
-def test_every_method_of_the_interface_is_ours_or_right_as_it_is(version: str, sources: Sources) -> None:
-    methods = sources.one("KVConnectorBase_V1", BASE).methods
-    ours = set(vars(P2pKvConnector))
-    unknown = methods.keys() - ours - DEFAULTS.keys()
-    assert not unknown, f"vLLM's connectors have {sorted(unknown)} too: does p2pkv need its own?"
-    since = SINCE_33 & methods.keys()
-    assert since == (SINCE_33 if version == NEXT else since)
-    gone = (DEFAULTS.keys() - SINCE_33) - methods.keys()
-    assert not gone, f"vLLM's connectors no longer have {sorted(gone)}"
-    hma = sources.one("SupportsHMA", BASE).methods
-    assert hma.keys() == {"request_finished_all_groups"}
+def table(beginning: str) -> dict[str, list[str]]:
+    """The rows of the page's table whose heading begins so, by the names in each first cell."""
+    lines = iter(PAGE.read_text().splitlines())
+    next(line for line in lines if line.startswith(f"| {beginning}"))
+    found: dict[str, list[str]] = {}
+    for line in takewhile(lambda line: line.startswith("|"), lines):
+        first, *cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        for name in re.findall(r"`([^`]+)`", first):
+            assert name not in found, f"the page has {name} twice"
+            found[name] = cells
+    return found
+
+
+def test_the_page_says_of_every_method_of_the_interface_what_p2pkv_does(sources: Sources) -> None:
+    methods = sources.one("KVConnectorBase_V1", BASE).methods | sources.one("SupportsHMA", BASE).methods
+    public = {name for name in methods if not name.startswith("_")}
+    said = table("hooks of")
+    assert public - said.keys() == set(), "vLLM's connectors have these too: does p2pkv need its own?"
+    lost = said.keys() - public - (set() if sources.since(0, 33) else SINCE_33)
+    assert not lost, f"vLLM's connectors no longer have {sorted(lost)}"
+    for name, (answer, how, *_) in said.items():
+        ours = name in vars(P2pKvConnector)
+        assert answer == "of no concern" if not ours else answer in ("handled", "refused"), name
+        assert how, f"{name}: no reason"
+
+
+def test_the_page_says_of_every_memory_option_what_p2pkv_does(sources: Sources) -> None:
+    """Those of vLLM's groups of options for the cache and for offloading, and others that it names."""
+    taken = {
+        (node.func.value.id, node.args[0].value)
+        for node in ast.walk(sources.one("EngineArgs", "engine/arg_utils.py").node)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "add_argument"
+        and isinstance(node.func.value, ast.Name)
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+    }
+    memory = {option for group, option in taken if group in ("cache_group", "offload_group")}
+    said = table("memory options")
+    assert len(memory) > 25 and memory <= said.keys()
+    assert said.keys() <= {option for _, option in taken}, "vLLM has no such option"
+    for option, (answer, how, *_) in said.items():
+        assert answer in ("handled", "refused", "of no concern") and how, option
+
+
+@pytest.mark.parametrize("beginning", ["hooks of", "memory options"])
+def test_the_tests_that_the_page_names_exist(beginning: str) -> None:
+    """And each thing that p2pkv handles or refuses has one."""
+    for name, (answer, _, *last) in table(beginning).items():
+        named = re.findall(r"`([^`]+)`", "".join(last))
+        assert named or answer == "of no concern", name
+        folder = PAGE.parents[1] / ("tests/connector" if beginning == "hooks of" else "")
+        assert all((folder / test).is_file() for test in named), (name, named)
+
+
+def test_both_runners_zero_blocks_before_they_bind_a_steps_metadata(sources: Sources) -> None:
+    """A load that was ordered by that metadata would be zeroed else."""
+    for file, update, later in (
+        ("v1/worker/gpu_model_runner.py", "_update_states", "kv_connector_no_forward("),
+        ("v1/worker/gpu/model_runner.py", "update_requests", "kv_connector.no_forward("),
+    ):
+        runner = sources.one("GPUModelRunner", file).methods
+        assert "zero_block_ids(scheduler_output.new_block_ids_to_zero)" in ast.unparse(runner[update])
+        step = ast.unparse(runner["execute_model"])
+        assert step.index(f"self.{update}(") < step.index(f"self.{later}")
 
 
 def test_our_methods_take_what_vllm_gives(sources: Sources) -> None:
@@ -161,14 +201,54 @@ def test_vllm_calls_what_it_did(file: str, sources: Sources) -> None:
     assert called == expected, f"vLLM calls {sorted(called - expected)}, and not {sorted(expected - called)}"
 
 
-def test_the_second_runner_sweeps_behind_the_drafter(sources: Sources, version: str) -> None:
+def test_the_second_runner_sweeps_behind_the_drafter(sources: Sources) -> None:
     """Layers of a drafter are written after the forward; the sweep must come after that."""
     source = ast.unparse(sources.one("GPUModelRunner", "v1/worker/gpu/model_runner.py").node)
     draft = source.index("self.speculator.propose(", source.index("def sample_tokens"))
-    end = source.index(
-        "self.kv_connector." + ("finalize_step(" if version == NEXT else "post_forward("), draft
-    )
-    assert end > draft
+    last = "finalize_step" if sources.since(0, 33) else "post_forward"
+    assert source.index(f"self.kv_connector.{last}(", draft) > draft
+
+
+# What p2pkv replaces.
+
+REPLACED = {
+    "_process_input_queue": (
+        ("EngineCoreProc", "v1/engine/core.py"),
+        "self",
+        {"has_work", "is_running", "input_queue", "_handle_client_request"},
+    ),
+    "wait": (
+        ("SpinCondition", "distributed/device_communicators/shm_broadcast.py"),
+        "self, timeout_ms=",
+        {"last_read", "busy_loop_s", "poller"},
+    ),
+    "update_requests": (
+        ("GPUModelRunner", "v1/worker/gpu/model_runner.py"),
+        "self, scheduler_output",
+        {"new_block_ids_to_zero", "kv_cache_block_copies"},
+    ),
+}
+"""Methods that p2pkv replaces: class and file, arguments, and the attributes by which p2pkv knows them."""
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_the_methods_that_p2pkv_replaces_are_those_it_knows(name: str, sources: Sources) -> None:
+    place, arguments, known = REPLACED[name]
+    method = sources.one(*place).methods[name]
+    assert signature(method) == arguments
+    assert known <= {each.attr for each in ast.walk(method) if isinstance(each, ast.Attribute)}
+
+
+def test_an_engine_core_can_be_woken(sources: Sources) -> None:
+    kinds = sources.one("EngineCoreRequestType", "v1/engine/__init__.py").node
+    assert "WAKEUP" in {ast.unparse(each.targets[0]) for each in kinds.body if isinstance(each, ast.Assign)}
+
+
+def test_the_second_runner_overwrites_blocks_before_it_calls_the_connector(sources: Sources) -> None:
+    """Why p2pkv replaces `update_requests`: if this fails, vLLM no longer needs that."""
+    runner = sources.one("GPUModelRunner", "v1/worker/gpu/model_runner.py").methods["execute_model"]
+    source = ast.unparse(runner)
+    assert source.index("self.update_requests(") < source.index("self.kv_connector.")
 
 
 # The memory.
@@ -204,8 +284,8 @@ FIELDS_SINCE_33 = {
 
 
 @pytest.mark.parametrize("kind", FIELDS)
-def test_a_layers_memory_is_described_as_it_was(kind: str, version: str, sources: Sources) -> None:
-    more = FIELDS_SINCE_33.get(kind, set()) if version == NEXT else set()
+def test_a_layers_memory_is_described_as_it_was(kind: str, sources: Sources) -> None:
+    more = FIELDS_SINCE_33.get(kind, set()) if sources.since(0, 33) else set()
     assert sources.one(kind, SPECS).fields == FIELDS[kind] | more
 
 

@@ -313,7 +313,7 @@ def test_loads_are_handed_over_before_the_forward_and_reported_once(make: Make) 
     runner.step(StepMetadata(expects=[("r", expect)]))
     rank.begin("k")
     told = runner.step(StepMetadata())
-    assert told.kv_connector_worker_meta.begun == {"r": 1}
+    assert told.kv_connector_worker_meta.begun == {"r": [""]}
     load = do.Load("k", 0, 31, ([1, 2],))
     at_forward: list[do.Load] = []
     runner.forward = lambda: at_forward.extend(rank.said(do.Load))  # type: ignore[method-assign]

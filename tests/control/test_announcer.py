@@ -112,6 +112,25 @@ def test_pings_go_on_while_the_worker_holds_its_lock(start, proxy) -> None:
     assert worker.hear() == {"done": True}
 
 
+def test_a_worker_whose_engine_does_not_get_on_is_not_announced_until_it_does(start, proxy) -> None:
+    worker, pid = start()
+    proxy.hear()
+    worker.tell(do="stand", trouble="its engine core is stopped", paused=False)
+    proxy.hear_no_more()
+    worker.tell(do="stand", trouble="", paused=False)
+    assert proxy.hear() == PING
+    assert not gone(pid)
+
+
+def test_a_paused_instance_says_so_at_once_and_that_it_is_back(start, proxy) -> None:
+    worker, _ = start(interval=60.0)  # so what comes soon has not waited for the next ping
+    assert proxy.hear() == PING
+    worker.tell(do="stand", trouble="", paused=True)
+    assert proxy.hear(10.0) == msgspec.structs.replace(PING, paused=True)
+    worker.tell(do="stand", trouble="", paused=False)
+    assert proxy.hear(10.0) == PING
+
+
 def test_a_silent_worker_is_vouched_for_until_it_counts_as_hung_and_is_back_when_it_beats(
     start, proxy
 ) -> None:

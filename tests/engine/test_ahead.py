@@ -362,3 +362,47 @@ def test_what_p_says_of_its_own_accord_is_no_answer():
 
         on_engine_thread(d.ranks[0].rank, hear)
         assert seen == [1.0, None]
+
+
+def test_what_waits_for_its_request_is_let_go_when_weights_change_or_caches_are_reset(links):
+    """The request then takes it from P, which has kept the blocks."""
+    with engines(ONE, ONE, links, ahead_bytes=ROOM) as (p, d):
+        push_ahead(p, d)
+        d.do(do.Invalidate("", "the caches were reset"))
+        wait_for(lambda: not value(d, "ahead_bytes"), what="the end of the early buffer")
+        load(p, d, "k", 40)
+        assert wrong_cells(d.ranks[0], BLOCKS, 0, 39) == []
+        finish(p, "k")
+        quiet(p, d)
+
+
+def test_a_request_whose_early_buffer_is_let_go_fails(links):
+    with engines(ONE, ONE, links, ahead_bytes=ROOM) as (p, d):
+        push_half_ahead(p, d)
+        d.do(do.Expect("k", p.address, 96, b"digest"))
+        d.wait(do.Begun("k"))
+        d.do(do.Invalidate("", "the caches were reset"))
+        d.wait(do.LoadFailed("k", "the caches were reset"))
+        d.do(do.Forget("k"))
+        finish(p, "k")
+        quiet(p, d)
+
+
+def test_a_prompt_of_other_weights_is_not_taken_ahead(links):
+    with engines(ONE, ONE, links, ahead_bytes=ROOM) as (p, d):
+        acquaint(p, d)
+        d.do(do.Invalidate("version 2", "the weights have changed"))
+        for key, generation, blocks in (("old", "", [8]), ("new", "version 2", [9])):
+            p.do(do.OfferPrompt(key, d.address, 16, b"digest", generation))
+            step(p, key, blocks, 0, 16)
+        arrived(d, 16 * TOKEN)
+        for key, generation in (("new", "version 2"), ("old", "")):
+            d.do(do.Expect(key, p.address, 16, b"digest"))
+            d.wait(do.Begun(key, generation))
+            d.do(do.Load(key, 0, 15, (BLOCKS,)))
+            d.wait(do.Loaded(key))
+            assert wrong_cells(d.ranks[0], BLOCKS, 0, 15) == []
+            d.do(do.Forget(key))
+            finish(p, key)
+        assert value(d, "bytes_ahead") == 16 * TOKEN
+        quiet(p, d)

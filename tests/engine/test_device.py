@@ -304,8 +304,8 @@ def test_p_says_that_a_chunk_was_sent_when_its_checksum_is_known(start):
     assert heard(pair.p, do.BlocksFree) == []
     pair.on_p.run(1)
     wait_for(lambda: said(pair) == [("k", False, 8)])
+    pair.on_p.free()  # the send may be queued by now, and then the blocks are free behind it
     pair.p.wait(do.BlocksFree("k"))
-    pair.on_p.free()
     pair.on_d.free()
     pair.done()
     pair.at_rest()

@@ -44,11 +44,11 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
-    for name in closure(BARE):
-        package = importlib.metadata.distribution(name)
-        tops = {file.parts[0] for file in package.files or []} - {"..", "__pycache__"}
-        for top in tops:
-            (site / top).symlink_to(package.locate_file(top))
+    packages = [importlib.metadata.distribution(name) for name in closure(BARE)]
+    # Several packages may share a folder, as NVIDIA's do.
+    tops = {file.parts[0]: package for package in packages for file in package.files or []}
+    for top in tops.keys() - {"..", "__pycache__"}:
+        (site / top).symlink_to(tops[top].locate_file(top))
     return folder / "bin" / "python"
 
 

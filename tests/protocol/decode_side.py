@@ -36,7 +36,7 @@ class DecodeRank:
         if key in self.receivers and self.receivers[key].ahead:
             self.attempts[key] = self.receivers[key].attempt
             self.offered.discard(key)
-            self.run(key, self.receivers[key].adopt())
+            self.run(key, self.receivers[key].adopt(self.world.now))
             return
         self._expect(key, tokens)
         self.attempts[key] = self._attempt

@@ -35,8 +35,10 @@ def one_source() -> Receiver:
     return make(owed({0: make_plan((Shape((2,), 2, 1),), (Shape((2,), 2, 1),)).to_target(0)[0]}))
 
 
-def offer(tokens: int = TOKENS, digest: bytes = DIGEST, attempt: int = ATTEMPT) -> Offer:
-    return Offer(KEY, attempt, tokens, digest)
+def offer(
+    tokens: int = TOKENS, digest: bytes = DIGEST, attempt: int = ATTEMPT, generation: str = ""
+) -> Offer:
+    return Offer(KEY, attempt, tokens, digest, generation)
 
 
 def chunk(number: int, *pieces: Piece, nbytes: int | None = None, attempt: int = ATTEMPT) -> Chunk:

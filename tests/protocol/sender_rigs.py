@@ -82,7 +82,7 @@ def chunk(number: int, *pieces: Piece, attempt: int = 1) -> Chunk:
 
 
 def offer(attempt: int = 1) -> Offer:
-    return Offer(KEY, attempt, TOKENS, DIGEST)
+    return Offer(KEY, attempt, TOKENS, DIGEST, "")
 
 
 def sent(number: int, filler: bool = False, attempt: int = 1) -> Sent:

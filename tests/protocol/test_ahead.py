@@ -149,7 +149,7 @@ def test_all_tokens_are_wanted_ahead_and_nobody_is_told_of_the_offer() -> None:
 
 def test_a_request_adopts_it_and_what_was_kept_counts_when_it_is_written() -> None:
     made = kept()
-    assert made.adopt() == [Offered()]
+    assert made.adopt(0.0) == [Offered()]
     release = Want(d_side.KEY, d_side.ATTEMPT, 0, 0)
     want = Want(d_side.KEY, d_side.ATTEMPT, 0, d_side.TOKENS)
     assert made.want(4, 9, 4.0) == [Tell(0, release), Tell(1, want)]
@@ -173,7 +173,7 @@ def test_what_nobody_has_asked_for_is_left_to_p(make: Callable[[], d_side.Receiv
 
 def test_what_has_been_asked_for_is_cancelled() -> None:
     made = kept()
-    made.adopt()
+    made.adopt(0.0)
     cancel = Cancel(d_side.KEY, d_side.ATTEMPT, "enough")
     assert made.cancel("enough") == [Tell(0, cancel), Tell(1, cancel), Finished(False, "enough")]
 

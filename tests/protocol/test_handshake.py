@@ -113,6 +113,14 @@ REFUSALS: dict[str, tuple[Hello, list[str]]] = {
         hello("D", cache(layer_names="names-b")),
         ["KV layers differ: names-a at p:21000, names-b at d:22000"],
     ),
+    "window": (
+        hello("D", cache(window=64)),
+        ["attention windows differ: 0 at p:21000, 64 at d:22000", "--disable-hybrid-kv-cache-manager"],
+    ),
+    "once": (
+        hello("D", cache(once=True)),
+        ["rows per request differ: one for each token at p:21000, one at d:22000"],
+    ),
     "layers": (hello("D", cache(layers=(3, 2))), ["p:21000 and d:22000", "4 KV layers", "5"]),
     "heads": (hello("D", cache(heads=8)), ["p:21000 and d:22000", "4 KV heads", "8"]),
     "tp": (hello("D", cache(tp=3)), ["p:21000 and d:22000", "4 KV heads", "tensor-parallel size 3"]),
@@ -220,6 +228,7 @@ DEMANDED = {
     "codec": "memory layout",
     "row": "bytes per token and head",
     "names": "KV layers",
+    "window": "attention windows",
     "layers": "layers in all",
     "heads": "KV heads",
 }

@@ -32,7 +32,7 @@ def test_a_load_from_two_sources() -> None:
     made = make()
     assert made.load.state is LoadPhase.WAITING
     assert made.offer(0, offer(), 1.0) == [] and made.load.state is LoadPhase.WAITING
-    assert made.offer(1, offer(), 1.0) == [Offered()]
+    assert made.offer(1, offer(), 1.0) == [Offered("")]
     assert made.want(0, 9, 2.0) == [Tell(rank, Want(KEY, ATTEMPT, 0, 9)) for rank in (0, 1)]
     assert take(made, 1, whole(1)) == [Tell(1, Done(KEY, ATTEMPT))]
     assert take(made, 0, chunk(0, Piece(0, 0, 1, 0, 4))) == []
@@ -73,7 +73,7 @@ def test_an_empty_want_waits_until_p_can_be_told_or_the_lease_ends() -> None:
 
 def test_a_rank_that_nobody_owes_anything_waits_for_nobody() -> None:
     made = make(attach=False)
-    assert made.attach({}, 0.0) == [Offered()]
+    assert made.attach({}, 0.0) == [Offered(None)]
     assert made.deadline is None and made.tick(1000.0) == []
     assert made.attach({}, 1.0) == [] and made.want(0, 9, 1000.0) == [Finished(True)]
     made = make(attach=False)

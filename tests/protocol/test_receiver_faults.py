@@ -37,6 +37,14 @@ def test_another_prompt_of_the_same_name_is_refused_with_both_sizes() -> None:
         assert made.load.state is LoadPhase.ENDED
 
 
+def test_ranks_of_p_that_name_different_weights_end_the_load() -> None:
+    made = make()
+    assert made.offer(0, offer(generation="version 1"), 1.0) == []
+    *cancels, end = made.offer(1, offer(generation="version 2"), 1.0)
+    assert isinstance(end, Finished) and "computed this prompt with different weights" in end.reason
+    assert [each.rank for each in cancels if isinstance(each, Tell)] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("message", "words"),
     [

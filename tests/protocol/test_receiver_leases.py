@@ -35,8 +35,8 @@ def test_a_p_that_was_reached_and_is_silent_did_not_answer() -> None:
     made = make(attach=False)
     made.reached = True
     reason = (
-        f"P did not answer in time: it has not confirmed this request for {LEASE:g} s; it is dead, or never "
-        "got it"
+        f"P did not answer in time: it has not confirmed this request for {LEASE:g} s; it is dead, hung or "
+        "paused, or never got it"
     )
     assert made.tick(LEASE) == [Finished(False, reason)]
 

@@ -57,7 +57,9 @@ def held(deployment: Deployment) -> dict[str, int]:
     """Whatever the proxy holds for requests; all 0 when nothing is under way."""
     proxy = deployment.proxy
     gauges = {
-        name: value for name, value in proxy.gauges().items() if name not in ("breakers_open", "silent")
+        name: value
+        for name, value in proxy.gauges().items()
+        if name not in ("breakers_open", "silent", "engines_paused")
     }
     return gauges | {
         "seats": sum(instance.seats for instance in deployment.everyone()),

@@ -137,6 +137,18 @@ async def test_a_drain_reaches_a_worker_that_has_yet_to_learn_of_the_instance_an
         assert [each.drained for each in registry.known("D")] == [True, False]
 
 
+async def test_a_worker_that_begins_learns_who_is_paused() -> None:
+    message = ping("D")
+    async with Client() as session, following() as (registry, channel, _):
+        membership = Membership(Proxy(session, Registry(), "concurrent", Limits()), lambda _: None)
+        for paused in (False, True):
+            membership.take(msgspec.structs.replace(message, paused=paused), SharedSource())
+        for each in membership.all():
+            channel.send(each)
+        await until(lambda: bool(registry.known("D")), "the instance")
+        assert registry.known("D")[0].paused
+
+
 async def test_a_worker_that_nobody_has_heard_in_time_speaks_for_itself() -> None:
     ours, theirs = socket.socketpair()
     channel = await Channel.over(ours)

@@ -16,6 +16,7 @@ from virtual.network import Endpoint, Network
 
 from p2pkv.config import Options
 from p2pkv.engine import commands as do
+from p2pkv.engine.liveness import Beat
 from p2pkv.engine.rank import Core
 from p2pkv.kv.cache import RankCache
 from p2pkv.pairing import Address
@@ -37,8 +38,11 @@ class VirtualRank(Core):
         self._clock = pair.clock
         self._next_turn = float("inf")
         self.still_until = 0.0
+        self.core: Beat | None = None
+        """What its engine core says of itself as often as it is looked at; None: nothing."""
         self.alive = True
         super().__init__(self.hello, opts, RankCache([cache]), self.wires, self.endpoint)  # type: ignore[arg-type]
+        self.steps.read_beats = lambda: [] if self.core is None else [self.core]
         self.ring()
 
     def do(self, command: do.Command) -> None:
@@ -101,6 +105,15 @@ class VirtualEngine(Engine):
 
     def wake(self) -> None:
         self.rank.steps.end()
+
+    def core(self, steps: int = 1, **state: bool) -> None:
+        """What its engine core says of itself from now on."""
+        self.rank.core = Beat(steps=steps, **{"work": False} | state)
+
+    def core_stops(self) -> None:
+        """Its engine core says nothing more."""
+        assert self.rank.core is not None
+        self.rank.core = None
 
 
 class VirtualPair:

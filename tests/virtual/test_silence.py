@@ -3,75 +3,32 @@
 from __future__ import annotations
 
 import pytest
-from engine_support import prefill, step, wrong_cells
+from engine_support import step, wrong_cells
+from virtual.moves import (
+    BLOCKS,
+    GRACE,
+    HALF,
+    LEASE,
+    LONG,
+    STALL,
+    TOKENS,
+    begin,
+    computed,
+    expect,
+    half_a_push,
+    kept,
+    load,
+    nothing_was_lost,
+    value,
+)
 from virtual.pair import VirtualPair
 
 from p2pkv.engine import commands as do
-
-BLOCKS = list(range(6))
-TOKENS = 96
-LEASE, STALL = 10.0, 16.0
-LONG = 30.0
-"""Seconds: several leases, and longer than a stall."""
-
-GRACE = 5.0
-"""Seconds after its lease in which whatever was given up has ended: the promise of docs/operations.md."""
-
-HALF = TOKENS // 2
-TOKEN = 4 * 2 * 8 * 4
-"""Bytes of a token."""
 
 
 @pytest.fixture
 def pair() -> VirtualPair:
     return VirtualPair(lease_seconds=LEASE, stall_seconds=STALL)
-
-
-def value(engine, name: str) -> int:
-    return engine.rank.counters.snapshot()[name]
-
-
-def expect(pair: VirtualPair, key: str = "k", tokens: int = TOKENS) -> None:
-    pair.d.do(do.Expect(key, pair.p.address, tokens, b"digest"))
-
-
-def computed(pair: VirtualPair, key: str = "k") -> None:
-    prefill(pair.p, key, pair.d.address, TOKENS, BLOCKS, chunk=TOKENS)
-
-
-def load(pair: VirtualPair, key: str = "k") -> None:
-    """D has blocks for it, and gets what P has computed."""
-    pair.d.wait(do.Begun(key))
-    pair.d.do(do.Load(key, 0, TOKENS - 1, (BLOCKS,)))
-    pair.d.wait(do.Loaded(key), LEASE)
-    assert wrong_cells(pair.d.ranks[0], BLOCKS, 0, TOKENS - 1) == []
-
-
-def begin(pair: VirtualPair) -> None:
-    """D waits for 96 tokens, of which P has computed none."""
-    expect(pair)
-    pair.p.do(do.OfferPrompt("k", pair.d.address, TOKENS, b"digest"))
-    pair.d.wait(do.Begun("k"))
-    pair.d.do(do.Load("k", 0, TOKENS - 1, (BLOCKS,)))
-
-
-def half_a_push(pair: VirtualPair) -> None:
-    """48 of the 96 tokens are computed and pushed."""
-    begin(pair)
-    step(pair.p, "k", BLOCKS, 0, HALF)
-    pair.until(lambda: value(pair.d, "bytes_scattered") == HALF * TOKEN, what="half of the prompt")
-
-
-def kept(pair: VirtualPair) -> bool:
-    """Neither side has given the request up."""
-    return not pair.d.failures and not pair.p.all_heard(do.BlocksFree("k"))
-
-
-def nothing_was_lost(pair: VirtualPair) -> None:
-    for engine in (pair.p, pair.d):
-        counters = engine.rank.counters.values
-        lost = "transfers_failed", "links_aborted", "handshakes_failed", "messages_refused"
-        assert {name: counters[name] for name in lost} == dict.fromkeys(lost, 0)
 
 
 # A forward thread that hangs, and one that only takes long.

@@ -120,9 +120,11 @@ STEERED: dict[str, dict[str, Any]] = {
 def test_what_steers_the_sampling(fleet: Fleet, asked: dict[str, Any]) -> None:
     """Penalties look at the prompt, too, and D has it."""
     prompt = tokens(CHUNK + 9, f"steered {asked}")
+    traffic = Traffic(fleet)
     got = answers.complete(fleet.concurrent.base_url, MODEL_NAME, prompt, **{"max_tokens": 16, **asked})
     single = answers.complete(fleet.single.base_url, MODEL_NAME, prompt, **{"max_tokens": 16, **asked})
     assert_same(single, got)
+    assert traffic.scattered(at_least=kv_bytes(0, len(prompt) - 1)) > 0
 
 
 @pytest.mark.parametrize("include", [False, True], ids=["left-out", "included"])
@@ -132,17 +134,20 @@ def test_stop_strings(fleet: Fleet, include: bool) -> None:
     stop = free.text[len(free.text) // 2 :][:4]
     body = {"prompt": prompt, "max_tokens": 32, "stop": [stop], "temperature": 0.0}
     body["include_stop_str_in_output"] = include
+    traffic = Traffic(fleet)
     single, pair = (
         post(server, "/v1/completions", body)["choices"][0] for server in (fleet.single, fleet.concurrent)
     )
     assert pair["text"] == single["text"]
     assert (pair["finish_reason"], pair["stop_reason"]) == ("stop", stop)
     assert pair["text"].endswith(stop) == include
+    assert traffic.scattered(at_least=kv_bytes(0, len(prompt) - 1)) > 0
 
 
 def test_log_probabilities(fleet: Fleet) -> None:
     prompt = tokens(CHUNK + 9, "log-probabilities")
     body = {"prompt": prompt, "max_tokens": 12, "temperature": 0.0, "logprobs": 5}
+    traffic = Traffic(fleet)
     single, pair = (
         post(server, "/v1/completions", body)["choices"][0]["logprobs"]
         for server in (fleet.single, fleet.concurrent)
@@ -151,6 +156,7 @@ def test_log_probabilities(fleet: Fleet) -> None:
     assert pair["token_logprobs"] == pytest.approx(single["token_logprobs"], abs=1e-3)
     for ours, theirs in zip(pair["top_logprobs"], single["top_logprobs"], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-3)
+    assert traffic.scattered(at_least=kv_bytes(0, len(prompt) - 1)) > 0
 
 
 # Adapters and prompt embeddings: a P, a D and a single server of their own.

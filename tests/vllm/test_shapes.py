@@ -174,9 +174,13 @@ LANES = [
 
 @dataclass
 class Running:
-    """The servers of the family that runs now."""
+    """The servers of the family that runs now.
+
+    `wanted`: the lanes of the tests that are to run; servers of others are not started.
+    """
 
     folder: Path
+    wanted: frozenset[tuple[str, Instance, Instance]]
     name: str = ""
     servers: dict[tuple[str, Instance], VllmServer] = field(default_factory=dict)
     stack: ExitStack = field(default_factory=ExitStack)
@@ -193,7 +197,7 @@ class Running:
         self.name, family = name, FAMILIES[name]
         self.probes.mkdir(exist_ok=True)
         model = ensure_model(family.model, self.folder)
-        for prefill, decode in family.pairs:
+        for prefill, decode in (pair for pair in family.pairs if (name, *pair) in self.wanted):
             for role, instance in (("P", prefill), ("D", decode)):
                 if (role, instance) not in self.servers:
                     self.servers[role, instance] = self._server(model, family, role, instance)
@@ -288,9 +292,13 @@ class Lane:
 
 
 @pytest.fixture(scope="module")
-def running(fleet_keeper, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def running(
+    fleet_keeper, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Running]:
     fleet_keeper.stop()
-    running = Running(tmp_path_factory.mktemp("shapes"))
+    here = [item for item in request.session.items if item.path == request.path]
+    wanted = frozenset(item.callspec.params["pair"] for item in here if isinstance(item, pytest.Function))
+    running = Running(tmp_path_factory.mktemp("shapes"), wanted)
     try:
         yield running
     finally:

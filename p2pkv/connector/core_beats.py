@@ -1,0 +1,151 @@
+"""The engine core's beats: how the ranks of an instance learn whether its scheduler gets on.
+
+vLLM's engine core is a process of its own as a rule. A worker sees its steps and nothing else: an engine core
+that is stopped, hung or paused between two steps looks like one that has nothing to do. So a thread in the
+engine core's process sends each rank on this host a `Beat` several times in a second, as a datagram to a Unix
+socket whose name is made of that rank's address. A rank takes beats only from its own or its parent process.
+
+docs/design.md, "Who vouches for an engine", has what follows from beats, and from their absence.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import socket
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any
+
+import msgspec
+
+from p2pkv.engine.liveness import Beat
+from p2pkv.log import RateLimit
+
+log = logging.getLogger("p2pkv")
+
+BEAT_SECONDS = 0.5
+
+_COMPLAIN_SECONDS = 600.0
+
+_MAX_BYTES = 256
+_CREDENTIALS = struct.Struct("iII")
+"""Of the sender, as the kernel fills them in: process, user, group."""
+
+_encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Beat)
+
+
+def _socket_name(rank: str) -> str:
+    """An abstract one: it ends with the socket, and like `rank`, a TCP address, is unique on the host."""
+    return f"\0p2pkv-core-{rank}"
+
+
+class BeatListener:
+    """A rank's end. `rank`: its address. Without the socket no beat comes, which is logged."""
+
+    def __init__(self, rank: str) -> None:
+        parent = multiprocessing.parent_process()
+        self._senders = {os.getpid(), *([parent.pid] if parent is not None else [])}
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        try:
+            self._socket.bind(_socket_name(rank))
+        except OSError as error:
+            log.warning(
+                "%s cannot take its engine core's beats (%s): an engine core that is stopped or hung between "
+                "two steps will not be noticed",
+                rank,
+                error,
+            )
+
+    def read(self) -> list[Beat]:
+        """The beats that have come since the last call. Does not wait."""
+        beats: list[Beat] = []
+        while True:
+            try:
+                data, ancillary, _, _ = self._socket.recvmsg(_MAX_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
+            except OSError:  # no more; or it is closed
+                return beats
+            if _sender(ancillary) not in self._senders:
+                continue
+            try:
+                beats.append(_decoder.decode(data))
+            except msgspec.MsgspecError as error:
+                log.debug("an engine core's beat cannot be read: %s", error)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _sender(ancillary: Sequence[tuple[int, int, bytes]]) -> int | None:
+    """The process that a message came from."""
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and len(data) >= _CREDENTIALS.size:
+            return int(_CREDENTIALS.unpack_from(data)[0])
+    return None
+
+
+class BeatSender:
+    """The engine core's end: a daemon thread that sends what `state` returns to each of `ranks`.
+
+    It ends with `close`, or when the object that `state` is a method of is gone.
+
+    Args:
+        state: its argument is whether the process that has started this one is gone.
+    """
+
+    def __init__(self, ranks: Sequence[str], state: Callable[[bool], Beat]) -> None:
+        assert isinstance(state, MethodType)
+        self._names = [_socket_name(rank) for rank in ranks]
+        # vLLM's server starts its engine core by `multiprocessing`; an engine in a user's own process may
+        # outlive the shell that it was started from.
+        self._parent = os.getppid() if multiprocessing.parent_process() is not None else None
+        self._complaints = RateLimit(seconds=_COMPLAIN_SECONDS)
+        self._state = weakref.WeakMethod(state)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="p2pkv-core-beats", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as out:
+            while not self._closing.wait(BEAT_SECONDS):
+                state = self._state()
+                if state is None:
+                    return
+                try:
+                    data = _encoder.encode(state(self._parent not in (None, os.getppid())))
+                except Exception:
+                    if self._complaints.admits():
+                        log.exception("the engine core's state cannot be read: its ranks get no beat")
+                    continue
+                finally:
+                    del state
+                for name in self._names:
+                    try:
+                        out.sendto(data, name)
+                    except OSError as error:  # a rank that is gone, or that reads nothing for now
+                        log.debug("no beat for the rank at %s: %s", name[1:], error)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._closing.set()
+
+
+def state_of(core: Any, *, steps: int, transfers: bool, orphaned: bool) -> Beat:
+    """The beat of this process's engine core.
+
+    Args:
+        core: vLLM's EngineCoreProc; None where it is not known.
+        steps: that it has scheduled.
+        transfers: p2pkv's own requests are under way, which is all that is known without `core`.
+        orphaned: the process that has started this one is gone.
+    """
+    work, paused = transfers, False
+    if core is not None:
+        work = bool(core.scheduler.has_requests()) or not core.input_queue.empty()
+        paused = bool(core.scheduler.pause_state)
+    return Beat(steps=steps, work=work, paused=paused, orphaned=orphaned)

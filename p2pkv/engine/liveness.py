@@ -1,0 +1,130 @@
+"""Whether this instance's engine gets on: what its worker's steps and its engine core's beats show.
+
+A worker may be in good health while the engine core, a process of its own, is stopped, hung or paused; then
+no request gets on, and no peer may be made to wait for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from msgspec import Struct
+
+LATE_BEAT_SECONDS = 4.0
+"""An engine core that has sent no beat for so long is not announced. Leases are renewed until
+`stall_seconds`."""
+
+
+class Beat(Struct, frozen=True, kw_only=True):
+    """What vLLM's engine core sends each of its ranks, from a thread of its own, several times in a second.
+
+    Attributes:
+        steps: how many steps it has scheduled.
+        work: it has something to do, so it must make steps.
+        paused: vLLM's /pause has been called, and /resume has not.
+        orphaned: the process that started it, which has the HTTP server, is gone.
+    """
+
+    steps: int
+    work: bool
+    paused: bool = False
+    orphaned: bool = False
+
+
+def _no_beats() -> Iterable[Beat]:
+    return ()
+
+
+class Liveness:
+    """Steps are written by the forward thread, all else by the engine thread; any thread may read. Single
+    attributes, so no lock.
+
+    Where no beat ever comes (workers that Ray started), the steps alone decide.
+
+    Args:
+        stall: seconds without progress after which an engine that has work counts as hung.
+
+    Attributes:
+        held: by how much the engine thread's clock is behind the forward thread's; see Core.turn.
+        read_beats: returns the beats that have come since its last call; called by the engine thread.
+        paused_since: when the engine core was paused, by the engine thread's clock; None if it is not.
+    """
+
+    def __init__(self, stall: float) -> None:
+        self.stall = stall
+        self.held = 0.0
+        self.read_beats: Callable[[], Iterable[Beat]] = _no_beats
+        self.paused_since: float | None = None
+        self._number = 0
+        self._since: float | None = None
+        self._beat: Beat | None = None
+        self._beaten = 0.0
+        self._moved = 0.0
+
+    # The forward thread's steps.
+
+    def begin(self, now: float) -> None:
+        self._number += 1
+        self._since = now
+
+    def end(self) -> None:
+        self._since = None
+
+    @property
+    def running(self) -> int | None:
+        """The number of the step that runs now; None between steps."""
+        number = self._number
+        return number if self._since is not None else None
+
+    # The engine core's beats.
+
+    def look(self, now: float) -> None:
+        """Take in the beats that have come."""
+        for beat in self.read_beats():
+            self.note(beat, now)
+
+    def note(self, beat: Beat, now: float) -> None:
+        if self._beat is None or beat.steps != self._beat.steps or not beat.work:
+            self._moved = now
+        if not beat.paused:
+            self.paused_since = None
+        elif self.paused_since is None:
+            self.paused_since = now
+        self._beaten, self._beat = now, beat
+
+    @property
+    def scheduled(self) -> int:
+        """How many steps the engine core has scheduled, by its last beat."""
+        return self._beat.steps if self._beat is not None else 0
+
+    @property
+    def paused(self) -> bool:
+        return self.paused_since is not None
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the process that started the engine core is gone."""
+        return self._beat is not None and self._beat.orphaned
+
+    # Both.
+
+    def trouble(self, now: float, silence: float | None = None) -> str:
+        """Why this engine's requests do not get on, in words; "" if they do.
+
+        `silence`: for how long the engine core may send no beat; by default for `stall` seconds.
+        """
+        since, stall = self._since, self.stall
+        if since is not None and now + self.held - since > stall:
+            return f"its engine has been in one step for more than {stall:g} s"
+        if self._beat is None:
+            return ""
+        silence = stall if silence is None else silence
+        if self._beat.orphaned:
+            return "the process that started its engine core is gone, and with it the HTTP server"
+        if now - self._beaten > silence:
+            return f"its engine core has sent no beat for more than {silence:g} s: it is stopped or dead"
+        if self._beat.work and now - self._moved > stall:
+            return f"its engine core has work and has made no step for more than {stall:g} s"
+        if self.paused_since is not None and now - self.paused_since > stall:
+            return f"its engine core has been paused for more than {stall:g} s"
+        return ""

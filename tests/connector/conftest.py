@@ -1,0 +1,23 @@
+"""vLLM's sources, for the tests that hold p2pkv's lists against them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from vllm_sources import Sources
+
+GIVEN = os.environ.get("VLLM_SOURCES", "")
+"""A checkout or an unpacked wheel of another vLLM, whose sources are read and never run."""
+
+
+@pytest.fixture(scope="session", params=["installed", *(["VLLM_SOURCES"] if GIVEN else [])])
+def sources(request: pytest.FixtureRequest) -> Sources:
+    if request.param == "installed":
+        vllm = pytest.importorskip("vllm")
+        return Sources(Path(vllm.__file__).parent)
+    package = next((each for each in (Path(GIVEN), Path(GIVEN) / "vllm") if (each / "v1").is_dir()), None)
+    if package is None:
+        pytest.fail(f"VLLM_SOURCES is {GIVEN}, which has no vLLM in it: name a checkout or an unpacked wheel")
+    return Sources(package)

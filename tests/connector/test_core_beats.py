@@ -1,0 +1,207 @@
+"""The engine core's beats, between real processes and of vLLM's own scheduler."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import queue
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from connector_support import Instance, inner_id, pair_id, tokens
+from engine_support import wait_for
+from vllm.v1.core.sched.interface import PauseState
+
+from p2pkv.connector.core_beats import BEAT_SECONDS, BeatListener, BeatSender, state_of
+from p2pkv.demo.processes import free_ports
+from p2pkv.engine.liveness import Beat
+
+pytestmark = pytest.mark.vllm
+
+FORK = multiprocessing.get_context("fork")
+
+
+class Core:
+    """In place of the scheduler's connector."""
+
+    beat = Beat(steps=7, work=True, paused=True)
+
+    def state(self, orphaned: bool) -> Beat:
+        return Beat(steps=self.beat.steps, work=self.beat.work, paused=self.beat.paused, orphaned=orphaned)
+
+
+def address() -> str:
+    return f"127.0.0.1:{free_ports()}"
+
+
+def all_of(listener: BeatListener, beats: list[Beat]) -> list[Beat]:
+    beats += listener.read()
+    return beats
+
+
+def test_beats_reach_a_rank_of_the_same_process() -> None:
+    """As with vLLM's UniProcExecutor."""
+    rank, core, beats = address(), Core(), list[Beat]()
+    listener = BeatListener(rank)
+    sender = BeatSender([rank], core.state)
+    wait_for(lambda: len(all_of(listener, beats)) > 1, what="beats")
+    assert set(beats) == {core.beat}
+    sender.close()
+    listener.close()
+
+
+def listen(rank: str, out: Connection) -> None:
+    """A worker: says which beats it gets."""
+    listener = BeatListener(rank)
+    out.send("listens")
+    while True:
+        for beat in listener.read():
+            out.send(beat.steps)
+        time.sleep(BEAT_SECONDS / 10)
+
+
+def send(rank: str) -> None:
+    core = Core()
+    core.beat = Beat(steps=666, work=False)
+    sender = BeatSender([rank], core.state)
+    sender._thread.join()
+
+
+@contextmanager
+def process(target: Any, *args: Any) -> Iterator[Any]:
+    made = FORK.Process(target=target, args=args, daemon=True)
+    made.start()
+    try:
+        yield made
+    finally:
+        made.kill()
+        made.join()
+
+
+def test_a_worker_takes_beats_from_its_engine_core_and_from_nobody_else() -> None:
+    """vLLM's engine core is its workers' parent."""
+    rank, core = address(), Core()
+    ours, theirs = FORK.Pipe()
+    with process(listen, rank, theirs), process(send, rank):
+        assert ours.poll(60.0) and ours.recv() == "listens"
+        assert not ours.poll(6 * BEAT_SECONDS), "a stranger's beat"
+        sender = BeatSender([rank], core.state)
+        assert ours.poll(20.0) and {ours.recv() for _ in range(3)} == {7}
+        sender.close()
+
+
+def core_process(rank: str, out: int) -> None:
+    """An engine core with a rank in it, whose server may go."""
+    listener, core = BeatListener(rank), Core()
+    BeatSender([rank], core.state)
+    with os.fdopen(out, "w") as said:
+        while True:
+            for beat in listener.read():
+                print(json.dumps([os.getpid(), beat.orphaned]), file=said, flush=True)
+            time.sleep(BEAT_SECONDS / 10)
+
+
+def server_process(rank: str, out: int) -> None:
+    """An HTTP server, that starts an engine core."""
+    FORK.Process(target=core_process, args=(rank, out)).start()
+    time.sleep(1000)
+
+
+def test_a_core_whose_server_is_killed_says_so() -> None:
+    reading, writing = os.pipe()
+    server = FORK.Process(target=server_process, args=(address(), writing))
+    server.start()
+    os.close(writing)
+    pid = 0
+    try:
+        with os.fdopen(reading) as said:
+            pid, orphaned = json.loads(said.readline())
+            assert not orphaned
+            server.kill()
+            server.join()
+            end = time.monotonic() + 20.0
+            while not orphaned:
+                assert time.monotonic() < end, "it does not notice"
+                _, orphaned = json.loads(said.readline())
+    finally:
+        server.kill()
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_name_that_is_taken_is_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    rank = address()
+    first, second = BeatListener(rank), BeatListener(rank)
+    (record,) = [each for each in caplog.records if each.levelno == logging.WARNING]
+    assert "cannot take its engine core's beats" in record.getMessage()
+    assert second.read() == []
+    first.close()
+    second.close()
+
+
+def test_a_state_that_cannot_be_read_is_one_line_in_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("p2pkv.connector.core_beats.BEAT_SECONDS", 0.01)
+    core = Core()
+    core.beat = None  # type: ignore[assignment]
+    sender = BeatSender([address()], core.state)
+    wait_for(lambda: caplog.records, what="the line")
+    time.sleep(0.2)  # for further ones
+    assert len(caplog.records) == 1
+    sender.close()
+
+
+def test_a_sender_ends_with_what_it_speaks_for() -> None:
+    core = Core()
+    sender = BeatSender([address()], core.state)
+    del core
+    wait_for(lambda: not sender._thread.is_alive(), what="the end of the thread")
+
+
+# What vLLM's own objects say.
+
+
+def beat_of(instance: Instance, requests: queue.Queue[Any]) -> Beat:
+    core = SimpleNamespace(scheduler=instance.scheduler, input_queue=requests)
+    return state_of(core, steps=1, transfers=False, orphaned=False)
+
+
+def test_work_is_what_vllm_has_to_step_for_and_requests_that_nobody_takes() -> None:
+    d, requests = Instance("D"), queue.Queue[Any]()
+    assert not beat_of(d, requests).work
+    requests.put("a request")
+    assert beat_of(d, requests).work, "its loop takes nothing from its queue"
+    requests.get()
+    request = d.ask(inner_id(pair_id()), tokens(50))
+    assert beat_of(d, requests).work
+    d.abort(request)
+    d.run_until(lambda: not d.scheduler.requests)
+    d.step()
+    assert not beat_of(d, requests).work
+
+
+@pytest.mark.parametrize("state", list(PauseState))
+def test_a_pause_of_either_kind_is_one(state: PauseState) -> None:
+    p = Instance("P")
+    p.scheduler.set_pause_state(state)
+    assert beat_of(p, queue.Queue()).paused is (state is not PauseState.UNPAUSED)
+
+
+def test_each_step_counts() -> None:
+    d = Instance("D")
+    connector = d.scheduler.connector
+    assert connector is not None
+    before = connector._beat(False)
+    d.ask(inner_id(pair_id()), tokens(50))
+    d.step(3)
+    after = connector._beat(False)
+    assert after.steps - before.steps == 3 and after.work and not before.work

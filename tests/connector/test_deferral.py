@@ -1,0 +1,284 @@
+"""Requests that wait for P in vLLM's own scheduler of D: no pass comes to them until it has news of them."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from connector_support import BLOCK, Instance, inner_id, make_request, pair_id, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from multi_support import MultiInstance
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from p2pkv.connector.deferral import Deferral, DeferringQueue
+from p2pkv.engine import commands as do
+
+pytestmark = pytest.mark.vllm
+
+each_pace = pytest.mark.parametrize("ahead", [0, 1], ids=["step-by-step", "one-step-ahead"])
+
+
+class Counted:
+    """How often vLLM's scheduler has looked up a prompt in the prefix cache of this instance."""
+
+    def __init__(self, d: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lookups = 0
+        manager = d.scheduler.kv_cache_manager
+        look_up = manager.get_computed_blocks
+
+        def count(request: Request) -> Any:
+            self.lookups += 1
+            return look_up(request)
+
+        monkeypatch.setattr(manager, "get_computed_blocks", count)
+
+
+def waiting(d: Instance, number: int) -> list[Request]:
+    return [d.ask(inner_id(pair_id(each)), tokens(50, each)) for each in range(number)]
+
+
+def order(d: Instance) -> list[Request]:
+    """The requests of D's queue in the order in which passes come to them."""
+    queue = d.scheduler.waiting
+    found = []
+    while queue:
+        found.append(queue.pop_request())
+    queue.prepend_requests(reversed(found))
+    return found
+
+
+@each_pace
+def test_each_is_looked_up_once_until_p_begins_and_once_then(
+    ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d = Instance("D", ahead=ahead, ranks=2)
+    counted = Counted(d, monkeypatch)
+    requests = waiting(d, 20)
+    d.step(10)
+    assert counted.lookups == 20
+    d.ranks[0].begin(d.key(requests[7]))
+    d.step(5)
+    assert counted.lookups == 20, "nothing has changed before every rank of P has begun"
+    d.ranks[1].begin(d.key(requests[7]))
+    d.run_until(lambda: d.rank.said(do.Load))
+    d.step(3)
+    assert counted.lookups == 21
+    assert not any(d.blocks(each) for each in requests if each is not requests[7])
+
+
+def test_they_count_as_waiting_and_an_engine_with_nothing_else_goes_on() -> None:
+    d = Instance("D")
+    waiting(d, 3)
+    d.step(3)
+    assert d.scheduler.get_request_counts() == (0, 3)
+    assert d.scheduler.has_unfinished_requests()
+    assert len(d.scheduler.deferred_waiting) == 3, "vLLM reports them as deferred"
+    assert len(list(d.scheduler.waiting)) == 3 and not d.scheduler.waiting
+
+
+@each_pace
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_abort_takes_them_out_of_the_queue(ahead: int, begun: bool) -> None:
+    d = Instance("D", ahead=ahead)
+    requests = waiting(d, 3)
+    d.step(3)
+    if begun:
+        d.rank.begin(d.key(requests[1]))
+    d.abort(requests[1])
+    assert d.scheduler.get_request_counts() == (0, 2)
+    d.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    assert d.scheduler.get_request_counts() == (0, 0)
+    d.assert_at_rest()
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_failure_brings_it_back(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    d = Instance("D", policy=policy)
+    counted = Counted(d, monkeypatch)
+    request, other = waiting(d, 2)
+    d.step(5)
+    d.rank.fail(d.key(request))
+    d.run_until(lambda: request.request_id in d.ended)
+    assert d.ended == {request.request_id: "length" if policy == "recompute" else "error"}
+    assert counted.lookups <= 4
+    d.abort(other)
+    d.assert_at_rest()
+
+
+@pytest.mark.parametrize("ends", ["loads", "is-aborted"])
+def test_further_children_of_n_wait_for_the_first_without_being_looked_up(
+    ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d = Instance("D")
+    outer = pair_id()
+    first = d.ask(inner_id(outer, child=0), tokens(50), max_tokens=40)
+    others = [d.ask(inner_id(outer, child=child), tokens(50)) for child in (1, 2)]
+    counted = Counted(d, monkeypatch)
+    d.step(5)
+    assert counted.lookups == 3
+    d.rank.begin(d.key(first))
+    d.run_until(lambda: d.rank.said(do.Load))
+    assert not any(d.blocks(each) for each in others)
+    if ends == "is-aborted":
+        d.abort(first)
+    else:
+        d.rank.load(d.key(first))
+    d.run_until(lambda: all(each.request_id in d.ended for each in others))
+    assert ends == "is-aborted" or first.request_id not in d.ended
+    d.run_until(lambda: first.request_id in d.ended)
+    d.assert_at_rest()
+
+
+def test_further_children_of_n_go_on_when_the_first_needs_nothing_from_p() -> None:
+    """While they wait, another request brings the prompt into D's prefix cache."""
+    d = Instance("D")
+    prompt, outer = tokens(BLOCK + 1), pair_id()
+    first = d.ask(inner_id(outer, child=0), prompt, max_tokens=40)
+    second = d.ask(inner_id(outer, child=1), prompt)
+    d.step()
+    d.ask("cmpl-alone-0-12345678", prompt, max_tokens=1)
+    d.run_until(lambda: d.ended)
+    d.rank.begin(d.key(first))
+    d.run_until(lambda: second.request_id in d.ended)
+    assert [(load.start, load.stop) for load in d.rank.said(do.Load)] == [(0, 0)]
+    assert first.request_id not in d.ended
+    d.run_until(lambda: first.request_id in d.ended)
+    d.assert_at_rest()
+
+
+# The order.
+
+
+def test_those_that_p_begins_late_come_before_younger_ones() -> None:
+    """One is in the queue because there is no room for it; it keeps its place behind older requests."""
+    d = Instance("D", blocks=8, seqs=8)
+    old, middle, young = waiting(d, 3)
+    d.step(2)
+    d.ask("cmpl-alone-0-12345678", tokens(90, "alone"), max_tokens=30)
+    d.step(2)
+    for request in (young, old, middle):
+        d.rank.begin(d.key(request))
+        d.step()
+    assert order(d) == [old, middle, young]
+
+
+def test_a_preempted_request_stays_first() -> None:
+    queue = DeferringQueue(FCFSRequestQueue(), {"old"})
+    old, preempted, young = requests_of_age("old", "preempted", "young")
+    preempted.status = RequestStatus.PREEMPTED
+    queue.add_request(young)
+    queue.prepend_requests([old])
+    queue.prepend_request(preempted)
+    queue.resume({"old"})
+    assert pop_all(queue) == ["preempted", "old", "young"]
+
+
+def requests_of_age(*names: str) -> list[Request]:
+    """The first is the oldest."""
+    return [make_request(name, [1, 2], arrival_time=1.0 + age) for age, name in enumerate(names)]
+
+
+def pop_all(queue: DeferringQueue) -> list[str]:
+    found = []
+    while queue:
+        request = queue.peek_request()
+        assert queue.pop_request() is request
+        found.append(request.request_id)
+    return found
+
+
+@settings(max_examples=50)
+@given(st.data())
+@pytest.mark.parametrize("kind", [FCFSRequestQueue, PriorityRequestQueue])
+def test_passes_see_the_order_that_they_see_without_it(kind: Any, data: st.DataObject) -> None:
+    """Requests come, are decided and leave in any order: each pass takes the decided ones as vLLM's own queue
+    has them."""
+    names = [str(number) for number in range(data.draw(st.integers(2, 6)))]
+    requests = dict(zip(names, requests_of_age(*names), strict=True))
+    undecided = set(names)
+    plain, ours = kind(), DeferringQueue(kind(), undecided)
+    coming = list(names)
+    for _ in range(12):
+        act = data.draw(st.sampled_from(["come", "decide", "leave", "pass"]))
+        here = [each.request_id for each in plain]
+        if act == "come" and coming:
+            name = coming.pop(0)
+            plain.add_request(requests[name])
+            ours.add_request(requests[name])
+        elif act == "decide" and undecided:
+            name = data.draw(st.sampled_from(sorted(undecided)))
+            undecided.discard(name)
+            ours.resume({name})
+        elif act == "leave" and here:
+            name = data.draw(st.sampled_from(here))
+            plain.remove_requests([requests[name]])
+            ours.remove_requests([requests[name]])
+        elif act == "pass":
+            room = data.draw(st.integers(0, 3))
+            assert a_pass(ours, undecided, room) == a_pass(plain, undecided, room)
+        assert len(ours) == len(plain)
+        assert sorted(each.request_id for each in ours) == sorted(each.request_id for each in plain)
+
+
+def a_pass(queue: Any, undecided: set[str], room: int) -> list[str]:
+    """As vLLM's scheduler does it: the undecided are skipped and put back, and `room` of the others taken."""
+    taken: list[str] = []
+    skipped: list[Request] = []
+    while queue and len(taken) < room:
+        request = queue.pop_request()
+        if request.request_id in undecided:
+            skipped.insert(0, request)
+        else:
+            taken.append(request.request_id)
+    if skipped:
+        queue.prepend_requests(skipped)
+    return taken
+
+
+# Where it is not used.
+
+
+def test_beside_another_connector_vllms_queue_stays() -> None:
+    """What the other one answers may change in every pass."""
+    d = MultiInstance("D")
+    waiting(d, 1)
+    assert isinstance(d.scheduler.waiting, FCFSRequestQueue)
+
+
+def test_nor_on_p() -> None:
+    p = Instance("P")
+    p.ask(inner_id(pair_id()), tokens(50))
+    assert isinstance(p.scheduler.waiting, FCFSRequestQueue)
+
+
+@pytest.fixture
+def original(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    # Connectors that other tests have made in this process have replaced it already.
+    add_request = inspect.unwrap(Scheduler.add_request)
+    monkeypatch.setattr(Scheduler, "add_request", add_request)
+    yield add_request
+
+
+@pytest.mark.parametrize("why", ["version", "queue"])
+def test_a_vllm_that_is_not_known_is_left_alone(
+    original: Any, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if why == "version":
+        monkeypatch.setattr("p2pkv.connector.idle_steps.vllm_version", lambda: "0.31.9")
+    else:
+        monkeypatch.setattr(Scheduler, "schedule", lambda self: None)
+    with caplog.at_level(logging.INFO, logger="p2pkv"):
+        Deferral().install()
+    assert Scheduler.add_request is original
+    assert "in every scheduling pass" in caplog.text
+
+
+def test_the_installed_one_is_known(original: Any) -> None:
+    Deferral().install()
+    assert inspect.unwrap(Scheduler.add_request) is original is not Scheduler.add_request

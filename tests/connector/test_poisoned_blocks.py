@@ -1,0 +1,138 @@
+"""No block that P or D reads, or keeps under a hash, holds what was in it before: KV groups of every kind.
+
+vLLM's schedulers and block managers, real ranks and links; `real_ranks_support` poisons each block that vLLM
+gives out, and checks what every forward reads and what every prefix cache keeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+from connector_support import BLOCK, tokens
+from kinds_support import KINDS, Kind
+from real_ranks_support import Engine, ask_both, finish, run_alone, starting
+from vllm.v1.request import RequestStatus
+
+pytestmark = pytest.mark.vllm
+
+Start = Callable[..., tuple[Engine, Engine]]
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    with starting(monkeypatch) as start:
+        yield start
+
+
+TIGHT = {
+    "attention": 17,
+    "MLA": 17,
+    "windows": 24,
+    "two-precisions": 15,
+    "states": 22,
+    "states-uncached": 19,
+    "states-in-mid-step": 22,
+    "parts-of-blocks": 12,
+    "all": 16,
+    "all-packed": 22,
+}
+"""Blocks that hold two requests of 60 tokens, and one of 160, but not two."""
+
+
+def computed(engine: Engine) -> int:
+    return sum(engine.computed.values())
+
+
+@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_prompts_that_end_anywhere_in_a_block(kind: Kind, tp: tuple[int, int], engines: Start) -> None:
+    p, d = engines(*tp, blocks=120, kind=kind, budget=48)
+    lengths = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 65, 100)
+    for length in lengths:
+        ask_both(p, d, length, tokens(length, length), tokens=20)
+    finish(p, d)
+    assert set(d.ended.values()) == {"length"}
+    assert computed(d) == 20 * len(lengths), "D computed one token of each prompt"
+    for engine in (p, d):
+        assert engine.holds_poison or engine.scheduler.needs_kv_cache_zeroing, "no block was poisoned"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.caching], ids=str)
+def test_prefixes_that_p_or_d_or_both_have_already(kind: Kind, engines: Start) -> None:
+    """What D has loaded for one prompt is the beginning of others, also of one that it computes alone."""
+    p, d = engines(1, 1, blocks=160, kind=kind, budget=64)
+    start = tokens(129, "start")  # D computes the last one, so what comes ends with a block of any size
+    ask_both(p, d, "first", start)
+    finish(p, d)
+    d.ask("cmpl-alone-0-12345678", [*start, 7, 8, 9], max_tokens=5)
+    finish(p, d)
+    assert d.computed["cmpl-alone-0-12345678"] == 4 + 4, "D has not found what came as a prefix"
+    p.ask("cmpl-of-p-0-12345678", tokens(100, "of P"), max_tokens=1)
+    d.ask("cmpl-of-d-0-12345678", tokens(100, "of D"), max_tokens=1)
+    finish(p, d)
+    prompts = [[*start, 7, 8], [*start[:96], *tokens(40, "more")], [*start[:50], *tokens(5, "few")]]
+    prompts += [[*tokens(100, whose)[:cut], 7] for whose in ("of P", "of D") for cut in (33, 64, 100)]
+    prompts += [start]
+    before = computed(d)
+    for number, prompt in enumerate(prompts):
+        ask_both(p, d, number, prompt)
+    finish(p, d)
+    assert computed(d) - before == 5 * len(prompts), "D computed one token of each prompt"
+    assert set(d.ended.values()) == {"length"}
+    assert p.passed > 0 or kind.name != "states-in-mid-step"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_what_came_of_a_load_that_failed_is_computed_again(kind: Kind, engines: Start) -> None:
+    p, d = engines(1, 1, blocks=80, kind=kind, budget=64, policy="recompute", chunk_bytes=1024)
+    prompt = tokens(200)
+    prefill, decode = ask_both(p, d, "k", prompt)
+    p.step()
+    run_alone(d, lambda: decode.status is RequestStatus.WAITING_FOR_REMOTE_KVS)
+    p.step()
+    came = d.workers[0].rank.counters.values
+    run_alone(d, lambda: came["bytes_scattered"] > 0)
+    assert not prefill.is_finished()
+    p.abort(prefill)
+    finish(p, d)
+    assert d.ended == {decode.request_id: "length"}
+    assert computed(d) == len(prompt) + 4, "D computed the whole prompt"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_blocks_that_a_preemption_took_back(kind: Kind, engines: Start) -> None:
+    """Two requests fit as they come, and not as they end."""
+    p, d = engines(1, 1, blocks=TIGHT[str(kind)], kind=kind, policy="recompute")
+    requests = [ask_both(p, d, number, tokens(60, number), tokens=100) for number in range(2)]
+    finish(p, d)
+    assert sum(request.num_preemptions for _, request in requests) > 0
+    assert set(d.ended.values()) == {"length"}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_any_traffic(kind: Kind, engines: Start) -> None:
+    """Common beginnings, chunks, aborts, emptied caches and preemptions on both sides, in any order."""
+    draw = random.Random(str(kind))
+    p, d = engines(1, 1, blocks=60, kind=kind, budget=64, policy="recompute", lease_seconds=2)
+    starts = [tokens(80, f"start {each}") for each in range(2)]
+    live = []
+    for index in range(20):
+        prompt = draw.choice(starts)[: draw.randrange(81)] + tokens(draw.randrange(1, 60), index)
+        prefill, decode = ask_both(p, d, index, prompt, tokens=draw.randrange(1, 30))
+        live += [(p, prefill), (d, decode)]
+        for _ in range(draw.randrange(6)):
+            draw.choice([p, d]).step()
+        if draw.random() < 0.3:
+            engine, request = draw.choice(live)
+            if not request.is_finished():
+                engine.abort(request)
+        if draw.random() < 0.2:
+            # vLLM complains if somebody still holds blocks, after it has preempted all that runs.
+            with contextlib.suppress(RuntimeError):
+                draw.choice([p, d]).scheduler.reset_prefix_cache(reset_running_requests=True)
+    finish(p, d)
+    assert len(p.ended) == len(d.ended) == 20
+    assert set(d.ended.values()) <= {"length", "abort"}

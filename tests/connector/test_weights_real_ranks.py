@@ -1,0 +1,249 @@
+"""Weights that change, caches that are reset and engines that sleep, with real ranks, links and pages.
+
+The made-up model's KV depends on its weights, and every forward checks what it attends to. So a test fails as
+soon as a request that began after a change attends to KV of before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from connector_support import inner_id, pair_id, tokens
+from engine_support import wait_for
+from real_ranks_support import Engine, ask_both, finish, run, starting
+
+from p2pkv.control.endpoint import inspect
+from p2pkv.demo.processes import free_ports
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Engine, Engine]]]:
+    with starting(monkeypatch) as start:
+        yield start
+
+
+def loaded(d: Engine) -> int:
+    """Transfers that have been loaded, by rank 0 of D."""
+    return int(d.workers[0].rank.counters.values["transfers_loaded"])
+
+
+@pytest.mark.parametrize(("tp_p", "tp_d"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("first", ["P", "D"])
+def test_weights_change_on_one_side_and_then_on_the_other(
+    engines: Any, first: str, tp_p: int, tp_d: int
+) -> None:
+    """The same prompt again and again, which both have cached each time."""
+    p, d = engines(tp_p, tp_d, policy="recompute", chunk_bytes=4096)
+    ask_both(p, d, 0, tokens(70))
+    finish(p, d)
+    assert loaded(d) == 1
+    sides = (p, d) if first == "P" else (d, p)
+    sides[0].change_weights(1)
+    ask_both(p, d, 1, tokens(70))
+    finish(p, d)
+    assert loaded(d) == 1, "D computes it alone"
+    sides[1].change_weights(1)
+    for index in (2, 3):
+        ask_both(p, d, index, [*tokens(70), index])
+        finish(p, d)
+    assert loaded(d) == 3
+    assert set(d.ended.values()) == {"length"}
+
+
+@pytest.mark.parametrize("ahead", [0, 1], ids=["step-by-step", "one-step-ahead"])
+@pytest.mark.parametrize("seed", range(6))
+def test_weights_that_change_in_any_traffic(engines: Any, seed: int, ahead: int) -> None:
+    """Also with early buffers, preemptions, resets and aborts. P and D get the same weights, one by one."""
+    draw = random.Random(seed)
+    sizes = draw.choice([1, 2]), draw.choice([1, 2])
+    p, d = engines(
+        *sizes, blocks=24, budget=40, policy="recompute", lease_seconds=2, ahead=ahead, chunk_bytes=4096,
+        ahead_bytes=draw.choice([0, 1 << 20]),
+    )  # fmt: skip
+    starts = [tokens(50, f"start {each}") for each in range(2)]
+    live: list[Any] = []
+    newest = 0
+    for index in range(40):
+        outer = pair_id(f"{seed} {index}", prefill=p.address, decode=d.address)
+        prompt = draw.choice(starts)[: draw.randrange(51)] + tokens(draw.randrange(1, 60), index)
+        # The made-up model does not know tokens that are scheduled ahead.
+        at_p, at_d = (1, 1) if ahead else (draw.choice([1, 1, 9]), draw.randrange(1, 30))
+        both = [(p, at_p), (d, at_d)] if draw.random() < 0.7 else [(d, at_d), (p, at_p)]
+        for engine, most in both:
+            live.append((engine, engine.ask(inner_id(outer), prompt, max_tokens=most)))
+            for _ in range(draw.randrange(4)):
+                draw.choice([p, d]).step()
+        event = draw.random()
+        if event < 0.15:
+            newest += 1
+            draw.choice([p, d]).change_weights(newest)
+        elif event < 0.4:
+            for engine in draw.choice([[p], [d], [p, d]]):
+                if engine.weights != newest:
+                    engine.change_weights(newest)
+        elif event < 0.5:
+            assert draw.choice([p, d]).scheduler.reset_connector_cache()
+        elif event < 0.6:
+            engine, request = draw.choice(live)
+            if not request.is_finished():
+                engine.abort(request)
+        elif event < 0.7:
+            # vLLM complains if somebody still holds blocks, after it has preempted all that runs.
+            with contextlib.suppress(RuntimeError):
+                draw.choice([p, d]).scheduler.reset_prefix_cache(reset_running_requests=True)
+    finish(p, d)
+    assert set(d.ended.values()) <= {"length", "abort"} and len(d.ended) == 40
+    for engine in (p, d):
+        if engine.weights != newest:
+            engine.change_weights(newest)
+    before = loaded(d)
+    outer = pair_id(f"{seed} at last", prefill=p.address, decode=d.address)
+    for engine in (p, d):
+        engine.ask(inner_id(outer), tokens(45, "at last"), max_tokens=1)
+    finish(p, d)
+    assert loaded(d) == before + 1
+
+
+# Sleep, as vLLM 0.33 has it.
+
+
+def asleep(engine: Engine) -> bool:
+    """Whether nothing of it is left that could touch the memory: neither a link nor a port."""
+    with pytest.raises(OSError):
+        inspect(engine.address, 0.2)
+    return True
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("who", ["P", "D", "both"])
+def test_a_pair_of_which_one_sleeps_works_again_when_it_wakes(engines: Any, who: str, tp: int) -> None:
+    p, d = engines(tp, 1, policy="recompute", lease_seconds=2)
+    ask_both(p, d, 0, tokens(70))
+    finish(p, d)
+    sleepers = [engine for engine in (p, d) if who in (engine.role, "both")]
+    hellos = [worker.rank.context.hello for engine in sleepers for worker in engine.workers]
+    for engine in sleepers:
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        engine.sleep()
+        engine.sleep()
+        assert asleep(engine)
+    for engine in (p, d):
+        engine.step(2)
+    for engine in sleepers:
+        engine.wake()
+        engine.wake()
+    again = [worker.rank.context.hello for engine in sleepers for worker in engine.workers]
+    assert not {each.incarnation for each in hellos} & {each.incarnation for each in again}
+    assert [each.weights for each in hellos] == [each.weights for each in again]
+    before = loaded(d)
+    ask_both(p, d, 1, tokens(70))
+    finish(p, d)
+    assert loaded(d) == before + 1
+    assert set(d.ended.values()) == {"length"}
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("moment", ["asked", "begun", "queued"])
+def test_a_request_of_d_across_its_sleep(engines: Any, moment: str, policy: str) -> None:
+    """vLLM may keep requests that wait when it goes to sleep, and queues those that come meanwhile."""
+    p, d = engines(1, 1, policy=policy, lease_seconds=2)
+    outer = pair_id(prefill=p.address, decode=d.address)
+    d.admits(False)
+    if moment == "begun":
+        p.ask(inner_id(outer), tokens(70), max_tokens=1)
+    if moment != "queued":
+        d.ask(inner_id(outer), tokens(70), max_tokens=3)
+        (asking,) = d.scheduler.connector.consuming.asking.values()
+        run(p, d, lambda: len(asking.begun) == (moment == "begun") and bool(d.workers[0].loads.requests))
+    assert d.scheduler.reset_connector_cache()
+    d.sleep()
+    if moment == "queued":
+        d.ask(inner_id(outer), tokens(70), max_tokens=3)
+        d.step(2)
+    d.wake()
+    if moment == "asked":  # P knows by now that it is another D than the one that has cancelled
+        claims = p.workers[0].rank.half.prompts._early._claims
+        hello = d.workers[0].rank.context.hello
+        wait_for(
+            lambda: (
+                [each.incarnation for of in claims.values() for each in of.values()] == [hello.incarnation]
+            )
+        )
+    d.admits(True)
+    if moment != "begun":
+        p.ask(inner_id(outer), tokens(70), max_tokens=1)
+    finish(p, d)
+    whole = moment != "begun" or policy == "recompute"
+    assert list(d.ended.values()) == ["length" if whole else "error"]
+    assert loaded(d) == (moment != "begun")
+
+
+@pytest.mark.parametrize("moment", ["waiting", "half", "whole", "queued"])
+def test_a_prompt_of_p_across_its_sleep(engines: Any, moment: str) -> None:
+    """Its blocks are free in the end; only one that had not begun is pushed after the waking."""
+    p, d = engines(1, 1, budget=48, policy="recompute", lease_seconds=2)
+    outer = pair_id(prefill=p.address, decode=d.address)
+    if moment != "queued":
+        p.ask(inner_id(outer), tokens(70), max_tokens=1)
+        if moment == "waiting":
+            p.admits(False)
+        p.step({"waiting": 1, "half": 1, "whole": 3}[moment])
+    with contextlib.suppress(RuntimeError):  # vLLM complains about blocks that P keeps for D
+        p.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert p.scheduler.reset_connector_cache()
+    p.sleep()
+    if moment == "queued":
+        p.admits(False)
+        p.ask(inner_id(outer), tokens(70), max_tokens=1)
+    p.step(moment in ("waiting", "queued"))
+    p.wake()
+    p.admits(True)
+    d.ask(inner_id(outer), tokens(70), max_tokens=3)
+    finish(p, d)
+    assert list(d.ended.values()) == ["length"]
+    assert loaded(d) == (moment in ("waiting", "queued"))
+
+
+def test_the_proxy_hears_of_a_sleep_and_of_the_waking(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from p2pkv.connector import connector
+
+    told: list[str] = []
+
+    class Recorder:
+        def __init__(self, announcement: Any, hear: Any) -> None:
+            self._name = announcement.ping.incarnation
+
+        def start(self) -> None:
+            told.append(f"start {self._name}")
+
+        def stop(self) -> None:
+            told.append(f"stop {self._name}")
+
+    monkeypatch.setattr(connector, "Announcer", Recorder)
+    p, _ = engines(1, 1, proxy_ip="127.0.0.1", proxy_port=free_ports(), http_port=8100)
+    first = p.workers[0].rank.context.hello.incarnation
+    told.clear()
+    p.sleep()
+    assert told == [f"stop {first}"]
+    p.wake()
+    second = p.workers[0].rank.context.hello.incarnation
+    assert told == [f"stop {first}", f"start {second}"]
+
+
+def test_a_rank_that_sleeps_has_let_go_of_its_memory(engines: Any) -> None:
+    import gc
+    import weakref
+
+    p, d = engines(1, 1, ahead_bytes=1 << 20)
+    ask_both(p, d, 0, tokens(70))
+    finish(p, d)
+    ranks = [weakref.ref(engine.workers[0].rank) for engine in (p, d)]
+    for engine in (p, d):
+        engine.sleep()
+    wait_for(lambda: not gc.collect() and not any(rank() for rank in ranks), what="the end of the ranks")

@@ -1,0 +1,85 @@
+"""The engine thread ends before its rank is stopped: its own start fails, or something that is no error of a
+turn. Nothing may go on as if it lived."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from engine_support import Geometry, TestRank, make_rank, wait_for
+from memory_links import MemoryNetwork
+
+from p2pkv.connector.metadata import StepMetadata
+from p2pkv.connector.worker import Worker
+from p2pkv.demo.processes import free_ports
+from p2pkv.engine import rank as engine_rank
+from p2pkv.engine.liveness import LATE_BEAT_SECONDS, Beat
+
+
+@pytest.fixture
+def made() -> Iterator[TestRank]:
+    rank = a_rank()
+    yield rank
+    rank.rank.stop()
+
+
+def a_rank(**options: Any) -> TestRank:
+    return make_rank("P", Geometry(), 0, free_ports(), MemoryNetwork().rank(), 0.0, **options)
+
+
+def test_a_thread_that_cannot_begin_fails_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_stream(device: torch.device) -> Any:
+        raise RuntimeError("CUDA cannot make a stream for p2pkv")
+
+    monkeypatch.setattr(engine_rank, "own_stream", no_stream)
+    with pytest.raises(RuntimeError, match=r"engine thread has ended.*cannot make a stream.*restart"):
+        a_rank()
+
+
+def test_a_thread_that_ends_is_not_announced_and_fails_the_next_step(
+    made: TestRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert made.rank.trouble() == ""
+
+    def end(now: float) -> None:
+        raise SystemExit("a thread's end")  # what `_guarded` does not catch
+
+    monkeypatch.setattr(made.rank, "turn", end)
+    wait_for(lambda: not made.rank.alive, what="the end of the thread")
+    assert "engine thread has ended" in made.rank.trouble()
+    assert [each for each in caplog.records if each.levelname == "CRITICAL"]
+    with pytest.raises(RuntimeError, match="engine thread has ended"):
+        Worker(made.rank, {}, torch.device("cpu")).begin(StepMetadata())
+
+
+def test_a_thread_that_stands_still_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = a_rank(stall_seconds=1.0).rank
+    try:
+        turn = rank.turn
+        stand, go_on = [True], lambda: not stand
+        monkeypatch.setattr(rank, "turn", lambda now: (wait_for(go_on, 60.0), turn(now)))
+        wait_for(lambda: "stood still" in rank.trouble(), what="a thread that stands still")
+        stand.clear()
+        wait_for(lambda: not rank.trouble(), what="its next turn")
+    finally:
+        stand.clear()
+        rank.stop()
+
+
+def test_a_rank_whose_engine_core_falls_silent_is_not_announced_long_before_its_leases_end(
+    made: TestRank,
+) -> None:
+    beats = [Beat(steps=1, work=False)]
+    made.rank.steps.read_beats = lambda: beats
+    wait_for(lambda: made.rank.steps.scheduled, what="a beat")
+    assert made.rank.trouble() == ""
+    beats.clear()
+    since = time.monotonic()
+    wait_for(lambda: "stopped or dead" in made.rank.trouble(), LATE_BEAT_SECONDS + 20.0, "the doubt")
+    assert time.monotonic() - since >= LATE_BEAT_SECONDS - 0.5
+    assert not made.rank.steps.trouble(time.monotonic()), "D is still told that its prompts are held"
+    beats.append(Beat(steps=1, work=False))
+    wait_for(lambda: not made.rank.trouble(), what="the end of the doubt")

@@ -1,0 +1,167 @@
+"""Kinds of KV groups, as vLLM describes them, and a made-up model that says what their blocks hold."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from connector_support import BLOCK, LONGEST, SMALL
+from states_support import Mamba2, put_state, spec_of
+from tiny_deepseek import TinyDeepseek
+from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from p2pkv.demo.tiny_model import TinyFiles
+
+HEADS = SMALL.kv_heads
+RECURRENT = Mamba2(16, 4, 1, 6)
+
+MakeSpec = Callable[[int, int], KVCacheSpec]
+"""A layer's description on a rank, by the tokens of a block and the tensor-parallel size."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model's KV layers, in their order.
+
+    Attributes:
+        caching: vLLM's --enable-prefix-caching.
+        layout: vLLM's name of the memory layout.
+        block: tokens of a block, vLLM's --block-size; prefixes are found in units of BLOCK.
+        model: whose configuration the instances have.
+    """
+
+    name: str
+    layers: tuple[MakeSpec, ...]
+    caching: bool = True
+    layout: str = "LBNHC"
+    block: int = BLOCK
+    model: TinyFiles = SMALL
+
+    def specs(self, tp: int) -> dict[str, KVCacheSpec]:
+        """By the layers' names."""
+        made = [make(self.block, tp) for make in self.layers]
+        return {
+            f"model.layers.{number}.{'mixer' if isinstance(spec, MambaSpec) else 'self_attn.attn'}": spec
+            for number, spec in enumerate(made)
+        }
+
+    def kv_config(self, config: VllmConfig, blocks: int) -> KVCacheConfig:
+        """vLLM's own division of the layers into groups, and its plan of their memory; `config` is made to
+        fit."""
+        cache, tp = config.cache_config, config.parallel_config.tensor_parallel_size
+        cache.enable_prefix_caching = self.caching
+        config.scheduler_config.enable_chunked_prefill = True  # vLLM's CPU has none for MLA
+        cache.kv_cache_layout = self.layout
+        cache.block_size, cache.prefix_match_unit = self.block, BLOCK if self.block > BLOCK else None
+        specs = self.specs(tp)
+        for name, spec in specs.items():
+            if isinstance(spec, MambaSpec):
+                cache.mamba_cache_mode, cache.mamba_block_size = spec.mamba_cache_mode, spec.block_size
+                config.compilation_config.static_forward_context[name] = RECURRENT.module(tp)
+        cache.num_gpu_blocks_override = blocks
+        return get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, specs), 1 << 30)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def full(dtype: torch.dtype) -> MakeSpec:
+    return lambda block, tp: FullAttentionSpec(
+        block_size=block, num_kv_heads=HEADS // tp, head_size=32, dtype=dtype
+    )
+
+
+def window(dtype: torch.dtype, tokens: int) -> MakeSpec:
+    return lambda block, tp: SlidingWindowSpec(
+        block_size=block, num_kv_heads=HEADS // tp, head_size=32, dtype=dtype, sliding_window=tokens
+    )
+
+
+def latent(dtype: torch.dtype) -> MakeSpec:
+    return lambda block, tp: MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=48, dtype=dtype)
+
+
+def state(mode: str, **more: Any) -> MakeSpec:
+    """A recurrent layer of two precisions. Without prefix caching one block is the whole request's."""
+
+    def make(block: int, tp: int) -> KVCacheSpec:
+        spec = spec_of(RECURRENT, tp, (torch.bfloat16, torch.float32), mamba_cache_mode=mode)
+        return replace(spec, block_size=block if mode == "align" else LONGEST, **more)
+
+    return make
+
+
+F32, BF16 = torch.float32, torch.bfloat16
+_INSIDE = state("align", num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1)
+"""As Mamba-2's on GPUs, whose forward also writes the state at a block's end that it passes."""
+_ALL = (state("align"), full(BF16), window(F32, 40))
+
+ATTENTION = Kind("attention", (full(F32), full(F32)))
+KINDS = (
+    ATTENTION,
+    Kind("MLA", (latent(BF16), latent(BF16)), model=TinyDeepseek()),
+    Kind("windows", (window(F32, 20), full(F32), window(F32, 20), full(F32)), layout="BLHNC"),
+    Kind("two-precisions", (full(BF16), window(F32, 20), full(BF16), window(F32, 20))),
+    Kind("states", (state("align"), full(BF16), state("align"), full(BF16))),
+    Kind("states-uncached", (state("none"), full(BF16), state("none"), full(BF16)), caching=False),
+    Kind("states-in-mid-step", (_INSIDE, full(BF16), _INSIDE, full(BF16))),
+    Kind("parts-of-blocks", (state("align"), full(BF16), state("align"), full(BF16)), block=2 * BLOCK),
+    Kind("all", _ALL),
+    Kind("all-packed", _ALL, layout="BLHNC"),
+)
+"""All but the first three have blocks that vLLM zeroes."""
+
+
+class Contents:
+    """What a made-up model writes: each number is a hash of all tokens up to its own, and of its place.
+
+    The numbers are whole and at most 128, so that every type of numbers holds them.
+    """
+
+    def __init__(self, tokens: Sequence[int], weights: int = 0) -> None:
+        hashes, last = [], weights
+        for token in tokens:
+            last = zlib.crc32(token.to_bytes(4, "little"), last)
+            hashes.append(last)
+        self._hashes = torch.tensor(hashes, dtype=torch.int64)
+
+    def rows(self, span: range, layer: int, heads: range, view: torch.Tensor) -> torch.Tensor:
+        """[token, head, content] of these tokens, in the type of the layer's blocks."""
+        numbers = torch.tensor(heads)[:, None] * view.shape[-1] + torch.arange(view.shape[-1])
+        return self._values(self._hashes[span.start : span.stop], layer, numbers).to(view.dtype)
+
+    def put_state(self, tokens: int, layer: int, page: torch.Tensor, spec: MambaSpec, place: Any) -> None:
+        """The state after so many tokens, to the page of a rank; `place`: see `put_state`."""
+        channels, elements = RECURRENT.sizes
+        numbers = torch.arange(RECURRENT.steps * channels + elements)
+        found = self._values(self._hashes[tokens - 1 : tokens], layer, numbers)[0]
+        windows, states = found.split([RECURRENT.steps * channels, elements])
+        put_state(page, RECURRENT, spec, place, "SD", windows.view(RECURRENT.steps, channels), states)
+
+    def _values(self, hashes: torch.Tensor, layer: int, numbers: torch.Tensor) -> torch.Tensor:
+        mixed = hashes.view(-1, *[1] * numbers.dim()) * (2 * numbers + 1) * 2654435761 + layer * 40503
+        return (((mixed ^ (mixed >> 15)) >> 13) & 127) + 1
+
+
+def window_of(spec: KVCacheSpec) -> int:
+    """Tokens that a layer sees; 0: all."""
+    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
+
+
+def heads_of(spec: AttentionSpec, tp: int, rank: int) -> range:
+    """The KV heads of the model that a rank has of this layer."""
+    first = rank * spec.num_kv_heads if not isinstance(spec, MLAAttentionSpec) else 0
+    return range(first, first + spec.num_kv_heads)

@@ -1,0 +1,50 @@
+"""A rank's staging: what a link may have of it, and when its memory goes back to the system."""
+
+from __future__ import annotations
+
+import mmap
+from types import SimpleNamespace
+
+import pytest
+
+from p2pkv.links import staging
+from p2pkv.links.staging import MappedPool, Slots, StagingBudget, StagingShare
+
+
+def test_a_link_that_holds_something_leaves_as_much_free_as_it_would_then_hold() -> None:
+    budget = StagingBudget(1024)
+    slots, share = Slots(1024), StagingShare(budget)
+    assert share.grants(1024), "the first may be as large as all of it"
+    slots.take(256, share)
+    assert share.grants(256), "512 held, 512 free"
+    assert not share.grants(320), "576 held, 448 free"
+    assert not share.grants(256, reserve=64), "512 held, 448 free beside what is reserved"
+    other = StagingShare(budget)
+    assert other.grants(768), "another link may have all that is left"
+    assert not other.grants(832)
+
+
+def test_pages_are_given_back_a_minute_after_the_last_use_and_not_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(staging, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    memory = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pool = MappedPool(memory, 0, mmap.PAGESIZE, mmap.MADV_DONTNEED)
+    share = StagingShare(StagingBudget(mmap.PAGESIZE))
+
+    def use() -> None:
+        offset = pool.take(64, share)
+        assert offset is not None
+        pool.tensor(offset, 64).fill_(7)
+        pool.give(offset)
+
+    for clock.now in (0.0, 0.75 * staging.IDLE_SECONDS):
+        use()
+        pool.tidy()
+    clock.now = 1.25 * staging.IDLE_SECONDS
+    pool.tidy()
+    assert bytes(pool.view(0, 64)) == b"\7" * 64, "it was idle for half a minute"
+    clock.now = 1.75 * staging.IDLE_SECONDS
+    pool.tidy()
+    assert bytes(pool.view(0, 64)) == bytes(64)

@@ -1,0 +1,239 @@
+"""Instances that vLLM's /pause has paused, and those whose engine hangs behind a server that answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from msgspec.structs import replace
+from proxy_behaviours import Seen, after, answer_json, event, event_stream, never
+from proxy_fakes import Deployment, FakeInstance, asked, called, deployed, error_of, ping, quiet, until
+
+from p2pkv.control.discovery import DISCOVERY_VERSION, goodbye
+from proxy.admission import Limits
+from proxy.registry import VOUCHING_VERSION, Registry
+
+asyncs = pytest.mark.asyncio
+
+
+class Vouching(FakeInstance):
+    """Of this version of p2pkv."""
+
+    version = DISCOVERY_VERSION
+
+    @property
+    def ping(self) -> Any:
+        return replace(super().ping, version=self.version)
+
+
+async def add(deployment: Deployment, role: Any, kind: type[FakeInstance] = Vouching) -> FakeInstance:
+    instance = kind(role)
+    await instance.start()
+    deployment.cleanup.push_async_callback(instance.stop)
+    (deployment.prefills if role == "P" else deployment.decodes).append(instance)
+    deployment.begin_ping(instance)
+    return instance
+
+
+def pause(deployment: Deployment, instance: FakeInstance, paused: bool = True) -> None:
+    """As vLLM's /pause or /resume."""
+    pinger = deployment.pingers[instance.http_address]
+    pinger._paused = lambda: paused
+    pinger.hurry()
+
+
+def fall_silent(deployment: Deployment, instance: FakeInstance) -> None:
+    deployment.pingers[instance.http_address]._vouched_for = lambda: False
+
+
+# Paused ones.
+
+
+@asyncs
+@pytest.mark.parametrize("role", ["P", "D"])
+async def test_a_paused_instance_gets_no_new_requests_until_it_is_resumed(role: Any) -> None:
+    async with deployed("concurrent", 1, 1) as deployment:
+        other = await add(deployment, role)
+        await deployment.ready(2 if role == "P" else 1, 2 if role == "D" else 1)
+        pause(deployment, other)
+        await until(lambda: other.http_address not in deployment.routable(role), "the pause")
+        for _ in range(4):
+            assert (await deployment.post()).status == 200
+        assert not other.requests
+        async with deployment.client.get(f"{deployment.url}/instances") as answer:
+            states = {each["address"]: each["state"] for each in (await answer.json())["instances"]}
+        assert states.pop(other.http_address) == "engine_paused" and set(states.values()) == {"ready"}
+        async with deployment.client.get(f"{deployment.url}/health") as answer:
+            assert (await answer.json())["gauges"]["engines_paused"] == 1
+        pause(deployment, other, False)
+        await until(lambda: other.http_address in deployment.routable(role), "the resumption")
+        for _ in range(6):
+            assert (await deployment.post()).status == 200
+        assert other.requests
+        await quiet(deployment)
+
+
+@asyncs
+async def test_what_a_paused_instance_has_goes_on_when_it_is_resumed() -> None:
+    async with deployed("concurrent", 1, 1) as deployment:
+        resumed = asyncio.Event()
+        deployment.d.behaviour = after(resumed, answer_json)
+        asked = asyncio.create_task(deployment.post())
+        await until(lambda: called(deployment.d))
+        pause(deployment, deployment.d)
+        await until(lambda: not deployment.routable("D"))
+        pause(deployment, deployment.d, False)
+        resumed.set()
+        assert (await asked).status == 200
+
+
+@asyncs
+async def test_without_any_other_d_the_answer_says_that_it_is_paused() -> None:
+    async with deployed("concurrent", 1, 1) as deployment:
+        pause(deployment, deployment.d)
+        await until(lambda: not deployment.routable("D"))
+        response = await deployment.post()
+        assert response.status == 503
+        assert "1 paused by vLLM's /pause" in (await error_of(response))["message"]
+
+
+def test_a_pause_is_no_restart_and_a_goodbye_in_it_counts() -> None:
+    registry, first = Registry(), ping("D")
+    instance = registry.observe(first, 0.0)
+    assert instance is not None
+    instance.healthy = True
+    paused = replace(first, paused=True)
+    assert registry.observe(paused, 1.0) is None and instance.paused
+    assert registry.of(paused) is registry.of(first) is instance
+    assert registry.routable("D", 1.0) == [] and instance.latest == paused
+    assert registry.observe(first, 2.0) is None and not instance.paused
+    assert registry.routable("D", 2.0) == [instance]
+    registry.observe(paused, 3.0)
+    registry.observe(goodbye(first), 4.0)
+    assert registry.known("D") == [] and instance.left == 4.0
+
+
+def test_what_a_pause_has_aborted_is_forgotten_when_it_ends() -> None:
+    registry, first = Registry(), ping("P")
+    instance = registry.observe(first, 0.0)
+    assert instance is not None
+    for _ in range(5):
+        instance.breaker.failed(0.5)
+    registry.observe(replace(first, paused=True), 1.0)
+    assert not instance.breaker.closed
+    registry.observe(first, 2.0)
+    assert instance.breaker.closed and instance.breaker.opened == 0
+    for _ in range(4):
+        assert not instance.breaker.failed(3.0)
+    registry.observe(first, 4.0)
+    assert instance.breaker.failed(5.0), "a ping like the one before forgets nothing"
+
+
+def test_one_that_registers_while_it_is_paused_is_paused() -> None:
+    registry = Registry()
+    instance = registry.observe(replace(ping("P"), paused=True), 0.0)
+    assert instance is not None and instance.paused and not instance.ping.paused
+
+
+# Those whose engine hangs.
+
+LIFE, PROXYS_LEASE = 1.5, 2.0
+
+
+@pytest_asyncio.fixture
+async def hung() -> AsyncIterator[Deployment]:
+    """A P and two D's that vouch for their engines; the first D's is about to hang."""
+    limits = Limits(max_body=1 << 20)
+    async with deployed("concurrent", 1, 0, life=LIFE, lease=PROXYS_LEASE, limits=limits) as deployment:
+        for _ in range(2):
+            await add(deployment, "D")
+        await deployment.ready(1, 2)
+        yield deployment
+
+
+@asyncs
+async def test_a_request_at_a_d_whose_engine_hangs_is_answered_by_another(hung: Deployment) -> None:
+    for each in hung.decodes:
+        each.behaviour = never
+    request = asyncio.create_task(hung.post())
+    await until(lambda: any(each.requests for each in hung.decodes))
+    (stuck,) = (each for each in hung.decodes if each.requests)
+    (other,) = (each for each in hung.decodes if each is not stuck)
+    other.behaviour = answer_json
+    fall_silent(hung, stuck)
+    assert (await request).status == 200
+    assert asked(hung.decodes) == [1, 1]
+    assert stuck.healths > 1, "its HTTP server has answered all the while"
+    for _ in range(3):
+        assert (await hung.post()).status == 200
+    assert len(stuck.requests) == 1
+    stuck.behaviour = answer_json
+    hung.pingers[stuck.http_address]._vouched_for = lambda: True
+    await until(lambda: stuck.http_address in hung.routable("D"), "its return")
+
+
+def stream(stop: asyncio.Event, goes_on: asyncio.Event) -> Any:
+    """A token, and more of them while `goes_on`; the end at `stop`."""
+
+    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+        response = await event_stream(request)
+        while not stop.is_set():
+            if goes_on.is_set():
+                await response.write(event(seen, "token"))
+            await asyncio.sleep(0.05)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    return behaviour
+
+
+@asyncs
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_stream_ends_if_nothing_comes_any_more_and_goes_on_if_pings_alone_are_lost(
+    hung: Deployment, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    monkeypatch.setattr("proxy.upstream._HUNG_SECONDS", 1.5)
+    stop, goes_on = asyncio.Event(), asyncio.Event()
+    goes_on.set()
+    for each in hung.decodes:
+        each.behaviour = stream(stop, goes_on)
+    response = await hung.post({"model": "tiny", "prompt": "hi", "stream": True})
+    await response.content.readany()
+    (stuck,) = (each for each in hung.decodes if each.requests)
+    fall_silent(hung, stuck)
+    if hangs:
+        goes_on.clear()
+    else:
+        await until(lambda: len(hung.registry.known("D")) == 1, "the end of its lease")
+        began = time.monotonic()
+        while time.monotonic() - began < 3.0:
+            assert await response.content.readany()
+        stop.set()
+    text = await response.text()
+    assert ("error" in text) is hangs
+
+
+@asyncs
+async def test_of_an_older_p2pkv_a_silence_says_nothing_about_its_engine(hung: Deployment) -> None:
+    assert VOUCHING_VERSION == 4  # when pings began to mean that
+    old = await add(hung, "D", type("Old", (Vouching,), {"version": 3}))
+    await hung.ready(1, 3)
+    for each in hung.decodes:
+        if each is not old:
+            pause(hung, each)
+    await until(lambda: hung.routable("D") == [old.http_address])
+    answers = asyncio.Event()
+    old.behaviour = after(answers, answer_json)
+    request = asyncio.create_task(hung.post())
+    await until(lambda: called(old))
+    fall_silent(hung, old)
+    await until(lambda: len(hung.registry.known("D")) == 2, "the end of its lease")
+    asked_again = old.healths
+    await until(lambda: old.healths > asked_again + 1, "two looks at it")
+    answers.set()
+    assert (await request).status == 200

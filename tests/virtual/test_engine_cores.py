@@ -1,0 +1,271 @@
+"""The engine core is a process of its own: one that is stopped, hung or paused is vouched for no longer than
+one whose step hangs. And each state of a transfer ends by itself, however lively both sides are."""
+
+from __future__ import annotations
+
+import pytest
+from virtual.moves import (
+    GRACE,
+    LEASE,
+    LONG,
+    STALL,
+    TOKENS,
+    begin,
+    computed,
+    expect,
+    half_a_push,
+    kept,
+    load,
+    nothing_was_lost,
+    value,
+)
+from virtual.pair import VirtualEngine, VirtualPair
+
+from p2pkv.engine import commands as do
+
+WAIT = 60.0
+"""`wait_seconds`: longer than a stall and a lease."""
+
+TROUBLES = ("stopped", "hung", "paused")
+each_trouble = pytest.mark.parametrize("trouble", TROUBLES)
+
+
+@pytest.fixture
+def pair() -> VirtualPair:
+    made = VirtualPair(lease_seconds=LEASE, stall_seconds=STALL, wait_seconds=WAIT)
+    for engine in (made.p, made.d):
+        engine.core()
+        made.until(lambda engine=engine: engine.rank.steps.scheduled, what="a beat")
+    return made
+
+
+def strike(engine: VirtualEngine, trouble: str) -> None:
+    """From now on the engine core makes no step. Its worker is well, and in no step either."""
+    if trouble == "stopped":
+        engine.core_stops()
+    elif trouble == "hung":
+        engine.core(work=True)
+    else:
+        engine.core(paused=True)
+
+
+def heal(engine: VirtualEngine) -> None:
+    engine.core(steps=2)
+
+
+# An engine core that makes no step.
+
+
+@each_trouble
+@pytest.mark.parametrize("when", ["queued", "begun"])
+def test_what_waits_for_a_p_whose_core_makes_no_step_ends(pair: VirtualPair, trouble: str, when: str) -> None:
+    expect(pair)
+    if when == "begun":
+        begin(pair)
+    else:
+        pair.p.do(do.Hold("k", pair.d.address))
+    pair.until(lambda: value(pair.p, "prompts"), what="P's word of it")
+    pair.lasts(lambda: kept(pair), 2.0)
+    strike(pair.p, trouble)
+    pair.lasts(lambda: kept(pair), STALL - GRACE)
+    pair.until(lambda: pair.d.failures, GRACE + LEASE + GRACE, "the end of the request")
+    if when == "begun":
+        pair.p.wait(do.BlocksFree("k"))
+
+
+@each_trouble
+def test_a_d_whose_core_makes_no_step_does_not_keep_ps_blocks(pair: VirtualPair, trouble: str) -> None:
+    expect(pair)
+    computed(pair)
+    pair.d.wait(do.Begun("k"))
+    strike(pair.d, trouble)
+    pair.lasts(lambda: kept(pair), STALL - 1.0)
+    pair.p.wait(do.BlocksFree("k"), LEASE + GRACE)
+    pair.until(lambda: pair.d.failures, LEASE + GRACE)
+    heal(pair.d)
+    pair.rest("k")
+
+
+@each_trouble
+@pytest.mark.parametrize("who", ["P", "D"])
+def test_a_core_that_gets_on_again_in_time_has_lost_nothing(
+    pair: VirtualPair, trouble: str, who: str
+) -> None:
+    struck = pair.p if who == "P" else pair.d
+    expect(pair)
+    pair.p.do(do.Hold("k", pair.d.address))
+    pair.lasts(lambda: kept(pair), 2.0)
+    strike(struck, trouble)
+    pair.lasts(lambda: kept(pair), STALL + LEASE / 2)
+    heal(struck)
+    pair.lasts(lambda: kept(pair), LONG)
+    computed(pair)
+    load(pair)
+    pair.rest("k")
+    nothing_was_lost(pair)
+
+
+def test_after_a_pause_requests_are_served_as_before(pair: VirtualPair) -> None:
+    strike(pair.p, "paused")
+    pair.lasts(lambda: True, STALL + LEASE)
+    heal(pair.p)
+    expect(pair)
+    computed(pair)
+    load(pair)
+    pair.rest("k")
+    nothing_was_lost(pair)
+
+
+def test_a_core_that_makes_steps_or_has_no_work_lives(pair: VirtualPair) -> None:
+    """A queued request may wait for longer than a stall."""
+    expect(pair)
+    pair.p.do(do.Hold("k", pair.d.address))
+    numbers = iter(range(10, 1 << 30))
+
+    def steps() -> bool:
+        pair.d.core(steps=next(numbers), work=True)
+        return kept(pair)
+
+    pair.lasts(steps, LONG)
+    computed(pair)
+    load(pair)
+    pair.rest("k")
+    nothing_was_lost(pair)
+
+
+def test_a_rank_that_was_held_up_does_not_blame_its_core(
+    pair: VirtualPair, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It could take no beat meanwhile."""
+    for held_up in (True, False):
+        (pair.p.rank.stand_still if held_up else lambda _: pair.p.core_stops())(2 * STALL)
+        pair.lasts(lambda: True, 3 * STALL)
+        blamed = [record for record in caplog.records if "renews no lease" in record.getMessage()]
+        assert bool(blamed) is not held_up
+
+
+def test_a_rank_whose_core_never_beats_is_judged_by_its_steps(pair: VirtualPair) -> None:
+    """As where Ray started the workers."""
+    silent = VirtualPair(lease_seconds=LEASE, stall_seconds=STALL)
+    expect(silent)
+    silent.p.do(do.Hold("k", silent.d.address))
+    silent.lasts(lambda: kept(silent), STALL + LEASE + GRACE)
+
+
+# Pauses.
+
+
+def test_a_paused_p_gives_a_d_that_takes_nothing_one_lease(pair: VirtualPair) -> None:
+    """vLLM's /pause waits until P's blocks are free."""
+    expect(pair)
+    computed(pair)
+    pair.d.wait(do.Begun("k"))
+    pair.lasts(lambda: kept(pair), LONG)
+    strike(pair.p, "paused")
+    pair.lasts(lambda: kept(pair), LEASE - 1.0)
+    pair.p.wait(do.BlocksFree("k"), GRACE)
+    pair.until(lambda: pair.d.failures, GRACE)
+    (failed,) = pair.d.failures
+    assert "P is paused" in failed.reason  # type: ignore[attr-defined]
+    pair.rest("k")
+
+
+def test_what_d_takes_of_a_paused_p_comes(pair: VirtualPair) -> None:
+    expect(pair)
+    computed(pair)
+    strike(pair.p, "paused")
+    pair.lasts(lambda: kept(pair), LEASE / 2)
+    load(pair)
+    pair.rest("k")
+    nothing_was_lost(pair)
+
+
+# A process that nobody needs any more.
+
+
+@pytest.mark.parametrize("who", ["P", "D"])
+def test_an_engine_whose_server_is_gone_gives_up_what_it_holds(
+    pair: VirtualPair, who: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    orphan = pair.p if who == "P" else pair.d
+    expect(pair)
+    if who == "P":
+        pair.p.do(do.OfferPrompt("k", pair.d.address, TOKENS, b"digest"))
+    else:
+        computed(pair)
+    pair.d.wait(do.Begun("k"))
+    orphan.core(orphaned=True)
+    pair.until(lambda: pair.d.failures, GRACE)
+    pair.p.wait(do.BlocksFree("k"), GRACE)
+    assert [r for r in caplog.records if r.levelname == "ERROR" and "gives up" in r.getMessage()]
+    pair.rest("k")
+
+
+# Each state has a bound of its own.
+
+
+def test_a_request_that_p_never_begins_ends_although_p_vouches_for_it(pair: VirtualPair) -> None:
+    expect(pair)
+    pair.p.do(do.Hold("k", pair.d.address))
+    pair.lasts(lambda: kept(pair), WAIT - 1.0)
+    pair.until(lambda: pair.d.failures, GRACE)
+    (failed,) = pair.d.failures
+    assert "has not begun this prompt" in failed.reason  # type: ignore[attr-defined]
+
+
+def test_a_request_that_d_never_admits_ends_and_p_has_its_blocks_back(pair: VirtualPair) -> None:
+    pair.options = pair.options | {"wait_seconds": 2 * WAIT}
+    pair.p = pair.engine("P", 7020)
+    expect(pair)
+    pair.lasts(lambda: kept(pair), LEASE / 2)
+    computed(pair)
+    pair.d.wait(do.Begun("k"))
+    pair.lasts(lambda: kept(pair), WAIT - 1.0)
+    pair.until(lambda: pair.d.failures, GRACE)
+    (failed,) = pair.d.failures
+    assert "D has had no room" in failed.reason  # type: ignore[attr-defined]
+    pair.rest("k")
+
+
+def test_p_does_not_rely_on_d_for_the_end_of_its_patience() -> None:
+    """A D of other options claims the prompt for ever."""
+    pair = VirtualPair(lease_seconds=LEASE, stall_seconds=STALL, wait_seconds=WAIT)
+    pair.options = pair.options | {"wait_seconds": 100 * WAIT}
+    pair.d = pair.engine("D", 7020)
+    expect(pair)
+    computed(pair)
+    pair.d.wait(do.Begun("k"))
+    pair.lasts(lambda: kept(pair), WAIT - 2.0)
+    pair.until(lambda: pair.d.failures, GRACE)
+    (failed,) = pair.d.failures
+    assert "D has taken nothing of this prompt" in failed.reason  # type: ignore[attr-defined]
+    pair.rest("k")
+
+
+def test_the_wait_for_p_and_the_wait_for_room_on_d_are_two(pair: VirtualPair) -> None:
+    expect(pair)
+    pair.p.do(do.Hold("k", pair.d.address))
+    pair.lasts(lambda: kept(pair), 0.9 * WAIT)
+    computed(pair)
+    pair.d.wait(do.Begun("k"))
+    pair.lasts(lambda: kept(pair), 0.9 * WAIT)
+    load(pair)
+    pair.rest("k")
+    nothing_was_lost(pair)
+
+
+def test_a_p_that_restarts_again_and_again_does_not_begin_the_wait_anew(pair: VirtualPair) -> None:
+    expect(pair)
+    pair.p.do(do.Hold("k", pair.d.address))
+    began = pair.clock.now
+    while not pair.d.failures and pair.clock.now - began < 2 * WAIT:
+        pair.lasts(lambda: True, LEASE)
+        pair.p.rank.vanish()
+        pair.p = pair.engine("P", 7000)
+        pair.p.do(do.Hold("k", pair.d.address))
+    assert WAIT - GRACE < pair.clock.now - began < WAIT + LEASE + GRACE
+
+
+def test_a_load_that_moves_may_last_longer_than_any_wait(pair: VirtualPair) -> None:
+    half_a_push(pair)
+    assert not pair.d.failures
