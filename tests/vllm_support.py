@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
 import zmq
 
 from p2pkv.control.endpoint import inspect
@@ -129,6 +130,13 @@ def plugin_environment(*plugins: str) -> dict[str, str]:
     """
     env = {"PYTHONPATH": python_path(PLUGIN_FOLDER), "VLLM_PLUGINS": ",".join(["p2pkv", *plugins])}
     return {**env, **{name: value for plugin in plugins for name, value in PLUGINS[plugin].items()}}
+
+
+def needs_cpu_build() -> None:
+    """Skips what is for `PLUGINS`: they stand in for parts that vLLM's build for a CPU lacks."""
+    platforms = pytest.importorskip("vllm.platforms", reason="vLLM is not installed")
+    if not platforms.current_platform.is_cpu():
+        pytest.skip("this vLLM was not built for a CPU")
 
 
 def probing_server(

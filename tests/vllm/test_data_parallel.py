@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tiny_moe import TinyMoe
-from vllm_support import MODEL_NAME, ask_all, assert_same, plugin_environment, tokens
+from vllm_support import MODEL_NAME, ask_all, assert_same, needs_cpu_build, plugin_environment, tokens
 
 from p2pkv.demo import answers, client
 from p2pkv.demo.servers import VllmServer
 from p2pkv.demo.tiny_model import ensure_model
+
+pytestmark = pytest.mark.long
 
 LENGTHS = (3, 31, 32, 33, 100, 200, 300)
 SETTINGS = (
@@ -21,44 +22,39 @@ SETTINGS = (
     *("--block-size", "32", "--max-num-batched-tokens", "128", "--max-num-seqs", "16"),
 )
 RANKS = ("--data-parallel-size", "2")
-EXPERTS = {"each expert on both ranks": (), "each expert on one rank": ("--enable-expert-parallel",)}
+EXPERTS = {"each-expert-on-both-ranks": (), "each-expert-on-one-rank": ("--enable-expert-parallel",)}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    needs_cpu_build()
     return tmp_path_factory.mktemp("data_parallel")
 
 
 @pytest.fixture(scope="module")
 def one_rank(folder: Path) -> Iterator[VllmServer]:
-    with ExitStack() as stack:
-        yield started(folder, stack, "one-rank", SETTINGS)
+    """Ready when `two_ranks` is: they start side by side."""
+    with server(folder, "one-rank", SETTINGS) as started:
+        yield started
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, id=name.replace(" ", "-"), marks=[] if options else [pytest.mark.long])
-        for name, options in EXPERTS.items()
-    ],
-)
-def two_ranks(folder: Path, request: pytest.FixtureRequest) -> Iterator[VllmServer]:
-    with ExitStack() as stack:
-        name = request.node.callspec.id
-        yield started(folder, stack, name, (*SETTINGS, *RANKS, *EXPERTS[request.param]))
+@pytest.fixture(scope="module", params=EXPERTS)
+def two_ranks(folder: Path, one_rank: VllmServer, request: pytest.FixtureRequest) -> Iterator[VllmServer]:
+    settings = (*SETTINGS, *RANKS, *EXPERTS[request.param])
+    with server(folder, request.param, settings) as started:
+        for each in (one_rank, started):
+            each.wait_ready()
+        yield started
 
 
-def started(folder: Path, stack: ExitStack, name: str, settings: tuple[str, ...]) -> VllmServer:
-    server = VllmServer(
+def server(folder: Path, name: str, settings: tuple[str, ...]) -> VllmServer:
+    return VllmServer(
         ensure_model(TinyMoe(), folder),
         extra_args=settings,
         env=plugin_environment("moe_dp"),
         name=name,
         log_path=folder / f"{name}.log",
     )
-    stack.enter_context(server)
-    server.wait_ready()
-    return server
 
 
 def answered(server: VllmServer) -> list[float]:

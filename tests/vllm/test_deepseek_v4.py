@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tiny_deepseek_v4 import TinyDeepseekV4
-from vllm_support import MODEL_NAME, ask_all, assert_same, plugin_environment, tokens
+from vllm_support import MODEL_NAME, ask_all, assert_same, needs_cpu_build, plugin_environment, tokens
 
 from p2pkv.demo import answers, client
 from p2pkv.demo.answers import Answer
@@ -38,6 +38,7 @@ def server(folder: Path, name: str, *, chunk: int = CHUNK, settings: tuple[str, 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    needs_cpu_build()
     return tmp_path_factory.mktemp("deepseek_v4")
 
 
