@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import psutil
+import pytest
 import zmq
 
 from p2pkv.control.endpoint import inspect
@@ -28,6 +29,9 @@ MODEL_NAME = "tiny"
 MODEL = TinyLlama()
 BLOCK = 32
 PROBE_FOLDER = str(Path(__file__).parent / "vllm")
+PLUGIN_FOLDER = str(Path(__file__).parent / "vllm_plugins")
+PLUGINS: dict[str, dict[str, str]] = {"deepseek_v4": {"TRITON_INTERPRET": "1"}, "moe_dp": {}}
+"""The modules in `vllm_plugins`, and what else their processes need in the environment."""
 CHUNK = 128
 """Prompt tokens that an instance computes in one step."""
 
@@ -115,13 +119,37 @@ class Fleet:
         return {"concurrent": self.concurrent, "sequential": self.sequential}[dispatch]
 
 
-def probing_server(model: Path, role: Role, probes: Path, **options: Any) -> VllmServer:
+def python_path(*folders: str) -> str:
+    """PYTHONPATH of a process that also finds modules in these folders."""
+    return os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
+
+
+def plugin_environment(*plugins: str) -> dict[str, str]:
+    """Environment in which vLLM loads these of `PLUGINS`, besides p2pkv's own.
+
+    vLLM finds them by the folder's dist-info: its entry points have the modules' names.
+    """
+    env = {"PYTHONPATH": python_path(PLUGIN_FOLDER), "VLLM_PLUGINS": ",".join(["p2pkv", *plugins])}
+    return {**env, **{name: value for plugin in plugins for name, value in PLUGINS[plugin].items()}}
+
+
+def needs_cpu_build() -> None:
+    """Skips what is for `PLUGINS`: they stand in for parts that vLLM's build for a CPU lacks."""
+    platforms = pytest.importorskip("vllm.platforms", reason="vLLM is not installed")
+    if not platforms.current_platform.is_cpu():
+        pytest.skip("this vLLM was not built for a CPU")
+
+
+def probing_server(
+    model: Path, role: Role, probes: Path, *, plugins: Sequence[str] = (), **options: Any
+) -> VllmServer:
     """A server whose connector also writes down what its pages hold, in the folder `probes`."""
     name = options.pop("name", role)
     env = {
         "P2PKV_PROBE_DIR": str(probes),
         "P2PKV_PROBE_HOLD": str(probes / f"hold-{name}"),
-        "PYTHONPATH": os.pathsep.join([PROBE_FOLDER, os.environ.get("PYTHONPATH", "")]),
+        **(plugin_environment(*plugins) if plugins else {}),
+        "PYTHONPATH": python_path(PROBE_FOLDER, *([PLUGIN_FOLDER] if plugins else [])),
         **options.pop("env", {}),
     }
     return VllmServer(

@@ -1,0 +1,88 @@
+"""A plain server of a tiny DeepSeek V4, with the plug-in deepseek_v4: pairs are held against it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from tiny_deepseek_v4 import TinyDeepseekV4
+from vllm_support import MODEL_NAME, ask_all, assert_same, needs_cpu_build, plugin_environment, tokens
+
+from p2pkv.demo import answers, client
+from p2pkv.demo.answers import Answer
+from p2pkv.demo.servers import VllmServer
+from p2pkv.demo.tiny_model import ensure_model
+
+CHUNK = 512
+SHORT = (20, 300)
+LONG = (255, 256, 257, 700, 703, 3000)
+"""Around a block of 256 tokens; in two steps; and where the indexer leaves rows out."""
+TIE = 0.05
+"""Roundings of bfloat16, where a prompt is computed in other steps."""
+
+
+def server(folder: Path, name: str, *, chunk: int = CHUNK, settings: tuple[str, ...] = ()) -> VllmServer:
+    return VllmServer(
+        ensure_model(TinyDeepseekV4(), folder),
+        extra_args=(
+            *("--served-model-name", MODEL_NAME, "--max-model-len", "4096", "--max-num-seqs", "16"),
+            *("--max-num-batched-tokens", str(chunk), *settings),
+        ),
+        env=plugin_environment("deepseek_v4"),
+        name=name,
+        log_path=folder / f"{name}.log",
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    needs_cpu_build()
+    return tmp_path_factory.mktemp("deepseek_v4")
+
+
+@pytest.fixture(scope="module")
+def v4(folder: Path) -> Iterator[VllmServer]:
+    with ExitStack() as stack:
+        started = stack.enter_context(server(folder, "v4"))
+        started.wait_ready()
+        yield started
+
+
+def ask(server: VllmServer, prompt: list[int]) -> Answer:
+    return answers.complete(server.base_url, MODEL_NAME, prompt)[0]
+
+
+def prefix_hits(server: VllmServer) -> float:
+    return client.metrics(server.base_url)["vllm:prefix_cache_hits_total"]
+
+
+@pytest.mark.parametrize("length", [*SHORT, *(pytest.param(each, marks=pytest.mark.long) for each in LONG)])
+def test_an_answer_is_repeated_and_depends_on_the_whole_prompt(
+    v4: VllmServer, servers_on_failure: Callable[..., None], length: int
+) -> None:
+    servers_on_failure(v4)
+    prompt = tokens(length, "v4")
+    first, before = ask(v4, prompt), prefix_hits(v4)
+    # vLLM caches prefixes of this model in blocks of 256 tokens, and computes one token at least.
+    again = ask(v4, prompt)
+    assert prefix_hits(v4) - before == (length - 1) // 256 * 256
+    assert again == first
+    prompt[2] = 300 if prompt[2] != 300 else 301
+    assert ask(v4, prompt).tokens != first.tokens
+
+
+@pytest.mark.long
+def test_answers_are_those_of_a_server_without_chunks_and_prefixes(
+    v4: VllmServer, folder: Path, launch: Callable[..., None], servers_on_failure: Callable[..., None]
+) -> None:
+    """Alone there, all at once here; half of the prompts are the beginning of another."""
+    plain = server(folder, "plain", chunk=4096, settings=("--no-enable-prefix-caching",))
+    servers_on_failure(v4)
+    launch(plain)
+    prompts = [tokens(length, f"at once {length}") for length in (*SHORT, *LONG)]
+    prompts += [[*prompt, *tokens(100, "more")] for prompt in prompts]
+    expected = [ask(plain, prompt) for prompt in prompts]
+    assert prefix_hits(plain) == 0
+    assert_same(expected, ask_all(v4.base_url, prompts, at_once=16), TIE)
