@@ -89,9 +89,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """networks, as `["10.0.0.0/8"]` | no | the instance neither dials nor admits ranks outside of them"""
 
     link: Literal["auto", "nccl", "host"] = "auto"
-    """`auto`, `host` or `nccl` | the resulting kind | what carries the KV: `nccl` between GPUs, `host`,
-    by shared memory or TCP, where the KV cache is in CPU memory; `auto` is `nccl` where there is a CUDA
-    device, else `host`. A rank has one kind, and P refuses a D of another kind"""
+    """`auto`, `host` or `nccl` | the resulting kind | what carries the KV: `nccl` between GPUs, `host`
+    (shared memory or TCP) where the KV cache is in CPU memory; `auto` is `nccl` where there is a CUDA device,
+    else `host`"""
 
     staging_bytes: Annotated[int, Meta(ge=1024, le=1 << 40)] = 64 * MIB
     """bytes of a rank | no | send and receive slots of a rank, shared by all its peers: what is in flight at
@@ -113,8 +113,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """links of a rank | no | idle links beyond this number are closed, and built again by the next request"""
 
     links_ahead: bool = True
-    """true or false | no | D connects to the P's that p2pkv-proxy names, and builds its links, before a
-    request needs them: at most `max_links`, and never in place of a link that requests have used"""
+    """true or false | no | D connects to the P's that p2pkv-proxy names, and builds links, before a request
+    needs them: at most `max_links`, never in place of a used one"""
 
     nccl_num_channels: Annotated[int, Meta(ge=1, le=64)] = 8
     """channels | no | the most channels of an NCCL communicator (32 at most with nccl4py); more take more GPU
@@ -132,7 +132,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     lease_seconds: Seconds = 30.0
     """seconds | recommended | how long one side of a transfer, or of a link that has something to move, waits
-    for news of the other before it ends the transfer and frees its blocks"""
+    for news of the other before it ends it"""
 
     stall_seconds: Seconds = 120.0
     """seconds | recommended | an engine that for this long has work and makes no step, stays in one step, is
@@ -152,8 +152,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     processes neither rest nor nap"""
 
     warm_up_seconds: SecondsOrOff = 120.0
-    """seconds | no | how long an instance waits for its own `/health`, and again for the answers to its first
-    prompts, before it registers with the proxy; 0: off"""
+    """seconds | no | how long an instance waits for its own `/health`, and again for its first prompts,
+    before it registers with the proxy; 0: off"""
 
     warm_up_api_key: str = ""
     """text | no | the key of the instance's HTTP API, for those prompts; vLLM logs all options, so prefer the

@@ -1,5 +1,4 @@
-"""How much the proxy takes on: which request goes to its instances now, which waits, which is turned away;
-and how many bytes the bodies of all requests may hold.
+"""How much the proxy takes on: which request goes to its instances now, which waits, which is turned away.
 
 Requests that the same instances can serve get their places in the order of arrival. A request that waits for
 one model holds up no request for another.
@@ -10,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
-
-from aiohttp import web
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 from .errors import ProxyError
 from .registry import LEASE, Instance
@@ -31,10 +28,15 @@ class Limits:
         max_waiting: requests that wait for a place, in all.
         max_wait: seconds that one of them waits at most.
         max_body: bytes of the largest request.
-        max_held: bytes of the bodies of all requests that have arrived and not ended.
-        body_patience: seconds without a byte after which a body is not waited for any longer.
+        max_values: values (objects, lists, texts, fields) in the largest request.
+        max_messages: messages, or items of the input of /v1/responses, in the largest request.
+        max_held: bytes of the bodies of all requests that an instance may still be sent.
+        body_seconds: how long a body may take to come, from its head to its last byte.
+        max_connections: of clients, at a time.
         retries: how often one request is tried again elsewhere, before its first byte.
         lease: seconds for which an instance may be silent while its connection stands, before it is gone.
+        first_token_seconds: for the first token of a streamed answer; 0: no deadline.
+        event_seconds: from one event of a streamed answer to the next; 0: no deadline.
         alone_share: of one decode instance's places, the share for requests whose prompts it computes in a
             prefill instance's place, because none can or because they are short; 0 for none.
     """
@@ -43,10 +45,15 @@ class Limits:
     max_waiting: int = 1024
     max_wait: float = 30.0
     max_body: int = 64 << 20
+    max_values: int = 1 << 17
+    max_messages: int = 4096
     max_held: int = 1 << 30
-    body_patience: float = 30.0
+    body_seconds: float = 60.0
+    max_connections: int = 16384
     retries: int = 1
     lease: float = LEASE
+    first_token_seconds: float = 0.0
+    event_seconds: float = 0.0
     alone_share: float = 0.25
 
     @property
@@ -98,11 +105,13 @@ class RequestPlace:
         asked: what the request wants.
         help: what P was to do for it when it came.
         choice: who serves it.
+        key: by which breakers know it.
     """
 
     asked: Asked
     help: Help
     choice: Choice
+    key: object = field(default_factory=object)
     _expecting: Instance | None = None
 
     def seat(self) -> None:
@@ -325,93 +334,15 @@ class Admission:
         self._places.add(place)
         place.seat()
         for instance in place.choice.instances:
-            instance.breaker.sent(place, self._clock())
+            instance.breaker.sent(place.key, self._clock())
 
     def _unseat(self, place: RequestPlace) -> None:
         self._places.discard(place)
         place.unseat()
         for instance in place.choice.instances:
-            instance.breaker.given_up(place)
+            instance.breaker.given_up(place.key)
 
 
 def _first(queue: dict[_Waiter, None]) -> _Waiter | None:
     """Who has waited longest, without those who have just been turned away or have left."""
     return next((waiter for waiter in queue if not waiter.placed.done()), None)
-
-
-# Requests' bodies.
-
-
-class Intake:
-    """Counts the bytes of all bodies, from their arrival to the end of their requests.
-
-    Attributes:
-        held: bytes now.
-    """
-
-    def __init__(self, limits: Limits, counters: RequestCounters) -> None:
-        self._limits = limits
-        self._counters = counters
-        self.held = 0
-
-    @contextmanager
-    def reader(self) -> Iterator[BodyReader]:
-        """For one request's body; at the end its bytes are no longer held."""
-        reader = BodyReader(self)
-        try:
-            yield reader
-        finally:
-            self.held -= reader.size
-
-    def take(self, size: int) -> None:
-        """`size` bytes more. Raises ProxyError if they are too many."""
-        if self.held + size > self._limits.max_held:
-            self._counters.refused_full += 1
-            raise ProxyError(503, "This proxy holds as many requests as it can; try again in a few seconds.")
-        self.held += size
-
-    @property
-    def patience(self) -> float:
-        return self._limits.body_patience
-
-
-class BodyReader:
-    """Reads one request's body, within the bound for all of them, and not for ever.
-
-    Attributes:
-        size: bytes read so far.
-    """
-
-    def __init__(self, intake: Intake) -> None:
-        self._intake = intake
-        self.size = 0
-
-    async def read(self, request: web.Request) -> bytes:
-        """The whole body. Raises ProxyError, or HTTPRequestEntityTooLarge."""
-        body = bytearray()
-        while chunk := await self._next(request):
-            size = len(body) + len(chunk)
-            if size > request.client_max_size:
-                raise web.HTTPRequestEntityTooLarge(max_size=request.client_max_size, actual_size=size)
-            self._intake.take(len(chunk))
-            self.size += len(chunk)
-            body += chunk
-        return bytes(body)
-
-    async def _next(self, request: web.Request) -> bytes:
-        try:
-            if request.content.is_eof():
-                rest: bytes = request.content.read_nowait()
-                return rest
-            async with asyncio.timeout(self._intake.patience):
-                chunk: bytes = await request.content.readany()
-                return chunk
-        except web.RequestPayloadError as error:
-            # What is left of it cannot be read either, and aiohttp would try.
-            request.content.feed_eof()
-            why = " ".join(str(error).split())
-            raise ProxyError(400, f"The request's body cannot be read: {why}.", last=True) from None
-        except TimeoutError:
-            raise ProxyError(
-                408, f"Nothing more of the request's body came for {self._intake.patience:g} seconds."
-            ) from None

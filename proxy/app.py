@@ -8,11 +8,14 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from p2pkv.control.security import Members
 
 from .admission import Limits
+from .attempt import Dispatch
+from .connections import BoundedRunner
 from .errors import errors_as_json, note_begin
 from .http import PAIRED, REQUEST_ID, SINGLE
 from .instances import Access, changed, described, drain, listed
@@ -21,12 +24,14 @@ from .listener import Listener
 from .metrics import Metrics
 from .records import recording
 from .registry import Registry
+from .relay import written_in_time
 from .routing import Routing
-from .serving import Dispatch, Proxy
+from .service import Proxy
+from .siblings import Siblings, answering
 from .status import dashboard, keep_history, metrics_page, status_of, status_page
-from .team import Link, Team
 from .tracing import NoSpans, Tracing
 from .upstream import Client
+from .worker import Report, Update, Worker
 
 # A connection on which no request is under way, or not even its head has come, is closed after this.
 IDLE_SECONDS = 75.0
@@ -35,8 +40,9 @@ IDLE_SECONDS = 75.0
 API = PAIRED | SINGLE | {"/v1/models"}
 
 PROXY = web.AppKey("proxy", Proxy)
-TEAM = web.AppKey("team", Team)
+SIBLINGS = web.AppKey("siblings", Siblings)
 LISTENER = web.AppKey("listener", Listener)
+MOST_CONNECTIONS = web.AppKey("most_connections", int)
 PLAIN_LISTENER = web.AppKey("plain_listener", Listener)
 
 
@@ -52,7 +58,7 @@ def make_app(
     log_requests: bool = False,
     tracing: Tracing | None = None,
     listed: Sequence[ListedInstance] = (),
-    link: Link | None = None,
+    worker: Worker | None = None,
 ) -> web.Application:
     """The application, for `make_runner`: without it a client that leaves is not noticed.
 
@@ -66,8 +72,7 @@ def make_app(
         log_requests: write a line for each request.
         tracing: makes the spans of requests, and is closed at the end.
         listed: instances that are there without a ping, as long as their /health answers.
-        link: to the process that listens for pings, if this is one of several workers; then the endpoints
-            are not listened on here.
+        worker: this process, if it is one of several; then the endpoints are not listened on here.
 
     Raises:
         OSError: at start-up, if an endpoint cannot be bound.
@@ -85,16 +90,18 @@ def make_app(
             app[PROXY] = proxy = Proxy(
                 session, known, dispatch, limits, routing or Routing(), metrics=metrics
             )
-            app[TEAM] = team = Team(_parts(proxy, guard), link)
+            parts = _parts(proxy, guard)
+            app[SIBLINGS] = Siblings(parts, worker.seat.others if worker else None)
+            if worker is not None:
+                update = partial(_update, worker, proxy)
+                await cleanup.enter_async_context(answering(worker.seat.socket, parts | {"update": update}))
             there = ListedInstances(listed, session, known, proxy.take, members, proxy.clock)
             forever = [proxy.prober.run(), there.run(), keep_history(metrics)]
-            if link is not None:
-                forever.append(team.follow(known, proxy.clock, proxy.prober.hurry))
-            else:
+            if worker is None:
                 app[LISTENER] = listener = Listener(discovery, proxy.take, members)
                 cleanup.callback(listener.close)
                 forever.append(listener.run())
-            if link is None and plain_discovery is not None:
+            if worker is None and plain_discovery is not None:
                 app[PLAIN_LISTENER] = plain = Listener(plain_discovery, proxy.take)
                 cleanup.callback(plain.close)
                 forever.append(plain.run())
@@ -106,7 +113,8 @@ def make_app(
     recorded = recording(metrics, API, spans, log_requests=log_requests)
     # A larger one could never be held, and its client would try again for ever.
     largest = min(limits.max_body, limits.max_held)
-    app = web.Application(client_max_size=largest, middlewares=[errors_as_json, recorded])
+    app = web.Application(client_max_size=largest, middlewares=[written_in_time, errors_as_json, recorded])
+    app[MOST_CONNECTIONS] = limits.max_connections
     app.cleanup_ctx.append(running)
     app.on_response_prepare.extend((_give_back_id, note_begin))
     app.add_routes(_routes(guard, metrics))
@@ -114,9 +122,11 @@ def make_app(
 
 
 def make_runner(app: web.Application, last_seconds: float) -> web.AppRunner:
-    """What serves `app`; at its end connections on which nothing moves are closed after `last_seconds`."""
-    return web.AppRunner(
+    """What serves `app`, to a bounded number of connections; at its end connections on which nothing moves
+    are closed after `last_seconds`."""
+    return BoundedRunner(
         app,
+        app[MOST_CONNECTIONS],
         handler_cancellation=True,
         access_log=None,
         shutdown_timeout=last_seconds,
@@ -124,7 +134,7 @@ def make_runner(app: web.Application, last_seconds: float) -> web.AppRunner:
     )
 
 
-def _parts(proxy: Proxy, guard: Access) -> dict[str, Callable[[str], Any]]:
+def _parts(proxy: Proxy, guard: Access) -> dict[str, Callable[[Any], Any]]:
     """What one worker says for itself."""
     return {
         "metrics": lambda _: proxy.metrics.families(),
@@ -133,6 +143,11 @@ def _parts(proxy: Proxy, guard: Access) -> dict[str, Callable[[str], Any]]:
         "drain": partial(drain, proxy, drained=True),
         "resume": partial(drain, proxy, drained=False),
     }
+
+
+def _update(worker: Worker, proxy: Proxy, update: Any) -> Report:
+    """One of the supervisor's, as it arrives."""
+    return worker.update(msgspec.convert(update, Update), proxy.registry, proxy.take)
 
 
 def _routes(guard: Access, metrics: Metrics) -> list[web.RouteDef]:
@@ -151,19 +166,19 @@ def _routes(guard: Access, metrics: Metrics) -> list[web.RouteDef]:
         return await request.app[PROXY].ready(request)
 
     async def instances(request: web.Request) -> web.StreamResponse:
-        return await listed(request.app[TEAM], guard, request)
+        return await listed(request.app[SIBLINGS], guard, request)
 
     async def drained(request: web.Request) -> web.StreamResponse:
-        return await changed(request.app[TEAM], guard, request, "drain")
+        return await changed(request.app[SIBLINGS], guard, request, "drain")
 
     async def resumed(request: web.Request) -> web.StreamResponse:
-        return await changed(request.app[TEAM], guard, request, "resume")
+        return await changed(request.app[SIBLINGS], guard, request, "resume")
 
     async def status(request: web.Request) -> web.StreamResponse:
-        return await status_page(request.app[TEAM], guard, request)
+        return await status_page(request.app[SIBLINGS], guard, request)
 
     async def measured(request: web.Request) -> web.StreamResponse:
-        return await metrics_page(request.app[TEAM], metrics, guard, request)
+        return await metrics_page(request.app[SIBLINGS], metrics, guard, request)
 
     return [
         *(web.post(path, generate) for path in sorted(PAIRED | SINGLE)),

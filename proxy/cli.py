@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import multiprocessing
 import os
 import re
 import resource
 import signal
 import ssl
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -27,17 +31,17 @@ from p2pkv.trust import SECRET_VARIABLE, TrustError, is_loopback, read_secret
 
 from . import settings
 from .admission import Limits
-from .app import LISTENER, PLAIN_LISTENER, PROXY, TEAM, make_app, make_runner
+from .app import LISTENER, PLAIN_LISTENER, PROXY, end, make_app, make_runner
 from .instances import Access
 from .listed import ListedInstance
-from .listener import endpoint_of
+from .listener import Listener, endpoint_of
 from .prefixes import PIECE_TOKENS
 from .records import set_up_logging
 from .registry import ROLE_NAMES, Role
 from .routing import POLICY_NAMES, Routing
-from .team import Channel, Link, Serving
+from .supervisor import Supervisor, bound, ignore_signals, reserved, share_of
 from .tracing import NoTracing, Spans
-from .workers import Seat, Supervisor, bound, ignore_signals, share_of, sharing
+from .worker import Seat, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +148,10 @@ async def _serve(arguments: argparse.Namespace, members: Members | None) -> None
 
 
 def _app(
-    arguments: argparse.Namespace, members: Members | None, limits: Limits, link: Link | None = None
+    arguments: argparse.Namespace,
+    members: Members | None,
+    limits: Limits,
+    worker: Worker | None = None,
 ) -> web.Application:
     plain: Address | None = arguments.plain_discovery
     return make_app(
@@ -158,7 +165,7 @@ def _app(
         log_requests=arguments.log_requests,
         tracing=Spans(arguments.otlp_traces_endpoint) if arguments.otlp_traces_endpoint else None,
         listed=[*arguments.prefill, *arguments.decode],
-        link=link,
+        worker=worker,
     )
 
 
@@ -178,7 +185,7 @@ def _tls(arguments: argparse.Namespace) -> ssl.SSLContext | None:
 
 
 async def _drain(runner: web.AppRunner, app: web.Application, seconds: float, hurry: asyncio.Event) -> None:
-    logger.info("stopping: %d requests have %g s to end", len(app[PROXY].desk), seconds)
+    logger.info("stopping: %d requests have %g s to end", len(app[PROXY].active), seconds)
     for site in list(runner.sites):
         await site.stop()
     ended = await app[PROXY].stop(seconds, hurry)
@@ -207,27 +214,27 @@ async def _oversee(arguments: argparse.Namespace, members: Members | None) -> No
     """Has workers serve until told to stop. Raises OSError if an address cannot be bound."""
     stop, hurry = _signals()
     _warn(arguments, members)
-    plain: Address | None = arguments.plain_discovery
-    listening = bound(arguments.host, arguments.port, arguments.workers)
-    supervisor = Supervisor(listening, _work, arguments, members)
-    async with sharing(
-        supervisor,
-        endpoint_of(arguments.discovery),
-        None if plain is None else endpoint_of(plain),
-        members,
-        [*arguments.prefill, *arguments.decode],
-        _limits(arguments),
-    ) as listeners:
+    with ExitStack() as cleanup:
+        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="p2pkv-proxy-")))
+        port = reserved(arguments.host, arguments.port)
+        supervisor = Supervisor(arguments.workers, port, folder, _work, arguments, members)
+        listeners = [Listener(endpoint_of(arguments.discovery), supervisor.pings.take, members)]
+        cleanup.callback(listeners[0].close)
+        if arguments.plain_discovery is not None:
+            listeners.append(Listener(endpoint_of(arguments.plain_discovery), supervisor.pings.take))
+            cleanup.callback(listeners[1].close)
+        listening = [asyncio.create_task(each.run()) for each in listeners]
         try:
             await supervisor.start(stop)
             if not stop.is_set():
-                addresses = [each.getsockname() for each in listening[0]]
+                addresses = [each.getsockname() for each in port]
                 _say_serving(arguments, members, addresses, listeners[0].endpoint)
                 for each in listeners[1:]:
                     logger.info("plain discovery on %s", each.endpoint)
             await stop.wait()
         finally:
             await supervisor.stop(arguments.drain_seconds + _SHUTDOWN_SECONDS, hurry)
+            await end(listening)
 
 
 def _work(arguments: argparse.Namespace, members: Members | None, seat: Seat) -> None:
@@ -235,9 +242,9 @@ def _work(arguments: argparse.Namespace, members: Members | None, seat: Seat) ->
     ignore_signals()
     set_up_logging(arguments.log_level, arguments.log_format, f"worker {seat.number}")
     logging.getLogger("aiohttp.server").addFilter(Garbage())
-    # That process says who comes and goes.
-    logging.getLogger(f"{__package__}.registry").setLevel(logging.ERROR)
-    logging.getLogger(f"{__package__}.prober").setLevel(logging.WARNING)
+    if seat.number > 1:  # the first one logs which instances come and go
+        logging.getLogger(f"{__package__}.registry").setLevel(logging.ERROR)
+        logging.getLogger(f"{__package__}.prober").setLevel(logging.WARNING)
     try:
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             runner.run(_serve_seat(arguments, members, seat))
@@ -247,22 +254,39 @@ def _work(arguments: argparse.Namespace, members: Members | None, seat: Seat) ->
 
 
 async def _serve_seat(arguments: argparse.Namespace, members: Members | None, seat: Seat) -> None:
-    channel = await Channel.over(seat.end)
-    link = Link(channel, asyncio.Event(), asyncio.Event())
-    app = _app(arguments, members, share_of(_limits(arguments), arguments.workers), link)
+    """Serves until the supervisor says so. Takes no connection before it has the instances and the drains
+    that there are: it would turn requests away that another worker would serve."""
+    worker = Worker(seat)
+    app = _app(arguments, members, share_of(_limits(arguments), seat.of), worker)
     runner = make_runner(app, _SHUTDOWN_SECONDS)
+    _end_without_parent(worker)
     try:
         await runner.setup()
-        await app[TEAM].ready(app[PROXY].registry, app[PROXY].clock)
-        tls = _tls(arguments)
-        for each in seat.listening:
-            await web.SockSite(runner, each, ssl_context=tls).start()
-        channel.send(Serving())
-        await link.stop.wait()
-        await _drain(runner, app, arguments.drain_seconds, link.hurry)
+        await worker.updated.wait()
+        await app[PROXY].prober.round()
+        if not worker.stop.is_set():
+            tls = _tls(arguments)
+            for each in bound(seat):
+                await web.SockSite(runner, each, ssl_context=tls).start()
+            worker.serving = True
+            await worker.stop.wait()
+        await _drain(runner, app, arguments.drain_seconds, worker.hurry)
     finally:
         await runner.cleanup()
-        channel.close()
+
+
+def _end_without_parent(worker: Worker) -> None:
+    """Ends the worker when the process that has started it is gone."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    loop = asyncio.get_running_loop()
+
+    def gone() -> None:
+        loop.remove_reader(parent.sentinel)
+        logger.warning("the process that started this worker is gone: it stops, too")
+        worker.end()
+
+    loop.add_reader(parent.sentinel, gone)
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:
@@ -283,11 +307,24 @@ def _limits(arguments: argparse.Namespace) -> Limits:
         max_requests=arguments.max_requests,
         max_waiting=arguments.max_waiting,
         max_wait=arguments.max_wait,
+        max_body=arguments.max_body_mib << 20,
+        max_values=arguments.max_body_values,
+        max_messages=arguments.max_messages,
         max_held=arguments.max_held_mib << 20,
+        body_seconds=arguments.body_seconds,
+        max_connections=min(arguments.max_connections, arguments.workers * _most_requests()),
         retries=arguments.retries,
         lease=arguments.lease_seconds,
+        first_token_seconds=arguments.first_token_seconds,
+        event_seconds=arguments.event_seconds,
         alone_share=0.0 if arguments.no_decode_alone else arguments.alone_share,
     )
+
+
+def _most_requests() -> int:
+    """That one process has descriptors for: a request needs three."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if descriptors == resource.RLIM_INFINITY else max(1, descriptors // 3)
 
 
 def _routing(arguments: argparse.Namespace) -> Routing:
@@ -331,8 +368,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--secret-file",
         metavar="FILE",
-        help="the secret that instances share with this proxy: only they can register. The environment "
-        "variable P2PKV_SECRET may hold it instead",
+        help="the secret of all instances, so that only they can register; or set P2PKV_SECRET",
     )
     parser.add_argument(
         "--plain-discovery",
@@ -349,8 +385,7 @@ def _parser() -> argparse.ArgumentParser:
             default=[],
             metavar="URL=HOST:PORT",
             help=f"a {ROLE_NAMES[role]} instance that does not ping this proxy: the URL of its API, and its "
-            "host and kv_port. It is there while its /health answers. Repeat the option for others; in the "
-            "environment a comma is between them, in the file they are a list",
+            "host and kv_port. Repeat the option for others (environment: commas; file: a list)",
         )
     parser.add_argument(
         "--allow-insecure",
@@ -382,10 +417,9 @@ def _add_operation(parser: argparse.ArgumentParser) -> None:
         type=_at_least(1),
         default=1,
         metavar="N",
-        help="processes that serve the port, for more requests than one core can take. They share the "
-        "discovery and one set of pages. Each has an equal part of --max-requests, --max-waiting and "
-        "--max-held-mib, and chooses instances by its own requests only: take power_of_two for both "
-        "policies (default: %(default)s)",
+        help="processes that serve the port, for more requests than one core can take; each has an equal "
+        "part of the limits and chooses by its own requests only: take power_of_two for both policies "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--api-key",
@@ -394,8 +428,7 @@ def _add_operation(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY",
         help="clients have to show this key, as OpenAI's and Anthropic's do; repeat the option for others. "
-        "The key goes on to the instances, whose own --api-key may be the same. Without one everybody is "
-        "served. The environment or the file is the better place",
+        "It goes on to the instances. The environment or the file is the better place",
     )
     group.add_argument(
         "--ssl-certfile", default="", metavar="FILE", help="serve HTTPS, with this certificate chain (PEM)"
@@ -406,8 +439,8 @@ def _add_operation(parser: argparse.ArgumentParser) -> None:
         type=_token,
         default="",
         metavar="TOKEN",
-        help="who shows it may drain and resume instances; without one nobody may. Other users of this "
-        "machine can see a command line, so the environment or the file is the better place",
+        help="what a request to drain or resume an instance has to show; without one there is none. The "
+        "environment or the file is the better place",
     )
     group.add_argument(
         "--private",
@@ -451,7 +484,7 @@ among those that serve its model, are in good health and fit each other.
                    would still be sooner; for long system prompts and for conversations
   consistent_hash  the same one for all requests with the same value of --session-header
 
-The proxy has no tokenizer: it takes four characters of a prompt for a token.
+The proxy has no tokenizer: it takes four bytes of a prompt for a token.
 """
 
 
@@ -475,8 +508,8 @@ def _add_routing(parser: argparse.ArgumentParser) -> None:
         type=_header,
         default=defaults.session_header,
         metavar="NAME",
-        help="for consistent_hash: the HTTP header in which clients say which requests belong together; a "
-        "request without it is routed by least_loaded (default: %(default)s)",
+        help="for consistent_hash: the HTTP header that names a client's session; without it: least_loaded "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--prefix-memory",
@@ -491,10 +524,9 @@ def _add_routing(parser: argparse.ArgumentParser) -> None:
         type=_at_least(0),
         default=defaults.skip_below,
         metavar="TOKENS",
-        help="a request whose prompt has fewer tokens goes to a decode instance alone, which computes the "
-        "prompt itself; no KV is sent. With --decode-policy prefix_aware, tokens that the instance has been "
-        "given before do not count. --alone-share bounds how many such requests a decode instance has; the "
-        "others get a prefill instance (default: %(default)s, so none does)",
+        help="a prompt of fewer tokens goes to a decode instance alone, within --alone-share; with "
+        "--decode-policy prefix_aware only tokens that are new to it count (default: %(default)s, so none "
+        "does)",
     )
 
 
@@ -508,8 +540,19 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
             "requests that wait, in all; others get a 503"),
         ("--max-wait", _seconds, limits.max_wait, "SECONDS",
             "how long a request waits before it gets a 503"),
+        ("--max-body-mib", _at_least(1), limits.max_body >> 20, "MIB",
+            "MiB of one request's body; a larger one gets a 413"),
+        ("--max-body-values", _at_least(1), limits.max_values, "N",
+            "values in one request's body: messages, their parts and fields, prompts, items of lists; token "
+            "ids do not count. More get a 413"),
+        ("--max-messages", _at_least(1), limits.max_messages, "N",
+            "messages, or items of the input of /v1/responses, in one request's body; more get a 413"),
+        ("--body-seconds", _seconds, limits.body_seconds, "SECONDS",
+            "how long a request's body may take to come; then it gets a 408"),
+        ("--max-connections", _at_least(1), limits.max_connections, "N",
+            "connections of clients at a time; one more takes the place of an idle one, or gets a 503"),
         ("--max-held-mib", _at_least(1), limits.max_held >> 20, "MIB",
-            "MiB of the bodies of all requests together; others get a 503"),
+            "MiB of the bodies of all requests that have not begun to be answered; others get a 503"),
         ("--retries", _at_least(0), limits.retries, "N",
             "tries at other instances if one fails before the first byte"),
         ("--alone-share", _share, limits.alone_share, "SHARE",
@@ -518,6 +561,12 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
             "instance"),
         ("--lease-seconds", _seconds, limits.lease, "SECONDS",
             "how long an instance may be silent, its connection open, until it is gone"),
+        ("--first-token-seconds", _seconds, limits.first_token_seconds, "SECONDS",
+            "how long a streamed answer may take until its first token; then the request is tried elsewhere, "
+            "or ends with a 504. Set it well above what a long prompt takes under load; 0: no deadline"),
+        ("--event-seconds", _seconds, limits.event_seconds, "SECONDS",
+            "how long nothing more of a streamed answer may come until it ends with an error event; 0: no "
+            "deadline"),
         ("--drain-seconds", _seconds, 25.0, "SECONDS",
             "after SIGTERM, how long requests under way may go on"),
     ]  # fmt: skip

@@ -29,7 +29,7 @@ _SENTENCES = {
     "/instances/{{address}}/drain and /resume, GET /v1/models, /health, /ready, /metrics, /status and "
     "/instances, and a dashboard at /.",
     405: "{path} does not take {method}; it takes {allowed}.",
-    413: "The request body is larger than the {limit} bytes that this proxy takes.",
+    413: "The request body is larger than the {limit} bytes that this proxy takes (--max-body-mib).",
 }
 
 _begun: ContextVar[bool] = ContextVar("begun", default=False)

@@ -18,8 +18,8 @@ from .errors import ProxyError, error_response
 from .registry import Instance
 
 if TYPE_CHECKING:
-    from .serving import Proxy
-    from .team import Heard, Team
+    from .service import Proxy
+    from .siblings import Siblings, Together
 
 # An instance may list any number of adapters.
 _MOST_NAMES = 32
@@ -131,13 +131,13 @@ def at(proxy: Proxy, address: str) -> list[Instance]:
     return [each for each in proxy.instances() if Address.parse(each.ping.http_address) == wanted]
 
 
-async def listed(team: Team, guard: Access, request: web.Request) -> web.Response:
+async def listed(siblings: Siblings, guard: Access, request: web.Request) -> web.Response:
     """GET /instances."""
     guard.look(request)
-    return web.json_response({"instances": _together(await team.ask("instances"))})
+    return web.json_response({"instances": _together(await siblings.ask("instances"))})
 
 
-async def changed(team: Team, guard: Access, request: web.Request, what: str) -> web.Response:
+async def changed(siblings: Siblings, guard: Access, request: web.Request, what: str) -> web.Response:
     """POST /instances/{address}/drain and .../resume: all ranks at this HTTP address."""
     guard.change(request)
     address = request.match_info["address"]
@@ -145,7 +145,7 @@ async def changed(team: Team, guard: Access, request: web.Request, what: str) ->
         Address.parse(address)
     except ValueError as error:
         raise ProxyError(400, f"{error}.") from None
-    meant = _together(await team.ask(what, address))
+    meant = _together(await siblings.ask(what, address))
     if not meant:
         return error_response(
             404, "No instance with this HTTP address is registered; GET /instances lists those that are."
@@ -156,8 +156,8 @@ async def changed(team: Team, guard: Access, request: web.Request, what: str) ->
 # What all workers say of instances, as if they were one.
 
 
-def _together(heard: Heard) -> list[dict[str, Any]]:
-    return merged_instances(heard.parts, complete=heard.complete)
+def _together(said: Together) -> list[dict[str, Any]]:
+    return merged_instances(said.parts, complete=said.complete)
 
 
 def merged_instances(

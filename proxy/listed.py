@@ -26,7 +26,7 @@ from p2pkv.control.security import Members
 from p2pkv.pairing import Address
 
 from .registry import ROLE_NAMES, InstanceKey, ListedSource, PingSource, Registry, Role
-from .upstream import Client
+from .upstream import Client, is_ours
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +136,8 @@ class ListedInstances:
             # It may be busy. If it stays so it becomes silent, as if its pings had stopped.
             return
         except (aiohttp.ClientError, OSError) as error:
+            if is_ours(error):
+                return  # for want of a descriptor of this proxy's: nothing is known of the instance
             trouble = f"its /health cannot be asked: {error}"
         if trouble:
             self._down(watched, trouble)

@@ -35,11 +35,11 @@ from .instances import WORST_FIRST
 from .registry import Instance
 from .routing import Choice
 
-Outcome = Literal["answered", "refused", "shed", "failed", "broken", "left"]
+Ended = Literal["answered", "refused", "shed", "failed", "broken", "left"]
 """How a request ended: answered; refused for the client's own mistake (4xx); turned away by the proxy, which
 took on no more (503); failed before its first byte; broken off after it; or its client left."""
-OUTCOMES: tuple[Outcome, ...] = ("answered", "refused", "shed", "failed", "broken", "left")
-FAILURES: tuple[Outcome, ...] = ("failed", "broken")
+OUTCOMES: tuple[Ended, ...] = ("answered", "refused", "shed", "failed", "broken", "left")
+FAILURES: tuple[Ended, ...] = ("failed", "broken")
 
 STATES = ("ready", "starting", "silent", "paused", "engine_paused", "draining", "drained")
 """Of an instance, see `state_of`."""
@@ -231,7 +231,7 @@ class Metrics:
             series = self._series[key] = metric.labels(*labels)
         return series
 
-    def ended(self, endpoint: str, model: str | None, outcome: Outcome) -> None:
+    def ended(self, endpoint: str, model: str | None, outcome: Ended) -> None:
         self._one(self._requests, endpoint, self.model_label(model), outcome).inc()
         self.totals[outcome] += 1
 
@@ -250,7 +250,7 @@ class Metrics:
         self._one(self._first_token, instance, way).observe(seconds)
         self._latest.append((self.clock(), seconds))
 
-    def lasted(self, instance: str, outcome: Outcome, seconds: float) -> None:
+    def lasted(self, instance: str, outcome: Ended, seconds: float) -> None:
         self._one(self._duration, instance, outcome).observe(seconds)
 
     def prefilled(self, instance: str, seconds: float) -> None:

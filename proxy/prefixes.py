@@ -9,16 +9,23 @@ instance still has in its cache the proxy can only guess, from what it has sent 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import re
+import string
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import NamedTuple
 
-import msgspec
+from msgspec import Raw
 
-CHARACTERS_PER_TOKEN = 4
-"""Of English text, about. An estimate too high or too low by half misleads nobody for long."""
+BYTES_PER_TOKEN = 4
+"""Of a prompt's JSON, about as in English text. An estimate too high or too low by half does not mislead for
+long."""
+
+DATA_BYTES_PER_TOKEN = 256
+"""Of a picture, or other data in base64. A vision model makes a token of 28 x 28 pixels (Qwen2-VL) or some
+more; at two or three bits a pixel, as in a JPEG, these have 260 to 390 bytes in base64."""
 
 PIECE_TOKENS = 64
 """Tokens of one piece of a prompt: a few of vLLM's blocks."""
@@ -30,110 +37,131 @@ MOST_HOLDERS = 32
 """Instances that are remembered for one piece."""
 
 _LINK_BYTES = 8
-_LONGEST_PART = 4096
-_DEPTH = 4
+_PIECE_BYTES = PIECE_TOKENS * BYTES_PER_TOKEN
+_MOST_BYTES = MOST_PIECES * _PIECE_BYTES
+_PIECE_OF_DATA = PIECE_TOKENS * DATA_BYTES_PER_TOKEN
+# Text is looked at here and there for data: at most so often, and not more often than once in so many bytes.
+_MOST_LOOKS, _LOOK_EVERY = 512, 2048
+# So many bytes in a row without a sign that base64 does not have are data, since text has spaces.
+_LOOK_BYTES = 48
+_BASE64 = (string.ascii_letters + string.digits + "+/-_=").encode()
+# Token ids are counted exactly in so many bytes.
+_COUNTED_BYTES = 1 << 20
+_ID_BYTES = 8
+"""Of a token id in JSON, at most, as far as pieces of prompts are concerned."""
+_IDS_OF_A_PIECE = re.compile(rb"((?:[^,]++,){%d}[^,]++),?" % (PIECE_TOKENS - 1))
 
 Chain = tuple[bytes, ...]
 """A link for each whole piece of a prompt: equal links, equal prompts up to there."""
 
 _LEADING = ("tools", "system", "instructions", "prompt", "messages", "input")
 """The fields of a request that make its prompt, as chat templates order them."""
+_SALTS = ("model", "cache_salt")
+_LONGEST_SALT = 1024
 
 
-@dataclass(frozen=True, eq=False)
-class Prompt:
-    """The prompt in a request's fields, as far as one can tell without a tokenizer.
+class _Part(NamedTuple):
+    """A field of a prompt.
 
     Attributes:
-        fields: the request, a JSON object.
+        view: its JSON, without the quotes of a text and the brackets of a list.
+        ids: it is token ids, or lists of them.
     """
 
-    fields: dict[str, Any]
+    view: memoryview
+    ids: bool
 
-    @cached_property
+    @classmethod
+    def of(cls, value: Raw) -> _Part:
+        view = memoryview(value)
+        beginning = bytes(view[:_LOOK_BYTES])
+        if beginning == b"null":
+            return cls(view[:0], ids=False)
+        inner = view[1:-1] if beginning[:1] in b'"[' else view
+        ids = beginning.startswith(b"[") and beginning.lstrip(b"[ \t\r\n")[:1].isdigit()
+        return cls(inner, ids)
+
+    @property
     def tokens(self) -> int:
-        """How many it has: counted if they are token ids, else estimated."""
-        characters, tokens = 0, 0
-        for part in self._parts():
-            if isinstance(part, str):
-                characters += len(part)
-            else:
-                tokens += len(part)
-        return tokens + -(-characters // CHARACTERS_PER_TOKEN)
+        if self.ids:
+            counted = bytes(self.view[:_COUNTED_BYTES])
+            return (counted.count(b",") + 1) * len(self.view) // len(counted)
+        data = int(len(self.view) * self._share_of_data())
+        return data // DATA_BYTES_PER_TOKEN + -(-(len(self.view) - data) // BYTES_PER_TOKEN)
+
+    def _share_of_data(self) -> float:
+        step = max(_LOOK_EVERY, len(self.view) // _MOST_LOOKS)
+        looks = range(step, len(self.view), step)
+        found = sum(_is_data(bytes(self.view[at : at + _LOOK_BYTES])) for at in looks)
+        return found / len(looks) if looks else 0.0
+
+    def append_to(self, text: bytearray) -> None:
+        """Appends its beginning. Of data, such as a picture, only the beginning of each piece is taken."""
+        at = 0
+        while at < len(self.view) and len(text) < _MOST_BYTES:
+            piece = bytes(self.view[at : at + _PIECE_BYTES])
+            text += piece
+            at += len(piece)
+            if _is_data(piece[:_LOOK_BYTES]):
+                rest = bytes(self.view[at : at + _PIECE_OF_DATA - _PIECE_BYTES])
+                end = rest.find(b'"')
+                at += len(rest) if end < 0 else end
+
+    def pieces_of_ids(self) -> Iterator[bytes]:
+        """The first whole pieces; of the first list, if there are several."""
+        most = MOST_PIECES * PIECE_TOKENS
+        beginning = bytes(self.view[: most * _ID_BYTES]).lstrip(b"[ \t\r\n").partition(b"]")[0]
+        for piece in itertools.islice(_IDS_OF_A_PIECE.finditer(beginning), MOST_PIECES):
+            yield piece[1]
+
+
+def _is_data(look: bytes) -> bool:
+    """Whether these bytes are base64, by all appearances, such as a picture's."""
+    mixed = look != look.lower() and look != look.upper()
+    return mixed and len(look) == _LOOK_BYTES and not look.translate(None, _BASE64)
+
+
+class Prompt:
+    """The prompt in a request's fields, as far as one can tell without a tokenizer, and without reading all
+    of it: its length comes from the length of its JSON, and its prefixes are the bytes of that.
+
+    Args:
+        fields: the request, a JSON object.
+
+    Attributes:
+        tokens: how many it has: counted if they are token ids, else estimated.
+    """
+
+    def __init__(self, fields: Mapping[str, Raw]) -> None:
+        self._parts = [_Part.of(fields[name]) for name in _LEADING if name in fields]
+        self._salt = b"\0".join(bytes(memoryview(fields.get(name, b""))[:_LONGEST_SALT]) for name in _SALTS)
+        self.tokens = sum(part.tokens for part in self._parts)
 
     @cached_property
     def chain(self) -> Chain:
-        """Of its first pieces; of the first prompt, if the request has several."""
-        salt = [self.fields.get("model"), self.fields.get("cache_salt")]
-        link, links = _encoded(salt), []
+        """Of its first pieces."""
+        link, links = self._salt, []
         for piece in self._pieces():
             link = hashlib.blake2b(link + piece, digest_size=_LINK_BYTES).digest()
             links.append(link)
         return tuple(links)
 
+    def let_go(self) -> None:
+        """Drops the request's bytes. A chain that was not asked for before is empty afterwards."""
+        self._parts = []
+
     def _pieces(self) -> Iterator[bytes]:
         """The first whole pieces."""
-        first = next(self._parts(), "")
-        if not isinstance(first, str):
-            for start in range(0, min(len(first), MOST_PIECES * PIECE_TOKENS), PIECE_TOKENS):
-                if start + PIECE_TOKENS <= len(first):
-                    yield _encoded(first[start : start + PIECE_TOKENS])
+        if len(self._parts) == 1 and self._parts[0].ids:
+            yield from self._parts[0].pieces_of_ids()
             return
-        size = PIECE_TOKENS * CHARACTERS_PER_TOKEN
-        text = self._text(MOST_PIECES * size)
-        for start in range(0, len(text) - size + 1, size):
-            yield text[start : start + size]
-
-    def _text(self, most: int) -> bytes:
-        """The first bytes of its text, at most so many."""
-        taken: list[str] = []
-        length, several = 0, isinstance(self.fields.get("prompt"), list)
-        for part in self._parts():
-            if not isinstance(part, str) or length >= most:
-                break
-            taken.append(part[:most])
-            length += len(part)
-            if several:
-                break
-        return "\0".join(taken).encode(errors="replace")[:most]
-
-    def _parts(self) -> Iterator[str | list[int]]:
-        for name in _LEADING:
-            if (value := self.fields.get(name)) is not None:
-                yield from _parts_of(value, _DEPTH)
-
-
-def _parts_of(value: object, depth: int) -> Iterator[str | list[int]]:
-    """The texts and token ids in a part of a request, in order. What lies deeper is left out."""
-    ids = isinstance(value, list) and value and type(value[0]) is int
-    if isinstance(value, str) or ids:
-        yield cast("str | list[int]", value)
-    elif isinstance(value, list) and depth:
-        for each in value:
-            yield from _parts_of(each, depth - 1)
-    elif isinstance(value, dict) and depth:
-        yield from _parts_of_object(value, depth)
-
-
-def _parts_of_object(value: dict[str, Any], depth: int) -> Iterator[str | list[int]]:
-    """Of a message, or of a part of one. Whatever has no text of its own, such as a tool, counts as its JSON;
-    an image, whose JSON is long, as the hash of that."""
-    if "content" in value:
-        for name in ("role", "content", "tool_calls"):
-            yield from _parts_of(value.get(name), depth - 1)
-    elif isinstance(text := value.get("text"), str):
-        yield text
-    else:
-        encoded = _encoded(value)
-        short = len(encoded) <= _LONGEST_PART
-        yield encoded.decode() if short else hashlib.blake2b(encoded, digest_size=16).hexdigest()
-
-
-def _encoded(value: object) -> bytes:
-    try:
-        return msgspec.json.encode(value)
-    except RecursionError:  # the stack is deeper here than where the body was read
-        return b"nested too deeply to be counted"
+        text = bytearray()
+        for part in self._parts:
+            if text:
+                text += b"\0"
+            part.append_to(text)
+        for start in range(0, min(len(text), _MOST_BYTES) - _PIECE_BYTES + 1, _PIECE_BYTES):
+            yield bytes(text[start : start + _PIECE_BYTES])
 
 
 class PrefixIndex:

@@ -1,9 +1,11 @@
 """Asks instances for their /health.
 
 It asks newcomers, because a ping comes from a worker, which starts before the API listens. And it asks those
-with requests in flight whose pings have stopped: if the port refuses they are gone, if they answer they live.
-One that says nothing is frozen or busy: its requests go on until it has been silent for a lease. So do those
-of one that answers, and then those that get nothing from it end: p2pkv sends no ping while its engine hangs.
+with requests in flight whose pings have stopped. If the port refuses they are gone. One that says nothing is
+frozen or busy: its requests go on until it has been silent for a lease. One whose /health answers lives, but
+its engine may hang: after a lease without a ping, what it has not begun to answer goes elsewhere where it
+can. From version 4 of the pings on an instance sends none while its engine hangs: what has nowhere else to
+go fails then, and so does a stream of which nothing comes.
 
 One that has said goodbye computes nothing more. vLLM closes its port then, and keeps the connections: on them
 it sends what it has computed, and requests that never reached its engine get their end only after 20 s.
@@ -21,7 +23,7 @@ import msgspec
 
 from p2pkv.log import RateLimit
 
-from .registry import VOUCHING_VERSION, Instance, Registry
+from .registry import Instance, Registry
 from .upstream import CallFailed, Client, read_whole
 
 logger = logging.getLogger(__name__)
@@ -76,17 +78,9 @@ class Prober:
         """Probes until cancelled."""
         while True:
             self._hurry.clear()
-            now = self._clock()
-            self._gone.update(self._registry.expire(now))
-            self._gone = {each for each in self._gone if each.load}
-            doubtful = {*self._registry.late(now), *self._gone}
             try:
-                await asyncio.gather(
-                    *(self._probe(instance) for instance in self._registry.unready()),
-                    *(self._doubt(instance) for instance in doubtful),
-                )
-                self._changed()
-            except Exception:  # nobody else looks for newcomers and the dead
+                await self.round()
+            except Exception:  # nothing else looks for newcomers and the dead
                 logger.exception("a round of looking after the instances failed; the next one comes")
             try:
                 async with asyncio.timeout(_PERIOD_SECONDS):
@@ -94,25 +88,25 @@ class Prober:
             except TimeoutError:
                 continue
 
+    async def round(self) -> None:
+        """Asks each once that has to be asked now."""
+        now = self._clock()
+        self._gone.update(self._registry.expire(now))
+        self._gone = {each for each in self._gone if each.load}
+        doubtful = {*self._registry.late(now), *self._gone}
+        await asyncio.gather(
+            *(self._probe(instance) for instance in self._registry.unready()),
+            *(self._doubt(instance) for instance in doubtful),
+        )
+        self._changed()
+
     async def _doubt(self, instance: Instance) -> None:
         """Ends the requests of an instance that refuses, or that neither pings nor answers for a lease; of
-        one that has said goodbye those whose answer has not begun; and of one whose HTTP server answers while
-        its engine is not vouched for, those that get nothing from it."""
+        one that has said goodbye, or only pings no more, those whose answer has not begun. See Call.lose."""
         try:
             await self._health(instance)
-            if (
-                instance.left is None
-                and instance.ping.version >= VOUCHING_VERSION
-                and self._registry.overdue(instance, self._clock())
-            ):
-                if self._complaints.admits(instance.name):
-                    logger.warning(
-                        "%s answers /health and has sent no ping for long, so its engine seems to hang: of "
-                        "its %d requests those fail that get nothing from it",
-                        instance,
-                        instance.in_flight,
-                    )
-                instance.lost("hung")
+            if instance.left is None and self._registry.overdue(instance, self._clock()):
+                self._hung(instance)
         except (aiohttp.ClientError, OSError) as error:
             refused = isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
             now = self._clock()
@@ -131,6 +125,16 @@ class Prober:
                 instance.lost("gone" if refused else "silent")
         except Exception:  # as below; it has answered something
             logger.exception("%s could not be asked for its health", instance)
+
+    def _hung(self, instance: Instance) -> None:
+        if self._complaints.admits(instance.name):
+            logger.warning(
+                "%s has not pinged for %.0f s, but its /health answers: its engine may hang, so requests "
+                "that it has not begun to answer go to others, where there are any",
+                instance,
+                self._clock() - instance.last_seen,
+            )
+        instance.lost("hung")
 
     async def _health(self, instance: Instance) -> bool:
         async with self._session.get(

@@ -19,7 +19,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from .errors import ProxyError
 from .http import REQUEST_ID
-from .metrics import Metrics, Outcome, Pace
+from .metrics import Ended, Metrics, Pace
 from .registry import Instance
 from .routing import Choice
 from .tracing import RequestSpan, Tracing, trace_id_of
@@ -58,7 +58,7 @@ class RequestRecord:
     status: int = 0
     tries: int = 0
     first_token_after: float | None = None
-    outcome: Outcome | None = None
+    outcome: Ended | None = None
     trace_id: str = ""
     span: RequestSpan = field(default_factory=RequestSpan)
     began: float = field(init=False)
@@ -93,7 +93,7 @@ class RequestRecord:
         """What became of one instance's part."""
         self.metrics.judged(instance, success)
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: Ended) -> None:
         """What became of it; the first that is said counts."""
         if self.outcome is None:
             self.outcome = outcome

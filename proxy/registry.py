@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -57,18 +57,15 @@ Role = Literal["P", "D"]
 InstanceKey = tuple[Role, Address, int]
 ROLE_NAMES: dict[Role, str] = {"P": "prefill", "D": "decode"}
 Kind = tuple[frozenset[str], str, int]
-Loss = Literal["gone", "silent", "hung", "stopped"]
-"""Why an instance is lost: its port refuses; it has been silent for a lease, and may yet come back; likewise,
-but its HTTP server answers; or it has said goodbye and its port refuses, so it computes nothing more and only
-sends what it has computed."""
+Loss = Literal["gone", "silent", "hung", "stopped", "late"]
+"""Why a call to an instance is given up; blame.CallEnd says what each means."""
 VOUCHING_VERSION = 4
 """From this version of the pings on, an instance sends none while its engine does not get on."""
 Words = tuple[str, ...]
 
 
 class PingSource(Protocol):
-    """The connection on which a ping came. Equal sources are one connection; all pings that a worker gets
-    from the parent process count as one."""
+    """The connection on which a ping came. Equal sources are one connection."""
 
     @property
     def member(self) -> bool:
@@ -106,8 +103,9 @@ class Breaker:
     """Whether an instance that fails again and again is given requests.
 
     It opens when many of the latest requests failed. After a pause it lets one request through, the trial: if
-    that succeeds the breaker closes, if it fails the next pause is about twice as long. A trial that ends
-    without an outcome, because its client left, or that has none for long, makes room for another.
+    that succeeds the breaker closes, if it fails the next pause is about twice as long; what becomes of other
+    requests decides nothing. A trial that ends without an outcome, because its client left, or that has none
+    for long, makes room for another.
 
     Args:
         uniform: draws the jitter of its pauses.
@@ -121,6 +119,8 @@ class Breaker:
         self._outcomes: deque[tuple[float, bool]] = deque(maxlen=_BREAKER_OUTCOMES)
         self._resume: float | None = None
         self._trial: object | None = None
+        self._left: object | None = None
+        """A trial that has ended without an outcome: one that comes later counts, until there is another."""
         self._patience = 0.0
         self._last_failure = float("-inf")
         self.opened = 0
@@ -138,27 +138,30 @@ class Breaker:
     def sent(self, owner: object, now: float) -> None:
         """`owner` has been chosen for this instance; if the pause is over, it is the trial."""
         if self._resume is not None and self.admits(now):
-            self._trial = owner
+            self._trial, self._left = owner, None
             self._patience = now + _BREAKER_LONGEST_PAUSE
 
     def given_up(self, owner: object) -> None:
-        """`owner` has ended, perhaps without an outcome: then somebody else may be the trial."""
+        """`owner` has ended, perhaps without an outcome: then another one may be the trial."""
         if self._trial is owner:
-            self._trial = None
+            self._trial, self._left = None, owner
 
-    def succeeded(self, now: float) -> bool:
-        """An answer came. True if that closes the breaker."""
+    def _is_trial(self, owner: object | None) -> bool:
+        return owner is not None and (owner is self._trial or owner is self._left)
+
+    def succeeded(self, now: float, owner: object | None = None) -> bool:
+        """`owner` got an answer. True if that closes the breaker."""
         if self._resume is None:
             self._outcomes.append((now, True))
             return False
-        if self._trial is None:
-            return False  # asked before the pause; only the trial decides
-        self._resume = self._trial = None
+        if not self._is_trial(owner):
+            return False  # asked before the pause, or in it for want of another
+        self._resume = self._trial = self._left = None
         self._outcomes.clear()
         return True
 
-    def failed(self, now: float) -> bool:
-        """No answer came, or an error of the server's. True if that opens the breaker."""
+    def failed(self, now: float, owner: object | None = None) -> bool:
+        """`owner` got no answer, or an error of the server's. True if that opens the breaker."""
         if self.forgettable(now):
             self.opened = 0
         self._last_failure = now
@@ -166,7 +169,7 @@ class Breaker:
             self._outcomes.append((now, False))
             bad = self._too_many(now)
         else:
-            bad = self._trial is not None
+            bad = self._is_trial(owner)
         if bad:
             self._open(now)
         return bad
@@ -191,7 +194,7 @@ class Breaker:
         self.opened += 1
         longest = min(_BREAKER_LONGEST_PAUSE, _BREAKER_FIRST_PAUSE * 2.0 ** min(self.opened - 1, 16))
         self._resume = now + self._uniform(longest / 2, longest)
-        self._trial = None
+        self._trial = self._left = None
 
 
 @dataclass(eq=False)
@@ -247,9 +250,9 @@ class Instance:
         self.kind = self.names, self.ping.fit, -1 if self.fits_unknown else self.ping.protocol
 
     @property
-    def latest(self) -> Ping:
-        """Its latest ping as it came."""
-        return replace(self.ping, paused=self.paused)
+    def vouches(self) -> bool:
+        """Whether its pings say that its engine gets on, and not only that a process lives."""
+        return self.ping.version >= VOUCHING_VERSION
 
     @property
     def fits_unknown(self) -> bool:
@@ -490,16 +493,17 @@ class Registry:
             self._drained.pop(instance.key, None)
         logger.warning("%s %s", instance, "is drained: it gets no new requests" if drained else "is resumed")
 
-    def drained_before(self, ping: Ping, drained: bool) -> None:
-        """Another process has drained or resumed this instance; it may not have pinged here yet."""
-        key = ping.type, Address.parse(ping.http_address), ping.dp_rank
-        if drained:
-            self._drained[key] = ping.incarnation
-        else:
-            self._drained.pop(key, None)
-        known = self.of(ping)
-        if known is not None:
-            known.drained = drained
+    def drains(self) -> list[tuple[Role, str, int, str]]:
+        """Which incarnations are drained, as another process can read it."""
+        return [(role, str(http), rank, drained) for (role, http, rank), drained in self._drained.items()]
+
+    def adopt_drains(self, drains: Iterable[tuple[Role, str, int, str]]) -> None:
+        """Takes over those of another process; an instance may not have pinged here yet."""
+        for role, http, rank, incarnation in drains:
+            known = self._instances.get(key := (role, Address.parse(http), rank))
+            self._drained[key] = incarnation
+            if known is not None and known.ping.incarnation == incarnation:
+                known.drained = True
 
     def expire(self, now: float) -> list[Instance]:
         """Removes the instances that are gone. Returns them, and those that have said goodbye since the last

@@ -4,27 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
-import msgspec
 from aiohttp import web
 
-from .errors import error_event, error_response
-from .http import NAMED_EVENTS, REQUEST_ID, STOPPED, GivenUpFilter, Headers, to_client, to_instance
+from .answers import STOPPED, GivenUpFilter
+from .blame import CallEnd
+from .errors import error_event
+from .http import NAMED_EVENTS, REQUEST_ID, Headers, to_client
 from .metrics import Pace
-from .registry import Instance
 from .routing import Choice
-from .upstream import EVENT_STREAM, CallFailed, Client, Reply, read_whole
+from .upstream import EVENT_STREAM, Reply
 
 logger = logging.getLogger(__name__)
 
 STALL_SECONDS = 60.0
 """Seconds without reading pending bytes after which a client is disconnected."""
-# For an instance to list its models.
-_LIST_SECONDS = 5.0
+
+
+@web.middleware
+async def written_in_time(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Writes an answer that is whole, and disconnects a client that does not read it. A relayed answer is
+    written when it comes here."""
+    response = await handler(request)
+    if response.prepared or request.transport is None:
+        return response
+    deadline = asyncio.get_running_loop().call_later(STALL_SECONDS, request.transport.abort)
+    try:
+        await response.prepare(request)
+        await response.write_eof()
+    except ConnectionError:
+        logger.debug("a client left before its answer was written")
+    finally:
+        deadline.cancel()
+    return response
 
 
 class ClientGone(Exception):
@@ -37,10 +54,12 @@ class Relay:
     Args:
         head: the part of the answer's body that has been read already.
         pace: measures a stream.
+        most_silence: seconds from one piece of the answer to the next, at most; 0: no deadline.
 
     Attributes:
         complete: the client has got all of it.
-        broken: the instance ended it too early, by itself.
+        broken: how the instance ended it too early, by itself; None if it did not.
+        why: what the error is that ends an answer too early.
         client_left: the client has not got all of it, because its connection broke.
     """
 
@@ -51,35 +70,43 @@ class Relay:
         head: bytes,
         scrubber: Scrubber,
         pace: Pace | None = None,
+        most_silence: float = 0.0,
     ) -> None:
         self._request = request
         self._answer = answer
         self._head = head
         self._pace = pace
-        self._filter = GivenUpFilter()
+        self._filter = GivenUpFilter(request.path, streamed=pace is not None)
         self._rewriter = scrubber.rewriter()
         self._headers = scrubber.headers(to_client(answer.headers))
         self._response = web.StreamResponse(status=answer.status, headers=self._headers)
         self._loop = asyncio.get_running_loop()
         self._writing: float | None = None
         """Since when a piece waits for the client to take it; None if none does."""
+        self._most_silence = most_silence
+        self._waiting_since = self._loop.time()
+        """For the instance's next piece, unless one waits for the client."""
+        self._timers: list[asyncio.TimerHandle] = []
         self._last_bytes = b""
         self._status = 502
-        self._why = "The decode instance died in the middle of its answer."
+        self._end = CallEnd.BROKEN
         self._interrupted = False
+        self.why = "The decode instance died in the middle of its answer."
         self.complete = False
-        self.broken = False
+        self.broken: CallEnd | None = None
         self.client_left = False
 
     def interrupt(self, why: str, status: int = 502) -> None:
         """Breaks the answer off with an error, for a reason that lies elsewhere."""
         self._interrupted = True
-        self._status, self._why = status, why
+        self._status, self.why = status, why
         self._answer.close()
 
     async def run(self) -> web.StreamResponse:
         """Relays the answer to its end, or until either side breaks."""
-        self._watch()
+        self._watch_client()
+        if self._most_silence:
+            self._watch_instance()
         try:
             if self._pace is None and self._answer.content.at_eof():
                 await self._send_whole()
@@ -87,7 +114,8 @@ class Relay:
                 return self._response
             await self._pass_on(self._head)
             if await self._relay_rest():
-                await self._send(self._rewriter.flush())
+                rest = self._rewriter.feed(self._filter.flush()) + self._rewriter.flush()
+                await self._send(rest, last=True)
                 self.complete = True
             else:
                 await self._break_off()
@@ -95,24 +123,36 @@ class Relay:
             logger.debug("a client left in the middle of its answer")
             self.client_left = True
         finally:
-            self._timer.cancel()
+            for timer in self._timers:
+                timer.cancel()
         return self._response
 
-    def _watch(self) -> None:
+    def _watch_client(self) -> None:
         """Hangs up on a client that has taken nothing for long: it would keep its place, and D's answer, for
         ever."""
         now = self._loop.time()
         since = now if self._writing is None else self._writing
         if now - since < STALL_SECONDS:
             # One timer for the whole answer: one for each piece of it costs more than the piece.
-            self._timer = self._loop.call_at(since + STALL_SECONDS, self._watch)
+            self._timers[:1] = [self._loop.call_at(since + STALL_SECONDS, self._watch_client)]
             return
         logger.info("a client has read nothing for %g s: its connection is closed", STALL_SECONDS)
         self._abort()
 
+    def _watch_instance(self) -> None:
+        """Ends an answer of which nothing has come for long."""
+        now = self._loop.time()
+        since = self._waiting_since if self._writing is None else now
+        if now - since < self._most_silence:
+            self._timers[1:] = [self._loop.call_at(since + self._most_silence, self._watch_instance)]
+            return
+        self._end, self._status = CallEnd.LATE, 504
+        self.why = f"The decode instance has sent nothing for {self._most_silence:g} s."
+        self._answer.close()
+
     async def _send_whole(self) -> None:
         """All of an answer that is here already, with its head, in one piece. Raises ClientGone."""
-        body = self._rewriter.feed(self._filter.feed(self._head)) + self._rewriter.flush()
+        body = self._rewriter.feed(self._head) + self._rewriter.flush()
         self._response = web.Response(status=self._answer.status, headers=self._headers, body=body)
         await self._send(b"")
 
@@ -124,21 +164,24 @@ class Relay:
                     self._pace.beat(chunk)
                 await self._pass_on(chunk)
                 if self._filter.given_up:
-                    self._why = f"The decode instance {STOPPED}."
+                    self._end, self.why = CallEnd.ABORTED, f"The decode instance {STOPPED}."
                     return self._broke_off(None)
+                self._waiting_since = self._loop.time()
         except (aiohttp.ClientError, OSError) as error:
             return self._broke_off(error)
         return True
 
     def _broke_off(self, error: Exception | None) -> bool:
-        logger.warning("an answer broke off: %s (%r)", self._why, error)
-        self.broken = not self._interrupted
+        logger.warning("an answer broke off: %s (%r)", self.why, error)
+        self.broken = None if self._interrupted else self._end
         return False
 
     async def _pass_on(self, chunk: bytes) -> None:
         await self._send(self._rewriter.feed(self._filter.feed(chunk)))
 
-    async def _send(self, data: bytes) -> None:
+    async def _send(self, data: bytes, *, last: bool = False) -> None:
+        """The next bytes; with the `last` ones the answer ends here, where a client that does not read is
+        watched for. Raises ClientGone."""
         self._writing = self._loop.time()
         try:
             if not self._response.prepared:
@@ -147,6 +190,8 @@ class Relay:
                 await self._response.write_eof()
             elif data:
                 await self._response.write(data)
+            if last:
+                await self._response.write_eof()
         except (aiohttp.ClientError, OSError) as error:
             raise ClientGone from error
         finally:
@@ -164,8 +209,8 @@ class Relay:
             return
         await self._send(self._rewriter.flush())
         between_events = self._last_bytes.endswith((b"\n\n", b"\r\n\r\n"))
-        error = error_event(self._status, self._why, named=self._request.path in NAMED_EVENTS)
-        await self._send((b"" if between_events else b"\n\n") + error)
+        error = error_event(self._status, self.why, named=self._request.path in NAMED_EVENTS)
+        await self._send((b"" if between_events else b"\n\n") + error, last=True)
 
 
 # What names instances.
@@ -249,58 +294,3 @@ class Rewriter:
                 return at
             at = tail.find(self._old[:1], at + 1)
         return len(tail)
-
-
-# GET /v1/models.
-
-
-class _Listing(msgspec.Struct):
-    data: list[dict[str, Any]]
-
-
-_listing = msgspec.json.Decoder(_Listing)
-
-
-async def merged_models(
-    session: Client, request: web.Request, decoders: Sequence[Instance], unique: str
-) -> web.Response:
-    """Every model once, asked for with the client's own headers. If no instance lists any, the first
-    instance's own error, such as 401 without its key."""
-    replies = await asyncio.gather(
-        *(_ask_for_models(session, request, instance, unique) for instance in decoders)
-    )
-    answers = [reply for reply in replies if reply is not None]
-    listings = [models for reply in answers if reply.ok and (models := _models_in(reply)) is not None]
-    if listings:
-        by_name = {str(model.get("id")): model for listing in reversed(listings) for model in listing}
-        data = {"object": "list", "data": list(by_name.values())}
-        return web.Response(body=msgspec.json.encode(data), content_type="application/json")
-    for instance, reply in zip(decoders, replies, strict=True):
-        if reply is not None and reply.status >= 400:
-            return refusal(reply, Scrubber(Choice(None, instance), unique, unique))
-    return error_response(502, "No decode instance listed its models.")
-
-
-async def _ask_for_models(
-    session: Client, request: web.Request, instance: Instance, unique: str
-) -> Reply | None:
-    headers = to_instance(request.headers, instance, unique)
-    try:
-        async with session.get(
-            f"{instance.url}/v1/models",
-            headers=headers,
-            timeout=aiohttp.ClientTimeout(total=_LIST_SECONDS),
-            allow_redirects=False,
-        ) as answer:
-            return await read_whole(answer)
-    except (aiohttp.ClientError, OSError, CallFailed) as error:
-        logger.warning("%s did not list its models: %r", instance, error)
-        return None
-
-
-def _models_in(reply: Reply) -> list[dict[str, Any]] | None:
-    try:
-        return _listing.decode(reply.body).data
-    except (msgspec.MsgspecError, RecursionError, ValueError):
-        logger.warning("a list of models could not be read")
-        return None

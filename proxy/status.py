@@ -23,10 +23,10 @@ from p2pkv import __version__
 
 from .instances import Access, added, described, merged_instances
 from .metrics import OUTCOMES, SAMPLE_SECONDS, Metrics, quantiles
-from .team import Team
+from .siblings import Siblings
 
 if TYPE_CHECKING:
-    from .serving import Proxy
+    from .service import Proxy
 
 # Of the pairs that have worked together, the busiest.
 _MOST_PAIRS = 200
@@ -40,19 +40,21 @@ async def keep_history(metrics: Metrics) -> None:
         await asyncio.sleep(SAMPLE_SECONDS)
 
 
-async def metrics_page(team: Team, metrics: Metrics, guard: Access, request: web.Request) -> web.Response:
+async def metrics_page(
+    siblings: Siblings, metrics: Metrics, guard: Access, request: web.Request
+) -> web.Response:
     """GET /metrics, for Prometheus."""
     guard.look(request)
-    heard = await team.ask("metrics")
-    body, kind = metrics.exposition(request.headers.get("Accept", ""), heard.parts)
+    said = await siblings.ask("metrics")
+    body, kind = metrics.exposition(request.headers.get("Accept", ""), said.parts)
     return web.Response(body=body, headers={"Content-Type": kind})
 
 
-async def status_page(team: Team, guard: Access, request: web.Request) -> web.Response:
+async def status_page(siblings: Siblings, guard: Access, request: web.Request) -> web.Response:
     """GET /status: what the dashboard shows."""
     guard.look(request)
-    heard = await team.ask("status")
-    page = merged(heard.parts, complete=heard.complete)
+    said = await siblings.ask("status")
+    page = merged(said.parts, complete=said.complete)
     return web.json_response(page, headers={"Cache-Control": "no-store"})
 
 

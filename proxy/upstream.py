@@ -14,9 +14,20 @@ from typing import Any, Self
 
 import aiohttp
 from aiohttp import AddrInfoType
+from aiohttp.abc import AbstractStreamWriter
 from multidict import CIMultiDictProxy
 
-from .http import GIVEN_UP, STOPPED, Headers, first_event_came, first_event_failed, first_event_message
+from .answers import (
+    STOPPED,
+    first_event_came,
+    first_event_failed,
+    first_event_message,
+    gave_up,
+    gave_up_early,
+)
+from .blame import CallEnd
+from .bodies import Content
+from .http import Headers
 from .registry import Instance, Loss
 
 logger = logging.getLogger(__name__)
@@ -28,6 +39,10 @@ _CONNECT_SECONDS = 5.0
 _REACH_SECONDS = 10.0
 # The largest answer that is read whole: errors, lists of models, P's single tokens.
 _MAX_WHOLE_BYTES = 64 << 20
+# A connection that its server closes as it is used again ends at once. One that ends later had the request.
+_REPEAT_SECONDS = 1.0
+# What this machine may lack for one connection more: descriptors, ports, memory.
+_OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 # How much of an event stream is held back until its first event that says something.
 _MAX_WORDS_BYTES = 64 << 10
 # An answer that is no stream comes at once when it is complete. Up to this size it is held back until all of
@@ -50,7 +65,7 @@ class Client:
     """A proxy's connections to instances: as many as there are requests, and no deadline on an answer.
 
     Connections are kept for the next request. An instance may close an idle one at the very moment in which
-    it is used again. That is nobody's failure: the request goes once more, over a new connection.
+    it is used again. That is no failure of the instance: the request goes once more, over a new connection.
 
     Attributes:
         kept: makes and keeps connections.
@@ -76,27 +91,57 @@ class Client:
         return self.kept.get(url, **options)
 
     async def post(
-        self, url: str, data: bytes, headers: Headers, again: Callable[[], None] = lambda: None
+        self, url: str, body: Content, headers: Headers, may_repeat: Callable[[], bool] = lambda: True
     ) -> aiohttp.ClientResponse:
-        """The head of the answer; `again` is called if the request goes once more. Raises aiohttp.ClientError
-        or OSError."""
-        was = _Was()
+        """The head of the answer; `may_repeat` is asked before the request goes once more. Raises
+        aiohttp.ClientError or OSError."""
+        was, began = _Was(), time.monotonic()
         try:
             return await self.kept.post(
-                url, data=data, headers=headers, allow_redirects=False, trace_request_ctx=was
+                url, data=_payload(body), headers=headers, allow_redirects=False, trace_request_ctx=was
             )
         except (aiohttp.ClientError, OSError) as error:
-            if not (was.idle and _closed_unanswered(error)):
+            at_once = time.monotonic() - began <= _REPEAT_SECONDS
+            if not (was.idle and at_once and _closed_unanswered(error) and may_repeat()):
                 raise
             logger.info("%s closed an idle connection as it was used: once more, over a new one", url)
         self.reconnected += 1
-        again()
-        return await self._fresh.post(url, data=data, headers=headers, allow_redirects=False)
+        return await self._fresh.post(url, data=_payload(body), headers=headers, allow_redirects=False)
 
     @property
     def open(self) -> int:
         """Connections on which something is under way."""
         return sum(len(each.connector._acquired) for each in (self.kept, self._fresh) if each.connector)
+
+
+# Up to this size a body is sent as one piece, together with the request's head.
+_ONE_PIECE_BYTES = 1 << 16
+_SENT_AT_ONCE = 1 << 17
+
+
+class _Streamed(aiohttp.Payload):
+    """A large body, sent piece by piece, at the pace of who reads it, and never copied as a whole."""
+
+    _autoclose = True
+
+    def __init__(self, body: Content) -> None:
+        super().__init__(body, content_type="application/json")
+        self._size = body.size
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return bytes(self._value).decode(encoding, errors)
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        for piece in self._value.pieces:
+            view = memoryview(piece)
+            for at in range(0, len(view), _SENT_AT_ONCE):
+                await writer.write(view[at : at + _SENT_AT_ONCE])
+                if at:
+                    await asyncio.sleep(0)  # others get their turn, too, if this one reads very fast
+
+
+def _payload(body: Content) -> bytes | _Streamed:
+    return bytes(body) if body.size <= _ONE_PIECE_BYTES else _Streamed(body)
 
 
 @dataclass
@@ -143,18 +188,6 @@ def _socket(place: AddrInfoType) -> socket.socket:
     return made
 
 
-class CallFailed(Exception):
-    """An instance gave no whole answer. The message is for the client; the log has the details."""
-
-
-class Silent(CallFailed):
-    """An instance has been silent for a lease. It may be frozen; nothing shows that it died."""
-
-
-class Stopped(CallFailed):
-    """An instance has said goodbye, and would not answer this any more."""
-
-
 @dataclass(frozen=True)
 class Reply:
     """A whole answer."""
@@ -168,29 +201,50 @@ class Reply:
         return 200 <= self.status < 300
 
 
-class Errored(CallFailed):
-    """An instance's event stream begins with an error. `said`: its own words."""
+class CallFailed(Exception):
+    """A call ended without a success. The message is for the client; the log has the details.
 
-    def __init__(self, said: str) -> None:
-        super().__init__("answered with an error before its first token")
-        self.said = said
+    Attributes:
+        end: how it ended.
+        reply: the instance's own answer, if it gave a whole one.
+        words: of an error in place of the first token, what the instance wrote.
+    """
 
-
-class InstanceRefused(Exception):
-    """An instance answered, but not with success."""
-
-    def __init__(self, reply: Reply) -> None:
-        super().__init__(f"it answered {reply.status}")
+    def __init__(self, end: CallEnd, why: str, reply: Reply | None = None, words: str = "") -> None:
+        super().__init__(why)
+        self.end = end
         self.reply = reply
+        self.words = words
+
+
+def refused(reply: Reply) -> CallFailed:
+    """For an answer that is no success."""
+    end = CallEnd.ERROR
+    if 400 <= reply.status < 500:
+        end = CallEnd.DENIED if reply.status in (401, 403) else CallEnd.REFUSED
+    return CallFailed(end, f"answered {reply.status}", reply)
+
+
+_LOST: dict[Loss, tuple[CallEnd, str]] = {
+    "gone": (CallEnd.GONE, "is gone"),
+    "silent": (CallEnd.SILENT, "has stopped answering"),
+    "hung": (CallEnd.HUNG, "has stopped pinging"),
+    "stopped": (CallEnd.STOPPED, "has stopped"),
+    "late": (CallEnd.LATE, "has sent no token in time"),
+}
 
 
 class Call:
     """One POST to one instance. `close` aborts it, by closing the connection.
 
+    Args:
+        may_repeat: asked before the request goes once more, over another connection.
+        may_leave: asked each second once the instance pings no more although its /health answers: whether the
+            request has anywhere else to go.
+
     Attributes:
         instance: who is asked.
         tokens: of the prompt, that it computes while this call is open; 0 if it is no P.
-        again: called if the request goes once more, over another connection.
         begun: the answer has begun, by what the caller has read of it.
     """
 
@@ -199,84 +253,106 @@ class Call:
         session: Client,
         instance: Instance,
         path: str,
-        again: Callable[[], None] = lambda: None,
         tokens: int = 0,
+        *,
+        may_repeat: Callable[[], bool] = lambda: True,
+        may_leave: Callable[[], bool] = lambda: False,
     ) -> None:
         self.instance = instance
         self.tokens = tokens
-        self.again = again
-        self._session = session
-        self._url = instance.url + path
         self.begun = False
+        self._session = session
+        self._path = path
+        self._may_repeat = may_repeat
+        self._may_leave = may_leave
         self._received = -1
         self._moved = 0.0
         self._asking: asyncio.Task[aiohttp.ClientResponse] | None = None
         self._response: aiohttp.ClientResponse | None = None
-        self._given_up: CallFailed | None = None
+        self._lost: Loss | None = None
         self._cleanup = ExitStack()
 
-    async def open(self, body: bytes, headers: Headers) -> aiohttp.ClientResponse:
+    async def open(self, body: Content, headers: Headers) -> aiohttp.ClientResponse:
         """Sends the request and waits for the answer's head. Raises CallFailed."""
-        self._cleanup.enter_context(self.instance.busy(self._give_up, self.tokens))
+        self._cleanup.enter_context(self.instance.busy(self.lose, self.tokens))
         self._asking = asyncio.create_task(self._ask(body, headers))
         try:
             self._response = await self._asking
         except asyncio.CancelledError:
-            if self._given_up is not None and not _cancelled():
-                raise self._given_up from None
+            if not _cancelled():
+                self._check_lost()
             raise
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
-            if not _is_ours(error):
-                self.instance.healthy = False  # until its /health answers again
-            raise CallFailed("could not be reached") from error
+            if is_ours(error):
+                raise CallFailed(CallEnd.NO_SOCKET, "could not be called") from error
+            self.instance.healthy = False  # until its /health answers again
+            raise CallFailed(CallEnd.UNREACHABLE, "could not be reached") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise CallFailed("closed the connection before it answered") from error
+            raise CallFailed(CallEnd.BROKEN, "closed the connection before it answered") from error
         return self._response
 
-    async def _ask(self, body: bytes, headers: Headers) -> aiohttp.ClientResponse:
-        return await self._session.post(self._url, body, headers, self.again)
+    async def _ask(self, body: Content, headers: Headers) -> aiohttp.ClientResponse:
+        return await self._session.post(self.instance.url + self._path, body, headers, self._may_repeat)
 
-    def _give_up(self, loss: Loss) -> None:
-        """The instance is lost: whoever waits for it gets CallFailed. One that has stopped still sends the
-        rest of what it has begun to answer; so may one whose pings alone are lost."""
-        if self.begun and (loss == "stopped" or (loss == "hung" and self._moves())):
+    def lose(self, loss: Loss) -> None:
+        """The call fails. An instance that has stopped still sends the rest of what it has begun to answer.
+        One that hangs may go on, as far as its pings tell: then only what has not begun, and has somewhere
+        else to go, is taken from it."""
+        if self.begun and loss == "stopped":
             return
-        self._given_up = {
-            "gone": CallFailed("is gone"),
-            "silent": Silent("has stopped answering"),
-            "hung": Silent("has stopped answering"),
-            "stopped": Stopped("has stopped"),
-        }[loss]
+        if loss == "hung" and not self._stuck():
+            return
+        self._lost = loss
         if self._response is not None:
             self._response.close()
         elif self._asking is not None:
             self._asking.cancel()
 
-    def _moves(self) -> bool:
-        """Whether more of the answer has come in the last seconds, by what earlier calls have seen."""
+    def _stuck(self) -> bool:
+        """Whether an instance that hangs keeps this call waiting for no good."""
+        if not self.begun:
+            return self.instance.vouches or self._may_leave()
+        if not self.instance.vouches:
+            return False
+        # By what earlier calls have seen: whether more of the answer has come in the last seconds.
         assert self._response is not None
         received, now = self._response.content.total_bytes, time.monotonic()
         if received != self._received:
             self._received, self._moved = received, now
-        return now - self._moved < _HUNG_SECONDS
+        return now - self._moved >= _HUNG_SECONDS
 
-    async def whole(self, body: bytes, headers: Headers) -> Reply:
-        """The whole answer. Raises CallFailed, or InstanceRefused if it is no success."""
-        response = await self.open(body, headers)
-        try:
-            reply = await read_whole(response)
-        except CallFailed:
-            if self._given_up is not None:
-                raise self._given_up from None
-            raise
+    async def whole(self, body: Content, headers: Headers) -> Reply:
+        """The whole answer. Raises CallFailed, also if it is no success."""
+        reply = await self.rest(await self.open(body, headers))
         if not reply.ok:
-            raise InstanceRefused(reply)
+            raise refused(reply)
         return reply
+
+    async def rest(self, response: aiohttp.ClientResponse) -> Reply:
+        """The rest of an answer. Raises CallFailed."""
+        try:
+            return await read_whole(response)
+        except CallFailed:
+            self._check_lost()
+            raise
+
+    async def first_words(self, response: aiohttp.ClientResponse) -> bytes:
+        """The start of a successful answer, see the function. Raises CallFailed."""
+        try:
+            return await first_words(response, self._path)
+        except CallFailed:
+            self._check_lost()
+            raise
+
+    def _check_lost(self) -> None:
+        """Raises CallFailed if the call was given up: then that is why it has failed."""
+        if self._lost is not None:
+            raise CallFailed(*_LOST[self._lost]) from None
 
     def close(self) -> None:
         """Ends the call. A connection whose answer was read to its end is kept for others. Idempotent."""
         if self._response is None and self._asking is not None:
-            # The answer may have come in the very moment in which nobody waited for it any more.
+            # The answer may have come in the very moment in which the wait for it ended.
             self._asking.cancel()
             self._asking.add_done_callback(_close_answer)
         elif self._response is not None:
@@ -290,9 +366,9 @@ def _cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _is_ours(error: Exception) -> bool:
-    """Whether a connection did not come about because this machine had no descriptors left."""
-    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+def is_ours(error: BaseException) -> bool:
+    """Whether a connection did not come about because this machine lacks something for it."""
+    return isinstance(error, OSError) and error.errno in _OURS
 
 
 def _close_answer(asking: asyncio.Task[aiohttp.ClientResponse]) -> None:
@@ -307,16 +383,16 @@ async def read_whole(response: aiohttp.ClientResponse) -> Reply:
         async for chunk in response.content.iter_any():
             body += chunk
             if len(body) > _MAX_WHOLE_BYTES:
-                raise CallFailed("answered with too many bytes")
+                raise CallFailed(CallEnd.BROKEN, "answered with too many bytes")
         return Reply(response.status, response.headers, bytes(body))
     except (aiohttp.ClientError, OSError) as error:
-        raise CallFailed("died in the middle of its answer") from error
+        raise CallFailed(CallEnd.BROKEN, "died in the middle of its answer") from error
 
 
-async def first_words(response: aiohttp.ClientResponse) -> bytes:
-    """The start of a successful answer, as far as it proves that generation has begun: in an event stream
-    everything up to the first event that says something, else all of it, or its first MiB. Raises CallFailed
-    if there is none."""
+async def first_words(response: aiohttp.ClientResponse, path: str) -> bytes:
+    """The start of a successful answer at this endpoint, as far as it proves that generation has begun: in an
+    event stream everything up to the first event that says something, else all of it, or its first MiB.
+    Raises CallFailed if there is none."""
     streamed = response.content_type == EVENT_STREAM
     most = _MAX_WORDS_BYTES if streamed else _MAX_HELD_BYTES
     head = b""
@@ -327,11 +403,14 @@ async def first_words(response: aiohttp.ClientResponse) -> bytes:
                 break
         else:
             if streamed or not head:
-                raise CallFailed("ended its answer without a token")
+                raise CallFailed(CallEnd.BROKEN, "ended its answer without a token")
     except (aiohttp.ClientError, OSError) as error:
-        raise CallFailed(f"died before its {'first token' if streamed else 'answer was complete'}") from error
-    if GIVEN_UP in head:
-        raise CallFailed(STOPPED)
+        what = "first token" if streamed else "answer was complete"
+        raise CallFailed(CallEnd.BROKEN, f"died before its {what}") from error
+    whole = not streamed and response.content.at_eof()
+    if gave_up(path, head) if whole else gave_up_early(path, head, streamed=streamed):
+        raise CallFailed(CallEnd.ABORTED, STOPPED)
     if streamed and first_event_failed(head):
-        raise Errored(first_event_message(head))
+        words = first_event_message(head)
+        raise CallFailed(CallEnd.ERROR, "answered with an error before its first token", words=words)
     return head

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 import zmq
 
 from p2pkv.control.endpoint import inspect
@@ -273,3 +274,13 @@ def _held(name: str, value: float) -> bool:
         ("_total", "_created", "_bucket", "_sum", "_count")
     )
     return value != 0 and (ours or name in _AT_REST_ZERO)
+
+
+def worker_of(server: VllmServer) -> psutil.Process:
+    """The process of its only rank."""
+    (worker,) = (
+        child
+        for child in psutil.Process(server.pid).children(recursive=True)
+        if "Worker" in " ".join(child.cmdline()) or "Worker" in child.name()
+    )
+    return worker

@@ -160,16 +160,20 @@ def test_who_never_answers_gives_its_place_to_the_next(
 def test_a_p_that_refuses_is_tried_again_and_its_requests_are_not_failed_for_it(
     make_nccl: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(partners, "FIRST_PAUSE", 0.1)
-    p, d = make_nccl("P"), make_nccl("D")
+    p, asks, waits = make_nccl("P"), make_nccl("D"), make_nccl("D")
     mine = p.ranks[0].hello
-    says(p, replace(mine, cache=other_group(mine.cache, dtype="float16")))
-    with caplog.at_level(logging.INFO, "p2pkv.engine"):
-        name(d, p)
-        wait_for(lambda: "no link to P at" in caplog.text, what="the line in D's log")
-    assert "cache element types differ" in caplog.text
-    says(p, mine)
-    push(p, d, "a request at once", salt=1)
+    for d, pause in ((asks, 1000.0), (waits, 0.1)):
+        monkeypatch.setattr(partners, "FIRST_PAUSE", pause)
+        caplog.clear()
+        says(p, replace(mine, cache=other_group(mine.cache, dtype="float16")))
+        with caplog.at_level(logging.INFO, "p2pkv.engine"):
+            name(d, p)
+            wait_for(lambda: "no link to P at" in caplog.text, what="the line in D's log")
+        assert "cache element types differ" in caplog.text and ahead(d) == 0
+        says(p, mine)
+        if d is asks:
+            push(p, d, "a request at once", salt=1)
+    wait_for(lambda: ahead(waits) == 1, what="the link, at another try, without a request")
 
 
 @one_kind

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import msgspec
 from aiohttp import web
 from proxy_behaviours import Behaviour, Seen, answer_json
 
@@ -20,11 +21,13 @@ from p2pkv.control.security import Members
 from p2pkv.demo.processes import free_ports
 from proxy.admission import Limits
 from proxy.app import LISTENER, PLAIN_LISTENER, PROXY, make_app, make_runner
+from proxy.attempt import Dispatch
 from proxy.http import PAIRED, SINGLE
 from proxy.instances import Access
+from proxy.prefixes import Prompt
 from proxy.registry import Instance, Registry, Role
 from proxy.routing import Routing
-from proxy.serving import Dispatch, Proxy
+from proxy.service import Proxy
 
 PING_SECONDS = 0.1
 DEADLINE = 10.0
@@ -43,6 +46,11 @@ def ping(role: Role = "P", port: int = 8100, **more: Any) -> Ping:
     """As an instance of the registry's own tests, which nobody can reach."""
     address = f"10.0.0.1:{port}"
     return Ping(type=role, http_address=address, zmq_address=f"10.0.0.1:{port + 10000}", **more)
+
+
+def prompt_of(fields: Mapping[str, Any]) -> Prompt:
+    """As the proxy has it of a request with these fields."""
+    return Prompt({name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()})
 
 
 def join(registry: Registry, message: Ping, now: float = 0.0) -> Instance:
@@ -66,7 +74,7 @@ def held(deployment: Deployment) -> dict[str, int]:
         "coming": sum(instance.coming for instance in deployment.everyone()),
         "tokens": sum(instance.tokens for instance in deployment.everyone()),
         "lingering": len(proxy.lingering),
-        "handlers": len(proxy.desk),
+        "handlers": len(proxy.active),
         "connections": proxy.session.open,
     }
 
@@ -105,7 +113,7 @@ class FakeInstance:
         models: names in /v1/models.
         fit: what its ping says of the peers that it needs.
         key: if set, /v1/models wants it as a bearer token.
-        frozen: /health is never answered any more.
+        frozen: /health and /v1/models are never answered any more.
         healths: how often it was asked for /health.
         requests: what has arrived, in order.
     """
@@ -179,6 +187,8 @@ class FakeInstance:
         return web.Response(status=self.health)
 
     async def _models(self, request: web.Request) -> web.Response:
+        if self.frozen:
+            await asyncio.Event().wait()
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         data = [{"id": name, "object": "model", "owned_by": self.http_address} for name in self.models]

@@ -16,19 +16,20 @@ from typing import Any
 import aiohttp
 
 from proxy.admission import RequestPlace
+from proxy.attempt import Attempt
 from proxy.cli import main
-from proxy.dispatch import Exchange
 from proxy.relay import Relay
 from proxy.upstream import Call, Reply
 
-OF_REQUESTS = (Exchange, RequestPlace, Relay, Call, Reply, aiohttp.ClientResponse)
+OF_REQUESTS = (Attempt, RequestPlace, Relay, Call, Reply, aiohttp.ClientResponse)
 """Records of requests are not among them: asyncio keeps the context of a timer that was cancelled, and with
 it the record, until it has a hundred such timers or their time comes."""
 
 
-def objects_of_requests() -> Counter[str]:
+def objects_of_requests(*, collect: bool = True) -> Counter[str]:
     """How many there are, by class."""
-    gc.collect()
+    if collect:
+        gc.collect()
     return Counter(type(each).__name__ for each in gc.get_objects() if type(each) in OF_REQUESTS)
 
 

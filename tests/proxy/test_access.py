@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import datetime
-import http.client
-import ipaddress
-import json
+import asyncio
 import ssl
-import urllib.request
+from contextlib import AsyncExitStack
 from pathlib import Path
 
+import aiohttp
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from proxy_fakes import called, deployed, error_of, quiet
+from proxy_behaviours import answer_json, streams
+from proxy_fakes import PING_SECONDS, FakeInstance, called, deployed, error_of, quiet
 from proxy_process import running
 
+from p2pkv.control.announcer import Pinger
 from p2pkv.demo.processes import free_ports
 from proxy import cli, settings
 from proxy.cli import main
@@ -100,50 +97,44 @@ def test_an_empty_key_is_refused_at_the_start(
     assert "an empty key would let everybody in" in capsys.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 that has signed itself, and its key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "p2pkv's tests")])
-    now = datetime.datetime.now(datetime.UTC)
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(
-            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False
-        )
-        .sign(key, hashes.SHA256())
-    )
-    folder = tmp_path_factory.mktemp("certificate")
-    files = folder / "certificate.pem", folder / "key.pem"
-    files[0].write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    files[1].write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-    )
-    return files
-
-
+@pytest.mark.asyncio
 @pytest.mark.parametrize("workers", [1, 2])
-def test_https(certificate: tuple[Path, Path], workers: int) -> None:
+async def test_https(certificate: tuple[Path, Path], workers: int) -> None:
+    """A request and its stream cross TLS, and plain HTTP gets nowhere."""
     file, key = map(str, certificate)
-    arguments = ["--port", "0", "--discovery", f"127.0.0.1:{free_ports()}", "--workers", str(workers)]
-    with running(*arguments, "--ssl-certfile", file, "--ssl-keyfile", key) as command:
-        url = command.says(r"serving on (https://127\.0\.0\.1:\d+),")[1]
+    discovery = f"127.0.0.1:{free_ports()}"
+    arguments = ["--port", "0", "--discovery", discovery, "--workers", str(workers)]
+    async with AsyncExitStack() as cleanup:
+        tls = ("--ssl-certfile", file, "--ssl-keyfile", key)
+        command = cleanup.enter_context(running(*arguments, *tls))
+        said = await asyncio.to_thread(command.says, r"serving on (https://127\.0\.0\.1:\d+),")
+        url, done = said[1], asyncio.Event()
+        done.set()
+        for role, behaviour in (("P", answer_json), ("D", streams(done))):
+            instance = FakeInstance("P" if role == "P" else "D", behaviour=behaviour)
+            await instance.start()
+            cleanup.push_async_callback(instance.stop)
+            pinger = Pinger(discovery, instance.ping, PING_SECONDS)
+            pinger.start()
+            cleanup.callback(pinger.stop)
         trusted = ssl.create_default_context(cafile=file)
-        with urllib.request.urlopen(f"{url}/status", timeout=10, context=trusted) as response:
-            assert json.load(response)["workers"] == workers
-        plain = http.client.HTTPConnection(url.removeprefix("https://"), timeout=10)
-        with pytest.raises((http.client.HTTPException, ConnectionError)):
-            plain.request("GET", "/status")
-            plain.getresponse()
-        plain.close()
+        client = await cleanup.enter_async_context(
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusted, force_close=True))
+        )
+        async with asyncio.timeout(20):
+            while True:
+                async with client.get(f"{url}/status") as response:
+                    page = await response.json()
+                if (page["workers"], page["prefill"], page["decode"]) == (workers, 1, 1):
+                    break
+                await asyncio.sleep(0.02)
+        body = {"model": "tiny", "prompt": "hi", "stream": True}
+        for _ in range(4):
+            async with client.post(f"{url}/v1/completions", json=body) as response:
+                text = await response.text()
+                assert response.status == 200 and "first" in text and "second" in text
+            with pytest.raises(aiohttp.ClientError):
+                await client.post(f"{url.replace('https', 'http')}/v1/completions", json=body)
 
 
 def test_files_that_are_no_certificate_are_told_in_a_sentence(

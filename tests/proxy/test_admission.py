@@ -17,7 +17,7 @@ from proxy.routing import Asked
 
 pytestmark = pytest.mark.asyncio
 
-NARROW = Limits(max_requests=1, max_waiting=3, max_wait=30.0, max_held=10_000, body_patience=0.3)
+NARROW = Limits(max_requests=1, max_waiting=3, max_wait=30.0, max_held=10_000, body_seconds=0.3)
 
 
 @pytest_asyncio.fixture

@@ -22,13 +22,25 @@ from proxy_behaviours import (
     telling,
     with_a_p,
 )
-from proxy_fakes import Deployment, FakeInstance, asked, called, deployed, error_of, quiet, until
+from proxy_fakes import (
+    Deployment,
+    FakeInstance,
+    asked,
+    called,
+    deployed,
+    error_of,
+    join,
+    ping,
+    quiet,
+    until,
+)
 from test_admission import ask, slow
 from test_failures import freeze
 
-from proxy.admission import Limits
-from proxy.registry import Instance
-from proxy.serving import Dispatch
+from proxy.admission import Admission, Limits, RequestCounters, RequestPlace
+from proxy.attempt import Dispatch
+from proxy.registry import Instance, Registry
+from proxy.routing import Asked, Choice, Help, Router
 
 pytestmark = pytest.mark.asyncio
 
@@ -301,3 +313,33 @@ async def test_a_p_that_gives_up_is_followed_by_d_alone_if_d_cannot_help_itself(
     assert paired(concurrent.d) == [True, False]
     assert known(concurrent, concurrent.d).breaker._outcomes[-1][1]
     await quiet(concurrent)
+
+
+async def test_what_a_second_try_needs_of_p() -> None:
+    """What has been left to a D alone stays so, as it is P's failure that the first try has met."""
+    registry = Registry()
+    p, d = join(registry, ping("P", 1)), join(registry, ping("D", 2))
+    for first in (Help.NONE, Help.WANTED, Help.SPARED):
+        pair, spared = Choice(p, d), Choice(None, d, spared=True)
+        assert RequestPlace(Asked(), first, pair).help_after(p) is Help.NEEDED
+        assert RequestPlace(Asked(), first, pair).help_after(d) is first
+        assert RequestPlace(Asked(), first, spared).help_after(d) is first
+        assert RequestPlace(Asked(), first, Choice(None, d, missed=True)).help_after(d) is Help.MISSED
+
+
+async def test_the_place_that_is_left_for_a_d_alone_is_the_next_one_s() -> None:
+    """At once: nothing else may happen for long."""
+    registry = Registry()
+    p, one = join(registry, ping("P", 1)), join(registry, ping("D", 2))
+    limits = Limits(max_requests=1, alone_share=1.0)
+    admission = Admission(
+        Router(registry, room=1, alone=limits.alone), limits, RequestCounters(), lambda: 0.0
+    )
+    async with admission.place(Asked(), paired=True) as place:
+        assert place.choice.decode is one
+        waiting = asyncio.create_task(admission._wait(Asked(), True))
+        await until(lambda: admission.waiting == 1)
+        other = join(registry, ping("D", 3))
+        assert admission.stay_alone(place, frozenset({p, one}))
+        assert place.choice.decode is other
+        assert admission.waiting == 0 and (await waiting).choice.decode is one

@@ -1,18 +1,114 @@
-"""Whose breaker a failure is charged to, and whose it is not."""
+"""Who is to blame, whose breaker counts a failure, and what is sent again: the rules, and in a proxy."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
 
+import aiohttp
 import pytest
-from proxy_behaviours import Behaviour, answer_error, answer_json, dies, stops
-from proxy_fakes import Deployment, quiet
+from aiohttp import web
+from multidict import CIMultiDict
+from proxy_behaviours import (
+    Behaviour,
+    Seen,
+    after,
+    answer_error,
+    answer_json,
+    dies,
+    never,
+    never_a_token,
+    stops,
+    streams,
+    with_a_p,
+)
+from proxy_fakes import Deployment, FakeInstance, asked, deployed, join, ping, quiet, until
 from test_given_up import after_p
 
-from proxy.dispatch import PrefillFailed, _first_token
-from proxy.upstream import CallFailed
+from proxy.admission import Limits
+from proxy.attempt import Dispatch
+from proxy.blame import Again, Blame, CallEnd, Charge, Verdict, judge
+from proxy.bodies import Content
+from proxy.registry import Instance, Registry, Role
+from proxy.upstream import Call, CallFailed, Client
 
 MISTAKE = answer_error(400)
+OFF = Limits(alone_share=0)
+
+# The rules.
+
+P, D, PROXY, CLIENT, NOBODY = Blame.P, Blame.D, Blame.PROXY, Blame.CLIENT, Blame.NOBODY
+NO, ELSEWHERE, ALONE, SAME, GOES_ON = Again.NO, Again.ELSEWHERE, Again.ALONE, Again.SAME, Again.GOES_ON
+NOW, IF_D, IF_P = Charge.NOW, Charge.IF_D_ACCEPTS, Charge.IF_P_ACCEPTS
+E = CallEnd
+DEAD = (E.ERROR, E.UNREACHABLE, E.BROKEN, E.GONE, E.LATE)
+"""Ends that are an instance's own failure, whichever it is."""
+MAY_LIVE = (E.ABORTED, E.SILENT, E.HUNG, E.STOPPED)
+"""Ends of which D learns by itself, if they are P's."""
+REFUSALS = (E.REFUSED, E.DENIED)
+NOT_YET = (E.NOT_MADE, E.PENDING, E.ACCEPTED)
+ENDED = (E.ANSWERED, *REFUSALS, *DEAD, *MAY_LIVE)
+UNKNOWN = (E.NOT_MADE, E.PENDING, *DEAD, *MAY_LIVE)
+"""Of D: whether it accepts the request."""
+
+Row = tuple[Role, tuple[CallEnd, ...], tuple[CallEnd, ...], dict[str, bool], Verdict]
+
+RULES: tuple[Row, ...] = (
+    # P's call has ended, and D's answer has not begun.
+    ("P", (E.ANSWERED,), NOT_YET + ENDED, {}, Verdict(NOBODY, GOES_ON)),
+    ("P", (E.NO_SOCKET,), NOT_YET + ENDED, {}, Verdict(PROXY, NO)),
+    ("P", REFUSALS, REFUSALS, {}, Verdict(CLIENT, NO)),
+    ("P", (E.REFUSED,), (E.ACCEPTED,), {}, Verdict(P, ELSEWHERE, IF_P)),
+    ("P", (E.DENIED,), (E.ACCEPTED,), {}, Verdict(P, ELSEWHERE, NOW)),
+    ("P", (E.REFUSED,), UNKNOWN, {}, Verdict(P, ALONE, IF_P)),
+    ("P", (E.DENIED,), UNKNOWN, {}, Verdict(P, ALONE, IF_D)),
+    ("P", DEAD, NOT_YET + ENDED, {}, Verdict(P, ELSEWHERE, NOW)),
+    ("P", MAY_LIVE, (E.NOT_MADE,), {}, Verdict(P, ELSEWHERE, NOW)),
+    ("P", MAY_LIVE, (E.PENDING, E.ACCEPTED), {}, Verdict(P, GOES_ON, NOW)),
+    # P's call has ended after D's first token.
+    ("P", (*DEAD, *MAY_LIVE, E.DENIED), (E.ANSWERED,), {"begun": True}, Verdict(P, GOES_ON, NOW)),
+    ("P", (E.REFUSED,), (E.ANSWERED,), {"begun": True}, Verdict(P, GOES_ON, IF_P)),
+    ("P", (*DEAD, E.DENIED), (E.ANSWERED,), {"begun": True, "one_prompt": False}, Verdict(P, NO, NOW)),
+    ("P", (E.REFUSED,), (E.ANSWERED,), {"begun": True, "one_prompt": False}, Verdict(P, NO, IF_P)),
+    ("P", MAY_LIVE, (E.ANSWERED,), {"begun": True, "one_prompt": False}, Verdict(P, GOES_ON, NOW)),
+    # D's call has ended before its first token.
+    ("D", (E.ANSWERED,), NOT_YET + ENDED, {}, Verdict(NOBODY, NO)),
+    ("D", (E.NO_SOCKET,), NOT_YET + ENDED, {}, Verdict(PROXY, NO)),
+    ("D", REFUSALS, NOT_YET + ENDED, {}, Verdict(CLIENT, NO)),
+    ("D", (E.ERROR,), (*NOT_YET, E.ANSWERED), {}, Verdict(D, ELSEWHERE, NOW)),
+    ("D", (E.ERROR,), (*DEAD, *MAY_LIVE, *REFUSALS), {}, Verdict(P, ELSEWHERE)),
+    ("D", (E.ERROR,), NOT_YET + ENDED, {"sent_twice": True}, Verdict(NOBODY, SAME)),
+    ("D", (E.LATE,), (E.PENDING,), {}, Verdict(P, ELSEWHERE, NOW)),
+    ("D", (E.LATE,), (E.NOT_MADE, *ENDED), {}, Verdict(D, ELSEWHERE, NOW)),
+    ("D", (E.UNREACHABLE, E.BROKEN, E.GONE), NOT_YET + ENDED, {}, Verdict(D, ELSEWHERE, NOW)),
+    ("D", MAY_LIVE, NOT_YET + ENDED, {}, Verdict(D, ELSEWHERE, NOW)),
+    ("D", (E.BROKEN,), NOT_YET + ENDED, {"sent_twice": True}, Verdict(D, ELSEWHERE, NOW)),
+    # D's call has ended after its first byte went to the client.
+    ("D", DEAD + MAY_LIVE, NOT_YET + ENDED, {"begun": True}, Verdict(D, NO, NOW)),
+)
+
+
+@pytest.mark.parametrize("row", RULES, ids=range(len(RULES)))
+def test_the_rules(row: Row) -> None:
+    role, ends, others, more, verdict = row
+    for end, other in itertools.product(ends, others):
+        assert judge(role, end, other, **more) == verdict, (role, end, other, more)
+
+
+def test_every_end_of_a_call_has_a_rule_for_both_roles() -> None:
+    for role in ("P", "D"):
+        assert {end for row in RULES if row[0] == role for end in row[1]} == set(CallEnd) - set(NOT_YET)
+
+
+# In a proxy.
+
+
+def outcomes(instance: Instance) -> list[bool]:
+    return [success for _, success in instance.breaker._outcomes]
 
 
 @pytest.mark.asyncio
@@ -21,7 +117,7 @@ MISTAKE = answer_error(400)
 async def test_what_counts_as_a_failure_and_whose_it_is(
     either: Deployment, role: str, failure: Behaviour
 ) -> None:
-    """Five in a row; the mistakes of clients are nobody's."""
+    """Five in a row. What a D refuses is the client's mistake; what every P refuses a D has to do alone."""
     (p,), (d,) = either.registry.known("P"), either.registry.known("D")
     guilty, innocent = (p, d) if role == "P" else (d, p)
     (either.p if role == "P" else either.d).behaviour = failure
@@ -46,14 +142,278 @@ async def test_failures_among_more_successes_are_no_reason(sequential: Deploymen
 
 
 @pytest.mark.asyncio
-async def test_if_both_fail_at_once_it_is_ps_failure() -> None:
-    """D fails for want of P's KV."""
+async def test_ds_error_waits_for_the_news_of_ps_failure_and_is_ps() -> None:
+    """D learnt first that P failed."""
+    async with deployed("concurrent", 1, 1, limits=OFF) as deployment:
 
-    async def fail(error: Exception) -> None:
-        raise error
+        def d_failed() -> bool:
+            (active,) = deployment.proxy.active._open
+            return active.attempt is not None and active.attempt._decode_end is CallEnd.ERROR
 
-    prefilling = asyncio.create_task(fail(PrefillFailed("it died")))
-    decoding = asyncio.create_task(fail(CallFailed("died")))
-    with pytest.raises(PrefillFailed):
-        await _first_token(prefilling, decoding)
-    assert isinstance(decoding.exception(), CallFailed)
+        async def fails_later(request: web.Request, seen: Seen) -> web.StreamResponse:
+            await until(d_failed)
+            return await answer_error(500)(request, seen)
+
+        deployment.p.behaviour, deployment.d.behaviour = fails_later, answer_error(500, "no KV")
+        assert (await deployment.post()).status == 500
+        (p,), (d,) = deployment.registry.known("P"), deployment.registry.known("D")
+        assert (outcomes(p), outcomes(d)) == ([False], [])
+
+
+# A P that refuses what D accepts.
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("status", [400, 401, 404])
+@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
+async def test_what_both_refuse_is_the_clients_mistake(dispatch: Dispatch, status: int) -> None:
+    async with deployed(dispatch, prefill=2, decode=1) as deployment:
+        for each in (*deployment.prefills, deployment.d):
+            each.behaviour = answer_error(status, "too long")
+        for _ in range(6):
+            response = await deployment.post()
+            assert response.status == status
+            assert (await response.json())["error"]["message"].startswith("too long")
+        assert sum(asked(deployment.prefills)) == sum(asked(deployment.decodes)) == 6, "no second P is asked"
+        assert [outcomes(each) for each in deployment.everyone()] == [[]] * 3, "no breaker counts it"
+        assert deployment.proxy.counters.retried == deployment.proxy.counters.retries_refused == 0
+        await quiet(deployment)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
+async def test_a_p_with_another_key_fails_no_request_and_gets_a_pause(dispatch: Dispatch) -> None:
+    async with deployed(dispatch, prefill=2, decode=1) as deployment:
+        bad, good = deployment.prefills
+        bad.behaviour = answer_error(401)
+        deployment.d.behaviour = d_that_needs(good, bad)
+        for _ in range(16):
+            assert (await deployment.post()).status == 200
+        known = {each.ping.http_address: each for each in deployment.registry.known("P")}
+        assert not known[bad.http_address].breaker.closed and known[good.http_address].breaker.closed
+        assert len(bad.requests) in (5, 6, 7), "after five failures it is left alone, but for its trials"
+        (d,) = deployment.registry.known("D")
+        assert all(outcomes(d))
+        await quiet(deployment)
+
+
+def d_that_needs(good: FakeInstance, bad: FakeInstance) -> Behaviour:
+    """A D that waits for ever for KV of the bad P, and answers otherwise."""
+
+    def has(instance: FakeInstance, seen: Seen) -> bool:
+        return seen.request_id in {each.request_id for each in instance.requests}
+
+    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+        if "_addr_" in seen.request_id:
+            await until(lambda: has(good, seen) or has(bad, seen))
+        return await (never if has(bad, seen) else answer_json)(request, seen)
+
+    return behaviour
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("status", [400, 401, 404])
+async def test_a_stream_that_d_has_accepted_goes_to_another_p_at_once(status: int) -> None:
+    """The head of D's stream says so; D alone need not be asked. The other P proves the first one wrong."""
+
+    async def d(request: web.Request, seen: Seen) -> web.StreamResponse:
+        release = asyncio.Event()
+        release.set()
+        tried_again = deployment.proxy.counters.retried > 0
+        return await (streams(release) if tried_again else never_a_token)(request, seen)
+
+    async with deployed("concurrent", prefill=2, decode=1, limits=OFF) as deployment:
+        first: list[str] = []
+
+        async def p(request: web.Request, seen: Seen) -> web.StreamResponse:
+            first.append(seen.request_id)
+            return await (answer_error(status) if len(first) == 1 else answer_json)(request, seen)
+
+        for each in deployment.prefills:
+            each.behaviour = p
+        deployment.d.behaviour = d
+        response = await deployment.post({"prompt": "x", "stream": True})
+        assert response.status == 200 and b"second" in await response.read()
+        assert asked(deployment.prefills) == [1, 1]
+        assert sorted(map(outcomes, deployment.registry.known("P"))) == [[False], [True]]
+        await quiet(deployment)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
+async def test_what_every_p_refuses_d_answers_alone_and_no_p_is_worse_for_it(
+    dispatch: Dispatch, stream: bool
+) -> None:
+    """Else one client could have all P's paused: P is asked for one token, which vLLM does not allow with
+    every parameter."""
+    async with deployed(dispatch, prefill=2, decode=1) as deployment:
+        for each in deployment.prefills:
+            each.behaviour = answer_error(400, "thinking.budget_tokens must be less than max_tokens")
+        deployment.d.behaviour = with_a_p(never_a_token if stream else never)
+        for _ in range(6):
+            assert (await deployment.post({"prompt": "x", "stream": stream})).status == 200
+        assert all(outcomes(each) == [] for each in deployment.registry.known("P"))
+        assert sum(asked(deployment.prefills)) >= 6
+        await quiet(deployment)
+
+
+@pytest.mark.asyncio
+async def test_where_no_other_can_decide_ps_refusal_is_the_answer(either: Deployment) -> None:
+    object.__setattr__(either.proxy.limits, "alone_share", 0.0)
+    either.p.behaviour, either.d.behaviour = answer_error(404, "no such adapter"), never
+    response = await either.post()
+    assert response.status == 404
+    assert (await response.json())["error"]["message"].startswith("no such adapter")
+    assert all(outcomes(each) == [] for each in either.everyone())
+    await quiet(either)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("role", ["P", "D"])
+async def test_a_client_s_mistake_is_no_trial(
+    sequential: Deployment, role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (instance,) = sequential.registry.known(role)
+    monkeypatch.setattr(instance.breaker, "_uniform", lambda low, high: 0.0)
+    for _ in range(5):
+        instance.breaker.failed(sequential.proxy.clock())
+    sequential.p.behaviour = sequential.d.behaviour = MISTAKE
+    assert (await sequential.post()).status == 400
+    await quiet(sequential)
+    assert not instance.breaker.closed
+    sequential.p.behaviour = sequential.d.behaviour = answer_json
+    assert (await sequential.post()).status == 200
+    await quiet(sequential)
+    assert instance.breaker.closed, "the next one is the trial"
+
+
+# Instances that leave, and requests that were sent twice.
+
+
+@pytest.mark.asyncio
+async def test_who_has_said_goodbye_is_not_judged() -> None:
+    async with deployed("concurrent", prefill=1, decode=1) as deployment:
+        deployment.d.behaviour = never
+        asking = [asyncio.create_task(deployment.post()) for _ in range(6)]
+        await until(lambda: len(deployment.d.requests) == 6)
+        (d,) = deployment.registry.known("D")
+        deployment.pingers[deployment.d.http_address].stop()
+        await until(lambda: d.left is not None)
+        deployment.d.kill()
+        assert {(await each).status for each in asking} == {502}
+        assert (outcomes(d), deployment.proxy.counters.breakers_opened) == ([], 0)
+        await quiet(deployment)
+
+
+@pytest.mark.asyncio
+async def test_a_p_that_stops_breaks_no_stream_of_several_prompts(concurrent: Deployment) -> None:
+    """It tells D itself, which may compute the rest."""
+    p_stops, release = asyncio.Event(), asyncio.Event()
+    concurrent.d.behaviour = streams(release)
+    concurrent.p.behaviour = after(p_stops, stops)
+    response = await concurrent.post({"prompt": ["x", "y"], "stream": True})
+    assert b"first" in await response.content.readuntil(b"\n\n")
+    p_stops.set()
+    (p,) = concurrent.registry.known("P")
+    await until(lambda: p.in_flight == 0)
+    release.set()
+    rest = await response.content.read()
+    assert b"second" in rest and b"error" not in rest
+    assert outcomes(p) == [False]
+
+
+@pytest.mark.asyncio
+async def test_a_p_is_needed_until_the_end_of_a_stream_of_several_prompts(concurrent: Deployment) -> None:
+    (p,) = concurrent.registry.known("P")
+    for prompt, needed in (("x", False), (["x", "y"], True)):
+        release = asyncio.Event()
+        concurrent.d.behaviour = streams(release)
+        response = await concurrent.post({"prompt": prompt, "stream": True})
+        assert b"first" in await response.content.readuntil(b"\n\n")
+        await until(lambda: p.load == 0)
+        assert concurrent.proxy.active.needs(p) is needed
+        release.set()
+        await response.read()
+
+
+@pytest.mark.asyncio
+async def test_what_is_sent_twice_and_fails_is_sent_anew_only_once() -> None:
+    """A D that closes the connection of each request's first copy, and fails the second one."""
+    async with deployed("concurrent", 1, 1, limits=Limits(retries=0, alone_share=0)) as deployment:
+
+        async def closes_or_fails(request: web.Request, seen: Seen) -> web.StreamResponse:
+            copies = [each for each in deployment.d.requests if each.request_id == seen.request_id]
+            return await (dies if len(copies) == 1 else answer_error(500))(request, seen)
+
+        all_there = asyncio.Event()
+        deployment.d.behaviour = after(all_there, answer_json)
+        first = [asyncio.create_task(deployment.post()) for _ in range(4)]
+        await until(lambda: len(deployment.d.requests) == 4)
+        all_there.set()
+        for each in first:
+            await (await each).read()
+        await quiet(deployment)  # and four connections to D are idle now
+        deployment.d.behaviour = closes_or_fails
+        assert (await deployment.post()).status == 500
+        ids = [seen.request_id for seen in deployment.d.requests[4:]]
+        assert ids == [ids[0], ids[0], ids[2], ids[2]] and ids[0] != ids[2]
+        (d,) = deployment.registry.known("D")
+        assert outcomes(d) == [True] * 4 + [False]
+        await quiet(deployment)
+
+
+# What the proxy itself lacks.
+
+
+def lacking(number: int) -> Callable[..., object]:
+    def make(*_: object) -> object:
+        raise OSError(number, os.strerror(number))
+
+    return make
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS])
+@pytest.mark.parametrize("role", ["P", "D"])
+async def test_what_the_proxy_lacks_is_no_instance_s_failure(
+    concurrent: Deployment, role: Role, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Descriptors, ports, memory for one connection more."""
+    session, lacks = concurrent.proxy.session, lacking(number)
+    place = (concurrent.p if role == "P" else concurrent.d).http_address.rpartition(":")[2]
+    makes = session.kept.connector._socket_factory
+
+    def make(address: Any) -> Any:
+        return lacks() if str(address[4][1]) == place else makes(address)
+
+    await session.kept.connector.close()
+    session.kept._connector = aiohttp.TCPConnector(limit=0, socket_factory=make)
+    if role == "P":
+        concurrent.d.behaviour = never
+    for _ in range(6):
+        response = await concurrent.post()
+        assert response.status == 503 and "Retry-After" in response.headers
+        message = (await response.json())["error"]["message"]
+        assert message.startswith("This proxy has no descriptor or port left")
+    assert all(each.healthy and False not in outcomes(each) for each in concurrent.everyone())
+    assert concurrent.proxy.counters.retried == concurrent.proxy.counters.alone == 0
+    concurrent.d.behaviour = answer_json
+    session.kept._connector = aiohttp.TCPConnector(limit=0)
+    assert (await concurrent.post()).status == 200
+    await quiet(concurrent)
+
+
+@pytest.mark.asyncio
+async def test_a_connection_that_does_not_come_about_says_what_lacked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As aiohttp hands it on: with the error number of the system's call."""
+    instance = join(Registry(), ping("D"))
+    monkeypatch.setattr("proxy.upstream._socket", lacking(errno.EMFILE))
+    async with Client() as client:
+        call = Call(client, instance, "/v1/completions")
+        with pytest.raises(CallFailed) as failed:
+            await call.open(Content((b"{}",)), CIMultiDict())
+        call.close()
+    assert failed.value.end is CallEnd.NO_SOCKET and instance.healthy

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.http import BadBody, parse, returned_params
+from proxy.answers import returned_params
+from proxy.bodies import BadBody, parse
 
 JSON = st.recursive(
     st.none()
@@ -48,7 +49,7 @@ def body(**fields: Any) -> Any:
 
 
 def for_prefill(**fields: Any) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(body(**fields).for_prefill("id"))
+    result: dict[str, Any] = json.loads(bytes(body(**fields).for_prefill("id")))
     return result
 
 
@@ -100,12 +101,12 @@ def test_min_tokens_is_at_most_one_and_nonsense_stays(given: Any, sent: Any) -> 
 
 def test_d_gets_the_clients_own_bytes() -> None:
     raw = b'{ "model":"m",  "seed": 18446744073709551615, "prompt":"\\u00e4", "temperature": 1.0 }'
-    assert parse(raw).for_decode("id") == raw
+    assert bytes(parse(raw).for_decode("id")) == raw
 
 
 def test_d_gets_what_p_returned() -> None:
     params = {"remote_host": "h", "transfer_id": "tx-1"}
-    assert json.loads(body(prompt="p").for_decode("id", params)) == {
+    assert json.loads(bytes(body(prompt="p").for_decode("id", params))) == {
         "prompt": "p",
         "kv_transfer_params": params,
     }
@@ -120,13 +121,13 @@ def test_the_client_chooses_no_addresses() -> None:
         request_id="___prefill_addr_evil:1",
         vllm_xargs={"kv_transfer_params": "evil", "mine": 1},
     )
-    assert json.loads(made.for_decode("id")) == {"prompt": "p", "vllm_xargs": {"mine": 1}}
-    assert "evil" not in made.for_prefill("id").decode()
+    assert json.loads(bytes(made.for_decode("id"))) == {"prompt": "p", "vllm_xargs": {"mine": 1}}
+    assert "evil" not in bytes(made.for_prefill("id")).decode()
 
 
 def test_an_escaped_name_does_not_slip_through() -> None:
     made = parse(b'{"kv\\u005ftransfer_params": {"remote_host": "evil"}}')
-    assert b"evil" not in made.for_decode("id") + made.for_prefill("id")
+    assert b"evil" not in bytes(made.for_decode("id")) + bytes(made.for_prefill("id"))
 
 
 @pytest.mark.parametrize(
@@ -170,10 +171,10 @@ def test_what_is_no_object_is_refused_with_a_sentence(raw: bytes) -> None:
 @given(st.dictionaries(NAMES, JSON, max_size=8))
 def test_whatever_the_client_sends(fields: dict[str, Any]) -> None:
     made = body(**fields)
-    prefill = json.loads(made.for_prefill("id"))
+    prefill = json.loads(bytes(made.for_prefill("id")))
     assert (prefill["max_tokens"], prefill["n"], prefill["stream"]) == (1, 1, False)
     assert prefill.get("max_completion_tokens", 1) == 1
-    decode = json.loads(made.for_decode("id"))
+    decode = json.loads(bytes(made.for_decode("id")))
     for sent in (prefill, decode):
         assert not {"kv_transfer_params", "ec_transfer_params", "request_id"} & set(sent)
     assert set(fields) - set(decode) <= {"kv_transfer_params", "ec_transfer_params", "request_id"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from aiohttp import web
 from proxy_behaviours import Seen, answer_error, answer_json
@@ -33,7 +35,7 @@ def test_it_opens_after_failures_and_admits_one_trial_after_the_pause() -> None:
     assert breaker.admits(1.0)
     breaker.sent("first", 1.0)
     assert not breaker.admits(1.0)
-    assert breaker.succeeded(1.1)
+    assert breaker.succeeded(1.1, "first")
     assert breaker.closed and breaker.admits(1.1)
 
 
@@ -43,7 +45,7 @@ def test_each_trial_that_fails_makes_the_pause_longer_up_to_a_bound() -> None:
         begun, now = now, next(now + step * 0.5 for step in range(100) if breaker.admits(now + step * 0.5))
         pauses.append(now - begun)
         breaker.sent("trial", now)
-        assert breaker.failed(now)
+        assert breaker.failed(now, "trial")
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
 
 
@@ -75,7 +77,7 @@ def test_only_the_last_hundred_count() -> None:
 def test_once_closed_it_has_forgotten_why_it_was_open() -> None:
     breaker = opened()
     breaker.sent("trial", 1.0)
-    assert breaker.succeeded(1.0)
+    assert breaker.succeeded(1.0, "trial")
     assert [breaker.failed(1.0) for _ in range(5)] == [False] * 4 + [True]
 
 
@@ -108,20 +110,44 @@ def test_what_was_asked_before_the_pause_decides_nothing() -> None:
     assert breaker.admits(1.0)
 
 
+def test_while_there_is_a_trial_what_becomes_of_others_decides_nothing() -> None:
+    breaker = opened()
+    breaker.sent("trial", 1.0)
+    for owner in (None, "asked before the pause"):
+        assert not breaker.succeeded(1.1, owner)
+        assert not breaker.failed(1.1, owner)
+    assert not breaker.closed and not breaker.admits(1.1)
+    assert breaker.succeeded(1.2, "trial")
+
+
+@pytest.mark.parametrize("success", [True, False])
+def test_the_outcome_of_a_trial_that_comes_after_its_end_counts_until_there_is_another(success: bool) -> None:
+    """P may end after its request, or be found at fault when D has accepted what P refused."""
+    breaker, late = opened(), opened()
+    for each in (breaker, late):
+        each.sent("trial", 1.0)
+        each.given_up("trial")
+    late.sent("next", 1.1)
+    for each, counts in ((breaker, True), (late, False)):
+        assert (each.succeeded if success else each.failed)(1.2, "trial") is counts
+    assert (breaker.closed, late.closed) == (success, False)
+    assert breaker.admits(1.3) is success
+
+
 def test_what_is_asked_in_the_pause_for_want_of_another_is_no_trial() -> None:
     breaker = opened()
     breaker.sent("the last of its kind", 0.5)
-    assert not breaker.failed(0.6)
-    assert not breaker.succeeded(0.7)
+    assert not breaker.failed(0.6, "the last of its kind")
+    assert not breaker.succeeded(0.7, "the last of its kind")
     assert not breaker.closed and breaker.admits(1.0)
 
 
 def test_after_a_long_time_without_failures_the_first_pause_is_short_again() -> None:
     breaker = opened()
     breaker.sent("trial", 1.0)
-    breaker.failed(1.0)
+    breaker.failed(1.0, "trial")
     breaker.sent("trial", 3.0)
-    breaker.succeeded(3.0)
+    breaker.succeeded(3.0, "trial")
     assert breaker.opened == 2
     for _ in range(5):
         breaker.failed(200.0)
@@ -194,6 +220,8 @@ async def test_a_p_that_fails_is_spared_tried_once_and_taken_back(monkeypatch: p
         bad.behaviour = answer_error(500)
         now = 1000.0
         (instance,) = [i for i in deployment.everyone() if i.ping.http_address == bad.http_address]
+        means = dataclasses.replace(deployment.proxy._means, clock=lambda: now)
+        monkeypatch.setattr(deployment.proxy, "_means", means)
         monkeypatch.setattr(deployment.proxy, "clock", lambda: now)
         monkeypatch.setattr(deployment.registry, "_alive", lambda instance, at: True)
         monkeypatch.setattr(deployment.proxy.admission, "_clock", lambda: now)

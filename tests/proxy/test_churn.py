@@ -15,9 +15,9 @@ from aiohttp import web
 from proxy_behaviours import Seen, event_stream
 from proxy_fakes import Deployment, FakeInstance, deployed, quiet, until
 
+from proxy.attempt import Dispatch
 from proxy.instances import Access
 from proxy.registry import Instance
-from proxy.serving import Dispatch
 
 STREAMS = 64
 EVENTS = 8

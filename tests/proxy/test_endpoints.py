@@ -12,7 +12,9 @@ from proxy_fakes import Deployment, deployed, error_of, quiet
 
 from p2pkv.pairing import find_pair
 from proxy.admission import Limits
-from proxy.http import PAIRED, SINGLE, first_event_came, first_event_failed, parse
+from proxy.answers import first_event_came, first_event_failed
+from proxy.bodies import parse
+from proxy.http import PAIRED, SINGLE
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hi", "max_tokens": 5},

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -21,11 +23,14 @@ from proxy_behaviours import (
 )
 from proxy_fakes import Deployment, deployed, quiet, until
 
+from p2pkv.pairing import find_pair
 from proxy.admission import Limits
-from proxy.http import GIVEN_UP, GivenUpFilter
-from proxy.serving import Dispatch
+from proxy.answers import GivenUpFilter, gave_up
+from proxy.attempt import Dispatch
+from proxy.http import PAIRED
 
 STREAM = {"prompt": "x", "stream": True}
+ABORT = b'"finish_reason":"abort"'
 MESSAGE = "The decode instance was stopped before its answer was complete."
 
 
@@ -116,7 +121,7 @@ async def test_in_the_stream_it_is_an_error_event(either: Deployment, cut: int |
     assert b"first" in await response.content.readuntil(b"\n\n")
     relayed.set()
     rest = await response.content.read()
-    assert GIVEN_UP not in rest and b"[DONE]" not in rest
+    assert ABORT not in rest and b"[DONE]" not in rest
     second, *_, last, nothing = rest.split(b"\n\n")
     assert b"second" in second and nothing == b""
     assert json.loads(last.removeprefix(b"data: "))["error"]["message"] == MESSAGE
@@ -126,7 +131,7 @@ async def test_in_the_stream_it_is_an_error_event(either: Deployment, cut: int |
 @pytest.mark.asyncio
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_model_may_write_about_it(either: Deployment, streamed: bool) -> None:
-    text = GIVEN_UP.decode()
+    text = ABORT.decode()
 
     async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
         if not streamed:
@@ -143,37 +148,249 @@ async def test_a_model_may_write_about_it(either: Deployment, streamed: bool) ->
     assert json.loads(body)["choices"] == [{"text": text}]
 
 
-EVENTS = b'data: {"text":"a"}\n\ndata: {"text":"b"}\n\n'
-END = b'data: {"text":"","finish_reason":"abort"}\n\ndata: [DONE]\n\n'
+# What vLLM writes when it gives up, and what only looks like it.
+
+COMPLETIONS, CHAT, MESSAGES, RESPONSES = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/messages",
+    "/v1/responses",
+)
+ECHO = {"finish_reason": "abort", "status": "cancelled", "stop_reason": None, "type": "message_delta"}
+"""What a client may have an answer repeat."""
 
 
-@pytest.mark.parametrize("cut", range(len(EVENTS + END) + 1))
-def test_it_is_seen_however_the_bytes_are_cut(cut: int) -> None:
-    watch, passed, whole = GivenUpFilter(), b"", EVENTS + END
-    for chunk in (whole[:cut], whole[cut:]):
-        if not watch.given_up:
-            passed += watch.feed(chunk)
-    assert watch.given_up
-    assert passed.startswith(EVENTS[:-1]), "an end of line may be lost, which the error event brings along"
-    assert GIVEN_UP not in passed and END.startswith(passed[len(EVENTS) :])
+def choice(reason: str | None, **more: Any) -> dict[str, Any]:
+    return {"object": "x", "choices": [{"index": 0, "finish_reason": reason, **more}]}
 
 
-def test_byte_by_byte() -> None:
-    watch, whole = GivenUpFilter(), EVENTS + END
-    ends = [
-        end for end in range(1, len(whole) + 1) if not watch.given_up and watch.feed(whole[end - 1 : end])
-    ]
-    assert watch.given_up and whole[: ends[-1]] == (EVENTS + END).partition(GIVEN_UP)[0] + GIVEN_UP[:-1]
+def message(reason: str | None, **more: Any) -> dict[str, Any]:
+    shown = {} if reason is None else {"stop_reason": reason}
+    return {"id": "msg", "type": "message", "role": "assistant", "content": [], **shown, **more}
 
 
-def test_what_does_not_give_up_passes_as_it_is() -> None:
-    watch = GivenUpFilter()
-    for chunk in (
-        EVENTS,
-        b'"finish_reason":"stop"',
-        b'"finish_reason":',
-        b'"length"',
-        b'\\"finish_reason\\":\\"abort',
-    ):
-        assert watch.feed(chunk) == chunk
-        assert not watch.given_up
+def answer(status: str, tokens: int = 3, **more: Any) -> dict[str, Any]:
+    return {"object": "response", "status": status, "usage": {"output_tokens": tokens}, **more}
+
+
+def delta(reason: str | None) -> dict[str, Any]:
+    return {"type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": None}, "usage": {}}
+
+
+def tool_use(**inputs: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": "t", "name": "f", "input": inputs}
+
+
+GIVEN_UP: list[tuple[str, Any]] = [
+    (COMPLETIONS, choice("abort", text="hel")),
+    (COMPLETIONS, {"choices": [{"finish_reason": "stop"}, {"finish_reason": "abort"}]}),
+    (CHAT, choice("abort", message={"content": "hel"})),
+    (MESSAGES, message(None)),
+    (RESPONSES, answer("cancelled")),
+    (RESPONSES, answer("completed", tokens=0, output=[])),
+    (RESPONSES, answer("incomplete", tokens=0, output=[])),
+]
+COMPLETE: list[tuple[str, Any]] = [
+    (COMPLETIONS, choice("stop", text=ABORT.decode())),
+    (COMPLETIONS, choice("length") | {"kv_transfer_params": ECHO}),
+    (CHAT, choice("tool_calls", message={"tool_calls": [{"function": {"arguments": json.dumps(ECHO)}}]})),
+    (CHAT, choice("stop", logprobs={"content": [{"token": "abort"}]})),
+    (MESSAGES, message("tool_use") | {"content": [tool_use(**ECHO, choices=[ECHO])]}),
+    (RESPONSES, answer("completed", metadata={"finish_reason": "abort"}, choices=[ECHO])),
+    (RESPONSES, answer("incomplete", tools=[{"type": "function", "parameters": ECHO | answer("cancelled")}])),
+    (RESPONSES, {"object": "response", "status": "queued", "usage": None}),
+    (RESPONSES, [ECHO]),
+    ("/v1/embeddings", choice("abort")),
+    ("/tokenize", choice("abort") | answer("cancelled")),
+]
+COMPACT: dict[str, Any] = {"separators": (",", ":")}
+
+
+@pytest.mark.parametrize(("path", "body"), GIVEN_UP)
+@pytest.mark.parametrize("written", [{}, COMPACT], ids=["spaced", "compact"])
+def test_a_whole_answer_that_was_given_up(path: str, body: Any, written: Any) -> None:
+    assert gave_up(path, json.dumps(body, **written).encode())
+
+
+@pytest.mark.parametrize(("path", "body"), COMPLETE)
+def test_a_whole_answer_that_was_not(path: str, body: Any) -> None:
+    raw = json.dumps(body, **COMPACT).encode()
+    assert not gave_up(path, raw)
+    assert not gave_up(path, raw[:-1]), "nor if it is no JSON"
+
+
+GIVEN_UP_EVENTS: list[tuple[str, Any]] = [
+    (COMPLETIONS, choice("abort", text="")),
+    (CHAT, choice("abort", delta={})),
+    (MESSAGES, delta(None)),
+    (RESPONSES, {"type": "response.completed", "response": answer("cancelled")}),
+    (RESPONSES, {"type": "response.completed", "response": answer("completed", tokens=0)}),
+]
+OTHER_EVENTS: list[tuple[str, Any]] = [
+    (COMPLETIONS, choice(None, text=ABORT.decode())),
+    (COMPLETIONS, {"text": "", "finish_reason": "abort"}),
+    (CHAT, choice(None, delta={"tool_calls": [{"function": {"arguments": json.dumps(ECHO)}}]})),
+    (MESSAGES, {"type": "message_start", "message": message(None)}),
+    (MESSAGES, {"type": "content_block_start", "content_block": tool_use(**ECHO)}),
+    (MESSAGES, delta("end_turn")),
+    (RESPONSES, {"type": "response.created", "response": answer("in_progress", tokens=0, metadata=ECHO)}),
+    (RESPONSES, {"type": "response.completed", "response": answer("completed", metadata=ECHO)}),
+]
+
+
+def as_events(path: str, *events: Any) -> bytes:
+    named = path in (MESSAGES, RESPONSES)
+    return b"".join(
+        (f"event: {each['type']}\n" if named else "").encode()
+        + b"data: "
+        + json.dumps(each, **COMPACT).encode()
+        + b"\n\n"
+        for each in events
+    )
+
+
+def fed(path: str, chunks: Iterable[bytes], *, streamed: bool = True) -> tuple[bytes, bool]:
+    """What is passed on, and whether the answer was given up."""
+    watch = GivenUpFilter(path, streamed=streamed)
+    passed = b"".join([watch.feed(chunk) for chunk in chunks])
+    return passed + watch.flush(), watch.given_up
+
+
+@pytest.mark.parametrize(("path", "event"), GIVEN_UP_EVENTS)
+def test_the_event_that_gives_up_is_found_however_the_bytes_are_cut(path: str, event: Any) -> None:
+    before = as_events(path, *(each for where, each in OTHER_EVENTS if where == path))
+    end = as_events(path, event) + b"data: [DONE]\n\n"
+    whole = before + end
+    assert fed(path, [whole]) == (before, True)
+    assert fed(path, [before, end]) == (before, True)
+    for cut in range(len(whole)):
+        passed, given_up = fed(path, [whole[:cut], whole[cut:]])
+        assert given_up
+        assert passed.startswith(before), "what came before it arrives"
+        assert whole.startswith(passed) and len(passed) < len(before + as_events(path, event))
+
+
+@pytest.mark.parametrize(("path", "event"), GIVEN_UP_EVENTS)
+def test_byte_by_byte(path: str, event: Any) -> None:
+    before, end = (
+        as_events(path, *(each for where, each in OTHER_EVENTS if where == path)),
+        as_events(path, event),
+    )
+    passed, given_up = fed(path, [bytes([each]) for each in before + end])
+    assert given_up
+    assert passed.startswith(before) and len(passed) < len(before + end)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, MESSAGES, RESPONSES, "/v1/embeddings"])
+def test_what_does_not_give_up_passes_as_it_is(path: str) -> None:
+    events = as_events(path, *(each for where, each in OTHER_EVENTS if where == path)) + b"data: [DONE]\n\n"
+    for length in (1, 7, 100, len(events)):
+        chunks = [events[at : at + length] for at in range(0, len(events), length)]
+        assert fed(path, chunks) == (events, False)
+
+
+def test_an_event_that_only_looks_like_it_waits_for_its_end_and_others_do_not() -> None:
+    watch = GivenUpFilter(COMPLETIONS, streamed=True)
+    assert watch.feed(b'data: {"choices":[') == b'data: {"choices":['
+    assert watch.feed(b'{"text":"","logprobs":{"tokens":["abort"') == b""
+    assert (
+        watch.feed(b']}}]}\n\ndata: {"cho') == b'{"text":"","logprobs":{"tokens":["abort"]}}]}\n\ndata: {"cho'
+    )
+    assert watch.feed(b'["abort"') == watch.feed(b" and more") == b""
+    assert watch.flush() == b'["abort" and more', "the stream ended there"
+
+
+def test_an_event_without_end_is_not_kept() -> None:
+    watch = GivenUpFilter(COMPLETIONS, streamed=True)
+    sent = [b'data: {"x":["abort"'] + [b"y" * 100_000] * 20
+    assert b"".join([watch.feed(chunk) for chunk in sent]) == b"".join(sent)
+    assert len(watch._rest) <= 256 << 10
+
+
+def test_in_a_json_that_is_too_long_to_be_held_it_is_found_too() -> None:
+    end = json.dumps(choice("abort"), **COMPACT).encode()
+    for cut in range(len(end)):
+        passed, given_up = fed(CHAT, [b"x" * 1000, end[:cut], end[cut:]], streamed=False)
+        assert given_up and ABORT not in passed
+    for path in (MESSAGES, RESPONSES, "/v1/embeddings"):
+        assert fed(path, [end], streamed=False) == (end, False)
+
+
+# Which instances are blamed.
+
+
+def says(path: str, body: Any, *, streamed: bool) -> Behaviour:
+    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+        if not streamed:
+            return web.Response(body=json.dumps(body, **COMPACT).encode(), content_type="application/json")
+        response = await event_stream(request)
+        await response.write(as_events(path, body))
+        return response
+
+    return behaviour
+
+
+WHOLE = [(path, body, False) for path, body in COMPLETE if path in PAIRED and isinstance(body, dict)]
+EVENTS = [
+    (path, body, True)
+    for path, body in OTHER_EVENTS
+    if body.get("type") not in ("message_start", "content_block_start", "response.created")
+]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("path", "body", "streamed"), WHOLE + EVENTS)
+async def test_an_answer_that_repeats_its_request_pauses_no_instance(
+    either: Deployment, path: str, body: Any, streamed: bool
+) -> None:
+    p_s = next(whole for where, whole in COMPLETE if where == path)
+    either.p.behaviour, either.d.behaviour = (
+        says(path, p_s, streamed=False),
+        says(path, body, streamed=streamed),
+    )
+    for _ in range(12):
+        response = await either.post({"model": "tiny", "input": "x", "stream": streamed}, path)
+        assert response.status == 200
+        assert b"502" not in await response.read()
+    assert all(each.breaker.closed for each in either.everyone())
+    assert either.proxy.counters.retried == either.proxy.counters.breakers_opened == 0
+    await quiet(either)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("path", "body", "streamed"),
+    [(*each, False) for each in GIVEN_UP] + [(*each, True) for each in GIVEN_UP_EVENTS],
+)
+async def test_what_d_gives_up_is_asked_of_another(path: str, body: Any, streamed: bool) -> None:
+    good = next(each for where, each in (OTHER_EVENTS[::-1] if streamed else COMPLETE) if where == path)
+    async with deployed("concurrent", 1, 2) as deployment:
+        deployment.p.behaviour = says(
+            path, next(each for where, each in COMPLETE if where == path), streamed=False
+        )
+
+        async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+            first = sum(len(each.requests) for each in deployment.decodes) == 1
+            return await says(path, body if first else good, streamed=streamed)(request, seen)
+
+        for each in deployment.decodes:
+            each.behaviour = behaviour
+        response = await deployment.post({"model": "tiny", "stream": streamed}, path)
+        assert response.status == 200
+        assert await response.read() == (
+            as_events(path, good) if streamed else json.dumps(good, **COMPACT).encode()
+        )
+        assert [len(each.requests) for each in deployment.decodes] == [1, 1]
+        await quiet(deployment)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("path", "body"), GIVEN_UP)
+async def test_what_p_gives_up_is_ps_failure(path: str, body: Any) -> None:
+    async with deployed("sequential", 2, 1) as deployment:
+        for each in deployment.prefills:
+            each.behaviour = says(path, body, streamed=False)
+        deployment.d.behaviour = says(path, next(b for p, b in COMPLETE if p == path), streamed=False)
+        assert (await deployment.post({"model": "tiny"}, path)).status == 200
+        assert [len(each.requests) for each in deployment.prefills] == [1, 1], "the other P is asked, too"
+        assert find_pair(deployment.d.requests[0].request_id) is None, "and then D alone"

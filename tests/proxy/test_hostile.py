@@ -8,6 +8,7 @@ import logging
 
 import msgspec
 import pytest
+import zmq
 from hostile_support import DEEP, RAW, dealer, shout
 from proxy_fakes import Deployment, deployed, until
 
@@ -63,7 +64,9 @@ async def test_raw_bytes(lonely: Deployment, kind: str) -> None:
         await serves(lonely)
 
 
-async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connections_are_closed(lonely: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the ten seconds that the page gives; here after one."""
+    assert lonely.app[LISTENER]._router.getsockopt(zmq.HANDSHAKE_IVL) == 10_000
     monkeypatch.setattr(security, "HANDSHAKE_SECONDS", 1.0)
     async with deployed("concurrent") as deployment:
         place = Address.parse(deployment.discovery)

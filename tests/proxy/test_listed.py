@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
@@ -203,6 +204,46 @@ async def test_a_restart_is_learnt_and_may_change_what_it_fits() -> None:
             assert deployment.registry.known("P")[0].ping.incarnation == "second"
             assert (await deployment.post()).status == 200
             assert asked(deployment.prefills) == [1]
+
+
+@pytest.mark.asyncio
+async def test_a_rank_that_cannot_be_asked_after_a_restart_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("proxy.listed._ASK_AGAIN_SECONDS", 0.1)
+    with ranks(FakeRank("P", fit=OLD)) as (p,):
+        async with listing(FakeInstance("P", zmq_address=p.address)) as deployment:
+            await until(lambda: [each.ping.fit for each in deployment.registry.known("P")] == [OLD])
+            await deployment.p.stop()
+            await until(lambda: deployment.routable("P") == [])
+            p.says["fit"] = 7  # which is no answer
+            await deployment.p.start()
+            await until(lambda: [each.ping.fit for each in deployment.registry.known("P")] == [""])
+            p.says["fit"] = NEW
+            await until(lambda: [each.ping.fit for each in deployment.registry.known("P")] == [NEW])
+
+
+@pytest.mark.asyncio
+async def test_what_the_proxy_lacks_makes_no_listed_instance_unready() -> None:
+    """Descriptors for another connection to its /health."""
+    tried = 0
+
+    def lacks(*_: Any) -> Any:
+        nonlocal tried
+        tried += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async with listing(FakeInstance("D")) as deployment:
+        await deployment.ready(prefill=0, decode=1)
+        kept = deployment.proxy.session.kept
+        connector = kept.connector
+        assert connector is not None
+        kept._connector = aiohttp.TCPConnector(limit=0, socket_factory=lacks)
+        try:
+            await until(lambda: tried > 3)
+            assert len(deployment.routable("D")) == 1
+        finally:
+            kept._connector = connector
 
 
 @pytest.mark.asyncio

@@ -25,6 +25,7 @@ from proxy_fakes import Deployment, FakeInstance, deployed, until
 
 from p2pkv.control.discovery import encode_ping, goodbye
 from proxy.admission import Limits
+from proxy.registry import Instance
 
 pytestmark = pytest.mark.asyncio
 
@@ -269,6 +270,47 @@ async def test_requests_that_the_leaver_has_not_begun_go_elsewhere_once_its_port
     async with asyncio.timeout(10):
         response = await asking
     assert response.status == 200 and len(other.requests) == 1
+
+
+async def test_an_answer_that_comes_within_a_second_of_the_goodbye_is_taken(
+    concurrent: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM sends what it has computed although its port refuses."""
+    monkeypatch.setattr("proxy.prober._GOODBYE_SECONDS", 1000.0)
+    monkeypatch.setattr("proxy.prober._PERIOD_SECONDS", 0.01)
+    release, refused = asyncio.Event(), 0
+    health = concurrent.proxy.prober._health
+
+    async def counted(instance: Instance) -> bool:
+        nonlocal refused
+        try:
+            return await health(instance)
+        except OSError:
+            refused += 1
+            raise
+
+    concurrent.d.behaviour = after(release, answer_json)
+    asking = asyncio.create_task(concurrent.post())
+    await until(lambda: len(concurrent.d.requests) == 1)
+    monkeypatch.setattr(concurrent.proxy.prober, "_health", counted)
+    await leaves(concurrent, concurrent.d)
+    await until(lambda: refused > 3)
+    release.set()
+    assert (await asking).status == 200
+
+
+async def test_a_leaver_that_freezes_with_its_port_open_loses_its_requests_after_a_lease() -> None:
+    async with deployed("concurrent", 1, 1, life=0.5, lease=1.0) as deployment:
+        deployment.d.behaviour = never
+        asking = asyncio.create_task(deployment.post())
+        await until(lambda: len(deployment.d.requests) == 1)
+        other = await deployment.add("D")
+        await until(lambda: other.http_address in deployment.routable("D"))
+        deployment.pingers[deployment.d.http_address].stop()
+        deployment.d.frozen = True
+        async with asyncio.timeout(10):
+            assert (await asking).status == 200
+        assert len(other.requests) == 1
 
 
 async def test_a_request_that_a_leaving_d_takes_goes_elsewhere_too(sequential: Deployment) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import random
+import tracemalloc
 from collections.abc import Hashable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from proxy_fakes import prompt_of
 
 from proxy.prefixes import (
-    CHARACTERS_PER_TOKEN,
+    BYTES_PER_TOKEN,
+    DATA_BYTES_PER_TOKEN,
     MOST_HOLDERS,
     MOST_PIECES,
     PIECE_TOKENS,
@@ -21,8 +26,8 @@ from proxy.prefixes import (
     Prompt,
 )
 
-PIECE = PIECE_TOKENS * CHARACTERS_PER_TOKEN
-"""Characters."""
+PIECE = PIECE_TOKENS * BYTES_PER_TOKEN
+"""Bytes."""
 
 
 def text(pieces: float, seed: int = 0) -> str:
@@ -39,7 +44,7 @@ def chat(*contents: Any) -> dict[str, Any]:
 
 
 def chain(fields: dict[str, Any]) -> Chain:
-    return Prompt(fields).chain
+    return prompt_of(fields).chain
 
 
 def common(one: dict[str, Any], other: dict[str, Any]) -> int:
@@ -60,27 +65,80 @@ def common(one: dict[str, Any], other: dict[str, Any]) -> int:
         ({"prompt": ""}, 0),
         ({"prompt": "x"}, 1),
         ({"prompt": "x" * 400}, 100),
-        ({"prompt": ["x" * 40, "x" * 40]}, 20),
+        ({"prompt": ["x" * 40, "x" * 40]}, 22),
+        ({"prompt": "7" * 400}, 100),
+        ({"prompt": [" 7, 7, 7"]}, 3),
         ({"prompt": [7] * 33}, 33),
         ({"prompt": [[7] * 33, [8] * 2]}, 35),
-        ({"messages": [{"role": "user", "content": "x" * 36}]}, 10),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 36}]}]}, 10),
-        ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, 3),
+        ({"prompt": []}, 0),
+        ({"prompt": None, "tools": [], "messages": []}, 0),
+        ({"messages": [{"role": "user", "content": "x" * 369}]}, 100),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 344}]}]}, 100),
         ({"input": "x" * 40, "instructions": "x" * 40}, 20),
-        ({"system": "x" * 40, "messages": [{"role": "user", "content": "x" * 36}]}, 20),
-        ({"prompt": 7, "messages": {"content": 3.5}, "input": None, "tools": [[[[[["deep"]]]]]]}, 0),
+        ({"system": "x" * 40, "messages": [{"role": "user", "content": "x" * 49}]}, 30),
     ],
 )
 def test_a_prompts_length_is_estimated(fields: dict[str, Any], tokens: int) -> None:
-    assert Prompt(fields).tokens == tokens
+    """By the length of its JSON: a message's frame has about as many tokens as a chat template adds."""
+    assert prompt_of(fields).tokens == tokens
 
 
-def test_an_image_does_not_count_by_the_length_of_its_bytes() -> None:
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 1_000_000}}
-    other = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "B" * 1_000_000}}
-    described = [chat("you see", [each, {"type": "text", "text": text(2)}]) for each in (image, image, other)]
-    assert Prompt(described[0]).tokens < 200
-    assert chain(described[0]) == chain(described[1]) != chain(described[2])
+def test_token_ids_of_a_long_prompt_are_counted_by_a_part_of_them() -> None:
+    ids = [random.Random(1).randrange(100, 150_000) for _ in range(400_000)]
+    assert prompt_of({"prompt": ids}).tokens == pytest.approx(400_000, rel=0.01)
+
+
+def picture(size: int, seed: int) -> dict[str, Any]:
+    data = base64.b64encode(random.Random(seed).randbytes(size * 3 // 4)).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+@pytest.mark.parametrize("size", [20_000, 1_000_000, 8_000_000])
+def test_a_picture_counts_by_a_figure_of_its_own(size: int) -> None:
+    words = {"type": "text", "text": text(10)}
+    plain, seen = (prompt_of(chat("you see", parts)) for parts in ([words], [picture(size, 1), words]))
+    between_looks = max(2048, size / 512) / BYTES_PER_TOKEN
+    assert seen.tokens - plain.tokens == pytest.approx(size / DATA_BYTES_PER_TOKEN, abs=2 * between_looks)
+
+
+@pytest.mark.parametrize(
+    "words", ["ACGT" * 5000, "deadbeef" * 2500, "ä" * 20_000, "https://a.example/?b=c&d=e " * 800]
+)
+def test_text_without_spaces_is_no_picture(words: str) -> None:
+    assert prompt_of(chat(words)).tokens >= len(words.encode()) // BYTES_PER_TOKEN
+
+
+def test_prompts_with_pictures_are_told_apart_by_these_and_by_what_follows() -> None:
+    words = {"type": "text", "text": text(3)}
+    others = {"type": "text", "text": text(3, seed=9)}
+    first = chat("you see", [picture(1_000_000, 1), words])
+    pieces = 1_000_000 / DATA_BYTES_PER_TOKEN / PIECE_TOKENS
+    assert len(chain(first)) == pytest.approx(pieces + 3, abs=2)
+    assert common(first, chat("you see", [picture(1_000_000, 1), words])) == len(chain(first))
+    assert common(first, chat("you see", [picture(1_000_000, 1), others])) == pytest.approx(pieces, abs=2)
+    assert common(first, chat("you see", [picture(1_000_000, 2), words])) == 0
+
+
+def test_a_prompt_that_has_been_let_go_keeps_its_length_and_no_bytes() -> None:
+    body = bytearray(b'"' + b"x" * 4000 + b'"')
+    prompt = Prompt({"prompt": msgspec.json.Decoder(msgspec.Raw).decode(body)})
+    before = prompt.chain
+    prompt.let_go()
+    assert (prompt.tokens, prompt.chain) == (1000, before)
+    body.clear()  # what is still looked at cannot be resized
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt": "x y " * 4_000_000}, chat("you see", [picture(16_000_000, 1)])]
+)
+def test_a_chain_costs_no_more_than_its_beginning(fields: dict[str, Any]) -> None:
+    prompt = prompt_of(fields)
+    tracemalloc.start()
+    try:
+        assert len(prompt.chain) <= MOST_PIECES
+        assert tracemalloc.get_traced_memory()[1] < 4 * MOST_PIECES * PIECE
+    finally:
+        tracemalloc.stop()
 
 
 JSON = st.recursive(
@@ -104,7 +162,7 @@ JSON = st.recursive(
     )
 )
 def test_whatever_a_request_says_it_has_a_length_and_a_chain(fields: dict[str, Any]) -> None:
-    assert Prompt(fields).tokens >= 0
+    assert prompt_of(fields).tokens >= 0
     assert chain(fields) == chain(dict(fields))
 
 

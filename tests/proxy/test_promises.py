@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy import app, registry, relay, serving, upstream
-from proxy.admission import Limits
+from proxy import app, registry, relay, retries, upstream
 from proxy.cli import _limits, _parser
 from proxy.errors import retry_after
 
@@ -22,14 +21,13 @@ ROWS = [
 def test_the_fixed_limits_of_the_page() -> None:
     """Row by row, the numbers of the second cell."""
     idle, interval, probes = upstream._KEEPALIVE_PROBES.values()
-    assert serving._RETRIES_PER_SECOND * serving._RETRY_WINDOW_SECONDS == 10
+    always = retries._PER_SECOND * retries._WINDOW_SECONDS
     waits = sorted({int(retry_after()["Retry-After"]) for _ in range(200)})
     expected = [
         ("Retry-After", [waits[0], waits[-1]]),
-        ("body", [Limits().body_patience]),
         ("connection without a request", [app.IDLE_SECONDS]),
         ("client that reads nothing", [relay.STALL_SECONDS]),
-        ("retries", [serving._RETRY_SHARE, serving._RETRY_WINDOW_SECONDS, 10]),
+        ("retries", [retries._SHARE, retries._WINDOW_SECONDS, always]),
         (
             "a pause",
             [

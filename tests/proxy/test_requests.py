@@ -77,12 +77,15 @@ async def test_the_clients_headers_reach_both(either: Deployment) -> None:
         "TE": "trailers",
         "Proxy-Authorization": "no",
         "X-data-parallel-rank": "7",
+        "X-Vllm-Priority": "-1000",
+        "Endpoint-Load-Metrics-Format": "TEXT",
     }
     await either.post(headers=headers)
     for instance in (either.p, either.d):
         got = instance.requests[0].headers
         assert (got["Authorization"], got["X-Custom"]) == ("Bearer mine", "1")
         assert not {"X-Hop", "TE", "Proxy-Authorization", "X-data-parallel-rank"} & set(got)
+        assert not {"X-Vllm-Priority", "Endpoint-Load-Metrics-Format"} & set(got), "they control vLLM"
         assert got["Host"] == instance.http_address
 
 
@@ -234,7 +237,7 @@ async def test_a_p_that_does_not_end_is_closed_after_a_while(
         await until(lambda: len(concurrent.p.requests) == 1)
         return await answer_json(request, seen)
 
-    monkeypatch.setattr("proxy.dispatch._GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("proxy.attempt._GRACE_SECONDS", 0.1)
     concurrent.p.behaviour, concurrent.d.behaviour = never, answers
     assert (await concurrent.post()).status == 200
     await until(lambda: concurrent.p.requests[0].aborted)

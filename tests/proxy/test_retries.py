@@ -23,7 +23,8 @@ from proxy_behaviours import (
 from proxy_fakes import Deployment, FakeInstance, asked, deployed, quiet, until
 
 from proxy.admission import Limits
-from proxy.serving import Dispatch, RetryBudget, pause
+from proxy.attempt import Dispatch
+from proxy.retries import RetryBudget, pause
 
 OFF = Limits(alone_share=0)
 """No D does P's part."""
@@ -116,7 +117,7 @@ async def test_if_the_other_one_is_gone_after_the_pause_there_is_no_second_try(
                 instance.healthy = False
             return 0.0
 
-        monkeypatch.setattr("proxy.serving.pause", everybody_goes)
+        monkeypatch.setattr("proxy.retries.pause", everybody_goes)
         for instance in deployment.prefills:
             instance.behaviour = dies
         assert (await deployment.post()).status == 502
@@ -141,11 +142,11 @@ async def test_nobody_is_asked_twice_however_often_it_may_be_tried() -> None:
 @pytest.mark.parametrize("role", ["P", "D"])
 async def test_the_clients_mistake_is_not_tried_again(role: str) -> None:
     async with deployed("sequential", prefill=2, decode=2) as deployment:
-        instances = deployment.prefills if role == "P" else deployment.decodes
-        for instance in instances:
+        instances = deployment.prefills if role == "P" else []
+        for instance in (*instances, *deployment.decodes):
             instance.behaviour = answer_error(400)
         assert (await deployment.post()).status == 400
-        assert asked(instances) == [0, 1]
+        assert asked(deployment.prefills) == asked(deployment.decodes) == [0, 1]
 
 
 @pytest.mark.asyncio
@@ -185,7 +186,7 @@ async def test_an_outage_does_not_multiply_the_load() -> None:
 
 @pytest.mark.asyncio
 async def test_a_client_that_leaves_between_two_tries_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.serving.pause", lambda tries: 1000.0)
+    monkeypatch.setattr("proxy.retries.pause", lambda tries: 1000.0)
     async with deployed("concurrent", prefill=2, decode=1) as deployment:
         for instance in deployment.prefills:
             instance.behaviour = dies
@@ -208,7 +209,7 @@ async def test_a_second_try_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyP
         pausing.set()
         return 1000.0
 
-    monkeypatch.setattr("proxy.serving.pause", long)
+    monkeypatch.setattr("proxy.retries.pause", long)
     async with deployed("sequential", prefill=2, decode=1) as deployment:
         for instance in deployment.prefills:
             instance.behaviour = dies
@@ -236,7 +237,7 @@ async def test_what_fails_while_the_proxy_stops_is_not_tried_again() -> None:
         asking = asyncio.create_task(deployment.post())
         await until(lambda: asked(deployment.prefills) == [0, 1])
         stopping = asyncio.create_task(deployment.proxy.stop(1000.0, asyncio.Event()))
-        await until(lambda: deployment.proxy.desk.stopping)
+        await until(lambda: deployment.proxy.active.stopping)
         fail.set()
         assert (await asking).status == 502
         assert await stopping == 0

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from proxy_fakes import join
 
-from proxy.relay import Rewriter
+from p2pkv.control.discovery import Ping
+from proxy.registry import Registry
+from proxy.relay import Rewriter, Scrubber
+from proxy.routing import Choice
 
 MINTED = b"___prefill_addr_127.0.0.1:21001___decode_addr_[::1]:21002_" + b"0123456789abcdef" * 2
 CLEAN = b"0123456789abcdef" * 2
@@ -61,3 +65,11 @@ def test_nothing_waits_without_need(stream: bytes, cut: int) -> None:
 def test_an_empty_pattern_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing to replace"):
         Rewriter(b"", b"x")
+
+
+@pytest.mark.parametrize("named", ["[::1]:21001", "[0:0:0:0:0:0:0:1]:21001", "[::1]:8100"])
+def test_an_error_names_no_instance_however_it_spells_the_address(named: str) -> None:
+    """A ping may spell it in full, and what vLLM writes is the short form."""
+    message = Ping(type="D", http_address="[::1]:8100", zmq_address="[0:0:0:0:0:0:0:1]:21001")
+    scrubber = Scrubber(Choice(None, join(Registry(), message)), "the id", "mine")
+    assert scrubber.text(f"the id: no KV from {named}") == "mine: no KV from (decode instance)"

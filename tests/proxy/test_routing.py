@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from proxy_behaviours import Seen, answer_json
-from proxy_fakes import FakeInstance, deployed, join, ping, quiet, until
+from proxy_fakes import FakeInstance, deployed, join, ping, prompt_of, quiet, until
 from test_admission import ask, slow
 
 from proxy.cli import main
@@ -19,6 +19,8 @@ from proxy.routing import (
     POLICY_NAMES,
     REQUEST_TOKENS,
     Asked,
+    Help,
+    NoInstance,
     PowerOfTwo,
     Router,
     Routing,
@@ -31,7 +33,7 @@ from proxy.routing import (
 
 def prompt(tokens: int, first: int = 0) -> Prompt:
     """Of token ids; prompts with the same `first` begin alike."""
-    return Prompt({"prompt": [*range(first, first + tokens)]})
+    return prompt_of({"prompt": [*range(first, first + tokens)]})
 
 
 def asked(tokens: int = 10, first: int = 0, session: str = "") -> Asked:
@@ -211,6 +213,25 @@ def test_when_the_load_is_uneven_it_is_the_least_loaded() -> None:
     assert policy([warm, cold], asked(LONG)) == (cold, LONG), "which has been given it now"
 
 
+def test_four_ranks_compute_all_of_it_sooner_than_one_computes_half() -> None:
+    registry, policy = Registry(), make_policy("prefix_aware", 10_000)
+    warm, large = join(registry, ping("P", 1)), join(registry, ping("P", 2, tp_size=4))
+    policy([warm], asked(LONG // 2))
+    assert policy([warm, large], asked(LONG)) == (large, 0)
+
+
+def test_who_needs_a_p_is_not_left_to_a_d_alone_where_all_ps_are_in_doubt() -> None:
+    """It has been tried without one, or that is decided elsewhere."""
+    registry = Registry()
+    p, d = join(registry, ping("P", 1)), join(registry, ping("D", 2))
+    for _ in range(5):
+        p.breaker.failed(0.0)
+    router = Router(registry, alone=1)
+    assert router.able(None, 0.1, help=Help.WANTED) == ([], [d])
+    with pytest.raises(NoInstance):
+        router.able(None, 0.1, help=Help.NEEDED)
+
+
 def test_a_beginning_that_everybody_asks_for_does_not_pile_up_at_one_instance() -> None:
     registry = Registry()
     prefills = [join(registry, ping("P", number + 1)) for number in range(3)]
@@ -238,10 +259,10 @@ def test_models_and_restarts_have_caches_of_their_own() -> None:
     policy = make_policy("prefix_aware", 10_000)
     before, after = instances(1, incarnation="before"), instances(1, incarnation="after")
     fields = {"model": "a", "prompt": [1] * LONG}
-    assert policy(before, Asked("a", Prompt(fields))).cached == 0
-    assert policy(before, Asked("a", Prompt(fields))).cached == LONG
-    assert policy(before, Asked("b", Prompt(fields | {"model": "b"}))).cached == 0
-    assert policy(after, Asked("a", Prompt(fields))).cached == 0
+    assert policy(before, Asked("a", prompt_of(fields))).cached == 0
+    assert policy(before, Asked("a", prompt_of(fields))).cached == LONG
+    assert policy(before, Asked("b", prompt_of(fields | {"model": "b"}))).cached == 0
+    assert policy(after, Asked("a", prompt_of(fields))).cached == 0
 
 
 # With instances that have a prefix cache.

@@ -26,8 +26,8 @@ from proxy_behaviours import (
 from proxy_fakes import Deployment, deployed, quiet, until
 
 from proxy.admission import Limits
+from proxy.attempt import Dispatch
 from proxy.cli import Garbage
-from proxy.serving import Dispatch
 
 BODY = b'{"model": "tiny", "prompt": "hi", "stream": true}'
 
@@ -111,7 +111,7 @@ def moody(dice: random.Random) -> Behaviour:
 @pytest.mark.asyncio
 async def test_whenever_clients_leave_nothing_is_left(dispatch: Dispatch, seed: int) -> None:
     dice = random.Random(seed)
-    limits = Limits(max_requests=3, max_waiting=10, max_wait=0.2, body_patience=5.0)
+    limits = Limits(max_requests=3, max_waiting=10, max_wait=0.2, body_seconds=5.0)
     async with deployed(dispatch, prefill=2, decode=2, limits=limits) as deployment:
         for instance in (*deployment.prefills, *deployment.decodes):
             instance.behaviour = moody(dice)
@@ -132,7 +132,7 @@ async def test_whenever_clients_leave_nothing_is_left(dispatch: Dispatch, seed: 
 @pytest_asyncio.fixture
 async def short() -> AsyncIterator[Deployment]:
     """A proxy that waits half a second for the rest of a body."""
-    async with deployed("concurrent", 1, 1, limits=Limits(max_body=1 << 20, body_patience=0.5)) as deployment:
+    async with deployed("concurrent", 1, 1, limits=Limits(max_body=1 << 20, body_seconds=0.5)) as deployment:
         yield deployment
 
 
@@ -267,3 +267,98 @@ async def test_a_client_that_stays_and_does_not_read_loses_its_place(
         await until(lambda: short.d.requests[0].aborted)
         await quiet(short)
         await until(lambda: cut_off(deaf.writer))
+
+
+@pytest.mark.asyncio
+async def test_a_body_that_comes_byte_by_byte_has_one_deadline(short: Deployment) -> None:
+    async with Client(short) as client, asyncio.timeout(10):
+        client.writer.write(post(b"", b"Content-Length: 100000"))
+        trickle = asyncio.create_task(drip(client.writer))
+        assert await client.status() == 408
+        trickle.cancel()
+    await quiet(short)
+
+
+async def drip(writer: asyncio.StreamWriter) -> None:
+    while not writer.transport.is_closing():
+        writer.write(b" ")
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_does_not_read_an_answer_that_is_whole_is_disconnected(
+    short: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D's own error, of which more than the kernel buffers is left when the request has ended."""
+
+    async def refuses(request: web.Request, seen: Seen) -> web.StreamResponse:
+        return web.Response(status=400, body=b"x" * (16 << 20))
+
+    monkeypatch.setattr("proxy.relay.STALL_SECONDS", 0.3)
+    short.d.behaviour = refuses
+    async with Client(short) as deaf:
+        deaf.writer.transport.pause_reading()
+        deaf.writer.write(WHOLE)
+        await until(lambda: short.proxy.counters.admitted == 1)
+        await quiet(short)
+        await until(lambda: cut_off(deaf.writer))
+
+
+# More connections than there may be.
+
+
+@pytest_asyncio.fixture
+async def crowded() -> AsyncIterator[Deployment]:
+    """A proxy that takes three connections."""
+    limits = Limits(max_connections=3)
+    async with deployed("concurrent", 1, 1, limits=limits) as deployment:
+        yield deployment
+
+
+async def closed(client: Client) -> bool:
+    """Whether the proxy has closed it; it may have sent something before."""
+    with contextlib.suppress(ConnectionResetError):
+        await client.reader.read()
+    return True
+
+
+@pytest.mark.asyncio
+async def test_idle_connections_make_room_for_others_the_oldest_first(crowded: Deployment) -> None:
+    async with asyncio.timeout(20), contextlib.AsyncExitStack() as all_:
+        idle = [await all_.enter_async_context(Client(crowded)) for _ in range(10)]
+        for client in idle[:7]:
+            assert await closed(client)
+        for client in idle[-3:]:
+            client.writer.write(WHOLE)
+            assert await client.status() == 200
+            await client.reader.readuntil(b"\r\n\r\n")
+        assert (await crowded.post()).status == 200, "in the place of one that is kept for a next request"
+    await quiet(crowded)
+
+
+@pytest.mark.asyncio
+async def test_when_all_have_requests_under_way_another_one_is_turned_away(
+    crowded: Deployment, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def waits(request: web.Request, seen: Seen) -> web.StreamResponse:
+        await release.wait()
+        return await answer_json(request, seen)
+
+    release = asyncio.Event()
+    crowded.d.behaviour = waits
+    async with asyncio.timeout(20), contextlib.AsyncExitStack() as all_:
+        busy = [await all_.enter_async_context(Client(crowded)) for _ in range(3)]
+        for number, client in enumerate(busy):
+            client.writer.write(WHOLE)
+            await until(lambda number=number: len(crowded.d.requests) == number + 1)
+        for _ in range(5):
+            client = await all_.enter_async_context(Client(crowded))
+            assert await client.status() == 503
+            said = await client.reader.read()
+            assert b"Retry-After: " in said and b"as many connections as it takes" in said
+        release.set()
+        for client in busy:
+            assert await client.status() == 200
+    lines = [line for line in caplog.records if "takes no more" in line.getMessage()]
+    assert len(lines) == 1
+    await quiet(crowded)

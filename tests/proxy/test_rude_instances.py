@@ -13,8 +13,8 @@ import pytest
 from proxy_fakes import Deployment, FakeInstance, deployed, quiet, until
 
 from proxy.admission import Limits
+from proxy.attempt import Dispatch
 from proxy.registry import Instance, Role
-from proxy.serving import Dispatch
 
 pytestmark = pytest.mark.asyncio
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import resource
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,20 @@ def test_the_command_line_comes_first_then_the_environment_then_the_file(file: P
     assert (read.max_requests, read.max_waiting, read.retries, read.max_wait) == (10, 30, 3, 0.5)
     assert read.log_level == "ERROR"
     assert read.port == 10001
+
+
+def test_bounds_for_bodies_and_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = options(
+        *("--max-body-mib", "3", "--max-body-values", "1000", "--body-seconds", "2.5"), MAX_CONNECTIONS="90"
+    )
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1000, 1000))
+    limits = cli._limits(read)
+    assert (limits.max_body, limits.max_values, limits.body_seconds) == (3 << 20, 1000, 2.5)
+    assert limits.max_connections == 90
+    monkeypatch.setattr("resource.getrlimit", lambda _: (60, 60))
+    assert cli._limits(read).max_connections == 20, "a request needs three descriptors"
+    monkeypatch.setattr("resource.getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert cli._limits(read).max_connections == 90
 
 
 @pytest.mark.parametrize("spelling", ["--max-requests=7", "--max-requests 7"])

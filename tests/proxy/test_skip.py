@@ -12,8 +12,8 @@ from test_admission import ask, slow
 from test_alone import paired
 
 from proxy.admission import Limits
+from proxy.attempt import Dispatch
 from proxy.routing import Routing
-from proxy.serving import Dispatch
 
 pytestmark = pytest.mark.asyncio
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import random
 import re
@@ -331,7 +332,11 @@ async def test_after_thousands_of_requests_that_fail_in_all_ways_nothing_is_left
         injected = {*ANYHOW, *STREAMED, *WHOLE, "refused", "client left"}
         assert set(soak.faults) == injected, "a fault that never happened"
         assert sum(soak.ends.values()) == requests
-        assert soak.ends["answered"] > requests / 100 and soak.ends["broken off"] and soak.ends["left"]
+        assert soak.ends["broken off"] and soak.ends["left"]
+        # How many are turned away is chance: their clients come back at once. Of the others four in five are
+        # answered here: what one instance fails goes elsewhere, within the budget of retries.
+        taken = requests - soak.ends["left"] - soak.ends["status 503"]
+        assert taken > requests / 10 and soak.ends["answered"] > 0.65 * taken, dict(soak.ends)
         assert last_held.tasks == first_held.tasks
         assert last_held.objects == {}, "objects of requests that have ended are left"
         assert last_held.descriptors <= first_held.descriptors
@@ -345,7 +350,7 @@ async def test_after_thousands_of_requests_that_fail_in_all_ways_nothing_is_left
 async def test_a_p_that_ends_after_d_leaves_nothing_of_its_request(
     concurrent: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.dispatch._GRACE_SECONDS", 1000.0)
+    monkeypatch.setattr("proxy.attempt._GRACE_SECONDS", 1000.0)
     before, release = objects_of_requests(), asyncio.Event()
     concurrent.p.behaviour = after(release, answer_json)
     assert (await concurrent.post()).status == 200
@@ -354,3 +359,22 @@ async def test_a_p_that_ends_after_d_leaves_nothing_of_its_request(
     release.set()
     await quiet(concurrent)
     await until(lambda: objects_of_requests() <= before)
+
+
+@pytest.mark.asyncio
+async def test_what_a_request_leaves_waits_for_no_garbage_collector(concurrent: Deployment) -> None:
+    """Objects that refer to each other would, and their collection is a fifth of a short request's work."""
+    assert (await concurrent.post()).status == 200
+    await quiet(concurrent)
+    before = objects_of_requests()
+    gc.disable()
+    try:
+        for _ in range(3):
+            async with await concurrent.post() as response:
+                assert response.status == 200
+                await response.read()
+            await quiet(concurrent)
+        del response
+        assert objects_of_requests(collect=False) <= before
+    finally:
+        gc.enable()

@@ -3,63 +3,179 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import signal
-import socket
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from aiohttp.test_utils import make_mocked_request
-from proxy_fakes import DEADLINE, ping, until
+from proxy_fakes import DEADLINE, join, ping, until
 
-from p2pkv.control.discovery import MAX_PING_BYTES, Ping, decode_ping, encode_ping
-from proxy.admission import Limits
+from p2pkv.control.discovery import MAX_PING_BYTES, Ping, decode_ping, encode_ping, goodbye
 from proxy.instances import Access, changed, listed
 from proxy.metrics import Family, Metrics
-from proxy.registry import Registry
-from proxy.serving import Proxy
+from proxy.registry import MAX_INSTANCES, Registry
+from proxy.siblings import NoAnswer, Siblings, answering, ask
 from proxy.status import metrics_page
-from proxy.team import (
-    Channel,
-    Drained,
-    Heard,
-    Link,
-    Lost,
-    Message,
-    Pinged,
-    Question,
-    Said,
-    Serving,
-    SharedSource,
-    Stop,
-    Team,
-)
-from proxy.upstream import Client
-from proxy.workers import Membership, Seat, Supervisor, WorkerFailed
+from proxy.supervisor import Pings, Supervisor, WorkerFailed
+from proxy.worker import Drains, Report, Seat, Update, Worker
 
 pytestmark = pytest.mark.asyncio
 
+# Pings.
 
-@asynccontextmanager
-async def following(**parts: Any) -> AsyncIterator[tuple[Registry, Channel, Link]]:
-    """A worker's registry, and the parent's end of its channel."""
-    ours, theirs = socket.socketpair()
-    channel = await Channel.over(ours)
-    link = Link(await Channel.over(theirs), asyncio.Event(), asyncio.Event())
-    registry = Registry(life=10.0, lease=30.0)
-    task = asyncio.create_task(Team(parts, link).follow(registry, lambda: 100.0, lambda: None))
-    try:
-        yield registry, channel, link
-    finally:
-        channel.close()
-        await task
-        link.channel.close()
+
+@dataclass(eq=False)
+class Line:
+    """A connection to the discovery address."""
+
+    open: bool = True
+    member: bool = False
+    told: bytes = b""
+
+    def stands(self) -> bool:
+        return self.open
+
+    def tell(self, frame: bytes) -> bool:
+        self.told += frame
+        return True
+
+
+class Repeated:
+    """What comes at the discovery address, and a worker's registry. `now` is the registry's clock."""
+
+    def __init__(self, seat: Seat | None = None) -> None:
+        self.news = 0
+        self.now = 100.0
+        self.drains: Drains = []
+        self.pings = Pings(self._changed)
+        self.begin()
+
+    def begin(self) -> None:
+        """A worker that begins."""
+        self.worker = Worker(Seat(1, 2, (), Path()))
+        self.registry = Registry(life=10.0, lease=30.0)
+
+    def _changed(self) -> None:
+        self.news += 1
+
+    def update(self) -> Report:
+        """As it travels."""
+        raw = msgspec.msgpack.encode(Update(self.pings.all(), self.drains))
+        return self.worker.update(msgspec.msgpack.decode(raw, type=Update), self.registry, self._take)
+
+    def _take(self, message: Ping, source: Any) -> None:
+        found = self.registry.observe(message, self.now, source)
+        if found is not None:
+            found.healthy = True
+            source.tell(f"to {message.http_address}".encode())
+
+
+async def test_workers_have_the_pings_and_a_new_one_has_them_at_once() -> None:
+    both, line = Repeated(), Line()
+    both.pings.take(ping("D"), line)
+    both.pings.take(ping("P"), line)
+    assert both.news == 2
+    for _ in range(2):
+        both.update()
+        assert [len(both.registry.routable(role, both.now)) for role in ("P", "D")] == [1, 1]
+        both.begin()
+    both.pings.take(ping("D"), line)
+    assert both.news == 2, "one more ping of the same instance is no news"
+
+
+async def test_an_instance_is_as_old_as_its_latest_ping_however_often_that_is_repeated() -> None:
+    both, line = Repeated(), Line()
+    both.pings.take(ping("D"), line)
+    both.update()
+    (instance,) = both.registry.known("D")
+    both.now = 105.0
+    both.update()
+    assert instance.last_seen == 100.0
+    both.pings.take(ping("D"), line)
+    both.update()
+    assert instance.last_seen == 105.0
+
+
+async def test_a_connection_that_is_closed_takes_its_instance_along_and_its_successor_is_taken() -> None:
+    both, line = Repeated(), Line()
+    both.pings.take(ping("D", incarnation="first"), line)
+    both.update()
+    assert both.registry.routable("D", 115.0), "silent, and its connection stands"
+    line.open = False
+    both.update()
+    assert not both.registry.routable("D", 115.0)
+    both.pings.take(ping("D", incarnation="second"), Line())
+    both.update()
+    assert [each.ping.incarnation for each in both.registry.known("D")] == ["second"]
+    assert both.registry.claims_refused == 0
+
+
+async def test_the_successor_of_an_instance_that_was_killed_is_taken_at_once() -> None:
+    """Both are in one update, and the first one's connection is found closed in time."""
+    both, line = Repeated(), Line()
+    both.pings.take(ping("D", incarnation="first"), line)
+    both.update()
+    line.open = False
+    both.pings.take(ping("D", incarnation="second"), Line())
+    both.update()
+    assert [each.ping.incarnation for each in both.registry.known("D")] == ["second"]
+    assert both.registry.claims_refused == 0
+
+
+async def test_an_address_belongs_to_its_holder_here_too_unless_a_member_wants_it() -> None:
+    both = Repeated()
+    both.pings.take(ping("D", incarnation="first"), Line())
+    both.pings.take(ping("D", incarnation="thief"), Line())
+    both.update()
+    assert [each.ping.incarnation for each in both.registry.known("D")] == ["first"]
+    assert both.registry.claims_refused == 1
+    both.pings.take(ping("D", incarnation="member"), Line(member=True))
+    both.update()
+    assert [each.ping.incarnation for each in both.registry.known("D")] == ["member"]
+
+
+async def test_a_goodbye_reaches_workers_and_those_that_begin_after_it() -> None:
+    both, line = Repeated(), Line()
+    both.pings.take(ping("D"), line)
+    both.update()
+    both.pings.take(goodbye(ping("D")), line)
+    assert both.news == 2
+    for _ in range(2):
+        both.update()
+        assert both.registry.known("D") == []
+        both.begin()
+    both.pings.take(ping("D"), line)
+    both.update()
+    assert len(both.registry.known("D")) == 1, "it has come back"
+
+
+async def test_what_a_worker_answers_to_a_ping_goes_to_its_sender() -> None:
+    both, one, other = Repeated(), Line(), Line()
+    both.pings.take(ping("D", 1), one)
+    both.pings.take(ping("D", 2), other)
+    for number, frame in both.update().answers:
+        both.pings.answer(number, frame)
+    assert (one.told, other.told) == (b"to 10.0.0.1:1", b"to 10.0.0.1:2")
+    assert both.update().answers == []
+    both.pings.answer(12345, b"of a connection that is gone")
+
+
+async def test_however_many_addresses_are_pinged_what_is_kept_is_bounded() -> None:
+    both, line = Repeated(), Line()
+    for port in range(1, MAX_INSTANCES + 100):
+        both.pings.take(ping("D", port), line)
+    both.pings.take(ping("P"), Line())
+    assert len(both.pings.all()) == MAX_INSTANCES
+    assert len(both.pings._numbers) == 1
 
 
 def long_ping() -> Ping:
@@ -72,97 +188,53 @@ def long_ping() -> Ping:
 
 
 async def test_a_ping_that_is_longer_once_its_defaults_are_written_reaches_the_workers() -> None:
-    message = long_ping()
+    both, message = Repeated(), long_ping()
     assert len(encode_ping(message)) > MAX_PING_BYTES
-    async with Client() as session, following() as (registry, channel, link):
-        membership = Membership(Proxy(session, Registry(), "concurrent", Limits()), channel.send)
-        membership.take(message, SharedSource())
-        await until(lambda: registry.of(message) is not None, "the instance")
-        assert not link.stop.is_set()
+    both.pings.take(message, Line())
+    both.update()
+    assert both.registry.of(message) is not None
 
 
-async def test_a_message_that_is_none_and_one_that_fails_do_not_end_a_worker() -> None:
-    message = ping("D")
-    async with following() as (registry, channel, link):
-        channel._writer.write((3).to_bytes(4) + b"\xff\xff\xff")
-        channel.send(Question(1, "what nobody can say"))
-        channel.send(Pinged(message))
-        await until(lambda: registry.of(message) is not None, "the instance")
-        assert not link.stop.is_set()
+async def test_a_worker_that_begins_takes_over_what_is_drained_and_one_that_serves_does_not() -> None:
+    both, line = Repeated(), Line()
+    for port in (1, 2):
+        both.pings.take(ping("D", port, incarnation="x"), line)
+    both.update()
+    first, _ = both.registry.known("D")
+    both.registry.drain(first, True)
+    both.drains = both.update().drains
+    both.begin()
+    both.update()
+    assert not both.worker.updated.is_set(), "a drain may not have reached the supervisor in time for it"
+    both.update()
+    assert both.worker.updated.is_set()
+    assert [each.drained for each in both.registry.known("D")] == [True, False]
+    both.worker.serving = True
+    first, _ = both.registry.known("D")
+    both.registry.drain(first, False)
+    assert both.update().drains == [] and not first.drained, "the supervisor may be late to learn of a resume"
 
 
-async def test_who_is_lost_is_not_alive_once_it_is_silent_and_comes_back_with_its_pings() -> None:
-    message = ping("D")
-    async with following() as (registry, channel, _):
-        channel.send(Pinged(message))
-        await until(lambda: bool(registry.known("D")), "the instance")
-        (instance,) = registry.known("D")
-        instance.healthy = True
-        assert registry.routable("D", 115.0) == [instance], "silent, and its connection stands"
-        channel.send(Lost(message))
-        await until(lambda: not registry.routable("D", 115.0), "its loss")
-        channel.send(Pinged(message))
-        await until(lambda: bool(registry.routable("D", 115.0)), "its return")
-        restarted = ping("D", incarnation="another")
-        channel.send(Pinged(restarted))
-        await until(lambda: bool(registry.of(restarted)), "its successor, under the same address")
+async def test_a_drain_may_be_known_before_its_instance() -> None:
+    old, new = Registry(), Registry()
+    old.drain(join(old, ping("D", 1, incarnation="x")), True)
+    old.drain(join(old, ping("D", 2, incarnation="y")), True)
+    new.adopt_drains(msgspec.msgpack.decode(msgspec.msgpack.encode(old.drains())))
+    assert join(new, ping("D", 1, incarnation="x")).drained
+    assert not join(new, ping("D", 2, incarnation="its successor")).drained
+    assert not join(new, ping("D", 3, incarnation="x")).drained
 
 
-async def test_a_drain_may_be_known_before_the_instance_and_the_end_of_the_parent_stops_a_worker() -> None:
-    message = ping("D", incarnation="first")
-    async with following() as (registry, channel, link):
-        channel.send(Drained(message))
-        channel.send(Pinged(message))
-        await until(lambda: bool(registry.known("D")), "the instance")
-        assert registry.known("D")[0].drained
-        channel.send(Stop(hurry=True))
-        await asyncio.wait_for(link.hurry.wait(), DEADLINE)
-        assert not link.stop.is_set()
-        channel.close()
-        await asyncio.wait_for(link.stop.wait(), DEADLINE)
-
-
-async def test_a_drain_reaches_a_worker_that_has_yet_to_learn_of_the_instance_and_so_does_a_resume() -> None:
-    one, other = ping("D", 1), ping("D", 2)
-    told: list[Message] = []
-    async with Client() as session, following() as (registry, channel, _):
-        membership = Membership(Proxy(session, Registry(), "concurrent", Limits()), told.append)
-        for each in (one, other):
-            membership.take(each, SharedSource())
-            membership.drain(each.http_address, drained=True)
-        membership.drain(other.http_address, drained=False)
-        for message in sorted(told, key=lambda each: isinstance(each, Pinged)):
-            channel.send(message)
-        await until(lambda: len(registry.known("D")) == 2, "both")
-        assert [each.drained for each in registry.known("D")] == [True, False]
-
-
-async def test_a_worker_that_begins_learns_who_is_paused() -> None:
-    message = ping("D")
-    async with Client() as session, following() as (registry, channel, _):
-        membership = Membership(Proxy(session, Registry(), "concurrent", Limits()), lambda _: None)
-        for paused in (False, True):
-            membership.take(msgspec.structs.replace(message, paused=paused), SharedSource())
-        for each in membership.all():
-            channel.send(each)
-        await until(lambda: bool(registry.known("D")), "the instance")
-        assert registry.known("D")[0].paused
-
-
-async def test_a_worker_that_nobody_has_heard_in_time_speaks_for_itself() -> None:
-    ours, theirs = socket.socketpair()
-    channel = await Channel.over(ours)
-    link = Link(await Channel.over(theirs), asyncio.Event(), asyncio.Event())
-    team = Team({"status": lambda _: "mine"}, link)
-    following = asyncio.create_task(team.follow(Registry(), lambda: 0.0, lambda: None))
-    asking = asyncio.create_task(team.ask("status"))
-    ask = await anext(channel.messages())
-    assert isinstance(ask, Question)
-    channel.send(Said(ask.number, [], missing=2))
-    assert await asking == Heard(["mine"], complete=False)
-    channel.close()
-    await following
-    link.channel.close()
+async def test_workers_and_those_that_begin_learn_who_is_paused() -> None:
+    both, line, message = Repeated(), Line(), ping("D")
+    both.pings.take(message, line)
+    both.update()
+    both.pings.take(msgspec.structs.replace(message, paused=True), line)
+    assert both.news == 2, "a pause is news"
+    for _ in range(2):
+        both.update()
+        assert both.registry.known("D")[0].paused
+        both.begin()
 
 
 # Workers that end, freeze, or cannot be started.
@@ -175,20 +247,19 @@ class Process:
 
     def __init__(self, target: Begin, args: tuple[Seat], **_: Any) -> None:
         self._begin, (self._seat,) = target, args
-        self._ended = threading.Event()
+        self.sentinel, self._end = os.pipe()
         self._task: asyncio.Task[None] | None = None
         self.exitcode: int | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(replace(self._seat, end=self._seat.end.dup())))
+        self._task = asyncio.create_task(self._run())
 
-    async def _run(self, seat: Seat) -> None:
+    async def _run(self) -> None:
         try:
-            await self._begin(seat)
+            await self._begin(self._seat)
         finally:
             self.exitcode = self.exitcode or 0
-            seat.end.close()
-            self._ended.set()
+            os.close(self._end)
 
     def kill(self) -> None:
         self.exitcode = -signal.SIGKILL
@@ -196,42 +267,56 @@ class Process:
         self._task.cancel()
 
     def is_alive(self) -> bool:
-        return not self._ended.is_set()
+        return self._task is not None and not self._task.done()
 
-    def join(self, seconds: float) -> None:
-        self._ended.wait(seconds)
+    def join(self) -> None:
+        os.close(self.sentinel)
 
 
-async def work(seat: Seat, teams: list[Team] | None = None, **parts: Any) -> None:
-    """As a worker that is in order; `teams` gets its side of all workers."""
-    channel = await Channel.over(seat.end)
-    link = Link(channel, asyncio.Event(), asyncio.Event())
-    team = Team(parts, link)
-    task = asyncio.create_task(team.follow(Registry(), lambda: 0.0, lambda: None))
-    if teams is not None:
-        teams.append(team)
-    channel.send(Serving())
-    try:
-        await link.stop.wait()
-    finally:
-        task.cancel()
-        channel.close()
+async def work(seat: Seat, siblings: list[Siblings] | None = None, **parts: Any) -> None:
+    """As a worker that is in order; `siblings` gets its side of all workers."""
+    worker = Worker(seat)
+    worker.serving = True
+    if siblings is not None:
+        siblings.append(Siblings(parts, seat.others))
+
+    def update(raw: Any) -> Report:
+        return worker.update(msgspec.convert(raw, Update), Registry(), lambda *_: None)
+
+    async with answering(seat.socket, parts | {"update": update}):
+        await worker.stop.wait()
 
 
 async def freeze(seat: Seat) -> None:
-    """It has begun to serve, and reads nothing any more."""
-    channel = await Channel.over(seat.end)
-    channel.send(Serving())
-    try:
+    """It has begun to serve, and answers nothing any more."""
+    worker, serving = Worker(seat), asyncio.Event()
+    worker.serving = True
+
+    def update(raw: Any) -> Report:
+        if serving.is_set():
+            raise NoAnswer
+        serving.set()
+        return worker.update(msgspec.convert(raw, Update), Registry(), lambda *_: None)
+
+    async with answering(seat.socket, {"update": update}):
         await asyncio.Event().wait()
-    finally:
-        channel.close()
 
 
 async def serve_and_end(seat: Seat) -> None:
-    channel = await Channel.over(seat.end)
-    channel.send(Serving())
-    channel.close()
+    """It serves, and ends when it has said so."""
+    worker, said = Worker(seat), asyncio.Event()
+    worker.serving = True
+
+    def update(raw: Any) -> Report:
+        asyncio.get_running_loop().call_later(0.05, said.set)
+        return worker.update(msgspec.convert(raw, Update), Registry(), lambda *_: None)
+
+    async with answering(seat.socket, {"update": update}):
+        await said.wait()
+
+
+async def end_at_once(seat: Seat) -> None:
+    return None
 
 
 class Lives:
@@ -250,13 +335,13 @@ class Lives:
         self.begun.append(seat.number)
         await (lives.pop(0) if len(lives) > 1 else lives[0])(seat)
 
-    def served_again(self, number: int, times: int) -> Callable[[], bool]:
+    def began_again(self, number: int, times: int) -> Callable[[], bool]:
         return lambda: self.begun.count(number) > times
 
 
 @asynccontextmanager
-async def supervised(lives: Lives, workers: int) -> AsyncIterator[Supervisor]:
-    supervisor = Supervisor([[socket.socket()] for _ in range(workers)], lives)
+async def supervised(lives: Lives, workers: int, folder: Path) -> AsyncIterator[Supervisor]:
+    supervisor = Supervisor(workers, [], folder, lives)
     try:
         yield supervisor
     finally:
@@ -267,13 +352,14 @@ async def supervised(lives: Lives, workers: int) -> AsyncIterator[Supervisor]:
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(Process=Process)
-    monkeypatch.setattr("proxy.workers.multiprocessing.get_context", lambda method: context)
-    monkeypatch.setattr("proxy.workers._FIRST_PAUSE", 0.01)
-    monkeypatch.setattr("proxy.workers._ALIVE_SECONDS", 0.01)
+    monkeypatch.setattr("proxy.supervisor.multiprocessing.get_context", lambda method: context)
+    monkeypatch.setattr("proxy.supervisor._FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("proxy.supervisor._UPDATE_SECONDS", 0.01)
+    monkeypatch.setattr("proxy.supervisor._START_SECONDS", 0.01)
 
 
 async def test_a_frozen_worker_is_killed_and_started_again_and_one_that_still_starts_is_not(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     begin = asyncio.Event()
 
@@ -282,72 +368,92 @@ async def test_a_frozen_worker_is_killed_and_started_again_and_one_that_still_st
         await work(seat)
 
     lives = Lives([starts_slowly], [freeze, work])
-    async with supervised(lives, 2) as supervisor:
+    async with supervised(lives, 2, tmp_path) as supervisor:
         starting = asyncio.create_task(supervisor.start(asyncio.Event()))
-        await until(lives.served_again(2, times=1), "the frozen worker's successor")
-        assert "worker 2 has answered nothing for 0.05 s: it is killed" in caplog.text
+        await until(lives.began_again(2, times=1), "the frozen worker's successor")
+        assert "worker 2 has not answered 5 times: it is killed" in caplog.text
         assert "worker 2 was ended by SIGKILL" in caplog.text
         begin.set()
         await starting
     assert lives.begun == [1, 2, 2]
 
 
-async def test_a_worker_that_answers_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_answers_is_left_alone_and_one_missed_answer_or_four_kill_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     asked = 0
 
-    async def counts(seat: Seat) -> None:
-        nonlocal asked
-        channel = await Channel.over(seat.end)
-        channel.send(Serving())
-        async for message in channel.messages():
-            asked += 1
-            channel.send(message)
-            if isinstance(message, Stop):
-                channel.close()
+    async def misses_some(seat: Seat) -> None:
+        worker = Worker(seat)
+        worker.serving = True
 
-    lives = Lives([counts])
-    async with supervised(lives, 1) as supervisor:
+        def update(raw: Any) -> Report:
+            nonlocal asked
+            asked += 1
+            if asked % 5:
+                raise NoAnswer
+            return worker.update(msgspec.convert(raw, Update), Registry(), lambda *_: None)
+
+        async with answering(seat.socket, {"update": update}):
+            await worker.stop.wait()
+
+    lives = Lives([misses_some])
+    async with supervised(lives, 1, tmp_path) as supervisor:
         await supervisor.start(asyncio.Event())
-        await until(lambda: asked > 20, "questions")
+        await until(lambda: asked > 30, "questions")
     assert lives.begun == [1]
 
 
-async def test_a_worker_that_cannot_be_started_for_now_is_started_later(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_the_pause_before_a_restart_doubles_up_to_a_bound_and_after_a_long_life_begins_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    pairs: list[tuple[socket.socket, socket.socket]] = []
-    real, starts, no_memory = socket.socketpair, Process.start, [False, True, True, False]
+    monkeypatch.setattr("proxy.supervisor._LONGEST_PAUSE", 0.05)
+    lives = Lives([serve_and_end, *[end_at_once] * 5, work])
+    async with supervised(lives, 1, tmp_path) as supervisor:
+        await supervisor.start(asyncio.Event())
+        await until(lives.began_again(1, times=6), "the last one")
+    pauses = re.findall(r"another starts in (\S+) s", caplog.text)
+    assert pauses == ["0.01", "0.02", "0.04", "0.05", "0.05", "0.05"]
+    caplog.clear()
+    monkeypatch.setattr("proxy.supervisor._LIVED_SECONDS", 0.0)
+    lives = Lives([serve_and_end, *[end_at_once] * 2, work])
+    async with supervised(lives, 1, tmp_path) as supervisor:
+        await supervisor.start(asyncio.Event())
+        await until(lives.began_again(1, times=3), "the last one")
+    assert set(re.findall(r"another starts in (\S+) s", caplog.text)) == {"0.01"}
 
-    def pair() -> tuple[socket.socket, socket.socket]:
-        pairs.append(real())
-        return pairs[-1]
+
+async def test_a_worker_that_cannot_be_started_for_now_is_started_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    starts, no_memory = Process.start, [False, True, True, False]
 
     def start(process: Process) -> None:
         if no_memory.pop(0):
             raise OSError("Cannot allocate memory")
         starts(process)
 
-    monkeypatch.setattr("proxy.workers.socket.socketpair", pair)
     monkeypatch.setattr(Process, "start", start)
     lives = Lives([serve_and_end, work])
-    async with supervised(lives, 1) as supervisor:
+    async with supervised(lives, 1, tmp_path) as supervisor:
         await supervisor.start(asyncio.Event())
         await until(lambda: lives.begun == [1, 1], "the worker's second process")
         assert caplog.text.count("could not be started (OSError('Cannot allocate memory'))") == 2
-        assert all(end.fileno() == -1 for failed in pairs[1:3] for end in failed)
 
 
-async def test_a_worker_that_can_never_be_started_is_the_end_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_can_never_be_started_is_the_end_of_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def fail(process: Process) -> None:
         raise OSError("Cannot allocate memory")
 
     monkeypatch.setattr(Process, "start", fail)
-    async with supervised(Lives([work]), 1) as supervisor:
+    async with supervised(Lives([work]), 1, tmp_path) as supervisor:
         with pytest.raises(WorkerFailed, match=r"worker 1 could not be started .* before it served"):
             await supervisor.start(asyncio.Event())
 
 
-async def test_they_can_be_stopped_before_all_serve() -> None:
+async def test_they_can_be_stopped_before_all_serve(tmp_path: Path) -> None:
     begin, stop = asyncio.Event(), asyncio.Event()
 
     async def starts_slowly(seat: Seat) -> None:
@@ -355,9 +461,9 @@ async def test_they_can_be_stopped_before_all_serve() -> None:
         await work(seat)
 
     lives = Lives([starts_slowly], [work])
-    async with supervised(lives, 2) as supervisor:
+    async with supervised(lives, 2, tmp_path) as supervisor:
         starting = asyncio.create_task(supervisor.start(stop))
-        await until(supervisor.workers[1].serves.is_set, "one of both")
+        await until(supervisor.workers[1].served.is_set, "one of both")
         stop.set()
         async with asyncio.timeout(DEADLINE):
             await starting
@@ -366,14 +472,59 @@ async def test_they_can_be_stopped_before_all_serve() -> None:
 
 
 async def test_the_pause_after_a_death_does_not_hold_up_the_end(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("proxy.workers._FIRST_PAUSE", 1000.0)
+    monkeypatch.setattr("proxy.supervisor._FIRST_PAUSE", 1000.0)
     lives = Lives([serve_and_end])
-    async with supervised(lives, 1) as supervisor:
+    async with supervised(lives, 1, tmp_path) as supervisor:
         await supervisor.start(asyncio.Event())
         await until(lambda: "worker 1 ended with status 0" in caplog.text, "its end")
     assert lives.begun == [1]
+
+
+async def test_a_round_of_updates_that_fails_is_followed_by_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    lives, fails = Lives([work]), True
+
+    def stands() -> bool:
+        if fails:
+            raise RuntimeError("made up")
+        return True
+
+    async with supervised(lives, 1, tmp_path) as supervisor:
+        line = Line()
+        monkeypatch.setattr(line, "stands", stands, raising=False)
+        supervisor.pings.take(ping("D"), line)
+        starting = asyncio.create_task(supervisor.start(asyncio.Event()))
+        await until(lambda: "a round of updates failed" in caplog.text, "a failure")
+        fails = False
+        await starting
+
+
+async def test_a_new_instance_reaches_all_workers_without_waiting_for_the_next_round(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("proxy.supervisor._UPDATE_SECONDS", 1000.0)
+    taken: list[tuple[int, Ping]] = []
+
+    async def follows(seat: Seat) -> None:
+        worker = Worker(seat)
+        worker.serving = True
+
+        def update(raw: Any) -> Report:
+            return worker.update(
+                msgspec.convert(raw, Update), Registry(), lambda ping, _: taken.append((seat.number, ping))
+            )
+
+        async with answering(seat.socket, {"update": update}):
+            await worker.stop.wait()
+
+    async with supervised(Lives([follows], [follows]), 2, tmp_path) as supervisor:
+        await supervisor.start(asyncio.Event())
+        await until(lambda: not supervisor._news.is_set(), "a quiet moment")
+        supervisor.pings.take(ping("D"), Line())
+        await until(lambda: sorted(number for number, _ in taken) == [1, 2], "both")
 
 
 # What all workers say.
@@ -387,59 +538,66 @@ class MayBeBusy:
         self.busy = False
 
     async def __call__(self, seat: Seat) -> None:
-        channel = await Channel.over(seat.end)
-        channel.send(Serving())
-        async for message in channel.messages():
-            if isinstance(message, Question) and not self.busy:
-                channel.send(Said(message.number, self._said))
-            elif isinstance(message, Stop):
-                channel.close()
+        def answer(_: Any) -> Any:
+            if self.busy:
+                raise NoAnswer
+            return self._said
+
+        await work(seat, instances=answer, drain=answer, metrics=answer)
 
 
-async def test_an_instance_is_not_drained_before_all_workers_have_said_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("proxy.workers._ALIVE_SECONDS", 1000.0)
-    monkeypatch.setattr("proxy.workers.ANSWER_SECONDS", 0.1)
+async def test_an_instance_is_not_drained_before_all_workers_have_said_so(tmp_path: Path) -> None:
     instance = {"role": "decode", "address": "127.0.0.1:9", "rank": 0, "state": "drained"}
-    other, teams = MayBeBusy([instance]), list[Team]()
+    other, siblings = MayBeBusy([instance]), list[Siblings]()
 
-    def says(address: str) -> list[dict[str, Any]]:
+    def says(_: Any) -> list[dict[str, Any]]:
         return [instance]
 
-    async def states(team: Team) -> list[str]:
+    async def states(all_workers: Siblings) -> list[str]:
         match_info = {"address": "127.0.0.1:9"}
         shown = {"Authorization": "Bearer t"}
         post = make_mocked_request("POST", "/", headers=shown, match_info=match_info)
         pages = [
-            await listed(team, Access(), make_mocked_request("GET", "/")),
-            await changed(team, Access("t"), post, "drain"),
+            await listed(all_workers, Access(), make_mocked_request("GET", "/")),
+            await changed(all_workers, Access("t"), post, "drain"),
         ]
         return [each["state"] for page in pages for each in msgspec.json.decode(page.body)["instances"]]
 
-    lives = Lives([partial(work, teams=teams, instances=says, drain=says)], [other])
-    async with supervised(lives, 2) as supervisor:
+    lives = Lives([partial(work, siblings=siblings, instances=says, drain=says)], [other])
+    async with supervised(lives, 2, tmp_path) as supervisor:
         await supervisor.start(asyncio.Event())
-        assert await states(teams[0]) == ["drained", "drained"]
+        assert await states(siblings[0]) == ["drained", "drained"]
         other.busy = True
-        assert await states(teams[0]) == ["draining", "draining"]
+        assert await states(siblings[0]) == ["draining", "draining"]
 
 
-async def test_the_counters_of_a_worker_that_is_late_stay_in_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.workers._ALIVE_SECONDS", 1000.0)
-    monkeypatch.setattr("proxy.workers.ANSWER_SECONDS", 0.1)
+async def test_the_counters_of_a_worker_that_is_late_stay_in_the_sum(tmp_path: Path) -> None:
     counted = ("requests", "x", "counter", [("requests_total", {}, 3.0)])
     families: list[Family] = [counted, ("running", "x", "gauge", [("running", {}, 1.0)])]
-    other, teams = MayBeBusy(families), list[Team]()
+    other, siblings = MayBeBusy(families), list[Siblings]()
 
     async def sums() -> list[str]:
         page = make_mocked_request("GET", "/metrics")
-        text = (await metrics_page(teams[0], Metrics(), Access(), page)).body.decode()
+        text = (await metrics_page(siblings[0], Metrics(), Access(), page)).body.decode()
         return [line for line in text.splitlines() if not line.startswith("#")]
 
-    lives = Lives([partial(work, teams=teams, metrics=lambda _: families)], [other])
-    async with supervised(lives, 2) as supervisor:
+    lives = Lives([partial(work, siblings=siblings, metrics=lambda _: families)], [other])
+    async with supervised(lives, 2, tmp_path) as supervisor:
         await supervisor.start(asyncio.Event())
         assert await sums() == ["requests_total 6.0", "running 2.0"]
         other.busy = True
         assert await sums() == ["requests_total 6.0", "running 1.0"]
+
+
+async def test_a_worker_that_does_not_answer_in_time_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.siblings.ANSWER_SECONDS", 0.1)
+    stuck = await asyncio.start_unix_server(lambda *_: asyncio.Event().wait(), tmp_path / "2")
+    try:
+        with pytest.raises(NoAnswer):
+            await ask(tmp_path / "2", "status", None)
+        heard = await Siblings({"status": lambda _: "mine"}, {2: tmp_path / "2"}).ask("status")
+        assert (heard.parts, heard.complete) == (["mine"], False)
+    finally:
+        stuck.close()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import re
+import shutil
 import signal
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -30,7 +34,8 @@ from proxy.instances import WORST_FIRST
 from proxy.metrics import Family, Metrics
 from proxy.registry import Role
 from proxy.status import merged
-from proxy.workers import _addresses, bound, share_of
+from proxy.supervisor import _addresses, bound, reserved, share_of
+from proxy.worker import Seat
 
 TOKEN = "a-token-of-the-tests"
 DEADLINE = 30.0
@@ -53,6 +58,7 @@ class Running:
     client: aiohttp.ClientSession
     cleanup: AsyncExitStack
     instances: dict[str, FakeInstance] = field(default_factory=dict)
+    pingers: dict[str, Pinger] = field(default_factory=dict)
 
     async def add(self, role: Role) -> FakeInstance:
         instance = FakeInstance(role)
@@ -62,6 +68,7 @@ class Running:
         pinger.start()
         self.cleanup.callback(pinger.stop)
         self.instances[instance.http_address] = instance
+        self.pingers[instance.http_address] = pinger
         return instance
 
     async def post(self, **body: Any) -> aiohttp.ClientResponse:
@@ -117,7 +124,9 @@ class Running:
 
 
 @asynccontextmanager
-async def two(*arguments: str, prefill: int = 1, decode: int = 1) -> AsyncIterator[Running]:
+async def two(
+    *arguments: str, prefill: int = 1, decode: int = 1, tls: ssl.SSLContext | bool = True
+) -> AsyncIterator[Running]:
     async with AsyncExitStack() as cleanup:
         discovery = f"127.0.0.1:{free_ports()}"
         command = cleanup.enter_context(
@@ -127,11 +136,11 @@ async def two(*arguments: str, prefill: int = 1, decode: int = 1) -> AsyncIterat
             )
         )
         serving = await asyncio.to_thread(
-            command.says, r"serving on (http://[^ ,]+), discovery on tcp://(\S+),"
+            command.says, r"serving on (https?://[^ ,]+), discovery on tcp://(\S+),"
         )
         client = await cleanup.enter_async_context(
             aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(force_close=True),
+                connector=aiohttp.TCPConnector(force_close=True, ssl=tls),
                 timeout=aiohttp.ClientTimeout(total=DEADLINE),
             )
         )
@@ -176,10 +185,13 @@ async def test_a_drain_reaches_all_workers_and_those_that_begin_later() -> None:
         before = len(leaving.requests)
         await deployment.both_have_worked()
         assert len(leaving.requests) == before < len(staying.requests)
-        for process in deployment.workers().values():
-            process.kill()
+        deployment.workers()[1].kill()
         await deployment.says(r"worker 1 was ended by SIGKILL: (.|\n)*worker 1 serves")
+        await deployment.ready(1, 1)
+        for process in deployment.workers().values():
+            process.kill()  # all at once: only the supervisor knows
         await deployment.says(r"worker 2 was ended by SIGKILL: (.|\n)*worker 2 serves")
+        await deployment.says(r"(worker 1 was ended by SIGKILL: (.|\n)*){2}worker 1 serves")
         await deployment.ready(1, 1)
         assert set(await deployment.answers(10)) == {200}
         assert len(leaving.requests) == before
@@ -198,12 +210,69 @@ async def test_a_worker_that_dies_is_started_again_and_the_other_goes_on() -> No
         await deployment.both_have_worked()
         victim = deployment.workers()[1]
         victim.kill()
-        assert set(await deployment.answers(20)) == {200}, "what connects meanwhile waits for the successor"
-        await deployment.says(
-            r"ERROR .*was ended by SIGKILL: the requests that it had are lost, and another is"
-        )
+        await deployment.says(r"ERROR .*worker 1 was ended by SIGKILL: its requests are lost; another starts")
+        assert set(await deployment.answers(20)) == {200}, "what connects meanwhile goes to the other one"
         await deployment.ready(1, 1)
         assert victim.pid not in {each.pid for each in deployment.workers().values()}
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_cannot_come_up_takes_no_share_of_the_connections(
+    certificate: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Its certificate is gone, say. A request, over TLS, that it would get has to be answered by the
+    other."""
+    files = [Path(shutil.copy(each, tmp_path)) for each in certificate]
+    arguments = [f"--ssl-{name}file={file}" for name, file in zip(("cert", "key"), files, strict=True)]
+    trusted = ssl.create_default_context(cafile=certificate[0])
+    async with two(*arguments, tls=trusted) as deployment:
+        await deployment.both_have_worked()
+        for file in files:
+            file.unlink()
+        deployment.workers()[1].kill()
+        await deployment.says(r"(worker 1 ended with status 1: (.|\n)*){2}")
+        assert set(await deployment.answers(40)) == {200}
+        assert "have to be a certificate and its key" in deployment.command.log
+        for file, original in zip(files, certificate, strict=True):
+            shutil.copy(original, file)
+        await deployment.says(r"ended with status 1: (.|\n)*worker 1 serves")
+        await deployment.ready(1, 1)
+
+
+@pytest.mark.asyncio
+async def test_a_worker_that_begins_turns_no_request_away_for_want_of_instances() -> None:
+    """It takes no connection before it knows them, and has asked for their health."""
+    async with two(decode=2) as deployment:
+        await deployment.both_have_worked()
+        statuses: list[int] = []
+        for times in (1, 2):
+            deployment.workers()[1].kill()
+            serving = asyncio.create_task(
+                deployment.says(rf"(worker \d was ended by SIGKILL: (.|\n)*){{{times}}}worker \d serves")
+            )
+            while not serving.done():
+                with contextlib.suppress(aiohttp.ClientConnectionError):  # what the dead one had
+                    statuses += await deployment.answers(1)
+        assert set(statuses) == {200} and len(statuses) > 20
+
+
+@pytest.mark.long
+@pytest.mark.asyncio
+async def test_what_is_lost_is_lost_to_all_workers() -> None:
+    """An instance whose pings end without a goodbye, as their process was killed."""
+    async with two(decode=2) as deployment:
+        gone, staying = [each for each in deployment.instances.values() if each.role == "D"]
+        await gone.stop()
+        pinger = deployment.pingers[gone.http_address]
+        pinger._say_goodbye = lambda dealer: None
+        await asyncio.to_thread(pinger.stop)
+
+        async def lost() -> bool:
+            page = await deployment.page("/status")
+            found = {each["address"] for each in page["instances"] if each["role"] == "decode"}
+            return page["workers"] == 2 and found == {staying.http_address}
+
+        await until(lost, "the loss, by both workers")
 
 
 @pytest.mark.long
@@ -211,7 +280,7 @@ async def test_a_worker_that_dies_is_started_again_and_the_other_goes_on() -> No
 async def test_a_frozen_worker_is_killed_and_started_again() -> None:
     async with two() as deployment:
         deployment.workers()[1].suspend()
-        await deployment.says(r"worker 1 has answered nothing for 15 s: it is killed")
+        await deployment.says(r"worker 1 has not answered 5 times: it is killed")
         await deployment.says(r"worker 1 was ended by SIGKILL: (.|\n)*worker 1 serves")
         await deployment.ready(1, 1)
         assert set(await deployment.answers(10)) == {200}
@@ -274,25 +343,66 @@ async def test_without_the_process_that_started_them_workers_end() -> None:
         assert "the process that started this worker is gone" in deployment.command.log
 
 
+def test_workers_that_are_still_starting_end_without_the_process_that_started_them() -> None:
+    discovery = f"127.0.0.1:{free_ports()}"
+    with running("--port", "0", "--discovery", discovery, "--workers", "2") as command:
+        parent = psutil.Process(command.process.pid)
+        end = time.monotonic() + DEADLINE
+        while len(parent.children()) < 3:  # of which one is Python's own
+            assert time.monotonic() < end and command.process.poll() is None, command.log
+        children = parent.children()
+        command.process.kill()
+        gone, alive = psutil.wait_procs(children, DEADLINE)
+        assert (len(gone), alive) == (3, [])
+
+
 def test_a_port_that_is_taken_is_said_in_a_sentence() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot serve on 127.0.0.1:{port}: Address already in use"):
-            bound("127.0.0.1", port, 2)
+            reserved("127.0.0.1", port)
+
+
+def listening(host: str, workers: int = 2) -> tuple[int, list[list[socket.socket]]]:
+    """The port, and the sockets at which so many workers listen; the ones that keep the port are the
+    first."""
+    kept = reserved(host, 0)
+    seat = Seat(1, workers, tuple((each.family, each.getsockname()) for each in kept), Path())
+    made = [bound(seat) for _ in range(workers)]
+    for each in itertools.chain(*made):
+        each.listen()
+    return kept[0].getsockname()[1], [kept, *made]
+
+
+def close(sockets: list[list[socket.socket]]) -> None:
+    for each in itertools.chain(*sockets):
+        each.close()
 
 
 def test_another_proxy_of_the_same_user_does_not_take_half_of_the_connections() -> None:
-    sockets = bound("127.0.0.1", 0, 2)
+    port, sockets = listening("127.0.0.1")
     try:
-        ports = {each.getsockname()[1] for (each,) in sockets}
-        assert len(ports) == 1
+        assert {each.getsockname()[1] for each in itertools.chain(*sockets)} == {port}
         with pytest.raises(OSError, match="Address already in use"):
-            bound("127.0.0.1", ports.pop(), 2)
+            reserved("127.0.0.1", port)
     finally:
-        for (each,) in sockets:
-            each.close()
+        close(sockets)
+
+
+def test_what_keeps_the_port_gets_no_connections() -> None:
+    port, (kept, one, other) = listening("127.0.0.1")
+    try:
+        close([other])
+        for _ in range(20):
+            assert _answers(socket.AF_INET, "127.0.0.1", port)
+        close([one])
+        assert not _answers(socket.AF_INET, "127.0.0.1", port)
+        (again,) = bound(Seat(1, 1, ((socket.AF_INET, ("127.0.0.1", port)),), Path()))
+        again.close()
+    finally:
+        close([kept, one, other])
 
 
 def _answers(family: socket.AddressFamily, address: str, port: int) -> bool:
@@ -327,18 +437,16 @@ def test_each_worker_listens_at_each_address_of_a_name(
         (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0)),
     ]
     if host == "localhost":  # which has one address only in some /etc/hosts
-        monkeypatch.setattr("proxy.workers.socket.getaddrinfo", lambda *_, **__: found)
-    sockets = bound(host, 0, 2)
+        monkeypatch.setattr("proxy.supervisor.socket.getaddrinfo", lambda *_, **__: found)
+    port, sockets = listening(host)
     try:
-        port = sockets[0][0].getsockname()[1]
-        assert [len(each) for each in sockets] == [ipv4 + ipv6] * 2
+        assert [len(each) for each in sockets] == [ipv4 + ipv6] * 3
         assert _answers(socket.AF_INET, "127.0.0.1", port) == ipv4
         assert _answers(socket.AF_INET6, "::1", port) == ipv6
         of_ipv6 = [each for each in itertools.chain(*sockets) if each.family == socket.AF_INET6]
         assert all(each.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY) for each in of_ipv6)
     finally:
-        for listening in itertools.chain(*sockets):
-            listening.close()
+        close(sockets)
 
 
 def test_an_empty_host_means_all_interfaces() -> None:
@@ -351,21 +459,22 @@ def test_an_address_that_this_machine_has_not_is_left_out_unless_there_is_no_oth
     elsewhere = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))
     here = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
     for found in ([elsewhere, here], [elsewhere]):
-        monkeypatch.setattr("proxy.workers.socket.getaddrinfo", lambda *_, found=found, **__: found)
+        monkeypatch.setattr("proxy.supervisor.socket.getaddrinfo", lambda *_, found=found, **__: found)
         if here in found:
-            ((listening,),) = bound("a-name", 0, 1)
-            assert listening.getsockname()[0] == "127.0.0.1"
-            listening.close()
+            (kept,) = reserved("a-name", 0)
+            assert kept.getsockname()[0] == "127.0.0.1"
+            kept.close()
         else:
             with pytest.raises(OSError, match="cannot serve on a-name:0: Cannot assign requested address"):
-                bound("a-name", 0, 1)
+                reserved("a-name", 0)
 
 
 def test_limits_are_divided() -> None:
-    limits = Limits(max_requests=100, max_waiting=10, max_held=1 << 30, alone_share=0.25)
+    limits = Limits(max_requests=100, max_waiting=10, max_held=1 << 30, max_connections=900, alone_share=0.25)
     third = share_of(limits, 3)
     assert (third.max_requests, third.max_waiting, third.max_held) == (33, 3, (1 << 30) // 3)
-    assert third.alone == 8
+    assert (third.alone, third.max_connections) == (8, 300)
+    assert (third.max_body, third.max_values) == (limits.max_body, limits.max_values)
     assert share_of(Limits(max_requests=2, max_waiting=0), 2).max_requests == 1
 
 

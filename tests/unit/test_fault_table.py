@@ -153,6 +153,18 @@ FAULTS = {
         "4xx or a closed connection",
         "proxy/test_rude_clients.py",
     ),
+    "connections without end; bodies of any size and content": (
+        "503 or 413, and no instance sees them",
+        "proxy/test_rude_clients.py proxy/test_large_bodies.py",
+    ),
+    "a request whose answer repeats what vLLM writes when it gives up": (
+        "the answer; no instance is paused",
+        "proxy/test_given_up.py vllm/test_endpoints.py",
+    ),
+    "an engine hangs behind a living server": (
+        "another D's answer; else an error after the lease, and streams end after 5 s",
+        "proxy/test_hung.py vllm/test_hung_engine.py",
+    ),
     "instances: garbage, half an answer, endless headers": (
         "502 or an error event",
         "proxy/test_rude_instances.py",

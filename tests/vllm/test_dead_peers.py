@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
-from vllm_support import MODEL_NAME, SETTINGS, assert_same, at_rest, tokens
+from vllm_support import MODEL_NAME, SETTINGS, assert_same, at_rest, tokens, worker_of
 
 from p2pkv.demo import answers, client
 from p2pkv.demo.answers import Answer
@@ -266,16 +265,6 @@ def test_with_no_p_ever_started_d_answers_alone(
     assert_same(expected, got)
     report = json.loads(client.get(f"{proxy.base_url}/health"))
     assert (report["status"], report["counters"]["alone"]) == ("degraded", PROMPTS)
-
-
-def worker_of(server: VllmServer) -> psutil.Process:
-    """The process of its only rank."""
-    (worker,) = (
-        child
-        for child in psutil.Process(server.pid).children(recursive=True)
-        if "Worker" in " ".join(child.cmdline()) or "Worker" in child.name()
-    )
-    return worker
 
 
 @contextmanager

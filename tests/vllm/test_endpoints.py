@@ -4,6 +4,7 @@ where P helps, from KV that really moved."""
 from __future__ import annotations
 
 import json
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -168,6 +169,47 @@ def test_responses(fleet: Fleet, dispatch: str, streamed: bool) -> None:
     pair = respond(fleet.proxy(dispatch).base_url, prompt, streamed)
     assert pair == respond(fleet.single.base_url, prompt, streamed) != ""
     assert traffic.scattered(at_least=kv_bytes(0, 2 * BLOCK)) > 0
+
+
+@each_dispatch
+@streamed_or_not
+def test_responses_that_repeat_their_metadata_pause_no_instance(
+    fleet: Fleet, dispatch: str, streamed: bool
+) -> None:
+    """It holds what vLLM writes at another endpoint when it gives an answer up."""
+    proxy = fleet.proxy(dispatch).base_url
+    before = health(proxy)
+    for number in range(12):
+        created = by_openai(proxy).responses.create(
+            model=MODEL_NAME,
+            input=story(f"metadata {dispatch} {streamed} {number}"),
+            max_output_tokens=WORDS,
+            metadata={"finish_reason": "abort"},
+            stream=streamed,
+        )
+        answer = list(created)[-1].response if streamed else created
+        assert answer.metadata == {"finish_reason": "abort"} and answer.usage.output_tokens == WORDS
+    after = health(proxy)
+    assert after["gauges"]["breakers_open"] == 0
+    for name in ("breakers_opened", "retried", "alone"):
+        assert after["counters"][name] == before["counters"][name], name
+
+
+def health(base_url: str) -> Any:
+    with urllib.request.urlopen(f"{base_url}/health", timeout=10) as answer:
+        return json.load(answer)
+
+
+@each_dispatch
+def test_a_large_prompt_and_a_body_that_is_turned_away(fleet: Fleet, dispatch: str) -> None:
+    """The first one is longer than this model's context, as vLLM itself says."""
+    client = by_openai(fleet.proxy(dispatch).base_url)
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        client.completions.create(model=MODEL_NAME, prompt=[7] * 100_000, max_tokens=1)
+    for body in ({"prompt": [[]] * 2_000_000}, {"messages": [{}] * 2_000_000}):
+        with pytest.raises(openai.APIStatusError, match="more than 131072 values") as refused:
+            client.post("/completions", body=body | {"model": MODEL_NAME}, cast_to=dict)
+        assert refused.value.status_code == 413
 
 
 @each_dispatch

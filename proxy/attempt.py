@@ -1,0 +1,516 @@
+"""One attempt to serve a request: by P and D at once, by P and then D, or by D alone.
+
+An attempt calls its instances, passes D's answer on to the client, and returns an `Outcome`: the response,
+who is to blame, and whether the request may be sent again. Who is to blame blame.py decides. Here it is made
+sure that:
+
+- Before D's first token nothing goes to the client, so any failure becomes a whole error response.
+- The end of the attempt closes the call to D, and P's, which may go on for a moment if D's answer is
+  complete. So does the client when it leaves, which cancels the handler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, TypeVar
+from uuid import uuid4
+
+import aiohttp
+from aiohttp import web
+
+from p2pkv.pairing import mint
+
+from .admission import RequestCounters, RequestPlace
+from .answers import STOPPED, gave_up, message_of, returned_params
+from .blame import REFUSALS, Again, Blame, CallEnd, Charge, Verdict, judge
+from .bodies import Body
+from .errors import error_response
+from .http import REQUEST_ID, Headers, to_instance
+from .metrics import Ended
+from .records import RequestRecord
+from .registry import Instance, Role
+from .relay import Relay, Scrubber, refusal
+from .tracing import CallSpan
+from .upstream import EVENT_STREAM, Call, CallFailed, Client, Reply, refused
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Dispatch = Literal["concurrent", "sequential"]
+
+# How long the end of one call waits for the other one. D may have failed for want of P's KV, and the news of
+# P's failure, which reached D first, may still be on its way here. And a D that P's refusal would have to
+# agree with may still read the request.
+_VERDICT_SECONDS = 1.0
+_PREFILLED, _ANSWERED = judge("P", CallEnd.ANSWERED), judge("D", CallEnd.ANSWERED)
+# After these D's answer is the client's, whatever has become of P.
+_DS_WORD = REFUSALS | {CallEnd.ANSWERED}
+# How long P may go on after D's answer is complete: its own last step and response.
+_GRACE_SECONDS = 10.0
+# What vLLM says of every failure within its engine, KV that did not come included.
+_NO_REASON = "internal server error"
+_NO_SOCKET = "This proxy has no descriptor or port left for another connection; try again in a few seconds."
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one attempt.
+
+    Attributes:
+        response: what the client gets if there is no other attempt, or has got.
+        verdict: who is to blame, and whether the request may be sent again.
+        why: what went wrong, for the log; "" if nothing did.
+        end: how the call ended that ended the attempt.
+        culprit: the instance to blame; None if none is.
+        ended: for the metrics, where that is more than the response's status tells.
+    """
+
+    response: web.StreamResponse
+    verdict: Verdict
+    end: CallEnd
+    why: str = ""
+    culprit: Instance | None = None
+    ended: Ended | None = None
+
+    @property
+    def blame(self) -> Blame:
+        return self.verdict.blame
+
+    @property
+    def again(self) -> Again:
+        return self.verdict.again
+
+    @property
+    def charge(self) -> Charge:
+        return self.verdict.charge
+
+
+@dataclass(frozen=True, kw_only=True)
+class Means:
+    """What all attempts share.
+
+    Attributes:
+        clock: monotonic seconds.
+        lingering: P's calls that may outlive their attempt.
+        may_repeat: whether a call may be sent once more, over another connection.
+        first_token_seconds: from an attempt's start to the first token of a stream, at most; 0: no deadline.
+        event_seconds: from one event of a stream to the next, at most; 0: no deadline.
+    """
+
+    session: Client
+    clock: Callable[[], float]
+    counters: RequestCounters
+    lingering: set[asyncio.Task[_Prefilled]]
+    may_repeat: Callable[[], bool]
+    first_token_seconds: float = 0.0
+    event_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Prefilled:
+    """P's part, ended.
+
+    Attributes:
+        reply: P's answer; None if it failed.
+        error: how it failed; None if it did not.
+    """
+
+    verdict: Verdict
+    reply: Reply | None = None
+    error: CallFailed | None = None
+
+    @property
+    def fails(self) -> bool:
+        """Whether this ends the attempt."""
+        return self.verdict.again is not Again.GOES_ON
+
+
+@dataclass(frozen=True)
+class _DecodeAnswer:
+    """D's answer, begun: a success with the start of its body, which holds the first token."""
+
+    response: aiohttp.ClientResponse
+    head: bytes
+
+
+@dataclass(eq=False)
+class Attempt:
+    """One try at the instances that a request has its place at; `run` it once.
+
+    Attributes:
+        may_leave: whether the request has anywhere else to go, should this instance hang.
+        may_resend: whether it may be sent to the same instances again, under a new id.
+        doubted: P's that have refused this request at earlier attempts, and what would prove them wrong.
+        unique: 32 hex digits, made here.
+        request_id: under which the instances know it.
+        relay: D's answer on its way to the client; None before it begins.
+    """
+
+    means: Means
+    request: web.Request
+    body: Body
+    place: RequestPlace
+    record: RequestRecord
+    may_leave: Callable[[Instance], bool]
+    may_resend: bool = True
+    doubted: tuple[tuple[Instance, Charge], ...] = ()
+    unique: str = field(init=False, default_factory=lambda: uuid4().hex)
+    relay: Relay | None = field(init=False, default=None)
+    _sent_twice: bool = field(init=False, default=False)
+    _spans: dict[Role, CallSpan] = field(init=False, default_factory=dict)
+    _prefill_end: CallEnd = field(init=False, default=CallEnd.NOT_MADE)
+    _prefill_why: str = field(init=False, default="has not answered")
+    _decode_end: CallEnd = field(init=False, default=CallEnd.NOT_MADE)
+
+    def __post_init__(self) -> None:
+        self.choice = self.place.choice
+        prefill, decode = self.choice.prefill, self.choice.decode
+        self.request_id = (
+            mint(prefill.zmq_address, decode.zmq_address, self.unique) if prefill else self.unique
+        )
+        self._scrubber = Scrubber(self.choice, self.request_id, self.unique)
+        self._began = asyncio.get_running_loop().time()
+        self._decode_known = asyncio.Event()
+        """Set once D has accepted or refused the request, or failed."""
+        self.record.begins(self.choice, self.unique)
+
+    async def run(self, dispatch: Dispatch) -> Outcome:
+        """Serves the request, as far as this attempt can."""
+        if self.choice.prefill is None:
+            return await self._alone()
+        return await (self._concurrent() if dispatch == "concurrent" else self._sequential())
+
+    def needs(self, prefill: Instance) -> bool:
+        """Whether D may still wait for KV of this P: until its first token, or to the end where one token
+        does not prove that all is there."""
+        return self.choice.prefill is prefill and (self.relay is None or not self.body.one_prompt)
+
+    async def _alone(self) -> Outcome:
+        """D serves the request as if it were an ordinary instance."""
+        with self._decode_call() as call:
+            try:
+                answer = await self._decode(call)
+            except CallFailed as error:
+                return self._decode_failed(error)
+            return await self._pass_on(answer)
+
+    async def _sequential(self) -> Outcome:
+        """P to its end, then D, which gets the kv_transfer_params that P has returned, if any."""
+        prefilled = await self._prefill(lambda: self.may_leave(self._prefill_instance))
+        if prefilled.error is not None:
+            return self._prefill_failed(prefilled.verdict, prefilled.error)
+        assert prefilled.reply is not None
+        with self._decode_call() as call:
+            try:
+                answer = await self._decode(call, returned_params(prefilled.reply.body))
+            except CallFailed as error:
+                return self._decode_failed(error)
+            return await self._pass_on(answer)
+
+    async def _concurrent(self) -> Outcome:
+        """P and D at once; D waits for P's KV by itself."""
+        with self._decode_call() as call, ExitStack() as cleanup:
+            self._decode_end = CallEnd.PENDING
+            # If P hangs, D's own lease for it ends D's wait.
+            prefilling = _task(self._prefill(lambda: False))
+            cleanup.callback(self._see_off, prefilling)
+            decoding = _task(self._decode(call))
+            cleanup.callback(decoding.cancel)
+            await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
+            if prefilling.done() and self._decode_end not in _DS_WORD:
+                prefilled = prefilling.result()
+                if prefilled.fails:
+                    assert prefilled.error is not None
+                    return self._prefill_failed(prefilled.verdict, prefilled.error)
+            try:
+                answer = await decoding
+            except CallFailed as error:
+                if error.end is CallEnd.ERROR:
+                    await asyncio.wait((prefilling,), timeout=_VERDICT_SECONDS)
+                return self._decode_failed(error)
+            return await self._pass_on(answer, prefilling)
+
+    def _may_repeat(self) -> bool:
+        """Whether a call may be sent once more, over another connection."""
+        again = self.means.may_repeat()
+        self._sent_twice |= again
+        return again
+
+    # P's part.
+
+    @property
+    def _prefill_instance(self) -> Instance:
+        assert self.choice.prefill is not None
+        return self.choice.prefill
+
+    async def _prefill(self, may_leave: Callable[[], bool]) -> _Prefilled:
+        """P's whole part."""
+        instance, means = self._prefill_instance, self.means
+        call = Call(
+            means.session,
+            instance,
+            self.request.path,
+            self.choice.prefill_tokens,
+            may_repeat=self._may_repeat,
+            may_leave=may_leave,
+        )
+        self.place.sent()
+        self._prefill_end, asked, why = CallEnd.PENDING, means.clock(), self._prefill_why
+        try:
+            reply = await call.whole(self.body.for_prefill(self.request_id), self._headers(instance))
+            if gave_up(self.request.path, reply.body):
+                raise CallFailed(CallEnd.ABORTED, STOPPED)
+            self._prefill_end, why = CallEnd.ANSWERED, ""
+            self.record.prefilled(instance, means.clock() - asked)
+            self._count(instance, success=True)
+            self._charge_doubted(Charge.IF_P_ACCEPTS)
+            return _Prefilled(_PREFILLED, reply)
+        except CallFailed as error:
+            self._prefill_end, self._prefill_why = error.end, str(error)
+            failed, why = error, str(error)
+            logger.warning("request %s: %s %s (%r)", self.unique, instance, error, error.__cause__)
+        finally:
+            call.close()
+            self._end_span("P", why)
+        if failed.end in REFUSALS and self._decode_end is CallEnd.PENDING:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_VERDICT_SECONDS):
+                    await self._decode_known.wait()
+        verdict = judge(
+            "P",
+            failed.end,
+            self._decode_end,
+            begun=self._decode_end is CallEnd.ANSWERED,
+            one_prompt=self.body.one_prompt,
+        )
+        self._charge(instance, verdict)
+        return _Prefilled(verdict, None, failed)
+
+    def _prefill_failed(self, verdict: Verdict, error: CallFailed) -> Outcome:
+        """P's failure ends the attempt."""
+        if error.end is CallEnd.NO_SOCKET:
+            response = self._failed(_NO_SOCKET, 503)
+        elif error.end in REFUSALS and error.reply is not None:
+            response = refusal(error.reply, self._scrubber)
+        else:
+            response = self._failed(f"The prefill instance failed: it {error}.")
+        return self._outcome(response, verdict, error)
+
+    def _see_off(self, prefilling: asyncio.Task[_Prefilled]) -> None:
+        """Ends P's part: at once if the attempt has failed, else by itself, within a deadline."""
+        if self.relay is None or not self.relay.complete:
+            prefilling.cancel()
+        elif not prefilling.done():
+            lingering = self.means.lingering
+            lingering.add(prefilling)
+            deadline = asyncio.get_running_loop().call_later(_GRACE_SECONDS, prefilling.cancel)
+
+            def ended(_: asyncio.Task[_Prefilled]) -> None:
+                # A timer that stays would hold P's answer and all of this request until it fires.
+                deadline.cancel()
+                lingering.discard(prefilling)
+
+            prefilling.add_done_callback(ended)
+
+    # D's part.
+
+    @contextmanager
+    def _decode_call(self) -> Iterator[Call]:
+        """The call to D, closed at the end whatever happens."""
+        call = Call(
+            self.means.session,
+            self.choice.decode,
+            self.request.path,
+            may_repeat=self._may_repeat,
+            may_leave=lambda: self.may_leave(self.choice.decode),
+        )
+        try:
+            yield call
+        finally:
+            call.close()
+            complete = self.relay is not None and self.relay.complete
+            self._end_span("D", "" if complete else "the answer is not complete")
+
+    async def _decode(self, call: Call, kv_transfer_params: dict[str, Any] | None = None) -> _DecodeAnswer:
+        """D's answer from its first token on. Raises CallFailed."""
+        body = self.body.for_decode(self.request_id, kv_transfer_params)
+        seconds, self._decode_end = self.means.first_token_seconds, CallEnd.PENDING
+        late: asyncio.TimerHandle | None = None
+        try:
+            response = await call.open(body, self._headers(call.instance))
+            if not 200 <= response.status < 300:
+                raise refused(await call.rest(response))
+            self._decode_end = CallEnd.ACCEPTED
+            self._decode_known.set()
+            if seconds and response.content_type == EVENT_STREAM:
+                loop = asyncio.get_running_loop()
+                late = loop.call_at(self._began + seconds, call.lose, "late")
+            head = await call.first_words(response)
+        except CallFailed as error:
+            self._decode_end = error.end
+            raise
+        finally:
+            if late is not None:
+                late.cancel()
+            self._decode_known.set()
+        call.begun = True
+        self._decode_end = CallEnd.ANSWERED
+        self._count(call.instance, success=True)
+        self._charge_doubted(Charge.IF_D_ACCEPTS)
+        return _DecodeAnswer(response, head)
+
+    def _decode_failed(self, error: CallFailed) -> Outcome:
+        """D has not answered, and nothing has gone to the client."""
+        decode, prefill = self.choice.decode, self._state_of_prefill()
+        logger.warning("request %s: %s %s (%r)", self.unique, decode, error, error.__cause__)
+        verdict = judge("D", error.end, prefill, sent_twice=self.may_resend and self._sent_twice)
+        outcome = self._outcome(self._to_ds_failure(error, verdict), verdict, error)
+        if outcome.culprit is not None:
+            self._charge(outcome.culprit, verdict)
+        return outcome
+
+    def _state_of_prefill(self) -> CallEnd:
+        """As `judge` wants it."""
+        prefill = self.choice.prefill
+        if prefill is not None and self._prefill_end is CallEnd.PENDING:
+            if prefill.left is not None:
+                return CallEnd.STOPPED
+            if prefill.silent(self.means.clock()):
+                return CallEnd.SILENT
+        return self._prefill_end
+
+    def _to_ds_failure(self, error: CallFailed, verdict: Verdict) -> web.Response:
+        """The response to the client."""
+        if error.end is CallEnd.NO_SOCKET:
+            return self._failed(_NO_SOCKET, 503)
+        if error.reply is not None:
+            status = error.reply.status
+            if status == 500 and _names_no_reason(message_of(error.reply.body)):
+                return self._failed(self._why_decode_failed(verdict), 500)
+            if not 400 <= status < 600:
+                # A redirection is no answer: it would send the client to the instance.
+                return self._failed(
+                    f"The decode instance answered {status}, which is no answer to a request."
+                )
+            return refusal(error.reply, self._scrubber)
+        if error.end is CallEnd.ERROR:
+            if _names_no_reason(error.words):
+                return self._failed(self._why_decode_failed(verdict))
+            return self._failed(self._scrubber.text(f"The decode instance {error}: {error.words}"))
+        return self._failed(f"The decode instance {error}.", 504 if error.end is CallEnd.LATE else 502)
+
+    def _why_decode_failed(self, verdict: Verdict) -> str:
+        """In place of D's own words, which name no reason."""
+        prefill, now = self.choice.prefill, self.means.clock()
+        if prefill is None:
+            return "The decode instance failed with an internal error; its log says how."
+        if verdict.blame is Blame.P:
+            silence = now - prefill.last_seen
+            more = f" and has not pinged for {silence:.0f} s" if prefill.silent(now) else ""
+            if prefill.left is not None and self._prefill_end is CallEnd.PENDING:
+                more = " and has stopped"
+            return (
+                f"The prefill instance {self._prefill_why}{more}, "
+                "and the decode instance could not go on without it."
+            )
+        return (
+            "The decode instance failed with an internal error; its log says how. With "
+            "kv_load_failure_policy `fail` it does so when KV of the prefill instance does not arrive."
+        )
+
+    # The answer.
+
+    async def _pass_on(
+        self, answer: _DecodeAnswer, prefilling: asyncio.Task[_Prefilled] | None = None
+    ) -> Outcome:
+        """D's answer goes to the client."""
+        self.body.let_go()  # from here on nothing is tried again
+        streamed = answer.response.content_type == EVENT_STREAM
+        relay = self.relay = Relay(
+            self.request,
+            answer.response,
+            answer.head,
+            self._scrubber,
+            self.record.streams(answer.head) if streamed else None,
+            self.means.event_seconds if streamed else 0.0,
+        )
+        if prefilling is not None and not self.body.one_prompt:
+            prefilling.add_done_callback(partial(_interrupt, relay))
+        response = await relay.run()
+        if relay.broken is not None:
+            verdict = judge("D", relay.broken, self._state_of_prefill(), begun=True)
+            self._charge(self.choice.decode, verdict)
+            return Outcome(response, verdict, relay.broken, relay.why, self.choice.decode, "broken")
+        ended: Ended | None = None if relay.complete else "left" if relay.client_left else "broken"
+        return Outcome(response, _ANSWERED, CallEnd.ANSWERED, ended=ended)
+
+    # Who is to blame, and what follows for breakers.
+
+    def _outcome(self, response: web.Response, verdict: Verdict, error: CallFailed) -> Outcome:
+        culprits = {Blame.P: self.choice.prefill, Blame.D: self.choice.decode}
+        ended: Ended | None = "shed" if verdict.blame is Blame.PROXY else None
+        return Outcome(response, verdict, error.end, str(error), culprits.get(verdict.blame), ended)
+
+    def _charge(self, instance: Instance, verdict: Verdict) -> None:
+        if verdict.charge is Charge.NOW:
+            self._count(instance, success=False)
+
+    def _charge_doubted(self, proof: Charge) -> None:
+        for instance, charge in self.doubted:
+            if charge is proof:
+                self._count(instance, success=False)
+
+    def _count(self, instance: Instance, *, success: bool) -> None:
+        """For the metrics, and for the instance's breaker."""
+        now = self.means.clock()
+        self.record.judged(instance, success)
+        if instance.left is not None:
+            return  # it gets no more requests anyway
+        if success:
+            if instance.breaker.succeeded(now, self.place.key):
+                logger.info("%s answers again: it gets requests as before", instance)
+        elif instance.breaker.failed(now, self.place.key):
+            self.means.counters.breakers_opened += 1
+            logger.warning("%s fails too often: it gets a pause, unless there is no other", instance)
+
+    def _failed(self, why: str, status: int = 502) -> web.Response:
+        """An error of the proxy's own, with the id under which the log has the details."""
+        response = error_response(status, why)
+        response.headers[REQUEST_ID] = self.unique
+        return response
+
+    def _headers(self, instance: Instance) -> Headers:
+        headers = to_instance(self.request.headers, instance, self.request_id)
+        self._spans[instance.role] = self.record.span.call(instance, headers)
+        return headers
+
+    def _end_span(self, role: Role, failed: str) -> None:
+        """The call to P or D has ended, if there has been one."""
+        if role in self._spans:
+            self._spans[role].end(failed)
+
+
+def _interrupt(relay: Relay, prefilling: asyncio.Task[_Prefilled]) -> None:
+    """Of several prompts, those that D has not begun still need P."""
+    if prefilling.cancelled() or prefilling.exception() is not None:
+        return
+    prefilled = prefilling.result()
+    if prefilled.fails:
+        relay.interrupt(f"The prefill instance failed: it {prefilled.error}.")
+
+
+def _names_no_reason(message: str) -> bool:
+    return not message or message.lower().rstrip(".") == _NO_REASON
+
+
+def _task(coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """A task whose failure may go unread, because another one's came first."""
+    task = asyncio.create_task(coroutine)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task

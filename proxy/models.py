@@ -1,0 +1,107 @@
+"""GET /v1/models: what all decode instances list, as one list."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from .errors import error_response
+from .http import to_instance
+from .registry import Instance
+from .relay import Scrubber, refusal
+from .routing import Choice
+from .upstream import CallFailed, Client, Reply, read_whole
+
+logger = logging.getLogger(__name__)
+
+# For any instance to answer; and, once one has listed its models or refused to, for the others.
+_LIST_SECONDS, _OTHERS_SECONDS = 5.0, 0.5
+
+Models = list[dict[str, Any]]
+
+
+class _Listing(msgspec.Struct):
+    data: list[dict[str, Any]]
+
+
+_listing = msgspec.json.Decoder(_Listing)
+
+
+class ModelLists:
+    """The latest list of each instance, for the moments in which one does not answer."""
+
+    def __init__(self, session: Client) -> None:
+        self._session = session
+        self._latest: WeakKeyDictionary[Instance, Models] = WeakKeyDictionary()
+
+    async def merged(self, request: web.Request, decoders: Sequence[Instance], unique: str) -> web.Response:
+        """Every model once, asked for with the client's own headers. If no instance lists any, the first
+        instance's own error, such as 401 without its key."""
+        asking = {
+            instance: asyncio.create_task(self._ask(request, instance, unique)) for instance in decoders
+        }
+        try:
+            replies = await _replies(asking)
+        finally:
+            for task in asking.values():
+                task.cancel()
+        found = [models for reply in replies.values() if (models := _models_in(reply)) is not None]
+        if found:  # so this client may see them
+            for instance, reply in replies.items():
+                if (models := _models_in(reply)) is not None:
+                    self._latest[instance] = models
+            lists = [self._latest.get(instance, []) for instance in decoders]
+            by_name = {str(model.get("id")): model for each in reversed(lists) for model in each}
+            data = {"object": "list", "data": list(by_name.values())}
+            return web.Response(body=msgspec.json.encode(data), content_type="application/json")
+        for instance in decoders:
+            if instance in replies and replies[instance].status >= 400:
+                return refusal(replies[instance], Scrubber(Choice(None, instance), unique, unique))
+        return error_response(502, "No decode instance listed its models.")
+
+    async def _ask(self, request: web.Request, instance: Instance, unique: str) -> Reply | None:
+        headers = to_instance(request.headers, instance, unique)
+        try:
+            async with self._session.get(
+                f"{instance.url}/v1/models",
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=_LIST_SECONDS),
+                allow_redirects=False,
+            ) as answer:
+                return await read_whole(answer)
+        except (aiohttp.ClientError, OSError, CallFailed) as error:
+            logger.warning("%s did not list its models: %r", instance, error)
+            return None
+
+
+async def _replies(asking: dict[Instance, asyncio.Task[Reply | None]]) -> dict[Instance, Reply]:
+    """Of those that answer in time."""
+    late, left = set(asking.values()), None
+    while late:
+        done, late = await asyncio.wait(late, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            break
+        if left is None and any((reply := task.result()) is not None and reply.status < 500 for task in done):
+            left = _OTHERS_SECONDS
+    return {
+        instance: reply
+        for instance, task in asking.items()
+        if task not in late and (reply := task.result()) is not None
+    }
+
+
+def _models_in(reply: Reply) -> Models | None:
+    if not reply.ok:
+        return None
+    try:
+        return _listing.decode(reply.body).data
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        logger.warning("a list of models could not be read")
+        return None

@@ -1,0 +1,122 @@
+"""How the processes of a proxy with several workers ask each other.
+
+Each worker answers on a socket in a folder that only its user can enter: the supervisor, which sends it what
+has pinged, and the other workers. Whichever worker is asked for a page, or to drain an instance, asks all of
+them and adds up what they say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from .metrics import Family, growing
+
+logger = logging.getLogger(__name__)
+
+# For a worker to answer.
+ANSWER_SECONDS = 2.0
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder().decode
+
+Parts = Mapping[str, Callable[[Any], Any]]
+"""What a worker has to say, each with what is asked about it."""
+
+
+class NoAnswer(Exception):
+    """A worker has not answered in time."""
+
+
+async def ask(worker: Path, what: str, about: Any) -> Any:
+    """What the worker at this socket says. Raises NoAnswer."""
+    timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
+    try:
+        async with (
+            aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(worker)), timeout=timeout) as session,
+            session.post(f"http://worker/{what}", data=_encode(about)) as answer,
+        ):
+            answer.raise_for_status()
+            return _decode(await answer.read())
+    except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
+        raise NoAnswer(repr(error)) from error
+
+
+@asynccontextmanager
+async def answering(socket: Path, parts: Parts) -> AsyncIterator[None]:
+    """Answers at this socket. Raises OSError if that is not possible."""
+
+    async def answer(request: web.Request) -> web.Response:
+        part = parts[request.match_info["what"]]
+        return web.Response(body=_encode(part(_decode(await request.read()))))
+
+    app = web.Application(client_max_size=1 << 30)
+    app.add_routes([web.post("/{what}", answer)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.UnixSite(runner, str(socket)).start()
+        yield
+    finally:
+        await runner.cleanup()
+
+
+@dataclass(frozen=True)
+class Together:
+    """What workers say.
+
+    Attributes:
+        parts: of each that has answered; the first is of the worker that has asked.
+        complete: all have.
+    """
+
+    parts: list[Any]
+    complete: bool = True
+
+
+class Siblings:
+    """All workers, or the only one.
+
+    Args:
+        parts: what this worker has to say for itself.
+        others: the sockets of the others, by their numbers.
+    """
+
+    def __init__(self, parts: Parts, others: Mapping[int, Path] | None = None) -> None:
+        self._parts = parts
+        self._others = others or {}
+        self._counted: dict[int, list[Family]] = {}
+        """What each of them has counted, as it said last."""
+
+    async def ask(self, what: str, about: Any = None) -> Together:
+        """What each worker says. One that says nothing in time is missing: it may be frozen, or starting."""
+        said = dict(
+            zip(
+                self._others,
+                await asyncio.gather(*(self._ask(each, what, about) for each in self._others)),
+                strict=True,
+            )
+        )
+        there = {number: part for number, part in said.items() if part is not None}
+        parts = [self._parts[what](about), *there.values()]
+        if what == "metrics":
+            # What has only grown since: without it the sums would fall, which Prometheus takes for a restart.
+            self._counted |= {number: growing(part) for number, part in there.items()}
+            parts += [self._counted[each] for each in said if each not in there and each in self._counted]
+        return Together(parts, complete=len(there) == len(said))
+
+    async def _ask(self, number: int, what: str, about: Any) -> Any:
+        try:
+            return await ask(self._others[number], what, about)
+        except NoAnswer as error:
+            logger.warning("worker %d did not answer when asked for its %s: %s", number, what, error)
+            return None

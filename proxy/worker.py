@@ -1,0 +1,173 @@
+"""One of several workers that serve one port: a proxy like any other, but for where its pings come from.
+
+The supervisor listens at the discovery address. Once a second, and as soon as there is a new instance, it
+sends each worker the latest ping of every instance, with a number for the connection that it came on. So each
+worker decides by itself which instances there are, as if they had connected to it; and one that begins has
+all of them at once. What it answers to a ping goes back in the report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from p2pkv.control.discovery import Ping
+
+from .registry import PingSource, Registry, Role
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a worker's process is given.
+
+    Attributes:
+        number: from 1 on.
+        of: how many workers there are.
+        addresses: where it takes connections: family and address of a socket each.
+        folder: where the workers' sockets are, see siblings.py.
+    """
+
+    number: int
+    of: int
+    addresses: tuple[tuple[socket.AddressFamily, Any], ...]
+    folder: Path
+
+    @property
+    def socket(self) -> Path:
+        return self.folder / str(self.number)
+
+    @property
+    def others(self) -> dict[int, Path]:
+        numbers = range(1, self.of + 1)
+        return {number: self.folder / str(number) for number in numbers if number != self.number}
+
+
+class RepeatedPing(msgspec.Struct, frozen=True):
+    """The latest ping of one instance.
+
+    Attributes:
+        connection: the number of the connection on which it came; one that is closed has none any more.
+        member: that connection has shown the members' key.
+        serial: grows with each ping.
+    """
+
+    connection: int
+    member: bool
+    serial: int
+    ping: Ping
+
+
+Drains = list[tuple[Role, str, int, str]]
+"""As Registry.drains has them."""
+
+
+class Update(msgspec.Struct, frozen=True):
+    """From the supervisor.
+
+    Attributes:
+        drains: what is drained, for a worker that does not serve yet.
+        stop, hurry: as the first and the second signal to a proxy that is one process.
+    """
+
+    pings: list[RepeatedPing]
+    drains: Drains
+    stop: bool = False
+    hurry: bool = False
+
+
+class Report(msgspec.Struct, frozen=True):
+    """The answer to an update.
+
+    Attributes:
+        serving: it takes requests.
+        drains: what is drained here.
+        answers: to pings, each with the number of its connection.
+    """
+
+    serving: bool
+    drains: Drains
+    answers: list[tuple[int, bytes]]
+
+
+@dataclass(eq=False)
+class RepeatedConnection:
+    """A connection to the supervisor's discovery address, as a worker knows it.
+
+    Attributes:
+        serials: of the latest pings on it that have been taken, by instance.
+    """
+
+    member: bool
+    answer: Callable[[bytes], None]
+    open: bool = True
+    serials: dict[tuple[str, str, int], int] = field(default_factory=dict)
+
+    def stands(self) -> bool:
+        return self.open
+
+    def tell(self, frame: bytes) -> bool:
+        self.answer(frame)
+        return True
+
+
+class Worker:
+    """This process as one of several.
+
+    Attributes:
+        serving: it takes requests.
+        updated: set once it knows which instances there are, and which of them are drained.
+        stop, hurry: set when the supervisor says so.
+    """
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+        self.serving = False
+        self.updated = asyncio.Event()
+        self.stop = asyncio.Event()
+        self.hurry = asyncio.Event()
+        self._updates = 0
+        self._connections: dict[int, RepeatedConnection] = {}
+        self._answers: list[tuple[int, bytes]] = []
+
+    def update(self, update: Update, registry: Registry, take: Callable[[Ping, PingSource], None]) -> Report:
+        """Takes in what is new."""
+        here = {each.connection for each in update.pings}
+        for number in self._connections.keys() - here:
+            self._connections.pop(number).open = False
+        for each in update.pings:
+            self._take(each, take)
+        if not self.serving:
+            registry.adopt_drains(update.drains)
+        # The first one may have left the supervisor before it knew of a drain that missed this worker.
+        self._updates += 1
+        if self._updates > 1:
+            self.updated.set()
+        if update.stop:
+            self.end()
+        if update.hurry:
+            self.hurry.set()
+        answers, self._answers = self._answers, []
+        return Report(self.serving, registry.drains(), answers)
+
+    def end(self) -> None:
+        """Stops, whether it serves or is still starting."""
+        self.stop.set()
+        self.updated.set()
+
+    def _take(self, repeated: RepeatedPing, take: Callable[[Ping, PingSource], None]) -> None:
+        number, ping = repeated.connection, repeated.ping
+        if number not in self._connections:
+            self._connections[number] = RepeatedConnection(
+                repeated.member, lambda frame: self._answers.append((number, frame))
+            )
+        connection = self._connections[number]
+        key = ping.type, ping.http_address, ping.dp_rank
+        if connection.serials.get(key) != repeated.serial:
+            connection.serials[key] = repeated.serial
+            take(ping, connection)

@@ -1,0 +1,251 @@
+"""An engine that hangs behind a living HTTP server: what it has not begun goes elsewhere; and deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from aiohttp import web
+from proxy_behaviours import (
+    Behaviour,
+    Seen,
+    after,
+    answer_json,
+    event,
+    event_stream,
+    never,
+    never_a_token,
+    streams,
+    telling,
+)
+from proxy_fakes import Deployment, FakeInstance, deployed, error_of, quiet, until
+from test_alone import known, paired
+
+from proxy.admission import Limits
+from proxy.attempt import Dispatch
+
+pytestmark = pytest.mark.asyncio
+
+LEASE: dict[str, Any] = {"life": 0.5, "lease": 1.0}
+STREAM = {"prompt": "x", "stream": True}
+
+
+def no_more_pings(deployment: Deployment, instance: FakeInstance) -> None:
+    """Its /health is answered as before, as by vLLM's API server while the engine core stands still."""
+    deployment.pingers[instance.http_address]._interval = 1000.0
+
+
+def one_hangs(instances: list[FakeInstance], hangs: Behaviour) -> asyncio.Event:
+    """Of these the first that is asked never begins; the event says that it was asked."""
+    first = asyncio.Event()
+
+    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+        mine = sum(len(each.requests) for each in instances) == 1
+        return await (telling(first, hangs) if mine else answer_json)(request, seen)
+
+    for each in instances:
+        each.behaviour = behaviour
+    return first
+
+
+def the_asked(instances: list[FakeInstance]) -> FakeInstance:
+    (found,) = [each for each in instances if each.requests]
+    return found
+
+
+@pytest.mark.parametrize("hangs", [never, never_a_token])
+@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
+async def test_of_a_d_that_hangs_another_one_answers(dispatch: Dispatch, hangs: Behaviour) -> None:
+    async with deployed(dispatch, prefill=1, decode=2, **LEASE) as deployment:
+        first = one_hangs(deployment.decodes, hangs)
+        asking = asyncio.create_task(deployment.post(STREAM if hangs is never_a_token else None))
+        await first.wait()
+        hung = the_asked(deployment.decodes)
+        instance = known(deployment, hung)
+        no_more_pings(deployment, hung)
+        response = await asking
+        assert response.status == 200
+        assert deployment.proxy.clock() - instance.last_seen >= 1.0, "not before its lease is over"
+        assert [each.aborted for each in hung.requests] == [True]
+        assert deployment.proxy.counters.retried == 1
+        await quiet(deployment)
+
+
+async def test_however_many_hang_there_the_budget_of_retries_keeps_none() -> None:
+    async with deployed("concurrent", prefill=1, decode=2, **LEASE) as deployment:
+        hung, _ = deployment.decodes
+        hung.behaviour = never
+        asking = [asyncio.create_task(deployment.post()) for _ in range(32)]
+        await until(lambda: sum(len(each.requests) for each in deployment.decodes) == 32)
+        assert len(hung.requests) > 12, "more than the budget has for so few requests"
+        no_more_pings(deployment, hung)
+        assert {(await each).status for each in asking} == {200}
+        assert deployment.proxy.counters.retries_refused == 0
+        await quiet(deployment)
+
+
+async def test_what_has_begun_goes_on_and_so_does_what_has_nowhere_to_go(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with deployed("concurrent", prefill=1, decode=1, **LEASE) as deployment:
+        release = asyncio.Event()
+        deployment.d.behaviour = streams(release)
+        begun = await deployment.post(STREAM)
+        assert b"first" in await begun.content.readuntil(b"\n\n")
+        deployment.d.behaviour = after(release, answer_json)
+        waiting = asyncio.create_task(deployment.post())
+        await until(lambda: len(deployment.d.requests) == 2)
+        no_more_pings(deployment, deployment.d)
+        await until(lambda: "its engine may hang" in caplog.text)
+        # Another D comes: what has begun stays all the same.
+        await deployment.add("D")
+        assert (await waiting).status == 200
+        assert [each.aborted for each in deployment.decodes[0].requests] == [False, True]
+        release.set()
+        assert b"second" in await begun.read()
+        assert caplog.text.count("its engine may hang") == 1
+        await quiet(deployment)
+
+
+async def test_a_lost_ping_or_two_move_nothing() -> None:
+    async with deployed("concurrent", prefill=1, decode=2, life=0.5, lease=30.0) as deployment:
+        release = asyncio.Event()
+        for each in deployment.decodes:
+            each.behaviour = after(release, answer_json)
+        asking = asyncio.create_task(deployment.post())
+        await until(lambda: any(each.requests for each in deployment.decodes))
+        hung = the_asked(deployment.decodes)
+        instance = known(deployment, hung)
+        no_more_pings(deployment, hung)
+        await until(lambda: instance.silent(deployment.proxy.clock()))
+        probed = hung.healths
+        await until(lambda: hung.healths > probed + 1)
+        release.set()
+        assert (await asking).status == 200
+        assert deployment.proxy.counters.retried == 0
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_sequential_a_p_that_hangs_leaves_the_request_to_another_p_or_to_d_alone(others: int) -> None:
+    async with deployed("sequential", prefill=1 + others, decode=1, **LEASE) as deployment:
+        first = one_hangs(deployment.prefills, never)
+        asking = asyncio.create_task(deployment.post())
+        await first.wait()
+        no_more_pings(deployment, the_asked(deployment.prefills))
+        assert (await asking).status == 200
+        assert paired(deployment.d) == [bool(others)]
+        await quiet(deployment)
+
+
+async def test_concurrent_a_p_that_hangs_is_ds_affair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D has a lease of its own, and may be computing the prompt already."""
+    monkeypatch.setattr("proxy.attempt._GRACE_SECONDS", 0.1)
+    async with deployed("concurrent", prefill=2, decode=1, **LEASE) as deployment:
+        release = asyncio.Event()
+        first = one_hangs(deployment.prefills, never)
+        deployment.d.behaviour = after(release, answer_json)
+        asking = asyncio.create_task(deployment.post())
+        await first.wait()
+        hung = the_asked(deployment.prefills)
+        instance = known(deployment, hung)
+        no_more_pings(deployment, hung)
+        await until(lambda: deployment.registry.overdue(instance, deployment.proxy.clock()))
+        probed = hung.healths
+        await until(lambda: hung.healths > probed + 1)
+        assert len(deployment.d.requests) == 1
+        release.set()
+        assert (await asking).status == 200
+        await quiet(deployment)
+
+
+# Deadlines.
+
+
+async def test_no_token_in_time_is_a_504_or_another_d_s_answer() -> None:
+    limits = Limits(first_token_seconds=0.3)
+    async with deployed("concurrent", prefill=1, decode=2, limits=limits) as deployment:
+        first = one_hangs(deployment.decodes, never_a_token)
+        assert (await deployment.post(STREAM)).status == 200
+        assert first.is_set() and deployment.proxy.counters.retried == 1
+        for each in deployment.decodes:
+            each.behaviour = never_a_token
+        response = await deployment.post(STREAM)
+        assert response.status == 504
+        assert (await error_of(response))["message"] == "The decode instance has sent no token in time."
+        await quiet(deployment)
+
+
+async def test_while_p_has_not_answered_a_late_first_token_is_ps_failure() -> None:
+    limits = Limits(first_token_seconds=0.3)
+    async with deployed("concurrent", prefill=2, decode=1, limits=limits) as deployment:
+        first = one_hangs(deployment.prefills, never)
+
+        async def d(request: web.Request, seen: Seen) -> web.StreamResponse:
+            slow = any(seen.request_id == each.request_id for each in the_first.requests)
+            return await (never_a_token if slow else answer_json)(request, seen)
+
+        the_first = FakeInstance("P")
+        deployment.d.behaviour = never_a_token
+        asking = asyncio.create_task(deployment.post(STREAM))
+        await first.wait()
+        the_first = the_asked(deployment.prefills)
+        deployment.d.behaviour = d
+        assert (await asking).status == 200
+        p, d_known = known(deployment, the_first), known(deployment, deployment.d)
+        assert [good for _, good in p.breaker._outcomes] == [False]
+        assert all(good for _, good in d_known.breaker._outcomes)
+        await quiet(deployment)
+
+
+async def test_the_deadline_for_the_first_token_is_for_streams() -> None:
+    """Of another answer nothing comes until all of it is there."""
+    async with deployed("concurrent", 1, 1, limits=Limits(first_token_seconds=0.2)) as deployment:
+        release = asyncio.Event()
+        deployment.d.behaviour = after(release, answer_json)
+        asking = asyncio.create_task(deployment.post())
+        await until(lambda: bool(deployment.d.requests))
+        (active,) = deployment.proxy.active._open
+        assert active.attempt is not None
+        deadline, loop = active.attempt._began + 0.4, asyncio.get_running_loop()
+        await until(lambda: loop.time() > deadline)
+        release.set()
+        assert (await asking).status == 200
+
+
+async def test_a_stream_of_which_nothing_more_comes_ends_with_an_error_and_counts_against_d() -> None:
+    async with deployed("concurrent", 1, 1, limits=Limits(event_seconds=0.3)) as deployment:
+        deployment.d.behaviour = streams(asyncio.Event())
+        response = await deployment.post(STREAM)
+        first, last, nothing = (await response.read()).split(b"\n\n")
+        assert b"first" in first and nothing == b""
+        error = json.loads(last.removeprefix(b"data: "))["error"]
+        assert (error["code"], error["message"]) == (504, "The decode instance has sent nothing for 0.3 s.")
+        (d,) = deployment.registry.known("D")
+        assert [good for _, good in d.breaker._outcomes] == [True, False]
+        await until(lambda: deployment.d.requests[0].aborted)
+        await quiet(deployment)
+
+
+async def test_a_client_that_reads_slowly_is_not_ds_silence() -> None:
+    """While nothing can be passed on, nothing is read of D either."""
+    async with deployed("concurrent", 1, 1, limits=Limits(event_seconds=0.3)) as deployment:
+
+        async def much(request: web.Request, seen: Seen) -> web.StreamResponse:
+            response = await event_stream(request)
+            for _ in range(200):
+                await response.write(event(seen, "x" * 100_000))
+            return response
+
+        deployment.d.behaviour = much
+        response = await deployment.post(STREAM)
+        (active,) = deployment.proxy.active._open
+        assert active.attempt is not None
+        relay = active.attempt.relay
+        assert relay is not None
+        loop = asyncio.get_running_loop()
+        await until(lambda: relay._writing is not None and loop.time() - relay._writing > 0.8)
+        text = await response.read()
+        assert text.count(b"data: ") == 200 and b'"error"' not in text
+        await quiet(deployment)

@@ -1,0 +1,455 @@
+"""Bodies of any size and content: they are read without becoming objects, bounded, shared and let go of."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from multidict import CIMultiDict
+from proxy_behaviours import Seen, answer_error, answer_json, event, event_stream
+from proxy_fakes import Deployment, FakeInstance, deployed, error_of, quiet, until
+
+from proxy import intake
+from proxy.admission import Limits
+from proxy.bodies import Content, parse
+from proxy.errors import ProxyError
+from proxy.http import PAIRED
+from proxy.intake import MOST_ESCAPES, MOST_NUMBERS, check_values, values_in
+from proxy.upstream import Client, _Streamed
+
+MIB = 1 << 20
+SMALL = 64 << 10
+"""Bytes of what is made beside a body of any size."""
+
+
+@contextmanager
+def taking(most: int) -> Iterator[None]:
+    """At no time more than so many bytes of new memory."""
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak <= most
+
+
+def body_of(field: str, item: bytes, size: int) -> bytearray:
+    """A list of so many bytes in one field."""
+    items = b",".join([item] * (size // (len(item) + 1)))
+    return bytearray(b'{"model":"m","stream":true,"%s":[' % field.encode() + items + b"]}")
+
+
+ITEMS = {
+    "lists": b"[]",
+    "objects": b"{}",
+    "texts": b'"x"',
+    "token ids": b"12345",
+    "one-digit ids": b"0",
+    "lists of ids": b"[1,2,3]",
+    "messages": b'{"role":"user","content":"hi"}',
+    "tools": b'{"type":"function","function":{"name":"f","parameters":{"type":"object"}}}',
+}
+
+
+@pytest.mark.parametrize("path", sorted(PAIRED))
+@pytest.mark.parametrize("field", ["prompt", "messages", "input", "tools", "system", "anything"])
+@pytest.mark.parametrize("item", ITEMS)
+def test_no_item_of_a_list_becomes_an_object(path: str, field: str, item: str) -> None:
+    """But a tool of /v1/responses, whose kind decides who may answer, while it is looked at."""
+    raw = body_of(field, ITEMS[item], 2 * MIB)
+    read = parse(raw, path)  # what is made once in a process is not counted
+    looked_at = path == "/v1/responses" and field == "tools" and item in ("tools", "messages", "objects")
+    with taking(4 * MIB if looked_at else 2 * MIB):
+        read = parse(raw, path)
+        assert read.model == "m"
+        assert read.prompt.tokens >= 0 and len(read.prompt.chain) <= 512
+        sizes = read.for_prefill("id").size, read.for_decode("id", {"tx": 1}).size
+    assert all(abs(size - len(raw)) < 300 for size in sizes)
+
+
+def fields(**more: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": "ä€\n" * 30_000}], "top_k": 5, **more}
+
+
+@pytest.mark.parametrize("path", sorted(PAIRED))
+def test_what_instances_get_is_made_of_the_clients_own_bytes(path: str) -> None:
+    client = fields(
+        stream=True, kv_transfer_params={"remote_host": "evil"}, vllm_xargs={"request_id": 1, "a": 2}
+    )
+    raw = json.dumps(client).encode()
+    read = parse(raw, path)
+    with taking(SMALL):
+        made = [read.for_prefill("id"), read.for_decode("id"), read.for_decode("id", {"tx": "1"})]
+    for each in made:
+        assert sum(len(piece) for piece in each.pieces if isinstance(piece, bytes)) < 1000
+        sent = json.loads(bytes(each))
+        assert sent["messages"] == client["messages"] and sent["top_k"] == 5
+        assert sent["vllm_xargs"] == {"a": 2}
+        assert b"evil" not in bytes(each) and each.size == len(bytes(each))
+    assert json.loads(bytes(made[2]))["kv_transfer_params"] == {"tx": "1"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "forbidden"),
+    [
+        (b'{"model":"m","model":"n","prompt":"x"}', b'"m"'),
+        (
+            b'{"kv_transfer_params":{"a":"evil"},"prompt":"x","kv\\u005ftransfer_params":{"a":"evil"}}',
+            b"evil",
+        ),
+        (b'{"vllm_xargs":{"request_id":"evil"},"vllm_xargs":{"request_id":"evil"},"prompt":"x"}', b"evil"),
+        (b'{ "prompt" : "x" , "ec_transfer_params" : "evil" }', b"evil"),
+    ],
+)
+def test_of_a_field_that_comes_twice_the_last_one_counts_as_in_vllm(raw: bytes, forbidden: bytes) -> None:
+    expected = json.loads(raw) | {"max_tokens": 1, "n": 1, "stream": False}
+    for name in ("kv_transfer_params", "ec_transfer_params"):
+        expected.pop(name, None)
+    if "vllm_xargs" in expected:
+        expected["vllm_xargs"] = {}
+    read = parse(raw)
+    assert json.loads(bytes(read.for_prefill("id"))) == expected
+    assert forbidden not in bytes(read.for_prefill("id"))
+    if b"evil" in raw:
+        assert forbidden not in bytes(read.for_decode("id"))
+
+
+# How many values there may be.
+
+
+def counted(value: Any) -> int:
+    """By hand: what opens or separates values, and texts."""
+    if isinstance(value, dict):
+        return 1 + max(0, len(value) - 1) + len(value) + sum(map(counted, value.values()))
+    if isinstance(value, list):
+        return 1 + max(0, len(value) - 1) + sum(map(counted, value))
+    return isinstance(value, str)
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 10**6)
+    | st.floats(allow_nan=False)
+    | st.text('a",{[\\ä', max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=6) | st.dictionaries(st.text('k"\\,', max_size=4), inner, max_size=4)
+    ),
+    max_leaves=30,
+)
+
+
+@settings(deadline=None)
+@given(JSON, st.sampled_from([2, 3, 7, 64, 1 << 18]), st.sampled_from([None, 2]))
+def test_values_are_counted_as_they_are_however_they_are_read(
+    value: Any, at_once: int, indent: int | None
+) -> None:
+    raw = bytearray(json.dumps(value, indent=indent, ensure_ascii=False).encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(intake, "_READ_AT_ONCE", at_once)
+        *_, (values, numbers) = values_in(raw)
+    assert values + numbers == counted(value)
+
+
+def test_numbers_that_follow_others_are_no_values() -> None:
+    raw = bytearray(json.dumps({"a": [*range(1000)], "b": [[1, 2], [3, 4.5]], "c": ["x", 1, -1]}).encode())
+    *_, (values, numbers) = values_in(raw)
+    assert numbers == 999 + 1 + 1 + 1
+    assert values == counted(json.loads(raw)) - numbers
+
+
+@pytest.mark.parametrize(
+    "raw", [b'{"a', b'"\\', b'"x\\\\', b"\\", b'[""""""', b"]]}}", b"\xff" * 50, b'"' * 999]
+)
+def test_what_is_no_json_is_counted_to_its_end(raw: bytes) -> None:
+    *_, (values, _) = values_in(bytearray(raw))
+    assert values <= len(raw)
+
+
+async def refusal(
+    body: bytearray, most: int = Limits().max_values, *, token_ids: bool = True
+) -> tuple[str, int]:
+    """The sentence; "" if the body is taken. And how many turns others got meanwhile."""
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    other = asyncio.create_task(others())
+    try:
+        await check_values(body, most, token_ids=token_ids)
+    except ProxyError as error:
+        assert error.status == 413
+        return str(error), turns
+    finally:
+        other.cancel()
+    return "", turns
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "item", [b"[]", b"{}", b'""', b"null", b"-1", b'{"role":"user","content":"hi"}', b"[1]"]
+)
+async def test_too_many_values_are_refused_after_a_look_at_their_beginning(item: bytes) -> None:
+    sentence, turns = await refusal(body_of("messages", item, 32 * MIB))
+    assert "more than 131072 values" in sentence and "--max-body-values" in sentence
+    assert turns <= 600, "only the beginning is looked at"
+    few = body_of("messages", item, 100_000)
+    assert await refusal(few) == ("", 0)
+    assert "more than 1000 values" in (await refusal(few, 1000))[0]
+
+
+@pytest.mark.asyncio
+async def test_texts_pictures_and_token_ids_are_no_values_however_long_they_are() -> None:
+    code = json.dumps(
+        {"messages": [{"role": "user", "content": 'if (a[0]) { f({"x": [1, 2]}, "y"); }\n' * 50_000}]}
+    )
+    assert (await refusal(bytearray(code.encode())))[0] == ""
+    assert (await refusal(body_of("prompt", b"12345", 4 * MIB)))[0] == ""
+    picture = bytearray(
+        b'{"messages":[{"content":[{"image_url":{"url":"data:;base64,' + b"QUJD" * (16 * MIB) + b'"}}]}]}'
+    )
+    sentence, turns = await refusal(picture)
+    assert sentence == "" and turns >= len(picture) >> 20
+
+
+@pytest.mark.asyncio
+async def test_numbers_and_escaped_characters_have_bounds_of_their_own() -> None:
+    ids = body_of("prompt", b"0", 2 * MOST_NUMBERS + 100)
+    assert (await refusal(ids))[
+        0
+    ] == f"The request body has more than {MOST_NUMBERS} numbers, such as token ids."
+    escapes = bytearray(b'{"prompt":"' + b"\\n" * (MOST_ESCAPES + 1) + b'"}')
+    assert (await refusal(escapes))[0] == f"The request body has more than {MOST_ESCAPES} escaped characters."
+
+
+@pytest.mark.asyncio
+async def test_what_a_text_begins_with_does_not_hide_the_rest_of_it() -> None:
+    numbers, _ = await refusal(body_of("messages", b"1", 4 * MIB), token_ids=False)
+    assert "more than 131072 values" in numbers, "vLLM expects no numbers there"
+    escapes = bytearray(b'{"prompt":"' + b"," * MIB + b"\\n" * (MOST_ESCAPES + 1) + b'"}')
+    assert "escaped characters" in (await refusal(escapes))[0]
+
+
+@pytest.mark.asyncio
+async def test_two_million_empty_messages_end_at_the_proxy() -> None:
+    async with deployed("concurrent", 1, 1, limits=Limits()) as deployment:
+        body = b'{"model":"tiny","messages":[' + b"{}," * 2_000_000 + b"{}]}"
+        url = f"{deployment.url}/v1/chat/completions"
+        async with deployment.client.post(url, data=body) as response:
+            assert response.status == 413
+            assert "more than 131072 values" in (await error_of(response))["message"]
+        assert deployment.p.requests == deployment.d.requests == []
+        await quiet(deployment)
+        ids = {"model": "tiny", "prompt": [12345] * 300_000}
+        assert (await deployment.post(ids)).status == 200
+        assert (
+            deployment.p.requests[0].body["prompt"]
+            == deployment.d.requests[0].body["prompt"]
+            == ids["prompt"]
+        )
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_messages_have_a_bound_of_their_own(path: str) -> None:
+    field = "input" if path == "/v1/responses" else "messages"
+    messages = [{"role": "user", "content": "hi [1,2]"}] * 1000
+    async with deployed("concurrent", 1, 1, limits=Limits(max_messages=1000)) as deployment:
+        assert (await deployment.post({"model": "tiny", field: messages}, path)).status == 200
+        for more in ([*messages, messages[0]], [{}] * 5000, [1] * 5000, ["x"] * 2000):
+            response = await deployment.post({"model": "tiny", field: more}, path)
+            assert response.status == 413
+            assert "more than 1000 messages" in (await error_of(response))["message"]
+        assert (await deployment.post({"model": "tiny", "prompt": ["x"] * 2000})).status == 200
+        assert (await deployment.post({"model": "tiny", field: "x" * 5000}, path)).status == 200
+        assert len(deployment.d.requests) == 3
+        await quiet(deployment)
+
+
+@pytest.mark.asyncio
+async def test_a_body_whose_head_says_that_it_is_too_large_is_not_waited_for() -> None:
+    async with deployed("concurrent", 1, 1, max_body=1000) as deployment:
+        host, _, port = deployment.url.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1001\r\n\r\n")
+        async with asyncio.timeout(10):
+            assert b" 413 " in await reader.readuntil(b"\r\n")
+        writer.transport.abort()
+
+
+# How a large one is sent.
+
+
+class Writer:
+    """What aiohttp writes to."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+
+    async def write(self, chunk: Any) -> None:
+        self.written.append(bytes(chunk))
+
+
+@pytest.mark.asyncio
+async def test_a_large_body_is_sent_in_pieces_and_can_be_sent_again() -> None:
+    content = Content((b"{", bytearray(b"x" * MIB), b",", bytes(300_000), b"}"))
+    payload = _Streamed(content)
+    assert payload.size == content.size
+    for _ in range(2):
+        writer = Writer()
+        await payload.write(writer)  # type: ignore[arg-type]
+        assert b"".join(writer.written) == bytes(content)
+        assert max(map(len, writer.written)) <= 1 << 17
+
+
+@pytest.mark.asyncio
+async def test_an_instance_gets_a_large_body_whole_with_its_length() -> None:
+    instance = FakeInstance("D")
+    await instance.start()
+    content = Content((b'{"prompt":"', bytearray(b"x" * (3 * MIB)), b'"}'))
+    try:
+        async with Client() as client:
+            url = f"http://{instance.http_address}/v1/completions"
+            headers = CIMultiDict({"X-Request-Id": "x", "Content-Type": "application/json"})
+            async with await client.post(url, content, headers) as answer:
+                assert answer.status == 200
+    finally:
+        await instance.stop()
+    (seen,) = instance.requests
+    assert seen.raw == bytes(content)
+    assert seen.headers["Content-Length"] == str(content.size) and "Transfer-Encoding" not in seen.headers
+    assert seen.headers.getall("Content-Type") == ["application/json"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", sorted(PAIRED))
+async def test_both_get_a_large_prompt_and_another_instance_gets_it_again(path: str) -> None:
+    body = fields(model="tiny", prompt="x", input="x")
+    async with deployed("concurrent", 2, 2, limits=Limits(max_body=16 * MIB)) as deployment:
+        for each in deployment.decodes:
+            each.behaviour = answer_error(500)
+        deployment.decodes[0].behaviour = answer_json
+        for _ in range(2):
+            assert (await deployment.post(body, path)).status == 200
+        seen = [seen for each in (*deployment.prefills, *deployment.decodes) for seen in each.requests]
+        assert len(seen) >= 5, "one was asked in vain"
+        assert all(each.body["messages"] == body["messages"] for each in seen)
+        await quiet(deployment)
+
+
+# How long one is held.
+
+
+@contextmanager
+def bodies_in_memory() -> Iterator[Any]:
+    """A function that says how many bytes of bodies there are."""
+
+    def found() -> int:
+        shown = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, intake.__file__)])
+        return sum(each.size for each in shown.traces)
+
+    tracemalloc.start(3)
+    try:
+        yield found
+    finally:
+        tracemalloc.stop()
+
+
+async def begin(deployment: Deployment, size: int) -> Any:
+    """A stream whose first event has arrived."""
+    response = await deployment.post({"model": "tiny", "prompt": "x" * size, "stream": True})
+    assert response.status == 200
+    await response.content.readuntil(b"\n\n")
+    return response
+
+
+@pytest.mark.asyncio
+async def test_a_body_is_let_go_when_the_answer_has_begun(either: Deployment) -> None:
+    async def stream(request: Any, seen: Seen) -> Any:
+        response = await event_stream(request)
+        await response.write(event(seen, "first"))
+        await end.wait()
+        return response
+
+    end = asyncio.Event()
+    either.d.behaviour = stream
+    with bodies_in_memory() as found:
+        responses = [await begin(either, 500_000) for _ in range(4)]
+        assert either.proxy.gauges()["under_way"] == 4
+        assert either.proxy.intake.held == 0
+        await until(lambda: found() < 100_000, "no body is left")
+    end.set()
+    for response in responses:
+        await response.read()
+    await quiet(either)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("status", [400, 500])
+async def test_no_body_stays_in_memory_when_its_request_fails(either: Deployment, status: int) -> None:
+    """Without waiting for Python's garbage collector."""
+    either.p.behaviour = either.d.behaviour = answer_error(status)
+    gc.collect()
+    gc.disable()
+    try:
+        with bodies_in_memory() as found:
+            for _ in range(5):
+                response = await either.post({"model": "tiny", "prompt": "x" * 700_000})
+                assert response.status >= 400
+            await quiet(either)
+            await until(lambda: found() < 100_000, "no body is left")
+    finally:
+        gc.enable()
+
+
+@pytest.mark.asyncio
+async def test_streams_that_have_begun_take_no_room_for_bodies() -> None:
+    """Forty times half a megabyte, with room for two megabytes."""
+
+    async def stream(request: Any, seen: Seen) -> Any:
+        response = await event_stream(request)
+        await response.write(event(seen, "first"))
+        await end.wait()
+        return response
+
+    end = asyncio.Event()
+    async with deployed("concurrent", 1, 1, limits=Limits(max_held=2 * MIB)) as deployment:
+        deployment.d.behaviour = stream
+        responses = [await begin(deployment, 500_000) for _ in range(40)]
+        assert deployment.proxy.counters.refused_full == 0
+        end.set()
+        for response in responses:
+            await response.read()
+        await quiet(deployment)
+
+
+@pytest.mark.asyncio
+async def test_a_body_is_held_while_another_instance_may_need_it() -> None:
+    async def hold(request: Any, seen: Seen) -> Any:
+        await end.wait()
+        return await answer_json(request, seen)
+
+    end = asyncio.Event()
+    async with deployed("concurrent", 1, 1, limits=Limits(max_held=2 * MIB)) as deployment:
+        deployment.d.behaviour = hold
+        asked = asyncio.create_task(deployment.post({"prompt": "x" * 1_500_000}))
+        await until(lambda: len(deployment.d.requests) == 1)
+        assert deployment.proxy.intake.held > 1_500_000
+        response = await deployment.post({"prompt": "x" * 1_500_000})
+        assert response.status == 503
+        end.set()
+        assert (await asked).status == 200
+        await quiet(deployment)

@@ -1,0 +1,189 @@
+"""What the proxy knows of vLLM's HTTP servers, held against vLLM's own code: how each endpoint writes an
+answer that it gives up, and which headers control it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm
+from fastapi.responses import JSONResponse
+from multidict import CIMultiDict, CIMultiDictProxy
+from proxy_fakes import join, ping
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    ChatCompletionResponseStreamChoice,
+    ChatCompletionStreamResponse,
+    ChatMessage,
+    DeltaMessage,
+    UsageInfo,
+)
+from vllm.entrypoints.openai.completion.protocol import (
+    CompletionResponse,
+    CompletionResponseChoice,
+    CompletionResponseStreamChoice,
+    CompletionStreamResponse,
+)
+from vllm.entrypoints.openai.responses.api_router import _convert_stream_to_sse_events
+from vllm.entrypoints.openai.responses.protocol import (
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseCompletedEvent,
+    ResponsesRequest,
+    ResponsesResponse,
+    ResponseUsage,
+)
+from vllm.sampling_params import SamplingParams
+
+from proxy.answers import GivenUpFilter, gave_up
+from proxy.http import to_instance
+from proxy.registry import Registry
+
+TOKENS = {"abort": 0, "stop": 3, "length": 1}
+"""That an answer has which ends for this reason, in these tests."""
+each_reason = pytest.mark.parametrize("reason", TOKENS)
+ECHO = {"finish_reason": "abort", "status": "cancelled"}
+
+
+def usage(reason: str) -> UsageInfo:
+    return UsageInfo(prompt_tokens=5, completion_tokens=TOKENS[reason], total_tokens=5 + TOKENS[reason])
+
+
+def whole(answer: Any, **options: Any) -> bytes:
+    """As vLLM's routers write it."""
+    return bytes(JSONResponse(content=answer.model_dump(**options)).body)
+
+
+def event(answer: Any) -> bytes:
+    return f"data: {answer.model_dump_json(exclude_unset=True)}\n\n".encode()
+
+
+def given_up_in(path: str, events: bytes) -> bool:
+    watch = GivenUpFilter(path, streamed=True)
+    watch.feed(events)
+    return watch.given_up
+
+
+@each_reason
+def test_completions(reason: str) -> None:
+    choice = CompletionResponseChoice(index=0, text="x", finish_reason=reason)
+    answer = CompletionResponse(model="m", choices=[choice], usage=usage(reason))
+    assert gave_up("/v1/completions", whole(answer)) is (reason == "abort")
+    last = CompletionResponseStreamChoice(index=0, text="", finish_reason=reason)
+    events = event(CompletionStreamResponse(model="m", choices=[last]))
+    assert given_up_in("/v1/completions", events) is (reason == "abort")
+
+
+def chat(reason: str) -> ChatCompletionResponse:
+    message = ChatMessage(role="assistant", content="x")
+    choice = ChatCompletionResponseChoice(index=0, message=message, finish_reason=reason)
+    return ChatCompletionResponse(model="m", choices=[choice], usage=usage(reason))
+
+
+def chat_events(reason: str) -> list[bytes]:
+    """With a usage at the end, as /v1/messages has it."""
+    choices = [
+        ChatCompletionResponseStreamChoice(index=0, delta=DeltaMessage(role="assistant", content="")),
+        ChatCompletionResponseStreamChoice(index=0, delta=DeltaMessage(content="x")),
+        ChatCompletionResponseStreamChoice(index=0, delta=DeltaMessage(content=""), finish_reason=reason),
+    ]
+    chunks = [ChatCompletionStreamResponse(model="m", choices=[each]) for each in choices]
+    chunks[0].usage = usage(reason)
+    return [event(each) for each in chunks] + [
+        event(ChatCompletionStreamResponse(model="m", choices=[], usage=usage(reason))),
+        b"data: [DONE]\n\n",
+    ]
+
+
+@each_reason
+def test_chat_completions(reason: str) -> None:
+    assert gave_up("/v1/chat/completions", whole(chat(reason))) is (reason == "abort")
+    assert given_up_in("/v1/chat/completions", b"".join(chat_events(reason))) is (reason == "abort")
+
+
+@pytest.mark.asyncio
+@each_reason
+async def test_messages(reason: str) -> None:
+    server = object.__new__(AnthropicServingMessages)
+    answer = server.messages_full_converter(chat(reason))
+    assert gave_up("/v1/messages", whole(answer, exclude_none=True)) is (reason == "abort")
+
+    async def chunks() -> AsyncIterator[str]:
+        for each in chat_events(reason):
+            yield each.decode()
+
+    events = [each async for each in server.message_stream_converter(chunks())]
+    assert any("message_delta" in each for each in events)
+    assert given_up_in("/v1/messages", "".join(events).encode()) is (reason == "abort")
+
+
+def response(status: Any, tokens: int) -> ResponsesResponse:
+    request = ResponsesRequest(model="m", input="x", metadata=ECHO)
+    return ResponsesResponse.from_request(
+        request,
+        SamplingParams(max_tokens=5),
+        model_name="m",
+        created_time=1,
+        output=[],
+        status=status,
+        usage=ResponseUsage(
+            input_tokens=5,
+            output_tokens=tokens,
+            total_tokens=5 + tokens,
+            input_tokens_details=InputTokensDetails(cached_tokens=0, cache_write_tokens=0),
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
+        ),
+    )
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("status", "tokens", "given_up"),
+    [
+        ("cancelled", 3, True),
+        ("completed", 0, True),
+        ("incomplete", 0, True),
+        ("completed", 3, False),
+        ("incomplete", 1, False),
+    ],
+)
+async def test_responses(status: str, tokens: int, given_up: bool) -> None:
+    answer = response(status, tokens)
+    raw = whole(answer, mode="json", by_alias=True)
+    assert b'"finish_reason":"abort"' in raw, "the client's metadata"
+    assert gave_up("/v1/responses", raw) is given_up
+
+    async def ends() -> AsyncIterator[Any]:
+        yield ResponseCompletedEvent(type="response.completed", sequence_number=1, response=answer)
+
+    events = [each async for each in _convert_stream_to_sse_events(ends())]
+    assert given_up_in("/v1/responses", "".join(events).encode()) is given_up
+
+
+READ = re.compile(r"headers\.get\(\s*(?:\"([^\"]+)\"|([A-Z_]+))")
+
+
+def test_headers_that_control_vllm_do_not_come_from_clients() -> None:
+    """All that vLLM's servers read by name, but for those of its own clients and of other services."""
+    folder = Path(vllm.__file__).parent / "entrypoints"
+    source = "\n".join(path.read_text() for path in sorted(folder.rglob("*.py")))
+    named = {
+        text or re.findall(rf'^{constant} = "([^"]+)"', source, re.MULTILINE)[0]
+        for text, constant in READ.findall(source)
+    }
+    through = {"authorization", "content-type", "x-session-id"}
+    proxys_own = {"x-request-id", "x-data-parallel-rank"}
+    stopped = {"x-vllm-priority", "endpoint-load-metrics-format"}
+    assert {name.lower() for name in named} <= through | proxys_own | stopped
+    assert stopped <= {name.lower() for name in named}
+
+    client = CIMultiDict(dict.fromkeys((*named, "X-Mine"), "5"))
+    sent = to_instance(CIMultiDictProxy(client), join(Registry(), ping("D")), "id")
+    kept = {name.lower(): value for name, value in sent.items()}
+    assert not stopped & set(kept) and "x-data-parallel-rank" not in kept
+    assert kept["x-request-id"] == "id" and kept["x-session-id"] == kept["x-mine"] == "5"
