@@ -38,7 +38,7 @@ from p2pkv.pairing import Address, mint
 
 TOKENS, LONGEST = 500, 30_000
 SETTINGS = (
-    *("--served-model-name", "tiny", "--max-model-len", "32000", "--block-size", "32"),
+    *("--served-model-name", "tiny", "--block-size", "32"),
     *("--max-num-batched-tokens", "2048", "--no-enable-prefix-caching"),
 )
 
@@ -92,6 +92,10 @@ def gauge(server: VllmServer, name: str) -> float:
     return metrics(server.base_url).get(name, 0.0)
 
 
+def waiting(server: VllmServer) -> float:
+    return gauge(server, "vllm:num_requests_waiting")
+
+
 async def throughput(
     session: aiohttp.ClientSession, p: VllmServer, d: VllmServer, args: argparse.Namespace
 ) -> float:
@@ -119,12 +123,11 @@ async def rounds(
                 await until(lambda: gauge(stuck, "vllm:num_requests_running") == 1, "D2's own request")
                 for kind in ("alone", "beside") if turn % 2 else ("beside", "alone"):
                     async with outstanding(session, p, stuck, args.stuck if kind == "beside" else 0):
-                        if kind == "beside":
-                            await until(
-                                lambda: gauge(stuck, "vllm:num_requests_waiting") == args.stuck, "D2's queue"
-                            )
+                        count = args.stuck if kind == "beside" else 0
+                        await until(lambda: waiting(stuck) == count, "D2's queue")  # noqa: B023
+                        await until(lambda: gauge(p, "vllm:num_requests_running") == 0, "P's last step")
                         figures[kind] = await throughput(session, p, d, args)
-                    await until(lambda: gauge(stuck, "vllm:num_requests_waiting") == 0, "D2's empty queue")
+                    await until(lambda: waiting(stuck) == 0, "D2's empty queue")
                     await until(lambda: gauge(p, "vllm:kv_cache_usage_perc") == 0, "P's free blocks")
             if turn:  # the first only warms up
                 found.append(figures)
@@ -173,9 +176,9 @@ def main() -> int:
         )
 
     servers = (
-        server("P", "P", "--num-gpu-blocks-override", str(args.blocks)),
-        server("D", "D1"),
-        server("D", "D2", "--max-num-seqs", "1"),
+        server("P", "P", "--max-model-len", "4096", "--num-gpu-blocks-override", str(args.blocks)),
+        server("D", "D1", "--max-model-len", "4096"),
+        server("D", "D2", "--max-model-len", "32000", "--max-num-seqs", "1"),
     )
     with ExitStack() as stack:
         for each in servers:
