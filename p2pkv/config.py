@@ -33,6 +33,9 @@ GPU_SHARE = 128
 RESERVED_CHUNKS = 2
 """Chunks of D's staging that only requests which have blocks may take."""
 
+PatchName = Literal["weights", "engine_core", "spin_wait", "early_revocation", "deferral"]
+"""The patches of `p2pkv.connector.vllm_patches`."""
+
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Seconds = Annotated[float, Meta(ge=0.001, le=1e9)]
 Share = Annotated[float, Meta(ge=0.001, le=1)]
@@ -153,6 +156,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     engine core cannot rest (workers that Ray started), and so how much later a request may be scheduled that
     comes meanwhile; 0: no step waits, the engine core does not rest, and vLLM's processes do not nap between
     such steps"""
+
+    skip_patches: tuple[PatchName, ...] = ()
+    """names, as `["deferral"]` | no | functions of vLLM that p2pkv does not replace: `weights`,
+    `engine_core`, `spin_wait`, `early_revocation` or `deferral`;
+    [compatibility](compatibility.md#what-p2pkv-replaces-in-vllm) has what each is for"""
 
     warm_up_seconds: SecondsOrOff = 120.0
     """seconds | no | how long an instance waits for its own `/health`, and again for the answers to its first
@@ -354,6 +362,8 @@ def _expected(kind: msgspec.inspect.Type) -> str:
             return "true or false"
         case msgspec.inspect.LiteralType(values=values):
             return f"one of {', '.join(map(str, values))}"
+        case msgspec.inspect.VarTupleType(item_type=msgspec.inspect.LiteralType(values=values)):
+            return f"a list of names out of {', '.join(map(str, values))}"
         case msgspec.inspect.CustomType():
             return 'a list of networks, as ["10.0.0.0/8"]'
     return "a text in quotes"

@@ -270,8 +270,8 @@ PRODUCT = (
     Mutant(
         "weights without files need no name",
         "p2pkv/connector/identity.py:_weight_files",
-        "    if not files:\n",
-        "    if False:\n",
+        "    if kind in FILE_FORMATS:\n",
+        "    if True:\n        return []\n    if kind in FILE_FORMATS:\n",
         ("tests/connector/test_describe.py::test_weights_without_files_need_a_name",),
     ),
     Mutant(
@@ -318,8 +318,8 @@ PRODUCT = (
     ),
     Mutant(
         "vLLM's V2 runner overwrites blocks before the revocation",
-        "p2pkv/connector/worker.py:EarlyRevocation.install.revoke_first",
-        "self._before(scheduler_output.kv_connector_metadata)",
+        "p2pkv/connector/vllm_patches.py:EarlyRevocation.replace_update_requests.revoke_first",
+        "self._revoke(scheduler_output.kv_connector_metadata)",
         "pass",
         ("tests/connector/test_worker.py",),
     ),
@@ -439,8 +439,8 @@ PRODUCT = (
     ),
     Mutant(
         "the engine core rests although it has just heard news",
-        "p2pkv/connector/connector.py:P2pKvConnector.update_connector_output",
-        "            CORE.seconds = 0.0\n",
+        "p2pkv/connector/connector.py:P2pKvConnector._hurry",
+        "        ENGINE_CORE.seconds = 0.0\n",
         "",
         ("tests/connector/test_idle_steps.py",),
     ),
@@ -669,7 +669,7 @@ PRODUCT = (
     Mutant(
         "a request of which one rank of P has begun is looked up again",
         "p2pkv/connector/scheduler.py:ConsumerScheduler.reported",
-        " if asking.begun >= self._world else []",
+        " if settled else []",
         "",
         ("tests/connector/test_deferral.py",),
     ),
@@ -703,7 +703,7 @@ PRODUCT = (
     ),
     Mutant(
         "beside another connector D asks that one only once",
-        "p2pkv/connector/deferral.py:Deferral._defer",
+        "p2pkv/connector/vllm_patches.py:Deferral._defer",
         "getattr(scheduler.connector,",
         'getattr(getattr(scheduler.connector, "sub_connectors", [scheduler.connector])[-1],',
         ("tests/connector/test_deferral.py",),
@@ -724,15 +724,15 @@ PRODUCT = (
     ),
     Mutant(
         "an engine core that shuts down rests",
-        "p2pkv/connector/idle_steps.py:CoreRest._rest",
+        "p2pkv/connector/vllm_patches.py:EngineCore._rest",
         " or not core.is_running()",
         "",
         ("tests/connector/test_idle_steps.py",),
     ),
     Mutant(
         "a nap sleeps through wake-ups",
-        "p2pkv/connector/idle_steps.py:SpinWait._replace.wait",
-        "spinning(condition, nap if timeout_ms is None else min(nap, timeout_ms))",
+        "p2pkv/connector/vllm_patches.py:SpinWait.replace_wait.wait",
+        "original(condition, nap if timeout_ms is None else min(nap, timeout_ms))",
         "time.sleep(nap / 1000)",
         ("tests/connector/test_idle_steps.py::TestSpinning::test_a_wake_up_ends_the_nap",),
     ),

@@ -21,8 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from p2pkv.config import ConfigError
 from p2pkv.connector.core_beats import BeatListener, BeatSender, state_of
-from p2pkv.connector.deferral import DEFERRAL
 from p2pkv.connector.describe import (
     Layers,
     block_tables,
@@ -39,11 +39,11 @@ from p2pkv.connector.describe import (
 )
 from p2pkv.connector.generation import Generation, forget_prefixes
 from p2pkv.connector.identity import Pairs, adapter_fingerprint
-from p2pkv.connector.idle_steps import CORE, FIRST_WAIT, REST, SPINNING, IdlePace
+from p2pkv.connector.idle_steps import FIRST_WAIT, REST, IdlePace
 from p2pkv.connector.metadata import P2pKvMetrics, P2pKvStats, StepMetadata, WorkerNews
 from p2pkv.connector.scheduler import ConsumerScheduler, HeldBlocks, ProducerScheduler
-from p2pkv.connector.vllm_patches import WEIGHTS
-from p2pkv.connector.worker import REVOKING, Worker
+from p2pkv.connector.vllm_patches import DEFERRAL, EARLY_REVOCATION, ENGINE_CORE, SPIN_WAIT, WEIGHTS
+from p2pkv.connector.worker import Worker
 from p2pkv.control.announcer import ANSWER_TOKENS, Announcement, Announcer, Standing, WarmUp
 from p2pkv.control.discovery import DISCOVERY_VERSION, Ping
 from p2pkv.engine import commands as do
@@ -103,11 +103,20 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         """Of the rank, also while it sleeps."""
         self._asleep = False
         if self.options.idle_wait_ms:
-            SPINNING.install()
+            SPIN_WAIT.install(self.options.skip_patches)
         if self.options.role == "P" and vllm_config.use_v2_model_runner:
-            REVOKING.install(kv_cache_config.needs_kv_cache_zeroing)
+            self._revoke_early(kv_cache_config.needs_kv_cache_zeroing)
         if role is KVConnectorRole.SCHEDULER:
             self._schedule()
+
+    def _revoke_early(self, overwrites: bool) -> None:
+        """Raises ConfigError where vLLM's runner `overwrites` blocks that P may still send."""
+        reason = EARLY_REVOCATION.install(self.options.skip_patches)
+        if reason and overwrites:
+            raise ConfigError(
+                "vLLM's V2 model runner may overwrite blocks of this model while a P sends them "
+                f"({reason}): set VLLM_USE_V2_MODEL_RUNNER=0"
+            )
 
     def _schedule(self) -> None:
         for note in self.options.notes:
@@ -119,12 +128,13 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         self._longest_wait = pausing * self.options.idle_wait_ms / 1000 / config.max_concurrent_batches
         here = _on_this_host(config.parallel_config)
         self._rests = pausing and here
-        CORE.install(self._rests)
+        ENGINE_CORE.rests |= self._rests
+        ENGINE_CORE.install(self.options.skip_patches)
         self._news = False
         self.generation = Generation(config)
         self.watches = self.options.watch_weights
         if self.watches:
-            WEIGHTS.install()
+            WEIGHTS.install(self.options.skip_patches)
         self._adapters: dict[tuple[str, str], tuple[int, str]] = {}
         """By name and path: the number and the files of the adapter of the last request."""
         self._requests: WeakSet[Request] = WeakSet()
@@ -139,7 +149,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
             self.consuming = ConsumerScheduler(pairs, world, recompute, tables, whole, tail)
-            DEFERRAL.install()
+            DEFERRAL.install(self.options.skip_patches)
         if here:  # elsewhere the beats could not arrive
             ranks = [str(self.options.address.shifted(rank)) for rank in range(world)]
             self._beats = BeatSender(ranks, self._beat)
@@ -150,7 +160,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         """How the engine core gets on; for the thread that sends it to the ranks."""
         half = self.producing or self.consuming
         busy = half is not None and half.busy
-        return state_of(CORE.core, steps=self._steps, transfers=busy, orphaned=orphaned)
+        return state_of(ENGINE_CORE.core, steps=self._steps, transfers=busy, orphaned=orphaned)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -209,17 +219,17 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         self._steps += 1
         meta = half.step(scheduler_output)
         changed, self._news = self._news or meta.orders, False
-        bell = CORE.address if self._rests else ""
+        bell = ENGINE_CORE.address if self._rests else ""
         pause = self._pace.step(
             *((REST, REST) if bell else (FIRST_WAIT, self._longest_wait)),
             tokens=meta.work,
             awaited=half.awaits_news,
             changed=changed,
-            rung=CORE.rung(),
+            rung=ENGINE_CORE.rung(),
         )
-        SPINNING.idle = meta.idle = pause > 0
+        SPIN_WAIT.idle = meta.idle = pause > 0
         if bell:
-            CORE.seconds = pause
+            ENGINE_CORE.seconds = pause
             meta.bell = bell if meta.idle else ""
         else:
             meta.idle_wait = pause
@@ -240,7 +250,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
     def _hurry(self) -> None:
         """Something has changed: the next step comes without a pause."""
         self._news = True
-        CORE.seconds = 0.0
+        ENGINE_CORE.seconds = 0.0
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -262,7 +272,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         # vLLM's worker spins in Python while it waits for work and so wins the interpreter's lock back each
         # time; the engine thread would wait for the whole interval, several times a message.
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
-        SPINNING.worker = self._vllm_config.parallel_config.data_parallel_size == 1
+        SPIN_WAIT.worker = self._vllm_config.parallel_config.data_parallel_size == 1
         self._start()
 
     def unregister_kv_caches(self) -> None:
@@ -313,7 +323,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self.worker.wake(rank)
         if options.role == "P":
-            REVOKING.preempt = self.worker.preempt
+            EARLY_REVOCATION.preempt = self.worker.preempt
         log.info(
             "%s rank %d listens at %s; link %s; here: %s",
             options.role,

@@ -6,30 +6,23 @@ idle step waits for news.
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import TYPE_CHECKING
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from p2pkv.config import ConfigError
-from p2pkv.connector.idle_steps import SPINNING, Bell, untested
+from p2pkv.connector.idle_steps import Bell
 from p2pkv.connector.metadata import Ended, Growth, P2pKvStats, StepMetadata, WorkerNews
+from p2pkv.connector.vllm_patches import SPIN_WAIT
 from p2pkv.device import Fence, make_recorder
 from p2pkv.engine import commands as do
 from p2pkv.engine.commands import Command, Event
 from p2pkv.engine.context import Counters
 from p2pkv.engine.liveness import Liveness
 from p2pkv.engine.rank import Rank
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 # D's loads.
 
@@ -186,64 +179,6 @@ class Loads:
 # The worker.
 
 
-class EarlyRevocation:
-    """P's revocations before vLLM's V2 runner overwrites the blocks.
-
-    V2 zeroes blocks that a request is given, and copies those that it shares, in `update_requests`. It calls
-    `handle_preemptions` only after that, V1 before. Among these blocks may be some that the scheduler took
-    from a prompt in this very step, while they are still read for D.
-    """
-
-    def __init__(self) -> None:
-        self.preempt: Callable[[StepMetadata], None] | None = None
-        """Of this process's P."""
-        self._installed = False
-
-    def install(self, overwrites: bool) -> None:
-        """Have `preempt` called first, once. Raises ConfigError where this vLLM `overwrites` blocks so and
-        looks otherwise."""
-        if self._installed:
-            return
-        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-        if reason := untested() or self._misfit(GPUModelRunner):
-            if overwrites:
-                raise ConfigError(
-                    "vLLM's V2 model runner may overwrite blocks of this model while a P sends them "
-                    f"({reason}): set VLLM_USE_V2_MODEL_RUNNER=0"
-                )
-            return
-        self._installed = True
-        update_requests = GPUModelRunner.update_requests
-
-        @wraps(update_requests)
-        def revoke_first(runner: GPUModelRunner, scheduler_output: SchedulerOutput) -> None:
-            self._before(scheduler_output.kv_connector_metadata)
-            update_requests(runner, scheduler_output)
-
-        GPUModelRunner.update_requests = revoke_first
-
-    def _misfit(self, runner: type[GPUModelRunner]) -> str:
-        """Why this vLLM's V2 runner is left alone; empty if it is the one that we know."""
-        update = getattr(runner, "update_requests", None)
-        known = ["self", "scheduler_output"]
-        if not inspect.isfunction(update) or list(inspect.signature(update).parameters) != known:
-            return "this vLLM has no update_requests(scheduler_output)"
-        if "update_requests" not in inspect.unwrap(runner.execute_model).__code__.co_names:
-            return "this vLLM calls update_requests in a way that p2pkv does not know"
-        return ""
-
-    def _before(self, metadata: KVConnectorMetadata | None) -> None:
-        """`metadata`: p2pkv's, or that of vLLM's MultiConnector with p2pkv's in it."""
-        for each in (metadata, *getattr(metadata, "metadata", ())):
-            if isinstance(each, StepMetadata) and each.revoked and self.preempt is not None:
-                self.preempt(each)
-
-
-REVOKING = EarlyRevocation()
-"""Of this process: vLLM's runner is one per process."""
-
-
 class Asleep:
     """In place of the rank while the instance sleeps: it does nothing, and nothing happens."""
 
@@ -316,7 +251,7 @@ class Worker:
             raise RuntimeError(self.rank.failure)
         self._idle_wait = meta.idle_wait
         self._bell.address = meta.bell
-        SPINNING.idle = meta.idle
+        SPIN_WAIT.idle = meta.idle
         if meta.work:
             self.rank.steps.begin(time.monotonic())
         for key, reason in meta.stale:
