@@ -44,8 +44,9 @@ from p2pkv.connector.metadata import P2pKvMetrics, P2pKvStats, StepMetadata, Wor
 from p2pkv.connector.scheduler import ConsumerScheduler, HeldBlocks, ProducerScheduler
 from p2pkv.connector.vllm_patches import DEFERRAL, EARLY_REVOCATION, ENGINE_CORE, SPIN_WAIT, WEIGHTS
 from p2pkv.connector.worker import Worker
-from p2pkv.control.announcer import ANSWER_TOKENS, Announcement, Announcer, Standing, WarmUp
+from p2pkv.control.announcer import Announcement, Announcer, Standing
 from p2pkv.control.discovery import DISCOVERY_VERSION, Ping
+from p2pkv.control.warm_up import ANSWER_TOKENS, WarmUp
 from p2pkv.engine import commands as do
 from p2pkv.engine.liveness import Beat
 from p2pkv.engine.rank import Rank

@@ -11,8 +11,8 @@ import torch
 
 from p2pkv.config import ConfigError, Options
 from p2pkv.connector.identity import drafter_of, fingerprint
+from p2pkv.connector.recurrent import conv_dim_first, recurrent_layers, refuse_strange_states, state_groups
 from p2pkv.connector.scheduler import BlockTables
-from p2pkv.connector.states import conv_dim_first, recurrent_layers, refuse_strange_states, state_groups
 from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.kv.layouts import DENSE, cpu_codec
 from p2pkv.protocol.handshake import DRAFTER

@@ -19,7 +19,7 @@ from vllm.v1.request import RequestStatus
 from p2pkv.connector.generation import other_weights
 from p2pkv.connector.identity import Paired, Pairs, prompt_digest
 from p2pkv.connector.metadata import Ended, Prefill, StepMetadata, WorkerNews
-from p2pkv.connector.states import state_entry
+from p2pkv.connector.recurrent import state_entry
 from p2pkv.engine.commands import Blocks, Expect, Hold, Invalidate, Load, OfferPrompt, PromptBlocks
 from p2pkv.log import RateLimit
 from p2pkv.pairing import Address

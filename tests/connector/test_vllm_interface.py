@@ -19,7 +19,7 @@ from vllm_sources import Sources, signature
 import p2pkv
 from p2pkv.connector import P2pKvConnector
 from p2pkv.connector.generation import KEEPS_WEIGHTS, SESSION
-from p2pkv.connector.states import STATE_KINDS
+from p2pkv.connector.recurrent import STATE_KINDS
 from p2pkv.connector.vllm_patches import PATCHES, Function
 
 pytestmark = pytest.mark.vllm

@@ -216,7 +216,7 @@ def test_the_proxy_hears_of_a_sleep_and_of_the_waking(engines: Any, monkeypatch:
     told: list[str] = []
 
     class Recorder:
-        def __init__(self, announcement: Any, hear: Any) -> None:
+        def __init__(self, announcement: Any, *_: Any) -> None:
             self._name = announcement.ping.incarnation
 
         def start(self) -> None:
