@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from p2pkv.link_kinds import AUTO, NAMES, refuse_other_memory
 from p2pkv.pairing import Address, PairingError, normal_host
 from p2pkv.trust import SECRET_VARIABLE, Networks, TrustError, is_loopback, read_secret
 
@@ -91,7 +92,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     allowed_peers: Networks | None = None
     """networks, as `["10.0.0.0/8"]` | no | the instance neither dials nor admits ranks outside of them"""
 
-    link: Literal["auto", "nccl", "host"] = "auto"
+    link: str = AUTO
     """`auto`, `host` or `nccl` | the resulting kind | what carries the KV: `nccl` between GPUs, `host`,
     by shared memory or TCP, where the KV cache is in CPU memory; `auto` is `nccl` where there is a CUDA
     device, else `host`. A rank has one kind, and P refuses a D of another kind"""
@@ -298,15 +299,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             "discovery": "curve" if secret and not former else "plain",
         }
         options = cls(role=_role(role), **values | given)
-        if options.link == "nccl" and not has_gpu:
-            raise ConfigError(
-                "link is 'nccl', which needs a CUDA device, and there is none; use 'auto' or 'host'"
-            )
-        if options.link == "host" and has_gpu:
-            raise ConfigError(
-                "link is 'host', which moves KV that is in CPU memory, and here it is on a CUDA device; "
-                "use 'auto' or 'nccl'"
-            )
+        try:
+            refuse_other_memory(options.link, has_gpu)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         former_way = former and secret is not None and "discovery" not in given
         notes = (*_former_notes(former_given, options), *_notes(options, former_way))
         return msgspec.structs.replace(options, notes=notes)
@@ -317,7 +313,7 @@ def default_staging(gpu_bytes: int) -> int:
     return max(64 * MIB, min(gpu_bytes // GPU_SHARE // (8 * MIB) * (8 * MIB), 1024 * MIB))
 
 
-_TYPES = get_type_hints(Options, include_extras=True)
+_TYPES = get_type_hints(Options, include_extras=True) | {"link": Literal[NAMES]}
 OPTIONS = tuple(name for name in Options.__struct_fields__ if name not in ("role", "secret", "notes"))
 """The names of the options."""
 

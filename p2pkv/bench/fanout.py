@@ -38,11 +38,12 @@ from p2pkv.bench.memory import TOKEN_BYTES, Memory, capacity_for
 from p2pkv.bench.prefill import Hook
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
+from p2pkv.link_kinds import KINDS
 from p2pkv.links import make_factory
 from p2pkv.pairing import Address
 
 FAN_OUTS = (1, 2, 4)
-TOTAL = {"nccl": 256 << 20, "host": 64 << 20}
+TOTAL = {"cuda": 256 << 20, "cpu": 64 << 20, "any": 64 << 20}
 """Bytes of a prompt: enough for several messages to each of 4 ranks."""
 
 Rows = list[dict[str, Any]]
@@ -52,7 +53,7 @@ def measure(
     link: str, devices: Sequence[str], fan_outs: Sequence[int], chunk_bytes: int, repeat: int
 ) -> dict[str, Any]:
     """Rates by fan-out, and what they are of; see FanOut and `rows_of`."""
-    total = TOTAL[link]
+    total = TOTAL[KINDS[link].memory]
     with fan_out(link, devices, fan_outs, total, chunk_bytes) as fans:
         rows = rows_of(fans, fan_outs, repeat)
     return {"devices": list(devices), "total": total, "rows": rows}

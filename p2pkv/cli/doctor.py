@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import p2pkv
 from p2pkv import plugin
+from p2pkv.link_kinds import AUTO, NAMES
 from p2pkv.pairing import Address
 from p2pkv.trust import SECRET_VARIABLE, is_loopback, read_secret
 
@@ -57,9 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="on D's host: build a link with the doctor that listens there, and see what it carries",
     )
-    parser.add_argument(
-        "--link", choices=("auto", "nccl", "host"), default="auto", help="the kind of that link"
-    )
+    parser.add_argument("--link", choices=NAMES, default=AUTO, help="the kind of that link")
     parser.add_argument(
         "--secret-file",
         metavar="FILE",

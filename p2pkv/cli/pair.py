@@ -30,7 +30,6 @@ from p2pkv.control.security import Members
 from p2pkv.device import own_stream
 from p2pkv.links import make_factory
 from p2pkv.links.base import Inbound, LinkError, LinkFactory, Outbound, Receive, Send
-from p2pkv.links.host import HostInbound
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import PROTOCOL_VERSION, BadMessage
 
@@ -366,7 +365,7 @@ def connect(address: Address, members: Members | None, link: str) -> Iterator[Fi
         except (LinkError, CheckFailed) as error:
             raise other.over(error) from None
         other.say(Over(rate))
-        way = inbound.way if isinstance(inbound, HostInbound) else factory.kind
+        way = inbound.way or factory.kind
         sentence = (
             f"{COMPARED} messages of {MESSAGE_BYTES >> 20} MiB came over {way} as they were sent, and "
             f"{TIMED} more at {rate / 1e9:.2f} GB/s"

@@ -14,7 +14,7 @@ from p2pkv.connector.identity import drafter_of, fingerprint
 from p2pkv.connector.recurrent import conv_dim_first, recurrent_layers, refuse_strange_states, state_groups
 from p2pkv.connector.scheduler import BlockTables
 from p2pkv.kv.cache import PagedCache, RankCache
-from p2pkv.kv.layouts import DENSE, cpu_codec
+from p2pkv.packings import DENSE, cpu_codec
 from p2pkv.protocol.handshake import DRAFTER
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
 

@@ -32,7 +32,8 @@ import torch
 from p2pkv.config import ConfigError
 from p2pkv.kv.cache import PagedCache
 from p2pkv.kv.copiers import ColumnCopier, copier_of
-from p2pkv.kv.layouts import DENSE, LayerPages
+from p2pkv.kv.layouts import LayerPages
+from p2pkv.packings import DENSE
 from p2pkv.protocol.messages import KvGroup
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from threading import get_ident
 from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
@@ -32,6 +33,7 @@ import torch
 from msgspec import Meta, Struct
 
 from p2pkv.links.staging import StagingBudget, StagingShare
+from p2pkv.trust import Networks
 
 
 class LinkError(Exception):
@@ -91,6 +93,11 @@ class Inbound(ABC):
         """
 
     @property
+    def way(self) -> str:
+        """How the bytes come, for people, where the kind of link has several ways; "" where it has one."""
+        return ""
+
+    @property
     def used(self) -> int:
         """Bytes of the window that posted receives hold now; 0 at the baseline."""
         return self.share.held
@@ -127,6 +134,27 @@ class Outbound(ABC):
     @abstractmethod
     def abort(self) -> None:
         """Free every call of this end at once. Idempotent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSettings:
+    """What the factory of a kind is made from; each kind takes what it needs.
+
+    Attributes:
+        host: address or name of this machine that peers can dial.
+        staging_bytes: bound on what the links of the rank hold together of what is in flight.
+        shared_memory: whether ranks of one machine may share memory.
+        device: where the KV is; None: the current CUDA device, for a kind that needs one.
+        nccl_channels: the most channels of an NCCL communicator.
+        allowed: networks outside of which no rank is dialed; None: any may be.
+    """
+
+    host: str
+    staging_bytes: int
+    shared_memory: bool = True
+    device: torch.device | None = None
+    nccl_channels: int = 8
+    allowed: Networks | None = None
 
 
 class LinkFactory(ABC):

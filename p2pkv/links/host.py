@@ -20,6 +20,7 @@ from p2pkv.links.base import (
     Inbound,
     LinkError,
     LinkFactory,
+    LinkSettings,
     Nonce,
     SetupBlob,
     decode_blob,
@@ -88,6 +89,11 @@ class HostAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True):
     shared: SharedArena | None
     host: Text
     port: Port
+
+
+def make_links(settings: LinkSettings) -> HostLinks:
+    """Raises ValueError for a host that peers cannot dial."""
+    return HostLinks(settings.host, settings.staging_bytes, settings.shared_memory, settings.allowed)
 
 
 class HostLinks(LinkFactory):

@@ -26,7 +26,7 @@ from links_support import nccl_links
 from memory_links import MemoryNetwork
 
 from p2pkv.engine import commands as do
-from p2pkv.kv.layouts import DENSE
+from p2pkv.packings import DENSE
 from p2pkv.protocol import messages as m
 
 ONE = Geometry()

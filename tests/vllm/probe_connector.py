@@ -25,7 +25,7 @@ from p2pkv.connector import P2pKvConnector
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.engine.commands import Blocks
 from p2pkv.kv.cache import PagedCache
-from p2pkv.kv.layouts import DENSE, unpack_into
+from p2pkv.packings import DENSE, packing_of
 from p2pkv.protocol.handshake import Wire, shapes
 from p2pkv.protocol.messages import KvGroup
 from p2pkv.sharding import Shape
@@ -126,7 +126,7 @@ class ProbeConnector(P2pKvConnector):
             pages = rows.view(bits).view(units, heads, -1)
             dense = pages.clone().view(units, heads, cache.unit_tokens, -1)
             if cache.codec != DENSE:
-                unpack_into(dense.numpy(), pages.numpy(), cache.codec)
+                packing_of(cache.codec).unpack(dense.numpy(), pages.numpy())
             tokens = dense.permute(1, 0, 2, 3).reshape(heads, units * cache.unit_tokens, -1)
         else:
             tokens = rows.transpose(0, 1)
