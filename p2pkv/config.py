@@ -231,7 +231,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                 f"host is {self.host}, which other machines may reach, and there is no secret: expected one "
                 f"off loopback; set {SECRET_VARIABLE} or secret_file to the same secret on all instances, or "
                 "host to 127.0.0.1, or allow_insecure to true if only machines that you trust reach it "
-                "(P2pNcclConnector had no secret and asked for none; docs/coming-from-p2pnccl.md says what "
+                "(P2pNcclConnector had no secret and asked for none; docs/coming-from-p2pnccl.md has what "
                 "else is different)"
             )
 
@@ -244,7 +244,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.proxy_ip is not None and self.http_port is None:
             raise ConfigError(
-                "proxy_ip and proxy_port are set and http_port is not: the proxy must be told where to send "
+                "proxy_ip and proxy_port are set and http_port is not: the proxy must know where to send "
                 "requests; add http_port, the number given to --port, to kv_connector_extra_config"
             )
 
@@ -262,7 +262,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def http_address(self) -> Address | None:
-        """Where requests reach this instance, as the proxy is told; None without http_port."""
+        """Where requests reach this instance, as the pings have it; None without http_port."""
         return None if self.http_port is None else Address(self.host, self.http_port)
 
     @classmethod
@@ -281,7 +281,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         """The options in `extra` (kv_connector_extra_config), defaults for the rest.
 
         `role` is vLLM's kv_role; `kv_port` may be None for the default; `gpu_bytes` is the memory of one GPU;
-        `former` says that the connector goes by its former name. null and "" stand for an option that is not
+        `former`: the connector goes by its former name. null and "" stand for an option that is not
         set. Raises ConfigError for whatever cannot be used.
         """
         _refuse_unknown(extra)
@@ -428,6 +428,6 @@ def _notes(options: Options, former_way: bool) -> Iterator[str]:
         )
     if options.secret is None and not is_loopback(options.host):
         yield (
-            f"traffic to and from {options.address} is unauthenticated and unencrypted: whoever reaches it "
-            "can read and alter KV (allow_insecure is set)"
+            f"traffic to and from {options.address} is unauthenticated and unencrypted: anyone who reaches "
+            "it can read and alter KV (allow_insecure is set)"
         )

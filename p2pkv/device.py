@@ -92,7 +92,7 @@ def make_stream() -> int:
     handle = ctypes.c_void_p()
     result = driver().cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)
     if result != 0 or handle.value is None:
-        raise RuntimeError(f"CUDA cannot make a stream for p2pkv: cuStreamCreate says {result}")
+        raise RuntimeError(f"CUDA cannot make a stream for p2pkv: cuStreamCreate returned {result}")
     return handle.value
 
 
@@ -137,7 +137,7 @@ def own_stream(device: torch.device) -> AbstractContextManager[object]:
 
 
 def take_memory(nbytes: int, device: torch.device, option: str) -> torch.Tensor:
-    """uint8 [nbytes] for what `option` sizes. On CUDA the log says how much it is and what is left.
+    """uint8 [nbytes] for what `option` sizes. On CUDA the log has how much it is and what is left.
 
     vLLM has filled its share of the device before (--gpu-memory-utilization), so this comes out of the rest.
     Raises MemoryError with a sentence.

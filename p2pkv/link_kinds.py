@@ -1,8 +1,7 @@
 """The kinds of links between a rank of P and a rank of D.
 
 A new kind is one file in `p2pkv/links` with a function `make_links`, and one line in `KINDS`: the option
-`link`, `p2pkv doctor` and `p2pkv bench` read it from here, and the handshake compares what the factory says
-of itself (`LinkFactory.kind`).
+`link`, `p2pkv doctor` and `p2pkv bench` read it from here, and the handshake compares `LinkFactory.kind`.
 """
 
 from __future__ import annotations

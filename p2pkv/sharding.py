@@ -20,7 +20,7 @@ MAX_RANKS = 16384
 
 
 class ShardingError(ValueError):
-    """A way to divide a model that cannot be, with a sentence that says why."""
+    """A way to divide a model that cannot be, and why, in a sentence."""
 
 
 class Interval(Struct, frozen=True, order=True, array_like=True):

@@ -297,7 +297,7 @@ PRODUCT = (
     ),
     Mutant(
         "a tensor is not looked at at its end",
-        "p2pkv/connector/identity.py:_places",
+        "p2pkv/connector/identity.py:_offsets",
         "((start + stop) // 2, max(start, stop - SAMPLE_BYTES))",
         "((start + stop) // 2,)",
         ("tests/connector/test_describe.py::test_a_tensor_is_looked_at_in_its_middle_and_at_its_end",),
@@ -710,14 +710,14 @@ PRODUCT = (
     ),
     Mutant(
         "of each tensor only its middle is looked at",
-        "p2pkv/connector/identity.py:_places",
+        "p2pkv/connector/identity.py:_offsets",
         "for at in ((start + stop) // 2, max(start, stop - SAMPLE_BYTES))",
         "for at in ((start + stop) // 2,)",
         ("tests/connector/test_describe.py",),
     ),
     Mutant(
         "of each tensor only its end is looked at",
-        "p2pkv/connector/identity.py:_places",
+        "p2pkv/connector/identity.py:_offsets",
         "for at in ((start + stop) // 2, max(start, stop - SAMPLE_BYTES))",
         "for at in (max(start, stop - SAMPLE_BYTES),)",
         ("tests/connector/test_describe.py",),

@@ -101,12 +101,12 @@ class FanOut:
         key = self._hold(self._decodes[fan_out])
         order = {"layout": LAYOUT.name, "key": key, "prefill": str(self._address), "tokens": self._tokens}
         for pipe in pipes:
-            pipe.say(order="load", together=True, **order)
-        for word in ("expecting", "begun"):
+            pipe.send(order="load", together=True, **order)
+        for name in ("expecting", "begun"):
             for pipe in pipes:
-                pipe.expect(word)
+                pipe.expect(name)
         for pipe in pipes:
-            pipe.say(go=True)
+            pipe.send(go=True)
         times = [pipe.expect("loaded") for pipe in pipes]
         share = self._total // fan_out
         for rank, each in enumerate(times):
@@ -134,7 +134,7 @@ class FanOut:
         return key
 
     def _start_decode(self, fan_out: int) -> None:
-        """Start the processes of a D with so many ranks; each says `addresses` when it listens."""
+        """Start the processes of a D with so many ranks; each sends `addresses` when it listens."""
         port = free_ports(fan_out)
         pipes = self._pipes[fan_out] = []
         for rank in range(fan_out):

@@ -31,11 +31,11 @@ from p2pkv.connector.describe import (
     hello_of,
     make_ready,
     new_incarnation,
+    notifies_of_sleep,
     options_of,
     prompt_tail,
     refuse_what_cannot_move,
     refuse_what_cannot_pair,
-    tells_of_sleep,
 )
 from p2pkv.connector.generation import Generation, forget_prefixes
 from p2pkv.connector.identity import Pairs, adapter_fingerprint
@@ -82,8 +82,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """Whether this vLLM has its workers told before they lose the memory of the KV cache."""
-        return tells_of_sleep()
+        """Whether this vLLM notifies the connector before its workers lose the memory of the KV cache."""
+        return notifies_of_sleep()
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -277,7 +277,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         self._start()
 
     def unregister_kv_caches(self) -> None:
-        """vLLM takes the memory of the KV cache away: give the rank up, and say goodbye to the proxy."""
+        """vLLM takes the memory of the KV cache away: give the rank up, and send the proxy a goodbye."""
         if self.worker is None or self._asleep:
             return
         self._asleep = True
@@ -320,7 +320,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         if self.worker is None:
             # With micro-batches a layer's hook comes once for each of them.
             hooks = not config.parallel_config.use_ubatching
-            self.worker = Worker(rank, layers.places, cache.device, hooks)
+            self.worker = Worker(rank, layers.indices, cache.device, hooks)
         else:
             self.worker.wake(rank)
         if options.role == "P":
@@ -337,7 +337,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             self._announce(hello)
 
     def _announce(self, hello: Hello) -> None:
-        """Tell the proxies of this instance once it is warm, from a process of its own."""
+        """Announce this instance to the proxies once it is warm, from a process of its own."""
         config, options = self._vllm_config, self.options
         names = config.model_config.served_model_name
         model = names if isinstance(names, str) else names[0]
@@ -451,7 +451,7 @@ def _files_of(adapter: LoRARequest) -> tuple[int, str]:
 
 
 def _on_this_host(parallel: Any) -> bool:
-    """Whether all workers run on the engine core's host, as far as vLLM's configuration says."""
+    """Whether all workers run on the engine core's host, as far as vLLM's configuration shows."""
     return parallel.nnodes == 1 and parallel.distributed_executor_backend in (None, "mp", "uni")
 
 

@@ -122,7 +122,7 @@ def _fingerprint(model: ModelConfig, load: LoadConfig, name: str, apart: frozens
 
 def _weight_files(model: ModelConfig, load: LoadConfig) -> list[Path]:
     """The files that vLLM loads the weights from. Raises ConfigError if they are not to be found here."""
-    place, kind = place_of_weights(model), str(load.load_format)
+    place, kind = source_of_weights(model), str(load.load_format)
     if files := weight_files(place, model.revision, kind, load.download_dir):
         return files
     if kind in FILE_FORMATS:
@@ -136,7 +136,7 @@ def _weight_files(model: ModelConfig, load: LoadConfig) -> list[Path]:
     )
 
 
-def place_of_weights(model: ModelConfig) -> str:
+def source_of_weights(model: ModelConfig) -> str:
     """The folder, file or repository of the weights, which may not be that of the configuration."""
     return str(getattr(model, "model_weights", "") or model.model)
 
@@ -171,15 +171,17 @@ def adapter_fingerprint(adapter: LoRARequest) -> str:
     except OSError as error:
         if _unread.admits(path):
             log.warning(
-                "an adapter is told from others by its name alone, since %s cannot be read: %s", path, error
+                "an adapter is distinguished from others by its name alone, since %s cannot be read: %s",
+                path,
+                error,
             )
         return ""
 
 
 @lru_cache(maxsize=256)
 def _adapter_digest(path: str, number: int, changed: Stamps) -> str:
-    """`number`, `changed`: what tells two adapters in one folder, one after the other, apart. Raises OSError,
-    which is not kept."""
+    """`number`, `changed`: what distinguishes two adapters that lie in one folder one after the other. Raises
+    OSError, which is not kept."""
     digest = hashlib.blake2b(digest_size=12)
     for file in _adapter_files(path):
         _sample(digest, file)
@@ -210,12 +212,12 @@ def _sample(digest: hashlib.blake2b, file: Path) -> None:
         digest.update(data.read(ENDS_BYTES))
         data.seek(max(0, size - ENDS_BYTES))
         digest.update(data.read(ENDS_BYTES))
-        for place in _places(data, file, size):
+        for place in _offsets(data, file, size):
             data.seek(place)
             digest.update(data.read(SAMPLE_BYTES))
 
 
-def _places(data: BinaryIO, file: Path, size: int) -> list[int]:
+def _offsets(data: BinaryIO, file: Path, size: int) -> list[int]:
     """Where to look between the ends of a file: in the middle and at the end of every tensor, in order."""
     if file.suffix == ".safetensors" and (tensors := _tensors(data, size)):
         return [

@@ -1,7 +1,7 @@
-"""What the scheduler's side and the workers' side tell each other, step by step, and what a worker counts.
+"""The messages between the scheduler's side and the workers' side, step by step, and a worker's counters.
 
 vLLM carries these objects between its own processes. Requests are named by vLLM's request id where
-vLLM is to hear of them, and by the transfer key everywhere else.
+they are reported to vLLM, and by the transfer key everywhere else.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Ended:
     """A request that is over, and why if it was cut short.
 
     Attributes:
-        report: vLLM keeps the request's blocks until it hears that nobody uses them any more.
+        report: vLLM keeps the request's blocks until their end is reported.
     """
 
     request_id: str
@@ -77,14 +77,14 @@ class StepMetadata(KVConnectorMetadata):
     # D
     invalidate: Invalidate | None = None
     withheld: list[str] = field(default_factory=list)
-    """Loads that the workers have reported, and of which the scheduler wants to hear that they failed."""
+    """Loads that the workers have reported, which the workers must report again, as failed."""
     expects: list[tuple[str, Expect]] = field(default_factory=list)
     loads: list[tuple[str, Load]] = field(default_factory=list)
     drops: list[Ended] = field(default_factory=list)
 
     @property
     def orders(self) -> bool:
-        """Whether the workers hear of anything new."""
+        """Whether there is anything new for the workers."""
         to_p = self.holds, self.offers, self.prefills, self.revoked, self.stale, self.sent
         return any((*to_p, self.invalidate, self.withheld, self.expects, self.loads, self.drops))
 

@@ -275,7 +275,7 @@ class EngineCore(Patch):
     its `Bell`. Without it vLLM sleeps for a millisecond and steps again. The option `idle_wait_ms` 0 ends the
     rests, too.
 
-    The beats that tell the ranks how their engine core gets on (`core_beats`) need `core`.
+    The beats by which the ranks see how their engine core gets on (`core_beats`) need `core`.
     """
 
     name = "engine_core"

@@ -4,7 +4,7 @@ While a worker compiles or collects garbage, one thread may hold the interpreter
 no other thread of the worker runs. Pings from a thread would stop, and the proxy would forget an instance in
 good health. So they come from a process of its own, which imports neither torch nor vLLM.
 
-The worker is the child's parent and holds the other end of its stdin: it writes one line that says what to
+The worker is the child's parent and holds the other end of its stdin: it writes one line with what to
 announce, a beat every second, and `STOP` at a clean end. A beat has whether the instance is to be announced,
 and whether it is paused; while it is not to be announced, the child sends no ping. When the worker is silent,
 the child goes on as before for `stall_seconds`, and then sends none until the worker beats again. When the

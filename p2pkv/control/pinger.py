@@ -124,7 +124,7 @@ class Pinger:
             context.term()
 
     def _ping_over_one_socket(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        """Pings over one socket until it is told to stop, or until a new socket may help."""
+        """Pings over one socket until it is stopped, or until a new socket may help."""
         dealer = context.socket(zmq.DEALER)
         watch = Watch(dealer, dials=True)
         try:

@@ -276,7 +276,7 @@ def _check_interval(what: str, interval: Bounds, size: int) -> None:
 
 
 # The cache as the wire sees it: as it lies, or, where pages are packed, token by token. Only CPU attention
-# packs pages. So packing is done and undone in CPU memory, with numpy, in the calling thread (`copiers` says
+# packs pages. So packing is done and undone in CPU memory, with numpy, in the calling thread (`copiers` has
 # why), a batch of layers at a time.
 
 
@@ -344,7 +344,7 @@ class _Part:
 class DenseView:
     """A cache with packed pages, token by token: a row is the K and V of one (layer, token, head).
 
-    Scatter fills a part of a page by reading, changing and writing it, so nobody else may write to the
+    Scatter fills a part of a page by reading, changing and writing it, so nothing else may write to the
     pages that its tokens lie in meanwhile. The rest is as in PagedCache.
 
     Raises ValueError for pages that cannot be undone.

@@ -16,7 +16,7 @@ A link is set up by two opaque blobs, which the control plane carries:
     P: outbound = factory.complete(invitation, acceptance)
 
 A `remote_slot` is a number of a receive, which D sends to P with the grant. If both ends share
-memory, it says where D's buffer lies, and P gathers straight into it. With NCCL it is the number and the size
+memory, it is where D's buffer lies, and P gathers straight into it. With NCCL it is the number and the size
 of the message, because NCCL itself would not notice a wrong one.
 """
 
@@ -185,7 +185,7 @@ class LinkFactory(ABC):
     def accept(self, invitation: bytes, window: int) -> tuple[Inbound, bytes]:
         """D's end, with room for `window` bytes of posted receives, and D's answer to the invitation.
 
-        Raises LinkError for an invitation that it cannot take, with a sentence that says why.
+        Raises LinkError for an invitation that it cannot take, and why, in a sentence.
         """
 
     @abstractmethod

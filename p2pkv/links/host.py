@@ -72,7 +72,7 @@ class HostAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True):
         answers: the invitation's nonce.
         nonce: D's own, random.
         window: bytes of D's window.
-        place: D's; None where the system cannot tell it.
+        place: D's; None where the system has none.
         shared: how P finds the arena; None if D does not share it.
         host, port: where D listens for TCP; `host` is numeric.
     """
@@ -264,7 +264,7 @@ class HostReceive:
             self._link.give(self)
 
     def take(self) -> None:
-        """Tell a P that shares the arena that the bytes have been read."""
+        """Mark the bytes as read, for a P that shares the arena."""
         fence()
         self._words[self._entry + TAKEN] = self.stamp
 
@@ -298,7 +298,7 @@ class HostInbound(Inbound):
         return None if self._arena is None else self._arena.offer()
 
     def ready(self) -> bool:
-        """Whether P has mapped the arena or said hello over TCP."""
+        """Whether P has mapped the arena or sent its hello over TCP."""
         self.guard.check()
         if not self._ready:
             self._meet()

@@ -184,7 +184,7 @@ def test_make_factory() -> None:
     factory = make_factory("auto", host="127.0.0.1", staging_bytes=1 << 20)
     assert factory.kind == "host"
     factory.close()
-    with pytest.raises(ValueError, match="NCCL link needs a CUDA device, and torch finds none; set"):
+    with pytest.raises(ValueError, match="needs a CUDA device, and there is none; use 'auto' or 'host'"):
         make_factory("nccl", host="127.0.0.1", staging_bytes=1 << 20)
     with pytest.raises(ValueError, match="'gloo'; it must be one of auto, host, nccl"):
         make_factory("gloo", host="127.0.0.1", staging_bytes=1 << 20)

@@ -53,9 +53,10 @@ class ProbeConnector(P2pKvConnector):
 
     def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
         super().save_kv_layer(layer_name, *args, **kwargs)
-        if self.worker is not None and self._hold.exists() and self.worker._prompts:
+        under_way = self.worker._computed.prompts if self.worker is not None else ()
+        if self.worker is not None and self._hold.exists() and under_way:
             layer, prompts = map(int, self._hold.read_text().split())
-            if self.worker._places.get(layer_name) == layer and len(self.worker._prompts) >= prompts:
+            if self.worker._indices.get(layer_name) == layer and len(under_way) >= prompts:
                 self._hold.with_suffix(".held").touch()
                 end = time.monotonic() + 60
                 while self._hold.exists() and time.monotonic() < end:
