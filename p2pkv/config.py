@@ -105,7 +105,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """bytes | no | P fills a message up to this, or up to a quarter of D's `staging_bytes` if that is less.
     More than `staging_bytes` is refused; more than a quarter of `staging_bytes` is logged at start"""
 
-    ahead_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
+    prefetch_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
     """bytes of a rank of D | no | room for KV that P pushes before D has the request, for routers that ask P
     first; P keeps its blocks all the same"""
 
@@ -116,7 +116,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     max_links: Annotated[int, Meta(ge=1, le=1 << 16)] = 64
     """links of a rank | no | idle links beyond this number are closed, and built again by the next request"""
 
-    links_ahead: bool = True
+    preconnect: bool = True
     """true or false | no | D connects to the P's that p2pkv-proxy names, and builds its links, before a
     request needs them: at most `max_links`, and never in place of a link that requests have used"""
 
@@ -187,9 +187,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                 f"chunk_bytes is {self.chunk_bytes} and staging_bytes only {self.staging_bytes}: expected a "
                 "chunk to fit; raise staging_bytes or lower chunk_bytes"
             )
-        if self.ahead_bytes and self.staging_bytes <= RESERVED_CHUNKS * self.chunk_bytes:
+        if self.prefetch_bytes and self.staging_bytes <= RESERVED_CHUNKS * self.chunk_bytes:
             raise ConfigError(
-                f"ahead_bytes is set and staging_bytes only {self.staging_bytes}: expected more than "
+                f"prefetch_bytes is set and staging_bytes only {self.staging_bytes}: expected more than "
                 f"{RESERVED_CHUNKS} chunks of {self.chunk_bytes} bytes, which are kept for requests that D "
                 "has admitted; raise staging_bytes or lower chunk_bytes"
             )
@@ -249,6 +249,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     @property
+    def ahead_bytes(self) -> int:
+        """`prefetch_bytes`."""
+        return self.prefetch_bytes
+
+    @property
+    def links_ahead(self) -> bool:
+        """`preconnect`."""
+        return self.preconnect
+
+    @property
     def address(self) -> Address:
         """Where rank 0 listens."""
         return Address(self.host, self.kv_port)
@@ -286,6 +296,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         """
         _refuse_unknown(extra)
         given = {name: value for name, value in extra.items() if value is not None and value != ""}
+        renamed = [name for name in RENAMED if name in given]
+        for name in renamed:
+            _rename(given, name)
         former_given = {
             name: _read(name, given.pop(name), _FORMER[name]) for name in _FORMER if name in given
         }
@@ -304,7 +317,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         except ValueError as error:
             raise ConfigError(str(error)) from None
         former_way = former and secret is not None and "discovery" not in given
-        notes = (*_former_notes(former_given, options), *_notes(options, former_way))
+        old_names = (
+            f"{name} is now called {RENAMED[name]}, which alone the next version knows: rename it"
+            for name in renamed
+        )
+        notes = (*old_names, *_former_notes(former_given, options), *_notes(options, former_way))
         return msgspec.structs.replace(options, notes=notes)
 
 
@@ -318,8 +335,10 @@ OPTIONS = tuple(name for name in Options.__struct_fields__ if name not in ("role
 """The names of the options."""
 
 _FORMER: dict[str, Any] = {"mem_pool_size_gb": float, "send_type": Literal["PUT", "GET", "PUT_ASYNC"]}
-EXTRA = (*(name for name in OPTIONS if name != "kv_port"), *_FORMER)
-"""The names that kv_connector_extra_config may have: the options, and those of the former connector."""
+RENAMED = {"ahead_bytes": "prefetch_bytes", "links_ahead": "preconnect"}
+"""Old names of options, which this version still takes, and the new ones."""
+EXTRA = (*(name for name in OPTIONS if name != "kv_port"), *_FORMER, *RENAMED)
+"""The names that kv_connector_extra_config may have: options, their old names, the former connector's."""
 
 _short = reprlib.Repr()
 _short.maxstring = 80
@@ -386,6 +405,12 @@ def _refuse_unknown(extra: Mapping[str, object]) -> None:
                 f"{_short.repr(name)} in kv_connector_extra_config is no option of p2pkv: did you mean "
                 f"{closest!r}? There are {', '.join(EXTRA)}; correct or remove it"
             )
+
+
+def _rename(given: dict[str, object], name: str) -> None:
+    if RENAMED[name] in given:
+        raise ConfigError(f"{name} and {RENAMED[name]} are one option, and both are set; remove {name}")
+    given[RENAMED[name]] = given.pop(name)
 
 
 def _secret(file: str | None, environ: Mapping[str, str]) -> bytes | None:

@@ -150,14 +150,14 @@ def take_memory(nbytes: int, device: torch.device, option: str) -> torch.Tensor:
         free, total = torch.cuda.mem_get_info(device)
         raise MemoryError(
             f"{option} is {_mib(nbytes)}, and of the {_mib(total)} of {device} only {_mib(free)} are free: "
-            "set staging_bytes, ahead_bytes or vLLM's --gpu-memory-utilization lower"
+            "set staging_bytes, prefetch_bytes or vLLM's --gpu-memory-utilization lower"
         ) from None
     left = torch.cuda.mem_get_info(device)[0]
     log.info("%s takes %s of %s; %s are left", option, _mib(nbytes), device, _mib(left))
     if left < SCANT_BYTES:
         log.warning(
             "%s has only %s left, and CUDA graphs and NCCL's communicators take memory later: should they "
-            "fail, set staging_bytes, ahead_bytes or vLLM's --gpu-memory-utilization lower",
+            "fail, set staging_bytes, prefetch_bytes or vLLM's --gpu-memory-utilization lower",
             device,
             _mib(left),
         )

@@ -351,7 +351,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             model=model,
             protocol=hello.version,
             fit=fit(hello),
-            partners=options.max_links if options.role == "D" and options.links_ahead else 0,
+            partners=options.max_links if options.role == "D" and options.preconnect else 0,
         )
         room = config.model_config.max_model_len - ANSWER_TOKENS
         plan = WarmUp(

@@ -323,7 +323,7 @@ def hello_of(
         weights=fingerprint(config, name) + (f"{DRAFTER}{drafter}" if drafter else ""),
         cache=shape,
         link=link,
-        ahead=options.role == "D" and options.ahead_bytes > 0,
+        ahead=options.role == "D" and options.prefetch_bytes > 0,
         digest=cache.digest_name,
         verify=options.verify,
     )

@@ -147,23 +147,45 @@ class Growth:
         return P2pKvStats(data=grown) if grown else None
 
 
+RENAMED = {
+    "bytes_early": "bytes_before_last_layer",
+    "bytes_ahead": "bytes_prefetched",
+    "links_ahead": "links_preconnected",
+}
+"""Counters whose series have a new name; this version has both, and the next one only the new."""
+
+
 @cache
-def _counter(kind: Any, name: str, *labelnames: str) -> Any:
+def _counter(kind: Any, name: str, meaning: str, *labelnames: str) -> Any:
     """One for the whole process: the registry refuses a second one of the same name."""
-    return kind(f"p2pkv_{name}", f"p2pkv: {name.replace('_', ' ')}", labelnames=list(labelnames))
+    return kind(f"p2pkv_{name}", meaning, labelnames=list(labelnames))
+
+
+def _series_of(name: str) -> dict[str, str]:
+    """The names of the series that show this counter, and their help."""
+    if name not in RENAMED:
+        return {name: f"p2pkv: {name.replace('_', ' ')}"}
+    new = RENAMED[name]
+    return {new: f"p2pkv: {new.replace('_', ' ')}", name: f"p2pkv: the old name of p2pkv_{new}_total"}
 
 
 class P2pKvMetrics(KVConnectorPromMetrics):
-    """`p2pkv_<counter>_total` for each counter, by engine."""
+    """`p2pkv_<counter>_total` for each counter, by engine; some under two names, see RENAMED."""
 
     def __init__(
         self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._metrics = {name: _counter(self._counter_cls, name, *labelnames) for name in Counters.NAMES}
+        self._metrics = {
+            name: [
+                _counter(self._counter_cls, series, meaning, *labelnames)
+                for series, meaning in _series_of(name).items()
+            ]
+            for name in Counters.NAMES
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for name, value in transfer_stats_data.items():
-            if value and name in self._metrics:
-                self._metrics[name].labels(*labels).inc(value)
+            for metric in self._metrics.get(name, ()) if value else ():
+                metric.labels(*labels).inc(value)

@@ -149,7 +149,7 @@ def _wait_settled(p: VllmServer, d: VllmServer) -> Moved:
         on_p, on_d = client.metrics(p.base_url), client.metrics(d.base_url)
         moved = Moved(
             sent=int(on_p.get("p2pkv_bytes_sent_total", 0)),
-            early=int(on_p.get("p2pkv_bytes_early_total", 0)),
+            early=int(on_p.get("p2pkv_bytes_before_last_layer_total", 0)),
             scattered=int(on_d.get("p2pkv_bytes_scattered_total", 0)),
         )
         if 0 < moved.sent == moved.scattered or time.monotonic() > deadline:

@@ -204,7 +204,7 @@ def test_an_adapters_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.
     assert one != two
 
 
-def test_an_adapter_without_files_counts_by_its_name_and_the_log_has_that(
+def test_an_adapter_without_files_counts_by_its_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Until they are there: a failure to read them is not kept."""

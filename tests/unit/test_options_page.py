@@ -108,4 +108,4 @@ def test_the_readmes_table_names_options_that_exist() -> None:
         .partition("\n\n")[0]
     )
     named = {name for row in rows.splitlines() for name in re.findall(r"`(\w+)`", row.split(" | ")[0])}
-    assert {"kv_port", "host", "secret_file"} <= named <= {*OPTIONS, *NOT_OURS}
+    assert {"kv_port", "host", "secret_file"} <= named <= {*OPTIONS, *NOT_OURS, *config.RENAMED}
