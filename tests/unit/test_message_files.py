@@ -1,4 +1,4 @@
-"""A new field of a message is at most three files: where it is declared, where it is set, and where it is read."""
+"""A new field of a message is at most three files: where it is declared, set, and read."""
 
 from __future__ import annotations
 
