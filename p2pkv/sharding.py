@@ -121,7 +121,7 @@ class Overlap(Struct, frozen=True, array_like=True):
 
 
 def overlaps(source: Ownership, target: Ownership) -> Iterator[Overlap]:
-    """Every meeting of two ownerships of one axis, ordered by the target's rank, then by place.
+    """Every meeting of two ownerships of one axis, ordered by the target's rank, then by position.
 
     The overlaps of one target rank cover what it holds exactly once.
     """

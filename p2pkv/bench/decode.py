@@ -79,10 +79,10 @@ class Decode:
 
         At once, or with `together` when P lets all ranks go.
         """
-        rank, place = self._ranks[layout], LAYOUTS[layout]
-        self._memory.clear(place, tokens)
+        rank, form = self._ranks[layout], LAYOUTS[layout]
+        self._memory.clear(form, tokens)
         cleared = self._record()
-        table = place.table(tokens, self._memory.capacity, "D")
+        table = form.table(tokens, self._memory.capacity, "D")
         before = rank.counters.values["bytes_scattered"]
         expected = time.monotonic()
         rank.do(do.Expect(key, Address.parse(prefill), tokens, b"bench"))
@@ -96,7 +96,7 @@ class Decode:
         loaded = wait_for(rank, do.Loaded(key))
         rank.do(do.Forget(key))
         scattered = rank.counters.values["bytes_scattered"] - before
-        if wrong := self._memory.wrong(place, tokens):
+        if wrong := self._memory.wrong(form, tokens):
             raise BenchError(
                 f"{layout}, {tokens} tokens: D does not hold P's KV at (layer, token, head) {wrong}"
             )

@@ -65,7 +65,7 @@ class FanOut:
     def __init__(
         self, link: str, devices: Sequence[str], fan_outs: Sequence[int], total: int, chunk_bytes: int
     ) -> None:
-        """`devices`: see `place`. `total`: bytes of a prompt, a multiple of a token's."""
+        """`devices`: see `device_of`. `total`: bytes of a prompt, a multiple of a token's."""
         self._total = total
         self._tokens = total // TOKEN_BYTES + 1
         self._link = link
@@ -142,7 +142,7 @@ class FanOut:
                 "capacity": self.memory.capacity,
                 "link": self._link,
                 "ports": {LAYOUT.name: port},
-                "device": place(self._devices, rank),
+                "device": device_of(self._devices, rank),
                 "staging_bytes": self._staging,
                 "rank": rank,
                 "tp": fan_out,
@@ -154,7 +154,7 @@ class FanOut:
         self._decodes[fan_out] = Address(HOST, port)
 
 
-def place(devices: Sequence[str], rank: int) -> str:
+def device_of(devices: Sequence[str], rank: int) -> str:
     """The device of a rank of D: P has the first one, and D's ranks take turns on the others, if any."""
     others = devices[1:] or devices
     return others[rank % len(others)]
@@ -182,10 +182,10 @@ def table(results: dict[str, Any]) -> Iterator[str]:
     """GB/s of all ranks together by fan-out: medians, and the ratio to the first row's, turn by turn."""
     rows, devices = results["rows"], results["devices"]
     most = max(row["fan_out"] for row in rows)
-    places = sorted({place(devices, rank) for rank in range(most)})
+    used = sorted({device_of(devices, rank) for rank in range(most)})
     moved = results["total"] >> 20
     yield f"One rank of P pushes {moved} MiB, computed before, to ranks of D that share the heads"
-    yield f"P on {devices[0]}, D's ranks on {', '.join(places)}"
+    yield f"P on {devices[0]}, D's ranks on {', '.join(used)}"
     first = rows[0]
     yield f"{'ranks of D':>10} {'push':>8} {'/ ' + str(first['fan_out']):>7}   GB/s, all together"
     for row in rows:

@@ -28,6 +28,7 @@ from p2pkv.cli.doctor import Finding
 from p2pkv.control.endpoint import Connection, Endpoint, PortTaken, inspect
 from p2pkv.control.security import Members
 from p2pkv.device import own_stream
+from p2pkv.link_kinds import kind_of
 from p2pkv.links import make_factory
 from p2pkv.links.base import Inbound, LinkError, LinkFactory, Outbound, Receive, Send
 from p2pkv.pairing import Address
@@ -382,12 +383,12 @@ def _factory(stack: ExitStack, link: str, host: str) -> LinkFactory:
     except ValueError as error:
         raise CheckFailed(str(error)) from None
     stack.callback(factory.close)
-    stack.enter_context(own_stream(_device(factory)))
+    stack.enter_context(own_stream(_device(link)))
     return factory
 
 
-def _device(factory: LinkFactory) -> torch.device:
-    on_gpu = factory.kind.startswith("nccl") and torch.cuda.is_available()
+def _device(link: str) -> torch.device:
+    on_gpu = torch.cuda.is_available() and kind_of(link, has_gpu=True).memory != "cpu"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 

@@ -46,7 +46,8 @@ class DeferringQueue(RequestQueue):
         self._queue.prepend_requests(again)
 
     def resume(self, request_ids: Iterable[str]) -> None:
-        """These are decided: those that were deferred come back into the queue, each to its place by age."""
+        """These are decided: those that were deferred come back into the queue, each where its age puts
+        it."""
         found = [request for each in request_ids if (request := self._deferred.pop(each, None))]
         queue = self._queue
         if not isinstance(queue, deque):

@@ -298,9 +298,9 @@ def cache_of(
     tensors_by_name = dict(zip(layers.names, layers.tensors, strict=True))
     states = recurrent_layers(config, kv_config, tensors_by_name, layers.names)
     found = state_groups(states, tp=tp, pp=pp, dim_first=conv_dim_first()) if states else []
-    places = [*alike, *(state.numbers for state in found)]
+    numbers_by_group = [*alike, *(state.numbers for state in found)]
     groups += [state.cache for state in found]
-    return RankCache(groups, places), Cache(tp, (*shapes, *(state.shape for state in found)))
+    return RankCache(groups, numbers_by_group), Cache(tp, (*shapes, *(state.shape for state in found)))
 
 
 def hello_of(

@@ -288,7 +288,7 @@ class ProducerScheduler:
         tokens come with each layer's hook.
         """
         for size, group in zip(self._tables.sizes, blocks, strict=True):
-            number = next((place for place, block in enumerate(group) if block in fresh), len(group))
+            number = next((index for index, block in enumerate(group) if block in fresh), len(group))
             cached = min(cached, number * size)
         return cached
 

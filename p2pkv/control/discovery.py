@@ -56,8 +56,8 @@ class Ping(Struct, frozen=True, kw_only=True):
         leaving: a clean stop; no more requests, please.
         protocol: PROTOCOL_VERSION of its ranks; 0 if unknown (p2pkv sent none before version 2 of this
             message).
-        fit: what must be equal between a P and a D, as `protocol.handshake.fit` writes it; "" if it does not
-            say. A P and a D with different texts refuse each other.
+        fit: what must be equal between a P and a D, as `protocol.handshake.fit` writes it; "" if
+            unknown. A P and a D with different texts refuse each other.
         partners: the most P's that the proxy is to name; 0: it takes no answer.
         paused: vLLM's /pause has been called there, and /resume has not; no requests for now, please.
     """

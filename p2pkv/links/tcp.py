@@ -103,9 +103,9 @@ class TcpListener:
 
 
 class TcpReader:
-    """Takes messages off P's connection, in order, into the slots that `place` names.
+    """Takes messages off P's connection, in order, into the slots that `slot_of` names.
 
-    place(sequence, nbytes) -> memoryview [nbytes]; it raises LinkError if no such receive is posted.
+    slot_of(sequence, nbytes) -> memoryview [nbytes]; it raises LinkError if no such receive is posted.
     landed(sequence) is called when all bytes of a message are there.
     """
 
@@ -113,14 +113,14 @@ class TcpReader:
         self,
         connection: socket.socket,
         answer: bytes,
-        place: Callable[[int, int], memoryview],
+        slot_of: Callable[[int, int], memoryview],
         landed: Callable[[int], None],
     ) -> None:
         self.taken = 0
         self.lost: str | None = None
         self._socket = connection
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._place = place
+        self._slot_of = slot_of
         self._landed = landed
         self._header = memoryview(bytearray(HEADER.size))
         self._into: memoryview | None = None
@@ -163,7 +163,7 @@ class TcpReader:
             sequence, nbytes = HEADER.unpack(self._header)
             if sequence != self.taken:
                 raise LinkError(f"the peer sent message {sequence} where {self.taken} was next")
-            self._into = self._place(sequence, nbytes)
+            self._into = self._slot_of(sequence, nbytes)
             return
         self._into = None
         self._landed(self.taken)
