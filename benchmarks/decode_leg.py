@@ -2,8 +2,8 @@
 
 A model with tiny weights and Llama-8B's KV geometry (32 layers x 8 KV heads x 128, bfloat16: 128 KiB a
 token), so that 2,048 tokens are 256 MiB. Six servers: a P that pushes layer by layer, a P that pushes when
-all of the prompt is computed, one D for both, a D with `ahead_bytes` (which P pushes to layer by layer), and
-a P and a D with ExampleConnector. Prompts are fresh each time, and one request is under way at any time;
+all of the prompt is computed, one D for both, a D with `prefetch_bytes` (which P pushes to layer by layer),
+and a P and a D with ExampleConnector. Prompts are fresh each time, and one request is under way at any time;
 the kinds of request take turns, so that a busy machine is so to all.
 
 sequential: P is asked and has answered; then D is asked for one token, and that is timed.
@@ -115,7 +115,7 @@ def fleet(args: argparse.Namespace) -> Iterator[Fleet]:
                 env={"PYTHONPATH": _path_with(Path(__file__).parent)},
             ),
             _counting_decode(server, passes),
-            server("ahead", role="D", extra_config={"ahead_bytes": AHEAD_BYTES}),
+            server("ahead", role="D", extra_config={"prefetch_bytes": AHEAD_BYTES}),
             server("files-p", kv_transfer_config=_example("kv_producer", files)),
             server("files-d", kv_transfer_config=_example("kv_consumer", files)),
             files,
@@ -339,13 +339,13 @@ def measure(args: argparse.Namespace, servers: Fleet) -> Results:
 def check_receipt(servers: Fleet) -> list[str]:
     """What the servers' own counters say is wrong: every load must have come from P."""
     pushed = client.metrics(servers.decode.base_url).get("p2pkv_bytes_scattered_total", 0.0)
-    ahead = client.metrics(servers.ahead.base_url).get("p2pkv_bytes_ahead_total", 0.0)
+    ahead = client.metrics(servers.ahead.base_url).get("p2pkv_bytes_prefetched_total", 0.0)
     hits = client.metrics(servers.files_d.base_url).get("vllm:external_prefix_cache_hits_total", 0.0)
     wrong = []
     if pushed < servers.owed:
         wrong.append(f"D wrote {pushed:.0f} bytes that P pushed, but {servers.owed} were expected at least")
     if not ahead:
-        wrong.append("nothing came ahead to the D with ahead_bytes")
+        wrong.append("nothing came ahead to the D with prefetch_bytes")
     if not hits:
         wrong.append("ExampleConnector's D loaded nothing")
     return wrong

@@ -70,7 +70,7 @@ def marks(results: Results) -> list[tuple[bool, str]]:
 def _beside_files(results: Results, tokens: int) -> tuple[bool, str]:
     ours, files = (median(results, tokens, f"{way} sequential", "d") for way in ("ahead", "files"))
     sentence = (
-        f"sequential, {tokens} tokens: D with ahead_bytes answers after {ours * 1e3:.1f} ms, "
+        f"sequential, {tokens} tokens: D with prefetch_bytes answers after {ours * 1e3:.1f} ms, "
         f"ExampleConnector's D after {files * 1e3:.1f} ms: {ours / files:.2f} times, at most {MOST_OF_FILES}"
     )
     floor = statistics.median(results.steps) + statistics.median(results.copies)

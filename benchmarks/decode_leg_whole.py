@@ -17,8 +17,8 @@ from p2pkv.engine.rank import Rank
 class WholeRequestConnector(P2pKvConnector):
     def register_kv_caches(self, kv_caches: Any) -> None:
         super().register_kv_caches(kv_caches)
-        assert self._worker is not None
-        hold_back(self._worker.rank, len(set(self._worker.places.values())))
+        assert self.worker is not None
+        hold_back(self.worker.rank, len(set(self._worker._indices.values())))
 
 
 def hold_back(rank: Rank, layers: int) -> None:

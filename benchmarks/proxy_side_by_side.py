@@ -43,8 +43,8 @@ import psutil
 from decode_leg_report import description
 from environments import Unavailable, environment
 
-from p2pkv.control.announcer import Pinger
 from p2pkv.control.discovery import Ping
+from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import ServerProcess, ending_on_signals, free_ports
 from p2pkv.demo.servers import LOOPBACK, ProxyServer
 

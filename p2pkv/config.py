@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from p2pkv.link_kinds import AUTO, NAMES, refuse_other_memory
 from p2pkv.pairing import Address, PairingError, normal_host
 from p2pkv.trust import SECRET_VARIABLE, Networks, TrustError, is_loopback, read_secret
 
@@ -32,6 +33,9 @@ GPU_SHARE = 128
 
 RESERVED_CHUNKS = 2
 """Chunks of D's staging that only requests which have blocks may take."""
+
+PatchName = Literal["weights", "engine_core", "spin_wait", "early_revocation", "deferral"]
+"""The patches of `p2pkv.connector.vllm_patches`."""
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Seconds = Annotated[float, Meta(ge=0.001, le=1e9)]
@@ -88,7 +92,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     allowed_peers: Networks | None = None
     """networks, as `["10.0.0.0/8"]` | no | the instance neither dials nor admits ranks outside of them"""
 
-    link: Literal["auto", "nccl", "host"] = "auto"
+    link: str = AUTO
     """`auto`, `host` or `nccl` | the resulting kind | what carries the KV: `nccl` between GPUs, `host`
     (shared memory or TCP) where the KV cache is in CPU memory; `auto` is `nccl` where there is a CUDA device,
     else `host`"""
@@ -101,7 +105,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """bytes | no | P fills a message up to this, or up to a quarter of D's `staging_bytes` if that is less.
     More than `staging_bytes` is refused; more than a quarter of `staging_bytes` is logged at start"""
 
-    ahead_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
+    prefetch_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
     """bytes of a rank of D | no | room for KV that P pushes before D has the request, for routers that ask P
     first; P keeps its blocks all the same"""
 
@@ -112,7 +116,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     max_links: Annotated[int, Meta(ge=1, le=1 << 16)] = 64
     """links of a rank | no | idle links beyond this number are closed, and built again by the next request"""
 
-    links_ahead: bool = True
+    preconnect: bool = True
     """true or false | no | D connects to the P's that p2pkv-proxy names, and builds links, before a request
     needs them: at most `max_links`, never in place of a used one"""
 
@@ -151,6 +155,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     cannot rest (Ray's workers), and so delay a request that comes meanwhile; 0: no step waits, and vLLM's
     processes neither rest nor nap"""
 
+    skip_patches: tuple[PatchName, ...] = ()
+    """names, as `["deferral"]` | no | functions of vLLM that p2pkv does not replace: `weights`,
+    `engine_core`, `spin_wait`, `early_revocation` or `deferral`;
+    [compatibility](compatibility.md#what-p2pkv-replaces-in-vllm) has what each is for"""
+
     warm_up_seconds: SecondsOrOff = 120.0
     """seconds | no | how long an instance waits for its own `/health`, and again for its first prompts,
     before it registers with the proxy; 0: off"""
@@ -175,9 +184,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                 f"chunk_bytes is {self.chunk_bytes} and staging_bytes only {self.staging_bytes}: expected a "
                 "chunk to fit; raise staging_bytes or lower chunk_bytes"
             )
-        if self.ahead_bytes and self.staging_bytes <= RESERVED_CHUNKS * self.chunk_bytes:
+        if self.prefetch_bytes and self.staging_bytes <= RESERVED_CHUNKS * self.chunk_bytes:
             raise ConfigError(
-                f"ahead_bytes is set and staging_bytes only {self.staging_bytes}: expected more than "
+                f"prefetch_bytes is set and staging_bytes only {self.staging_bytes}: expected more than "
                 f"{RESERVED_CHUNKS} chunks of {self.chunk_bytes} bytes, which are kept for requests that D "
                 "has admitted; raise staging_bytes or lower chunk_bytes"
             )
@@ -219,7 +228,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                 f"host is {self.host}, which other machines may reach, and there is no secret: expected one "
                 f"off loopback; set {SECRET_VARIABLE} or secret_file to the same secret on all instances, or "
                 "host to 127.0.0.1, or allow_insecure to true if only machines that you trust reach it "
-                "(P2pNcclConnector had no secret and asked for none; docs/coming-from-p2pnccl.md says what "
+                "(P2pNcclConnector had no secret and asked for none; docs/coming-from-p2pnccl.md has what "
                 "else is different)"
             )
 
@@ -232,9 +241,19 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.proxy_ip is not None and self.http_port is None:
             raise ConfigError(
-                "proxy_ip and proxy_port are set and http_port is not: the proxy must be told where to send "
+                "proxy_ip and proxy_port are set and http_port is not: the proxy must know where to send "
                 "requests; add http_port, the number given to --port, to kv_connector_extra_config"
             )
+
+    @property
+    def ahead_bytes(self) -> int:
+        """`prefetch_bytes`."""
+        return self.prefetch_bytes
+
+    @property
+    def links_ahead(self) -> bool:
+        """`preconnect`."""
+        return self.preconnect
 
     @property
     def address(self) -> Address:
@@ -250,7 +269,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def http_address(self) -> Address | None:
-        """Where requests reach this instance, as the proxy is told; None without http_port."""
+        """Where requests reach this instance, as the pings have it; None without http_port."""
         return None if self.http_port is None else Address(self.host, self.http_port)
 
     @classmethod
@@ -269,11 +288,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         """The options in `extra` (kv_connector_extra_config), defaults for the rest.
 
         `role` is vLLM's kv_role; `kv_port` may be None for the default; `gpu_bytes` is the memory of one GPU;
-        `former` says that the connector goes by its former name. null and "" stand for an option that is not
+        `former`: the connector goes by its former name. null and "" stand for an option that is not
         set. Raises ConfigError for whatever cannot be used.
         """
         _refuse_unknown(extra)
         given = {name: value for name, value in extra.items() if value is not None and value != ""}
+        renamed = [name for name in RENAMED if name in given]
+        for name in renamed:
+            _rename(given, name)
         former_given = {
             name: _read(name, given.pop(name), _FORMER[name]) for name in _FORMER if name in given
         }
@@ -287,17 +309,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             "discovery": "curve" if secret and not former else "plain",
         }
         options = cls(role=_role(role), **values | given)
-        if options.link == "nccl" and not has_gpu:
-            raise ConfigError(
-                "link is 'nccl', which needs a CUDA device, and there is none; use 'auto' or 'host'"
-            )
-        if options.link == "host" and has_gpu:
-            raise ConfigError(
-                "link is 'host', which moves KV that is in CPU memory, and here it is on a CUDA device; "
-                "use 'auto' or 'nccl'"
-            )
+        try:
+            refuse_other_memory(options.link, has_gpu)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         former_way = former and secret is not None and "discovery" not in given
-        notes = (*_former_notes(former_given, options), *_notes(options, former_way))
+        old_names = (
+            f"{name} is now called {RENAMED[name]}, which alone the next version knows: rename it"
+            for name in renamed
+        )
+        notes = (*old_names, *_former_notes(former_given, options), *_notes(options, former_way))
         return msgspec.structs.replace(options, notes=notes)
 
 
@@ -306,13 +327,15 @@ def default_staging(gpu_bytes: int) -> int:
     return max(64 * MIB, min(gpu_bytes // GPU_SHARE // (8 * MIB) * (8 * MIB), 1024 * MIB))
 
 
-_TYPES = get_type_hints(Options, include_extras=True)
+_TYPES = get_type_hints(Options, include_extras=True) | {"link": Literal[NAMES]}
 OPTIONS = tuple(name for name in Options.__struct_fields__ if name not in ("role", "secret", "notes"))
 """The names of the options."""
 
 _FORMER: dict[str, Any] = {"mem_pool_size_gb": float, "send_type": Literal["PUT", "GET", "PUT_ASYNC"]}
-EXTRA = (*(name for name in OPTIONS if name != "kv_port"), *_FORMER)
-"""The names that kv_connector_extra_config may have: the options, and those of the former connector."""
+RENAMED = {"ahead_bytes": "prefetch_bytes", "links_ahead": "preconnect"}
+"""Old names of options, which this version still takes, and the new ones."""
+EXTRA = (*(name for name in OPTIONS if name != "kv_port"), *_FORMER, *RENAMED)
+"""The names that kv_connector_extra_config may have: options, their old names, the former connector's."""
 
 _short = reprlib.Repr()
 _short.maxstring = 80
@@ -351,6 +374,8 @@ def _expected(kind: msgspec.inspect.Type) -> str:
             return "true or false"
         case msgspec.inspect.LiteralType(values=values):
             return f"one of {', '.join(map(str, values))}"
+        case msgspec.inspect.VarTupleType(item_type=msgspec.inspect.LiteralType(values=values)):
+            return f"a list of names out of {', '.join(map(str, values))}"
         case msgspec.inspect.CustomType():
             return 'a list of networks, as ["10.0.0.0/8"]'
     return "a text in quotes"
@@ -377,6 +402,12 @@ def _refuse_unknown(extra: Mapping[str, object]) -> None:
                 f"{_short.repr(name)} in kv_connector_extra_config is no option of p2pkv: did you mean "
                 f"{closest!r}? There are {', '.join(EXTRA)}; correct or remove it"
             )
+
+
+def _rename(given: dict[str, object], name: str) -> None:
+    if RENAMED[name] in given:
+        raise ConfigError(f"{name} and {RENAMED[name]} are one option, and both are set; remove {name}")
+    given[RENAMED[name]] = given.pop(name)
 
 
 def _secret(file: str | None, environ: Mapping[str, str]) -> bytes | None:
@@ -419,6 +450,6 @@ def _notes(options: Options, former_way: bool) -> Iterator[str]:
         )
     if options.secret is None and not is_loopback(options.host):
         yield (
-            f"traffic to and from {options.address} is unauthenticated and unencrypted: whoever reaches it "
-            "can read and alter KV (allow_insecure is set)"
+            f"traffic to and from {options.address} is unauthenticated and unencrypted: anyone who reaches "
+            "it can read and alter KV (allow_insecure is set)"
         )

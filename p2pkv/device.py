@@ -92,7 +92,7 @@ def make_stream() -> int:
     handle = ctypes.c_void_p()
     result = driver().cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)
     if result != 0 or handle.value is None:
-        raise RuntimeError(f"CUDA cannot make a stream for p2pkv: cuStreamCreate says {result}")
+        raise RuntimeError(f"CUDA cannot make a stream for p2pkv: cuStreamCreate returned {result}")
     return handle.value
 
 
@@ -137,7 +137,7 @@ def own_stream(device: torch.device) -> AbstractContextManager[object]:
 
 
 def take_memory(nbytes: int, device: torch.device, option: str) -> torch.Tensor:
-    """uint8 [nbytes] for what `option` sizes. On CUDA the log says how much it is and what is left.
+    """uint8 [nbytes] for what `option` sizes. On CUDA the log has how much it is and what is left.
 
     vLLM has filled its share of the device before (--gpu-memory-utilization), so this comes out of the rest.
     Raises MemoryError with a sentence.
@@ -150,14 +150,14 @@ def take_memory(nbytes: int, device: torch.device, option: str) -> torch.Tensor:
         free, total = torch.cuda.mem_get_info(device)
         raise MemoryError(
             f"{option} is {_mib(nbytes)}, and of the {_mib(total)} of {device} only {_mib(free)} are free: "
-            "set staging_bytes, ahead_bytes or vLLM's --gpu-memory-utilization lower"
+            "set staging_bytes, prefetch_bytes or vLLM's --gpu-memory-utilization lower"
         ) from None
     left = torch.cuda.mem_get_info(device)[0]
     log.info("%s takes %s of %s; %s are left", option, _mib(nbytes), device, _mib(left))
     if left < SCANT_BYTES:
         log.warning(
             "%s has only %s left, and CUDA graphs and NCCL's communicators take memory later: should they "
-            "fail, set staging_bytes, ahead_bytes or vLLM's --gpu-memory-utilization lower",
+            "fail, set staging_bytes, prefetch_bytes or vLLM's --gpu-memory-utilization lower",
             device,
             _mib(left),
         )

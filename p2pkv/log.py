@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Hashable
 
 BURST, SECONDS = 20, 10.0
-"""What a Throttle lets through: so many lines from one place in the code, in so many seconds."""
+"""What a Throttle lets through: so many lines from one line of code, in so many seconds."""
 
 
 class RateLimit:
@@ -17,7 +17,7 @@ class RateLimit:
     and may then be admitted an event more or less.
 
     Args:
-        clock: in seconds; for those who do not say `now`.
+        clock: in seconds; where a call has no `now`.
     """
 
     def __init__(
@@ -49,7 +49,8 @@ class RateLimit:
 
 
 class Throttle(logging.Filter):
-    """Lets `burst` lines of each place through in `seconds`; the next one says how many were left out."""
+    """Lets `burst` lines of each line of code through in `seconds`; the next one has how many were left
+    out."""
 
     def __init__(
         self, burst: int = BURST, seconds: float = SECONDS, clock: Callable[[], float] = time.monotonic

@@ -34,7 +34,7 @@ _READABLE = re.compile(r"[A-Za-z0-9._:@+=-]{1,128}")
 
 
 class PairingError(ValueError):
-    """An address, a request id or a transfer id that cannot be used, with a sentence that says why."""
+    """An address, a request id or a transfer id that cannot be used, and why, in a sentence."""
 
 
 def normal_host(text: str) -> str:

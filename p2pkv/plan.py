@@ -18,7 +18,7 @@ from msgspec import Struct
 from p2pkv.sharding import Interval, Overlap, Shape, ShardingError, overlaps
 
 MAX_EDGES = 1 << 20
-"""An edge is a link between two processes; a plan with more is an error in somebody's configuration."""
+"""An edge is a link between two processes; a plan with more is an error in a configuration."""
 
 _FORMAT = 3
 """Part of every digest. Raise it whenever the same shapes begin to give other edges."""
@@ -30,7 +30,7 @@ _Need = tuple[Overlap, Overlap]
 
 
 class PlanError(ShardingError):
-    """Two shapes between which no KV can move, with a sentence that says why."""
+    """Two shapes between which no KV can move, and why, in a sentence."""
 
 
 class Edge(Struct, frozen=True, array_like=True):
@@ -199,7 +199,7 @@ def _spread(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need
 
 
 def _dealt(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need]]:
-    """The largest need first, to whoever has least so far.
+    """The largest need first, to the one that has least so far.
 
     So the busiest holder has at most one need more than the mean. Ties go by rank, which also gives
     rank r of D to rank r of P when both are divided alike.

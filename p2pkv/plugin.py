@@ -56,7 +56,7 @@ def vllm_version() -> str | None:
 
 
 def doubt(installed: str) -> str:
-    """What is to be said of this version of vLLM, after its number; "" if p2pkv is tested with it."""
+    """A warning about this version of vLLM, to stand after its number; "" if p2pkv is tested with it."""
     line, tested = ".".join(installed.split(".")[:2]), " and ".join(f"{each}.x" for each in TESTED)
     if line in TESTED:
         return ""
@@ -69,12 +69,12 @@ def doubt(installed: str) -> str:
 @cache
 def _check_version() -> None:
     installed = vllm_version() or "of unknown version"
-    if said := doubt(installed):
-        logger.warning("this vLLM is %s, %s", installed, said)
+    if warning := doubt(installed):
+        logger.warning("this vLLM is %s, %s", installed, warning)
 
 
 def _offer(factory: Any, name: str) -> None:
-    """Register a connector of this name, unless there is one. The first call says if there was."""
+    """Register a connector of this name, unless there is one. The first call logs if there was."""
     try:
         factory.register_connector(name, MODULE, name)
     except ValueError as taken:

@@ -20,7 +20,7 @@ MAX_RANKS = 16384
 
 
 class ShardingError(ValueError):
-    """A way to divide a model that cannot be, with a sentence that says why."""
+    """A way to divide a model that cannot be, and why, in a sentence."""
 
 
 class Interval(Struct, frozen=True, order=True, array_like=True):
@@ -121,7 +121,7 @@ class Overlap(Struct, frozen=True, array_like=True):
 
 
 def overlaps(source: Ownership, target: Ownership) -> Iterator[Overlap]:
-    """Every meeting of two ownerships of one axis, ordered by the target's rank, then by place.
+    """Every meeting of two ownerships of one axis, ordered by the target's rank, then by position.
 
     The overlaps of one target rank cover what it holds exactly once.
     """

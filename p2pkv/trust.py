@@ -27,14 +27,14 @@ def read_secret(file: str | None, environ: Mapping[str, str]) -> bytes | None:
 
     Raises TrustError if both are set, if the file cannot be read, or if the secret is too short.
     """
-    said = environ.get(SECRET_VARIABLE, "")
-    if file and said:
+    given = environ.get(SECRET_VARIABLE, "")
+    if file and given:
         raise TrustError(
             f"secret_file is {file!r} and {SECRET_VARIABLE} is set too: expected one of them, since they may "
             "differ; remove one"
         )
-    if said:
-        return _checked(said.encode("utf-8", "surrogateescape"), f"{SECRET_VARIABLE} in the environment")
+    if given:
+        return _checked(given.encode("utf-8", "surrogateescape"), f"{SECRET_VARIABLE} in the environment")
     return _checked(_content(file), f"secret_file {file!r}") if file else None
 
 
@@ -55,7 +55,7 @@ def _checked(secret: bytes, where: str) -> bytes:
     if len(secret) < MIN_SECRET_BYTES:
         raise TrustError(
             f"the secret of {where} has {len(secret)} bytes: expected at least {MIN_SECRET_BYTES}, since "
-            f"whoever guesses it is a member; {_MAKE_ONE}"
+            f"anyone who guesses it is a member; {_MAKE_ONE}"
         )
     if len(secret) > MAX_SECRET_BYTES:
         raise TrustError(
@@ -65,7 +65,7 @@ def _checked(secret: bytes, where: str) -> bytes:
 
 
 class Networks:
-    """Where peers may be: numeric addresses only, since whoever answers for a name decides what it means."""
+    """Where peers may be: numeric addresses only, since a name server decides what a name means."""
 
     def __init__(self, networks: tuple[_Network, ...]) -> None:
         self.networks = networks
@@ -84,7 +84,7 @@ class Networks:
             address = ipaddress.ip_address(host)
         except ValueError:
             return False
-        # A socket for both families says so of an IPv4 peer.
+        # A socket for both families names an IPv4 peer so.
         mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
         return any((mapped or address) in network for network in self.networks)
 

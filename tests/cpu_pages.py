@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from p2pkv.kv.layouts import DENSE, check_page, pack_into, unpack_into
+from p2pkv.packings import DENSE, packing_of
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -42,11 +42,12 @@ def _converted(page: torch.Tensor, codec: str, head_dim: int, to_pages: bool) ->
     out = page.clone()
     if codec == DENSE:
         return out
-    check_page(codec, tokens, content, page.element_size())
+    packing = packing_of(codec)
+    packing.check(tokens, content, page.element_size())
     bits = _BITS[page.element_size()]
     source, target = page.view(bits).numpy(), out.view(bits).numpy()
     if to_pages:
-        pack_into(target.reshape(heads, -1), source, codec)
+        packing.pack(target.reshape(heads, -1), source)
     else:
-        unpack_into(target, source.reshape(heads, -1), codec)
+        packing.unpack(target, source.reshape(heads, -1))
     return out

@@ -22,9 +22,9 @@ from p2pkv.engine import commands as do
 from p2pkv.engine.producer import Producer
 from p2pkv.engine.rank import Rank
 from p2pkv.kv.cache import PagedCache, RankCache
-from p2pkv.kv.layouts import DENSE
 from p2pkv.links import make_factory
 from p2pkv.links.base import LinkFactory
+from p2pkv.packings import DENSE
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
 

@@ -30,7 +30,7 @@ DEPENDS = {
     "discovery": "`curve` with a secret, else `plain`",
     "allowed_peers": "any",
     "staging_bytes": "1/128 of the GPU's memory, from 64 MiB to 1 GiB; 64 MiB without a GPU",
-    "ahead_bytes": "0: off",
+    "prefetch_bytes": "0: off",
     "warm_up_api_key": "the variable `VLLM_API_KEY`",
 }
 """Defaults that depend on the machine or on another option, or that need a remark."""
@@ -52,6 +52,13 @@ FORMER = f"""
 {" and ".join(f"`{name}`" for name in config._FORMER)} of `P2pNcclConnector` are accepted without effect, with
 a warning ([coming from there](coming-from-p2pnccl.md)).
 """
+RENAMED = "\n".join(
+    [
+        "",
+        "This version still takes these old names, with a warning at start:",
+        ", ".join(f"`{old}` (now `{new}`)" for old, new in config.RENAMED.items()) + ".",
+    ]
+)
 POLICIES = "operations.md#which-p-and-which-d"
 PROXY = """
 ## Options of `p2pkv-proxy`
@@ -76,7 +83,7 @@ def default(name: str, unit: str) -> str:
     if name in DEPENDS:
         return DEPENDS[name]
     value = next(field.default for field in msgspec.structs.fields(Options) if field.name == name)
-    if value is None or value == "":
+    if value in (None, "", ()):
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
@@ -116,7 +123,19 @@ def proxy_rows(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def page() -> str:
-    return "\n".join([HEAD.rstrip(), *instance_rows(), FORMER.rstrip(), PROXY, *proxy_rows(_parser())]) + "\n"
+    return (
+        "\n".join(
+            [
+                HEAD.rstrip(),
+                *instance_rows(),
+                FORMER.rstrip(),
+                RENAMED.rstrip(),
+                PROXY,
+                *proxy_rows(_parser()),
+            ]
+        )
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from kv_support import LAYOUTS
 from numpy.typing import NDArray
 
 from p2pkv.kv import DENSE, PagedCache
-from p2pkv.kv.layouts import pack_into, unpack_into
+from p2pkv.packings import packing_of
 from p2pkv.protocol.messages import KvGroup
 from p2pkv.sharding import Shape
 
@@ -104,7 +104,7 @@ class Held:
         if self.side.codec == DENSE:
             return plain.copy() if plain is self._pages else plain
         out = np.empty_like(plain)
-        unpack_into(out, plain.reshape(*plain.shape[:3], -1), self.side.codec)
+        packing_of(self.side.codec).unpack(out, plain.reshape(*plain.shape[:3], -1))
         return out
 
     def put(self, dense: Elements, layers: slice, start: int, stop: int, cells: Elements) -> None:
@@ -123,5 +123,5 @@ class Held:
             self._pages[...] = dense
             return
         packed = np.empty((*dense.shape[:3], self.side.kernel * self.side.content), dense.dtype)
-        pack_into(packed, dense, self.side.codec)
+        packing_of(self.side.codec).pack(packed, dense)
         self._pages[...] = packed.reshape(dense.shape)

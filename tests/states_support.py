@@ -22,7 +22,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculat
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from p2pkv.connector.states import RecurrentLayer, StateGroup, state_groups
+from p2pkv.connector.recurrent import RecurrentLayer, StateGroup, state_groups
 from p2pkv.kv.cache import RankCache
 from p2pkv.protocol.messages import Cache
 

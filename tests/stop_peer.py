@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from engine_support import Engine, Geometry, make_engine, prefill, step
 from gil_support import hold_lock
 
-from p2pkv.control.announcer import Pinger
 from p2pkv.control.discovery import Ping
+from p2pkv.control.pinger import Pinger
 from p2pkv.engine import commands as do
 from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address

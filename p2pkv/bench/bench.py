@@ -23,6 +23,7 @@ from p2pkv.bench.harness import WINDOW_BYTES, BenchError
 from p2pkv.bench.memory import HEAD_DIM, HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, capacity_for
 from p2pkv.bench.prefill import PrefillSide, prefill
 from p2pkv.demo.processes import ending_on_signals
+from p2pkv.link_kinds import KINDS
 from p2pkv.links.base import LinkError
 
 TOKENS = [64, 256, 512, 2048, 8192]
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--link",
-        choices=["host", "nccl"],
+        choices=list(KINDS),
         default="host",
         help="nccl measures something else: gather, scatter, link and push by size of message, fan-out "
         "and the memory of communicators, on CUDA devices (default: %(default)s)",
@@ -89,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
             with prefill(max(args.tokens), args.chunk_bytes, args.link) as both:
                 results = measure(args, both)
             if args.fan_out:
-                fans = fanout.measure("host", ["cpu"], args.fan_out, args.chunk_bytes, args.repeat)
+                fans = fanout.measure(args.link, ["cpu"], args.fan_out, args.chunk_bytes, args.repeat)
                 results["fan_out"] = fans
     except (BenchError, LinkError, OSError) as error:
         print(f"FAIL: {error}", flush=True)

@@ -1,4 +1,5 @@
-"""The D of `p2pkv bench`, a process of its own: loads what it is told to, and says when it has loaded it.
+"""The D of `p2pkv bench`, a process of its own: loads what P's process orders, and reports when it has loaded
+it.
 
 `harness.start_decode` starts it with the number of a socket; it ends when that socket does.
 """
@@ -57,7 +58,7 @@ class Decode:
                 "D", LAYOUTS[name], self._memory, port, link=settings["link"], **share, **options
             )
             addresses[name] = str(address)
-        pipe.say(addresses=addresses)
+        pipe.send(addresses=addresses)
 
     def obey(self, order: dict[str, Any]) -> None:
         """Carry out one order of P's process."""
@@ -76,35 +77,35 @@ class Decode:
     def _load(self, layout: str, key: str, prefill: str, tokens: int, together: bool = False) -> None:
         """Load one prompt as D's scheduler would, and check samples of what came.
 
-        At once, or with `together` when P says that all ranks may go.
+        At once, or with `together` when P lets all ranks go.
         """
-        rank, place = self._ranks[layout], LAYOUTS[layout]
-        self._memory.clear(place, tokens)
+        rank, form = self._ranks[layout], LAYOUTS[layout]
+        self._memory.clear(form, tokens)
         cleared = self._record()
-        table = place.table(tokens, self._memory.capacity, "D")
+        table = form.table(tokens, self._memory.capacity, "D")
         before = rank.counters.values["bytes_scattered"]
         expected = time.monotonic()
         rank.do(do.Expect(key, Address.parse(prefill), tokens, b"bench"))
-        self._pipe.say(expecting=True)
+        self._pipe.send(expecting=True)
         begun = wait_for(rank, do.Begun(key))
         if together:
-            self._pipe.say(begun=begun)
+            self._pipe.send(begun=begun)
             self._pipe.expect("go")
         asked = time.monotonic()
         rank.do(do.Load(key, 0, tokens - 1, (table,), cleared))
         loaded = wait_for(rank, do.Loaded(key))
         rank.do(do.Forget(key))
         scattered = rank.counters.values["bytes_scattered"] - before
-        if wrong := self._memory.wrong(place, tokens):
+        if wrong := self._memory.wrong(form, tokens):
             raise BenchError(
                 f"{layout}, {tokens} tokens: D does not hold P's KV at (layer, token, head) {wrong}"
             )
-        self._pipe.say(expected=expected, begun=begun, asked=asked, loaded=loaded, scattered=scattered)
+        self._pipe.send(expected=expected, begun=begun, asked=asked, loaded=loaded, scattered=scattered)
 
     def _link(self, invitation: str, window: int) -> None:
         inbound, acceptance = self._links.accept(bytes.fromhex(invitation), window)
         self._inbounds.append(inbound)
-        self._pipe.say(acceptance=acceptance.hex())
+        self._pipe.send(acceptance=acceptance.hex())
         poll_until(inbound.poll, inbound.ready, "building the bare link")
 
     def _receive(self, sizes: list[int]) -> None:
@@ -115,21 +116,21 @@ class Decode:
             while waiting and len(posted) < AHEAD and (receive := inbound.post(waiting[0])) is not None:
                 waiting.popleft()
                 posted.append(receive)
-                self._pipe.say(remote_slot=receive.remote_slot)
+                self._pipe.send(remote_slot=receive.remote_slot)
             self._pipe.expect("sent")
             receive = posted.popleft()
             poll_until(inbound.poll, receive.done, "a receive of the bare link")
             receive.release()
         inbound.poll()
-        self._pipe.say(received=time.monotonic())
+        self._pipe.send(received=time.monotonic())
 
     def _receive_raw(self, name: str, sizes: list[int]) -> None:
         """Receive these messages by NCCL's own calls; the first time, join the communicator `name`."""
         if self._raw is None:
             self._raw = RawNccl(bytes.fromhex(name), rank=1)
-        self._pipe.say(ready=True)
+        self._pipe.send(ready=True)
         self._raw.receive(self._memory.flat, sizes)
-        self._pipe.say(received=time.monotonic())
+        self._pipe.send(received=time.monotonic())
 
     def stop(self) -> None:
         """End the ranks and links."""
@@ -150,12 +151,12 @@ def main(argv: list[str]) -> int:
         torch.cuda.set_device(settings["device"])
     decode = Decode(pipe, settings)
     try:
-        while (order := pipe.hear()) is not None:
+        while (order := pipe.receive()) is not None:
             decode.obey(order)
         return 0
     except (BenchError, LinkError, ValueError) as error:
         with contextlib.suppress(OSError):  # P may have gone
-            pipe.say(error=str(error))
+            pipe.send(error=str(error))
         return 1
     finally:
         decode.stop()

@@ -38,11 +38,12 @@ from p2pkv.bench.memory import TOKEN_BYTES, Memory, capacity_for
 from p2pkv.bench.prefill import Hook
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
+from p2pkv.link_kinds import KINDS
 from p2pkv.links import make_factory
 from p2pkv.pairing import Address
 
 FAN_OUTS = (1, 2, 4)
-TOTAL = {"nccl": 256 << 20, "host": 64 << 20}
+TOTAL = {"cuda": 256 << 20, "cpu": 64 << 20, "any": 64 << 20}
 """Bytes of a prompt: enough for several messages to each of 4 ranks."""
 
 Rows = list[dict[str, Any]]
@@ -52,7 +53,7 @@ def measure(
     link: str, devices: Sequence[str], fan_outs: Sequence[int], chunk_bytes: int, repeat: int
 ) -> dict[str, Any]:
     """Rates by fan-out, and what they are of; see FanOut and `rows_of`."""
-    total = TOTAL[link]
+    total = TOTAL[KINDS[link].memory]
     with fan_out(link, devices, fan_outs, total, chunk_bytes) as fans:
         rows = rows_of(fans, fan_outs, repeat)
     return {"devices": list(devices), "total": total, "rows": rows}
@@ -64,7 +65,7 @@ class FanOut:
     def __init__(
         self, link: str, devices: Sequence[str], fan_outs: Sequence[int], total: int, chunk_bytes: int
     ) -> None:
-        """`devices`: see `place`. `total`: bytes of a prompt, a multiple of a token's."""
+        """`devices`: see `device_of`. `total`: bytes of a prompt, a multiple of a token's."""
         self._total = total
         self._tokens = total // TOKEN_BYTES + 1
         self._link = link
@@ -100,12 +101,12 @@ class FanOut:
         key = self._hold(self._decodes[fan_out])
         order = {"layout": LAYOUT.name, "key": key, "prefill": str(self._address), "tokens": self._tokens}
         for pipe in pipes:
-            pipe.say(order="load", together=True, **order)
-        for word in ("expecting", "begun"):
+            pipe.send(order="load", together=True, **order)
+        for name in ("expecting", "begun"):
             for pipe in pipes:
-                pipe.expect(word)
+                pipe.expect(name)
         for pipe in pipes:
-            pipe.say(go=True)
+            pipe.send(go=True)
         times = [pipe.expect("loaded") for pipe in pipes]
         share = self._total // fan_out
         for rank, each in enumerate(times):
@@ -133,7 +134,7 @@ class FanOut:
         return key
 
     def _start_decode(self, fan_out: int) -> None:
-        """Start the processes of a D with so many ranks; each says `addresses` when it listens."""
+        """Start the processes of a D with so many ranks; each sends `addresses` when it listens."""
         port = free_ports(fan_out)
         pipes = self._pipes[fan_out] = []
         for rank in range(fan_out):
@@ -141,7 +142,7 @@ class FanOut:
                 "capacity": self.memory.capacity,
                 "link": self._link,
                 "ports": {LAYOUT.name: port},
-                "device": place(self._devices, rank),
+                "device": device_of(self._devices, rank),
                 "staging_bytes": self._staging,
                 "rank": rank,
                 "tp": fan_out,
@@ -153,7 +154,7 @@ class FanOut:
         self._decodes[fan_out] = Address(HOST, port)
 
 
-def place(devices: Sequence[str], rank: int) -> str:
+def device_of(devices: Sequence[str], rank: int) -> str:
     """The device of a rank of D: P has the first one, and D's ranks take turns on the others, if any."""
     others = devices[1:] or devices
     return others[rank % len(others)]
@@ -181,10 +182,10 @@ def table(results: dict[str, Any]) -> Iterator[str]:
     """GB/s of all ranks together by fan-out: medians, and the ratio to the first row's, turn by turn."""
     rows, devices = results["rows"], results["devices"]
     most = max(row["fan_out"] for row in rows)
-    places = sorted({place(devices, rank) for rank in range(most)})
+    used = sorted({device_of(devices, rank) for rank in range(most)})
     moved = results["total"] >> 20
     yield f"One rank of P pushes {moved} MiB, computed before, to ranks of D that share the heads"
-    yield f"P on {devices[0]}, D's ranks on {', '.join(places)}"
+    yield f"P on {devices[0]}, D's ranks on {', '.join(used)}"
     first = rows[0]
     yield f"{'ranks of D':>10} {'push':>8} {'/ ' + str(first['fan_out']):>7}   GB/s, all together"
     for row in rows:

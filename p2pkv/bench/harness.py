@@ -48,7 +48,7 @@ class BenchError(Exception):
 
 
 def described(layout: Layout, cache: PagedCache, tp: int = 1) -> Cache:
-    """What Hello says of this cache, on each of `tp` ranks."""
+    """How a Hello describes this cache, on each of `tp` ranks."""
     group = KvGroup(
         layers=(LAYERS,),
         heads=HEADS,
@@ -72,11 +72,11 @@ class Pipe:
         self._socket.settimeout(DEADLINE_SECONDS)
         self._lines = end.makefile("rb")
 
-    def say(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         """Send one message."""
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def hear(self) -> dict[str, Any] | None:
+    def receive(self) -> dict[str, Any] | None:
         """The next message; None when the other process has gone. TimeoutError after the deadline."""
         line = self._lines.readline()
         if not line:
@@ -85,17 +85,17 @@ class Pipe:
         assert isinstance(message, dict)
         return message
 
-    def expect(self, word: str) -> dict[str, Any]:
-        """The next message, which holds `word`. Raises BenchError for the other's error, or its end."""
+    def expect(self, name: str) -> dict[str, Any]:
+        """The next message, which holds `name`. Raises BenchError for the other's error, or its end."""
         try:
-            message = self.hear()
+            message = self.receive()
         except TimeoutError:
-            raise BenchError(f"the other process did not say {word!r} in {DEADLINE_SECONDS:g} s") from None
+            raise BenchError(f"the other process did not send {name!r} in {DEADLINE_SECONDS:g} s") from None
         if message is None:
-            raise BenchError(f"the other process ended before it said {word!r}; its last words are above")
+            raise BenchError(f"the other process ended before it sent {name!r}; its last output is above")
         if "error" in message:
             raise BenchError(str(message["error"]))
-        assert word in message, f"{message} where {word!r} was due"
+        assert name in message, f"{message} where {name!r} was due"
         return message
 
     def patient(self) -> None:
@@ -187,7 +187,7 @@ def poll_until(poll: Callable[[], None], done: Callable[[], bool], what: str) ->
 def bare_link(links: LinkFactory, pipe: Pipe, window: int) -> Outbound:
     """P's end of a link to the process at the other end of `pipe`, when it is up."""
     invitation = links.invite()
-    pipe.say(order="link", invitation=invitation.hex(), window=window)
+    pipe.send(order="link", invitation=invitation.hex(), window=window)
     acceptance = bytes.fromhex(pipe.expect("acceptance")["acceptance"])
     outbound = links.complete(invitation, acceptance)
     poll_until(outbound.poll, outbound.ready, "building the bare link")
@@ -195,14 +195,14 @@ def bare_link(links: LinkFactory, pipe: Pipe, window: int) -> Outbound:
 
 
 def wait_for(rank: Rank, event: Event) -> float:
-    """When this event was heard, on the monotonic clock. Raises BenchError if it fails or is late."""
+    """When this event came, on the monotonic clock. Raises BenchError if it fails or is late."""
     deadline = time.monotonic() + DEADLINE_SECONDS
     while True:
-        heard = rank.events()
+        events = rank.events()
         now = time.monotonic()
-        if event in heard:
+        if event in events:
             return now
-        for other in heard:
+        for other in events:
             if isinstance(other, LoadFailed):
                 raise BenchError(f"a push failed: {other.reason}")
         if now > deadline:
@@ -232,10 +232,10 @@ def devices() -> tuple[str, str]:
 
 
 def environment(side: str, shared: bool) -> dict[str, str]:
-    """What NCCL needs to be told before its first call in the process of this side.
+    """What NCCL's environment needs before its first call in the process of this side.
 
     NCCL refuses two ranks on one device of one host, so with `shared` each side claims a host of its own,
-    and NCCL goes through sockets: right, but slow, and its rates say nothing about a link.
+    and NCCL goes through sockets: right, but slow, and its rates are no measure of a link.
     """
     if not shared:
         return {}

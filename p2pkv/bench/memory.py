@@ -1,7 +1,7 @@
 """Made-up KV memory of Llama-8B's shape, as a GPU and a CPU lay it out. It needs torch alone.
 
 Both layouts are views of the same memory, in cells of 64 KiB: a dense block of 16 tokens, or the page of 128
-tokens of one head. All elements of a cell of P have one value, so D can tell where what it got came from.
+tokens of one head. All elements of a cell of P have one value, so D can find out where what it got came from.
 
 Shape legend: L layers, B blocks, H KV heads, N tokens in a block, C elements of K and V of one head.
 """

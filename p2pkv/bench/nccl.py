@@ -70,7 +70,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     except ImportError as error:
         raise BenchError(
             f"--link nccl compares with NCCL's own calls, made through CuPy ({error}): install cupy-cuda12x "
-            "or cupy-cuda13x, as torch.version.cuda says"
+            "or cupy-cuda13x, for the CUDA in torch.version.cuda"
         ) from None
     every = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     fan_outs = args.fan_out or fanout.FAN_OUTS
@@ -118,7 +118,7 @@ def _head(about: dict[str, Any], results: dict[str, Any]) -> Iterator[str]:
     if len(set(results["devices"])) == 1:
         yield (
             "P and D share one device, and NCCL goes through sockets: the rates of NCCL, link and push are "
-            "no measure of a link, only their ratios say something"
+            "no measure of a link, only their ratios are"
         )
     moved = results["total"] >> 20
     yield f"Llama-8B's KV, blocks of 16 tokens; NCCL, link and push move {moved} MiB in such messages"
@@ -242,11 +242,11 @@ class Messages:
     def ask(self, size: int, key: str) -> None:
         """D asks for what P holds under this key."""
         address, _ = self._ranks[size]
-        self.pipe.say(order="load", layout=LAYOUT.name, key=key, prefill=str(address), tokens=self._tokens)
+        self.pipe.send(order="load", layout=LAYOUT.name, key=key, prefill=str(address), tokens=self._tokens)
         self.pipe.expect("expecting")
 
     def restart_decode(self) -> None:
-        """Kill D's process, without a word to anybody, and start another at another address."""
+        """Kill D's process, without a goodbye, and start another at another address."""
         self.decoder.kill()
         self.decoder.wait(10.0)
         self._outbound = self._raw = None
@@ -261,16 +261,16 @@ class Messages:
         outbound = self._outbound = self._outbound or self._start_link()
         sizes, sends, offset = [size] * (self.total // size), list[Send](), 0
         begin = time.monotonic()
-        self.pipe.say(order="receive", sizes=sizes)
+        self.pipe.send(order="receive", sizes=sizes)
         for each in sizes:
-            remote_slot = self._heard(outbound, "remote_slot")["remote_slot"]
+            remote_slot = self._next_message(outbound, "remote_slot")["remote_slot"]
             send = self._reserve(outbound, each, remote_slot)
             send.buffer.copy_(self.memory.flat[offset : offset + each])
             send.commit()
-            self.pipe.say(sent=True)
+            self.pipe.send(sent=True)
             sends.append(send)
             offset += each
-        received = float(self._heard(outbound, "received")["received"])
+        received = float(self._next_message(outbound, "received")["received"])
         poll_until(outbound.poll, lambda: all(send.done() for send in sends), "the last send")
         return self.total / (received - begin)
 
@@ -278,7 +278,7 @@ class Messages:
         """Bytes per second of NCCL's own send and receive. Raises ImportError without CuPy."""
         name = new_name() if self._raw is None else ""
         sizes = [size] * (self.total // size)
-        self.pipe.say(order="raw", name=name, sizes=sizes)
+        self.pipe.send(order="raw", name=name, sizes=sizes)
         if self._raw is None:
             self._raw = RawNccl(bytes.fromhex(name), rank=0)
             self._stack.callback(self._raw.close)
@@ -321,10 +321,10 @@ class Messages:
         self._stack.callback(links.close)
         return bare_link(links, self.pipe, self._staging // 2)
 
-    def _heard(self, outbound: Outbound, word: str) -> dict[str, Any]:
+    def _next_message(self, outbound: Outbound, name: str) -> dict[str, Any]:
         """D's next message; the link is polled meanwhile, since its sends may wait for that."""
-        future = self._pool.submit(self.pipe.expect, word)
-        poll_until(outbound.poll, future.done, f"D's word {word!r}")
+        future = self._pool.submit(self.pipe.expect, name)
+        poll_until(outbound.poll, future.done, f"D's {name!r}")
         return future.result()
 
     def _reserve(self, outbound: Outbound, nbytes: int, remote_slot: int) -> Send:

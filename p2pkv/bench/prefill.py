@@ -29,6 +29,7 @@ from p2pkv.bench.memory import LAYERS, LAYOUTS, Memory, capacity_for
 from p2pkv.demo.processes import free_ports
 from p2pkv.device import make_recorder
 from p2pkv.engine import commands as do
+from p2pkv.engine.forward import ComputedLayers
 from p2pkv.engine.rank import Rank
 from p2pkv.links import make_factory
 from p2pkv.links.base import Outbound, Send
@@ -61,19 +62,17 @@ class Push:
 
 
 class Hook:
-    """What p2pkv.connector.worker does for each layer; that module cannot be imported without vLLM."""
+    """A step of P, as `p2pkv.connector.worker` reports it; that module cannot be imported without vLLM."""
 
     def __init__(
         self, rank: Rank, prompts: tuple[tuple[str, int], ...], stride: int, device: str = "cpu"
     ) -> None:
-        """`stride`: layers after which the engine is told."""
+        """`stride`: layers of one message."""
         self._rank = rank
-        self._prompts = prompts
-        self._stride = stride
-        self._places = {f"model.layers.{layer}.self_attn.attn": layer for layer in range(LAYERS)}
-        self._names = list(self._places)
-        self._record = make_recorder(torch.device(device))
-        self._run = 0, 0
+        self._indices = {f"model.layers.{layer}.self_attn.attn": layer for layer in range(LAYERS)}
+        self._names = list(self._indices)
+        self._computed = ComputedLayers(LAYERS, make_recorder(torch.device(device)))
+        self._computed.begin(prompts, stride)
 
     def timed(self, layer: int) -> float:
         """Call it for this layer; seconds that it took."""
@@ -84,26 +83,12 @@ class Hook:
 
     def layer(self, name: str) -> None:
         """The hook of one layer."""
-        place = self._places.get(name)
-        if place is None:
-            return
-        if place != self._run[1]:
-            self._say()
-            self._run = place, place
-        self._run = self._run[0], place + 1
-        if self._run[1] - self._run[0] >= self._stride or place == LAYERS - 1:
-            self._say()
+        if self._computed.prompts and (index := self._indices.get(name)) is not None:
+            self._computed.computed(index, self._rank)
 
     def end(self) -> None:
         """The sweep at the end of the step."""
-        self._rank.do(do.Computed(self._prompts, 0, LAYERS, self._record()))
-        self._rank.do(do.Flush(tuple(key for key, _ in self._prompts)))
-
-    def _say(self) -> None:
-        first, stop = self._run
-        if stop > first:
-            self._rank.do(do.Computed(self._prompts, first, stop, self._record()))
-        self._run = stop, stop
+        self._computed.end(self._rank)
 
 
 class PrefillSide:
@@ -143,13 +128,13 @@ class PrefillSide:
         sizes = [min(step, nbytes - done) for done in range(0, nbytes, step)]
         sends: list[Send] = []
         begin, done = time.monotonic(), 0
-        self.pipe.say(order="receive", sizes=sizes)
+        self.pipe.send(order="receive", sizes=sizes)
         for size in sizes:
             send = self._outbound.reserve(size, self.pipe.expect("remote_slot")["remote_slot"])
             assert send is not None, "D has granted it"
             send.buffer.copy_(self.memory.flat[done : done + size])
             send.commit()
-            self.pipe.say(sent=True)
+            self.pipe.send(sent=True)
             sends.append(send)
             done += size
         received: float = self.pipe.expect("received")["received"]
@@ -205,7 +190,7 @@ class PrefillSide:
         return time.monotonic() - begin
 
     def hooks_asleep(self) -> list[float]:
-        """Seconds of hooks, each of which wakes the engine; nobody wants the prompt."""
+        """Seconds of hooks, each of which wakes the engine; no D wants the prompt."""
         _, rank = self._ranks["dense"]
         key = self._hold("dense", rank, 1 << 20, blocks=())
         hook, hooks = Hook(rank, ((key, 1),), stride=1), []
@@ -235,7 +220,7 @@ class PrefillSide:
         return key
 
     def _ask(self, layout: str, key: str, prefill: Address, tokens: int) -> None:
-        self.pipe.say(order="load", layout=layout, key=key, prefill=str(prefill), tokens=tokens)
+        self.pipe.send(order="load", layout=layout, key=key, prefill=str(prefill), tokens=tokens)
         self.pipe.expect("expecting")
 
     def _loaded(self, layout: str, rank: Rank, key: str, tokens: int) -> dict[str, float]:

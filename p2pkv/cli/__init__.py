@@ -15,7 +15,7 @@ _COMMANDS = {
         "start a prefill, a decode and a plain vLLM server, and compare their answers",
     ),
     "bench": ("p2pkv.bench.bench", "measure the layer hook, the push and the link, without vLLM"),
-    "doctor": ("p2pkv.cli.doctor", "say what is installed here and what p2pkv can use of it"),
+    "doctor": ("p2pkv.cli.doctor", "show what is installed here and what p2pkv can use of it"),
 }
 """Of each command: its module, which has `add_arguments(parser)` and `run(args) -> int`, and a summary."""
 
@@ -29,11 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="p2pkv", description=p2pkv.__doc__)
     parser.add_argument("--version", action="version", version=f"p2pkv {p2pkv.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    wanted = next((word for word in arguments if not word.startswith("-")), None)
-    for name, (place, summary) in _COMMANDS.items():
+    wanted = next((each for each in arguments if not each.startswith("-")), None)
+    for name, (path, summary) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         if name == wanted:
-            module = importlib.import_module(place)
+            module = importlib.import_module(path)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     args = parser.parse_args(arguments)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import p2pkv
 from p2pkv import plugin
+from p2pkv.link_kinds import AUTO, NAMES
 from p2pkv.pairing import Address
 from p2pkv.trust import SECRET_VARIABLE, is_loopback, read_secret
 
@@ -57,9 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="on D's host: build a link with the doctor that listens there, and see what it carries",
     )
-    parser.add_argument(
-        "--link", choices=("auto", "nccl", "host"), default="auto", help="the kind of that link"
-    )
+    parser.add_argument("--link", choices=NAMES, default=AUTO, help="the kind of that link")
     parser.add_argument(
         "--secret-file",
         metavar="FILE",
@@ -107,7 +106,7 @@ def _look_at_pair(args: argparse.Namespace) -> int:
         if secret is None and not args.allow_insecure and not is_loopback(address.host):
             raise pair.CheckFailed(
                 f"{address} may be reached by other machines, and there is no secret: set {SECRET_VARIABLE} "
-                "or --secret-file, the same on both hosts, or say --allow-insecure"
+                "or --secret-file, the same on both hosts, or add --allow-insecure"
             )
         return _show(pair.listen(address, members, args.link))
     except (ValueError, NoCurve, pair.CheckFailed) as error:
@@ -174,8 +173,8 @@ def _vllm() -> Finding:
         importlib.import_module("vllm.config")
     except Exception as error:  # any library that vLLM pulls in may be the one that fails
         return Finding(ok=False, about="vLLM", sentence=f"{version} cannot be imported: {error}")
-    said = plugin.doubt(version)
-    return Finding(ok=True, about="vLLM", sentence=f"{version}, {said}" if said else version)
+    warning = plugin.doubt(version)
+    return Finding(ok=True, about="vLLM", sentence=f"{version}, {warning}" if warning else version)
 
 
 def _plugin() -> Finding:

@@ -1,7 +1,7 @@
 """`p2pkv doctor` for two hosts: do the ranks of a pair answer, and what does a link between two hosts carry?
 
 `--pair` asks the ranks of two running instances. `--listen` on P's host and `--connect` on D's need no
-instance: the two doctors say Hello over a connection as ranks have it, build one real link between them, of
+instance: the two doctors exchange Hellos over a connection as ranks have it, build one real link, of
 the kind that instances would have, and move some messages. As between ranks, D dials, and P sends.
 """
 
@@ -28,9 +28,9 @@ from p2pkv.cli.doctor import Finding
 from p2pkv.control.endpoint import Connection, Endpoint, PortTaken, inspect
 from p2pkv.control.security import Members
 from p2pkv.device import own_stream
+from p2pkv.link_kinds import kind_of
 from p2pkv.links import make_factory
 from p2pkv.links.base import Inbound, LinkError, LinkFactory, Outbound, Receive, Send
-from p2pkv.links.host import HostInbound
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import PROTOCOL_VERSION, BadMessage
 
@@ -46,14 +46,14 @@ ANSWER_SECONDS = 20.0
 """How long the other doctor may take for anything; a link may take `build_seconds` longer to come up."""
 
 LISTEN_SECONDS = 600.0
-LAST_WORD_SECONDS = 1.0
+LAST_MESSAGE_SECONDS = 1.0
 """How long the reason for a broken link may be on its way."""
 
 PAUSE_SECONDS = 0.0001
 """Between two looks at a link."""
 
 NETWORK = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_IB_GID_INDEX", "NCCL_NET")
-"""What tells NCCL which network to take."""
+"""Environment variables that decide which network NCCL takes."""
 
 SAME_NCCL = "give both the same `link`, and install the same nvidia-nccl package on both"
 
@@ -94,10 +94,10 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
             yield same(name, str(one.get(name)), str(two.get(name)), ("P", "D"), advice)
 
 
-def same(what: str, one: str, two: str, places: tuple[str, str], advice: str) -> Finding:
+def same(what: str, one: str, two: str, sides: tuple[str, str], advice: str) -> Finding:
     if one == two:
         return Finding(ok=True, about=what, sentence=f"{one} on both")
-    sentence = f"{one} on {places[0]} and {two} on {places[1]}: {advice}"
+    sentence = f"{one} on {sides[0]} and {two} on {sides[1]}: {advice}"
     return Finding(ok=False, about=what, sentence=sentence)
 
 
@@ -116,14 +116,15 @@ def way_to(host: str) -> str:
 
 def address_towards(host: str) -> str:
     """This machine's address from which it would reach `host`; nothing is sent. Raises OSError."""
-    family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(place)
+        probe.connect(target)
         return str(probe.getsockname()[0])
 
 
 def interface_of(own: str) -> str | None:
-    """The interface that has this address, which is one of this machine's; None if nobody says so."""
+    """The interface that has this address, which is one of this machine's; None if that cannot be found
+    out."""
     if ":" in own:
         wanted = socket.inet_pton(socket.AF_INET6, own.partition("%")[0]).hex()
         try:
@@ -136,15 +137,15 @@ def interface_of(own: str) -> str | None:
         for _, name in socket.if_nameindex():
             asked = struct.pack("256s", name.encode()[:15])
             try:
-                told = fcntl.ioctl(probe, 0x8915, asked)  # SIOCGIFADDR
+                answer = fcntl.ioctl(probe, 0x8915, asked)  # SIOCGIFADDR
             except OSError:  # it has no address of version 4
                 continue
-            if socket.inet_ntoa(told[20:24]) == own:
+            if socket.inet_ntoa(answer[20:24]) == own:
                 return name
     return None
 
 
-# What two doctors say to each other.
+# The messages between two doctors.
 
 
 class About(Struct, frozen=True, forbid_unknown_fields=True):
@@ -159,7 +160,7 @@ class About(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ask(Struct, frozen=True, forbid_unknown_fields=True, tag="Ask"):
-    """D to P: the first word. `host`: D's address."""
+    """D to P: the first message. `host`: D's address."""
 
     about: About
     host: str
@@ -192,10 +193,10 @@ class Over(Struct, frozen=True, forbid_unknown_fields=True, tag="Over"):
     failure: str = ""
 
 
-Word = Ask | Invite | Accept | Granted | Over
-AnyWord = TypeVar("AnyWord", Ask, Invite, Accept, Granted, Over)
+DoctorMessage = Ask | Invite | Accept | Granted | Over
+AnyOfThem = TypeVar("AnyOfThem", Ask, Invite, Accept, Granted, Over)
 
-_words: msgspec.msgpack.Decoder[Word] = msgspec.msgpack.Decoder(Word)
+_decoder: msgspec.msgpack.Decoder[DoctorMessage] = msgspec.msgpack.Decoder(DoctorMessage)
 
 
 def about(link: str, way: str) -> About:
@@ -211,14 +212,14 @@ def about(link: str, way: str) -> About:
 
 def compare(mine: About, theirs: About) -> Iterator[Finding]:
     """What the two sides are, and whether they fit."""
-    places = "this side", "the other"
+    sides = "this side", "the other"
     for what, one, two, advice in (
         ("p2pkv", mine.p2pkv, theirs.p2pkv, "install the same version on both"),
         ("protocol", str(mine.protocol), str(theirs.protocol), "install the same version of p2pkv on both"),
         ("vLLM", mine.vllm, theirs.vllm, "install the same version on both"),
         ("link", mine.link, theirs.link, SAME_NCCL),
     ):
-        yield same(what, one, two, places, advice)
+        yield same(what, one, two, sides, advice)
     yield Finding(ok=True, about="network", sentence=f"this side by {mine.way}, the other by {theirs.way}")
     for name in sorted({*mine.network, *theirs.network}):
         one, two = (each.network.get(name, "not set") for each in (mine, theirs))
@@ -226,85 +227,86 @@ def compare(mine: About, theirs: About) -> Iterator[Finding]:
 
 
 class Conversation:
-    """What is said between the two doctors: words in their order, over a connection as ranks have it."""
+    """The messages between two doctors, in their order, over a connection as ranks have it."""
 
     def __init__(self, endpoint: Endpoint, connection: Connection | None = None) -> None:
-        """`connection`: the dialed one; None: whoever asks first."""
+        """`connection`: the dialed one; None: that of the first doctor that asks."""
         self._endpoint = endpoint
         self._connection = connection
-        self._heard: deque[Word] = deque()
+        self._received: deque[DoctorMessage] = deque()
         self._known = False
         """Whether the check has failed, and both sides know."""
 
-    def say(self, word: Word) -> bool:
+    def send(self, message: DoctorMessage) -> bool:
         """False if there is no connection, or not yet."""
-        return self._connection is not None and self._connection.send(msgspec.msgpack.encode(word))
+        return self._connection is not None and self._connection.send(msgspec.msgpack.encode(message))
 
     def poll(self, seconds: float = 0.0) -> None:
         """Take in what has come; wait for it so long at most. Raises CheckFailed if the connection fails."""
         self._endpoint.wait(seconds)
         for connection, data in self._endpoint.receive():
             try:
-                word = _words.decode(data)
+                message = _decoder.decode(data)
             except msgspec.MsgspecError:
-                continue  # somebody else's, such as a rank's
-            if self._connection is None and isinstance(word, Ask):
+                continue  # of another process, such as a rank
+            if self._connection is None and isinstance(message, Ask):
                 self._connection = connection
             if connection is self._connection:
-                self._heard.append(word)
+                self._received.append(message)
         for failure in self._endpoint.failures():
             if failure.connection is not None:
                 raise CheckFailed(failure.reason)
             if not failure.quiet:
                 print(f"[--] {failure.reason}", flush=True)
 
-    def words(self) -> Iterator[Word]:
+    def messages(self) -> Iterator[DoctorMessage]:
         """What has come and was not read. Raises CheckFailed if the check has failed there."""
-        while self._heard:
-            word = self._heard.popleft()
-            if isinstance(word, Over) and word.failure:
-                self.say(Over())  # it may go now
+        while self._received:
+            message = self._received.popleft()
+            if isinstance(message, Over) and message.failure:
+                self.send(Over())  # it may go now
                 self._known = True
-                raise CheckFailed(f"the other side says: {word.failure}")
-            yield word
+                raise CheckFailed(f"the other side failed: {message.failure}")
+            yield message
 
     def over(self, error: LinkError | CheckFailed) -> CheckFailed:
-        """Tell the other side of it. Of a broken link, the other side may know the cause, and says so."""
+        """Send the failure to the other side. Where a link broke, the other side may know the cause and send
+        that."""
         reason = str(error)
-        end = time.monotonic() + LAST_WORD_SECONDS
+        end = time.monotonic() + LAST_MESSAGE_SECONDS
         while isinstance(error, LinkError) and time.monotonic() < end:
             try:
                 self.poll(0.05)
-                deque(self.words(), maxlen=0)
+                deque(self.messages(), maxlen=0)
             except CheckFailed as theirs:
                 return theirs
-        if not self._known and self.say(Over(failure=reason)):
+        if not self._known and self.send(Over(failure=reason)):
             self._until_read()
         return CheckFailed(reason)
 
     def _until_read(self) -> None:
-        """Wait for the other side's last word: what a dialing side has not read when we close is lost."""
+        """Wait for the other side's last message: what a dialing side has not read when we close is lost."""
         end = time.monotonic() + ANSWER_SECONDS
         with suppress(CheckFailed):
-            while not any(isinstance(word, Over) for word in self._heard) and time.monotonic() < end:
+            while not any(isinstance(message, Over) for message in self._received) and time.monotonic() < end:
                 self.poll(0.05)
 
-    def hear(self, kind: type[AnyWord], seconds: float) -> AnyWord:
-        """The next word, which is of this kind. Raises CheckFailed."""
+    def receive(self, kind: type[AnyOfThem], seconds: float) -> AnyOfThem:
+        """The next message, which is of this kind. Raises CheckFailed."""
         end = time.monotonic() + seconds
         while True:
-            for word in self.words():
-                if isinstance(word, kind):
-                    return word
-                raise CheckFailed(f"the other doctor said {type(word).__name__}, and not {kind.__name__}")
+            for message in self.messages():
+                if isinstance(message, kind):
+                    return message
+                raise CheckFailed(f"the other doctor sent {type(message).__name__}: expected {kind.__name__}")
             if time.monotonic() > end:
-                raise CheckFailed(f"no doctor has said anything for {seconds:g} s")
+                raise CheckFailed(f"no doctor has sent anything for {seconds:g} s")
             self.poll(0.1)
 
-    def reach(self, address: Address, word: Word) -> None:
-        """Say the first word once the other side can be reached. Raises CheckFailed."""
+    def reach(self, address: Address, message: DoctorMessage) -> None:
+        """Send the first message once the other side can be reached. Raises CheckFailed."""
         end = time.monotonic() + ANSWER_SECONDS
-        while not self.say(word):
+        while not self.send(message):
             if time.monotonic() > end:
                 raise CheckFailed(
                     f"nothing answers at {address}: is `p2pkv doctor --listen {address}` running there, and "
@@ -322,17 +324,17 @@ def listen(address: Address, members: Members | None, link: str) -> Iterator[Fin
         factory = _factory(stack, link, address.host)
         other = Conversation(_endpoint(stack, address, members))
         print(f"[--] on the other host: p2pkv doctor --connect {address}", flush=True)
-        ask = other.hear(Ask, LISTEN_SECONDS)
+        ask = other.receive(Ask, LISTEN_SECONDS)
         mine = about(factory.kind, way_to(ask.host))
         yield from compare(mine, ask.about)
         if ask.about.link != mine.link:
-            other.say(Invite(mine, b""))
-            other.hear(Over, ANSWER_SECONDS)
+            other.send(Invite(mine, b""))
+            other.receive(Over, ANSWER_SECONDS)
             return
         try:
             invitation = factory.invite()
-            other.say(Invite(mine, invitation))
-            accepted = other.hear(Accept, ANSWER_SECONDS)
+            other.send(Invite(mine, invitation))
+            accepted = other.receive(Accept, ANSWER_SECONDS)
             outbound = factory.complete(invitation, accepted.blob)
             stack.callback(outbound.abort)
             rate = _send(other, outbound, ANSWER_SECONDS + factory.build_seconds)
@@ -353,20 +355,20 @@ def connect(address: Address, members: Members | None, link: str) -> Iterator[Fi
         other = Conversation(endpoint, endpoint.dial(address))
         mine = about(factory.kind, way_to(address.host))
         other.reach(address, Ask(mine, own))
-        invited = other.hear(Invite, ANSWER_SECONDS)
+        invited = other.receive(Invite, ANSWER_SECONDS)
         yield from compare(mine, invited.about)
         if not invited.blob:
-            other.say(Over())
+            other.send(Over())
             return
         try:
             inbound, acceptance = factory.accept(invited.blob, WINDOW * MESSAGE_BYTES)
             stack.callback(inbound.abort)
-            other.say(Accept(acceptance))
+            other.send(Accept(acceptance))
             rate = _receive(other, inbound, ANSWER_SECONDS + factory.build_seconds)
         except (LinkError, CheckFailed) as error:
             raise other.over(error) from None
-        other.say(Over(rate))
-        way = inbound.way if isinstance(inbound, HostInbound) else factory.kind
+        other.send(Over(rate))
+        way = inbound.way or factory.kind
         sentence = (
             f"{COMPARED} messages of {MESSAGE_BYTES >> 20} MiB came over {way} as they were sent, and "
             f"{TIMED} more at {rate / 1e9:.2f} GB/s"
@@ -381,21 +383,21 @@ def _factory(stack: ExitStack, link: str, host: str) -> LinkFactory:
     except ValueError as error:
         raise CheckFailed(str(error)) from None
     stack.callback(factory.close)
-    stack.enter_context(own_stream(_device(factory)))
+    stack.enter_context(own_stream(_device(link)))
     return factory
 
 
-def _device(factory: LinkFactory) -> torch.device:
-    on_gpu = factory.kind.startswith("nccl") and torch.cuda.is_available()
+def _device(link: str) -> torch.device:
+    on_gpu = torch.cuda.is_available() and kind_of(link, has_gpu=True).memory != "cpu"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def _endpoint(stack: ExitStack, address: Address | None, members: Members | None) -> Endpoint:
     """One that listens at `address`; with None it only dials, and listens at some port of this machine."""
     for _ in range(100):
-        place = address or Address("127.0.0.1", random.randint(20_000, 60_000))
+        address_here = address or Address("127.0.0.1", random.randint(20_000, 60_000))
         try:
-            endpoint = Endpoint(place, members)
+            endpoint = Endpoint(address_here, members)
         except PortTaken as error:
             if address is not None:
                 raise CheckFailed(str(error)) from None
@@ -413,7 +415,8 @@ def contents_of(number: int, device: torch.device) -> torch.Tensor:
 
 
 def _send(other: Conversation, outbound: Outbound, seconds: float) -> float:
-    """Send what is granted until the other side says that it was all; the rate that it has measured."""
+    """Send what is granted until the other side reports that it has all; returns the rate that it has
+    measured."""
     granted: deque[Granted] = deque()
     sends: deque[Send] = deque()
     contents: torch.Tensor | None = None
@@ -421,11 +424,11 @@ def _send(other: Conversation, outbound: Outbound, seconds: float) -> float:
     while True:
         other.poll(PAUSE_SECONDS)
         outbound.poll()
-        for word in other.words():
-            if isinstance(word, Over):
-                return word.rate
-            if isinstance(word, Granted):
-                granted.append(word)
+        for message in other.messages():
+            if isinstance(message, Over):
+                return message.rate
+            if isinstance(message, Granted):
+                granted.append(message)
                 end = time.monotonic() + ANSWER_SECONDS
         while granted and outbound.ready():
             send = outbound.reserve(MESSAGE_BYTES, granted[0].remote_slot)
@@ -440,7 +443,7 @@ def _send(other: Conversation, outbound: Outbound, seconds: float) -> float:
         while sends and sends[0].done():
             sends.popleft()
         if time.monotonic() > end:
-            raise CheckFailed("the other side has granted nothing more, and has not said why")
+            raise CheckFailed("the other side has granted nothing more, and has sent no reason")
 
 
 def _receive(other: Conversation, inbound: Inbound, seconds: float) -> float:
@@ -468,7 +471,7 @@ def _grant(other: Conversation, inbound: Inbound, numbers: range, compare: bool)
         while left and (receive := inbound.post(MESSAGE_BYTES)) is not None:
             number = left.popleft()
             posted.append((number, receive))
-            other.say(Granted(number, receive.remote_slot))
+            other.send(Granted(number, receive.remote_slot))
         inbound.poll()
         while posted and posted[0][1].done():
             number, receive = posted.popleft()
@@ -483,7 +486,7 @@ def _grant(other: Conversation, inbound: Inbound, numbers: range, compare: bool)
 
 
 def _look(other: Conversation, seconds: float) -> None:
-    """While the link works, the other side has nothing to say but that it does not."""
+    """Raises CheckFailed if the other side has sent a failure: nothing else is expected now."""
     other.poll(seconds)
-    for word in other.words():
-        raise CheckFailed(f"the other doctor said {type(word).__name__}, and nothing was expected")
+    for message in other.messages():
+        raise CheckFailed(f"the other doctor sent {type(message).__name__}: nothing was expected")

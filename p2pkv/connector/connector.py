@@ -21,8 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from p2pkv.config import ConfigError
 from p2pkv.connector.core_beats import BeatListener, BeatSender, state_of
-from p2pkv.connector.deferral import DEFERRAL
 from p2pkv.connector.describe import (
     Layers,
     block_tables,
@@ -31,21 +31,22 @@ from p2pkv.connector.describe import (
     hello_of,
     make_ready,
     new_incarnation,
+    notifies_of_sleep,
     options_of,
     prompt_tail,
     refuse_what_cannot_move,
     refuse_what_cannot_pair,
-    tells_of_sleep,
 )
 from p2pkv.connector.generation import Generation, forget_prefixes
 from p2pkv.connector.identity import Pairs, adapter_fingerprint
-from p2pkv.connector.idle_steps import CORE, FIRST_WAIT, REST, SPINNING, IdlePace
+from p2pkv.connector.idle_steps import FIRST_WAIT, REST, IdlePace
 from p2pkv.connector.metadata import P2pKvMetrics, P2pKvStats, StepMetadata, WorkerNews
 from p2pkv.connector.scheduler import ConsumerScheduler, HeldBlocks, ProducerScheduler
-from p2pkv.connector.vllm_patches import WEIGHTS
-from p2pkv.connector.worker import REVOKING, Worker
-from p2pkv.control.announcer import ANSWER_TOKENS, Announcement, Announcer, Standing, WarmUp
+from p2pkv.connector.vllm_patches import DEFERRAL, EARLY_REVOCATION, ENGINE_CORE, SPIN_WAIT, WEIGHTS
+from p2pkv.connector.worker import Worker
+from p2pkv.control.announcer import Announcement, Announcer, Standing
 from p2pkv.control.discovery import DISCOVERY_VERSION, Ping
+from p2pkv.control.warm_up import ANSWER_TOKENS, WarmUp
 from p2pkv.engine import commands as do
 from p2pkv.engine.liveness import Beat
 from p2pkv.engine.rank import Rank
@@ -81,8 +82,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """Whether this vLLM has its workers told before they lose the memory of the KV cache."""
-        return tells_of_sleep()
+        """Whether this vLLM notifies the connector before its workers lose the memory of the KV cache."""
+        return notifies_of_sleep()
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -103,11 +104,20 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         """Of the rank, also while it sleeps."""
         self._asleep = False
         if self.options.idle_wait_ms:
-            SPINNING.install()
+            SPIN_WAIT.install(self.options.skip_patches)
         if self.options.role == "P" and vllm_config.use_v2_model_runner:
-            REVOKING.install(kv_cache_config.needs_kv_cache_zeroing)
+            self._revoke_early(kv_cache_config.needs_kv_cache_zeroing)
         if role is KVConnectorRole.SCHEDULER:
             self._schedule()
+
+    def _revoke_early(self, overwrites: bool) -> None:
+        """Raises ConfigError where vLLM's runner `overwrites` blocks that P may still send."""
+        reason = EARLY_REVOCATION.install(self.options.skip_patches)
+        if reason and overwrites:
+            raise ConfigError(
+                "vLLM's V2 model runner may overwrite blocks of this model while a P sends them "
+                f"({reason}): set VLLM_USE_V2_MODEL_RUNNER=0"
+            )
 
     def _schedule(self) -> None:
         for note in self.options.notes:
@@ -119,12 +129,13 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         self._longest_wait = pausing * self.options.idle_wait_ms / 1000 / config.max_concurrent_batches
         here = _on_this_host(config.parallel_config)
         self._rests = pausing and here
-        CORE.install(self._rests)
+        ENGINE_CORE.rests |= self._rests
+        ENGINE_CORE.install(self.options.skip_patches)
         self._news = False
         self.generation = Generation(config)
         self.watches = self.options.watch_weights
         if self.watches:
-            WEIGHTS.install()
+            WEIGHTS.install(self.options.skip_patches)
         self._adapters: dict[tuple[str, str], tuple[int, str]] = {}
         """By name and path: the number and the files of the adapter of the last request."""
         self._requests: WeakSet[Request] = WeakSet()
@@ -139,7 +150,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
             self.consuming = ConsumerScheduler(pairs, world, recompute, tables, whole, tail)
-            DEFERRAL.install()
+            DEFERRAL.install(self.options.skip_patches)
         if here:  # elsewhere the beats could not arrive
             ranks = [str(self.options.address.shifted(rank)) for rank in range(world)]
             self._beats = BeatSender(ranks, self._beat)
@@ -150,7 +161,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         """How the engine core gets on; for the thread that sends it to the ranks."""
         half = self.producing or self.consuming
         busy = half is not None and half.busy
-        return state_of(CORE.core, steps=self._steps, transfers=busy, orphaned=orphaned)
+        return state_of(ENGINE_CORE.core, steps=self._steps, transfers=busy, orphaned=orphaned)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -209,17 +220,17 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         self._steps += 1
         meta = half.step(scheduler_output)
         changed, self._news = self._news or meta.orders, False
-        bell = CORE.address if self._rests else ""
+        bell = ENGINE_CORE.address if self._rests else ""
         pause = self._pace.step(
             *((REST, REST) if bell else (FIRST_WAIT, self._longest_wait)),
             tokens=meta.work,
             awaited=half.awaits_news,
             changed=changed,
-            rung=CORE.rung(),
+            rung=ENGINE_CORE.rung(),
         )
-        SPINNING.idle = meta.idle = pause > 0
+        SPIN_WAIT.idle = meta.idle = pause > 0
         if bell:
-            CORE.seconds = pause
+            ENGINE_CORE.seconds = pause
             meta.bell = bell if meta.idle else ""
         else:
             meta.idle_wait = pause
@@ -240,7 +251,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
     def _hurry(self) -> None:
         """Something has changed: the next step comes without a pause."""
         self._news = True
-        CORE.seconds = 0.0
+        ENGINE_CORE.seconds = 0.0
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -262,11 +273,11 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         # vLLM's worker spins in Python while it waits for work and so wins the interpreter's lock back each
         # time; the engine thread would wait for the whole interval, several times a message.
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
-        SPINNING.worker = self._vllm_config.parallel_config.data_parallel_size == 1
+        SPIN_WAIT.worker = self._vllm_config.parallel_config.data_parallel_size == 1
         self._start()
 
     def unregister_kv_caches(self) -> None:
-        """vLLM takes the memory of the KV cache away: give the rank up, and say goodbye to the proxy."""
+        """vLLM takes the memory of the KV cache away: give the rank up, and send the proxy a goodbye."""
         if self.worker is None or self._asleep:
             return
         self._asleep = True
@@ -309,11 +320,11 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         if self.worker is None:
             # With micro-batches a layer's hook comes once for each of them.
             hooks = not config.parallel_config.use_ubatching
-            self.worker = Worker(rank, layers.places, cache.device, hooks)
+            self.worker = Worker(rank, layers.indices, cache.device, hooks)
         else:
             self.worker.wake(rank)
         if options.role == "P":
-            REVOKING.preempt = self.worker.preempt
+            EARLY_REVOCATION.preempt = self.worker.preempt
         log.info(
             "%s rank %d listens at %s; link %s; here: %s",
             options.role,
@@ -326,7 +337,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             self._announce(hello)
 
     def _announce(self, hello: Hello) -> None:
-        """Tell the proxies of this instance once it is warm, from a process of its own."""
+        """Announce this instance to the proxies once it is warm, from a process of its own."""
         config, options = self._vllm_config, self.options
         names = config.model_config.served_model_name
         model = names if isinstance(names, str) else names[0]
@@ -340,7 +351,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             model=model,
             protocol=hello.version,
             fit=fit(hello),
-            partners=options.max_links if options.role == "D" and options.links_ahead else 0,
+            partners=options.max_links if options.role == "D" and options.preconnect else 0,
         )
         room = config.model_config.max_model_len - ANSWER_TOKENS
         plan = WarmUp(
@@ -440,7 +451,7 @@ def _files_of(adapter: LoRARequest) -> tuple[int, str]:
 
 
 def _on_this_host(parallel: Any) -> bool:
-    """Whether all workers run on the engine core's host, as far as vLLM's configuration says."""
+    """Whether all workers run on the engine core's host, as far as vLLM's configuration shows."""
     return parallel.nnodes == 1 and parallel.distributed_executor_backend in (None, "mp", "uni")
 
 

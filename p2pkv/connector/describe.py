@@ -1,4 +1,4 @@
-"""What vLLM's configuration and its registered tensors say about this instance, in p2pkv's words."""
+"""This instance, as vLLM's configuration and its registered tensors describe it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 from p2pkv.config import ConfigError, Options
 from p2pkv.connector.identity import drafter_of, fingerprint
+from p2pkv.connector.recurrent import conv_dim_first, recurrent_layers, refuse_strange_states, state_groups
 from p2pkv.connector.scheduler import BlockTables
-from p2pkv.connector.states import conv_dim_first, recurrent_layers, refuse_strange_states, state_groups
 from p2pkv.kv.cache import PagedCache, RankCache
-from p2pkv.kv.layouts import DENSE, cpu_codec
+from p2pkv.packings import DENSE, cpu_codec
 from p2pkv.protocol.handshake import DRAFTER
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
 
@@ -126,7 +126,7 @@ def _kept_together(config: VllmConfig, spec: KVCacheSpec) -> int:
 
 
 def _refuse_planes(config: KVCacheConfig) -> None:
-    """Raises ConfigError for blocks in which a token's bytes do not lie together, though their view says so.
+    """Raises ConfigError for blocks in which a token's bytes do not lie together, though their view looks so.
 
     The keys of a sparse attention's indexer are written as a block's values and behind them its scales, and
     DeepSeek V4's latents likewise: a part of such a block is not some of its tokens.
@@ -145,8 +145,8 @@ def _refuse_planes(config: KVCacheConfig) -> None:
                 )
 
 
-def tells_of_sleep() -> bool:
-    """Whether vLLM tells a connector before it takes the memory of the KV cache away, as 0.33 does."""
+def notifies_of_sleep() -> bool:
+    """Whether vLLM notifies a connector before it takes the memory of the KV cache away, as 0.33 does."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
@@ -160,10 +160,10 @@ def new_incarnation() -> str:
 def refuse_what_cannot_pair(config: VllmConfig) -> None:
     """Raises ConfigError for an engine whose ranks p2pkv would address wrongly."""
     for option in ("enable_sleep_mode", "enable_cumem_allocator"):  # the first sets the second on GPUs
-        if getattr(config.model_config, option) and not tells_of_sleep():
+        if getattr(config.model_config, option) and not notifies_of_sleep():
             raise ConfigError(
                 f"--{option.replace('_', '-')} is set: with it vLLM's /sleep and /release_kv_cache_memory "
-                "give the memory of the KV cache back, and this vLLM does not tell p2pkv, which may still "
+                "give the memory of the KV cache back, and this vLLM does not notify p2pkv, which may still "
                 "read it or write to it; leave the option out, or use vLLM 0.33"
             )
     parallel = config.parallel_config
@@ -210,7 +210,7 @@ class Layers:
     Attributes:
         names, tensors: by the layers' numbers on this rank.
         tables, specs: which block table is each layer's, and vLLM's description of the layer.
-        places: the number of each layer, by name.
+        indices: the number of each layer, by name.
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor], config: KVCacheConfig) -> None:
@@ -220,16 +220,16 @@ class Layers:
         self.names: list[str] = []
         for name in layer_order(list(tensors)):
             # Groups of layers lie in the same memory: each block is one group's at a time.
-            place = (tensors[name].data_ptr(), tables.get(name, 0))
-            if place not in seen:
-                seen.add(place)
+            address = (tensors[name].data_ptr(), tables.get(name, 0))
+            if address not in seen:
+                seen.add(address)
                 self.names.append(name)
         self.tensors = [tensors[name] for name in self.names]
         self.tables = [tables.get(name, 0) for name in self.names]
         self.specs = [
             _spec_of(groups[table], name) for name, table in zip(self.names, self.tables, strict=True)
         ]
-        self.places = {name: place for place, name in enumerate(self.names)}
+        self.indices = {name: index for index, name in enumerate(self.names)}
 
     def alike(self, config: VllmConfig) -> list[list[int]]:
         """The numbers of the attention layers of each KV group: the same rows, units, window and heads."""
@@ -267,7 +267,7 @@ def make_ready(device: torch.device) -> None:
 def cache_of(
     config: VllmConfig, kv_config: KVCacheConfig, layers: Layers, rank: int
 ) -> tuple[RankCache, Cache]:
-    """This rank's cache, and what its Hello says of it. Raises ConfigError for sizes that do not add up."""
+    """This rank's cache, and its entry in the Hello. Raises ConfigError for sizes that do not add up."""
     groups, shapes = [], []
     alike = layers.alike(config)
     for numbers in alike:
@@ -298,15 +298,15 @@ def cache_of(
     tensors_by_name = dict(zip(layers.names, layers.tensors, strict=True))
     states = recurrent_layers(config, kv_config, tensors_by_name, layers.names)
     found = state_groups(states, tp=tp, pp=pp, dim_first=conv_dim_first()) if states else []
-    places = [*alike, *(state.numbers for state in found)]
+    numbers_by_group = [*alike, *(state.numbers for state in found)]
     groups += [state.cache for state in found]
-    return RankCache(groups, places), Cache(tp, (*shapes, *(state.shape for state in found)))
+    return RankCache(groups, numbers_by_group), Cache(tp, (*shapes, *(state.shape for state in found)))
 
 
 def hello_of(
     config: VllmConfig, options: Options, cache: RankCache, shape: Cache, rank: int, link: str
 ) -> Hello:
-    """This rank's Hello, without `to`; `shape`: what it says of the cache."""
+    """This rank's Hello, without `to`; `shape`: its entry about the cache."""
     model, parallel = config.model_config, config.parallel_config
     world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     name = options.weights_name
@@ -323,7 +323,7 @@ def hello_of(
         weights=fingerprint(config, name) + (f"{DRAFTER}{drafter}" if drafter else ""),
         cache=shape,
         link=link,
-        ahead=options.role == "D" and options.ahead_bytes > 0,
+        ahead=options.role == "D" and options.prefetch_bytes > 0,
         digest=cache.digest_name,
         verify=options.verify,
     )
@@ -339,8 +339,8 @@ def _model_heads(config: VllmConfig, layer: str, spec: KVCacheSpec) -> int:
 
 
 def _is_drafters(config: VllmConfig, layer: str, spec: KVCacheSpec) -> bool:
-    """Whether a drafter has this layer. vLLM 0.33 says so; in 0.32 a drafter's layers have a prefix of their
-    own, or numbers behind the model's."""
+    """Whether a drafter has this layer. vLLM 0.33 has a flag; in 0.32 a drafter's layers have a prefix of
+    their own, or numbers behind the model's."""
     drafting = config.speculative_config
     if drafting is None or not drafting.uses_draft_kv_cache():
         return False
@@ -361,13 +361,13 @@ def _heads(config: VllmConfig, group: PagedCache, layer: str, spec: KVCacheSpec)
 
 
 def _digest(names: list[str]) -> str:
-    """Tells other layers apart, but neither their numbers nor pipeline stages."""
+    """Distinguishes layers, but neither their numbers nor pipeline stages."""
     patterns = sorted({re.sub(r"\d+", "#", name) for name in names})
     return hashlib.blake2b(" ".join(patterns).encode(), digest_size=8).hexdigest()
 
 
 def _element_type(config: VllmConfig, tensor: torch.Tensor) -> str:
-    """Tensors of bytes hold one of several types of numbers: the cache's own name says which."""
+    """Tensors of bytes hold one of several types of numbers: the cache's own name has which."""
     name = str(tensor.dtype).removeprefix("torch.")
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
         return name

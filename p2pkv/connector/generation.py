@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from p2pkv.connector.identity import place_of_weights, stamps, weight_files, weights_in_files
+from p2pkv.connector.identity import source_of_weights, stamps, weight_files, weights_in_files
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,7 +61,7 @@ class Generation:
     """
 
     def __init__(self, config: VllmConfig) -> None:
-        self._model = place_of_weights(config.model_config), config.model_config.revision
+        self._model = source_of_weights(config.model_config), config.model_config.revision
         self._load = str(config.load_config.load_format), config.load_config.download_dir
         self._named = ""
         self._count = 0
@@ -106,7 +106,7 @@ class Generation:
             self._changed()
 
     def version(self, name: str) -> None:
-        """vLLM's weight version is `name` from now on. A name that is repeated says nothing new."""
+        """vLLM's weight version is `name` from now on. A name that is repeated changes nothing."""
         if len(name) > LONGEST_NAME:
             name = hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
         if self._named != f"version {name}":

@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from p2pkv.config import ConfigError
-from p2pkv.control.announcer import REQUEST_MARK
+from p2pkv.control.warm_up import REQUEST_MARK
 from p2pkv.log import RateLimit
 from p2pkv.pairing import Address, PairingError, find_pair, transfer_key
 
@@ -40,9 +40,9 @@ ENDS_BYTES = 1 << 16
 """Bytes hashed at both ends of each weight file."""
 
 SAMPLE_BYTES = 1 << 12
-"""Bytes hashed at each place between them."""
+"""Bytes hashed of each sample between them."""
 
-PLACES = 512
+SAMPLES = 512
 """Places looked at in a file of which we do not know where its tensors lie."""
 
 MOST_HEADER_BYTES = 1 << 27
@@ -56,7 +56,7 @@ FILE_FORMATS = frozenset(
         *("runai_streamer", "runai_streamer_sharded", "sharded_state", "bitsandbytes", "gguf"),
     }
 )
-"""Of vLLM's load formats those that read files with these suffixes, at the model's place."""
+"""Of vLLM's load formats those that read files with these suffixes, where the model is."""
 
 MACHINES_SETTINGS = frozenset(
     {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "max_model_len"}
@@ -122,13 +122,13 @@ def _fingerprint(model: ModelConfig, load: LoadConfig, name: str, apart: frozens
 
 def _weight_files(model: ModelConfig, load: LoadConfig) -> list[Path]:
     """The files that vLLM loads the weights from. Raises ConfigError if they are not to be found here."""
-    place, kind = place_of_weights(model), str(load.load_format)
-    if files := weight_files(place, model.revision, kind, load.download_dir):
+    source, kind = source_of_weights(model), str(load.load_format)
+    if files := weight_files(source, model.revision, kind, load.download_dir):
         return files
     if kind in FILE_FORMATS:
-        reason = f"there are no {', '.join(SUFFIXES)} files of {place} on this machine"
+        reason = f"there are no {', '.join(SUFFIXES)} files of {source} on this machine"
     else:
-        reason = f"vLLM does not read the weights of {place} from files of its own (load format {kind})"
+        reason = f"vLLM does not read the weights of {source} from files of its own (load format {kind})"
     raise ConfigError(
         f"{reason}: P and D must have the same weights, and p2pkv cannot compare these; give them a name "
         "with weights_name in kv_connector_extra_config, the same name on all instances with these "
@@ -136,18 +136,18 @@ def _weight_files(model: ModelConfig, load: LoadConfig) -> list[Path]:
     )
 
 
-def place_of_weights(model: ModelConfig) -> str:
+def source_of_weights(model: ModelConfig) -> str:
     """The folder, file or repository of the weights, which may not be that of the configuration."""
     return str(getattr(model, "model_weights", "") or model.model)
 
 
-def weight_files(place: str, revision: str | None, kind: str, cache: str | None) -> list[Path]:
+def weight_files(source: str, revision: str | None, kind: str, cache: str | None) -> list[Path]:
     """What vLLM reads on this machine with the load format `kind`; [] if it reads no files here. `cache`:
     where vLLM downloads to; None: where Hugging Face does."""
     if kind not in FILE_FORMATS:
         return []
-    one = Path(place)
-    return [one] if one.is_file() else _files(_folder(place, revision, cache))
+    one = Path(source)
+    return [one] if one.is_file() else _files(_folder(source, revision, cache))
 
 
 def weights_in_files(files: Iterable[Path]) -> str:
@@ -171,15 +171,17 @@ def adapter_fingerprint(adapter: LoRARequest) -> str:
     except OSError as error:
         if _unread.admits(path):
             log.warning(
-                "an adapter is told from others by its name alone, since %s cannot be read: %s", path, error
+                "an adapter is distinguished from others by its name alone, since %s cannot be read: %s",
+                path,
+                error,
             )
         return ""
 
 
 @lru_cache(maxsize=256)
 def _adapter_digest(path: str, number: int, changed: Stamps) -> str:
-    """`number`, `changed`: what tells two adapters in one folder, one after the other, apart. Raises OSError,
-    which is not kept."""
+    """`number`, `changed`: what distinguishes two adapters that lie in one folder one after the other. Raises
+    OSError, which is not kept."""
     digest = hashlib.blake2b(digest_size=12)
     for file in _adapter_files(path):
         _sample(digest, file)
@@ -210,18 +212,18 @@ def _sample(digest: hashlib.blake2b, file: Path) -> None:
         digest.update(data.read(ENDS_BYTES))
         data.seek(max(0, size - ENDS_BYTES))
         digest.update(data.read(ENDS_BYTES))
-        for place in _places(data, file, size):
-            data.seek(place)
+        for offset in _offsets(data, file, size):
+            data.seek(offset)
             digest.update(data.read(SAMPLE_BYTES))
 
 
-def _places(data: BinaryIO, file: Path, size: int) -> list[int]:
+def _offsets(data: BinaryIO, file: Path, size: int) -> list[int]:
     """Where to look between the ends of a file: in the middle and at the end of every tensor, in order."""
     if file.suffix == ".safetensors" and (tensors := _tensors(data, size)):
         return [
             at for start, stop in tensors for at in ((start + stop) // 2, max(start, stop - SAMPLE_BYTES))
         ]
-    return [size * place // PLACES for place in range(PLACES)] if size > 2 * ENDS_BYTES else []
+    return [size * number // SAMPLES for number in range(SAMPLES)] if size > 2 * ENDS_BYTES else []
 
 
 def _tensors(data: BinaryIO, size: int) -> list[tuple[int, int]]:
@@ -345,7 +347,7 @@ def prompt_digest(request: Request) -> bytes:
     """16 bytes over everything that the KV of a prompt depends on, weights apart.
 
     These are the things that vLLM's own block hashes cover: token ids, multimodal inputs and their
-    places, adapter, cache salt, prompt embeddings. Multimodal inputs count by what the model is given of
+    positions, adapter, cache salt, prompt embeddings. Multimodal inputs count by what the model is given of
     them: vLLM's identifier of an image has the path of the model in it, or is a number of the process.
     """
     digest = hashlib.blake2b(digest_size=16)
@@ -357,8 +359,8 @@ def prompt_digest(request: Request) -> bytes:
     if request.prompt_token_ids is not None:
         add("tokens", np.asarray(request.prompt_token_ids, dtype="<i8").tobytes())
     for feature in request.mm_features or ():
-        place = feature.mm_position
-        add("media", f"{feature.modality}@{place.offset}+{place.length}".encode())
+        position = feature.mm_position
+        add("media", f"{feature.modality}@{position.offset}+{position.length}".encode())
         add("contents", _contents(feature))
     if request.lora_request is not None:
         lora = request.lora_request

@@ -1,7 +1,7 @@
-"""What the scheduler's side and the workers' side tell each other, step by step, and what a worker counts.
+"""The messages between the scheduler's side and the workers' side, step by step, and a worker's counters.
 
 vLLM carries these objects between its own processes. Requests are named by vLLM's request id where
-vLLM is to hear of them, and by the transfer key everywhere else.
+they are reported to vLLM, and by the transfer key everywhere else.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Ended:
     """A request that is over, and why if it was cut short.
 
     Attributes:
-        report: vLLM keeps the request's blocks until it hears that nobody uses them any more.
+        report: vLLM keeps the request's blocks until their end is reported.
     """
 
     request_id: str
@@ -77,14 +77,14 @@ class StepMetadata(KVConnectorMetadata):
     # D
     invalidate: Invalidate | None = None
     withheld: list[str] = field(default_factory=list)
-    """Loads that the workers have reported, and of which the scheduler wants to hear that they failed."""
+    """Loads that the workers have reported, which the workers must report again, as failed."""
     expects: list[tuple[str, Expect]] = field(default_factory=list)
     loads: list[tuple[str, Load]] = field(default_factory=list)
     drops: list[Ended] = field(default_factory=list)
 
     @property
     def orders(self) -> bool:
-        """Whether the workers hear of anything new."""
+        """Whether there is anything new for the workers."""
         to_p = self.holds, self.offers, self.prefills, self.revoked, self.stale, self.sent
         return any((*to_p, self.invalidate, self.withheld, self.expects, self.loads, self.drops))
 
@@ -147,23 +147,45 @@ class Growth:
         return P2pKvStats(data=grown) if grown else None
 
 
+RENAMED = {
+    "bytes_early": "bytes_before_last_layer",
+    "bytes_ahead": "bytes_prefetched",
+    "links_ahead": "links_preconnected",
+}
+"""Counters whose series have a new name; this version has both, and the next one only the new."""
+
+
 @cache
-def _counter(kind: Any, name: str, *labelnames: str) -> Any:
+def _counter(kind: Any, name: str, meaning: str, *labelnames: str) -> Any:
     """One for the whole process: the registry refuses a second one of the same name."""
-    return kind(f"p2pkv_{name}", f"p2pkv: {name.replace('_', ' ')}", labelnames=list(labelnames))
+    return kind(f"p2pkv_{name}", meaning, labelnames=list(labelnames))
+
+
+def _series_of(name: str) -> dict[str, str]:
+    """The names of the series that show this counter, and their help."""
+    if name not in RENAMED:
+        return {name: f"p2pkv: {name.replace('_', ' ')}"}
+    new = RENAMED[name]
+    return {new: f"p2pkv: {new.replace('_', ' ')}", name: f"p2pkv: the old name of p2pkv_{new}_total"}
 
 
 class P2pKvMetrics(KVConnectorPromMetrics):
-    """`p2pkv_<counter>_total` for each counter, by engine."""
+    """`p2pkv_<counter>_total` for each counter, by engine; some under two names, see RENAMED."""
 
     def __init__(
         self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._metrics = {name: _counter(self._counter_cls, name, *labelnames) for name in Counters.NAMES}
+        self._metrics = {
+            name: [
+                _counter(self._counter_cls, series, meaning, *labelnames)
+                for series, meaning in _series_of(name).items()
+            ]
+            for name in Counters.NAMES
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for name, value in transfer_stats_data.items():
-            if value and name in self._metrics:
-                self._metrics[name].labels(*labels).inc(value)
+            for metric in self._metrics.get(name, ()) if value else ():
+                metric.labels(*labels).inc(value)

@@ -3,7 +3,7 @@
 vLLM's own takes the first connector that has any tokens, and answers "ask again" as long as one of them
 does. So a D would wait for P although all of the prompt lies in a store beside it; or it would load the
 beginning of a prompt from the store and compute the rest, although P has all of it. Here a store that has the
-whole prompt loads it, and D does not wait for P; else whoever has most of it loads it.
+whole prompt loads it, and D does not wait for P; else the one that has most of it loads it.
 
 It is used by its path, so that vLLM treats it as what it is:
 `{"kv_connector": "MultiConnector", "kv_connector_module_path": "p2pkv.connector.multi", ...}`.
@@ -30,8 +30,8 @@ class MultiConnector(vllms.MultiConnector):
     def _get_connector_classes_and_configs(
         cls, vllm_config: VllmConfig
     ) -> list[tuple[type[KVConnectorBaseType], VllmConfig]]:
-        """The connectors and their configurations: a failed load is treated as the outer one says, since
-        vLLM's scheduler reads no other."""
+        """The connectors and their configurations: a failed load is treated as the outer one's policy is,
+        since vLLM's scheduler reads no other."""
         found: list[tuple[type[KVConnectorBaseType], VllmConfig]]
         found = super()._get_connector_classes_and_configs(vllm_config)
         policy = vllm_config.kv_transfer_config.kv_load_failure_policy

@@ -1,4 +1,5 @@
-"""The connector in vLLM's scheduler: what each step tells the workers, and what vLLM hears of requests.
+"""The connector in vLLM's scheduler: the orders of each step to the workers, and the answers about requests
+to vLLM.
 
 On P: which prompts are computed for whom, and when their blocks may go. On D: which requests wait for a P,
 and how many of their tokens come from it.
@@ -19,7 +20,7 @@ from vllm.v1.request import RequestStatus
 from p2pkv.connector.generation import other_weights
 from p2pkv.connector.identity import Paired, Pairs, prompt_digest
 from p2pkv.connector.metadata import Ended, Prefill, StepMetadata, WorkerNews
-from p2pkv.connector.states import state_entry
+from p2pkv.connector.recurrent import state_entry
 from p2pkv.engine.commands import Blocks, Expect, Hold, Invalidate, Load, OfferPrompt, PromptBlocks
 from p2pkv.log import RateLimit
 from p2pkv.pairing import Address
@@ -214,7 +215,7 @@ class ProducerScheduler:
         return True
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
-        """This step's word to the workers. Called before vLLM advances the computed tokens."""
+        """This step's orders to the workers. Called before vLLM advances the computed tokens."""
         meta, self._next = self._next, StepMetadata()
         meta.work = output.total_num_scheduled_tokens > 0
         self._note_loads(output)
@@ -266,7 +267,7 @@ class ProducerScheduler:
     def _note_loads(self, output: SchedulerOutput) -> None:
         """Keep in mind which blocks another connector fills during this step."""
         self._steps += 1
-        # vLLM hears of the steps in their order, and has no more than so many under way.
+        # The steps are reported to vLLM in their order, and has no more than so many under way.
         while self._filled and self._filled[0][0] <= self._steps - self._batches:
             self._filled.popleft()
         state, filled = output.kv_connector_block_state, set[int]()
@@ -287,7 +288,7 @@ class ProducerScheduler:
         tokens come with each layer's hook.
         """
         for size, group in zip(self._tables.sizes, blocks, strict=True):
-            number = next((place for place, block in enumerate(group) if block in fresh), len(group))
+            number = next((index for index, block in enumerate(group) if block in fresh), len(group))
             cached = min(cached, number * size)
         return cached
 
@@ -366,7 +367,7 @@ class ProducerScheduler:
 
 
 def leave_out_last(request: Request, tokens: int) -> None:
-    """Let vLLM compute the prompt without its last tokens, and then one token that nobody reads."""
+    """Let vLLM compute the prompt without its last tokens, and then one token that is not used."""
     if request.num_prompt_tokens <= tokens:
         return
     if request.prompt_token_ids is not None:
@@ -425,7 +426,7 @@ class ConsumerScheduler:
         whole: bool = True,
         tail: int = 1,
     ) -> None:
-        """`world` ranks must each have heard from P. `recompute`: a failed load is computed here instead.
+        """Each of `world` ranks must have P's offer. `recompute`: a failed load is computed here instead.
         `whole`: P computes the last tokens of a prompt, too; see `computes_last_token`. `tail`: how many are
         computed here in any case; see `prompt_tail`."""
         self._pairs = pairs
@@ -498,7 +499,7 @@ class ConsumerScheduler:
         return 0 if owner is None or owner.state is LoadState.SETTLED else None
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """vLLM has admitted the request: say what is wanted, once."""
+        """vLLM has admitted the request: order the load, once."""
         asking = self.asking.get(request.request_id)
         if asking is None or asking.state is not LoadState.WAITING:
             return
@@ -541,7 +542,7 @@ class ConsumerScheduler:
     def reported(self, news: WorkerNews | None, received: set[str], failed: Container[str] = ()) -> set[str]:
         """What the workers report; `received`: loads that have ended, of which some `failed`.
 
-        Returns those of `received` that vLLM must not hear of yet: their KV is not valid any more, so the
+        Returns those of `received` that are not reported to vLLM yet: their KV is not valid any more, so the
         workers will report them again, as failed.
         """
         withheld: set[str] = set()
@@ -567,7 +568,8 @@ class ConsumerScheduler:
         return withheld
 
     def fail(self, request_id: str, reason: str) -> None:
-        """Nothing comes from P for this request, if it is known; from the next pass on vLLM hears so."""
+        """Nothing comes from P for this request, if it is known; vLLM gets that answer from the next pass
+        on."""
         if asking := self.asking.get(request_id):
             asking.failure = reason
             self._decide([request_id])

@@ -1,17 +1,160 @@
-"""Methods of vLLM that p2pkv replaces: why, what each must look like, and how to switch it off."""
+"""Everything of vLLM that p2pkv replaces: why, in which vLLM, and how to switch it off.
+
+A `Patch` puts p2pkv's functions in the place of vLLM's, once in a process, and only where vLLM's functions
+look as p2pkv knows them. It is also the holder of whatever those functions need in this process. The option
+`skip_patches` names patches that are not to be installed. docs/compatibility.md has a table of all of them,
+and tests/connector/test_vllm_patches.py compares it with `PATCHES`.
+"""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+import queue
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
+from p2pkv.config import PatchName
+from p2pkv.connector.deferral import DeferringQueue
 from p2pkv.connector.generation import Generation
+from p2pkv.connector.idle_steps import LONGEST_NAP_MS, STEPLESS_MS
+from p2pkv.connector.metadata import StepMetadata
+from p2pkv.connector.scheduler import ConsumerScheduler
+from p2pkv.plugin import doubt, vllm_version
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 log = logging.getLogger("p2pkv")
+
+Replacement = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function of vLLM, and how it must look for p2pkv to know it.
+
+    Attributes:
+        module: where it is, as "vllm.v1.engine.core".
+        name: in that module, as "EngineCore.sleep".
+        parameters: their names; empty: any.
+        mentions: names that its code must use.
+        only_if: a flag of the module without which there is no such function; "": there is always one.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] = ()
+    mentions: frozenset[str] = frozenset()
+    only_if: str = ""
+
+    @property
+    def last_name(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    def holder(self) -> Any:
+        """The class or module that has it. Raises ImportError or AttributeError where this vLLM has none."""
+        found: Any = importlib.import_module(self.module)
+        for part in self.name.split(".")[:-1]:
+            found = getattr(found, part)
+        return found
+
+    def absent(self) -> bool:
+        return bool(self.only_if) and not getattr(importlib.import_module(self.module), self.only_if, False)
+
+    def misfit(self) -> str:
+        """How this vLLM's function differs from the one that p2pkv knows; "" if it does not."""
+        if self.absent():
+            return ""
+        try:
+            function = vars(self.holder()).get(self.last_name)
+        except (ImportError, AttributeError):
+            function = None
+        if self.only_if:  # it may be compiled, and then it cannot be looked at
+            return "" if callable(function) else f"this vLLM has no {self.name}"
+        expected = ", ".join(name for name in self.parameters if name != "self")
+        if not inspect.isfunction(function) or (
+            self.parameters and tuple(inspect.signature(function).parameters) != self.parameters
+        ):
+            return f"this vLLM has no {self.name}({expected})"
+        if not self.mentions <= set(inspect.unwrap(function).__code__.co_names):
+            return f"this vLLM's {self.name} works in a way that p2pkv does not know"
+        return ""
+
+
+class Patch:
+    """Functions of vLLM that p2pkv replaces together, and what the replacements need in this process.
+
+    For each function `f` of `replaced` there is a method `replace_f` (without leading underscores), which
+    takes vLLM's function and returns the one that takes its place.
+    """
+
+    name: ClassVar[PatchName]
+    """As in the option `skip_patches`."""
+    replaced: ClassVar[tuple[Function, ...]]
+    required: ClassVar[tuple[Function, ...]] = ()
+    """Functions that are not replaced, but must look so for the replacements to be right."""
+    without: ClassVar[str]
+    """What is so without this patch, for the log; "": nothing is lost that must be logged."""
+    level: ClassVar[int] = logging.INFO
+    """Of that line in the log."""
+    any_version: ClassVar[bool] = False
+    """Whether looks are enough. If not, it is installed only into versions that p2pkv is tested with."""
+
+    def __init__(self) -> None:
+        self.installed = False
+
+    def install(self, skipped: Container[str] = ()) -> str:
+        """Install it, once in a process. Returns "", or why it cannot be, which it logs.
+
+        `skipped`: names of patches that are not to be installed.
+        """
+        if self.installed:
+            return ""
+        if reason := self._reason_against(skipped):
+            if self.without:
+                log.log(self.level, "%s: %s", self.without, reason)
+            return reason
+        self.installed = True
+        for function in self.replaced:
+            if not function.absent():
+                self._replace(function)
+        return ""
+
+    def _reason_against(self, skipped: Container[str]) -> str:
+        if self.name in skipped:
+            return f"the option skip_patches names {self.name}"
+        if not self.any_version and (reason := untested()):
+            return reason
+        return next(filter(None, (each.misfit() for each in (*self.replaced, *self.required))), "")
+
+    def _replace(self, function: Function) -> None:
+        holder = function.holder()
+        original = getattr(holder, function.last_name)
+        replacement = getattr(self, f"replace_{function.last_name.lstrip('_')}")(original)
+        setattr(holder, function.last_name, wraps(original)(replacement))
+
+
+def untested() -> str:
+    """Why nothing of this vLLM is replaced, whatever it looks like; "" if p2pkv is tested with it."""
+    installed = vllm_version() or "of unknown version"
+    return (
+        f"p2pkv changes only a vLLM that it is tested with, and this one is {installed}"
+        if doubt(installed)
+        else ""
+    )
 
 
 # Weights that change.
@@ -19,101 +162,78 @@ log = logging.getLogger("p2pkv")
 
 @runtime_checkable
 class Watcher(Protocol):
-    """A connector, in the engine core, that has to know of the weights."""
+    """A connector, in the engine core, whose KV depends on the weights."""
 
     generation: Generation
     """Of its weights."""
 
     watches: bool
-    """False: it is not to be told."""
+    """False: changes of the weights are not passed on to `generation`."""
 
 
-class WeightWatch:
-    """Lets the connector know of all that may change the weights, since vLLM has no hook for that.
+class WeightWatch(Patch):
+    """Reports to the connector all that may change the weights, since vLLM has no hook for that.
 
     All ways to change them (`/update_weights`, `reload_weights`, `/collective_rpc`, `LLM.apply_model`) end in
     `EngineCore.collective_rpc`. The workers carry it out after the steps that were scheduled before it, and
-    before those that are scheduled after it. `watch_weights: false` leaves vLLM as it is.
+    before those that are scheduled after it. The option `watch_weights` switches it off, too.
     """
 
-    PARAMETERS: Final = {
-        "collective_rpc": ("self", "method", "timeout", "args", "kwargs"),
-        "set_weight_version": ("self", "weight_version"),
-        "sleep": ("self", "level", "mode"),
-        "wake_up": ("self", "tags"),
-    }
+    name = "weights"
+    replaced = tuple(
+        Function("vllm.v1.engine.core", f"EngineCore.{name}", parameters)
+        for name, parameters in (
+            ("collective_rpc", ("self", "method", "timeout", "args", "kwargs")),
+            ("set_weight_version", ("self", "weight_version")),
+            ("sleep", ("self", "level", "mode")),
+            ("wake_up", ("self", "tags")),
+        )
+    )
+    without = (
+        "p2pkv does not notice if the weights change while this instance runs, so restart P and D after each "
+        "change"
+    )
+    level = logging.WARNING
+    # A change that goes unnoticed makes answers wrong, and all arguments of these methods are known.
+    any_version = True
 
-    def __init__(self) -> None:
-        self._installed = False
-
-    def install(self) -> None:
-        """Watch the engine cores of this process, once; a warning where they do not fit."""
-        if self._installed:
-            return
-        from vllm.v1.engine.core import EngineCore
-
-        if reason := self._misfit(EngineCore):
-            log.warning(
-                "p2pkv would not notice if the weights changed while this instance runs: %s; start P and D "
-                "anew after each change",
-                reason,
-            )
-            return
-        self._installed = True
-        for name in self.PARAMETERS:
-            setattr(EngineCore, name, getattr(self, f"_{name}")(getattr(EngineCore, name)))
-
-    def _misfit(self, core: type) -> str:
-        """Why this vLLM is left alone; "" if it is one that we know."""
-        for name, parameters in self.PARAMETERS.items():
-            method = getattr(core, name, None)
-            if not inspect.isfunction(method) or tuple(inspect.signature(method).parameters) != parameters:
-                return f"this vLLM has no EngineCore.{name}({', '.join(parameters[1:])})"
-        return ""
-
-    # What takes the place of vLLM's methods.
-
-    def _collective_rpc(self, vllms: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(vllms)
+    def replace_collective_rpc(self, original: Replacement) -> Replacement:
         def collective_rpc(
             core: Any, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None
         ) -> Any:
             with _watching(core) as generation:
                 if generation is None:
-                    return vllms(core, method, timeout, args, kwargs)
+                    return original(core, method, timeout, args, kwargs)
                 return generation.call(
-                    method, args, kwargs or {}, lambda: vllms(core, method, timeout, args, kwargs)
+                    method, args, kwargs or {}, lambda: original(core, method, timeout, args, kwargs)
                 )
 
         return collective_rpc
 
-    def _set_weight_version(self, vllms: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(vllms)
+    def replace_set_weight_version(self, original: Replacement) -> Replacement:
         def set_weight_version(core: Any, weight_version: str) -> Any:
             with _watching(core) as generation:
                 if generation is not None:
                     generation.version(str(weight_version))
-                return vllms(core, weight_version)
+                return original(core, weight_version)
 
         return set_weight_version
 
-    def _sleep(self, vllms: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(vllms)
+    def replace_sleep(self, original: Replacement) -> Replacement:
         def sleep(core: Any, level: int = 1, mode: Any = "abort") -> Any:
             with _watching(core) as generation:
                 if generation is not None:
                     generation.sleeps(level)
-                return vllms(core, level, mode)
+                return original(core, level, mode)
 
         return sleep
 
-    def _wake_up(self, vllms: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(vllms)
+    def replace_wake_up(self, original: Replacement) -> Replacement:
         def wake_up(core: Any, tags: list[str] | None = None) -> Any:
             with _watching(core) as generation:
                 if generation is not None:
                     generation.wakes(tags)
-                return vllms(core, tags)
+                return original(core, tags)
 
         return wake_up
 
@@ -143,5 +263,246 @@ def _watching(core: Any) -> Iterator[Generation | None]:
             )
 
 
-WEIGHTS = WeightWatch()
-"""Of this process: its engine cores share one class."""
+# Steps in which vLLM computes nothing; `idle_steps` has the whole.
+
+
+class EngineCore(Patch):
+    """Knows the engine core of this process, and lets it rest between two idle steps.
+
+    vLLM calls `_process_input_queue` before each step. Where `rests`, that call waits first for up to
+    `seconds`, as vLLM itself does when no request is there at all: for the next item of the input queue. That
+    is a request, an abort, vLLM's own wake-up at its shutdown, or the same wake-up because a worker has rung
+    its `Bell`. Without it vLLM sleeps for a millisecond and steps again. The option `idle_wait_ms` 0 ends the
+    rests, too.
+
+    The beats by which the ranks see how their engine core gets on (`core_beats`) need `core`.
+    """
+
+    name = "engine_core"
+    replaced = (
+        Function(
+            "vllm.v1.engine.core",
+            "EngineCoreProc._process_input_queue",
+            ("self",),
+            frozenset({"has_work", "is_running", "input_queue", "_handle_client_request"}),
+        ),
+    )
+    without = (
+        "vLLM's engine core steps while it has nothing to compute, and its ranks do not learn that it is "
+        "paused"
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rests = False
+        self.seconds = 0.0
+        """How long to rest before the next step; used up by that rest."""
+        self.address = ""
+        """Where bells ring: an abstract Unix socket. "" until an engine core of this process can rest."""
+        self.core: Any = None
+        """vLLM's EngineCoreProc of this process, once its loop runs; None elsewhere."""
+        self._rung = False
+
+    def rung(self) -> bool:
+        """Whether a bell has ended the rest before this step."""
+        rung, self._rung = self._rung, False
+        return rung
+
+    def _reason_against(self, skipped: Container[str]) -> str:
+        if reason := super()._reason_against(skipped):
+            return reason
+        from vllm.v1.engine import EngineCoreRequestType
+
+        return "" if hasattr(EngineCoreRequestType, "WAKEUP") else "this vLLM's engine core cannot be woken"
+
+    def replace_process_input_queue(self, original: Replacement) -> Replacement:
+        from vllm.v1.engine import EngineCoreRequestType
+
+        wake_up = EngineCoreRequestType.WAKEUP
+
+        def rest_and_take(core: Any) -> None:
+            self.core = core
+            if self.rests and not self.address:
+                self._open_bells(core.input_queue, wake_up)
+            self._rest(core, wake_up)
+            original(core)
+
+        return rest_and_take
+
+    def _open_bells(self, requests: queue.Queue[Any], wake_up: Any) -> None:
+        bells = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            bells.bind(f"\0p2pkv-{uuid.uuid4().hex}")
+        except OSError as error:
+            self.rests = False
+            log.info("vLLM's engine core steps while it has nothing to compute: %s", error)
+            return
+
+        def pass_on() -> None:
+            while True:  # also after an empty datagram; it ends with the process
+                bells.recv(1)
+                requests.put_nowait((wake_up, None))
+
+        threading.Thread(target=pass_on, name="p2pkv-bells", daemon=True).start()
+        self.address = bells.getsockname().decode()
+
+    def _rest(self, core: Any, wake_up: Any) -> None:
+        seconds, self.seconds = self.seconds, 0.0
+        if not seconds or not core.is_running():
+            return
+        try:
+            kind, request = core.input_queue.get(timeout=seconds)
+        except queue.Empty:
+            return
+        self._rung = kind is wake_up
+        core._handle_client_request(kind, request)
+
+
+class SpinWait(Patch):
+    """vLLM's wait for a message between its processes: a nap while `idle`, where vLLM spins for a second.
+
+    vLLM calls `SpinCondition.wait` until the message is there. While `idle`, each call sleeps on the socket
+    of vLLM's own wake-ups, for LONGEST_NAP_MS at most, instead of yielding the processor. vLLM's extension in
+    C spins before `wait` is called at all, and does not do so while `idle`. The option `idle_wait_ms` 0
+    switches it off, too.
+    """
+
+    name = "spin_wait"
+    replaced = (
+        Function(
+            "vllm.distributed.device_communicators.shm_broadcast",
+            "SpinCondition.wait",
+            ("self", "timeout_ms"),
+            frozenset({"last_read", "busy_loop_s", "poller"}),
+        ),
+        Function(
+            "vllm.distributed.device_communicators.shm_broadcast",
+            "spinloop",
+            only_if="SPINLOOP_EXT_ENABLED",
+        ),
+    )
+    without = "vLLM's processes spin while they have nothing to compute"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = False
+        """Whether the last step of this process had nothing to compute and might wait."""
+        self.worker = False
+        """Whether this process waits for steps only, and so has nothing to compute while none comes."""
+
+    def replace_wait(self, original: Replacement) -> Replacement:
+        def wait(condition: Any, timeout_ms: int | None = None) -> None:
+            nap = self._nap(time.monotonic() - condition.last_read, condition.busy_loop_s)
+            if not nap:
+                original(condition, timeout_ms)
+                return
+            busy, condition.busy_loop_s = condition.busy_loop_s, -1.0
+            try:
+                original(condition, nap if timeout_ms is None else min(nap, timeout_ms))
+            finally:
+                condition.busy_loop_s = busy
+
+        return wait
+
+    def _nap(self, waited: float, busy: float) -> int:
+        """Milliseconds to sleep after so many seconds; 0: do as vLLM does, which spins for `busy` seconds."""
+        if waited > busy:
+            return 0
+        if self.idle:
+            return LONGEST_NAP_MS
+        return min(int(waited * 1000) // STEPLESS_MS, LONGEST_NAP_MS) if self.worker else 0
+
+    def replace_spinloop(self, original: Replacement) -> Replacement:
+        def spinloop(*args: Any, **kwargs: Any) -> Any:
+            return None if self.idle else original(*args, **kwargs)
+
+        return spinloop
+
+
+# P's blocks.
+
+
+class EarlyRevocation(Patch):
+    """P's revocations before vLLM's V2 runner overwrites the blocks.
+
+    V2 zeroes blocks that a request is given, and copies those that it shares, in `update_requests`. It calls
+    `handle_preemptions` only after that, V1 before. Among these blocks may be some that the scheduler took
+    from a prompt in this very step, while they are still read for D. A P whose blocks V2 may overwrite does
+    not start without this patch.
+    """
+
+    name = "early_revocation"
+    replaced = (
+        Function(
+            "vllm.v1.worker.gpu.model_runner", "GPUModelRunner.update_requests", ("self", "scheduler_output")
+        ),
+    )
+    required = (
+        Function(
+            "vllm.v1.worker.gpu.model_runner",
+            "GPUModelRunner.execute_model",
+            mentions=frozenset({"update_requests"}),
+        ),
+    )
+    without = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.preempt: Callable[[StepMetadata], None] | None = None
+        """Of this process's P; None: there is none."""
+
+    def replace_update_requests(self, original: Replacement) -> Replacement:
+        def revoke_first(runner: GPUModelRunner, scheduler_output: SchedulerOutput) -> None:
+            self._revoke(scheduler_output.kv_connector_metadata)
+            original(runner, scheduler_output)
+
+        return revoke_first
+
+    def _revoke(self, metadata: KVConnectorMetadata | None) -> None:
+        """`metadata`: p2pkv's, or that of vLLM's MultiConnector with p2pkv's in it."""
+        for each in (metadata, *getattr(metadata, "metadata", ())):
+            if isinstance(each, StepMetadata) and each.revoked and self.preempt is not None:
+                self.preempt(each)
+
+
+# D's waiting requests.
+
+
+class Deferral(Patch):
+    """Puts a DeferringQueue into each scheduler of this process whose connector is p2pkv's, as D.
+
+    vLLM gives a connector no way to its scheduler, so `Scheduler.add_request` is replaced by one that looks
+    first. A scheduler with a MultiConnector keeps its queue: each pass must ask the other connectors, too.
+    """
+
+    name = "deferral"
+    replaced = (Function("vllm.v1.core.sched.scheduler", "Scheduler.add_request", ("self", "request")),)
+    required = (
+        Function(
+            "vllm.v1.core.sched.scheduler",
+            "Scheduler.schedule",
+            mentions=frozenset({"waiting", "peek_request", "prepend_requests", "get_num_new_matched_tokens"}),
+        ),
+    )
+    without = "vLLM looks up each request that waits for P in every scheduling pass"
+
+    def replace_add_request(self, original: Replacement) -> Replacement:
+        def defer_and_add(scheduler: Scheduler, request: Request) -> None:
+            if not isinstance(scheduler.waiting, DeferringQueue):
+                self._defer(scheduler)
+            original(scheduler, request)
+
+        return defer_and_add
+
+    def _defer(self, scheduler: Scheduler) -> None:
+        half = getattr(scheduler.connector, "consuming", None)
+        if isinstance(half, ConsumerScheduler):
+            scheduler.waiting = queue = DeferringQueue(scheduler.waiting, half.undecided)
+            half.decided = queue.resume
+
+
+WEIGHTS, ENGINE_CORE, SPIN_WAIT = WeightWatch(), EngineCore(), SpinWait()
+EARLY_REVOCATION, DEFERRAL = EarlyRevocation(), Deferral()
+PATCHES: tuple[Patch, ...] = (WEIGHTS, ENGINE_CORE, SPIN_WAIT, EARLY_REVOCATION, DEFERRAL)
+"""All patches, one of each in a process: engine cores, queues between processes and runners share their
+class."""

@@ -6,30 +6,24 @@ idle step waits for news.
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import wraps
-from typing import TYPE_CHECKING
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
-from p2pkv.config import ConfigError
-from p2pkv.connector.idle_steps import SPINNING, Bell, untested
+from p2pkv.connector.idle_steps import Bell
 from p2pkv.connector.metadata import Ended, Growth, P2pKvStats, StepMetadata, WorkerNews
+from p2pkv.connector.vllm_patches import SPIN_WAIT
 from p2pkv.device import Fence, make_recorder
 from p2pkv.engine import commands as do
 from p2pkv.engine.commands import Command, Event
 from p2pkv.engine.context import Counters
+from p2pkv.engine.forward import ComputedLayers
 from p2pkv.engine.liveness import Liveness
 from p2pkv.engine.rank import Rank
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 # D's loads.
 
@@ -43,13 +37,13 @@ class _Load:
     begun: bool = False
     """P has begun to compute it."""
     waited: bool = False
-    """vLLM has given it blocks, and keeps them until it hears of it."""
+    """vLLM has given it blocks, and keeps them until the load is reported."""
     unwanted: bool = False
-    """Nobody will ask for it any more."""
+    """vLLM will not ask for it any more."""
     dropped: bool = False
     """Whatever has come of it is not wanted."""
     complete: bool | None = None
-    """Whether all has come; None until the engine has said how it ended."""
+    """Whether all has come; None until the engine has reported its end."""
 
 
 @dataclass
@@ -62,7 +56,7 @@ class _Later:
 
 
 class Loads:
-    """The engine says of each request, once, how it has ended; only then is it forgotten."""
+    """The engine reports the end of each request once; only then is the request forgotten."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank: Rank | Asleep = rank
@@ -76,7 +70,7 @@ class Loads:
         """vLLM's ids of the requests that the engine knows, by key."""
         return {key: load.request_id for key, load in self._known.items()}
 
-    # What vLLM's scheduler says.
+    # Orders of vLLM's scheduler.
 
     def begin(self, meta: StepMetadata, fence: Fence | None = None) -> None:
         """`fence`: nothing may be written to the blocks of these loads before it is passed; None: it may."""
@@ -121,7 +115,7 @@ class Loads:
             self.rank.do(do.Drop(key, ended.reason))
         self._settle(key)
 
-    # What the engine says.
+    # Events of the engine.
 
     def note(self, event: do.Event) -> None:
         match event:
@@ -139,7 +133,7 @@ class Loads:
                 self._settle(key)
 
     def _settle(self, key: str) -> None:
-        """Tell vLLM, if it waits, and let the engine forget, once there is nothing more to be said."""
+        """Report the end to vLLM, if it waits, and let the engine forget the request."""
         load = self._known[key]
         if load.complete is None or not (load.waited or load.unwanted):
             return
@@ -157,7 +151,7 @@ class Loads:
     # When the instance wakes up.
 
     def wake(self, rank: Rank) -> None:
-        """The engine is another one: it is told of what P has not begun, and the rest has failed."""
+        """The engine is another one: it expects what P has not begun, and the rest has failed."""
         self.rank = rank
         for key, load in list(self._known.items()):
             if load.complete is None and (load.begun or load.waited or load.unwanted):
@@ -169,7 +163,7 @@ class Loads:
 
     @property
     def anything_new(self) -> bool:
-        """Whether `results` or `news` would say something."""
+        """Whether `results` or `news` would have anything."""
         return bool(self._results.finished_recving or self._news.begun or self._news.failed)
 
     def results(self) -> KVConnectorTransferResults:
@@ -184,64 +178,6 @@ class Loads:
 
 
 # The worker.
-
-
-class EarlyRevocation:
-    """P's revocations before vLLM's V2 runner overwrites the blocks.
-
-    V2 zeroes blocks that a request is given, and copies those that it shares, in `update_requests`. It calls
-    `handle_preemptions` only after that, V1 before. Among these blocks may be some that the scheduler took
-    from a prompt in this very step, while they are still read for D.
-    """
-
-    def __init__(self) -> None:
-        self.preempt: Callable[[StepMetadata], None] | None = None
-        """Of this process's P."""
-        self._installed = False
-
-    def install(self, overwrites: bool) -> None:
-        """Have `preempt` called first, once. Raises ConfigError where this vLLM `overwrites` blocks so and
-        looks otherwise."""
-        if self._installed:
-            return
-        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-        if reason := untested() or self._misfit(GPUModelRunner):
-            if overwrites:
-                raise ConfigError(
-                    "vLLM's V2 model runner may overwrite blocks of this model while a P sends them "
-                    f"({reason}): set VLLM_USE_V2_MODEL_RUNNER=0"
-                )
-            return
-        self._installed = True
-        update_requests = GPUModelRunner.update_requests
-
-        @wraps(update_requests)
-        def revoke_first(runner: GPUModelRunner, scheduler_output: SchedulerOutput) -> None:
-            self._before(scheduler_output.kv_connector_metadata)
-            update_requests(runner, scheduler_output)
-
-        GPUModelRunner.update_requests = revoke_first
-
-    def _misfit(self, runner: type[GPUModelRunner]) -> str:
-        """Why this vLLM's V2 runner is left alone; empty if it is the one that we know."""
-        update = getattr(runner, "update_requests", None)
-        known = ["self", "scheduler_output"]
-        if not inspect.isfunction(update) or list(inspect.signature(update).parameters) != known:
-            return "this vLLM has no update_requests(scheduler_output)"
-        if "update_requests" not in inspect.unwrap(runner.execute_model).__code__.co_names:
-            return "this vLLM calls update_requests in a way that p2pkv does not know"
-        return ""
-
-    def _before(self, metadata: KVConnectorMetadata | None) -> None:
-        """`metadata`: p2pkv's, or that of vLLM's MultiConnector with p2pkv's in it."""
-        for each in (metadata, *getattr(metadata, "metadata", ())):
-            if isinstance(each, StepMetadata) and each.revoked and self.preempt is not None:
-                self.preempt(each)
-
-
-REVOKING = EarlyRevocation()
-"""Of this process: vLLM's runner is one per process."""
 
 
 class Asleep:
@@ -272,25 +208,21 @@ class Asleep:
 
 
 class Worker:
-    """One rank. `places` gives each layer's index in the rank's cache; layers that share KV have none.
+    """One rank. `indices`: each layer's index in the rank's cache; layers that share KV have none.
 
-    `hooks`: whether a layer's hook says that the whole step's KV of this layer is written.
+    `hooks`: whether the whole step's KV of a layer is written when its hook is called.
     """
 
     def __init__(
-        self, rank: Rank, places: Mapping[str, int], device: torch.device, hooks: bool = True
+        self, rank: Rank, indices: Mapping[str, int], device: torch.device, hooks: bool = True
     ) -> None:
         self.rank: Rank | Asleep = rank
-        self._places = places
-        self._layers = len(places)
+        self._indices = indices
+        self._layers = len(indices)
         self._hooks = hooks
         self.record = make_recorder(device)
+        self._computed = ComputedLayers(self._layers, self.record)
         self._growth = Growth(rank.counters)
-        self._prompts: tuple[tuple[str, int], ...] = ()
-        # The run of layers whose hooks have fired and that the engine does not know of, and how many fill a
-        # message.
-        self._run = 0, 0
-        self._stride = 1
         # P, by key: prompts that the engine knows, requests that vLLM has ended and waits for, and prompts
         # whose blocks are free.
         self._held: set[str] = set()
@@ -316,7 +248,7 @@ class Worker:
             raise RuntimeError(self.rank.failure)
         self._idle_wait = meta.idle_wait
         self._bell.address = meta.bell
-        SPINNING.idle = meta.idle
+        SPIN_WAIT.idle = meta.idle
         if meta.work:
             self.rank.steps.begin(time.monotonic())
         for key, reason in meta.stale:
@@ -334,9 +266,9 @@ class Worker:
             if prefill.cached:
                 cached = ((prefill.blocks.key, prefill.cached),)
                 self.rank.do(do.Computed(cached, 0, self._layers, self.record()))
-        self._stride = self.rank.layers_per_message(sum(each.stop - each.start for each in meta.prefills))
-        self._run = 0, 0
-        self._prompts = tuple((prefill.blocks.key, prefill.stop) for prefill in meta.prefills)
+        prompts = tuple((prefill.blocks.key, prefill.stop) for prefill in meta.prefills)
+        tokens = sum(each.stop - each.start for each in meta.prefills)
+        self._computed.begin(prompts, self.rank.layers_per_message(tokens))
         for ended in meta.sent:
             self._prompt_ended(ended)
         # The blocks may have been another request's until now, and the step before may still run.
@@ -352,45 +284,27 @@ class Worker:
 
     def layer(self, name: str) -> None:
         """The hook of one layer: its KV of this step is written, or queued on the current stream."""
-        place = self._places.get(name)
-        if place is None or not self._prompts or not self._hooks:
-            return
-        if place != self._run[1]:
-            self._say()
-            self._run = place, place
-        self._run = self._run[0], place + 1
-        # The last layer's too: the step's end may come only after sampling.
-        if self._run[1] - self._run[0] >= self._stride or place == self._layers - 1:
-            self._say()
-
-    def _say(self) -> None:
-        """Hand over a run of layers: the engine is woken when there is a message's worth, not sooner."""
-        first, stop = self._run
-        if stop > first:
-            self.rank.do(do.Computed(self._prompts, first, stop, self.record()))
-        self._run = stop, stop
+        if self._computed.prompts and self._hooks and (index := self._indices.get(name)) is not None:
+            self._computed.computed(index, self.rank)
 
     def end(self) -> None:
         """The step's forwards are over: sweep up what no hook covered."""
-        if self._prompts:
-            self.rank.do(do.Computed(self._prompts, 0, self._layers, self.record()))
-            self.rank.do(do.Flush(tuple(key for key, _ in self._prompts)))
-            self._prompts = ()
+        self._computed.end(self.rank)
         self.rank.steps.end()
 
     # What vLLM asks afterwards.
 
     def results(self) -> KVConnectorTransferResults:
-        """Each id once, and a send only when vLLM has been told to wait for it.
+        """Each id once, and a send only after vLLM was asked to wait for it.
 
         A step that computes nothing waits for the engine thread here, up to `StepMetadata.idle_wait`.
         """
         # An engine that is idle after this must not count as hung, and some runners leave out the end.
         self.rank.steps.end()
-        self._hear()
+        self._take_events()
         if self._idle_wait and not self._anything_new:
             self.rank.wait_for_event(self._idle_wait)
-            self._hear()
+            self._take_events()
         results = self.loads.results()
         for key in self._free & self._ended.keys():
             self._free.discard(key)
@@ -399,7 +313,7 @@ class Worker:
             self.rank.do(do.Forget(key))
         return results
 
-    def _hear(self) -> None:
+    def _take_events(self) -> None:
         for event in self.rank.events():
             if isinstance(event, do.BlocksFree):
                 self._free.add(event.key)
@@ -420,8 +334,8 @@ class Worker:
 
     def sleep(self) -> None:
         """Give the rank up, with its links and its memory: nothing reads or writes blocks any more."""
-        self._hear()
-        self.rank.stop()  # which ends all transfers: `wake` says of each what follows
+        self._take_events()
+        self.rank.stop()  # which ends all transfers: `wake` decides what follows
         self.rank = self.loads.rank = Asleep()
         self._growth = Growth(self.rank.counters)
 

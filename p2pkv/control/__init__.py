@@ -1,1 +1,1 @@
-"""The control plane: what ranks and proxies say to each other beside the KV itself."""
+"""The control plane: the messages between ranks and proxies, beside the KV itself."""

@@ -1,4 +1,4 @@
-"""The discovery ping: how an instance tells a proxy that it exists, and the answer. Messages only, no IO.
+"""The discovery ping: how a proxy learns of an instance, and the answer. Messages only, no IO.
 
 A ping is one msgpack map in one frame. Its first three fields are the classic ones, which every
 proxy of the original connector reads; the next three satisfy vllm-router's MoRIIO mode; the rest is
@@ -6,7 +6,7 @@ ours. Fields that a reader does not know are ignored, and those that are missing
 may be older than the other. Version 2 has added `protocol` and `fit`, version 3 `partners`, version 4
 `paused`. Since version 4 a ping also means that the instance's engine gets on: none comes while it does not.
 
-A ping carries no authority: it says where to look, and the ranks' handshake proves who is there.
+A ping carries no authority: it has where to look, and the ranks' handshake proves who is there.
 
 Goodbye is a ping with `leaving` set, not a message of another type: the original proxy's discovery
 thread dies of an unknown type. An old router takes it for one more ping and forgets the instance a
@@ -50,15 +50,15 @@ class Ping(Struct, frozen=True, kw_only=True):
         tp_size: tensor-parallel size.
         transfer_mode: always "WRITE": P pushes.
         version: of this message; 0 is a classic ping.
-        incarnation: random per start of the instance; "" if it does not say.
-        model: a name under which the instance serves its model; "" if it does not say.
+        incarnation: random per start of the instance; "" if unknown.
+        model: a name under which the instance serves its model; "" if unknown.
         dp_rank: which of the replicas this is.
         leaving: a clean stop; no more requests, please.
-        protocol: PROTOCOL_VERSION of its ranks; 0 if it does not say (p2pkv did not before version 2 of this
+        protocol: PROTOCOL_VERSION of its ranks; 0 if unknown (p2pkv sent none before version 2 of this
             message).
-        fit: what must be equal between a P and a D, as `protocol.handshake.fit` writes it; "" if it does not
-            say. A P and a D with different texts refuse each other.
-        partners: the most P's that this D wants to be told of; 0: it takes no answer.
+        fit: what must be equal between a P and a D, as `protocol.handshake.fit` writes it; "" if
+            unknown. A P and a D with different texts refuse each other.
+        partners: the most P's that the proxy is to name; 0: it takes no answer.
         paused: vLLM's /pause has been called there, and /resume has not; no requests for now, please.
     """
 

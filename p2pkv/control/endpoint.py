@@ -27,7 +27,7 @@ BURST = 256
 """Messages taken from one socket before the others get their turn."""
 
 MAX_STRANGERS = 4096
-"""Connections that are remembered. Beyond this number, those that have not said Hello are forgotten."""
+"""Connections that are remembered. Beyond this number, those without a Hello are forgotten."""
 
 MAX_SOCKETS = 16_384
 """A dialed connection takes three: itself and its watch, which has two ends."""
@@ -58,7 +58,7 @@ class PortTaken(Exception):
 
 
 class Connection:
-    """One connection to a peer. `tag` is the owner's, who finds the peer by it; None: nobody owns it.
+    """One connection to a peer. `tag` is the owner's, who finds the peer by it; None: it has no owner.
 
     A dialed connection, which has an `address`, is shut when its handshake has failed or it has ended
     too soon, until `Endpoint.redial`.
@@ -86,7 +86,7 @@ class Connection:
 
     @property
     def reached(self) -> bool:
-        """Whether somebody listens at the other end of a dialed connection; it may not have answered yet."""
+        """Whether a process listens at the other end of a dialed connection; it may not have answered yet."""
         return self._watch is not None and self._watch.connected is not None
 
     def send(self, data: bytes) -> bool:
@@ -114,14 +114,14 @@ class ConnectionFailure(NamedTuple):
     quiet: bool = False
     """The other side just closed: a port scan, a monitor, or a peer that was first to find that we differ."""
     late: bool = False
-    """A dialed peer has not answered in time. It may be busy: dial it again while somebody waits for it."""
+    """A dialed peer has not answered in time. It may be busy: dial it again while it is needed."""
 
 
 class Endpoint:
     """Listens at `address` at once. Raises PortTaken with a sentence.
 
     Args:
-        members: only they get through the handshake, in either direction; None for anybody.
+        members: only they get through the handshake, in either direction; None for any process.
         allowed: only peers from these networks get through, and no other address is dialed; None for any.
         patience: seconds that a handshake may take. With members or networks the peer's own thread takes
             part in it, and may be busy.
@@ -227,7 +227,7 @@ class Endpoint:
             yield self._failures.popleft()
 
     def wait(self, seconds: float) -> None:
-        """Sleep until something can be received, somebody wakes us, or the time is over.
+        """Sleep until something can be received, `wake` is called, or the time is over.
 
         Less than a millisecond, which a poller cannot wait, is slept in full.
         """
@@ -293,7 +293,7 @@ class Endpoint:
         return connection
 
     def _forget_strangers(self) -> None:
-        """Drop connections without a `tag`. A peer that is still there has to say Hello."""
+        """Drop connections without a `tag`. A peer that is still there has to send a Hello."""
         self._answered = {
             key: connection for key, connection in self._answered.items() if connection.tag is not None
         }

@@ -1,6 +1,6 @@
 """Who gets through a handshake, and why one failed: CURVE keys, the ZAP handler, the monitor of a socket.
 
-The secret never travels, and neither does anything from which it could be read; but whoever records a
+The secret never travels, and neither does anything from which it could be read; but anyone who records a
 handshake can try guesses, so the derivation of the keys is slow and the secret should be random. All members
 hold the same keys and have the same rights. Ranks and proxies answer with different keys, so if a forged
 request id makes a rank dial a proxy's port, the handshake fails.
@@ -21,7 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from p2pkv.trust import Networks
 
-# Membership: the CURVE keys that whoever knows the secret can derive, and nobody else.
+# Membership: the CURVE keys that only those who know the secret can derive.
 
 Server = Literal["rank", "proxy"]
 
@@ -107,7 +107,7 @@ _FIELDS = 8  # identity, delimiter, version, request id, domain, address, the pe
 
 
 class ZapHandler:
-    """Admits `members` (anybody if None) from `allowed` networks (from anywhere if None)."""
+    """Admits `members` (any process if None) from `allowed` networks (from anywhere if None)."""
 
     def __init__(self, members: Members | None, allowed: Networks | None) -> None:
         self._members = members
@@ -115,7 +115,7 @@ class ZapHandler:
 
     @property
     def needed(self) -> bool:
-        """Whether it can refuse anybody at all."""
+        """Whether it refuses anything at all."""
         return self._members is not None or self._allowed is not None
 
     def open(self, context: zmq.Context[Any]) -> zmq.Socket[Any]:
@@ -134,11 +134,11 @@ class ZapHandler:
         if len(request) < _FIELDS:
             return [], ""
         path, version, number = request[:2], request[2], request[3]
-        refusal = self._judge(_plain(request[5]), request[7], request[_FIELDS:])
+        refusal = self._refusal(_plain(request[5]), request[7], request[_FIELDS:])
         status = (b"400", b"not admitted") if refusal else (b"200", b"")
         return [*path, version, number, *status, b"" if refusal else b"member", b""], refusal
 
-    def _judge(self, address: str, mechanism: bytes, credentials: list[bytes]) -> str:
+    def _refusal(self, address: str, mechanism: bytes, credentials: list[bytes]) -> str:
         if self._allowed is not None and not self._allowed.admits(address):
             return f"a connection from {address} was refused: allowed_peers are {self._allowed}"
         if self._members is None:
@@ -153,7 +153,7 @@ def _plain(address: bytes) -> str:
     return address.decode("ascii", "replace").removeprefix("::ffff:")
 
 
-# Failed handshakes, which libzmq keeps to itself unless a socket is watched.
+# Failed handshakes, which libzmq keeps to itself unless a socket is monitored.
 
 HANDSHAKE_SECONDS = 10.0
 """How long a handshake with a proxy may take before the connection is closed; ranks wait for a lease."""
@@ -174,7 +174,7 @@ class Failure(NamedTuple):
 
     detail: str
     spoke: bool = True
-    """Whether the other side has said something wrong, and not just gone."""
+    """Whether the other side has sent something wrong, and is not just gone."""
     refused: bool = False
     """By the ZAP handler of a listening socket, ours or theirs."""
     lost: bool = False
@@ -198,17 +198,17 @@ class Watch:
         proven: its handshake has succeeded.
     """
 
-    def __init__(self, watched: zmq.Socket[Any], *, dials: bool = False) -> None:
-        place = f"inproc://p2pkv-watch-{next(_numbers)}"
-        self._watched = watched
+    def __init__(self, monitored: zmq.Socket[Any], *, dials: bool = False) -> None:
+        address = f"inproc://p2pkv-watch-{next(_numbers)}"
+        self._monitored = monitored
         self.connected: float | None = None
         self.proven = False
-        watched.monitor(place, _FAILED | _COURSE if dials else _FAILED)
-        self.socket: zmq.Socket[Any] = watched.context.socket(zmq.PAIR)
+        monitored.monitor(address, _FAILED | _COURSE if dials else _FAILED)
+        self.socket: zmq.Socket[Any] = monitored.context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
         # Without a limit: libzmq's IO thread would wait for room, and the close for the IO thread.
         self.socket.setsockopt(zmq.RCVHWM, 0)
-        self.socket.connect(place)
+        self.socket.connect(address)
 
     def failures(self) -> Iterator[Failure]:
         """Those since the last call, without waiting."""
@@ -229,15 +229,15 @@ class Watch:
                 yield failure_of(event, value)
 
     def close(self) -> None:
-        if not self._watched.closed:
-            self._watched.disable_monitor()
+        if not self._monitored.closed:
+            self._monitored.disable_monitor()
         self.socket.close(0)
 
 
 def event_of(frames: list[bytes]) -> tuple[int, int]:
-    """What libzmq says of a watched socket: an event and its value."""
-    said = parse_monitor_message(frames)
-    return int(said["event"]), int(said["value"])
+    """What libzmq reports of a monitored socket: an event and its value."""
+    event = parse_monitor_message(frames)
+    return int(event["event"]), int(event["value"])
 
 
 def failure_of(event: int, value: int) -> Failure:
@@ -262,7 +262,7 @@ def limit_handshake(socket: zmq.Socket[Any], seconds: float | None = None) -> No
 
 
 def no_answer(address: object, failure: Failure, secret: bool) -> str:
-    """The sentence for whoever has dialed `address` in vain, with a secret or without."""
+    """The sentence for a process that has dialed `address` in vain, with a secret or without."""
     if failure.refused:
         return f"{address} refused us: is this address in its allowed_peers, and the secret the same?"
     if failure.late:

@@ -18,7 +18,7 @@ _SERVED_NAME = "demo"
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """What the servers' own counters say about the KV that moved, in bytes."""
+    """The servers' own counters of the KV that moved, in bytes."""
 
     sent: int
     """Pushed by P."""
@@ -103,7 +103,7 @@ def _wait_ready(vllm: list[VllmServer], proxy: ProxyServer, timeout_seconds: flo
     _say(f"starting {', '.join(server.name for server in vllm)} and the proxy; half a minute or more ...")
     for server in vllm:
         _say(f"  {server.name} serves after {server.wait_ready(timeout_seconds):.0f} s (pid {server.pid})")
-    # Its health page says 503 until a P and a D have registered, which they do once they are warm.
+    # Its health page answers 503 until a P and a D have registered, which they do once they are warm.
     proxy.wait_ready(timeout_seconds)
     _say("  the proxy has found prefill and decode")
 
@@ -143,13 +143,13 @@ def _prompts() -> list[tuple[str, str]]:
 
 
 def _wait_settled(p: VllmServer, d: VllmServer) -> Moved:
-    """The counters, once D has written all that P has sent; what they say after ten seconds if not."""
+    """The counters, once D has written all that P has sent; their values after ten seconds if not."""
     deadline = time.monotonic() + 10.0
     while True:
         on_p, on_d = client.metrics(p.base_url), client.metrics(d.base_url)
         moved = Moved(
             sent=int(on_p.get("p2pkv_bytes_sent_total", 0)),
-            early=int(on_p.get("p2pkv_bytes_early_total", 0)),
+            early=int(on_p.get("p2pkv_bytes_before_last_layer_total", 0)),
             scattered=int(on_d.get("p2pkv_bytes_scattered_total", 0)),
         )
         if 0 < moved.sent == moved.scattered or time.monotonic() > deadline:

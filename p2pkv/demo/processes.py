@@ -57,7 +57,7 @@ class ServerProcess:
         return self._process.pid
 
     def start(self) -> None:
-        """Start the program; `wait_ready` tells when it serves. May be called again after a stop."""
+        """Start the program; `wait_ready` waits until it serves. May be called again after a stop."""
         assert self._process is None, f"{self.name} runs already"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
@@ -171,7 +171,7 @@ def answers_ok(url: str, timeout_seconds: float = 2.0) -> bool:
 
 
 def wait_until(true: Callable[[], bool], what: str, timeout_seconds: float = 30.0) -> None:
-    """Poll `true` until it holds. Raises TimeoutError that says `what` did not come."""
+    """Poll `true` until it holds. Raises TimeoutError with `what` did not come."""
     deadline = time.monotonic() + timeout_seconds
     while not true():
         if time.monotonic() > deadline:
@@ -230,7 +230,7 @@ _ports = Ports(20000, blocks=23, block=512)
 
 
 def free_ports(count: int = 1) -> int:
-    """The first of `count` (at most 511) consecutive TCP ports that nobody listens on now.
+    """The first of `count` (at most 511) consecutive TCP ports that no process listens on now.
 
     Another process that asks here gets others, and this one the same again only after 511 others. They
     lie below the range from which the kernel takes ports for outgoing connections, where another process's

@@ -23,19 +23,15 @@ from p2pkv.device import Fence, make_recorder
 from p2pkv.kv.checksum import Checksum
 from p2pkv.kv.copiers import Copier, copier_of
 from p2pkv.kv.layouts import (
-    DENSE,
     Bounds,
     Cut,
     Index,
     LayerPages,
     Span,
     check_layer,
-    check_page,
-    is_paged,
-    pack_into,
     pages_of,
-    unpack_into,
 )
+from p2pkv.packings import DENSE, is_paged, packing_of
 
 BlockTables = Sequence[Sequence[int]]
 
@@ -280,7 +276,7 @@ def _check_interval(what: str, interval: Bounds, size: int) -> None:
 
 
 # The cache as the wire sees it: as it lies, or, where pages are packed, token by token. Only CPU attention
-# packs pages. So packing is done and undone in CPU memory, with numpy, in the calling thread (`copiers` says
+# packs pages. So packing is done and undone in CPU memory, with numpy, in the calling thread (`copiers` has
 # why), a batch of layers at a time.
 
 
@@ -348,7 +344,7 @@ class _Part:
 class DenseView:
     """A cache with packed pages, token by token: a row is the K and V of one (layer, token, head).
 
-    Scatter fills a part of a page by reading, changing and writing it, so nobody else may write to the
+    Scatter fills a part of a page by reading, changing and writing it, so nothing else may write to the
     pages that its tokens lie in meanwhile. The rest is as in PagedCache.
 
     Raises ValueError for pages that cannot be undone.
@@ -363,7 +359,8 @@ class DenseView:
         self._tokens = cache.unit_tokens
         self._content = self.row_bytes // cache.element_bytes
         self._bits = _BITS[cache.element_bytes]
-        check_page(cache.codec, self._tokens, self._content, cache.element_bytes)
+        self._packing = packing_of(cache.codec)
+        self._packing.check(self._tokens, self._content, cache.element_bytes)
 
     def nbytes(self, layers: int, start: int, stop: int, heads: int) -> int:
         """Bytes on the wire of `layers` layers x tokens [start, stop) x `heads` heads."""
@@ -373,11 +370,10 @@ class DenseView:
         self, out: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
     ) -> None:
         """Copy a rectangle from the pages to `out`; arguments and errors are PagedCache's."""
-        codec = self._cache.codec
         for part in self.parts(out, layers, tokens, heads, blocks):
             self._cache.gather(part.raw, part.layers, part.pages, heads, blocks)
             if part.whole:
-                unpack_into(part.by_page(self._tokens), part.packed, codec)
+                self._packing.unpack(part.by_page(self._tokens), part.packed)
             else:
                 part.wire[...] = self._unpacked(part)[:, :, slice(*part.inside)].swapaxes(1, 2)
 
@@ -388,22 +384,21 @@ class DenseView:
 
         Nothing has been written if this raises ValueError.
         """
-        codec = self._cache.codec
         for part in self.parts(src, layers, tokens, heads, blocks):
             if part.whole:
-                pack_into(part.packed, part.by_page(self._tokens), codec)
+                self._packing.pack(part.packed, part.by_page(self._tokens))
             else:
                 self._cache.gather(part.raw, part.layers, part.pages, heads, blocks)
                 page = self._unpacked(part)
                 page[:, :, slice(*part.inside)] = part.wire.swapaxes(1, 2)
-                pack_into(part.packed[:, 0], page, codec)
+                self._packing.pack(part.packed[:, 0], page)
             self._cache.scatter(part.raw, part.layers, part.pages, heads, blocks)
 
     def _unpacked(self, part: _Part) -> NDArray[Any]:
         """The tokens of a part that is one page, [L, H, N, C]."""
         layers, _, heads, _ = part.packed.shape
         page = np.empty((layers, heads, self._tokens, self._content), self._bits)
-        unpack_into(page, part.packed[:, 0], self._cache.codec)
+        self._packing.unpack(page, part.packed[:, 0])
         return page
 
     def parts(

@@ -1,9 +1,9 @@
 """The checksum of a staged message: P computes it behind the gather, and D before it believes the bytes.
 
 There are two algorithms, each the fast one of its device. A CPU takes XXH3. CUDA takes the *fold*: each word
-of 8 bytes is mixed with its place, and all of them are added up modulo 2**64, so the order of the threads
+of 8 bytes is mixed with its index, and all of them are added up modulo 2**64, so the order of the threads
 does not matter. The mixing is invertible, so a change within one word always changes the sum. Both
-algorithms find accidents. Neither keeps out somebody who chooses the bytes.
+algorithms find accidents. Neither is safe against bytes that were chosen.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class Uploads:
     def __call__(self, array: NDArray[Any]) -> torch.Tensor:
         """On the device before any kernel that the calling thread queues later.
 
-        Nobody may write to the array later, or hand it in on another stream: it may not be copied again.
+        The array must not be written later, nor handed in on another stream: it may not be copied again.
         """
         if (known := self._recent.find(array)) is not None:
             return known
@@ -471,7 +471,7 @@ def lanes_for(elements: int) -> int:
 
 
 class _Borrowed:
-    """A stream of somebody else, by the protocol that CUDA's Python packages share."""
+    """A stream of another library, by the protocol that CUDA's Python packages share."""
 
     def __init__(self, pointer: int) -> None:
         self._pointer = pointer

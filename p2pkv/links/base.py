@@ -16,7 +16,7 @@ A link is set up by two opaque blobs, which the control plane carries:
     P: outbound = factory.complete(invitation, acceptance)
 
 A `remote_slot` is a number of a receive, which D sends to P with the grant. If both ends share
-memory, it says where D's buffer lies, and P gathers straight into it. With NCCL it is the number and the size
+memory, it is where D's buffer lies, and P gathers straight into it. With NCCL it is the number and the size
 of the message, because NCCL itself would not notice a wrong one.
 """
 
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from threading import get_ident
 from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
@@ -32,6 +33,7 @@ import torch
 from msgspec import Meta, Struct
 
 from p2pkv.links.staging import StagingBudget, StagingShare
+from p2pkv.trust import Networks
 
 
 class LinkError(Exception):
@@ -91,6 +93,11 @@ class Inbound(ABC):
         """
 
     @property
+    def way(self) -> str:
+        """How the bytes come, for people, where the kind of link has several ways; "" where it has one."""
+        return ""
+
+    @property
     def used(self) -> int:
         """Bytes of the window that posted receives hold now; 0 at the baseline."""
         return self.share.held
@@ -129,6 +136,27 @@ class Outbound(ABC):
         """Free every call of this end at once. Idempotent."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LinkSettings:
+    """What the factory of a kind is made from; each kind takes what it needs.
+
+    Attributes:
+        host: address or name of this machine that peers can dial.
+        staging_bytes: bound on what the links of the rank hold together of what is in flight.
+        shared_memory: whether ranks of one machine may share memory.
+        device: where the KV is; None: the current CUDA device, for a kind that needs one.
+        nccl_channels: the most channels of an NCCL communicator.
+        allowed: networks outside of which no rank is dialed; None: any may be.
+    """
+
+    host: str
+    staging_bytes: int
+    shared_memory: bool = True
+    device: torch.device | None = None
+    nccl_channels: int = 8
+    allowed: Networks | None = None
+
+
 class LinkFactory(ABC):
     """Makes the ends of links of one kind for one rank.
 
@@ -157,7 +185,7 @@ class LinkFactory(ABC):
     def accept(self, invitation: bytes, window: int) -> tuple[Inbound, bytes]:
         """D's end, with room for `window` bytes of posted receives, and D's answer to the invitation.
 
-        Raises LinkError for an invitation that it cannot take, with a sentence that says why.
+        Raises LinkError for an invitation that it cannot take, and why, in a sentence.
         """
 
     @abstractmethod

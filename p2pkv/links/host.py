@@ -20,6 +20,7 @@ from p2pkv.links.base import (
     Inbound,
     LinkError,
     LinkFactory,
+    LinkSettings,
     Nonce,
     SetupBlob,
     decode_blob,
@@ -52,8 +53,11 @@ logger = logging.getLogger(__name__)
 Port = Annotated[int, Meta(ge=1, le=65535)]
 
 
-class HostInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True):
-    """P's invitation: `nonce` is random; `place` is P's, or None if P does not want to share memory."""
+_ON_THE_WIRE = {"namespace": "place"}
+
+
+class HostInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True, rename=_ON_THE_WIRE):
+    """P's invitation: `nonce` is random; `namespace` is P's, or None if P does not want to share memory."""
 
     link = "host"
     name = "invitation"
@@ -61,17 +65,17 @@ class HostInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True):
     kind: Literal["host"]
     version: Literal[1]
     nonce: Nonce
-    place: PidNamespace | None
+    namespace: PidNamespace | None
 
 
-class HostAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True):
+class HostAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True, rename=_ON_THE_WIRE):
     """D's answer.
 
     Attributes:
         answers: the invitation's nonce.
         nonce: D's own, random.
         window: bytes of D's window.
-        place: D's; None where the system cannot tell it.
+        namespace: D's; None where the system has none.
         shared: how P finds the arena; None if D does not share it.
         host, port: where D listens for TCP; `host` is numeric.
     """
@@ -84,10 +88,15 @@ class HostAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True):
     answers: Nonce
     nonce: Nonce
     window: Annotated[int, Meta(ge=1, le=1 << 44)]
-    place: PidNamespace | None
+    namespace: PidNamespace | None
     shared: SharedArena | None
     host: Text
     port: Port
+
+
+def make_links(settings: LinkSettings) -> HostLinks:
+    """Raises ValueError for a host that peers cannot dial."""
+    return HostLinks(settings.host, settings.staging_bytes, settings.shared_memory, settings.allowed)
 
 
 class HostLinks(LinkFactory):
@@ -119,7 +128,7 @@ class HostLinks(LinkFactory):
         self._check()
         namespace = this_namespace() if self.shared_memory else None
         nonce = secrets.token_bytes(NONCE_BYTES)
-        return encode_blob(HostInvitation(kind="host", version=1, nonce=nonce, place=namespace))
+        return encode_blob(HostInvitation(kind="host", version=1, nonce=nonce, namespace=namespace))
 
     def accept(self, invitation: bytes, window: int) -> tuple[HostInbound, bytes]:
         """D's end, listening, with its arena made. ValueError if `window` is not positive."""
@@ -128,7 +137,9 @@ class HostLinks(LinkFactory):
             raise ValueError(f"window is {window} bytes; it must be positive")
         invited = decode_blob(invitation, HostInvitation)
         nonce = secrets.token_bytes(NONCE_BYTES)
-        shared = self.shared_memory and invited.place is not None and invited.place == this_namespace()
+        shared = (
+            self.shared_memory and invited.namespace is not None and invited.namespace == this_namespace()
+        )
         nonces = invited.nonce, nonce
         inbound = HostInbound(window, nonces, self.host, StagingShare(self.staging), shared=shared)
         self._links.add(inbound)
@@ -138,7 +149,7 @@ class HostLinks(LinkFactory):
             answers=invited.nonce,
             nonce=nonce,
             window=window,
-            place=this_namespace(),
+            namespace=this_namespace(),
             shared=inbound.offer(),
             host=self.host,
             port=inbound.port,
@@ -172,7 +183,7 @@ class HostLinks(LinkFactory):
         if not self.shared_memory or accepted.shared is None:
             return None
         try:
-            arena = open_arena(accepted.shared, accepted.place, accepted.window, accepted.nonce)
+            arena = open_arena(accepted.shared, accepted.namespace, accepted.window, accepted.nonce)
         except LinkError as error:
             logger.warning("no shared memory with %s:%d, using TCP: %s", accepted.host, accepted.port, error)
             return None
@@ -184,7 +195,7 @@ class HostLinks(LinkFactory):
                 f"the peer's {accepted.host} is not dialed: allowed_peers are {self._allowed}; add the "
                 "network of that instance"
             )
-        here, there = this_namespace(), accepted.place
+        here, there = this_namespace(), accepted.namespace
         elsewhere = here is not None and there is not None and here.boot != there.boot
         if is_loopback(accepted.host) and elsewhere:
             raise LinkError(
@@ -258,7 +269,7 @@ class HostReceive:
             self._link.give(self)
 
     def take(self) -> None:
-        """Tell a P that shares the arena that the bytes have been read."""
+        """Mark the bytes as read, for a P that shares the arena."""
         fence()
         self._words[self._entry + TAKEN] = self.stamp
 
@@ -292,7 +303,7 @@ class HostInbound(Inbound):
         return None if self._arena is None else self._arena.offer()
 
     def ready(self) -> bool:
-        """Whether P has mapped the arena or said hello over TCP."""
+        """Whether P has mapped the arena or sent its hello over TCP."""
         self.guard.check()
         if not self._ready:
             self._meet()

@@ -22,6 +22,7 @@ from p2pkv.links.base import (
     Inbound,
     LinkError,
     LinkFactory,
+    LinkSettings,
     Nonce,
     Outbound,
     SetupBlob,
@@ -224,6 +225,11 @@ def cuda_links(staging_bytes: int, *, device: torch.device | None = None, channe
         return NcclLinks(load_nccl(channels), on, staging_bytes, channels=channels)
     except (NcclMissing, MemoryError) as error:
         raise ValueError(str(error)) from None
+
+
+def make_links(settings: LinkSettings) -> NcclLinks:
+    """As `cuda_links`."""
+    return cuda_links(settings.staging_bytes, device=settings.device, channels=settings.nccl_channels)
 
 
 # One end of a link: its operations, from their making until the device has done them.

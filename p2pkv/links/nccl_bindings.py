@@ -46,7 +46,7 @@ class NcclError(Exception):
 
 
 class NcclMissing(Exception):
-    """NCCL cannot be used here; the message is a sentence that says why and what to do."""
+    """NCCL cannot be used here; the message is why, and what to do."""
 
 
 class Nccl(ABC):

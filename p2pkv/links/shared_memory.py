@@ -57,7 +57,7 @@ class PidNamespace(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SharedArena(Struct, frozen=True, forbid_unknown_fields=True):
-    """An arena that P may open as /proc/`pid`/fd/`fd`; `inode` tells it from any other file."""
+    """An arena that P may open as /proc/`pid`/fd/`fd`; `inode` distinguishes it from any other file."""
 
     pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
     fd: Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -66,7 +66,7 @@ class SharedArena(Struct, frozen=True, forbid_unknown_fields=True):
 
 @functools.cache
 def this_namespace() -> PidNamespace | None:
-    """This process's namespace, or None where the system cannot tell it (no Linux, no /proc)."""
+    """This process's namespace, or None where the system has none (no Linux, no /proc)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return PidNamespace(boot=boot[:64], pids=os.stat("/proc/self/ns/pid").st_ino)
@@ -95,7 +95,7 @@ class Arena:
         self._close_fd = None if fd is None else weakref.finalize(self, os.close, fd)
 
     def greet(self, nonce: bytes) -> None:
-        """Tell D that P has mapped the arena."""
+        """Mark the arena as mapped by P, for D."""
         self.words[_GREETING] = _greeting(nonce)
 
     def greeted(self, nonce: bytes) -> bool:
@@ -151,7 +151,7 @@ def open_arena(offer: SharedArena | None, namespace: PidNamespace | None, window
 
     Args:
         offer: how to find the arena; None if D does not share it.
-        namespace: D's; None if D cannot tell it.
+        namespace: D's; None if D's system has none.
         window: bytes that the arena has room for.
         nonce: D's own.
     """
@@ -336,7 +336,7 @@ class SharedOutbound(Outbound):
             self.finish(send)
 
     def abort(self) -> None:
-        """Unmap D's memory, as soon as nobody holds a tensor of it any more. Idempotent."""
+        """Unmap D's memory, as soon as no tensor of it is held any more. Idempotent."""
         self.guard.owned()
         self.close("aborted on this side")
 

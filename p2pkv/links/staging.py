@@ -24,7 +24,7 @@ def aligned(nbytes: int) -> int:
 class StagingBudget:
     """How many bytes of staging one rank has, and how many of them slots of its links hold.
 
-    Slots are counted where they are taken and given back, in `Slots`. Everybody else only asks.
+    Slots are counted where they are taken and given back, in `Slots`. All others only ask.
     """
 
     def __init__(self, limit: int) -> None:
@@ -133,14 +133,14 @@ class Slots:
 
 
 class MappedPool:
-    """Slots of one mapping: allocation, views, and the return of pages that nobody has used for a while.
+    """Slots of one mapping: allocation, views, and the return of pages that have not been used for a while.
 
-    Tensors and views keep the mapping alive: dropping this object and them unmaps it. Nobody closes the
+    Tensors and views keep the mapping alive: dropping this object and them unmaps it. Nothing closes the
     mapping by hand: a tensor would not prevent that, and would then read freed memory.
     """
 
     def __init__(self, memory: mmap.mmap, start: int, capacity: int, advice: int) -> None:
-        """`start`: where slots begin, a multiple of a page. `advice`: what madvise is told to free pages."""
+        """`start`: where slots begin, a multiple of a page. `advice`: madvise's advice that frees pages."""
         assert start % mmap.PAGESIZE == 0
         self.idle_seconds = IDLE_SECONDS
         self._slots = Slots(capacity)

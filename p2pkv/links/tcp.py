@@ -1,6 +1,6 @@
 """A host link over TCP: D's listener and its reader into the arena, P's end and its staging.
 
-P says its 24-byte hello (magic and D's nonce), D answers with P's nonce. Then P sends messages, each a
+P sends its 24-byte hello (magic and D's nonce), D answers with P's nonce. Then P sends messages, each a
 header (sequence number, size) and its bytes; D answers each with the count of messages taken. These are
 plain sockets and not ZMQ: the kernel copies straight into the slot of the posted receive, and a stranger
 costs no memory beyond a hello.
@@ -59,7 +59,7 @@ class TcpListener:
         """The connection that has shown the nonce, if there is one now."""
         self._accept()
         for guest in list(self._guests):
-            verdict = self._hear(*guest)
+            verdict = self._read_hello(*guest)
             if verdict is None:
                 continue
             self._guests.remove(guest)
@@ -69,7 +69,7 @@ class TcpListener:
         return None
 
     def close(self) -> None:
-        """Close the listener and whoever is undecided. Idempotent."""
+        """Close the listener and connections without a whole hello. Idempotent."""
         self._socket.close()
         for guest, _ in self._guests:
             guest.close()
@@ -79,33 +79,33 @@ class TcpListener:
         for _ in range(_GUESTS):
             try:
                 guest, _address = self._socket.accept()
-            except OSError:  # nobody there, gone again, or no descriptor left: no connection in each case
+            except OSError:  # no process there, gone again, or no descriptor left: no connection in each case
                 return
             guest.setblocking(False)
             self._guests.append((guest, bytearray()))
             if len(self._guests) > _GUESTS:
                 self._guests.pop(0)[0].close()
 
-    def _hear(self, guest: socket.socket, heard: bytearray) -> bool | None:
+    def _read_hello(self, guest: socket.socket, received: bytearray) -> bool | None:
         """True: the hello is right; False: it never will be; None: not all of it has arrived."""
         try:
-            part = guest.recv(HELLO_BYTES - len(heard))
+            part = guest.recv(HELLO_BYTES - len(received))
         except BlockingIOError:
             return None
         except OSError:
             return False
-        heard += part
-        if not part or not MAGIC.startswith(heard[: len(MAGIC)]):
+        received += part
+        if not part or not MAGIC.startswith(received[: len(MAGIC)]):
             return False
-        if len(heard) < HELLO_BYTES:
+        if len(received) < HELLO_BYTES:
             return None
-        return hmac.compare_digest(bytes(heard), self._hello)
+        return hmac.compare_digest(bytes(received), self._hello)
 
 
 class TcpReader:
-    """Takes messages off P's connection, in order, into the slots that `place` names.
+    """Takes messages off P's connection, in order, into the slots that `slot_of` names.
 
-    place(sequence, nbytes) -> memoryview [nbytes]; it raises LinkError if no such receive is posted.
+    slot_of(sequence, nbytes) -> memoryview [nbytes]; it raises LinkError if no such receive is posted.
     landed(sequence) is called when all bytes of a message are there.
     """
 
@@ -113,14 +113,14 @@ class TcpReader:
         self,
         connection: socket.socket,
         answer: bytes,
-        place: Callable[[int, int], memoryview],
+        slot_of: Callable[[int, int], memoryview],
         landed: Callable[[int], None],
     ) -> None:
         self.taken = 0
         self.lost: str | None = None
         self._socket = connection
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._place = place
+        self._slot_of = slot_of
         self._landed = landed
         self._header = memoryview(bytearray(HEADER.size))
         self._into: memoryview | None = None
@@ -128,7 +128,7 @@ class TcpReader:
         self._answers = bytearray(answer)
 
     def poll(self) -> None:
-        """Take what has arrived; `lost` says if the connection ended. LinkError for what P may not send."""
+        """Take what has arrived; `lost`: the connection has ended. LinkError for what P may not send."""
         if self.lost is None:
             try:
                 self._take_all()
@@ -163,7 +163,7 @@ class TcpReader:
             sequence, nbytes = HEADER.unpack(self._header)
             if sequence != self.taken:
                 raise LinkError(f"the peer sent message {sequence} where {self.taken} was next")
-            self._into = self._place(sequence, nbytes)
+            self._into = self._slot_of(sequence, nbytes)
             return
         self._into = None
         self._landed(self.taken)
@@ -231,7 +231,7 @@ class TcpOutbound(Outbound):
         self._unfinished: deque[TcpSend] = deque()
         self._gone = 0  # bytes of the first outgoing send in the kernel's hands, its header included
         self._unsaid = bytearray(MAGIC + hello)
-        self._heard = bytearray()
+        self._received = bytearray()
         self._pool: MappedPool | None = _new_pool(share.limit)
         self._socket = _connect(address)
 
@@ -274,7 +274,7 @@ class TcpOutbound(Outbound):
         self.guard.check()
         if self.lost is None:
             try:
-                self._hear()  # first: D's counts must be read even if a send fails
+                self._read_hello()  # first: D's counts must be read even if a send fails
                 self._speak()
             except OSError as error:
                 self.lost = f"{self} broke: {error}"
@@ -328,7 +328,7 @@ class TcpOutbound(Outbound):
         except BlockingIOError:
             return 0
 
-    def _hear(self) -> None:
+    def _read_hello(self) -> None:
         try:
             part = self._socket.recv(4096)
         except BlockingIOError:
@@ -336,26 +336,26 @@ class TcpOutbound(Outbound):
         if not part:
             self.lost = f"{self}: the peer closed the connection"
             return
-        self._heard += part
+        self._received += part
         if not self._greeted:
             self._greet()
-        while self._greeted and len(self._heard) >= TAKEN.size:
-            (count,) = TAKEN.unpack_from(self._heard)
-            del self._heard[: TAKEN.size]
+        while self._greeted and len(self._received) >= TAKEN.size:
+            (count,) = TAKEN.unpack_from(self._received)
+            del self._received[: TAKEN.size]
             self._finish(count)
 
     def _greet(self) -> None:
-        if len(self._heard) >= NONCE_BYTES:
-            if self._heard[:NONCE_BYTES] != self._expected:
+        if len(self._received) >= NONCE_BYTES:
+            if self._received[:NONCE_BYTES] != self._expected:
                 raise self.guard.fail("who answered there does not know this link")
-            del self._heard[:NONCE_BYTES]
+            del self._received[:NONCE_BYTES]
             self._greeted = True
 
     def _finish(self, count: int) -> None:
         sent = self._next - len(self._outgoing)
         if not self.taken < count <= sent:
             raise self.guard.fail(
-                f"the peer says it took {count} messages of {sent} sent, {self.taken} before"
+                f"the peer reports that it took {count} messages of {sent} sent, {self.taken} before"
             )
         assert self._pool is not None
         for _ in range(count - self.taken):
@@ -394,7 +394,7 @@ def _connect(address: tuple[str, int]) -> socket.socket:
 
 
 def numeric(host: str) -> str:
-    """The numeric address of `host`, which peers are told. Raises ValueError if it is not one to dial."""
+    """The numeric address of `host`, which peers get. Raises ValueError if it is not one to dial."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError as error:

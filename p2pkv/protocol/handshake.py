@@ -18,6 +18,7 @@ from math import lcm
 
 from msgspec import Struct, structs
 
+from p2pkv.packings import DENSE, PACKINGS
 from p2pkv.pairing import Address, PairingError
 from p2pkv.plan import Edge, Plan, Shapes, make_plan
 from p2pkv.protocol.machine import Machine, Table
@@ -26,16 +27,6 @@ from p2pkv.protocol.pieces import Extent, Extents
 from p2pkv.sharding import Shape, ShardingError
 
 # The form in which KV travels.
-
-
-DENSE = "dense"
-KNOWN_PACKINGS = {
-    "page:vec": ("bfloat16", "float16", "float32"),
-    "page:vec16": ("bfloat16", "float16", "float32"),
-    "page:amx": ("bfloat16",),
-}
-"""Codecs that can be undone, and the element types with which vLLM uses them in the order that we know; it
-packs fp8 in another."""
 
 
 class Wire(Struct, frozen=True):
@@ -112,7 +103,8 @@ def _as_it_lies(group: KvGroup) -> Wire:
 
 
 def _can_be_dense(group: KvGroup) -> bool:
-    known = group.codec == DENSE or group.dtype in KNOWN_PACKINGS.get(group.codec, ())
+    packing = PACKINGS.get(group.codec)
+    known = group.codec == DENSE or (packing is not None and group.dtype in packing.dtypes)
     return known and not group.once and group.row_bytes % group.unit_tokens == 0
 
 

@@ -4,6 +4,9 @@ P is a rank that prefills and sends, D a rank that decodes and receives. D dials
 that no request id can make a P connect anywhere. A transfer is named by (key, attempt), where the
 attempt is D's own serial number of this asking; every message is bound to the incarnation of the
 connection that carried it, which the handshake proves, so it need not be repeated here.
+
+A new field is at most three files: declared here, set in the file that makes the message, and read in the
+file that handles it. Messages have one form only (see `decode`), so a new field is a new PROTOCOL_VERSION.
 """
 
 from __future__ import annotations

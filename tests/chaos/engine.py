@@ -97,7 +97,7 @@ class Side:
             role=role, host=outside.host, kv_port=outside.port,
             lease_seconds=LEASE, staging_bytes=STAGING, chunk_bytes=16384, secret=SECRET,
             verify=role == "P",  # it is enough that one side asks
-            ahead_bytes=STAGING,
+            prefetch_bytes=STAGING,
         )  # fmt: skip
         pages = [make_rank_pages(build.model, each, build.tp) for each in range(build.tp)]
         self.memory = Memory(build.model, pages)

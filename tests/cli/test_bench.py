@@ -82,6 +82,6 @@ def test_kv_of_another_place_is_noticed(layout: Layout) -> None:
 def test_a_decode_process_that_ends_is_an_error() -> None:
     with prefill(TOKENS, 1 << 20, "host") as both:
         assert both.push_ready("dense", TOKENS).total > 0
-        both.pipe.say(order="load", layout="dense", key="k", prefill="nowhere", tokens=TOKENS)
+        both.pipe.send(order="load", layout="dense", key="k", prefill="nowhere", tokens=TOKENS)
         with pytest.raises(BenchError, match="nowhere"):
             both.raw(1 << 20)

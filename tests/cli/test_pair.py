@@ -183,7 +183,7 @@ def test_other_bytes_than_were_sent_are_seen(
     monkeypatch.setattr(pair, "contents_of", contents)
     p, d = sides(tcp(), tcp())
     assert d.failure == "message 1 came with other bytes than were sent"
-    assert p.failure == f"the other side says: {d.failure}"
+    assert p.failure == f"the other side failed: {d.failure}"
 
 
 def test_a_link_that_breaks_ends_both_with_a_reason(
@@ -213,7 +213,7 @@ def test_a_link_that_p_cannot_begin_is_a_sentence_on_both_sides(
 
     monkeypatch.setattr(links, "invite", refuse)
     p, d = sides(links, tcp())
-    assert (p.failure, d.failure) == ("no such interface", "the other side says: no such interface")
+    assert (p.failure, d.failure) == ("no such interface", "the other side failed: no such interface")
 
 
 def test_nobody_listens(

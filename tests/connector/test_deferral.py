@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from multi_support import MultiInstance
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from p2pkv.connector.deferral import Deferral, DeferringQueue
+from p2pkv.connector.deferral import DeferringQueue
 from p2pkv.engine import commands as do
 
 pytestmark = pytest.mark.vllm
@@ -255,30 +251,3 @@ def test_nor_on_p() -> None:
     p = Instance("P")
     p.ask(inner_id(pair_id()), tokens(50))
     assert isinstance(p.scheduler.waiting, FCFSRequestQueue)
-
-
-@pytest.fixture
-def original(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    # Connectors that other tests have made in this process have replaced it already.
-    add_request = inspect.unwrap(Scheduler.add_request)
-    monkeypatch.setattr(Scheduler, "add_request", add_request)
-    yield add_request
-
-
-@pytest.mark.parametrize("why", ["version", "queue"])
-def test_a_vllm_that_is_not_known_is_left_alone(
-    original: Any, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    if why == "version":
-        monkeypatch.setattr("p2pkv.connector.idle_steps.vllm_version", lambda: "0.31.9")
-    else:
-        monkeypatch.setattr(Scheduler, "schedule", lambda self: None)
-    with caplog.at_level(logging.INFO, logger="p2pkv"):
-        Deferral().install()
-    assert Scheduler.add_request is original
-    assert "in every scheduling pass" in caplog.text
-
-
-def test_the_installed_one_is_known(original: Any) -> None:
-    Deferral().install()
-    assert inspect.unwrap(Scheduler.add_request) is original is not Scheduler.add_request

@@ -168,7 +168,7 @@ def test_layers_come_in_the_order_of_their_numbers() -> None:
 def test_layers_that_share_their_kv_are_moved_once() -> None:
     own = tensors(["l.0", "l.1", "l.10"])
     layers = Layers({**own, "l.2": own["l.1"], "l.3": own["l.1"].view(4, 2, BLOCK, 32)}, kv_cache_config())
-    assert layers.places == {"l.0": 0, "l.1": 1, "l.10": 2}
+    assert layers.indices == {"l.0": 0, "l.1": 1, "l.10": 2}
     assert [tensor.data_ptr() for tensor in layers.tensors] == [each.data_ptr() for each in own.values()]
 
 

@@ -12,7 +12,6 @@ from connector_support import Instance
 from vllm.v1.engine.core import EngineCore
 
 from p2pkv.connector.generation import KEEPS_WEIGHTS, SESSION, Generation
-from p2pkv.connector.vllm_patches import WeightWatch
 
 pytestmark = pytest.mark.vllm
 
@@ -316,18 +315,3 @@ def test_an_engine_core_without_p2pkv_is_left_alone() -> None:
     assert core.collective_rpc("mine") == ["done"], "vLLM asks its workers before there is a scheduler"
     core.scheduler = SimpleNamespace(get_kv_connector=lambda: None)  # type: ignore[assignment]
     assert core.collective_rpc("mine") == ["done"]
-
-
-def test_an_engine_core_that_p2pkv_does_not_know_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def collective_rpc(self: Any, method: str, shards: int) -> None: ...
-
-    monkeypatch.setattr(EngineCore, "collective_rpc", collective_rpc)
-    WeightWatch().install()
-    assert EngineCore.collective_rpc is collective_rpc
-    (told,) = caplog.messages
-    assert (
-        "this vLLM has no EngineCore.collective_rpc(method, timeout, args, kwargs); start P and D anew"
-        in told
-    )

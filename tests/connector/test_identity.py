@@ -204,13 +204,16 @@ def test_an_adapters_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.
     assert one != two
 
 
-def test_an_adapter_without_files_is_told_by_its_name_and_the_log_says_so(
+def test_an_adapter_without_files_counts_by_its_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Until they are there: a failure to read them is not kept."""
     path = tmp_path / "later"
     nameless = [prompt_digest(prompt(lora_request=adapter("a", str(path)))) for _ in range(2)]
-    assert nameless[0] == nameless[1] and caplog.text.count("is told from others by its name alone") == 1
+    assert (
+        nameless[0] == nameless[1]
+        and caplog.text.count("is distinguished from others by its name alone") == 1
+    )
     path.mkdir()
     (path / "adapter_model.safetensors").write_bytes(b"weights")
     assert prompt_digest(prompt(lora_request=adapter("a", str(path)))) != nameless[0]

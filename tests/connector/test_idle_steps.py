@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import queue
 import threading
 import time
@@ -21,18 +20,15 @@ from vllm.v1.engine import core as engine_core
 
 from p2pkv.connector import P2pKvConnector, connector
 from p2pkv.connector.idle_steps import (
-    CORE,
     FIRST_WAIT,
     LONGEST_NAP_MS,
     REST,
-    SPINNING,
     STEPLESS_MS,
     Bell,
-    CoreRest,
     IdlePace,
-    SpinWait,
 )
 from p2pkv.connector.metadata import StepMetadata
+from p2pkv.connector.vllm_patches import ENGINE_CORE, SPIN_WAIT, EngineCore, SpinWait
 from p2pkv.engine import commands as do
 
 pytestmark = pytest.mark.vllm
@@ -86,8 +82,8 @@ class TestScheduling:
     @pytest.fixture
     def bell(self, monkeypatch: pytest.MonkeyPatch) -> str:
         """An engine core of this process can rest."""
-        monkeypatch.setattr(CORE, "address", "\0a bell")
-        return CORE.address
+        monkeypatch.setattr(ENGINE_CORE, "address", "\0a bell")
+        return ENGINE_CORE.address
 
     def idle_steps(self, monkeypatch: pytest.MonkeyPatch, **parallel: Any) -> list[StepMetadata]:
         """What D says to its workers in five steps without tokens, with vLLM configured so."""
@@ -105,7 +101,7 @@ class TestScheduling:
     ) -> None:
         """They may need a batch of this one that computes nothing."""
         assert not any(meta.idle for meta in self.idle_steps(monkeypatch, data_parallel_size=2))
-        assert CORE.seconds == 0
+        assert ENGINE_CORE.seconds == 0
         assert {meta.bell for meta in self.idle_steps(monkeypatch)} == {bell}
 
     @pytest.mark.parametrize("change", [{"nnodes": 2}, {"distributed_executor_backend": "ray"}])
@@ -122,12 +118,12 @@ class TestScheduling:
         rests = []
         for _ in range(12):
             d.step()
-            rests.append(CORE.seconds)
+            rests.append(ENGINE_CORE.seconds)
         assert rests[-1] == REST and not d.rank.waits
         assert all(bool(meta.bell) == meta.idle for meta in d.metas)
         d.rank.begin(d.key(request))
         d.step(1 + ahead)
-        assert CORE.seconds == 0.0
+        assert ENGINE_CORE.seconds == 0.0
         alone = d.ask("cmpl-alone-0-00000001", tokens(20), max_tokens=1)
         d.run_until(lambda: alone.request_id in d.ended)
         assert not any(meta.idle for meta in d.metas if meta.work)
@@ -183,7 +179,7 @@ class TestScheduling:
         d = Instance("D", idle_wait_ms=0)
         d.ask(inner_id(pair_id()), tokens(50))
         d.step(5)
-        assert not d.rank.waits and not SPINNING.idle
+        assert not d.rank.waits and not SPIN_WAIT.idle
 
 
 class Core:
@@ -214,25 +210,28 @@ class TestRest:
     LONG = 60.0
 
     @pytest.fixture
-    def rest(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[CoreRest]:
+    def rest(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineCore]:
         # Connectors that other tests have made in this process have put the rest there already.
         original = inspect.unwrap(engine_core.EngineCoreProc._process_input_queue)
         monkeypatch.setattr(engine_core.EngineCoreProc, "_process_input_queue", original)
-        yield CoreRest()
+        yield EngineCore()
 
-    def test_nobody_rests_before_an_engine_core_has_looked_for_requests(self, rest: CoreRest) -> None:
+    def test_there_is_no_rest_before_an_engine_core_has_looked_for_requests(self, rest: EngineCore) -> None:
+        rest.rests = True
         rest.install()
         assert not rest.address
         Core().take()
         assert rest.address
 
-    def test_it_rests_once_for_the_time_that_it_was_told(self, rest: CoreRest) -> None:
+    def test_it_rests_once_for_the_time_that_it_was_told(self, rest: EngineCore) -> None:
+        rest.rests = True
         rest.install()
         core = Core()
         rest.seconds = 0.05
         assert core.take() >= 0.05 and not rest.seconds and not core.handled and not rest.rung()
 
-    def test_a_request_ends_the_rest_and_is_handled(self, rest: CoreRest) -> None:
+    def test_a_request_ends_the_rest_and_is_handled(self, rest: EngineCore) -> None:
+        rest.rests = True
         rest.install()
         core = Core()
         rest.seconds = self.LONG
@@ -240,7 +239,8 @@ class TestRest:
         core.take()
         assert core.handled == [EngineCoreRequestType.ADD] and not rest.rung()
 
-    def test_a_bell_ends_the_rest_even_if_it_was_rung_before(self, rest: CoreRest) -> None:
+    def test_a_bell_ends_the_rest_even_if_it_was_rung_before(self, rest: EngineCore) -> None:
+        rest.rests = True
         rest.install()
         core = Core()
         core.take()
@@ -254,7 +254,8 @@ class TestRest:
             assert rest.rung() and not rest.rung()
         bell.close()
 
-    def test_one_that_shuts_down_does_not_rest(self, rest: CoreRest) -> None:
+    def test_one_that_shuts_down_does_not_rest(self, rest: EngineCore) -> None:
+        rest.rests = True
         rest.install()
         core = Core()
         core.running = False
@@ -263,23 +264,6 @@ class TestRest:
         core.input_queue.get = lambda *args, **more: asked.append((args, more))  # type: ignore[method-assign]
         core.take()
         assert not asked, "it has waited for a request"
-
-    def test_a_vllm_that_was_not_tested_is_left_alone(
-        self, rest: CoreRest, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("p2pkv.connector.idle_steps.vllm_version", lambda: "0.31.9")
-        self.left_alone(rest)
-
-    def test_so_is_one_that_takes_its_requests_otherwise(
-        self, rest: CoreRest, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(engine_core.EngineCoreProc, "_process_input_queue", lambda self: None)
-        self.left_alone(rest)
-
-    def left_alone(self, rest: CoreRest) -> None:
-        before = engine_core.EngineCoreProc._process_input_queue
-        rest.install()
-        assert engine_core.EngineCoreProc._process_input_queue is before and not rest.address
 
 
 @pytest.fixture
@@ -339,7 +323,7 @@ class TestSpinning:
 
     def test_a_wake_up_ends_the_nap(self, condition: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.spinning().idle = True
-        monkeypatch.setattr("p2pkv.connector.idle_steps.LONGEST_NAP_MS", 60_000)
+        monkeypatch.setattr("p2pkv.connector.vllm_patches.LONGEST_NAP_MS", 60_000)
         poll, ended = condition.poller.poll, []
         condition.poller = SimpleNamespace(poll=lambda timeout: ended.append(poll(timeout)) or ended[-1])
         threading.Timer(0.05, condition.writer.notify).start()
@@ -368,32 +352,6 @@ class TestSpinning:
             timer.start()
             assert reader.dequeue(timeout=2.0) == number
             timer.join()
-
-    @pytest.mark.parametrize("version", ["0.31.9", "of unknown version"])
-    def test_a_vllm_that_was_not_tested_is_left_alone(
-        self, condition: Any, version: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
-    ) -> None:
-        monkeypatch.setattr("p2pkv.connector.idle_steps.vllm_version", lambda: version)
-        self.left_alone(caplog, version)
-
-    def test_so_is_one_that_waits_otherwise(
-        self, condition: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
-    ) -> None:
-        def wait(self: Any, timeout_ms: int | None = None) -> None: ...
-
-        monkeypatch.setattr(shm_broadcast.SpinCondition, "wait", wait)
-        self.left_alone(caplog, "does not know")
-        monkeypatch.setattr(shm_broadcast.SpinCondition, "wait", lambda self: None)
-        self.left_alone(caplog, "no SpinCondition.wait")
-
-    def left_alone(self, caplog: Any, why: str) -> None:
-        before = shm_broadcast.SpinCondition.wait
-        with caplog.at_level(logging.INFO, logger="p2pkv"):
-            logging.getLogger("p2pkv").addHandler(caplog.handler)
-            self.spinning()
-            logging.getLogger("p2pkv").removeHandler(caplog.handler)
-        assert shm_broadcast.SpinCondition.wait is before
-        assert why in caplog.text and "spin" in caplog.text
 
     def test_the_extension_in_c_does_not_spin_either(
         self, condition: Any, monkeypatch: pytest.MonkeyPatch

@@ -23,7 +23,7 @@ from vllm_sources import LayerKind, Sources
 
 from p2pkv.config import ConfigError
 from p2pkv.connector.describe import refuse_what_cannot_move
-from p2pkv.connector.states import STATE_KINDS, Sizes
+from p2pkv.connector.recurrent import STATE_KINDS, Sizes
 
 pytestmark = pytest.mark.vllm
 

@@ -37,7 +37,7 @@ from states_support import (
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from p2pkv.config import ConfigError, Options
-from p2pkv.connector.states import (
+from p2pkv.connector.recurrent import (
     RecurrentLayer,
     conv_dim_first,
     recurrent_layers,

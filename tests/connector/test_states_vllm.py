@@ -46,7 +46,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
 
-from p2pkv.connector.states import RecurrentLayer, form_of, state_entry, state_groups
+from p2pkv.connector.recurrent import RecurrentLayer, form_of, state_entry, state_groups
 
 pytestmark = pytest.mark.vllm
 

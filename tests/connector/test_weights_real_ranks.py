@@ -64,7 +64,7 @@ def test_weights_that_change_in_any_traffic(engines: Any, seed: int, ahead: int)
     sizes = draw.choice([1, 2]), draw.choice([1, 2])
     p, d = engines(
         *sizes, blocks=24, budget=40, policy="recompute", lease_seconds=2, ahead=ahead, chunk_bytes=4096,
-        ahead_bytes=draw.choice([0, 1 << 20]),
+        prefetch_bytes=draw.choice([0, 1 << 20]),
     )  # fmt: skip
     starts = [tokens(50, f"start {each}") for each in range(2)]
     live: list[Any] = []
@@ -240,7 +240,7 @@ def test_a_rank_that_sleeps_has_let_go_of_its_memory(engines: Any) -> None:
     import gc
     import weakref
 
-    p, d = engines(1, 1, ahead_bytes=1 << 20)
+    p, d = engines(1, 1, prefetch_bytes=1 << 20)
     ask_both(p, d, 0, tokens(70))
     finish(p, d)
     ranks = [weakref.ref(engine.workers[0].rank) for engine in (p, d)]

@@ -26,9 +26,8 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from p2pkv.config import ConfigError
 from p2pkv.connector import P2pKvConnector
-from p2pkv.connector import worker as worker_module
-from p2pkv.connector.idle_steps import SPINNING
 from p2pkv.connector.metadata import Ended, Prefill, StepMetadata
+from p2pkv.connector.vllm_patches import EARLY_REVOCATION, SPIN_WAIT
 from p2pkv.connector.worker import Worker
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
@@ -243,8 +242,8 @@ def test_a_sweep_that_the_runner_left_out_comes_before_a_revocation(make: Make) 
 @pytest.fixture
 def second_runner(monkeypatch: pytest.MonkeyPatch) -> type[GPUModelRunner]:
     """V2's, as it is before anybody has replaced anything."""
-    monkeypatch.setattr(worker_module.REVOKING, "_installed", False)
-    monkeypatch.setattr(worker_module.REVOKING, "preempt", None)
+    monkeypatch.setattr(EARLY_REVOCATION, "installed", False)
+    monkeypatch.setattr(EARLY_REVOCATION, "preempt", None)
     monkeypatch.setattr(GPUModelRunner, "update_requests", GPUModelRunner.update_requests)
     return GPUModelRunner
 
@@ -259,7 +258,7 @@ def test_v2_overwrites_no_block_before_the_revocation(
     connector = P2pKvConnector(config, KVConnectorRole.WORKER, kv_cache_config())
     rank = FakeRank()
     connector.worker = Worker(rank, LAYERS, torch.device("cpu"))
-    monkeypatch.setattr(worker_module.REVOKING, "preempt", connector.worker.preempt)
+    monkeypatch.setattr(EARLY_REVOCATION, "preempt", connector.worker.preempt)
     seen: list[Any] = []
     rank.revoke = seen.extend  # type: ignore[method-assign]
     meta = StepMetadata(revoked=["k"])
@@ -395,7 +394,7 @@ IDLE = StepMetadata(idle=True, idle_wait=0.005)
 def test_an_idle_step_waits_for_news_once(make: Make) -> None:
     runner, rank = make("D")
     runner.step(IDLE)
-    assert rank.waits == [IDLE.idle_wait] and SPINNING.idle
+    assert rank.waits == [IDLE.idle_wait] and SPIN_WAIT.idle
 
 
 def test_a_step_with_something_to_report_does_not_wait(make: Make) -> None:
@@ -411,7 +410,7 @@ def test_nor_does_one_that_computes(make: Make) -> None:
     runner, rank = make()
     runner.step(IDLE)
     runner.step(prefill_step(16, first=True))
-    assert len(rank.waits) == 1 and not SPINNING.idle
+    assert len(rank.waits) == 1 and not SPIN_WAIT.idle
 
 
 def test_news_ring_the_bell_after_an_idle_step_only(make: Make) -> None:

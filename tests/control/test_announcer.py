@@ -20,9 +20,10 @@ import zmq
 from engine_support import wait_for
 from links_support import Peer, starting
 
-from p2pkv.control.announcer import REQUEST_MARK, Announcement, Announcer, WarmUp
+from p2pkv.control.announcer import Announcement, Announcer
 from p2pkv.control.discovery import Ping, decode_ping, encode_partners, goodbye
 from p2pkv.control.security import Members
+from p2pkv.control.warm_up import REQUEST_MARK, WarmUp
 from p2pkv.demo.processes import free_ports
 
 SCRIPT = Path(__file__).parents[1] / "announcer_peer.py"
@@ -386,6 +387,6 @@ def test_who_is_stopped_before_it_is_warm_says_nothing(start, proxy, api) -> Non
 def test_the_child_imports_nothing_heavy() -> None:
     """It stays beside every instance, and must be up at once."""
 
-    code = "import sys, p2pkv.control.announcer; print(*sys.modules)"
+    code = "import sys, p2pkv.control.announcer_child; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "vllm", "numpy"} & set(loaded.stdout.split())

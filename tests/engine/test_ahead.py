@@ -26,7 +26,7 @@ from links_support import nccl_links
 from memory_links import MemoryNetwork
 
 from p2pkv.engine import commands as do
-from p2pkv.kv.layouts import DENSE
+from p2pkv.packings import DENSE
 from p2pkv.protocol import messages as m
 
 ONE = Geometry()
@@ -97,7 +97,7 @@ def quiet(p: Engine, d: Engine) -> None:
 
 @pytest.mark.parametrize("tokens", [2, 33, 100])
 def test_all_is_here_when_the_request_comes(links, tokens):
-    with engines(ONE, ONE, links, ahead_bytes=ROOM) as (p, d):
+    with engines(ONE, ONE, links, prefetch_bytes=ROOM) as (p, d):
         acquaint(p, d)
         prefill(p, "k", d.address, tokens, list(range(10, 20)), chunk=40)
         arrived(d, tokens * TOKEN)
@@ -115,7 +115,7 @@ def test_what_d_has_cached_itself_is_not_written_to(links, codec, other_blocks):
     """Whatever the wire's rows are: dense, packed pages, or packed pages of two sizes."""
     kind = {"codec": codec, "dtype": torch.bfloat16, "content": 16}
     here, there = Geometry(block=32, **kind), Geometry(block=other_blocks, **kind)
-    with engines(there, here, links, ahead_bytes=ROOM) as (p, d):
+    with engines(there, here, links, prefetch_bytes=ROOM) as (p, d):
         acquaint(p, d)
         prefill(p, "k", d.address, 90, list(range(10)), chunk=40)
         wait_for(lambda: value(d, "bytes_ahead") >= 90 * 4 * 2 * 16 * 2)
@@ -129,7 +129,7 @@ def test_what_d_has_cached_itself_is_not_written_to(links, codec, other_blocks):
 
 
 def test_a_request_that_comes_in_the_middle_takes_the_rest_straight_to_its_pages(links):
-    with engines(ONE, ONE, links, ahead_bytes=ROOM) as (p, d):
+    with engines(ONE, ONE, links, prefetch_bytes=ROOM) as (p, d):
         push_half_ahead(p, d)
         d.do(do.Expect("k", p.address, 96, b"digest"))
         d.wait(do.Begun("k"))
@@ -146,7 +146,7 @@ def test_a_request_that_comes_in_the_middle_takes_the_rest_straight_to_its_pages
 
 @pytest.mark.parametrize("shapes", [(TWO, ONE), (ONE, TWO), (TWO, TWO), (Geometry(layers=(2, 2)), TWO)])
 def test_ranks_of_any_shape(links, shapes):
-    with engines(*shapes, links, ahead_bytes=ROOM) as (p, d):
+    with engines(*shapes, links, prefetch_bytes=ROOM) as (p, d):
         push_ahead(p, d)
         load(p, d, "k", 40)
         assert [wrong_cells(rank, BLOCKS, 0, 39) for rank in d.ranks] == [[]] * len(d.ranks)
@@ -156,7 +156,7 @@ def test_ranks_of_any_shape(links, shapes):
 
 def test_a_preempted_prompt_is_taken_anew(links):
     second = list(range(20, 28))
-    with engines(ONE, ONE, links, ahead_bytes=ROOM) as (p, d):
+    with engines(ONE, ONE, links, prefetch_bytes=ROOM) as (p, d):
         acquaint(p, d)
         p.do(do.OfferPrompt("k", d.address, 80, b"digest"))
         step(p, "k", BLOCKS, 0, 40)
@@ -173,7 +173,7 @@ def test_a_preempted_prompt_is_taken_anew(links):
 
 
 def test_what_nobody_asks_for_goes_after_a_lease(links):
-    with engines(ONE, ONE, links, ahead_bytes=ROOM, lease_seconds=1.0) as (p, d):
+    with engines(ONE, ONE, links, prefetch_bytes=ROOM, lease_seconds=1.0) as (p, d):
         push_ahead(p, d)
         p.wait(do.BlocksFree("k"))
         p.do(do.Forget("k"))
@@ -183,7 +183,7 @@ def test_what_nobody_asks_for_goes_after_a_lease(links):
 
 
 def test_without_room_it_waits_on_p(links):
-    with engines(ONE, ONE, links, ahead_bytes=60 * TOKEN) as (p, d):
+    with engines(ONE, ONE, links, prefetch_bytes=60 * TOKEN) as (p, d):
         acquaint(p, d)
         for number, key in enumerate(("one", "two")):
             prefill(p, key, d.address, 40, [10 * number, 10 * number + 1, 10 * number + 2], chunk=16)
@@ -198,7 +198,7 @@ def test_without_room_it_waits_on_p(links):
 
 
 def test_p_may_die_when_all_is_here(links):
-    with engines(ONE, ONE, links, ahead_bytes=ROOM) as (p, d):
+    with engines(ONE, ONE, links, prefetch_bytes=ROOM) as (p, d):
         push_ahead(p, d)
         p.stop()
         load(p, d, "k", 40)
@@ -207,7 +207,7 @@ def test_p_may_die_when_all_is_here(links):
 
 
 def test_a_request_that_ends_before_it_has_pages_frees_ps_at_once(links):
-    with engines(ONE, ONE, links, ahead_bytes=ROOM, lease_seconds=60.0) as (p, d):
+    with engines(ONE, ONE, links, prefetch_bytes=ROOM, lease_seconds=60.0) as (p, d):
         push_ahead(p, d)
         d.do(do.Expect("k", p.address, 40, b"digest"))
         d.wait(do.Begun("k"))
@@ -219,7 +219,7 @@ def test_a_request_that_ends_before_it_has_pages_frees_ps_at_once(links):
 
 
 def test_nothing_wanted_of_it_frees_ps_at_once(links):
-    with engines(ONE, ONE, links, ahead_bytes=ROOM, lease_seconds=60.0) as (p, d):
+    with engines(ONE, ONE, links, prefetch_bytes=ROOM, lease_seconds=60.0) as (p, d):
         push_ahead(p, d)
         d.do(do.Expect("k", p.address, 40, b"digest"))
         d.do(do.Load("k", 0, 0, ()))
@@ -232,7 +232,7 @@ def test_nothing_wanted_of_it_frees_ps_at_once(links):
 
 @pytest.mark.parametrize("tokens, digest", [(40, b"another"), (41, b"digest")])
 def test_another_prompt_of_that_name_is_refused(links, tokens, digest):
-    with engines(ONE, ONE, links, ahead_bytes=ROOM) as (p, d):
+    with engines(ONE, ONE, links, prefetch_bytes=ROOM) as (p, d):
         push_ahead(p, d)
         d.do(do.Expect("k", p.address, tokens, digest))
         wait_for(lambda: d.ranks[0].events(do.LoadFailed))
@@ -246,7 +246,7 @@ def test_another_prompt_of_that_name_is_refused(links, tokens, digest):
 def test_a_link_that_breaks_meanwhile_costs_nothing():
     """P has kept its pages: the request loads as if nothing had come."""
     network = MemoryNetwork()
-    with engines(ONE, ONE, lambda side, rank: network.rank(), ahead_bytes=ROOM) as (p, d):
+    with engines(ONE, ONE, lambda side, rank: network.rank(), prefetch_bytes=ROOM) as (p, d):
         push_half_ahead(p, d)
         before = value(p, "links_aborted")
         break_link(d)
@@ -261,7 +261,7 @@ def test_a_link_that_breaks_meanwhile_costs_nothing():
 def test_what_p_has_given_up_for_ds_silence_costs_nothing():
     """D was frozen for a lease, say, and goes on with what P does not know any more."""
     network = MemoryNetwork()
-    with engines(ONE, ONE, lambda side, rank: network.rank(), ahead_bytes=ROOM) as (p, d):
+    with engines(ONE, ONE, lambda side, rank: network.rank(), prefetch_bytes=ROOM) as (p, d):
         push_half_ahead(p, d)
         on_engine_thread(p.ranks[0].rank, lambda: p.ranks[0].rank.half.prompts.tick(time.monotonic() + 5.5))
         wait_for(lambda: value(d, "ahead_bytes") == 0)
@@ -275,7 +275,10 @@ def test_what_p_has_given_up_for_ds_silence_costs_nothing():
 def test_a_link_that_breaks_when_all_is_here_costs_nothing():
     """P's end breaks, and P hears what D said before it knew."""
     network = MemoryNetwork()
-    with engines(ONE, ONE, lambda side, rank: network.rank(), ahead_bytes=ROOM, lease_seconds=60.0) as (p, d):
+    with engines(ONE, ONE, lambda side, rank: network.rank(), prefetch_bytes=ROOM, lease_seconds=60.0) as (
+        p,
+        d,
+    ):
         push_ahead(p, d)
         half = p.ranks[0].rank.half
         (peer,) = half.peers
@@ -302,7 +305,7 @@ def test_a_byte_that_changes_meanwhile_costs_nothing():
         links[side] = FaultyLinks(network.rank(), Faults())
         return links[side]
 
-    with engines(ONE, ONE, link, ahead_bytes=ROOM, verify=True) as (p, d):
+    with engines(ONE, ONE, link, prefetch_bytes=ROOM, verify=True) as (p, d):
         acquaint(p, d)
         flip = {"flip_at": 1, "flip_place": 0.5, "flip_bit": 3}
         on_engine_thread(d.ranks[0].rank, lambda: links["D"].change(**flip))
@@ -317,7 +320,7 @@ def test_a_byte_that_changes_meanwhile_costs_nothing():
 def test_admitted_requests_go_before_it():
     """P sends nothing: what D has posted for KV ahead stays posted, and then there is one more."""
     network, chunk = MemoryNetwork(), 1024
-    sizes = {"ahead_bytes": ROOM, "staging_bytes": 8 * chunk, "chunk_bytes": chunk, "lease_seconds": 60.0}
+    sizes = {"prefetch_bytes": ROOM, "staging_bytes": 8 * chunk, "chunk_bytes": chunk, "lease_seconds": 60.0}
     ps = {"ahead": list(range(7)), "asked": list(range(8, 15))}
     ds = {"ahead": list(range(30, 37)), "asked": list(range(20, 27))}
     with engines(ONE, ONE, lambda side, rank: network.rank(8 * chunk), **sizes) as (p, d):
@@ -366,7 +369,7 @@ def test_what_p_says_of_its_own_accord_is_no_answer():
 
 def test_what_waits_for_its_request_is_let_go_when_weights_change_or_caches_are_reset(links):
     """The request then takes it from P, which has kept the blocks."""
-    with engines(ONE, ONE, links, ahead_bytes=ROOM) as (p, d):
+    with engines(ONE, ONE, links, prefetch_bytes=ROOM) as (p, d):
         push_ahead(p, d)
         d.do(do.Invalidate("", "the caches were reset"))
         wait_for(lambda: not value(d, "ahead_bytes"), what="the end of the early buffer")
@@ -377,7 +380,7 @@ def test_what_waits_for_its_request_is_let_go_when_weights_change_or_caches_are_
 
 
 def test_a_request_whose_early_buffer_is_let_go_fails(links):
-    with engines(ONE, ONE, links, ahead_bytes=ROOM) as (p, d):
+    with engines(ONE, ONE, links, prefetch_bytes=ROOM) as (p, d):
         push_half_ahead(p, d)
         d.do(do.Expect("k", p.address, 96, b"digest"))
         d.wait(do.Begun("k"))
@@ -389,7 +392,7 @@ def test_a_request_whose_early_buffer_is_let_go_fails(links):
 
 
 def test_a_prompt_of_other_weights_is_not_taken_ahead(links):
-    with engines(ONE, ONE, links, ahead_bytes=ROOM) as (p, d):
+    with engines(ONE, ONE, links, prefetch_bytes=ROOM) as (p, d):
         acquaint(p, d)
         d.do(do.Invalidate("version 2", "the weights have changed"))
         for key, generation, blocks in (("old", "", [8]), ("new", "version 2", [9])):

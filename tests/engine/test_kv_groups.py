@@ -324,7 +324,7 @@ def test_a_flipped_bit_of_the_state_alone_fails_the_load():
 
 def test_what_comes_before_its_request_waits_with_its_state():
     """The whole prompt is pushed to an early buffer; then the request takes a part of it."""
-    with pair((2, 1), plain_links("memory"), ahead_bytes=1 << 20) as (p, d):
+    with pair((2, 1), plain_links("memory"), prefetch_bytes=1 << 20) as (p, d):
         d.do(do.Expect("warm", p.address, 2, b"digest"))  # connects the two
         wait_for(lambda: sum(each.rank.counters.snapshot()["links"] for each in d.ranks) == 2)
         d.do(do.Drop("warm", "connected"))

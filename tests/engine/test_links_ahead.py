@@ -97,7 +97,7 @@ def test_the_first_request_starts_no_communicator(make_nccl: Make) -> None:
 
 @one_kind
 def test_without_the_option_d_waits_for_the_first_request(make_nccl: Make) -> None:
-    p, d = make_nccl("P"), make_nccl("D", links_ahead=False)
+    p, d = make_nccl("P"), make_nccl("D", preconnect=False)
     name(d, p)
     looks(d)
     assert begun(d) == 0 and d.ranks[0].rank.counters.snapshot()["peers"] == 0

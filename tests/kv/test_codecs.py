@@ -11,7 +11,7 @@ from cpu_pages import pack, unpack
 from gil_support import lets_others_run
 
 from p2pkv.kv import cpu_codec
-from p2pkv.kv.layouts import UNPACKABLE, pack_into, unpack_into
+from p2pkv.packings import PACKINGS
 
 HAVE_VLLM = importlib.util.find_spec("vllm") is not None
 
@@ -74,7 +74,7 @@ def test_unpack_undoes_pack_kv_cache_of_this_host() -> None:
         assert torch.equal(unpack(packed[block], codec, head_dim), dense[block])
 
 
-@pytest.mark.parametrize("codec", UNPACKABLE)
+@pytest.mark.parametrize("codec", list(PACKINGS))
 @pytest.mark.parametrize(("tokens", "head_dim"), [(32, 32), (96, 64), (32, 96)])
 def test_a_page_is_the_same_after_both_ways(codec: str, tokens: int, head_dim: int) -> None:
     page = torch.arange(2 * tokens * 2 * head_dim).to(torch.int16).view(2, tokens, 2 * head_dim)
@@ -114,8 +114,8 @@ def test_an_isa_is_a_name() -> None:
         cpu_codec("a b")
 
 
-@pytest.mark.parametrize("codec", UNPACKABLE)
+@pytest.mark.parametrize("codec", list(PACKINGS))
 def test_the_gil_is_free_while_pages_are_packed_and_unpacked(codec: str) -> None:
     dense, packed = np.zeros((64, 2, 128, 256), np.uint16), np.zeros((64, 2, 128 * 256), np.uint16)
-    assert lets_others_run(lambda: unpack_into(dense, packed, codec)), "unpacking held the GIL"
-    assert lets_others_run(lambda: pack_into(packed, dense, codec)), "packing held the GIL"
+    assert lets_others_run(lambda: PACKINGS[codec].unpack(dense, packed)), "unpacking held the GIL"
+    assert lets_others_run(lambda: PACKINGS[codec].pack(packed, dense)), "packing held the GIL"

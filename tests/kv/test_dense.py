@@ -13,7 +13,7 @@ from cpu_pages import unpack
 from p2pkv.kv import DENSE, PagedCache
 from p2pkv.kv import cache as module
 from p2pkv.kv.cache import DenseView, seen_as
-from p2pkv.kv.layouts import UNPACKABLE
+from p2pkv.packings import PACKINGS
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 5, 2, 32, 64
 TABLE = [3, 0, 4]
@@ -37,7 +37,7 @@ def by_token(layers: list[torch.Tensor], codec: str) -> torch.Tensor:
     return torch.stack([torch.cat(each, dim=1) for each in pages]).transpose(1, 2)
 
 
-@pytest.mark.parametrize("codec", UNPACKABLE)
+@pytest.mark.parametrize("codec", list(PACKINGS))
 @pytest.mark.parametrize("tokens", [(0, 96), (32, 64), (5, 6), (5, 32), (31, 33), (40, 90), (64, 96)])
 @pytest.mark.parametrize("batch", [1, 1 << 20])
 def test_tokens_come_out_and_go_in_and_their_neighbours_stay(
@@ -59,7 +59,7 @@ def test_tokens_come_out_and_go_in_and_their_neighbours_stay(
     assert all(torch.equal(layer[[1, 2]], other) for layer, other in zip(d, others, strict=True))
 
 
-@pytest.mark.parametrize("codec", UNPACKABLE)
+@pytest.mark.parametrize("codec", list(PACKINGS))
 def test_a_page_comes_in_pieces_of_any_size_in_any_order(codec: str) -> None:
     """As from two ranks of P, one for each head."""
     p, d = noise(1), noise(2)

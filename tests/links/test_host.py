@@ -123,16 +123,18 @@ def test_memory_that_cannot_be_had_means_tcp(shm: HostLinks, caplog, spoil, why:
 
 def test_an_invitation_from_elsewhere_is_answered_with_tcp_only(shm: HostLinks) -> None:
     invited = decode_blob(shm.invite(), HostInvitation)
-    assert invited.place is not None
-    elsewhere = msgspec.structs.replace(invited.place, boot="another")
-    _, answer = shm.accept(encode_blob(msgspec.structs.replace(invited, place=elsewhere)), WINDOW)
+    assert invited.namespace is not None
+    elsewhere = msgspec.structs.replace(invited.namespace, boot="another")
+    _, answer = shm.accept(encode_blob(msgspec.structs.replace(invited, namespace=elsewhere)), WINDOW)
     assert decode_blob(answer, HostAcceptance).shared is None
 
 
 def test_a_loopback_address_of_another_host_is_refused_with_a_sentence(tcp: HostLinks) -> None:
     invitation, _, acceptance = accepted(tcp, WINDOW)
-    assert acceptance.place is not None
-    far = msgspec.structs.replace(acceptance, place=msgspec.structs.replace(acceptance.place, boot="another"))
+    assert acceptance.namespace is not None
+    far = msgspec.structs.replace(
+        acceptance, namespace=msgspec.structs.replace(acceptance.namespace, boot="another")
+    )
     with pytest.raises(
         LinkError, match=r"127\.0\.0\.1, which only its own machine can reach; set its `host`"
     ):
@@ -184,7 +186,7 @@ def test_make_factory() -> None:
     factory = make_factory("auto", host="127.0.0.1", staging_bytes=1 << 20)
     assert factory.kind == "host"
     factory.close()
-    with pytest.raises(ValueError, match="NCCL link needs a CUDA device, and torch finds none; set"):
+    with pytest.raises(ValueError, match="needs a CUDA device, and there is none; use 'auto' or 'host'"):
         make_factory("nccl", host="127.0.0.1", staging_bytes=1 << 20)
     with pytest.raises(ValueError, match="'gloo'; it must be one of auto, host, nccl"):
         make_factory("gloo", host="127.0.0.1", staging_bytes=1 << 20)

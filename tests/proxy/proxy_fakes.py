@@ -15,8 +15,8 @@ import msgspec
 from aiohttp import web
 from proxy_behaviours import Behaviour, Seen, answer_json
 
-from p2pkv.control.announcer import Pinger
 from p2pkv.control.discovery import Ping
+from p2pkv.control.pinger import Pinger
 from p2pkv.control.security import Members
 from p2pkv.demo.processes import free_ports
 from proxy.admission import Limits

@@ -16,7 +16,7 @@ from proxy_browser import Browser, browsing, found
 from proxy_fakes import PING_SECONDS, Deployment, FakeInstance
 from proxy_process import Command, running
 
-from p2pkv.control.announcer import Pinger
+from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import free_ports
 
 pytestmark = pytest.mark.asyncio

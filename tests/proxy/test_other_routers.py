@@ -24,8 +24,8 @@ from proxy_behaviours import answer_json, completion, event, event_stream
 from proxy_fakes import PING_SECONDS, FakeInstance, until
 from router_support import MODES, vllm_router
 
-from p2pkv.control.announcer import Pinger
 from p2pkv.control.discovery import encode_ping
+from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import find_pair, transfer_key
 

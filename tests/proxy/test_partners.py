@@ -12,8 +12,8 @@ import pytest
 from hostile_support import dealer
 from proxy_fakes import Deployment, ping, until
 
-from p2pkv.control.announcer import Pinger
 from p2pkv.control.discovery import Ping, decode_partners, encode_ping, goodbye
+from p2pkv.control.pinger import Pinger
 from proxy.partners import REPEAT_SECONDS, RING_SECONDS, PartnerLists
 from proxy.registry import Instance, Registry
 

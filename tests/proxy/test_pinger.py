@@ -12,8 +12,8 @@ import pytest
 import zmq
 from engine_support import wait_for
 
-from p2pkv.control.announcer import Pinger
 from p2pkv.control.discovery import Ping, decode_ping, encode_partners, encode_ping, goodbye
+from p2pkv.control.pinger import Pinger
 
 PING = Ping(type="P", http_address="127.0.0.1:8100", zmq_address="127.0.0.1:21001", incarnation="one")
 
@@ -106,7 +106,7 @@ def test_what_a_proxy_answers_a_d_that_asked() -> None:
     heard: list[tuple[str, ...]] = []
     ping = msgspec.structs.replace(PING, type="D", partners=4)
     with router() as (socket, address):
-        pinger = Pinger(address, ping, 0.05, hear=heard.append)
+        pinger = Pinger(address, ping, 0.05, on_partners=heard.append)
         pinger.start()
         try:
             peer, _ = socket.recv_multipart()

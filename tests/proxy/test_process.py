@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from proxy_process import DEADLINE, ROOT, running
 
-from p2pkv.control.announcer import Pinger
 from p2pkv.control.discovery import Ping
+from p2pkv.control.pinger import Pinger
 from p2pkv.control.security import Members
 from p2pkv.demo.processes import free_ports
 from proxy.cli import main

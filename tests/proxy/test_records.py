@@ -18,7 +18,7 @@ from proxy_behaviours import Seen, answer_error, dies, never, streams
 from proxy_fakes import DEADLINE, PING_SECONDS, Deployment, FakeInstance, deployed, quiet, until
 from proxy_process import running
 
-from p2pkv.control.announcer import Pinger
+from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import free_ports
 from proxy.records import JsonLines
 from proxy.tracing import NoTracing, Spans, trace_id_of

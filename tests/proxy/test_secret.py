@@ -13,8 +13,8 @@ import pytest_asyncio
 from hostile_support import RAW, dealer, shout
 from proxy_fakes import Deployment, deployed, until
 
-from p2pkv.control.announcer import Pinger
 from p2pkv.control.discovery import Ping, encode_ping, goodbye
+from p2pkv.control.pinger import Pinger
 from p2pkv.control.security import Members
 from p2pkv.pairing import Address
 from proxy.app import LISTENER

@@ -39,7 +39,7 @@ from proxy_fakes import PING_SECONDS, Deployment, FakeInstance, held, quiet, unt
 from proxy_process import Command, running
 from soak_peer import objects_of_requests
 
-from p2pkv.control.announcer import Pinger
+from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import free_ports
 
 CLIENTS = 48

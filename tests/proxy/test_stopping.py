@@ -26,7 +26,7 @@ from proxy_fakes import (
 )
 from proxy_process import Command, running
 
-from p2pkv.control.announcer import Pinger
+from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import free_ports
 
 pytestmark = pytest.mark.asyncio

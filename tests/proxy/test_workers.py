@@ -26,7 +26,7 @@ from proxy_behaviours import Seen, event, event_stream
 from proxy_fakes import PING_SECONDS, FakeInstance
 from proxy_process import Command, running
 
-from p2pkv.control.announcer import Pinger
+from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import free_ports
 from proxy.admission import Limits
 from proxy.cli import main

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pkv.config import DEFAULT_KV_PORT, MIB, ConfigError, Options
+from p2pkv.config import DEFAULT_KV_PORT, MIB, RENAMED, ConfigError, Options
 from p2pkv.pairing import Address
 
 
@@ -195,13 +195,13 @@ class TestBadInput:
 
     def test_kv_ahead_needs_more_than_what_is_kept_for_admitted_requests(self) -> None:
         sizes = {"staging_bytes": 4 * MIB, "chunk_bytes": 2 * MIB}
-        assert options(sizes).ahead_bytes == 0
-        said = refused(sizes | {"ahead_bytes": MIB})
+        assert options(sizes).prefetch_bytes == 0
+        said = refused(sizes | {"prefetch_bytes": MIB})
         assert said.startswith(
-            f"ahead_bytes is set and staging_bytes only {4 * MIB}: expected more than 2 chunks"
+            f"prefetch_bytes is set and staging_bytes only {4 * MIB}: expected more than 2 chunks"
         )
         assert said.endswith("raise staging_bytes or lower chunk_bytes")
-        assert options(sizes | {"ahead_bytes": MIB, "staging_bytes": 4 * MIB + 1}).ahead_bytes == MIB
+        assert options(sizes | {"prefetch_bytes": MIB, "staging_bytes": 4 * MIB + 1}).prefetch_bytes == MIB
 
     def test_links(self) -> None:
         assert "expected one of auto, host, nccl" in refused({"link": "rdma"})
@@ -310,3 +310,12 @@ class TestSecurity:
             assert allowed is not None and str(allowed) == "10.0.0.0/8, fd00::/8"
         for value in ([], "10.0.0.0/99", ["node-7"], [7], {"10.0.0.0/8": 1}):
             assert refused({"allowed_peers": value}).startswith("allowed_peers")
+
+
+@pytest.mark.parametrize(("old", "value"), [("ahead_bytes", MIB), ("links_ahead", False)])
+def test_an_old_name_of_an_option_is_understood_with_a_warning(old: str, value: object) -> None:
+    new = RENAMED[old]
+    read = options({old: value})
+    assert getattr(read, new) == getattr(options({new: value}), new) == value
+    assert read.notes[0].startswith(f"{old} is now called {new}") and not options({new: value}).notes
+    assert f"{old} and {new} are one option" in refused({old: value, new: value})

@@ -119,7 +119,7 @@ def test_what_does_not_fit_a_device_fails_with_what_to_set(monkeypatch: pytest.M
         nccl_communicator.DevicePool(card(monkeypatch), 2 * GIB)
     with pytest.raises(MemoryError, match=r"^ahead_bytes is 2,048 MiB.*only 1,024 MiB") as raised:
         EarlyBuffers(2 * GIB, CARD)
-    for what in ("staging_bytes", "ahead_bytes", "--gpu-memory-utilization"):
+    for what in ("staging_bytes", "prefetch_bytes", "--gpu-memory-utilization"):
         assert what in str(raised.value)
 
 

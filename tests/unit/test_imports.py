@@ -16,21 +16,24 @@ import p2pkv
 ROOT = Path(p2pkv.__file__).parents[1]
 
 # Each part, and the parts below it that it may import, as docs/design.md has them. A part may import itself.
-CORE = {"protocol", "protocol.messages", "plan", "sharding", "pairing", "trust", "config", "log"}
+CORE = {"protocol", "protocol.messages", "plan", "sharding", "packings"}
+CORE |= {"pairing", "trust", "config", "log", "link_kinds"}
 SEAMS = {"links", "kv", "control", "device"}
 BELOW = {
     "": set(),
     "pairing": set(),
     "trust": set(),
-    "config": {"pairing", "trust"},
+    "link_kinds": set(),
+    "config": {"pairing", "trust", "link_kinds"},
     "log": set(),
     "protocol.messages": set(),
     "sharding": set(),
     "plan": {"sharding"},
-    "protocol": {"protocol.messages", "plan", "sharding", "pairing"},
+    "packings": set(),
+    "protocol": {"protocol.messages", "plan", "sharding", "pairing", "packings"},
     "device": set(),
-    "links": {"trust", "device"},
-    "kv": {"device"},
+    "links": {"trust", "device", "link_kinds"},
+    "kv": {"device", "packings"},
     "control": {"protocol.messages", "pairing", "trust", "log"},
     "engine": CORE | SEAMS,
     "connector": CORE | SEAMS | {"engine", "plugin"},
@@ -41,7 +44,7 @@ BELOW = {
 }
 CLOCKS = {"time", "datetime", "asyncio", "sched"}
 HEAVY = {"torch", "zmq", "vllm", "cupy"}
-PURE = ("sharding", "plan", "protocol", "protocol.messages", "pairing", "trust")
+PURE = ("sharding", "plan", "packings", "protocol", "protocol.messages", "pairing", "trust")
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 
@@ -167,6 +170,7 @@ LIGHT = [
     "p2pkv.trust",
     "p2pkv.plan",
     "p2pkv.config",
+    "p2pkv.link_kinds",
     "p2pkv.log",
     "p2pkv.plugin",
     "p2pkv.control.discovery",

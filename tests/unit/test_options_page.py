@@ -40,4 +40,4 @@ def test_the_defaults_that_are_written_by_hand() -> None:
     ]
     made = options()
     assert (made.host, made.kv_port) == ("127.0.0.1", 14579)
-    assert (made.discovery, made.allowed_peers, made.ahead_bytes) == ("plain", None, 0)
+    assert (made.discovery, made.allowed_peers, made.prefetch_bytes) == ("plain", None, 0)

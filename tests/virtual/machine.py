@@ -50,7 +50,7 @@ class Worker:
         self.endpoint = Endpoint(machine.name, place.shifted(pages.rank), machine.network, self.ring)
         options = Options(
             role=role, host=place.host, kv_port=place.port, lease_seconds=LEASE, staging_bytes=STAGING,
-            chunk_bytes=machine.chunk_bytes, stall_seconds=STALL, ahead_bytes=STAGING,
+            chunk_bytes=machine.chunk_bytes, stall_seconds=STALL, prefetch_bytes=STAGING,
             verify=role == "P",  # it is enough that one side asks
         )  # fmt: skip
         hello = hello_of(options, machine.build.model, pages, self.links.kind, incarnation)

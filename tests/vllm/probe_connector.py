@@ -25,7 +25,7 @@ from p2pkv.connector import P2pKvConnector
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.engine.commands import Blocks
 from p2pkv.kv.cache import PagedCache
-from p2pkv.kv.layouts import DENSE, unpack_into
+from p2pkv.packings import DENSE, packing_of
 from p2pkv.protocol.handshake import Wire, shapes
 from p2pkv.protocol.messages import KvGroup
 from p2pkv.sharding import Shape
@@ -53,9 +53,10 @@ class ProbeConnector(P2pKvConnector):
 
     def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
         super().save_kv_layer(layer_name, *args, **kwargs)
-        if self.worker is not None and self._hold.exists() and self.worker._prompts:
+        under_way = self.worker._computed.prompts if self.worker is not None else ()
+        if self.worker is not None and self._hold.exists() and under_way:
             layer, prompts = map(int, self._hold.read_text().split())
-            if self.worker._places.get(layer_name) == layer and len(self.worker._prompts) >= prompts:
+            if self.worker._indices.get(layer_name) == layer and len(under_way) >= prompts:
                 self._hold.with_suffix(".held").touch()
                 end = time.monotonic() + 60
                 while self._hold.exists() and time.monotonic() < end:
@@ -126,7 +127,7 @@ class ProbeConnector(P2pKvConnector):
             pages = rows.view(bits).view(units, heads, -1)
             dense = pages.clone().view(units, heads, cache.unit_tokens, -1)
             if cache.codec != DENSE:
-                unpack_into(dense.numpy(), pages.numpy(), cache.codec)
+                packing_of(cache.codec).unpack(dense.numpy(), pages.numpy())
             tokens = dense.permute(1, 0, 2, 3).reshape(heads, units * cache.unit_tokens, -1)
         else:
             tokens = rows.transpose(0, 1)

@@ -37,7 +37,7 @@ def taker(fleet_keeper, tiny_model: Path, logs: Path) -> Iterator[VllmServer]:
         "D",
         probes,
         name="taker",
-        extra_config={"ahead_bytes": ROOM, "verify": True},
+        extra_config={"prefetch_bytes": ROOM, "verify": True},
         load_failure_policy="fail",
         log_path=logs / "taker.log",
     )

@@ -128,7 +128,7 @@ def running(tiny_model: Path, logs: Path, tmp_path_factory: pytest.TempPathFacto
     )  # fmt: skip
     d = VllmServer(
         tiny_model, role="D", name="weights-D", log_path=logs / "weights-D.log", extra_args=settings,
-        extra_config={"ahead_bytes": 1 << 22}, **common,
+        extra_config={"prefetch_bytes": 1 << 22}, **common,
     )  # fmt: skip
     singles = {
         name: VllmServer(model, extra_args=SETTINGS, name=name, log_path=logs / f"weights-{name}.log")

@@ -14,7 +14,7 @@ padding between one page and the next. A page is described here as KV groups wit
 rows are the same for both layouts that vLLM has: SD, [steps, channels], where a row lies together, and DS,
 [channels, steps], where the rows are columns, which `ColumnCopier` copies a whole window at a time.
 
-What cannot be told for certain is refused, with the layer's name.
+What is not certain is refused, with the layer's name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ import torch
 from p2pkv.config import ConfigError
 from p2pkv.kv.cache import PagedCache
 from p2pkv.kv.copiers import ColumnCopier, copier_of
-from p2pkv.kv.layouts import DENSE, LayerPages
+from p2pkv.kv.layouts import LayerPages
+from p2pkv.packings import DENSE
 from p2pkv.protocol.messages import KvGroup
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ KEY_FIRST = "state:kv"
 """The codec of a gated delta net's state in vLLM's CPU kernels, [head, k, v]. In others it is [h, v, k]."""
 
 _SIZES = lcm(*range(1, 17), 128)
-"""Every tensor-parallel size that anybody has divides it. Channels without heads are divided into the largest
+"""Multiple of every supported tensor-parallel size. Channels without heads are divided into the largest
 number of equal heads that divides it, so that P and D have the same heads whatever their sizes."""
 
 
@@ -69,7 +70,7 @@ class RecurrentLayer:
 
 
 class StateGroup(NamedTuple):
-    """One KV group: its memory on this rank, what a Hello says of it, and the numbers of its layers."""
+    """One KV group: its memory on this rank, its entry in a Hello, and the numbers of its layers."""
 
     cache: PagedCache
     shape: KvGroup
@@ -93,7 +94,7 @@ def refuse_strange_states(config: VllmConfig, kv_config: KVCacheConfig) -> None:
     """Raises ConfigError for recurrent layers whose state this version does not move.
 
     It needs no registered tensors. Where this process has no model (vLLM's scheduler often has none), it
-    looks at what the specs alone say.
+    looks at the specs alone.
     """
     modules: Mapping[str, Any] = config.compilation_config.static_forward_context
     tp, pp = config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size
@@ -133,7 +134,7 @@ def state_groups(
         _check_pages(layer)
         for part, offset in _parts(form, layer.spec, layer.pages.device.type == "cpu", tp, dim_first):
             parts.setdefault(part, []).append((layer, offset))
-    return [_group(part, places, tp) for part, places in parts.items()]
+    return [_group(part, parts_of_layers, tp) for part, parts_of_layers in parts.items()]
 
 
 def state_entry(spec: Any, tokens: int) -> int:
@@ -206,7 +207,7 @@ class Form:
 
 
 def form_of(name: str, spec: Any, module: Any, *, tp: int, dim_first: bool) -> Form:
-    """What the layer `name` keeps. Raises ConfigError unless its spec and its sizes tell the same."""
+    """What the layer `name` keeps. Raises ConfigError unless its spec and its sizes agree."""
     read = _check_kind(name, spec)
     form = read(Sizes(name, module))
     if spec.tp_replicated:
@@ -366,7 +367,7 @@ def _check_engine(name: str, pp: int) -> None:
 class _StatePart:
     """What makes one KV group of all layers that have it.
 
-    Layers differ in it on P if they do on D: `form` says what lies around it, which decides on the strides.
+    Layers differ in it on P if they do on D: `form` has what lies around it, which decides on the strides.
 
     Attributes:
         kind: of the recurrent layer.
@@ -433,10 +434,10 @@ def _check_pages(layer: RecurrentLayer) -> None:
         )
 
 
-def _group(part: _StatePart, places: Sequence[tuple[RecurrentLayer, int]], tp: int) -> StateGroup:
-    """The KV group of a part; `places`: its layers, and where it begins in their pages."""
+def _group(part: _StatePart, parts_of_layers: Sequence[tuple[RecurrentLayer, int]], tp: int) -> StateGroup:
+    """The KV group of a part; `parts_of_layers`: its layers, and where it begins in their pages."""
     pages, tensors, numbers = [], [], []
-    for layer, offset in places:
+    for layer, offset in parts_of_layers:
         tensor = layer.pages
         for step in range(part.steps):
             block = tensor.stride(0)
@@ -468,7 +469,7 @@ def _group(part: _StatePart, places: Sequence[tuple[RecurrentLayer, int]], tp: i
         codec=part.codec,
         device=tensors[0].device,
     )
-    patterns = sorted({re.sub(r"\d+", "#", layer.name) for layer, _ in places})
+    patterns = sorted({re.sub(r"\d+", "#", layer.name) for layer, _ in parts_of_layers})
     shape = KvGroup(
         layers=(len(pages),),
         heads=part.axis.heads,

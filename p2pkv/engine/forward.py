@@ -1,0 +1,60 @@
+"""The forward thread's part of a push: which layers of a step are computed, in runs that fill a message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from p2pkv.device import Fence
+from p2pkv.engine import commands as do
+from p2pkv.engine.commands import Command
+
+Prompts = tuple[tuple[str, int], ...]
+"""Of each prompt of a step its key, and the end of its tokens that the step computes."""
+
+
+class Commands(Protocol):
+    """The rank, as far as this needs it."""
+
+    def do(self, command: Command) -> None: ...
+
+
+class ComputedLayers:
+    """The layers of one step. The engine is woken when there is a message's worth of them, not sooner."""
+
+    def __init__(self, layers: int, record: Callable[[], Fence]) -> None:
+        """`layers`: in the rank's cache; `record`: makes a fence behind the current stream's work."""
+        self.record = record
+        self._layers = layers
+        self.prompts: Prompts = ()
+        """Of the step under way; () where `computed` is not to be called."""
+        self._stride = 1
+        # The run of layers that are computed and that the engine does not know of.
+        self._run = 0, 0
+
+    def begin(self, prompts: Prompts, stride: int) -> None:
+        """A step begins. `prompts`: () if it computes none that P sends; `stride`: layers of a message."""
+        self.prompts, self._stride, self._run = prompts, stride, (0, 0)
+
+    def computed(self, index: int, rank: Commands) -> None:
+        """This layer's KV of the step is written, or queued on the current stream."""
+        if index != self._run[1]:
+            self._hand_over(rank)
+            self._run = index, index
+        self._run = self._run[0], index + 1
+        # The last layer's too: the step's end may come only after sampling.
+        if self._run[1] - self._run[0] >= self._stride or index == self._layers - 1:
+            self._hand_over(rank)
+
+    def _hand_over(self, rank: Commands) -> None:
+        first, stop = self._run
+        if stop > first:
+            rank.do(do.Computed(self.prompts, first, stop, self.record()))
+        self._run = stop, stop
+
+    def end(self, rank: Commands) -> None:
+        """The step is over: all layers are computed, also those that were not reported. Idempotent."""
+        if self.prompts:
+            rank.do(do.Computed(self.prompts, 0, self._layers, self.record()))
+            rank.do(do.Flush(tuple(key for key, _ in self.prompts)))
+            self.prompts = ()
