@@ -270,10 +270,6 @@ PRODUCT = (
     Mutant(
         "weights without files need no name",
         "p2pkv/connector/identity.py:_weight_files",
-        "    raise ConfigError(\n",
-        "    return []\n    raise ConfigError(\n",
-    ),
-    Mutant(
         "    if kind in FILE_FORMATS:\n",
         "    if True:\n        return []\n    if kind in FILE_FORMATS:\n",
         ("tests/connector/test_describe.py::test_weights_without_files_need_a_name",),
@@ -444,10 +440,6 @@ PRODUCT = (
     Mutant(
         "the engine core rests although it has just heard news",
         "p2pkv/connector/connector.py:P2pKvConnector._hurry",
-        "CORE.seconds = 0.0",
-        "pass",
-    ),
-    Mutant(
         "        ENGINE_CORE.seconds = 0.0\n",
         "",
         ("tests/connector/test_idle_steps.py",),
@@ -1045,10 +1037,6 @@ PRODUCT = (
         "p2pkv/connector/scheduler.py:ConsumerScheduler.reported",
         "settled = len(asking.begun) >= self._world or self._failure(asking)",
         "settled = True",
-    ),
-    Mutant(
-        " if settled else []",
-        "",
         ("tests/connector/test_deferral.py",),
     ),
     Mutant(

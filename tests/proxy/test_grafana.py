@@ -61,6 +61,7 @@ async def test_the_proxy_has_what_is_asked_of_it(concurrent: Deployment) -> None
     assert used <= labels | {"le"}
 
 
+@pytest.mark.vllm
 def test_the_connector_has_what_is_asked_of_it() -> None:
     found = {name for name in asked("p2pkv_") if not name.startswith("p2pkv_proxy_")}
     from p2pkv.connector.metadata import RENAMED
