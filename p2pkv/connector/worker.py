@@ -25,7 +25,7 @@ from p2pkv.engine import commands as do
 from p2pkv.engine.commands import Command, Event
 from p2pkv.engine.context import Counters
 from p2pkv.engine.liveness import Liveness
-from p2pkv.engine.rank import Rank
+from p2pkv.engine.thread import Rank
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

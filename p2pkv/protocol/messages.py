@@ -8,6 +8,7 @@ connection that carried it, which the handshake proves, so it need not be repeat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import msgspec
@@ -336,13 +337,10 @@ class BadMessage(ValueError):
     """What a peer sent is no message of this protocol."""
 
 
-_encoder = msgspec.msgpack.Encoder()
+encode: Callable[[AnyMessage], bytes] = msgspec.msgpack.Encoder().encode
+"""The bytes of one message (msgpack)."""
+
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
-
-
-def encode(message: AnyMessage) -> bytes:
-    """The bytes of one message (msgpack)."""
-    return _encoder.encode(message)
 
 
 def decode(data: bytes | memoryview) -> AnyMessage:

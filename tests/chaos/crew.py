@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from p2pkv.engine import commands as do
-from p2pkv.engine.rank import Core
+from p2pkv.engine.core import Core
 
 
 @dataclass

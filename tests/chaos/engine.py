@@ -31,8 +31,8 @@ from faulty_links import Faults, FaultyLinks
 
 from p2pkv.config import Options
 from p2pkv.control.endpoint import Endpoint
-from p2pkv.engine import rank as rank_module
-from p2pkv.engine.rank import Rank
+from p2pkv.engine import thread as thread_module
+from p2pkv.engine.thread import Rank
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
@@ -87,7 +87,7 @@ class Side:
         logger = logging.getLogger("p2pkv")
         logger.propagate = False
         logger.addHandler(_Errors(self._violations))
-        rank_module.Endpoint = lambda place, *rest: Endpoint(  # type: ignore[misc, assignment]
+        thread_module.Endpoint = lambda place, *rest: Endpoint(  # type: ignore[misc, assignment]
             inside.shifted(place.port - outside.port), *rest
         )
         self.links = [FaultyLinks(links(), Faults()) for _ in range(build.tp)]

@@ -175,7 +175,7 @@ class PrefillRank:
             self.early[key, rank] = Early(attempt, self.world.now)
             return False
         limit = 0 if peer.link is None else peer.link.window // 2
-        sender.expects = frozenset(edge.target for edge in peer.plan.from_source(self.rank))
+        sender.serves(frozenset(edge.target for edge in peer.plan.from_source(self.rank)))
         if not peer.edges:
             self.run(key, sender.flush())
             return True

@@ -38,6 +38,10 @@ class Line:
         self.way: Way | None = None
         self.dialing = False
 
+    def assign(self, owner: object) -> None:
+        """As p2pkv's own."""
+        self.tag = owner
+
     @property
     def reached(self) -> bool:
         """Whether the handshake of a dialed connection is over."""
