@@ -502,7 +502,7 @@ PRODUCT = (
         "p2pkv/protocol/pieces.py:Extent.sendable",
         "        if self.ready is not None:\n            return self.start\n",
         "        if self.ready is not None:\n            return self.ceiling if computed else self.start\n",
-        ("tests/engine/test_kv_groups.py", "tests/protocol/test_conversation.py"),
+        ("tests/engine/test_kv_groups.py", "tests/virtual/test_walks.py"),
     ),
     Mutant(
         "P's blocks are free while a chunk of a KV group beside the first is to be read",
@@ -510,14 +510,14 @@ PRODUCT = (
         "        return self.cutter is not None and not self.cutter.left and not self.announced\n",
         "        under_way = {piece.group for _, pieces in self.announced.values() for piece in pieces}\n"
         "        return self.cutter is not None and not self.cutter.left and 0 not in under_way\n",
-        ("tests/protocol/test_conversation.py",),
+        ("tests/virtual/test_walks.py",),
     ),
     Mutant(
         "D wants what has left a window, and P has given back",
         "p2pkv/protocol/handshake.py:Wire.needed",
         "first = max(0, stop - self.window + 1) // whole * whole if self.window else 0",
         "first = 0",
-        ("tests/protocol/test_conversation.py",),
+        ("tests/virtual/test_walks.py",),
     ),
     Mutant(
         "each list of partners puts off the end of those that are not in it",

@@ -108,14 +108,17 @@ class Core:
         links: LinkFactory,
         endpoint: Endpoint,
         on_event: Callable[[], None] | None = None,
+        roles: str = "",
     ) -> None:
-        """`on_event` is called by the owner's thread after each event."""
+        """`on_event` is called by the owner's thread after each event. `roles`: "P", "D" or "PD"; by default
+        that of its Hello."""
+        roles = roles or hello.role
         self.commands: deque[Command] = deque()
         self._events: deque[Event] = deque()
         self._on_event = on_event
         self.context = Context(hello, options, cache, links, endpoint, Liveness(options.stall_seconds))
-        self.prefill = PrefillRole(self.context) if hello.role == "P" else None
-        self.decode = DecodeRole(self.context) if hello.role == "D" else None
+        self.prefill = PrefillRole(self.context) if "P" in roles else None
+        self.decode = DecodeRole(self.context) if "D" in roles else None
         self.roles: list[Role] = [role for role in (self.prefill, self.decode) if role is not None]
         self.table = self._make_table()
         self.clock = HeldClock()
@@ -134,7 +137,8 @@ class Core:
                 before = table.commands.get(kind)
                 table.commands[kind] = handle if before is None else _both(before, handle)
             table.messages.update({(role.peer, kind): take for kind, take in role.messages.items()})
-            table.unowned.update(role.unowned)
+            for kind, take in role.unowned.items():
+                table.unowned.setdefault(kind, take)  # a rank that is P, too, refuses no Hello as a D does
             table.effects.update(role.effects)
             table.disconnected[role.peer] = role.disconnected
         return table

@@ -16,14 +16,12 @@ from p2pkv.device import Fence
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import BURST, LOOK_SECONDS, Context, log
 from p2pkv.engine.effects import Emit, Say
-from p2pkv.engine.prefetch import PrefetchBuffer, PrefetchBuffers
+from p2pkv.engine.prefetch import ArrivedChunk, Check, PrefetchBuffer, PrefetchBuffers
 from p2pkv.engine.prefill_peers import (
     AbortPrefillLink,
     Admitted,
     Announced,
     Arrived,
-    ArrivedChunk,
-    Check,
     ChunkSent,
     Landed,
     Posted,

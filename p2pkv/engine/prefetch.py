@@ -1,4 +1,4 @@
-"""KV that comes to D before its request does (`ahead_bytes`): the memory in which it waits."""
+"""KV that has come to D: a chunk, and the memory in which chunks wait for their request (`ahead_bytes`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,48 @@ import numpy as np
 import torch
 
 from p2pkv.device import take_memory
-from p2pkv.engine.prefill_peers import ArrivedChunk
+from p2pkv.engine.prefill_peers import PrefillPeer
+from p2pkv.kv.cache import Rectangles
+from p2pkv.kv.checksum import Checksum
 from p2pkv.links.staging import ALIGNMENT, Slots
+from p2pkv.protocol.messages import Chunk, Sent
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The checksum of the bytes that arrived, and P's message with its own."""
+
+    digest: Checksum
+    sent: Sent
+
+    @property
+    def refuted(self) -> bool:
+        """Whether ours is computed by now, and differs from P's."""
+        return self.digest.known and self.differs()
+
+    def differs(self) -> bool:
+        """Whether ours differs from P's. Call it only once the device has computed ours."""
+        return self.digest.value() != self.sent.digest
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ArrivedChunk:
+    """One chunk that has arrived.
+
+    Attributes:
+        peer, rank: who sent it. By the time it is written to our blocks the peer may have disconnected, or
+            have been replaced by another incarnation.
+        buffer: uint8 [nbytes].
+        rows: our cache in the form that the bytes have, by KV group.
+        check: None where no checksum is wanted.
+    """
+
+    peer: PrefillPeer
+    rank: int
+    chunk: Chunk
+    buffer: torch.Tensor
+    rows: tuple[Rectangles, ...]
+    check: Check | None
 
 
 @dataclass(eq=False)

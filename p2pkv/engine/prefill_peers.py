@@ -14,14 +14,12 @@ from dataclasses import dataclass, field
 from math import inf
 
 import msgspec
-import torch
 
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine.context import BURST, Context, log
 from p2pkv.engine.effects import Effect
 from p2pkv.engine.peers import IDLE_BEATS, IDLE_REASON, Overdue, Peers, surplus
 from p2pkv.kv.cache import Rectangles
-from p2pkv.kv.checksum import Checksum
 from p2pkv.links.base import Inbound, LinkError, Receive
 from p2pkv.pairing import Address
 from p2pkv.plan import Edge, Plan
@@ -696,43 +694,3 @@ class PrefillPeers(Peers[str, PrefillPeer]):
     def close(self) -> None:
         for peer in self:
             peer.abort("D is shutting down")
-
-
-# What has come.
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """The checksum of the bytes that arrived, and P's message with its own."""
-
-    digest: Checksum
-    sent: Sent
-
-    @property
-    def refuted(self) -> bool:
-        """Whether ours is computed by now, and differs from P's."""
-        return self.digest.known and self.differs()
-
-    def differs(self) -> bool:
-        """Whether ours differs from P's. Call it only once the device has computed ours."""
-        return self.digest.value() != self.sent.digest
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class ArrivedChunk:
-    """One chunk that has arrived.
-
-    Attributes:
-        peer, rank: who sent it. By the time it is written to our blocks the peer may have disconnected, or
-            have been replaced by another incarnation.
-        buffer: uint8 [nbytes].
-        rows: our cache in the form that the bytes have, by KV group.
-        check: None where no checksum is wanted.
-    """
-
-    peer: PrefillPeer
-    rank: int
-    chunk: Chunk
-    buffer: torch.Tensor
-    rows: tuple[Rectangles, ...]
-    check: Check | None

@@ -123,6 +123,7 @@ class Source:
             )
         nbytes = self._coverage.reserve(message.pieces)
         if nbytes != message.nbytes:
+            self._coverage.give_back(message.pieces)
             raise RemoteProtocolError(
                 f"{message.key}: chunk of {message.nbytes} bytes whose pieces make {nbytes}"
             )

@@ -9,7 +9,7 @@ from chaos.crew import Crew
 from chaos.decode import DecodeSide
 from chaos.engine import Build
 from chaos.forward import Forward
-from chaos.model import Memory, RankPages, Violation, hello_of, make_rank_pages
+from chaos.model import Memory, RankPages, Violation, hello_of
 from chaos.prefill import PrefillSide
 from chaos.schedule import LEASE
 from engine_support import BUSY
@@ -20,8 +20,8 @@ from virtual.network import Endpoint, Network
 from p2pkv.config import Options
 from p2pkv.engine.core import Core
 from p2pkv.pairing import Address
+from p2pkv.protocol import sender
 from p2pkv.protocol.receiver import MAX_CHUNKS
-from p2pkv.protocol.sender import MAX_ANNOUNCED
 
 STAGING, CHUNKS = 1 << 18, (4096, 16384)
 """Bytes of a rank; of a message, one of these in all engines of a run. Some short ones hold one KV group."""
@@ -93,10 +93,10 @@ class Life:
         self._next_step = float("inf")
         self.hung_until = 0.0
         build = machine.build
-        pages = [make_rank_pages(build.model, each, build.tp) for each in range(build.tp)]
+        pages = build.pages()
         self.memory = Memory(build.model, pages)
         self.workers = [Worker(self, each, f"{machine.draw.getrandbits(128):032x}") for each in pages]
-        crew = Crew([worker.core for worker in self.workers], machine.broken)
+        crew = Crew([each.core for each in self.workers], machine.broken, [each.layers for each in pages])
         forward = PrefillSide if machine.name.startswith("P") else DecodeSide
         self.forward: Forward = forward(crew, self.memory, machine.say, machine.broken)
 
@@ -274,7 +274,7 @@ class Machine:
         if core.prefill is not None:
             prompts = core.prefill.transfers.entries.values()
             sends = [send for entry in prompts for send in entry.sender.sends.values()]
-            chunks += [len(send.announced) - MAX_ANNOUNCED for send in sends]
+            chunks += [len(send.announced) - sender.MAX_ANNOUNCED for send in sends]
         if core.decode is not None:
             loads = [entry.receiver for entry in core.decode.transfers.entries.values()]
             chunks += [len(each.chunks) - MAX_CHUNKS for load in loads for each in load.sources.values()]

@@ -41,7 +41,14 @@ class VirtualRank:
         self.beat: Beat | None = None
         """What its engine core says of itself as often as it is looked at; None: nothing."""
         self.alive = True
-        self.core = Core(self.hello, opts, RankCache([cache]), self.wires, self.endpoint)  # type: ignore[arg-type]
+        self.core = Core(
+            self.hello,
+            opts,
+            RankCache([cache]),
+            self.wires,
+            self.endpoint,
+            roles=pair.roles,  # type: ignore[arg-type]
+        )
         self.context, self.steps, self.counters = self.core.context, self.core.steps, self.core.counters
         self.revoke, self.events = self.core.revoke, self.core.events
         self.steps.read_beats = lambda: [] if self.beat is None else [self.beat]
@@ -119,9 +126,10 @@ class VirtualEngine(Engine):
 
 
 class VirtualPair:
-    """`p` and `d`, with these options."""
+    """`p` and `d`, with these options. `roles`: of the core of each; by default the one of its Hello."""
 
-    def __init__(self, geometry: Geometry | None = None, **options: object) -> None:
+    def __init__(self, geometry: Geometry | None = None, roles: str = "", **options: object) -> None:
+        self.roles = roles
         self.geometry = geometry or Geometry()
         self.draw = random.Random(1)
         self.clock = Clock()
