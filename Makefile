@@ -37,10 +37,9 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 PYTHON ?= $(shell python3.11 --version >/dev/null 2>&1 && echo python3.11 || echo python3)
-SECONDS ?= $(if $(filter 1,$(TIER)),100000,300)
+SECONDS ?= 300
 SEED ?= 1
 TIER ?= 3
-CHAOS_1 := protocol
 CHAOS_2 := virtual
 CHAOS_3 := chaos
 DEVICE ?= $(shell { test -e /dev/nvidia0 || nvidia-smi -L >/dev/null 2>&1; } && echo cuda || echo cpu)

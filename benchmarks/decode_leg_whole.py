@@ -11,7 +11,7 @@ from typing import Any
 
 from p2pkv.connector import P2pKvConnector
 from p2pkv.engine import commands as do
-from p2pkv.engine.rank import Rank
+from p2pkv.engine.thread import Rank
 
 
 class WholeRequestConnector(P2pKvConnector):

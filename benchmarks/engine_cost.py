@@ -1,6 +1,6 @@
 """CPU time of p2pkv's engine thread, by requests that wait on D and by peers: does it grow with them?
 
-Real cores (p2pkv.engine.rank.Core) with real ZMQ endpoints on loopback and "host" links, all driven by this
+Real cores (p2pkv.engine.core.Core) with real ZMQ endpoints on loopback and "host" links, all driven by this
 one thread on a clock that moves only when nobody has anything to do: no vLLM, no forward, no sleep. A turn is
 what Rank's thread does: wait for messages (here never longer than 0 s, and only when there are some, or when
 the turn is due), then Core.turn. The time is the thread's CPU time (time.thread_time) around each turn of the
@@ -49,7 +49,7 @@ from p2pkv.control.endpoint import Endpoint
 from p2pkv.demo.processes import free_ports
 from p2pkv.device import make_recorder
 from p2pkv.engine import commands as do
-from p2pkv.engine.rank import Core
+from p2pkv.engine.core import Core
 from p2pkv.kv import DENSE, PagedCache, RankCache
 from p2pkv.links import make_factory
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup

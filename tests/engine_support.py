@@ -19,8 +19,7 @@ from p2pkv.config import Options
 from p2pkv.demo.processes import free_ports
 from p2pkv.device import make_recorder
 from p2pkv.engine import commands as do
-from p2pkv.engine.producer import Producer
-from p2pkv.engine.rank import Rank
+from p2pkv.engine.thread import Rank
 from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.links import make_factory
 from p2pkv.links.base import LinkFactory
@@ -56,10 +55,7 @@ class _Deed:
 
 def soon_on_engine_thread(rank: Rank, act: Callable[[], object]) -> None:
     """Have the engine's thread do this, since sockets and links are its own; returns at once."""
-    half: Any = rank.half
-    if not hasattr(half, "obeys_tests"):
-        command, half.obeys_tests = half.command, True
-        half.command = lambda order, now: order.act() if isinstance(order, _Deed) else command(order, now)
+    rank.core.table.commands[_Deed] = lambda deed, now: deed.act()
     rank.do(_Deed(act))  # type: ignore[arg-type]
 
 
@@ -87,10 +83,11 @@ class Forward:
 
 def hold_back(p: Engine) -> Callable[[], None]:
     """A P that announces and obeys no grant; the result lets it go on."""
-    half = p.ranks[0].rank.half
-    pump = half.pump
-    on_engine_thread(p.ranks[0].rank, lambda: setattr(half, "pump", lambda now: False))
-    return lambda: on_engine_thread(p.ranks[0].rank, lambda: setattr(half, "pump", pump))
+    role = p.ranks[0].rank.core.prefill
+    assert role is not None
+    poll = role.poll
+    on_engine_thread(p.ranks[0].rank, lambda: setattr(role, "poll", lambda now: False))
+    return lambda: on_engine_thread(p.ranks[0].rank, lambda: setattr(role, "poll", poll))
 
 
 @dataclass(frozen=True)
@@ -380,13 +377,15 @@ def says(engine: Engine, hello: Hello, rank_number: int = 0) -> None:
 def vanish(engine: Engine) -> None:
     """Die as by kill -9: no farewell."""
     for each in engine.ranks:
-        each.rank.finish = each.rank.half.close = lambda: None  # type: ignore[method-assign]
+        (role,) = each.rank.core.roles
+        each.rank.finish = role.close = lambda: None  # type: ignore[method-assign]
     engine.stop()
 
 
 def break_link(engine: Engine) -> None:
     """The one link of its one rank, at this end."""
     rank = engine.ranks[0].rank
-    (peer,) = rank.half.peers
-    table = rank.half.prompts if isinstance(rank.half, Producer) else rank.half.requests
-    on_engine_thread(rank, lambda: table.link_lost(peer, "broken by a test", time.monotonic()))
+    (role,) = rank.core.roles
+    peers: Any = role.peers  # type: ignore[attr-defined]
+    (peer,) = peers
+    on_engine_thread(rank, lambda: peers.lose_link(peer, "broken by a test", time.monotonic()))

@@ -92,7 +92,7 @@ class Processes:
 def _forkserver() -> Any:
     """A process that has imported torch and has one thread: to fork it is quick, and safe."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "p2pkv.engine.rank", "p2pkv.demo.processes"])
+    context.set_forkserver_preload(["torch", "p2pkv.engine.thread", "p2pkv.demo.processes"])
     with patch.dict(os.environ, {"OPENBLAS_NUM_THREADS": "1"}):  # numpy starts threads when imported
         forkserver.ensure_running()
     return context

@@ -29,7 +29,7 @@ from p2pkv.bench.harness import (
 from p2pkv.bench.memory import LAYOUTS, Memory
 from p2pkv.device import make_recorder
 from p2pkv.engine import commands as do
-from p2pkv.engine.rank import Rank
+from p2pkv.engine.thread import Rank
 from p2pkv.links import make_factory
 from p2pkv.links.base import Inbound, LinkError, Receive
 from p2pkv.pairing import Address

@@ -19,7 +19,7 @@ import torch
 from p2pkv.bench.memory import DTYPE, HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, Layout, Memory
 from p2pkv.config import Options
 from p2pkv.engine.commands import Event, LoadFailed
-from p2pkv.engine.rank import Rank
+from p2pkv.engine.thread import Rank
 from p2pkv.kv import PagedCache, RankCache
 from p2pkv.links import make_factory
 from p2pkv.links.base import LinkFactory, Outbound

@@ -42,7 +42,7 @@ from p2pkv.bench.memory import TOKEN_BYTES, Memory, capacity_for
 from p2pkv.bench.prefill import Hook
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
-from p2pkv.engine.rank import Rank
+from p2pkv.engine.thread import Rank
 from p2pkv.links import make_factory
 from p2pkv.links.base import Outbound, Send
 from p2pkv.pairing import Address

@@ -49,7 +49,7 @@ from p2pkv.control.discovery import DISCOVERY_VERSION, Ping
 from p2pkv.control.warm_up import ANSWER_TOKENS, WarmUp
 from p2pkv.engine import commands as do
 from p2pkv.engine.liveness import Beat
-from p2pkv.engine.rank import Rank
+from p2pkv.engine.thread import Rank
 from p2pkv.links import make_factory
 from p2pkv.protocol.handshake import fit
 

@@ -23,7 +23,7 @@ from p2pkv.engine.commands import Command, Event
 from p2pkv.engine.context import Counters
 from p2pkv.engine.forward import ComputedLayers
 from p2pkv.engine.liveness import Liveness
-from p2pkv.engine.rank import Rank
+from p2pkv.engine.thread import Rank
 
 # D's loads.
 

@@ -80,6 +80,10 @@ class Connection:
         self._identity = identity
         self._watch: Watch | None = None
 
+    def assign(self, owner: object) -> None:
+        """From now on it belongs to `owner`; None: to nobody."""
+        self.tag = owner
+
     @property
     def shut(self) -> bool:
         return self._socket is None

@@ -1,4 +1,5 @@
-"""What the parts of one rank share: what it was made with, its counters, its steps, copies under way."""
+"""What the parts of one rank share: what it was made with, its effects, timers and counters, copies under
+way."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from dataclasses import dataclass, field
 
 from p2pkv.config import Options
 from p2pkv.control.endpoint import Connection, Endpoint
-from p2pkv.device import Fence
-from p2pkv.engine.commands import Event
+from p2pkv.device import PASSED, Fence
+from p2pkv.engine.effects import Effects, Timers
 from p2pkv.engine.liveness import Liveness
 from p2pkv.kv.cache import RankCache, Rectangles
 from p2pkv.links.base import LinkFactory
@@ -54,9 +55,18 @@ class Counters:
     def add(self, name: str, value: int = 1) -> None:
         self.values[name] += value
 
+    def add_gauges(self, **gauges: Callable[[], int]) -> None:
+        """Gauges of one part of the rank. One of the same name is added up with those of other parts."""
+        for name, read in gauges.items():
+            self.gauges[name] = _sum(self.gauges[name], read) if name in self.gauges else read
+
     def snapshot(self) -> dict[str, int]:
         """All counters and gauges now."""
         return self.values | {name: read() for name, read in self.gauges.items()}
+
+
+def _sum(one: Callable[[], int], other: Callable[[], int]) -> Callable[[], int]:
+    return lambda: one() + other()
 
 
 Action = Callable[[float], None]
@@ -78,19 +88,22 @@ class Copies:
     All calls come from the engine thread but `wait`, which is for any.
     """
 
-    def __init__(self, record: Callable[[], Fence]) -> None:
+    def __init__(self, record: Callable[[], Fence] | None) -> None:
+        """`record`: makes a fence behind what has been launched; None: all is done when it is launched."""
         self._record = record
         self._launches: deque[_Launch] = deque()
         self._last: dict[str, _Launch] = {}
 
-    def launched(self, key: str) -> None:
-        """Note that a copy for this transfer has just been queued on the current stream."""
-        fence = self._record()
-        if not self._launches and fence.ready():
-            return
-        launch = _Launch(fence, key)
-        self._launches.append(launch)
-        self._last[key] = launch
+    def launched(self, key: str) -> bool:
+        """A copy for this transfer has just been queued on the current stream; whether all of them are
+        done."""
+        if self._record is not None:
+            fence = self._record()
+            if self._launches or not fence.ready():
+                launch = _Launch(fence, key)
+                self._launches.append(launch)
+                self._last[key] = launch
+        return key not in self._last
 
     def then(self, key: str, action: Action, now: float) -> None:
         """Do this when all copies launched for this transfer are done: at once, if none is under way."""
@@ -127,8 +140,35 @@ class Copies:
         return len(self._launches)
 
 
+class Revocations:
+    """Prompts whose blocks were taken back, until the engine thread has carried out that command.
+
+    Attributes:
+        reading: held while gathers are launched, so whoever holds it knows that none is being launched.
+        keys: how often each was taken back. Guarded by `reading`.
+    """
+
+    def __init__(self) -> None:
+        self.reading = threading.Lock()
+        self.keys: Counter[str] = Counter()
+
+    def add(self, keys: Iterable[str]) -> None:
+        """The forward thread takes these back; on return no gather for them will be launched."""
+        with self.reading:
+            self.keys.update(keys)
+
+    def carried_out(self, key: str) -> None:
+        with self.reading:
+            self.keys.subtract([key])
+            self.keys = +self.keys
+
+
 log = logging.getLogger("p2pkv.engine")
 log.addFilter(Throttle())
+
+LOOK_SECONDS = 0.25
+"""Seconds between two looks at all peers and at the engine core; the turns between look only at those peers
+that have something to do."""
 
 BURST = 4
 """Messages copied for one peer before the others, and the control plane, get their turn. Each turn of the
@@ -145,20 +185,19 @@ class Context:
     links: LinkFactory
     endpoint: Endpoint
     steps: Liveness
-    emit: Callable[[Event], None]
+    effects: Effects = field(default_factory=deque)
+    timers: Timers = field(default_factory=Timers)
     counters: Counters = field(default_factory=Counters)
-    reading: threading.Lock = field(default_factory=threading.Lock)
-    """Held while gathers are launched, so whoever holds it knows that none is being launched."""
-    revoked: Counter[str] = field(default_factory=Counter)
-    """Prompts whose blocks were taken back, until the engine thread knows of it. Guarded by `reading`."""
-
+    revoked: Revocations = field(default_factory=Revocations)
     copies: Copies = field(init=False)
 
     def __post_init__(self) -> None:
-        self.copies = Copies(self.cache.fence)
-        self.counters.gauges["copies"] = lambda: len(self.copies)
+        works_at_once = self.cache.fence() is PASSED
+        self.copies = Copies(None if works_at_once else self.cache.fence)
+        self.counters.add_gauges(copies=lambda: len(self.copies), links_stuck=lambda: self.links.stuck)
 
-    def tell(self, connection: Connection, message: AnyMessage) -> bool:
+    def answer(self, connection: Connection, message: AnyMessage) -> bool:
+        """Send this at once; False if the connection is gone or its queue is full."""
         return connection.send(encode(message))
 
     def form(self, theirs: Hello) -> tuple[tuple[Wire, ...], tuple[Rectangles, ...]]:
@@ -185,35 +224,3 @@ class Context:
     def beat(self) -> float:
         """Seconds between two heartbeats."""
         return min(1.0, self.options.lease_seconds / 6)
-
-
-class EndedTransfers:
-    """Keys of transfers that have ended, each with the reason; bounded in number and in time."""
-
-    MOST = 1024
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._reasons: dict[str, tuple[float, str]] = {}
-        self._order: deque[tuple[float, str]] = deque()
-
-    def add(self, key: str, reason: str, now: float) -> None:
-        self._reasons[key] = now, reason
-        self._order.append((now, key))
-        self.expire(now)
-
-    def get(self, key: str) -> str | None:
-        found = self._reasons.get(key)
-        return found[1] if found is not None else None
-
-    def discard(self, key: str) -> None:
-        self._reasons.pop(key, None)
-
-    def expire(self, now: float) -> None:
-        while self._order and (len(self._order) > self.MOST or now - self._order[0][0] > self.seconds):
-            since, key = self._order.popleft()
-            if key in self._reasons and self._reasons[key][0] == since:
-                del self._reasons[key]
-
-    def __len__(self) -> int:
-        return len(self._reasons)

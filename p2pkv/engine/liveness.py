@@ -76,6 +76,10 @@ class Liveness:
         number = self._number
         return number if self._since is not None else None
 
+    def held_up(self, seconds: float) -> None:
+        """By how much the engine thread's clock is behind the forward thread's."""
+        self.held = seconds
+
     # The engine core's beats.
 
     def look(self, now: float) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import gcd
 
 import numpy as np
@@ -54,7 +55,7 @@ class LayerPages:
         """Whether the two differ in nothing but their offset."""
         return replace(self, offset=0) == replace(other, offset=0)
 
-    @property
+    @cached_property
     def block_units(self) -> int:
         """Units in a logical block."""
         return self.ratio * self.units

@@ -88,9 +88,16 @@ class Inbound(ABC):
     def post(self, nbytes: int) -> Receive | None:
         """Post the next receive in order, or None while the window has no room for `nbytes`.
 
-        Whether the rank's staging has room for it beside other links is for the caller to ask of `share`.
+        Whether the rank's staging has room for it beside other links: see `take`.
         Raises ValueError if `nbytes` could never fit, LinkError after `abort`.
         """
+
+    def take(self, nbytes: int, reserve: int = 0) -> Receive | None:
+        """`post`, if both ends are up, and the rank's staging has room beside other links and `reserve`
+        bytes."""
+        if not self.ready() or not self.share.grants(nbytes, reserve):
+            return None
+        return self.post(nbytes)
 
     @property
     def way(self) -> str:

@@ -11,6 +11,7 @@ file that handles it. Messages have one form only (see `decode`), so a new field
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import msgspec
@@ -339,13 +340,10 @@ class BadMessage(ValueError):
     """What a peer sent is no message of this protocol."""
 
 
-_encoder = msgspec.msgpack.Encoder()
+encode: Callable[[AnyMessage], bytes] = msgspec.msgpack.Encoder().encode
+"""The bytes of one message (msgpack)."""
+
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
-
-
-def encode(message: AnyMessage) -> bytes:
-    """The bytes of one message (msgpack)."""
-    return _encoder.encode(message)
 
 
 def decode(data: bytes | memoryview) -> AnyMessage:

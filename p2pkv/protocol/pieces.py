@@ -147,6 +147,18 @@ class Cutter:
         """Bytes that are ready and not announced."""
         return sum(map(self.extents.size, self._pending(computed)))
 
+    def chunks(
+        self, computed: Computed, limit: int, flush: bool, most: int
+    ) -> Iterator[tuple[int, tuple[Piece, ...]]]:
+        """At most so many chunks of `limit` bytes, and with `flush` the rest: the bytes and pieces of
+        each."""
+        ready = self.pending(computed)
+        while ready and most and (flush or ready >= limit):
+            pieces = self.cut(computed, limit)
+            nbytes = sum(map(self.extents.size, pieces))
+            yield nbytes, pieces
+            ready, most = ready - nbytes, most - 1
+
     def cut(self, computed: Computed, limit: int) -> tuple[Piece, ...]:
         """The next chunk: ready pieces of up to `limit` bytes (one row at the least); () if none is ready."""
         taken: list[Piece] = []

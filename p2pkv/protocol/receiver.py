@@ -121,12 +121,12 @@ class Source:
                 f"{message.key}: chunk {message.chunk} is announced where {self._next} is due, "
                 f"or is one more than {MAX_CHUNKS}"
             )
-        nbytes = self._coverage.extents.check(message.pieces)
+        nbytes = self._coverage.reserve(message.pieces)
         if nbytes != message.nbytes:
+            self._coverage.give_back(message.pieces)
             raise RemoteProtocolError(
                 f"{message.key}: chunk of {message.nbytes} bytes whose pieces make {nbytes}"
             )
-        self._coverage.reserve(message.pieces)
         self.last_heard = now
         self._next += 1
         self.chunks[message.chunk] = _Announced(message)
@@ -220,7 +220,7 @@ class Receiver:
         self.nothing = False
         """D has said that it wants none of it."""
         self.ahead = ahead
-        self.reached = False
+        self._reached = False
         """Whether there is a connection to P's rank 0, which may not have answered yet."""
 
     # What D's own engine does.
@@ -284,6 +284,26 @@ class Receiver:
     def cancel(self, reason: str) -> list[Effect]:
         """D does not want the prompt any more. Chunks on their way will be received and dropped."""
         return self._end(reason, Cancel(self.key, self.attempt, reason))
+
+    def reached(self, reached: bool) -> None:
+        """Whether there is a connection to P's rank 0, which may not have answered yet."""
+        self._reached = reached
+
+    def again(self, attempt: int, lease_from: float) -> Receiver:
+        """The same request, asked of another incarnation of P: with a new lease, and the old bound."""
+        other = Receiver(
+            self.key,
+            attempt,
+            self.tokens,
+            self.digest,
+            self.lease,
+            lease_from,
+            stall=self.stall,
+            wait=self.wait,
+            ahead=self.ahead,
+        )
+        other.waits_since = self.waits_since
+        return other
 
     def waits_for(self, rank: int) -> bool:
         """Whether this rank of P still owes something, as far as is known. Who has been told Done does not:
@@ -423,7 +443,7 @@ class Receiver:
             return self.cancel(self._too_long())
         if answered_by is None or now < answered_by:
             return []
-        if not self.sources and not self.reached:
+        if not self.sources and not self._reached:
             return self.cancel(
                 f"P could not be reached: there was no connection to it for {self.lease:g} s; is it up, and "
                 "is its address right?"

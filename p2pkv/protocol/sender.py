@@ -157,15 +157,11 @@ class SendState:
         limit = min(limit, self.limit)
         if self.cutter is None or self.machine.ended or not limit:
             return
-        owed = self._owed(computed)
-        ready = self.cutter.pending(owed)
-        while ready and (flush or ready >= limit) and len(self.announced) < MAX_ANNOUNCED:
-            pieces = self.cutter.cut(owed, limit)
-            nbytes = sum(map(self.cutter.extents.size, pieces))
+        room = MAX_ANNOUNCED - len(self.announced)
+        for nbytes, pieces in self.cutter.chunks(self._owed(computed), limit, flush, room):
             yield Chunk(key, self.attempt, self._chunks, nbytes, pieces)
             self.announced[self._chunks] = (nbytes, pieces)
             self._chunks += 1
-            ready -= nbytes
 
     def grant(self, message: Grant) -> tuple[Piece, ...]:
         """A receive is posted for this chunk; what is in it. Raises RemoteProtocolError."""
@@ -216,10 +212,7 @@ class Terms:
 
 
 class Sender:
-    """One prompt on one P rank.
-
-    `expects` is set by the engine once D's shape is known: the D ranks that this rank serves.
-    """
+    """One prompt on one P rank."""
 
     def __init__(self, key: str, layers: Sequence[Sequence[int]], terms: Terms) -> None:
         """`layers`: of each KV group, the numbers of its layers on this rank."""
@@ -264,6 +257,10 @@ class Sender:
             self._since = self._moved = now
             return self.flush()
         return self._announce_all(flush=False)
+
+    def serves(self, ranks: frozenset[int]) -> None:
+        """D's shape is known: the ranks of D that this rank serves."""
+        self.expects = ranks
 
     def flush(self) -> list[Effect]:
         """The step is over: announce what is ready even if it does not fill a message."""
@@ -419,7 +416,7 @@ class Sender:
     def readable(self, order: Transmit) -> bool:
         """Whether the blocks still hold what was announced and granted."""
         send = self._live(order.rank, order.grant.attempt)
-        return send is not None and not order.filler and send.readable(self._computed, order.pieces)
+        return send is not None and bool(order.pieces) and send.readable(self._computed, order.pieces)
 
     def sent(self, order: Transmit, filler: bool, digest: bytes = b"") -> list[Effect]:
         """This chunk has been gathered (unless `filler`), with this checksum, and handed to the link."""
@@ -427,7 +424,7 @@ class Sender:
         sent = Sent(self.key, grant.attempt, grant.chunk, grant.link, filler, digest)
         out: list[Effect] = [Tell(order.rank, sent)]
         send = self._live(order.rank, grant.attempt)
-        if send is None or order.filler:
+        if send is None or not order.pieces:
             return out
         send.sent(grant.chunk, filler)
         flush = self.prompt.state is PromptPhase.COMPUTED

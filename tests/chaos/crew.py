@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from p2pkv.device import Fence
 from p2pkv.engine import commands as do
-from p2pkv.engine.rank import Core
+from p2pkv.engine.core import Core
 
 
 @dataclass
@@ -21,10 +22,13 @@ class _Key:
 
 
 class Crew:
-    """`broken` is told what must not be."""
+    """`broken` is told what must not be. `layers`: those of each rank; by default all have all."""
 
-    def __init__(self, ranks: Sequence[Core], broken: Callable[[str], None]) -> None:
+    def __init__(
+        self, ranks: Sequence[Core], broken: Callable[[str], None], layers: Sequence[range] | None = None
+    ) -> None:
         self.ranks = ranks
+        self._layers = layers or [range(1 << 20)] * len(ranks)
         self._broken = broken
         self._keys: dict[str, _Key] = {}
 
@@ -39,6 +43,13 @@ class Crew:
                 del self._keys[key]
         for rank in self.ranks:
             rank.do(command)
+
+    def computed(self, prompts: tuple[tuple[str, int], ...], layer: int, fence: Fence) -> None:
+        """This layer of the model is computed, on the ranks that have it."""
+        for rank, layers in zip(self.ranks, self._layers, strict=True):
+            if layer in layers:
+                number = layer - layers.start
+                rank.do(do.Computed(prompts, number, number + 1, fence))
 
     def ordered(self, key: str) -> bool:
         """Whether the ranks know what is to be loaded; nothing, after a failure."""

@@ -23,7 +23,7 @@ import torch
 from chaos.crew import Crew
 from chaos.decode import DecodeSide
 from chaos.forward import Forward
-from chaos.model import ONE_GROUP, Memory, Model, Violation, hello_of, make_rank_pages
+from chaos.model import ONE_GROUP, Memory, Model, RankPages, Violation, hello_of, make_rank_pages
 from chaos.prefill import PrefillSide
 from chaos.schedule import DECODES, LEASE
 from engine_support import BUSY, soon_on_engine_thread
@@ -31,8 +31,8 @@ from faulty_links import Faults, FaultyLinks
 
 from p2pkv.config import Options
 from p2pkv.control.endpoint import Endpoint
-from p2pkv.engine import rank as rank_module
-from p2pkv.engine.rank import Rank
+from p2pkv.engine import thread as thread_module
+from p2pkv.engine.thread import Rank
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
 from p2pkv.pairing import Address
@@ -64,10 +64,19 @@ class _Errors(logging.Handler):
 
 @dataclass(frozen=True)
 class Build:
-    """What an engine is: its model, and over how many ranks it spreads it."""
+    """What an engine is: its model, and over how many ranks it spreads it. `cut`: see `RankPages`."""
 
     model: Model = ONE_GROUP
     tp: int = 1
+    cut: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * (2 if self.cut else 1)
+
+    def pages(self) -> list[RankPages]:
+        """Those of all ranks."""
+        return [make_rank_pages(self.model, rank, self.tp, self.cut) for rank in range(self.ranks)]
 
 
 class Side:
@@ -87,10 +96,10 @@ class Side:
         logger = logging.getLogger("p2pkv")
         logger.propagate = False
         logger.addHandler(_Errors(self._violations))
-        rank_module.Endpoint = lambda place, *rest: Endpoint(  # type: ignore[misc, assignment]
+        thread_module.Endpoint = lambda place, *rest: Endpoint(  # type: ignore[misc, assignment]
             inside.shifted(place.port - outside.port), *rest
         )
-        self.links = [FaultyLinks(links(), Faults()) for _ in range(build.tp)]
+        self.links = [FaultyLinks(links(), Faults()) for _ in range(build.ranks)]
         # What a P sends in shared memory lies in the windows of the D's ranks, each within its own staging.
         self._staging = STAGING * (MOST_TP * len(DECODES) if role == "P" else 1)
         options = Options(
@@ -99,14 +108,14 @@ class Side:
             verify=role == "P",  # it is enough that one side asks
             prefetch_bytes=STAGING,
         )  # fmt: skip
-        pages = [make_rank_pages(build.model, each, build.tp) for each in range(build.tp)]
+        pages = build.pages()
         self.memory = Memory(build.model, pages)
         self.ranks = [
             Rank(hello_of(options, build.model, each, its.kind), options, each.cache, its)
             for each, its in zip(pages, self.links, strict=True)
         ]
         forward = PrefillSide if role == "P" else DecodeSide
-        crew = Crew(self.ranks, self.broken)
+        crew = Crew(self.ranks, self.broken, [each.layers for each in pages])
         self.forward: Forward = forward(crew, self.memory, self.say, self.broken)
         self._thaw_at: float | None = None
         self._next_look = 0.0

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from chaos.schedule import LEASE
 
-from p2pkv.engine.requests import MAX_TRIES
+from p2pkv.engine.decode import MAX_TRIES
 from p2pkv.pairing import Address
 
 GRACE = 5.0

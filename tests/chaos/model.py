@@ -82,6 +82,15 @@ class Model:
         return tuple(first[table] for table in sorted(first))
 
     @property
+    def cuts(self) -> list[int]:
+        """Where it can be cut into two pipeline stages: each must have layers of each group."""
+        return [
+            cut
+            for cut in range(1, self.layers)
+            if all(group.layers[0] < cut <= group.layers[-1] for group in self.groups)
+        ]
+
+    @property
     def hybrid(self) -> bool:
         """Whether P leaves the last token of a prompt to D: see `computes_last_token` in p2pkv."""
         return any(group.once or group.window for group in self.groups)
@@ -176,33 +185,52 @@ def kv(
 
 @dataclass
 class RankPages:
-    """What one rank holds: its groups' layers, [block, head, token, channel] of float32 each."""
+    """What one rank holds: its groups' layers, [block, head, token, channel] of float32 each.
+
+    Attributes:
+        cut: the first layer of the second pipeline stage; 0: there is one stage.
+        layers: those of its stage, by their numbers in the model.
+    """
 
     rank: int
     tp: int
+    cut: int
+    layers: range
     groups: list[list[torch.Tensor]]
     cache: RankCache
 
+    def of(self, group: Group) -> list[int]:
+        """The group's layers on this rank."""
+        return [layer for layer in group.layers if layer in self.layers]
 
-def make_rank_pages(model: Model, rank: int, tp: int) -> RankPages:
+
+def make_rank_pages(model: Model, rank: int, tp: int, cut: int = 0) -> RankPages:
+    layers = range(model.layers) if not cut else range(cut) if rank < tp else range(cut, model.layers)
     pages: list[list[torch.Tensor]] = []
     caches: list[PagedCache] = []
+    numbers: list[list[int]] = []
     for group in model.groups:
         tokens = 1 if group.once else group.block
-        shape = (model.blocks, len(group.on_rank(rank, tp)), tokens, group.content)
-        pages.append([torch.zeros(shape) for _ in group.layers])
+        numbers.append([layer - layers.start for layer in group.layers if layer in layers])
+        shape = (model.blocks, len(group.on_rank(rank % tp, tp)), tokens, group.content)
+        pages.append([torch.zeros(shape) for _ in numbers[-1]])
         caches.append(
-            PagedCache.from_tensors(pages[-1], block_size=tokens, tables=[group.table] * len(group.layers))
+            PagedCache.from_tensors(pages[-1], block_size=tokens, tables=[group.table] * len(numbers[-1]))
         )
-    return RankPages(rank, tp, pages, RankCache(caches, [group.layers for group in model.groups]))
+    return RankPages(rank, tp, cut, layers, pages, RankCache(caches, numbers))
 
 
 def hello_of(options: Options, model: Model, pages: RankPages, link: str, incarnation: str = "") -> Hello:
     """What the rank says of itself."""
     place = options.address
+
+    def stages(group: Group) -> tuple[int, ...]:
+        first = sum(layer < pages.cut for layer in group.layers)
+        return (first, len(group.layers) - first) if pages.cut else (len(group.layers),)
+
     groups = tuple(
         KvGroup(
-            (len(group.layers),), group.heads, cache.row_bytes, 1, "float32", cache.codec, "x",
+            stages(group), group.heads, cache.row_bytes, 1, "float32", cache.codec, "x",
             once=group.once, window=group.window,
         )
         for group, cache in zip(model.groups, pages.cache.groups, strict=True)
@@ -214,7 +242,7 @@ def hello_of(options: Options, model: Model, pages: RankPages, link: str, incarn
         rank=pages.rank,
         to="none",
         address=str(place.shifted(pages.rank)),
-        addresses=tuple(str(place.shifted(each)) for each in range(pages.tp)),
+        addresses=tuple(str(place.shifted(each)) for each in range(pages.tp * (2 if pages.cut else 1))),
         model="made-up",
         weights="made-up",
         cache=Cache(pages.tp, groups),
@@ -302,9 +330,9 @@ class Memory:
         """The groups that have this layer, and its pages as int32, on each rank."""
         for rank in self._ranks:
             for number, group in enumerate(self.model.groups):
-                if layer in group.layers:
-                    page = rank.groups[number][group.layers.index(layer)]
-                    yield number, group, page.view(torch.int32), group.on_rank(rank.rank, rank.tp)
+                if layer in (some := rank.of(group)):
+                    page = rank.groups[number][some.index(layer)]
+                    yield number, group, page.view(torch.int32), group.on_rank(rank.rank % rank.tp, rank.tp)
 
     def _all(self) -> Iterator[torch.Tensor]:
         for rank in self._ranks:

@@ -113,7 +113,7 @@ class PrefillSide(Forward):
         self.crew.do(do.PromptBlocks(prompt.key, tuple(list(table) for table in prompt.tables)))
         for layer in range(self.memory.model.layers):
             self.memory.compute(prompt.prompt, layer, prompt.tables, prompt.computed, stop)
-            self.crew.do(do.Computed(((prompt.key, stop),), layer, layer + 1, READY))
+            self.crew.computed(((prompt.key, stop),), layer, READY)
             yield LAYER_SECONDS
         self.crew.do(do.Flush((prompt.key,)))
         prompt.computed = stop

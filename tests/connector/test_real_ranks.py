@@ -77,7 +77,7 @@ def test_links_to_the_ps_that_the_proxy_names_are_up_before_the_first_request(en
         ask_both(p, d, "the first request", tokens(40))
         finish(p, d)
         assert set(d.ended.values()) == {"length"}
-        built = [peer.link for peer in p.workers[0].rank.half.peers]
+        built = [peer.link.number for peer in p.workers[0].rank.core.roles[0].peers]
         assert built == [1, 1], "the request has built links of its own"
 
 

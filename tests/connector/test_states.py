@@ -46,7 +46,7 @@ from p2pkv.connector.recurrent import (
 )
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
-from p2pkv.engine.rank import Rank
+from p2pkv.engine.thread import Rank
 from p2pkv.links.base import LinkFactory
 from p2pkv.pairing import Address
 from p2pkv.plan import make_plan

@@ -168,7 +168,7 @@ def test_a_request_of_d_across_its_sleep(engines: Any, moment: str, policy: str)
         d.step(2)
     d.wake()
     if moment == "asked":  # P knows by now that it is another D than the one that has cancelled
-        claims = p.workers[0].rank.half.prompts._early._claims
+        claims = p.workers[0].rank.core.prefill.transfers._claims._claims
         hello = d.workers[0].rank.context.hello
         wait_for(
             lambda: (

@@ -215,7 +215,7 @@ def test_a_request_that_ends_before_it_has_pages_frees_ps_at_once(links):
         d.do(do.Forget("k"))
         finish(p, "k")
         quiet(p, d)
-        assert value(p, "prompts_held") == 0 and p.ranks[0].rank.over
+        assert value(p, "prompts_held") == 0 and p.ranks[0].rank.core.over
 
 
 def test_nothing_wanted_of_it_frees_ps_at_once(links):
@@ -227,7 +227,7 @@ def test_nothing_wanted_of_it_frees_ps_at_once(links):
         d.do(do.Forget("k"))
         finish(p, "k")
         quiet(p, d)
-        assert p.ranks[0].rank.over, "a P that stops would wait for D's word"
+        assert p.ranks[0].rank.core.over, "a P that stops would wait for D's word"
 
 
 @pytest.mark.parametrize("tokens, digest", [(40, b"another"), (41, b"digest")])
@@ -263,7 +263,9 @@ def test_what_p_has_given_up_for_ds_silence_costs_nothing():
     network = MemoryNetwork()
     with engines(ONE, ONE, lambda side, rank: network.rank(), prefetch_bytes=ROOM) as (p, d):
         push_half_ahead(p, d)
-        on_engine_thread(p.ranks[0].rank, lambda: p.ranks[0].rank.half.prompts.tick(time.monotonic() + 5.5))
+        on_engine_thread(
+            p.ranks[0].rank, lambda: p.ranks[0].rank.core.roles[0].transfers._expire(time.monotonic() + 5.5)
+        )
         wait_for(lambda: value(d, "ahead_bytes") == 0)
         step(p, "k", BLOCKS, 48, 96)
         load(p, d, "k", 96)
@@ -280,14 +282,14 @@ def test_a_link_that_breaks_when_all_is_here_costs_nothing():
         d,
     ):
         push_ahead(p, d)
-        half = p.ranks[0].rank.half
-        (peer,) = half.peers
+        role = p.ranks[0].rank.core.prefill
+        (peer,) = role.peers
 
         def act() -> None:
-            claims = tuple((key, send.attempt) for key, e in half.prompts.entries.items()
+            claims = tuple((key, send.attempt) for key, e in role.transfers.entries.items()
                            for send in e.sender.sends.values())  # fmt: skip
-            half.prompts.link_lost(peer, "broken by a test", time.monotonic())
-            half.prompts.waiting(peer, claims, time.monotonic())
+            role.peers.lose_link(peer, "broken by a test", time.monotonic())
+            role.transfers.heartbeat(peer, claims, time.monotonic())
 
         on_engine_thread(p.ranks[0].rank, act)
         load(p, d, "k", 40)
@@ -354,13 +356,13 @@ def test_what_p_says_of_its_own_accord_is_no_answer():
     network, seen = MemoryNetwork(), []
     with engines(ONE, ONE, lambda side, rank: network.rank()) as (p, d):
         acquaint(p, d)
-        half = d.ranks[0].rank.half
-        (peer,) = half.peers
+        core = d.ranks[0].rank.core
+        (peer,) = core.decode.peers
 
         def hear() -> None:
             for message in (m.Ahead("k", 40, b"digest"), m.HeartbeatAck((), ())):
                 peer.unanswered_since = 1.0 if not seen else peer.unanswered_since
-                half.receive(peer.connection, message, 2.0)
+                core.table.messages[type(peer), type(message)](peer, message, 2.0)
                 seen.append(peer.unanswered_since)
 
         on_engine_thread(d.ranks[0].rank, hear)

@@ -26,8 +26,8 @@ from engine_support import (
 from memory_links import MemoryNetwork
 
 from p2pkv.engine import commands as do
-from p2pkv.engine.consumer import Consumer
-from p2pkv.engine.rank import Rank
+from p2pkv.engine.roles import DecodeRole
+from p2pkv.engine.thread import Rank
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
 
@@ -102,10 +102,10 @@ class Slow:
     """A D that stands still from `stop` on, in one of three ways, until `wake`."""
 
     def __init__(self, d: Engine, how: str) -> None:
-        half = d.ranks[0].rank.half
-        assert isinstance(half, Consumer)
+        half = d.ranks[0].rank.core.roles[0]
+        assert isinstance(half, DecodeRole)
         self._rank, self._how, self.half = d.ranks[0].rank, how, half
-        self._pump = half.pump
+        self._pump = half.poll
         self._gate = threading.Event()
 
     def stop(self) -> None:
@@ -129,13 +129,12 @@ class Slow:
         self._set(self._pump)
 
     def _only_grant(self, now: float) -> bool:
-        incoming = self.half.incoming
-        for peer in incoming.peers:
-            incoming.post(peer, now)
+        for peer in self.half.peers:
+            self.half.peers._post(peer)
         return False
 
     def _set(self, pump: Callable[[float], bool]) -> None:
-        on_engine_thread(self._rank, lambda: setattr(self.half, "pump", pump))
+        on_engine_thread(self._rank, lambda: setattr(self.half, "poll", pump))
 
 
 @pytest.mark.parametrize("staging", [STAGING, 2 * STAGING])
@@ -235,15 +234,15 @@ def test_too_little_staging_is_counted_and_nothing_is_lost(make: Make) -> None:
     most = {"P": 0, "D": 0}
 
     def within_budget(engine: Engine, role: str) -> None:
-        half = engine.ranks[0].rank.half
-        pump = half.pump
+        half = engine.ranks[0].rank.core.roles[0]
+        pump = half.poll
 
         def watch(now: float) -> bool:
             soon = pump(now)
             most[role] = max(most[role], gauges(engine)["staging_bytes"])
             return soon
 
-        on_engine_thread(engine.ranks[0].rank, lambda: setattr(half, "pump", watch))
+        on_engine_thread(engine.ranks[0].rank, lambda: setattr(half, "poll", watch))
 
     within_budget(p, "P")
     within_budget(d, "D")
@@ -283,9 +282,9 @@ ORDERS = [
 def one_chunk_at_a_time(p: Engine, d: Engine) -> None:
     """D's window is all of its staging, so that P cuts chunks of half of it, and D grants one of them."""
     for rank in d.ranks:
-        half = rank.rank.half
-        assert isinstance(half, Consumer)
-        half.window = NARROW["staging_bytes"]
+        half = rank.rank.core.roles[0]
+        assert isinstance(half, DecodeRole)
+        half.peers.window = NARROW["staging_bytes"]
 
 
 @contextlib.contextmanager
@@ -333,7 +332,7 @@ def test_ranks_that_begin_to_move_data_in_any_order_do_not_lock_each_other(turns
         ranks = [each.rank for each in (*p.ranks, *d.ranks)]
         gates = [threading.Event() for _ in ranks]
         for rank, gate in zip(ranks, gates, strict=True):
-            rank.half.pump = _behind(gate, rank.half.pump)
+            rank.core.roles[0].poll = _behind(gate, rank.core.roles[0].poll)
         for place, order in enumerate(("AB", "BA")):
             for key in order:
                 load = do.Load(key, 0, TOKENS - 1, (blocks_of("AB".index(key)),))

@@ -121,7 +121,7 @@ def test_a_hello_that_is_not_true_of_the_pages_is_refused():
     with engines(cpu("vec", 32), cpu("vec", 32), lambda side, rank: network.rank()) as (p, _):
         ctx = p.ranks[0].rank.context
         said = replace(ctx.hello, cache=other_group(ctx.hello.cache, row_bytes=64, unit_tokens=2))
-        lying = Context(said, ctx.options, ctx.cache, ctx.links, ctx.endpoint, ctx.steps, ctx.emit)
+        lying = Context(said, ctx.options, ctx.cache, ctx.links, ctx.endpoint, ctx.steps)
         with pytest.raises(Refused, match=r"holds rows of 2048 bytes for 32 tokens, .* expects 64 for 2"):
             lying.form(said)
         assert ctx.form(ctx.hello)[1] == ctx.cache.groups

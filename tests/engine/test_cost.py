@@ -15,11 +15,12 @@ from virtual.network import Endpoint, Network
 
 from p2pkv.config import Options
 from p2pkv.engine import commands as do
-from p2pkv.engine import prompts, requests
-from p2pkv.engine.peers import DecodePeer, PrefillPeer
-from p2pkv.engine.rank import Core
+from p2pkv.engine.core import Core
+from p2pkv.engine.decode import RequestEntry
+from p2pkv.engine.decode_peers import OutboundLink
+from p2pkv.engine.prefill import PromptEntry
+from p2pkv.engine.prefill_peers import InboundLink
 from p2pkv.kv.cache import RankCache
-from p2pkv.pairing import Address
 
 SHAPE = Geometry(blocks=8)
 TOKENS, BLOCKS = 33, ([0, 1, 2],)
@@ -32,7 +33,9 @@ class Seat:
     """One rank on the virtual clock, which has its turns when they are due."""
 
     def __init__(self, role: str, port: int, rig: Rig) -> None:
-        options = Options(role=role, host="127.0.0.1", kv_port=port, lease_seconds=LEASE, chunk_bytes=4096)  # type: ignore[arg-type]
+        options = Options(
+            role=role, host="127.0.0.1", kv_port=port, lease_seconds=LEASE, chunk_bytes=rig.chunk_bytes
+        )  # type: ignore[arg-type]
         _, cache = make_pages(SHAPE, 0)
         links = rig.wires.rank()
         self.address = options.address
@@ -71,7 +74,8 @@ class Seat:
 class Rig:
     """Some ranks of P and D, each an engine of its own, whose requests wait on both sides."""
 
-    def __init__(self, prefills: int = 1, decodes: int = 1) -> None:
+    def __init__(self, prefills: int = 1, decodes: int = 1, chunk_bytes: int = 4096) -> None:
+        self.chunk_bytes = chunk_bytes
         self.clock = Clock()
         self.network = Network(self.clock, random.Random(7), lambda *_: None)
         self.wires = MemoryNetwork()
@@ -125,27 +129,27 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(kind, "__getattribute__", read)
 
-    count("request", requests.RequestEntry)
-    count("prompt", prompts.PromptEntry)
+    count("request", RequestEntry)
+    count("prompt", PromptEntry)
     return counted
 
 
 @pytest.fixture
-def polls(monkeypatch: pytest.MonkeyPatch) -> Counter[Address | str]:
-    """How often the link of each peer is polled, by the peer's address."""
-    counted: Counter[Address | str] = Counter()
+def polls(monkeypatch: pytest.MonkeyPatch) -> Counter[object]:
+    """How often each link is polled."""
+    counted: Counter[object] = Counter()
 
-    def count(kind: type[PrefillPeer] | type[DecodePeer]) -> None:
+    def count(kind: type[InboundLink] | type[OutboundLink]) -> None:
         plain = kind.poll
 
         def poll(self: Any) -> Any:
-            counted[self.address] += 1
+            counted[self] += 1
             return plain(self)
 
         monkeypatch.setattr(kind, "poll", poll)
 
-    count(PrefillPeer)
-    count(DecodePeer)
+    count(InboundLink)
+    count(OutboundLink)
     return counted
 
 
@@ -191,7 +195,7 @@ def test_requests_for_a_p_that_is_not_there_are_not_tried_one_by_one(looks: Coun
     rig.until(lambda: sum(isinstance(event, do.LoadFailed) for event in d.seen) == MANY)
 
 
-def test_links_without_anything_under_way_are_polled_now_and_then(polls: Counter[Address | str]) -> None:
+def test_links_without_anything_under_way_are_polled_now_and_then(polls: Counter[object]) -> None:
     for prefills, decodes in ((4, 1), (1, 4)):
         rig = Rig(prefills, decodes)
         pairs = [(p, d) for p in rig.ps for d in rig.ds]
@@ -202,7 +206,9 @@ def test_links_without_anything_under_way_are_polled_now_and_then(polls: Counter
         for key in keys[busy][:50]:
             rig.transfer(key, *busy)
         seconds = rig.clock.now - begin
-        side = 0 if prefills > 1 else 1
-        assert polls[str(busy[side].address)] >= 50
+        one, many = (1, 0) if prefills > 1 else (0, 1)
+        (role,) = busy[one].core.roles
+        links = {peer.address: peer.link for peer in role.peers}  # type: ignore[attr-defined]
+        assert polls[links[str(busy[many].address)]] >= 50
         for pair in others:
-            assert polls[str(pair[side].address)] <= 4 * seconds + 4
+            assert polls[links[str(pair[many].address)]] <= 4 * seconds + 4

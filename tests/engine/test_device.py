@@ -287,8 +287,8 @@ def test_a_stopped_rank_leaves_no_copy_behind(start):
 
 def said(pair: Pair) -> list[tuple[str, bool, int]]:
     """What P has told D about the posted receives, in their order: key, whether filler, bytes of checksum."""
-    (peer,) = pair.d.ranks[0].rank.half.peers
-    words = [posted.sent for posted in tuple(peer.posted)]
+    (peer,) = pair.d.ranks[0].rank.core.roles[0].peers
+    words = [posted.sent for posted in tuple(peer.link.posted)]
     return [(word.key, word.filler, len(word.digest)) for word in words if word is not None]
 
 
@@ -320,12 +320,12 @@ def test_a_void_chunk_is_not_said_before_the_one_in_front_of_it(start):
     prefill(pair.p, "filler", pair.d.address, TOKENS, other, chunk=TOKENS)
     pair.d.wait(do.Begun("filler"))
     rank = pair.p.ranks[0].rank
-    rank.context.revoked.update(["filler"])  # as Rank.revoke does, before the engine has heard of it
+    rank.context.revoked.add(["filler"])  # as Rank.revoke does, before the engine has heard of it
     pair.d.do(do.Load("filler", 0, TOKENS - 1, (other,)))
     wait_for(lambda: rank.counters.values["chunks_filler"] >= 1)
-    (peer,) = rank.half.peers
+    (peer,) = rank.core.roles[0].peers
     on_engine_thread(rank, lambda: None)
-    assert [sent.due for sent in tuple(peer.pending)][:2] == [False, True]
+    assert [sent.due for sent in tuple(peer.link.pending)][:2] == [False, True]
     on_engine_thread(pair.d.ranks[0].rank, lambda: None)
     assert said(pair) == []
     pair.on_p.run(2)

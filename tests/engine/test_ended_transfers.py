@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pkv.engine.context import EndedTransfers
+from p2pkv.engine.prefill import EndedTransfers
 
 
 def test_reasons_are_kept_for_a_while() -> None:

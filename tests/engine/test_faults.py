@@ -107,8 +107,8 @@ def test_a_sent_out_of_turn_ends_the_link_and_not_the_engine(links):
         halfway(p, d)
         wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
         rank = p.ranks[0].rank
-        (peer,) = rank.half.peers
-        word = m.encode(m.Sent("k", 1, 99, peer.link, False))
+        (peer,) = rank.core.roles[0].peers
+        word = m.encode(m.Sent("k", 1, 99, peer.link.number, False))
         on_engine_thread(rank, lambda: peer.connection.send(word))
         assert "out of step" in failure(d, "k")
         d.do(do.Forget("k"))
@@ -145,7 +145,11 @@ def test_a_connection_that_went_silent_is_dialed_anew(lone):
     begin(p, d, "before")
     load(d, "before")
     endpoint = p.ranks[0].rank.context.endpoint
-    silent, heard, receive = {peer.connection for peer in p.ranks[0].rank.half.peers}, set(), endpoint.receive
+    silent, heard, receive = (
+        {peer.connection for peer in p.ranks[0].rank.core.roles[0].peers},
+        set(),
+        endpoint.receive,
+    )
 
     def deaf():
         for connection, data in receive():
@@ -156,7 +160,7 @@ def test_a_connection_that_went_silent_is_dialed_anew(lone):
     endpoint.receive = deaf
     begin(p, d, "lost")
     assert "has not confirmed" in failure(d, "lost", 1.0)
-    (peer,) = d.ranks[0].rank.half.peers
+    (peer,) = d.ranks[0].rank.core.roles[0].peers
     line_ended = "the end of the silent connection; D may have another at once"
     wait_for(lambda: not peer.dialing.open or heard - silent, what=line_ended)
     begin(p, d, "after")
@@ -166,13 +170,13 @@ def test_a_connection_that_went_silent_is_dialed_anew(lone):
 
 def test_a_request_outlives_any_number_of_lost_connections_within_a_lease(lone):
     p, d = lone("P"), lone("D", lease_seconds=30.0)
-    requests, peers = d.ranks[0].rank.half.requests, d.ranks[0].rank.half.peers
+    peers = d.ranks[0].rank.core.decode.peers
     d.do(do.Expect("k", p.address, 32, b"digest"))
     for _ in range(6):
         wait_for(lambda: [peer for peer in peers if peer.dialing.open], what="a connection")
         (peer,) = peers
         on_engine_thread(
-            d.ranks[0].rank, lambda peer=peer: requests.lost(peer, "cut by a test", time.monotonic())
+            d.ranks[0].rank, lambda peer=peer: peers.lose(peer, "cut by a test", time.monotonic())
         )
     # A prompt that P has begun would end with the connection on which D has claimed it.
     wait_for(lambda: [peer for peer in peers if peer.dialing.open], what="the last connection")
@@ -184,12 +188,12 @@ def test_a_request_outlives_any_number_of_lost_connections_within_a_lease(lone):
 def test_a_request_that_p_never_vouches_for_ends_a_lease_after_its_connection_was_lost_first(lone):
     p, d = lone("P"), lone("D", lease_seconds=1.0)
     d.do(do.Expect("k", p.address, 32, b"digest"))
-    peers, end = d.ranks[0].rank.half.peers, time.monotonic() + 10.0
+    peers, end = d.ranks[0].rank.core.roles[0].peers, time.monotonic() + 10.0
 
     def cut() -> None:
         for peer in peers:
             if peer.dialing.open:
-                d.ranks[0].rank.half.requests.lost(peer, "cut by a test", time.monotonic())
+                peers.lose(peer, "cut by a test", time.monotonic())
 
     while not d.ranks[0].events(do.LoadFailed):
         assert time.monotonic() < end, "it is asked for anew without end"
@@ -286,7 +290,7 @@ def test_ranks_of_p_that_describe_their_engine_differently_are_not_believed(lone
     mine = p.ranks[1].hello
     says(p, msgspec.structs.replace(mine, cache=other_group(mine.cache, **PIPELINED)), 1)
     d.do(do.Expect("k", p.address, 32, b"digest"))
-    verdict = f"{p.address.shifted(1)} and {p.address} do not fit: they say different things"
+    verdict = f"{p.address.shifted(1)} and {p.address} do not fit: their Hellos describe"
     assert verdict in failure(d, "k")
 
 
@@ -294,16 +298,16 @@ def test_a_rank_of_p_that_speaks_of_an_engine_of_before_is_asked_anew(lone):
     p, d = lone("P", Geometry(tp=2), lease_seconds=60.0), lone("D", lease_seconds=60.0)
     true = p.ranks[1].hello
     says(p, msgspec.structs.replace(true, cache=other_group(true.cache, **PIPELINED)), 1)
-    consumer = d.ranks[0].rank.half
-    lost = consumer.requests.lost
+    peers = d.ranks[0].rank.core.decode.peers
+    lose = peers.lose
 
     def mend(peer, reason, now):
         says(p, true, 1)
-        table = p.ranks[1].rank.half.peers
+        table = p.ranks[1].rank.core.roles[0].peers
         on_engine_thread(p.ranks[1].rank, lambda: [table.remove(each) for each in table])
-        lost(peer, reason, now)
+        lose(peer, reason, now)
 
-    consumer.requests.lost = mend
+    peers.lose = mend
     begin(p, d, "k")
     load(d, "k")
     assert wrong_cells(d.ranks[0], BLOCKS, 0, 31) == []

@@ -27,7 +27,7 @@ from memory_links import MemoryNetwork
 from protocol.samples import KINDS, any_message, example
 
 from p2pkv.engine import commands as do
-from p2pkv.engine import producer, prompts
+from p2pkv.engine import decode_peers
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.handshake import judge
@@ -145,7 +145,7 @@ def test_every_truncation_and_wrong_value_from_a_p_that_was_welcomed(pair):
         hello = m.decode(data)
         mine = msgspec.structs.replace(pair.hello("P"), address=str(place), addresses=(str(place),))
         false.send_multipart([line, m.encode(m.Welcome(hello.incarnation, mine, judge(hello, mine).digest))])
-        wait_for(lambda: pair.d.ranks[0].rank.half.peers.get(str(place)).dialing.open)
+        wait_for(lambda: pair.d.ranks[0].rank.core.roles[0].peers.get(str(place)).dialing.open)
         bad = pair.counters("D")["messages_bad"]
         everything = list(nonsense())
         for data in everything:
@@ -239,7 +239,7 @@ def test_connections_that_come_and_go(pair):
 
 
 def test_one_connection_that_says_it_is_many(pair, monkeypatch):
-    monkeypatch.setattr(producer, "MAX_PEERS", 8)
+    monkeypatch.setattr(decode_peers, "MAX_PEERS", 8)
     with contextlib.ExitStack() as stack:
         lines = [stack.enter_context(dealer(pair.p.address)) for _ in range(12)]
         for number in range(240):
@@ -268,7 +268,7 @@ def test_a_d_has_no_say_in_the_transfers_of_another():
         d.do(do.Load("k", 0, 95, (blocks,)))
         step(p, "k", blocks, 0, 48)
         wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
-        (line,) = [peer.connection for peer in other.ranks[0].rank.half.peers]
+        (line,) = [peer.connection for peer in other.ranks[0].rank.core.roles[0].peers]
         context = other.ranks[0].rank.context
         for message in (
             m.Heartbeat((("k", 1),)),
@@ -278,7 +278,7 @@ def test_a_d_has_no_say_in_the_transfers_of_another():
             m.Grant("k", 1, 9, 4096, 1, 9),
             m.Cancel("k", 1, "not mine"),
         ):
-            on_engine_thread(other.ranks[0].rank, lambda message=message: context.tell(line, message))
+            on_engine_thread(other.ranks[0].rank, lambda message=message: context.answer(line, message))
         counted = p.ranks[0].rank.counters.values
         wait_for(lambda: counted["chunks_filler"] or counted["links_aborted"])
         step(p, "k", blocks, 48, 96)
@@ -289,7 +289,7 @@ def test_a_d_has_no_say_in_the_transfers_of_another():
 
 
 def test_grants_without_end_end_the_link(pair, monkeypatch):
-    monkeypatch.setattr(prompts, "MAX_ORDERS", 100)
+    monkeypatch.setattr(decode_peers, "MAX_ORDERS", 100)
     said = msgspec.structs.replace(pair.hello("D"), incarnation="f" * 32, to=str(pair.p.address))
     with dealer(pair.p.address) as line:
         line.send(m.encode(said))

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from p2pkv.config import Options
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
-from p2pkv.engine.rank import Rank
+from p2pkv.engine.thread import Rank
 from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.links.base import LinkFactory
 from p2pkv.pairing import Address

@@ -8,38 +8,35 @@ from typing import Any
 from memory_links import MemoryNetwork
 
 from p2pkv.engine.context import Counters
-from p2pkv.engine.peers import DecodePeer, Flight, Posted, PrefillPeer
+from p2pkv.engine.decode_peers import Flight, OutboundLink
+from p2pkv.engine.prefill_peers import InboundLink, Receiving
 from p2pkv.links.base import LinkError
-from p2pkv.protocol.messages import AnyMessage, LinkAccept, LinkInvite
+from p2pkv.protocol.messages import LinkAccept
 
 WINDOW = 4096
 
 
 def test_an_answer_to_an_invitation_that_was_given_up_comes_too_late() -> None:
     """D was frozen. A link that only P had would keep the next one, which D needs, from coming up."""
-    network, told = MemoryNetwork(), list[AnyMessage]()
+    network = MemoryNetwork()
     p, d = network.rank(), network.rank()
-    context: Any = SimpleNamespace(
-        links=p, counters=Counters(), tell=lambda _, message: told.append(message) or True
-    )
-    unused: Any = None
-    outlet = DecodePeer(context, unused, unused, unused, unused, assignment=SimpleNamespace())  # type: ignore[arg-type]
+    context: Any = SimpleNamespace(links=p, counters=Counters())
+    link = OutboundLink(context)
 
-    outlet.invite(now=0.0)
-    (given_up,) = told
-    assert isinstance(given_up, LinkInvite)
+    given_up = link.invite(now=0.0)
+    assert given_up is not None
     _, late = d.accept(given_up.blob, WINDOW)
-    outlet.park(now=2.0, tell="the link did not come up")
-    outlet.accept(LinkAccept(given_up.link, WINDOW, late))
-    assert not outlet.poll() and not outlet.linked
+    link.park(now=2.0)
+    link.accept(LinkAccept(given_up.link, WINDOW, late))
+    assert not link.poll() and not link.linked
+    assert link.invite(now=2.5) is None, "it is parked"
 
-    outlet.want(now=3.0)
-    outlet.invite(now=3.0)
-    invited = told[-1]
-    assert isinstance(invited, LinkInvite) and invited.link != given_up.link
+    link.parked = False
+    invited = link.invite(now=3.0)
+    assert invited is not None and invited.link != given_up.link
     inbound, blob = d.accept(invited.blob, WINDOW)
-    outlet.accept(LinkAccept(invited.link, WINDOW, blob))
-    assert outlet.poll() and outlet.linked and inbound.ready()
+    link.accept(LinkAccept(invited.link, WINDOW, blob))
+    assert link.poll() and link.linked and inbound.ready()
 
 
 class Behind:
@@ -54,14 +51,14 @@ class Behind:
 
 def test_a_send_behind_others_on_a_slow_link_is_not_overdue() -> None:
     unused: Any = None
-    outlet, link = DecodePeer(unused, unused, unused, unused, unused, unused), Behind()
-    outlet.flights.extend(Flight(link.send(number), "k", 1) for number in range(3))
+    outlet, behind = OutboundLink(unused), Behind()
+    outlet.flights.extend(Flight(behind.send(number), "k", 1) for number in range(3))
     for second in range(3):
         assert not outlet.overdue(second * 1.5, lease=2.0)
-        link.left -= 1
+        behind.left -= 1
         assert len(list(outlet.taken())) == 1
     assert not outlet.overdue(9.0, lease=2.0)
-    outlet.flights.append(Flight(link.send(9), "k", 1))
+    outlet.flights.append(Flight(behind.send(9), "k", 1))
     assert not outlet.overdue(10.0, lease=2.0)
     assert not outlet.overdue(12.0, lease=2.0)
     assert outlet.overdue(12.1, lease=2.0)
@@ -69,13 +66,13 @@ def test_a_send_behind_others_on_a_slow_link_is_not_overdue() -> None:
 
 def test_a_receive_behind_others_on_a_slow_link_is_not_overdue() -> None:
     unused: Any = None
-    inlet = PrefillPeer(unused, unused, unused, used=0.0)
-    inlet.posted.extend(Posted(unused, "k", unused) for _ in range(3))
+    inlet = InboundLink(unused)
+    inlet.posted.extend(Receiving(unused, "k", unused) for _ in range(3))
     for second in range(3):
         assert not inlet.overdue(second * 1.5, lease=2.0)
         inlet.posted.popleft()
     assert not inlet.overdue(9.0, lease=2.0)
-    inlet.posted.append(Posted(unused, "k", unused))
+    inlet.posted.append(Receiving(unused, "k", unused))
     assert not inlet.overdue(10.0, lease=2.0)
     assert not inlet.overdue(12.0, lease=2.0)
     assert inlet.overdue(12.1, lease=2.0)
@@ -97,8 +94,8 @@ def test_a_receive_that_has_arrived_is_not_overdue_and_a_broken_link_is_left_to_
     """It may wait for a long step of D's own."""
     unused: Any = None
     sent: Any = object()
-    inlet = PrefillPeer(unused, unused, unused, used=0.0)
-    here, broken = (Posted(Landed(each), "k", unused, sent) for each in (False, True))  # type: ignore[arg-type]
+    inlet = InboundLink(unused)
+    here, broken = (Receiving(Landed(each), "k", unused, sent) for each in (False, True))  # type: ignore[arg-type]
     inlet.posted.append(here)
     assert not inlet.overdue(0.0, lease=2.0) and not inlet.overdue(9.0, lease=2.0)
     inlet.posted[0] = broken

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from nccl_simulated import SimulatedNccl
 
 from p2pkv.engine import commands as do
-from p2pkv.engine import partners
+from p2pkv.engine import preconnect
 from p2pkv.protocol.messages import Partners, encode
 
 ONE = Geometry()
@@ -77,7 +77,7 @@ def looks(d: Engine, count: int = 4) -> None:
         seen += 1
         look(now)
 
-    partners = d.ranks[0].rank.half.partners
+    partners = d.ranks[0].rank.core.decode.preconnect
     look = partners.look
     partners.look = lambda now: counted(look, now)
     wait_for(lambda: seen >= count, what="D's looks")
@@ -127,9 +127,9 @@ def test_no_more_than_max_links_come_up_ahead_and_a_request_takes_ones_place(mak
 @one_kind
 def test_who_never_answers_holds_up_nobody(make_nccl: Make, silent: Callable[[], str]) -> None:
     p, q, d = make_nccl("P"), make_nccl("P"), make_nccl("D")
-    deaf = [silent() for _ in range(partners.AT_ONCE + 1)]
+    deaf = [silent() for _ in range(preconnect.AT_ONCE + 1)]
     name(d, deaf[0], p, *deaf[1:], q)
-    wait_for(lambda: begun(p) == 1, seconds=partners.FRESH_SECONDS, what="the link to P")
+    wait_for(lambda: begun(p) == 1, seconds=preconnect.FRESH_SECONDS, what="the link to P")
     push(q, d, "another request", salt=1)
     wait_for(lambda: ahead(d) >= 1, what="the link to P")
     push(p, d, "first", salt=2)
@@ -143,8 +143,8 @@ def test_who_never_answers_gives_its_place_to_the_next(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(partners, "PATIENCE_SECONDS", 0.5)
-    monkeypatch.setattr(partners, "FIRST_PAUSE", 0.1)
+    monkeypatch.setattr(preconnect, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(preconnect, "FIRST_PAUSE", 0.1)
     p, d = make_nccl("P"), make_nccl("D", max_links=1)
     deaf = silent()
     with caplog.at_level(logging.INFO, "p2pkv.engine"):
@@ -163,7 +163,7 @@ def test_a_p_that_refuses_is_tried_again_and_its_requests_are_not_failed_for_it(
     p, asks, waits = make_nccl("P"), make_nccl("D"), make_nccl("D")
     mine = p.ranks[0].hello
     for d, pause in ((asks, 1000.0), (waits, 0.1)):
-        monkeypatch.setattr(partners, "FIRST_PAUSE", pause)
+        monkeypatch.setattr(preconnect, "FIRST_PAUSE", pause)
         caplog.clear()
         says(p, replace(mine, cache=other_group(mine.cache, dtype="float16")))
         with caplog.at_level(logging.INFO, "p2pkv.engine"):
@@ -180,7 +180,7 @@ def test_a_p_that_refuses_is_tried_again_and_its_requests_are_not_failed_for_it(
 def test_a_link_ahead_takes_no_place_on_p_of_one_in_use(
     make_nccl: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(partners, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(preconnect, "PATIENCE_SECONDS", 0.5)
     p = make_nccl("P", max_links=1)
     first, second = make_nccl("D"), make_nccl("D")
     push(p, first, "k", salt=1)
@@ -216,7 +216,7 @@ def test_a_partner_that_is_named_no_more_is_let_go_after_a_while(
     name(d, q)
     looks(d)
     assert links(d) == 2, "a proxy that has just restarted knows nobody yet"
-    monkeypatch.setattr(partners, "LEFT_SECONDS", 0.0)
+    monkeypatch.setattr(preconnect, "LEFT_SECONDS", 0.0)
     name(d, p, q)
     name(d, q)
     wait_for(lambda: links(d) == 1, what="the end of the link to P")
@@ -228,9 +228,9 @@ def test_a_partner_that_is_named_no_more_is_let_go_after_a_while(
 
 @one_kind
 def test_links_without_requests_last(make_nccl: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2pkv.engine.consumer.IDLE_SECONDS", 0.1)
-    monkeypatch.setattr("p2pkv.engine.producer.FORGOTTEN_SECONDS", 0.1)
-    monkeypatch.setattr(partners, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr("p2pkv.engine.prefill_peers.IDLE_SECONDS", 0.1)
+    monkeypatch.setattr("p2pkv.engine.decode_peers.FORGOTTEN_SECONDS", 0.1)
+    monkeypatch.setattr(preconnect, "BEAT_SECONDS", 0.2)
     p, d = make_nccl("P", lease_seconds=0.5), make_nccl("D", lease_seconds=0.5)
     name(d, p)
     wait_for(lambda: ahead(d) == 1, what="the link")
@@ -245,8 +245,8 @@ def test_links_without_requests_last(make_nccl: Make, monkeypatch: pytest.Monkey
 
 @one_kind
 def test_a_p_that_restarts_gets_its_link_again(make_nccl: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partners, "FIRST_PAUSE", 0.1)
-    monkeypatch.setattr(partners, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(preconnect, "FIRST_PAUSE", 0.1)
+    monkeypatch.setattr(preconnect, "BEAT_SECONDS", 0.2)
     p, d = make_nccl("P"), make_nccl("D")
     name(d, p)
     wait_for(lambda: ahead(d) == 1, what="the link")
@@ -260,7 +260,7 @@ def test_a_p_that_restarts_gets_its_link_again(make_nccl: Make, monkeypatch: pyt
 def test_all_ranks_of_d_hear_of_it_and_link_to_their_ranks_of_p(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(partners, "LEFT_SECONDS", 0.0)
+    monkeypatch.setattr(preconnect, "LEFT_SECONDS", 0.0)
     shape = Geometry(kv_heads=4, tp=2)
     both = plain_links("memory")
     p = make_engine("P", shape, lambda rank: both("P", rank))

@@ -219,7 +219,7 @@ def test_a_p_that_was_refused_is_asked_again_when_its_secret_is_mended(lone, mon
     failure(d, "k")
     p.stop()
     transfer_to = lone("P", SECRET, kv_port=p.address.port)
-    dialing = d.ranks[0].rank.half.peers.get(str(p.address)).dialing
+    dialing = d.ranks[0].rank.core.roles[0].peers.get(str(p.address)).dialing
     wait_for(
         lambda: time.monotonic() > dialing.next_try, what="the time for which a refused peer is left alone"
     )

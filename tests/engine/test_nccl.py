@@ -68,9 +68,9 @@ def test_a_rank_looks_often_while_nccl_has_something_under_way(make_nccl: Make) 
     seen: list[float] = []
 
     def look() -> None:
-        rank.half.pump = lambda now: True
-        rank.turn(time.monotonic())
-        seen.append(rank.pause(time.monotonic()))
+        rank.core.roles[0].poll = lambda now: True
+        rank.core.turn(time.monotonic())
+        seen.append(rank.core.pause(time.monotonic()))
 
     on_engine_thread(rank, look)
     assert seen == [engine.ranks[0].links.poll_seconds] == [1e-4]
@@ -81,15 +81,15 @@ def test_a_link_may_take_longer_to_come_up_than_a_lease(make_nccl: Make) -> None
     assert p.ranks[0].links.build_seconds > 5
     nccl_of(d).joins.clear()
     d.do(do.Expect("early", p.address, TOKENS, b"digest"))
-    wait_for(lambda: p.ranks[0].rank.half.peers, what="the connection")
-    (peer,) = p.ranks[0].rank.half.peers
-    wait_for(lambda: peer.accepted, what="D's end of the link")
-    first, begin = peer.link, time.monotonic()
+    wait_for(lambda: p.ranks[0].rank.core.roles[0].peers, what="the connection")
+    (peer,) = p.ranks[0].rank.core.roles[0].peers
+    wait_for(lambda: peer.link.accepted, what="D's end of the link")
+    first, begin = peer.link.number, time.monotonic()
     wait_for(lambda: time.monotonic() - begin > 2.5, what="more than two leases")
-    assert peer.link == first and not peer.linked
+    assert peer.link.number == first and not peer.link.linked
     nccl_of(d).joins.set()
-    wait_for(lambda: peer.linked, what="the link")
-    assert peer.link == first
+    wait_for(lambda: peer.link.linked, what="the link")
+    assert peer.link.number == first
     d.do(do.Drop("early", "the client has left"))
     push(p, d, "k", salt=1)
 
@@ -122,21 +122,20 @@ def test_a_d_that_dies_in_mid_push_costs_p_nothing(make_nccl: Make) -> None:
 def test_a_frozen_d_is_not_invited_for_ever(make_nccl: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d = make_nccl("P", lease_seconds=0.7), make_nccl("D", lease_seconds=0.7)
     push(p, d, "before", salt=1)
-    (peer,) = p.ranks[0].rank.half.peers
+    (peer,) = p.ranks[0].rank.core.roles[0].peers
     d.do(do.Expect("k", p.address, 96, b"digest"))
     p.do(do.OfferPrompt("k", d.address, 96, b"digest"))
     d.wait(do.Begun("k"))
     with monkeypatch.context() as frozen:
-        for name in ("receive", "tick", "pump", "command"):
-            frozen.setattr(d.ranks[0].rank.half, name, lambda *given: False)
+        frozen.setattr(d.ranks[0].rank.core, "turn", lambda now: None)
         p.wait(do.BlocksFree("k"))
         break_link(p)
-        wait_for(lambda: peer.parked, what="P inviting the frozen D no more")
+        wait_for(lambda: peer.link.parked, what="P inviting the frozen D no more")
     p.do(do.Forget("k"))
     d.do(do.Drop("k", "too late"))
     d.do(do.Forget("k"))
     # What P answered meanwhile was lost. D notices, and gives the connection up: not under the next request.
-    (thawed,) = d.ranks[0].rank.half.peers
+    (thawed,) = d.ranks[0].rank.core.roles[0].peers
     wait_for(lambda: thawed.unanswered_since is None or not thawed.dialing.open, what="D's notice")
     push(p, d, "after", salt=2)
 
@@ -168,10 +167,10 @@ def test_p_closes_a_link_when_d_has_long_hung_up(make_nccl: Make, monkeypatch: p
     p, d = make_nccl("P", lease_seconds=1.0), make_nccl("D", lease_seconds=1.0)
     push(p, d, "k", salt=1)
     assert nccl_of(p).live == nccl_of(d).live == 1
-    monkeypatch.setattr("p2pkv.engine.consumer.IDLE_SECONDS", 0.1)
+    monkeypatch.setattr("p2pkv.engine.prefill_peers.IDLE_SECONDS", 0.1)
     wait_for(lambda: nccl_of(d).live == 0, what="D hanging up")
     assert nccl_of(p).live == 1, "nobody tells P"
-    monkeypatch.setattr("p2pkv.engine.producer.FORGOTTEN_SECONDS", 0.1)
+    monkeypatch.setattr("p2pkv.engine.decode_peers.FORGOTTEN_SECONDS", 0.1)
     wait_for(lambda: nccl_of(p).live == 0, what="P closing its end")
     push(p, d, "again", salt=2)
 

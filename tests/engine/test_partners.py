@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from p2pkv.config import Options
+from p2pkv.engine.commands import NamePartners
 from p2pkv.engine.context import Counters
-from p2pkv.engine.partners import (
+from p2pkv.engine.preconnect import (
     FIRST_PAUSE,
     LAST_PAUSE,
     LEFT_SECONDS,
     PATIENCE_SECONDS,
-    LinksAhead,
+    Preconnect,
 )
 from p2pkv.pairing import Address
 
@@ -37,6 +38,21 @@ class PlayedRank:
     up: bool = False
     needed: bool = False
     used: float = 0.0
+    engine: tuple[str, ...] = ()
+
+    @property
+    def welcomed(self) -> bool:
+        return bool(self.dialing.open)
+
+    @property
+    def refusal(self) -> str | None:
+        return str(self.dialing.reason) if self.dialing.refused else None
+
+    def ranks(self) -> tuple[dict[int, list[Any]], dict[int, Address]]:
+        """Each rank of P sends to this rank of D."""
+        return {rank: [] for rank in range(len(self.engine))}, {
+            rank: Address.parse(place) for rank, place in enumerate(self.engine)
+        }
 
     def welcomes(self, link: bool = True) -> None:
         self.dialing.open, self.hello = True, object()
@@ -44,12 +60,6 @@ class PlayedRank:
 
     def refuses(self, reason: str) -> None:
         self.dialing.refused, self.dialing.reason = True, reason
-
-    def ask(self, message: object, now: float) -> bool:
-        return True
-
-    def abort(self, reason: str) -> None:
-        self.linked = self.up = False
 
 
 class Rig:
@@ -67,14 +77,15 @@ class Rig:
         self.ranks: dict[str, PlayedRank] = {}
         self._addresses = (FIRST, SECOND, THIRD)[:p_ranks]
         self.counters = Counters()
+        self.effects: list[object] = []
         context: Any = SimpleNamespace(
             options=Options(role="D", host="127.0.0.1", kv_port=21101, **options),
             hello=SimpleNamespace(addresses=("127.0.0.1:21101",)),
             counters=self.counters,
+            effects=self.effects,
         )
-        requests: Any = SimpleNamespace(dial=self._dial, ranks=self._edges)
         peers: Any = self
-        self.it = LinksAhead(context, peers, requests, self._hang_up)
+        self.it = Preconnect(context, peers)
 
     # The table of peers.
 
@@ -84,28 +95,22 @@ class Rig:
     def __iter__(self) -> Iterator[PlayedRank]:
         return iter(list(self.ranks.values()))
 
-    def _dial(self, address: Address, now: float) -> PlayedRank:
+    def dial(self, address: Address, now: float) -> PlayedRank:
         place = str(address)
         if place not in self.ranks:
             self.dialed.append((now, place))
             number = self._addresses.index(place) if place in self._addresses else 0
-            self.ranks[place] = PlayedRank(place, number)
+            self.ranks[place] = PlayedRank(place, number, engine=self._addresses)
         return self.ranks[place]
 
-    def _edges(self, first: PlayedRank) -> tuple[dict[int, list[Any]], dict[int, Address]]:
-        """Each rank of P sends to this rank of D."""
-        return {rank: [] for rank in range(len(self._addresses))}, {
-            rank: Address.parse(place) for rank, place in enumerate(self._addresses)
-        }
-
-    def _hang_up(self, peer: Any) -> None:
+    def hang_up(self, peer: Any, reason: str) -> None:
         self.hung_up.append(peer.address)
         del self.ranks[peer.address]
 
     # What a test does.
 
     def name(self, *addresses: str) -> None:
-        self.it.name(addresses, self.now)
+        self.it.name(NamePartners(addresses), self.now)
 
     def look(self, seconds: float = 0.0) -> None:
         """Let time pass in looks a quarter of a second apart, or look once."""

@@ -20,7 +20,7 @@ from engine_support import (
 from links_support import NCCL_KINDS, nccl_links
 
 from p2pkv.engine import commands as do
-from p2pkv.engine.peers import Posted
+from p2pkv.engine.prefill_peers import Receiving
 
 ONE = Geometry()
 
@@ -97,7 +97,7 @@ def test_preempted_prompt_is_recomputed_and_right(links):
         step(p, "k", second, 40, 80)
         d.wait(do.Loaded("k"))
         assert wrong_cells(d.ranks[0], d_blocks, 0, 79) == []
-        assert p.ranks[0].rank.context.revoked == {}
+        assert p.ranks[0].rank.context.revoked.keys == {}
 
 
 def test_nothing_wanted_releases_p(links):
@@ -136,8 +136,8 @@ def test_d_cancels_before_p_knows_the_request(links):
 
 
 def test_a_claim_that_outlives_its_prompt_ends_with_the_transfer(links, monkeypatch):
-    gate, arrived = threading.Event(), Posted.arrived.fget
-    monkeypatch.setattr(Posted, "arrived", property(lambda posted: gate.is_set() and arrived(posted)))
+    gate, arrived = threading.Event(), Receiving.arrived.fget
+    monkeypatch.setattr(Receiving, "arrived", property(lambda posted: gate.is_set() and arrived(posted)))
     with engines(ONE, ONE, links) as (p, d):
         d.do(do.Expect("k", p.address, 20, b"digest"))
         prefill(p, "k", d.address, 20, [3, 4], chunk=20)

@@ -26,7 +26,7 @@ from engine_support import (
 from memory_links import MemoryNetwork
 
 from p2pkv.engine import commands as do
-from p2pkv.engine.rank import FINISH_SECONDS
+from p2pkv.engine.thread import FINISH_SECONDS
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
 
@@ -94,7 +94,7 @@ def test_a_p_that_stops_waits_a_moment_for_a_d_that_is_about_to_admit(make: Make
     prefill(p, "k", d.address, 96, BLOCKS, chunk=96)
     d.wait(do.Begun("k"))
     with stopping(p):
-        wait_for(lambda: p.ranks[0].rank.half.leaving)
+        wait_for(lambda: p.ranks[0].rank.core.prefill.peers.leaving)
         d.do(do.Load("k", 0, 95, (BLOCKS,)))
         d.wait(do.Loaded("k"))
     assert wrong_cells(d.ranks[0], BLOCKS, 0, 95) == []
@@ -127,7 +127,7 @@ def test_a_p_that_stops_takes_on_nothing_new(make: Make) -> None:
     prefill(p, "k", d.address, 96, BLOCKS, chunk=96)
     d.wait(do.Begun("k"))
     with stopping(p):
-        wait_for(lambda: p.ranks[0].rank.half.leaving)
+        wait_for(lambda: p.ranks[0].rank.core.prefill.peers.leaving)
         d.do(do.Expect("new", p.address, 32, b"digest"))
         other.do(do.Expect("new", p.address, 32, b"digest"))
         for each in (d, other):
@@ -161,7 +161,7 @@ def test_a_stop_waits_for_no_peer_that_is_dead(make: Make) -> None:
     p, d = make("P"), make("D")
     linked(p, d)
     gate = threading.Event()
-    d.ranks[0].rank.half.pump = lambda now: gate.wait(30.0) and False
+    d.ranks[0].rank.core.roles[0].poll = lambda now: gate.wait(30.0) and False
     d.do(do.Expect("k", p.address, 96, b"digest"))
     prefill(p, "k", d.address, 96, BLOCKS, chunk=96)
     p.stop()

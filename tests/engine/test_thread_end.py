@@ -15,7 +15,7 @@ from memory_links import MemoryNetwork
 from p2pkv.connector.metadata import StepMetadata
 from p2pkv.connector.worker import Worker
 from p2pkv.demo.processes import free_ports
-from p2pkv.engine import rank as engine_rank
+from p2pkv.engine import thread as engine_thread
 from p2pkv.engine.liveness import LATE_BEAT_SECONDS, Beat
 
 
@@ -34,7 +34,7 @@ def test_a_thread_that_cannot_begin_fails_the_start(monkeypatch: pytest.MonkeyPa
     def no_stream(device: torch.device) -> Any:
         raise RuntimeError("CUDA cannot make a stream for p2pkv")
 
-    monkeypatch.setattr(engine_rank, "own_stream", no_stream)
+    monkeypatch.setattr(engine_thread, "own_stream", no_stream)
     with pytest.raises(RuntimeError, match=r"engine thread has ended.*cannot make a stream.*restart"):
         a_rank()
 
@@ -47,7 +47,7 @@ def test_a_thread_that_ends_is_not_announced_and_fails_the_next_step(
     def end(now: float) -> None:
         raise SystemExit("a thread's end")  # what `_guarded` does not catch
 
-    monkeypatch.setattr(made.rank, "turn", end)
+    monkeypatch.setattr(made.rank.core, "turn", end)
     wait_for(lambda: not made.rank.alive, what="the end of the thread")
     assert "engine thread has ended" in made.rank.trouble()
     assert [each for each in caplog.records if each.levelname == "CRITICAL"]
@@ -58,9 +58,9 @@ def test_a_thread_that_ends_is_not_announced_and_fails_the_next_step(
 def test_a_thread_that_stands_still_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = a_rank(stall_seconds=1.0).rank
     try:
-        turn = rank.turn
+        turn = rank.core.turn
         stand, go_on = [True], lambda: not stand
-        monkeypatch.setattr(rank, "turn", lambda now: (wait_for(go_on, 60.0), turn(now)))
+        monkeypatch.setattr(rank.core, "turn", lambda now: (wait_for(go_on, 60.0), turn(now)))
         wait_for(lambda: "stood still" in rank.trouble(), what="a thread that stands still")
         stand.clear()
         wait_for(lambda: not rank.trouble(), what="its next turn")

@@ -59,7 +59,7 @@ def test_the_two_ends_compute_the_same_checksums(place: tuple[str, tuple[str, st
     with messages(link, devices, SIZES, TOTAL, lease_seconds=LEASE_SECONDS, verify=True) as pair:
         for size in SIZES:
             assert pair.push(size) > 0
-            (peer,) = pair.rank(size).half.peers
+            (peer,) = pair.rank(size).core.roles[0].peers
             assert peer.verify
 
 

@@ -28,7 +28,7 @@ class Rig:
         self, terms: Terms = TERMS, expects: Sequence[int] = (0,), wires: Sequence[Wire] = (WIRE, WIRE)
     ) -> None:
         self.sender = Sender(KEY, [range(2)], terms)
-        self.sender.expects = frozenset(expects)
+        self.sender.serves(frozenset(expects))
         self.now = 0.0
         self.wires = wires
 

@@ -33,7 +33,7 @@ def test_the_lease_runs_from_the_start_until_p_is_known() -> None:
 
 def test_a_p_that_was_reached_and_is_silent_did_not_answer() -> None:
     made = make(attach=False)
-    made.reached = True
+    made.reached(True)
     reason = (
         f"P did not answer in time: it has not confirmed this request for {LEASE:g} s; it is dead, hung or "
         "paused, or never got it"

@@ -10,7 +10,7 @@ import torch
 
 from p2pkv import device
 from p2pkv.device import make_recorder, own_stream
-from p2pkv.engine.requests import EarlyBuffers
+from p2pkv.engine.prefetch import PrefetchBuffers
 from p2pkv.links import nccl_communicator
 
 
@@ -98,7 +98,7 @@ def test_the_log_says_what_is_taken_of_a_device_and_what_is_left(
     caplog.set_level("INFO")
     memory = FakeMemory(monkeypatch, 80 * GIB, 72 * GIB)
     nccl_communicator.DevicePool(card(monkeypatch), 640 << 20)
-    EarlyBuffers(2 * GIB, CARD)
+    PrefetchBuffers(2 * GIB, CARD)
     assert caplog.messages == [
         "staging_bytes takes 640 MiB of cuda:0; 7,552 MiB are left",
         "ahead_bytes takes 2,048 MiB of cuda:0; 5,504 MiB are left",
@@ -118,7 +118,7 @@ def test_what_does_not_fit_a_device_fails_with_what_to_set(monkeypatch: pytest.M
     ):
         nccl_communicator.DevicePool(card(monkeypatch), 2 * GIB)
     with pytest.raises(MemoryError, match=r"^ahead_bytes is 2,048 MiB.*only 1,024 MiB") as raised:
-        EarlyBuffers(2 * GIB, CARD)
+        PrefetchBuffers(2 * GIB, CARD)
     for what in ("staging_bytes", "prefetch_bytes", "--gpu-memory-utilization"):
         assert what in str(raised.value)
 
@@ -137,6 +137,6 @@ def test_nothing_is_said_where_nothing_of_a_device_is_taken(
 ) -> None:
     caplog.set_level("INFO")
     FakeMemory(monkeypatch, 80 * GIB, 80 * GIB)
-    EarlyBuffers(0, torch.device("cpu"))
-    EarlyBuffers(1 << 20, torch.device("cpu"))
+    PrefetchBuffers(0, torch.device("cpu"))
+    PrefetchBuffers(1 << 20, torch.device("cpu"))
     assert caplog.messages == []

@@ -50,7 +50,7 @@ def report(seed: str, world: World) -> None:
     """What has happened, for a person."""
     print(f"seed {seed}: {world.faults.total()} faults in {world.now:.0f} virtual s")
     print(f"the model has {world.model}")
-    print("ranks: " + ", ".join(f"{name} {each.build.tp}" for name, each in world.machines.items()))
+    print("ranks: " + ", ".join(f"{name} {each.build.ranks}" for name, each in world.machines.items()))
     for kind, count in sorted(world.faults.items()):
         print(f"  {count:5} {kind}")
     world.jobs.report()

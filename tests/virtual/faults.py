@@ -131,6 +131,14 @@ def fill_queues(world: World, machine: Machine, draw: random.Random) -> Heal:
     return 0.0, lambda: None
 
 
+def replay(world: World, machine: Machine, draw: random.Random) -> Heal:
+    """A message that was delivered comes again, as from a peer that is mad."""
+    ways = world.network.of(machine.name)
+    if ways:
+        draw.choice(ways).replay(draw)
+    return 0.0, lambda: None
+
+
 def slow_down(world: World, machine: Machine, draw: random.Random) -> Heal:
     """Messages take long."""
     world.network.slow = draw.uniform(0.01, 0.3)
@@ -163,5 +171,6 @@ WEIGHTS: dict[Fault, int] = {
     deafen: 2,
     fill_queues: 2,
     slow_down: 2,
+    replay: 3,
     harass: 2,
 }

@@ -9,7 +9,7 @@ from chaos.crew import Crew
 from chaos.decode import DecodeSide
 from chaos.engine import Build
 from chaos.forward import Forward
-from chaos.model import Memory, RankPages, Violation, hello_of, make_rank_pages
+from chaos.model import Memory, RankPages, Violation, hello_of
 from chaos.prefill import PrefillSide
 from chaos.schedule import LEASE
 from engine_support import BUSY
@@ -18,12 +18,10 @@ from virtual.clock import Clock
 from virtual.network import Endpoint, Network
 
 from p2pkv.config import Options
-from p2pkv.engine.consumer import Consumer
-from p2pkv.engine.producer import Producer
-from p2pkv.engine.rank import Core
+from p2pkv.engine.core import Core
 from p2pkv.pairing import Address
+from p2pkv.protocol import sender
 from p2pkv.protocol.receiver import MAX_CHUNKS
-from p2pkv.protocol.sender import MAX_ANNOUNCED
 
 STAGING, CHUNKS = 1 << 18, (4096, 16384)
 """Bytes of a rank; of a message, one of these in all engines of a run. Some short ones hold one KV group."""
@@ -95,10 +93,10 @@ class Life:
         self._next_step = float("inf")
         self.hung_until = 0.0
         build = machine.build
-        pages = [make_rank_pages(build.model, each, build.tp) for each in range(build.tp)]
+        pages = build.pages()
         self.memory = Memory(build.model, pages)
         self.workers = [Worker(self, each, f"{machine.draw.getrandbits(128):032x}") for each in pages]
-        crew = Crew([worker.core for worker in self.workers], machine.broken)
+        crew = Crew([each.core for each in self.workers], machine.broken, [each.layers for each in pages])
         forward = PrefillSide if machine.name.startswith("P") else DecodeSide
         self.forward: Forward = forward(crew, self.memory, machine.say, machine.broken)
 
@@ -269,20 +267,22 @@ class Machine:
     def check_bounds(self) -> None:
         """What must not grow without end does not."""
         for worker in self.life.workers if self.life is not None else []:
-            self._check_bounds(worker.core.half)
+            self._check_bounds(worker.core)
 
-    def _check_bounds(self, half: Any) -> None:
+    def _check_bounds(self, core: Core) -> None:
         chunks = [0]
-        if isinstance(half, Producer):
-            sends = [send for entry in half.prompts.entries.values() for send in entry.sender.sends.values()]
-            chunks += [len(send.announced) - MAX_ANNOUNCED for send in sends]
-        elif isinstance(half, Consumer):
-            loads = [entry.receiver for entry in half.requests.entries.values()]
+        if core.prefill is not None:
+            prompts = core.prefill.transfers.entries.values()
+            sends = [send for entry in prompts for send in entry.sender.sends.values()]
+            chunks += [len(send.announced) - sender.MAX_ANNOUNCED for send in sends]
+        if core.decode is not None:
+            loads = [entry.receiver for entry in core.decode.transfers.entries.values()]
             chunks += [len(each.chunks) - MAX_CHUNKS for load in loads for each in load.sources.values()]
         if max(chunks) > 0:
             self.broken("it keeps more chunks in mind than it may")
-        if len(half.peers) > len(self.network.endpoints):
-            self.broken(f"{len(half.peers)} peers of {len(self.network.endpoints)} that there are")
+        peers = core.counters.gauges["peers"]()
+        if peers > len(self.network.endpoints):
+            self.broken(f"{peers} peers of {len(self.network.endpoints)} that there are")
 
     def held(self) -> dict[str, int]:
         """What it holds that it should not when nothing is under way."""

@@ -23,6 +23,9 @@ LATENCY = 0.0003
 RETRY, LAST_RETRY = 0.02, 1.0
 """libzmq's pauses between two tries of one dial."""
 
+PAST = 40
+"""Delivered messages of a way that may come again."""
+
 NOTICED = 0.2
 """Most seconds in which an end hears that its connection has gone."""
 
@@ -37,6 +40,10 @@ class Line:
         self.refuses = 0  # so many messages find the queue full
         self.way: Way | None = None
         self.dialing = False
+
+    def assign(self, owner: object) -> None:
+        """As p2pkv's own."""
+        self.tag = owner
 
     @property
     def reached(self) -> bool:
@@ -70,6 +77,7 @@ class Way:
     deaf: bool = False
     dead: bool = False
     _flying: deque[tuple[float, bytes]] = field(default_factory=deque)
+    _past: deque[bytes] = field(default_factory=lambda: deque(maxlen=PAST))
 
     def send(self, data: bytes) -> None:
         """It arrives behind all that was sent before."""
@@ -80,6 +88,11 @@ class Way:
             due = max(due, self._flying[-1][0])
         self._flying.append((due, data))
         self._wait()
+
+    def replay(self, draw: random.Random) -> None:
+        """Something that was delivered comes again."""
+        if self._past:
+            self.send(draw.choice(self._past))
 
     def _wait(self) -> None:
         self.network.clock.after(self._flying[0][0] - self.network.clock.now, self.move)
@@ -93,6 +106,7 @@ class Way:
                 self._wait()  # the clock may have rounded down
                 return
             self._flying.popleft()
+            self._past.append(data)
             network.note("message", self.source.name, self.target.name, data)
             self.target.take(self.connection, data)
 

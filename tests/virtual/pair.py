@@ -16,8 +16,8 @@ from virtual.network import Endpoint, Network
 
 from p2pkv.config import Options
 from p2pkv.engine import commands as do
+from p2pkv.engine.core import Core
 from p2pkv.engine.liveness import Beat
-from p2pkv.engine.rank import Core
 from p2pkv.kv.cache import RankCache
 from p2pkv.pairing import Address
 
@@ -25,7 +25,7 @@ TURN = 0.001
 """Seconds between something that wakes an engine's thread and its turn."""
 
 
-class VirtualRank(Core):
+class VirtualRank:
     """A core whose turns come by the clock, unless its thread stands still until `still_until`."""
 
     def __init__(self, role: str, port: int, pair: VirtualPair, options: dict[str, object]) -> None:
@@ -38,15 +38,24 @@ class VirtualRank(Core):
         self._clock = pair.clock
         self._next_turn = float("inf")
         self.still_until = 0.0
-        self.core: Beat | None = None
+        self.beat: Beat | None = None
         """What its engine core says of itself as often as it is looked at; None: nothing."""
         self.alive = True
-        super().__init__(self.hello, opts, RankCache([cache]), self.wires, self.endpoint)  # type: ignore[arg-type]
-        self.steps.read_beats = lambda: [] if self.core is None else [self.core]
+        self.core = Core(
+            self.hello,
+            opts,
+            RankCache([cache]),
+            self.wires,
+            self.endpoint,
+            roles=pair.roles,  # type: ignore[arg-type]
+        )
+        self.context, self.steps, self.counters = self.core.context, self.core.steps, self.core.counters
+        self.revoke, self.events = self.core.revoke, self.core.events
+        self.steps.read_beats = lambda: [] if self.beat is None else [self.beat]
         self.ring()
 
     def do(self, command: do.Command) -> None:
-        super().do(command)
+        self.core.do(command)
         self.ring()
 
     def ring(self) -> None:
@@ -65,8 +74,8 @@ class VirtualRank(Core):
         if self._clock.now < self.still_until:
             self._turn_in(self.still_until - self._clock.now)
             return
-        self.turn(self._clock.now)
-        self._turn_in(max(TURN, self.pause(self._clock.now)))
+        self.core.turn(self._clock.now)
+        self._turn_in(max(TURN, self.core.pause(self._clock.now)))
 
     def stand_still(self, seconds: float) -> None:
         """Its thread does nothing for so long; connections stay up, and nobody answers a new one."""
@@ -108,18 +117,19 @@ class VirtualEngine(Engine):
 
     def core(self, steps: int = 1, **state: bool) -> None:
         """What its engine core says of itself from now on."""
-        self.rank.core = Beat(steps=steps, **{"work": False} | state)
+        self.rank.beat = Beat(steps=steps, **{"work": False} | state)
 
     def core_stops(self) -> None:
         """Its engine core says nothing more."""
-        assert self.rank.core is not None
-        self.rank.core = None
+        assert self.rank.beat is not None
+        self.rank.beat = None
 
 
 class VirtualPair:
-    """`p` and `d`, with these options."""
+    """`p` and `d`, with these options. `roles`: of the core of each; by default the one of its Hello."""
 
-    def __init__(self, geometry: Geometry | None = None, **options: object) -> None:
+    def __init__(self, geometry: Geometry | None = None, roles: str = "", **options: object) -> None:
+        self.roles = roles
         self.geometry = geometry or Geometry()
         self.draw = random.Random(1)
         self.clock = Clock()

@@ -30,7 +30,7 @@ class Stranger:
     def harass(self, machine: Machine, draw: random.Random) -> None:
         """Connect, speak, and go at some time."""
         assert machine.life is not None
-        connection = self._endpoint.dial(machine.outside.shifted(draw.randrange(machine.build.tp)))
+        connection = self._endpoint.dial(machine.outside.shifted(draw.randrange(machine.build.ranks)))
         said = draw.sample(self._wrong, MESSAGES) + draw.sample(self._right, 3)
         self._network.clock.after(draw.uniform(0.1, 0.5), lambda: [connection.send(data) for data in said])
         self._network.clock.after(draw.uniform(0.5, 3.0), lambda: self._endpoint.hang_up(connection))

@@ -21,7 +21,8 @@ from virtual.faults import WEIGHTS
 from virtual.network import Endpoint, Network
 from virtual.world import Broken, World
 
-from p2pkv.engine.consumer import Consumer, Incoming
+from p2pkv.engine.decode import Decode, TransferMessage
+from p2pkv.engine.prefill_peers import PrefillPeer
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.receiver import Receiver
@@ -97,7 +98,7 @@ def test_every_kind_of_fault_happens() -> None:
 
 def test_a_wrong_byte_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the run itself, where checksums do not find it first."""
-    monkeypatch.setattr(Incoming, "check", lambda *_: None)
+    monkeypatch.setattr(Decode, "check", lambda *_: None)
     world = World(4)
     for machine in world.machines.values():
         assert machine.life is not None
@@ -109,13 +110,13 @@ def test_a_wrong_byte_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_outcome_that_never_comes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    receive = Consumer.receive
+    take = Decode.message
 
-    def forgetful(self: Consumer, connection: object, message: m.AnyMessage, now: float) -> None:
+    def forgetful(self: Decode, peer: PrefillPeer, message: TransferMessage, now: float) -> None:
         if not isinstance(message, m.Chunk):
-            receive(self, connection, message, now)  # type: ignore[arg-type]
+            take(self, peer, message, now)
 
-    monkeypatch.setattr(Consumer, "receive", forgetful)
+    monkeypatch.setattr(Decode, "message", forgetful)
     monkeypatch.setattr(Receiver, "tick", lambda *_: [])
     with pytest.raises(Broken, match="has no end on"):
         World(5).run(SHORT)
@@ -133,7 +134,7 @@ def test_a_link_that_d_gives_up_without_being_able_to_say_so_is_built_anew() -> 
     load()
     assert d.life is not None and world.jobs.outcomes["loaded"] == 1
     (worker,) = d.life.workers
-    (inlet,) = worker.core.half.peers
+    (inlet,) = worker.core.roles[0].peers
     inlet.connection.refuses = 1  # type: ignore[attr-defined]
     worker.links.change(break_at=-1)
     world.wait(1.0)

@@ -19,7 +19,7 @@ from chaos.model import Model, draw_model
 from chaos.schedule import LEASE
 from memory_links import MemoryNetwork
 from virtual.clock import Clock
-from virtual.faults import WEIGHTS, Heal
+from virtual.faults import WEIGHTS, Fault, Heal
 from virtual.machine import CHUNKS, Machine
 from virtual.network import Network
 from virtual.stranger import Stranger
@@ -74,9 +74,10 @@ class World:
         self._until = 0.0
         self._suffering: Counter[str] = Counter()
         names = [f"P{index}" for index in range(prefills)] + [f"D{index}" for index in range(decodes)]
-        builds = [Build(self.model, self.draw.choice(tps)) for _ in names]
+        cuts = [0, 0, *self.model.cuts]
+        builds = [Build(self.model, self.draw.choice(tps), self.draw.choice(cuts)) for _ in names]
         self.chunk_bytes = self.draw.choice(CHUNKS)
-        self.decode_ranks = sum(build.tp for build in builds[prefills:])
+        self.decode_ranks = sum(build.ranks for build in builds[prefills:])
         self.machines = {
             name: Machine(name, build, 7000 + 10 * n, self)
             for n, (name, build) in enumerate(zip(names, builds, strict=True))
@@ -120,7 +121,12 @@ class World:
         self._until = self.clock.now + seconds
         self._load()
         self.clock.after(1.0, self._fault)
-        self.turn_until(lambda: self.clock.now >= self._until and not self._suffering.total(), LEASE * 20)
+        self.turn_until(lambda: self.clock.now >= self._until, LEASE * 20)
+        self.end()
+
+    def end(self) -> None:
+        """Everything heals, ends, and works."""
+        self.turn_until(lambda: not self._suffering.total(), LEASE * 20)
         for machine in self.machines.values():
             assert machine.life is not None
             for worker in machine.life.workers:
@@ -173,7 +179,12 @@ class World:
         idle = [machine for machine in self.machines.values() if not self._suffering[machine.name]]
         if not idle:
             return
-        machine = self.draw.choice(idle)
+        self.strike(fault, self.draw.choice(idle))
+
+    def strike(self, fault: Fault, machine: Machine) -> None:
+        """This happens to an engine that does not suffer from another fault."""
+        if self._suffering[machine.name]:
+            return
         self.note("fault", fault.__name__, machine.name)
         self.faults[fault.__name__] += 1
         self._suffering[machine.name] += 1

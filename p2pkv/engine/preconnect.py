@@ -9,14 +9,15 @@ kept, with its link, for as long as its P is a partner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
 from p2pkv.control.endpoint import Connection
+from p2pkv.engine.commands import NamePartners
 from p2pkv.engine.context import Context, log
-from p2pkv.engine.peers import Peers, PrefillPeer
-from p2pkv.engine.requests import Requests
+from p2pkv.engine.effects import Say
+from p2pkv.engine.prefill_peers import PrefillPeer, PrefillPeers
 from p2pkv.pairing import Address, PairingError
 from p2pkv.protocol import messages as m
 from p2pkv.protocol.machine import RemoteProtocolError
@@ -67,28 +68,15 @@ class Partner:
     logged: bool = False
 
 
-class LinksAhead:
-    """What this rank of D does ahead of requests.
+class Preconnect:
+    """What this rank of D does ahead of requests. `peers`: the dialed ranks of P.
 
-    Rank 0 hears of the partners from the proxy, and tells the other ranks of its engine.
-
-    Args:
-        peers: the dialed ranks of P.
-        requests: dials them, and knows what each of them sends.
-        hang_up: closes the connection to a rank of P, and forgets it.
+    Rank 0 gets the partners from the proxy, and passes them on to the other ranks of its engine.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        peers: Peers[str, PrefillPeer],
-        requests: Requests,
-        hang_up: Callable[[PrefillPeer], None],
-    ) -> None:
+    def __init__(self, context: Context, peers: PrefillPeers) -> None:
         self._ctx = context
         self._peers = peers
-        self._requests = requests
-        self._hang_up = hang_up
         self._partners: dict[str, Partner] = {}
         self._of: dict[str, Partner] = {}
         """Partners by the addresses of the ranks that were dialed."""
@@ -98,17 +86,17 @@ class LinksAhead:
         self._untold: list[str] = []
         """Those of them that do not know yet what rank 0 has heard last."""
         self._on = context.options.links_ahead
-        context.counters.gauges["partners"] = lambda: len(self._partners)
+        context.counters.add_gauges(partners=lambda: len(self._partners))
 
     # What the proxy says.
 
-    def name(self, addresses: tuple[str, ...], now: float) -> None:
+    def name(self, command: NamePartners, now: float) -> None:
         """The proxy has named these P's to rank 0."""
         if not self._on:
             return
-        self._named = addresses
+        self._named = command.addresses
         self._untold = list(self._ctx.hello.addresses[1:])
-        self._take(addresses, now)
+        self._take(command.addresses, now)
 
     def received(self, message: m.Partners, now: float) -> None:
         """Rank 0 of this engine passes on what the proxy has named."""
@@ -137,7 +125,7 @@ class LinksAhead:
             if place not in self._others:
                 self._others[place] = self._ctx.endpoint.dial(Address.parse(place))
             self._ctx.endpoint.redial(self._others[place])
-            if self._ctx.tell(self._others[place], message):
+            if self._ctx.answer(self._others[place], message):
                 self._untold.remove(place)
 
     # Time.
@@ -192,7 +180,7 @@ class LinksAhead:
         """The ranks of this P at these addresses."""
         partner.places = places
         self._of |= dict.fromkeys(places, partner)
-        return [self._requests.dial(Address.parse(place), now) for place in places]
+        return [self._peers.dial(Address.parse(place), now) for place in places]
 
     def _look_at(self, partner: Partner, now: float) -> None:
         first = self._peers.get(partner.address)
@@ -219,24 +207,23 @@ class LinksAhead:
         """The ranks of this P that this rank has to do with, all of them dialed; and what is wrong, or ""."""
         if partner.since is None and not first.dialing.open:
             return [first], ""
-        if first.dialing.refused:
-            return [first], first.dialing.reason
-        if not first.dialing.open or first.hello is None:
+        if first.refusal is not None:
+            return [first], first.refusal
+        if not first.welcomed:
             return self._dial(partner, (partner.address,), now), ""
-        edges, places = self._requests.ranks(first)
+        edges, places = first.ranks()
         partner.sources = len(edges)
         if len(edges) > self._ctx.options.max_links:
             return self._dialed(partner), f"{len(edges)} of its ranks send to this one, more than max_links"
         addresses = dict.fromkeys([partner.address, *map(str, places.values())])
         peers = self._dial(partner, tuple(addresses), now)
-        refused = next((peer for peer in peers if peer.dialing.refused), None)
-        return peers, refused.dialing.reason if refused is not None else ""
+        return peers, next((peer.refusal for peer in peers if peer.refusal is not None), "")
 
     def _all_up(self, partner: Partner, first: PrefillPeer, peers: list[PrefillPeer]) -> bool:
         """Whether every rank of this P that sends to us has its link, and all are connected."""
-        if not all(peer.dialing.open and peer.hello is not None for peer in peers):
+        if not all(peer.welcomed for peer in peers):
             return False
-        edges, _ = self._requests.ranks(first)
+        edges, _ = first.ranks()
         return all(peer.up for peer in peers if peer.rank in edges)
 
     def _too_long(self, partner: Partner, peers: list[PrefillPeer], now: float) -> bool:
@@ -258,9 +245,8 @@ class LinksAhead:
             return
         partner.beaten = now
         for peer in peers:
-            if now - peer.used > BEAT_SECONDS and not peer.ask(m.Heartbeat(()), now):
-                reason = f"{peer.address} is gone: the connection to it has ended"
-                self._requests.lost(peer, reason, now)
+            if now - peer.used > BEAT_SECONDS:
+                self._ctx.effects.append(Say(peer, m.Heartbeat(())))
 
     # The end of a try.
 
@@ -280,8 +266,7 @@ class LinksAhead:
         """Forget the ranks of this P, but for those that a request has needed."""
         for peer in self._dialed(partner):
             if not peer.needed:
-                peer.abort("D has no use for it now")
-                self._hang_up(peer)
+                self._peers.hang_up(peer, "D has no use for it now")
         for place in partner.places:
             self._of.pop(place, None)
         partner.since, partner.places, partner.up = None, (), False

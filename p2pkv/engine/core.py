@@ -1,0 +1,407 @@
+"""The core of a rank: its turns. A turn takes in messages and commands, moves data and looks at the timers.
+
+`Core` has no thread and no clock: its owner gives it turns, and says what time it is. In a turn every
+message and every command is matched once, in the tables of the rank's roles (see `roles`). What peers and
+transfers decide comes to one queue of effects, which is emptied in order before the next message, command or
+timer: none of them is called while it is at work.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from p2pkv import __version__
+from p2pkv.config import Options
+from p2pkv.control.endpoint import Connection, Endpoint
+from p2pkv.engine.commands import Command, Computed, Event, Revoked
+from p2pkv.engine.context import LOOK_SECONDS, Context, Counters, log
+from p2pkv.engine.effects import Emit, Say
+from p2pkv.engine.liveness import Liveness
+from p2pkv.engine.roles import DecodeRole, Handle, PrefillRole, Receive, Role, Unowned
+from p2pkv.kv.cache import RankCache
+from p2pkv.links.base import LinkFactory
+from p2pkv.log import RateLimit
+from p2pkv.protocol.handshake import fit
+from p2pkv.protocol.machine import RemoteProtocolError
+from p2pkv.protocol.messages import AnyMessage, BadMessage, Hello, Inspect, Report, decode
+
+TICK = 0.02
+"""Seconds between two looks at what is under way."""
+
+HELD_SECONDS = 1.0
+"""A turn so much later than it was due: something held this rank up, and no message could reach it."""
+
+LONG_HELD_SECONDS = 5.0
+"""From here on the log says so."""
+
+QUIET_SECONDS = 60.0
+"""Between two lines about connections that sent nothing wrong and ended: a monitor may make many."""
+
+
+class HeldClock:
+    """The time of a rank, which stands while something else holds the rank up (its interpreter's lock, its
+    process, its machine): a silence counts against a peer only while the peer could have been heard.
+
+    Attributes:
+        turned: when the last turn began, by the owner's clock; None before the first.
+        held: seconds for which this clock has stood in all.
+    """
+
+    def __init__(self) -> None:
+        self.turned: float | None = None
+        self.held = 0.0
+        self._due = 0.0
+
+    def turn(self, now: float) -> float:
+        """A turn begins; the time by this clock."""
+        late = 0.0 if self.turned is None else now - self._due
+        if late > HELD_SECONDS:
+            self.held += late
+            level = logging.WARNING if late > LONG_HELD_SECONDS else logging.DEBUG
+            log.log(level, "this rank was held up for %.1f s, which count against no peer", late)
+        self.turned = self._due = now
+        return now - self.held
+
+    def expect(self, pause: float) -> None:
+        """The next turn is due so many seconds after the last one."""
+        if self.turned is not None:
+            self._due = self.turned + pause
+
+
+class Tables(NamedTuple):
+    """What takes each command, message and effect. `disconnected`: a peer that a message could not be sent
+    to.
+
+    Messages go by the class of the peer that they come from, and their own; `unowned`, by their own, may
+    come on any connection.
+    """
+
+    commands: dict[type, Handle]
+    messages: dict[tuple[type, type], Receive]
+    unowned: dict[type, Unowned]
+    effects: dict[type, Handle]
+    disconnected: dict[type, Handle]
+
+
+class Core:
+    """A rank's roles, and all that reaches them. It owns what it was made with: see `close`.
+
+    `context` is what the rank works with: for the owner's thread alone, as are the roles.
+
+    `do`, `revoke`, `events` and `steps` are for the forward thread, `do` for others, too; none of them waits
+    for the network, and only `revoke` waits for anything: the device's gathers that are under way, if any.
+    All else is for one thread, which may be the same.
+
+    Attributes:
+        prefill, decode: its roles; None: it does not have that one.
+        commands: what was ordered and is not carried out yet, in order.
+    """
+
+    def __init__(
+        self,
+        hello: Hello,
+        options: Options,
+        cache: RankCache,
+        links: LinkFactory,
+        endpoint: Endpoint,
+        on_event: Callable[[], None] | None = None,
+        roles: str = "",
+    ) -> None:
+        """`on_event` is called by the owner's thread after each event. `roles`: "P", "D" or "PD"; by default
+        that of its Hello."""
+        roles = roles or hello.role
+        self.commands: deque[Command] = deque()
+        self._events: deque[Event] = deque()
+        self._on_event = on_event
+        self.context = Context(hello, options, cache, links, endpoint, Liveness(options.stall_seconds))
+        self.prefill = PrefillRole(self.context) if "P" in roles else None
+        self.decode = DecodeRole(self.context) if "D" in roles else None
+        self.roles: list[Role] = [role for role in (self.prefill, self.decode) if role is not None]
+        self.table = self._make_table()
+        self.clock = HeldClock()
+        self._soon = False
+        self._tick = self.context.timers.new(self._check)
+        self._look = self.context.timers.new(self._look_around)
+        self._look.at(0.0)
+        self._quiet = RateLimit(seconds=QUIET_SECONDS)
+        self._trouble = ""
+        self._given_up = False
+
+    def _make_table(self) -> Tables:
+        table = Tables({}, {}, {}, {Say: self._say, Emit: self._emit}, {})
+        for role in self.roles:
+            for kind, handle in role.commands.items():
+                before = table.commands.get(kind)
+                table.commands[kind] = handle if before is None else _both(before, handle)
+            table.messages.update({(role.peer, kind): take for kind, take in role.messages.items()})
+            for kind, take in role.unowned.items():
+                table.unowned.setdefault(kind, take)  # a rank that is P, too, refuses no Hello as a D does
+            table.effects.update(role.effects)
+            table.disconnected[role.peer] = role.disconnected
+        return table
+
+    # The forward thread.
+
+    @property
+    def steps(self) -> Liveness:
+        return self.context.steps
+
+    @property
+    def counters(self) -> Counters:
+        return self.context.counters
+
+    def do(self, command: Command) -> None:
+        """Hand over one command; commands are carried out in order."""
+        self.commands.append(command)
+
+    def layers_per_message(self, tokens: int) -> int:
+        """How many layers of so many tokens fill a message."""
+        return max(1, -(-self.context.options.chunk_bytes // self.context.cache.layer_bytes(tokens)))
+
+    def revoke(self, keys: Iterable[str]) -> None:
+        """These prompts' blocks will be overwritten: on return nothing reads them, and nothing will."""
+        keys = list(keys)
+        if not keys:
+            return
+        self.context.revoked.add(keys)
+        self.context.copies.wait(keys)
+        for key in keys:
+            self.do(Revoked(key))
+
+    def events(self) -> list[Event]:
+        """What has happened since the last call."""
+        out: list[Event] = []
+        while self._events:
+            out.append(self._events.popleft())
+        return out
+
+    @property
+    def ordered(self) -> bool:
+        """Whether a command waits to be carried out."""
+        return bool(self.commands)
+
+    @property
+    def news(self) -> int:
+        """How many events the next `events` returns."""
+        return len(self._events)
+
+    # The owner.
+
+    def turn(self, now: float) -> None:
+        """Take in messages and commands, move data, look at what is due. Never waits.
+
+        `now`: seconds of any clock that never goes back. What this raises is a fault of ours: the turn is
+        lost, and the next one goes on.
+        """
+        now, context, soon = self.clock.turn(now), self.context, False
+        if context.steps.held != self.clock.held:
+            context.steps.held_up(self.clock.held)
+        self._look_after_connections(now)
+        self._listen(now)
+        self._obey(now)
+        for role in self.roles:
+            soon = role.poll(now) or soon
+        self._apply(now)
+        for role in self.roles:
+            soon = role.after(now) or soon
+        context.copies.poll(now)
+        self._apply(now)
+        self._soon = soon or len(context.copies) > 0
+        if context.timers.due <= now:
+            for timer in context.timers.take_due(now):
+                timer.act(now)
+                self._apply(now)
+        if self._tick.due > now + TICK and any(role.busy for role in self.roles):
+            self._tick.at(now + TICK)
+
+    def pause(self, now: float) -> float:
+        """Seconds after which the next turn is due, unless a message or a command comes first."""
+        if self.ordered:
+            pause = self.context.links.poll_seconds if self._blocked() else 0.0
+        elif self._soon:
+            pause = self.context.links.poll_seconds
+        else:
+            pause = max(0.0, self.context.timers.due - (now - self.clock.held))
+        self.clock.expect(pause)
+        return pause
+
+    def leave(self, now: float, finish: bool = True) -> None:
+        """Take on nothing new, and end what cannot be finished now; without `finish` everything."""
+        self._leave(now - self.clock.held, finish)
+
+    def _leave(self, now: float, finish: bool = True) -> None:
+        for role in self.roles:
+            role.leave(now, finish)
+        self._apply(now)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is under way."""
+        return all(role.over for role in self.roles)
+
+    @property
+    def notified(self) -> bool:
+        """Whether peers were told that something has ended, and need time to read it."""
+        return any(role.notified for role in self.roles)
+
+    def close(self) -> None:
+        """Say goodbye, and close the links and the endpoint."""
+        closes = [role.close for role in self.roles]
+        for step in (
+            self.context.copies.close,
+            *closes,
+            self.context.links.close,
+            self.context.endpoint.close,
+        ):
+            try:
+                step()
+            except Exception:
+                log.exception("while closing")
+
+    # The parts of a turn.
+
+    def _listen(self, now: float) -> None:
+        messages, effects = self.table.messages, self.context.effects
+        for connection, data in self.context.endpoint.receive():
+            try:
+                message, peer = decode(data), connection.tag
+                take = messages.get((type(peer), type(message)))
+                if take is not None:
+                    take(peer, message, now)
+                else:
+                    self._take_unowned(connection, message, now)
+            except BadMessage as error:
+                self.counters.add("messages_bad")
+                log.debug("dropped: %s", error)
+            except RemoteProtocolError as error:
+                self.counters.add("messages_refused")
+                log.debug("dropped: %s", error)
+            if effects:
+                self._apply(now)
+
+    def _take_unowned(self, connection: Connection, message: AnyMessage, now: float) -> None:
+        """A message that its peer may not send, or that comes on a connection of no peer."""
+        if isinstance(message, Inspect):
+            self._inspect(connection)
+        elif isinstance(message, Report):
+            pass
+        elif (take := self.table.unowned.get(type(message))) is not None:
+            take(connection, message, now)
+        elif type(connection.tag) in self.table.disconnected:
+            raise RemoteProtocolError(f"{type(message).__name__} is not for a {self.context.hello.role}")
+        else:
+            for role in self.roles:
+                role.stranger(connection)
+
+    def _obey(self, now: float) -> None:
+        commands = self.commands
+        while commands and not self._blocked():
+            command = commands.popleft()
+            take = self.table.commands.get(type(command))
+            if take is None:
+                raise AssertionError(f"{command} is not for a {self.context.hello.role}")
+            take(command, now)
+            self._apply(now)
+
+    def _blocked(self) -> bool:
+        """Whether the next command waits for the device."""
+        head = self.commands[0]
+        return isinstance(head, Computed) and not head.fence.ready()
+
+    def _apply(self, now: float) -> None:
+        """Do what was decided, and what follows from that, until nothing is left to do."""
+        effects, table = self.context.effects, self.table.effects
+        while effects:
+            effect = effects.popleft()
+            table[type(effect)](effect, now)
+
+    def _say(self, effect: Say, now: float) -> None:
+        peer = effect.peer
+        if not peer.send(effect.message, now):
+            self.table.disconnected[type(peer)](peer, now)
+
+    def _emit(self, effect: Emit, now: float) -> None:
+        self._events.append(effect.event)
+        if self._on_event is not None:
+            self._on_event()
+
+    def _look_after_connections(self, now: float) -> None:
+        for failure in self.context.endpoint.failures():
+            self.counters.add("handshakes_failed")
+            if failure.late:
+                log.warning("%s It is dialed again while a request waits for it.", failure.reason)
+            elif failure.connection is not None:
+                for role in self.roles:
+                    if isinstance(failure.connection.tag, role.peer):
+                        role.unreachable(failure.connection.tag, failure.reason, now)
+                self._apply(now)
+            elif not failure.quiet:
+                log.warning("%s", failure.reason)
+            elif self._quiet.admits(now=now):
+                log.warning("%s; said once a minute", failure.reason)
+
+    # What is due.
+
+    def _check(self, now: float) -> None:
+        for role in self.roles:
+            role.check(now)
+
+    def _look_around(self, now: float) -> None:
+        self._look.at(now + LOOK_SECONDS)
+        self._look_at_engine(now)
+        for role in self.roles:
+            role.look(now)
+
+    def _look_at_engine(self, now: float) -> None:
+        """Take in the engine core's beats. Log when it stops getting on, and when it gets on again."""
+        steps, address = self.steps, self.context.hello.address
+        paused_since = steps.paused_since
+        steps.look(now)
+        if steps.paused_since != paused_since:
+            for role in self.roles:
+                role.paused(now)
+        trouble = steps.trouble(now)
+        if bool(trouble) != bool(self._trouble):
+            if trouble:
+                log.warning("%s renews no lease any more: %s", address, trouble)
+            else:
+                log.warning("%s renews leases again: its engine gets on", address)
+        self._trouble = trouble
+        if steps.orphaned and not self._given_up:
+            self._given_up = True
+            log.error(
+                "%s gives up what it holds: the process that started its engine core is gone, so no "
+                "client can reach it. Engine core and workers live on; end them (docs/operations.md, "
+                '"Engines without an HTTP server")',
+                address,
+            )
+            self._leave(now)
+
+    def _inspect(self, connection: Connection) -> None:
+        hello = self.context.hello
+        values: dict[str, int | float | str] = {**self.counters.snapshot()}
+        values |= {
+            "role": hello.role,
+            "rank": hello.rank,
+            "incarnation": hello.incarnation,
+            "model": hello.model,
+            "ranks": len(hello.addresses),
+            "link": hello.link,
+            "protocol": hello.version,
+            "fit": fit(hello),
+            "p2pkv": __version__,
+            "engine": self._trouble or ("paused" if self.steps.paused else "runs"),
+            "engine_steps": self.steps.scheduled,
+        }
+        self.context.answer(connection, Report(values))
+
+
+def _both(one: Handle, other: Handle) -> Handle:
+    def handle(given: Any, now: float) -> None:
+        one(given, now)
+        other(given, now)
+
+    return handle

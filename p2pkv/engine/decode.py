@@ -1,0 +1,612 @@
+"""The transfers of a rank as D: its requests, what ranks of P say about each, and the scatter.
+
+It decides only: what is to be done is appended to the rank's effects.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from math import inf
+
+from p2pkv.config import RESERVED_CHUNKS
+from p2pkv.device import Fence
+from p2pkv.engine import commands as do
+from p2pkv.engine.context import BURST, LOOK_SECONDS, Context, log
+from p2pkv.engine.effects import Emit, Say
+from p2pkv.engine.prefetch import ArrivedChunk, Check, PrefetchBuffer, PrefetchBuffers
+from p2pkv.engine.prefill_peers import (
+    AbortPrefillLink,
+    Admitted,
+    Announced,
+    Arrived,
+    ChunkSent,
+    Landed,
+    Posted,
+    PrefillFailed,
+    PrefillLost,
+    PrefillPeer,
+    PrefillPeers,
+    Receiving,
+    Unwanted,
+)
+from p2pkv.pairing import Address
+from p2pkv.protocol import machine
+from p2pkv.protocol import messages as m
+from p2pkv.protocol.handshake import unfit
+from p2pkv.protocol.machine import RemoteProtocolError
+from p2pkv.protocol.pieces import Extents
+from p2pkv.protocol.receiver import LoadPhase, Receiver
+
+MAX_TRIES = 3
+"""How often a request asks ranks of one P anew whose Hellos contradict each other."""
+
+WAITING_AT_ONCE = 1024
+"""Transfers that one `Heartbeat` names at most."""
+
+TransferMessage = m.Offer | m.Chunk | m.Failed
+
+
+@dataclass
+class RequestEntry:
+    """One request that D's scheduler has announced.
+
+    Attributes:
+        peers: the ranks of P to talk to, once all are connected.
+        fence: see `commands.Load`.
+        wanted: the tokens to be loaded into these blocks.
+        lost: when the connection to P was first lost, if P had not begun this request; None while P vouches
+            for it.
+        buffer: the memory of KV that came before the request; None: there is none.
+    """
+
+    expect: do.Expect
+    receiver: Receiver
+    peers: dict[int, PrefillPeer] = field(default_factory=dict)
+    blocks: do.Blocks = ()
+    fence: Fence | None = None
+    wanted: tuple[int, int] = (0, 0)
+    tries: int = 0
+    lost: float | None = None
+    buffer: PrefetchBuffer | None = None
+    _extents: dict[int, Extents] = field(default_factory=dict)
+
+    @cached_property
+    def prefill(self) -> str:
+        """The address of P's rank 0."""
+        return str(self.expect.prefill)
+
+    @property
+    def writable(self) -> bool:
+        """Whether the blocks are this request's alone by now."""
+        return self.fence is None or self.fence.ready()
+
+    @property
+    def ahead(self) -> bool:
+        """Whether P pushes it, although no request for it has come."""
+        return self.receiver.load.state is LoadPhase.AHEAD
+
+    def rank_of(self, peer: PrefillPeer) -> int | None:
+        """The rank of P that `peer` is for this request; None if it is none, or the request is not
+        connected yet."""
+        return next((rank for rank, each in self.peers.items() if each is peer), None)
+
+    def extents(self, rank: int) -> Extents:
+        """What this rank of P owes of the wanted tokens; only of a request that loads."""
+        if rank not in self._extents:
+            self._extents[rank] = self.receiver.sources[rank].assignment.extents(*self.wanted)
+        return self._extents[rank]
+
+
+class Decode:
+    """All requests. `ranks`: the ranks of P, which are dialed here when a request needs them."""
+
+    def __init__(self, context: Context, ranks: PrefillPeers) -> None:
+        self._ctx = context
+        self._ranks = ranks
+        self._buffers = PrefetchBuffers(context.options.ahead_bytes, context.cache.device)
+        self._attempt = 0
+        self._generation = ""
+        """Of D's weights; a prompt of others is not taken before its request comes."""
+        self._count = context.counters.values
+        self.entries: dict[str, RequestEntry] = {}
+        self._of: dict[str, dict[str, RequestEntry]] = {}
+        """The entries of each rank of P, by its address and by key: those connected to it, and those whose
+        P has it as rank 0."""
+        self._unconnected: dict[str, dict[str, RequestEntry]] = {}
+        """Entries that are not connected yet, by the address of P's rank 0 and by key. One that has ended
+        may stay until the next `connect`."""
+        self._kept: deque[RequestEntry] = deque()
+        """Loads of which a part is in a prefetch buffer."""
+        self._leases = context.timers.new(self._expire)
+        self._beat = context.timers.new(self._say_waiting)
+        self._beat.at(0.0)
+        context.counters.add_gauges(
+            ahead_bytes=lambda: self._buffers.used,
+            requests=lambda: sum(1 for e in tuple(self.entries.values()) if not e.receiver.load.ended),
+            loads=lambda: sum(
+                1 for e in tuple(self.entries.values()) if e.receiver.load.state is LoadPhase.LOADING
+            ),
+        )
+
+    # The forward thread's commands.
+
+    def expect(self, command: do.Expect, now: float) -> None:
+        entry = self.entries.get(command.key)
+        if entry is not None and entry.receiver.ahead:
+            if entry.expect == command:
+                self._decided(entry, entry.receiver.adopt(now), now)
+                self._look_by(entry)
+                return
+            self._decided(entry, entry.receiver.cancel("D has another request of this name"), now)
+        elif entry is not None:
+            return
+        entry = RequestEntry(command, self._receiver(command, now))
+        self._enter(entry)
+        self._connect(entry, now)
+
+    def load(self, command: do.Load, now: float) -> None:
+        """The request has blocks. Does nothing if its transfer has ended: that event was emitted already."""
+        entry = self.entries.get(command.key)
+        if entry is None:
+            reason = "this request was not announced to the engine"
+            self._ctx.effects.append(Emit(do.LoadFailed(command.key, reason)))
+        elif not entry.receiver.load.ended:
+            start, stop = command.start, command.stop
+            entry.blocks, entry.wanted, entry.fence = command.blocks, (start, stop), command.fence
+            self._guard(entry, lambda: entry.receiver.want(start, stop, now), now)
+            self._look_by(entry)  # a load may stall sooner
+            if entry.buffer is not None:
+                self._ctx.effects.append(Admitted(tuple(entry.peers.values()), command.key))
+                self._kept.append(entry)
+
+    def drop(self, command: do.Drop, now: float) -> None:
+        if entry := self.entries.get(command.key):
+            self._decided(entry, entry.receiver.cancel(command.reason), now)
+
+    def forget(self, command: do.Forget, now: float) -> None:
+        if entry := self.entries.pop(command.key, None):
+            self._out_of_tables(entry)
+            if entry.peers and not entry.receiver.load.ended:
+                self._ctx.effects.append(Unwanted(tuple(entry.peers.values()), command.key))
+
+    def invalidate(self, command: do.Invalidate, now: float) -> None:
+        """D's weights have changed, or its caches were reset: let go of all that came before its request."""
+        self._generation = command.generation
+        for entry in list(self.entries.values()):
+            if entry.buffer is not None:
+                self._decided(entry, entry.receiver.cancel(command.reason), now)
+
+    # The tables.
+
+    def _enter(self, entry: RequestEntry) -> None:
+        """A new request, which has to be connected to its ranks of P."""
+        key = entry.expect.key
+        self.entries[key] = entry
+        self._of.setdefault(entry.prefill, {})[key] = entry
+        self._unconnected.setdefault(entry.prefill, {})[key] = entry
+        self._look_by(entry)
+
+    def _connected(self, entry: RequestEntry, peers: dict[int, PrefillPeer]) -> None:
+        """All ranks of P that this request needs are connected."""
+        entry.peers = peers
+        for peer in peers.values():
+            self._of.setdefault(peer.address, {})[entry.expect.key] = entry
+        self._unconnected.get(entry.prefill, {}).pop(entry.expect.key, None)
+
+    def _disconnected(self, entry: RequestEntry) -> None:
+        """The request must connect to its ranks of P again."""
+        self._out_of_tables(entry)
+        entry.peers = {}
+        self._enter(entry)
+
+    def _out_of_tables(self, entry: RequestEntry) -> None:
+        for address in [entry.prefill, *(peer.address for peer in entry.peers.values())]:
+            for table in (self._of, self._unconnected):
+                if (entries := table.get(address)) is not None:
+                    entries.pop(entry.expect.key, None)
+                    if not entries:
+                        del table[address]
+
+    def of(self, peer: PrefillPeer) -> list[RequestEntry]:
+        """The requests that need this rank of P."""
+        return list(self._of.get(peer.address, {}).values())
+
+    @property
+    def used(self) -> set[str]:
+        """The addresses of the ranks of P that requests need."""
+        return set(self._of)
+
+    def uses(self, peer: PrefillPeer) -> bool:
+        """Whether a request is connected to this rank of P."""
+        return any(entry.rank_of(peer) is not None for entry in self.of(peer))
+
+    def _receiver(self, expect: do.Expect, now: float, ahead: bool = False) -> Receiver:
+        options, key = self._ctx.options, expect.key
+        return Receiver(
+            key,
+            self._next_attempt(),
+            expect.tokens,
+            expect.digest,
+            options.lease_seconds,
+            now,
+            stall=options.stall_seconds,
+            wait=options.wait_seconds,
+            ahead=ahead,
+        )
+
+    def _next_attempt(self) -> int:
+        self._attempt += 1
+        return self._attempt
+
+    # Connecting.
+
+    @property
+    def connected(self) -> bool:
+        """Whether no request waits for a connection."""
+        return not self._unconnected
+
+    def connect(self, now: float) -> None:
+        """A rank of P may be connected now: connect the requests that waited for it and for no other."""
+        for prefill, waiting in list(self._unconnected.items()):
+            self._connect_all(waiting, now)
+            if not waiting and self._unconnected.get(prefill) is waiting:
+                del self._unconnected[prefill]
+
+    def _connect_all(self, waiting: dict[str, RequestEntry], now: float) -> None:
+        """All of `waiting` are for one P: where one still waits for a rank, the others do, too."""
+        while waiting:
+            key, entry = next(iter(waiting.items()))
+            self._connect(entry, now)
+            if waiting.get(key) is entry and not entry.receiver.load.ended:
+                return
+            waiting.pop(key, None)
+
+    def _connect(self, entry: RequestEntry, now: float) -> None:
+        """Connect the request to all ranks that hold a part of its KV, if all are there; then tell them
+        that it waits."""
+        if entry.peers or entry.receiver.load.ended:
+            return
+        first = self._ranks.reached(entry.expect.prefill, now)
+        if first.refusal is not None:
+            self._decided(entry, entry.receiver.lost(first.refusal), now)
+            return
+        if not first.welcomed:
+            return
+        edges, addresses = first.ranks()
+        peers = {rank: self._ranks.need(address, now) for rank, address in addresses.items()}
+        if not all(peer.dialing.open and peer.rank == rank for rank, peer in peers.items()):
+            return
+        if stray := next((peer for peer in peers.values() if not peer.is_of_the_engine_of(first)), None):
+            self._stray(entry, stray, first, now)
+            return
+        self._connected(entry, peers)
+        for peer in peers.values():
+            beat = m.Heartbeat(((entry.expect.key, entry.receiver.attempt),))
+            self._ctx.effects.append(Say(peer, beat))
+        assignments = {rank: peers[rank].owes(some) for rank, some in edges.items()}
+        self._decided(entry, entry.receiver.attach(assignments, now), now)
+
+    def _stray(self, entry: RequestEntry, stray: PrefillPeer, first: PrefillPeer, now: float) -> None:
+        """Two ranks of P contradict each other. One may not know yet that its engine has restarted: ask it
+        anew."""
+        reason = unfit(first.address, stray.address, "their Hellos describe their common engine differently")
+        entry.tries += 1
+        if entry.tries > MAX_TRIES:
+            advice = "start all ranks of that P anew, with the same options"
+            self._decided(entry, entry.receiver.lost(f"{reason}; {advice}"), now)
+        self._ranks.lose(stray, reason, now)
+
+    def prefetch(self, peer: PrefillPeer, message: m.Ahead, now: float) -> None:
+        """P has begun a prompt for which no request has come: take it if all ranks that hold a part are
+        connected."""
+        if message.key in self.entries or not peer.welcomed or peer.hello is None:
+            return
+        edges, addresses = peer.ranks()
+        first = Address.parse(peer.hello.addresses[0])
+        peers = [self._ranks.get(str(address)) for address in [first, *addresses.values()]]
+        if not all(each is not None and each.dialing.open for each in peers):
+            return
+        owed = [peer.owes(some).extents(0, message.tokens) for some in edges.values()]
+        buffer = self._buffers.take(sum(extents.nbytes for extents in owed), now)
+        if buffer is None:
+            return
+        expect = do.Expect(message.key, first, message.tokens, message.digest)
+        entry = RequestEntry(expect, self._receiver(expect, now, ahead=True), buffer=buffer)
+        self._enter(entry)
+        self._connect(entry, now)
+
+    # What ranks of P say.
+
+    def holding(self, peer: PrefillPeer, held: m.Transfers, now: float) -> None:
+        """P vouches for these transfers."""
+        for key, attempt in held:
+            entry = self.entries.get(key)
+            if entry is not None and entry.receiver.attempt == attempt and peer.hello is not None:
+                entry.lost = None
+                entry.receiver.held(peer.rank, now)
+
+    def message(self, peer: PrefillPeer, message: TransferMessage, now: float) -> None:
+        """P says something about one transfer."""
+        entry = self.entries.get(message.key)
+        if entry is None or peer.hello is None:
+            return
+        rank, receiver = peer.hello.rank, entry.receiver
+
+        def step() -> list[machine.Effect]:
+            match message:
+                case m.Chunk():
+                    return receiver.chunk(rank, message, now)
+                case m.Offer() if receiver.ahead and message.generation != self._generation:
+                    return receiver.cancel("P computes it with other weights than D has")
+                case m.Offer():
+                    return receiver.offer(rank, message, now)
+                case m.Failed():
+                    return receiver.failed(rank, message)
+
+        self._guard(entry, step, now)
+
+    def sent(self, effect: ChunkSent, now: float) -> None:
+        """P has sent a chunk."""
+        peer, message = effect.peer, effect.message
+        entry = self.entries.get(message.key)
+        if entry is None or peer.hello is None:
+            return
+        try:
+            entry.receiver.sent(peer.hello.rank, message, now)
+        except RemoteProtocolError as error:
+            self._breach(entry, error, now)
+
+    def _guard(self, entry: RequestEntry, step: Callable[[], list[machine.Effect]], now: float) -> None:
+        """Run a step of the receiver; a peer's breach of the protocol ends this transfer only."""
+        try:
+            decided = step()
+        except RemoteProtocolError as error:
+            self._breach(entry, error, now)
+        else:
+            self._decided(entry, decided, now)
+
+    def _breach(self, entry: RequestEntry, error: RemoteProtocolError, now: float) -> None:
+        self._ctx.counters.add("messages_refused")
+        self._decided(entry, entry.receiver.lost(f"P broke the protocol: {error}"), now)
+
+    # What has happened to ranks of P.
+
+    def lost(self, effect: PrefillLost, now: float) -> None:
+        """This incarnation of a rank of P is gone. Requests that P had not begun ask the next one; all
+        others fail."""
+        peer, reason = effect.peer, effect.reason
+        for entry in self.of(peer):
+            receiver = entry.receiver
+            waiting = receiver.load.state is LoadPhase.WAITING and not (receiver.nothing or receiver.ahead)
+            entry.lost = now if entry.lost is None else entry.lost
+            if waiting and now - entry.lost < self._ctx.options.lease_seconds:
+                # Another connection, or another incarnation, may answer: within one lease of the loss.
+                entry.receiver = receiver.again(self._next_attempt(), entry.lost)
+                self._disconnected(entry)
+            else:
+                self._decided(entry, receiver.lost(reason, entry.rank_of(peer)), now)
+
+    def fail(self, effect: PrefillFailed, now: float) -> None:
+        """End the requests of this rank of P; with `only_loading` those of them that load."""
+        for entry in self.of(effect.peer):
+            receiver = entry.receiver
+            if not effect.only_loading or receiver.load.state in (LoadPhase.AHEAD, LoadPhase.LOADING):
+                self._decided(entry, receiver.lost(effect.reason, entry.rank_of(effect.peer)), now)
+
+    # The data.
+
+    def posted(self, effect: Posted, now: float) -> None:
+        """A receive is posted: grant it, whatever has become of the transfer."""
+        peer, chunk = effect.peer, effect.chunk
+        entry = self.entries.get(effect.key)
+        if entry is not None and peer.hello is not None:
+            decided = entry.receiver.posted(peer.hello.rank, chunk, effect.link, effect.slot)
+            self._decided(entry, decided, now)
+        else:
+            grant = m.Grant(effect.key, chunk.attempt, chunk.chunk, chunk.nbytes, effect.link, effect.slot)
+            self._ctx.effects.append(Say(peer, grant))
+
+    def land(self, effect: Arrived, now: float) -> None:
+        """A receive is complete: write its bytes where they belong, unless the transfer has ended.
+
+        While the step before may still write to those blocks, it is left for the next turn.
+        """
+        peer, receiving = effect.peer, effect.receiving
+        entry, chunk = self.entries.get(receiving.key), receiving.chunk
+        if not receiving.live or peer.hello is None:
+            return
+        if entry is not None and not entry.receiver.load.ended and not entry.writable:
+            return
+        rank = peer.hello.rank
+        pieces = () if entry is None else entry.receiver.pieces(rank, chunk.attempt, chunk.chunk)
+        try:
+            if entry is None or not pieces:
+                self._ctx.counters.add("chunks_dropped")
+                return
+            check = self.check(peer, receiving) if peer.verify else None
+            arrived = ArrivedChunk(peer, rank, chunk, receiving.receive.buffer, peer.rows, check)
+            if check is not None and check.refuted:
+                self._corrupt(entry, entry.receiver, arrived, now)
+            elif entry.ahead:
+                self._keep(entry, arrived, now)
+            else:
+                self._write(entry, arrived, now)
+        finally:
+            self._ctx.effects.append(Landed(peer, receiving))
+
+    def check(self, peer: PrefillPeer, receiving: Receiving) -> Check | None:
+        """The checksum of the bytes that arrived, computed before the scatter."""
+        if receiving.sent is None:
+            return None
+        return Check(self._ctx.cache.digest(receiving.receive.buffer), receiving.sent)
+
+    def _keep(self, entry: RequestEntry, arrived: ArrivedChunk, now: float) -> None:
+        """The request has no blocks yet: copy the chunk to its buffer."""
+        assert entry.buffer is not None
+        self._buffers.keep(entry.buffer, arrived, now)
+        self._ctx.copies.launched(entry.expect.key)
+        entry.receiver.kept(arrived.rank, arrived.chunk.chunk, now)
+        self._count["bytes_ahead"] += arrived.chunk.nbytes
+
+    def write_kept(self, now: float) -> bool:
+        """Write what came before its request to the blocks that it has now, some of it each turn.
+
+        Returns whether there is more.
+        """
+        waiting = self._kept
+        for _ in range(BURST):
+            while waiting and not (waiting[0].buffer and waiting[0].buffer.kept):
+                waiting.popleft()
+            if not waiting or not waiting[0].writable:
+                return bool(waiting)
+            buffer = waiting[0].buffer
+            assert buffer is not None
+            self._write(waiting[0], buffer.next(), now)
+        self._ctx.endpoint.wake()
+        return True
+
+    def _write(self, entry: RequestEntry, arrived: ArrivedChunk, now: float) -> None:
+        """Write a chunk to the blocks."""
+        receiver, key = entry.receiver, entry.expect.key
+        try:
+            self._scatter(entry, arrived)
+        except ValueError as error:
+            self._ctx.copies.launched(key)
+            self._decided(entry, receiver.cancel(f"D cannot write its blocks: {error}"), now)
+            return
+        if self._ctx.copies.launched(key):
+            self._written(entry, receiver, arrived, now)
+        else:
+            self._ctx.copies.then(key, partial(self._written, entry, receiver, arrived), now)
+
+    def _scatter(self, entry: RequestEntry, arrived: ArrivedChunk) -> None:
+        extents, offset = entry.extents(arrived.rank), 0
+        edges = entry.receiver.sources[arrived.rank].assignment.edges
+        for piece in arrived.chunk.pieces:
+            extent, edge, rows = extents.by_group[piece.group], edges[piece.group], arrived.rows[piece.group]
+            shift = edge.target_layer - edge.layers.start
+            heads = (edge.target_head, edge.target_head + edge.heads.stop - edge.heads.start)
+            for begin, part in extent.within(piece):
+                layers = (part.layer + shift, part.layer_stop + shift)
+                part_bytes = arrived.buffer[offset + begin :][: extent.size(part)]
+                rows.scatter(part_bytes, layers, (part.start, part.stop), heads, entry.blocks)
+            offset += extent.size(piece)
+
+    def _written(self, entry: RequestEntry, receiver: Receiver, arrived: ArrivedChunk, now: float) -> None:
+        """The device has written this chunk to the blocks, and computed its checksum."""
+        if arrived.check is not None and arrived.check.differs():
+            self._corrupt(entry, receiver, arrived, now)
+            return
+        self._count["bytes_scattered"] += arrived.chunk.nbytes
+        self._count["chunks_scattered"] += 1
+        self._decided(entry, receiver.scattered(arrived.rank, arrived.chunk.chunk, now), now)
+
+    def _corrupt(self, entry: RequestEntry, receiver: Receiver, arrived: ArrivedChunk, now: float) -> None:
+        """The bytes differ from what P gathered: end the transfer, and the link, since it may spoil
+        others."""
+        peer, check = arrived.peer, arrived.check
+        assert check is not None
+        self._ctx.counters.add("chunks_corrupt")
+        theirs, ours = check.sent.digest.hex() or "none", check.digest.value().hex()
+        reason = (
+            f"chunk {check.sent.chunk} from {peer.address} has checksum {ours} here and {theirs} there: its "
+            "bytes changed on the way"
+        )
+        self._decided(entry, receiver.cancel(reason), now)
+        given_up = f"the link is given up: {reason}"
+        self._ctx.effects.append(AbortPrefillLink(peer, check.sent.link, given_up))
+
+    # Time.
+
+    def _expire(self, now: float) -> None:
+        """End what has outlived its lease, and note when the next lease may end; messages from P may put it
+        off."""
+        lease = self._ctx.options.lease_seconds
+        # The earliest end of a lease or of a wait that begins later.
+        first = now + min(lease, self._ctx.options.wait_seconds)
+        for prefill, waiting in self._unconnected.items():
+            peer = self._ranks.get(prefill)
+            for entry in waiting.values():
+                entry.receiver.reached(peer is not None and peer.reached)
+        for entry in list(self.entries.values()):
+            self._decided(entry, entry.receiver.tick(now), now)
+            ends = [entry.receiver.deadline or inf]
+            if entry.receiver.ahead and entry.buffer is not None:
+                ends.append(entry.buffer.touched + lease)
+                if now - entry.buffer.touched > lease:
+                    reason = f"no request has asked for it here for {lease:g} s"
+                    self._decided(entry, entry.receiver.cancel(reason), now)
+            first = min(first, *ends)
+        if self.entries:
+            self._leases.at(first)
+
+    def _look_by(self, entry: RequestEntry) -> None:
+        """This request's next end may come before all others'."""
+        self._leases.by(entry.receiver.deadline or inf)
+
+    def _say_waiting(self, now: float) -> None:
+        """Tell each rank of P which transfers wait for it, to renew its leases, unless this engine is in
+        trouble."""
+        if self._ctx.steps.trouble(now):
+            self._beat.at(now + LOOK_SECONDS)
+            return
+        self._beat.at(now + self._ctx.beat)
+        for peer in self._ranks:
+            entries = self._of.get(peer.address, {}).values()
+            # P's rank 0 may send nothing to this rank, and then need not be told of the request.
+            ranks = ((entry.rank_of(peer), entry.receiver) for entry in entries)
+            transfers = [(r.key, r.attempt) for rank, r in ranks if rank is not None and r.waits_for(rank)]
+            for first in range(0, len(transfers), WAITING_AT_ONCE):
+                some = tuple(transfers[first : first + WAITING_AT_ONCE])
+                self._ctx.effects.append(Say(peer, m.Heartbeat(some)))
+
+    # The end.
+
+    def leave(self, reason: str, now: float) -> None:
+        """This rank stops: nothing is loaded any more, and P need not keep anything."""
+        for entry in list(self.entries.values()):
+            self._decided(entry, entry.receiver.cancel(reason), now)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is under way."""
+        return all(entry.receiver.load.ended for entry in self.entries.values())
+
+    # What a receiver has decided.
+
+    def _decided(self, entry: RequestEntry, decided: list[machine.Effect], now: float) -> None:
+        effects, key = self._ctx.effects, entry.expect.key
+        for each in decided:
+            match each:
+                case machine.Tell(rank, message):
+                    if (peer := entry.peers.get(rank)) is not None:
+                        effects.append(Say(peer, message))
+                case machine.Post(rank, chunk):
+                    if (peer := entry.peers.get(rank)) is not None:
+                        reserve = RESERVED_CHUNKS * self._ctx.options.chunk_bytes if entry.ahead else 0
+                        effects.append(Announced(peer, key, chunk, reserve))
+                case machine.Offered(generation):
+                    effects.append(Emit(do.Begun(key, generation)))
+                case machine.Finished(ok, reason):
+                    self._finished(entry, ok, reason, now)
+
+    def _finished(self, entry: RequestEntry, ok: bool, reason: str, now: float) -> None:
+        """Emit the outcome once nothing writes to the request's blocks any more."""
+        key = entry.expect.key
+        if entry.peers:
+            self._ctx.effects.append(Unwanted(tuple(entry.peers.values()), key))
+        if entry.buffer is not None:
+            self._buffers.give(entry.buffer)
+            entry.buffer = None
+        if entry.receiver.ahead:
+            log.debug("let go of %s, which no request had asked for: %s", key, reason)
+            self.forget(do.Forget(key), now)
+            return
+        self._ctx.counters.add("transfers_loaded" if ok else "transfers_failed")
+        if not ok:
+            log.warning("transfer %s failed: %s", key, reason)
+        event = do.Loaded(key) if ok else do.LoadFailed(key, reason)
+        self._ctx.copies.then(key, lambda _: self._ctx.effects.append(Emit(event)), now)

@@ -1,0 +1,644 @@
+"""P's view of the ranks of D: the connection to each, the link to it, and what is queued on that link.
+
+What happens to them is appended to the rank's effects; what a rank of P sends them comes as effects, too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from p2pkv.control.endpoint import Connection
+from p2pkv.engine.context import BURST, Context, log
+from p2pkv.engine.effects import Effect
+from p2pkv.engine.peers import IDLE_BEATS, IDLE_REASON, Overdue, Peers, surplus
+from p2pkv.kv.cache import Rectangles
+from p2pkv.kv.checksum import Checksum
+from p2pkv.links.base import LinkError, Outbound, Send
+from p2pkv.protocol import messages as m
+from p2pkv.protocol.handshake import Assignment, Refused, judge, listed, unfit, verified
+from p2pkv.protocol.machine import Transmit
+
+DecodeRank = tuple[str, int]
+"""A rank of a D: the address of the engine's rank 0, and the rank."""
+
+FIRST_PAUSE, LAST_PAUSE = 0.1, 5.0
+"""Seconds between tries to build a link that keeps failing, the first after one at once."""
+
+MAX_PEERS = 4096
+"""The most ranks of D in the table. Beyond it one with nothing under way is forgotten; it says Hello
+again."""
+
+MAX_UNCONFIRMED = 4096
+"""Transfers to one rank of D whose end a rank that stops waits for; older ones are forgotten."""
+
+MAX_ORDERS = 4096
+"""The most grants of one rank of D that may wait here although they name a prompt that P does not have."""
+
+FORGOTTEN_SECONDS = 180.0
+"""Seconds without a transfer after which P closes its end: D has hung up by then, and P is not told."""
+
+
+# What has happened.
+
+
+class DecodeGone(Effect, frozen=True, eq=False):
+    """This incarnation of a rank of D is gone, and is not in the table any more."""
+
+    peer: DecodePeer
+    reason: str
+
+
+class DecodeLinked(Effect, frozen=True, eq=False):
+    """The link to this rank is up."""
+
+    peer: DecodePeer
+
+
+class DecodeLinkLost(Effect, frozen=True, eq=False):
+    """The link to this rank is gone, with all that was queued on it."""
+
+    peer: DecodePeer
+    reason: str
+
+
+class Fill(Effect, frozen=True, eq=False):
+    """There is room for the send that D has granted: gather it, and `Commit`."""
+
+    peer: DecodePeer
+    key: str
+    order: Transmit
+    send: Send
+
+
+class Taken(Effect, frozen=True, eq=False):
+    """D has taken so many bytes of this prompt."""
+
+    key: str
+    nbytes: int
+
+
+class Summed(Effect, frozen=True, eq=False):
+    """The checksum of this send is known, and those of all before it."""
+
+    peer: DecodePeer
+    sent: PendingSent
+
+
+# What is to be done.
+
+
+class Order(Effect, frozen=True, eq=False):
+    """D has granted this send. `known`: P has this prompt."""
+
+    peer: DecodePeer
+    key: str
+    order: Transmit
+    known: bool = True
+
+
+class Commit(Effect, frozen=True, eq=False):
+    """The send is full. `nbytes`: 0 if it is filler. `pending`: its `Sent` waits for a checksum."""
+
+    peer: DecodePeer
+    send: Send
+    key: str
+    nbytes: int
+    pending: PendingSent | None = None
+
+
+class Confirmed(Effect, frozen=True, eq=False):
+    """D has all of this transfer, or wants nothing more of it."""
+
+    peer: DecodePeer
+    key: str
+    attempt: int
+
+
+class AbortDecodeLink(Effect, frozen=True, eq=False):
+    """Give up the link that has this number now."""
+
+    peer: DecodePeer
+    link: int
+    reason: str
+
+
+# One link.
+
+
+@dataclass(eq=False, slots=True)
+class PendingSent:
+    """A `Sent` message that waits for its checksum (`due`: it is known), or for those before it."""
+
+    key: str
+    order: Transmit
+    filler: bool
+    digest: Checksum | None
+    due: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A send that D has not taken yet."""
+
+    send: Send
+    key: str
+    nbytes: int
+
+
+@dataclass(eq=False)
+class OutboundLink:
+    """The link to one rank of D: built, used, given up and built again; and what is queued on it.
+
+    Attributes:
+        number: of the link, or of the try to build one.
+        since: when D was invited to it.
+        window: bytes that D can take on it at a time.
+        parked: it was closed as idle; the next transfer that D names builds it again.
+        orders: granted sends that wait for a buffer. flights: sends that D has not taken yet.
+        pending: `Sent` messages in the order of the sends; only where checksums are wanted.
+    """
+
+    ctx: Context
+    number: int = 0
+    window: int = 0
+    since: float = 0.0
+    linked: bool = False
+    parked: bool = False
+    orders: deque[tuple[str, Transmit]] = field(default_factory=deque)
+    flights: deque[Flight] = field(default_factory=deque)
+    pending: deque[PendingSent] = field(default_factory=deque)
+    _invitation: bytes | None = None
+    """What D was invited with; None: it was not."""
+    _outbound: Outbound | None = None
+    _next: float = 0.0
+    _pause: float = 0.0
+    _waited: Transmit | None = None
+    _overdue: Overdue = field(default_factory=Overdue)
+
+    @property
+    def invited(self) -> bool:
+        """Whether D has been invited: the link is up, or may come up."""
+        return self._invitation is not None
+
+    @property
+    def building(self) -> bool:
+        return self.invited and not self.linked
+
+    @property
+    def accepted(self) -> bool:
+        """Whether D has answered the invitation: the link is up, or the two ends bring it up."""
+        return self._outbound is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has something to send or to report."""
+        return bool(self.orders or self.flights or self.pending)
+
+    @property
+    def limit(self) -> int:
+        """The most bytes of a chunk; 0 while it is not known."""
+        return self.window // 2 if self.linked else 0
+
+    @property
+    def used(self) -> int:
+        return self._outbound.used if self._outbound is not None else 0
+
+    def invite(self, now: float) -> m.LinkInvite | None:
+        """Begin a link if there is none, and it is time to try again; D's answer comes to `accept`.
+
+        Raises LinkError if this rank can make none now.
+        """
+        if self.invited or self.parked or now < self._next:
+            return None
+        self._invitation = b""
+        self.number += 1
+        self._invitation = self.ctx.links.invite()
+        self.since = now
+        return m.LinkInvite(self.number, self._invitation)
+
+    def accept(self, message: m.LinkAccept) -> None:
+        """D has made its end: make ours. Does nothing if that invitation was given up. Raises LinkError."""
+        if message.link == self.number and self.building and not self.accepted:
+            assert self._invitation is not None
+            self._outbound = self.ctx.links.complete(self._invitation, message.blob)
+            self.window = message.window
+
+    def abort(self, now: float) -> None:
+        """Give the link up, and all that it carried. Each new try waits longer."""
+        if self._outbound is not None:
+            self.ctx.counters.add("links_aborted")
+            self._outbound.abort()
+        self._outbound, self.linked, self._invitation = None, False, None
+        self._next = now + self._pause
+        self._pause = min(max(2 * self._pause, FIRST_PAUSE), LAST_PAUSE)
+        self.orders.clear()
+        self.flights.clear()
+        self.pending.clear()
+        self._overdue.clear()
+
+    def park(self, now: float) -> None:
+        """Close it until D names a transfer."""
+        self.abort(now)
+        self.parked, self._next, self._pause = True, now, 0.0
+
+    def poll(self) -> bool:
+        """Move what can be moved; whether the link has just come up. Raises LinkError."""
+        if self._outbound is None:
+            return False
+        self._outbound.poll()
+        if self.linked or not self._outbound.ready():
+            return False
+        self.linked = True
+        return True
+
+    def overdue(self, now: float, lease: float) -> bool:
+        """Whether D has not taken the oldest send for a lease; to be asked often."""
+        return self._overdue.check(self.flights[0] if self.flights else None, now, lease)
+
+    def taken(self) -> Iterator[Flight]:
+        """Sends that D has taken since the last call, in order. Raises LinkError."""
+        while self.flights and self.flights[0].send.done():
+            self._pause = 0.0
+            yield self.flights.popleft()
+
+    def next_send(self) -> tuple[str, Transmit, Send] | None:
+        """The oldest order and a buffer for it, if there is one of each. Raises LinkError."""
+        if not self.orders or self._outbound is None or not self.linked:
+            return None
+        key, order = self.orders[0]
+        if order.grant.nbytes > self.window:
+            raise LinkError(f"D grants {order.grant.nbytes} bytes in a window of {self.window}")
+        send = self._outbound.reserve(order.grant.nbytes, order.grant.slot)
+        if send is None:
+            if order is not self._waited:
+                self._waited = order
+                self.ctx.counters.add("chunks_waited")
+            return None
+        self.orders.popleft()
+        return key, order, send
+
+    def commit(self, commit: Commit) -> None:
+        """This send is full. Raises LinkError."""
+        commit.send.commit()
+        self.flights.append(Flight(commit.send, commit.key, commit.nbytes))
+        if commit.pending is not None:
+            self.pending.append(commit.pending)
+
+    def summed(self, sent: PendingSent) -> Iterator[PendingSent]:
+        """The checksum of `sent` is known. `Sent` messages go out in order: all at the front that may go."""
+        sent.due = True
+        while self.pending and self.pending[0].due:
+            yield self.pending.popleft()
+
+
+# One rank.
+
+
+@dataclass(eq=False)
+class DecodePeer:
+    """One incarnation of a rank of D that has said Hello.
+
+    Attributes:
+        assignment: the part of each prompt's KV that this rank sends it; None: nothing.
+        rows: our cache in the form in which that travels, by KV group.
+        served: the ranks of its engine that this rank sends KV to.
+        verify: whether this rank or ours wants a checksum of each chunk.
+        fresh: it has said nothing but Hello yet.
+        wanted: when D last named a transfer, or said Hello. named: it has named one.
+        last_heard: when its last heartbeat, or answer to an invitation, came.
+        unconfirmed: transfers (key, attempt) that D was sent a part of, and whose end it has not confirmed.
+    """
+
+    connection: Connection
+    hello: m.Hello
+    served: frozenset[int]
+    rows: tuple[Rectangles, ...]
+    assignment: Assignment | None
+    link: OutboundLink
+    verify: bool = False
+    wanted: float = 0.0
+    fresh: bool = True
+    named: bool = False
+    last_heard: float = 0.0
+    unconfirmed: dict[tuple[str, int], None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.key: DecodeRank = (self.hello.addresses[0], self.hello.rank)
+
+    @property
+    def address(self) -> str:
+        return self.hello.address
+
+    @property
+    def settled(self) -> bool:
+        """Whether there is nothing to wait for: the link is up, or none is needed now, and nothing is on
+        it."""
+        link = self.link
+        return (self.assignment is None or link.linked or link.parked) and not link.busy
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether something is on its way to D, or may still be."""
+        return self.link.busy or bool(self.unconfirmed)
+
+    def send(self, message: m.AnyMessage, now: float) -> bool:
+        if isinstance(message, m.Sent) and not message.filler:
+            self.unconfirmed[message.key, message.attempt] = None
+            if len(self.unconfirmed) > MAX_UNCONFIRMED:
+                del self.unconfirmed[next(iter(self.unconfirmed))]
+        elif isinstance(message, m.Failed):
+            self.unconfirmed.pop((message.key, message.attempt), None)
+        return self.connection.send(m.encode(message))
+
+    def heard(self, wants: bool, now: float) -> None:
+        """D has said something. `wants`: it has named a transfer, so a parked link may be built again."""
+        self.fresh, self.last_heard = False, now
+        if wants:
+            self.wanted, self.named = now, True
+            self.link.parked = False
+
+
+class DecodePeers(Peers[DecodeRank, DecodePeer]):
+    """The ranks of D."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self._ctx = context
+        self._used: Callable[[DecodePeer], bool] = lambda peer: False
+        self.leaving = ""
+        context.counters.add_gauges(
+            staging_bytes=lambda: sum(peer.link.used for peer in self),
+            sends_under_way=lambda: sum(
+                len(peer.link.orders) + max(len(peer.link.flights), len(peer.link.pending)) for peer in self
+            ),
+            peers=lambda: len(self),
+            links=lambda: sum(1 for peer in self if peer.link.linked),
+        )
+
+    def used_by(self, used: Callable[[DecodePeer], bool]) -> None:
+        """`used`: whether a transfer needs the link to a rank."""
+        self._used = used
+
+    # What they say.
+
+    def hello(self, connection: Connection, hello: m.Hello, now: float) -> None:
+        mine = self._ctx.hello
+        try:
+            if self.leaving:
+                raise Refused(self.leaving)
+            if hello.to != mine.address:
+                raise Refused(
+                    f"{hello.address} dialed {hello.to}, but this rank is {mine.address}: "
+                    "use the address that the instance advertises"
+                )
+            plan = judge(mine, hello)
+            formats, rows = self._ctx.form(hello)
+        except Refused as refused:
+            reason = self.leaving or unfit(mine.address, hello.address, refused)
+            log.warning("refused %s: %s", hello.address, reason)
+            self._ctx.counters.add("messages_refused")
+            self._ctx.answer(connection, m.Refuse(hello.incarnation, reason))
+            return
+        self._ctx.answer(connection, m.Welcome(hello.incarnation, mine, plan.digest))
+        old = self.get((hello.addresses[0], hello.rank))
+        if old is not None and old.connection is connection and old.fresh and old.hello == hello:
+            return
+        if old is not None:
+            self._drop(old, f"{hello.address} is gone: it has restarted or reconnected", now)
+        self._make_room(connection, now)
+        edges = plan.from_source(mine.rank)
+        owed = [edge for edge in edges if edge.target == hello.rank]
+        # D may have come ahead of any request: no other link has to go for that.
+        link = OutboundLink(self._ctx, number=old.link.number if old is not None else 0, parked=self._full)
+        peer = DecodePeer(
+            connection,
+            hello,
+            frozenset(edge.target for edge in edges),
+            rows,
+            Assignment.of(owed, formats) if owed else None,
+            link,
+            verified(mine, hello),
+            wanted=now,
+        )
+        connection.assign(peer)
+        self.add(peer)
+        sums = ", with checksums" if peer.verify else ""
+        log.info(
+            "D rank %d at %s is connected; what travels: %s%s",
+            hello.rank,
+            hello.address,
+            listed(formats),
+            sums,
+        )
+        self.invite(peer, now)
+
+    def _make_room(self, connection: Connection, now: float) -> None:
+        """Forget what this connection was before, and a peer if there are too many."""
+        if isinstance(connection.tag, DecodePeer) and connection.tag in self:
+            self._drop(connection.tag, f"{connection.tag.address} says that it is another", now)
+        if len(self) >= MAX_PEERS:
+            peers = list(self)
+            idle = next((peer for peer in peers if not peer.link.busy), peers[0])
+            self._drop(idle, f"{idle.address} makes room for another", now)
+
+    def heard(self, peer: DecodePeer, wants: bool, now: float) -> None:
+        """A heartbeat has come. `wants`: it names transfers."""
+        peer.heard(wants, now)
+        if wants:
+            self.invite(peer, now)
+
+    def accept(self, peer: DecodePeer, message: m.LinkAccept, now: float) -> None:
+        peer.heard(False, now)
+        try:
+            peer.link.accept(message)
+        except LinkError as error:
+            self.lose_link(peer, f"no link to {peer.address}: {error}", now)
+
+    def link_down(self, peer: DecodePeer, message: m.LinkDown, now: float) -> None:
+        """D has given up the link."""
+        peer.heard(False, now)
+        if message.link != peer.link.number or not peer.link.invited:
+            return
+        if peer.link.linked and self.idle(peer, now):
+            self._park(peer, now)
+        else:
+            self.lose_link(peer, f"{peer.address} aborted the link: {message.reason}", now, tell=False)
+
+    # The links.
+
+    def invite(self, peer: DecodePeer, now: float) -> None:
+        """Begin a link to this rank of D, if there is none and it is time to try again."""
+        self.activate(peer)
+        try:
+            message = peer.link.invite(now) if peer.assignment is not None else None
+        except LinkError as error:
+            self.lose_link(peer, f"no link to {peer.address}: {error}", now, tell=False)
+            return
+        if message is not None:
+            self._ctx.answer(peer.connection, message)
+
+    def lose_link(self, peer: DecodePeer, reason: str, now: float, tell: bool = True) -> None:
+        """Give up this link; `tell`: whether D must be told."""
+        log.log(logging.WARNING if peer.named else logging.INFO, "%s", reason)
+        if tell:
+            self._ctx.answer(peer.connection, m.LinkDown(peer.link.number, reason))
+        self._abort(peer, now)
+        self._ctx.effects.append(DecodeLinkLost(peer, reason))
+
+    def abort_link(self, effect: AbortDecodeLink, now: float) -> None:
+        if effect.link == effect.peer.link.number and effect.peer.link.invited:
+            self.lose_link(effect.peer, effect.reason, now)
+
+    def rebuild(self, peer: DecodePeer, now: float) -> None:
+        """The link was lost: begin another, unless neither side has a use for it."""
+        peer.link.parked = self.idle(peer, now)  # else a dead D would be invited for ever
+        self.invite(peer, now)
+
+    def idle(self, peer: DecodePeer, now: float) -> bool:
+        """Whether neither side has a use for this link now."""
+        # D that has named no transfer may have come ahead of any request.
+        quiet = not peer.named or now - peer.wanted > IDLE_BEATS * self._ctx.beat
+        return quiet and not peer.link.busy and not self._used(peer)
+
+    def _abort(self, peer: DecodePeer, now: float) -> None:
+        peer.link.abort(now)
+        peer.unconfirmed.clear()
+        self.activate(peer)
+
+    def _park(self, peer: DecodePeer, now: float, reason: str = "") -> None:
+        """Close the idle link until D names a transfer; `reason`: for D, which closed it itself if ""."""
+        if reason:
+            self._ctx.answer(peer.connection, m.LinkDown(peer.link.number, reason))
+        peer.link.park(now)
+        peer.unconfirmed.clear()
+        self.activate(peer)
+
+    @property
+    def _full(self) -> bool:
+        """Whether one link more would be one too many."""
+        return sum(1 for peer in self if peer.link.invited) >= self._ctx.options.max_links
+
+    # The data.
+
+    def order(self, effect: Order, now: float) -> None:
+        peer = effect.peer
+        if effect.order.grant.link != peer.link.number:
+            return
+        if not effect.known and len(peer.link.orders) >= MAX_ORDERS:
+            self.lose_link(peer, f"{peer.address} grants without end", now)
+            return
+        peer.link.orders.append((effect.key, effect.order))
+        self._active[peer] = None
+
+    def poll(self, now: float) -> bool:
+        """Move what can be moved now; whether to come back soon."""
+        effects, busy = self._ctx.effects, False
+        for peer in self.active:
+            was_settled, link = peer.settled, peer.link
+            try:
+                if link.poll():
+                    effects.append(DecodeLinked(peer))
+                for flight in link.taken():
+                    if flight.nbytes:
+                        effects.append(Taken(flight.key, flight.nbytes))
+                for _ in range(BURST):
+                    if (found := link.next_send()) is None:
+                        break
+                    effects.append(Fill(peer, *found))
+            except LinkError as error:
+                self.lose_link(peer, f"the link to {peer.address} broke: {error}", now)
+            busy = busy or link.busy or bool(effects)
+            if was_settled and peer.settled:
+                self.deactivate(peer)
+        return busy
+
+    def commit(self, effect: Commit, now: float) -> None:
+        peer = effect.peer
+        if not peer.link.linked:
+            return
+        try:
+            peer.link.commit(effect)
+        except LinkError as error:
+            self.lose_link(peer, f"the link to {peer.address} broke: {error}", now)
+
+    def confirmed(self, effect: Confirmed, now: float) -> None:
+        effect.peer.unconfirmed.pop((effect.key, effect.attempt), None)
+
+    # Time.
+
+    def check(self, now: float) -> bool:
+        """End links that stand still or do not come up; whether to come back soon."""
+        lease = self._ctx.options.lease_seconds
+        for peer in self.active:
+            if peer.link.overdue(now, lease):
+                reason = f"{peer.address} did not answer in time: it has taken nothing for {lease:g} s"
+                self.lose_link(peer, reason, now)
+            elif peer.link.building and now - peer.link.since > self._patience_with(peer, now):
+                waited = now - peer.link.since
+                reason = f"the link to {peer.address} did not come up in time: in {waited:.0f} s"
+                self.lose_link(peer, reason, now)
+            else:
+                self.invite(peer, now)
+        return self.busy
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way that has to be looked at often."""
+        return any(not peer.settled for peer in self.active)
+
+    def _patience_with(self, peer: DecodePeer, now: float) -> float:
+        """Seconds that a link may take to come up: twice as many while D is heard of, since it may just be
+        busy."""
+        lease = self._ctx.options.lease_seconds
+        patience = 2 * lease if now - peer.last_heard < lease else lease
+        return max(patience, self._ctx.links.build_seconds) if peer.link.accepted else patience
+
+    def look(self, now: float) -> None:
+        """Close links that nobody uses; let the next turn look at all ranks. Call it several times a
+        second."""
+        linked = [peer for peer in self if peer.link.linked]
+        most = self._ctx.options.max_links
+        for peer in surplus(
+            linked, most, lambda peer: self.idle(peer, now), lambda peer: (peer.named, peer.wanted)
+        ):
+            log.info("closing the link to %s: %s", peer.address, IDLE_REASON)
+            self._park(peer, now, IDLE_REASON)
+        forgotten = max(FORGOTTEN_SECONDS, 2 * self._ctx.options.lease_seconds)
+        for peer in linked:
+            quiet = now - max(peer.wanted, peer.last_heard) > forgotten
+            if peer.link.linked and quiet and self.idle(peer, now):
+                self._park(peer, now, "it has been idle for long")
+        for peer in self:
+            self.activate(peer)
+
+    # The end.
+
+    def leave(self, reason: str) -> None:
+        """This rank stops: no rank of D is accepted any more."""
+        self.leaving = reason
+
+    def disconnected(self, peer: DecodePeer, now: float) -> None:
+        """A message could not be sent."""
+        if peer in self:
+            self._drop(peer, f"{peer.address} is gone: the connection to it has ended", now)
+
+    def _drop(self, peer: DecodePeer, reason: str, now: float) -> None:
+        """This incarnation of a rank of D is gone: forget it."""
+        self._abort(peer, now)
+        self.remove(peer)
+        if peer.connection.tag is peer:
+            peer.connection.assign(None)
+        self._ctx.effects.append(DecodeGone(peer, reason))
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether something is on its way to a rank of D, or may still be."""
+        return any(peer.unfinished for peer in self)
+
+    def close(self) -> None:
+        for peer in self:
+            self._ctx.answer(peer.connection, m.LinkDown(peer.link.number, "P is shutting down"))
+            self._abort(peer, 0.0)

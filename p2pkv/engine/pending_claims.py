@@ -1,0 +1,93 @@
+"""Claims of ranks of D for prompts that P's scheduler has not announced yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from p2pkv.engine.decode_peers import DecodePeer, DecodeRank
+from p2pkv.protocol.messages import Cancel, Want
+
+MOST_CLAIMS = 4096
+"""The most prompts with such claims."""
+
+CLAIM_LEASES = 10
+"""Leases for which a final message (Want or Cancel) is kept: D does not repeat it."""
+
+
+@dataclass
+class PendingClaim:
+    """One rank's claim. `step`: the step that P was in at the first heartbeat; `last`: D's final message."""
+
+    incarnation: str
+    attempt: int
+    since: float
+    step: int | None
+    last: Want | Cancel | None = None
+
+
+class PendingClaims:
+    """Claims by key and rank of D, kept for a lease; bounded in number."""
+
+    def __init__(self, lease: float) -> None:
+        self._lease = lease
+        self._claims: dict[str, dict[DecodeRank, PendingClaim]] = {}
+        self._next = 0.0
+        """No claim expires before this time."""
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    def note(self, key: str, peer: DecodePeer, attempt: int, step: int | None, now: float) -> bool:
+        """Keep a claim; whether the step may still run in which P would have heard of the prompt."""
+        if key not in self._claims and len(self._claims) >= MOST_CLAIMS:
+            return False
+        claims = self._claims.setdefault(key, {})
+        claim, incarnation = claims.get(peer.key), peer.hello.incarnation
+        # A D that has restarted counts its attempts from the start again.
+        if claim is None or (claim.incarnation, claim.attempt) != (incarnation, attempt):
+            claim = claims[peer.key] = PendingClaim(incarnation, attempt, now, step)
+        claim.since = now
+        return claim.step is not None and claim.step == step
+
+    def keep(self, key: str, rank: DecodeRank, message: Want | Cancel) -> None:
+        """Keep D's final message about a prompt until P's scheduler announces it."""
+        claim = self._claims.get(key, {}).get(rank)
+        if claim is not None and claim.attempt == message.attempt:
+            claim.last = message
+
+    def drop(self, key: str, rank: DecodeRank, attempt: int) -> None:
+        """D has all of the prompt: drop the claim, which has outlived it."""
+        claims = self._claims.get(key, {})
+        if rank in claims and claims[rank].attempt == attempt:
+            del claims[rank]
+        if not claims:
+            self._claims.pop(key, None)
+
+    def take(self, key: str) -> dict[DecodeRank, PendingClaim]:
+        """P's scheduler has announced this prompt: its claims, which are removed here."""
+        return self._claims.pop(key, {})
+
+    def known(self) -> list[str]:
+        """The prompts that have claims."""
+        return list(self._claims)
+
+    @property
+    def due(self) -> float:
+        """When `expire` has something to do."""
+        return self._next if self._claims else inf
+
+    def expire(self, now: float) -> None:
+        """Drop what is older than a lease. A look at all claims is worth it once a lease or so."""
+        if now < self._next:
+            return
+        self._next = now + self._lease  # the earliest end of a claim that comes or is renewed later
+        for key, claims in list(self._claims.items()):
+            for rank, claim in list(claims.items()):
+                end = claim.since + self._lease * (CLAIM_LEASES if claim.last else 1)
+                if now > end:
+                    del claims[rank]
+                else:
+                    self._next = min(self._next, end)
+            if not claims:
+                del self._claims[key]

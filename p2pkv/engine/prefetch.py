@@ -1,0 +1,107 @@
+"""KV that has come to D: a chunk, and the memory in which chunks wait for their request (`ahead_bytes`)."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from p2pkv.device import take_memory
+from p2pkv.engine.prefill_peers import PrefillPeer
+from p2pkv.kv.cache import Rectangles
+from p2pkv.kv.checksum import Checksum
+from p2pkv.links.staging import ALIGNMENT, Slots
+from p2pkv.protocol.messages import Chunk, Sent
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The checksum of the bytes that arrived, and P's message with its own."""
+
+    digest: Checksum
+    sent: Sent
+
+    @property
+    def refuted(self) -> bool:
+        """Whether ours is computed by now, and differs from P's."""
+        return self.digest.known and self.differs()
+
+    def differs(self) -> bool:
+        """Whether ours differs from P's. Call it only once the device has computed ours."""
+        return self.digest.value() != self.sent.digest
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ArrivedChunk:
+    """One chunk that has arrived.
+
+    Attributes:
+        peer, rank: who sent it. By the time it is written to our blocks the peer may have disconnected, or
+            have been replaced by another incarnation.
+        buffer: uint8 [nbytes].
+        rows: our cache in the form that the bytes have, by KV group.
+        check: None where no checksum is wanted.
+    """
+
+    peer: PrefillPeer
+    rank: int
+    chunk: Chunk
+    buffer: torch.Tensor
+    rows: tuple[Rectangles, ...]
+    check: Check | None
+
+
+@dataclass(eq=False)
+class PrefetchBuffer:
+    """The memory of one prompt. `touched`: when a chunk last came."""
+
+    offset: int
+    touched: float
+    filled: int = 0
+    kept: deque[ArrivedChunk] = field(default_factory=deque)
+
+    def next(self) -> ArrivedChunk:
+        """The oldest chunk, which is taken out."""
+        return self.kept.popleft()
+
+
+class PrefetchBuffers:
+    """All of one rank: parts of one allocation on the cache's device, made when the rank starts."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        """Raises MemoryError with a sentence if the device has no room."""
+        whole = nbytes // ALIGNMENT * ALIGNMENT
+        self._block = take_memory(whole, device, "ahead_bytes")
+        self._slots = Slots(whole) if whole else None
+
+    @property
+    def used(self) -> int:
+        """Bytes that buffers hold."""
+        return self._slots.used if self._slots is not None else 0
+
+    def take(self, nbytes: int, now: float) -> PrefetchBuffer | None:
+        """A buffer of so many bytes; None if there is no room now."""
+        if self._slots is None or not 1 <= nbytes <= self._block.numel():
+            return None
+        offset = self._slots.take(nbytes)
+        return None if offset is None else PrefetchBuffer(offset, now)
+
+    def keep(self, buffer: PrefetchBuffer, chunk: ArrivedChunk, now: float) -> None:
+        """Copy a chunk behind those that the buffer holds. On a device the copy is only queued."""
+        start, nbytes = buffer.offset + buffer.filled, chunk.buffer.numel()
+        room = self._block[start : start + nbytes]
+        if room.device.type == "cpu":
+            np.copyto(room.numpy(), chunk.buffer.numpy())
+        else:
+            room.copy_(chunk.buffer, non_blocking=True)
+        buffer.kept.append(replace(chunk, buffer=room))
+        buffer.filled += nbytes
+        buffer.touched = now
+
+    def give(self, buffer: PrefetchBuffer) -> None:
+        """Free a buffer."""
+        assert self._slots is not None
+        buffer.kept.clear()
+        self._slots.give(buffer.offset)

@@ -1,0 +1,460 @@
+"""The transfers of a rank as P: its prompts, what ranks of D say about each, and the gather.
+
+It decides only: what is to be done is appended to the rank's effects.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from p2pkv.engine import commands as do
+from p2pkv.engine.context import Context, log
+from p2pkv.engine.decode_peers import (
+    AbortDecodeLink,
+    Commit,
+    Confirmed,
+    DecodeGone,
+    DecodeLinked,
+    DecodeLinkLost,
+    DecodePeer,
+    DecodeRank,
+    Fill,
+    Order,
+    PendingSent,
+    Summed,
+    Taken,
+)
+from p2pkv.engine.effects import Emit, Say
+from p2pkv.engine.peers import Peers
+from p2pkv.engine.pending_claims import PendingClaims
+from p2pkv.kv.checksum import Checksum
+from p2pkv.links.base import Send
+from p2pkv.protocol import machine
+from p2pkv.protocol import messages as m
+from p2pkv.protocol.machine import RemoteProtocolError, Transmit
+from p2pkv.protocol.sender import PromptPhase, Sender, Terms
+
+TransferMessage = m.Want | m.Grant | m.Done | m.Cancel
+
+
+@dataclass
+class PromptEntry:
+    """One prompt that P's scheduler has announced.
+
+    Attributes:
+        decode: the D that it is for, by the address of its rank 0.
+        peers: the ranks of that D that have claimed it, by their number.
+        free: nothing reads its blocks any more.
+    """
+
+    sender: Sender
+    decode: str
+    blocks: do.Blocks = ()
+    free: bool = False
+    peers: dict[int, DecodePeer] = field(default_factory=dict)
+
+
+class Prefill:
+    """All prompts. `ranks`: the ranks of D that have said Hello; only looked up here."""
+
+    def __init__(self, context: Context, ranks: Peers[DecodeRank, DecodePeer]) -> None:
+        self._ctx = context
+        self._ranks = ranks
+        options = context.options
+        self._terms = Terms(options.chunk_bytes, options.lease_seconds, options.wait_seconds)
+        self._claims = PendingClaims(options.lease_seconds)
+        self._ended = EndedTransfers(options.lease_seconds)
+        self._leaving = ""
+        self._count = context.counters.values
+        self.entries: dict[str, PromptEntry] = {}
+        self._of: dict[str, dict[str, PromptEntry]] = {}
+        """The entries of each D, by the address of its rank 0 and by key."""
+        self._leases = context.timers.new(self._expire)
+        self._expiry = context.timers.new(self._expire_claims)
+        self._leases.at(0.0)
+        context.counters.add_gauges(
+            prompts=lambda: sum(1 for e in tuple(self.entries.values()) if not e.sender.prompt.ended),
+            prompts_held=lambda: sum(1 for entry in tuple(self.entries.values()) if not entry.free),
+            early_claims=lambda: len(self._claims),
+            transfers_ended=lambda: len(self._ended),
+        )
+
+    # The forward thread's commands.
+
+    def hold(self, command: do.Hold | do.OfferPrompt, now: float) -> None:
+        """P's scheduler has this prompt."""
+        key, decode = command.key, str(command.decode)
+        if key not in self.entries:
+            self._ended.discard(key)
+            entry = self.entries[key] = PromptEntry(Sender(key, self._ctx.cache.layers, self._terms), decode)
+            self._of.setdefault(decode, {})[key] = entry
+            self._take_claims(key, now)
+
+    def offer(self, command: do.OfferPrompt, now: float) -> None:
+        self.hold(command, now)
+        entry = self.entries[command.key]
+        if not entry.sender.prompt.ended:
+            effects = entry.sender.offer(command.tokens, command.digest, command.generation)
+            self._decided(entry, effects, now)
+            self._offer_unasked(entry)
+
+    def _offer_unasked(self, entry: PromptEntry) -> None:
+        """Offer this prompt to the ranks of D that may take it before the request for it comes
+        (`ahead_bytes`)."""
+        sender = entry.sender
+        message = m.Ahead(sender.key, sender.tokens, sender.digest)
+        for peer in self._ranks:
+            decode, rank = peer.key
+            if decode == entry.decode and peer.hello.ahead and peer.assignment and rank not in sender.sends:
+                self._ctx.effects.append(Say(peer, message))
+
+    def blocks(self, command: do.PromptBlocks, now: float) -> None:
+        for entry in self.live(command.key):
+            entry.blocks = command.blocks
+
+    def computed(self, command: do.Computed, now: float) -> None:
+        for key, stop in command.prompts:
+            for entry in self.live(key):
+                effects = entry.sender.computed(command.layer, command.layer_stop, stop, now)
+                self._decided(entry, effects, now)
+
+    def flush(self, command: do.Flush, now: float) -> None:
+        for entry in self.live(*command.keys):
+            self._decided(entry, entry.sender.flush(), now)
+
+    def revoke(self, command: do.Revoked, now: float) -> None:
+        for entry in self.live(command.key):
+            entry.sender.revoke()
+        self._ctx.revoked.carried_out(command.key)
+
+    def abort(self, command: do.Abort, now: float) -> None:
+        for entry in self.live(command.key):
+            self._decided(entry, entry.sender.abort(command.reason), now)
+
+    def forget(self, command: do.Forget, now: float) -> None:
+        entry = self.entries.pop(command.key, None)
+        if entry is not None:
+            of_this_decode = self._of[entry.decode]
+            del of_this_decode[command.key]
+            if not of_this_decode:
+                del self._of[entry.decode]
+
+    def live(self, *keys: str) -> Iterator[PromptEntry]:
+        """The entries of these keys that have not ended."""
+        for key in keys:
+            entry = self.entries.get(key)
+            if entry is not None and not entry.sender.prompt.ended:
+                yield entry
+
+    def uses(self, peer: DecodePeer) -> bool:
+        """Whether a prompt for this rank's D has not ended."""
+        return not all(entry.sender.prompt.ended for entry in self._for(peer))
+
+    def _for(self, peer: DecodePeer) -> list[PromptEntry]:
+        return list(self._of.get(peer.hello.addresses[0], {}).values())
+
+    # What ranks of D say.
+
+    def heartbeat(self, peer: DecodePeer, transfers: m.Transfers, now: float) -> None:
+        """D's rank waits for these; answer which of them P knows."""
+        effects, decode = self._ctx.effects, peer.hello.addresses[0]
+        self._ended.expire(now)
+        held: list[tuple[str, int]] = []
+        unknown: list[tuple[str, int]] = []
+        for key, attempt in transfers:
+            reason = self._ended.get(key)
+            entry = self.entries.get(key)
+            if entry is None and self._leaving:
+                reason = reason or self._leaving
+            if reason is not None or (entry is not None and entry.decode != decode):
+                another = f"P has this request paired with another D, {entry.decode if entry else ''}"
+                effects.append(Say(peer, m.Failed(key, attempt, reason or another)))
+                continue
+            (held if self._claim(peer, key, attempt, now) else unknown).append((key, attempt))
+        if not self._ctx.steps.trouble(now):
+            effects.append(Say(peer, m.HeartbeatAck(tuple(held), tuple(unknown))))
+
+    def _claim(self, peer: DecodePeer, key: str, attempt: int, now: float) -> bool:
+        """Note that D's rank waits for this prompt; whether P vouches for it."""
+        entry = self.entries.get(key)
+        if entry is None:
+            known = self._claims.note(key, peer, attempt, self._ctx.steps.running, now)
+            self._expiry.by(self._claims.due)
+            return known
+        sender, rank = entry.sender, peer.hello.rank
+        entry.peers[rank] = peer
+        sender.serves(peer.served)
+        if peer.assignment is None:
+            self._decided(entry, [] if sender.prompt.ended else sender.flush(), now)
+            return True
+        effects = sender.claim(rank, peer.assignment, attempt, peer.link.limit, now)
+        self._decided(entry, effects, now)
+        return sender.vouches(rank, attempt)
+
+    def _take_claims(self, key: str, now: float) -> None:
+        """P's scheduler has announced this prompt: apply what ranks of D said about it before."""
+        for rank, claim in self._claims.take(key).items():
+            peer = self._ranks.get(rank)
+            if peer is not None and peer.hello.incarnation == claim.incarnation:
+                self._claim(peer, key, claim.attempt, now)
+                if claim.last is not None:
+                    self.message(peer, claim.last, now)
+
+    def message(self, peer: DecodePeer, message: TransferMessage, now: float) -> None:
+        """D's rank says something about one transfer."""
+        key = message.key
+        if isinstance(message, m.Done | m.Cancel) or (isinstance(message, m.Want) and message.empty):
+            self._ctx.effects.append(Confirmed(peer, key, message.attempt))
+        entry = self.entries.get(key)
+        if entry is None or entry.decode != peer.hello.addresses[0]:
+            self._unknown(peer, message)
+            return
+        sender, rank = entry.sender, peer.hello.rank
+        entry.peers[rank] = peer
+        try:
+            match message:
+                case m.Grant():
+                    effects = sender.grant(rank, message, now)
+                case m.Want():
+                    effects = sender.want(rank, message, now)
+                case m.Done():
+                    effects = sender.done(rank, message, now)
+                case m.Cancel():
+                    effects = sender.cancel(rank, message)
+        except RemoteProtocolError as error:
+            self._ctx.counters.add("messages_refused")
+            log.warning("%s: %s", peer.address, error)
+            if isinstance(message, m.Grant):
+                # D has posted a receive that no send of ours will fill, so the link is out of step.
+                breach = f"{peer.address} granted what was not announced"
+                self._ctx.effects.append(AbortDecodeLink(peer, peer.link.number, breach))
+            effects = sender.lost(rank, str(error))
+        self._decided(entry, effects, now)
+
+    def _unknown(self, peer: DecodePeer, message: TransferMessage) -> None:
+        """P does not have this prompt, or has it for another D."""
+        match message:
+            case m.Grant(key):
+                order = Transmit(peer.hello.rank, message, ())
+                self._ctx.effects.append(Order(peer, key, order, known=False))
+            case m.Want(key) | m.Cancel(key):
+                self._claims.keep(key, peer.key, message)
+            case m.Done(key):
+                # D's last heartbeats still named a prompt that P had already let go.
+                self._claims.drop(key, peer.key, message.attempt)
+
+    # What has happened to ranks of D.
+
+    def linked(self, effect: DecodeLinked, now: float) -> None:
+        """With the link the limit of a chunk is known: announce what has been claimed."""
+        peer = effect.peer
+        for entry in self._for(peer):
+            send = entry.sender.sends.get(peer.hello.rank)
+            if send is not None and peer.assignment is not None:
+                rank, limit = peer.hello.rank, peer.link.limit
+                effects = entry.sender.claim(rank, peer.assignment, send.attempt, limit, now)
+                self._decided(entry, effects, now)
+
+    def unlinked(self, effect: DecodeLinkLost, now: float) -> None:
+        """What the link carried fails; a claim waits for the next link."""
+        for entry in self._for(effect.peer):
+            self._decided(entry, entry.sender.unlinked(effect.peer.hello.rank, effect.reason), now)
+
+    def gone(self, effect: DecodeGone, now: float) -> None:
+        """This incarnation is gone: its transfers fail."""
+        rank = effect.peer.hello.rank
+        for entry in self._for(effect.peer):
+            if entry.peers.get(rank) is effect.peer:
+                del entry.peers[rank]
+            self._decided(entry, entry.sender.lost(rank, effect.reason, restarted=True), now)
+
+    # The gather.
+
+    def fill(self, effect: Fill, now: float) -> None:
+        """Fill one send from the blocks, under the lock that keeps them from being taken back meanwhile.
+
+        On a device the gather is only queued. The send is ordered behind it, and `Copies` knows of it, so
+        that whoever takes blocks back waits for it.
+        """
+        peer, key, order, send = effect.peer, effect.key, effect.order, effect.send
+        if not peer.link.linked:
+            return
+        entry = self.entries.get(key)
+        if entry is not None and entry.decode != peer.hello.addresses[0]:
+            entry = None
+        revoked, wrong = self._ctx.revoked, ""
+        with revoked.reading:
+            filler = entry is None or key in revoked.keys or not entry.sender.readable(order)
+            if entry is not None and not filler:
+                try:
+                    self._gather(entry, peer, order, send)
+                except ValueError as error:
+                    filler, wrong = True, str(error)
+                self._ctx.copies.launched(key)
+        nbytes = 0 if filler else order.grant.nbytes
+        self._count["chunks_filler" if filler else "chunks_sent"] += 1
+        self._count["bytes_sent"] += nbytes
+        pending = None
+        if peer.verify:
+            pending = PendingSent(key, order, filler, None if filler else self._digest(key, send))
+        self._ctx.effects.append(Commit(peer, send, key, nbytes, pending))
+        if entry is not None and wrong:
+            self._decided(entry, entry.sender.abort(f"P cannot read its blocks: {wrong}"), now)
+        if pending is None:
+            self._sent(peer, key, order, filler, b"", now)
+        else:
+            self._ctx.copies.then(key, lambda _: self._ctx.effects.append(Summed(peer, pending)), now)
+
+    def _gather(self, entry: PromptEntry, peer: DecodePeer, order: Transmit, send: Send) -> None:
+        assert peer.assignment is not None
+        offset = 0
+        for piece in order.pieces:
+            edge, ours = peer.assignment.edges[piece.group], peer.rows[piece.group]
+            shift = edge.source_layer - edge.layers.start
+            layers = (piece.layer + shift, piece.layer_stop + shift)
+            count = edge.heads.stop - edge.heads.start
+            heads = (edge.source_head, edge.source_head + count)
+            size = ours.nbytes(layers[1] - layers[0], piece.start, piece.stop, count)
+            part = send.buffer[offset : offset + size]
+            ours.gather(part, layers, (piece.start, piece.stop), heads, entry.blocks)
+            offset += size
+
+    def _digest(self, key: str, send: Send) -> Checksum:
+        """The checksum of the gathered bytes. It may only be queued, so `Copies` knows of it, too."""
+        digest = self._ctx.cache.digest(send.buffer)
+        self._ctx.copies.launched(key)
+        return digest
+
+    def say_sent(self, peer: DecodePeer, sent: Sequence[PendingSent], now: float) -> None:
+        """The checksums of these sends are known: tell D what they hold."""
+        for each in sent:
+            digest = b"" if each.digest is None else each.digest.value()
+            self._sent(peer, each.key, each.order, each.filler, digest, now)
+
+    def _sent(
+        self, peer: DecodePeer, key: str, order: Transmit, filler: bool, digest: bytes, now: float
+    ) -> None:
+        """Tell D what this send holds."""
+        entry, grant = self.entries.get(key), order.grant
+        if entry is not None and entry.decode == peer.hello.addresses[0]:
+            self._decided(entry, entry.sender.sent(order, filler, digest), now)
+        else:
+            message = m.Sent(key, grant.attempt, grant.chunk, grant.link, filler, digest)
+            self._ctx.effects.append(Say(peer, message))
+
+    def taken(self, effect: Taken, now: float) -> None:
+        entry = self.entries.get(effect.key)
+        if entry is not None and entry.sender.prompt.state is PromptPhase.OFFERED:
+            self._count["bytes_early"] += effect.nbytes
+
+    # Time.
+
+    def _expire(self, now: float) -> None:
+        """End what has outlived its lease, or P's patience; messages from D may put that off."""
+        paused_since = self._ctx.steps.paused_since
+        # The earliest end of a lease or a wait that begins later or runs.
+        first = now + min(self._terms.lease, self._terms.wait)
+        for entry in list(self.entries.values()):
+            sender = entry.sender
+            self._decided(entry, sender.tick(now, paused_since), now)
+            for end in (sender.deadline, sender.kept_until(paused_since)):
+                if end is not None and end < first:
+                    first = end
+        self._ended.expire(now)
+        self._leases.at(first)
+
+    def _expire_claims(self, now: float) -> None:
+        self._claims.expire(now)
+        self._expiry.by(self._claims.due)
+
+    def paused(self, now: float) -> None:
+        """P has been paused or resumed: leases may end sooner."""
+        self._leases.at(now)
+
+    # The end.
+
+    def leave(self, reason: str, now: float, finish: bool) -> bool:
+        """This rank stops: with `finish`, what D waits for and P has computed may go on. All else ends.
+
+        Returns whether some rank of D was told so.
+        """
+        self._leaving, notified = reason, False
+        for key in self._claims.known():
+            for rank, claim in self._claims.take(key).items():
+                if peer := self._ranks.get(rank):
+                    self._ctx.effects.append(Say(peer, m.Failed(key, claim.attempt, reason)))
+                    notified = True
+        for entry in self.live(*self.entries):
+            if not (finish and entry.sender.awaited):
+                notified = notified or bool(entry.sender.sends)
+                self._decided(entry, entry.sender.abort(reason), now)
+        return notified
+
+    @property
+    def over(self) -> bool:
+        """Whether no prompt is under way."""
+        return not any(self.live(*self.entries))
+
+    # What a sender has decided.
+
+    def _decided(self, entry: PromptEntry, decided: list[machine.Effect], now: float) -> None:
+        effects = self._ctx.effects
+        for each in decided:
+            match each:
+                case machine.Tell(rank, message):
+                    if (peer := entry.peers.get(rank)) is not None:
+                        effects.append(Say(peer, message))
+                case machine.Transmit(rank):
+                    if (peer := entry.peers.get(rank)) is not None:
+                        effects.append(Order(peer, entry.sender.key, each))
+                case machine.Released():
+                    self._ctx.copies.then(entry.sender.key, lambda _: self._released(entry), now)
+                case machine.Finished(ok, reason):
+                    self._finished(entry, ok, reason, now)
+
+    def _released(self, entry: PromptEntry) -> None:
+        entry.free = True
+        self._ctx.effects.append(Emit(do.BlocksFree(entry.sender.key)))
+
+    def _finished(self, entry: PromptEntry, ok: bool, reason: str, now: float) -> None:
+        key = entry.sender.key
+        self._ctx.counters.add("transfers_sent" if ok else "transfers_failed")
+        if ok:
+            log.debug("sent %s", key)
+        else:
+            self._ended.add(key, reason, now)
+            log.warning("transfer %s was not sent: %s", key, reason)
+
+
+class EndedTransfers:
+    """Keys of transfers that have ended, each with the reason; bounded in number and in time."""
+
+    MOST = 1024
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._reasons: dict[str, tuple[float, str]] = {}
+        self._order: deque[tuple[float, str]] = deque()
+
+    def add(self, key: str, reason: str, now: float) -> None:
+        self._reasons[key] = now, reason
+        self._order.append((now, key))
+        self.expire(now)
+
+    def get(self, key: str) -> str | None:
+        found = self._reasons.get(key)
+        return found[1] if found is not None else None
+
+    def discard(self, key: str) -> None:
+        self._reasons.pop(key, None)
+
+    def expire(self, now: float) -> None:
+        while self._order and (len(self._order) > self.MOST or now - self._order[0][0] > self.seconds):
+            since, key = self._order.popleft()
+            if key in self._reasons and self._reasons[key][0] == since:
+                del self._reasons[key]
+
+    def __len__(self) -> int:
+        return len(self._reasons)

@@ -1,0 +1,696 @@
+"""D's view of the ranks of P: the connection to each, the link from it, and what is announced and posted on
+it.
+
+What happens to them is appended to the rank's effects; what a rank of D sends them comes as effects, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+import msgspec
+
+from p2pkv.control.endpoint import Connection
+from p2pkv.engine.context import BURST, Context, log
+from p2pkv.engine.effects import Effect
+from p2pkv.engine.peers import IDLE_BEATS, IDLE_REASON, Overdue, Peers, surplus
+from p2pkv.kv.cache import Rectangles
+from p2pkv.links.base import Inbound, LinkError, Receive
+from p2pkv.pairing import Address
+from p2pkv.plan import Edge, Plan
+from p2pkv.protocol import messages as m
+from p2pkv.protocol.handshake import Assignment, Dialing, Refused, Wire, judge, listed, unfit, verified
+from p2pkv.protocol.messages import Chunk, Sent
+
+IDLE_SECONDS = 60.0
+"""Seconds without a request after which the connection to a rank of P is closed."""
+
+
+# What has happened.
+
+
+class PrefillWelcomed(Effect, frozen=True, eq=False):
+    """This rank of P has accepted our Hello."""
+
+    peer: PrefillPeer
+
+
+class PrefillLost(Effect, frozen=True, eq=False):
+    """This incarnation of a rank of P is gone, or does not know us any more."""
+
+    peer: PrefillPeer
+    reason: str
+
+
+class PrefillFailed(Effect, frozen=True, eq=False):
+    """Its requests fail; with `only_loading` those of them that load."""
+
+    peer: PrefillPeer
+    reason: str
+    only_loading: bool = False
+
+
+class Posted(Effect, frozen=True, eq=False):
+    """A receive is posted for this chunk, at `slot` of the link of that number: grant it."""
+
+    peer: PrefillPeer
+    key: str
+    chunk: Chunk
+    link: int
+    slot: int
+
+
+class Arrived(Effect, frozen=True, eq=False):
+    """The oldest receive is complete: write its bytes, and `Landed`; or leave it for the next turn."""
+
+    peer: PrefillPeer
+    receiving: Receiving
+
+
+# What is to be done.
+
+
+class Announced(Effect, frozen=True, eq=False):
+    """This chunk waits for a receive. `reserve`: bytes of the rank's staging that must stay free then."""
+
+    peer: PrefillPeer
+    key: str
+    chunk: Chunk
+    reserve: int
+
+
+class Admitted(Effect, frozen=True, eq=False):
+    """This request has blocks now: its chunks may use all of the staging."""
+
+    peers: tuple[PrefillPeer, ...]
+    key: str
+
+
+class Unwanted(Effect, frozen=True, eq=False):
+    """This transfer has ended: post no receive for its chunks any more."""
+
+    peers: tuple[PrefillPeer, ...]
+    key: str
+
+
+class Landed(Effect, frozen=True, eq=False):
+    """The bytes of the oldest receive have been read."""
+
+    peer: PrefillPeer
+    receiving: Receiving
+
+
+class ChunkSent(Effect, frozen=True, eq=False):
+    """P has sent a chunk, and the link knows of it."""
+
+    peer: PrefillPeer
+    message: Sent
+
+
+class AbortPrefillLink(Effect, frozen=True, eq=False):
+    """Give up the link of that number."""
+
+    peer: PrefillPeer
+    link: int
+    reason: str
+
+
+# One link.
+
+
+@dataclass(slots=True)
+class Waiting:
+    """An announced chunk that waits for a receive."""
+
+    key: str
+    chunk: Chunk
+    reserve: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Receiving:
+    """A receive that is posted for an announced chunk, and P's `Sent` message about it, if it has come.
+
+    `live`: its link is there, and the bytes have not been read yet.
+    """
+
+    receive: Receive
+    key: str
+    chunk: Chunk
+    sent: Sent | None = None
+    live: bool = True
+
+    @property
+    def arrived(self) -> bool:
+        return self.sent is not None and self.receive.done()
+
+
+@dataclass(eq=False)
+class InboundLink:
+    """The link from one rank of P, if there is one, and what is announced and posted on it.
+
+    Attributes:
+        number: -1: there is none.
+        waiting: announced chunks that wait for a receive.
+        posted: receives that are posted, the oldest first.
+        burst: how many more receives may land in this turn.
+    """
+
+    ctx: Context
+    number: int = -1
+    waiting: deque[Waiting] = field(default_factory=deque)
+    posted: deque[Receiving] = field(default_factory=deque)
+    burst: int = 0
+    _waited: Chunk | None = None
+    _inbound: Inbound | None = None
+    _up: bool = False
+    """Whether the link's two ends have met, or never will."""
+    _overdue: Overdue = field(default_factory=Overdue)
+
+    @property
+    def linked(self) -> bool:
+        return self._inbound is not None
+
+    @property
+    def up(self) -> bool:
+        """Whether there is a link whose two ends have met."""
+        return self._inbound is not None and self._up
+
+    @property
+    def busy(self) -> bool:
+        """Whether the next turn may find something to do here."""
+        return bool(
+            self.waiting
+            or self.posted
+            or (self._inbound is not None and (not self._up or self._inbound.used))
+        )
+
+    def accept(self, message: m.LinkInvite, window: int) -> bytes:
+        """Make our end of a new link; its blob. Raises LinkError."""
+        self._inbound, blob = self.ctx.links.accept(message.blob, window)
+        self.number, self._up = message.link, False
+        return blob
+
+    def abort(self) -> None:
+        """Give the link up, and all that it carried."""
+        if self._inbound is not None:
+            self.ctx.counters.add("links_aborted")
+            self._inbound.abort()
+        self._inbound, self.number = None, -1
+        for each in self.posted:
+            each.live = False
+        self.waiting.clear()
+        self.posted.clear()
+        self._overdue.clear()
+
+    def overdue(self, now: float, lease: float) -> bool:
+        """Whether P has left the oldest posted receive waiting for a lease; to be asked often."""
+        oldest = self.posted[0] if self.posted else None
+        with contextlib.suppress(LinkError):  # the next poll raises it
+            if oldest is not None and oldest.arrived:
+                oldest = None  # it is here, and waits for the step that still writes to its blocks
+        return self._overdue.check(oldest, now, lease)
+
+    def poll(self) -> None:
+        """Move what can be moved. Raises LinkError."""
+        if self._inbound is not None:
+            self._inbound.poll()
+            if not self._up:
+                self._up = True
+                with contextlib.suppress(LinkError):  # the next `post` raises it
+                    self._up = self._inbound.ready()
+
+    def post(self) -> Receiving | None:
+        """Post a receive for the next announced chunk, if the link and the rank's staging have room.
+
+        Chunks of requests that have blocks go before those that no request has asked for yet. Raises
+        LinkError.
+        """
+        if self._inbound is None or not self.waiting:
+            return None
+        if self.waiting[0].reserve:
+            self._admitted_first()
+        first = self.waiting[0]
+        try:
+            receive = self._inbound.take(first.chunk.nbytes, first.reserve)
+        except ValueError as error:
+            raise LinkError(f"P announced a chunk that can never be received: {error}") from None
+        if receive is None:
+            if first.chunk is not self._waited and self.up:
+                self._waited = first.chunk
+                self.ctx.counters.add("chunks_waited")
+            return None
+        self.waiting.popleft()
+        receiving = Receiving(receive, first.key, first.chunk)
+        self.posted.append(receiving)
+        return receiving
+
+    def _admitted_first(self) -> None:
+        for index, each in enumerate(self.waiting):
+            if not each.reserve:
+                del self.waiting[index]
+                self.waiting.appendleft(each)
+                return
+
+    def admitted(self, key: str) -> None:
+        for each in self.waiting:
+            if each.key == key:
+                each.reserve = 0
+
+    def unwanted(self, key: str) -> None:
+        if any(each.key == key for each in self.waiting):
+            self.waiting = deque(each for each in self.waiting if each.key != key)
+
+    def sent(self, message: Sent) -> None:
+        """P has sent a chunk: it belongs to the oldest posted receive without a `Sent`.
+
+        Raises LinkError if P names another chunk: which receive holds what is then unknown.
+        """
+        if message.link != self.number:
+            return
+        posted = next((posted for posted in self.posted if posted.sent is None), None)
+        name = (message.key, message.attempt, message.chunk)
+        if posted is None or (posted.key, posted.chunk.attempt, posted.chunk.chunk) != name:
+            raise LinkError(f"P has sent chunk {message.chunk} of {message.key} out of turn")
+        posted.sent = message
+
+    def next_arrived(self) -> Receiving | None:
+        """The oldest receive, if it is complete and more may land in this turn. Raises LinkError."""
+        if not (self.burst and self.posted and self.posted[0].arrived):
+            return None
+        self.burst -= 1
+        return self.posted[0]
+
+    def landed(self, receiving: Receiving) -> bool:
+        """The bytes of the oldest receive have been read; False if the link is gone."""
+        if not receiving.live:
+            return False
+        assert self.posted[0] is receiving
+        self.posted.popleft()
+        receiving.live = False
+        receiving.receive.release()
+        return True
+
+
+# One rank.
+
+
+@dataclass(eq=False)
+class PrefillPeer:
+    """One rank of P that this rank has dialed.
+
+    Attributes:
+        used: when a request last needed it; -inf: none has.
+        hello, plan: None before P's Welcome.
+        formats, rows: the form in which its rows travel, by KV group, and our cache in that form; empty
+        before
+            P's Welcome.
+        verify: whether this rank or P's wants a checksum of each chunk.
+        unanswered_since: time of the oldest question of ours that it has not answered; None: it has
+            answered all.
+        reached: whether its address accepted a connection when a request last looked.
+    """
+
+    ctx: Context
+    address: str
+    connection: Connection
+    dialing: Dialing
+    link: InboundLink
+    used: float = -inf
+    hello: m.Hello | None = None
+    plan: Plan | None = None
+    formats: tuple[Wire, ...] = ()
+    rows: tuple[Rectangles, ...] = ()
+    verify: bool = False
+    unanswered_since: float | None = None
+    reached: bool = False
+
+    def __post_init__(self) -> None:
+        self.key = self.address
+
+    @property
+    def rank(self) -> int:
+        """P's rank; only of one that has been welcomed."""
+        assert self.hello is not None
+        return self.hello.rank
+
+    @property
+    def welcomed(self) -> bool:
+        """Whether it has accepted our Hello, and knows us still."""
+        return self.dialing.open and self.hello is not None and self.plan is not None
+
+    @property
+    def refusal(self) -> str | None:
+        """Why it has refused us, or we it."""
+        return self.dialing.reason if self.dialing.refused else None
+
+    @property
+    def linked(self) -> bool:
+        return self.link.linked
+
+    @property
+    def up(self) -> bool:
+        return self.link.up
+
+    @property
+    def needed(self) -> bool:
+        """Whether a request has needed it. If none has, it was dialed ahead, and nothing depends on it."""
+        return self.used > -inf
+
+    def is_of_the_engine_of(self, first: PrefillPeer) -> bool:
+        """Whether both describe their engine alike; only of two that have been welcomed."""
+        assert self.hello is not None and self.plan is not None
+        assert first.hello is not None and first.plan is not None
+        return (self.hello.addresses, self.plan.digest) == (first.hello.addresses, first.plan.digest)
+
+    def owes(self, edges: Sequence[Edge]) -> Assignment:
+        """What this rank owes us with `edges`; only of one that has been welcomed."""
+        return Assignment.of(edges, self.formats)
+
+    def ranks(self) -> tuple[dict[int, list[Edge]], dict[int, Address]]:
+        """The edges from its engine to this rank, by the engine's ranks, and the addresses of those that
+        need to know of a request; only of one that has been welcomed."""
+        assert self.plan is not None and self.hello is not None
+        mine, plan, addresses = self.ctx.hello.rank, self.plan, self.hello.addresses
+        edges: dict[int, list[Edge]] = {}
+        for edge in plan.to_target(mine):
+            edges.setdefault(edge.source, []).append(edge)
+        # A rank of P that sends nothing to any rank must still learn that its blocks are free: one rank of D
+        # tells it.
+        idle = [rank for rank in range(len(addresses)) if not plan.from_source(rank)]
+        idle = [rank for rank in idle if rank % plan.decode_ranks == mine]
+        return edges, {rank: Address.parse(addresses[rank]) for rank in [*edges, *idle]}
+
+    def send(self, message: m.AnyMessage, now: float) -> bool:
+        """A healthy P answers Hello and Heartbeat at once."""
+        sent = self.connection.send(m.encode(message))
+        if sent and self.unanswered_since is None and isinstance(message, m.Heartbeat | m.Hello):
+            self.unanswered_since = now
+        if isinstance(message, m.Heartbeat) and message.transfers:
+            self.used = now
+        return sent
+
+    def complain(self, reason: str) -> None:
+        """Log what is wrong with this peer."""
+        log.log(logging.WARNING if self.needed else logging.DEBUG, "%s", reason)
+
+    def greet(self, now: float) -> None:
+        """Say Hello, if it is time to."""
+        if self.dialing.due(now):
+            self.ctx.endpoint.redial(self.connection)
+            self.send(msgspec.structs.replace(self.ctx.hello, to=self.address), now)
+
+    def welcome(self, message: m.Welcome) -> None:
+        """P has accepted our Hello; judge its. Raises Refused."""
+        mine, hello = self.ctx.hello, message.hello
+        plan = judge(mine, hello)
+        if message.plan != plan.digest or hello.address != self.address:
+            raise Refused(
+                f"{self.address} answers as {hello.address} with plan {message.plan}, not {plan.digest}: "
+                "install the same p2pkv on both sides, and use the addresses that instances advertise"
+            )
+        self.formats, self.rows = self.ctx.form(hello)
+        self.dialing.welcomed()
+        self.hello, self.plan, self.verify = hello, plan, verified(mine, hello)
+
+    def lost(self, now: float) -> None:
+        """This incarnation is gone, or does not know us any more: drop its link and say Hello again."""
+        self.link.abort()
+        self.dialing.lost(now)
+        self.unanswered_since = None
+        self.hello = self.plan = None
+        self.formats = self.rows = ()
+        self.greet(now)
+
+    def abort(self, reason: str) -> None:
+        """Give up the link; `reason`: for P."""
+        if self.linked and not self.ctx.answer(self.connection, m.LinkDown(self.link.number, reason)):
+            # A P that was not told would announce chunks for a link that it has alone.
+            self.ctx.endpoint.hang_up(self.connection)
+        self.link.abort()
+
+
+class PrefillPeers(Peers[str, PrefillPeer]):
+    """The ranks of P, by address: dialed when a request needs them, or ahead of requests."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self._ctx = context
+        self._granting: dict[PrefillPeer, None] = {}
+        """Peers for which receives were posted in this turn."""
+        self.window = max(1, context.options.staging_bytes // 2)
+        context.counters.add_gauges(
+            staging_bytes=lambda: context.links.staging.used,
+            receives_posted=lambda: sum(len(peer.link.posted) for peer in self),
+            receives_asked=lambda: sum(len(peer.link.waiting) for peer in self),
+            peers=lambda: len(self),
+            links=lambda: sum(1 for peer in self if peer.linked),
+        )
+
+    # Dialing.
+
+    def need(self, address: Address, now: float) -> PrefillPeer:
+        """A rank of P that a request needs."""
+        peer = self.get(str(address))
+        if peer is not None and not peer.needed and not peer.dialing.open:
+            peer.dialing = Dialing(peer.address, now)  # a failed preconnect must not fail this request
+        peer = self.dial(address, now)
+        peer.used = now
+        return peer
+
+    def dial(self, address: Address, now: float) -> PrefillPeer:
+        """A rank of P: dialed if it is not yet, and asked again if it has not answered."""
+        peer = self.get(str(address))
+        if peer is None:
+            connection, dialing = self._ctx.endpoint.dial(address), Dialing(str(address), now)
+            peer = PrefillPeer(self._ctx, str(address), connection, dialing, InboundLink(self._ctx))
+            connection.assign(peer)
+            self.add(peer)
+        peer.greet(now)
+        return peer
+
+    def reached(self, address: Address, now: float) -> PrefillPeer:
+        """The same as `need`; notes whether its address accepts a connection."""
+        peer = self.need(address, now)
+        peer.reached = peer.connection.reached
+        return peer
+
+    # What they say.
+
+    def welcome(self, peer: PrefillPeer, message: m.Welcome, now: float) -> None:
+        peer.unanswered_since = None
+        again = peer.hello is not None and peer.hello.incarnation == message.hello.incarnation
+        if message.you != self._ctx.hello.incarnation or again:
+            return
+        try:
+            peer.welcome(message)
+        except Refused as refused:
+            self.refused(peer, unfit(self._ctx.hello.address, peer.address, refused), now)
+            return
+        sums = ", with checksums" if peer.verify else ""
+        log.info(
+            "P rank %d at %s is connected; what travels: %s%s",
+            peer.rank,
+            peer.address,
+            listed(peer.formats),
+            sums,
+        )
+        self._ctx.effects.append(PrefillWelcomed(peer))
+
+    def refuse(self, peer: PrefillPeer, message: m.Refuse, now: float) -> None:
+        peer.unanswered_since = None
+        self.refused(peer, message.reason, now)
+
+    def refused(self, peer: PrefillPeer, reason: str, now: float) -> None:
+        """There will be no transfers from it for a while."""
+        self._ctx.counters.add("messages_refused")
+        peer.complain(f"no transfers from {peer.address}: {reason}")
+        peer.dialing.refuse(reason, now)
+        self._ctx.effects.append(PrefillFailed(peer, reason))
+
+    def stranger(self, peer: PrefillPeer, message: m.Stranger, now: float) -> None:
+        peer.unanswered_since = None
+        if peer.dialing.open:
+            reason = f"{peer.address} is gone: who answers there does not know this connection"
+            self.lose(peer, reason, now)
+
+    def answered(self, peer: PrefillPeer) -> None:
+        """It has answered a heartbeat."""
+        peer.unanswered_since = None
+
+    def invited(self, peer: PrefillPeer, message: m.LinkInvite, now: float) -> None:
+        """P begins a link."""
+        if peer.linked:
+            self.lose_link(peer, f"{peer.address} builds its link anew", now, tell=False)
+        try:
+            blob = peer.link.accept(message, self.window)
+        except LinkError as error:
+            self._ctx.answer(peer.connection, m.LinkDown(message.link, str(error)))
+            self._ctx.effects.append(PrefillFailed(peer, f"no link from {peer.address}: {error}"))
+            return
+        self.activate(peer)
+        self._ctx.answer(peer.connection, m.LinkAccept(message.link, self.window, blob))
+
+    def link_down(self, peer: PrefillPeer, message: m.LinkDown, now: float) -> None:
+        if message.link == peer.link.number:
+            self.lose_link(peer, f"{peer.address} aborted the link: {message.reason}", now, tell=False)
+
+    def sent(self, peer: PrefillPeer, message: Sent, now: float) -> None:
+        """P has sent a chunk on the link."""
+        try:
+            peer.link.sent(message)
+        except LinkError as error:
+            self.lose_link(peer, f"the link from {peer.address} is out of step: {error}", now)
+        self._ctx.effects.append(ChunkSent(peer, message))
+
+    # What breaks.
+
+    def lose_link(self, peer: PrefillPeer, reason: str, now: float, tell: bool = True) -> None:
+        """Give up this link; `tell`: whether P must be told."""
+        peer.complain(reason)
+        if tell:
+            peer.abort(reason)
+        else:
+            peer.link.abort()
+        self._ctx.effects.append(PrefillFailed(peer, reason, only_loading=True))
+
+    def abort_link(self, effect: AbortPrefillLink, now: float) -> None:
+        if effect.link == effect.peer.link.number:
+            self.lose_link(effect.peer, effect.reason, now)
+
+    def lose(self, peer: PrefillPeer, reason: str, now: float) -> None:
+        """This incarnation of a rank of P is gone."""
+        peer.complain(reason)
+        peer.lost(now)
+        self._ctx.effects.append(PrefillLost(peer, reason))
+
+    def disconnected(self, peer: PrefillPeer, now: float) -> None:
+        """A message could not be sent."""
+        if peer.hello is not None:
+            self.lose(peer, f"{peer.address} is gone: the connection to it has ended", now)
+
+    def hang_up(self, peer: PrefillPeer, reason: str = "") -> None:
+        """Close the connection, and forget this rank; `reason`: for P, if it has a link to it."""
+        if reason:
+            peer.abort(reason)
+        peer.link.abort()
+        self._ctx.endpoint.hang_up(peer.connection)
+        self.remove(peer)
+
+    # The data.
+
+    def announced(self, effect: Announced, now: float) -> None:
+        effect.peer.link.waiting.append(Waiting(effect.key, effect.chunk, effect.reserve))
+        self._active[effect.peer] = None
+
+    def admitted(self, effect: Admitted, now: float) -> None:
+        for peer in effect.peers:
+            peer.link.admitted(effect.key)
+
+    def unwanted(self, effect: Unwanted, now: float) -> None:
+        for peer in effect.peers:
+            peer.link.unwanted(effect.key)
+
+    def poll(self, now: float) -> bool:
+        """Move what can be moved now; whether to come back soon."""
+        busy = False
+        for peer in self.active:
+            was_quiet, link = not peer.link.busy, peer.link
+            try:
+                link.poll()
+                link.burst = BURST
+                self._post(peer)
+                self._arrive(peer)
+            except LinkError as error:
+                self._broken(peer, error, now)
+            busy = busy or bool(link.posted)
+            if was_quiet and not link.busy:
+                self.deactivate(peer)
+        return busy
+
+    def launch(self, now: float) -> None:
+        """The grants of the receives that were posted in this turn are out: launch these."""
+        for peer in self._granting:
+            try:
+                peer.link.poll()
+            except LinkError as error:
+                self._broken(peer, error, now)
+        self._granting.clear()
+
+    def landed(self, effect: Landed, now: float) -> None:
+        peer = effect.peer
+        try:
+            if peer.link.landed(effect.receiving):
+                self._post(peer)
+                self._arrive(peer)
+        except LinkError as error:
+            self._broken(peer, error, now)
+
+    def _post(self, peer: PrefillPeer) -> None:
+        """Post receives for announced chunks while there is room; only one if other peers wait, too."""
+        link, effects = peer.link, self._ctx.effects
+        while link.waiting and (new := link.post()) is not None:
+            effects.append(Posted(peer, new.key, new.chunk, link.number, new.receive.remote_slot))
+            self._granting[peer] = None
+            if link.waiting and any(other.link.waiting for other in self.active if other is not peer):
+                break
+
+    def _arrive(self, peer: PrefillPeer) -> None:
+        if (receiving := peer.link.next_arrived()) is not None:
+            self._ctx.effects.append(Arrived(peer, receiving))
+
+    def _broken(self, peer: PrefillPeer, error: LinkError, now: float) -> None:
+        self.lose_link(peer, f"the link from {peer.address} broke: {error}", now)
+
+    # Time.
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way that has to be looked at often."""
+        return any(peer.link.busy for peer in self.active)
+
+    def check(self, now: float) -> bool:
+        """End links that stand still; whether to come back soon."""
+        lease = self._ctx.options.lease_seconds
+        for peer in self.active:
+            if peer.link.overdue(now, lease):
+                reason = f"{peer.address} did not send in time what was granted: nothing for {lease:g} s"
+                self.lose_link(peer, reason, now)
+        return self.busy
+
+    def redial_silent(self, now: float) -> None:
+        """A connection may be dead although neither end was told: the next request opens another."""
+        lease = self._ctx.options.lease_seconds
+        for peer in self:
+            if peer.unanswered_since is not None and now - peer.unanswered_since > lease:
+                self._ctx.endpoint.hang_up(peer.connection)
+                self.lose(peer, f"{peer.address} did not answer in time: nothing for {lease:g} s", now)
+
+    def idle(self, peer: PrefillPeer, now: float) -> bool:
+        """Whether no request has needed it for long, and nothing is under way on its link."""
+        recent = now - peer.used <= max(IDLE_SECONDS, self._ctx.options.lease_seconds)
+        return not (recent or peer.link.posted)
+
+    def close_idle_links(self, used: set[str], now: float) -> None:
+        """Close links that are too many. `used`: the addresses of ranks that requests need."""
+        linked = [peer for peer in self if peer.linked]
+        quiet = (IDLE_BEATS + 1) * self._ctx.beat
+
+        def idle(peer: PrefillPeer) -> bool:
+            busy = peer.link.posted or peer.link.waiting or peer.address in used
+            return now - peer.used > quiet and not busy
+
+        for peer in surplus(linked, self._ctx.options.max_links, idle, lambda peer: peer.used):
+            log.info("closing the link from %s: %s", peer.address, IDLE_REASON)
+            peer.abort(IDLE_REASON)
+
+    # The end.
+
+    def close(self) -> None:
+        for peer in self:
+            peer.abort("D is shutting down")

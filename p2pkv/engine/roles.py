@@ -1,0 +1,272 @@
+"""What a rank does as P and what as D: which part takes each command, message and effect.
+
+A rank has a PrefillRole, a DecodeRole or both. Each matches everything once, in its three tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol
+
+from p2pkv.control.endpoint import Connection
+from p2pkv.engine import commands as do
+from p2pkv.engine import decode_peers as to
+from p2pkv.engine import prefill_peers as of
+from p2pkv.engine.context import Context
+from p2pkv.engine.decode import Decode
+from p2pkv.engine.decode_peers import DecodePeer, DecodePeers
+from p2pkv.engine.preconnect import Preconnect
+from p2pkv.engine.prefill import Prefill
+from p2pkv.engine.prefill_peers import PrefillPeer, PrefillPeers
+from p2pkv.protocol import messages as m
+
+Handle = Callable[[Any, float], object]
+"""What takes a command or an effect, and the time."""
+
+Receive = Callable[[Any, Any, float], object]
+"""What takes the peer that a message comes from, the message, and the time."""
+
+Unowned = Callable[[Connection, Any, float], object]
+"""The same for a message that may come on a connection of no peer."""
+
+
+class Role(Protocol):
+    """P's half of a rank, or D's.
+
+    Attributes:
+        peer: the class of its peers.
+        notified: peers were told that something has ended, and need time to read it.
+    """
+
+    peer: ClassVar[type]
+    commands: Mapping[type, Handle]
+    messages: Mapping[type, Receive]
+    unowned: Mapping[type, Unowned]
+    effects: Mapping[type, Handle]
+    notified: bool
+
+    def stranger(self, connection: Connection) -> None:
+        """A message that no role expects came on a connection of no peer."""
+
+    def unreachable(self, peer: Any, reason: str, now: float) -> None:
+        """The peer at a dialed address is not a member, or must not be dialed."""
+
+    @property
+    def disconnected(self) -> Handle:
+        """A message to this peer could not be sent."""
+
+    @property
+    def poll(self) -> Callable[[float], bool]:
+        """Move what can be moved now; whether to come back soon."""
+
+    def after(self, now: float) -> bool:
+        """What is left of a turn once the effects of `poll` are applied; whether to come back soon."""
+
+    def check(self, now: float) -> bool:
+        """Look at what is under way; whether to come back soon."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way that has to be looked at often."""
+
+    def look(self, now: float) -> None:
+        """Look at all peers."""
+
+    def paused(self, now: float) -> None:
+        """This engine has been paused or resumed."""
+
+    def leave(self, now: float, finish: bool = True) -> None:
+        """Take on nothing new, and end what cannot be finished now; without `finish` everything."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is under way."""
+
+    def close(self) -> None: ...
+
+
+class PrefillRole:
+    """A rank as P: answers the ranks of D, and pushes to them what its prompts' blocks hold."""
+
+    peer: ClassVar[type] = DecodePeer
+
+    def __init__(self, context: Context) -> None:
+        self._ctx = context
+        self.peers = peers = DecodePeers(context)
+        self.transfers = transfers = Prefill(context, peers)
+        peers.used_by(transfers.uses)
+        self.notified = False
+        self.commands: Mapping[type, Handle] = {
+            do.Hold: transfers.hold,
+            do.OfferPrompt: transfers.offer,
+            do.PromptBlocks: transfers.blocks,
+            do.Computed: transfers.computed,
+            do.Flush: transfers.flush,
+            do.Revoked: transfers.revoke,
+            do.Abort: transfers.abort,
+            do.Forget: transfers.forget,
+        }
+        self.messages: Mapping[type, Receive] = {
+            m.Heartbeat: self._heartbeat,
+            m.LinkAccept: peers.accept,
+            m.LinkDown: peers.link_down,
+            m.Want: transfers.message,
+            m.Grant: transfers.message,
+            m.Done: transfers.message,
+            m.Cancel: transfers.message,
+        }
+        self.unowned: Mapping[type, Unowned] = {m.Hello: peers.hello}
+        self.effects: Mapping[type, Handle] = {
+            to.DecodeLinked: transfers.linked,
+            to.DecodeLinkLost: self._link_lost,
+            to.DecodeGone: transfers.gone,
+            to.Fill: transfers.fill,
+            to.Taken: transfers.taken,
+            to.Summed: self._summed,
+            to.Order: peers.order,
+            to.Commit: peers.commit,
+            to.Confirmed: peers.confirmed,
+            to.AbortDecodeLink: peers.abort_link,
+        }
+        self.disconnected = peers.disconnected
+        self.poll = peers.poll
+        self.check = peers.check
+        self.look = peers.look
+        self.paused = transfers.paused
+        self.close = peers.close
+
+    def _heartbeat(self, peer: DecodePeer, message: m.Heartbeat, now: float) -> None:
+        self.peers.heard(peer, bool(message.transfers), now)
+        self.transfers.heartbeat(peer, message.transfers, now)
+
+    def _link_lost(self, effect: to.DecodeLinkLost, now: float) -> None:
+        self.transfers.unlinked(effect, now)
+        self.peers.rebuild(effect.peer, now)
+
+    def _summed(self, effect: to.Summed, now: float) -> None:
+        self.transfers.say_sent(effect.peer, list(effect.peer.link.summed(effect.sent)), now)
+
+    def stranger(self, connection: Connection) -> None:
+        self._ctx.answer(connection, m.Stranger())
+
+    def unreachable(self, peer: DecodePeer, reason: str, now: float) -> None:
+        """A P dials no peer."""
+        raise AssertionError(reason)
+
+    def after(self, now: float) -> bool:
+        return False
+
+    @property
+    def busy(self) -> bool:
+        return self.peers.busy
+
+    def leave(self, now: float, finish: bool = True) -> None:
+        leaving = f"{self._ctx.hello.address} is gone: it is shutting down"
+        self.peers.leave(leaving)
+        self.notified |= self.transfers.leave(leaving, now, finish)
+
+    @property
+    def over(self) -> bool:
+        return self.transfers.over and not self.peers.unfinished
+
+
+class DecodeRole:
+    """A rank as D: dials the ranks of P, and writes what they push to its requests' blocks."""
+
+    peer: ClassVar[type] = PrefillPeer
+    notified = False
+    """D need not wait until its last messages are read: P gets them even if D closes right after."""
+
+    def __init__(self, context: Context) -> None:
+        self._ctx = context
+        self.peers = peers = PrefillPeers(context)
+        self.transfers = transfers = Decode(context, peers)
+        self.preconnect = Preconnect(context, peers)
+        self.commands: Mapping[type, Handle] = {
+            do.Expect: transfers.expect,
+            do.Load: transfers.load,
+            do.Drop: transfers.drop,
+            do.Forget: transfers.forget,
+            do.Invalidate: transfers.invalidate,
+            do.NamePartners: self.preconnect.name,
+        }
+        self.messages: Mapping[type, Receive] = {
+            m.Welcome: peers.welcome,
+            m.Refuse: peers.refuse,
+            m.Stranger: peers.stranger,
+            m.HeartbeatAck: self._acknowledged,
+            m.Ahead: transfers.prefetch,
+            m.LinkInvite: peers.invited,
+            m.LinkDown: peers.link_down,
+            m.Offer: transfers.message,
+            m.Chunk: transfers.message,
+            m.Sent: peers.sent,
+            m.Failed: transfers.message,
+        }
+        self.unowned: Mapping[type, Unowned] = {m.Hello: self._hello, m.Partners: self._partners}
+        self.effects: Mapping[type, Handle] = {
+            of.PrefillWelcomed: lambda _, now: transfers.connect(now),
+            of.PrefillLost: transfers.lost,
+            of.PrefillFailed: transfers.fail,
+            of.Posted: transfers.posted,
+            of.ChunkSent: transfers.sent,
+            of.Arrived: transfers.land,
+            of.Announced: peers.announced,
+            of.Admitted: peers.admitted,
+            of.Unwanted: peers.unwanted,
+            of.Landed: peers.landed,
+            of.AbortPrefillLink: peers.abort_link,
+        }
+        self.unreachable = peers.refused
+        self.disconnected = peers.disconnected
+        self.poll = peers.poll
+        self.close = peers.close
+
+    def _acknowledged(self, peer: PrefillPeer, message: m.HeartbeatAck, now: float) -> None:
+        self.peers.answered(peer)
+        self.transfers.holding(peer, message.held, now)
+
+    def _hello(self, connection: Connection, message: m.Hello, now: float) -> None:
+        reason = f"{self._ctx.hello.address} is a consumer: consumers dial producers, nobody dials them"
+        self._ctx.answer(connection, m.Refuse(message.incarnation, reason))
+
+    def _partners(self, connection: Connection, message: m.Partners, now: float) -> None:
+        self.preconnect.received(message, now)
+
+    def stranger(self, connection: Connection) -> None:
+        """Late messages of a rank of P that is not a peer any more."""
+
+    def after(self, now: float) -> bool:
+        self.peers.launch(now)
+        return self.transfers.write_kept(now)
+
+    def check(self, now: float) -> bool:
+        self.transfers.connect(now)
+        self.peers.check(now)
+        return self.busy
+
+    @property
+    def busy(self) -> bool:
+        return not self.transfers.connected or self.peers.busy
+
+    def look(self, now: float) -> None:
+        self.peers.redial_silent(now)
+        for peer in self.peers:
+            if self.peers.idle(peer, now) and not (self.transfers.uses(peer) or self.preconnect.keeps(peer)):
+                self.peers.hang_up(peer)
+            else:
+                self.peers.activate(peer)
+        self.peers.close_idle_links(self.transfers.used, now)
+        self.preconnect.look(now)
+
+    def paused(self, now: float) -> None:
+        """D waits on, for as long as the client does."""
+
+    def leave(self, now: float, finish: bool = True) -> None:
+        """Load nothing any more, whatever `finish`: no request would use it."""
+        self.preconnect.leave()
+        self.transfers.leave(f"{self._ctx.hello.address} is gone: it is shutting down", now)
+
+    @property
+    def over(self) -> bool:
+        return self.transfers.over

@@ -1,0 +1,189 @@
+"""The thread of a rank: it gives a `Core` its turns, and carries what the forward thread orders to it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from p2pkv.config import Options
+from p2pkv.control.endpoint import Endpoint
+from p2pkv.control.security import members_of
+from p2pkv.device import own_stream
+from p2pkv.engine.commands import Command, Event
+from p2pkv.engine.context import Context, Counters, log
+from p2pkv.engine.core import TICK, Core
+from p2pkv.engine.liveness import LATE_BEAT_SECONDS, Liveness
+from p2pkv.kv.cache import RankCache
+from p2pkv.links.base import LinkFactory
+from p2pkv.pairing import Address
+from p2pkv.protocol.messages import Hello
+
+FINISH_SECONDS = 2.0
+"""How long a rank that is stopped goes on with what is under way."""
+
+LAST_WORDS_SECONDS = 0.3
+"""How long peers may take to read that the rest has ended: what they have not read when we close is lost."""
+
+STOP_SECONDS = FINISH_SECONDS + 3.0
+
+
+class Rank:
+    """A Core with a thread of its own. Listens from the start on; `stop` it.
+
+    Raises PortTaken, NoCurve or RuntimeError with a sentence.
+
+    Attributes:
+        core: for its own thread alone, but for what `Core` gives the forward thread.
+        failure: what ended the thread before `stop`, in words; "" while nothing has.
+    """
+
+    def __init__(self, hello: Hello, options: Options, cache: RankCache, links: LinkFactory) -> None:
+        cache.warm_up()
+        address = Address.parse(hello.address)
+        endpoint = Endpoint(address, members_of(options.secret), options.allowed_peers, options.lease_seconds)
+        self._happened = threading.Event()
+        self._call: Callable[[], None] = _nothing
+        self.core = Core(hello, options, cache, links, endpoint, self._report)
+        self._commands = self.core.commands
+        self._endpoint = endpoint
+        self._asleep = False
+        self._stopping = False
+        self.failure = ""
+        self._begun = threading.Event()
+        self._started = time.monotonic()
+        self._thread = threading.Thread(
+            target=self._main, name=f"p2pkv-{hello.role}{hello.rank}", daemon=True
+        )
+        self._thread.start()
+        self._begun.wait()
+        if self.failure:
+            raise RuntimeError(self.failure)
+
+    # The forward thread.
+
+    @property
+    def context(self) -> Context:
+        return self.core.context
+
+    @property
+    def steps(self) -> Liveness:
+        return self.core.steps
+
+    @property
+    def counters(self) -> Counters:
+        return self.core.counters
+
+    @property
+    def news(self) -> int:
+        return self.core.news
+
+    def do(self, command: Command) -> None:
+        """Hand over one command; commands are carried out in order."""
+        self._commands.append(command)
+        if self._asleep:
+            self._endpoint.wake()
+
+    def layers_per_message(self, tokens: int) -> int:
+        """How many layers of so many tokens fill a message."""
+        return self.core.layers_per_message(tokens)
+
+    def revoke(self, keys: Iterable[str]) -> None:
+        """These prompts' blocks will be overwritten: on return nothing reads them, and nothing will."""
+        self.core.revoke(keys)
+        if self._asleep:
+            self._endpoint.wake()
+
+    def events(self) -> list[Event]:
+        """What has happened since the last call."""
+        self._happened.clear()  # before the look: what happens later ends the next wait
+        return self.core.events()
+
+    def wait_for_event(self, seconds: float) -> None:
+        """Wait until something has happened since the last `events`, for so long at most, lock released."""
+        self._happened.wait(seconds)
+
+    def call_on_event(self, call: Callable[[], None]) -> None:
+        """The engine thread calls this when something has happened, once between two calls of `events`."""
+        self._call = call
+
+    def stop(self) -> None:
+        """End the thread, the sockets and the links, by a deadline. Idempotent.
+
+        P first pushes what it has computed and D waits for, for FINISH_SECONDS at most; all else ends at
+        once, on both sides, and peers are told why.
+        """
+        self._stopping = True
+        self._endpoint.wake()
+        self._thread.join(STOP_SECONDS)
+        if self._thread.is_alive():
+            log.error("the thread %s did not end in %g s", self._thread.name, STOP_SECONDS)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def trouble(self) -> str:
+        """Why no new requests should come to this instance, in words; "" if they may. For any thread."""
+        if self.failure or not self.alive:
+            return self.failure or "its engine thread has ended"
+        now, clock, steps = time.monotonic(), self.core.clock, self.core.steps
+        if now - (clock.turned or self._started) > steps.stall:
+            return f"its engine thread has stood still for more than {steps.stall:g} s"
+        return steps.trouble(now - clock.held, silence=min(steps.stall, LATE_BEAT_SECONDS))
+
+    # The engine thread.
+
+    def _report(self) -> None:
+        """An event has been added."""
+        if not self._happened.is_set():  # else the next `events` is still to come, and will find this one
+            self._happened.set()
+            self._call()
+
+    def _main(self) -> None:
+        try:
+            with own_stream(self.context.cache.device):
+                self._begun.set()
+                while not self._stopping:
+                    self._guarded(self._round)
+                self.finish()
+                self.core.close()
+        except BaseException as error:
+            # No transfer would ever end, so the next step of the engine fails (`failure`).
+            self.failure = f"p2pkv's engine thread has ended: {error!r}; restart this instance"
+            log.critical("%s: %s", self.context.hello.address, self.failure, exc_info=True)
+            self.core.close()  # so peers notice at once
+        finally:
+            self._begun.set()
+
+    def finish(self) -> None:
+        """Carry out what was ordered before the stop, then end by a deadline what can end well."""
+        end, left = time.monotonic() + FINISH_SECONDS, False
+        while time.monotonic() < end and not (left and self.core.over):
+            self._guarded(self._hurried)
+            if not left and not self.core.ordered:
+                left = True
+                self._guarded(lambda: self.core.leave(time.monotonic()))
+        self._guarded(lambda: self.core.leave(time.monotonic(), finish=False))
+        end = time.monotonic() + LAST_WORDS_SECONDS
+        while self.core.notified and time.monotonic() < end:
+            self._guarded(self._hurried)
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        """A fault of ours in one turn must not end the thread: leases end what it broke."""
+        try:
+            act()
+        except Exception:
+            log.exception("an error in p2pkv's engine thread; it goes on")
+
+    def _hurried(self) -> None:
+        self._round(most=TICK)
+
+    def _round(self, most: float = float("inf")) -> None:
+        self._asleep = True  # before the look at the commands: who adds one later wakes us
+        self._endpoint.wait(min(most, self.core.pause(time.monotonic())))
+        self._asleep = False
+        self.core.turn(time.monotonic())
+
+
+def _nothing() -> None: ...

@@ -1,0 +1,187 @@
+"""Who may write what: a field is written in the file of its class, and a module keeps no state.
+
+A script, not a style guide: it reads the source, and prints each place that breaks a rule.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ENGINE = sorted((ROOT / "p2pkv" / "engine").glob("*.py"))
+PROXY = sorted((ROOT / "proxy").rglob("*.py"))
+
+MOST_ATTRIBUTES = 15
+
+CHANGES = {
+    "add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft",
+    "remove",
+    "setdefault", "update",
+}  # fmt: skip
+"""Methods that change a collection."""
+
+SHARED = {"effects", "counters", "revoked"}
+"""What the parts of a rank share: the queue to which each appends, and objects with a method `add`."""
+
+PROXY_WRITES: dict[str, int] = {
+    "proxy/app.py": 3,
+    "proxy/cli.py": 6,
+    "proxy/dispatch.py": 3,
+    "proxy/errors.py": 2,
+    "proxy/listed.py": 5,
+    "proxy/prober.py": 1,
+    "proxy/routing.py": 1,
+    "proxy/serving.py": 5,
+    "proxy/team.py": 1,
+    "proxy/upstream.py": 2,
+}
+"""By file of the proxy, how many such writes it still has. A file goes from here with its last one, and no
+file may come to it."""
+
+
+def own_fields(tree: ast.Module) -> set[str]:
+    """The fields of the classes of this file."""
+    found: set[str] = set()
+    for each in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        found |= fields(each)
+    return found
+
+
+def fields(kind: ast.ClassDef) -> set[str]:
+    """What is assigned in the class, or to `self` in one of its methods; constants and properties are not."""
+    found = set()
+    for node in kind.body:
+        target = node.target if isinstance(node, ast.AnnAssign) else None
+        if isinstance(target, ast.Name) and "ClassVar" not in ast.unparse(node.annotation):  # type: ignore[union-attr]
+            found.add(target.id)
+    for node in ast.walk(kind):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and name_of(node.value) == "self"
+        ):
+            found.add(node.attr)
+    return found
+
+
+def name_of(node: ast.expr) -> str:
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def written(tree: ast.Module) -> Iterator[ast.Attribute]:
+    """What is assigned, deleted or changed, as far as it is a field: `a.b = 1`, `a.b[c] = 1`,
+    `a.b.append(1)`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            yield node
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            if isinstance(node.value, ast.Attribute):
+                yield node.value
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in CHANGES
+            and isinstance(node.func.value, ast.Attribute)
+        ):
+            yield node.func.value
+
+
+def foreign_writes(source: str) -> list[str]:
+    """The places in this source that write a field of another file's object."""
+    tree = ast.parse(source)
+    own = own_fields(tree)
+    return [
+        f"{node.lineno}: {ast.unparse(node)}"
+        for node in written(tree)
+        if name_of(node.value) not in ("self", "cls") and node.attr not in own and node.attr not in SHARED
+    ]
+
+
+def state_of_module(source: str) -> list[str]:
+    """Names of a module that are assigned anew, or hold a collection that its functions change."""
+    tree = ast.parse(source)
+    names = {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    }
+    found = {
+        f"global {name}" for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names
+    }
+    for function in (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)):
+        for node in ast.walk(function):
+            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+                changed = name_of(node.value)
+            elif (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in CHANGES
+            ):
+                changed = name_of(node.func.value)
+            else:
+                continue
+            local = {
+                n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+            }
+            if changed in names - local:
+                found.add(changed)
+    return sorted(found)
+
+
+@pytest.mark.parametrize("path", ENGINE, ids=lambda path: path.name)
+def test_a_file_of_the_engine_writes_only_fields_of_its_own_classes(path: Path) -> None:
+    assert foreign_writes(path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", PROXY, ids=lambda path: path.name)
+def test_a_file_of_the_proxy_writes_only_fields_of_its_own_classes(path: Path) -> None:
+    found = foreign_writes(path.read_text())
+    assert len(found) <= PROXY_WRITES.get(str(path.relative_to(ROOT)), 0), found
+
+
+@pytest.mark.parametrize("path", [*ENGINE, *PROXY], ids=lambda path: path.name)
+def test_a_module_holds_constants_and_registries_only(path: Path) -> None:
+    assert state_of_module(path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", ENGINE, ids=lambda path: path.name)
+def test_no_class_of_the_engine_holds_too_much(path: Path) -> None:
+    held = {
+        kind.name: fields(kind)
+        for kind in ast.walk(ast.parse(path.read_text()))
+        if isinstance(kind, ast.ClassDef)
+    }
+    assert {name: len(some) for name, some in held.items() if len(some) > MOST_ATTRIBUTES} == {}
+
+
+def test_the_script_finds_what_it_is_for() -> None:
+    source = """
+class Mine:
+    kept: int = 0
+    def act(self, peer):
+        self.kept = 1
+        peer.link = 2
+        peer.kept = 3
+        peer.orders.append(4)
+        self.peer.table["k"] = 5
+        del peer.flights[0]
+        self._own.append(6)
+TABLE = {}
+def fill():
+    global GONE
+    TABLE["k"] = 1
+    TABLE.update(other=2)
+"""
+    assert foreign_writes(source) == [
+        "6: peer.link",
+        "8: peer.orders",
+        "9: self.peer.table",
+        "10: peer.flights",
+    ]
+    assert state_of_module(source) == ["TABLE", "global GONE"]
