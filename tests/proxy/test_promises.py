@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from proxy import app, registry, relay, retries, upstream
-from proxy.admission import Limits
-from proxy.cli import _limits, _parser
-from proxy.errors import retry_after
+from p2pkv_proxy import admission, app, relay, upstream
+from p2pkv_proxy.cli import _limits, _parser
+from p2pkv_proxy.errors import retry_after
+from p2pkv_proxy.limits import Limits
+from p2pkv_proxy.membership import instance, registry
 
 PAGE = " ".join((Path(__file__).parents[2] / "docs" / "operations.md").read_text().split())
 
@@ -45,12 +46,12 @@ def test_defaults(option: str) -> None:
         f"A body that has not come whole after {Limits().body_seconds:g} seconds gets 408",
         f"a connection on which no request comes is closed after {app.IDLE_SECONDS:g}.",
         f"A client that takes nothing of its answer for {relay.STALL_SECONDS:g} seconds",
-        f"(in {registry._BREAKER_WINDOW_SECONDS:g} s, a hundred at most) five or more, and at least half",
-        f"up to {registry._BREAKER_LONGEST_PAUSE:g}. Then one request is its trial",
+        f"(in {instance._BREAKER_WINDOW_SECONDS:g} s, a hundred at most) five or more, and at least half",
+        f"up to {instance._BREAKER_LONGEST_PAUSE:g}. Then one request is its trial",
         "at most a fifth of the requests of the last ten seconds, or ten, whichever is more",
         "what it was at fails after 20 s",
-        f"whose pings have stopped for {registry.LIFE:g} seconds while their connection stands is silent",
-        f"no new one has come for {registry.LIFE:g} seconds, when its port refuses, or after "
+        f"whose pings have stopped for {instance.LIFE:g} seconds while their connection stands is silent",
+        f"no new one has come for {instance.LIFE:g} seconds, when its port refuses, or after "
         f"{registry.LEASE:g} seconds of silence",
     ],
 )
@@ -60,13 +61,13 @@ def test_sentences(sentence: str) -> None:
 
 def test_numbers_in_words() -> None:
     assert (
-        registry._BREAKER_OUTCOMES,
-        registry._BREAKER_FAILURES,
-        registry._BREAKER_SHARE,
-        registry._BREAKER_FIRST_PAUSE,
+        instance._BREAKER_OUTCOMES,
+        instance._BREAKER_FAILURES,
+        instance._BREAKER_SHARE,
+        instance._BREAKER_FIRST_PAUSE,
     ) == (100, 5, 0.5, 1.0)
-    assert (retries._SHARE, retries._WINDOW_SECONDS) == (0.2, 10.0)
-    assert retries._PER_SECOND * retries._WINDOW_SECONDS == 10
+    assert (admission._SHARE, admission._WINDOW_SECONDS) == (0.2, 10.0)
+    assert admission._PER_SECOND * admission._WINDOW_SECONDS == 10
     idle, interval, probes = upstream._KEEPALIVE_PROBES.values()
     assert idle + interval * probes == 20
 

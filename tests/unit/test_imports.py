@@ -146,6 +146,57 @@ def test_only_the_connector_imports_vllm_and_the_plugin_late() -> None:
     assert set(late) <= {"p2pkv.plugin"}
 
 
+def circles(modules: dict[str, list[Import]]) -> list[list[str]]:
+    """Modules that import each other, directly or by others; imports for type checkers count."""
+    uses = {
+        name: {
+            module
+            for each in found
+            for module in (each.name, each.name.rpartition(".")[0])
+            if module in modules and module != name
+        }
+        for name, found in modules.items()
+    }
+
+    def reached(name: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [name]
+        while todo:
+            for each in uses[todo.pop()] - seen:
+                seen.add(each)
+                todo.append(each)
+        return seen
+
+    reach = {name: reached(name) for name in uses}
+    return sorted(
+        [name, *sorted(each for each in reach[name] if name in reach[each])]
+        for name in uses
+        if name in reach[name]
+    )
+
+
+def test_circles_are_found() -> None:
+    one, other = Import("a.b", False, "a:1"), Import("a", False, "a.b:1")
+    assert circles({"a": [one], "a.b": [other], "a.c": [one]}) == [["a", "a", "a.b"], ["a.b", "a", "a.b"]]
+
+
+def test_no_modules_of_the_proxy_import_each_other_in_a_circle() -> None:
+    assert circles({name: found for name, found in PROXY.items() if name != "proxy"}) == []
+
+
+def test_membership_needs_no_proxy() -> None:
+    """Which instances there are can be known without anything that serves requests."""
+    inside = {name: found for name, found in PROXY.items() if name.startswith("proxy.membership")}
+    assert len(inside) == 7
+    outside = [
+        f"{each.where} imports {each.name}"
+        for found in inside.values()
+        for each in found
+        if each.name.startswith("proxy.") and not each.name.startswith("proxy.membership")
+    ]
+    assert outside == []
+
+
 def test_nothing_is_pickled() -> None:
     assert importing(OURS | PROXY, PICKLES) == []
 
