@@ -9,114 +9,48 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from .errors import ProxyError
-from .registry import LEASE, Instance
-from .routing import AloneFull, Asked, Choice, Full, Help, NoInstance, Router, UnknownModel
+from .limits import Limits, RequestCounters
+from .membership.instance import Instance
+from .policies import RoutingRequest
+from .routing import AloneFull, Choice, Full, NoInstance, PrefillMode, Router, UnknownModel
 
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Bounds of one proxy.
-
-    Attributes:
-        max_requests: requests under way at one decode instance. It should be more than the instance's batch
-            holds, or the batch runs empty.
-        max_waiting: requests that wait for a place, in all.
-        max_wait: seconds that one of them waits at most.
-        max_body: bytes of the largest request.
-        max_values: values (objects, lists, texts, fields) in the largest request.
-        max_messages: messages, or items of the input of /v1/responses, in the largest request.
-        max_held: bytes of the bodies of all requests that an instance may still be sent.
-        body_seconds: how long a body may take to come, from its head to its last byte.
-        max_connections: of clients, at a time.
-        retries: how often one request is tried again elsewhere, before its first byte.
-        lease: seconds for which an instance may be silent while its connection stands, before it is gone.
-        first_token_seconds: for the first token of a streamed answer; 0: no deadline.
-        event_seconds: from one event of a streamed answer to the next; 0: no deadline.
-        alone_share: of one decode instance's places, the share for requests whose prompts it computes in a
-            prefill instance's place, because none can or because they are short; 0 for none.
-    """
-
-    max_requests: int = 1024
-    max_waiting: int = 1024
-    max_wait: float = 30.0
-    max_body: int = 64 << 20
-    max_values: int = 1 << 17
-    max_messages: int = 4096
-    max_held: int = 1 << 30
-    body_seconds: float = 60.0
-    max_connections: int = 16384
-    retries: int = 1
-    lease: float = LEASE
-    first_token_seconds: float = 0.0
-    event_seconds: float = 0.0
-    alone_share: float = 0.25
-
-    @property
-    def alone(self) -> int:
-        """The places of that share: at least one, unless there is none."""
-        return max(1, int(self.max_requests * self.alone_share)) if self.alone_share > 0 else 0
-
-
-@dataclass
-class RequestCounters:
-    """What the proxy has counted since it started; GET /health shows it.
-
-    Attributes:
-        admitted: requests that were given a place at an instance.
-        refused_full: turned away because too many waited, or their bodies held too much.
-        refused_late: turned away after the longest wait.
-        left_waiting: whose client left while they waited.
-        alone: requests that a decode instance was given because no prefill instance could serve them.
-        refused_alone: turned away because as many of those as may were under way.
-        spared: requests that a decode instance was given because their prompts are short.
-        retried: tries at another instance.
-        retries_refused: failures that were not tried again because the budget of retries was spent.
-        breakers_opened: how often an instance was given a pause.
-        cut_off: requests that were ended because the proxy stopped.
-    """
-
-    admitted: int = 0
-    refused_full: int = 0
-    refused_late: int = 0
-    left_waiting: int = 0
-    alone: int = 0
-    refused_alone: int = 0
-    spared: int = 0
-    retried: int = 0
-    retries_refused: int = 0
-    breakers_opened: int = 0
-    cut_off: int = 0
-
+# Of the budget of retries.
+_WINDOW_SECONDS = 10.0
+_SHARE = 0.2
+_PER_SECOND = 1.0
+# Requests and retries are counted together within so many seconds.
+_TICK_SECONDS = 0.1
 
 # Places at instances.
 
 
 @dataclass(eq=False)
 class RequestPlace:
-    """What one request holds at its instances: a seat at D, perhaps one of those for prompts that D computes
+    """What one request holds at its instances: a place at D, perhaps one of those for prompts that D computes
     alone, and the trial of an instance in doubt.
 
     Attributes:
-        asked: what the request wants.
-        help: what P was to do for it when it came.
+        request: what it wants.
+        mode: what P was to do for it when it came.
         choice: who serves it.
         key: by which breakers know it.
     """
 
-    asked: Asked
-    help: Help
+    request: RoutingRequest
+    mode: PrefillMode
     choice: Choice
     key: object = field(default_factory=object)
     _expecting: Instance | None = None
 
-    def seat(self) -> None:
+    def take(self) -> None:
         """The request is on its way to its instances."""
-        self.choice.decode.take_seat(alone=self.choice.in_share, tokens=self.asked.tokens)
+        self.choice.decode.take_place(alone=self.choice.in_share, tokens=self.request.prompt.tokens)
         self._expecting = self.choice.prefill
         if self._expecting is not None:
             self._expecting.expect(self.choice.prefill_tokens)
@@ -127,37 +61,44 @@ class RequestPlace:
             self._expecting.expect_no_more(self.choice.prefill_tokens)
             self._expecting = None
 
-    def unseat(self) -> None:
+    def give_up(self) -> None:
         """The request has left its instances."""
         self.sent()
-        self.choice.decode.leave_seat(alone=self.choice.in_share, tokens=self.asked.tokens)
+        self.choice.decode.leave_place(alone=self.choice.in_share, tokens=self.request.prompt.tokens)
 
-    def help_after(self, culprit: Instance) -> Help:
+    def mode_after(self, culprit: Instance) -> PrefillMode:
         """What a second try needs of P, after `culprit` has failed. Without a P, D alone is asked, which no
         budget of retries bounds."""
         if self.choice.missed:
-            return Help.MISSED
-        return Help.NEEDED if culprit.role == "P" else self.help
+            return PrefillMode.MISSED
+        return PrefillMode.NEEDED if culprit.role == "P" else self.mode
 
 
-Wants = tuple[str | None, Help]
+Wants = tuple[str | None, PrefillMode]
 """A model, and what P is to do: who wants the same can be served by the same instances."""
 
 
 @dataclass(eq=False)
 class _Waiter:
     number: int
-    asked: Asked
-    help: Help
+    request: RoutingRequest
+    mode: PrefillMode
     placed: asyncio.Future[RequestPlace]
 
     @property
     def wants(self) -> Wants:
-        return self.asked.model, self.help
+        return self.request.model, self.mode
 
 
 class Admission:
-    """Gives out places, and keeps those in a queue who wait for one. `clock` is the registry's."""
+    """Gives out places, and keeps a queue of those that wait for one.
+
+    Args:
+        clock: the registry's.
+
+    Attributes:
+        budget: of second tries; it grows with each request that gets a place.
+    """
 
     def __init__(
         self, router: Router, limits: Limits, counters: RequestCounters, clock: Callable[[], float]
@@ -169,6 +110,7 @@ class Admission:
         self._numbers = itertools.count()
         self._queues: dict[Wants, dict[_Waiter, None]] = {}
         self._places: set[RequestPlace] = set()
+        self.budget = RetryBudget()
 
     @property
     def waiting(self) -> int:
@@ -184,35 +126,36 @@ class Admission:
         return [place.choice for place in self._places]
 
     @asynccontextmanager
-    async def place(self, asked: Asked, *, paired: bool) -> AsyncIterator[RequestPlace]:
+    async def place(self, request: RoutingRequest, *, paired: bool) -> AsyncIterator[RequestPlace]:
         """A place, as soon as there is one; `paired`: P can help.
 
         Raises NoInstance, UnknownModel, or ProxyError if there is none in time.
         """
-        place = await self._wait(asked, paired)
+        place = await self._wait(request, paired)
         self._counters.admitted += 1
+        self.budget.request(self._clock())
         try:
             yield place
         finally:
             self._leave(place)
 
-    def can_move(self, place: RequestPlace, help: Help, avoid: frozenset[Instance]) -> bool:
+    def can_move(self, place: RequestPlace, mode: PrefillMode, avoid: frozenset[Instance]) -> bool:
         """Whether there are other instances with room."""
         try:
-            self._router.able(place.asked.model, self._clock(), help=help, avoid=avoid)
+            self._router.able(place.request.model, self._clock(), mode=mode, avoid=avoid)
         except (NoInstance, UnknownModel, Full):
             return False
         return True
 
-    def move(self, place: RequestPlace, help: Help, avoid: frozenset[Instance]) -> bool:
+    def move(self, place: RequestPlace, mode: PrefillMode, avoid: frozenset[Instance]) -> bool:
         """Puts a request at other instances, without a wait. False if there are none with room."""
         try:
-            other = self._choose(place.asked, help, avoid)
+            other = self._choose(place.request, mode, avoid)
         except (NoInstance, UnknownModel, Full):
             return False
-        self._unseat(place)
+        self._give_up(place)
         place.choice = other
-        self._seat(place)
+        self._take(place)
         self._count(other)
         self.advance()
         return True
@@ -222,13 +165,13 @@ class Admission:
 
         False if no D may: all compute as many prompts alone as they may, or there is no D.
         """
-        self._unseat(place)
+        self._give_up(place)
         try:
-            place.choice = self._choose(place.asked, Help.MISSED, avoid)
+            place.choice = self._choose(place.request, PrefillMode.MISSED, avoid)
         except (NoInstance, UnknownModel, Full):
             return False
         finally:
-            self._seat(place)
+            self._take(place)
         self._count(place.choice)
         self.advance()
         return True
@@ -240,16 +183,16 @@ class Admission:
         while firsts and self._router.has_room(self._clock()):
             _, waiter = heapq.heappop(firsts)
             try:
-                choice = self._choose(waiter.asked, waiter.help)
+                choice = self._choose(waiter.request, waiter.mode)
             except (Full, NoInstance, UnknownModel):
                 # An instance may come, or come back, before the wait is over.
                 continue
-            except Exception as error:  # this request's alone: whoever calls us may serve another one
+            except Exception as error:  # this request's alone: the caller may serve another one
                 self._remove(waiter)
                 waiter.placed.set_exception(error)
             else:
-                place = RequestPlace(waiter.asked, waiter.help, choice)
-                self._seat(place)
+                place = RequestPlace(waiter.request, waiter.mode, choice)
+                self._take(place)
                 self._count(choice)
                 self._remove(waiter)
                 waiter.placed.set_result(place)
@@ -262,12 +205,12 @@ class Admission:
             if not waiter.placed.done():
                 waiter.placed.set_exception(failure)
 
-    async def _wait(self, asked: Asked, paired: bool) -> RequestPlace:
-        help, placed = (
-            self._router.first_help(asked, paired=paired),
+    async def _wait(self, request: RoutingRequest, paired: bool) -> RequestPlace:
+        mode, placed = (
+            self._router.first_mode(request, paired=paired),
             asyncio.get_running_loop().create_future(),
         )
-        waiter = _Waiter(next(self._numbers), asked, help, placed)
+        waiter = _Waiter(next(self._numbers), request, mode, placed)
         self._queues.setdefault(waiter.wants, {})[waiter] = None
         try:
             self.advance()
@@ -298,7 +241,7 @@ class Admission:
     def _check_queue(self, waiter: _Waiter) -> None:
         """Whether a wait has a prospect. Raises NoInstance, UnknownModel or ProxyError."""
         try:
-            self._router.able(waiter.asked.model, self._clock(), help=waiter.help)
+            self._router.able(waiter.request.model, self._clock(), mode=waiter.mode)
         except AloneFull as full:
             self._counters.refused_alone += 1
             raise ProxyError(503, f"{full}; try again in a few seconds.") from None
@@ -319,28 +262,74 @@ class Admission:
         if placed.done() and not placed.cancelled() and placed.exception() is None:
             self._leave(placed.result())
 
-    def _choose(self, asked: Asked, help: Help, avoid: frozenset[Instance] = frozenset()) -> Choice:
-        return self._router.choose(asked, self._clock(), help=help, avoid=avoid)
+    def _choose(
+        self, request: RoutingRequest, mode: PrefillMode, avoid: frozenset[Instance] = frozenset()
+    ) -> Choice:
+        return self._router.choose(request, self._clock(), mode=mode, avoid=avoid)
 
     def _count(self, choice: Choice) -> None:
         self._counters.alone += choice.missed
         self._counters.spared += choice.spared
 
     def _leave(self, place: RequestPlace) -> None:
-        self._unseat(place)
+        self._give_up(place)
         self.advance()
 
-    def _seat(self, place: RequestPlace) -> None:
+    def _take(self, place: RequestPlace) -> None:
         self._places.add(place)
-        place.seat()
+        place.take()
         for instance in place.choice.instances:
             instance.breaker.sent(place.key, self._clock())
 
-    def _unseat(self, place: RequestPlace) -> None:
+    def _give_up(self, place: RequestPlace) -> None:
         self._places.discard(place)
-        place.unseat()
+        place.give_up()
         for instance in place.choice.instances:
             instance.breaker.given_up(place.key)
+
+
+class RetryBudget:
+    """Counts requests and retries of the last ten seconds.
+
+    What it allows is a share of the requests: in an outage, when everything fails, retries add that share to
+    the load and do not multiply it.
+    """
+
+    def __init__(self) -> None:
+        self._asked = _Recent()
+        self._retried = _Recent()
+
+    def request(self, now: float) -> None:
+        """One request has been admitted."""
+        self._asked.add(now)
+
+    def spend(self, now: float) -> bool:
+        """Whether one retry is within the budget; if so it is counted."""
+        allowed = max(_SHARE * self._asked.total(now), _PER_SECOND * _WINDOW_SECONDS)
+        if self._retried.total(now) + 1 > allowed:
+            return False
+        self._retried.add(now)
+        return True
+
+
+class _Recent:
+    """How many things happened in the last window, in bounded memory."""
+
+    def __init__(self) -> None:
+        self._ticks: deque[list[float]] = deque()
+        self._total = 0
+
+    def add(self, now: float) -> None:
+        if not self._ticks or now - self._ticks[-1][0] >= _TICK_SECONDS:
+            self._ticks.append([now, 0])
+        self._ticks[-1][1] += 1
+        self._total += 1
+        self.total(now)
+
+    def total(self, now: float) -> int:
+        while self._ticks and now - self._ticks[0][0] > _WINDOW_SECONDS:
+            self._total -= int(self._ticks.popleft()[1])
+        return self._total
 
 
 def _first(queue: dict[_Waiter, None]) -> _Waiter | None:

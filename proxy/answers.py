@@ -32,7 +32,7 @@ def returned_params(raw: bytes) -> Fields | None:
     return params if isinstance(params, dict) else None
 
 
-# Answers that were given up. A vLLM that is told to stop (SIGTERM) ends the requests that it works on with
+# Answers that were given up. A vLLM that is stopped (SIGTERM) ends the requests that it works on with
 # status 200 and the tokens that it has. An aborted request ends so, too, but then its client has left. What
 # vLLM 0.32 writes then:
 #
@@ -46,7 +46,7 @@ def returned_params(raw: bytes) -> Fields | None:
 # from the JSON, in its place.
 
 STOPPED = "was stopped before its answer was complete"
-"""What an error says of an instance that gave an answer up."""
+"""The words of an error about an instance that gave an answer up."""
 
 
 class _Choice(msgspec.Struct):
@@ -238,7 +238,7 @@ class GivenUpFilter:
 
 
 def first_event_came(head: bytes) -> bool:
-    """Whether there is a whole event that says more than whose turn it is to speak."""
+    """Whether there is a whole event with more than the role of the speaker."""
     return _first_event(head) is not None
 
 
@@ -261,7 +261,7 @@ def first_event_message(head: bytes) -> str:
 
 
 def _first_event(head: bytes) -> Any:
-    """The first event that says something, decoded; None while there is none."""
+    """The first event with content, decoded; None while there is none."""
     *lines, _ = head.split(b"\n")
     for line in lines:
         if line.startswith(b"data:"):
@@ -298,10 +298,10 @@ def _announces(event: Any) -> bool:
     if isinstance(event, dict) and event.get("type") in _ANNOUNCEMENTS:
         return True
     choices = event.get("choices") if isinstance(event, dict) else None
-    return isinstance(choices, list) and bool(choices) and all(_says_nothing(each) for each in choices)
+    return isinstance(choices, list) and bool(choices) and all(_is_empty(each) for each in choices)
 
 
-def _says_nothing(choice: Any) -> bool:
+def _is_empty(choice: Any) -> bool:
     delta = choice.get("delta") if isinstance(choice, dict) else None
     if not isinstance(delta, dict) or "role" not in delta or choice.get("finish_reason") is not None:
         return False

@@ -13,23 +13,33 @@ from aiohttp import web
 
 from p2pkv.control.security import Members
 
-from .admission import Limits
+from .access import Access
+from .admin import (
+    changed,
+    dashboard,
+    described,
+    drain,
+    health_page,
+    keep_history,
+    listed,
+    metrics_page,
+    ready_page,
+    status_of,
+    status_page,
+)
 from .attempt import Dispatch
 from .connections import BoundedRunner
-from .errors import errors_as_json, note_begin
-from .http import PAIRED, REQUEST_ID, SINGLE
-from .instances import Access, changed, described, drain, listed
-from .listed import ListedInstance, ListedInstances
-from .listener import Listener
+from .http import PAIRED, SINGLE
+from .limits import Limits
+from .membership import Membership
+from .membership.listed import ListedInstance
+from .membership.listener import Listener
+from .membership.registry import Registry
 from .metrics import Metrics
-from .records import recording
-from .registry import Registry
-from .relay import written_in_time
-from .routing import Routing
-from .service import Proxy
+from .policies import Routing
+from .service import PROXY, Proxy, errors_as_json, generate, note_begin, recording, written_in_time
 from .siblings import Siblings, answering
-from .status import dashboard, keep_history, metrics_page, status_of, status_page
-from .tracing import NoSpans, Tracing
+from .tracing import Spans
 from .upstream import Client
 from .worker import Report, Update, Worker
 
@@ -39,7 +49,6 @@ IDLE_SECONDS = 75.0
 # What is counted and logged as requests.
 API = PAIRED | SINGLE | {"/v1/models"}
 
-PROXY = web.AppKey("proxy", Proxy)
 SIBLINGS = web.AppKey("siblings", Siblings)
 LISTENER = web.AppKey("listener", Listener)
 MOST_CONNECTIONS = web.AppKey("most_connections", int)
@@ -56,7 +65,7 @@ def make_app(
     routing: Routing | None = None,
     guard: Access | None = None,
     log_requests: bool = False,
-    tracing: Tracing | None = None,
+    tracing: Spans | None = None,
     listed: Sequence[ListedInstance] = (),
     worker: Worker | None = None,
 ) -> web.Application:
@@ -65,8 +74,8 @@ def make_app(
     Args:
         discovery: ZMQ endpoint on which to listen for pings, such as tcp://127.0.0.1:30001.
         limits: how much it takes on.
-        members: whose pings `discovery` takes; None for anybody's.
-        plain_discovery: a second endpoint, which takes anybody's.
+        members: whose pings `discovery` takes; None for all.
+        plain_discovery: a second endpoint, which takes all.
         routing: how it chooses instances.
         guard: who may ask, who may see instances, and who may drain them.
         log_requests: write a line for each request.
@@ -81,43 +90,40 @@ def make_app(
     guard = guard or Access()
     limits = limits or Limits()
     metrics = Metrics()
-    spans = tracing or NoSpans()
 
     async def running(app: web.Application) -> AsyncIterator[None]:
         async with AsyncExitStack() as cleanup:
-            session = await cleanup.enter_async_context(Client())
-            known = registry or Registry(lease=limits.lease)
+            client = await cleanup.enter_async_context(Client())
+            membership = Membership(client.kept, registry or Registry(lease=limits.lease))
+            cleanup.callback(membership.close)
             app[PROXY] = proxy = Proxy(
-                session, known, dispatch, limits, routing or Routing(), metrics=metrics
+                client, membership, dispatch, limits, routing or Routing(), metrics=metrics, guard=guard
             )
             parts = _parts(proxy, guard)
-            app[SIBLINGS] = Siblings(parts, worker.seat.others if worker else None)
+            app[SIBLINGS] = Siblings(parts, worker.config.others if worker else None)
             if worker is not None:
                 update = partial(_update, worker, proxy)
-                await cleanup.enter_async_context(answering(worker.seat.socket, parts | {"update": update}))
-            there = ListedInstances(listed, session, known, proxy.take, members, proxy.clock)
-            forever = [proxy.prober.run(), there.run(), keep_history(metrics)]
+                await cleanup.enter_async_context(answering(worker.config.socket, parts | {"update": update}))
+            membership.watch(listed, members)
             if worker is None:
-                app[LISTENER] = listener = Listener(discovery, proxy.take, members)
-                cleanup.callback(listener.close)
-                forever.append(listener.run())
-            if worker is None and plain_discovery is not None:
-                app[PLAIN_LISTENER] = plain = Listener(plain_discovery, proxy.take)
-                cleanup.callback(plain.close)
-                forever.append(plain.run())
+                app[LISTENER] = membership.listen(discovery, members)
+                if plain_discovery is not None:
+                    app[PLAIN_LISTENER] = membership.listen(plain_discovery)
+            forever = [membership.run(), keep_history(metrics)]
             tasks = [asyncio.create_task(each) for each in forever]
             yield
             await end([*tasks, *proxy.lingering])
-            await asyncio.to_thread(spans.close)
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
 
-    recorded = recording(metrics, API, spans, log_requests=log_requests)
+    recorded = recording(metrics, API, tracing, log_requests=log_requests)
     # A larger one could never be held, and its client would try again for ever.
     largest = min(limits.max_body, limits.max_held)
     app = web.Application(client_max_size=largest, middlewares=[written_in_time, errors_as_json, recorded])
     app[MOST_CONNECTIONS] = limits.max_connections
     app.cleanup_ctx.append(running)
-    app.on_response_prepare.extend((_give_back_id, note_begin))
-    app.add_routes(_routes(guard, metrics))
+    app.on_response_prepare.extend((note_begin,))
+    app.add_routes(_routes(guard))
     return app
 
 
@@ -135,9 +141,9 @@ def make_runner(app: web.Application, last_seconds: float) -> web.AppRunner:
 
 
 def _parts(proxy: Proxy, guard: Access) -> dict[str, Callable[[Any], Any]]:
-    """What one worker says for itself."""
+    """What one worker answers for itself."""
     return {
-        "metrics": lambda _: proxy.metrics.families(),
+        "metrics": lambda _: proxy.exposition.families(),
         "status": lambda _: status_of(proxy, guard),
         "instances": lambda _: [described(proxy, each) for each in proxy.instances()],
         "drain": partial(drain, proxy, drained=True),
@@ -147,23 +153,18 @@ def _parts(proxy: Proxy, guard: Access) -> dict[str, Callable[[Any], Any]]:
 
 def _update(worker: Worker, proxy: Proxy, update: Any) -> Report:
     """One of the supervisor's, as it arrives."""
-    return worker.update(msgspec.convert(update, Update), proxy.registry, proxy.take)
+    return worker.update(msgspec.convert(update, Update), proxy.registry, proxy.membership.take)
 
 
-def _routes(guard: Access, metrics: Metrics) -> list[web.RouteDef]:
-    async def generate(request: web.Request) -> web.StreamResponse:
-        guard.ask(request)
-        return await request.app[PROXY].generate(request)
-
+def _routes(guard: Access) -> list[web.RouteDef]:
     async def models(request: web.Request) -> web.StreamResponse:
-        guard.ask(request)
         return await request.app[PROXY].models(request)
 
     async def health(request: web.Request) -> web.StreamResponse:
-        return await request.app[PROXY].health(request)
+        return await health_page(request.app[PROXY], request)
 
     async def ready(request: web.Request) -> web.StreamResponse:
-        return await request.app[PROXY].ready(request)
+        return await ready_page(request.app[PROXY])
 
     async def instances(request: web.Request) -> web.StreamResponse:
         return await listed(request.app[SIBLINGS], guard, request)
@@ -178,7 +179,7 @@ def _routes(guard: Access, metrics: Metrics) -> list[web.RouteDef]:
         return await status_page(request.app[SIBLINGS], guard, request)
 
     async def measured(request: web.Request) -> web.StreamResponse:
-        return await metrics_page(request.app[SIBLINGS], metrics, guard, request)
+        return await metrics_page(request.app[SIBLINGS], guard, request)
 
     return [
         *(web.post(path, generate) for path in sorted(PAIRED | SINGLE)),
@@ -192,13 +193,6 @@ def _routes(guard: Access, metrics: Metrics) -> list[web.RouteDef]:
         web.get("/metrics", measured),
         web.get("/", dashboard),
     ]
-
-
-async def _give_back_id(request: web.Request, response: web.StreamResponse) -> None:
-    """Returns the client's own X-Request-Id; instances get it as X-Client-Request-Id."""
-    theirs = request.headers.get(REQUEST_ID)
-    if theirs:
-        response.headers[REQUEST_ID] = theirs
 
 
 async def end(tasks: list[asyncio.Task[Any]]) -> None:

@@ -25,18 +25,17 @@ from aiohttp import web
 
 from p2pkv.pairing import mint
 
-from .admission import RequestCounters, RequestPlace
+from .admission import RequestPlace
 from .answers import STOPPED, gave_up, message_of, returned_params
-from .blame import REFUSALS, Again, Blame, CallEnd, Charge, Verdict, judge
+from .blame import REFUSALS, Again, Blame, CallEnd, Charge, Verdict, assign_blame
 from .bodies import Body
 from .errors import error_response
-from .http import REQUEST_ID, Headers, to_instance
-from .metrics import Ended
-from .records import RequestRecord
-from .registry import Instance, Role
+from .http import REQUEST_ID, Headers
+from .limits import RequestCounters
+from .membership.instance import Instance, Role
+from .metrics import CallSpan, Ended, RequestRecord
 from .relay import Relay, Scrubber, refusal
-from .tracing import CallSpan
-from .upstream import EVENT_STREAM, Call, CallFailed, Client, Reply, refused
+from .upstream import EVENT_STREAM, Call, CallFailed, Client, Reply, refused, to_instance
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +47,12 @@ Dispatch = Literal["concurrent", "sequential"]
 # P's failure, which reached D first, may still be on its way here. And a D that P's refusal would have to
 # agree with may still read the request.
 _VERDICT_SECONDS = 1.0
-_PREFILLED, _ANSWERED = judge("P", CallEnd.ANSWERED), judge("D", CallEnd.ANSWERED)
+_PREFILLED, _ANSWERED = assign_blame("P", CallEnd.ANSWERED), assign_blame("D", CallEnd.ANSWERED)
 # After these D's answer is the client's, whatever has become of P.
-_DS_WORD = REFUSALS | {CallEnd.ANSWERED}
+_DECIDED_BY_D = REFUSALS | {CallEnd.ANSWERED}
 # How long P may go on after D's answer is complete: its own last step and response.
 _GRACE_SECONDS = 10.0
-# What vLLM says of every failure within its engine, KV that did not come included.
+# vLLM's message for every failure within its engine, KV that did not come included.
 _NO_REASON = "internal server error"
 _NO_SOCKET = "This proxy has no descriptor or port left for another connection; try again in a few seconds."
 
@@ -68,7 +67,7 @@ class Outcome:
         why: what went wrong, for the log; "" if nothing did.
         end: how the call ended that ended the attempt.
         culprit: the instance to blame; None if none is.
-        ended: for the metrics, where that is more than the response's status tells.
+        ended: for the metrics, where that is more than the response's status shows.
     """
 
     response: web.StreamResponse
@@ -223,7 +222,7 @@ class Attempt:
             decoding = _task(self._decode(call))
             cleanup.callback(decoding.cancel)
             await asyncio.wait((prefilling, decoding), return_when=asyncio.FIRST_COMPLETED)
-            if prefilling.done() and self._decode_end not in _DS_WORD:
+            if prefilling.done() and self._decode_end not in _DECIDED_BY_D:
                 prefilled = prefilling.result()
                 if prefilled.fails:
                     assert prefilled.error is not None
@@ -282,7 +281,7 @@ class Attempt:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_VERDICT_SECONDS):
                     await self._decode_known.wait()
-        verdict = judge(
+        verdict = assign_blame(
             "P",
             failed.end,
             self._decode_end,
@@ -351,7 +350,7 @@ class Attempt:
             if seconds and response.content_type == EVENT_STREAM:
                 loop = asyncio.get_running_loop()
                 late = loop.call_at(self._began + seconds, call.lose, "late")
-            head = await call.first_words(response)
+            head = await call.first_event(response)
         except CallFailed as error:
             self._decode_end = error.end
             raise
@@ -369,14 +368,14 @@ class Attempt:
         """D has not answered, and nothing has gone to the client."""
         decode, prefill = self.choice.decode, self._state_of_prefill()
         logger.warning("request %s: %s %s (%r)", self.unique, decode, error, error.__cause__)
-        verdict = judge("D", error.end, prefill, sent_twice=self.may_resend and self._sent_twice)
+        verdict = assign_blame("D", error.end, prefill, sent_twice=self.may_resend and self._sent_twice)
         outcome = self._outcome(self._to_ds_failure(error, verdict), verdict, error)
         if outcome.culprit is not None:
             self._charge(outcome.culprit, verdict)
         return outcome
 
     def _state_of_prefill(self) -> CallEnd:
-        """As `judge` wants it."""
+        """As `assign_blame` wants it."""
         prefill = self.choice.prefill
         if prefill is not None and self._prefill_end is CallEnd.PENDING:
             if prefill.left is not None:
@@ -400,16 +399,16 @@ class Attempt:
                 )
             return refusal(error.reply, self._scrubber)
         if error.end is CallEnd.ERROR:
-            if _names_no_reason(error.words):
+            if _names_no_reason(error.detail):
                 return self._failed(self._why_decode_failed(verdict))
-            return self._failed(self._scrubber.text(f"The decode instance {error}: {error.words}"))
+            return self._failed(self._scrubber.text(f"The decode instance {error}: {error.detail}"))
         return self._failed(f"The decode instance {error}.", 504 if error.end is CallEnd.LATE else 502)
 
     def _why_decode_failed(self, verdict: Verdict) -> str:
-        """In place of D's own words, which name no reason."""
+        """In place of D's own message, which names no reason."""
         prefill, now = self.choice.prefill, self.means.clock()
         if prefill is None:
-            return "The decode instance failed with an internal error; its log says how."
+            return "The decode instance failed with an internal error; see its log."
         if verdict.blame is Blame.P:
             silence = now - prefill.last_seen
             more = f" and has not pinged for {silence:.0f} s" if prefill.silent(now) else ""
@@ -420,7 +419,7 @@ class Attempt:
                 "and the decode instance could not go on without it."
             )
         return (
-            "The decode instance failed with an internal error; its log says how. With "
+            "The decode instance failed with an internal error; see its log. With "
             "kv_load_failure_policy `fail` it does so when KV of the prefill instance does not arrive."
         )
 
@@ -444,7 +443,7 @@ class Attempt:
             prefilling.add_done_callback(partial(_interrupt, relay))
         response = await relay.run()
         if relay.broken is not None:
-            verdict = judge("D", relay.broken, self._state_of_prefill(), begun=True)
+            verdict = assign_blame("D", relay.broken, self._state_of_prefill(), begun=True)
             self._charge(self.choice.decode, verdict)
             return Outcome(response, verdict, relay.broken, relay.why, self.choice.decode, "broken")
         ended: Ended | None = None if relay.complete else "left" if relay.client_left else "broken"
@@ -469,7 +468,7 @@ class Attempt:
     def _count(self, instance: Instance, *, success: bool) -> None:
         """For the metrics, and for the instance's breaker."""
         now = self.means.clock()
-        self.record.judged(instance, success)
+        self.record.record_outcome(instance, success)
         if instance.left is not None:
             return  # it gets no more requests anyway
         if success:

@@ -1,20 +1,20 @@
 """Who is to blame when a call to an instance ends, and what becomes of its request. No IO, no state.
 
-`judge` is the one place in which this is decided. Its rows:
+`assign_blame` is the one place in which this is decided. Its rows:
 
 - A client's mistake is a 4xx of D, which answers the client and so decides. What P refuses and D accepts is
   served without this P. The P is charged if it denies access that D grants (it has another key), or if
   another P accepts the request (it lacks an adapter, or has a shorter --max-model-len). If every P refuses
   it, P's part of this request is impossible, and no P is worse for it: else a client could have all of them
   paused.
-- P's failure before D's first token ends the attempt. In three cases D goes on, and decides: a P that is told
-  to stop tells D itself; a silent P may still be alive; and so may one that pings no more and whose /health
-  answers.
+- P's failure before D's first token ends the attempt. In three cases D goes on, and decides: a P that is
+  stopped lets D know itself; a silent P may still be alive; and so may one that pings no more and whose
+  /health answers.
 - D's first token proves that it has the KV of its prompt. From there on P's failure matters only to a request
   with several prompts.
-- A D that says itself that it failed, while P has failed, stopped or fallen silent, lacked P's KV: P is to
+- A D that reports itself that it failed, while P has failed, stopped or fallen silent, lacked P's KV: P is to
   blame.
-- A D that says so of a request that was sent twice may have aborted the first one: neither is to blame.
+- A D that reports it of a request that was sent twice may have aborted the first one: neither is to blame.
 - What this proxy itself lacks, such as descriptors, is no instance's failure.
 """
 
@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from .registry import Role
+from .membership.instance import Role
 
 
 class CallEnd(Enum):
@@ -42,7 +42,7 @@ class CallEnd(Enum):
     ERROR = auto()
     """Any other status that is no success, or an error in place of the first token."""
     ABORTED = auto()
-    """A success that says that the instance was told to stop before it was done."""
+    """A success that shows that the instance was stopped before it was done."""
     UNREACHABLE = auto()
     NO_SOCKET = auto()
     """This proxy had no descriptor, no port or no memory for a connection."""
@@ -57,7 +57,7 @@ class CallEnd(Enum):
     HUNG = auto()
     """It has not pinged for a lease, although it answers /health."""
     STOPPED = auto()
-    """It has said goodbye, and its port refuses."""
+    """It has sent its goodbye, and its port refuses."""
 
 
 class Blame(Enum):
@@ -67,7 +67,7 @@ class Blame(Enum):
     D = "D"
     PROXY = "proxy"
     CLIENT = "client"
-    NOBODY = "nobody"
+    NONE = "none"
 
 
 class Again(Enum):
@@ -110,7 +110,7 @@ _MAY_BE_ALIVE = frozenset({CallEnd.ABORTED, CallEnd.SILENT, CallEnd.HUNG, CallEn
 """After these P itself, or its silence, lets D know."""
 
 
-def judge(
+def assign_blame(
     role: Role,
     end: CallEnd,
     other: CallEnd = CallEnd.NOT_MADE,
@@ -124,13 +124,13 @@ def judge(
     Args:
         role: whose call it is.
         other: how far the call to the other one is. A P whose pings have stopped counts as SILENT, and one
-            that has said goodbye as STOPPED, even while its call is open.
+            that has sent its goodbye as STOPPED, even while its call is open.
         begun: bytes of D's answer have gone to the client.
         one_prompt: D's first token proves that it has all KV.
         sent_twice: over another connection, because the first one was closed before an answer.
     """
     if end is CallEnd.ANSWERED:
-        return Verdict(Blame.NOBODY, Again.NO if role == "D" else Again.GOES_ON)
+        return Verdict(Blame.NONE, Again.NO if role == "D" else Again.GOES_ON)
     if end is CallEnd.NO_SOCKET:
         return Verdict(Blame.PROXY, Again.NO)
     return _of_p(end, other, begun, one_prompt) if role == "P" else _of_d(end, other, begun, sent_twice)
@@ -160,7 +160,7 @@ def _of_d(end: CallEnd, prefill: CallEnd, begun: bool, sent_twice: bool) -> Verd
     if end in REFUSALS:
         return Verdict(Blame.CLIENT, Again.NO)
     if end is CallEnd.ERROR and sent_twice:
-        return Verdict(Blame.NOBODY, Again.SAME)
+        return Verdict(Blame.NONE, Again.SAME)
     if end is CallEnd.ERROR and prefill not in _FINE:
         # P's own call has been charged, or is only silent.
         return Verdict(Blame.P, Again.ELSEWHERE)

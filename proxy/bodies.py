@@ -1,20 +1,31 @@
-"""The body of a client's request: what the proxy reads of it, and what P and D get in its place. No IO.
+"""The body of a client's request: its arrival, what the proxy reads of it, and what P and D get in its place.
 
 A body may have any size and any content, so its values are not made into Python objects: the decoder checks
 the syntax and returns each field as a view of the client's bytes. Only the few small fields that decide
-something here are decoded. What P and D get is made of the same views.
+something here are decoded. What P and D get is made of the same views. A body is read whole before its
+request gets a place, and held until no instance will be sent it any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import asyncio
+import hashlib
+import itertools
+import re
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import msgspec
+from aiohttp import web
 from msgspec import Raw
 
+from .errors import ProxyError
 from .http import PAIRED
-from .prefixes import Prompt
+from .limits import Limits, RequestCounters
+from .values import WITH_TOKEN_IDS, check_values
 
 Fields = dict[str, Any]
 Views = dict[str, Raw]
@@ -254,3 +265,231 @@ def _one_prompt(prompt: Raw | None) -> bool:
     if not beginning.startswith(b"[") or beginning[1:2].isdigit():
         return True
     return len(_first_two.decode(prompt).second) == 0
+
+
+# Its prompt, for routing.
+
+BYTES_PER_TOKEN = 4
+"""Of a prompt's JSON, about as in English text. An estimate too high or too low by half does not mislead for
+long."""
+
+DATA_BYTES_PER_TOKEN = 256
+"""Of a picture, or other data in base64. A vision model makes a token of 28 x 28 pixels (Qwen2-VL) or some
+more; at two or three bits a pixel, as in a JPEG, these have 260 to 390 bytes in base64."""
+
+PIECE_TOKENS = 64
+"""Tokens of one piece of a prompt: a few of vLLM's blocks."""
+
+MOST_PIECES = 512
+"""Of one prompt, from its beginning: what two prompts have in common beyond that changes no choice."""
+
+_LINK_BYTES = 8
+_PIECE_BYTES = PIECE_TOKENS * BYTES_PER_TOKEN
+_MOST_BYTES = MOST_PIECES * _PIECE_BYTES
+_PIECE_OF_DATA = PIECE_TOKENS * DATA_BYTES_PER_TOKEN
+# Text is looked at here and there for data: at most so often, and not more often than once in so many bytes.
+_MOST_LOOKS, _LOOK_EVERY = 512, 2048
+# So many bytes in a row without a sign that base64 does not have are data, since text has spaces.
+_LOOK_BYTES = 48
+_BASE64 = (string.ascii_letters + string.digits + "+/-_=").encode()
+# Token ids are counted exactly in so many bytes.
+_COUNTED_BYTES = 1 << 20
+_ID_BYTES = 8
+"""Of a token id in JSON, at most, as far as pieces of prompts are concerned."""
+_IDS_OF_A_PIECE = re.compile(rb"((?:[^,]++,){%d}[^,]++),?" % (PIECE_TOKENS - 1))
+
+Chain = tuple[bytes, ...]
+"""A link for each whole piece of a prompt: equal links, equal prompts up to there."""
+
+_LEADING = ("tools", "system", "instructions", "prompt", "messages", "input")
+"""The fields of a request that make its prompt, as chat templates order them."""
+_SALTS = ("model", "cache_salt")
+_LONGEST_SALT = 1024
+
+
+class _Part(NamedTuple):
+    """A field of a prompt.
+
+    Attributes:
+        view: its JSON, without the quotes of a text and the brackets of a list.
+        ids: it is token ids, or lists of them.
+    """
+
+    view: memoryview
+    ids: bool
+
+    @classmethod
+    def of(cls, value: Raw) -> _Part:
+        view = memoryview(value)
+        beginning = bytes(view[:_LOOK_BYTES])
+        if beginning == b"null":
+            return cls(view[:0], ids=False)
+        inner = view[1:-1] if beginning[:1] in b'"[' else view
+        ids = beginning.startswith(b"[") and beginning.lstrip(b"[ \t\r\n")[:1].isdigit()
+        return cls(inner, ids)
+
+    @property
+    def tokens(self) -> int:
+        if self.ids:
+            counted = bytes(self.view[:_COUNTED_BYTES])
+            return (counted.count(b",") + 1) * len(self.view) // len(counted)
+        data = int(len(self.view) * self._share_of_data())
+        return data // DATA_BYTES_PER_TOKEN + -(-(len(self.view) - data) // BYTES_PER_TOKEN)
+
+    def _share_of_data(self) -> float:
+        step = max(_LOOK_EVERY, len(self.view) // _MOST_LOOKS)
+        looks = range(step, len(self.view), step)
+        found = sum(_is_data(bytes(self.view[at : at + _LOOK_BYTES])) for at in looks)
+        return found / len(looks) if looks else 0.0
+
+    def append_to(self, text: bytearray) -> None:
+        """Appends its beginning. Of data, such as a picture, only the beginning of each piece is taken."""
+        at = 0
+        while at < len(self.view) and len(text) < _MOST_BYTES:
+            piece = bytes(self.view[at : at + _PIECE_BYTES])
+            text += piece
+            at += len(piece)
+            if _is_data(piece[:_LOOK_BYTES]):
+                rest = bytes(self.view[at : at + _PIECE_OF_DATA - _PIECE_BYTES])
+                end = rest.find(b'"')
+                at += len(rest) if end < 0 else end
+
+    def pieces_of_ids(self) -> Iterator[bytes]:
+        """The first whole pieces; of the first list, if there are several."""
+        most = MOST_PIECES * PIECE_TOKENS
+        beginning = bytes(self.view[: most * _ID_BYTES]).lstrip(b"[ \t\r\n").partition(b"]")[0]
+        for piece in itertools.islice(_IDS_OF_A_PIECE.finditer(beginning), MOST_PIECES):
+            yield piece[1]
+
+
+def _is_data(look: bytes) -> bool:
+    """Whether these bytes are base64, by all appearances, such as a picture's."""
+    mixed = look != look.lower() and look != look.upper()
+    return mixed and len(look) == _LOOK_BYTES and not look.translate(None, _BASE64)
+
+
+class Prompt:
+    """The prompt in a request's fields, as far as is known without a tokenizer, and without reading all
+    of it: its length comes from the length of its JSON, and its prefixes are the bytes of that.
+
+    Args:
+        fields: the request, a JSON object.
+
+    Attributes:
+        tokens: how many it has: counted if they are token ids, else estimated.
+    """
+
+    def __init__(self, fields: Mapping[str, Raw]) -> None:
+        self._parts = [_Part.of(fields[name]) for name in _LEADING if name in fields]
+        self._salt = b"\0".join(bytes(memoryview(fields.get(name, b""))[:_LONGEST_SALT]) for name in _SALTS)
+        self.tokens = sum(part.tokens for part in self._parts)
+
+    @cached_property
+    def chain(self) -> Chain:
+        """Of its first pieces."""
+        link, links = self._salt, []
+        for piece in self._pieces():
+            link = hashlib.blake2b(link + piece, digest_size=_LINK_BYTES).digest()
+            links.append(link)
+        return tuple(links)
+
+    def let_go(self) -> None:
+        """Drops the request's bytes. A chain that was not asked for before is empty afterwards."""
+        self._parts = []
+
+    def _pieces(self) -> Iterator[bytes]:
+        """The first whole pieces."""
+        if len(self._parts) == 1 and self._parts[0].ids:
+            yield from self._parts[0].pieces_of_ids()
+            return
+        text = bytearray()
+        for part in self._parts:
+            if text:
+                text += b"\0"
+            part.append_to(text)
+        for start in range(0, min(len(text), _MOST_BYTES) - _PIECE_BYTES + 1, _PIECE_BYTES):
+            yield bytes(text[start : start + _PIECE_BYTES])
+
+
+# Its arrival.
+
+
+class Intake:
+    """Counts the bytes of all bodies, from their arrival until they are let go.
+
+    Attributes:
+        held: bytes now.
+    """
+
+    def __init__(self, limits: Limits, counters: RequestCounters) -> None:
+        self.limits = limits
+        self._counters = counters
+        self.held = 0
+
+    @contextmanager
+    def reader(self) -> Iterator[BodyReader]:
+        """For one request's body; at the end its bytes are no longer held."""
+        reader = BodyReader(self)
+        try:
+            yield reader
+        finally:
+            reader.release()
+
+    def take(self, size: int) -> None:
+        """`size` bytes more. Raises ProxyError if they are too many."""
+        if self.held + size > self.limits.max_held:
+            self._counters.refused_full += 1
+            raise ProxyError(503, "This proxy holds as many requests as it can; try again in a few seconds.")
+        self.held += size
+
+
+class BodyReader:
+    """Reads one request's body, within the bounds for it and for all of them."""
+
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
+        self._size = 0
+
+    async def read(self, request: web.Request) -> bytearray:
+        """The whole body. Raises ProxyError, or HTTPRequestEntityTooLarge."""
+        limits = self._intake.limits
+        body = bytearray()
+        _check_size(request, request.content_length or 0)
+        try:
+            if request.content.is_eof():  # it came with its head: no need for a timer
+                self._add(request, body, request.content.read_nowait())
+            else:
+                async with asyncio.timeout(limits.body_seconds):
+                    while chunk := await request.content.readany():
+                        self._add(request, body, chunk)
+        except web.RequestPayloadError as error:
+            # What is left of it cannot be read either, and aiohttp would try.
+            request.content.feed_eof()
+            why = " ".join(str(error).split())
+            raise ProxyError(400, f"The request's body cannot be read: {why}.", last=True) from None
+        except TimeoutError:
+            raise ProxyError(
+                408,
+                f"The request's body did not come within {limits.body_seconds:g} seconds.",
+                last=True,
+            ) from None
+        if len(body) > limits.max_values:  # each value takes a byte
+            await check_values(body, limits.max_values, token_ids=request.path in WITH_TOKEN_IDS)
+        return body
+
+    def release(self) -> None:
+        """Its bytes are no longer held. Idempotent."""
+        self._intake.held -= self._size
+        self._size = 0
+
+    def _add(self, request: web.Request, body: bytearray, chunk: bytes) -> None:
+        _check_size(request, len(body) + len(chunk))
+        self._intake.take(len(chunk))
+        self._size += len(chunk)
+        body += chunk
+
+
+def _check_size(request: web.Request, size: int) -> None:
+    """Raises HTTPRequestEntityTooLarge."""
+    if size > request.client_max_size:
+        raise web.HTTPRequestEntityTooLarge(max_size=request.client_max_size, actual_size=size)

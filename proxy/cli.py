@@ -30,18 +30,20 @@ from p2pkv.pairing import Address
 from p2pkv.trust import SECRET_VARIABLE, TrustError, is_loopback, read_secret
 
 from . import settings
-from .admission import Limits
-from .app import LISTENER, PLAIN_LISTENER, PROXY, end, make_app, make_runner
-from .instances import Access
-from .listed import ListedInstance
-from .listener import Listener, endpoint_of
-from .prefixes import PIECE_TOKENS
-from .records import set_up_logging
-from .registry import ROLE_NAMES, Role
-from .routing import POLICY_NAMES, Routing
+from .access import Access
+from .app import LISTENER, PLAIN_LISTENER, end, make_app, make_runner
+from .bodies import PIECE_TOKENS
+from .limits import Limits
+from .logs import set_up_logging
+from .membership.instance import ROLE_NAMES, Role
+from .membership.listed import ListedInstance
+from .membership.listener import Listener, endpoint_of
+from .policies import Routing
+from .routing import POLICIES
+from .service import PROXY
 from .supervisor import Supervisor, bound, ignore_signals, reserved, share_of
 from .tracing import NoTracing, Spans
-from .worker import Seat, Worker
+from .worker import Worker, WorkerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if bool(arguments.ssl_certfile) != bool(arguments.ssl_keyfile):
         parser.error("TLS needs both --ssl-certfile and --ssl-keyfile")
     if arguments.private and not arguments.admin_token:
-        parser.error("--private needs an --admin-token, or nobody could see those pages")
+        parser.error("--private needs an --admin-token, or those pages could not be seen at all")
     try:
         members = _members(arguments)
     except (TrustError, NoCurve) as error:
@@ -117,20 +119,20 @@ def _take_descriptors() -> None:
 
 
 def _members(arguments: argparse.Namespace) -> Members | None:
-    """Those who may register. Raises TrustError if anybody could, from anywhere, and that is not meant."""
+    """Those who may register. Raises TrustError if all could, from anywhere, and that is not meant."""
     secret = read_secret(arguments.secret_file, os.environ)
     discovery: Address = arguments.discovery
     if secret is None and not arguments.allow_insecure and not is_loopback(discovery.host):
         raise TrustError(
             f"--discovery {discovery} can be reached from other machines, and there is no secret: "
-            f"whoever pings it would be sent requests; set {SECRET_VARIABLE} or --secret-file, or listen on "
-            "127.0.0.1, or add --allow-insecure if only machines that you trust reach it"
+            f"any process that pings it would be sent requests; set {SECRET_VARIABLE} or --secret-file, or "
+            "listen on 127.0.0.1, or add --allow-insecure if only machines that you trust reach it"
         )
     return members_of(secret)
 
 
 async def _serve(arguments: argparse.Namespace, members: Members | None) -> None:
-    """Serves until told to stop. Raises OSError if an address cannot be bound."""
+    """Serves until a signal to stop. Raises OSError if an address cannot be bound."""
     stop, hurry = _signals()
     _warn(arguments, members)
     app = _app(arguments, members, _limits(arguments))
@@ -138,7 +140,7 @@ async def _serve(arguments: argparse.Namespace, members: Members | None) -> None
     try:
         await runner.setup()
         await web.TCPSite(runner, arguments.host, arguments.port, ssl_context=_tls(arguments)).start()
-        _say_serving(arguments, members, runner.addresses, app[LISTENER].endpoint)
+        _log_serving(arguments, members, runner.addresses, app[LISTENER].endpoint)
         if arguments.plain_discovery is not None:
             logger.info("plain discovery on %s", app[PLAIN_LISTENER].endpoint)
         await stop.wait()
@@ -192,7 +194,7 @@ async def _drain(runner: web.AppRunner, app: web.Application, seconds: float, hu
     logger.info("stopped; %d requests were cut off", ended)
 
 
-def _say_serving(
+def _log_serving(
     arguments: argparse.Namespace, members: Members | None, addresses: Sequence[Any], discovery: str
 ) -> None:
     scheme = "https" if arguments.ssl_certfile else "http"
@@ -203,7 +205,7 @@ def _say_serving(
         arguments.dispatch,
         arguments.prefill_policy,
         arguments.decode_policy,
-        "open to anybody" if members is None else "for members only",
+        "open to all" if members is None else "for members only",
     )
 
 
@@ -211,7 +213,7 @@ def _say_serving(
 
 
 async def _oversee(arguments: argparse.Namespace, members: Members | None) -> None:
-    """Has workers serve until told to stop. Raises OSError if an address cannot be bound."""
+    """Has workers serve until a signal to stop. Raises OSError if an address cannot be bound."""
     stop, hurry = _signals()
     _warn(arguments, members)
     with ExitStack() as cleanup:
@@ -228,7 +230,7 @@ async def _oversee(arguments: argparse.Namespace, members: Members | None) -> No
             await supervisor.start(stop)
             if not stop.is_set():
                 addresses = [each.getsockname() for each in port]
-                _say_serving(arguments, members, addresses, listeners[0].endpoint)
+                _log_serving(arguments, members, addresses, listeners[0].endpoint)
                 for each in listeners[1:]:
                     logger.info("plain discovery on %s", each.endpoint)
             await stop.wait()
@@ -237,36 +239,38 @@ async def _oversee(arguments: argparse.Namespace, members: Members | None) -> No
             await end(listening)
 
 
-def _work(arguments: argparse.Namespace, members: Members | None, seat: Seat) -> None:
+def _work(arguments: argparse.Namespace, members: Members | None, config: WorkerConfig) -> None:
     """What a worker's process does."""
     ignore_signals()
-    set_up_logging(arguments.log_level, arguments.log_format, f"worker {seat.number}")
+    set_up_logging(arguments.log_level, arguments.log_format, f"worker {config.number}")
     logging.getLogger("aiohttp.server").addFilter(Garbage())
-    if seat.number > 1:  # the first one logs which instances come and go
-        logging.getLogger(f"{__package__}.registry").setLevel(logging.ERROR)
-        logging.getLogger(f"{__package__}.prober").setLevel(logging.WARNING)
+    if config.number > 1:  # the first one logs which instances come and go
+        logging.getLogger(f"{__package__}.membership.registry").setLevel(logging.ERROR)
+        logging.getLogger(f"{__package__}.membership.prober").setLevel(logging.WARNING)
     try:
         with asyncio.Runner(loop_factory=_new_loop) as runner:
-            runner.run(_serve_seat(arguments, members, seat))
+            runner.run(_serve_as_worker(arguments, members, config))
     except (OSError, NoTracing) as error:
         print(f"p2pkv-proxy: {error}", file=sys.stderr)
         sys.exit(1)
 
 
-async def _serve_seat(arguments: argparse.Namespace, members: Members | None, seat: Seat) -> None:
-    """Serves until the supervisor says so. Takes no connection before it has the instances and the drains
+async def _serve_as_worker(
+    arguments: argparse.Namespace, members: Members | None, config: WorkerConfig
+) -> None:
+    """Serves until the supervisor ends it. Takes no connection before it has the instances and the drains
     that there are: it would turn requests away that another worker would serve."""
-    worker = Worker(seat)
-    app = _app(arguments, members, share_of(_limits(arguments), seat.of), worker)
+    worker = Worker(config)
+    app = _app(arguments, members, share_of(_limits(arguments), config.of), worker)
     runner = make_runner(app, _SHUTDOWN_SECONDS)
     _end_without_parent(worker)
     try:
         await runner.setup()
         await worker.updated.wait()
-        await app[PROXY].prober.round()
+        await app[PROXY].membership.prober.round()
         if not worker.stop.is_set():
             tls = _tls(arguments)
-            for each in bound(seat):
+            for each in bound(config):
                 await web.SockSite(runner, each, ssl_context=tls).start()
             worker.serving = True
             await worker.stop.wait()
@@ -294,11 +298,11 @@ def _signals() -> tuple[asyncio.Event, asyncio.Event]:
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def told() -> None:
+    def on_signal() -> None:
         (hurry if stop.is_set() else stop).set()
 
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, told)
+        loop.add_signal_handler(signum, on_signal)
     return stop, hurry
 
 
@@ -344,7 +348,7 @@ def _warn(arguments: argparse.Namespace, members: Members | None) -> None:
     places = [arguments.discovery] if members is None else []
     for place in [*places, *filter(None, [arguments.plain_discovery])]:
         if not is_loopback(place.host):
-            logger.warning("whoever reaches %s can register an instance and be sent requests", place)
+            logger.warning("any process that reaches %s can register an instance and be sent requests", place)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -498,7 +502,7 @@ def _add_routing(parser: argparse.ArgumentParser) -> None:
     ):
         group.add_argument(
             option,
-            choices=POLICY_NAMES,
+            choices=POLICIES,
             default=default,
             metavar="POLICY",
             help=f"how the {role} instance is chosen, see above (default: %(default)s)",
@@ -644,7 +648,7 @@ def _token(text: str) -> str:
 
 def _key(text: str) -> str:
     if not text:
-        raise argparse.ArgumentTypeError("an empty key would let everybody in: give one, or no --api-key")
+        raise argparse.ArgumentTypeError("an empty key would let every client in: give one, or no --api-key")
     return _token(text)
 
 

@@ -50,7 +50,7 @@ class BoundedRunner(web.AppRunner):
             logger.warning("clients have %d connections, and this proxy takes no more", len(there))
         for each in there:
             transport = each.transport
-            # aiohttp has no public word for it.
+            # aiohttp has no public name for it.
             if each._current_request is None and transport is not None and not transport.is_closing():
                 transport.close()
                 return True

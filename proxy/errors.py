@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Awaitable, Callable
-from contextvars import ContextVar
 
 import msgspec
 from aiohttp import web
@@ -31,11 +29,6 @@ _SENTENCES = {
     405: "{path} does not take {method}; it takes {allowed}.",
     413: "The request body is larger than the {limit} bytes that this proxy takes (--max-body-mib).",
 }
-
-_begun: ContextVar[bool] = ContextVar("begun", default=False)
-"""Whether the head of an answer to the request of this task has been sent."""
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class ProxyError(Exception):
@@ -78,40 +71,6 @@ def error_response(status: int, message: str) -> web.Response:
     headers = retry_after() if status == 503 else None
     body = error_json(status, message)
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)
-
-
-async def note_begin(request: web.Request, response: web.StreamResponse) -> None:
-    """To be called when an answer's head is about to be sent."""
-    _begun.set(True)
-
-
-@web.middleware
-async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns what a handler raises into a response; an unexpected error becomes a 500 without details."""
-    _begun.set(False)
-    try:
-        return await handler(request)
-    except ProxyError as failure:
-        response = error_response(failure.status, str(failure))
-        if failure.last:
-            response.force_close()
-        if failure.ask:
-            response.headers["WWW-Authenticate"] = failure.ask
-        return response
-    except web.HTTPException as error:
-        response = error_response(error.status, _sentence(request, error))
-        if isinstance(error, web.HTTPMethodNotAllowed):
-            response.headers["Allow"] = error.headers["Allow"]
-        return response
-    except ConnectionError:
-        raise  # the client's own connection; there is nobody to answer
-    except Exception:
-        logger.exception("%s %s failed", request.method, request.path)
-        if _begun.get() and request.transport is not None:
-            # A second head in the middle of an answer would be taken for the rest of it.
-            request.transport.abort()
-            raise ConnectionResetError from None
-        return error_response(500, "The proxy itself failed; its log says how.")
 
 
 def _sentence(request: web.Request, error: web.HTTPException) -> str:

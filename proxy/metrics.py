@@ -1,38 +1,30 @@
 """What the proxy measures of requests and instances, and how Prometheus and the dashboard read it.
 
 Each thing has one holder. What happens to single requests is measured here. What others count or hold anyway
-(`RequestCounters`, places, instances) is read from them when somebody asks, and not counted again.
+(`RequestCounters`, places, instances) is read from them when asked for, and not counted again.
 
 Labels are bounded: endpoints are ours, models are those that instances have registered, and an instance's
-series end some time after it has left. Instances are told apart by `address`: `instance` is Prometheus's own
+series end some time after it has left. Instances are labelled with `address`: `instance` is Prometheus's own
 label, and means the proxy.
 """
 
 from __future__ import annotations
 
-import operator
+import re
 import time
 from bisect import bisect_left
 from collections import Counter as Tally
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import prometheus_client as prometheus
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
-from prometheus_client.exposition import choose_encoder
+from aiohttp import web
 
-from p2pkv import __version__
-
-from .instances import WORST_FIRST
-from .registry import Instance
+from .http import Headers
+from .membership.instance import Instance
 from .routing import Choice
 
 Ended = Literal["answered", "refused", "shed", "failed", "broken", "left"]
@@ -66,10 +58,6 @@ SAMPLE_SECONDS = 2.0
 _SAMPLES = 150
 # The lists of pairs that have worked together.
 _MAX_PAIRS = 4096
-
-
-Family = tuple[str, str, str, Sequence[tuple[str, dict[str, str], float]]]
-"""A metric's name, what it is, its type, and its samples: name, labels, value."""
 
 
 class Held(Protocol):
@@ -203,23 +191,8 @@ class Metrics:
         self._forgot = self.began
 
     def show(self, held: Held) -> None:
-        """From now on `exposition` has what `held` knows, too."""
+        """From now on the history has what `held` knows, too."""
         self._held = held
-        self.registry.register(_Collected(self, held))
-
-    def families(self) -> list[Family]:
-        """What the page has, as other processes can read it."""
-        self.forget()
-        return [
-            (each.name, each.documentation, each.type, [(s.name, s.labels, s.value) for s in each.samples])
-            for each in self.registry.collect()
-        ]
-
-    def exposition(self, accept: str, parts: Sequence[Sequence[Family]] = ()) -> tuple[bytes, str]:
-        """The page and its content type, in the format that `accept`, a header, asks for; with `parts`, of
-        the workers that these are from."""
-        encode, kind = choose_encoder(accept)
-        return encode(_Merged(parts or [self.families()])), kind
 
     # One request.
 
@@ -256,7 +229,7 @@ class Metrics:
     def prefilled(self, instance: str, seconds: float) -> None:
         self._one(self._prefill, instance).observe(seconds)
 
-    def judged(self, instance: Instance, success: bool) -> None:
+    def record_outcome(self, instance: Instance, success: bool) -> None:
         outcome = "ok" if success else "failed"
         self._one(self._parts, instance.ping.http_address, instance.role, outcome).inc()
 
@@ -297,7 +270,7 @@ class Metrics:
     def sample(self) -> None:
         """One point of the history; to be called every SAMPLE_SECONDS."""
         if self.clock() - self._forgot >= _FORGET_SECONDS / 10:
-            self.forget()  # where nobody scrapes
+            self.forget()  # where no one scrapes
         gauges = self._held.gauges() if self._held is not None else {}
         self.history.append(
             Sample(
@@ -340,11 +313,6 @@ class Metrics:
         return named | {name for pair in self.pairs for name in pair}
 
 
-def growing(families: Iterable[Family]) -> list[Family]:
-    """Those that only grow, for as long as their process runs."""
-    return [each for each in families if each[2] in ("counter", "histogram")]
-
-
 def quantiles(values: Iterable[float], *shares: float) -> list[float | None]:
     """Of some values; None where there are none."""
     ordered = sorted(values)
@@ -353,153 +321,157 @@ def quantiles(values: Iterable[float], *shares: float) -> list[float | None]:
     return [ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in shares]
 
 
-class _Collected:
-    """For Prometheus: what others hold, read when it asks."""
+# One request.
 
-    def __init__(self, metrics: Metrics, held: Held) -> None:
-        self._metrics = metrics
-        self._held = held
+TRACEPARENT = "traceparent"
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 
-    def describe(self) -> Iterable[Metric]:
-        return ()
 
-    def collect(self) -> Iterator[Metric]:
-        yield InfoMetricFamily("p2pkv_proxy_build", "The proxy itself.", {"version": __version__})
-        yield from self._counters()
-        yield from self._gauges()
-        yield from self._instances()
-        yield from self._streams()
+def trace_id_of(headers: Mapping[str, str]) -> str:
+    """The id of the trace that a client's request belongs to; "" if it names none."""
+    match = _TRACEPARENT.fullmatch(headers.get(TRACEPARENT, ""))
+    return match[1] if match else ""
 
-    def _counters(self) -> Iterator[Metric]:
-        counted = self._held.counted()
-        shed = CounterMetricFamily(
-            "p2pkv_proxy_shed",
-            "Requests turned away with 503: too many waited or held memory (full), none had room in time "
-            "(late), or decode instances may compute no more prompts alone (alone).",
-            labels=["reason"],
+
+class CallSpan:
+    """One call to one instance. This one records nothing."""
+
+    def end(self, failed: str = "") -> None:
+        """The call has ended; `failed`: why it failed. Only the first end counts."""
+
+
+class RequestSpan:
+    """One client's request. This one records nothing."""
+
+    def call(self, instance: Instance, headers: Headers) -> CallSpan:
+        """A call begins; `headers`, which it will have, then name its parent."""
+        return _NO_CALL
+
+    def end(self, record: RequestRecord) -> None:
+        """The request has ended."""
+
+
+_NO_CALL = CallSpan()
+
+
+@dataclass
+class RequestRecord:
+    """What is known of one client's request, from its arrival to its end.
+
+    Attributes:
+        endpoint: the path, as the metrics name it.
+        client_id: the client's own X-Request-Id; "" if it sent none.
+        unique: the id under which the proxy's log has it; "" before it has got that far.
+        way: pair, alone or unpaired; "" before a place was found.
+        status: of the answer; 0 while there is none.
+        tries: how often instances were asked.
+        first_token_after: seconds; None if no stream has begun.
+        trace_id: of the trace that the client names; "" if it names none.
+        span: what traces have of it.
+    """
+
+    metrics: Metrics
+    endpoint: str
+    client_id: str = ""
+    model: str | None = None
+    unique: str = ""
+    prefill: str = ""
+    decode: str = ""
+    way: str = ""
+    status: int = 0
+    tries: int = 0
+    first_token_after: float | None = None
+    outcome: Ended | None = None
+    trace_id: str = ""
+    span: RequestSpan = field(default_factory=RequestSpan)
+    began: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.began = self.metrics.clock()
+
+    @property
+    def seconds(self) -> float:
+        return self.metrics.clock() - self.began
+
+    def begins(self, choice: Choice, unique: str) -> None:
+        """These instances are asked now."""
+        self.tries += 1
+        self.unique = unique
+        self.prefill = choice.prefill.ping.http_address if choice.prefill else ""
+        self.decode = choice.decode.ping.http_address
+        self.way = "pair" if choice.prefill else "alone" if choice.missed else "unpaired"
+        self.metrics.paired(choice)
+
+    def streams(self, head: bytes) -> Pace:
+        """Its answer is a stream, and this is the start of it."""
+        self.first_token_after = self.seconds
+        self.metrics.first_token(self.decode, self.way, self.first_token_after)
+        return self.metrics.pace(self.decode, head)
+
+    def prefilled(self, instance: Instance, seconds: float) -> None:
+        """P has done its part."""
+        self.metrics.prefilled(instance.ping.http_address, seconds)
+
+    def record_outcome(self, instance: Instance, success: bool) -> None:
+        """What became of one instance's part."""
+        self.metrics.record_outcome(instance, success)
+
+    def end(self, outcome: Ended) -> None:
+        """What became of it; the first call counts."""
+        if self.outcome is None:
+            self.outcome = outcome
+
+    def ended_with(self, status: int) -> None:
+        """An answer with this status, unless `end` was called before."""
+        self.status = self.status or status
+        self.end("answered" if status < 400 else "refused" if status < 500 else "failed")
+
+    def count(self) -> None:
+        """To be called once, at its end."""
+        outcome = self.outcome or "left"
+        self.metrics.ended(self.endpoint, self.model, outcome)
+        if self.decode:
+            self.metrics.lasted(self.decode, outcome, self.seconds)
+
+    def ids(self) -> dict[str, str]:
+        """Those that are known."""
+        return {
+            name: value
+            for name, value in (
+                ("request_id", self.unique),
+                ("client_request_id", self.client_id),
+                ("trace_id", self.trace_id),
+            )
+            if value
+        }
+
+    def __str__(self) -> str:
+        fields = {**self.ids(), **self.as_fields()}
+        return " ".join(
+            f"{name}={_quoted(value)}" for name, value in fields.items() if value not in (None, "")
         )
-        for reason in ("full", "late", "alone"):
-            shed.add_metric([reason], counted[f"refused_{reason}"])
-        yield shed
-        for name, key, what in _COUNTERS:
-            yield CounterMetricFamily(f"p2pkv_proxy_{name}", what, value=counted[key])
 
-    def _gauges(self) -> Iterator[Metric]:
-        gauges = self._held.gauges()
-        for name, key, what in _GAUGES:
-            yield GaugeMetricFamily(f"p2pkv_proxy_{name}", what, value=gauges[key])
-
-    def _instances(self) -> Iterator[Metric]:
-        instances = self._held.instances()
-        state = GaugeMetricFamily(_STATE, "", labels=["address", "role", "rank"])
-        load = GaugeMetricFamily(
-            "p2pkv_proxy_instance_load",
-            "Requests at an instance or on their way to it.",
-            labels=["address", "role", "rank"],
-        )
-        paused = GaugeMetricFamily(
-            "p2pkv_proxy_breaker_open",
-            "1 while an instance has a pause because its requests failed, else 0.",
-            labels=["address", "role", "rank"],
-        )
-        for each in instances:
-            labels = [each.ping.http_address, each.role, str(each.ping.dp_rank)]
-            state.add_metric(labels, WORST_FIRST.index(self._held.state_of(each)))
-            load.add_metric(labels, each.load)
-            paused.add_metric(labels, not each.breaker.closed)
-        yield state
-        yield load
-        yield paused
-
-    def _streams(self) -> Iterator[Metric]:
-        between = HistogramMetricFamily(
-            "p2pkv_proxy_inter_token_seconds",
-            "Between two pieces of a streamed answer as they come from the decode instance: mostly a token.",
-            labels=["address"],
-        )
-        events = CounterMetricFamily(
-            "p2pkv_proxy_stream_events",
-            "Events of streamed answers: a token each, or nearly so.",
-            labels=["address"],
-        )
-        for name, gaps in self._metrics.all_gaps().items():
-            between.add_metric([name], gaps.buckets(), gaps.total)
-            events.add_metric([name], gaps.events)
-        yield between
-        yield events
+    def as_fields(self) -> dict[str, Any]:
+        """For a structured line of the log."""
+        return {
+            "endpoint": self.endpoint,
+            "model": self.metrics.model_label(self.model),
+            "outcome": self.outcome,
+            "status": self.status,
+            "seconds": round(self.seconds, 4),
+            "first_token": None if self.first_token_after is None else round(self.first_token_after, 4),
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "way": self.way,
+            "tries": self.tries,
+        }
 
 
-_STATE = "p2pkv_proxy_instance_state"
-"""Internal gauge: the index of an instance's state in WORST_FIRST, merged over workers by minimum. /metrics
-shows the number of instances in each state instead."""
-# Merged over workers by maximum, not summed: every worker reports the same thing.
-_LARGEST = (
-    "p2pkv_proxy_breaker_open",
-    "p2pkv_proxy_claims_refused_total",
-    "p2pkv_proxy_build_info",
-    "process_max_fds",
-)
-_SMALLEST = (_STATE, "_created", "process_start_time_seconds")
+def _quoted(value: Any) -> str:
+    text = str(value)
+    return text if text.isprintable() and " " not in text else repr(text)
 
 
-class _Merged(prometheus.CollectorRegistry):
-    """For Prometheus: what several workers have, as if they were one."""
-
-    def __init__(self, parts: Sequence[Sequence[Family]]) -> None:
-        super().__init__()
-        self._parts = parts
-
-    def collect(self) -> Iterator[Metric]:
-        metrics: dict[str, Metric] = {}
-        values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
-        for name, what, kind, samples in (family for part in self._parts for family in part):
-            metrics.setdefault(name, Metric(name, what, kind))
-            mine = values.setdefault(name, {})
-            for sample, labelled, value in samples:
-                key = sample, tuple(labelled.items())
-                mine[key] = _together(sample)(mine[key], value) if key in mine else value
-        for name, metric in metrics.items():
-            for (sample, labels), value in values[name].items():
-                metric.add_sample(sample, dict(labels), value)
-            yield _by_state(metric) if name == _STATE else metric
-
-
-def _by_state(instances: Metric) -> Metric:
-    """How many there are, from the state of each."""
-    found = Tally((each.labels["role"], WORST_FIRST[int(each.value)]) for each in instances.samples)
-    states = GaugeMetricFamily(
-        "p2pkv_proxy_instances", "Registered instances, by role and state.", labels=["role", "state"]
-    )
-    for role in ("P", "D"):
-        for state in STATES:
-            states.add_metric([role, state], found[role, state])
-    return states
-
-
-def _together(sample: str) -> Callable[[float, float], float]:
-    """How the values of two workers make one."""
-    if sample in _LARGEST:
-        return max
-    return min if sample.endswith(_SMALLEST) else operator.add
-
-
-# The name for Prometheus, the holder's own name, and what it is.
-_COUNTERS = (
-    ("admitted", "admitted", "Requests that got a place at an instance."),
-    ("decode_alone", "alone", "Requests given to a decode instance because no prefill instance could help."),
-    ("prefill_skipped", "spared", "Requests given to a decode instance alone: their prompts are short."),
-    ("retries", "retried", "Second tries at another instance."),
-    ("retries_refused", "retries_refused", "Failures not tried again: the budget of retries was spent."),
-    ("reconnected", "reconnected", "Requests sent once more because an idle connection had been closed."),
-    ("breaker_opened", "breakers_opened", "Pauses given to instances whose requests failed."),
-    ("claims_refused", "claims_refused", "Pings under an address that another live instance has."),
-    ("left_waiting", "left_waiting", "Requests whose client left while they waited for a place."),
-    ("cut_off", "cut_off", "Requests that the proxy's own end ended."),
-)  # fmt: skip
-_GAUGES = (
-    ("requests_running", "under_way", "Requests that have a place at an instance."),
-    ("requests_waiting", "waiting", "Requests that wait for a place."),
-    ("decode_alone_running", "alone", "Of those running, prompts that a decode instance computes alone."),
-    ("body_bytes", "held_bytes", "Bytes of the bodies of all requests together."),
-    ("calls", "calls", "Calls to instances that are open."),
-)  # fmt: skip
+RECORD = web.RequestKey("record", RequestRecord)
+CURRENT: ContextVar[RequestRecord | None] = ContextVar("record", default=None)
+"""The request that this task serves, for the lines of the log."""

@@ -13,11 +13,10 @@ import msgspec
 from aiohttp import web
 
 from .errors import error_response
-from .http import to_instance
-from .registry import Instance
+from .membership.instance import Instance
 from .relay import Scrubber, refusal
 from .routing import Choice
-from .upstream import CallFailed, Client, Reply, read_whole
+from .upstream import CallFailed, Client, Reply, read_whole, to_instance
 
 logger = logging.getLogger(__name__)
 

@@ -4,44 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import re
 from dataclasses import dataclass
 
 import aiohttp
 from aiohttp import web
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from .answers import STOPPED, GivenUpFilter
 from .blame import CallEnd
 from .errors import error_event
-from .http import NAMED_EVENTS, REQUEST_ID, Headers, to_client
+from .http import NAMED_EVENTS, REQUEST_ID, Headers
 from .metrics import Pace
 from .routing import Choice
-from .upstream import EVENT_STREAM, Reply
+from .upstream import EVENT_STREAM, Reply, end_to_end
 
 logger = logging.getLogger(__name__)
 
 STALL_SECONDS = 60.0
 """Seconds without reading pending bytes after which a client is disconnected."""
-
-
-@web.middleware
-async def written_in_time(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Writes an answer that is whole, and disconnects a client that does not read it. A relayed answer is
-    written when it comes here."""
-    response = await handler(request)
-    if response.prepared or request.transport is None:
-        return response
-    deadline = asyncio.get_running_loop().call_later(STALL_SECONDS, request.transport.abort)
-    try:
-        await response.prepare(request)
-        await response.write_eof()
-    except ConnectionError:
-        logger.debug("a client left before its answer was written")
-    finally:
-        deadline.cancel()
-    return response
 
 
 class ClientGone(Exception):
@@ -211,6 +192,17 @@ class Relay:
         between_events = self._last_bytes.endswith((b"\n\n", b"\r\n\r\n"))
         error = error_event(self._status, self.why, named=self._request.path in NAMED_EVENTS)
         await self._send((b"" if between_events else b"\n\n") + error, last=True)
+
+
+# A client may send none of these, and an instance should not; aiohttp writes no such header.
+_CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f]")
+_NOT_TO_CLIENT = {"content-length", "content-encoding", REQUEST_ID.lower()}
+
+
+def to_client(instance: CIMultiDictProxy[str]) -> Headers:
+    """The instance's end-to-end headers; addresses in their values are the caller's to remove."""
+    headers = end_to_end(instance, _NOT_TO_CLIENT)
+    return CIMultiDict((name, value) for name, value in headers.items() if not _CONTROL.search(value))
 
 
 # What names instances.

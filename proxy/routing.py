@@ -13,101 +13,92 @@ Among D's, too, those in doubt come last. With `skip_below`, a request with a sh
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import math
 import random
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Literal, NamedTuple, get_args
+from functools import cached_property
 
-from .prefixes import PIECE_TOKENS, PrefixIndex, Prompt
-from .registry import ROLE_NAMES, Instance, Kind, Registry, Role, differences, fewest
-
-PolicyName = Literal["least_loaded", "round_robin", "power_of_two", "prefix_aware", "consistent_hash"]
-POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
-
-REQUEST_TOKENS = 256
-"""A request weighs as much on D as so many tokens of its prompt: a step of D's takes longer with each
-sequence, and with the KV that each of them reads."""
+from .membership.instance import ROLE_NAMES, Instance, Kind, Role, differences, fewest, least_busy
+from .membership.registry import Registry
+from .policies import Pick, Policy, Routing, RoutingRequest
+from .prefixes import PrefixAware
+from .sessions import ConsistentHash
 
 
-@dataclass(frozen=True, kw_only=True)
-class Routing:
-    """How instances are chosen.
+class LeastLoaded(Policy):
+    """The one with the least to do; among equals, the one whose turn was longest ago."""
 
-    Attributes:
-        prefill, decode: the policies for P and for D.
-        session_header: for consistent_hash: requests with the same value go to the same instance.
-        prefix_memory: for prefix_aware: pieces of prompts that are remembered for P's, and as many for D's.
-        skip_below: a prompt of fewer tokens goes to D alone, within the share for that; 0: none does. With
-            `prefix_aware` for D, tokens that D has been given before do not count.
-    """
-
-    prefill: PolicyName = "least_loaded"
-    decode: PolicyName = "least_loaded"
-    session_header: str = "X-Session-Id"
-    prefix_memory: int = 1 << 16
-    skip_below: int = 0
+    def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
+        return Pick(least_busy(candidates))
 
 
-@dataclass(frozen=True, eq=False)
-class Asked:
-    """What routing knows of a request.
+class RoundRobin(Policy):
+    """The one whose turn was longest ago, however much it has to do."""
 
-    Attributes:
-        model: that it names; None if it names none.
-        prompt: its length and its beginning.
-        session: to which it belongs; "" if it does not say.
-    """
+    def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
+        return Pick(min(candidates, key=lambda instance: instance.turn))
 
-    model: str | None = None
-    prompt: Prompt = field(default_factory=lambda: Prompt({}))
-    session: str = ""
 
-    @property
-    def tokens(self) -> int:
-        return self.prompt.tokens
+class PowerOfTwo(Policy):
+    """Of two that are drawn at random, the one with less to do. Several proxies that do so do not all send
+    their next requests to the same instance."""
+
+    def __init__(self, dice: random.Random | None = None) -> None:
+        self._dice = dice or random.Random()
+
+    def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
+        return Pick(least_busy(self._dice.sample(candidates, min(2, len(candidates)))))
+
+
+POLICIES: dict[str, Callable[[Routing], Policy]] = {
+    "least_loaded": lambda routing: LeastLoaded(),
+    "round_robin": lambda routing: RoundRobin(),
+    "power_of_two": lambda routing: PowerOfTwo(),
+    "prefix_aware": lambda routing: PrefixAware(routing.prefix_memory),
+    "consistent_hash": lambda routing: ConsistentHash(),
+}
+"""Every policy; see policies.py for how to add one."""
 
 
 class NoInstance(Exception):
-    """Nobody can serve this request now; the message says who is missing."""
+    """No instance can serve this request now; the message names those that are missing."""
 
 
 class Full(Exception):
-    """Those who can serve this request have as many requests as they take."""
+    """Those that can serve this request have as many requests as they take."""
 
 
 class AloneFull(Full):
-    """No P can serve this request, and every D computes as many prompts alone as it may. The message says so
-    to the client."""
+    """No P can serve this request, and every D computes as many prompts alone as it may. The message is for
+    the client."""
 
 
 class UnknownModel(Exception):
     """Several models are served here, and none of them under this name."""
 
 
-class Help(Enum):
+class PrefillMode(Enum):
     """What P does for a request."""
 
     NONE = auto()  # D has to do it by itself
     WANTED = auto()  # P computes the prompt, or D alone if none can
-    NEEDED = auto()  # P computes the prompt, and nobody else
+    NEEDED = auto()  # P computes the prompt, and D does not in its place
     MISSED = auto()  # no P can: D alone, within its share
     SPARED = auto()  # if the prompt is short: D alone, within its share; else as WANTED
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Who serves one request; `prefill` is None where D does it alone.
+    """Which instances serve one request; `prefill` is None where D does it alone.
 
     Attributes:
         missed: P would have helped, and none could.
         spared: P could have helped, and the prompt, or what D has to compute of it, is too short for that.
-        prefill_tokens: of the prompt, that P has to compute, as far as the proxy can tell.
+        prefill_tokens: of the prompt, that P has to compute, as far as the proxy knows.
     """
 
     prefill: Instance | None
@@ -126,113 +117,94 @@ class Choice:
         return [self.decode] if self.prefill is None else [self.prefill, self.decode]
 
 
-# The policies.
+class _Fleet:
+    """The instances for one model, without those to `avoid`, for as long as nothing changes about them."""
+
+    def __init__(
+        self,
+        model: str | None,
+        prefillers: Sequence[Instance],
+        decoders: Sequence[Instance],
+        now: float,
+        why_none: Callable[[Role], str],
+        avoid: frozenset[Instance] = frozenset(),
+    ) -> None:
+        self._model, self._now, self._avoid, self._why_none = model, now, avoid, why_none
+        self._all_prefillers = prefillers
+        self._decoders = _serving(decoders, model)
+
+    @cached_property
+    def decoders(self) -> Sequence[Instance]:
+        """The best D's for a request without P. Raises NoInstance."""
+        return _best(_without(self._decoders, self._avoid), self._now)
+
+    @cached_property
+    def _matching_prefillers(self) -> Sequence[Instance]:
+        if not self._all_prefillers:
+            raise NoInstance(self._why_none("P"))
+        serving = _serving(self._all_prefillers, self._model)
+        matching = _matching(serving, self._decoders)
+        if not matching:
+            raise NoInstance(_why_none_match(serving, self._decoders))
+        return _without(matching, self._avoid)
+
+    @cached_property
+    def sound(self) -> bool:
+        """Whether a P that could make a pair is well. Raises NoInstance or UnknownModel if there is none."""
+        return bool(_sound(self._matching_prefillers, self._now))
+
+    @cached_property
+    def pair(self) -> tuple[Sequence[Instance], Sequence[Instance]]:
+        """The best P's, and the best D's that match one of them. Raises as `sound`."""
+        prefillers = _best(self._matching_prefillers, self._now)
+        return prefillers, _best(_without(_matching(self._decoders, prefillers), self._avoid), self._now)
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether each P of `pair` matches each D."""
+        return len({each.kind for side in self.pair for each in side}) == 1
 
 
-class Pick(NamedTuple):
-    """One of the candidates; `cached`: tokens of the prompt that it has been given before."""
+class _Kept:
+    """What is computed of all instances once, and not for each request: until one comes, goes, or changes.
 
-    instance: Instance
-    cached: int = 0
-
-
-Policy = Callable[[Sequence[Instance], Asked], Pick]
-"""Picks one of at least one candidate, all P's or all D's."""
-
-
-def work(instance: Instance) -> float:
-    """What it has to do, in tokens for each of its tensor-parallel ranks: a P has prompts to compute, a D has
-    requests with their prompts."""
-    ping = instance.ping
-    requests = instance.load * REQUEST_TOKENS if ping.type == "D" else 0
-    return (requests + instance.tokens) / ping.tp_size
-
-
-def least_loaded(candidates: Sequence[Instance], asked: Asked) -> Pick:
-    """The one with the least to do; among equals, whose turn was longest ago."""
-    return Pick(min(candidates, key=_least))
-
-
-def _least(instance: Instance) -> tuple[float, int, int]:
-    return work(instance), instance.load, instance.turn
-
-
-def round_robin(candidates: Sequence[Instance], asked: Asked) -> Pick:
-    """Whose turn was longest ago, however much it has to do."""
-    return Pick(min(candidates, key=lambda instance: instance.turn))
-
-
-class PowerOfTwo:
-    """Of two that are drawn at random, the one with less to do. Several proxies that do so do not all send
-    their next requests to the same instance."""
-
-    def __init__(self, dice: random.Random | None = None) -> None:
-        self._dice = dice or random.Random()
-
-    def __call__(self, candidates: Sequence[Instance], asked: Asked) -> Pick:
-        return least_loaded(self._dice.sample(candidates, min(2, len(candidates))), asked)
-
-
-class PrefixAware:
-    """The one where this prompt is computed soonest: after what there is to do already, and without the
-    beginning that the instance has been given before.
-
-    So requests with one beginning go to one instance, until another one would be done sooner although it has
-    to compute all of it. Where nobody knows the beginning this is `least_loaded`.
+    Time changes some by itself: one that does not ping becomes silent, at `_until` at the earliest. Those
+    that are silent or have an open breaker are few: how they are is looked up each time.
     """
 
-    def __init__(self, index: PrefixIndex) -> None:
-        self._index = index
+    def __init__(self, registry: Registry, now: float) -> None:
+        self._registry = registry
+        self._version = registry.version
+        candidates = registry.candidates()
+        doubtful = [each for each in candidates if each.silent(now) or not each.breaker.closed]
+        self._doubtful = {each: self._state(each, now) for each in doubtful}
+        well = [each.last_seen + each.life for each in candidates if each not in self._doubtful]
+        self._until = min(well, default=float("inf"))
+        self._now = now
+        self.prefillers = registry.routable("P", now)
+        self.decoders = registry.routable("D", now)
+        self._names = frozenset().union(*(each.names for each in candidates))
+        self._fleets: dict[str | None, _Fleet] = {}
 
-    def __call__(self, candidates: Sequence[Instance], asked: Asked) -> Pick:
-        cached = self.cached(candidates, asked)
+    def _state(self, instance: Instance, now: float) -> tuple[bool, bool, bool]:
+        return self._registry.alive(instance, now), instance.silent(now), instance.breaker.admits(now)
 
-        def cost(instance: Instance) -> tuple[float, int, int]:
-            rest = (asked.tokens - cached[instance]) / instance.ping.tp_size
-            return work(instance) + rest, instance.load, instance.turn
+    def holds(self, now: float) -> bool:
+        """Whether it is still true."""
+        return (
+            self._version == self._registry.version
+            and self._now <= now <= self._until
+            and all(self._state(each, now) == state for each, state in self._doubtful.items())
+        )
 
-        chosen = min(candidates, key=cost)
-        self._index.add(asked.prompt.chain, _holder(chosen))
-        return Pick(chosen, cached[chosen])
-
-    def cached(self, candidates: Sequence[Instance], asked: Asked) -> dict[Instance, int]:
-        """Tokens of the prompt that each has been given before."""
-        held = self._index.held(asked.prompt.chain)
-        return {each: min(asked.tokens, held.get(_holder(each), 0) * PIECE_TOKENS) for each in candidates}
-
-
-def _holder(instance: Instance) -> Hashable:
-    """A restarted instance has an empty cache, so it is another holder."""
-    return instance.name, instance.ping.incarnation
-
-
-def consistent_hash(candidates: Sequence[Instance], asked: Asked) -> Pick:
-    """The same one for all requests of a session, by rendezvous hashing: each session has an order of its own
-    of all instances, and goes to the first that there is. When one comes or goes, only its own sessions move.
-    Without a session this is `least_loaded`."""
-    if not asked.session:
-        return least_loaded(candidates, asked)
-    return Pick(max(candidates, key=lambda instance: (_affinity(asked.session, instance), instance.name)))
-
-
-def _affinity(session: str, instance: Instance) -> float:
-    """Drawn for each session and instance; an instance of twice the size is first twice as often."""
-    drawn = hashlib.blake2b(f"{instance.name}\0{session}".encode(errors="replace"), digest_size=8).digest()
-    between_0_and_1 = (int.from_bytes(drawn) + 0.5) / 2**64
-    return -instance.ping.tp_size / math.log(between_0_and_1)
-
-
-def make_policy(name: PolicyName, prefix_memory: int) -> Policy:
-    """The policy of this name."""
-    if name == "power_of_two":
-        return PowerOfTwo()
-    if name == "prefix_aware":
-        return PrefixAware(PrefixIndex(prefix_memory))
-    plain = {"least_loaded": least_loaded, "round_robin": round_robin, "consistent_hash": consistent_hash}
-    return plain[name]
-
-
-# The rule.
+    def fleet(self, model: str | None, why_none: Callable[[Role], str]) -> _Fleet:
+        """For this model. Raises UnknownModel."""
+        known = self._fleets.get(model)
+        if known is None:
+            known = _Fleet(model, self.prefillers, self.decoders, self._now, why_none)
+            if model is None or model in self._names:  # so that clients cannot make entries
+                self._fleets[model] = known
+        return known
 
 
 class Router:
@@ -255,109 +227,98 @@ class Router:
         alone: int = 0,
     ) -> None:
         self._registry = registry
-        self._room = room
+        registry.limit_places(float("inf") if room is None else room)
         self._alone = alone
         self.routing = routing or Routing()
-        self._pick_prefill = make_policy(self.routing.prefill, self.routing.prefix_memory)
-        self._pick_decode = make_policy(self.routing.decode, self.routing.prefix_memory)
+        self._pick_prefill = POLICIES[self.routing.prefill](self.routing)
+        self._pick_decode = POLICIES[self.routing.decode](self.routing)
         self._turns = itertools.count(1)
+        self._last: _Kept | None = None
 
-    def first_help(self, asked: Asked, *, paired: bool) -> Help:
+    def first_mode(self, request: RoutingRequest, *, paired: bool) -> PrefillMode:
         """What P shall do for a new request; `paired`: it can do something."""
         if not paired:
-            return Help.NONE
+            return PrefillMode.NONE
         most = self.routing.skip_below
-        maybe = most > 0 and (asked.tokens < most or isinstance(self._pick_decode, PrefixAware))
-        return Help.SPARED if maybe else Help.WANTED
+        maybe = most > 0 and (request.prompt.tokens < most or self._pick_decode.knows_prompts)
+        return PrefillMode.SPARED if maybe else PrefillMode.WANTED
 
     def choose(
         self,
-        asked: Asked,
+        request: RoutingRequest,
         now: float,
         *,
-        help: Help = Help.WANTED,
+        mode: PrefillMode = PrefillMode.WANTED,
         avoid: frozenset[Instance] = frozenset(),
     ) -> Choice:
-        """A D for a request, and a P as `help` says; none of those to `avoid`.
+        """A D for a request, and a P as `mode` says; none of those to `avoid`.
 
         Raises NoInstance, UnknownModel or Full.
         """
-        prefillers, decoders = self.able(asked.model, now, help=help, avoid=avoid)
-        if help is Help.SPARED and not prefillers:
-            if near := self._with_little_left(decoders, asked):
-                return Choice(None, self._pick(self._pick_decode, near, asked).instance, spared=True)
-            prefillers, decoders = self.able(asked.model, now, help=Help.WANTED, avoid=avoid)
+        fleet = self._fleet(request.model, now, avoid)
+        prefillers, decoders = self._able(fleet, mode)
+        if mode is PrefillMode.SPARED and not prefillers:
+            if near := self._with_little_left(decoders, request):
+                return Choice(None, self._pick(self._pick_decode, near, request).instance, spared=True)
+            prefillers, decoders = self._able(fleet, PrefillMode.WANTED)
         if not prefillers:
-            decode = self._pick(self._pick_decode, decoders, asked).instance
-            return Choice(None, decode, missed=help is not Help.NONE)
-        prefill, cached = self._pick(self._pick_prefill, _matching(prefillers, decoders), asked)
-        decode = self._pick(self._pick_decode, _matching(decoders, [prefill]), asked).instance
-        return Choice(prefill, decode, prefill_tokens=asked.tokens - cached)
+            decode = self._pick(self._pick_decode, decoders, request).instance
+            return Choice(None, decode, missed=mode is not PrefillMode.NONE)
+        if not fleet.alike:
+            prefillers = _matching(prefillers, decoders)
+        prefill, cached = self._pick(self._pick_prefill, prefillers, request)
+        if not fleet.alike:
+            decoders = _matching(decoders, [prefill])
+        decode = self._pick(self._pick_decode, decoders, request).instance
+        return Choice(prefill, decode, prefill_tokens=request.prompt.tokens - cached)
 
-    def _with_little_left(self, decoders: Sequence[Instance], asked: Asked) -> Sequence[Instance]:
+    def _with_little_left(self, decoders: Sequence[Instance], request: RoutingRequest) -> Sequence[Instance]:
         """Those that would compute so few tokens of this prompt that P is not needed."""
-        policy = self._pick_decode
-        cached = policy.cached(decoders, asked) if isinstance(policy, PrefixAware) else {}
-        return [each for each in decoders if asked.tokens - cached.get(each, 0) < self.routing.skip_below]
+        tokens, cached = request.prompt.tokens, self._pick_decode.cached(decoders, request)
+        return [each for each in decoders if tokens - cached.get(each, 0) < self.routing.skip_below]
 
-    def _pick(self, policy: Policy, candidates: Sequence[Instance], asked: Asked) -> Pick:
-        pick = policy(candidates, asked)
-        pick.instance.turn = next(self._turns)
+    def _pick(self, policy: Policy, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
+        pick = policy(candidates, request)
+        pick.instance.take_turn(next(self._turns))
         return pick
 
     def able(
-        self, model: str | None, now: float, *, help: Help, avoid: frozenset[Instance] = frozenset()
+        self,
+        model: str | None,
+        now: float,
+        *,
+        mode: PrefillMode,
+        avoid: frozenset[Instance] = frozenset(),
     ) -> tuple[Sequence[Instance], Sequence[Instance]]:
+        """The P's and D's that `choose` would choose from. Raises as it does."""
+        return self._able(self._fleet(model, now, avoid), mode)
+
+    def _able(self, fleet: _Fleet, mode: PrefillMode) -> tuple[Sequence[Instance], Sequence[Instance]]:
         """The P's and D's to choose from: at least one D, and a P for each or none at all. Raises as
         `choose`."""
-        decoders = _serving(self._routable_decoders(now), model)
-        if help is Help.NONE:
-            return [], self._with_room(_best(_without(decoders, avoid), now))
-        if help is Help.MISSED:
-            return [], self._with_room_alone(decoders, now, avoid)
-        if help is Help.SPARED and self._alone:
+        if mode is PrefillMode.NONE:
+            return [], self._with_room(fleet.decoders)
+        if mode is PrefillMode.MISSED:
+            return [], self._with_room_alone(fleet)
+        if mode is PrefillMode.SPARED and self._alone:
             with suppress(Full):
-                return [], self._with_room_alone(decoders, now, avoid)
+                return [], self._with_room_alone(fleet)
         try:
-            prefillers = self._prefillers(model, decoders, now, avoid)
+            sound = fleet.sound
         except (NoInstance, UnknownModel):
-            if help is Help.NEEDED or not self._alone:
+            if mode is PrefillMode.NEEDED or not self._alone:
                 raise
-            return [], self._with_room_alone(decoders, now, avoid)
-        sound = _sound(prefillers, now)
+            return [], self._with_room_alone(fleet)
         if not sound and self._alone:
-            if help is Help.NEEDED:
-                raise NoInstance(self._nobody("P"))
-            try:
-                return [], self._with_room_alone(decoders, now, avoid)
-            except AloneFull:
-                pass
-        prefillers = sound or _best(prefillers, now)
-        return prefillers, self._with_room(_best(_without(_matching(decoders, prefillers), avoid), now))
+            if mode is PrefillMode.NEEDED:
+                raise NoInstance(self._why_none("P"))
+            with suppress(AloneFull):
+                return [], self._with_room_alone(fleet)
+        prefillers, decoders = fleet.pair
+        return prefillers, self._with_room(decoders)
 
-    def _prefillers(
-        self, model: str | None, decoders: Sequence[Instance], now: float, avoid: frozenset[Instance]
-    ) -> Sequence[Instance]:
-        """The P's that could make a pair with one of these, at least one.
-
-        Raises NoInstance or UnknownModel.
-        """
-        prefillers = _serving(self._registry.routable("P", now), model)
-        if not prefillers:
-            raise NoInstance(self._nobody("P"))
-        matching = _matching(prefillers, decoders)
-        if not matching:
-            raise NoInstance(_why_none_match(prefillers, decoders))
-        return _without(matching, avoid)
-
-    def _with_room_alone(
-        self, decoders: Sequence[Instance], now: float, avoid: frozenset[Instance]
-    ) -> Sequence[Instance]:
-        able = [
-            each
-            for each in self._with_room(_best(_without(decoders, avoid), now))
-            if each.alone < self._alone
-        ]
+    def _with_room_alone(self, fleet: _Fleet) -> Sequence[Instance]:
+        able = [each for each in self._with_room(fleet.decoders) if each.alone < self._alone]
         if not able:
             raise AloneFull(
                 "No prefill instance can serve this request, and the decode instances compute as many "
@@ -367,42 +328,50 @@ class Router:
 
     def has_room(self, now: float) -> bool:
         """Whether any D takes one request more."""
-        return any(self._takes(instance) for instance in self._registry.routable("D", now))
+        full = self._registry.full
+        return any(each not in full for each in self._kept(now).decoders)
 
     def _with_room(self, decoders: Sequence[Instance]) -> Sequence[Instance]:
-        able = [each for each in decoders if self._takes(each)]
+        full = self._registry.full
+        if not full:
+            return decoders
+        able = [each for each in decoders if each not in full]
         if not able:
             raise Full
         return able
 
-    def _takes(self, decode: Instance) -> bool:
-        return self._room is None or decode.seats < self._room
+    def _kept(self, now: float) -> _Kept:
+        if self._last is None or not self._last.holds(now):
+            self._last = _Kept(self._registry, now)
+        return self._last
+
+    def _fleet(self, model: str | None, now: float, avoid: frozenset[Instance]) -> _Fleet:
+        kept = self._kept(now)
+        if not kept.decoders:
+            raise NoInstance(self._why_none("D"))
+        if avoid:
+            return _Fleet(model, kept.prefillers, kept.decoders, now, self._why_none, avoid)
+        return kept.fleet(model, self._why_none)
 
     def missing(self, now: float) -> list[str]:
-        """Who is not there, in sentences; without a D nothing is served, without a P perhaps by D alone."""
+        """What is missing, in sentences; without a D nothing is served, without a P perhaps by D alone."""
         roles: tuple[Role, ...] = ("P", "D")
-        absent = [self._nobody(role) for role in roles if not self._registry.routable(role, now)]
-        return absent + self._who_fits_nobody()
+        absent = [self._why_none(role) for role in roles if not self._registry.routable(role, now)]
+        return absent + self._misfits()
 
     def helped(self, now: float) -> bool:
         """Whether there is a pair for any request at all."""
         return bool(_matching(self._registry.routable("P", now), self._registry.routable("D", now)))
 
-    def _who_fits_nobody(self) -> list[str]:
-        counted = Counter((each.role, words) for each, words in self._registry.misfits().items())
+    def _misfits(self) -> list[str]:
+        counted = Counter((each.role, names) for each, names in self._registry.misfits().items())
         return [
             f"{count} {ROLE_NAMES[role]} instance{'s fit' if count > 1 else ' fits'} no "
-            f"{ROLE_NAMES['D' if role == 'P' else 'P']} instance: they differ in {' and '.join(words)}."
-            for (role, words), count in sorted(counted.items())
+            f"{ROLE_NAMES['D' if role == 'P' else 'P']} instance: they differ in {' and '.join(names)}."
+            for (role, names), count in sorted(counted.items())
         ]
 
-    def _routable_decoders(self, now: float) -> list[Instance]:
-        decoders = self._registry.routable("D", now)
-        if not decoders:
-            raise NoInstance(self._nobody("D"))
-        return decoders
-
-    def _nobody(self, role: Role) -> str:
+    def _why_none(self, role: Role) -> str:
         known = self._registry.known(role)
         out = {
             "drained": sum(instance.drained for instance in known),
@@ -435,7 +404,8 @@ def _serving(instances: Sequence[Instance], model: str | None) -> Sequence[Insta
     serving = [instance for instance in instances if instance.serves(model)]
     if serving or len({instance.names for instance in instances}) <= 1:
         return serving or instances
-    raise UnknownModel(f"The model `{model}` does not exist; served here: {_listed(instances)}.")
+    names = ", ".join(sorted(set().union(*(instance.names for instance in instances))))
+    raise UnknownModel(f"The model `{model}` does not exist; served here: {names}.")
 
 
 def _sound(instances: Sequence[Instance], now: float) -> Sequence[Instance]:
@@ -463,7 +433,3 @@ def _without(instances: Sequence[Instance], avoid: frozenset[Instance]) -> Seque
     if not left:
         raise NoInstance("There is no other instance that could serve this request.")
     return left
-
-
-def _listed(instances: Sequence[Instance]) -> str:
-    return ", ".join(sorted(set().union(*(instance.names for instance in instances))))

@@ -5,40 +5,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
-from p2pkv.control.discovery import Ping
-
-from .active import STOPPING, ActiveRequest, ActiveRequests
-from .admission import Admission, Limits, RequestCounters, RequestPlace
+from .access import Access
+from .admission import Admission, RequestPlace
 from .attempt import Attempt, Dispatch, Means, Outcome
 from .blame import Again, CallEnd, Charge
-from .bodies import BadBody, Body, parse
-from .errors import ProxyError, retry_after
-from .instances import state_of
-from .intake import Intake
-from .metrics import Metrics
+from .bodies import BadBody, Body, Intake, parse
+from .errors import ProxyError, _sentence, error_response
+from .exposition import Exposition
+from .http import REQUEST_ID
+from .limits import Limits, RequestCounters
+from .membership import Membership
+from .membership.instance import Instance
+from .metrics import CURRENT, RECORD, Metrics, RequestRecord, trace_id_of
 from .models import ModelLists
-from .partners import PartnerLists
-from .prober import Prober
-from .records import RECORD, RequestRecord
-from .registry import Instance, PingSource, Registry, Role
+from .policies import Routing, RoutingRequest
+from .relay import STALL_SECONDS
 from .retries import Retries
-from .routing import Asked, NoInstance, Router, Routing, UnknownModel
+from .routing import NoInstance, Router, UnknownModel
+from .tracing import Spans
 from .upstream import Client
 
 logger = logging.getLogger(__name__)
-
-_ROLES: dict[str, Role] = {"prefill": "P", "decode": "D"}
-
-UNAVAILABLE = "unavailable"
 
 
 @dataclass
@@ -48,27 +46,27 @@ class Proxy:
     Attributes:
         dispatch: whether P and D get a request at once or one after the other.
         lingering: calls to P that are still open although the client has its answer.
-        clock: monotonic seconds.
+        guard: whose requests are taken.
     """
 
     session: Client
-    registry: Registry
+    membership: Membership
     dispatch: Dispatch
     limits: Limits = field(default_factory=Limits)
     routing: Routing = field(default_factory=Routing)
-    clock: Callable[[], float] = time.monotonic
+    guard: Access = field(default_factory=Access)
     lingering: set[asyncio.Task[Any]] = field(default_factory=set)
     metrics: Metrics = field(default_factory=Metrics)
     counters: RequestCounters = field(default_factory=RequestCounters)
 
     def __post_init__(self) -> None:
+        self.registry, self.clock = self.membership.registry, self.membership.clock
         room, alone = self.limits.max_requests, self.limits.alone
         self.router = Router(self.registry, self.routing, room=room, alone=alone)
         self.admission = Admission(self.router, self.limits, self.counters, self.clock)
         self.intake = Intake(self.limits, self.counters)
         self.active = ActiveRequests(self.counters)
-        self.prober = Prober(self.session, self.registry, self.clock, self.admission.advance)
-        self.partners = PartnerLists(self.registry)
+        self.membership.changed = self.admission.advance
         self.model_lists = ModelLists(self.session)
         self._retries = Retries(self.admission, self.limits, self.counters, self.clock)
         self._means = Means(
@@ -80,17 +78,12 @@ class Proxy:
             first_token_seconds=self.limits.first_token_seconds,
             event_seconds=self.limits.event_seconds,
         )
-        self.metrics.show(self)
-
-    def take(self, ping: Ping, source: PingSource) -> None:
-        """One ping, from a discovery socket or made up for a listed instance."""
-        now = self.clock()
-        if self.registry.observe(ping, now, source) is not None:
-            self.prober.hurry()
-        self.partners.answer(ping, source, now)
+        self.exposition = Exposition(self.metrics, self)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """A POST that one D answers, with a P's help or without."""
+        if self.guard.keys:
+            self.guard.ask(request)
         with self.active.enter(request) as active, self.intake.reader() as reader:
             try:
                 body = parse(await reader.read(request), request.path)
@@ -103,10 +96,12 @@ class Proxy:
                     f"The request has more than {self.limits.max_messages} messages or items of its input; "
                     "this proxy takes no more in one request (--max-messages).",
                 )
-            asked = Asked(body.model, body.prompt, request.headers.get(self.routing.session_header, ""))
+            wants = RoutingRequest(
+                body.model, body.prompt, request.headers.get(self.routing.session_header, "")
+            )
             request[RECORD].model = body.model
             try:
-                async with self.admission.place(asked, paired=body.wants_pair) as place:
+                async with self.admission.place(wants, paired=body.wants_pair) as place:
                     return await self._serve(request, body, place, active)
             except NoInstance as error:
                 raise ProxyError(503, f"{error} Try again in a few seconds.") from None
@@ -119,7 +114,6 @@ class Proxy:
         self, request: web.Request, body: Body, place: RequestPlace, active: ActiveRequest
     ) -> web.StreamResponse:
         """Attempts until one is the last."""
-        self._retries.admitted()
         record = request[RECORD]
         failed: frozenset[Instance] = frozenset()
         doubted: tuple[tuple[Instance, Charge], ...] = ()
@@ -172,47 +166,12 @@ class Proxy:
 
     async def models(self, request: web.Request) -> web.Response:
         """GET /v1/models."""
+        self.guard.ask(request)
         with self.active.enter(request):
             decoders = self.registry.routable("D", self.clock())
             if not decoders:
                 raise ProxyError(503, " ".join(self.router.missing(self.clock())))
             return await self.model_lists.merged(request, decoders, uuid.uuid4().hex)
-
-    async def health(self, request: web.Request) -> web.Response:
-        """GET /health: 200 if a request can be served, else 503; and what is missing.
-
-        With `?prefill=1&decode=2` it is 200 only if so many are there.
-        """
-        report = self.report()
-        good = report["status"] != UNAVAILABLE
-        good &= all(report[name] >= _number(request, name) for name in _ROLES)
-        return web.json_response(report, status=200 if good else 503, headers=None if good else retry_after())
-
-    async def ready(self, request: web.Request) -> web.Response:
-        """GET /ready: 200 if a request can be served, and by whom it is; else 503."""
-        report = self.report()
-        good = report["status"] != UNAVAILABLE
-        answer = {
-            "ready": good,
-            "needs": "a decode instance" if self.limits.alone else "a prefill and a decode instance",
-            **{name: report[name] for name in ("prefill", "decode", "missing")},
-        }
-        return web.json_response(answer, status=200 if good else 503, headers=None if good else retry_after())
-
-    def report(self) -> dict[str, Any]:
-        """Whether requests can be served, who is missing, what is held and what was counted."""
-        now = self.clock()
-        missing = [STOPPING] if self.active.stopping else self.router.missing(now)
-        there = {name: len(self.registry.routable(role, now)) for name, role in _ROLES.items()}
-        able = there["decode"] > 0 and (self.limits.alone > 0 or self.router.helped(now))
-        serves = able and not self.active.stopping
-        return {
-            "status": UNAVAILABLE if not serves else "degraded" if missing else "ok",
-            **there,
-            "missing": missing,
-            "gauges": self.gauges(),
-            "counters": self.counted(),
-        }
 
     def counted(self) -> dict[str, int]:
         """What has been counted since the start, wherever it is counted."""
@@ -227,9 +186,9 @@ class Proxy:
         return self.registry.known("P") + self.registry.known("D")
 
     def state_of(self, instance: Instance) -> str:
-        """One of metrics.STATES. A drained P may be stopped only when the D's have all that they need."""
+        """One of STATES. A drained P may be stopped only when the D's have all that they need."""
         needed = instance.load > 0 or (instance.drained and self.active.needs(instance))
-        return state_of(instance, self.clock(), needed=needed)
+        return instance.state(self.clock(), needed=needed)
 
     def gauges(self) -> dict[str, int]:
         """What is held now; all 0 when nothing is under way."""
@@ -253,9 +212,230 @@ class Proxy:
         return await self.active.clear(seconds, hurry)
 
 
-def _number(request: web.Request, name: str) -> int:
-    """How many instances of one kind a question about health asks for."""
-    text = request.query.get(name, "0")
-    if not text.isdecimal():
-        raise ProxyError(400, f"`{name}` in /health?{name}=... is a number of instances, such as 1.")
-    return int(text)
+PROXY = web.AppKey("proxy", Proxy)
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    return await request.app[PROXY].generate(request)
+
+
+# Requests that are under way, and how they end when the proxy stops.
+
+STOPPING = "This proxy is stopping; try again in a few seconds."
+_CUT_OFF = "This proxy had to stop before the answer was complete."
+# After the end of what was under way: for the errors to be sent.
+_LAST_ERRORS_SECONDS = 2.0
+
+
+@dataclass(eq=False)
+class ActiveRequest:
+    """One client's request.
+
+    Attributes:
+        attempt: its present try at instances, if it has got so far.
+        cut: it was ended because the proxy stops.
+    """
+
+    task: asyncio.Task[Any]
+    request: web.Request
+    attempt: Attempt | None = None
+    cut: bool = False
+
+    def cut_off(self) -> None:
+        """Ends it with an error, whatever it is at."""
+        self.cut = True
+        if self.attempt is not None and self.attempt.relay is not None:
+            self.attempt.relay.interrupt(_CUT_OFF, 503)
+        else:
+            self.task.cancel()
+
+    def hang_up(self) -> None:
+        """Closes the client's connection, whatever it has not read yet."""
+        if self.request.transport is not None:
+            self.request.transport.abort()
+
+
+class ActiveRequests:
+    """All requests that are under way.
+
+    Attributes:
+        stopping: no more are taken on.
+    """
+
+    def __init__(self, counters: RequestCounters) -> None:
+        self._counters = counters
+        self._open: set[ActiveRequest] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.stopping = False
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def needs(self, prefill: Instance) -> bool:
+        """Whether a request waits for KV of this P."""
+        return any(each.attempt is not None and each.attempt.needs(prefill) for each in self._open)
+
+    @contextmanager
+    def enter(self, request: web.Request) -> Iterator[ActiveRequest]:
+        """One request, from its head to its end. Raises ProxyError if the proxy stops."""
+        if self.stopping:
+            raise ProxyError(503, STOPPING, last=True)
+        task = asyncio.current_task()
+        assert task is not None
+        active = ActiveRequest(task, request)
+        self._open.add(active)
+        self._empty.clear()
+        try:
+            yield active
+        except asyncio.CancelledError:
+            if not active.cut:
+                raise
+            task.uncancel()
+            raise ProxyError(503, _CUT_OFF, last=True) from None
+        finally:
+            self._open.discard(active)
+            if not self._open:
+                self._empty.set()
+
+    async def clear(self, seconds: float, hurry: asyncio.Event) -> int:
+        """Waits for requests to end by themselves, for `seconds` at most and not once there is a `hurry`;
+        ends the rest, and returns how many those were."""
+        self.stopping = True
+        waits = [asyncio.create_task(self._empty.wait()), asyncio.create_task(hurry.wait())]
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        rest = list(self._open)
+        self._counters.cut_off += len(rest)
+        for each in rest:
+            each.cut_off()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_ERRORS_SECONDS):
+                await self._empty.wait()
+        for each in list(self._open):
+            each.hang_up()
+        return len(rest)
+
+
+# Around each request.
+
+_begun: ContextVar[bool] = ContextVar("begun", default=False)
+"""Whether the head of an answer to the request of this task has been sent."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def note_begin(request: web.Request, response: web.StreamResponse) -> None:
+    """To be called when an answer's head is about to be sent. Returns the client's own X-Request-Id;
+    instances get it as X-Client-Request-Id."""
+    _begun.set(True)
+    if theirs := request.headers.get(REQUEST_ID):
+        response.headers[REQUEST_ID] = theirs
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turns what a handler raises into a response; an unexpected error becomes a 500 without details."""
+    _begun.set(False)
+    try:
+        return await handler(request)
+    except ProxyError as failure:
+        response = error_response(failure.status, str(failure))
+        if failure.last:
+            response.force_close()
+        if failure.ask:
+            response.headers["WWW-Authenticate"] = failure.ask
+        return response
+    except web.HTTPException as error:
+        response = error_response(error.status, _sentence(request, error))
+        if isinstance(error, web.HTTPMethodNotAllowed):
+            response.headers["Allow"] = error.headers["Allow"]
+        return response
+    except ConnectionError:
+        raise  # the client's own connection; no answer would arrive
+    except Exception:
+        logger.exception("%s %s failed", request.method, request.path)
+        if _begun.get() and request.transport is not None:
+            # A second head in the middle of an answer would be taken for the rest of it.
+            request.transport.abort()
+            raise ConnectionResetError from None
+        return error_response(500, "The proxy itself failed; see its log.")
+
+
+_MAX_ID = 200
+"""The most characters of the client's X-Request-Id that a log line repeats."""
+
+
+def recording(
+    metrics: Metrics, endpoints: frozenset[str], tracing: Spans | None, *, log_requests: bool
+) -> Middleware:
+    """The middleware that keeps a record of each request to one of `endpoints`, or to none that there is.
+
+    Args:
+        log_requests: write a line for each.
+    """
+
+    @web.middleware
+    async def recorded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        resource = request.match_info.route.resource
+        path = "other" if resource is None else resource.canonical
+        if resource is not None and path not in endpoints:
+            return await handler(request)
+        client_id = request.headers.get(REQUEST_ID, "")[:_MAX_ID]
+        record = request[RECORD] = RequestRecord(
+            metrics,
+            path,
+            client_id,
+            trace_id=trace_id_of(request.headers),
+        )
+        if tracing is not None:
+            record.span = tracing.request(path, request.headers)
+        before = CURRENT.set(record)
+        try:
+            response = await handler(request)
+            record.ended_with(response.status)
+            return response
+        except ProxyError as failure:
+            record.status = failure.status
+            if failure.status == 503 and not record.tries:
+                record.end("shed")
+            record.ended_with(failure.status)
+            raise
+        except web.HTTPException as error:
+            record.ended_with(error.status)
+            raise
+        except (asyncio.CancelledError, ConnectionError):
+            record.end("left")
+            raise
+        except Exception:
+            record.ended_with(500)
+            raise
+        finally:
+            record.count()
+            record.span.end(record)
+            if log_requests:
+                logger.info("request ended: %s", record, extra={"request": record.as_fields()})
+            CURRENT.reset(before)
+
+    return recorded
+
+
+@web.middleware
+async def written_in_time(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Writes an answer that is whole, and disconnects a client that does not read it. A relayed answer is
+    written when it comes here."""
+    response = await handler(request)
+    if response.prepared or request.transport is None:
+        return response
+    deadline = asyncio.get_running_loop().call_later(STALL_SECONDS, request.transport.abort)
+    try:
+        await response.prepare(request)
+        await response.write_eof()
+    except ConnectionError:
+        logger.debug("a client left before its answer was written")
+    finally:
+        deadline.cancel()
+    return response

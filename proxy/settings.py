@@ -39,7 +39,7 @@ def parse(
         for action in parser._actions
         if action.option_strings and not isinstance(action, argparse._HelpAction | argparse._VersionAction)
     }
-    given = {word.partition("=")[0] for word in argv}
+    given = {each.partition("=")[0] for each in argv}
     ours = {
         name: action
         for name, action in options.items()
@@ -61,7 +61,7 @@ def _file_named(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     try:
         return str(early.parse_known_args(argv)[0].config)
     except argparse.ArgumentError:
-        return ""  # the real parser says what is wrong
+        return ""  # the real parser reports it
 
 
 _Found = dict[str, tuple[str, Any]]
@@ -110,16 +110,16 @@ def _from_environment(environ: Mapping[str, str], options: Mapping[str, argparse
 def _as_arguments(
     parser: argparse.ArgumentParser, name: str, action: argparse.Action, where: str, value: Any
 ) -> list[str]:
-    """As the command line would say it. Ends the process if it could not."""
+    """As on the command line. Ends the process if it could not."""
 
     def wrong(why: str) -> NoReturn:
         parser.error(f"{where}: {why}")
 
     if action.nargs == 0:
-        word = str(value).lower()
-        if word not in (*_YES, *_NO):
+        text = str(value).lower()
+        if text not in (*_YES, *_NO):
             wrong(f"{value!r} is neither true nor false")
-        return [f"--{name}"] if word in _YES else []
+        return [f"--{name}"] if text in _YES else []
     values = value if isinstance(value, list) else [value]
     if len(values) != 1 and not isinstance(action, argparse._AppendAction):
         wrong("expected one value, not a list")

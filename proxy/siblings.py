@@ -2,7 +2,7 @@
 
 Each worker answers on a socket in a folder that only its user can enter: the supervisor, which sends it what
 has pinged, and the other workers. Whichever worker is asked for a page, or to drain an instance, asks all of
-them and adds up what they say.
+them and adds up the answers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from .metrics import Family, growing
+from .exposition import Family, growing
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
 
 Parts = Mapping[str, Callable[[Any], Any]]
-"""What a worker has to say, each with what is asked about it."""
+"""What a worker answers, each with what is asked about it."""
 
 
 class NoAnswer(Exception):
@@ -38,7 +38,7 @@ class NoAnswer(Exception):
 
 
 async def ask(worker: Path, what: str, about: Any) -> Any:
-    """What the worker at this socket says. Raises NoAnswer."""
+    """The answer of the worker at this socket. Raises NoAnswer."""
     timeout = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
     try:
         async with (
@@ -72,7 +72,7 @@ async def answering(socket: Path, parts: Parts) -> AsyncIterator[None]:
 
 @dataclass(frozen=True)
 class Together:
-    """What workers say.
+    """The answers of workers.
 
     Attributes:
         parts: of each that has answered; the first is of the worker that has asked.
@@ -87,7 +87,7 @@ class Siblings:
     """All workers, or the only one.
 
     Args:
-        parts: what this worker has to say for itself.
+        parts: what this worker answers for itself.
         others: the sockets of the others, by their numbers.
     """
 
@@ -95,24 +95,24 @@ class Siblings:
         self._parts = parts
         self._others = others or {}
         self._counted: dict[int, list[Family]] = {}
-        """What each of them has counted, as it said last."""
+        """What each of them has counted, by its last answer."""
 
     async def ask(self, what: str, about: Any = None) -> Together:
-        """What each worker says. One that says nothing in time is missing: it may be frozen, or starting."""
-        said = dict(
+        """Each worker's answer. One that does not answer in time is missing: frozen, or starting."""
+        answers = dict(
             zip(
                 self._others,
                 await asyncio.gather(*(self._ask(each, what, about) for each in self._others)),
                 strict=True,
             )
         )
-        there = {number: part for number, part in said.items() if part is not None}
+        there = {number: part for number, part in answers.items() if part is not None}
         parts = [self._parts[what](about), *there.values()]
         if what == "metrics":
             # What has only grown since: without it the sums would fall, which Prometheus takes for a restart.
             self._counted |= {number: growing(part) for number, part in there.items()}
-            parts += [self._counted[each] for each in said if each not in there and each in self._counted]
-        return Together(parts, complete=len(there) == len(said))
+            parts += [self._counted[each] for each in answers if each not in there and each in self._counted]
+        return Together(parts, complete=len(there) == len(answers))
 
     async def _ask(self, number: int, what: str, about: Any) -> Any:
         try:

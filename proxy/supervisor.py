@@ -28,11 +28,12 @@ import msgspec
 
 from p2pkv.control.discovery import Ping
 
-from .admission import Limits
 from .app import end
-from .registry import MAX_INSTANCES, PingSource
+from .limits import Limits
+from .membership.instance import PingSource
+from .membership.registry import MAX_INSTANCES
 from .siblings import NoAnswer, ask
-from .worker import Drains, RepeatedPing, Report, Seat, Update
+from .worker import Drains, RepeatedPing, Report, Update, WorkerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ _END_SECONDS = 10.0
 
 
 class WorkerFailed(OSError):
-    """A worker has ended before all of them served; its log lines say why."""
+    """A worker has ended before all of them served; see its log lines."""
 
 
 def share_of(limits: Limits, workers: int) -> Limits:
@@ -84,9 +85,9 @@ def reserved(host: str, port: int) -> list[socket.socket]:
     return made
 
 
-def bound(seat: Seat) -> list[socket.socket]:
+def bound(config: WorkerConfig) -> list[socket.socket]:
     """A worker's own sockets at these addresses. Raises OSError."""
-    return [_bound(family, address) for family, address in seat.addresses]
+    return [_bound(family, address) for family, address in config.addresses]
 
 
 _SocketAddress = tuple[Any, ...]
@@ -135,7 +136,7 @@ def _socket(family: socket.AddressFamily) -> socket.socket:
     return made
 
 
-# They are for the process that starts the workers, which says when to stop.
+# They are for the process that starts the workers, which decides when to stop.
 _STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -192,7 +193,7 @@ class Pings:
     def answer(self, number: int, frame: bytes) -> None:
         """What a worker answers to a ping on this connection."""
         for source in [source for source, each in self._numbers.items() if each == number]:
-            source.tell(frame)
+            source.answer(frame)
 
     def all(self) -> list[RepeatedPing]:
         """The latest of each instance, on connections that stand. A goodbye is one of them: it changes
@@ -210,14 +211,14 @@ class _Worker:
     """One worker, through all the processes that it has been.
 
     Attributes:
-        seat: what each of them is given.
+        config: what each of them is given.
         served: one of them has served.
         process: the present one; None while there is none.
         serving: it takes requests.
         silent: how many updates in a row it has not answered since.
     """
 
-    seat: Seat
+    config: WorkerConfig
     served: asyncio.Event = field(default_factory=asyncio.Event)
     process: SpawnProcess | None = None
     serving: bool = False
@@ -231,7 +232,7 @@ class Supervisor:
         workers: how many.
         port: the sockets that keep it.
         folder: where workers find each other.
-        begin: what a process does: takes `arguments`, and a Seat.
+        begin: what a process does: takes `arguments`, and a WorkerConfig.
 
     Attributes:
         pings: to be given those that come.
@@ -246,8 +247,8 @@ class Supervisor:
         *arguments: Any,
     ) -> None:
         addresses = tuple((each.family, each.getsockname()) for each in port)
-        seats = [Seat(number, workers, addresses, folder) for number in range(1, workers + 1)]
-        self.workers = [_Worker(seat) for seat in seats]
+        configs = [WorkerConfig(number, workers, addresses, folder) for number in range(1, workers + 1)]
+        self.workers = [_Worker(config) for config in configs]
         self._port = port
         self._begin = begin
         self._arguments = arguments
@@ -277,7 +278,7 @@ class Supervisor:
 
     async def _keep(self, worker: _Worker) -> None:
         """Starts a worker again and again. Raises WorkerFailed if it has never served."""
-        pause, number = _FIRST_PAUSE, worker.seat.number
+        pause, number = _FIRST_PAUSE, worker.config.number
         while not self._stopping.is_set():
             began = time.monotonic()
             try:
@@ -296,11 +297,11 @@ class Supervisor:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def _live(self, worker: _Worker) -> str:
-        """One process of a worker, from its start to its end; how it ended, in words."""
+        """One process of a worker, from its start to its end; how it ended."""
         process = multiprocessing.get_context("spawn").Process(
             target=self._begin,
-            args=(*self._arguments, worker.seat),
-            name=f"worker {worker.seat.number}",
+            args=(*self._arguments, worker.config),
+            name=f"worker {worker.config.number}",
             daemon=True,
         )
         with _signals_held_back():
@@ -335,9 +336,9 @@ class Supervisor:
     async def _update(self, worker: _Worker, update: Update) -> None:
         """One update of one worker, which is killed if it is frozen: what connects to it would wait for ever.
         Silence is measured by questions, not by the clock, since this process may have stood still, too."""
-        process, number = worker.process, worker.seat.number
+        process, number = worker.process, worker.config.number
         try:
-            report = msgspec.convert(await ask(worker.seat.socket, "update", update), Report)
+            report = msgspec.convert(await ask(worker.config.socket, "update", update), Report)
         except NoAnswer:
             worker.silent += worker.serving
             if worker.silent >= _MOST_SILENT and process is not None and process is worker.process:

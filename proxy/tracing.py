@@ -7,72 +7,22 @@ ours, so that their spans lie below the span of the call that caused them.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from .http import Headers
-from .registry import Instance
+from .membership.instance import Instance
+from .metrics import TRACEPARENT, CallSpan, RequestSpan
 
 if TYPE_CHECKING:
-    from .records import RequestRecord
+    from .metrics import RequestRecord
 
-TRACEPARENT = "traceparent"
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 # For one batch, retries included: so long the proxy's end may wait for a collector that is gone.
 _EXPORT_SECONDS = 2.0
 
 
 class NoTracing(Exception):
     """Spans are wanted, and OpenTelemetry is not installed."""
-
-
-def trace_id_of(headers: Mapping[str, str]) -> str:
-    """The id of the trace that a client's request belongs to; "" if it names none."""
-    match = _TRACEPARENT.fullmatch(headers.get(TRACEPARENT, ""))
-    return match[1] if match else ""
-
-
-class CallSpan:
-    """One call to one instance. This one records nothing."""
-
-    def end(self, failed: str = "") -> None:
-        """The call has ended; `failed`: why it failed, in words. Only the first end counts."""
-
-
-class RequestSpan:
-    """One client's request. This one records nothing."""
-
-    def call(self, instance: Instance, headers: Headers) -> CallSpan:
-        """A call begins; `headers`, which it will have, then say whose child it is."""
-        return _NO_CALL
-
-    def end(self, record: RequestRecord) -> None:
-        """The request has ended."""
-
-
-_NO_CALL = CallSpan()
-_NO_REQUEST = RequestSpan()
-
-
-class Tracing(Protocol):
-    """Makes the spans of requests."""
-
-    def request(self, endpoint: str, headers: Mapping[str, str]) -> RequestSpan:
-        """For a request that has just come, with these headers."""
-
-    def close(self) -> None:
-        """Sends what has not been sent, within a few seconds."""
-
-
-class NoSpans:
-    """Tracing where nobody wants it."""
-
-    def request(self, endpoint: str, headers: Mapping[str, str]) -> RequestSpan:
-        return _NO_REQUEST
-
-    def close(self) -> None:
-        return None
 
 
 class Spans:

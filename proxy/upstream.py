@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 import time
@@ -15,7 +14,7 @@ from typing import Any, Self
 import aiohttp
 from aiohttp import AddrInfoType
 from aiohttp.abc import AbstractStreamWriter
-from multidict import CIMultiDictProxy
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from .answers import (
     STOPPED,
@@ -27,8 +26,9 @@ from .answers import (
 )
 from .blame import CallEnd
 from .bodies import Content
-from .http import Headers
-from .registry import Instance, Loss
+from .http import CLIENT_ID, REPLICA, REQUEST_ID, Headers
+from .membership.instance import Instance, Loss
+from .membership.prober import is_ours
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +41,8 @@ _REACH_SECONDS = 10.0
 _MAX_WHOLE_BYTES = 64 << 20
 # A connection that its server closes as it is used again ends at once. One that ends later had the request.
 _REPEAT_SECONDS = 1.0
-# What this machine may lack for one connection more: descriptors, ports, memory.
-_OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
-# How much of an event stream is held back until its first event that says something.
-_MAX_WORDS_BYTES = 64 << 10
+# How much of an event stream is held back until its first event with content.
+_MAX_FIRST_BYTES = 64 << 10
 # An answer that is no stream comes at once when it is complete. Up to this size it is held back until all of
 # it has arrived, so that another instance can be asked if it does not come whole.
 _MAX_HELD_BYTES = 1 << 20
@@ -52,7 +50,7 @@ _MAX_HELD_BYTES = 1 << 20
 # An answer that has begun, of an instance whose engine seems to hang, ends after so long without a byte.
 _HUNG_SECONDS = 5.0
 
-# While the proxy waits for an answer it sends nothing, and of an instance that has said goodbye it only
+# While the proxy waits for an answer it sends nothing, and of an instance that has sent its goodbye it only
 # learns whether its port refuses. If that instance's host went down then, it would wait for ever. So TCP
 # probes the host after 10 s of silence, and gives up after 20. The host's kernel answers, however busy its
 # processes are.
@@ -207,14 +205,14 @@ class CallFailed(Exception):
     Attributes:
         end: how it ended.
         reply: the instance's own answer, if it gave a whole one.
-        words: of an error in place of the first token, what the instance wrote.
+        detail: of an error in place of the first token, what the instance wrote.
     """
 
-    def __init__(self, end: CallEnd, why: str, reply: Reply | None = None, words: str = "") -> None:
+    def __init__(self, end: CallEnd, why: str, reply: Reply | None = None, detail: str = "") -> None:
         super().__init__(why)
         self.end = end
         self.reply = reply
-        self.words = words
+        self.detail = detail
 
 
 def refused(reply: Reply) -> CallFailed:
@@ -296,7 +294,7 @@ class Call:
 
     def lose(self, loss: Loss) -> None:
         """The call fails. An instance that has stopped still sends the rest of what it has begun to answer.
-        One that hangs may go on, as far as its pings tell: then only what has not begun, and has somewhere
+        One that hangs may go on, as far as its pings show: then only what has not begun, and has somewhere
         else to go, is taken from it."""
         if self.begun and loss == "stopped":
             return
@@ -336,10 +334,10 @@ class Call:
             self._check_lost()
             raise
 
-    async def first_words(self, response: aiohttp.ClientResponse) -> bytes:
+    async def first_event(self, response: aiohttp.ClientResponse) -> bytes:
         """The start of a successful answer, see the function. Raises CallFailed."""
         try:
-            return await first_words(response, self._path)
+            return await first_event(response, self._path)
         except CallFailed:
             self._check_lost()
             raise
@@ -366,11 +364,6 @@ def _cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def is_ours(error: BaseException) -> bool:
-    """Whether a connection did not come about because this machine lacks something for it."""
-    return isinstance(error, OSError) and error.errno in _OURS
-
-
 def _close_answer(asking: asyncio.Task[aiohttp.ClientResponse]) -> None:
     if not asking.cancelled() and asking.exception() is None:
         asking.result().close()
@@ -389,12 +382,12 @@ async def read_whole(response: aiohttp.ClientResponse) -> Reply:
         raise CallFailed(CallEnd.BROKEN, "died in the middle of its answer") from error
 
 
-async def first_words(response: aiohttp.ClientResponse, path: str) -> bytes:
+async def first_event(response: aiohttp.ClientResponse, path: str) -> bytes:
     """The start of a successful answer at this endpoint, as far as it proves that generation has begun: in an
-    event stream everything up to the first event that says something, else all of it, or its first MiB.
+    event stream everything up to the first event with content, else all of it, or its first MiB.
     Raises CallFailed if there is none."""
     streamed = response.content_type == EVENT_STREAM
-    most = _MAX_WORDS_BYTES if streamed else _MAX_HELD_BYTES
+    most = _MAX_FIRST_BYTES if streamed else _MAX_HELD_BYTES
     head = b""
     try:
         while chunk := await response.content.readany():
@@ -411,6 +404,53 @@ async def first_words(response: aiohttp.ClientResponse, path: str) -> bytes:
     if gave_up(path, head) if whole else gave_up_early(path, head, streamed=streamed):
         raise CallFailed(CallEnd.ABORTED, STOPPED)
     if streamed and first_event_failed(head):
-        words = first_event_message(head)
-        raise CallFailed(CallEnd.ERROR, "answered with an error before its first token", words=words)
+        detail = first_event_message(head)
+        raise CallFailed(CallEnd.ERROR, "answered with an error before its first token", detail=detail)
     return head
+
+
+# The headers of requests and answers.
+
+_HOP_BY_HOP = {
+    "connection",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "proxy-connection",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+}
+# Headers with which vLLM's caller controls it (all that vLLM 0.32 reads in `entrypoints/`). That caller is
+# the proxy: it alone chooses what names a replica or a transfer, and the load of one instance is none of a
+# client's concerns. A client's priority stands in its body, where vLLM reads it, too. Two others go through:
+# Authorization, and X-Session-ID, which only names a session in vLLM's cache events.
+_CONTROLS = {REQUEST_ID.lower(), REPLICA.lower(), "x-vllm-priority", "endpoint-load-metrics-format"}
+# The proxy writes each body anew.
+_NOT_TO_INSTANCE = _CONTROLS | {
+    "host", "content-length", "content-type", "content-encoding", "accept-encoding", "expect",
+}  # fmt: skip
+
+
+def to_instance(client: CIMultiDictProxy[str], instance: Instance, request_id: str) -> Headers:
+    """The client's end-to-end headers, with the id that this proxy has chosen."""
+    headers = end_to_end(client, _NOT_TO_INSTANCE)
+    headers[REQUEST_ID] = request_id
+    # Anthropic's clients show their key so, and vLLM looks for it in the other header only.
+    if (key := headers.get("X-Api-Key")) and "Authorization" not in headers:
+        headers["Authorization"] = f"Bearer {key}"
+    if theirs := client.get(REQUEST_ID):
+        headers.setdefault(CLIENT_ID, theirs)
+    headers["Content-Type"] = "application/json"
+    # Ids are rewritten in the answer, so it must come as it is.
+    headers["Accept-Encoding"] = "identity"
+    if instance.ping.dp_size > 1:
+        headers[REPLICA] = str(instance.ping.dp_rank)
+    return headers
+
+
+def end_to_end(headers: CIMultiDictProxy[str], others: set[str]) -> Headers:
+    named = {name.strip().lower() for value in headers.getall("Connection", []) for name in value.split(",")}
+    dropped = _HOP_BY_HOP | others | named
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)

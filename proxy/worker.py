@@ -19,11 +19,12 @@ import msgspec
 
 from p2pkv.control.discovery import Ping
 
-from .registry import PingSource, Registry, Role
+from .membership.instance import PingSource, Role
+from .membership.registry import Registry
 
 
 @dataclass(frozen=True)
-class Seat:
+class WorkerConfig:
     """What a worker's process is given.
 
     Attributes:
@@ -104,15 +105,15 @@ class RepeatedConnection:
     """
 
     member: bool
-    answer: Callable[[bytes], None]
+    send: Callable[[bytes], None]
     open: bool = True
     serials: dict[tuple[str, str, int], int] = field(default_factory=dict)
 
     def stands(self) -> bool:
         return self.open
 
-    def tell(self, frame: bytes) -> bool:
-        self.answer(frame)
+    def answer(self, frame: bytes) -> bool:
+        self.send(frame)
         return True
 
 
@@ -122,11 +123,11 @@ class Worker:
     Attributes:
         serving: it takes requests.
         updated: set once it knows which instances there are, and which of them are drained.
-        stop, hurry: set when the supervisor says so.
+        stop, hurry: set when the supervisor asks for it.
     """
 
-    def __init__(self, seat: Seat) -> None:
-        self.seat = seat
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
         self.serving = False
         self.updated = asyncio.Event()
         self.stop = asyncio.Event()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,27 +19,20 @@ from p2pkv.control.discovery import Ping
 from p2pkv.control.pinger import Pinger
 from p2pkv.control.security import Members
 from p2pkv.demo.processes import free_ports
-from proxy.admission import Limits
-from proxy.app import LISTENER, PLAIN_LISTENER, PROXY, make_app, make_runner
-from proxy.attempt import Dispatch
-from proxy.http import PAIRED, SINGLE
-from proxy.instances import Access
-from proxy.prefixes import Prompt
-from proxy.registry import Instance, Registry, Role
-from proxy.routing import Routing
-from proxy.service import Proxy
+from p2pkv_proxy.access import Access
+from p2pkv_proxy.app import LISTENER, PLAIN_LISTENER, make_app, make_runner
+from p2pkv_proxy.attempt import Dispatch
+from p2pkv_proxy.bodies import Prompt
+from p2pkv_proxy.http import PAIRED, SINGLE
+from p2pkv_proxy.limits import Limits
+from p2pkv_proxy.membership.instance import Instance, Role
+from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.policies import Routing
+from p2pkv_proxy.service import PROXY, Proxy
+from support.waiting import DEADLINE, eventually
 
 PING_SECONDS = 0.1
-DEADLINE = 10.0
 _ports = itertools.count(21001)
-
-
-async def until(condition: Callable[[], bool], what: str = "") -> None:
-    """Waits for a condition; fails after a deadline."""
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end, f"waited {DEADLINE} s in vain: {what or condition}"
-        await asyncio.sleep(0.005)
 
 
 def ping(role: Role = "P", port: int = 8100, **more: Any) -> Ping:
@@ -70,7 +63,7 @@ def held(deployment: Deployment) -> dict[str, int]:
         if name not in ("breakers_open", "silent", "engines_paused")
     }
     return gauges | {
-        "seats": sum(instance.seats for instance in deployment.everyone()),
+        "seats": sum(instance.places for instance in deployment.everyone()),
         "coming": sum(instance.coming for instance in deployment.everyone()),
         "tokens": sum(instance.tokens for instance in deployment.everyone()),
         "lingering": len(proxy.lingering),
@@ -98,7 +91,7 @@ async def error_of(response: aiohttp.ClientResponse) -> dict[str, Any]:
 async def quiet(deployment: Deployment) -> None:
     """Waits until nothing is under way, and nothing is held for it."""
     try:
-        await until(lambda: not any(held(deployment).values()))
+        await eventually(lambda: not any(held(deployment).values()))
     except AssertionError:
         raise AssertionError(f"something is left: {held(deployment)}") from None
 
@@ -261,7 +254,7 @@ class Deployment:
         return [i.ping.http_address for i in self.registry.routable(role, time.monotonic())]
 
     async def ready(self, prefill: int, decode: int) -> None:
-        await until(
+        await eventually(
             lambda: len(self.routable("P")) == prefill and len(self.routable("D")) == decode, "instances"
         )
 

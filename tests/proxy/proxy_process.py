@@ -17,7 +17,7 @@ DEADLINE = 30.0
 
 
 # The development mode tells of what was not closed.
-PROXY = ("-X", "dev", "-m", "proxy")
+PROXY = ("-X", "dev", "-m", "p2pkv_proxy")
 
 
 class Command:

@@ -15,11 +15,11 @@ from typing import Any
 
 import aiohttp
 
-from proxy.admission import RequestPlace
-from proxy.attempt import Attempt
-from proxy.cli import main
-from proxy.relay import Relay
-from proxy.upstream import Call, Reply
+from p2pkv_proxy.admission import RequestPlace
+from p2pkv_proxy.attempt import Attempt
+from p2pkv_proxy.cli import main
+from p2pkv_proxy.relay import Relay
+from p2pkv_proxy.upstream import Call, Reply
 
 OF_REQUESTS = (Attempt, RequestPlace, Relay, Call, Reply, aiohttp.ClientResponse)
 """Records of requests are not among them: asyncio keeps the context of a timer that was cancelled, and with

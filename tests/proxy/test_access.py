@@ -15,9 +15,9 @@ from proxy_process import running
 
 from p2pkv.control.announcer import Pinger
 from p2pkv.demo.processes import free_ports
-from proxy import cli, settings
-from proxy.cli import main
-from proxy.instances import Access
+from p2pkv_proxy import cli, settings
+from p2pkv_proxy.access import Access
+from p2pkv_proxy.cli import main
 
 KEYS = ("the key of one client", "the key of another")
 
@@ -94,7 +94,7 @@ def test_an_empty_key_is_refused_at_the_start(
     with pytest.raises(SystemExit) as ended:
         settings.parse(cli._parser(), argv, environ)
     assert ended.value.code == 2
-    assert "an empty key would let everybody in" in capsys.readouterr().err
+    assert "an empty key would let every client in" in capsys.readouterr().err
 
 
 @pytest.mark.asyncio

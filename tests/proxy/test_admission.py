@@ -10,10 +10,11 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 from proxy_behaviours import Seen, answer_json
-from proxy_fakes import Deployment, FakeInstance, deployed, quiet, until
+from proxy_fakes import Deployment, FakeInstance, deployed, quiet
 
-from proxy.admission import Limits
-from proxy.routing import Asked
+from p2pkv_proxy.limits import Limits
+from p2pkv_proxy.policies import RoutingRequest
+from support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 
@@ -59,7 +60,7 @@ async def test_those_who_wait_are_served_in_the_order_in_which_they_came(narrow:
         asked = []
         for number in range(4):
             asked.append(ask(narrow, str(number)))
-            await until(lambda number=number: narrow.proxy.admission.waiting == number)
+            await eventually(lambda number=number: narrow.proxy.admission.waiting == number)
         assert prompts(narrow.d) == ["0"]
         assert len(narrow.p.requests) <= 1
     assert await asyncio.gather(*asked) == [200] * 4
@@ -70,7 +71,7 @@ async def test_those_who_wait_are_served_in_the_order_in_which_they_came(narrow:
 async def test_beyond_the_queue_there_is_a_503_that_says_when_to_come_again(narrow: Deployment) -> None:
     with slow(narrow.d):
         asked = [ask(narrow) for _ in range(4)]
-        await until(lambda: narrow.proxy.admission.waiting == 3)
+        await eventually(lambda: narrow.proxy.admission.waiting == 3)
         response = await narrow.post()
         assert response.status == 503
         assert int(response.headers["Retry-After"]) in range(3, 7)
@@ -88,7 +89,7 @@ async def test_who_waits_too_long_gets_a_503() -> None:
     async with deployed("concurrent", 1, 1, limits=limits) as deployment:
         with slow(deployment.d):
             first = ask(deployment)
-            await until(lambda: len(deployment.d.requests) == 1)
+            await eventually(lambda: len(deployment.d.requests) == 1)
             response = await deployment.post()
             assert response.status == 503
             assert "within 0.2 seconds" in (await response.json())["error"]["message"]
@@ -103,13 +104,13 @@ async def test_a_client_that_leaves_in_the_queue_is_out_at_once_and_reaches_nobo
 ) -> None:
     with slow(narrow.d):
         first = ask(narrow, "first")
-        await until(lambda: len(narrow.d.requests) == 1)
+        await eventually(lambda: len(narrow.d.requests) == 1)
         leaves = ask(narrow, "leaves")
-        await until(lambda: narrow.proxy.admission.waiting == 1)
+        await eventually(lambda: narrow.proxy.admission.waiting == 1)
         stays = ask(narrow, "stays")
-        await until(lambda: narrow.proxy.admission.waiting == 2)
+        await eventually(lambda: narrow.proxy.admission.waiting == 2)
         leaves.cancel()
-        await until(lambda: narrow.proxy.admission.waiting == 1)
+        await eventually(lambda: narrow.proxy.admission.waiting == 1)
         assert narrow.proxy.counters.left_waiting == 1
     assert await asyncio.gather(first, stays) == [200, 200]
     assert prompts(narrow.d) == ["first", "stays"]
@@ -121,19 +122,19 @@ async def test_a_place_that_comes_as_its_client_leaves_is_not_lost(narrow: Deplo
     admission = narrow.proxy.admission
 
     async def enter() -> None:
-        async with admission.place(Asked(), paired=True):
+        async with admission.place(RoutingRequest(), paired=True):
             raise AssertionError("it has left")
 
-    async with admission.place(Asked(), paired=True):
+    async with admission.place(RoutingRequest(), paired=True):
         leaver = asyncio.create_task(enter())
-        await until(lambda: admission.waiting == 1)
+        await eventually(lambda: admission.waiting == 1)
     # The place is the leaver's by now, which has not run since.
     assert (admission.waiting, admission.under_way) == (0, 1)
     leaver.cancel()
     with pytest.raises(asyncio.CancelledError):
         await leaver
     assert (admission.waiting, admission.under_way) == (0, 0)
-    async with admission.place(Asked(), paired=True):
+    async with admission.place(RoutingRequest(), paired=True):
         assert admission.under_way == 1
 
 
@@ -143,7 +144,7 @@ async def test_who_waits_for_one_model_holds_up_nobody_else(narrow: Deployment) 
     await narrow.ready(prefill=2, decode=2)
     with slow(narrow.d):
         asked = [ask(narrow) for _ in range(3)]
-        await until(lambda: narrow.proxy.admission.waiting == 2)
+        await eventually(lambda: narrow.proxy.admission.waiting == 2)
         assert await ask(narrow, "x", "other") == 200
     assert await asyncio.gather(*asked) == [200] * 3
     assert prompts(other) == ["x"]
@@ -152,9 +153,9 @@ async def test_who_waits_for_one_model_holds_up_nobody_else(narrow: Deployment) 
 async def test_who_waits_goes_to_a_d_that_comes(narrow: Deployment) -> None:
     with slow(narrow.d):
         first = ask(narrow, "first")
-        await until(lambda: len(narrow.d.requests) == 1)
+        await eventually(lambda: len(narrow.d.requests) == 1)
         second = ask(narrow, "second")
-        await until(lambda: narrow.proxy.admission.waiting == 1)
+        await eventually(lambda: narrow.proxy.admission.waiting == 1)
         newcomer = await narrow.add("D")
         assert await second == 200
     assert await first == 200
@@ -164,9 +165,9 @@ async def test_who_waits_goes_to_a_d_that_comes(narrow: Deployment) -> None:
 async def test_who_waits_goes_on_waiting_while_there_is_no_instance(narrow: Deployment) -> None:
     with slow(narrow.d):
         first = ask(narrow, "first")
-        await until(lambda: len(narrow.d.requests) == 1)
+        await eventually(lambda: len(narrow.d.requests) == 1)
         second = ask(narrow, "second")
-        await until(lambda: narrow.proxy.admission.waiting == 1)
+        await eventually(lambda: narrow.proxy.admission.waiting == 1)
         narrow.pingers[narrow.d.http_address].stop()
         await narrow.ready(prefill=1, decode=0)
     assert await first == 200
@@ -179,7 +180,7 @@ async def test_who_waits_goes_on_waiting_while_there_is_no_instance(narrow: Depl
 async def test_bodies_are_held_within_a_bound(narrow: Deployment) -> None:
     with slow(narrow.d):
         asked = [ask(narrow, "x" * 4000) for _ in range(2)]
-        await until(lambda: narrow.proxy.admission.waiting == 1)
+        await eventually(lambda: narrow.proxy.admission.waiting == 1)
         assert 8000 < narrow.proxy.intake.held < 10_000
         response = await narrow.post({"prompt": "x" * 4000})
         assert response.status == 503
@@ -194,7 +195,7 @@ async def test_a_body_that_does_not_come_takes_no_place(narrow: Deployment) -> N
     host, _, port = narrow.url.removeprefix("http://").rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-    await until(lambda: narrow.proxy.intake.held == 1)
+    await eventually(lambda: narrow.proxy.intake.held == 1)
     assert (await narrow.post()).status == 200
     assert b" 408 " in await reader.readline()
     writer.close()
@@ -244,11 +245,11 @@ async def test_a_body_as_deep_as_one_may_be_harms_nobody_else(narrow: Deployment
     before = len(narrow.d.requests)
     with slow(narrow.d):
         first = ask(narrow)
-        await until(lambda: len(narrow.d.requests) == before + 1)
+        await eventually(lambda: len(narrow.d.requests) == before + 1)
         deep = asyncio.create_task(post(nested(readable)))
         last = ask(narrow)
-        await until(lambda: narrow.proxy.admission.waiting == 2)
+        await eventually(lambda: narrow.proxy.admission.waiting == 2)
     assert await first == await last == 200
     assert await deep in (200, 400, 500)
     other = await narrow.add("D")
-    await until(lambda: other.http_address in narrow.routable("D"))
+    await eventually(lambda: other.http_address in narrow.routable("D"))

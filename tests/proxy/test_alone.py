@@ -32,15 +32,18 @@ from proxy_fakes import (
     join,
     ping,
     quiet,
-    until,
 )
 from test_admission import ask, slow
 from test_failures import freeze
 
-from proxy.admission import Admission, Limits, RequestCounters, RequestPlace
-from proxy.attempt import Dispatch
-from proxy.registry import Instance, Registry
-from proxy.routing import Asked, Choice, Help, Router
+from p2pkv_proxy.admission import Admission, RequestPlace
+from p2pkv_proxy.attempt import Dispatch
+from p2pkv_proxy.limits import Limits, RequestCounters
+from p2pkv_proxy.membership.instance import Instance
+from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.policies import RoutingRequest
+from p2pkv_proxy.routing import Choice, PrefillMode, Router
+from support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 
@@ -74,7 +77,7 @@ async def test_when_p_fails_d_is_asked_again_without_it(
     response = await concurrent.post({"prompt": "x", "stream": ds_part is never_a_token})
     assert response.status == 200 and (await response.json())["choices"] == [{"text": "hello"}]
     assert paired(concurrent.d) == [True, False]
-    await until(lambda: concurrent.d.requests[0].aborted)
+    await eventually(lambda: concurrent.d.requests[0].aborted)
     assert counted(concurrent) == (1, 0, 0)
     assert known(concurrent, concurrent.d).breaker.closed
     await quiet(concurrent)
@@ -191,7 +194,7 @@ async def test_beyond_the_share_requests_are_turned_away() -> None:
     async with deployed("concurrent", decode=1, limits=limits) as deployment:
         with slow(deployment.d):
             first = [ask(deployment) for _ in range(2)]
-            await until(lambda: len(deployment.d.requests) == 2)
+            await eventually(lambda: len(deployment.d.requests) == 2)
             assert deployment.proxy.gauges()["alone"] == 2
             response = await deployment.post()
             assert response.status == 503
@@ -199,7 +202,7 @@ async def test_beyond_the_share_requests_are_turned_away() -> None:
             assert "as many prompts by themselves as they may" in (await error_of(response))["message"]
             # What never wanted a P is not counted among them.
             other = asyncio.create_task(deployment.post({"prompt": "x", "echo": True}))
-            await until(lambda: len(deployment.d.requests) == 3)
+            await eventually(lambda: len(deployment.d.requests) == 3)
         assert await asyncio.gather(*first) == [200, 200]
         assert (await other).status == 200
         assert counted(deployment) == (2, 1, 0)
@@ -219,9 +222,9 @@ async def test_of_those_whose_p_fails_the_share_goes_on_and_the_others_are_turne
 
         deployment.d.behaviour = ds
         tasks = [ask(deployment) for _ in range(8)]
-        await until(lambda: len(deployment.d.requests) == len(deployment.p.requests) == 8)
+        await eventually(lambda: len(deployment.d.requests) == len(deployment.p.requests) == 8)
         fail.set()
-        await until(lambda: sum(task.done() for task in tasks) == 6)
+        await eventually(lambda: sum(task.done() for task in tasks) == 6)
         assert deployment.proxy.gauges()["alone"] == 2
         release.set()
         assert sorted(await asyncio.gather(*tasks)) == [200] * 2 + [503] * 6
@@ -251,9 +254,9 @@ async def test_of_a_frozen_p_d_hears_by_itself_and_is_not_broken_off(brief: Depl
     recomputed = asyncio.Event()
     brief.p.behaviour, brief.d.behaviour = never, after(recomputed, answer_json)
     asking = asyncio.create_task(brief.post())
-    await until(lambda: called(brief.p, brief.d))
+    await eventually(lambda: called(brief.p, brief.d))
     freeze(brief, brief.p)
-    await until(lambda: not brief.registry.known("P") and brief.p.requests[0].aborted)
+    await eventually(lambda: not brief.registry.known("P") and brief.p.requests[0].aborted)
     assert not asking.done() and not brief.d.requests[0].aborted
     recomputed.set()
     assert (await asking).status == 200
@@ -273,10 +276,10 @@ async def test_if_d_fails_for_want_of_a_frozen_ps_kv_it_is_not_ds_failure(alone:
         deployment.p.behaviour = never
         deployment.d.behaviour = with_a_p(after(ended, internal))
         asking = asyncio.create_task(deployment.post())
-        await until(lambda: called(deployment.p, deployment.d))
+        await eventually(lambda: called(deployment.p, deployment.d))
         freeze(deployment, deployment.p)
         p = known(deployment, deployment.p)
-        await until(lambda: p.silent(deployment.proxy.clock()))
+        await eventually(lambda: p.silent(deployment.proxy.clock()))
         ended.set()
         response = await asking
         assert response.status == (200 if alone else 500)
@@ -293,7 +296,7 @@ async def test_a_silent_p_is_spared_while_d_may_do_it_alone_and_is_better_than_n
         async with deployed("concurrent", 1, 1, life=1.5, limits=limits) as deployment:
             deployment.pingers[deployment.p.http_address]._interval = 1000.0
             p = known(deployment, deployment.p)
-            await until(lambda p=p, deployment=deployment: p.silent(deployment.proxy.clock()))
+            await eventually(lambda p=p, deployment=deployment: p.silent(deployment.proxy.clock()))
             assert (await deployment.post()).status == 200
             assert paired(deployment.d) == [limits is OFF]
             assert deployment.proxy.gauges()["silent"] >= 1
@@ -305,7 +308,7 @@ async def test_a_p_that_gives_up_is_followed_by_d_alone_if_d_cannot_help_itself(
     concurrent: Deployment,
 ) -> None:
     async def after_p(request: web.Request, seen: Seen) -> web.StreamResponse:
-        await until(lambda: concurrent.p.requests != [] and concurrent.p.requests[0].answered)
+        await eventually(lambda: concurrent.p.requests != [] and concurrent.p.requests[0].answered)
         return await answer_error(500)(request, seen)
 
     concurrent.p.behaviour, concurrent.d.behaviour = stops, with_a_p(after_p)
@@ -319,12 +322,15 @@ async def test_what_a_second_try_needs_of_p() -> None:
     """What has been left to a D alone stays so, as it is P's failure that the first try has met."""
     registry = Registry()
     p, d = join(registry, ping("P", 1)), join(registry, ping("D", 2))
-    for first in (Help.NONE, Help.WANTED, Help.SPARED):
+    for first in (PrefillMode.NONE, PrefillMode.WANTED, PrefillMode.SPARED):
         pair, spared = Choice(p, d), Choice(None, d, spared=True)
-        assert RequestPlace(Asked(), first, pair).help_after(p) is Help.NEEDED
-        assert RequestPlace(Asked(), first, pair).help_after(d) is first
-        assert RequestPlace(Asked(), first, spared).help_after(d) is first
-        assert RequestPlace(Asked(), first, Choice(None, d, missed=True)).help_after(d) is Help.MISSED
+        assert RequestPlace(RoutingRequest(), first, pair).mode_after(p) is PrefillMode.NEEDED
+        assert RequestPlace(RoutingRequest(), first, pair).mode_after(d) is first
+        assert RequestPlace(RoutingRequest(), first, spared).mode_after(d) is first
+        assert (
+            RequestPlace(RoutingRequest(), first, Choice(None, d, missed=True)).mode_after(d)
+            is PrefillMode.MISSED
+        )
 
 
 async def test_the_place_that_is_left_for_a_d_alone_is_the_next_one_s() -> None:
@@ -335,10 +341,10 @@ async def test_the_place_that_is_left_for_a_d_alone_is_the_next_one_s() -> None:
     admission = Admission(
         Router(registry, room=1, alone=limits.alone), limits, RequestCounters(), lambda: 0.0
     )
-    async with admission.place(Asked(), paired=True) as place:
+    async with admission.place(RoutingRequest(), paired=True) as place:
         assert place.choice.decode is one
-        waiting = asyncio.create_task(admission._wait(Asked(), True))
-        await until(lambda: admission.waiting == 1)
+        waiting = asyncio.create_task(admission._wait(RoutingRequest(), True))
+        await eventually(lambda: admission.waiting == 1)
         other = join(registry, ping("D", 3))
         assert admission.stay_alone(place, frozenset({p, one}))
         assert place.choice.decode is other

@@ -26,22 +26,24 @@ from proxy_behaviours import (
     streams,
     with_a_p,
 )
-from proxy_fakes import Deployment, FakeInstance, asked, deployed, join, ping, quiet, until
+from proxy_fakes import Deployment, FakeInstance, asked, deployed, join, ping, quiet
 from test_given_up import after_p
 
-from proxy.admission import Limits
-from proxy.attempt import Dispatch
-from proxy.blame import Again, Blame, CallEnd, Charge, Verdict, judge
-from proxy.bodies import Content
-from proxy.registry import Instance, Registry, Role
-from proxy.upstream import Call, CallFailed, Client
+from p2pkv_proxy.attempt import Dispatch
+from p2pkv_proxy.blame import Again, Blame, CallEnd, Charge, Verdict, assign_blame
+from p2pkv_proxy.bodies import Content
+from p2pkv_proxy.limits import Limits
+from p2pkv_proxy.membership.instance import Instance, Role
+from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.upstream import Call, CallFailed, Client
+from support.waiting import eventually
 
 MISTAKE = answer_error(400)
 OFF = Limits(alone_share=0)
 
 # The rules.
 
-P, D, PROXY, CLIENT, NOBODY = Blame.P, Blame.D, Blame.PROXY, Blame.CLIENT, Blame.NOBODY
+P, D, PROXY, CLIENT, NONE = Blame.P, Blame.D, Blame.PROXY, Blame.CLIENT, Blame.NONE
 NO, ELSEWHERE, ALONE, SAME, GOES_ON = Again.NO, Again.ELSEWHERE, Again.ALONE, Again.SAME, Again.GOES_ON
 NOW, IF_D, IF_P = Charge.NOW, Charge.IF_D_ACCEPTS, Charge.IF_P_ACCEPTS
 E = CallEnd
@@ -59,7 +61,7 @@ Row = tuple[Role, tuple[CallEnd, ...], tuple[CallEnd, ...], dict[str, bool], Ver
 
 RULES: tuple[Row, ...] = (
     # P's call has ended, and D's answer has not begun.
-    ("P", (E.ANSWERED,), NOT_YET + ENDED, {}, Verdict(NOBODY, GOES_ON)),
+    ("P", (E.ANSWERED,), NOT_YET + ENDED, {}, Verdict(NONE, GOES_ON)),
     ("P", (E.NO_SOCKET,), NOT_YET + ENDED, {}, Verdict(PROXY, NO)),
     ("P", REFUSALS, REFUSALS, {}, Verdict(CLIENT, NO)),
     ("P", (E.REFUSED,), (E.ACCEPTED,), {}, Verdict(P, ELSEWHERE, IF_P)),
@@ -76,12 +78,12 @@ RULES: tuple[Row, ...] = (
     ("P", (E.REFUSED,), (E.ANSWERED,), {"begun": True, "one_prompt": False}, Verdict(P, NO, IF_P)),
     ("P", MAY_LIVE, (E.ANSWERED,), {"begun": True, "one_prompt": False}, Verdict(P, GOES_ON, NOW)),
     # D's call has ended before its first token.
-    ("D", (E.ANSWERED,), NOT_YET + ENDED, {}, Verdict(NOBODY, NO)),
+    ("D", (E.ANSWERED,), NOT_YET + ENDED, {}, Verdict(NONE, NO)),
     ("D", (E.NO_SOCKET,), NOT_YET + ENDED, {}, Verdict(PROXY, NO)),
     ("D", REFUSALS, NOT_YET + ENDED, {}, Verdict(CLIENT, NO)),
     ("D", (E.ERROR,), (*NOT_YET, E.ANSWERED), {}, Verdict(D, ELSEWHERE, NOW)),
     ("D", (E.ERROR,), (*DEAD, *MAY_LIVE, *REFUSALS), {}, Verdict(P, ELSEWHERE)),
-    ("D", (E.ERROR,), NOT_YET + ENDED, {"sent_twice": True}, Verdict(NOBODY, SAME)),
+    ("D", (E.ERROR,), NOT_YET + ENDED, {"sent_twice": True}, Verdict(NONE, SAME)),
     ("D", (E.LATE,), (E.PENDING,), {}, Verdict(P, ELSEWHERE, NOW)),
     ("D", (E.LATE,), (E.NOT_MADE, *ENDED), {}, Verdict(D, ELSEWHERE, NOW)),
     ("D", (E.UNREACHABLE, E.BROKEN, E.GONE), NOT_YET + ENDED, {}, Verdict(D, ELSEWHERE, NOW)),
@@ -96,7 +98,7 @@ RULES: tuple[Row, ...] = (
 def test_the_rules(row: Row) -> None:
     role, ends, others, more, verdict = row
     for end, other in itertools.product(ends, others):
-        assert judge(role, end, other, **more) == verdict, (role, end, other, more)
+        assert assign_blame(role, end, other, **more) == verdict, (role, end, other, more)
 
 
 def test_every_end_of_a_call_has_a_rule_for_both_roles() -> None:
@@ -151,7 +153,7 @@ async def test_ds_error_waits_for_the_news_of_ps_failure_and_is_ps() -> None:
             return active.attempt is not None and active.attempt._decode_end is CallEnd.ERROR
 
         async def fails_later(request: web.Request, seen: Seen) -> web.StreamResponse:
-            await until(d_failed)
+            await eventually(d_failed)
             return await answer_error(500)(request, seen)
 
         deployment.p.behaviour, deployment.d.behaviour = fails_later, answer_error(500, "no KV")
@@ -205,7 +207,7 @@ def d_that_needs(good: FakeInstance, bad: FakeInstance) -> Behaviour:
 
     async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
         if "_addr_" in seen.request_id:
-            await until(lambda: has(good, seen) or has(bad, seen))
+            await eventually(lambda: has(good, seen) or has(bad, seen))
         return await (never if has(bad, seen) else answer_json)(request, seen)
 
     return behaviour
@@ -296,10 +298,10 @@ async def test_who_has_said_goodbye_is_not_judged() -> None:
     async with deployed("concurrent", prefill=1, decode=1) as deployment:
         deployment.d.behaviour = never
         asking = [asyncio.create_task(deployment.post()) for _ in range(6)]
-        await until(lambda: len(deployment.d.requests) == 6)
+        await eventually(lambda: len(deployment.d.requests) == 6)
         (d,) = deployment.registry.known("D")
         deployment.pingers[deployment.d.http_address].stop()
-        await until(lambda: d.left is not None)
+        await eventually(lambda: d.left is not None)
         deployment.d.kill()
         assert {(await each).status for each in asking} == {502}
         assert (outcomes(d), deployment.proxy.counters.breakers_opened) == ([], 0)
@@ -316,7 +318,7 @@ async def test_a_p_that_stops_breaks_no_stream_of_several_prompts(concurrent: De
     assert b"first" in await response.content.readuntil(b"\n\n")
     p_stops.set()
     (p,) = concurrent.registry.known("P")
-    await until(lambda: p.in_flight == 0)
+    await eventually(lambda: p.in_flight == 0)
     release.set()
     rest = await response.content.read()
     assert b"second" in rest and b"error" not in rest
@@ -331,7 +333,7 @@ async def test_a_p_is_needed_until_the_end_of_a_stream_of_several_prompts(concur
         concurrent.d.behaviour = streams(release)
         response = await concurrent.post({"prompt": prompt, "stream": True})
         assert b"first" in await response.content.readuntil(b"\n\n")
-        await until(lambda: p.load == 0)
+        await eventually(lambda: p.load == 0)
         assert concurrent.proxy.active.needs(p) is needed
         release.set()
         await response.read()
@@ -349,7 +351,7 @@ async def test_what_is_sent_twice_and_fails_is_sent_anew_only_once() -> None:
         all_there = asyncio.Event()
         deployment.d.behaviour = after(all_there, answer_json)
         first = [asyncio.create_task(deployment.post()) for _ in range(4)]
-        await until(lambda: len(deployment.d.requests) == 4)
+        await eventually(lambda: len(deployment.d.requests) == 4)
         all_there.set()
         for each in first:
             await (await each).read()
@@ -410,7 +412,7 @@ async def test_a_connection_that_does_not_come_about_says_what_lacked(
 ) -> None:
     """As aiohttp hands it on: with the error number of the system's call."""
     instance = join(Registry(), ping("D"))
-    monkeypatch.setattr("proxy.upstream._socket", lacking(errno.EMFILE))
+    monkeypatch.setattr("p2pkv_proxy.upstream._socket", lacking(errno.EMFILE))
     async with Client() as client:
         call = Call(client, instance, "/v1/completions")
         with pytest.raises(CallFailed) as failed:

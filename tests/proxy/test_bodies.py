@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.answers import returned_params
-from proxy.bodies import BadBody, parse
+from p2pkv_proxy.answers import returned_params
+from p2pkv_proxy.bodies import BadBody, parse
 
 JSON = st.recursive(
     st.none()

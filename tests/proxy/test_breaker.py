@@ -14,12 +14,15 @@ from proxy_fakes import (
     join,
     ping,
     quiet,
-    until,
 )
 
-from proxy.admission import Admission, Limits, RequestCounters
-from proxy.registry import LIFE, Breaker, Instance, Registry
-from proxy.routing import Asked, Choice, Help, Router
+from p2pkv_proxy.admission import Admission
+from p2pkv_proxy.limits import Limits, RequestCounters
+from p2pkv_proxy.membership.instance import LIFE, Breaker, Instance
+from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.policies import RoutingRequest
+from p2pkv_proxy.routing import Choice, PrefillMode, Router
+from support.waiting import eventually
 
 
 def opened(now: float = 0.0) -> Breaker:
@@ -171,7 +174,7 @@ def test_the_router_passes_over_an_open_breaker() -> None:
     join(registry, ping("D", 3))
     fail(bad)
     router = Router(registry)
-    assert [prefiller(router.choose(Asked(), 0.1)) for _ in range(4)] == [good] * 4
+    assert [prefiller(router.choose(RoutingRequest(), 0.1)) for _ in range(4)] == [good] * 4
 
 
 @pytest.mark.parametrize("role", ["P", "D"])
@@ -184,7 +187,7 @@ def test_the_last_one_that_serves_a_model_is_used_whatever_its_breaker_says(role
                 fail(instance)
     router = Router(registry)
     for _ in range(3):
-        choice = router.choose(Asked("a"), 0.1)
+        choice = router.choose(RoutingRequest("a"), 0.1)
         assert {prefiller(choice).ping.model, choice.decode.ping.model} == {"a"}
 
 
@@ -194,7 +197,7 @@ def test_if_all_are_open_all_are_used() -> None:
     for instance in both:
         fail(instance)
     router = Router(registry)
-    assert {router.choose(Asked(), 0.1, help=Help.NONE).decode for _ in range(4)} == set(both)
+    assert {router.choose(RoutingRequest(), 0.1, mode=PrefillMode.NONE).decode for _ in range(4)} == set(both)
 
 
 def test_a_crash_does_not_clean_the_record_and_a_goodbye_and_time_do() -> None:
@@ -223,7 +226,7 @@ async def test_a_p_that_fails_is_spared_tried_once_and_taken_back(monkeypatch: p
         means = dataclasses.replace(deployment.proxy._means, clock=lambda: now)
         monkeypatch.setattr(deployment.proxy, "_means", means)
         monkeypatch.setattr(deployment.proxy, "clock", lambda: now)
-        monkeypatch.setattr(deployment.registry, "_alive", lambda instance, at: True)
+        monkeypatch.setattr(deployment.registry, "alive", lambda instance, at: True)
         monkeypatch.setattr(deployment.proxy.admission, "_clock", lambda: now)
         instance.breaker._uniform = lambda low, high: high
         # The clients notice nothing: the other P takes what this one fails.
@@ -264,7 +267,9 @@ async def test_the_last_p_may_fail_and_fail_and_is_asked_and_asked() -> None:
 
 @pytest.mark.asyncio
 async def test_a_d_that_dies_in_every_stream_gets_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.registry._BREAKER_FIRST_PAUSE", 30.0)  # no trial, however slow this machine is
+    monkeypatch.setattr(
+        "p2pkv_proxy.membership.instance._BREAKER_FIRST_PAUSE", 30.0
+    )  # no trial, however slow this machine is
 
     async def breaks(request: web.Request, seen: Seen) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Content-Length": "99"})
@@ -279,7 +284,7 @@ async def test_a_d_that_dies_in_every_stream_gets_a_pause(monkeypatch: pytest.Mo
         bad.behaviour = breaks
         for _ in range(30):
             await (await deployment.post({"prompt": "x", "stream": True})).read()
-        await until(lambda: deployment.proxy.counters.breakers_opened >= 1)
+        await eventually(lambda: deployment.proxy.counters.breakers_opened >= 1)
         assert len(bad.requests) <= 7
         await quiet(deployment)
 
@@ -296,13 +301,13 @@ async def test_a_trial_whose_client_leaves_is_followed_by_another() -> None:
     async def chosen(times: int) -> list[Instance]:
         found = []
         for _ in range(times):
-            async with admission.place(Asked(), paired=True) as place:
+            async with admission.place(RoutingRequest(), paired=True) as place:
                 found.append(prefiller(place.choice))
         return found
 
     assert await chosen(3) == [good] * 3
     now = 1.0
-    async with admission.place(Asked(), paired=True) as trial:
+    async with admission.place(RoutingRequest(), paired=True) as trial:
         assert prefiller(trial.choice) is bad
         assert await chosen(3) == [good] * 3
     assert bad in await chosen(2)

@@ -13,11 +13,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 from proxy_behaviours import Seen, event_stream
-from proxy_fakes import Deployment, FakeInstance, deployed, quiet, until
+from proxy_fakes import Deployment, FakeInstance, deployed, quiet
 
-from proxy.attempt import Dispatch
-from proxy.instances import Access
-from proxy.registry import Instance
+from p2pkv_proxy.access import Access
+from p2pkv_proxy.attempt import Dispatch
+from p2pkv_proxy.membership.instance import Instance
+from support.waiting import eventually
 
 STREAMS = 64
 EVENTS = 8
@@ -46,7 +47,7 @@ class Tide:
         if role == "D":
             self.begun[instance.http_address] = set()
             instance.behaviour = self.streams
-        await until(lambda: bool(instance.requests), "the newcomer gets requests")
+        await eventually(lambda: bool(instance.requests), "the newcomer gets requests")
         return instance
 
     async def streams(self, request: web.Request, seen: Seen) -> web.StreamResponse:
@@ -82,7 +83,7 @@ class Tide:
     async def flows(self) -> None:
         """Until as many more have ended as there are at a time."""
         goal = len(self.whole) + STREAMS
-        await until(lambda: len(self.whole) >= goal, "the streams go on")
+        await eventually(lambda: len(self.whole) >= goal, "the streams go on")
 
 
 @asynccontextmanager
@@ -116,8 +117,8 @@ async def say_goodbye(flood: Tide, instance: FakeInstance) -> None:
     """As a clean stop does: no more pings, what is under way ends, then the port closes."""
     leaver = registered(flood, instance)
     await asyncio.to_thread(flood.deployment.pingers[instance.http_address].stop)
-    await until(lambda: leaver not in flood.deployment.everyone())
-    await until(lambda: leaver.in_flight == leaver.load == 0, "what it works on ends")
+    await eventually(lambda: leaver not in flood.deployment.everyone())
+    await eventually(lambda: leaver.in_flight == leaver.load == 0, "what it works on ends")
     await instance.stop()
 
 
@@ -143,7 +144,7 @@ async def test_instances_join_and_leave_under_64_streams_and_none_fails(dispatch
             async with deployment.client.post(order, headers={"Authorization": f"Bearer {TOKEN}"}) as done:
                 assert done.status == 200
             drained = registered(flood, second)
-            await until(lambda drained=drained: deployment.proxy.state_of(drained) == "drained")
+            await eventually(lambda drained=drained: deployment.proxy.state_of(drained) == "drained")
             await second.stop()
             await flood.flows()
     assert flood.broken == []
@@ -161,7 +162,7 @@ async def test_of_a_killed_d_only_the_streams_that_it_had_begun_are_lost() -> No
         await flood.flows()
         killed = deployment.decodes[0]
         begun = flood.begun[killed.http_address]
-        await until(lambda: len(begun) >= STREAMS // 8)
+        await eventually(lambda: len(begun) >= STREAMS // 8)
         lost = set(begun)
         killed.kill()
         await flood.flows()

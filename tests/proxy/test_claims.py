@@ -13,15 +13,18 @@ import msgspec
 import pytest
 import pytest_asyncio
 from hostile_support import dealer
-from proxy_fakes import Deployment, deployed, join, ping, until
+from proxy_fakes import Deployment, deployed, join, ping
 from test_breaker import fail
 
 from p2pkv.control.discovery import PING_INTERVAL, Ping, encode_ping, goodbye
 from p2pkv.control.security import Members
 from p2pkv.pairing import Address
-from proxy.app import LISTENER
-from proxy.registry import LEASE, LIFE, Instance, Registry, Role
-from proxy.routing import Asked, Router
+from p2pkv_proxy.app import LISTENER
+from p2pkv_proxy.membership.instance import LIFE, Instance, Role
+from p2pkv_proxy.membership.registry import LEASE, Registry
+from p2pkv_proxy.policies import RoutingRequest
+from p2pkv_proxy.routing import Router
+from support.waiting import eventually
 
 MEMBERS = Members(b"a secret of the tests")
 
@@ -203,7 +206,9 @@ def test_others_are_preferred_to_a_silent_one_and_it_is_better_than_nobody(role:
     router = Router(registry)
 
     def chosen() -> set[Instance]:
-        return {each for _ in range(4) for each in router.choose(Asked(), 20.0).instances if each in both}
+        return {
+            each for _ in range(4) for each in router.choose(RoutingRequest(), 20.0).instances if each in both
+        }
 
     assert chosen() == set(both), "all are silent"
     both[1].last_seen = 19.0
@@ -238,7 +243,7 @@ async def test_a_member_that_registers_anothers_address_is_refused(place: Deploy
     with dealer(Address.parse(place.discovery), place.members, "proxy") as socket:
         for claim in claims(place):
             socket.send(encode_ping(claim))
-        await until(lambda: place.registry.claims_refused == 4)
+        await eventually(lambda: place.registry.claims_refused == 4)
         assert place.registry.known("P") == holder
         assert place.registry.routable("P", place.proxy.clock()) == holder
         assert (await place.post()).status == 200
@@ -249,13 +254,13 @@ async def test_a_member_that_registers_anothers_address_is_refused(place: Deploy
 @pytest.mark.asyncio
 async def test_a_process_that_was_killed_is_followed_at_once(place: Deployment) -> None:
     place.pingers[place.p.http_address].stop()
-    await until(lambda: place.registry.known("P") == [])
+    await eventually(lambda: place.registry.known("P") == [])
     for number in range(10):
         ping = msgspec.structs.replace(place.p.ping, incarnation=f"number {number}")
         # Its end closes the connection, without a goodbye, as a kill does.
         with dealer(Address.parse(place.discovery), place.members, "proxy") as socket:
             socket.send(encode_ping(ping))
-            await until(lambda ping=ping: [each.ping for each in place.registry.known("P")] == [ping])
+            await eventually(lambda ping=ping: [each.ping for each in place.registry.known("P")] == [ping])
     assert place.registry.claims_refused == 0
 
 
@@ -265,12 +270,12 @@ async def test_claims_without_end_disturb_neither_the_proxy_nor_the_holder(place
     with dealer(Address.parse(place.discovery), place.members, "proxy") as socket:
         for number in range(500):
             socket.send(encode_ping(msgspec.structs.replace(place.p.ping, incarnation=str(number))))
-        await until(lambda: place.registry.claims_refused == 500)
+        await eventually(lambda: place.registry.claims_refused == 500)
     seen = holder[0].last_seen
-    await until(lambda: holder[0].last_seen > seen)
+    await eventually(lambda: holder[0].last_seen > seen)
     assert place.registry.known("P") == holder
     place.pingers[place.p.http_address].stop()
-    await until(lambda: place.registry.known("P") == [])
+    await eventually(lambda: place.registry.known("P") == [])
     assert place.app[LISTENER].refused == 0
 
 
@@ -280,7 +285,7 @@ async def test_two_real_instances_under_one_address_do_not_flap(place: Deploymen
     first = place.pingers[place.p.http_address]
     place.p.incarnation = "second"
     place.begin_ping(place.p)
-    await until(lambda: place.registry.claims_refused >= 5)
+    await eventually(lambda: place.registry.claims_refused >= 5)
     assert place.registry.known("P") == [holder]
     await asyncio.to_thread(first.stop)
-    await until(lambda: [each.ping.incarnation for each in place.registry.known("P")] == ["second"])
+    await eventually(lambda: [each.ping.incarnation for each in place.registry.known("P")] == ["second"])

@@ -7,7 +7,9 @@ import asyncio
 import pytest
 from aiohttp import web
 from proxy_behaviours import Seen, event, event_stream, never, streams
-from proxy_fakes import Deployment, called, until
+from proxy_fakes import Deployment, called
+
+from support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 
@@ -15,28 +17,28 @@ pytestmark = pytest.mark.asyncio
 async def test_a_client_that_leaves_while_both_work(concurrent: Deployment) -> None:
     concurrent.p.behaviour = concurrent.d.behaviour = never
     asking = asyncio.create_task(concurrent.post())
-    await until(lambda: called(concurrent.p, concurrent.d))
+    await eventually(lambda: called(concurrent.p, concurrent.d))
     asking.cancel()
-    await until(lambda: concurrent.p.requests[0].aborted and concurrent.d.requests[0].aborted)
+    await eventually(lambda: concurrent.p.requests[0].aborted and concurrent.d.requests[0].aborted)
     everyone = concurrent.registry.known("P") + concurrent.registry.known("D")
-    await until(lambda: all(instance.in_flight == 0 for instance in everyone))
+    await eventually(lambda: all(instance.in_flight == 0 for instance in everyone))
 
 
 async def test_a_client_that_leaves_while_p_works(sequential: Deployment) -> None:
     sequential.p.behaviour = never
     asking = asyncio.create_task(sequential.post())
-    await until(lambda: called(sequential.p))
+    await eventually(lambda: called(sequential.p))
     asking.cancel()
-    await until(lambda: sequential.p.requests[0].aborted)
+    await eventually(lambda: sequential.p.requests[0].aborted)
     assert sequential.d.requests == []
 
 
 async def test_a_client_that_leaves_while_d_works(sequential: Deployment) -> None:
     sequential.d.behaviour = never
     asking = asyncio.create_task(sequential.post())
-    await until(lambda: called(sequential.d))
+    await eventually(lambda: called(sequential.d))
     asking.cancel()
-    await until(lambda: sequential.d.requests[0].aborted)
+    await eventually(lambda: sequential.d.requests[0].aborted)
 
 
 async def test_a_client_that_leaves_in_the_stream(concurrent: Deployment) -> None:
@@ -45,7 +47,7 @@ async def test_a_client_that_leaves_in_the_stream(concurrent: Deployment) -> Non
     response = await concurrent.post({"prompt": "x", "stream": True})
     assert b"first" in await response.content.readuntil(b"\n\n")
     response.close()
-    await until(lambda: concurrent.p.requests[0].aborted and concurrent.d.requests[0].aborted)
+    await eventually(lambda: concurrent.p.requests[0].aborted and concurrent.d.requests[0].aborted)
 
 
 async def test_a_client_that_leaves_in_a_flood(either: Deployment) -> None:
@@ -59,4 +61,4 @@ async def test_a_client_that_leaves_in_a_flood(either: Deployment) -> None:
     await response.content.readuntil(b"\n\n")
     response.close()
     (instance,) = either.registry.known("D")
-    await until(lambda: instance.in_flight == 0)
+    await eventually(lambda: instance.in_flight == 0)

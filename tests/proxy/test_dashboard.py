@@ -129,7 +129,7 @@ async def test_failures_and_missing_instances_are_said(watched: Watched) -> None
     assert "No decode instance is ready" in await watched.shows("missing")
     watched.command.process.kill()
     await watched.until("state", "no answer")
-    assert "last heard" in await watched.shows("missing")
+    assert "last answer" in await watched.shows("missing")
 
 
 @in_a_browser

@@ -22,12 +22,13 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from environments import Unavailable, environment
 from proxy_behaviours import Seen, answer_json
-from proxy_fakes import called, deployed, until
+from proxy_fakes import called, deployed
 
 from p2pkv.config import Options
 from p2pkv.pairing import Address
-from proxy import cli, settings
-from proxy.instances import Access
+from p2pkv_proxy import cli, settings
+from p2pkv_proxy.access import Access
+from support.waiting import eventually
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SECRET = "0123456789abcdef" * 4
@@ -203,11 +204,11 @@ async def test_a_pod_that_stops_waits_for_its_requests() -> None:
         leaving = deployment.d
         leaving.behaviour = slow
         request = asyncio.create_task(deployment.post())
-        await until(lambda: called(leaving))
+        await eventually(lambda: called(leaving))
         staying = await deployment.add("D")
         await deployment.ready(1, 2)
         script = await drained(deployment.url, leaving.http_address)
-        await until(lambda: deployment.routable("D") == [staying.http_address])
+        await eventually(lambda: deployment.routable("D") == [staying.http_address])
         # A request that comes now goes to the one that stays, and the script still waits.
         assert (await deployment.post()).status == 200
         assert len(leaving.requests) == 1 and script.returncode is None

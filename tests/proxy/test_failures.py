@@ -27,9 +27,10 @@ from proxy_behaviours import (
     streams,
     telling,
 )
-from proxy_fakes import Deployment, FakeInstance, called, deployed, error_of, until
+from proxy_fakes import Deployment, FakeInstance, called, deployed, error_of
 
-from proxy.admission import Limits
+from p2pkv_proxy.limits import Limits
+from support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 
@@ -52,7 +53,7 @@ async def test_ds_error_reaches_the_client_and_cancels_p(concurrent: Deployment,
     assert (await error_of(response))["message"].startswith("bad (prefill instance) (decode instance)")
     assert shows_no_address(concurrent, await response.text())
     # If D was quick, P has not even seen the request.
-    await until(lambda: all(seen.aborted for seen in concurrent.p.requests))
+    await eventually(lambda: all(seen.aborted for seen in concurrent.p.requests))
 
 
 async def test_ds_4xx_closes_ps_connection(concurrent: Deployment) -> None:
@@ -60,9 +61,9 @@ async def test_ds_4xx_closes_ps_connection(concurrent: Deployment) -> None:
     concurrent.p.behaviour = telling(p_called, never)
     concurrent.d.behaviour = after(p_called, answer_error(400))
     assert (await concurrent.post()).status == 400
-    await until(lambda: concurrent.p.requests[0].aborted)
+    await eventually(lambda: concurrent.p.requests[0].aborted)
     (instance,) = concurrent.registry.known("P")
-    await until(lambda: instance.in_flight == 0)
+    await eventually(lambda: instance.in_flight == 0)
 
 
 def freeze(deployment: Deployment, instance: FakeInstance) -> None:
@@ -76,7 +77,7 @@ async def test_a_d_that_freezes_is_a_502(behaviour: Behaviour) -> None:
     async with deployed("concurrent", 1, 1, life=1.5, lease=3.0) as deployment:
         deployment.d.behaviour = behaviour
         asked = asyncio.create_task(deployment.post())
-        await until(lambda: called(deployment.d))
+        await eventually(lambda: called(deployment.d))
         freeze(deployment, deployment.d)
         (instance,) = deployment.registry.known("D")
         response = await asked
@@ -90,14 +91,14 @@ async def test_a_d_that_freezes_and_wakes_within_its_lease_answers() -> None:
         ready = asyncio.Event()
         deployment.d.behaviour = after(ready, answer_json)
         asked = asyncio.create_task(deployment.post())
-        await until(lambda: called(deployment.d))
+        await eventually(lambda: called(deployment.d))
         freeze(deployment, deployment.d)
         (instance,) = deployment.registry.known("D")
-        await until(lambda: instance.silent(deployment.proxy.clock()))
+        await eventually(lambda: instance.silent(deployment.proxy.clock()))
         probed = deployment.d.healths
-        await until(lambda: deployment.d.healths > probed + 1, "it is asked, and says nothing")
+        await eventually(lambda: deployment.d.healths > probed + 1, "it is asked, and says nothing")
         again = asyncio.create_task(deployment.post())
-        await until(lambda: len(deployment.d.requests) == 2, "there is nobody else")
+        await eventually(lambda: len(deployment.d.requests) == 2, "there is nobody else")
         ready.set()
         assert {(await asked).status, (await again).status} == {200}
 
@@ -106,7 +107,7 @@ async def test_a_silent_d_whose_port_refuses_is_gone_at_once() -> None:
     async with deployed("concurrent", 1, 1, life=1.5) as deployment:
         deployment.d.behaviour = never
         asked = asyncio.create_task(deployment.post())
-        await until(lambda: called(deployment.d))
+        await eventually(lambda: called(deployment.d))
         deployment.pingers[deployment.d.http_address]._interval = 1000.0
         assert deployment.d.runner is not None
         for site in list(deployment.d.runner.sites):
@@ -123,11 +124,11 @@ async def test_a_d_whose_pings_are_lost_goes_on() -> None:
         ready = asyncio.Event()
         deployment.d.behaviour = after(ready, answer_json)
         asked = asyncio.create_task(deployment.post())
-        await until(lambda: called(deployment.d))
+        await eventually(lambda: called(deployment.d))
         deployment.pingers[deployment.d.http_address]._interval = 1000.0
-        await until(lambda: not deployment.registry.known("D"))
+        await eventually(lambda: not deployment.registry.known("D"))
         asked_again = deployment.d.healths
-        await until(lambda: deployment.d.healths > asked_again)
+        await eventually(lambda: deployment.d.healths > asked_again)
         ready.set()
         assert (await asked).status == 200
 
@@ -143,7 +144,7 @@ async def test_a_d_that_gives_no_answer_is_a_502(either: Deployment, behaviour: 
 
 
 async def test_an_error_without_end_is_a_502(either: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.upstream._MAX_WHOLE_BYTES", 100_000)
+    monkeypatch.setattr("p2pkv_proxy.upstream._MAX_WHOLE_BYTES", 100_000)
     for size, status in ((10_000, 500), (200_000, 502)):
         either.d.behaviour = answer_error(500, "x" * size)
         response = await either.post()
@@ -177,7 +178,7 @@ async def test_a_d_that_dies_in_its_stream_leaves_an_error_event(either: Deploym
         await response.write(event(seen, "first"))
         if cut is not None:
             await response.write(event(seen, "second")[:cut])
-        await until(relayed.is_set)
+        await eventually(relayed.is_set)
         die(request)
         return response
 
@@ -199,7 +200,7 @@ async def test_what_was_held_back_when_d_dies_reaches_the_client(either: Deploym
     async def breaks(request: web.Request, seen: Seen) -> web.StreamResponse:
         response = await event_stream(request)
         await response.write(event(seen, "first") + b"data: " + seen.request_id[:8].encode())
-        await until(relayed.is_set)
+        await eventually(relayed.is_set)
         die(request)
         return response
 
@@ -228,7 +229,7 @@ async def test_a_d_that_dies_in_a_long_json_leaves_it_unfinished(either: Deploym
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
         await response.write(b" " * (2 << 20))
-        await until(begun.is_set)
+        await eventually(begun.is_set)
         die(request)
         return response
 
@@ -276,9 +277,9 @@ async def test_ps_failure_cancels_d_and_without_d_alone_becomes_a_502(
     assert error["message"].startswith("The prefill instance")
     assert error["type"] == "bad_gateway_error"
     assert shows_no_address(concurrent, await response.text())
-    await until(lambda: concurrent.d.requests[0].aborted)
+    await eventually(lambda: concurrent.d.requests[0].aborted)
     (instance,) = concurrent.registry.known("D")
-    await until(lambda: instance.in_flight == 0)
+    await eventually(lambda: instance.in_flight == 0)
 
 
 async def test_a_p_that_is_gone_cancels_d(no_alone: Deployment) -> None:
@@ -288,7 +289,7 @@ async def test_a_p_that_is_gone_cancels_d(no_alone: Deployment) -> None:
     response = await concurrent.post()
     assert response.status == 502
     assert "could not be reached" in (await error_of(response))["message"]
-    await until(lambda: all(seen.aborted for seen in concurrent.d.requests))
+    await eventually(lambda: all(seen.aborted for seen in concurrent.d.requests))
     assert concurrent.routable("P") == []
 
 
@@ -319,7 +320,7 @@ async def test_ps_failure_after_ds_first_token_does_not_matter(concurrent: Deplo
     assert b"first" in await response.content.readuntil(b"\n\n")
     p_fails.set()
     (instance,) = concurrent.registry.known("P")
-    await until(lambda: instance.in_flight == 0)
+    await eventually(lambda: instance.in_flight == 0)
     release.set()
     assert b"second" in await response.content.read()
 
@@ -334,6 +335,6 @@ async def test_of_several_prompts_the_others_still_need_p(concurrent: Deployment
         p_fails.set()
         error = json.loads((await response.content.read()).removeprefix(b"data: "))["error"]
         assert error["message"].startswith("The prefill instance failed")
-        await until(lambda: concurrent.d.requests[-1].aborted)
+        await eventually(lambda: concurrent.d.requests[-1].aborted)
     (p,), (d,) = concurrent.registry.known("P"), concurrent.registry.known("D")
     assert (p.breaker.closed, d.breaker.closed) == (False, True), "it is P that fails"

@@ -11,7 +11,7 @@ from aiohttp import web
 from proxy_behaviours import Behaviour, Seen, answer_json, event_stream
 from proxy_fakes import Deployment, deployed, quiet
 
-from proxy.answers import first_event_came, first_event_failed
+from p2pkv_proxy.answers import first_event_came, first_event_failed
 
 CHAT = "/v1/chat/completions"
 STREAM = {"messages": [], "prompt": "x", "stream": True}
@@ -72,7 +72,7 @@ async def test_with_nobody_else_it_is_a_502(either: Deployment) -> None:
     response = await either.post(STREAM, CHAT)
     assert response.status == 502
     message = (await response.json())["error"]["message"]
-    assert message.startswith("The decode instance failed with an internal error; its log says how.")
+    assert message.startswith("The decode instance failed with an internal error; see its log.")
     either.d.behaviour = streams(ROLE, error(500, "no room for 10 blocks"), DONE)
     message = (await (await either.post(STREAM, CHAT)).json())["error"]["message"]
     assert message == (

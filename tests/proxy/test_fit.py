@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 from proxy_behaviours import Seen, answer_error, answer_json
-from proxy_fakes import Deployment, FakeInstance, deployed, error_of, join, ping, quiet, until
+from proxy_fakes import Deployment, FakeInstance, deployed, error_of, join, ping, quiet
 
-from proxy.admission import Limits
-from proxy.registry import Instance, Registry, differences
-from proxy.routing import Asked, Choice, Full, Help, NoInstance, Router
+from p2pkv_proxy.limits import Limits
+from p2pkv_proxy.membership.instance import Instance, differences
+from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.policies import RoutingRequest
+from p2pkv_proxy.routing import Choice, Full, NoInstance, PrefillMode, Router
+from support.waiting import eventually
 
 OLD = "protocol=1, weights=aa, link=host"
 NEW = "protocol=2, weights=aa, link=host"
@@ -36,7 +39,7 @@ def test_of_several_fingerprints_only_equal_ones_make_a_pair() -> None:
     registry = Registry()
     fleet(registry, [OLD, NEW, OLD], [NEW, OLD, NEW, NEW])
     router = Router(registry)
-    pairs = {pair(router.choose(Asked("m"), 0.0)) for _ in range(20)}
+    pairs = {pair(router.choose(RoutingRequest("m"), 0.0)) for _ in range(20)}
     assert pairs == {(OLD, OLD), (NEW, NEW)}
 
 
@@ -44,20 +47,23 @@ def test_a_p_is_chosen_among_those_that_fit_a_d_with_room() -> None:
     registry = Registry()
     _, (old, new) = fleet(registry, [OLD, NEW], [OLD, NEW])
     router = Router(registry, room=1)
-    old.take_seat(alone=False)
-    assert [pair(router.choose(Asked("m"), 0.0)) for _ in range(4)] == [(NEW, NEW)] * 4
-    new.take_seat(alone=False)
+    old.take_place(alone=False)
+    assert [pair(router.choose(RoutingRequest("m"), 0.0)) for _ in range(4)] == [(NEW, NEW)] * 4
+    new.take_place(alone=False)
     with pytest.raises(Full):
-        router.choose(Asked("m"), 0.0)
+        router.choose(RoutingRequest("m"), 0.0)
 
 
 def test_a_retry_too_goes_to_a_pair_that_fits() -> None:
     registry = Registry()
     (old, new), _ = fleet(registry, [OLD, NEW], [OLD, NEW])
     router = Router(registry)
-    assert pair(router.choose(Asked("m"), 0.0, help=Help.NEEDED, avoid=frozenset({old}))) == (NEW, NEW)
+    assert pair(router.choose(RoutingRequest("m"), 0.0, mode=PrefillMode.NEEDED, avoid=frozenset({old}))) == (
+        NEW,
+        NEW,
+    )
     with pytest.raises(NoInstance):
-        router.choose(Asked("m"), 0.0, help=Help.NEEDED, avoid=frozenset({old, new}))
+        router.choose(RoutingRequest("m"), 0.0, mode=PrefillMode.NEEDED, avoid=frozenset({old, new}))
 
 
 @pytest.mark.parametrize("alone", [0, 1])
@@ -66,11 +72,11 @@ def test_where_no_p_fits_d_alone_is_chosen_or_the_error_says_why(alone: int) -> 
     fleet(registry, [OLD, OLD], [OTHER_LINK])
     router = Router(registry, alone=alone)
     if alone:
-        choice = router.choose(Asked("m"), 0.0)
+        choice = router.choose(RoutingRequest("m"), 0.0)
         assert (choice.prefill, choice.missed) == (None, True)
     else:
         with pytest.raises(NoInstance, match=r"fits a decode instance for this model: they differ in link\."):
-            router.choose(Asked("m"), 0.0)
+            router.choose(RoutingRequest("m"), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -130,10 +136,10 @@ def test_a_large_fleet_that_does_not_fit_is_looked_at_once_for_each_kind(
         looks += 1
         return differences(one, other)
 
-    for module in ("registry", "routing"):
-        monkeypatch.setattr(f"proxy.{module}.differences", counted)
+    for module in ("membership.registry", "routing"):
+        monkeypatch.setattr(f"p2pkv_proxy.{module}.differences", counted)
     with pytest.raises(NoInstance):
-        Router(registry).choose(Asked("m"), 0.0)
+        Router(registry).choose(RoutingRequest("m"), 0.0)
     assert len(registry.misfits()) == 60
     assert looks <= 8
 
@@ -147,7 +153,7 @@ def test_who_fits_nobody_is_said_once_and_again_when_that_is_over(caplog: pytest
     said = [each.getMessage() for each in caplog.records if "fits no" in each.getMessage()]
     assert said == [
         "prefill instance 10.0.0.1:11 fits no decode instance, so it gets no requests: the nearest differs "
-        f"in protocol; use the same version of p2pkv; this one says: {NEW}"
+        f"in protocol; use the same version of p2pkv; this one needs: {NEW}"
     ]
     assert Router(registry).missing(0.0) == [
         "1 prefill instance fits no decode instance: they differ in protocol."
@@ -182,13 +188,13 @@ async def replaced(deployment: Deployment, old: FakeInstance, fit: str) -> None:
     known = deployment.registry.known
     leaver = next(each for each in known(old.role) if each.ping == old.ping)
     deployment.pingers[old.http_address].stop()
-    await until(lambda: leaver not in known(old.role), "the goodbye")
-    await until(lambda: leaver.load == 0, "the end of its last requests")
+    await eventually(lambda: leaver not in known(old.role), "the goodbye")
+    await eventually(lambda: leaver.load == 0, "the end of its last requests")
     await old.stop()
     new = await deployment.add(old.role, fit=fit)
     if new.role == "D":
         judging(deployment, new)
-    await until(lambda: new.http_address in deployment.routable(new.role), "the new instance")
+    await eventually(lambda: new.http_address in deployment.routable(new.role), "the new instance")
 
 
 @pytest.mark.asyncio
@@ -210,7 +216,7 @@ async def test_a_rolling_upgrade_loses_no_request_and_makes_no_pair_that_does_no
         for old, misfits in zip(before, [{"P"}, set(), {"D"}, set()], strict=True):
             await replaced(deployment, old, NEW)
             served = len(statuses)
-            await until(lambda served=served: len(statuses) >= served + 20, "requests between two steps")
+            await eventually(lambda served=served: len(statuses) >= served + 20, "requests between two steps")
             assert {each.role for each in deployment.registry.misfits()} == misfits
         done.set()
         await asyncio.gather(*clients)

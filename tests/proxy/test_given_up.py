@@ -21,13 +21,14 @@ from proxy_behaviours import (
     stops,
     stops_before_a_token,
 )
-from proxy_fakes import Deployment, deployed, quiet, until
+from proxy_fakes import Deployment, deployed, quiet
 
 from p2pkv.pairing import find_pair
-from proxy.admission import Limits
-from proxy.answers import GivenUpFilter, gave_up
-from proxy.attempt import Dispatch
-from proxy.http import PAIRED
+from p2pkv_proxy.answers import GivenUpFilter, gave_up
+from p2pkv_proxy.attempt import Dispatch
+from p2pkv_proxy.http import PAIRED
+from p2pkv_proxy.limits import Limits
+from support.waiting import eventually
 
 STREAM = {"prompt": "x", "stream": True}
 ABORT = b'"finish_reason":"abort"'
@@ -48,7 +49,7 @@ def after_p(deployment: Deployment, behaviour: Behaviour) -> Behaviour:
     """D, as it hears from a P that gives up."""
 
     async def waits(request: web.Request, seen: Seen) -> web.StreamResponse:
-        await until(lambda: any(seen.answered for each in deployment.prefills for seen in each.requests))
+        await eventually(lambda: any(seen.answered for each in deployment.prefills for seen in each.requests))
         return await behaviour(request, seen)
 
     return waits
@@ -108,7 +109,7 @@ async def test_in_the_stream_it_is_an_error_event(either: Deployment, cut: int |
     async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
         response = await event_stream(request)
         await response.write(event(seen, "first"))
-        await until(relayed.is_set)
+        await eventually(relayed.is_set)
         end = event(seen, "second") + b"data: " + given_up(seen) + b"\n\ndata: [DONE]\n\n"
         for part in [end] if cut is None else [end[:-cut], end[-cut:]]:
             await response.write(part)

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from proxy_fakes import Deployment
 
 from p2pkv.engine.context import Counters
+from p2pkv_proxy.exposition import page as page_of
 
 BOARD = json.loads((Path(__file__).parents[2] / "examples" / "grafana.json").read_text())
 PANELS: list[dict[str, Any]] = BOARD["panels"]
@@ -45,7 +46,7 @@ def test_every_series_in_a_query_is_ours_or_vllms() -> None:
 @pytest.mark.asyncio
 async def test_the_proxy_has_what_is_asked_of_it(concurrent: Deployment) -> None:
     assert (await concurrent.post()).status == 200
-    page, _ = concurrent.proxy.metrics.exposition("")
+    page, _ = page_of("", [concurrent.proxy.exposition.families()])
     families = list(text_string_to_metric_families(page.decode()))
     names = {family.name + suffix for family in families for suffix in SUFFIXES[family.type]}
     assert len(asked("p2pkv_proxy_")) > 10

@@ -10,12 +10,13 @@ import msgspec
 import pytest
 import zmq
 from hostile_support import DEEP, RAW, dealer, shout
-from proxy_fakes import Deployment, deployed, until
+from proxy_fakes import Deployment, deployed
 
 from p2pkv.control import security
 from p2pkv.control.discovery import Ping, encode_ping
 from p2pkv.pairing import Address
-from proxy.app import LISTENER
+from p2pkv_proxy.app import LISTENER
+from support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 
@@ -41,7 +42,7 @@ async def test_every_truncation_and_wrong_value_of_a_ping(lonely: Deployment) ->
     with dealer(Address.parse(lonely.discovery)) as socket:
         for frame in frames:
             socket.send(frame)
-        await until(lambda: lonely.refused == len(frames))
+        await eventually(lambda: lonely.refused == len(frames))
     assert lonely.registry.known("P") == []
     await serves(lonely)
 
@@ -53,7 +54,7 @@ async def test_garbage_without_end_makes_a_line_in_ten_seconds(
     with dealer(Address.parse(lonely.discovery)) as socket:
         for _ in range(500):
             socket.send(b"\xff")
-        await until(lambda: lonely.refused == 500)
+        await eventually(lambda: lonely.refused == 500)
     assert len([line for line in caplog.records if "refused" in line.getMessage()]) <= 2
     await serves(lonely)
 
@@ -74,7 +75,7 @@ async def test_idle_connections_are_closed(lonely: Deployment, monkeypatch: pyte
             for _ in range(200):
                 stack.enter_context(shout(place, b""))
             await serves(deployment)
-            await until(lambda: deployment.app[LISTENER].shut_out >= 200)
+            await eventually(lambda: deployment.app[LISTENER].shut_out >= 200)
         await serves(deployment)
 
 
@@ -91,6 +92,6 @@ async def test_the_tasks_of_the_listener_outlive_what_they_meet(lonely: Deployme
     take, listener._take = listener._take, fail
     with dealer(Address.parse(lonely.discovery)) as socket:
         socket.send(encode_ping(PING))
-        await until(failed.is_set)
+        await eventually(failed.is_set)
     listener._take = take
     await serves(lonely)

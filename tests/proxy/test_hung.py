@@ -20,11 +20,12 @@ from proxy_behaviours import (
     streams,
     telling,
 )
-from proxy_fakes import Deployment, FakeInstance, deployed, error_of, quiet, until
+from proxy_fakes import Deployment, FakeInstance, deployed, error_of, quiet
 from test_alone import known, paired
 
-from proxy.admission import Limits
-from proxy.attempt import Dispatch
+from p2pkv_proxy.attempt import Dispatch
+from p2pkv_proxy.limits import Limits
+from support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 
@@ -78,7 +79,7 @@ async def test_however_many_hang_there_the_budget_of_retries_keeps_none() -> Non
         hung, _ = deployment.decodes
         hung.behaviour = never
         asking = [asyncio.create_task(deployment.post()) for _ in range(32)]
-        await until(lambda: sum(len(each.requests) for each in deployment.decodes) == 32)
+        await eventually(lambda: sum(len(each.requests) for each in deployment.decodes) == 32)
         assert len(hung.requests) > 12, "more than the budget has for so few requests"
         no_more_pings(deployment, hung)
         assert {(await each).status for each in asking} == {200}
@@ -96,9 +97,9 @@ async def test_what_has_begun_goes_on_and_so_does_what_has_nowhere_to_go(
         assert b"first" in await begun.content.readuntil(b"\n\n")
         deployment.d.behaviour = after(release, answer_json)
         waiting = asyncio.create_task(deployment.post())
-        await until(lambda: len(deployment.d.requests) == 2)
+        await eventually(lambda: len(deployment.d.requests) == 2)
         no_more_pings(deployment, deployment.d)
-        await until(lambda: "its engine may hang" in caplog.text)
+        await eventually(lambda: "its engine may hang" in caplog.text)
         # Another D comes: what has begun stays all the same.
         await deployment.add("D")
         assert (await waiting).status == 200
@@ -115,13 +116,13 @@ async def test_a_lost_ping_or_two_move_nothing() -> None:
         for each in deployment.decodes:
             each.behaviour = after(release, answer_json)
         asking = asyncio.create_task(deployment.post())
-        await until(lambda: any(each.requests for each in deployment.decodes))
+        await eventually(lambda: any(each.requests for each in deployment.decodes))
         hung = the_asked(deployment.decodes)
         instance = known(deployment, hung)
         no_more_pings(deployment, hung)
-        await until(lambda: instance.silent(deployment.proxy.clock()))
+        await eventually(lambda: instance.silent(deployment.proxy.clock()))
         probed = hung.healths
-        await until(lambda: hung.healths > probed + 1)
+        await eventually(lambda: hung.healths > probed + 1)
         release.set()
         assert (await asking).status == 200
         assert deployment.proxy.counters.retried == 0
@@ -141,7 +142,7 @@ async def test_sequential_a_p_that_hangs_leaves_the_request_to_another_p_or_to_d
 
 async def test_concurrent_a_p_that_hangs_is_ds_affair(monkeypatch: pytest.MonkeyPatch) -> None:
     """D has a lease of its own, and may be computing the prompt already."""
-    monkeypatch.setattr("proxy.attempt._GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("p2pkv_proxy.attempt._GRACE_SECONDS", 0.1)
     async with deployed("concurrent", prefill=2, decode=1, **LEASE) as deployment:
         release = asyncio.Event()
         first = one_hangs(deployment.prefills, never)
@@ -151,9 +152,9 @@ async def test_concurrent_a_p_that_hangs_is_ds_affair(monkeypatch: pytest.Monkey
         hung = the_asked(deployment.prefills)
         instance = known(deployment, hung)
         no_more_pings(deployment, hung)
-        await until(lambda: deployment.registry.overdue(instance, deployment.proxy.clock()))
+        await eventually(lambda: deployment.registry.overdue(instance, deployment.proxy.clock()))
         probed = hung.healths
-        await until(lambda: hung.healths > probed + 1)
+        await eventually(lambda: hung.healths > probed + 1)
         assert len(deployment.d.requests) == 1
         release.set()
         assert (await asking).status == 200
@@ -205,11 +206,11 @@ async def test_the_deadline_for_the_first_token_is_for_streams() -> None:
         release = asyncio.Event()
         deployment.d.behaviour = after(release, answer_json)
         asking = asyncio.create_task(deployment.post())
-        await until(lambda: bool(deployment.d.requests))
+        await eventually(lambda: bool(deployment.d.requests))
         (active,) = deployment.proxy.active._open
         assert active.attempt is not None
         deadline, loop = active.attempt._began + 0.4, asyncio.get_running_loop()
-        await until(lambda: loop.time() > deadline)
+        await eventually(lambda: loop.time() > deadline)
         release.set()
         assert (await asking).status == 200
 
@@ -224,7 +225,7 @@ async def test_a_stream_of_which_nothing_more_comes_ends_with_an_error_and_count
         assert (error["code"], error["message"]) == (504, "The decode instance has sent nothing for 0.3 s.")
         (d,) = deployment.registry.known("D")
         assert [good for _, good in d.breaker._outcomes] == [True, False]
-        await until(lambda: deployment.d.requests[0].aborted)
+        await eventually(lambda: deployment.d.requests[0].aborted)
         await quiet(deployment)
 
 
@@ -245,7 +246,7 @@ async def test_a_client_that_reads_slowly_is_not_ds_silence() -> None:
         relay = active.attempt.relay
         assert relay is not None
         loop = asyncio.get_running_loop()
-        await until(lambda: relay._writing is not None and loop.time() - relay._writing > 0.8)
+        await eventually(lambda: relay._writing is not None and loop.time() - relay._writing > 0.8)
         text = await response.read()
         assert text.count(b"data: ") == 200 and b'"error"' not in text
         await quiet(deployment)

@@ -10,11 +10,12 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from proxy_behaviours import after, never, streams
-from proxy_fakes import Deployment, FakeInstance, deployed, error_of, join, ping, quiet, until
+from proxy_fakes import Deployment, FakeInstance, deployed, error_of, join, ping, quiet
 
-from proxy.admission import Limits
-from proxy.instances import Access
-from proxy.registry import Registry
+from p2pkv_proxy.access import Access
+from p2pkv_proxy.limits import Limits
+from p2pkv_proxy.membership.registry import Registry
+from support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 
@@ -108,9 +109,9 @@ async def test_a_p_counts_as_drained_when_d_has_its_kv_and_not_before() -> None:
         first, rest = asyncio.Event(), asyncio.Event()
         deployment.d.behaviour = after(first, streams(rest))
         asking = asyncio.create_task(deployment.post({"prompt": "x", "stream": True}))
-        await until(lambda: bool(deployment.p.requests) and deployment.p.requests[0].answered)
+        await eventually(lambda: bool(deployment.p.requests) and deployment.p.requests[0].answered)
         (p,) = deployment.registry.known("P")
-        await until(lambda: p.load == 0)
+        await eventually(lambda: p.load == 0)
         await drained(deployment, deployment.p)
         assert (await states(deployment))[deployment.p.http_address] == "draining"
         first.set()
@@ -139,9 +140,9 @@ async def test_who_waits_for_a_place_gets_that_of_a_resumed_instance() -> None:
         first.behaviour = never
         await drained(deployment, second)
         stuck = asyncio.create_task(deployment.post())
-        await until(lambda: deployment.proxy.admission.under_way == 1)
+        await eventually(lambda: deployment.proxy.admission.under_way == 1)
         waiting = asyncio.create_task(deployment.post())
-        await until(lambda: deployment.proxy.admission.waiting == 1)
+        await eventually(lambda: deployment.proxy.admission.waiting == 1)
         await order(deployment, second, "resume")
         assert (await waiting).status == 200
         stuck.cancel()

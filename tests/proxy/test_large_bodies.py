@@ -15,15 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 from proxy_behaviours import Seen, answer_error, answer_json, event, event_stream
-from proxy_fakes import Deployment, FakeInstance, deployed, error_of, quiet, until
+from proxy_fakes import Deployment, FakeInstance, deployed, error_of, quiet
 
-from proxy import intake
-from proxy.admission import Limits
-from proxy.bodies import Content, parse
-from proxy.errors import ProxyError
-from proxy.http import PAIRED
-from proxy.intake import MOST_ESCAPES, MOST_NUMBERS, check_values, values_in
-from proxy.upstream import Client, _Streamed
+from p2pkv_proxy import bodies
+from p2pkv_proxy.bodies import Content, parse
+from p2pkv_proxy.errors import ProxyError
+from p2pkv_proxy.http import PAIRED
+from p2pkv_proxy.limits import Limits
+from p2pkv_proxy.upstream import Client, _Streamed
+from p2pkv_proxy.values import MOST_ESCAPES, MOST_NUMBERS, check_values, values_in
+from support.waiting import eventually
 
 MIB = 1 << 20
 SMALL = 64 << 10
@@ -155,7 +156,7 @@ def test_values_are_counted_as_they_are_however_they_are_read(
 ) -> None:
     raw = bytearray(json.dumps(value, indent=indent, ensure_ascii=False).encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(intake, "_READ_AT_ONCE", at_once)
+        patch.setattr("p2pkv_proxy.values._READ_AT_ONCE", at_once)
         *_, (values, numbers) = values_in(raw)
     assert values + numbers == counted(value)
 
@@ -358,7 +359,7 @@ def bodies_in_memory() -> Iterator[Any]:
     """A function that says how many bytes of bodies there are."""
 
     def found() -> int:
-        shown = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, intake.__file__)])
+        shown = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, bodies.__file__)])
         return sum(each.size for each in shown.traces)
 
     tracemalloc.start(3)
@@ -390,7 +391,7 @@ async def test_a_body_is_let_go_when_the_answer_has_begun(either: Deployment) ->
         responses = [await begin(either, 500_000) for _ in range(4)]
         assert either.proxy.gauges()["under_way"] == 4
         assert either.proxy.intake.held == 0
-        await until(lambda: found() < 100_000, "no body is left")
+        await eventually(lambda: found() < 100_000, "no body is left")
     end.set()
     for response in responses:
         await response.read()
@@ -410,7 +411,7 @@ async def test_no_body_stays_in_memory_when_its_request_fails(either: Deployment
                 response = await either.post({"model": "tiny", "prompt": "x" * 700_000})
                 assert response.status >= 400
             await quiet(either)
-            await until(lambda: found() < 100_000, "no body is left")
+            await eventually(lambda: found() < 100_000, "no body is left")
     finally:
         gc.enable()
 
@@ -446,7 +447,7 @@ async def test_a_body_is_held_while_another_instance_may_need_it() -> None:
     async with deployed("concurrent", 1, 1, limits=Limits(max_held=2 * MIB)) as deployment:
         deployment.d.behaviour = hold
         asked = asyncio.create_task(deployment.post({"prompt": "x" * 1_500_000}))
-        await until(lambda: len(deployment.d.requests) == 1)
+        await eventually(lambda: len(deployment.d.requests) == 1)
         assert deployment.proxy.intake.held > 1_500_000
         response = await deployment.post({"prompt": "x" * 1_500_000})
         assert response.status == 503

@@ -15,17 +15,19 @@ import aiohttp
 import pytest
 import zmq
 from proxy_behaviours import streams
-from proxy_fakes import DEADLINE, Deployment, FakeInstance, asked, deployed, join, ping, quiet, until
+from proxy_fakes import DEADLINE, Deployment, FakeInstance, asked, deployed, join, ping, quiet
 from proxy_process import running
 
 from p2pkv.control.security import Members, ZapHandler
 from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import Inspect, Report, decode, encode
-from proxy import cli, settings
-from proxy.admission import Limits
-from proxy.listed import ListedInstance
-from proxy.registry import ListedSource, Registry, Role
+from p2pkv_proxy import cli, settings
+from p2pkv_proxy.limits import Limits
+from p2pkv_proxy.membership.instance import ListedSource, Role
+from p2pkv_proxy.membership.listed import ListedInstance
+from p2pkv_proxy.membership.registry import Registry
+from support.waiting import eventually
 
 OLD = "protocol=1, weights=aa, link=host"
 NEW = "protocol=2, weights=aa, link=host"
@@ -34,8 +36,8 @@ SECRET = b"a secret of the tests"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.listed._PERIOD_SECONDS", 0.05)
-    monkeypatch.setattr("proxy.listed._RANK_SECONDS", 0.5)
+    monkeypatch.setattr("p2pkv_proxy.membership.listed._PERIOD_SECONDS", 0.05)
+    monkeypatch.setattr("p2pkv_proxy.membership.listed._RANK_SECONDS", 0.5)
 
 
 class FakeRank:
@@ -136,7 +138,7 @@ async def test_they_come_and_go_as_their_health_says(caplog: pytest.LogCaptureFi
         assert (await deployment.post()).status == 200
         await d.stop()
         await deployment.ready(prefill=1, decode=0)
-        await until(lambda: deployment.registry.known("D") == [], "it is gone")
+        await eventually(lambda: deployment.registry.known("D") == [], "it is gone")
         await d.start()
         await deployment.ready(prefill=1, decode=1)
         assert (await deployment.post()).status == 200
@@ -153,7 +155,7 @@ async def test_one_whose_health_hangs_is_silent_and_the_others_are_preferred() -
         frozen, other = deployment.decodes
         frozen.frozen = True
         states = {frozen.http_address: "silent", other.http_address: "ready"}
-        await until(
+        await eventually(
             lambda: (
                 {each.ping.http_address: deployment.proxy.state_of(each) for each in deployment.everyone()}
                 == states
@@ -197,7 +199,7 @@ async def test_a_restart_is_learnt_and_may_change_what_it_fits() -> None:
             assert (await deployment.post()).status == 200
             assert asked(deployment.prefills) == [0], "they do not fit"
             await deployment.p.stop()
-            await until(lambda: deployment.routable("P") == [])
+            await eventually(lambda: deployment.routable("P") == [])
             p.says |= {"fit": NEW, "incarnation": "second"}
             await deployment.p.start()
             await deployment.ready(prefill=1, decode=1)
@@ -210,17 +212,17 @@ async def test_a_restart_is_learnt_and_may_change_what_it_fits() -> None:
 async def test_a_rank_that_cannot_be_asked_after_a_restart_is_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("proxy.listed._ASK_AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr("p2pkv_proxy.membership.listed._ASK_AGAIN_SECONDS", 0.1)
     with ranks(FakeRank("P", fit=OLD)) as (p,):
         async with listing(FakeInstance("P", zmq_address=p.address)) as deployment:
-            await until(lambda: [each.ping.fit for each in deployment.registry.known("P")] == [OLD])
+            await eventually(lambda: [each.ping.fit for each in deployment.registry.known("P")] == [OLD])
             await deployment.p.stop()
-            await until(lambda: deployment.routable("P") == [])
+            await eventually(lambda: deployment.routable("P") == [])
             p.says["fit"] = 7  # which is no answer
             await deployment.p.start()
-            await until(lambda: [each.ping.fit for each in deployment.registry.known("P")] == [""])
+            await eventually(lambda: [each.ping.fit for each in deployment.registry.known("P")] == [""])
             p.says["fit"] = NEW
-            await until(lambda: [each.ping.fit for each in deployment.registry.known("P")] == [NEW])
+            await eventually(lambda: [each.ping.fit for each in deployment.registry.known("P")] == [NEW])
 
 
 @pytest.mark.asyncio
@@ -240,7 +242,7 @@ async def test_what_the_proxy_lacks_makes_no_listed_instance_unready() -> None:
         assert connector is not None
         kept._connector = aiohttp.TCPConnector(limit=0, socket_factory=lacks)
         try:
-            await until(lambda: tried > 3)
+            await eventually(lambda: tried > 3)
             assert len(deployment.routable("D")) == 1
         finally:
             kept._connector = connector
@@ -259,7 +261,7 @@ async def test_another_instance_than_the_list_says_gets_nothing_and_it_is_said(
 ) -> None:
     with ranks(FakeRank("P", **says)) as (rank,):
         async with listing(FakeInstance("P", zmq_address=rank.address), FakeInstance("D")) as deployment:
-            await until(lambda: words in caplog.text, words)
+            await eventually(lambda: words in caplog.text, words)
             await deployment.ready(prefill=0, decode=1)
             rank.says |= {"role": "P", "rank": 0}
             await deployment.ready(prefill=1, decode=1)
@@ -285,16 +287,16 @@ async def test_who_pings_by_itself_is_left_to_its_pings() -> None:
         (listed_d,) = deployment.registry.known("D")
         assert listed_d.fits_unknown
         pinger = deployment.begin_ping(deployment.d)
-        await until(lambda: [each.ping.fit for each in deployment.registry.known("D")] == [NEW])
+        await eventually(lambda: [each.ping.fit for each in deployment.registry.known("D")] == [NEW])
         await deployment.ready(prefill=1, decode=1)
         assert not deployment.registry.known("D")[0].fits_unknown
         healths = deployment.d.healths
         pinger.stop()
-        await until(lambda: deployment.d.healths > healths + 5, "the list is looked at again")
+        await eventually(lambda: deployment.d.healths > healths + 5, "the list is looked at again")
         assert deployment.routable("D") == [], "it stops, although its /health still answers"
         await deployment.d.stop()
         assert isinstance(listed_d.source, ListedSource)
-        await until(lambda: not listed_d.source.pinged, "its port has been found closed")
+        await eventually(lambda: not listed_d.source.pinged, "its port has been found closed")
         await deployment.d.start()
         await deployment.ready(prefill=1, decode=1)
         assert deployment.registry.claims_refused == 0
@@ -394,7 +396,7 @@ async def test_of_two_proxies_side_by_side_one_is_killed_and_the_other_goes_on()
                 for answer in (lost, kept):
                     assert b"first" in await answer.content.readuntil(b"\n\n")
                 other.process.kill()
-                await until(lambda: sum(seen.aborted for seen in d.requests) == 1, "D hears of it")
+                await eventually(lambda: sum(seen.aborted for seen in d.requests) == 1, "D hears of it")
                 release.set()
                 assert b"second" in await kept.read()
                 lost.close()

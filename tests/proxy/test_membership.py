@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
+import aiohttp
 import msgspec
 import pytest
 import zmq
@@ -21,11 +22,16 @@ from proxy_behaviours import (
     never_a_token,
     with_a_p,
 )
-from proxy_fakes import Deployment, FakeInstance, deployed, until
+from proxy_fakes import PING_SECONDS, Deployment, FakeInstance, deployed
 
+from p2pkv.control.announcer import Pinger
 from p2pkv.control.discovery import encode_ping, goodbye
-from proxy.admission import Limits
-from proxy.registry import Instance
+from p2pkv_proxy.limits import Limits
+from p2pkv_proxy.membership import Membership
+from p2pkv_proxy.membership.instance import Instance, Role
+from p2pkv_proxy.membership.listed import ListedInstance
+from p2pkv_proxy.membership.registry import Registry
+from support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 
@@ -70,7 +76,7 @@ async def test_an_instance_that_pings_but_is_not_healthy_is_not_routable() -> No
         await lonely.add("D")
         p = await lonely.add("P", health=503)
         await lonely.ready(prefill=0, decode=1)
-        await until(lambda: len(lonely.registry.known("P")) == 1)
+        await eventually(lambda: len(lonely.registry.known("P")) == 1)
         response = await lonely.post()
         assert response.status == 503
         assert "No prefill instance is ready: of 1 registered" in (await response.json())["error"]["message"]
@@ -92,24 +98,24 @@ async def test_silence_ends_membership() -> None:
             socket.send(encode_ping(msgspec.structs.replace(d.ping, dp_rank=1)))  # once, then never again
             await deployment.ready(prefill=0, decode=2)
         await deployment.ready(prefill=0, decode=1)
-        await until(lambda: [instance.ping for instance in deployment.registry.known("D")] == [d.ping])
+        await eventually(lambda: [instance.ping for instance in deployment.registry.known("D")] == [d.ping])
 
 
 async def test_a_restart_under_the_same_address(concurrent: Deployment) -> None:
     p, first = concurrent.p, concurrent.p.ping
     concurrent.pingers[p.http_address].stop()
-    await until(lambda: concurrent.registry.known("P") == [])
+    await eventually(lambda: concurrent.registry.known("P") == [])
     with dealer(concurrent) as killed:
         killed.send(encode_ping(first))
         await concurrent.ready(prefill=1, decode=1)
     old = concurrent.registry.known("P")[0]
     p.health, p.incarnation = 503, "second"  # the new one pings before its API answers
     concurrent.begin_ping(p)
-    await until(lambda: old not in concurrent.registry.known("P"))
+    await eventually(lambda: old not in concurrent.registry.known("P"))
     with dealer(concurrent) as late:
         late.send(encode_ping(goodbye(first)))
         late.send(b"mark")
-        await until(lambda: concurrent.refused == 1)
+        await eventually(lambda: concurrent.refused == 1)
     assert [each.ping for each in concurrent.registry.known("P")] == [p.ping]
     assert concurrent.routable("P") == []
     p.health = 200
@@ -121,7 +127,7 @@ async def test_a_classic_ping_is_enough(lonely: Deployment) -> None:
     d = await lonely.add("D")
     await lonely.ready(prefill=0, decode=1)
     lonely.pingers[d.http_address].stop()
-    await until(lambda: lonely.registry.known("D") == [])
+    await eventually(lambda: lonely.registry.known("D") == [])
     classic = {"type": "D", "http_address": d.http_address, "zmq_address": d.zmq_address}
     with dealer(lonely) as socket:
         socket.setsockopt_string(zmq.IDENTITY, d.zmq_address)
@@ -134,7 +140,7 @@ async def test_replicas_behind_one_address_are_told_apart(lonely: Deployment) ->
     d = await lonely.add("D")
     await lonely.ready(prefill=1, decode=1)
     lonely.pingers[d.http_address].stop()
-    await until(lambda: lonely.registry.known("D") == [])
+    await eventually(lambda: lonely.registry.known("D") == [])
     with dealer(lonely) as socket:
         for rank in (0, 1):
             ping = msgspec.structs.replace(
@@ -160,7 +166,7 @@ async def test_garbage_on_the_discovery_port_is_survived(lonely: Deployment) -> 
             socket.send(frame)
         socket.send_multipart([b"", b"x"])
         socket.send_multipart([b"x"] * 1000)
-        await until(lambda: lonely.refused == len(frames) + 2)
+        await eventually(lambda: lonely.refused == len(frames) + 2)
         with dealer(lonely) as other:
             other.send(b"\x81" * 100_000)  # ZMQ itself closes this connection
         assert lonely.refused == len(frames) + 2
@@ -176,7 +182,7 @@ async def test_a_forged_goodbye_of_another_incarnation_changes_nothing(concurren
     with dealer(concurrent) as socket:
         socket.send(encode_ping(forged))
         socket.send(b"mark")
-        await until(lambda: concurrent.refused == 1)
+        await eventually(lambda: concurrent.refused == 1)
     assert len(concurrent.routable("P")) == 1
 
 
@@ -244,7 +250,7 @@ async def test_requests_under_way_survive_a_goodbye(concurrent: Deployment) -> N
 
     concurrent.d.behaviour = slow
     asking = asyncio.create_task(concurrent.post())
-    await until(lambda: len(concurrent.d.requests) == 1)
+    await eventually(lambda: len(concurrent.d.requests) == 1)
     concurrent.pingers[concurrent.d.http_address].stop()
     await concurrent.ready(prefill=1, decode=0)
     release.set()
@@ -255,7 +261,7 @@ async def leaves(deployment: Deployment, instance: FakeInstance) -> None:
     """As vLLM that is told to stop: it says goodbye, its port refuses, and what it has stays open."""
     deployment.pingers[instance.http_address].stop()
     instance.refuse()
-    await until(lambda: instance.http_address not in deployment.routable(instance.role))
+    await eventually(lambda: instance.http_address not in deployment.routable(instance.role))
 
 
 async def test_requests_that_the_leaver_has_not_begun_go_elsewhere_once_its_port_refuses(
@@ -263,9 +269,9 @@ async def test_requests_that_the_leaver_has_not_begun_go_elsewhere_once_its_port
 ) -> None:
     concurrent.p.behaviour = concurrent.d.behaviour = never
     asking = asyncio.create_task(concurrent.post())
-    await until(lambda: len(concurrent.p.requests) == len(concurrent.d.requests) == 1)
+    await eventually(lambda: len(concurrent.p.requests) == len(concurrent.d.requests) == 1)
     other = await concurrent.add("D")
-    await until(lambda: other.http_address in concurrent.routable("D"))
+    await eventually(lambda: other.http_address in concurrent.routable("D"))
     await leaves(concurrent, concurrent.d)
     async with asyncio.timeout(10):
         response = await asking
@@ -276,10 +282,10 @@ async def test_an_answer_that_comes_within_a_second_of_the_goodbye_is_taken(
     concurrent: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM sends what it has computed although its port refuses."""
-    monkeypatch.setattr("proxy.prober._GOODBYE_SECONDS", 1000.0)
-    monkeypatch.setattr("proxy.prober._PERIOD_SECONDS", 0.01)
+    monkeypatch.setattr("p2pkv_proxy.membership.prober._GOODBYE_SECONDS", 1000.0)
+    monkeypatch.setattr("p2pkv_proxy.membership.prober._PERIOD_SECONDS", 0.01)
     release, refused = asyncio.Event(), 0
-    health = concurrent.proxy.prober._health
+    health = concurrent.proxy.membership.prober._health
 
     async def counted(instance: Instance) -> bool:
         nonlocal refused
@@ -291,10 +297,10 @@ async def test_an_answer_that_comes_within_a_second_of_the_goodbye_is_taken(
 
     concurrent.d.behaviour = after(release, answer_json)
     asking = asyncio.create_task(concurrent.post())
-    await until(lambda: len(concurrent.d.requests) == 1)
-    monkeypatch.setattr(concurrent.proxy.prober, "_health", counted)
+    await eventually(lambda: len(concurrent.d.requests) == 1)
+    monkeypatch.setattr(concurrent.proxy.membership.prober, "_health", counted)
     await leaves(concurrent, concurrent.d)
-    await until(lambda: refused > 3)
+    await eventually(lambda: refused > 3)
     release.set()
     assert (await asking).status == 200
 
@@ -303,9 +309,9 @@ async def test_a_leaver_that_freezes_with_its_port_open_loses_its_requests_after
     async with deployed("concurrent", 1, 1, life=0.5, lease=1.0) as deployment:
         deployment.d.behaviour = never
         asking = asyncio.create_task(deployment.post())
-        await until(lambda: len(deployment.d.requests) == 1)
+        await eventually(lambda: len(deployment.d.requests) == 1)
         other = await deployment.add("D")
-        await until(lambda: other.http_address in deployment.routable("D"))
+        await eventually(lambda: other.http_address in deployment.routable("D"))
         deployment.pingers[deployment.d.http_address].stop()
         deployment.d.frozen = True
         async with asyncio.timeout(10):
@@ -320,15 +326,15 @@ async def test_a_request_that_a_leaving_d_takes_goes_elsewhere_too(sequential: D
     sequential.p.behaviour = after(release, answer_json)
     sequential.d.behaviour = never
     asking = asyncio.create_task(sequential.post())
-    await until(lambda: len(sequential.p.requests) == 1)
+    await eventually(lambda: len(sequential.p.requests) == 1)
     other.health = 200
-    await until(lambda: other.http_address in sequential.routable("D"))
+    await eventually(lambda: other.http_address in sequential.routable("D"))
     sequential.pingers[sequential.d.http_address].stop()
-    await until(lambda: sequential.d.http_address not in sequential.routable("D"))
+    await eventually(lambda: sequential.d.http_address not in sequential.routable("D"))
     asked_before = sequential.d.healths
-    await until(lambda: sequential.d.healths > asked_before + 1)
+    await eventually(lambda: sequential.d.healths > asked_before + 1)
     release.set()
-    await until(lambda: len(sequential.d.requests) == 1)
+    await eventually(lambda: len(sequential.d.requests) == 1)
     sequential.d.refuse()
     async with asyncio.timeout(10):
         response = await asking
@@ -341,9 +347,9 @@ async def test_what_becomes_of_a_request_whose_p_leaves_is_ds_to_say(concurrent:
     concurrent.p.behaviour = never
     concurrent.d.behaviour = after(release, answer_json)
     asking = asyncio.create_task(concurrent.post())
-    await until(lambda: len(concurrent.p.requests) == len(concurrent.d.requests) == 1)
+    await eventually(lambda: len(concurrent.p.requests) == len(concurrent.d.requests) == 1)
     await leaves(concurrent, concurrent.p)
-    await until(lambda: concurrent.p.requests[0].aborted)
+    await eventually(lambda: concurrent.p.requests[0].aborted)
     assert not concurrent.d.requests[0].aborted
     release.set()
     assert (await asking).status == 200 and len(concurrent.d.requests) == 1
@@ -355,11 +361,11 @@ async def test_a_d_that_fails_because_its_p_leaves_is_not_to_blame(concurrent: D
     concurrent.p.behaviour = never
     concurrent.d.behaviour = after(release, answer_error(500, "Internal server error"))
     asking = asyncio.create_task(concurrent.post())
-    await until(lambda: len(concurrent.p.requests) == len(concurrent.d.requests) == 1)
+    await eventually(lambda: len(concurrent.p.requests) == len(concurrent.d.requests) == 1)
     other = await concurrent.add("P")
-    await until(lambda: other.http_address in concurrent.routable("P"))
+    await eventually(lambda: other.http_address in concurrent.routable("P"))
     concurrent.pingers[concurrent.p.http_address].stop()
-    await until(lambda: concurrent.p.http_address not in concurrent.routable("P"))
+    await eventually(lambda: concurrent.p.http_address not in concurrent.routable("P"))
     concurrent.d.behaviour = answer_json
     release.set()
     async with asyncio.timeout(10):
@@ -385,9 +391,9 @@ async def test_an_answer_that_the_leaver_has_begun_goes_on_although_its_port_ref
     response = await concurrent.post()
     concurrent.d.behaviour = never_a_token
     asking = asyncio.create_task(concurrent.post())
-    await until(lambda: len(concurrent.d.requests) == 2)
+    await eventually(lambda: len(concurrent.d.requests) == 2)
     await leaves(concurrent, concurrent.d)
-    await until(lambda: concurrent.d.requests[1].aborted)  # so the leaver is known to have stopped
+    await eventually(lambda: concurrent.d.requests[1].aborted)  # so the leaver is known to have stopped
     release.set()
     assert (await response.text()).endswith("data: [DONE]\n\n")
     asking.cancel()
@@ -399,9 +405,9 @@ async def test_all_that_a_leaver_has_not_begun_goes_elsewhere_whatever_retries_a
     """The budget of retries, ten of so few requests, is for outages."""
     concurrent.d.behaviour = never
     asking = [asyncio.create_task(concurrent.post()) for _ in range(14)]
-    await until(lambda: len(concurrent.d.requests) == len(asking))
+    await eventually(lambda: len(concurrent.d.requests) == len(asking))
     other = await concurrent.add("D")
-    await until(lambda: other.http_address in concurrent.routable("D"))
+    await eventually(lambda: other.http_address in concurrent.routable("D"))
     await leaves(concurrent, concurrent.d)
     async with asyncio.timeout(10):
         answers = await asyncio.gather(*asking)
@@ -415,13 +421,13 @@ async def test_a_d_that_dies_is_blamed_although_its_p_has_left() -> None:
             each.behaviour = never
         asking = asyncio.create_task(deployment.post())
         asked = (*deployment.prefills, *deployment.decodes)
-        await until(lambda: sum(len(each.requests) for each in asked) == 2)
+        await eventually(lambda: sum(len(each.requests) for each in asked) == 2)
         p, d = (each for each in asked if each.requests)
         for each in asked:
             if each not in (p, d):
                 each.behaviour = answer_json
         deployment.pingers[p.http_address].stop()
-        await until(lambda: p.http_address not in deployment.routable("P"))
+        await eventually(lambda: p.http_address not in deployment.routable("P"))
         dead = next(each for each in deployment.everyone() if each.ping.http_address == d.http_address)
         d.kill()
         async with asyncio.timeout(10):
@@ -438,5 +444,35 @@ async def test_a_leaver_that_nobody_needs_is_not_asked_again(concurrent: Deploym
     await concurrent.ready(prefill=1, decode=1)
     asked = leaver.healths
     newcomer = await concurrent.add("D", health=503)  # which is asked in each round
-    await until(lambda: newcomer.healths >= 4)
+    await eventually(lambda: newcomer.healths >= 4)
     assert leaver.healths <= asked + 1
+
+
+async def test_membership_works_without_a_proxy() -> None:
+    """Pings, /health and a list keep a registry, whoever reads it."""
+    async with aiohttp.ClientSession() as session, contextlib.AsyncExitStack() as cleanup:
+        membership = Membership(session, Registry(life=0.5, lease=1.0))
+        cleanup.callback(membership.close)
+        endpoint = membership.listen("tcp://127.0.0.1:*").endpoint.removeprefix("tcp://")
+        pinging, listed = FakeInstance("P"), FakeInstance("D")
+        for each in (pinging, listed):
+            await each.start()
+            cleanup.push_async_callback(each.stop)
+        membership.watch([ListedInstance.parse("D", f"{listed.http_address}={listed.zmq_address}")])
+        changes = []
+        membership.changed = lambda: changes.append(membership.clock())
+        running = asyncio.create_task(membership.run())
+        cleanup.callback(running.cancel)
+        pinger = Pinger(endpoint, pinging.ping, PING_SECONDS)
+        pinger.start()
+
+        def addresses(role: Role) -> list[str]:
+            found = membership.registry.routable(role, membership.clock())
+            return [each.ping.http_address for each in found]
+
+        await eventually(lambda: addresses("P") == [pinging.http_address], "the one that pings")
+        await eventually(lambda: addresses("D") == [listed.http_address], "the one that is listed")
+        assert changes
+        pinger.stop()
+        listed.kill()
+        await eventually(lambda: not addresses("P") and not addresses("D"), "their end")

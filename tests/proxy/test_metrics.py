@@ -21,13 +21,17 @@ from proxy_behaviours import (
     streams,
     with_a_p,
 )
-from proxy_fakes import Deployment, deployed, ping, quiet, until
+from proxy_fakes import Deployment, deployed, ping, quiet
 
-from proxy import metrics as metrics_module
-from proxy.admission import Limits, RequestCounters
-from proxy.metrics import OUTCOMES, STATES, Metrics
-from proxy.registry import Instance
-from proxy.routing import Choice
+from p2pkv_proxy import exposition
+from p2pkv_proxy import metrics as metrics_module
+from p2pkv_proxy.exposition import Exposition
+from p2pkv_proxy.exposition import page as page_of
+from p2pkv_proxy.limits import Limits, RequestCounters
+from p2pkv_proxy.membership.instance import Instance
+from p2pkv_proxy.metrics import OUTCOMES, STATES, Metrics
+from p2pkv_proxy.routing import Choice
+from support.waiting import eventually
 
 
 class Page:
@@ -107,11 +111,11 @@ async def test_each_way_to_end_is_an_outcome_of_its_own() -> None:
         deployment.d.behaviour = never
         before = len(deployment.d.requests)
         leaving = asyncio.create_task(deployment.post())
-        await until(lambda: len(deployment.d.requests) > before)
+        await eventually(lambda: len(deployment.d.requests) > before)
         leaving.cancel()
         await quiet(deployment)
         await asyncio.to_thread(deployment.pingers[deployment.d.http_address].stop)
-        await until(lambda: not deployment.routable("D"))
+        await eventually(lambda: not deployment.routable("D"))
         assert (await deployment.post()).status == 503
 
         now = await page(deployment)
@@ -159,7 +163,7 @@ async def test_what_health_counts_is_shown_and_not_counted_again() -> None:
 
 
 def test_every_counter_of_the_proxy_is_shown() -> None:
-    shown = {key for _, key, _ in metrics_module._COUNTERS}
+    shown = {key for _, key, _ in exposition._COUNTERS}
     reasons = {f"refused_{reason}" for reason in ("full", "late", "alone")}
     counted = {each.name for each in fields(RequestCounters)} | {"reconnected", "claims_refused"}
     assert shown | reasons == counted
@@ -202,11 +206,11 @@ class Fleet:
         self.here: list[Instance] = []
 
     def counted(self) -> dict[str, int]:
-        names = [key for _, key, _ in metrics_module._COUNTERS]
+        names = [key for _, key, _ in exposition._COUNTERS]
         return dict.fromkeys([*names, "refused_full", "refused_late", "refused_alone"], 0)
 
     def gauges(self) -> dict[str, int]:
-        return dict.fromkeys([key for _, key, _ in metrics_module._GAUGES], 0)
+        return dict.fromkeys([key for _, key, _ in exposition._GAUGES], 0)
 
     def instances(self) -> list[Instance]:
         return self.here
@@ -218,17 +222,17 @@ class Fleet:
 def test_an_instances_series_end_when_it_has_been_gone_for_long() -> None:
     now, fleet = 0.0, Fleet()
     metrics = Metrics(lambda: now)
-    metrics.show(fleet)
+    pages = Exposition(metrics, fleet)
     p, d = Instance(ping("P", 1), 0.0), Instance(ping("D", 2), 0.0)
     fleet.here = [p, d]
 
     def shown() -> set[str]:
-        text = metrics.exposition("")[0].decode()
+        text = page_of("", [pages.families()])[0].decode()
         return {sample.labels["address"] for sample in Page(text).samples if "address" in sample.labels}
 
     metrics.paired(Choice(p, d))
     for instance in (p, d):
-        metrics.judged(instance, True)
+        metrics.record_outcome(instance, True)
     metrics.first_token(d.ping.http_address, "pair", 0.1)
     metrics.pace(d.ping.http_address, b"data: x\n\n").beat(b"data: y\n\n")
     both = {p.ping.http_address, d.ping.http_address}
@@ -240,7 +244,7 @@ def test_an_instances_series_end_when_it_has_been_gone_for_long() -> None:
     now = 601.0
     assert shown() == {p.ping.http_address}
     assert not metrics.pairs
-    metrics.judged(d, False)
+    metrics.record_outcome(d, False)
     assert shown() == both, "what comes later is counted anew"
     metrics.forget()
     now = 1300.0
@@ -252,24 +256,24 @@ def test_an_instances_series_end_when_it_has_been_gone_for_long() -> None:
 def test_an_instance_that_comes_back_in_time_keeps_its_series() -> None:
     now, fleet = 0.0, Fleet()
     metrics = Metrics(lambda: now)
-    metrics.show(fleet)
+    pages = Exposition(metrics, fleet)
     d = Instance(ping("D", 2), 0.0)
-    metrics.judged(d, True)
+    metrics.record_outcome(d, True)
     metrics.forget()
     now, fleet.here = 500.0, [d]
     metrics.forget()
     now, fleet.here = 1000.0, []
     metrics.forget()
     now = 1500.0
-    assert d.ping.http_address in metrics.exposition("")[0].decode()
+    assert d.ping.http_address in page_of("", [pages.families()])[0].decode()
 
 
 def test_what_nobody_scrapes_does_not_grow_either() -> None:
     now, fleet = 0.0, Fleet()
     metrics = Metrics(lambda: now)
-    metrics.show(fleet)
+    Exposition(metrics, fleet)
     for number in range(2000):
-        metrics.judged(Instance(ping("D", 1 + number % 60000), 0.0), True)
+        metrics.record_outcome(Instance(ping("D", 1 + number % 60000), 0.0), True)
         now += metrics_module.SAMPLE_SECONDS
         metrics.sample()
     assert len(metrics._addresses()) < 700

@@ -7,7 +7,7 @@ import json
 import pytest
 from proxy_fakes import Deployment, deployed, error_of
 
-from proxy.admission import Limits
+from p2pkv_proxy.limits import Limits
 
 pytestmark = pytest.mark.asyncio
 

@@ -23,7 +23,7 @@ async def two(deployment: Deployment, **options: Any) -> None:
         await deployment.add("D", models=("tiny", name), **options)
     await deployment.ready(prefill=0, decode=2)
     with pytest.MonkeyPatch.context() as patient:
-        patient.setattr("proxy.models._OTHERS_SECONDS", 1000.0)
+        patient.setattr("p2pkv_proxy.models._OTHERS_SECONDS", 1000.0)
         assert await listed(deployment, options.get("key", "")) == (200, ["tiny", "other", "one"])
 
 
@@ -31,7 +31,7 @@ async def two(deployment: Deployment, **options: Any) -> None:
 async def test_one_that_is_frozen_holds_up_nothing_and_its_models_are_known(
     lonely: Deployment, frozen: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.models._LIST_SECONDS", 1000.0)
+    monkeypatch.setattr("p2pkv_proxy.models._LIST_SECONDS", 1000.0)
     await two(lonely)
     lonely.decodes[frozen].frozen = True
     lonely.decodes[1 - frozen].models = ("tiny", "new")
@@ -43,7 +43,7 @@ async def test_one_that_is_frozen_holds_up_nothing_and_its_models_are_known(
 async def test_what_is_remembered_is_for_those_who_show_the_key(
     lonely: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.models._LIST_SECONDS", 1000.0)
+    monkeypatch.setattr("p2pkv_proxy.models._LIST_SECONDS", 1000.0)
     await two(lonely, key="a key")
     assert (await listed(lonely))[0] == 401
     lonely.decodes[0].frozen = True
@@ -53,7 +53,7 @@ async def test_what_is_remembered_is_for_those_who_show_the_key(
 
 async def test_if_none_answers_it_is_a_502(lonely: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     await two(lonely)
-    monkeypatch.setattr("proxy.models._LIST_SECONDS", 0.3)
+    monkeypatch.setattr("p2pkv_proxy.models._LIST_SECONDS", 0.3)
     for each in lonely.decodes:
         each.frozen = True
     status, page = await listed(lonely)

@@ -21,13 +21,14 @@ import pytest_asyncio
 from aiohttp import web
 from classic_router import ClassicRouter, by_aiohttp
 from proxy_behaviours import answer_json, completion, event, event_stream
-from proxy_fakes import PING_SECONDS, FakeInstance, until
+from proxy_fakes import PING_SECONDS, FakeInstance
 from router_support import MODES, vllm_router
 
 from p2pkv.control.discovery import encode_ping
 from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import find_pair, transfer_key
+from support.waiting import eventually
 
 LIFE = 1.0
 
@@ -64,7 +65,7 @@ async def classic() -> AsyncIterator[Classic]:
             pinger.start()
             stack.callback(pinger.stop)
             pingers.append(pinger)
-        await until(lambda: bool(router.there("P") and router.there("D")), "both are registered")
+        await eventually(lambda: bool(router.there("P") and router.there("D")), "both are registered")
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         yield Classic(url, discovery, router, *instances, pingers[0])
 
@@ -113,12 +114,12 @@ async def test_a_stream_is_passed_on(classic: Classic) -> None:
 async def test_a_goodbye_does_not_end_its_discovery(classic: Classic) -> None:
     # Its discovery dies of a message that it does not know; ours says goodbye in a ping.
     await asyncio.to_thread(classic.p_pinger.stop)
-    await until(lambda: not classic.router.there("P"), "P's life has ended")
+    await eventually(lambda: not classic.router.there("P"), "P's life has ended")
     assert classic.router.ended is None and classic.router.there("D")
     again = Pinger(classic.discovery, classic.p.ping, PING_SECONDS)
     again.start()
     try:
-        await until(lambda: bool(classic.router.there("P")), "P is back")
+        await eventually(lambda: bool(classic.router.there("P")), "P is back")
     finally:
         await asyncio.to_thread(again.stop)
     assert classic.router.ended is None and classic.p.behaviour is answer_json

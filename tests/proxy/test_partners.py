@@ -10,12 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 from hostile_support import dealer
-from proxy_fakes import Deployment, ping, until
+from proxy_fakes import Deployment, ping
 
 from p2pkv.control.discovery import Ping, decode_partners, encode_ping, goodbye
 from p2pkv.control.pinger import Pinger
-from proxy.partners import REPEAT_SECONDS, RING_SECONDS, PartnerLists
-from proxy.registry import Instance, Registry
+from p2pkv_proxy.membership.instance import Instance
+from p2pkv_proxy.membership.partners import REPEAT_SECONDS, RING_SECONDS, PartnerLists
+from p2pkv_proxy.membership.registry import Registry
+from support.waiting import eventually
 
 
 @dataclass(eq=False)
@@ -32,7 +34,7 @@ class Line:
     def stands(self) -> bool:
         return True
 
-    def tell(self, frame: bytes) -> bool:
+    def answer(self, frame: bytes) -> bool:
         if not self.full:
             self.said.append(decode_partners(frame))
         return not self.full
@@ -157,12 +159,12 @@ def test_many_ps_are_spread_over_the_ds_and_one_more_changes_few_lists() -> None
 async def test_a_d_hears_of_them_through_the_discovery_socket(lonely: Deployment) -> None:
     heard: list[tuple[str, ...]] = []
     d = ping("D", 8200, partners=8)
-    pinger = Pinger(lonely.discovery, d, 0.05, hear=heard.append)
+    pinger = Pinger(lonely.discovery, d, 0.05, on_partners=heard.append)
     pinger.start()
     lonely.cleanup.callback(pinger.stop)
     ps = [await lonely.add("P") for _ in range(2)]
     expected = {p.ping.zmq_address for p in ps}
-    await until(lambda: bool(heard) and set(heard[-1]) == expected, "both P's")
+    await eventually(lambda: bool(heard) and set(heard[-1]) == expected, "both P's")
 
 
 @pytest.mark.asyncio
@@ -171,10 +173,10 @@ async def test_an_older_d_is_sent_nothing(lonely: Deployment) -> None:
     await lonely.add("P")
     with dealer(lonely.discovery) as socket:
         socket.send(encode_ping(ping("D", 8200)))
-        await until(lambda: len(lonely.everyone()) == 2, "both instances")
+        await eventually(lambda: len(lonely.everyone()) == 2, "both instances")
         asking = ping("D", 8201, partners=1)
         with dealer(lonely.discovery) as other:
             other.send(encode_ping(asking))
-            await until(lambda: bool(other.poll(0)), "the answer to who asks")
+            await eventually(lambda: bool(other.poll(0)), "the answer to who asks")
         await asyncio.sleep(0)
         assert not socket.poll(0)

@@ -12,11 +12,13 @@ import pytest_asyncio
 from aiohttp import web
 from msgspec.structs import replace
 from proxy_behaviours import Seen, after, answer_json, event, event_stream, never
-from proxy_fakes import Deployment, FakeInstance, asked, called, deployed, error_of, ping, quiet, until
+from proxy_fakes import Deployment, FakeInstance, asked, called, deployed, error_of, ping, quiet
 
 from p2pkv.control.discovery import DISCOVERY_VERSION, goodbye
-from proxy.admission import Limits
-from proxy.registry import VOUCHING_VERSION, Registry
+from p2pkv_proxy.limits import Limits
+from p2pkv_proxy.membership.instance import VOUCHING_VERSION
+from p2pkv_proxy.membership.registry import Registry
+from support.waiting import eventually
 
 asyncs = pytest.mark.asyncio
 
@@ -61,7 +63,7 @@ async def test_a_paused_instance_gets_no_new_requests_until_it_is_resumed(role: 
         other = await add(deployment, role)
         await deployment.ready(2 if role == "P" else 1, 2 if role == "D" else 1)
         pause(deployment, other)
-        await until(lambda: other.http_address not in deployment.routable(role), "the pause")
+        await eventually(lambda: other.http_address not in deployment.routable(role), "the pause")
         for _ in range(4):
             assert (await deployment.post()).status == 200
         assert not other.requests
@@ -71,7 +73,7 @@ async def test_a_paused_instance_gets_no_new_requests_until_it_is_resumed(role: 
         async with deployment.client.get(f"{deployment.url}/health") as answer:
             assert (await answer.json())["gauges"]["engines_paused"] == 1
         pause(deployment, other, False)
-        await until(lambda: other.http_address in deployment.routable(role), "the resumption")
+        await eventually(lambda: other.http_address in deployment.routable(role), "the resumption")
         for _ in range(6):
             assert (await deployment.post()).status == 200
         assert other.requests
@@ -84,9 +86,9 @@ async def test_what_a_paused_instance_has_goes_on_when_it_is_resumed() -> None:
         resumed = asyncio.Event()
         deployment.d.behaviour = after(resumed, answer_json)
         asked = asyncio.create_task(deployment.post())
-        await until(lambda: called(deployment.d))
+        await eventually(lambda: called(deployment.d))
         pause(deployment, deployment.d)
-        await until(lambda: not deployment.routable("D"))
+        await eventually(lambda: not deployment.routable("D"))
         pause(deployment, deployment.d, False)
         resumed.set()
         assert (await asked).status == 200
@@ -96,7 +98,7 @@ async def test_what_a_paused_instance_has_goes_on_when_it_is_resumed() -> None:
 async def test_without_any_other_d_the_answer_says_that_it_is_paused() -> None:
     async with deployed("concurrent", 1, 1) as deployment:
         pause(deployment, deployment.d)
-        await until(lambda: not deployment.routable("D"))
+        await eventually(lambda: not deployment.routable("D"))
         response = await deployment.post()
         assert response.status == 503
         assert "1 paused by vLLM's /pause" in (await error_of(response))["message"]
@@ -161,7 +163,7 @@ async def test_a_request_at_a_d_whose_engine_hangs_is_answered_by_another(hung: 
     for each in hung.decodes:
         each.behaviour = never
     request = asyncio.create_task(hung.post())
-    await until(lambda: any(each.requests for each in hung.decodes))
+    await eventually(lambda: any(each.requests for each in hung.decodes))
     (stuck,) = (each for each in hung.decodes if each.requests)
     (other,) = (each for each in hung.decodes if each is not stuck)
     other.behaviour = answer_json
@@ -174,7 +176,7 @@ async def test_a_request_at_a_d_whose_engine_hangs_is_answered_by_another(hung: 
     assert len(stuck.requests) == 1
     stuck.behaviour = answer_json
     hung.pingers[stuck.http_address]._vouched_for = lambda: True
-    await until(lambda: stuck.http_address in hung.routable("D"), "its return")
+    await eventually(lambda: stuck.http_address in hung.routable("D"), "its return")
 
 
 def stream(stop: asyncio.Event, goes_on: asyncio.Event) -> Any:
@@ -197,7 +199,7 @@ def stream(stop: asyncio.Event, goes_on: asyncio.Event) -> Any:
 async def test_a_stream_ends_if_nothing_comes_any_more_and_goes_on_if_pings_alone_are_lost(
     hung: Deployment, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
-    monkeypatch.setattr("proxy.upstream._HUNG_SECONDS", 1.5)
+    monkeypatch.setattr("p2pkv_proxy.upstream._HUNG_SECONDS", 1.5)
     stop, goes_on = asyncio.Event(), asyncio.Event()
     goes_on.set()
     for each in hung.decodes:
@@ -209,7 +211,7 @@ async def test_a_stream_ends_if_nothing_comes_any_more_and_goes_on_if_pings_alon
     if hangs:
         goes_on.clear()
     else:
-        await until(lambda: len(hung.registry.known("D")) == 1, "the end of its lease")
+        await eventually(lambda: len(hung.registry.known("D")) == 1, "the end of its lease")
         began = time.monotonic()
         while time.monotonic() - began < 3.0:
             assert await response.content.readany()
@@ -226,14 +228,14 @@ async def test_of_an_older_p2pkv_a_silence_says_nothing_about_its_engine(hung: D
     for each in hung.decodes:
         if each is not old:
             pause(hung, each)
-    await until(lambda: hung.routable("D") == [old.http_address])
+    await eventually(lambda: hung.routable("D") == [old.http_address])
     answers = asyncio.Event()
     old.behaviour = after(answers, answer_json)
     request = asyncio.create_task(hung.post())
-    await until(lambda: called(old))
+    await eventually(lambda: called(old))
     fall_silent(hung, old)
-    await until(lambda: len(hung.registry.known("D")) == 2, "the end of its lease")
+    await eventually(lambda: len(hung.registry.known("D")) == 2, "the end of its lease")
     asked_again = old.healths
-    await until(lambda: old.healths > asked_again + 1, "two looks at it")
+    await eventually(lambda: old.healths > asked_again + 1, "two looks at it")
     answers.set()
     assert (await request).status == 200

@@ -8,13 +8,16 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from proxy_fakes import Deployment, join, ping, quiet, until
+from proxy_fakes import Deployment, join, ping, quiet
 from test_admission import ask, slow
 
-from proxy.admission import Admission, Limits, RequestCounters
-from proxy.errors import ProxyError
-from proxy.registry import Registry
-from proxy.routing import Asked, Help, Router
+from p2pkv_proxy.admission import Admission
+from p2pkv_proxy.errors import ProxyError
+from p2pkv_proxy.limits import Limits, RequestCounters
+from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.policies import RoutingRequest
+from p2pkv_proxy.routing import PrefillMode, Router
+from support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 
@@ -26,7 +29,7 @@ def small(registry: Registry, **limits: Any) -> Admission:
 
 async def enter(admission: Admission, leave: asyncio.Event | None = None, model: str | None = None) -> None:
     """Gets a place, and keeps it until told to leave."""
-    async with admission.place(Asked(model), paired=False):
+    async with admission.place(RoutingRequest(model), paired=False):
         if leave is not None:
             await leave.wait()
 
@@ -34,7 +37,7 @@ async def enter(admission: Admission, leave: asyncio.Event | None = None, model:
 async def one_leaves(admission: Admission) -> tuple[asyncio.Task[None], asyncio.Task[None]]:
     """Two wait, and the first has been cancelled in this turn of the loop."""
     leaver, stayer = (asyncio.create_task(enter(admission)) for _ in range(2))
-    await until(lambda: admission.waiting == 2)
+    await eventually(lambda: admission.waiting == 2)
     leaver.cancel()
     return leaver, stayer
 
@@ -44,9 +47,9 @@ async def test_a_place_that_comes_as_the_wait_ends_is_not_lost() -> None:
     join(registry, ping("D"))
     admission, leave = small(registry, max_wait=0.05), asyncio.Event()
     holder = asyncio.create_task(enter(admission, leave))
-    await until(lambda: admission.under_way == 1)
+    await eventually(lambda: admission.under_way == 1)
     late = asyncio.create_task(enter(admission))
-    await until(lambda: admission.waiting == 1)
+    await eventually(lambda: admission.waiting == 1)
     leave.set()
     time.sleep(0.06)  # the holder leaves and the deadline passes in the same turn of the loop
     with pytest.raises(ProxyError):
@@ -60,7 +63,7 @@ async def test_a_place_passes_by_who_has_just_left() -> None:
     registry = Registry()
     join(registry, ping("D"))
     admission = small(registry)
-    async with admission.place(Asked(), paired=False):
+    async with admission.place(RoutingRequest(), paired=False):
         leaver, stayer = await one_leaves(admission)
     await stayer
     with pytest.raises(asyncio.CancelledError):
@@ -72,7 +75,7 @@ async def test_who_has_just_left_does_not_spoil_the_end() -> None:
     registry = Registry()
     join(registry, ping("D"))
     admission = small(registry)
-    async with admission.place(Asked(), paired=False):
+    async with admission.place(RoutingRequest(), paired=False):
         leaver, stayer = await one_leaves(admission)
         admission.close(ProxyError(503, "the end"))
         with pytest.raises(ProxyError, match="the end"):
@@ -87,16 +90,16 @@ async def test_who_moves_makes_room_for_who_waits() -> None:
     both, one = join(registry, ping("D", 1)), join(registry, ping("D", 2))
     both.learn(frozenset({"a", "b"}))
     one.learn(frozenset({"b"}))
-    one.turn = 1  # so that the other one is first
+    one.take_turn(1)  # so that the other one is first
     admission = small(registry)
-    async with admission.place(Asked("b"), paired=False) as place:
+    async with admission.place(RoutingRequest("b"), paired=False) as place:
         assert place.choice.decode is both
         waiter = asyncio.create_task(enter(admission, model="a"))
-        await until(lambda: admission.waiting == 1)
-        assert admission.move(place, Help.NONE, frozenset({both}))
+        await eventually(lambda: admission.waiting == 1)
+        assert admission.move(place, PrefillMode.NONE, frozenset({both}))
         await waiter
-        assert (both.seats, one.seats) == (0, 1)
-    assert one.seats == 0
+        assert (both.places, one.places) == (0, 1)
+    assert one.places == 0
 
 
 async def test_who_wants_different_things_of_one_d_is_served_in_order_too() -> None:
@@ -105,13 +108,13 @@ async def test_who_wants_different_things_of_one_d_is_served_in_order_too() -> N
     admission = small(registry)
 
     async def take(number: int, model: str | None) -> None:
-        async with admission.place(Asked(model), paired=False):
+        async with admission.place(RoutingRequest(model), paired=False):
             served.append(number)
 
-    async with admission.place(Asked(), paired=False):
+    async with admission.place(RoutingRequest(), paired=False):
         wanted = enumerate([None, "x", None, "y", "x", None])
         asked = [asyncio.create_task(take(number, model)) for number, model in wanted]
-        await until(lambda: admission.waiting == 6)
+        await eventually(lambda: admission.waiting == 6)
     await asyncio.gather(*asked)
     assert served == [0, 1, 2, 3, 4, 5]
 
@@ -120,9 +123,9 @@ async def test_nothing_is_left_of_names_that_were_waited_for() -> None:
     registry = Registry()
     join(registry, ping("D"))
     admission = small(registry)
-    async with admission.place(Asked(), paired=False):
+    async with admission.place(RoutingRequest(), paired=False):
         asked = [asyncio.create_task(enter(admission, model=str(number))) for number in range(20)]
-        await until(lambda: admission.waiting == 20)
+        await eventually(lambda: admission.waiting == 20)
         for leaver in asked[10:]:
             leaver.cancel()
     await asyncio.gather(*asked, return_exceptions=True)
@@ -138,7 +141,7 @@ async def test_those_who_wait_for_one_model_cost_the_others_nothing(monkeypatch:
     admission = Admission(router, Limits(max_waiting=200), RequestCounters(), lambda: 0.0)
 
     async def once(model: str) -> None:
-        async with admission.place(Asked(model), paired=True):
+        async with admission.place(RoutingRequest(model), paired=True):
             pass
 
     def looked(*arguments: Any) -> Any:
@@ -147,9 +150,12 @@ async def test_those_who_wait_for_one_model_cost_the_others_nothing(monkeypatch:
         return routable(*arguments)
 
     routable = registry.routable
-    async with admission.place(Asked("a"), paired=True), admission.place(Asked("a"), paired=True):
+    async with (
+        admission.place(RoutingRequest("a"), paired=True),
+        admission.place(RoutingRequest("a"), paired=True),
+    ):
         asked = [asyncio.create_task(once("a")) for _ in range(200)]
-        await until(lambda: admission.waiting == 200)
+        await eventually(lambda: admission.waiting == 200)
         monkeypatch.setattr(registry, "routable", looked)
         await once("b")
         monkeypatch.undo()
@@ -167,12 +173,12 @@ async def test_a_herd_is_spread_although_nobody_has_got_his_first_request_yet() 
     async with AsyncExitStack() as leave:
         leave.enter_context(busier.busy(lambda loss: None))
         for _ in range(10):
-            (await leave.enter_async_context(admission.place(Asked(), paired=True))).sent()
+            (await leave.enter_async_context(admission.place(RoutingRequest(), paired=True))).sent()
         asked = [
-            asyncio.create_task(leave.enter_async_context(admission.place(Asked(), paired=True)))
+            asyncio.create_task(leave.enter_async_context(admission.place(RoutingRequest(), paired=True)))
             for _ in range(9)
         ]
-        await until(lambda: admission.waiting == 9)
+        await eventually(lambda: admission.waiting == 9)
         join(registry, ping("D", 12))
         admission.advance()
         chosen = [(await each).choice.prefill for each in asked]
@@ -184,8 +190,8 @@ async def test_a_p_is_busy_until_it_has_answered_and_no_longer(either: Deploymen
     (p,) = either.registry.known("P")
     with slow(either.d):
         asked = [ask(either) for _ in range(3)]
-        await until(lambda: len(either.d.requests) == 3)
-        await until(lambda: p.load == 0)
+        await eventually(lambda: len(either.d.requests) == 3)
+        await eventually(lambda: p.load == 0)
     assert await asyncio.gather(*asked) == [200] * 3
 
 
@@ -195,7 +201,7 @@ async def test_a_d_whose_requests_are_still_at_p_is_busy(sequential: Deployment)
     first, second = sequential.registry.known("D")
     with slow(sequential.p), first.busy(lambda loss: None):
         asked = [ask(sequential) for _ in range(9)]
-        await until(lambda: len(sequential.p.requests) == 9)
-        assert sorted((first.seats, second.seats)) == [4, 5]
+        await eventually(lambda: len(sequential.p.requests) == 9)
+        assert sorted((first.places, second.places)) == [4, 5]
     assert await asyncio.gather(*asked) == [200] * 9
     await quiet(sequential)

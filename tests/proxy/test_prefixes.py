@@ -15,16 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from proxy_fakes import prompt_of
 
-from proxy.prefixes import (
-    BYTES_PER_TOKEN,
-    DATA_BYTES_PER_TOKEN,
-    MOST_HOLDERS,
-    MOST_PIECES,
-    PIECE_TOKENS,
-    Chain,
-    PrefixIndex,
-    Prompt,
-)
+from p2pkv_proxy.bodies import BYTES_PER_TOKEN, DATA_BYTES_PER_TOKEN, MOST_PIECES, PIECE_TOKENS, Chain, Prompt
+from p2pkv_proxy.prefixes import MOST_HOLDERS, PrefixIndex
 
 PIECE = PIECE_TOKENS * BYTES_PER_TOKEN
 """Bytes."""

@@ -22,7 +22,7 @@ from p2pkv.control.discovery import Ping
 from p2pkv.control.pinger import Pinger
 from p2pkv.control.security import Members
 from p2pkv.demo.processes import free_ports
-from proxy.cli import main
+from p2pkv_proxy.cli import main
 
 
 def health(url: str) -> tuple[int, dict[str, object]]:
@@ -119,8 +119,8 @@ def test_with_a_secret_only_members_register_and_the_plain_port_is_another(tmp_p
 def test_off_loopback_without_a_secret_it_must_be_meant() -> None:
     everywhere = f"0.0.0.0:{free_ports()}"
     with running("--port", "0", "--discovery", everywhere, "--allow-insecure") as command:
-        command.says(f"whoever reaches {re.escape(everywhere)} can register an instance")
-        command.says("serving on .* open to anybody")
+        command.says(f"any process that reaches {re.escape(everywhere)} can register an instance")
+        command.says("serving on .* open to all")
 
 
 def test_discovery_may_be_given_by_name() -> None:
@@ -135,7 +135,7 @@ def test_discovery_may_be_given_by_name() -> None:
         (["--port", "70000"], "'70000' is not a port"),
         (["--port", "http"], "'http' is not a port"),
         (["--discovery", "30001"], "is not an address"),
-        (["--discovery", "0.0.0.0:30001"], "there is no secret: whoever pings it"),
+        (["--discovery", "0.0.0.0:30001"], "there is no secret: any process that pings it"),
         (["--secret-file", "/nonexistent"], "cannot be read"),
         (["--plain-discovery", "30001"], "is not an address"),
         (["--dispatch", "random"], "invalid choice"),

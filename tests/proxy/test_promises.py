@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from proxy import app, registry, relay, retries, upstream
-from proxy.cli import _limits, _parser
-from proxy.errors import retry_after
+from p2pkv_proxy import admission, app, relay, upstream
+from p2pkv_proxy.cli import _limits, _parser
+from p2pkv_proxy.errors import retry_after
+from p2pkv_proxy.membership import instance
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 ROWS = [
@@ -21,24 +22,24 @@ ROWS = [
 def test_the_fixed_limits_of_the_page() -> None:
     """Row by row, the numbers of the second cell."""
     idle, interval, probes = upstream._KEEPALIVE_PROBES.values()
-    always = retries._PER_SECOND * retries._WINDOW_SECONDS
+    always = admission._PER_SECOND * admission._WINDOW_SECONDS
     waits = sorted({int(retry_after()["Retry-After"]) for _ in range(200)})
     expected = [
         ("Retry-After", [waits[0], waits[-1]]),
         ("connection without a request", [app.IDLE_SECONDS]),
         ("client that reads nothing", [relay.STALL_SECONDS]),
-        ("retries", [retries._SHARE, retries._WINDOW_SECONDS, always]),
+        ("retries", [admission._SHARE, admission._WINDOW_SECONDS, always]),
         (
             "a pause",
             [
-                registry._BREAKER_FAILURES,
-                registry._BREAKER_SHARE,
-                registry._BREAKER_WINDOW_SECONDS,
-                registry._BREAKER_OUTCOMES,
+                instance._BREAKER_FAILURES,
+                instance._BREAKER_SHARE,
+                instance._BREAKER_WINDOW_SECONDS,
+                instance._BREAKER_OUTCOMES,
             ],
         ),
-        ("a pause lasts", [registry._BREAKER_FIRST_PAUSE, registry._BREAKER_LONGEST_PAUSE]),
-        ("silent", [registry.LIFE]),
+        ("a pause lasts", [instance._BREAKER_FIRST_PAUSE, instance._BREAKER_LONGEST_PAUSE]),
+        ("silent", [instance.LIFE]),
         ("vanished", [idle + interval * probes]),
     ]
     assert len(ROWS) == len(expected)

@@ -15,13 +15,15 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 from proxy_behaviours import Seen, answer_error, dies, never, streams
-from proxy_fakes import DEADLINE, PING_SECONDS, Deployment, FakeInstance, deployed, quiet, until
+from proxy_fakes import DEADLINE, PING_SECONDS, Deployment, FakeInstance, deployed, quiet
 from proxy_process import running
 
 from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import free_ports
-from proxy.records import JsonLines
-from proxy.tracing import NoTracing, Spans, trace_id_of
+from p2pkv_proxy.logs import JsonLines
+from p2pkv_proxy.metrics import trace_id_of
+from p2pkv_proxy.tracing import NoTracing, Spans
+from support.waiting import eventually
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=x"}
@@ -118,7 +120,7 @@ async def test_spans_of_a_request_lie_below_the_clients_and_above_the_instances(
         assert (await deployment.post(headers={**TRACEPARENT, "X-Request-Id": "mine"})).status == 200
         p, d = (each.requests[0].headers["traceparent"] for each in (deployment.p, deployment.d))
         await quiet(deployment)
-    await until(lambda: len(collector.spans) == 3)
+    await eventually(lambda: len(collector.spans) == 3)
     request = collector.named("POST /v1/completions")
     assert (request.trace_id.hex(), request.parent_span_id.hex()) == (TRACE, PARENT)
     for name, header in (("prefill", p), ("decode", d)):
@@ -140,7 +142,7 @@ async def test_each_try_has_spans_and_failures_are_marked(collector: Collector) 
         deployment.d.behaviour = answer_error(500)
         assert (await deployment.post()).status == 500
         await quiet(deployment)
-    await until(lambda: any(span.name.startswith("POST") for span in collector.spans))
+    await eventually(lambda: any(span.name.startswith("POST") for span in collector.spans))
     request = collector.named("POST /v1/completions")
     assert request.status.code == 2 and not request.parent_span_id
     calls = [span for span in collector.spans if span.name in ("prefill", "decode")]

@@ -8,8 +8,10 @@ import pytest
 from proxy_fakes import join, ping
 
 from p2pkv.control.discovery import PING_INTERVAL, goodbye
-from proxy.registry import LIFE, Instance, ListedSource, Loss, Registry
-from proxy.routing import Asked, Help, NoInstance, Router, UnknownModel
+from p2pkv_proxy.membership.instance import LIFE, Instance, ListedSource, Loss
+from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.policies import RoutingRequest
+from p2pkv_proxy.routing import NoInstance, PrefillMode, Router, UnknownModel
 
 
 def test_a_ping_alone_does_not_make_an_instance_routable() -> None:
@@ -121,9 +123,9 @@ def test_p_and_d_are_chosen_independently() -> None:
     for port in (3, 4):
         join(registry, ping("D", port))
     router = Router(registry)
-    choices = [router.choose(Asked(), 0.0) for _ in range(2)]
-    router.choose(Asked(), 0.0, help=Help.NONE)  # takes D's turn, not P's
-    choices += [router.choose(Asked(), 0.0) for _ in range(2)]
+    choices = [router.choose(RoutingRequest(), 0.0) for _ in range(2)]
+    router.choose(RoutingRequest(), 0.0, mode=PrefillMode.NONE)  # takes D's turn, not P's
+    choices += [router.choose(RoutingRequest(), 0.0) for _ in range(2)]
     pairs = {(c.prefill.ping.http_address, c.decode.ping.http_address) for c in choices if c.prefill}
     assert len(pairs) == 4
 
@@ -133,7 +135,9 @@ def test_equals_take_turns() -> None:
     for port in (1, 2, 3):
         join(registry, ping("D", port))
     router = Router(registry)
-    chosen = [router.choose(Asked(), 0.0, help=Help.NONE).decode.ping.http_address for _ in range(6)]
+    chosen = [
+        router.choose(RoutingRequest(), 0.0, mode=PrefillMode.NONE).decode.ping.http_address for _ in range(6)
+    ]
     assert sorted(chosen[:3]) == sorted(chosen[3:]) == ["10.0.0.1:1", "10.0.0.1:2", "10.0.0.1:3"]
 
 
@@ -142,7 +146,9 @@ def test_the_least_busy_comes_first() -> None:
     busy, idle = join(registry, ping("D", 1)), join(registry, ping("D", 2))
     router = Router(registry)
     with busy.busy(lambda loss: None):
-        assert [router.choose(Asked(), 0.0, help=Help.NONE).decode for _ in range(3)] == [idle] * 3
+        assert [router.choose(RoutingRequest(), 0.0, mode=PrefillMode.NONE).decode for _ in range(3)] == [
+            idle
+        ] * 3
     assert busy.in_flight == 0
 
 
@@ -179,7 +185,7 @@ def pools(*models: str) -> Registry:
 def test_the_requests_model_chooses_the_pool() -> None:
     router = Router(pools("a", "b"))
     for model in ("a", "b", "a", "b"):
-        choice = router.choose(Asked(model), 0.0)
+        choice = router.choose(RoutingRequest(model), 0.0)
         assert choice.prefill is not None
         assert choice.prefill.ping.model == choice.decode.ping.model == model
 
@@ -187,23 +193,23 @@ def test_the_requests_model_chooses_the_pool() -> None:
 def test_without_a_model_the_two_still_match() -> None:
     router = Router(pools("a", "b"))
     for _ in range(4):
-        choice = router.choose(Asked(), 0.0)
+        choice = router.choose(RoutingRequest(), 0.0)
         assert choice.prefill is not None
         assert choice.prefill.ping.model == choice.decode.ping.model
 
 
 def test_an_unknown_model_among_several_is_an_error_that_lists_them() -> None:
     with pytest.raises(UnknownModel, match="`c` does not exist; served here: a, b"):
-        Router(pools("a", "b")).choose(Asked("c"), 0.0)
+        Router(pools("a", "b")).choose(RoutingRequest("c"), 0.0)
 
 
 def test_an_unknown_model_in_a_single_pool_is_left_to_the_instances() -> None:
-    assert Router(pools("a")).choose(Asked("an-adapter"), 0.0).decode.ping.model == "a"
+    assert Router(pools("a")).choose(RoutingRequest("an-adapter"), 0.0).decode.ping.model == "a"
 
 
 def test_instances_that_do_not_say_may_serve_anything() -> None:
     registry = pools("")
-    assert Router(registry).choose(Asked("whatever"), 0.0).prefill is not None
+    assert Router(registry).choose(RoutingRequest("whatever"), 0.0).prefill is not None
 
 
 def test_names_are_those_listed_last_and_the_pings_own() -> None:
@@ -220,20 +226,20 @@ def test_two_models_that_do_not_match_make_no_pair() -> None:
     join(registry, ping("P", 1, model="a"))
     join(registry, ping("D", 2, model="b"))
     with pytest.raises(NoInstance, match="same model"):
-        Router(registry).choose(Asked(), 0.0)
+        Router(registry).choose(RoutingRequest(), 0.0)
 
 
 def test_who_is_missing_is_said() -> None:
     registry = Registry()
     router = Router(registry)
     with pytest.raises(NoInstance, match="No decode instance is ready: none has registered"):
-        router.choose(Asked(), 0.0)
+        router.choose(RoutingRequest(), 0.0)
     registry.observe(ping("D"), 0.0)
     with pytest.raises(NoInstance, match="No decode instance is ready: of 1 registered, none has answered"):
-        router.choose(Asked(), 0.0, help=Help.NONE)
+        router.choose(RoutingRequest(), 0.0, mode=PrefillMode.NONE)
     join(registry, ping("D", 9))
     with pytest.raises(NoInstance, match="No prefill instance is ready: none has registered"):
-        router.choose(Asked(), 0.0)
+        router.choose(RoutingRequest(), 0.0)
     assert router.missing(0.0) == ["No prefill instance is ready: none has registered."]
 
 

@@ -12,10 +12,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 from proxy_behaviours import Seen, answer_json, completion, event, event_stream
-from proxy_fakes import Deployment, deployed, quiet, until
+from proxy_fakes import Deployment, deployed, quiet
 
 from p2pkv.pairing import Address, find_pair
-from proxy.admission import Limits
+from p2pkv_proxy.limits import Limits
+from support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 
@@ -147,7 +148,7 @@ async def test_sequential_calls_d_when_p_has_ended(sequential: Deployment) -> No
 
     sequential.p.behaviour = slow
     asking = asyncio.create_task(sequential.post())
-    await until(lambda: len(sequential.p.requests) == 1)
+    await eventually(lambda: len(sequential.p.requests) == 1)
     assert sequential.d.requests == []
     release.set()
     assert (await asking).status == 200
@@ -221,7 +222,7 @@ async def test_p_may_end_after_d_has_answered(concurrent: Deployment) -> None:
     (instance,) = concurrent.registry.known("P")
     assert instance.in_flight == 1
     release.set()
-    await until(lambda: instance.in_flight == 0)
+    await eventually(lambda: instance.in_flight == 0)
     assert concurrent.p.requests[0].answered
     assert not concurrent.p.requests[0].aborted
 
@@ -234,13 +235,13 @@ async def test_a_p_that_does_not_end_is_closed_after_a_while(
         raise AssertionError("unreachable")
 
     async def answers(request: web.Request, seen: Seen) -> web.StreamResponse:
-        await until(lambda: len(concurrent.p.requests) == 1)
+        await eventually(lambda: len(concurrent.p.requests) == 1)
         return await answer_json(request, seen)
 
-    monkeypatch.setattr("proxy.attempt._GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("p2pkv_proxy.attempt._GRACE_SECONDS", 0.1)
     concurrent.p.behaviour, concurrent.d.behaviour = never, answers
     assert (await concurrent.post()).status == 200
-    await until(lambda: concurrent.p.requests[0].aborted)
+    await eventually(lambda: concurrent.p.requests[0].aborted)
     await quiet(concurrent)
 
 
@@ -251,7 +252,7 @@ async def test_many_requests_spread_and_leave_nothing_behind() -> None:
         assert [len(d.requests) for d in deployment.decodes] == [10] * 3
         assert [len(p.requests) for p in deployment.prefills] == [15] * 2
         everyone = deployment.registry.known("P") + deployment.registry.known("D")
-        await until(lambda: all(instance.in_flight == 0 for instance in everyone))
+        await eventually(lambda: all(instance.in_flight == 0 for instance in everyone))
 
 
 async def test_an_end_that_looks_like_the_start_of_its_id_arrives(either: Deployment) -> None:

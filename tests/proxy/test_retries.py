@@ -20,11 +20,13 @@ from proxy_behaviours import (
     stops,
     stops_before_a_token,
 )
-from proxy_fakes import Deployment, FakeInstance, asked, deployed, quiet, until
+from proxy_fakes import Deployment, FakeInstance, asked, deployed, quiet
 
-from proxy.admission import Limits
-from proxy.attempt import Dispatch
-from proxy.retries import RetryBudget, pause
+from p2pkv_proxy.admission import RetryBudget
+from p2pkv_proxy.attempt import Dispatch
+from p2pkv_proxy.limits import Limits
+from p2pkv_proxy.retries import pause
+from support.waiting import eventually
 
 OFF = Limits(alone_share=0)
 """No D does P's part."""
@@ -117,7 +119,7 @@ async def test_if_the_other_one_is_gone_after_the_pause_there_is_no_second_try(
                 instance.healthy = False
             return 0.0
 
-        monkeypatch.setattr("proxy.retries.pause", everybody_goes)
+        monkeypatch.setattr("p2pkv_proxy.retries.pause", everybody_goes)
         for instance in deployment.prefills:
             instance.behaviour = dies
         assert (await deployment.post()).status == 502
@@ -186,16 +188,16 @@ async def test_an_outage_does_not_multiply_the_load() -> None:
 
 @pytest.mark.asyncio
 async def test_a_client_that_leaves_between_two_tries_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.retries.pause", lambda tries: 1000.0)
+    monkeypatch.setattr("p2pkv_proxy.retries.pause", lambda tries: 1000.0)
     async with deployed("concurrent", prefill=2, decode=1) as deployment:
         for instance in deployment.prefills:
             instance.behaviour = dies
         deployment.d.behaviour = never
         asking = asyncio.create_task(deployment.post())
-        await until(
+        await eventually(
             lambda: deployment.proxy.admission.under_way == 1 and asked(deployment.prefills) == [0, 1]
         )
-        await until(lambda: deployment.proxy.gauges()["calls"] == 0)
+        await eventually(lambda: deployment.proxy.gauges()["calls"] == 0)
         asking.cancel()
         await quiet(deployment)
         assert asked(deployment.prefills) == [0, 1]
@@ -209,7 +211,7 @@ async def test_a_second_try_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyP
         pausing.set()
         return 1000.0
 
-    monkeypatch.setattr("proxy.retries.pause", long)
+    monkeypatch.setattr("p2pkv_proxy.retries.pause", long)
     async with deployed("sequential", prefill=2, decode=1) as deployment:
         for instance in deployment.prefills:
             instance.behaviour = dies
@@ -235,9 +237,9 @@ async def test_what_fails_while_the_proxy_stops_is_not_tried_again() -> None:
         for instance in deployment.prefills:
             instance.behaviour = fails
         asking = asyncio.create_task(deployment.post())
-        await until(lambda: asked(deployment.prefills) == [0, 1])
+        await eventually(lambda: asked(deployment.prefills) == [0, 1])
         stopping = asyncio.create_task(deployment.proxy.stop(1000.0, asyncio.Event()))
-        await until(lambda: deployment.proxy.active.stopping)
+        await eventually(lambda: deployment.proxy.active.stopping)
         fail.set()
         assert (await asking).status == 502
         assert await stopping == 0

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from proxy_fakes import join
 
 from p2pkv.control.discovery import Ping
-from proxy.registry import Registry
-from proxy.relay import Rewriter, Scrubber
-from proxy.routing import Choice
+from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.relay import Rewriter, Scrubber
+from p2pkv_proxy.routing import Choice
 
 MINTED = b"___prefill_addr_127.0.0.1:21001___decode_addr_[::1]:21002_" + b"0123456789abcdef" * 2
 CLEAN = b"0123456789abcdef" * 2

@@ -9,26 +9,34 @@ from typing import Any
 import pytest
 from aiohttp import web
 from proxy_behaviours import Seen, answer_json
-from proxy_fakes import FakeInstance, deployed, join, ping, prompt_of, quiet, until
+from proxy_fakes import FakeInstance, deployed, join, ping, prompt_of, quiet
 from test_admission import ask, slow
 
-from proxy.cli import main
-from proxy.prefixes import PIECE_TOKENS, Prompt
-from proxy.registry import Instance, Registry
-from proxy.routing import (
-    POLICY_NAMES,
-    REQUEST_TOKENS,
-    Asked,
-    Help,
+from p2pkv_proxy.bodies import PIECE_TOKENS, Prompt
+from p2pkv_proxy.cli import main
+from p2pkv_proxy.membership.instance import REQUEST_TOKENS, Instance
+from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.policies import Policy, Routing, RoutingRequest
+from p2pkv_proxy.routing import (
+    POLICIES,
+    LeastLoaded,
     NoInstance,
     PowerOfTwo,
+    PrefillMode,
     Router,
-    Routing,
-    consistent_hash,
-    least_loaded,
-    make_policy,
-    work,
 )
+from p2pkv_proxy.sessions import ConsistentHash
+from support.waiting import eventually
+
+least_loaded, consistent_hash = LeastLoaded(), ConsistentHash()
+
+
+def make_policy(name: str, memory: int) -> Policy:
+    return POLICIES[name](Routing(prefix_memory=memory))
+
+
+def work(instance: Instance) -> float:
+    return instance.order[0]
 
 
 def prompt(tokens: int, first: int = 0) -> Prompt:
@@ -36,8 +44,8 @@ def prompt(tokens: int, first: int = 0) -> Prompt:
     return prompt_of({"prompt": [*range(first, first + tokens)]})
 
 
-def asked(tokens: int = 10, first: int = 0, session: str = "") -> Asked:
-    return Asked("m", prompt(tokens, first), session)
+def asked(tokens: int = 10, first: int = 0, session: str = "") -> RoutingRequest:
+    return RoutingRequest("m", prompt(tokens, first), session)
 
 
 def instances(count: int, role: Any = "P", **more: Any) -> list[Instance]:
@@ -68,13 +76,13 @@ def test_a_ps_work_is_the_same_while_a_prompt_is_on_its_way_and_in_flight() -> N
 
 def test_ds_work_is_its_requests_and_their_tokens() -> None:
     few, many, long = instances(3, "D")
-    few.take_seat(alone=False, tokens=100)
+    few.take_place(alone=False, tokens=100)
     for _ in range(3):
-        many.take_seat(alone=False, tokens=1)
-    long.take_seat(alone=False, tokens=10 * REQUEST_TOKENS)
+        many.take_place(alone=False, tokens=1)
+    long.take_place(alone=False, tokens=10 * REQUEST_TOKENS)
     ranked = sorted([long, many, few], key=work)
     assert ranked == [few, many, long]
-    few.leave_seat(alone=False, tokens=100)
+    few.leave_place(alone=False, tokens=100)
     assert (work(few), few.tokens) == (0, 0)
 
 
@@ -93,7 +101,10 @@ def test_least_loaded_takes_turns_among_equals() -> None:
     registry = Registry()
     everyone = [join(registry, ping("D", number + 1)) for number in range(3)]
     router = Router(registry)
-    chosen = [router.choose(Asked(), 0.0, help=router.first_help(Asked(), paired=False)) for _ in range(6)]
+    chosen = [
+        router.choose(RoutingRequest(), 0.0, mode=router.first_mode(RoutingRequest(), paired=False))
+        for _ in range(6)
+    ]
     assert Counter(each.decode for each in chosen) == dict.fromkeys(everyone, 2)
 
 
@@ -171,12 +182,12 @@ def test_without_a_session_the_least_loaded_is_chosen() -> None:
     assert {consistent_hash([busy, idle], asked()).instance for _ in range(5)} == {idle}
 
 
-@pytest.mark.parametrize("name", POLICY_NAMES)
+@pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_can_do_with_one_candidate_and_with_an_empty_prompt(name: Any) -> None:
     policy = make_policy(name, 10)
     for role in ("P", "D"):
         (only,) = instances(1, role)
-        assert policy([only], Asked()).instance is only
+        assert policy([only], RoutingRequest()).instance is only
         assert policy([only], asked(session="s")).instance is only
 
 
@@ -227,9 +238,9 @@ def test_who_needs_a_p_is_not_left_to_a_d_alone_where_all_ps_are_in_doubt() -> N
     for _ in range(5):
         p.breaker.failed(0.0)
     router = Router(registry, alone=1)
-    assert router.able(None, 0.1, help=Help.WANTED) == ([], [d])
+    assert router.able(None, 0.1, mode=PrefillMode.WANTED) == ([], [d])
     with pytest.raises(NoInstance):
-        router.able(None, 0.1, help=Help.NEEDED)
+        router.able(None, 0.1, mode=PrefillMode.NEEDED)
 
 
 def test_a_beginning_that_everybody_asks_for_does_not_pile_up_at_one_instance() -> None:
@@ -259,10 +270,10 @@ def test_models_and_restarts_have_caches_of_their_own() -> None:
     policy = make_policy("prefix_aware", 10_000)
     before, after = instances(1, incarnation="before"), instances(1, incarnation="after")
     fields = {"model": "a", "prompt": [1] * LONG}
-    assert policy(before, Asked("a", prompt_of(fields))).cached == 0
-    assert policy(before, Asked("a", prompt_of(fields))).cached == LONG
-    assert policy(before, Asked("b", prompt_of(fields | {"model": "b"}))).cached == 0
-    assert policy(after, Asked("a", prompt_of(fields))).cached == 0
+    assert policy(before, RoutingRequest("a", prompt_of(fields))).cached == 0
+    assert policy(before, RoutingRequest("a", prompt_of(fields))).cached == LONG
+    assert policy(before, RoutingRequest("b", prompt_of(fields | {"model": "b"}))).cached == 0
+    assert policy(after, RoutingRequest("a", prompt_of(fields))).cached == 0
 
 
 # With instances that have a prefix cache.
@@ -363,7 +374,7 @@ async def test_the_tokens_of_what_is_under_way_are_counted_and_given_back() -> N
         (p,), (d,) = deployment.registry.known("P"), deployment.registry.known("D")
         with slow(deployment.p), slow(deployment.d):
             tasks = [ask(deployment, "x" * 400) for _ in range(3)]
-            await until(lambda: len(deployment.p.requests) == len(deployment.d.requests) == 3)
+            await eventually(lambda: len(deployment.p.requests) == len(deployment.d.requests) == 3)
             assert (p.tokens, d.tokens) == (300, 300)
         assert [await task for task in tasks] == [200] * 3
         await quiet(deployment)
@@ -391,4 +402,4 @@ def test_the_help_describes_every_policy(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         main(["--help"])
     said = capsys.readouterr().out
-    assert [name for name in POLICY_NAMES if f"\n    {name} " not in said] == []
+    assert [name for name in POLICIES if f"\n    {name} " not in said] == []

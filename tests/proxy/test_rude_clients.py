@@ -23,11 +23,12 @@ from proxy_behaviours import (
     event,
     event_stream,
 )
-from proxy_fakes import Deployment, deployed, quiet, until
+from proxy_fakes import Deployment, deployed, quiet
 
-from proxy.admission import Limits
-from proxy.attempt import Dispatch
-from proxy.cli import Garbage
+from p2pkv_proxy.attempt import Dispatch
+from p2pkv_proxy.cli import Garbage
+from p2pkv_proxy.limits import Limits
+from support.waiting import eventually
 
 BODY = b'{"model": "tiny", "prompt": "hi", "stream": true}'
 
@@ -145,7 +146,7 @@ GZIP = b"Content-Encoding: gzip"
 
 @pytest.mark.asyncio
 async def test_connections_on_which_no_request_comes_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.app.IDLE_SECONDS", 0.3)
+    monkeypatch.setattr("p2pkv_proxy.app.IDLE_SECONDS", 0.3)
     async with (
         deployed("concurrent", 1, 1) as deployment,
         asyncio.timeout(10),
@@ -258,15 +259,15 @@ async def test_a_client_that_stays_and_does_not_read_loses_its_place(
         while True:
             await response.write(event(seen, "x" * 100_000))
 
-    monkeypatch.setattr("proxy.relay.STALL_SECONDS", 0.3)
+    monkeypatch.setattr("p2pkv_proxy.relay.STALL_SECONDS", 0.3)
     short.d.behaviour = flood
     async with Client(short) as deaf:
         deaf.writer.transport.pause_reading()
         deaf.writer.write(WHOLE)
-        await until(lambda: len(short.d.requests) == 1)
-        await until(lambda: short.d.requests[0].aborted)
+        await eventually(lambda: len(short.d.requests) == 1)
+        await eventually(lambda: short.d.requests[0].aborted)
         await quiet(short)
-        await until(lambda: cut_off(deaf.writer))
+        await eventually(lambda: cut_off(deaf.writer))
 
 
 @pytest.mark.asyncio
@@ -294,14 +295,14 @@ async def test_a_client_that_does_not_read_an_answer_that_is_whole_is_disconnect
     async def refuses(request: web.Request, seen: Seen) -> web.StreamResponse:
         return web.Response(status=400, body=b"x" * (16 << 20))
 
-    monkeypatch.setattr("proxy.relay.STALL_SECONDS", 0.3)
+    monkeypatch.setattr("p2pkv_proxy.service.STALL_SECONDS", 0.3)
     short.d.behaviour = refuses
     async with Client(short) as deaf:
         deaf.writer.transport.pause_reading()
         deaf.writer.write(WHOLE)
-        await until(lambda: short.proxy.counters.admitted == 1)
+        await eventually(lambda: short.proxy.counters.admitted == 1)
         await quiet(short)
-        await until(lambda: cut_off(deaf.writer))
+        await eventually(lambda: cut_off(deaf.writer))
 
 
 # More connections than there may be.
@@ -350,7 +351,7 @@ async def test_when_all_have_requests_under_way_another_one_is_turned_away(
         busy = [await all_.enter_async_context(Client(crowded)) for _ in range(3)]
         for number, client in enumerate(busy):
             client.writer.write(WHOLE)
-            await until(lambda number=number: len(crowded.d.requests) == number + 1)
+            await eventually(lambda number=number: len(crowded.d.requests) == number + 1)
         for _ in range(5):
             client = await all_.enter_async_context(Client(crowded))
             assert await client.status() == 503

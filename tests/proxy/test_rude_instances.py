@@ -10,11 +10,12 @@ from typing import Any
 
 import aiohttp
 import pytest
-from proxy_fakes import Deployment, FakeInstance, deployed, quiet, until
+from proxy_fakes import Deployment, FakeInstance, deployed, quiet
 
-from proxy.admission import Limits
-from proxy.attempt import Dispatch
-from proxy.registry import Instance, Role
+from p2pkv_proxy.attempt import Dispatch
+from p2pkv_proxy.limits import Limits
+from p2pkv_proxy.membership.instance import Instance, Role
+from support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 
@@ -208,7 +209,7 @@ async def test_an_instance_that_stalls_is_let_go_when_the_client_leaves(role: Ro
         if role == "P":
             deployment.d.behaviour = never
         asking = asyncio.create_task(deployment.post())
-        await until(lambda: instance.posts == 1)
+        await eventually(lambda: instance.posts == 1)
         asking.cancel()
         await quiet(deployment)
 
@@ -221,7 +222,7 @@ async def test_a_rude_health_check_makes_nobody_ready_and_stops_no_probe(kind: s
         await instance.start()
         deployment.cleanup.push_async_callback(instance.stop)
         deployment.begin_ping(instance)
-        await until(lambda: len(deployment.registry.known("D")) == 2)
+        await eventually(lambda: len(deployment.registry.known("D")) == 2)
         await deployment.add("D")
         await deployment.ready(prefill=1, decode=2)
 
@@ -239,13 +240,13 @@ async def test_a_doubt_that_fails_in_an_unforeseen_way_stops_no_probe(
                 raise ValueError("nobody has thought of this")
             return True
 
-        monkeypatch.setattr(deployment.proxy.prober, "_health", health)
+        monkeypatch.setattr(deployment.proxy.membership.prober, "_health", health)
         with instance.busy(lambda loss: None):
             deployment.pingers[deployment.d.http_address]._interval = 1000.0
             async with asyncio.timeout(10):
                 await doubted.wait()
             newcomer = await deployment.add("D")
-            await until(lambda: newcomer.http_address in deployment.routable("D"))
+            await eventually(lambda: newcomer.http_address in deployment.routable("D"))
 
 
 LISTS = [
@@ -265,7 +266,7 @@ async def test_a_rude_list_of_models_spoils_nothing(body: bytes) -> None:
         (instance,) = deployment.registry.known("D")
         d.models_answer = OK + JSON + b"Content-Length: %d\r\n\r\n" % len(body) + body
         instance.healthy = False
-        await until(lambda: instance.healthy)
+        await eventually(lambda: instance.healthy)
         async with deployment.client.get(f"{deployment.url}/v1/models") as response:
             assert response.status in (200, 502)
             await response.json()

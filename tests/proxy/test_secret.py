@@ -11,13 +11,14 @@ import msgspec
 import pytest
 import pytest_asyncio
 from hostile_support import RAW, dealer, shout
-from proxy_fakes import Deployment, deployed, until
+from proxy_fakes import Deployment, deployed
 
 from p2pkv.control.discovery import Ping, encode_ping, goodbye
 from p2pkv.control.pinger import Pinger
 from p2pkv.control.security import Members
 from p2pkv.pairing import Address
-from proxy.app import LISTENER
+from p2pkv_proxy.app import LISTENER
+from support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 
@@ -51,7 +52,7 @@ async def test_strangers_register_nothing_and_remove_nobody(guarded: Deployment,
     with dealer(Address.parse(guarded.discovery), way, "proxy") as socket:
         for ping in (*frames, goodbye(guarded.p.ping)):
             socket.send(encode_ping(ping))
-        await until(lambda: guarded.app[LISTENER].shut_out > 0)
+        await eventually(lambda: guarded.app[LISTENER].shut_out > 0)
     assert [instance.ping for instance in guarded.registry.known("P")] == [guarded.p.ping]
     assert guarded.refused == 0
     assert (await guarded.post()).status == 200
@@ -60,14 +61,14 @@ async def test_strangers_register_nothing_and_remove_nobody(guarded: Deployment,
 async def test_a_member_of_the_ranks_is_one_here_only_with_the_proxys_key(guarded: Deployment) -> None:
     with dealer(Address.parse(guarded.discovery), MEMBERS, "rank") as socket:
         socket.send(encode_ping(FORGED))
-        await until(lambda: guarded.app[LISTENER].shut_out > 0)
+        await eventually(lambda: guarded.app[LISTENER].shut_out > 0)
     assert len(guarded.registry.known("P")) == 1
 
 
 async def test_the_plain_port_takes_anybodys_pings(guarded: Deployment) -> None:
     with dealer(Address.parse(guarded.plain_discovery)) as socket:
         socket.send(encode_ping(FORGED))
-        await until(lambda: len(guarded.registry.known("P")) == 2)
+        await eventually(lambda: len(guarded.registry.known("P")) == 2)
     with dealer(Address.parse(guarded.plain_discovery), MEMBERS, "proxy") as socket:
         socket.send(encode_ping(msgspec.structs.replace(FORGED, type="D")))
         assert not await asyncio.to_thread(socket.poll, 300)
@@ -81,7 +82,7 @@ async def test_an_instance_without_the_secret_hears_so(
     caplog.set_level(logging.WARNING)
     pinger = Pinger(guarded.discovery, FORGED, 0.1, way)
     pinger.start()
-    await until(lambda: f"the proxy at {guarded.discovery} refused the handshake" in caplog.text)
+    await eventually(lambda: f"the proxy at {guarded.discovery} refused the handshake" in caplog.text)
     await asyncio.to_thread(pinger.stop)
     said = [line.getMessage() for line in caplog.records if "not registered" in line.getMessage()]
     assert len(said) == 1 and "secret" in said[0]

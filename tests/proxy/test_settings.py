@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from proxy import cli, settings
-from proxy.settings import parse
+from p2pkv_proxy import cli, settings
+from p2pkv_proxy.settings import parse
 
 
 def options(*argv: str, **environ: str) -> argparse.Namespace:

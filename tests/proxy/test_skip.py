@@ -7,13 +7,14 @@ import random
 
 import pytest
 from proxy_behaviours import dies, never, with_a_p
-from proxy_fakes import Deployment, asked, deployed, error_of, quiet, until
+from proxy_fakes import Deployment, asked, deployed, error_of, quiet
 from test_admission import ask, slow
 from test_alone import paired
 
-from proxy.admission import Limits
-from proxy.attempt import Dispatch
-from proxy.routing import Routing
+from p2pkv_proxy.attempt import Dispatch
+from p2pkv_proxy.limits import Limits
+from p2pkv_proxy.policies import Routing
+from support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 
@@ -52,7 +53,7 @@ async def test_beyond_the_share_short_prompts_get_a_p() -> None:
     async with deployed("concurrent", 1, 1, limits=limits, routing=SKIP) as deployment:
         with slow(deployment.d):
             tasks = [ask(deployment, SHORT) for _ in range(5)]
-            await until(lambda: len(deployment.d.requests) == 5)
+            await eventually(lambda: len(deployment.d.requests) == 5)
             assert sorted(paired(deployment.d)) == [False] * 2 + [True] * 3
             assert deployment.proxy.gauges()["alone"] == 2
         assert await asyncio.gather(*tasks) == [200] * 5
@@ -89,7 +90,7 @@ async def test_where_there_is_no_p_either_beyond_the_share_is_a_503() -> None:
     async with deployed("concurrent", 0, 1, limits=limits, routing=SKIP) as deployment:
         with slow(deployment.d):
             tasks = [ask(deployment, SHORT) for _ in range(2)]
-            await until(lambda: len(deployment.d.requests) == 2)
+            await eventually(lambda: len(deployment.d.requests) == 2)
             response = await deployment.post({"model": "tiny", "prompt": SHORT})
             assert response.status == 503
             assert "as many prompts by themselves as they may" in (await error_of(response))["message"]
@@ -122,7 +123,7 @@ async def test_what_no_p_can_help_with_takes_no_place_of_the_share() -> None:
         body = {"model": "tiny", "prompt": "x", "echo": True}
         with slow(deployment.d):
             tasks = [asyncio.create_task(deployment.post(body)) for _ in range(4)]
-            await until(lambda: len(deployment.d.requests) == 4)
+            await eventually(lambda: len(deployment.d.requests) == 4)
             assert deployment.proxy.gauges()["alone"] == 0
         assert [(await task).status for task in tasks] == [200] * 4
         assert counted(deployment) == (0, 0, 0, 0)
@@ -133,7 +134,7 @@ async def test_a_long_prompt_whose_p_fails_competes_with_short_ones_for_the_shar
     async with deployed("concurrent", 1, 1, limits=limits, routing=SKIP) as deployment:
         with slow(deployment.d):
             short = ask(deployment, SHORT)
-            await until(lambda: len(deployment.d.requests) == 1)
+            await eventually(lambda: len(deployment.d.requests) == 1)
             answering, deployment.d.behaviour = deployment.d.behaviour, with_a_p(never)
             deployment.p.behaviour = dies
             assert (await deployment.post({"model": "tiny", "prompt": LONG})).status == 503

@@ -35,12 +35,13 @@ from proxy_behaviours import (
     event_stream,
     given_up,
 )
-from proxy_fakes import PING_SECONDS, Deployment, FakeInstance, held, quiet, until
+from proxy_fakes import PING_SECONDS, Deployment, FakeInstance, held, quiet
 from proxy_process import Command, running
 from soak_peer import objects_of_requests
 
 from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import free_ports
+from support.waiting import eventually
 
 CLIENTS = 48
 PATIENCE = 60.0
@@ -350,7 +351,7 @@ async def test_after_thousands_of_requests_that_fail_in_all_ways_nothing_is_left
 async def test_a_p_that_ends_after_d_leaves_nothing_of_its_request(
     concurrent: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.attempt._GRACE_SECONDS", 1000.0)
+    monkeypatch.setattr("p2pkv_proxy.attempt._GRACE_SECONDS", 1000.0)
     before, release = objects_of_requests(), asyncio.Event()
     concurrent.p.behaviour = after(release, answer_json)
     assert (await concurrent.post()).status == 200
@@ -358,7 +359,7 @@ async def test_a_p_that_ends_after_d_leaves_nothing_of_its_request(
     assert objects_of_requests() > before, "the call to P is still open"
     release.set()
     await quiet(concurrent)
-    await until(lambda: objects_of_requests() <= before)
+    await eventually(lambda: objects_of_requests() <= before)
 
 
 @pytest.mark.asyncio

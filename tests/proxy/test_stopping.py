@@ -22,12 +22,12 @@ from proxy_fakes import (
     FakeInstance,
     deployed,
     quiet,
-    until,
 )
 from proxy_process import Command, running
 
 from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import free_ports
+from support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 
@@ -113,7 +113,7 @@ async def test_what_is_under_way_ends_and_nothing_new_begins() -> None:
         streaming = await proxy.post(stream=True)
         assert b"first" in await streaming.content.readuntil(b"\n\n")
         whole = asyncio.create_task(proxy.post())
-        await until(lambda: len(proxy.d.requests) == 2)
+        await eventually(lambda: len(proxy.d.requests) == 2)
         waiting = asyncio.create_task(proxy.post(prompt="waiting"))
         await proxy.waits(under_way=2, waiting=1)
         host, _, port = proxy.url.removeprefix("http://").rpartition(":")
@@ -148,7 +148,7 @@ async def test_at_the_deadline_the_rest_ends_with_errors() -> None:
         streaming = await proxy.post(stream=True)
         assert b"first" in await streaming.content.readuntil(b"\n\n")
         whole = asyncio.create_task(proxy.post())
-        await until(lambda: len(proxy.d.requests) == 2)
+        await eventually(lambda: len(proxy.d.requests) == 2)
         proxy.signal()
         error = json.loads((await streaming.content.read()).removeprefix(b"data: "))["error"]
         assert (error["code"], error["type"]) == (503, "service_unavailable_error")
@@ -156,7 +156,7 @@ async def test_at_the_deadline_the_rest_ends_with_errors() -> None:
         assert (await whole).status == 503
         assert "had to stop" in (await (await whole).json())["error"]["message"]
         await proxy.ended()
-        await until(lambda: all(seen.aborted for seen in proxy.d.requests))
+        await eventually(lambda: all(seen.aborted for seen in proxy.d.requests))
         assert "2 requests were cut off" in proxy.command.log
 
 
@@ -186,7 +186,7 @@ async def test_a_client_that_does_not_read_does_not_hold_it_up() -> None:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         with socket.create_connection((host, int(port))) as deaf:
             deaf.sendall(head + body)
-            await until(lambda: len(proxy.d.requests) == 1)
+            await eventually(lambda: len(proxy.d.requests) == 1)
             proxy.signal()
             await proxy.ended()
 
@@ -237,7 +237,7 @@ async def test_an_instance_that_says_goodbye_under_load_ends_what_it_has_and_get
         leaver, stayer = instances
         assert len(leaver.requests) == len(stayer.requests) == 2
         await asyncio.to_thread(deployment.pingers[leaver.http_address].stop)
-        await until(lambda: deployment.routable(role) == [stayer.http_address])
+        await eventually(lambda: deployment.routable(role) == [stayer.http_address])
         answers += [await deployment.post({"prompt": "x", "stream": True}) for _ in range(4)]
         assert (len(leaver.requests), len(stayer.requests)) == (2, 6)
         stream.release.set()

@@ -17,16 +17,17 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp.test_utils import make_mocked_request
-from proxy_fakes import DEADLINE, join, ping, until
+from proxy_fakes import DEADLINE, join, ping
 
 from p2pkv.control.discovery import MAX_PING_BYTES, Ping, decode_ping, encode_ping, goodbye
-from proxy.instances import Access, changed, listed
-from proxy.metrics import Family, Metrics
-from proxy.registry import MAX_INSTANCES, Registry
-from proxy.siblings import NoAnswer, Siblings, answering, ask
-from proxy.status import metrics_page
-from proxy.supervisor import Pings, Supervisor, WorkerFailed
-from proxy.worker import Drains, Report, Seat, Update, Worker
+from p2pkv_proxy.access import Access
+from p2pkv_proxy.admin import changed, listed, metrics_page
+from p2pkv_proxy.exposition import Family
+from p2pkv_proxy.membership.registry import MAX_INSTANCES, Registry
+from p2pkv_proxy.siblings import NoAnswer, Siblings, answering, ask
+from p2pkv_proxy.supervisor import Pings, Supervisor, WorkerFailed
+from p2pkv_proxy.worker import Drains, Report, Update, Worker, WorkerConfig
+from support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 
@@ -44,7 +45,7 @@ class Line:
     def stands(self) -> bool:
         return self.open
 
-    def tell(self, frame: bytes) -> bool:
+    def answer(self, frame: bytes) -> bool:
         self.told += frame
         return True
 
@@ -52,7 +53,7 @@ class Line:
 class Repeated:
     """What comes at the discovery address, and a worker's registry. `now` is the registry's clock."""
 
-    def __init__(self, seat: Seat | None = None) -> None:
+    def __init__(self, seat: WorkerConfig | None = None) -> None:
         self.news = 0
         self.now = 100.0
         self.drains: Drains = []
@@ -61,7 +62,7 @@ class Repeated:
 
     def begin(self) -> None:
         """A worker that begins."""
-        self.worker = Worker(Seat(1, 2, (), Path()))
+        self.worker = Worker(WorkerConfig(1, 2, (), Path()))
         self.registry = Registry(life=10.0, lease=30.0)
 
     def _changed(self) -> None:
@@ -76,7 +77,7 @@ class Repeated:
         found = self.registry.observe(message, self.now, source)
         if found is not None:
             found.healthy = True
-            source.tell(f"to {message.http_address}".encode())
+            source.answer(f"to {message.http_address}".encode())
 
 
 async def test_workers_have_the_pings_and_a_new_one_has_them_at_once() -> None:
@@ -239,13 +240,13 @@ async def test_workers_and_those_that_begin_learn_who_is_paused() -> None:
 
 # Workers that end, freeze, or cannot be started.
 
-Begin = Callable[[Seat], Awaitable[None]]
+Begin = Callable[[WorkerConfig], Awaitable[None]]
 
 
 class Process:
     """In place of a worker's process: a task of this one."""
 
-    def __init__(self, target: Begin, args: tuple[Seat], **_: Any) -> None:
+    def __init__(self, target: Begin, args: tuple[WorkerConfig], **_: Any) -> None:
         self._begin, (self._seat,) = target, args
         self.sentinel, self._end = os.pipe()
         self._task: asyncio.Task[None] | None = None
@@ -273,7 +274,7 @@ class Process:
         os.close(self.sentinel)
 
 
-async def work(seat: Seat, siblings: list[Siblings] | None = None, **parts: Any) -> None:
+async def work(seat: WorkerConfig, siblings: list[Siblings] | None = None, **parts: Any) -> None:
     """As a worker that is in order; `siblings` gets its side of all workers."""
     worker = Worker(seat)
     worker.serving = True
@@ -287,7 +288,7 @@ async def work(seat: Seat, siblings: list[Siblings] | None = None, **parts: Any)
         await worker.stop.wait()
 
 
-async def freeze(seat: Seat) -> None:
+async def freeze(seat: WorkerConfig) -> None:
     """It has begun to serve, and answers nothing any more."""
     worker, serving = Worker(seat), asyncio.Event()
     worker.serving = True
@@ -302,7 +303,7 @@ async def freeze(seat: Seat) -> None:
         await asyncio.Event().wait()
 
 
-async def serve_and_end(seat: Seat) -> None:
+async def serve_and_end(seat: WorkerConfig) -> None:
     """It serves, and ends when it has said so."""
     worker, said = Worker(seat), asyncio.Event()
     worker.serving = True
@@ -315,7 +316,7 @@ async def serve_and_end(seat: Seat) -> None:
         await said.wait()
 
 
-async def end_at_once(seat: Seat) -> None:
+async def end_at_once(seat: WorkerConfig) -> None:
     return None
 
 
@@ -330,7 +331,7 @@ class Lives:
         self._workers = workers
         self.begun: list[int] = []
 
-    async def __call__(self, seat: Seat) -> None:
+    async def __call__(self, seat: WorkerConfig) -> None:
         lives = self._workers[seat.number - 1]
         self.begun.append(seat.number)
         await (lives.pop(0) if len(lives) > 1 else lives[0])(seat)
@@ -352,10 +353,10 @@ async def supervised(lives: Lives, workers: int, folder: Path) -> AsyncIterator[
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(Process=Process)
-    monkeypatch.setattr("proxy.supervisor.multiprocessing.get_context", lambda method: context)
-    monkeypatch.setattr("proxy.supervisor._FIRST_PAUSE", 0.01)
-    monkeypatch.setattr("proxy.supervisor._UPDATE_SECONDS", 0.01)
-    monkeypatch.setattr("proxy.supervisor._START_SECONDS", 0.01)
+    monkeypatch.setattr("p2pkv_proxy.supervisor.multiprocessing.get_context", lambda method: context)
+    monkeypatch.setattr("p2pkv_proxy.supervisor._FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("p2pkv_proxy.supervisor._UPDATE_SECONDS", 0.01)
+    monkeypatch.setattr("p2pkv_proxy.supervisor._START_SECONDS", 0.01)
 
 
 async def test_a_frozen_worker_is_killed_and_started_again_and_one_that_still_starts_is_not(
@@ -363,14 +364,14 @@ async def test_a_frozen_worker_is_killed_and_started_again_and_one_that_still_st
 ) -> None:
     begin = asyncio.Event()
 
-    async def starts_slowly(seat: Seat) -> None:
+    async def starts_slowly(seat: WorkerConfig) -> None:
         await begin.wait()
         await work(seat)
 
     lives = Lives([starts_slowly], [freeze, work])
     async with supervised(lives, 2, tmp_path) as supervisor:
         starting = asyncio.create_task(supervisor.start(asyncio.Event()))
-        await until(lives.began_again(2, times=1), "the frozen worker's successor")
+        await eventually(lives.began_again(2, times=1), "the frozen worker's successor")
         assert "worker 2 has not answered 5 times: it is killed" in caplog.text
         assert "worker 2 was ended by SIGKILL" in caplog.text
         begin.set()
@@ -383,7 +384,7 @@ async def test_a_worker_that_answers_is_left_alone_and_one_missed_answer_or_four
 ) -> None:
     asked = 0
 
-    async def misses_some(seat: Seat) -> None:
+    async def misses_some(seat: WorkerConfig) -> None:
         worker = Worker(seat)
         worker.serving = True
 
@@ -400,26 +401,26 @@ async def test_a_worker_that_answers_is_left_alone_and_one_missed_answer_or_four
     lives = Lives([misses_some])
     async with supervised(lives, 1, tmp_path) as supervisor:
         await supervisor.start(asyncio.Event())
-        await until(lambda: asked > 30, "questions")
+        await eventually(lambda: asked > 30, "questions")
     assert lives.begun == [1]
 
 
 async def test_the_pause_before_a_restart_doubles_up_to_a_bound_and_after_a_long_life_begins_anew(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("proxy.supervisor._LONGEST_PAUSE", 0.05)
+    monkeypatch.setattr("p2pkv_proxy.supervisor._LONGEST_PAUSE", 0.05)
     lives = Lives([serve_and_end, *[end_at_once] * 5, work])
     async with supervised(lives, 1, tmp_path) as supervisor:
         await supervisor.start(asyncio.Event())
-        await until(lives.began_again(1, times=6), "the last one")
+        await eventually(lives.began_again(1, times=6), "the last one")
     pauses = re.findall(r"another starts in (\S+) s", caplog.text)
     assert pauses == ["0.01", "0.02", "0.04", "0.05", "0.05", "0.05"]
     caplog.clear()
-    monkeypatch.setattr("proxy.supervisor._LIVED_SECONDS", 0.0)
+    monkeypatch.setattr("p2pkv_proxy.supervisor._LIVED_SECONDS", 0.0)
     lives = Lives([serve_and_end, *[end_at_once] * 2, work])
     async with supervised(lives, 1, tmp_path) as supervisor:
         await supervisor.start(asyncio.Event())
-        await until(lives.began_again(1, times=3), "the last one")
+        await eventually(lives.began_again(1, times=3), "the last one")
     assert set(re.findall(r"another starts in (\S+) s", caplog.text)) == {"0.01"}
 
 
@@ -437,7 +438,7 @@ async def test_a_worker_that_cannot_be_started_for_now_is_started_later(
     lives = Lives([serve_and_end, work])
     async with supervised(lives, 1, tmp_path) as supervisor:
         await supervisor.start(asyncio.Event())
-        await until(lambda: lives.begun == [1, 1], "the worker's second process")
+        await eventually(lambda: lives.begun == [1, 1], "the worker's second process")
         assert caplog.text.count("could not be started (OSError('Cannot allocate memory'))") == 2
 
 
@@ -456,14 +457,14 @@ async def test_a_worker_that_can_never_be_started_is_the_end_of_all(
 async def test_they_can_be_stopped_before_all_serve(tmp_path: Path) -> None:
     begin, stop = asyncio.Event(), asyncio.Event()
 
-    async def starts_slowly(seat: Seat) -> None:
+    async def starts_slowly(seat: WorkerConfig) -> None:
         await begin.wait()
         await work(seat)
 
     lives = Lives([starts_slowly], [work])
     async with supervised(lives, 2, tmp_path) as supervisor:
         starting = asyncio.create_task(supervisor.start(stop))
-        await until(supervisor.workers[1].served.is_set, "one of both")
+        await eventually(supervisor.workers[1].served.is_set, "one of both")
         stop.set()
         async with asyncio.timeout(DEADLINE):
             await starting
@@ -474,11 +475,11 @@ async def test_they_can_be_stopped_before_all_serve(tmp_path: Path) -> None:
 async def test_the_pause_after_a_death_does_not_hold_up_the_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("proxy.supervisor._FIRST_PAUSE", 1000.0)
+    monkeypatch.setattr("p2pkv_proxy.supervisor._FIRST_PAUSE", 1000.0)
     lives = Lives([serve_and_end])
     async with supervised(lives, 1, tmp_path) as supervisor:
         await supervisor.start(asyncio.Event())
-        await until(lambda: "worker 1 ended with status 0" in caplog.text, "its end")
+        await eventually(lambda: "worker 1 ended with status 0" in caplog.text, "its end")
     assert lives.begun == [1]
 
 
@@ -497,7 +498,7 @@ async def test_a_round_of_updates_that_fails_is_followed_by_others(
         monkeypatch.setattr(line, "stands", stands, raising=False)
         supervisor.pings.take(ping("D"), line)
         starting = asyncio.create_task(supervisor.start(asyncio.Event()))
-        await until(lambda: "a round of updates failed" in caplog.text, "a failure")
+        await eventually(lambda: "a round of updates failed" in caplog.text, "a failure")
         fails = False
         await starting
 
@@ -505,10 +506,10 @@ async def test_a_round_of_updates_that_fails_is_followed_by_others(
 async def test_a_new_instance_reaches_all_workers_without_waiting_for_the_next_round(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("proxy.supervisor._UPDATE_SECONDS", 1000.0)
+    monkeypatch.setattr("p2pkv_proxy.supervisor._UPDATE_SECONDS", 1000.0)
     taken: list[tuple[int, Ping]] = []
 
-    async def follows(seat: Seat) -> None:
+    async def follows(seat: WorkerConfig) -> None:
         worker = Worker(seat)
         worker.serving = True
 
@@ -522,9 +523,9 @@ async def test_a_new_instance_reaches_all_workers_without_waiting_for_the_next_r
 
     async with supervised(Lives([follows], [follows]), 2, tmp_path) as supervisor:
         await supervisor.start(asyncio.Event())
-        await until(lambda: not supervisor._news.is_set(), "a quiet moment")
+        await eventually(lambda: not supervisor._news.is_set(), "a quiet moment")
         supervisor.pings.take(ping("D"), Line())
-        await until(lambda: sorted(number for number, _ in taken) == [1, 2], "both")
+        await eventually(lambda: sorted(number for number, _ in taken) == [1, 2], "both")
 
 
 # What all workers say.
@@ -537,7 +538,7 @@ class MayBeBusy:
         self._said = said
         self.busy = False
 
-    async def __call__(self, seat: Seat) -> None:
+    async def __call__(self, seat: WorkerConfig) -> None:
         def answer(_: Any) -> Any:
             if self.busy:
                 raise NoAnswer
@@ -578,7 +579,7 @@ async def test_the_counters_of_a_worker_that_is_late_stay_in_the_sum(tmp_path: P
 
     async def sums() -> list[str]:
         page = make_mocked_request("GET", "/metrics")
-        text = (await metrics_page(siblings[0], Metrics(), Access(), page)).body.decode()
+        text = (await metrics_page(siblings[0], Access(), page)).body.decode()
         return [line for line in text.splitlines() if not line.startswith("#")]
 
     lives = Lives([partial(work, siblings=siblings, metrics=lambda _: families)], [other])
@@ -592,7 +593,7 @@ async def test_the_counters_of_a_worker_that_is_late_stay_in_the_sum(tmp_path: P
 async def test_a_worker_that_does_not_answer_in_time_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("proxy.siblings.ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("p2pkv_proxy.siblings.ANSWER_SECONDS", 0.1)
     stuck = await asyncio.start_unix_server(lambda *_: asyncio.Event().wait(), tmp_path / "2")
     try:
         with pytest.raises(NoAnswer):

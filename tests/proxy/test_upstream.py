@@ -18,11 +18,11 @@ from multidict import CIMultiDict
 from proxy_behaviours import Seen, answer_error, answer_json, dies, event, event_stream
 from proxy_fakes import Deployment, FakeInstance, deployed, join, ping, quiet
 
-from proxy.admission import Limits
-from proxy.attempt import Dispatch
-from proxy.bodies import Content
-from proxy.registry import Registry
-from proxy.upstream import Call, CallFailed, Client
+from p2pkv_proxy.attempt import Dispatch
+from p2pkv_proxy.bodies import Content
+from p2pkv_proxy.limits import Limits
+from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.upstream import Call, CallFailed, Client
 
 NOTHING = Content((b"",))
 
@@ -224,7 +224,7 @@ async def test_a_connection_that_was_idle_for_too_long_fails_no_request(
     dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2,000 calls, with up to 5.02 s of the instances' clock between two uses of a connection."""
-    monkeypatch.setattr("proxy.upstream._KEEPALIVE_SECONDS", 1000.0)
+    monkeypatch.setattr("p2pkv_proxy.upstream._KEEPALIVE_SECONDS", 1000.0)
     draw = random.Random(1)
     async with forgetful(dispatch) as (deployment, instances):
         for _ in range(100):
@@ -304,7 +304,7 @@ async def test_only_a_connection_that_ends_at_once_was_closed_for_being_idle(
 ) -> None:
     """One that ends later had the request: it may have been worked on, and its D knows of it."""
     clock = Clock()
-    monkeypatch.setattr("proxy.upstream.time", clock)
+    monkeypatch.setattr("p2pkv_proxy.upstream.time", clock)
     async with deployed("sequential", 1, 1, limits=Limits(retries=0, alone_share=0)) as deployment:
         assert (await deployment.post()).status == 200
 

@@ -11,7 +11,7 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,24 +28,17 @@ from proxy_process import Command, running
 
 from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import free_ports
-from proxy.admission import Limits
-from proxy.cli import main
-from proxy.instances import WORST_FIRST
-from proxy.metrics import Family, Metrics
-from proxy.registry import Role
-from proxy.status import merged
-from proxy.supervisor import _addresses, bound, reserved, share_of
-from proxy.worker import Seat
+from p2pkv_proxy.admin import merged
+from p2pkv_proxy.cli import main
+from p2pkv_proxy.exposition import Family, page
+from p2pkv_proxy.limits import Limits
+from p2pkv_proxy.membership.instance import WORST_FIRST, Role
+from p2pkv_proxy.supervisor import _addresses, bound, reserved, share_of
+from p2pkv_proxy.worker import WorkerConfig
+from support.waiting import eventually
 
 TOKEN = "a-token-of-the-tests"
 DEADLINE = 30.0
-
-
-async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
-    end = time.monotonic() + DEADLINE
-    while not await condition():
-        assert time.monotonic() < end, f"waited {DEADLINE} s in vain: {what}"
-        await asyncio.sleep(0.02)
 
 
 @dataclass
@@ -104,17 +97,18 @@ class Running:
         async def seen() -> bool:
             assert await self.answers(1) == [200]
             return all(
-                f"worker {number}: proxy.records: request ended" in self.command.log for number in (1, 2)
+                f"worker {number}: p2pkv_proxy.service: request ended" in self.command.log
+                for number in (1, 2)
             )
 
-        await until(seen, "a request for each worker")
+        await eventually(seen, "a request for each worker", DEADLINE)
 
     async def ready(self, prefill: int, decode: int) -> None:
         async def there() -> bool:
             page = await self.page("/status")
             return (page["workers"], page["prefill"], page["decode"]) == (2, prefill, decode)
 
-        await until(there, "instances that both workers know")
+        await eventually(there, "instances that both workers know", DEADLINE)
 
     def workers(self) -> dict[int, psutil.Process]:
         """By their numbers."""
@@ -201,7 +195,7 @@ async def test_a_drain_reaches_all_workers_and_those_that_begin_later() -> None:
         async def used() -> bool:
             return await deployment.answers(1) == [200] and len(leaving.requests) > before
 
-        await until(used, "a request for the instance that was resumed")
+        await eventually(used, "a request for the instance that was resumed", DEADLINE)
 
 
 @pytest.mark.asyncio
@@ -272,7 +266,7 @@ async def test_what_is_lost_is_lost_to_all_workers() -> None:
             found = {each["address"] for each in page["instances"] if each["role"] == "decode"}
             return page["workers"] == 2 and found == {staying.http_address}
 
-        await until(lost, "the loss, by both workers")
+        await eventually(lost, "the loss, by both workers", DEADLINE)
 
 
 @pytest.mark.long
@@ -306,7 +300,7 @@ async def test_one_signal_lets_the_streams_of_all_workers_end() -> None:
         deployment.command.process.send_signal(signal.SIGTERM)
         for number in (1, 2):
             stopping = await deployment.says(
-                rf"worker {number}: proxy.cli: stopping: (\d+) requests have 25 s"
+                rf"worker {number}: p2pkv_proxy.cli: stopping: (\d+) requests have 25 s"
             )
             assert int(stopping[1]) > 0, "the kernel gave all twelve to one worker"
         with pytest.raises(aiohttp.ClientConnectionError):
@@ -369,7 +363,7 @@ def listening(host: str, workers: int = 2) -> tuple[int, list[list[socket.socket
     """The port, and the sockets at which so many workers listen; the ones that keep the port are the
     first."""
     kept = reserved(host, 0)
-    seat = Seat(1, workers, tuple((each.family, each.getsockname()) for each in kept), Path())
+    seat = WorkerConfig(1, workers, tuple((each.family, each.getsockname()) for each in kept), Path())
     made = [bound(seat) for _ in range(workers)]
     for each in itertools.chain(*made):
         each.listen()
@@ -399,7 +393,7 @@ def test_what_keeps_the_port_gets_no_connections() -> None:
             assert _answers(socket.AF_INET, "127.0.0.1", port)
         close([one])
         assert not _answers(socket.AF_INET, "127.0.0.1", port)
-        (again,) = bound(Seat(1, 1, ((socket.AF_INET, ("127.0.0.1", port)),), Path()))
+        (again,) = bound(WorkerConfig(1, 1, ((socket.AF_INET, ("127.0.0.1", port)),), Path()))
         again.close()
     finally:
         close([kept, one, other])
@@ -437,7 +431,7 @@ def test_each_worker_listens_at_each_address_of_a_name(
         (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0)),
     ]
     if host == "localhost":  # which has one address only in some /etc/hosts
-        monkeypatch.setattr("proxy.supervisor.socket.getaddrinfo", lambda *_, **__: found)
+        monkeypatch.setattr("p2pkv_proxy.supervisor.socket.getaddrinfo", lambda *_, **__: found)
     port, sockets = listening(host)
     try:
         assert [len(each) for each in sockets] == [ipv4 + ipv6] * 3
@@ -459,7 +453,7 @@ def test_an_address_that_this_machine_has_not_is_left_out_unless_there_is_no_oth
     elsewhere = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))
     here = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
     for found in ([elsewhere, here], [elsewhere]):
-        monkeypatch.setattr("proxy.supervisor.socket.getaddrinfo", lambda *_, found=found, **__: found)
+        monkeypatch.setattr("p2pkv_proxy.supervisor.socket.getaddrinfo", lambda *_, found=found, **__: found)
         if here in found:
             (kept,) = reserved("a-name", 0)
             assert kept.getsockname()[0] == "127.0.0.1"
@@ -505,7 +499,7 @@ def test_metrics_of_two_workers_are_added_and_what_is_no_amount_is_not() -> None
         states[1],
         ("process_start_time_seconds", "x", "gauge", [("process_start_time_seconds", {}, 40.0)]),
     ]
-    body, _ = Metrics().exposition("", [mine, theirs])
+    body, _ = page("", [mine, theirs])
     lines = [line for line in body.decode().splitlines() if not line.startswith("#")]
     instances = [line for line in lines if line.startswith("p2pkv_proxy_instances")]
     assert [line for line in instances if not line.endswith(" 0.0")] == [

@@ -166,13 +166,9 @@ def test_imports_go_downwards_only() -> None:
     assert wrong_direction(OURS) == []
 
 
-PROXY_CIRCLES = 1
-"""How many circles the proxy still has."""
-
-
 def test_no_modules_import_each_other() -> None:
     assert circles(OURS, "p2pkv") in ([], [["p2pkv.cli.doctor", "p2pkv.cli.pair"]])
-    assert len(circles(PROXY, "proxy")) <= PROXY_CIRCLES
+    assert circles(PROXY, "proxy") == []
 
 
 def test_a_circle_is_found() -> None:
@@ -197,6 +193,19 @@ def test_only_the_connector_imports_vllm_and_the_plugin_late() -> None:
     early = [each for each in importing(outside, {"vllm"}) if not each.late]
     assert early == []
     assert set(late) <= {"p2pkv.plugin"}
+
+
+def test_membership_needs_no_proxy() -> None:
+    """Which instances there are can be known without anything that serves requests."""
+    inside = {name: found for name, found in PROXY.items() if name.startswith("proxy.membership")}
+    assert len(inside) == 7
+    outside = [
+        f"{each.where} imports {each.name}"
+        for found in inside.values()
+        for each in found
+        if each.name.startswith("proxy.") and not each.name.startswith("proxy.membership")
+    ]
+    assert outside == []
 
 
 def test_nothing_is_pickled() -> None:

@@ -1,7 +1,7 @@
 """Asks instances for their /health.
 
 It asks newcomers, because a ping comes from a worker, which starts before the API listens. And it asks those
-with requests in flight whose pings have stopped. If the port refuses they are gone. One that says nothing is
+with requests in flight whose pings have stopped. If the port refuses they are gone. One that is silent is
 frozen or busy: its requests go on until it has been silent for a lease. One whose /health answers lives, but
 its engine may hang: after a lease without a ping, what it has not begun to answer goes elsewhere where it
 can. From version 4 of the pings on an instance sends none while its engine hangs: what has nowhere else to
@@ -23,13 +23,14 @@ import msgspec
 
 from p2pkv.log import RateLimit
 
-from .registry import Instance, Registry
-from .upstream import CallFailed, Client, read_whole
+from .instance import Instance
+from .registry import Registry
 
 logger = logging.getLogger(__name__)
 
 _TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 _PERIOD_SECONDS = 1.0
+_MOST_BYTES = 16 << 20  # of a list of models
 _COMPLAIN_SECONDS = 600.0  # between two lines about one instance whose engine seems to hang
 _GOODBYE_SECONDS = 1.0
 """After a goodbye, for the answers that were complete."""
@@ -56,7 +57,7 @@ class Prober:
 
     def __init__(
         self,
-        session: Client,
+        session: aiohttp.ClientSession,
         registry: Registry,
         clock: Callable[[], float],
         changed: Callable[[], None],
@@ -147,7 +148,7 @@ class Prober:
             ready = await self._health(instance)
             if ready:
                 instance.learn(await self._served_names(instance))
-        except (aiohttp.ClientError, OSError, CallFailed) as error:
+        except (aiohttp.ClientError, OSError) as error:
             logger.debug("%s is not ready: %r", instance, error)
             return
         except Exception:  # one instance's answer must not end the probing of all
@@ -166,7 +167,25 @@ class Prober:
             if answer.status != 200:
                 return frozenset()
             try:
-                return frozenset(model.id for model in _models.decode((await read_whole(answer)).body).data)
+                return frozenset(model.id for model in _models.decode(await _read(answer)).data)
             except (msgspec.MsgspecError, RecursionError, ValueError) as error:
                 logger.warning("%s: its list of models cannot be read: %s", instance, error)
                 return frozenset()
+
+
+async def _read(answer: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
+    async for chunk in answer.content.iter_any():
+        body += chunk
+        if len(body) > _MOST_BYTES:
+            raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+    return bytes(body)
+
+
+# What this machine may lack for one connection more: descriptors, ports, memory.
+_OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether a connection did not come about because this machine lacks something for it."""
+    return isinstance(error, OSError) and error.errno in _OURS

@@ -1,6 +1,6 @@
 """Instances that the command line lists, for places where their pings do not reach this proxy.
 
-The proxy asks each of them for /health, and an answer counts as a ping. What a ping would say beside the two
+The proxy asks each of them for /health, and an answer counts as a ping. What a ping would have beside the two
 addresses it asks of the instance's rank 0, as `p2pkv doctor --rank` does: the process's incarnation, its
 ranks, and what a peer must be like to fit it. If that rank does not answer, the instance is paired with any
 other, and the handshake of the ranks refuses what does not fit.
@@ -25,8 +25,9 @@ from p2pkv.control.endpoint import inspect
 from p2pkv.control.security import Members
 from p2pkv.pairing import Address
 
-from .registry import ROLE_NAMES, InstanceKey, ListedSource, PingSource, Registry, Role
-from .upstream import Client, is_ours
+from .instance import ROLE_NAMES, InstanceKey, ListedSource, PingSource, Role
+from .prober import is_ours
+from .registry import Registry
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class ListedInstance:
 
     @classmethod
     def parse(cls, role: Role, text: str) -> Self:
-        """What `--prefill` or `--decode` says. Raises ValueError with a sentence for anything else."""
+        """The value of `--prefill` or `--decode`. Raises ValueError with a sentence for anything else."""
         url, separator, zmq = text.rpartition("=")
         if not separator:
             raise ValueError(
@@ -72,9 +73,9 @@ class _Watched:
 
     Attributes:
         ping: what stands for its pings; None while it does not answer.
-        learnt: whether rank 0 has said what is in it.
+        learnt: whether rank 0 has reported what is in it.
         asked: when rank 0 was asked last.
-        said: the trouble that the log has.
+        logged: the trouble that the log has.
     """
 
     listed: ListedInstance
@@ -82,7 +83,7 @@ class _Watched:
     ping: Ping | None = None
     learnt: bool = False
     asked: float = 0.0
-    said: str = ""
+    logged: str = ""
 
 
 class ListedInstances:
@@ -97,7 +98,7 @@ class ListedInstances:
     def __init__(
         self,
         listed: Sequence[ListedInstance],
-        session: Client,
+        session: aiohttp.ClientSession,
         registry: Registry,
         take: Callable[[Ping, PingSource], None],
         members: Members | None,
@@ -149,9 +150,9 @@ class ListedInstances:
         known = self._registry.at(watched.listed.key)
         if known is not None and known.source is watched.source:
             known.healthy = False  # until its /health answers again
-        if watched.ping is not None or not watched.said:
+        if watched.ping is not None or not watched.logged:
             logger.warning("%s, which is listed, gets no requests: %s", watched.listed, trouble)
-        watched.said = watched.said or trouble
+        watched.logged = watched.logged or trouble
         watched.source.answers = watched.source.pinged = watched.learnt = False
         watched.ping = None
 
@@ -169,8 +170,8 @@ class ListedInstances:
         listed = watched.listed
         ping = Ping(type=listed.role, http_address=str(listed.http), zmq_address=str(listed.zmq))
         try:
-            said = await asyncio.to_thread(inspect, listed.zmq, _RANK_SECONDS, self._members)
-            rank = msgspec.convert(said, _Rank)
+            report = await asyncio.to_thread(inspect, listed.zmq, _RANK_SECONDS, self._members)
+            rank = msgspec.convert(report, _Rank)
             full = msgspec.structs.replace(
                 ping,
                 tp_size=rank.ranks,
@@ -181,24 +182,24 @@ class ListedInstances:
             )
             full = decode_ping(encode_ping(full))  # within the bounds of a ping
         except (TimeoutError, ValueError, zmq.ZMQError) as error:
-            self._say(watched, f"what it fits is not known, so it is paired with any other: {error}")
+            self._log(watched, f"what it fits is not known, so it is paired with any other: {error}")
             return ping
         if (rank.role, rank.rank) != (listed.role, 0):
-            self._say(
+            self._log(
                 watched,
                 f"it gets no requests: at {listed.zmq} is rank {rank.rank} of a "
                 f"{ROLE_NAMES[rank.role]} instance, and rank 0 of a {ROLE_NAMES[listed.role]} instance was "
                 "expected; correct --prefill and --decode",
             )
             return None
-        watched.learnt, watched.said = True, ""
+        watched.learnt, watched.logged = True, ""
         return full
 
-    def _say(self, watched: _Watched, trouble: str) -> None:
+    def _log(self, watched: _Watched, trouble: str) -> None:
         """Once, until it changes."""
-        if watched.said != trouble:
+        if watched.logged != trouble:
             logger.warning("%s, which is listed: %s", watched.listed, trouble)
-        watched.said = trouble
+        watched.logged = trouble
 
 
 class _Rank(msgspec.Struct):

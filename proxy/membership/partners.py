@@ -1,7 +1,7 @@
-"""What a D hears in answer to its pings: the P's that it may be paired with. It connects to them before the
+"""The answer to a D's pings: the P's that it may be paired with. It connects to them before the
 first request. No IO, no clock.
 
-Each D is told of as many as it asks for. If there are more, each D hears of others: all P's lie on a ring, at
+Each D is sent as many as it asks for. If there are more, each D is sent others: all P's lie on a ring, at
 the hash of their names, and a D's part of it begins at the hash of its own. So the links spread over all P's,
 each P gets about as many, and an instance that comes or goes changes the lists of a few D's.
 """
@@ -16,11 +16,12 @@ from weakref import WeakKeyDictionary
 
 from p2pkv.control.discovery import MAX_PARTNERS, Ping, encode_partners
 
-from .registry import Instance, Kind, PingSource, Registry
+from .instance import Instance, Kind, PingSource
+from .registry import Registry
 
 # Rings are made anew so often: an answer may be late by that.
 RING_SECONDS = 1.0
-# A list that has not changed is said again: an instance that was busy may have lost it.
+# A list that has not changed is sent again: an instance that was busy may have lost it.
 REPEAT_SECONDS = 60.0
 
 
@@ -38,27 +39,27 @@ class _Ring:
 
 
 class PartnerLists:
-    """Answers the pings of D's that ask for it, when there is something new to say."""
+    """Answers the pings of D's that ask for it, when the list is new."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._rings: dict[Kind, tuple[_Ring, _Ring]] = {}
         self._made = float("-inf")
-        self._told: WeakKeyDictionary[Instance, tuple[PingSource, bytes, float]] = WeakKeyDictionary()
+        self._sent: WeakKeyDictionary[Instance, tuple[PingSource, bytes, float]] = WeakKeyDictionary()
 
     def answer(self, ping: Ping, source: PingSource, now: float) -> None:
-        """Tell the sender of this ping its partners, unless it knows them or did not ask."""
+        """Send the sender of this ping its partners, unless it knows them or did not ask."""
         if ping.type != "D" or ping.leaving or not ping.partners:
             return
         instance = self._registry.sender(ping, source)
         if instance is None:
             return
         frame = encode_partners(self.of(instance, now))
-        known, said, when = self._told.get(instance, (None, b"", now))
-        if (known, said) == (source, frame) and now - when < REPEAT_SECONDS:
+        known, sent, when = self._sent.get(instance, (None, b"", now))
+        if (known, sent) == (source, frame) and now - when < REPEAT_SECONDS:
             return
-        if source.tell(frame):
-            self._told[instance] = source, frame, now
+        if source.answer(frame):
+            self._sent[instance] = source, frame, now
 
     def of(self, decode: Instance, now: float) -> list[str]:
         """Where the P's listen that this D may be paired with: at most as many as it asks for, those first

@@ -43,7 +43,7 @@ class PingConnection:
         """Whether it has not been closed."""
         return self.listener.reaches(self.identity)
 
-    def tell(self, frame: bytes) -> bool:
+    def answer(self, frame: bytes) -> bool:
         """Answer a ping; whether that could be sent."""
         return self.listener.send(self.identity, frame)
 
@@ -56,7 +56,7 @@ class Listener:
 
     Args:
         endpoint: where to bind, as ZMQ writes it. Raises OSError if that is not possible.
-        members: whose pings are taken; None for anybody's, in the clear.
+        members: whose pings are taken; None for all, in the clear.
 
     Attributes:
         endpoint: where it is bound.
@@ -175,7 +175,7 @@ class Listener:
 
 
 def endpoint_of(address: Address) -> str:
-    """`address` as ZMQ binds it, which takes no names. Raises OSError for a name that nobody knows."""
+    """`address` as ZMQ binds it, which takes no names. Raises OSError for a name that cannot be looked up."""
     if ":" in address.host:
         return f"tcp://{address}"
     return f"tcp://{socket.gethostbyname(address.host)}:{address.port}"

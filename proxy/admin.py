@@ -1,0 +1,311 @@
+"""What operators and machines see of the proxy: health, instances and their drains, /status, /metrics and the
+dashboard, a file that loads nothing from elsewhere. No answer holds a ZMQ address or a secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import astuple
+from functools import cache
+from importlib.resources import files
+from itertools import zip_longest
+from typing import Any
+
+from aiohttp import web
+
+from p2pkv import __version__
+from p2pkv.pairing import Address
+
+from .access import Access
+from .errors import ProxyError, error_response, retry_after
+from .exposition import page
+from .membership.instance import WORST_FIRST, Instance, Role
+from .metrics import OUTCOMES, SAMPLE_SECONDS, Metrics, quantiles
+from .service import STOPPING, Proxy
+from .siblings import Siblings, Together
+
+_ROLES: dict[str, Role] = {"prefill": "P", "decode": "D"}
+UNAVAILABLE = "unavailable"
+
+
+async def health_page(proxy: Proxy, request: web.Request) -> web.Response:
+    """GET /health: 200 if a request can be served, else 503; and what is missing.
+
+    With `?prefill=1&decode=2` it is 200 only if so many are there.
+    """
+    found = report(proxy)
+    good = found["status"] != UNAVAILABLE
+    good &= all(found[name] >= _number(request, name) for name in _ROLES)
+    return web.json_response(found, status=200 if good else 503, headers=None if good else retry_after())
+
+
+async def ready_page(proxy: Proxy) -> web.Response:
+    """GET /ready: 200 if a request can be served, and by whom it is; else 503."""
+    found = report(proxy)
+    good = found["status"] != UNAVAILABLE
+    answer = {
+        "ready": good,
+        "needs": "a decode instance" if proxy.limits.alone else "a prefill and a decode instance",
+        **{name: found[name] for name in ("prefill", "decode", "missing")},
+    }
+    return web.json_response(answer, status=200 if good else 503, headers=None if good else retry_after())
+
+
+def report(proxy: Proxy) -> dict[str, Any]:
+    """Whether requests can be served, which instances are missing, what is held and what was counted."""
+    now = proxy.clock()
+    missing = [STOPPING] if proxy.active.stopping else proxy.router.missing(now)
+    there = {name: len(proxy.registry.routable(role, now)) for name, role in _ROLES.items()}
+    able = there["decode"] > 0 and (proxy.limits.alone > 0 or proxy.router.helped(now))
+    serves = able and not proxy.active.stopping
+    return {
+        "status": UNAVAILABLE if not serves else "degraded" if missing else "ok",
+        **there,
+        "missing": missing,
+        "gauges": proxy.gauges(),
+        "counters": proxy.counted(),
+    }
+
+
+def _number(request: web.Request, name: str) -> int:
+    """How many instances of one kind a question about health asks for."""
+    text = request.query.get(name, "0")
+    if not text.isdecimal():
+        raise ProxyError(400, f"`{name}` in /health?{name}=... is a number of instances, such as 1.")
+    return int(text)
+
+
+# An instance may list any number of adapters.
+_MOST_NAMES = 32
+
+
+def described(proxy: Proxy, instance: Instance) -> dict[str, Any]:
+    """One instance, for /instances and the dashboard."""
+    now = proxy.clock()
+    names = sorted(instance.names)
+    return {
+        "role": "prefill" if instance.role == "P" else "decode",
+        "address": instance.ping.http_address,
+        "rank": instance.ping.dp_rank,
+        "state": proxy.state_of(instance),
+        "models": names[:_MOST_NAMES],
+        "more_models": max(0, len(names) - _MOST_NAMES),
+        "running": instance.in_flight,
+        "load": instance.load,
+        "alone": instance.alone,
+        "last_ping_seconds": round(now - instance.last_seen, 1),
+        "pauses": instance.breaker.opened,
+    }
+
+
+def drain(proxy: Proxy, address: str, *, drained: bool) -> list[dict[str, Any]]:
+    """Drains or resumes all ranks at this HTTP address, for this worker; returns them."""
+    meant = at(proxy, address)
+    for instance in meant:
+        proxy.registry.drain(instance, drained)
+    proxy.admission.advance()
+    return [described(proxy, each) for each in meant]
+
+
+def at(proxy: Proxy, address: str) -> list[Instance]:
+    """All ranks at this HTTP address."""
+    wanted = Address.parse(address)
+    return [each for each in proxy.instances() if Address.parse(each.ping.http_address) == wanted]
+
+
+async def listed(siblings: Siblings, guard: Access, request: web.Request) -> web.Response:
+    """GET /instances."""
+    guard.look(request)
+    return web.json_response({"instances": _together(await siblings.ask("instances"))})
+
+
+async def changed(siblings: Siblings, guard: Access, request: web.Request, what: str) -> web.Response:
+    """POST /instances/{address}/drain and .../resume: all ranks at this HTTP address."""
+    guard.change(request)
+    address = request.match_info["address"]
+    try:
+        Address.parse(address)
+    except ValueError as error:
+        raise ProxyError(400, f"{error}.") from None
+    meant = _together(await siblings.ask(what, address))
+    if not meant:
+        return error_response(
+            404, "No instance with this HTTP address is registered; GET /instances lists those that are."
+        )
+    return web.json_response({"instances": meant})
+
+
+# Instances as all workers have them, as if these were one.
+
+
+def _together(answers: Together) -> list[dict[str, Any]]:
+    return merged_instances(answers.parts, complete=answers.complete)
+
+
+def merged_instances(
+    parts: Sequence[Sequence[dict[str, Any]]], *, complete: bool = True
+) -> list[dict[str, Any]]:
+    """Each instance once; in the state that lets it take the fewest requests. It is not drained before all
+    workers have drained it: one that is late may have requests there."""
+    states: dict[Any, list[str]] = {}
+    for each in (each for part in parts for each in part):
+        late = each["state"] == "drained" and not complete
+        states.setdefault(_name(each), []).append("draining" if late else each["state"])
+    together = added([{_name(each): each for each in part} for part in parts])
+    return [{**each, "state": min(states[_name(each)], key=WORST_FIRST.index)} for each in together]
+
+
+def _name(described: dict[str, Any]) -> tuple[str, str, int]:
+    return described["role"], described["address"], described["rank"]
+
+
+_AMOUNTS = ("running", "load", "alone", "total")
+
+
+def added(parts: Sequence[dict[Any, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Each thing once, with the sums of its amounts; all else as in the first part."""
+    found: dict[Any, dict[str, Any]] = {}
+    for name, each in (item for part in parts for item in part.items()):
+        known = found.get(name)
+        found[name] = (
+            each
+            if known is None
+            else known | {amount: known[amount] + each[amount] for amount in _AMOUNTS if amount in each}
+        )
+    return list(found.values())
+
+
+# Of the pairs that have worked together, the busiest.
+_MOST_PAIRS = 200
+_MOST_INSTANCES = 500
+
+
+async def keep_history(metrics: Metrics) -> None:
+    """Takes samples until cancelled."""
+    while True:
+        metrics.sample()
+        await asyncio.sleep(SAMPLE_SECONDS)
+
+
+async def metrics_page(siblings: Siblings, guard: Access, request: web.Request) -> web.Response:
+    """GET /metrics, for Prometheus."""
+    guard.look(request)
+    answers = await siblings.ask("metrics")
+    body, kind = page(request.headers.get("Accept", ""), answers.parts)
+    return web.Response(body=body, headers={"Content-Type": kind})
+
+
+async def status_page(siblings: Siblings, guard: Access, request: web.Request) -> web.Response:
+    """GET /status: what the dashboard shows."""
+    guard.look(request)
+    answers = await siblings.ask("status")
+    page = merged(answers.parts, complete=answers.complete)
+    return web.json_response(page, headers={"Cache-Control": "no-store"})
+
+
+def status_of(proxy: Proxy, guard: Access) -> dict[str, Any]:
+    """One worker's part of it."""
+    metrics, now = proxy.metrics, proxy.clock()
+    instances = proxy.instances()
+    running = Counter(
+        (choice.prefill.ping.http_address, choice.decode.ping.http_address)
+        for choice in proxy.admission.choices
+        if choice.prefill is not None
+    )
+    return {
+        "version": __version__,
+        "uptime_seconds": round(now - metrics.began, 1),
+        "dispatch": proxy.dispatch,
+        "can_drain": bool(guard.token),
+        **report(proxy),
+        "outcomes": {name: metrics.totals[name] for name in OUTCOMES},
+        "stream_events": metrics.events,
+        "first_token_seconds": metrics.recent(),
+        "instances": [described(proxy, each) for each in instances[:_MOST_INSTANCES]],
+        "more_instances": max(0, len(instances) - _MOST_INSTANCES),
+        "pairs": [
+            {"prefill": p, "decode": d, "total": total, "running": running[p, d]}
+            for (p, d), total in metrics.pairs.most_common(_MOST_PAIRS)
+        ],
+        "history_fields": ["at", "ended", "failed", "events", "running", "waiting", "first_token"],
+        "history": [(round(each.at - now, 2), *astuple(each)[1:]) for each in metrics.history],
+    }
+
+
+# The answers of all workers, as if they were one.
+
+# From the worst to the best.
+_STATUSES = ("unavailable", "degraded", "ok")
+# Every worker sees the same ones.
+_SEEN_BY_ALL = ("silent", "engines_paused", "breakers_open", "claims_refused")
+
+
+def merged(parts: Sequence[dict[str, Any]], *, complete: bool = True) -> dict[str, Any]:
+    """The page, of at least one worker's part; `complete`: of all workers'."""
+    pairs = added([{(each["prefill"], each["decode"]): each for each in part["pairs"]} for part in parts])
+    first_tokens = [seconds for part in parts for seconds in part["first_token_seconds"]]
+    return {
+        **parts[0],
+        "workers": len(parts),
+        "uptime_seconds": max(part["uptime_seconds"] for part in parts),
+        "status": min((part["status"] for part in parts), key=_STATUSES.index),
+        "missing": list(dict.fromkeys(each for part in parts for each in part["missing"])),
+        **{name: min(part[name] for part in parts) for name in ("prefill", "decode")},
+        **{name: _summed([part[name] for part in parts]) for name in ("gauges", "counters", "outcomes")},
+        "stream_events": sum(part["stream_events"] for part in parts),
+        "first_token_seconds": dict(zip(("p50", "p95"), quantiles(first_tokens, 0.5, 0.95), strict=True)),
+        "instances": merged_instances([part["instances"] for part in parts], complete=complete),
+        "pairs": sorted(pairs, key=lambda pair: -pair["total"])[:_MOST_PAIRS],
+        "history": _merged_history([part["history"] for part in parts]),
+    }
+
+
+def _summed(parts: Sequence[dict[str, int]]) -> dict[str, int]:
+    return {name: (max if name in _SEEN_BY_ALL else sum)(part[name] for part in parts) for name in parts[0]}
+
+
+def _merged_history(parts: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any]]:
+    """Samples from about the same moment make one: all workers take them at the same pace."""
+    rows = []
+    for samples in zip_longest(*(reversed(part) for part in parts)):
+        there = [sample for sample in samples if sample is not None]
+        first_tokens = [sample[-1] for sample in there if sample[-1] is not None]
+        amounts = [sum(column) for column in list(zip(*there, strict=True))[1:-1]]
+        rows.append([there[0][0], *amounts, max(first_tokens, default=None)])
+    return rows[::-1]
+
+
+async def dashboard(request: web.Request) -> web.Response:
+    """GET /: it holds no data of its own, so all may load it."""
+    page, policy = _page()
+    headers = {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    return web.Response(body=page, content_type="text/html", charset="utf-8", headers=headers)
+
+
+@cache
+def _page() -> tuple[bytes, str]:
+    """The page, and a policy under which nothing but its own script and style runs."""
+    text = files(__package__).joinpath("dashboard.html").read_text("utf-8")
+    script, style = (
+        " ".join(f"'sha256-{_digest(part)}'" for part in re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.S))
+        for tag in ("script", "style")
+    )
+    policy = (
+        f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return text.encode(), policy
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

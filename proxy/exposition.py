@@ -1,0 +1,206 @@
+"""The metrics as Prometheus reads them: of this process, or of several workers as if they were one."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import prometheus_client as prometheus
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import choose_encoder
+
+from p2pkv import __version__
+
+from .membership.instance import WORST_FIRST
+from .metrics import STATES, Held, Metrics
+
+Family = tuple[str, str, str, Sequence[tuple[str, dict[str, str], float]]]
+"""A metric's name, what it is, its type, and its samples: name, labels, value."""
+
+
+class Exposition:
+    """The /metrics page: what is measured, and what others count or hold, read when it is asked for."""
+
+    def __init__(self, metrics: Metrics, held: Held) -> None:
+        self._metrics = metrics
+        metrics.show(held)
+        metrics.registry.register(_Collected(metrics, held))
+
+    def families(self) -> list[Family]:
+        """What the page has, as other processes can read it."""
+        self._metrics.forget()
+        return [
+            (each.name, each.documentation, each.type, [(s.name, s.labels, s.value) for s in each.samples])
+            for each in self._metrics.registry.collect()
+        ]
+
+
+def growing(families: Iterable[Family]) -> list[Family]:
+    """Those that only grow, for as long as their process runs."""
+    return [each for each in families if each[2] in ("counter", "histogram")]
+
+
+def page(accept: str, parts: Sequence[Sequence[Family]]) -> tuple[bytes, str]:
+    """The page of all workers that these families are from, and its content type: in the format that
+    `accept`, a header, asks for."""
+    encode, kind = choose_encoder(accept)
+    return encode(_Merged(parts)), kind
+
+
+class _Collected:
+    """For Prometheus: what others hold, read when it asks."""
+
+    def __init__(self, metrics: Metrics, held: Held) -> None:
+        self._metrics = metrics
+        self._held = held
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        yield InfoMetricFamily("p2pkv_proxy_build", "The proxy itself.", {"version": __version__})
+        yield from self._counters()
+        yield from self._gauges()
+        yield from self._instances()
+        yield from self._streams()
+
+    def _counters(self) -> Iterator[Metric]:
+        counted = self._held.counted()
+        shed = CounterMetricFamily(
+            "p2pkv_proxy_shed",
+            "Requests turned away with 503: too many waited or held memory (full), none had room in time "
+            "(late), or decode instances may compute no more prompts alone (alone).",
+            labels=["reason"],
+        )
+        for reason in ("full", "late", "alone"):
+            shed.add_metric([reason], counted[f"refused_{reason}"])
+        yield shed
+        for name, key, what in _COUNTERS:
+            yield CounterMetricFamily(f"p2pkv_proxy_{name}", what, value=counted[key])
+
+    def _gauges(self) -> Iterator[Metric]:
+        gauges = self._held.gauges()
+        for name, key, what in _GAUGES:
+            yield GaugeMetricFamily(f"p2pkv_proxy_{name}", what, value=gauges[key])
+
+    def _instances(self) -> Iterator[Metric]:
+        instances = self._held.instances()
+        state = GaugeMetricFamily(_STATE, "", labels=["address", "role", "rank"])
+        load = GaugeMetricFamily(
+            "p2pkv_proxy_instance_load",
+            "Requests at an instance or on their way to it.",
+            labels=["address", "role", "rank"],
+        )
+        paused = GaugeMetricFamily(
+            "p2pkv_proxy_breaker_open",
+            "1 while an instance has a pause because its requests failed, else 0.",
+            labels=["address", "role", "rank"],
+        )
+        for each in instances:
+            labels = [each.ping.http_address, each.role, str(each.ping.dp_rank)]
+            state.add_metric(labels, WORST_FIRST.index(self._held.state_of(each)))
+            load.add_metric(labels, each.load)
+            paused.add_metric(labels, not each.breaker.closed)
+        yield state
+        yield load
+        yield paused
+
+    def _streams(self) -> Iterator[Metric]:
+        between = HistogramMetricFamily(
+            "p2pkv_proxy_inter_token_seconds",
+            "Between two pieces of a streamed answer as they come from the decode instance: mostly a token.",
+            labels=["address"],
+        )
+        events = CounterMetricFamily(
+            "p2pkv_proxy_stream_events",
+            "Events of streamed answers: a token each, or nearly so.",
+            labels=["address"],
+        )
+        for name, gaps in self._metrics.all_gaps().items():
+            between.add_metric([name], gaps.buckets(), gaps.total)
+            events.add_metric([name], gaps.events)
+        yield between
+        yield events
+
+
+_STATE = "p2pkv_proxy_instance_state"
+"""Internal gauge: the index of an instance's state in WORST_FIRST, merged over workers by minimum. /metrics
+shows the number of instances in each state instead."""
+# Merged over workers by maximum, not summed: every worker reports the same thing.
+_LARGEST = (
+    "p2pkv_proxy_breaker_open",
+    "p2pkv_proxy_claims_refused_total",
+    "p2pkv_proxy_build_info",
+    "process_max_fds",
+)
+_SMALLEST = (_STATE, "_created", "process_start_time_seconds")
+
+
+class _Merged(prometheus.CollectorRegistry):
+    """For Prometheus: what several workers have, as if they were one."""
+
+    def __init__(self, parts: Sequence[Sequence[Family]]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def collect(self) -> Iterator[Metric]:
+        metrics: dict[str, Metric] = {}
+        values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+        for name, what, kind, samples in (family for part in self._parts for family in part):
+            metrics.setdefault(name, Metric(name, what, kind))
+            mine = values.setdefault(name, {})
+            for sample, labelled, value in samples:
+                key = sample, tuple(labelled.items())
+                mine[key] = _together(sample)(mine[key], value) if key in mine else value
+        for name, metric in metrics.items():
+            for (sample, labels), value in values[name].items():
+                metric.add_sample(sample, dict(labels), value)
+            yield _by_state(metric) if name == _STATE else metric
+
+
+def _by_state(instances: Metric) -> Metric:
+    """How many there are, from the state of each."""
+    found = Tally((each.labels["role"], WORST_FIRST[int(each.value)]) for each in instances.samples)
+    states = GaugeMetricFamily(
+        "p2pkv_proxy_instances", "Registered instances, by role and state.", labels=["role", "state"]
+    )
+    for role in ("P", "D"):
+        for state in STATES:
+            states.add_metric([role, state], found[role, state])
+    return states
+
+
+def _together(sample: str) -> Callable[[float, float], float]:
+    """How the values of two workers make one."""
+    if sample in _LARGEST:
+        return max
+    return min if sample.endswith(_SMALLEST) else operator.add
+
+
+# The name for Prometheus, the holder's own name, and what it is.
+_COUNTERS = (
+    ("admitted", "admitted", "Requests that got a place at an instance."),
+    ("decode_alone", "alone", "Requests given to a decode instance because no prefill instance could help."),
+    ("prefill_skipped", "spared", "Requests given to a decode instance alone: their prompts are short."),
+    ("retries", "retried", "Second tries at another instance."),
+    ("retries_refused", "retries_refused", "Failures not tried again: the budget of retries was spent."),
+    ("reconnected", "reconnected", "Requests sent once more because an idle connection had been closed."),
+    ("breaker_opened", "breakers_opened", "Pauses given to instances whose requests failed."),
+    ("claims_refused", "claims_refused", "Pings under an address that another live instance has."),
+    ("left_waiting", "left_waiting", "Requests whose client left while they waited for a place."),
+    ("cut_off", "cut_off", "Requests that the proxy's own end ended."),
+)  # fmt: skip
+_GAUGES = (
+    ("requests_running", "under_way", "Requests that have a place at an instance."),
+    ("requests_waiting", "waiting", "Requests that wait for a place."),
+    ("decode_alone_running", "alone", "Of those running, prompts that a decode instance computes alone."),
+    ("body_bytes", "held_bytes", "Bytes of the bodies of all requests together."),
+    ("calls", "calls", "Calls to instances that are open."),
+)  # fmt: skip

@@ -1,0 +1,81 @@
+"""Which instances there are, from their pings, their /health and what the command line lists.
+
+This package needs no proxy: give a `Membership` an aiohttp session, have it `listen`, and `run` it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import aiohttp
+
+from p2pkv.control.discovery import Ping
+from p2pkv.control.security import Members
+
+from .instance import PingSource
+from .listed import ListedInstance, ListedInstances
+from .listener import Listener
+from .partners import PartnerLists
+from .prober import Prober
+from .registry import Registry
+
+
+class Membership:
+    """Keeps one registry up to date, and sends D's the P's that they may be paired with.
+
+    Args:
+        session: asks instances; not closed here.
+        clock: monotonic seconds.
+
+    Attributes:
+        changed: called when there may be instances for requests that wait.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        registry: Registry | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.registry = Registry() if registry is None else registry
+        self.clock = clock
+        self.changed: Callable[[], None] = lambda: None
+        self.prober = Prober(session, self.registry, clock, self._announce_change)
+        self.partners = PartnerLists(self.registry)
+        self._session = session
+        self._listeners: list[Listener] = []
+        self._watches: list[Callable[[], Coroutine[Any, Any, None]]] = [self.prober.run]
+
+    def take(self, ping: Ping, source: PingSource) -> None:
+        """One ping, from a discovery socket or made up for a listed instance."""
+        now = self.clock()
+        if self.registry.observe(ping, now, source) is not None:
+            self.prober.hurry()
+        self.partners.answer(ping, source, now)
+
+    def _announce_change(self) -> None:
+        self.changed()
+
+    def listen(self, endpoint: str, members: Members | None = None) -> Listener:
+        """Takes pings at this ZMQ endpoint, while it runs. Raises OSError if it cannot be bound."""
+        listener = Listener(endpoint, self.take, members)
+        self._listeners.append(listener)
+        self._watches.append(listener.run)
+        return listener
+
+    def watch(self, listed: Sequence[ListedInstance], members: Members | None = None) -> None:
+        """These are there without a ping, as long as their /health answers, while it runs."""
+        there = ListedInstances(listed, self._session, self.registry, self.take, members, self.clock)
+        self._watches.append(there.run)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        await asyncio.gather(*(each() for each in self._watches))
+
+    def close(self) -> None:
+        """Frees the ports. Idempotent."""
+        for each in self._listeners:
+            each.close()

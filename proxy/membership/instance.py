@@ -1,0 +1,435 @@
+"""One instance as its pings and its answers show it: what it serves, whether it is well, how busy it is.
+
+How busy it is (`in_flight`, `places`, `alone`, `coming`, `tokens`) only its own methods write. They keep
+`order` up to date, by which policies compare instances: so choosing the least busy one of a thousand computes
+nothing. No IO, no clock; all `now` are seconds of one monotonic clock.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import attrgetter
+from typing import Literal, Protocol
+
+from p2pkv.control.discovery import PING_INTERVAL, Ping
+from p2pkv.pairing import Address
+
+# Three lost pings and a little: an instance whose ping is merely late stays.
+LIFE = 3 * PING_INTERVAL + 1.0
+# Of a p2pkv whose pings do not have it: those of this protocol did not.
+_UNSAID_PROTOCOL = 1
+REQUEST_TOKENS = 256
+"""A request weighs as much on D as so many tokens of its prompt: a step of D's takes longer with each
+sequence, and with the KV that each of them reads."""
+
+_BREAKER_WINDOW_SECONDS = 30.0
+_BREAKER_OUTCOMES = 100
+_BREAKER_FAILURES = 5
+_BREAKER_SHARE = 0.5
+_BREAKER_FIRST_PAUSE = 1.0
+_BREAKER_LONGEST_PAUSE = 30.0
+# A breaker that has been closed for so long, without a failure, has no past.
+_BREAKER_FORGET_SECONDS = 120.0
+
+Role = Literal["P", "D"]
+InstanceKey = tuple[Role, Address, int]
+ROLE_NAMES: dict[Role, str] = {"P": "prefill", "D": "decode"}
+Kind = tuple[frozenset[str], str, int]
+Loss = Literal["gone", "silent", "hung", "stopped", "late"]
+"""Why a call to an instance is given up; blame.CallEnd explains each."""
+VOUCHING_VERSION = 4
+"""From this version of the pings on, an instance sends none while its engine does not get on."""
+Differences = tuple[str, ...]
+
+WORST_FIRST = ("draining", "drained", "starting", "engine_paused", "silent", "paused", "ready")
+"""If workers disagree about an instance's state, the one that comes first here is shown."""
+STATES = ("ready", "starting", "silent", "paused", "engine_paused", "draining", "drained")
+"""Of an instance, see `Instance.state`."""
+
+
+class PingSource(Protocol):
+    """The connection on which a ping came. Equal sources are one connection."""
+
+    @property
+    def member(self) -> bool:
+        """Whether it has shown the members' key."""
+
+    def stands(self) -> bool:
+        """Whether it has not been closed."""
+
+    def answer(self, frame: bytes) -> bool:
+        """Answer a ping; whether that could be sent."""
+
+
+@dataclass(eq=False)
+class ListedSource:
+    """In place of such a connection, of an instance that the command line lists. An instance's own
+    pings count more.
+
+    Attributes:
+        answers: its port does.
+        pinged: it has pinged by itself since.
+    """
+
+    answers: bool = True
+    pinged: bool = False
+    member: bool = False
+
+    def stands(self) -> bool:
+        return self.answers
+
+    def answer(self, frame: bytes) -> bool:
+        return False
+
+
+class Breaker:
+    """Whether an instance that fails again and again is given requests.
+
+    It opens when many of the latest requests failed. After a pause it lets one request through, the trial: if
+    that succeeds the breaker closes, if it fails the next pause is about twice as long; what becomes of other
+    requests decides nothing. A trial that ends without an outcome, because its client left, or that has none
+    for long, makes room for another.
+
+    Args:
+        uniform: draws the jitter of its pauses.
+
+    Attributes:
+        opened: how often in a row it has opened; 0 when it has no past.
+        changed: called when it opens or closes.
+    """
+
+    def __init__(self, uniform: Callable[[float, float], float] = random.uniform) -> None:
+        self._uniform = uniform
+        self._outcomes: deque[tuple[float, bool]] = deque(maxlen=_BREAKER_OUTCOMES)
+        self._resume: float | None = None
+        self._trial: object | None = None
+        self._left: object | None = None
+        """A trial that has ended without an outcome: one that comes later counts, until there is another."""
+        self._patience = 0.0
+        self._last_failure = float("-inf")
+        self.opened = 0
+        self.changed: Callable[[], None] = lambda: None
+
+    @property
+    def closed(self) -> bool:
+        return self._resume is None
+
+    def admits(self, now: float) -> bool:
+        """Whether a request may be sent now."""
+        if self._resume is None:
+            return True
+        return now >= self._resume and (self._trial is None or now >= self._patience)
+
+    def sent(self, owner: object, now: float) -> None:
+        """`owner` has been chosen for this instance; if the pause is over, it is the trial."""
+        if self._resume is not None and self.admits(now):
+            self._trial, self._left = owner, None
+            self._patience = now + _BREAKER_LONGEST_PAUSE
+
+    def given_up(self, owner: object) -> None:
+        """`owner` has ended, perhaps without an outcome: then another one may be the trial."""
+        if self._trial is owner:
+            self._trial, self._left = None, owner
+
+    def _is_trial(self, owner: object | None) -> bool:
+        return owner is not None and (owner is self._trial or owner is self._left)
+
+    def succeeded(self, now: float, owner: object | None = None) -> bool:
+        """`owner` got an answer. True if that closes the breaker."""
+        if self._resume is None:
+            self._outcomes.append((now, True))
+            return False
+        if not self._is_trial(owner):
+            return False  # asked before the pause, or in it for want of another
+        self._resume = self._trial = self._left = None
+        self._outcomes.clear()
+        self.changed()
+        return True
+
+    def failed(self, now: float, owner: object | None = None) -> bool:
+        """`owner` got no answer, or an error of the server's. True if that opens the breaker."""
+        if self.forgettable(now):
+            self.opened = 0
+        self._last_failure = now
+        if self._resume is None:
+            self._outcomes.append((now, False))
+            bad = self._too_many(now)
+        else:
+            bad = self._is_trial(owner)
+        if bad:
+            self._open(now)
+        return bad
+
+    def clear(self) -> None:
+        """Forget all outcomes: they predict nothing."""
+        self._outcomes.clear()
+        self._resume = self._trial = None
+        self._last_failure = float("-inf")
+        self.opened = 0
+        self.changed()
+
+    def forgettable(self, now: float) -> bool:
+        """Whether it has no past that matters."""
+        return now - self._last_failure > _BREAKER_FORGET_SECONDS
+
+    def _too_many(self, now: float) -> bool:
+        recent = [success for when, success in self._outcomes if now - when <= _BREAKER_WINDOW_SECONDS]
+        failures = recent.count(False)
+        return failures >= _BREAKER_FAILURES and failures >= _BREAKER_SHARE * len(recent)
+
+    def _open(self, now: float) -> None:
+        self.opened += 1
+        longest = min(_BREAKER_LONGEST_PAUSE, _BREAKER_FIRST_PAUSE * 2.0 ** min(self.opened - 1, 16))
+        self._resume = now + self._uniform(longest / 2, longest)
+        self._trial = self._left = None
+        self.changed()
+
+
+@dataclass(eq=False)
+class Instance:
+    """One living instance. A restart makes a new one.
+
+    Attributes:
+        ping: its latest ping; all its pings are equal, but for `paused`.
+        last_seen: when that came.
+        life: seconds without a ping after which it counts as silent.
+        source: where from; None if that is not known, and then any other may take its address.
+        healthy: its /health has answered 200, and its port has not been found closed since.
+        names: model names under which it answers; empty while unknown, and then it may serve any.
+        kind: equal for instances that `matches` treats alike.
+        in_flight: requests that this proxy has open there.
+        places: requests that have a place at this D and have not ended.
+        alone: of these, the ones whose prompt it computes in a P's place: no P could, or it is short.
+        coming: requests that this P has been chosen for, and that are not in flight yet.
+        tokens: of prompts, estimated: those that this P has to compute, coming and in flight; or those of
+            the requests that have a place at this D.
+        turn: the number of the latest choice that fell on it.
+        order: the smaller, the less busy: work in tokens, requests, turn.
+        room: places of this D at most.
+        full: the D's whose places are all taken; it is in there, too, while it is one of them.
+        changed: called when it may be given requests and could not before, or the other way round.
+        breaker: whether it is given requests, after what became of the last ones.
+        drained: it gets no new requests, because an operator has asked the proxy for it.
+        paused: it gets none, because vLLM's /pause has been called there.
+        left: when it said goodbye; None if it has not.
+    """
+
+    ping: Ping
+    last_seen: float
+    source: PingSource | None = None
+    life: float = LIFE
+    names: frozenset[str] = frozenset()
+    in_flight: int = 0
+    places: int = 0
+    alone: int = 0
+    coming: int = 0
+    tokens: int = 0
+    turn: int = 0
+    breaker: Breaker = field(default_factory=Breaker)
+    order: tuple[float, int, int] = (0.0, 0, 0)
+    left: float | None = None
+    kind: Kind = field(init=False)
+    changed: Callable[[], None] = field(default=lambda: None)
+    room: float = float("inf")
+    full: set[Instance] = field(default_factory=set)
+    _healthy: bool = False
+    _drained: bool = False
+    _paused: bool = False
+    _ends: set[Callable[[Loss], None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.role: Role = self.ping.type
+        self.learn(frozenset())
+
+    def learn(self, served: frozenset[str]) -> None:
+        """Takes in the names that it lists now, beside the one in its ping."""
+        self.names = served | {self.ping.model} if self.ping.model else served
+        self.kind = self.names, self.ping.fit, -1 if self.fits_unknown else self.ping.protocol
+        self.changed()
+
+    @property
+    def healthy(self) -> bool:
+        return self._healthy
+
+    @healthy.setter
+    def healthy(self, healthy: bool) -> None:
+        self._healthy = healthy
+        self.changed()
+
+    @property
+    def drained(self) -> bool:
+        return self._drained
+
+    @drained.setter
+    def drained(self, drained: bool) -> None:
+        self._drained = drained
+        self.changed()
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        self._paused = paused
+        self.changed()
+
+    @property
+    def vouches(self) -> bool:
+        """Whether its pings show that its engine gets on, and not only that a process lives."""
+        return self.ping.version >= VOUCHING_VERSION
+
+    @property
+    def fits_unknown(self) -> bool:
+        """Whether it is not known what it fits: it is listed, and its ranks have not answered."""
+        return isinstance(self.source, ListedSource) and not self.ping.fit
+
+    @cached_property
+    def key(self) -> InstanceKey:
+        return self.ping.type, Address.parse(self.ping.http_address), self.ping.dp_rank
+
+    @cached_property
+    def url(self) -> str:
+        return f"http://{Address.parse(self.ping.http_address)}"
+
+    @cached_property
+    def zmq_address(self) -> Address:
+        return Address.parse(self.ping.zmq_address)
+
+    @property
+    def name(self) -> str:
+        """Its address, and which of the replicas there it is: the same after a restart."""
+        return f"{self.ping.http_address}/{self.ping.dp_rank}"
+
+    @property
+    def load(self) -> int:
+        """Requests that are here or on their way."""
+        return max(self.in_flight + self.coming, self.places)
+
+    def state(self, now: float, *, needed: bool) -> str:
+        """What keeps it from new requests, if anything does; `needed`: requests depend on it."""
+        if self.drained:
+            return "draining" if needed else "drained"
+        if not self.healthy:
+            return "starting"
+        if self.paused:
+            return "engine_paused"
+        if self.silent(now):
+            return "silent"
+        return "ready" if self.breaker.closed else "paused"
+
+    def silent(self, now: float) -> bool:
+        """Whether its pings have stopped."""
+        return now - self.last_seen > self.life
+
+    def serves(self, model: str | None) -> bool:
+        """Whether it may serve `model`, None being whatever it has."""
+        return model is None or not self.names or model in self.names
+
+    def matches(self, other: Instance) -> bool:
+        """Whether one request's `model` can mean the same to both, and KV may move between them."""
+        return self.shares_model(other) and self.fits(other)
+
+    def shares_model(self, other: Instance) -> bool:
+        """Whether one request's `model` can mean the same to both."""
+        return not self.names or not other.names or not self.names.isdisjoint(other.names)
+
+    def fits(self, other: Instance) -> bool:
+        """Whether a P and a D would accept each other, as far as their pings show."""
+        mine, theirs = self.ping, other.ping
+        if self.fits_unknown or other.fits_unknown:
+            return True
+        if mine.fit and theirs.fit:
+            return mine.fit == theirs.fit
+        return (mine.protocol or _UNSAID_PROTOCOL) == (theirs.protocol or _UNSAID_PROTOCOL)
+
+    def take_place(self, *, alone: bool, tokens: int = 0) -> None:
+        """This D gets one request more; `alone`: it computes the prompt in a P's place."""
+        self.places += 1
+        self.alone += alone
+        self._weigh(tokens)
+        if self.places >= self.room:
+            self.full.add(self)
+
+    def leave_place(self, *, alone: bool, tokens: int = 0) -> None:
+        """That request has ended, or goes elsewhere."""
+        self.places -= 1
+        self.alone -= alone
+        self._weigh(-tokens)
+        if self.places < self.room:
+            self.full.discard(self)
+
+    def expect(self, tokens: int = 0) -> None:
+        """This P has been chosen for one request more."""
+        self.coming += 1
+        self._weigh(tokens)
+
+    def expect_no_more(self, tokens: int = 0) -> None:
+        """That request is in flight now, has ended, or goes elsewhere."""
+        self.coming -= 1
+        self._weigh(-tokens)
+
+    @contextmanager
+    def busy(self, end: Callable[[Loss], None], tokens: int = 0) -> Iterator[None]:
+        """Counts one request as in flight here, with the `tokens` that it computes, if it is a P's; `end`
+        is called if the instance is lost."""
+        self.in_flight += 1
+        self._weigh(tokens)
+        self._ends.add(end)
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            self._weigh(-tokens)
+            self._ends.discard(end)
+
+    def take_turn(self, turn: int) -> None:
+        """It has been chosen."""
+        self.turn = turn
+        self._weigh()
+
+    def _weigh(self, more_tokens: int = 0) -> None:
+        """What it has to do, in tokens for each of its tensor-parallel ranks: a P has prompts to compute, a D
+        has requests with their prompts."""
+        self.tokens += more_tokens
+        load = self.load
+        requests = load * REQUEST_TOKENS if self.ping.type == "D" else 0
+        self.order = (requests + self.tokens) / self.ping.tp_size, load, self.turn
+
+    def lost(self, loss: Loss) -> None:
+        """It gets no more requests, and the calls in flight end."""
+        self.healthy = False
+        for end in list(self._ends):
+            end(loss)
+
+    def __str__(self) -> str:
+        return f"{ROLE_NAMES[self.role]} instance {self.ping.http_address}"
+
+
+def least_busy(instances: Sequence[Instance]) -> Instance:
+    """The one with the least to do, of at least one; among equals, the one whose turn was longest ago."""
+    return min(instances, key=_ORDER)
+
+
+_ORDER = attrgetter("order")
+
+
+def differences(one: Instance, other: Instance) -> Differences:
+    """In what the pings of two that do not fit differ, by name."""
+    mine, theirs = one.ping, other.ping
+    if not (mine.fit and theirs.fit):
+        return ("protocol",)
+    here, there = (dict(each.partition("=")[::2] for each in ping.fit.split(", ")) for ping in (mine, theirs))
+    return tuple(name for name in here | there if here.get(name) != there.get(name)) or (
+        "the order of words",
+    )
+
+
+def fewest(found: list[Differences]) -> Differences:
+    """Of at least one list of differences, the shortest: what has to be changed."""
+    return min(found, key=len)

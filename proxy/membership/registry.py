@@ -1,0 +1,341 @@
+"""Which instances exist, whether each of them answers, and how busy it is. No IO, no clock.
+
+All `now` are seconds of one monotonic clock.
+
+An instance whose pings stop while their connection stands is silent, not gone: its process may be compiling,
+or wait for a core. The router prefers others, and the registry removes it after a lease. It is gone when it
+says goodbye, when its connection is closed and no other comes, or when its port refuses.
+
+An address belongs to one instance for as long as its pings keep coming and their connection stands. Another
+instance that pings with this address is a mistake or an attack, and is refused. A process that ends, by
+kill -9 too, loses its connection; so its successor is taken at once.
+
+How busy an instance is (`in_flight`, `seats`, `alone`, `coming`, `tokens`) only its own methods write.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from p2pkv.control.discovery import Ping, goodbye
+from p2pkv.log import RateLimit
+from p2pkv.pairing import Address
+
+from .instance import (
+    LIFE,
+    Breaker,
+    Differences,
+    Instance,
+    InstanceKey,
+    Kind,
+    ListedSource,
+    PingSource,
+    Role,
+    differences,
+    fewest,
+)
+
+logger = logging.getLogger(__name__)
+
+# How long a silent instance whose connection stands is kept: as long as p2pkv's own lease, by default.
+LEASE = 30.0
+MAX_INSTANCES = 4096
+_DOUBT = 0.65
+"""Share of `life` without a ping after which an instance's /health is asked, and another instance may take
+its address."""
+_COMPLAIN_SECONDS = 60.0
+
+
+class Registry:
+    """The living instances, one for each (role, HTTP address, data-parallel rank).
+
+    Args:
+        life: seconds without a ping after which an instance is silent, or gone if its connection is.
+        lease: seconds without a ping after which it is gone all the same.
+
+    Attributes:
+        claims_refused: pings under the address of another live instance.
+        full: the D's whose places are all taken.
+        version: grows whenever an instance comes, goes, or may be given requests that it might not before, or
+            the other way round; unless time alone is the reason.
+    """
+
+    def __init__(self, life: float = LIFE, capacity: int = MAX_INSTANCES, lease: float = LEASE) -> None:
+        self._life = life
+        self._lease = max(life, lease)
+        self._silent: set[Instance] = set()
+        self._leavers: list[Instance] = []
+        """Those that have said goodbye since the last `expire`."""
+        self._misfits: set[Instance] = set()
+        """Those that the log has named."""
+        self._capacity = capacity
+        self.claims_refused = 0
+        self.version = 0
+        self._room = float("inf")
+        self.full: set[Instance] = set()
+        # Once a minute: the other one tries again every few seconds.
+        self._complaints = RateLimit(seconds=_COMPLAIN_SECONDS)
+        self._instances: dict[InstanceKey, Instance] = {}
+        self._breakers: dict[InstanceKey, Breaker] = {}
+        """A crash is no way to get a clean record: they outlive their instances for a while."""
+        self._drained: dict[InstanceKey, str] = {}
+        """Who is drained, and in which incarnation: a restart ends it, a lost connection does not."""
+
+    def observe(self, ping: Ping, now: float, source: PingSource | None = None) -> Instance | None:
+        """Takes one ping in. Returns the instance if it is new, or new again after a restart."""
+        newcomer = Instance(_unpaused(ping), now, source, self._life)
+        newcomer.paused = ping.paused
+        known = self._instances.get(newcomer.key)
+        if ping.leaving:
+            self._leave(known, newcomer, now)
+            return None
+        if known is not None and known.ping == newcomer.ping:
+            self._renew(known, newcomer)
+            return None
+        holder = self._holder(newcomer, known, now)
+        if holder is not None:
+            self._refuse(newcomer, holder, now)
+            return None
+        if known is None and len(self._instances) >= self._capacity:
+            if self._complaints.admits("full", now):
+                logger.warning("%s ignored: %d instances are known already", newcomer, self._capacity)
+            return None
+        if known is not None and isinstance(known.source, ListedSource) and source != known.source:
+            known.source.pinged = True
+        newcomer.breaker = self._breakers.setdefault(newcomer.key, newcomer.breaker)
+        newcomer.drained = self._stays_drained(newcomer, known)
+        newcomer.changed = newcomer.breaker.changed = self._change
+        newcomer.room, newcomer.full = self._room, self.full
+        self._instances[newcomer.key] = newcomer
+        self._change()
+        logger.info("%s %s", newcomer, "registered" if known is None else "has restarted")
+        return newcomer
+
+    def _stays_drained(self, newcomer: Instance, known: Instance | None) -> bool:
+        """Whether this is who has been drained, of whom more may be known now. Whether the incarnation of a
+        listed one has been learnt changes without a restart."""
+        drained, now = self._drained.get(newcomer.key), newcomer.ping.incarnation
+        listed = any(each is not None and isinstance(each.source, ListedSource) for each in (known, newcomer))
+        if drained is None or (drained != now and not (listed and "" in (drained, now))):
+            return False
+        self._drained[newcomer.key] = now or drained
+        return True
+
+    def _renew(self, known: Instance, again: Instance) -> None:
+        known.last_seen = max(known.last_seen, again.last_seen)
+        if known.paused != again.paused:
+            known.paused = again.paused
+            if not again.paused:
+                known.breaker.clear()  # what failed was aborted by the pause
+            logger.warning(
+                "%s %s", known, "is paused: it gets no new requests" if again.paused else "has been resumed"
+            )
+        if isinstance(known.source, ListedSource) and known.source != again.source:
+            known.source.pinged, known.source = True, again.source
+            known.learn(known.names)
+        elif known.source is None or (again.source != known.source and not known.source.stands()):
+            known.source = again.source
+
+    def _holder(self, newcomer: Instance, known: Instance | None, now: float) -> Instance | None:
+        """Who has one of the newcomer's addresses and lives; the registered `known` or another."""
+        others = [
+            each
+            for each in self.known(newcomer.role)
+            if each.ping.zmq_address == newcomer.ping.zmq_address and each.url != newcomer.url
+        ]
+        candidates = others if known is None else [known, *others]
+        return next((each for each in candidates if self._holds(each, newcomer, now)), None)
+
+    def _holds(self, holder: Instance, newcomer: Instance, now: float) -> bool:
+        """Whether the holder still is who it was, as far as its own connection shows. A ping of
+        a sender without the key does not keep a member out."""
+        if holder.source is None or holder.source == newcomer.source:
+            return False
+        if isinstance(holder.source, ListedSource):
+            return False
+        if newcomer.source is not None and newcomer.source.member and not holder.source.member:
+            return False
+        return now - holder.last_seen <= self._life * _DOUBT and holder.source.stands()
+
+    def _refuse(self, newcomer: Instance, holder: Instance, now: float) -> None:
+        self.claims_refused += 1
+        if self._complaints.admits("claim", now):
+            logger.warning(
+                "%s refused (%d such pings so far): this address or its ZMQ address %s belongs to %s, "
+                "which is alive; each instance needs addresses of its own",
+                newcomer,
+                self.claims_refused,
+                newcomer.zmq_address,
+                holder,
+            )
+
+    def _leave(self, known: Instance | None, leaver: Instance, now: float) -> None:
+        """A goodbye counts for the incarnation that sent it, not for its successor, and not if it comes
+        from another sender while the instance lives."""
+        if known is None or goodbye(known.ping) != leaver.ping:
+            return
+        if self._holds(known, leaver, now):
+            self._refuse(leaver, known, now)
+        else:
+            self._remove(known)
+            self._breakers.pop(known.key, None)
+            self._drained.pop(known.key, None)
+            known.left = now
+            self._leavers.append(known)
+            logger.info("%s said goodbye", known)
+
+    def drain(self, instance: Instance, drained: bool) -> None:
+        """An operator wants no new requests for this process; or as before."""
+        instance.drained = drained
+        if drained:
+            self._drained[instance.key] = instance.ping.incarnation
+        else:
+            self._drained.pop(instance.key, None)
+        logger.warning("%s %s", instance, "is drained: it gets no new requests" if drained else "is resumed")
+
+    def drains(self) -> list[tuple[Role, str, int, str]]:
+        """Which incarnations are drained, as another process can read it."""
+        return [(role, str(http), rank, drained) for (role, http, rank), drained in self._drained.items()]
+
+    def adopt_drains(self, drains: Iterable[tuple[Role, str, int, str]]) -> None:
+        """Takes over those of another process; an instance may not have pinged here yet."""
+        for role, http, rank, incarnation in drains:
+            known = self._instances.get(key := (role, Address.parse(http), rank))
+            self._drained[key] = incarnation
+            if known is not None and known.ping.incarnation == incarnation:
+                known.drained = True
+
+    def expire(self, now: float) -> list[Instance]:
+        """Removes the instances that are gone. Returns them, and those that have said goodbye since the last
+        call."""
+        dead = [instance for instance in self._instances.values() if not self.alive(instance, now)]
+        for instance in dead:
+            self._remove(instance)
+            lost = "" if self.overdue(instance, now) else ", and its connection is closed"
+            logger.warning("%s removed: no ping for %.0f s%s", instance, now - instance.last_seen, lost)
+        self._log_silent(now)
+        self._log_misfits()
+        for key in [key for key in self._breakers if key not in self._instances]:
+            if self._breakers[key].forgettable(now):
+                del self._breakers[key]
+        leavers, self._leavers = self._leavers, []
+        return dead + leavers
+
+    def _log_silent(self, now: float) -> None:
+        silent = {each for each in self._instances.values() if each.silent(now)}
+        for instance in silent - self._silent:
+            logger.warning(
+                "%s is silent: no ping for %.0f s, but its connection stands; others are preferred, "
+                "and it is removed after %.0f s",
+                instance,
+                now - instance.last_seen,
+                self._lease,
+            )
+        for instance in self._silent - silent:
+            if self._instances.get(instance.key) is instance:
+                logger.info("%s pings again", instance)
+        self._silent = silent
+
+    def misfits(self) -> dict[Instance, Differences]:
+        """Those that fit no other although the other role has instances of their model; and in what each of
+        them differs from the nearest of these."""
+        kinds: dict[tuple[Role, Kind], list[Instance]] = {}
+        for each in self._instances.values():
+            kinds.setdefault((each.role, each.kind), []).append(each)
+        # Of each kind one is looked at: there may be thousands of instances, and this is done every second.
+        ones = [alike[0] for alike in kinds.values()]
+        found: dict[Instance, Differences] = {}
+        for one, alike in zip(ones, kinds.values(), strict=True):
+            partners = [other for other in ones if other.role != one.role and one.shares_model(other)]
+            if partners and not any(one.fits(other) for other in partners):
+                found |= dict.fromkeys(alike, fewest([differences(one, other) for other in partners]))
+        return found
+
+    def _log_misfits(self) -> None:
+        misfits = self.misfits()
+        for instance in misfits.keys() - self._misfits:
+            logger.warning(
+                "%s fits no %s: the nearest differs in %s%s; this one needs: %s",
+                instance,
+                "decode instance, so it gets no requests"
+                if instance.role == "P"
+                else "prefill instance, so it gets only requests whose prompts it computes itself",
+                " and ".join(misfits[instance]),
+                "; use the same version of p2pkv" if "protocol" in misfits[instance] else "",
+                instance.ping.fit or "nothing, as p2pkv did before protocol 2",
+            )
+        for instance in self._misfits - misfits.keys():
+            if self._instances.get(instance.key) is instance:
+                logger.info("%s now has an instance that it fits", instance)
+        self._misfits = set(misfits)
+
+    def limit_places(self, room: float) -> None:
+        """So many requests at a D, from now on."""
+        self._room = room
+        self.full.clear()
+        for each in self._instances.values():
+            each.room = room
+            if each.places >= room:
+                self.full.add(each)
+
+    def unready(self) -> list[Instance]:
+        """Those whose /health has yet to answer."""
+        return [instance for instance in self._instances.values() if not instance.healthy]
+
+    def late(self, now: float) -> list[Instance]:
+        """Those with requests in flight whose ping is late."""
+        late = now - self._life * _DOUBT
+        return [each for each in self._instances.values() if each.in_flight and each.last_seen < late]
+
+    def sender(self, ping: Ping, source: PingSource) -> Instance | None:
+        """Whose ping this is; None if its sender is not registered, or is registered from another source."""
+        known = self.of(ping)
+        return known if known is not None and known.source == source else None
+
+    def of(self, ping: Ping) -> Instance | None:
+        """The one whose latest ping this is."""
+        known = self._instances.get((ping.type, Address.parse(ping.http_address), ping.dp_rank))
+        return known if known is not None and known.ping == _unpaused(ping) else None
+
+    def at(self, key: InstanceKey) -> Instance | None:
+        """The one with this role, HTTP address and data-parallel rank."""
+        return self._instances.get(key)
+
+    def known(self, role: Role) -> list[Instance]:
+        return [instance for instance in self._instances.values() if instance.role == role]
+
+    def routable(self, role: Role, now: float) -> list[Instance]:
+        """Those that are neither gone nor drained nor paused, and were healthy when they were last asked; of
+        these some may be silent."""
+        return [each for each in self.candidates() if each.role == role and self.alive(each, now)]
+
+    def candidates(self) -> list[Instance]:
+        """Those that are neither drained nor paused, and were healthy when they were last asked."""
+        return [
+            each for each in self._instances.values() if each.healthy and not (each.drained or each.paused)
+        ]
+
+    def _remove(self, instance: Instance) -> None:
+        del self._instances[instance.key]
+        self._change()
+
+    def _change(self) -> None:
+        self.version += 1
+
+    def alive(self, instance: Instance, now: float) -> bool:
+        """Whether it pings, or its connection stands and its lease is not over."""
+        if not instance.silent(now):
+            return True
+        return not self.overdue(instance, now) and instance.source is not None and instance.source.stands()
+
+    def overdue(self, instance: Instance, now: float) -> bool:
+        """Whether it has been silent for a lease, which is the end of all patience."""
+        return now - instance.last_seen > self._lease
+
+
+def _unpaused(ping: Ping) -> Ping:
+    """What is equal in all pings of an instance."""
+    return replace(ping, paused=False) if ping.paused else ping

@@ -1,0 +1,72 @@
+"""What a routing policy is, and what it knows.
+
+To add a policy: write it in a file of its own, as prefixes.py and sessions.py are, and give it a line in
+POLICIES in routing.py. The command line, its help and the tests of all policies take it from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .bodies import Prompt
+from .membership.instance import Instance
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How instances are chosen.
+
+    Attributes:
+        prefill, decode: the policies for P and for D.
+        session_header: for consistent_hash: requests with the same value go to the same instance.
+        prefix_memory: for prefix_aware: pieces of prompts that are remembered for P's, and as many for D's.
+        skip_below: a prompt of fewer tokens goes to D alone, within the share for that; 0: none does. With
+            `prefix_aware` for D, tokens that D has been given before do not count.
+    """
+
+    prefill: str = "least_loaded"
+    decode: str = "least_loaded"
+    session_header: str = "X-Session-Id"
+    prefix_memory: int = 1 << 16
+    skip_below: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingRequest:
+    """What routing knows of a request.
+
+    Attributes:
+        model: that it names; None if it names none.
+        prompt: its length and its beginning.
+        session: to which it belongs; "" if it names none.
+    """
+
+    model: str | None = None
+    prompt: Prompt = field(default_factory=lambda: Prompt({}))
+    session: str = ""
+
+
+class Pick(NamedTuple):
+    """One of the candidates; `cached`: tokens of the prompt that it has been given before."""
+
+    instance: Instance
+    cached: int = 0
+
+
+class Policy:
+    """Picks one of at least one candidate, all P's or all D's.
+
+    Attributes:
+        knows_prompts: `cached` has something to return.
+    """
+
+    knows_prompts = False
+
+    def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
+        raise NotImplementedError
+
+    def cached(self, candidates: Sequence[Instance], request: RoutingRequest) -> dict[Instance, int]:
+        """Tokens of the prompt that each has been given before; those that are left out have none."""
+        return {}

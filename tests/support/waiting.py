@@ -1,0 +1,34 @@
+"""Waiting for a condition, with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+DEADLINE = 10.0
+
+
+async def eventually(
+    condition: Callable[[], bool | Awaitable[Any]], what: str = "", seconds: float = DEADLINE
+) -> None:
+    """Waits until `condition`, which may be a coroutine function, is true; fails after `seconds`."""
+    end = time.monotonic() + seconds
+    while True:
+        found = condition()
+        if inspect.isawaitable(found):
+            found = await found
+        if found:
+            return
+        assert time.monotonic() < end, f"waited {seconds:g} s in vain: {what or condition}"
+        await asyncio.sleep(0.005)
+
+
+def eventually_blocking(condition: Callable[[], object], what: str = "", seconds: float = DEADLINE) -> None:
+    """The same where there is no event loop."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds:g} s in vain: {what or condition}"
+        time.sleep(0.002)
