@@ -401,6 +401,10 @@ class Instance:
         requests = load * REQUEST_TOKENS if self.ping.type == "D" else 0
         self.order = (requests + self.tokens) / self.ping.tp_size, load, self.turn
 
+    def unreachable(self) -> None:
+        """It gets no more requests until its /health answers again."""
+        self.healthy = False
+
     def lost(self, loss: Loss) -> None:
         """It gets no more requests, and the calls in flight end."""
         self.healthy = False

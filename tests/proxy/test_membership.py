@@ -460,7 +460,7 @@ async def test_membership_works_without_a_proxy() -> None:
             cleanup.push_async_callback(each.stop)
         membership.watch([ListedInstance.parse("D", f"{listed.http_address}={listed.zmq_address}")])
         changes = []
-        membership.changed = lambda: changes.append(membership.clock())
+        membership.on_change(lambda: changes.append(membership.clock()))
         running = asyncio.create_task(membership.run())
         cleanup.callback(running.cancel)
         pinger = Pinger(endpoint, pinging.ping, PING_SECONDS)

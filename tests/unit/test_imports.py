@@ -197,6 +197,33 @@ def test_membership_needs_no_proxy() -> None:
     assert outside == []
 
 
+def foreign_writes(folder: str, exempt: set[str]) -> list[str]:
+    """Assignments to fields of objects whose class is in another file: of all but `self`, those whose name is
+    no field of a class of the same file. `exempt`: variables that hold plain data for all."""
+    found = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        own, stored = set(), []
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                own.add(node.target.id)
+            if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self":
+                own.add(node.attr)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                stored.append(node)
+        for node in stored:
+            of = getattr(node.value, "attr", "") or getattr(node.value, "id", "")
+            if of.lstrip("_") not in exempt and node.attr not in own:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}")
+    return found
+
+
+def test_no_file_of_the_proxy_writes_to_anothers_fields() -> None:
+    """But for the counters, which all increment, a filter's log record, and membership's own files, which are
+    one unit."""
+    found = foreign_writes("proxy", {"counters", "record"})
+    assert [each for each in found if not each.startswith("proxy/membership/")] == []
+
+
 def test_nothing_is_pickled() -> None:
     assert importing(OURS | PROXY, PICKLES) == []
 
