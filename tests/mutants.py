@@ -503,7 +503,7 @@ PRODUCT = (
     Mutant(
         "the values of a body become objects",
         "proxy/bodies.py:parse",
-        "return Body(raw, _views.decode(raw), path)",
+        "return Body(raw, _views.decode(raw), path, released)",
         "read = msgspec.json.decode(raw)\n"
         "        return Body(raw, {k: Raw(msgspec.json.encode(v)) for k, v in read.items()}, path)",
         ("tests/proxy/test_large_bodies.py::test_no_item_of_a_list_becomes_an_object",),
