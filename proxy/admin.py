@@ -44,7 +44,7 @@ async def health_page(proxy: Proxy, request: web.Request) -> web.Response:
     return web.json_response(found, status=200 if good else 503, headers=None if good else retry_after())
 
 
-async def ready_page(proxy: Proxy) -> web.Response:
+async def ready_page(proxy: Proxy, request: web.Request) -> web.Response:
     """GET /ready: 200 if a request can be served, and by whom it is; else 503."""
     found = report(proxy)
     good = found["status"] != UNAVAILABLE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ from .membership.listener import Listener
 from .membership.registry import Registry
 from .metrics import Metrics
 from .policies import Routing
-from .service import PROXY, Proxy, errors_as_json, generate, note_begin, recording, written_in_time
+from .service import PROXY, Handler, Proxy, errors_as_json, generate, note_begin, recording, written_in_time
 from .siblings import Siblings, answering
 from .tracing import Spans
 from .upstream import Client
@@ -157,40 +157,30 @@ def _update(worker: Worker, proxy: Proxy, update: Any) -> Report:
 
 
 def _routes(guard: Access) -> list[web.RouteDef]:
-    async def models(request: web.Request) -> web.StreamResponse:
-        return await request.app[PROXY].models(request)
+    Serve = Callable[[Any, Access, web.Request], Awaitable[web.StreamResponse]]
 
-    async def health(request: web.Request) -> web.StreamResponse:
-        return await health_page(request.app[PROXY], request)
+    def of_all_workers(serve: Serve) -> Handler:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            return await serve(request.app[SIBLINGS], guard, request)
 
-    async def ready(request: web.Request) -> web.StreamResponse:
-        return await ready_page(request.app[PROXY])
+        return handler
 
-    async def instances(request: web.Request) -> web.StreamResponse:
-        return await listed(request.app[SIBLINGS], guard, request)
+    def of_this_one(serve: Callable[[Proxy, web.Request], Awaitable[web.StreamResponse]]) -> Handler:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            return await serve(request.app[PROXY], request)
 
-    async def drained(request: web.Request) -> web.StreamResponse:
-        return await changed(request.app[SIBLINGS], guard, request, "drain")
-
-    async def resumed(request: web.Request) -> web.StreamResponse:
-        return await changed(request.app[SIBLINGS], guard, request, "resume")
-
-    async def status(request: web.Request) -> web.StreamResponse:
-        return await status_page(request.app[SIBLINGS], guard, request)
-
-    async def measured(request: web.Request) -> web.StreamResponse:
-        return await metrics_page(request.app[SIBLINGS], guard, request)
+        return handler
 
     return [
         *(web.post(path, generate) for path in sorted(PAIRED | SINGLE)),
-        web.get("/v1/models", models),
-        web.get("/health", health),
-        web.get("/ready", ready),
-        web.get("/instances", instances),
-        web.post("/instances/{address}/drain", drained),
-        web.post("/instances/{address}/resume", resumed),
-        web.get("/status", status),
-        web.get("/metrics", measured),
+        web.get("/v1/models", of_this_one(Proxy.models)),
+        web.get("/health", of_this_one(health_page)),
+        web.get("/ready", of_this_one(ready_page)),
+        web.get("/instances", of_all_workers(listed)),
+        web.post("/instances/{address}/drain", of_all_workers(partial(changed, what="drain"))),
+        web.post("/instances/{address}/resume", of_all_workers(partial(changed, what="resume"))),
+        web.get("/status", of_all_workers(status_page)),
+        web.get("/metrics", of_all_workers(metrics_page)),
         web.get("/", dashboard),
     ]
 

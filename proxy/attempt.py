@@ -358,7 +358,6 @@ class Attempt:
             if late is not None:
                 late.cancel()
             self._decode_known.set()
-        call.begun = True
         self._decode_end = CallEnd.ANSWERED
         self._count(call.instance, success=True)
         self._charge_doubted(Charge.IF_D_ACCEPTS)

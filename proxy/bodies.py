@@ -98,6 +98,7 @@ class Body:
         raw: its bytes.
         fields: the JSON object that they are.
         path: where it was sent.
+        released: called when `let_go` drops the bytes; more than once, perhaps.
 
     Attributes:
         model: the model it names; None if it names none, or nothing that could be a name.
@@ -106,10 +107,11 @@ class Body:
             answer is about the prompt's own tokens, whose logits only the prefill itself yields.
         one_prompt: whether one token of the answer proves that the KV of all prompts has been used.
         prompt: what routing may know of its prompt.
-        released: called when `let_go` drops the bytes.
     """
 
-    def __init__(self, raw: bytes | bytearray, fields: Views, path: str) -> None:
+    def __init__(
+        self, raw: bytes | bytearray, fields: Views, path: str, released: Callable[[], None] = lambda: None
+    ) -> None:
         self.path = path
         self._size = len(raw)
         self._held = True
@@ -119,7 +121,7 @@ class Body:
         self.wants_pair = self._wants_pair()
         self.one_prompt = _one_prompt(fields.get("prompt"))
         self.prompt = Prompt(fields)
-        self.released: Callable[[], None] = lambda: None
+        self._released = released
         self._made: list[Content] = []
 
     def messages(self, most: int) -> int:
@@ -171,8 +173,7 @@ class Body:
         for content in self._made:
             content.pieces = ()
         self._made.clear()
-        released, self.released = self.released, lambda: None
-        released()
+        self._released()
 
     def _id(self, request_id: str) -> Fields:
         """For /v1/responses, which reads the id here and not in a header."""
@@ -191,11 +192,13 @@ class Body:
         return made
 
 
-def parse(raw: bytes | bytearray, path: str = "/v1/completions") -> Body:
+def parse(
+    raw: bytes | bytearray, path: str = "/v1/completions", released: Callable[[], None] = lambda: None
+) -> Body:
     """The client's request. `raw` must not change any more. Raises BadBody, with a sentence, if it is
     none."""
     try:
-        return Body(raw, _views.decode(raw), path)
+        return Body(raw, _views.decode(raw), path, released)
     except BadBody:
         raise
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:

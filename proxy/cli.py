@@ -272,7 +272,7 @@ async def _serve_as_worker(
             tls = _tls(arguments)
             for each in bound(config):
                 await web.SockSite(runner, each, ssl_context=tls).start()
-            worker.serving = True
+            worker.serve()
             await worker.stop.wait()
         await _drain(runner, app, arguments.drain_seconds, worker.hurry)
     finally:

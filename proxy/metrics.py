@@ -393,6 +393,10 @@ class RequestRecord:
     def seconds(self) -> float:
         return self.metrics.clock() - self.began
 
+    def wants(self, model: str | None) -> None:
+        """It names this model."""
+        self.model = model
+
     def begins(self, choice: Choice, unique: str) -> None:
         """These instances are asked now."""
         self.tries += 1

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 import aiohttp
 from aiohttp import web
@@ -15,6 +16,7 @@ from .answers import STOPPED, GivenUpFilter
 from .blame import CallEnd
 from .errors import error_event
 from .http import NAMED_EVENTS, REQUEST_ID, Headers
+from .membership.instance import ROLE_NAMES
 from .metrics import Pace
 from .routing import Choice
 from .upstream import EVENT_STREAM, Reply, end_to_end
@@ -227,16 +229,17 @@ class Scrubber:
 
     def text(self, text: str) -> str:
         """For headers and errors: the id and the addresses are replaced."""
-        text = text.replace(self.request_id, self.unique)
-        for name, instance in (("prefill", self.choice.prefill), ("decode", self.choice.decode)):
-            if instance is not None:
-                for address in (
-                    instance.ping.http_address,
-                    instance.ping.zmq_address,
-                    str(instance.zmq_address),
-                ):
-                    text = text.replace(address, f"({name} instance)")
+        for name, instead in self._names:
+            text = text.replace(name, instead)
         return text
+
+    @cached_property
+    def _names(self) -> list[tuple[str, str]]:
+        names = [(self.request_id, self.unique)]
+        for each in self.choice.instances:
+            addresses = {each.ping.http_address, each.ping.zmq_address, str(each.zmq_address)}
+            names += [(address, f"({ROLE_NAMES[each.role]} instance)") for address in addresses]
+        return names
 
     def headers(self, headers: Headers) -> Headers:
         """An instance's headers without its names, and with the id that the client may know."""
@@ -268,6 +271,8 @@ class Rewriter:
 
     def feed(self, chunk: bytes) -> bytes:
         """The bytes that are certain now that `chunk` has come; may be empty."""
+        if self._old == self._new:
+            return chunk
         *whole, tail = (self._held + chunk).split(self._old)
         cut = self._undecided(tail)
         self._held = tail[cut:]

@@ -184,6 +184,8 @@ class _Kept:
         self.prefillers = registry.routable("P", now)
         self.decoders = registry.routable("D", now)
         self._names = frozenset().union(*(each.names for each in candidates))
+        sides = self.prefillers, self.decoders
+        self._alike = all(len({each.names for each in side}) <= 1 for side in sides)
         self._fleets: dict[str | None, _Fleet] = {}
 
     def _state(self, instance: Instance, now: float) -> tuple[bool, bool, bool]:
@@ -199,6 +201,8 @@ class _Kept:
 
     def fleet(self, model: str | None, why_none: Callable[[Role], str]) -> _Fleet:
         """For this model. Raises UnknownModel."""
+        if self._alike and model not in self._names:
+            model = None  # see `_serving`: as for a request that names none
         known = self._fleets.get(model)
         if known is None:
             known = _Fleet(model, self.prefillers, self.decoders, self._now, why_none)

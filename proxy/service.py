@@ -27,7 +27,7 @@ from .http import REQUEST_ID
 from .limits import Limits, RequestCounters
 from .membership import Membership
 from .membership.instance import Instance
-from .metrics import CURRENT, RECORD, Metrics, RequestRecord, trace_id_of
+from .metrics import CURRENT, RECORD, Metrics, RequestRecord, RequestSpan, trace_id_of
 from .models import ModelLists
 from .policies import Routing, RoutingRequest
 from .relay import STALL_SECONDS
@@ -66,7 +66,7 @@ class Proxy:
         self.admission = Admission(self.router, self.limits, self.counters, self.clock)
         self.intake = Intake(self.limits, self.counters)
         self.active = ActiveRequests(self.counters)
-        self.membership.changed = self.admission.advance
+        self.membership.on_change(self.admission.advance)
         self.model_lists = ModelLists(self.session)
         self._retries = Retries(self.admission, self.limits, self.counters, self.clock)
         self._means = Means(
@@ -86,10 +86,9 @@ class Proxy:
             self.guard.ask(request)
         with self.active.enter(request) as active, self.intake.reader() as reader:
             try:
-                body = parse(await reader.read(request), request.path)
+                body = parse(await reader.read(request), request.path, reader.release)
             except BadBody as error:
                 raise ProxyError(400, str(error)) from None
-            body.released = reader.release
             if body.messages(self.limits.max_messages) > self.limits.max_messages:
                 raise ProxyError(
                     413,
@@ -99,7 +98,7 @@ class Proxy:
             wants = RoutingRequest(
                 body.model, body.prompt, request.headers.get(self.routing.session_header, "")
             )
-            request[RECORD].model = body.model
+            request[RECORD].wants(body.model)
             try:
                 async with self.admission.place(wants, paired=body.wants_pair) as place:
                     return await self._serve(request, body, place, active)
@@ -388,16 +387,14 @@ def recording(
             path,
             client_id,
             trace_id=trace_id_of(request.headers),
+            span=RequestSpan() if tracing is None else tracing.request(path, request.headers),
         )
-        if tracing is not None:
-            record.span = tracing.request(path, request.headers)
         before = CURRENT.set(record)
         try:
             response = await handler(request)
             record.ended_with(response.status)
             return response
         except ProxyError as failure:
-            record.status = failure.status
             if failure.status == 503 and not record.tries:
                 record.end("shed")
             record.ended_with(failure.status)

@@ -243,7 +243,7 @@ class Call:
     Attributes:
         instance: who is asked.
         tokens: of the prompt, that it computes while this call is open; 0 if it is no P.
-        begun: the answer has begun, by what the caller has read of it.
+        begun: the answer has begun.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ class Call:
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
             if is_ours(error):
                 raise CallFailed(CallEnd.NO_SOCKET, "could not be called") from error
-            self.instance.healthy = False  # until its /health answers again
+            self.instance.unreachable()
             raise CallFailed(CallEnd.UNREACHABLE, "could not be reached") from error
         except (aiohttp.ClientError, OSError) as error:
             raise CallFailed(CallEnd.BROKEN, "closed the connection before it answered") from error
@@ -337,10 +337,12 @@ class Call:
     async def first_event(self, response: aiohttp.ClientResponse) -> bytes:
         """The start of a successful answer, see the function. Raises CallFailed."""
         try:
-            return await first_event(response, self._path)
+            head = await first_event(response, self._path)
         except CallFailed:
             self._check_lost()
             raise
+        self.begun = True
+        return head
 
     def _check_lost(self) -> None:
         """Raises CallFailed if the call was given up: then that is why it has failed."""

@@ -136,6 +136,10 @@ class Worker:
         self._connections: dict[int, RepeatedConnection] = {}
         self._answers: list[tuple[int, bytes]] = []
 
+    def serve(self) -> None:
+        """From now on it takes requests."""
+        self.serving = True
+
     def update(self, update: Update, registry: Registry, take: Callable[[Ping, PingSource], None]) -> Report:
         """Takes in what is new."""
         here = {each.connection for each in update.pings}

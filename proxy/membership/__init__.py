@@ -29,9 +29,6 @@ class Membership:
     Args:
         session: asks instances; not closed here.
         clock: monotonic seconds.
-
-    Attributes:
-        changed: called when there may be instances for requests that wait.
     """
 
     def __init__(
@@ -42,7 +39,7 @@ class Membership:
     ) -> None:
         self.registry = Registry() if registry is None else registry
         self.clock = clock
-        self.changed: Callable[[], None] = lambda: None
+        self._changed: Callable[[], None] = lambda: None
         self.prober = Prober(session, self.registry, clock, self._announce_change)
         self.partners = PartnerLists(self.registry)
         self._session = session
@@ -56,8 +53,12 @@ class Membership:
             self.prober.hurry()
         self.partners.answer(ping, source, now)
 
+    def on_change(self, call: Callable[[], None]) -> None:
+        """`call` from now on when there may be instances for requests that wait."""
+        self._changed = call
+
     def _announce_change(self) -> None:
-        self.changed()
+        self._changed()
 
     def listen(self, endpoint: str, members: Members | None = None) -> Listener:
         """Takes pings at this ZMQ endpoint, while it runs. Raises OSError if it cannot be bound."""

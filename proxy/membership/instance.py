@@ -190,6 +190,21 @@ class Breaker:
         self.changed()
 
 
+class _Candidacy:
+    """Something that decides whether an instance is given requests; false at first. It calls `changed` when
+    it is set."""
+
+    def __set_name__(self, owner: type[Instance], name: str) -> None:
+        self._name = f"_{name}"
+
+    def __get__(self, instance: Instance, owner: type[Instance]) -> bool:
+        return bool(instance.__dict__.get(self._name))
+
+    def __set__(self, instance: Instance, value: bool) -> None:
+        instance.__dict__[self._name] = value
+        instance.changed()
+
+
 @dataclass(eq=False)
 class Instance:
     """One living instance. A restart makes a new one.
@@ -219,6 +234,8 @@ class Instance:
         left: when it said goodbye; None if it has not.
     """
 
+    healthy, drained, paused = _Candidacy(), _Candidacy(), _Candidacy()
+
     ping: Ping
     last_seen: float
     source: PingSource | None = None
@@ -237,9 +254,6 @@ class Instance:
     changed: Callable[[], None] = field(default=lambda: None)
     room: float = float("inf")
     full: set[Instance] = field(default_factory=set)
-    _healthy: bool = False
-    _drained: bool = False
-    _paused: bool = False
     _ends: set[Callable[[Loss], None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -250,33 +264,6 @@ class Instance:
         """Takes in the names that it lists now, beside the one in its ping."""
         self.names = served | {self.ping.model} if self.ping.model else served
         self.kind = self.names, self.ping.fit, -1 if self.fits_unknown else self.ping.protocol
-        self.changed()
-
-    @property
-    def healthy(self) -> bool:
-        return self._healthy
-
-    @healthy.setter
-    def healthy(self, healthy: bool) -> None:
-        self._healthy = healthy
-        self.changed()
-
-    @property
-    def drained(self) -> bool:
-        return self._drained
-
-    @drained.setter
-    def drained(self, drained: bool) -> None:
-        self._drained = drained
-        self.changed()
-
-    @property
-    def paused(self) -> bool:
-        return self._paused
-
-    @paused.setter
-    def paused(self, paused: bool) -> None:
-        self._paused = paused
         self.changed()
 
     @property
@@ -400,6 +387,10 @@ class Instance:
         load = self.load
         requests = load * REQUEST_TOKENS if self.ping.type == "D" else 0
         self.order = (requests + self.tokens) / self.ping.tp_size, load, self.turn
+
+    def unreachable(self) -> None:
+        """It gets no more requests until its /health answers again."""
+        self.healthy = False
 
     def lost(self, loss: Loss) -> None:
         """It gets no more requests, and the calls in flight end."""

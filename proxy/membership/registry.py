@@ -9,8 +9,6 @@ says goodbye, when its connection is closed and no other comes, or when its port
 An address belongs to one instance for as long as its pings keep coming and their connection stands. Another
 instance that pings with this address is a mistake or an attack, and is refused. A process that ends, by
 kill -9 too, loses its connection; so its successor is taken at once.
-
-How busy an instance is (`in_flight`, `seats`, `alone`, `coming`, `tokens`) only its own methods write.
 """
 
 from __future__ import annotations

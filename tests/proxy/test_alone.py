@@ -210,7 +210,7 @@ async def test_beyond_the_share_requests_are_turned_away() -> None:
         await quiet(deployment)
 
 
-async def test_of_those_whose_p_fails_the_share_goes_on_and_the_others_are_turned_away() -> None:
+async def test_a_failed_p_leaves_a_share_of_requests_to_d() -> None:
     fail, release = asyncio.Event(), asyncio.Event()
     async with deployed("concurrent", 1, 1, limits=Limits(max_requests=8, alone_share=0.25)) as deployment:
         deployment.p.behaviour = after(fail, dies)

@@ -124,7 +124,7 @@ def test_while_there_is_a_trial_what_becomes_of_others_decides_nothing() -> None
 
 
 @pytest.mark.parametrize("success", [True, False])
-def test_the_outcome_of_a_trial_that_comes_after_its_end_counts_until_there_is_another(success: bool) -> None:
+def test_a_trials_late_outcome_counts_until_there_is_another(success: bool) -> None:
     """P may end after its request, or be found at fault when D has accepted what P refused."""
     breaker, late = opened(), opened()
     for each in (breaker, late):

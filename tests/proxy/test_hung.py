@@ -129,7 +129,7 @@ async def test_a_lost_ping_or_two_move_nothing() -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1])
-async def test_sequential_a_p_that_hangs_leaves_the_request_to_another_p_or_to_d_alone(others: int) -> None:
+async def test_sequential_a_hung_p_leaves_the_request_to_others(others: int) -> None:
     async with deployed("sequential", prefill=1 + others, decode=1, **LEASE) as deployment:
         first = one_hangs(deployment.prefills, never)
         asking = asyncio.create_task(deployment.post())
@@ -215,7 +215,7 @@ async def test_the_deadline_for_the_first_token_is_for_streams() -> None:
         assert (await asking).status == 200
 
 
-async def test_a_stream_of_which_nothing_more_comes_ends_with_an_error_and_counts_against_d() -> None:
+async def test_a_stream_without_more_events_ends_with_an_error() -> None:
     async with deployed("concurrent", 1, 1, limits=Limits(event_seconds=0.3)) as deployment:
         deployment.d.behaviour = streams(asyncio.Event())
         response = await deployment.post(STREAM)

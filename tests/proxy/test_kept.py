@@ -145,3 +145,15 @@ def test_a_request_that_waits_for_no_model_makes_no_entry() -> None:
     for number in range(100):
         router.able(f"unknown {number}", 0.0, mode=PrefillMode.WANTED)
     assert router._last is not None and len(router._last._fleets) <= 1
+
+
+def test_an_unknown_name_where_all_serve_the_same_costs_nothing_anew() -> None:
+    """It may be an adapter that was loaded since."""
+    registry = Registry()
+    join(registry, ping("P", 1, model="m")), join(registry, ping("D", 2, model="m"))
+    router = Router(registry)
+    router.able(None, 0.0, mode=PrefillMode.WANTED)
+    assert router._last is not None
+    known = dict(router._last._fleets)
+    router.able("an adapter", 0.0, mode=PrefillMode.WANTED)
+    assert router._last._fleets == known

@@ -216,6 +216,7 @@ async def test_a_rank_that_cannot_be_asked_after_a_restart_is_asked_again(
     with ranks(FakeRank("P", fit=OLD)) as (p,):
         async with listing(FakeInstance("P", zmq_address=p.address)) as deployment:
             await eventually(lambda: [each.ping.fit for each in deployment.registry.known("P")] == [OLD])
+            await deployment.ready(prefill=1, decode=0)
             await deployment.p.stop()
             await eventually(lambda: deployment.routable("P") == [])
             p.says["fit"] = 7  # which is no answer

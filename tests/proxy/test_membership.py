@@ -264,7 +264,7 @@ async def leaves(deployment: Deployment, instance: FakeInstance) -> None:
     await eventually(lambda: instance.http_address not in deployment.routable(instance.role))
 
 
-async def test_requests_that_the_leaver_has_not_begun_go_elsewhere_once_its_port_refuses(
+async def test_what_a_leaver_has_not_begun_goes_elsewhere(
     concurrent: Deployment,
 ) -> None:
     concurrent.p.behaviour = concurrent.d.behaviour = never
@@ -305,7 +305,7 @@ async def test_an_answer_that_comes_within_a_second_of_the_goodbye_is_taken(
     assert (await asking).status == 200
 
 
-async def test_a_leaver_that_freezes_with_its_port_open_loses_its_requests_after_a_lease() -> None:
+async def test_a_frozen_leaver_loses_its_requests_after_a_lease() -> None:
     async with deployed("concurrent", 1, 1, life=0.5, lease=1.0) as deployment:
         deployment.d.behaviour = never
         asking = asyncio.create_task(deployment.post())
@@ -399,7 +399,7 @@ async def test_an_answer_that_the_leaver_has_begun_goes_on_although_its_port_ref
     asking.cancel()
 
 
-async def test_all_that_a_leaver_has_not_begun_goes_elsewhere_whatever_retries_are_left(
+async def test_a_leavers_requests_need_no_retries(
     concurrent: Deployment,
 ) -> None:
     """The budget of retries, ten of so few requests, is for outages."""
@@ -460,7 +460,7 @@ async def test_membership_works_without_a_proxy() -> None:
             cleanup.push_async_callback(each.stop)
         membership.watch([ListedInstance.parse("D", f"{listed.http_address}={listed.zmq_address}")])
         changes = []
-        membership.changed = lambda: changes.append(membership.clock())
+        membership.on_change(lambda: changes.append(membership.clock()))
         running = asyncio.create_task(membership.run())
         cleanup.callback(running.cancel)
         pinger = Pinger(endpoint, pinging.ping, PING_SECONDS)

@@ -81,7 +81,7 @@ def test_a_d_hears_of_the_ps_that_it_fits_and_of_changes_only() -> None:
     assert set(line.said[2]) == of(*ps[1:]) and len(line.said) == 3
 
 
-def test_what_has_not_changed_is_said_again_now_and_then_and_on_another_connection() -> None:
+def test_partners_are_sent_again_at_times_and_on_another_connection() -> None:
     world = World()
     p, d = world.join("P", 8100), world.join("D", 8200, partners=8)
     for _ in range(int(REPEAT_SECONDS / RING_SECONDS) + 3):

@@ -196,7 +196,7 @@ def stream(stop: asyncio.Event, goes_on: asyncio.Event) -> Any:
 
 @asyncs
 @pytest.mark.parametrize("hangs", [False, True])
-async def test_a_stream_ends_if_nothing_comes_any_more_and_goes_on_if_pings_alone_are_lost(
+async def test_a_stream_outlives_lost_pings_but_not_a_hung_engine(
     hung: Deployment, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
     monkeypatch.setattr("p2pkv_proxy.upstream._HUNG_SECONDS", 1.5)

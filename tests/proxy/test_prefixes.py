@@ -230,7 +230,7 @@ def test_a_chain_longer_than_the_memory_keeps_its_beginning() -> None:
     assert index.held(tuple(bytes([number]) for number in range(10))) == {"one": 3}
 
 
-def test_a_beginning_that_all_share_does_not_remember_everybody_who_ever_was_there() -> None:
+def test_a_shared_beginning_forgets_holders() -> None:
     index = PrefixIndex(1000)
     for restart in range(500):
         index.add([b"system prompt"], restart)

@@ -254,9 +254,7 @@ def test_who_is_missing_is_said() -> None:
         (("first", "", "second"), False),
     ],
 )
-def test_a_listed_instance_stays_drained_when_its_incarnation_is_learnt_or_forgotten(
-    incarnations: tuple[str, ...], stays: bool
-) -> None:
+def test_a_listed_instance_stays_drained(incarnations: tuple[str, ...], stays: bool) -> None:
     registry, source = Registry(), ListedSource()
     first, *later = (ping("D", incarnation=each) for each in incarnations)
     instance = registry.observe(first, 0.0, source)

@@ -93,7 +93,7 @@ async def test_workers_have_the_pings_and_a_new_one_has_them_at_once() -> None:
     assert both.news == 2, "one more ping of the same instance is no news"
 
 
-async def test_an_instance_is_as_old_as_its_latest_ping_however_often_that_is_repeated() -> None:
+async def test_repeated_pings_do_not_renew_an_instance() -> None:
     both, line = Repeated(), Line()
     both.pings.take(ping("D"), line)
     both.update()
@@ -106,7 +106,7 @@ async def test_an_instance_is_as_old_as_its_latest_ping_however_often_that_is_re
     assert instance.last_seen == 105.0
 
 
-async def test_a_connection_that_is_closed_takes_its_instance_along_and_its_successor_is_taken() -> None:
+async def test_a_closed_connection_takes_its_instance_along() -> None:
     both, line = Repeated(), Line()
     both.pings.take(ping("D", incarnation="first"), line)
     both.update()
@@ -188,7 +188,7 @@ def long_ping() -> Ping:
     return decode_ping(msgspec.msgpack.encode(fields))
 
 
-async def test_a_ping_that_is_longer_once_its_defaults_are_written_reaches_the_workers() -> None:
+async def test_a_ping_that_grows_by_its_defaults_reaches_the_workers() -> None:
     both, message = Repeated(), long_ping()
     assert len(encode_ping(message)) > MAX_PING_BYTES
     both.pings.take(message, Line())
@@ -196,7 +196,7 @@ async def test_a_ping_that_is_longer_once_its_defaults_are_written_reaches_the_w
     assert both.registry.of(message) is not None
 
 
-async def test_a_worker_that_begins_takes_over_what_is_drained_and_one_that_serves_does_not() -> None:
+async def test_only_a_worker_that_begins_takes_over_drains() -> None:
     both, line = Repeated(), Line()
     for port in (1, 2):
         both.pings.take(ping("D", port, incarnation="x"), line)
@@ -359,7 +359,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2pkv_proxy.supervisor._START_SECONDS", 0.01)
 
 
-async def test_a_frozen_worker_is_killed_and_started_again_and_one_that_still_starts_is_not(
+async def test_a_frozen_worker_is_restarted_and_a_starting_one_is_not(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     begin = asyncio.Event()
@@ -379,9 +379,7 @@ async def test_a_frozen_worker_is_killed_and_started_again_and_one_that_still_st
     assert lives.begun == [1, 2, 2]
 
 
-async def test_a_worker_that_answers_is_left_alone_and_one_missed_answer_or_four_kill_none(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_four_missed_answers_kill_no_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = 0
 
     async def misses_some(seat: WorkerConfig) -> None:
@@ -405,7 +403,7 @@ async def test_a_worker_that_answers_is_left_alone_and_one_missed_answer_or_four
     assert lives.begun == [1]
 
 
-async def test_the_pause_before_a_restart_doubles_up_to_a_bound_and_after_a_long_life_begins_anew(
+async def test_the_pause_before_a_restart_doubles_up_to_a_bound(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("p2pkv_proxy.supervisor._LONGEST_PAUSE", 0.05)

@@ -271,7 +271,7 @@ async def test_a_connection_that_is_new_is_not_made_again() -> None:
 
 
 @pytest.mark.asyncio
-async def test_if_d_fails_what_it_was_sent_twice_it_is_asked_anew_and_nobody_is_blamed() -> None:
+async def test_a_d_that_fails_what_was_sent_twice_is_asked_anew() -> None:
     """The first one had arrived after all, was aborted, and took the KV of both with it."""
     async with deployed("concurrent", 1, 1, limits=Limits(retries=0, alone_share=0)) as deployment:
 

@@ -337,7 +337,7 @@ async def test_without_the_process_that_started_them_workers_end() -> None:
         assert "the process that started this worker is gone" in deployment.command.log
 
 
-def test_workers_that_are_still_starting_end_without_the_process_that_started_them() -> None:
+def test_starting_workers_end_with_their_parent() -> None:
     discovery = f"127.0.0.1:{free_ports()}"
     with running("--port", "0", "--discovery", discovery, "--workers", "2") as command:
         parent = psutil.Process(command.process.pid)
@@ -447,7 +447,7 @@ def test_an_empty_host_means_all_interfaces() -> None:
     assert "0.0.0.0" in {address[0] for _, address in _addresses("")}
 
 
-def test_an_address_that_this_machine_has_not_is_left_out_unless_there_is_no_other(
+def test_an_address_of_another_machine_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     elsewhere = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))
