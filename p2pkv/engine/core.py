@@ -203,7 +203,7 @@ class Core:
         self._listen(now)
         self._obey(now)
         for role in self.roles:
-            soon = role.poll(now) or soon
+            role.poll(now)
         self._apply(now)
         for role in self.roles:
             soon = role.after(now) or soon

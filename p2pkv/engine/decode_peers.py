@@ -533,9 +533,9 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         peer.link.orders.append((effect.key, effect.order))
         self._active[peer] = None
 
-    def poll(self, now: float) -> bool:
-        """Move what can be moved now; whether to come back soon."""
-        effects, busy = self._ctx.effects, False
+    def poll(self, now: float) -> None:
+        """Move what can be moved now."""
+        effects = self._ctx.effects
         for peer in self.active:
             was_settled, link = peer.settled, peer.link
             try:
@@ -550,10 +550,13 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
                     effects.append(Fill(peer, *found))
             except LinkError as error:
                 self.lose_link(peer, f"the link to {peer.address} broke: {error}", now)
-            busy = busy or link.busy or bool(effects)
             if was_settled and peer.settled:
                 self.deactivate(peer)
-        return busy
+
+    @property
+    def moving(self) -> bool:
+        """Whether a link has something to send."""
+        return any(peer.link.busy for peer in self._active)
 
     def commit(self, effect: Commit, now: float) -> None:
         peer = effect.peer

@@ -185,7 +185,8 @@ class Prefill:
             return known
         sender, rank = entry.sender, peer.hello.rank
         entry.peers[rank] = peer
-        sender.serves(peer.served)
+        if sender.expects is not peer.served:
+            sender.serves(peer.served)
         if peer.assignment is None:
             self._decided(entry, [] if sender.prompt.ended else sender.flush(), now)
             return True

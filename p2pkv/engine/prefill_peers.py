@@ -596,9 +596,8 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         for peer in effect.peers:
             peer.link.unwanted(effect.key)
 
-    def poll(self, now: float) -> bool:
-        """Move what can be moved now; whether to come back soon."""
-        busy = False
+    def poll(self, now: float) -> None:
+        """Move what can be moved now."""
         for peer in self.active:
             was_quiet, link = not peer.link.busy, peer.link
             try:
@@ -608,19 +607,21 @@ class PrefillPeers(Peers[str, PrefillPeer]):
                 self._arrive(peer)
             except LinkError as error:
                 self._broken(peer, error, now)
-            busy = busy or bool(link.posted)
             if was_quiet and not link.busy:
                 self.deactivate(peer)
-        return busy
 
-    def launch(self, now: float) -> None:
-        """The grants of the receives that were posted in this turn are out: launch these."""
+    def launch(self, now: float) -> bool:
+        """The grants of the receives that were posted in this turn are out: launch these.
+
+        Returns whether any receive is posted.
+        """
         for peer in self._granting:
             try:
                 peer.link.poll()
             except LinkError as error:
                 self._broken(peer, error, now)
         self._granting.clear()
+        return any(peer.link.posted for peer in self._active)
 
     def landed(self, effect: Landed, now: float) -> None:
         peer = effect.peer

@@ -56,11 +56,11 @@ class Role(Protocol):
         """A message to this peer could not be sent."""
 
     @property
-    def poll(self) -> Callable[[float], bool]:
-        """Move what can be moved now; whether to come back soon."""
+    def poll(self) -> Callable[[float], object]:
+        """Move what can be moved now."""
 
     def after(self, now: float) -> bool:
-        """What is left of a turn once the effects of `poll` are applied; whether to come back soon."""
+        """What is left of a turn once the effects of `poll` are applied; whether data is under way."""
 
     def check(self, now: float) -> bool:
         """Look at what is under way; whether to come back soon."""
@@ -154,7 +154,7 @@ class PrefillRole:
         raise AssertionError(reason)
 
     def after(self, now: float) -> bool:
-        return False
+        return self.peers.moving
 
     @property
     def busy(self) -> bool:
@@ -237,8 +237,8 @@ class DecodeRole:
         """Late messages of a rank of P that is not a peer any more."""
 
     def after(self, now: float) -> bool:
-        self.peers.launch(now)
-        return self.transfers.write_kept(now)
+        moving = self.peers.launch(now)
+        return self.transfers.write_kept(now) or moving
 
     def check(self, now: float) -> bool:
         self.transfers.connect(now)
