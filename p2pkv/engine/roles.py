@@ -35,7 +35,7 @@ class Role(Protocol):
 
     Attributes:
         peer: the class of its peers.
-        notified: peers were told that something has ended, and need time to read it.
+        notified: peers were sent the end of something, and need time to read it.
     """
 
     peer: ClassVar[type]
@@ -136,7 +136,7 @@ class PrefillRole:
         self.close = peers.close
 
     def _heartbeat(self, peer: DecodePeer, message: m.Heartbeat, now: float) -> None:
-        self.peers.heard(peer, bool(message.transfers), now)
+        self.peers.heartbeat(peer, bool(message.transfers), now)
         self.transfers.heartbeat(peer, message.transfers, now)
 
     def _link_lost(self, effect: to.DecodeLinkLost, now: float) -> None:
@@ -144,7 +144,7 @@ class PrefillRole:
         self.peers.rebuild(effect.peer, now)
 
     def _summed(self, effect: to.Summed, now: float) -> None:
-        self.transfers.say_sent(effect.peer, list(effect.peer.link.summed(effect.sent)), now)
+        self.transfers.sums_known(effect.peer, list(effect.peer.link.summed(effect.sent)), now)
 
     def stranger(self, connection: Connection) -> None:
         self._ctx.answer(connection, m.Stranger())
@@ -227,7 +227,7 @@ class DecodeRole:
         self.transfers.holding(peer, message.held, now)
 
     def _hello(self, connection: Connection, message: m.Hello, now: float) -> None:
-        reason = f"{self._ctx.hello.address} is a consumer: consumers dial producers, nobody dials them"
+        reason = f"{self._ctx.hello.address} is a consumer: consumers dial producers and are dialed by none"
         self._ctx.answer(connection, m.Refuse(message.incarnation, reason))
 
     def _partners(self, connection: Connection, message: m.Partners, now: float) -> None:
