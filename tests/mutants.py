@@ -136,7 +136,7 @@ PRODUCT = (
     ),
     Mutant(
         "D asks for its prompts although its engine core is stopped (K4)",
-        "p2pkv/engine/decode.py:Decode._say_waiting",
+        "p2pkv/engine/decode.py:Decode._send_heartbeats",
         "if self._ctx.steps.trouble(now):",
         "if False:",
         ("tests/virtual/test_engine_cores.py",),
@@ -635,7 +635,7 @@ PRODUCT = (
     ),
     Mutant(
         "D wants what has left a window, and P has given back",
-        "p2pkv/protocol/handshake.py:Wire.needed",
+        "p2pkv/protocol/handshake.py:RowFormat.needed",
         "first = max(0, stop - self.window + 1) // whole * whole if self.window else 0",
         "first = 0",
         ("tests/virtual/test_walks.py",),

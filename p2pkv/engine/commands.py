@@ -1,4 +1,4 @@
-"""What the forward thread tells the engine thread, and what it hears back.
+"""What the forward thread orders from the engine thread, and the events that it gets back.
 
 Commands are small and frozen; handing one over is an append to a deque.
 """
@@ -94,7 +94,7 @@ class Load:
     """The request has blocks: load tokens [start, stop); an empty range releases P.
 
     `fence`: until it is passed the step before may still write to these blocks, which were another
-    request's; None: nobody else does.
+    request's; None: no other step does.
     """
 
     key: str
@@ -157,7 +157,7 @@ Command = (
 )
 
 
-# What the forward thread hears back.
+# What the forward thread gets back.
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ from p2pkv.engine.liveness import Liveness
 from p2pkv.kv.cache import RankCache, Rectangles
 from p2pkv.links.base import LinkFactory
 from p2pkv.log import Throttle
-from p2pkv.protocol.handshake import Refused, Wire, wires_between
+from p2pkv.protocol.handshake import Refused, RowFormat, row_formats
 from p2pkv.protocol.messages import AnyMessage, Hello, encode
 
 
 class Counters:
-    """Named numbers of one rank; written by the engine thread, read by anybody.
+    """Named numbers of one rank; written by the engine thread, read by any thread.
 
     A gauge that reads a dict of the engine thread's copies its values first: the dict may grow meanwhile.
     """
@@ -70,7 +70,7 @@ def _sum(one: Callable[[], int], other: Callable[[], int]) -> Callable[[], int]:
 
 
 Action = Callable[[float], None]
-"""What to do, told the time."""
+"""What to do; called with the time."""
 
 
 @dataclass(eq=False, slots=True)
@@ -144,7 +144,7 @@ class Revocations:
     """Prompts whose blocks were taken back, until the engine thread has carried out that command.
 
     Attributes:
-        reading: held while gathers are launched, so whoever holds it knows that none is being launched.
+        reading: held while gathers are launched, so its holder knows that none is being launched.
         keys: how often each was taken back. Guarded by `reading`.
     """
 
@@ -177,7 +177,7 @@ engine thread may have to wait for the interpreter's lock, so a few copies share
 
 @dataclass
 class Context:
-    """What one rank works with. `hello.to` is empty; whoever dials fills it in."""
+    """What one rank works with. `hello.to` is empty until a peer is dialed."""
 
     hello: Hello
     options: Options
@@ -200,13 +200,13 @@ class Context:
         """Send this at once; False if the connection is gone or its queue is full."""
         return connection.send(encode(message))
 
-    def form(self, theirs: Hello) -> tuple[tuple[Wire, ...], tuple[Rectangles, ...]]:
+    def form(self, theirs: Hello) -> tuple[tuple[RowFormat, ...], tuple[Rectangles, ...]]:
         """How rows of each KV group travel between this rank and a peer that `judge` has accepted, and our
         cache in that form.
 
         Raises Refused if our blocks cannot be brought into it.
         """
-        wires = wires_between(self.hello.cache, theirs.cache)
+        wires = row_formats(self.hello.cache, theirs.cache)
         try:
             rows = self.cache.seen_as([wire.codec for wire in wires])
         except ValueError as error:
@@ -215,7 +215,7 @@ class Context:
             if (ours.unit_tokens, ours.row_bytes) != (wire.unit, wire.row_bytes):
                 raise Refused(
                     f"{self.hello.address} holds rows of {ours.row_bytes} bytes for {ours.unit_tokens} "
-                    f"tokens, which its Hello does not say; {theirs.address} expects {wire.row_bytes} for "
+                    f"tokens, which is not what its Hello has; {theirs.address} expects {wire.row_bytes} for "
                     f"{wire.unit}"
                 )
         return wires, rows

@@ -1,6 +1,6 @@
 """The core of a rank: its turns. A turn takes in messages and commands, moves data and looks at the timers.
 
-`Core` has no thread and no clock: its owner gives it turns, and says what time it is. In a turn every
+`Core` has no thread and no clock: its owner gives it turns, and the time. In a turn every
 message and every command is matched once, in the tables of the rank's roles (see `roles`). What peers and
 transfers decide comes to one queue of effects, which is emptied in order before the next message, command or
 timer: none of them is called while it is at work.
@@ -18,7 +18,7 @@ from p2pkv.config import Options
 from p2pkv.control.endpoint import Connection, Endpoint
 from p2pkv.engine.commands import Command, Computed, Event, Revoked
 from p2pkv.engine.context import LOOK_SECONDS, Context, Counters, log
-from p2pkv.engine.effects import Emit, Say
+from p2pkv.engine.effects import Emit, SendMessage
 from p2pkv.engine.liveness import Liveness
 from p2pkv.engine.roles import DecodeRole, Handle, PrefillRole, Receive, Role, Unowned
 from p2pkv.kv.cache import RankCache
@@ -35,7 +35,7 @@ HELD_SECONDS = 1.0
 """A turn so much later than it was due: something held this rank up, and no message could reach it."""
 
 LONG_HELD_SECONDS = 5.0
-"""From here on the log says so."""
+"""From here on it is logged as a warning."""
 
 QUIET_SECONDS = 60.0
 """Between two lines about connections that sent nothing wrong and ended: a monitor may make many."""
@@ -43,7 +43,7 @@ QUIET_SECONDS = 60.0
 
 class HeldClock:
     """The time of a rank, which stands while something else holds the rank up (its interpreter's lock, its
-    process, its machine): a silence counts against a peer only while the peer could have been heard.
+    process, its machine): a silence counts against a peer only while its messages could have been read.
 
     Attributes:
         turned: when the last turn began, by the owner's clock; None before the first.
@@ -131,7 +131,7 @@ class Core:
         self._given_up = False
 
     def _make_table(self) -> Tables:
-        table = Tables({}, {}, {}, {Say: self._say, Emit: self._emit}, {})
+        table = Tables({}, {}, {}, {SendMessage: self._send, Emit: self._emit}, {})
         for role in self.roles:
             for kind, handle in role.commands.items():
                 before = table.commands.get(kind)
@@ -203,7 +203,7 @@ class Core:
         self._listen(now)
         self._obey(now)
         for role in self.roles:
-            soon = role.poll(now) or soon
+            role.poll(now)
         self._apply(now)
         for role in self.roles:
             soon = role.after(now) or soon
@@ -244,11 +244,11 @@ class Core:
 
     @property
     def notified(self) -> bool:
-        """Whether peers were told that something has ended, and need time to read it."""
+        """Whether peers were sent the end of something, and need time to read it."""
         return any(role.notified for role in self.roles)
 
     def close(self) -> None:
-        """Say goodbye, and close the links and the endpoint."""
+        """Notify peers, and close the links and the endpoint."""
         closes = [role.close for role in self.roles]
         for step in (
             self.context.copies.close,
@@ -318,7 +318,7 @@ class Core:
             effect = effects.popleft()
             table[type(effect)](effect, now)
 
-    def _say(self, effect: Say, now: float) -> None:
+    def _send(self, effect: SendMessage, now: float) -> None:
         peer = effect.peer
         if not peer.send(effect.message, now):
             self.table.disconnected[type(peer)](peer, now)
@@ -341,7 +341,7 @@ class Core:
             elif not failure.quiet:
                 log.warning("%s", failure.reason)
             elif self._quiet.admits(now=now):
-                log.warning("%s; said once a minute", failure.reason)
+                log.warning("%s; logged once a minute", failure.reason)
 
     # What is due.
 

@@ -1,4 +1,4 @@
-"""The transfers of a rank as D: its requests, what ranks of P say about each, and the scatter.
+"""The transfers of a rank as D: its requests, the messages of ranks of P about each, and the scatter.
 
 It decides only: what is to be done is appended to the rank's effects.
 """
@@ -15,7 +15,7 @@ from p2pkv.config import RESERVED_CHUNKS
 from p2pkv.device import Fence
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import BURST, LOOK_SECONDS, Context, log
-from p2pkv.engine.effects import Emit, Say
+from p2pkv.engine.effects import Emit, SendMessage
 from p2pkv.engine.prefetch import ArrivedChunk, Check, PrefetchBuffer, PrefetchBuffers
 from p2pkv.engine.prefill_peers import (
     AbortPrefillLink,
@@ -121,7 +121,7 @@ class Decode:
         self._kept: deque[RequestEntry] = deque()
         """Loads of which a part is in a prefetch buffer."""
         self._leases = context.timers.new(self._expire)
-        self._beat = context.timers.new(self._say_waiting)
+        self._beat = context.timers.new(self._send_heartbeats)
         self._beat.at(0.0)
         context.counters.add_gauges(
             ahead_bytes=lambda: self._buffers.used,
@@ -265,8 +265,8 @@ class Decode:
             waiting.pop(key, None)
 
     def _connect(self, entry: RequestEntry, now: float) -> None:
-        """Connect the request to all ranks that hold a part of its KV, if all are there; then tell them
-        that it waits."""
+        """Connect the request to all ranks that hold a part of its KV, if all are there; then send
+        them that it waits."""
         if entry.peers or entry.receiver.load.ended:
             return
         first = self._ranks.reached(entry.expect.prefill, now)
@@ -285,7 +285,7 @@ class Decode:
         self._connected(entry, peers)
         for peer in peers.values():
             beat = m.Heartbeat(((entry.expect.key, entry.receiver.attempt),))
-            self._ctx.effects.append(Say(peer, beat))
+            self._ctx.effects.append(SendMessage(peer, beat))
         assignments = {rank: peers[rank].owes(some) for rank, some in edges.items()}
         self._decided(entry, entry.receiver.attach(assignments, now), now)
 
@@ -318,7 +318,7 @@ class Decode:
         self._enter(entry)
         self._connect(entry, now)
 
-    # What ranks of P say.
+    # Messages of ranks of P.
 
     def holding(self, peer: PrefillPeer, held: m.Transfers, now: float) -> None:
         """P vouches for these transfers."""
@@ -329,7 +329,7 @@ class Decode:
                 entry.receiver.held(peer.rank, now)
 
     def message(self, peer: PrefillPeer, message: TransferMessage, now: float) -> None:
-        """P says something about one transfer."""
+        """P has sent a message about one transfer."""
         entry = self.entries.get(message.key)
         if entry is None or peer.hello is None:
             return
@@ -407,7 +407,7 @@ class Decode:
             self._decided(entry, decided, now)
         else:
             grant = m.Grant(effect.key, chunk.attempt, chunk.chunk, chunk.nbytes, effect.link, effect.slot)
-            self._ctx.effects.append(Say(peer, grant))
+            self._ctx.effects.append(SendMessage(peer, grant))
 
     def land(self, effect: Arrived, now: float) -> None:
         """A receive is complete: write its bytes where they belong, unless the transfer has ended.
@@ -547,21 +547,21 @@ class Decode:
         """This request's next end may come before all others'."""
         self._leases.by(entry.receiver.deadline or inf)
 
-    def _say_waiting(self, now: float) -> None:
-        """Tell each rank of P which transfers wait for it, to renew its leases, unless this engine is in
-        trouble."""
+    def _send_heartbeats(self, now: float) -> None:
+        """Name to each rank of P the transfers that wait for it, to renew its leases, unless this engine is
+        in trouble."""
         if self._ctx.steps.trouble(now):
             self._beat.at(now + LOOK_SECONDS)
             return
         self._beat.at(now + self._ctx.beat)
         for peer in self._ranks:
             entries = self._of.get(peer.address, {}).values()
-            # P's rank 0 may send nothing to this rank, and then need not be told of the request.
+            # P's rank 0 may send nothing to this rank, and then need not know of the request.
             ranks = ((entry.rank_of(peer), entry.receiver) for entry in entries)
             transfers = [(r.key, r.attempt) for rank, r in ranks if rank is not None and r.waits_for(rank)]
             for first in range(0, len(transfers), WAITING_AT_ONCE):
                 some = tuple(transfers[first : first + WAITING_AT_ONCE])
-                self._ctx.effects.append(Say(peer, m.Heartbeat(some)))
+                self._ctx.effects.append(SendMessage(peer, m.Heartbeat(some)))
 
     # The end.
 
@@ -581,9 +581,9 @@ class Decode:
         effects, key = self._ctx.effects, entry.expect.key
         for each in decided:
             match each:
-                case machine.Tell(rank, message):
+                case machine.SendTo(rank, message):
                     if (peer := entry.peers.get(rank)) is not None:
-                        effects.append(Say(peer, message))
+                        effects.append(SendMessage(peer, message))
                 case machine.Post(rank, chunk):
                     if (peer := entry.peers.get(rank)) is not None:
                         reserve = RESERVED_CHUNKS * self._ctx.options.chunk_bytes if entry.ahead else 0

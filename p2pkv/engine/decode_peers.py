@@ -28,7 +28,7 @@ FIRST_PAUSE, LAST_PAUSE = 0.1, 5.0
 """Seconds between tries to build a link that keeps failing, the first after one at once."""
 
 MAX_PEERS = 4096
-"""The most ranks of D in the table. Beyond it one with nothing under way is forgotten; it says Hello
+"""The most ranks of D in the table. Beyond it one with nothing under way is forgotten; it sends Hello
 again."""
 
 MAX_UNCONFIRMED = 4096
@@ -38,7 +38,7 @@ MAX_ORDERS = 4096
 """The most grants of one rank of D that may wait here although they name a prompt that P does not have."""
 
 FORGOTTEN_SECONDS = 180.0
-"""Seconds without a transfer after which P closes its end: D has hung up by then, and P is not told."""
+"""Seconds without a transfer after which P closes its end: D has hung up by then, and P does not know."""
 
 
 # What has happened.
@@ -299,16 +299,16 @@ class OutboundLink:
 
 @dataclass(eq=False)
 class DecodePeer:
-    """One incarnation of a rank of D that has said Hello.
+    """One incarnation of a rank of D that has sent Hello.
 
     Attributes:
         assignment: the part of each prompt's KV that this rank sends it; None: nothing.
         rows: our cache in the form in which that travels, by KV group.
         served: the ranks of its engine that this rank sends KV to.
         verify: whether this rank or ours wants a checksum of each chunk.
-        fresh: it has said nothing but Hello yet.
-        wanted: when D last named a transfer, or said Hello. named: it has named one.
-        last_heard: when its last heartbeat, or answer to an invitation, came.
+        fresh: it has sent nothing but Hello yet.
+        wanted: when D last named a transfer, or sent Hello. named: it has named one.
+        last_alive: when its last heartbeat, or answer to an invitation, came.
         unconfirmed: transfers (key, attempt) that D was sent a part of, and whose end it has not confirmed.
     """
 
@@ -322,7 +322,7 @@ class DecodePeer:
     wanted: float = 0.0
     fresh: bool = True
     named: bool = False
-    last_heard: float = 0.0
+    last_alive: float = 0.0
     unconfirmed: dict[tuple[str, int], None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -353,9 +353,9 @@ class DecodePeer:
             self.unconfirmed.pop((message.key, message.attempt), None)
         return self.connection.send(m.encode(message))
 
-    def heard(self, wants: bool, now: float) -> None:
-        """D has said something. `wants`: it has named a transfer, so a parked link may be built again."""
-        self.fresh, self.last_heard = False, now
+    def alive(self, wants: bool, now: float) -> None:
+        """D has sent something. `wants`: it has named a transfer, so a parked link may be built again."""
+        self.fresh, self.last_alive = False, now
         if wants:
             self.wanted, self.named = now, True
             self.link.parked = False
@@ -382,7 +382,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         """`used`: whether a transfer needs the link to a rank."""
         self._used = used
 
-    # What they say.
+    # Their messages.
 
     def hello(self, connection: Connection, hello: m.Hello, now: float) -> None:
         mine = self._ctx.hello
@@ -438,20 +438,20 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
     def _make_room(self, connection: Connection, now: float) -> None:
         """Forget what this connection was before, and a peer if there are too many."""
         if isinstance(connection.tag, DecodePeer) and connection.tag in self:
-            self._drop(connection.tag, f"{connection.tag.address} says that it is another", now)
+            self._drop(connection.tag, f"{connection.tag.address} introduces itself as another", now)
         if len(self) >= MAX_PEERS:
             peers = list(self)
             idle = next((peer for peer in peers if not peer.link.busy), peers[0])
             self._drop(idle, f"{idle.address} makes room for another", now)
 
-    def heard(self, peer: DecodePeer, wants: bool, now: float) -> None:
+    def heartbeat(self, peer: DecodePeer, wants: bool, now: float) -> None:
         """A heartbeat has come. `wants`: it names transfers."""
-        peer.heard(wants, now)
+        peer.alive(wants, now)
         if wants:
             self.invite(peer, now)
 
     def accept(self, peer: DecodePeer, message: m.LinkAccept, now: float) -> None:
-        peer.heard(False, now)
+        peer.alive(False, now)
         try:
             peer.link.accept(message)
         except LinkError as error:
@@ -459,13 +459,13 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
 
     def link_down(self, peer: DecodePeer, message: m.LinkDown, now: float) -> None:
         """D has given up the link."""
-        peer.heard(False, now)
+        peer.alive(False, now)
         if message.link != peer.link.number or not peer.link.invited:
             return
         if peer.link.linked and self.idle(peer, now):
             self._park(peer, now)
         else:
-            self.lose_link(peer, f"{peer.address} aborted the link: {message.reason}", now, tell=False)
+            self.lose_link(peer, f"{peer.address} aborted the link: {message.reason}", now, notify=False)
 
     # The links.
 
@@ -475,15 +475,15 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         try:
             message = peer.link.invite(now) if peer.assignment is not None else None
         except LinkError as error:
-            self.lose_link(peer, f"no link to {peer.address}: {error}", now, tell=False)
+            self.lose_link(peer, f"no link to {peer.address}: {error}", now, notify=False)
             return
         if message is not None:
             self._ctx.answer(peer.connection, message)
 
-    def lose_link(self, peer: DecodePeer, reason: str, now: float, tell: bool = True) -> None:
-        """Give up this link; `tell`: whether D must be told."""
+    def lose_link(self, peer: DecodePeer, reason: str, now: float, notify: bool = True) -> None:
+        """Give up this link; `notify`: whether D must be sent a LinkDown."""
         log.log(logging.WARNING if peer.named else logging.INFO, "%s", reason)
-        if tell:
+        if notify:
             self._ctx.answer(peer.connection, m.LinkDown(peer.link.number, reason))
         self._abort(peer, now)
         self._ctx.effects.append(DecodeLinkLost(peer, reason))
@@ -533,9 +533,9 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         peer.link.orders.append((effect.key, effect.order))
         self._active[peer] = None
 
-    def poll(self, now: float) -> bool:
-        """Move what can be moved now; whether to come back soon."""
-        effects, busy = self._ctx.effects, False
+    def poll(self, now: float) -> None:
+        """Move what can be moved now."""
+        effects = self._ctx.effects
         for peer in self.active:
             was_settled, link = peer.settled, peer.link
             try:
@@ -550,10 +550,13 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
                     effects.append(Fill(peer, *found))
             except LinkError as error:
                 self.lose_link(peer, f"the link to {peer.address} broke: {error}", now)
-            busy = busy or link.busy or bool(effects)
             if was_settled and peer.settled:
                 self.deactivate(peer)
-        return busy
+
+    @property
+    def moving(self) -> bool:
+        """Whether a link has something to send."""
+        return any(peer.link.busy for peer in self._active)
 
     def commit(self, effect: Commit, now: float) -> None:
         peer = effect.peer
@@ -590,14 +593,14 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         return any(not peer.settled for peer in self.active)
 
     def _patience_with(self, peer: DecodePeer, now: float) -> float:
-        """Seconds that a link may take to come up: twice as many while D is heard of, since it may just be
-        busy."""
+        """Seconds that a link may take to come up: twice as many while D's heartbeats come, since it may
+        just be busy."""
         lease = self._ctx.options.lease_seconds
-        patience = 2 * lease if now - peer.last_heard < lease else lease
+        patience = 2 * lease if now - peer.last_alive < lease else lease
         return max(patience, self._ctx.links.build_seconds) if peer.link.accepted else patience
 
     def look(self, now: float) -> None:
-        """Close links that nobody uses; let the next turn look at all ranks. Call it several times a
+        """Close links that are idle; let the next turn look at all ranks. Call it several times a
         second."""
         linked = [peer for peer in self if peer.link.linked]
         most = self._ctx.options.max_links
@@ -608,7 +611,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
             self._park(peer, now, IDLE_REASON)
         forgotten = max(FORGOTTEN_SECONDS, 2 * self._ctx.options.lease_seconds)
         for peer in linked:
-            quiet = now - max(peer.wanted, peer.last_heard) > forgotten
+            quiet = now - max(peer.wanted, peer.last_alive) > forgotten
             if peer.link.linked and quiet and self.idle(peer, now):
                 self._park(peer, now, "it has been idle for long")
         for peer in self:

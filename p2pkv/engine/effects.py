@@ -35,7 +35,7 @@ class Peer(Protocol):
         ...
 
 
-class Say(Effect, frozen=True, eq=False):
+class SendMessage(Effect, frozen=True, eq=False):
     """Send this message. If that is not possible, the peer is gone."""
 
     peer: Peer

@@ -113,7 +113,7 @@ class Liveness:
     # Both.
 
     def trouble(self, now: float, silence: float | None = None) -> str:
-        """Why this engine's requests do not get on, in words; "" if they do.
+        """Why this engine's requests do not get on, a sentence; "" if they do.
 
         `silence`: for how long the engine core may send no beat; by default for `stall` seconds.
         """

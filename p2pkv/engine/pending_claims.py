@@ -39,7 +39,7 @@ class PendingClaims:
         return len(self._claims)
 
     def note(self, key: str, peer: DecodePeer, attempt: int, step: int | None, now: float) -> bool:
-        """Keep a claim; whether the step may still run in which P would have heard of the prompt."""
+        """Keep a claim; whether the step may still run in which P's scheduler may announce the prompt."""
         if key not in self._claims and len(self._claims) >= MOST_CLAIMS:
             return False
         claims = self._claims.setdefault(key, {})

@@ -1,7 +1,7 @@
 """The P's that the proxy has named to this D: their ranks are dialed, and the links to them built, before a
 request needs them (`links_ahead`).
 
-Nothing depends on it. A try that comes to nothing is given up without a word to any request, and made again
+Nothing depends on it. A try that comes to nothing is given up without failing any request, and made again
 after a pause that grows. A link that was built ahead goes first when there are too many, and none is begun
 when there are `max_links` already. A rank of P that a request has needed is that request's: here it is only
 kept, with its link, for as long as its P is a partner.
@@ -16,7 +16,7 @@ from math import inf
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine.commands import NamePartners
 from p2pkv.engine.context import Context, log
-from p2pkv.engine.effects import Say
+from p2pkv.engine.effects import SendMessage
 from p2pkv.engine.prefill_peers import PrefillPeer, PrefillPeers
 from p2pkv.pairing import Address, PairingError
 from p2pkv.protocol import messages as m
@@ -35,10 +35,10 @@ FIRST_PAUSE, LAST_PAUSE = 10.0, 320.0
 """Seconds between two tries to reach a partner; each pause is twice as long as the one before."""
 
 LEFT_SECONDS = 60.0
-"""How long a partner is kept that is named no more: a proxy that has restarted knows nobody at first."""
+"""How long a partner is kept that is named no more: a proxy that has restarted knows no instance at first."""
 
 BEAT_SECONDS = 20.0
-"""Between two heartbeats to a rank of P that no request uses: P forgets a D that says nothing."""
+"""Between two heartbeats to a rank of P that no request uses: P forgets a silent D."""
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class Partner:
         up: whether all of its ranks are connected, and all of its links up.
         beaten: when its ranks were last sent a heartbeat from here.
         next, pause: when the next try may begin, and how long the pause after it is.
-        logged: whether the log says that it could not be reached.
+        logged: whether it was logged that it could not be reached.
     """
 
     address: str
@@ -83,19 +83,19 @@ class Preconnect:
         self._named: tuple[str, ...] = ()
         self._others: dict[str, Connection] = {}
         """Rank 0: the connections to the other ranks of this engine."""
-        self._untold: list[str] = []
-        """Those of them that do not know yet what rank 0 has heard last."""
+        self._outdated: list[str] = []
+        """Those of them that do not know yet what rank 0 was sent last."""
         self._on = context.options.links_ahead
         context.counters.add_gauges(partners=lambda: len(self._partners))
 
-    # What the proxy says.
+    # What the proxy names.
 
     def name(self, command: NamePartners, now: float) -> None:
         """The proxy has named these P's to rank 0."""
         if not self._on:
             return
         self._named = command.addresses
-        self._untold = list(self._ctx.hello.addresses[1:])
+        self._outdated = list(self._ctx.hello.addresses[1:])
         self._take(command.addresses, now)
 
     def received(self, message: m.Partners, now: float) -> None:
@@ -118,15 +118,15 @@ class Preconnect:
             partner.until = inf
         self._partners |= {address: each for address, each in known.items() if address not in named}
 
-    def _tell_others(self) -> None:
+    def _pass_on(self) -> None:
         """Pass on to the other ranks of this engine what they do not know yet."""
         message = m.Partners(self._ctx.hello.addresses[0], self._named)
-        for place in list(self._untold):
+        for place in list(self._outdated):
             if place not in self._others:
                 self._others[place] = self._ctx.endpoint.dial(Address.parse(place))
             self._ctx.endpoint.redial(self._others[place])
             if self._ctx.answer(self._others[place], message):
-                self._untold.remove(place)
+                self._outdated.remove(place)
 
     # Time.
 
@@ -137,7 +137,7 @@ class Preconnect:
 
     def look(self, now: float) -> None:
         """See what has become of the tries under way, and begin others; call it several times a second."""
-        self._tell_others()
+        self._pass_on()
         for partner in list(self._partners.values()):
             if now >= partner.until:
                 self._let_go(partner)
@@ -151,7 +151,7 @@ class Preconnect:
         self._on = False
         self._partners.clear()
         self._of.clear()
-        self._untold.clear()
+        self._outdated.clear()
 
     def _begin(self, now: float) -> None:
         links = sum(1 for peer in self._peers if peer.linked)
@@ -201,7 +201,7 @@ class Preconnect:
         elif partner.since is not None and (reason or self._too_long(partner, peers, now)):
             self._give_up(partner, reason or "it did not answer in time", now)
         elif partner.since is None:
-            partner.since = now  # somebody has dialed it, and no request
+            partner.since = now  # something else than a request has dialed it
 
     def _meet(self, partner: Partner, first: PrefillPeer, now: float) -> tuple[list[PrefillPeer], str]:
         """The ranks of this P that this rank has to do with, all of them dialed; and what is wrong, or ""."""
@@ -246,7 +246,7 @@ class Preconnect:
         partner.beaten = now
         for peer in peers:
             if now - peer.used > BEAT_SECONDS:
-                self._ctx.effects.append(Say(peer, m.Heartbeat(())))
+                self._ctx.effects.append(SendMessage(peer, m.Heartbeat(())))
 
     # The end of a try.
 
@@ -254,7 +254,7 @@ class Preconnect:
         if not partner.logged:
             partner.logged = True
             log.info(
-                "no link to P at %s ahead of requests (%s): it is tried again later, said once; a request "
+                "no link to P at %s ahead of requests (%s): it is tried again later, logged once; a request "
                 "for it builds its own",
                 partner.address,
                 reason,

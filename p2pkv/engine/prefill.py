@@ -1,4 +1,4 @@
-"""The transfers of a rank as P: its prompts, what ranks of D say about each, and the gather.
+"""The transfers of a rank as P: its prompts, the messages of ranks of D about each, and the gather.
 
 It decides only: what is to be done is appended to the rank's effects.
 """
@@ -26,7 +26,7 @@ from p2pkv.engine.decode_peers import (
     Summed,
     Taken,
 )
-from p2pkv.engine.effects import Emit, Say
+from p2pkv.engine.effects import Emit, SendMessage
 from p2pkv.engine.peers import Peers
 from p2pkv.engine.pending_claims import PendingClaims
 from p2pkv.kv.checksum import Checksum
@@ -57,7 +57,7 @@ class PromptEntry:
 
 
 class Prefill:
-    """All prompts. `ranks`: the ranks of D that have said Hello; only looked up here."""
+    """All prompts. `ranks`: the ranks of D that have sent Hello; only looked up here."""
 
     def __init__(self, context: Context, ranks: Peers[DecodeRank, DecodePeer]) -> None:
         self._ctx = context
@@ -108,7 +108,7 @@ class Prefill:
         for peer in self._ranks:
             decode, rank = peer.key
             if decode == entry.decode and peer.hello.ahead and peer.assignment and rank not in sender.sends:
-                self._ctx.effects.append(Say(peer, message))
+                self._ctx.effects.append(SendMessage(peer, message))
 
     def blocks(self, command: do.PromptBlocks, now: float) -> None:
         for entry in self.live(command.key):
@@ -155,7 +155,7 @@ class Prefill:
     def _for(self, peer: DecodePeer) -> list[PromptEntry]:
         return list(self._of.get(peer.hello.addresses[0], {}).values())
 
-    # What ranks of D say.
+    # Messages of ranks of D.
 
     def heartbeat(self, peer: DecodePeer, transfers: m.Transfers, now: float) -> None:
         """D's rank waits for these; answer which of them P knows."""
@@ -170,11 +170,11 @@ class Prefill:
                 reason = reason or self._leaving
             if reason is not None or (entry is not None and entry.decode != decode):
                 another = f"P has this request paired with another D, {entry.decode if entry else ''}"
-                effects.append(Say(peer, m.Failed(key, attempt, reason or another)))
+                effects.append(SendMessage(peer, m.Failed(key, attempt, reason or another)))
                 continue
             (held if self._claim(peer, key, attempt, now) else unknown).append((key, attempt))
         if not self._ctx.steps.trouble(now):
-            effects.append(Say(peer, m.HeartbeatAck(tuple(held), tuple(unknown))))
+            effects.append(SendMessage(peer, m.HeartbeatAck(tuple(held), tuple(unknown))))
 
     def _claim(self, peer: DecodePeer, key: str, attempt: int, now: float) -> bool:
         """Note that D's rank waits for this prompt; whether P vouches for it."""
@@ -185,7 +185,8 @@ class Prefill:
             return known
         sender, rank = entry.sender, peer.hello.rank
         entry.peers[rank] = peer
-        sender.serves(peer.served)
+        if sender.expects is not peer.served:
+            sender.serves(peer.served)
         if peer.assignment is None:
             self._decided(entry, [] if sender.prompt.ended else sender.flush(), now)
             return True
@@ -194,7 +195,7 @@ class Prefill:
         return sender.vouches(rank, attempt)
 
     def _take_claims(self, key: str, now: float) -> None:
-        """P's scheduler has announced this prompt: apply what ranks of D said about it before."""
+        """P's scheduler has announced this prompt: apply what ranks of D have sent about it before."""
         for rank, claim in self._claims.take(key).items():
             peer = self._ranks.get(rank)
             if peer is not None and peer.hello.incarnation == claim.incarnation:
@@ -203,7 +204,7 @@ class Prefill:
                     self.message(peer, claim.last, now)
 
     def message(self, peer: DecodePeer, message: TransferMessage, now: float) -> None:
-        """D's rank says something about one transfer."""
+        """D's rank has sent a message about one transfer."""
         key = message.key
         if isinstance(message, m.Done | m.Cancel) or (isinstance(message, m.Want) and message.empty):
             self._ctx.effects.append(Confirmed(peer, key, message.attempt))
@@ -276,7 +277,7 @@ class Prefill:
         """Fill one send from the blocks, under the lock that keeps them from being taken back meanwhile.
 
         On a device the gather is only queued. The send is ordered behind it, and `Copies` knows of it, so
-        that whoever takes blocks back waits for it.
+        that taking blocks back waits for it.
         """
         peer, key, order, send = effect.peer, effect.key, effect.order, effect.send
         if not peer.link.linked:
@@ -327,8 +328,8 @@ class Prefill:
         self._ctx.copies.launched(key)
         return digest
 
-    def say_sent(self, peer: DecodePeer, sent: Sequence[PendingSent], now: float) -> None:
-        """The checksums of these sends are known: tell D what they hold."""
+    def sums_known(self, peer: DecodePeer, sent: Sequence[PendingSent], now: float) -> None:
+        """The checksums of these sends are known: send D what they hold."""
         for each in sent:
             digest = b"" if each.digest is None else each.digest.value()
             self._sent(peer, each.key, each.order, each.filler, digest, now)
@@ -336,13 +337,13 @@ class Prefill:
     def _sent(
         self, peer: DecodePeer, key: str, order: Transmit, filler: bool, digest: bytes, now: float
     ) -> None:
-        """Tell D what this send holds."""
+        """Send D what this send holds."""
         entry, grant = self.entries.get(key), order.grant
         if entry is not None and entry.decode == peer.hello.addresses[0]:
             self._decided(entry, entry.sender.sent(order, filler, digest), now)
         else:
             message = m.Sent(key, grant.attempt, grant.chunk, grant.link, filler, digest)
-            self._ctx.effects.append(Say(peer, message))
+            self._ctx.effects.append(SendMessage(peer, message))
 
     def taken(self, effect: Taken, now: float) -> None:
         entry = self.entries.get(effect.key)
@@ -378,13 +379,13 @@ class Prefill:
     def leave(self, reason: str, now: float, finish: bool) -> bool:
         """This rank stops: with `finish`, what D waits for and P has computed may go on. All else ends.
 
-        Returns whether some rank of D was told so.
+        Returns whether some rank of D was sent that.
         """
         self._leaving, notified = reason, False
         for key in self._claims.known():
             for rank, claim in self._claims.take(key).items():
                 if peer := self._ranks.get(rank):
-                    self._ctx.effects.append(Say(peer, m.Failed(key, claim.attempt, reason)))
+                    self._ctx.effects.append(SendMessage(peer, m.Failed(key, claim.attempt, reason)))
                     notified = True
         for entry in self.live(*self.entries):
             if not (finish and entry.sender.awaited):
@@ -403,9 +404,9 @@ class Prefill:
         effects = self._ctx.effects
         for each in decided:
             match each:
-                case machine.Tell(rank, message):
+                case machine.SendTo(rank, message):
                     if (peer := entry.peers.get(rank)) is not None:
-                        effects.append(Say(peer, message))
+                        effects.append(SendMessage(peer, message))
                 case machine.Transmit(rank):
                     if (peer := entry.peers.get(rank)) is not None:
                         effects.append(Order(peer, entry.sender.key, each))

@@ -24,7 +24,7 @@ from p2pkv.links.base import Inbound, LinkError, Receive
 from p2pkv.pairing import Address
 from p2pkv.plan import Edge, Plan
 from p2pkv.protocol import messages as m
-from p2pkv.protocol.handshake import Assignment, Dialing, Refused, Wire, judge, listed, unfit, verified
+from p2pkv.protocol.handshake import Assignment, Dialing, Refused, RowFormat, judge, listed, unfit, verified
 from p2pkv.protocol.messages import Chunk, Sent
 
 IDLE_SECONDS = 60.0
@@ -324,7 +324,7 @@ class PrefillPeer:
     used: float = -inf
     hello: m.Hello | None = None
     plan: Plan | None = None
-    formats: tuple[Wire, ...] = ()
+    formats: tuple[RowFormat, ...] = ()
     rows: tuple[Rectangles, ...] = ()
     verify: bool = False
     unanswered_since: float | None = None
@@ -381,7 +381,7 @@ class PrefillPeer:
         for edge in plan.to_target(mine):
             edges.setdefault(edge.source, []).append(edge)
         # A rank of P that sends nothing to any rank must still learn that its blocks are free: one rank of D
-        # tells it.
+        # sends it that.
         idle = [rank for rank in range(len(addresses)) if not plan.from_source(rank)]
         idle = [rank for rank in idle if rank % plan.decode_ranks == mine]
         return edges, {rank: Address.parse(addresses[rank]) for rank in [*edges, *idle]}
@@ -400,7 +400,7 @@ class PrefillPeer:
         log.log(logging.WARNING if self.needed else logging.DEBUG, "%s", reason)
 
     def greet(self, now: float) -> None:
-        """Say Hello, if it is time to."""
+        """Send Hello, if it is time to."""
         if self.dialing.due(now):
             self.ctx.endpoint.redial(self.connection)
             self.send(msgspec.structs.replace(self.ctx.hello, to=self.address), now)
@@ -419,7 +419,7 @@ class PrefillPeer:
         self.hello, self.plan, self.verify = hello, plan, verified(mine, hello)
 
     def lost(self, now: float) -> None:
-        """This incarnation is gone, or does not know us any more: drop its link and say Hello again."""
+        """This incarnation is gone, or does not know us any more: drop its link and send Hello again."""
         self.link.abort()
         self.dialing.lost(now)
         self.unanswered_since = None
@@ -430,7 +430,7 @@ class PrefillPeer:
     def abort(self, reason: str) -> None:
         """Give up the link; `reason`: for P."""
         if self.linked and not self.ctx.answer(self.connection, m.LinkDown(self.link.number, reason)):
-            # A P that was not told would announce chunks for a link that it has alone.
+            # A P that does not know would announce chunks for a link that it has alone.
             self.ctx.endpoint.hang_up(self.connection)
         self.link.abort()
 
@@ -480,7 +480,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         peer.reached = peer.connection.reached
         return peer
 
-    # What they say.
+    # Their messages.
 
     def welcome(self, peer: PrefillPeer, message: m.Welcome, now: float) -> None:
         peer.unanswered_since = None
@@ -526,7 +526,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
     def invited(self, peer: PrefillPeer, message: m.LinkInvite, now: float) -> None:
         """P begins a link."""
         if peer.linked:
-            self.lose_link(peer, f"{peer.address} builds its link anew", now, tell=False)
+            self.lose_link(peer, f"{peer.address} builds its link anew", now, notify=False)
         try:
             blob = peer.link.accept(message, self.window)
         except LinkError as error:
@@ -538,7 +538,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
 
     def link_down(self, peer: PrefillPeer, message: m.LinkDown, now: float) -> None:
         if message.link == peer.link.number:
-            self.lose_link(peer, f"{peer.address} aborted the link: {message.reason}", now, tell=False)
+            self.lose_link(peer, f"{peer.address} aborted the link: {message.reason}", now, notify=False)
 
     def sent(self, peer: PrefillPeer, message: Sent, now: float) -> None:
         """P has sent a chunk on the link."""
@@ -550,10 +550,10 @@ class PrefillPeers(Peers[str, PrefillPeer]):
 
     # What breaks.
 
-    def lose_link(self, peer: PrefillPeer, reason: str, now: float, tell: bool = True) -> None:
-        """Give up this link; `tell`: whether P must be told."""
+    def lose_link(self, peer: PrefillPeer, reason: str, now: float, notify: bool = True) -> None:
+        """Give up this link; `notify`: whether P must be sent a LinkDown."""
         peer.complain(reason)
-        if tell:
+        if notify:
             peer.abort(reason)
         else:
             peer.link.abort()
@@ -596,9 +596,8 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         for peer in effect.peers:
             peer.link.unwanted(effect.key)
 
-    def poll(self, now: float) -> bool:
-        """Move what can be moved now; whether to come back soon."""
-        busy = False
+    def poll(self, now: float) -> None:
+        """Move what can be moved now."""
         for peer in self.active:
             was_quiet, link = not peer.link.busy, peer.link
             try:
@@ -608,19 +607,21 @@ class PrefillPeers(Peers[str, PrefillPeer]):
                 self._arrive(peer)
             except LinkError as error:
                 self._broken(peer, error, now)
-            busy = busy or bool(link.posted)
             if was_quiet and not link.busy:
                 self.deactivate(peer)
-        return busy
 
-    def launch(self, now: float) -> None:
-        """The grants of the receives that were posted in this turn are out: launch these."""
+    def launch(self, now: float) -> bool:
+        """The grants of the receives that were posted in this turn are out: launch these.
+
+        Returns whether any receive is posted.
+        """
         for peer in self._granting:
             try:
                 peer.link.poll()
             except LinkError as error:
                 self._broken(peer, error, now)
         self._granting.clear()
+        return any(peer.link.posted for peer in self._active)
 
     def landed(self, effect: Landed, now: float) -> None:
         peer = effect.peer
@@ -664,7 +665,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         return self.busy
 
     def redial_silent(self, now: float) -> None:
-        """A connection may be dead although neither end was told: the next request opens another."""
+        """A connection may be dead although neither end has noticed: the next request opens another."""
         lease = self._ctx.options.lease_seconds
         for peer in self:
             if peer.unanswered_since is not None and now - peer.unanswered_since > lease:

@@ -35,7 +35,7 @@ class Role(Protocol):
 
     Attributes:
         peer: the class of its peers.
-        notified: peers were told that something has ended, and need time to read it.
+        notified: peers were sent the end of something, and need time to read it.
     """
 
     peer: ClassVar[type]
@@ -56,11 +56,11 @@ class Role(Protocol):
         """A message to this peer could not be sent."""
 
     @property
-    def poll(self) -> Callable[[float], bool]:
-        """Move what can be moved now; whether to come back soon."""
+    def poll(self) -> Callable[[float], object]:
+        """Move what can be moved now."""
 
     def after(self, now: float) -> bool:
-        """What is left of a turn once the effects of `poll` are applied; whether to come back soon."""
+        """What is left of a turn once the effects of `poll` are applied; whether data is under way."""
 
     def check(self, now: float) -> bool:
         """Look at what is under way; whether to come back soon."""
@@ -136,7 +136,7 @@ class PrefillRole:
         self.close = peers.close
 
     def _heartbeat(self, peer: DecodePeer, message: m.Heartbeat, now: float) -> None:
-        self.peers.heard(peer, bool(message.transfers), now)
+        self.peers.heartbeat(peer, bool(message.transfers), now)
         self.transfers.heartbeat(peer, message.transfers, now)
 
     def _link_lost(self, effect: to.DecodeLinkLost, now: float) -> None:
@@ -144,7 +144,7 @@ class PrefillRole:
         self.peers.rebuild(effect.peer, now)
 
     def _summed(self, effect: to.Summed, now: float) -> None:
-        self.transfers.say_sent(effect.peer, list(effect.peer.link.summed(effect.sent)), now)
+        self.transfers.sums_known(effect.peer, list(effect.peer.link.summed(effect.sent)), now)
 
     def stranger(self, connection: Connection) -> None:
         self._ctx.answer(connection, m.Stranger())
@@ -154,7 +154,7 @@ class PrefillRole:
         raise AssertionError(reason)
 
     def after(self, now: float) -> bool:
-        return False
+        return self.peers.moving
 
     @property
     def busy(self) -> bool:
@@ -227,7 +227,7 @@ class DecodeRole:
         self.transfers.holding(peer, message.held, now)
 
     def _hello(self, connection: Connection, message: m.Hello, now: float) -> None:
-        reason = f"{self._ctx.hello.address} is a consumer: consumers dial producers, nobody dials them"
+        reason = f"{self._ctx.hello.address} is a consumer: consumers dial producers and are dialed by none"
         self._ctx.answer(connection, m.Refuse(message.incarnation, reason))
 
     def _partners(self, connection: Connection, message: m.Partners, now: float) -> None:
@@ -237,8 +237,8 @@ class DecodeRole:
         """Late messages of a rank of P that is not a peer any more."""
 
     def after(self, now: float) -> bool:
-        self.peers.launch(now)
-        return self.transfers.write_kept(now)
+        moving = self.peers.launch(now)
+        return self.transfers.write_kept(now) or moving
 
     def check(self, now: float) -> bool:
         self.transfers.connect(now)

@@ -35,7 +35,7 @@ class Rank:
 
     Attributes:
         core: for its own thread alone, but for what `Core` gives the forward thread.
-        failure: what ended the thread before `stop`, in words; "" while nothing has.
+        failure: a sentence: what ended the thread before `stop`; "" while nothing has.
     """
 
     def __init__(self, hello: Hello, options: Options, cache: RankCache, links: LinkFactory) -> None:
@@ -111,7 +111,7 @@ class Rank:
         """End the thread, the sockets and the links, by a deadline. Idempotent.
 
         P first pushes what it has computed and D waits for, for FINISH_SECONDS at most; all else ends at
-        once, on both sides, and peers are told why.
+        once, on both sides, and peers are sent the reason.
         """
         self._stopping = True
         self._endpoint.wake()
@@ -124,7 +124,7 @@ class Rank:
         return self._thread.is_alive()
 
     def trouble(self) -> str:
-        """Why no new requests should come to this instance, in words; "" if they may. For any thread."""
+        """Why no new requests should come to this instance, a sentence; "" if they may. For any thread."""
         if self.failure or not self.alive:
             return self.failure or "its engine thread has ended"
         now, clock, steps = time.monotonic(), self.core.clock, self.core.steps

@@ -29,7 +29,7 @@ from p2pkv.sharding import Shape, ShardingError
 # The form in which KV travels.
 
 
-class Wire(Struct, frozen=True):
+class RowFormat(Struct, frozen=True):
     """How rows of a KV group are arranged between two ranks.
 
     Attributes:
@@ -66,19 +66,19 @@ class Wire(Struct, frozen=True):
         return max(start, min(first, stop)), stop
 
 
-def listed(wires: Sequence[Wire]) -> str:
+def listed(wires: Sequence[RowFormat]) -> str:
     """What travels, for a person: each form once."""
     return "; ".join(dict.fromkeys(map(str, wires)))
 
 
-def wires_between(one: Cache, other: Cache) -> tuple[Wire, ...]:
+def row_formats(one: Cache, other: Cache) -> tuple[RowFormat, ...]:
     """The form in which each KV group travels between two caches that `judge` has accepted."""
-    wires = [wire_between(mine, theirs) for mine, theirs in zip(one.groups, other.groups, strict=True)]
+    wires = [row_format(mine, theirs) for mine, theirs in zip(one.groups, other.groups, strict=True)]
     assert None not in wires
     return tuple(wire for wire in wires if wire is not None)
 
 
-def wire_between(one: KvGroup, other: KvGroup) -> Wire | None:
+def row_format(one: KvGroup, other: KvGroup) -> RowFormat | None:
     """The form in which rows of a group travel; None if there is none. The order does not matter."""
     mine, theirs = _as_it_lies(one), _as_it_lies(other)
     if (one.dtype, one.window) != (other.dtype, other.window):
@@ -89,7 +89,7 @@ def wire_between(one: KvGroup, other: KvGroup) -> Wire | None:
         return structs.replace(mine, block=block)
     if not (_can_be_dense(one) and _can_be_dense(other)):
         return None
-    dense = Wire(DENSE, 1, token_bytes(one), window=one.window, block=block)
+    dense = RowFormat(DENSE, 1, token_bytes(one), window=one.window, block=block)
     return dense if dense.row_bytes == token_bytes(other) else None
 
 
@@ -98,8 +98,8 @@ def token_bytes(group: KvGroup) -> int:
     return group.row_bytes // group.unit_tokens
 
 
-def _as_it_lies(group: KvGroup) -> Wire:
-    return Wire(group.codec, group.unit_tokens, group.row_bytes, group.once, group.window)
+def _as_it_lies(group: KvGroup) -> RowFormat:
+    return RowFormat(group.codec, group.unit_tokens, group.row_bytes, group.once, group.window)
 
 
 def _can_be_dense(group: KvGroup) -> bool:
@@ -112,7 +112,7 @@ class Share(Struct, frozen=True):
     """What one rank of P owes one rank of D of one KV group: a rectangle, in the form agreed on."""
 
     edge: Edge
-    wire: Wire
+    wire: RowFormat
 
     def extent(self, start: int, stop: int) -> Extent:
         """See `Assignment.extents`."""
@@ -129,7 +129,7 @@ class Assignment(Struct, frozen=True, dict=True):
     shares: tuple[Share, ...]
 
     @classmethod
-    def of(cls, edges: Sequence[Edge], wires: Sequence[Wire]) -> Assignment:
+    def of(cls, edges: Sequence[Edge], wires: Sequence[RowFormat]) -> Assignment:
         """`wires`: the form of each KV group."""
         return cls(tuple(Share(edge, wires[edge.group]) for edge in edges))
 
@@ -230,7 +230,7 @@ def judge(mine: Hello, theirs: Hello) -> Plan:
         if here != there:
             raise Refused(f"{_differ(what, mine, theirs, here, there)}; {advice}")
     for number, (ours, others) in enumerate(zip(mine.cache.groups, theirs.cache.groups, strict=True)):
-        if wire_between(ours, others) is None:
+        if row_format(ours, others) is None:
             what = f"memory layouts{_of_group(number, mine)}"
             layouts = _differ(what, mine, theirs, _layout(ours), _layout(others))
             raise Refused(f"{layouts}; {_advice(ours, others)}")

@@ -68,7 +68,7 @@ class Machine(Generic[State, Event]):
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class SendTo:
     """Send this message to a rank of the peer."""
 
     rank: int
@@ -120,4 +120,4 @@ class Finished:
     reason: str = ""
 
 
-Effect = Tell | Transmit | Post | Released | Offered | Finished
+Effect = SendTo | Transmit | Post | Released | Offered | Finished

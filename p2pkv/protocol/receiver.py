@@ -15,7 +15,16 @@ from enum import Enum, auto
 from math import inf, lcm
 
 from p2pkv.protocol.handshake import Assignment
-from p2pkv.protocol.machine import Effect, Finished, Machine, Offered, Post, RemoteProtocolError, Table, Tell
+from p2pkv.protocol.machine import (
+    Effect,
+    Finished,
+    Machine,
+    Offered,
+    Post,
+    RemoteProtocolError,
+    SendTo,
+    Table,
+)
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Offer, Piece, Sent, Want
 from p2pkv.protocol.pieces import Coverage
 
@@ -267,7 +276,7 @@ class Receiver:
         ahead = self.load.state is LoadPhase.AHEAD
         self.load.local(LoadEvent.WANT)
         if ahead:
-            return [Tell(rank, self._rest(source)) for rank, source in self.sources.items()]
+            return [SendTo(rank, self._rest(source)) for rank, source in self.sources.items()]
         return self._ask(start, stop, now)
 
     def _rest(self, source: Source) -> Want:
@@ -278,7 +287,7 @@ class Receiver:
         out: list[Effect] = []
         for rank, source in self.sources.items():
             source.want(start, stop, now)
-            out.append(Tell(rank, Want(self.key, self.attempt, start, stop, self.ahead)))
+            out.append(SendTo(rank, Want(self.key, self.attempt, start, stop, self.ahead)))
         return out
 
     def cancel(self, reason: str) -> list[Effect]:
@@ -376,7 +385,7 @@ class Receiver:
         source = self._source(rank, message.attempt)
         if source is not None:
             source.posted(message.chunk)
-        return [Tell(rank, Grant(self.key, message.attempt, message.chunk, message.nbytes, link, slot))]
+        return [SendTo(rank, Grant(self.key, message.attempt, message.chunk, message.nbytes, link, slot))]
 
     def pieces(self, rank: int, attempt: int, chunk: int) -> tuple[Piece, ...]:
         """Where the bytes of this chunk belong; () if nobody wants them now (they are late, or filler).
@@ -401,7 +410,7 @@ class Receiver:
         self._moved = now
         if not source.complete:
             return []
-        out: list[Effect] = [Tell(rank, Done(self.key, self.attempt))]
+        out: list[Effect] = [SendTo(rank, Done(self.key, self.attempt))]
         if all(each.complete for each in self.sources.values()):
             self.load.local(LoadEvent.COMPLETE)
             out.append(Finished(True))
@@ -481,7 +490,7 @@ class Receiver:
     def _let_go(self) -> list[Effect]:
         """Nothing is wanted: say so, which releases P."""
         self.load.local(LoadEvent.NOTHING)
-        tells = [Tell(rank, Want(self.key, self.attempt, 0, 0)) for rank in self.sources]
+        tells = [SendTo(rank, Want(self.key, self.attempt, 0, 0)) for rank in self.sources]
         return [*tells, Finished(True)]
 
     def _source(self, rank: int, attempt: int) -> Source | None:
@@ -499,7 +508,7 @@ class Receiver:
         # P keeps what was begun ahead for a request that may still come.
         last = Want(self.key, self.attempt, 0, 0, ahead=True) if self.ahead else farewell
         self.load.local(LoadEvent.END)
-        tells = [Tell(rank, last) for rank in self.sources if rank != but]
+        tells = [SendTo(rank, last) for rank in self.sources if rank != but]
         return [*tells, Finished(False, reason)]
 
     def __repr__(self) -> str:

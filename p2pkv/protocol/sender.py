@@ -22,8 +22,8 @@ from p2pkv.protocol.machine import (
     Machine,
     Released,
     RemoteProtocolError,
+    SendTo,
     Table,
-    Tell,
     Transmit,
 )
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Offer, Piece, Sent, Want
@@ -282,7 +282,7 @@ class Sender:
         out: list[Effect] = []
         for rank, send in self._open():
             send.machine.local(SendEvent.END)
-            out.append(Tell(rank, Failed(self.key, send.attempt, reason)))
+            out.append(SendTo(rank, Failed(self.key, send.attempt, reason)))
         return [*out, Released(), Finished(False, reason)]
 
     # What a D rank says.
@@ -304,7 +304,7 @@ class Sender:
         past = send or self._withdrawn.get(rank)
         if self.prompt.ended or (past is not None and attempt <= past.attempt):
             reason = self.reason or "P has let this prompt's KV go; ask with a new request"
-            return [Tell(rank, Failed(self.key, attempt, reason))]
+            return [SendTo(rank, Failed(self.key, attempt, reason))]
         if send is not None and not send.machine.ended:
             send.machine.remote(SendEvent.END)
         machine = Machine(f"send {self.key}/{rank}", SEND, SendPhase.CLAIMED)
@@ -394,14 +394,14 @@ class Sender:
             return []
         if send.machine.state is SendPhase.AHEAD:
             self._withdraw(rank, restarted)
-            return [Tell(rank, Failed(self.key, send.attempt, reason))]
+            return [SendTo(rank, Failed(self.key, send.attempt, reason))]
         # After a restart D may count its attempts from the start again.
         send.gone = True
         if send.machine.ended:
             return []
         send.machine.local(SendEvent.END)
         self.reason = self.reason or reason
-        return [Tell(rank, Failed(self.key, send.attempt, reason)), *self._settle()]
+        return [SendTo(rank, Failed(self.key, send.attempt, reason)), *self._settle()]
 
     def unlinked(self, rank: int, reason: str) -> list[Effect]:
         """The link to D's rank is gone, with what it carried. Nothing is announced before the next is up."""
@@ -422,7 +422,7 @@ class Sender:
         """This chunk has been gathered (unless `filler`), with this checksum, and handed to the link."""
         grant = order.grant
         sent = Sent(self.key, grant.attempt, grant.chunk, grant.link, filler, digest)
-        out: list[Effect] = [Tell(order.rank, sent)]
+        out: list[Effect] = [SendTo(order.rank, sent)]
         send = self._live(order.rank, grant.attempt)
         if send is None or not order.pieces:
             return out
@@ -510,7 +510,7 @@ class Sender:
             self._withdrawn[rank] = send
 
     def _offer(self, rank: int, send: SendState) -> Effect:
-        return Tell(rank, Offer(self.key, send.attempt, self.tokens, self.digest, self.generation))
+        return SendTo(rank, Offer(self.key, send.attempt, self.tokens, self.digest, self.generation))
 
     def _announce_all(self, flush: bool) -> list[Effect]:
         out: list[Effect] = []
@@ -522,7 +522,7 @@ class Sender:
         if send.cutter is None:
             return []
         chunks = send.announce(self.key, self._computed, self.terms.chunk_bytes, flush)
-        return [Tell(rank, chunk) for chunk in chunks]
+        return [SendTo(rank, chunk) for chunk in chunks]
 
     def _settle(self) -> list[Effect]:
         """Note which sends need the blocks no more, and whether any does."""

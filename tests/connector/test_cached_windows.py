@@ -8,7 +8,7 @@ from connector_support import make_request, tokens
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
-from p2pkv.protocol.handshake import wire_between
+from p2pkv.protocol.handshake import row_format
 from p2pkv.protocol.messages import KvGroup
 
 BLOCK = 16
@@ -34,7 +34,7 @@ def _group(window: int, block: int) -> KvGroup:
 @pytest.mark.parametrize("prefill_block", [BLOCK, 4 * BLOCK])
 def test_no_hit_of_d_s_prefix_cache_shows_a_token_that_has_not_come(window: int, prefill_block: int) -> None:
     """And P, which computes the prompt in steps, still has what is asked of it."""
-    wire = wire_between(_group(window, prefill_block), _group(window, BLOCK))
+    wire = row_format(_group(window, prefill_block), _group(window, BLOCK))
     assert wire is not None
     hits = set()
     for stop in (1, 15, 16, 17, 70, 95, 96, 97, 127, 161):

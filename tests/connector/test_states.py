@@ -50,7 +50,7 @@ from p2pkv.engine.thread import Rank
 from p2pkv.links.base import LinkFactory
 from p2pkv.pairing import Address
 from p2pkv.plan import make_plan
-from p2pkv.protocol.handshake import Share, shapes, wires_between
+from p2pkv.protocol.handshake import Share, row_formats, shapes
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Hello
 from p2pkv.protocol.pieces import Coverage, Cutter, Extents
 
@@ -63,7 +63,7 @@ def move(sources: list[Held], targets: list[Held], chunk: int, seed: int) -> int
     """Carry out the plan of these ranks; how many bytes travelled."""
     prefill, decode = sources[0].said, targets[0].said
     assert all(held.said == prefill for held in sources) and all(held.said == decode for held in targets)
-    wires = wires_between(prefill, decode)
+    wires = row_formats(prefill, decode)
     codecs = [wire.codec for wire in wires]
     sent = []
     for edge in make_plan(shapes(prefill), shapes(decode)).edges:

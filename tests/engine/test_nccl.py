@@ -68,7 +68,7 @@ def test_a_rank_looks_often_while_nccl_has_something_under_way(make_nccl: Make) 
     seen: list[float] = []
 
     def look() -> None:
-        rank.core.roles[0].poll = lambda now: True
+        rank.core.roles[0].after = lambda now: True
         rank.core.turn(time.monotonic())
         seen.append(rank.core.pause(time.monotonic()))
 

@@ -20,7 +20,7 @@ from shapes_support import BITS, Elements, Held, Side
 from p2pkv.kv import DENSE
 from p2pkv.kv.cache import seen_as
 from p2pkv.plan import Edge, Plan, make_plan
-from p2pkv.protocol.handshake import Share, wire_between
+from p2pkv.protocol.handshake import Share, row_format
 from p2pkv.protocol.messages import Piece
 from p2pkv.protocol.pieces import Coverage, Cutter, Extents
 from p2pkv.sharding import Shape
@@ -88,7 +88,7 @@ class Sent:
 
 def push(case: Case, plan: Plan, ranks: list[Held], truth: Elements) -> tuple[list[Sent], dict[Edge, int]]:
     """P computes step by step, and cuts and gathers what is ready; also the bytes of each edge."""
-    wire = wire_between(case.prefill.group, case.decode.group)
+    wire = row_format(case.prefill.group, case.decode.group)
     assert wire is not None
     debts = [Share(edge, wire) for edge in plan.edges]
     extents = [Extents({0: debt.extent(case.start, case.stop)}) for debt in debts]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from p2pkv.plan import Edge, make_plan
-from p2pkv.protocol.handshake import Assignment, Wire
-from p2pkv.protocol.machine import Effect, Post, Tell
+from p2pkv.protocol.handshake import Assignment, RowFormat
+from p2pkv.protocol.machine import Effect, Post, SendTo
 from p2pkv.protocol.messages import Chunk, Grant, Offer, Piece, Sent
 from p2pkv.protocol.receiver import LoadPhase, Receiver
 from p2pkv.sharding import Shape
@@ -18,7 +18,7 @@ EDGES: dict[int, Edge] = {
 
 
 def owed(edges: dict[int, Edge] = EDGES, unit: int = 1) -> dict[int, Assignment]:
-    return {rank: Assignment.of([edge], [Wire("dense", unit, ROW)]) for rank, edge in edges.items()}
+    return {rank: Assignment.of([edge], [RowFormat("dense", unit, ROW)]) for rank, edge in edges.items()}
 
 
 def make(
@@ -71,7 +71,7 @@ def arrive(made: Receiver, rank: int, message: Chunk, now: float = 3.0) -> None:
     """One chunk comes, from its announcement to D's staging."""
     assert made.chunk(rank, message, now) == [Post(rank, message)]
     grant = Grant(KEY, ATTEMPT, message.chunk, message.nbytes, 5, 64)
-    assert made.posted(rank, message, link=5, slot=64) == [Tell(rank, grant)]
+    assert made.posted(rank, message, link=5, slot=64) == [SendTo(rank, grant)]
     made.sent(rank, Sent(KEY, ATTEMPT, message.chunk, 0, False), now)
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from p2pkv.plan import make_plan
-from p2pkv.protocol.handshake import Assignment, Wire
-from p2pkv.protocol.machine import Effect, Tell, Transmit
+from p2pkv.protocol.handshake import Assignment, RowFormat
+from p2pkv.protocol.machine import Effect, SendTo, Transmit
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Grant, Offer, Piece, Sent, Want
 from p2pkv.protocol.sender import PromptPhase, Sender, SendPhase, Terms
 from p2pkv.sharding import Shape
 
 KEY, TOKENS, DIGEST, LEASE = "k", 10, b"prompt", 30.0
 TERMS = Terms(chunk_bytes=1 << 20, lease=LEASE)
-WIRE = Wire("dense", 1, 3)
+WIRE = RowFormat("dense", 1, 3)
 
 PLAN = make_plan((Shape((2, 2), 2, 1),), (Shape((4,), 2, 2),))
 EDGES = {edge.target: edge for edge in PLAN.from_source(1)}
@@ -25,7 +25,7 @@ class Rig:
     """A Sender and a clock that stands still until told otherwise."""
 
     def __init__(
-        self, terms: Terms = TERMS, expects: Sequence[int] = (0,), wires: Sequence[Wire] = (WIRE, WIRE)
+        self, terms: Terms = TERMS, expects: Sequence[int] = (0,), wires: Sequence[RowFormat] = (WIRE, WIRE)
     ) -> None:
         self.sender = Sender(KEY, [range(2)], terms)
         self.sender.serves(frozenset(expects))
@@ -58,7 +58,7 @@ class Rig:
         """Grant and send every chunk that is announced in `said`."""
         out: list[Effect] = []
         for effect in said:
-            if isinstance(effect, Tell) and isinstance(effect.message, Chunk):
+            if isinstance(effect, SendTo) and isinstance(effect.message, Chunk):
                 message = effect.message
                 order = self.grant(message.chunk, message.nbytes, effect.rank, message.attempt)[0]
                 assert isinstance(order, Transmit)

@@ -9,7 +9,7 @@ from protocol import receiver_rigs as d_side
 from protocol.sender_rigs import LEASE, TOKENS, Rig, grant, offer, sent
 
 from p2pkv.protocol import receiver
-from p2pkv.protocol.machine import Finished, Offered, Released, RemoteProtocolError, Tell, Transmit
+from p2pkv.protocol.machine import Finished, Offered, Released, RemoteProtocolError, SendTo, Transmit
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Piece, Want
 from p2pkv.protocol.receiver import LoadPhase, Receiver
 from p2pkv.protocol.sender import PromptPhase, SendPhase
@@ -21,7 +21,7 @@ def pushed() -> Rig:
     rig.offer()
     rig.claim()
     rig.want(0, TOKENS, ahead=True)
-    assert rig.carry(rig.compute())[0] == Tell(0, sent(0))
+    assert rig.carry(rig.compute())[0] == SendTo(0, sent(0))
     assert rig.states == (PromptPhase.COMPUTED, [SendPhase.AHEAD])
     return rig
 
@@ -53,7 +53,7 @@ def withdraw(rig: Rig, how: str) -> None:
         case "let go":
             assert rig.want(0, 0, ahead=True) == []
         case "lost":
-            assert [type(effect) for effect in rig.sender.unlinked(0, "gone")] == [Tell]
+            assert [type(effect) for effect in rig.sender.unlinked(0, "gone")] == [SendTo]
         case "silence":
             rig.sender._since = rig.now
             assert rig.sender.tick(LEASE) == []
@@ -64,7 +64,7 @@ def test_d_lets_go_and_the_prompt_waits_as_before(how: str) -> None:
     rig = pushed()
     withdraw(rig, how)
     assert rig.states == (PromptPhase.COMPUTED, [])
-    assert rig.claim(attempt=2) == [Tell(0, offer(2))]
+    assert rig.claim(attempt=2) == [SendTo(0, offer(2))]
     assert rig.want(0, 9, attempt=2) != [] and rig.states[1] == [SendPhase.SENDING]
 
 
@@ -76,15 +76,15 @@ def test_what_d_has_said_before_it_heard_of_that_brings_nothing_back(how: str) -
     rig.claim()
     rig.want(0, TOKENS, ahead=True)
     (announced,) = rig.compute()
-    assert isinstance(announced, Tell) and isinstance(announced.message, Chunk)
+    assert isinstance(announced, SendTo) and isinstance(announced.message, Chunk)
     withdraw(rig, how)
     (answer,) = rig.claim()
-    assert isinstance(answer, Tell) and isinstance(answer.message, Failed)
+    assert isinstance(answer, SendTo) and isinstance(answer.message, Failed)
     nbytes = announced.message.nbytes
     assert rig.grant(0, nbytes) == [Transmit(0, grant(0, nbytes), ())]
     assert rig.want(0, TOKENS) == rig.done() == []
     assert rig.states == (PromptPhase.COMPUTED, [])
-    assert rig.claim(attempt=2) == [Tell(0, offer(2))]
+    assert rig.claim(attempt=2) == [SendTo(0, offer(2))]
 
 
 def test_a_later_claim_is_not_touched_by_words_about_an_earlier_one() -> None:
@@ -104,7 +104,7 @@ def test_a_d_that_has_restarted_counts_its_attempts_anew() -> None:
     rig.claim(attempt=8)
     rig.want(0, TOKENS, attempt=8, ahead=True)
     rig.sender.lost(0, "it has restarted", restarted=True)
-    assert rig.claim(attempt=1) == [Tell(0, offer(1))]
+    assert rig.claim(attempt=1) == [SendTo(0, offer(1))]
 
 
 def test_a_d_that_has_all_of_it_releases_what_was_withdrawn() -> None:
@@ -119,7 +119,7 @@ def test_d_may_let_go_before_it_has_wanted_any_of_it() -> None:
     rig.claim()
     assert rig.want(0, 0, ahead=True) == []
     assert rig.states == (PromptPhase.OFFERED, [])
-    assert rig.claim(attempt=2) == [Tell(0, offer(2))]
+    assert rig.claim(attempt=2) == [SendTo(0, offer(2))]
 
 
 def test_pages_that_nobody_asks_for_go_a_lease_after_the_prefill() -> None:
@@ -144,7 +144,7 @@ def test_all_tokens_are_wanted_ahead_and_nobody_is_told_of_the_offer() -> None:
     made = d_side.make(ahead=True)
     assert made.offer(0, d_side.offer(), 1.0) == []
     want = Want(d_side.KEY, d_side.ATTEMPT, 0, d_side.TOKENS, ahead=True)
-    assert made.offer(1, d_side.offer(), 1.0) == [Tell(0, want), Tell(1, want)]
+    assert made.offer(1, d_side.offer(), 1.0) == [SendTo(0, want), SendTo(1, want)]
 
 
 def test_a_request_adopts_it_and_what_was_kept_counts_when_it_is_written() -> None:
@@ -152,8 +152,8 @@ def test_a_request_adopts_it_and_what_was_kept_counts_when_it_is_written() -> No
     assert made.adopt(0.0) == [Offered()]
     release = Want(d_side.KEY, d_side.ATTEMPT, 0, 0)
     want = Want(d_side.KEY, d_side.ATTEMPT, 0, d_side.TOKENS)
-    assert made.want(4, 9, 4.0) == [Tell(0, release), Tell(1, want)]
-    assert made.scattered(0, 0, 5.0) == [Tell(0, Done(d_side.KEY, d_side.ATTEMPT))]
+    assert made.want(4, 9, 4.0) == [SendTo(0, release), SendTo(1, want)]
+    assert made.scattered(0, 0, 5.0) == [SendTo(0, Done(d_side.KEY, d_side.ATTEMPT))]
     last = d_side.take(made, 1, d_side.chunk(0, Piece(0, 1, 2, 0, d_side.TOKENS)))
     assert last[-1] == Finished(True) and made.load.state is LoadPhase.DONE
 
@@ -168,14 +168,14 @@ def test_who_has_sent_all_may_go_and_is_not_waited_for() -> None:
 @pytest.mark.parametrize("make", [kept, lambda: d_side.make(ahead=True)])
 def test_what_nobody_has_asked_for_is_left_to_p(make: Callable[[], d_side.Receiver]) -> None:
     made, leave = make(), Want(d_side.KEY, d_side.ATTEMPT, 0, 0, ahead=True)
-    assert made.cancel("enough") == [Tell(0, leave), Tell(1, leave), Finished(False, "enough")]
+    assert made.cancel("enough") == [SendTo(0, leave), SendTo(1, leave), Finished(False, "enough")]
 
 
 def test_what_has_been_asked_for_is_cancelled() -> None:
     made = kept()
     made.adopt(0.0)
     cancel = Cancel(d_side.KEY, d_side.ATTEMPT, "enough")
-    assert made.cancel("enough") == [Tell(0, cancel), Tell(1, cancel), Finished(False, "enough")]
+    assert made.cancel("enough") == [SendTo(0, cancel), SendTo(1, cancel), Finished(False, "enough")]
 
 
 def test_what_is_kept_does_not_count_as_under_way(monkeypatch: pytest.MonkeyPatch) -> None:

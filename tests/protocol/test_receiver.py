@@ -21,7 +21,7 @@ from protocol.receiver_rigs import (
     whole,
 )
 
-from p2pkv.protocol.machine import Effect, Finished, LocalProtocolError, Offered, Tell
+from p2pkv.protocol.machine import Effect, Finished, LocalProtocolError, Offered, SendTo
 from p2pkv.protocol.messages import Done, Failed, Piece, Sent, Want
 from p2pkv.protocol.receiver import LOAD, LoadEvent, LoadPhase, Receiver
 
@@ -33,11 +33,11 @@ def test_a_load_from_two_sources() -> None:
     assert made.load.state is LoadPhase.WAITING
     assert made.offer(0, offer(), 1.0) == [] and made.load.state is LoadPhase.WAITING
     assert made.offer(1, offer(), 1.0) == [Offered("")]
-    assert made.want(0, 9, 2.0) == [Tell(rank, Want(KEY, ATTEMPT, 0, 9)) for rank in (0, 1)]
-    assert take(made, 1, whole(1)) == [Tell(1, Done(KEY, ATTEMPT))]
+    assert made.want(0, 9, 2.0) == [SendTo(rank, Want(KEY, ATTEMPT, 0, 9)) for rank in (0, 1)]
+    assert take(made, 1, whole(1)) == [SendTo(1, Done(KEY, ATTEMPT))]
     assert take(made, 0, chunk(0, Piece(0, 0, 1, 0, 4))) == []
     assert made.load.state is LoadPhase.LOADING
-    assert take(made, 0, chunk(1, Piece(0, 0, 1, 4, 9))) == [Tell(0, Done(KEY, ATTEMPT)), Finished(True)]
+    assert take(made, 0, chunk(1, Piece(0, 0, 1, 4, 9))) == [SendTo(0, Done(KEY, ATTEMPT)), Finished(True)]
     assert made.load.state is LoadPhase.DONE and made.deadline is None
 
 
@@ -53,7 +53,7 @@ def test_a_source_that_was_told_done_is_not_told_that_d_still_waits() -> None:
 
 def test_an_empty_want_releases_p_at_any_time_before_the_load() -> None:
     for made in (make(), offered(make())):
-        tells = [Tell(rank, Want(KEY, ATTEMPT, 0, 0)) for rank in (0, 1)]
+        tells = [SendTo(rank, Want(KEY, ATTEMPT, 0, 0)) for rank in (0, 1)]
         assert made.want(9, 9, 1.0) == [*tells, Finished(True)]
         assert made.load.state is LoadPhase.DONE and made.deadline is None
 
@@ -62,8 +62,8 @@ def test_an_empty_want_waits_until_p_can_be_told_or_the_lease_ends() -> None:
     made = make(attach=False)
     assert made.want(3, 2, 1.0) == [] and made.load.state is LoadPhase.WAITING
     assert made.attach(owed(), 2.0) == [
-        Tell(0, Want(KEY, ATTEMPT, 0, 0)),
-        Tell(1, Want(KEY, ATTEMPT, 0, 0)),
+        SendTo(0, Want(KEY, ATTEMPT, 0, 0)),
+        SendTo(1, Want(KEY, ATTEMPT, 0, 0)),
         Finished(True),
     ]
     made = make(attach=False)

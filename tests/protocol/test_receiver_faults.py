@@ -20,7 +20,7 @@ from protocol.receiver_rigs import (
 )
 
 from p2pkv.protocol import receiver as module
-from p2pkv.protocol.machine import Finished, RemoteProtocolError, Tell
+from p2pkv.protocol.machine import Finished, RemoteProtocolError, SendTo
 from p2pkv.protocol.messages import Cancel, Chunk, Done, Failed, Grant, Piece, Sent
 from p2pkv.protocol.receiver import LoadPhase
 
@@ -33,7 +33,7 @@ def test_another_prompt_of_the_same_name_is_refused_with_both_sizes() -> None:
         effects = made.offer(0, wrong, 1.0)
         reason = effects[-1].reason if isinstance(effects[-1], Finished) else ""
         assert f"({wrong.tokens} tokens)" in reason and f"({TOKENS} tokens)" in reason
-        assert effects[:-1] == [Tell(rank, Cancel(KEY, ATTEMPT, reason)) for rank in (0, 1)]
+        assert effects[:-1] == [SendTo(rank, Cancel(KEY, ATTEMPT, reason)) for rank in (0, 1)]
         assert made.load.state is LoadPhase.ENDED
 
 
@@ -42,7 +42,7 @@ def test_ranks_of_p_that_name_different_weights_end_the_load() -> None:
     assert made.offer(0, offer(generation="version 1"), 1.0) == []
     *cancels, end = made.offer(1, offer(generation="version 2"), 1.0)
     assert isinstance(end, Finished) and "computed this prompt with different weights" in end.reason
-    assert [each.rank for each in cancels if isinstance(each, Tell)] == [0, 1]
+    assert [each.rank for each in cancels if isinstance(each, SendTo)] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_wrong_chunk_is_an_error_of_the_peer_and_leaves_nothing(message: Chunk
     with pytest.raises(RemoteProtocolError, match=words):
         made.chunk(0, message, 3.0)
     assert made.pieces(0, ATTEMPT, message.chunk) == ()
-    assert take(made, 0, whole(0)) == [Tell(0, Done(KEY, ATTEMPT))]
+    assert take(made, 0, whole(0)) == [SendTo(0, Done(KEY, ATTEMPT))]
 
 
 def test_a_chunk_before_the_want_and_words_of_a_foreign_rank_are_errors_of_the_peer() -> None:
@@ -121,7 +121,7 @@ def test_repeated_words_have_no_second_effect() -> None:
     for _ in range(2):
         made.sent(0, Sent(KEY, ATTEMPT, 1, 0, False), 3.0)
     made.sent(0, Sent(KEY, ATTEMPT, 1, 0, True), 3.0)
-    assert made.scattered(0, 1, 3.0) == [Tell(0, Done(KEY, ATTEMPT))]
+    assert made.scattered(0, 1, 3.0) == [SendTo(0, Done(KEY, ATTEMPT))]
 
 
 def test_a_void_chunk_is_dropped_and_announced_again() -> None:
@@ -131,7 +131,7 @@ def test_a_void_chunk_is_dropped_and_announced_again() -> None:
     made.sent(0, Sent(KEY, ATTEMPT, 0, 0, True), 3.0)
     assert made.pieces(0, ATTEMPT, 0) == ()
     assert made.chunk(0, whole(0), 3.0) == []
-    assert take(made, 0, whole(0, number=1)) == [Tell(0, Done(KEY, ATTEMPT))]
+    assert take(made, 0, whole(0, number=1)) == [SendTo(0, Done(KEY, ATTEMPT))]
 
 
 def test_a_receive_posted_after_the_end_is_granted_and_its_bytes_are_not_wanted() -> None:
@@ -139,7 +139,7 @@ def test_a_receive_posted_after_the_end_is_granted_and_its_bytes_are_not_wanted(
     made.chunk(0, whole(0), 3.0)
     made.cancel("enough")
     assert made.pieces(0, ATTEMPT, 0) == ()
-    assert made.posted(0, whole(0), 5, 64) == [Tell(0, Grant(KEY, ATTEMPT, 0, 54, 5, 64))]
+    assert made.posted(0, whole(0), 5, 64) == [SendTo(0, Grant(KEY, ATTEMPT, 0, 54, 5, 64))]
     made.sent(0, Sent(KEY, ATTEMPT, 0, 0, True), 3.0)
 
 
@@ -157,8 +157,8 @@ def test_an_end_while_bytes_are_being_scattered() -> None:
 def test_a_cancel_is_said_to_every_source_once() -> None:
     made = loading(make())
     assert made.cancel("client left") == [
-        Tell(0, Cancel(KEY, ATTEMPT, "client left")),
-        Tell(1, Cancel(KEY, ATTEMPT, "client left")),
+        SendTo(0, Cancel(KEY, ATTEMPT, "client left")),
+        SendTo(1, Cancel(KEY, ATTEMPT, "client left")),
         Finished(False, "client left"),
     ]
     assert made.cancel("client left") == []
@@ -167,7 +167,7 @@ def test_a_cancel_is_said_to_every_source_once() -> None:
 def test_a_failure_of_one_source_ends_the_load_and_is_said_to_the_others() -> None:
     made = loading(make())
     assert made.failed(0, Failed(KEY, ATTEMPT, "preempted for ever")) == [
-        Tell(1, Cancel(KEY, ATTEMPT, "another rank of P failed")),
+        SendTo(1, Cancel(KEY, ATTEMPT, "another rank of P failed")),
         Finished(False, "preempted for ever"),
     ]
 
@@ -176,7 +176,7 @@ def test_a_source_whose_part_is_here_may_fail_or_go() -> None:
     made = loading(make())
     take(made, 0, whole(0))
     assert made.failed(0, Failed(KEY, ATTEMPT, "aborted")) == [] == made.lost("gone", rank=0)
-    assert take(made, 1, whole(1)) == [Tell(1, Done(KEY, ATTEMPT)), Finished(True)]
+    assert take(made, 1, whole(1)) == [SendTo(1, Done(KEY, ATTEMPT)), Finished(True)]
     made = loading(make())
     take(made, 0, whole(0))
     assert made.lost("gone", rank=1)[-1] == Finished(False, "gone")

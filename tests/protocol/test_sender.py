@@ -29,8 +29,8 @@ from protocol.sender_rigs import (
     sent,
 )
 
-from p2pkv.protocol.handshake import Wire
-from p2pkv.protocol.machine import Effect, Finished, Released, RemoteProtocolError, Tell, Transmit
+from p2pkv.protocol.handshake import RowFormat
+from p2pkv.protocol.machine import Effect, Finished, Released, RemoteProtocolError, SendTo, Transmit
 from p2pkv.protocol.messages import Chunk, Piece
 from p2pkv.protocol.sender import PROMPT, SEND, PromptEvent, PromptPhase, SendEvent, SendPhase
 
@@ -40,19 +40,19 @@ from p2pkv.protocol.sender import PROMPT, SEND, PromptEvent, PromptPhase, SendEv
 def test_a_transfer_that_is_claimed_before_the_prefill_begins() -> None:
     rig = Rig()
     assert rig.claim() == [] and rig.states == (PromptPhase.HELD, [SendPhase.CLAIMED])
-    assert rig.offer() == [Tell(0, offer())]
+    assert rig.offer() == [SendTo(0, offer())]
     assert rig.want() == [] and rig.states == (PromptPhase.OFFERED, [SendPhase.SENDING])
     assert rig.compute(4, (0, 1)) == []
-    assert rig.sender.flush() == [Tell(0, chunk(0, Piece(0, 2, 3, 0, 4)))]
+    assert rig.sender.flush() == [SendTo(0, chunk(0, Piece(0, 2, 3, 0, 4)))]
     order = Transmit(0, grant(0, 4 * ROW), (Piece(0, 2, 3, 0, 4),))
     assert rig.grant(0, 4 * ROW) == [order]
     assert rig.sender.readable(order) and not order.filler
-    assert rig.sender.sent(order, filler=False) == [Tell(0, sent(0))]
-    assert rig.compute(TOKENS) == [Tell(0, chunk(1, Piece(0, 2, 3, 4, 9), Piece(0, 3, 4, 0, 9)))]
+    assert rig.sender.sent(order, filler=False) == [SendTo(0, sent(0))]
+    assert rig.compute(TOKENS) == [SendTo(0, chunk(1, Piece(0, 2, 3, 4, 9), Piece(0, 3, 4, 0, 9)))]
     assert rig.states == (PromptPhase.COMPUTED, [SendPhase.SENDING])
     rest = Transmit(0, grant(1, 14 * ROW), (Piece(0, 2, 3, 4, 9), Piece(0, 3, 4, 0, 9)))
     assert rig.grant(1, 14 * ROW) == [rest]
-    assert rig.sender.sent(rest, filler=False) == [Tell(0, sent(1)), Released(), Finished(True)]
+    assert rig.sender.sent(rest, filler=False) == [SendTo(0, sent(1)), Released(), Finished(True)]
     assert rig.states == (PromptPhase.RELEASED, [SendPhase.DRAINED])
     assert rig.done() == [] and rig.states == (PromptPhase.RELEASED, [SendPhase.DONE])
 
@@ -61,9 +61,9 @@ def test_a_transfer_that_is_claimed_after_the_prefill() -> None:
     rig = Rig()
     assert rig.offer() == rig.compute() == []
     assert rig.states == (PromptPhase.COMPUTED, [])
-    assert rig.claim() == [Tell(0, offer())]
-    assert rig.want() == [Tell(0, WHOLE)]
-    assert rig.carry([Tell(0, WHOLE)]) == [Tell(0, sent(0)), Released(), Finished(True)]
+    assert rig.claim() == [SendTo(0, offer())]
+    assert rig.want() == [SendTo(0, WHOLE)]
+    assert rig.carry([SendTo(0, WHOLE)]) == [SendTo(0, sent(0)), Released(), Finished(True)]
 
 
 def test_the_pages_are_held_until_every_target_has_read_them() -> None:
@@ -71,28 +71,28 @@ def test_the_pages_are_held_until_every_target_has_read_them() -> None:
     rig.offer()
     rig.compute()
     rig.claim(0)
-    assert rig.carry(rig.want(rank=0)) == [Tell(0, sent(0))]
+    assert rig.carry(rig.want(rank=0)) == [SendTo(0, sent(0))]
     assert rig.done(0) == [] and rig.sender.flush() == []
     assert rig.states == (PromptPhase.COMPUTED, [SendPhase.DONE])
-    assert rig.claim(1) == [Tell(1, offer())]
-    assert rig.carry(rig.want(0, 4, rank=1)) == [Tell(1, sent(0)), Released(), Finished(True)]
+    assert rig.claim(1) == [SendTo(1, offer())]
+    assert rig.carry(rig.want(0, 4, rank=1)) == [SendTo(1, sent(0)), Released(), Finished(True)]
 
 
 def test_each_target_gets_rows_of_its_own_form() -> None:
     """D's rank 0 exchanges whole pages of 4 tokens, rank 1 (another D) single tokens."""
-    rig = Rig(expects=(0, 1), wires=[Wire("page:vec", 4, 4 * ROW), WIRE])
+    rig = Rig(expects=(0, 1), wires=[RowFormat("page:vec", 4, 4 * ROW), WIRE])
     rig.offer()
     for rank in (0, 1):
         rig.claim(rank)
         rig.want(0, 9, rank=rank)
     assert rig.compute(6) == []
     assert rig.sender.flush() == [
-        Tell(0, Chunk(KEY, 1, 0, 8 * ROW, (Piece(0, 2, 4, 0, 4),))),
-        Tell(1, Chunk(KEY, 1, 0, 12 * ROW, (Piece(0, 2, 4, 0, 6),))),
+        SendTo(0, Chunk(KEY, 1, 0, 8 * ROW, (Piece(0, 2, 4, 0, 4),))),
+        SendTo(1, Chunk(KEY, 1, 0, 12 * ROW, (Piece(0, 2, 4, 0, 6),))),
     ]
     assert rig.compute(8) == [] and rig.sender.flush() == [
-        Tell(0, Chunk(KEY, 1, 1, 8 * ROW, (Piece(0, 2, 4, 4, 8),))),
-        Tell(1, Chunk(KEY, 1, 1, 4 * ROW, (Piece(0, 2, 4, 6, 8),))),
+        SendTo(0, Chunk(KEY, 1, 1, 8 * ROW, (Piece(0, 2, 4, 4, 8),))),
+        SendTo(1, Chunk(KEY, 1, 1, 4 * ROW, (Piece(0, 2, 4, 6, 8),))),
     ]
 
 

@@ -8,7 +8,7 @@ import pytest
 from protocol.sender_rigs import ROW, TERMS, WHOLE, Rig, chunk, computed
 
 from p2pkv.protocol import sender as module
-from p2pkv.protocol.machine import Tell
+from p2pkv.protocol.machine import SendTo
 from p2pkv.protocol.messages import Chunk, Piece
 from p2pkv.protocol.sender import PromptPhase, SendPhase
 
@@ -19,12 +19,12 @@ def test_full_chunks_go_at_once_and_the_rest_when_the_step_is_over() -> None:
     rig.claim()
     rig.want()
     assert rig.compute(3, (0, 1)) == []
-    assert rig.compute(6, (0, 1)) == [Tell(0, chunk(0, Piece(0, 2, 3, 0, 4)))]
+    assert rig.compute(6, (0, 1)) == [SendTo(0, chunk(0, Piece(0, 2, 3, 0, 4)))]
     assert rig.compute(6, (1, 2)) == [
-        Tell(0, chunk(1, Piece(0, 2, 3, 4, 6))),
-        Tell(0, chunk(2, Piece(0, 3, 4, 0, 4))),
+        SendTo(0, chunk(1, Piece(0, 2, 3, 4, 6))),
+        SendTo(0, chunk(2, Piece(0, 3, 4, 0, 4))),
     ]
-    assert rig.sender.flush() == [Tell(0, chunk(3, Piece(0, 3, 4, 4, 6)))]
+    assert rig.sender.flush() == [SendTo(0, chunk(3, Piece(0, 3, 4, 4, 6)))]
     assert rig.sender.flush() == []
 
 
@@ -33,7 +33,7 @@ def test_a_chunk_is_no_larger_than_d_takes() -> None:
     rig.claim(limit=4 * ROW)
     said = rig.want()
     sizes = [
-        each.message.nbytes for each in said if isinstance(each, Tell) and isinstance(each.message, Chunk)
+        each.message.nbytes for each in said if isinstance(each, SendTo) and isinstance(each.message, Chunk)
     ]
     assert max(sizes) == 4 * ROW and sum(sizes) == 18 * ROW
 
@@ -42,7 +42,7 @@ def test_nothing_is_announced_before_it_is_known_how_much_d_takes() -> None:
     rig = computed()
     rig.claim(limit=0)
     assert rig.want() == [] and rig.sender.flush() == []
-    assert rig.claim(limit=1 << 20) == [Tell(0, WHOLE)]
+    assert rig.claim(limit=1 << 20) == [SendTo(0, WHOLE)]
     assert rig.claim(limit=0) == []
 
 
@@ -53,11 +53,11 @@ def test_announced_chunks_are_bounded_and_go_on_as_they_are_sent(monkeypatch: py
     rig.compute()
     rig.claim()
     said = rig.want()
-    assert [each.message.chunk for each in said if isinstance(each, Tell)] == [0, 1, 2]  # type: ignore[union-attr]
+    assert [each.message.chunk for each in said if isinstance(each, SendTo)] == [0, 1, 2]  # type: ignore[union-attr]
     count = 0
     while said:
         count += len(said)
         assert len(rig.sender.sends[0].announced) <= 3
         after = rig.carry(said)
-        said = [each for each in after if isinstance(each, Tell) and isinstance(each.message, Chunk)]
+        said = [each for each in after if isinstance(each, SendTo) and isinstance(each.message, Chunk)]
     assert count == 18 and rig.states == (PromptPhase.RELEASED, [SendPhase.DRAINED])

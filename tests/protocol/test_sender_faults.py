@@ -26,8 +26,15 @@ from protocol.sender_rigs import (
     sent,
 )
 
-from p2pkv.protocol.handshake import Wire
-from p2pkv.protocol.machine import Finished, LocalProtocolError, Released, RemoteProtocolError, Tell, Transmit
+from p2pkv.protocol.handshake import RowFormat
+from p2pkv.protocol.machine import (
+    Finished,
+    LocalProtocolError,
+    Released,
+    RemoteProtocolError,
+    SendTo,
+    Transmit,
+)
 from p2pkv.protocol.messages import Chunk, Failed, Piece
 from p2pkv.protocol.sender import PromptPhase, SendPhase
 
@@ -46,16 +53,16 @@ def test_wanting_more_than_was_offered_is_an_error_of_the_peer() -> None:
 
 
 def test_wanting_from_inside_a_unit_is_an_error_of_the_peer() -> None:
-    rig = Rig(wires=[Wire("page:vec", 4, ROW)])
+    rig = Rig(wires=[RowFormat("page:vec", 4, ROW)])
     rig.offer()
     rig.claim()
     with pytest.raises(RemoteProtocolError, match="multiples of 4"):
         rig.want(2, 9)
     rig.want(4, 9)
     assert rig.compute(8) == [] and rig.sender.flush() == [
-        Tell(0, Chunk(KEY, 1, 0, 2 * ROW, (Piece(0, 2, 4, 4, 8),)))
+        SendTo(0, Chunk(KEY, 1, 0, 2 * ROW, (Piece(0, 2, 4, 4, 8),)))
     ]
-    assert rig.compute() == [Tell(0, Chunk(KEY, 1, 1, 2 * ROW, (Piece(0, 2, 4, 8, 12),)))]
+    assert rig.compute() == [SendTo(0, Chunk(KEY, 1, 1, 2 * ROW, (Piece(0, 2, 4, 8, 12),)))]
 
 
 @pytest.mark.parametrize(("number", "nbytes"), [(1, 18 * ROW), (0, 1), (0, 18 * ROW)])
@@ -84,7 +91,7 @@ def test_a_stale_grant_is_obeyed_with_filler() -> None:
     assert rig.grant(5, 77, attempt=0) == [Transmit(0, grant(5, 77, 0), ())]
     order = Transmit(0, grant(5, 77, 0), ())
     assert order.filler and not rig.sender.readable(order)
-    assert rig.sender.sent(order, filler=True) == [Tell(0, sent(5, True, 0))]
+    assert rig.sender.sent(order, filler=True) == [SendTo(0, sent(5, True, 0))]
 
 
 def test_claiming_again_renews_and_says_nothing() -> None:
@@ -100,14 +107,14 @@ def test_claiming_again_renews_and_says_nothing() -> None:
 def test_who_claims_what_has_ended_is_told_so_each_time() -> None:
     rig = ended()
     for _ in range(2):
-        assert rig.claim() == [Tell(0, Failed(KEY, 1, "aborted"))]
+        assert rig.claim() == [SendTo(0, Failed(KEY, 1, "aborted"))]
     assert rig.sender.sends == {}
     rig = cancelled()
-    assert rig.claim() == [Tell(0, Failed(KEY, 1, "D cancelled: enough"))]
+    assert rig.claim() == [SendTo(0, Failed(KEY, 1, "D cancelled: enough"))]
     rig = released()
     assert rig.claim(attempt=1) == []
     effect = rig.claim(attempt=2)[0]
-    assert isinstance(effect, Tell) and isinstance(effect.message, Failed) and effect.message.attempt == 2
+    assert isinstance(effect, SendTo) and isinstance(effect.message, Failed) and effect.message.attempt == 2
 
 
 def test_a_d_that_has_restarted_is_not_taken_for_the_one_before() -> None:
@@ -116,22 +123,22 @@ def test_a_d_that_has_restarted_is_not_taken_for_the_one_before() -> None:
         rig.sender.lost(0, "restarted")
         assert not rig.sender.vouches(0, 1)
         effect = rig.claim(attempt=1)[0]
-        assert isinstance(effect, Tell) and isinstance(effect.message, Failed)
-        assert rig.claim(attempt=2) == [Tell(0, offer(2))]
+        assert isinstance(effect, SendTo) and isinstance(effect.message, Failed)
+        assert rig.claim(attempt=2) == [SendTo(0, offer(2))]
 
 
 def test_a_later_attempt_takes_the_place_of_the_one_before() -> None:
     for rig in (cancelled(), sending()):
-        assert rig.claim(attempt=3) == [Tell(0, offer(3))]
+        assert rig.claim(attempt=3) == [SendTo(0, offer(3))]
         assert rig.states[1] == [SendPhase.CLAIMED]
         assert rig.want(0, 0, attempt=1) == [] and rig.states[1] == [SendPhase.CLAIMED]
         stale = rig.claim(attempt=2)[0]
-        assert isinstance(stale, Tell) and isinstance(stale.message, Failed) and stale.message.attempt == 2
+        assert isinstance(stale, SendTo) and isinstance(stale.message, Failed) and stale.message.attempt == 2
         assert rig.states[1] == [SendPhase.CLAIMED]
         assert rig.want(attempt=3) == []
         again = chunk(0, Piece(0, 2, 4, 0, 9), attempt=3)
-        assert rig.compute() == [Tell(0, again)]
-        assert rig.carry([Tell(0, again)]) == [Tell(0, sent(0, attempt=3))]
+        assert rig.compute() == [SendTo(0, again)]
+        assert rig.carry([SendTo(0, again)]) == [SendTo(0, sent(0, attempt=3))]
         assert rig.states[1] == [SendPhase.DRAINED]
 
 
@@ -144,7 +151,7 @@ def test_a_chunk_of_an_earlier_attempt_that_goes_out_late_is_void_and_counts_for
     rig.claim(attempt=2)
     rig.want(attempt=2)
     assert not rig.sender.readable(order)
-    assert rig.sender.sent(order, filler=True) == [Tell(0, sent(0, True))]
+    assert rig.sender.sent(order, filler=True) == [SendTo(0, sent(0, True))]
     assert rig.states == (PromptPhase.COMPUTED, [SendPhase.SENDING])
 
 
@@ -152,7 +159,7 @@ def test_offers_are_repeated_when_a_prefill_begins_again() -> None:
     rig = offered()
     rig.claim()
     rig.sender.revoke()
-    assert rig.offer() == [Tell(0, offer())]
+    assert rig.offer() == [SendTo(0, offer())]
 
 
 # Preemption.
@@ -161,15 +168,15 @@ def test_offers_are_repeated_when_a_prefill_begins_again() -> None:
 def test_what_was_granted_when_the_pages_were_revoked_goes_out_void_and_then_again() -> None:
     rig = sending()
     rig.compute(6)
-    assert rig.sender.flush() == [Tell(0, chunk(0, Piece(0, 2, 4, 0, 6)))]
+    assert rig.sender.flush() == [SendTo(0, chunk(0, Piece(0, 2, 4, 0, 6)))]
     order = rig.grant(0, 12 * ROW)[0]
     assert isinstance(order, Transmit) and rig.sender.readable(order)
     rig.sender.revoke()
     assert not rig.sender.readable(order)
-    assert rig.sender.sent(order, filler=True) == [Tell(0, sent(0, True))]
+    assert rig.sender.sent(order, filler=True) == [SendTo(0, sent(0, True))]
     rig.offer()
     assert rig.compute(3) == rig.sender.flush() == []
-    assert rig.compute(TOKENS) == [Tell(0, chunk(1, Piece(0, 2, 4, 0, 6), Piece(0, 2, 4, 6, 9)))]
+    assert rig.compute(TOKENS) == [SendTo(0, chunk(1, Piece(0, 2, 4, 0, 6), Piece(0, 2, 4, 6, 9)))]
     assert rig.states[1] == [SendPhase.SENDING]
 
 
@@ -187,7 +194,7 @@ def test_what_was_announced_when_the_pages_were_revoked_is_read_after_the_recomp
     assert not rig.sender.readable(order)
     rig.compute(6, (1, 2))
     assert rig.sender.readable(order)
-    assert rig.sender.sent(order, filler=False) == [Tell(0, sent(0))]
+    assert rig.sender.sent(order, filler=False) == [SendTo(0, sent(0))]
 
 
 def test_rows_that_were_sent_before_a_preemption_are_not_sent_again() -> None:
@@ -196,7 +203,7 @@ def test_rows_that_were_sent_before_a_preemption_are_not_sent_again() -> None:
     rig.carry(rig.sender.flush())
     rig.sender.revoke()
     rig.offer()
-    assert rig.compute() == [Tell(0, chunk(1, Piece(0, 2, 4, 6, 9)))]
+    assert rig.compute() == [SendTo(0, chunk(1, Piece(0, 2, 4, 6, 9)))]
 
 
 def test_a_preempted_prompt_is_not_complete() -> None:
@@ -224,7 +231,7 @@ def test_an_abort_is_said_to_every_open_leg_once() -> None:
     rig.claim(1, attempt=4)
     rig.cancel(0)
     assert rig.sender.abort("client left") == [
-        Tell(1, Failed(KEY, 4, "client left")),
+        SendTo(1, Failed(KEY, 4, "client left")),
         Released(),
         Finished(False, "client left"),
     ]
@@ -252,7 +259,7 @@ def test_a_lost_target_ends_its_leg_only() -> None:
     rig.offer()
     rig.claim(0)
     rig.claim(1)
-    assert rig.sender.lost(0, "gone") == [Tell(0, Failed(KEY, 1, "gone"))]
+    assert rig.sender.lost(0, "gone") == [SendTo(0, Failed(KEY, 1, "gone"))]
     assert rig.sender.lost(0, "gone") == [] == rig.sender.lost(7, "never seen")
     rig.want(rank=1)
     assert rig.carry(rig.compute())[-2:] == [Released(), Finished(False, "gone")]
@@ -263,8 +270,8 @@ def test_a_link_that_breaks_costs_what_it_carried_and_not_what_waits() -> None:
     rig.claim()
     assert rig.sender.unlinked(0, "link broke") == [] == rig.want()
     assert rig.sender.deadline == rig.now + LEASE
-    assert rig.claim() == [Tell(0, WHOLE)]
-    assert rig.sender.unlinked(0, "link broke")[0] == Tell(0, Failed(KEY, 1, "link broke"))
+    assert rig.claim() == [SendTo(0, WHOLE)]
+    assert rig.sender.unlinked(0, "link broke")[0] == SendTo(0, Failed(KEY, 1, "link broke"))
     assert rig.sender.unlinked(7, "never seen") == []
 
 
@@ -274,7 +281,7 @@ def test_a_lost_target_that_had_everything_in_flight_hears_of_it_and_the_outcome
     rig.claim()
     rig.want()
     assert rig.carry(rig.compute())[-1] == Finished(True)
-    assert rig.sender.lost(0, "link broke") == [Tell(0, Failed(KEY, 1, "link broke"))]
+    assert rig.sender.lost(0, "link broke") == [SendTo(0, Failed(KEY, 1, "link broke"))]
     assert rig.done() == [] and rig.states == (PromptPhase.RELEASED, [SendPhase.ENDED])
 
 
@@ -283,6 +290,6 @@ def test_a_grant_from_before_its_claim_takes_no_chunk_of_it() -> None:
     (early,) = rig.grant(0, WHOLE.nbytes)
     assert isinstance(early, Transmit) and early.filler
     rig.claim()
-    assert rig.want() == [Tell(0, WHOLE)]
-    assert rig.sender.sent(early, filler=True) == [Tell(0, sent(0, filler=True))]
-    assert rig.carry([Tell(0, WHOLE)]) == [Tell(0, sent(0)), Released(), Finished(True)]
+    assert rig.want() == [SendTo(0, WHOLE)]
+    assert rig.sender.sent(early, filler=True) == [SendTo(0, sent(0, filler=True))]
+    assert rig.carry([SendTo(0, WHOLE)]) == [SendTo(0, sent(0)), Released(), Finished(True)]

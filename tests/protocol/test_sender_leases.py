@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from protocol.sender_rigs import LEASE, Rig, claimed, held, offered, sending
 
-from p2pkv.protocol.machine import Finished, Released, Tell
+from p2pkv.protocol.machine import Finished, Released, SendTo
 from p2pkv.protocol.messages import Failed
 from p2pkv.protocol.sender import SendPhase
 
@@ -35,7 +35,7 @@ def test_a_claimed_leg_must_be_renewed_whatever_p_does() -> None:
         rig.claim()
         assert rig.sender.deadline == 20.0 + LEASE and rig.sender.tick(20.0 + LEASE - 0.01) == []
         effects = rig.sender.tick(20.0 + LEASE)
-        assert isinstance(effects[0], Tell) and isinstance(effects[0].message, Failed)
+        assert isinstance(effects[0], SendTo) and isinstance(effects[0].message, Failed)
         assert effects[1] == Released() and isinstance(effects[2], Finished)
 
 

@@ -26,7 +26,7 @@ from p2pkv.connector.metadata import StepMetadata
 from p2pkv.engine.commands import Blocks
 from p2pkv.kv.cache import PagedCache
 from p2pkv.packings import DENSE, packing_of
-from p2pkv.protocol.handshake import Wire, shapes
+from p2pkv.protocol.handshake import RowFormat, shapes
 from p2pkv.protocol.messages import KvGroup
 from p2pkv.sharding import Shape
 
@@ -96,7 +96,7 @@ class ProbeConnector(P2pKvConnector):
     ) -> dict[str, Any]:
         """What the pages of one KV group hold of tokens [start, stop), or of those that are in its window."""
         assert self.worker is not None
-        start, stop = Wire("dense", 1, 1, said.once, said.window, said.block).needed(start, stop)
+        start, stop = RowFormat("dense", 1, 1, said.once, said.window, said.block).needed(start, stop)
         first = start // cache.unit_tokens * cache.unit_tokens
         buffer = torch.empty(cache.nbytes(cache.layers, first, stop, cache.heads), dtype=torch.uint8)
         cache.gather(buffer, (0, cache.layers), (first, stop), (0, cache.heads), blocks)

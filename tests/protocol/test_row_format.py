@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from p2pkv.packings import DENSE, PACKINGS
 from p2pkv.plan import make_plan
-from p2pkv.protocol.handshake import Assignment, Wire, wire_between
+from p2pkv.protocol.handshake import Assignment, RowFormat, row_format
 from p2pkv.protocol.messages import KvGroup
 from p2pkv.protocol.pieces import Extent
 from p2pkv.sharding import Shape
@@ -21,15 +21,15 @@ def group(codec: str, block: int = 1, dtype: str = "bfloat16", token: int = TOKE
     return KvGroup((4,), 2, token * block, block, dtype, codec, "names")
 
 
-DENSE_WIRE = Wire(DENSE, 1, TOKEN)
+DENSE_WIRE = RowFormat(DENSE, 1, TOKEN)
 
 
 @pytest.mark.parametrize(
     ("one", "other", "wire"),
     [
         (group("dense"), group("dense"), DENSE_WIRE),
-        (group("page:amx", 32), group("page:amx", 32), Wire("page:amx", 32, 32 * TOKEN)),
-        (group("page:neon", 32), group("page:neon", 32), Wire("page:neon", 32, 32 * TOKEN)),
+        (group("page:amx", 32), group("page:amx", 32), RowFormat("page:amx", 32, 32 * TOKEN)),
+        (group("page:neon", 32), group("page:neon", 32), RowFormat("page:neon", 32, 32 * TOKEN)),
         (group("page:amx", 32), group("page:amx", 128), DENSE_WIRE),
         (group("page:vec", 48), group("page:vec16", 32), DENSE_WIRE),
         (group("page:vec", 32), group("dense"), DENSE_WIRE),
@@ -43,37 +43,37 @@ DENSE_WIRE = Wire(DENSE, 1, TOKEN)
         (group("dense"), group("page:vec", 32, token=2 * TOKEN), None),
     ],
 )
-def test_the_form_follows_from_the_two_caches(one: KvGroup, other: KvGroup, wire: Wire | None) -> None:
-    assert wire_between(one, other) == wire_between(other, one) == wire
+def test_the_form_follows_from_the_two_caches(one: KvGroup, other: KvGroup, wire: RowFormat | None) -> None:
+    assert row_format(one, other) == row_format(other, one) == wire
 
 
 def test_fp8_packed_pages_travel_whole_between_equals() -> None:
     packed = group("page:vec", 32, "uint8 (fp8_e4m3)")
-    assert wire_between(packed, packed) == Wire("page:vec", 32, 32 * TOKEN)
+    assert row_format(packed, packed) == RowFormat("page:vec", 32, 32 * TOKEN)
 
 
 def test_a_row_that_does_not_divide_by_its_tokens_is_nobodys_equal() -> None:
     odd = KvGroup((4,), 2, 32 * TOKEN + 1, 32, "bfloat16", "page:vec", "names")
-    assert wire_between(odd, group("dense")) is None
+    assert row_format(odd, group("dense")) is None
 
 
 def test_pages_of_any_two_packings_travel_dense() -> None:
     pairs = product(PACKINGS, PACKINGS)
-    assert all(wire_between(group(one, 32), group(other, 64)) == DENSE_WIRE for one, other in pairs)
+    assert all(row_format(group(one, 32), group(other, 64)) == DENSE_WIRE for one, other in pairs)
 
 
 def test_a_debt_is_counted_in_rows_of_its_form() -> None:
     (edge,) = make_plan((Shape((4,), 2, 1),), (Shape((4,), 2, 1),)).edges
     dense = Assignment.of([edge], [DENSE_WIRE])
     assert dense.extents(3, 9).by_group == {0: Extent(0, 0, 4, 3, 9, 1, 2 * TOKEN)}
-    packed = Assignment.of([edge], [Wire("page:vec", 32, 99)])
+    packed = Assignment.of([edge], [RowFormat("page:vec", 32, 99)])
     assert packed.extents(32, 65).by_group == {0: Extent(0, 0, 4, 32, 65, 32, 198)}
 
 
 def test_a_state_travels_once_and_whole_whatever_tokens_are_wanted() -> None:
     attention, state = Shape((4,), 2, 1), Shape((3,), 4, 1)
     edges = make_plan((attention, state), (attention, state)).edges
-    wires = [Wire("page:vec", 32, 99), Wire(DENSE, 1, 5, once=True)]
+    wires = [RowFormat("page:vec", 32, 99), RowFormat(DENSE, 1, 5, once=True)]
     owed = Assignment.of(edges, wires)
     assert owed.extents(32, 65).by_group[1] == Extent(1, 0, 3, 0, 1, 1, 4 * 5, ready=65)
     assert (owed.unit, owed.extents(32, 65).nbytes) == (32, 4 * 2 * 198 + 3 * 20)
@@ -94,7 +94,7 @@ def test_a_state_travels_once_and_whole_whatever_tokens_are_wanted() -> None:
 def test_of_a_window_only_the_tokens_that_the_next_one_sees_are_needed(
     unit: int, window: int, start: int, stop: int, tokens: tuple[int, int]
 ) -> None:
-    assert Wire(DENSE, unit, 8, window=window).needed(start, stop) == tokens
+    assert RowFormat(DENSE, unit, 8, window=window).needed(start, stop) == tokens
 
 
 @pytest.mark.parametrize(
@@ -104,27 +104,29 @@ def test_of_a_window_only_the_tokens_that_the_next_one_sees_are_needed(
 def test_of_a_window_that_begins_inside_a_block_all_of_the_block_is_needed(
     unit: int, block: int, start: int, tokens: tuple[int, int]
 ) -> None:
-    assert Wire(DENSE, unit, 8, window=20, block=block).needed(start, 65) == tokens
+    assert RowFormat(DENSE, unit, 8, window=20, block=block).needed(start, 65) == tokens
 
 
 def test_the_blocks_that_count_are_d_s() -> None:
     """Which are never larger than P's; a D that caches nothing says 1."""
     p, d, neither = (replace(group("dense"), window=64, block=block) for block in (128, 32, 1))
-    assert wire_between(p, d) == wire_between(d, p) == Wire(DENSE, 1, TOKEN, window=64, block=32)
-    assert wire_between(p, neither) == Wire(DENSE, 1, TOKEN, window=64)
+    assert row_format(p, d) == row_format(d, p) == RowFormat(DENSE, 1, TOKEN, window=64, block=32)
+    assert row_format(p, neither) == RowFormat(DENSE, 1, TOKEN, window=64)
     packed = replace(group("page:vec", 32), window=64, block=64)
-    wire = wire_between(packed, replace(packed, block=32))
+    wire = row_format(packed, replace(packed, block=32))
     assert wire is not None and (wire.codec, wire.unit, wire.block) == ("page:vec", 32, 32)
 
 
 def test_other_windows_are_nobodys_equal() -> None:
     narrow, wide = (replace(group("dense"), window=window) for window in (64, 128))
-    assert wire_between(narrow, narrow) == Wire(DENSE, 1, TOKEN, window=64)
-    assert wire_between(narrow, replace(group("page:vec", 32), window=64)) == Wire(DENSE, 1, TOKEN, window=64)
-    assert wire_between(narrow, wide) is None
+    assert row_format(narrow, narrow) == RowFormat(DENSE, 1, TOKEN, window=64)
+    assert row_format(narrow, replace(group("page:vec", 32), window=64)) == RowFormat(
+        DENSE, 1, TOKEN, window=64
+    )
+    assert row_format(narrow, wide) is None
 
 
 def test_a_state_and_a_row_per_token_are_nobodys_equal() -> None:
     state = KvGroup((4,), 2, TOKEN, 1, "bfloat16", "dense", "names", once=True)
-    assert wire_between(state, state) == Wire(DENSE, 1, TOKEN, once=True)
-    assert wire_between(state, group("dense")) is None and wire_between(group("page:vec", 32), state) is None
+    assert row_format(state, state) == RowFormat(DENSE, 1, TOKEN, once=True)
+    assert row_format(state, group("dense")) is None and row_format(group("page:vec", 32), state) is None
