@@ -39,6 +39,7 @@ from p2pkv.links.nccl_bindings import (
     version_name,
 )
 from p2pkv.links.nccl_communicator import (
+    BusyEnds,
     CudaDevice,
     Device,
     DevicePool,
@@ -60,8 +61,16 @@ ABORT_SECONDS = 10.0
 """An abort that takes longer counts as stuck; the slots that it holds stay lost until it comes back."""
 
 POLL_SECONDS = 0.0001
-"""A binding that does not block launches one message in each poll, and nobody is told that one has arrived.
-8 MiB in each tenth of a millisecond are 80 GB/s."""
+"""No call reports that a message has arrived, so this is added to each."""
+
+ON_DEVICE = 1
+"""Operations of a link that are launched and unfinished. A second one would wait in its stream for the first,
+at the head of a hardware queue that other streams of the process share: the model's work behind it would
+wait too, for as long as the peer takes (docs/design.md, "The NCCL link")."""
+
+ANNOUNCED = 2
+"""Sends of a link that D has been told of and has not taken: D launches the second when the first has
+arrived, without another message. P launches it at the same moment, whatever else it does."""
 
 BUSY_SHARE = 0.25
 """Part of a device's multiprocessors (SMs) that links may hold: NCCL's kernels spin while they wait for the
@@ -140,10 +149,10 @@ class NcclLinks(LinkFactory):
         self.build_seconds = init_seconds
         self.poll_seconds = POLL_SECONDS
         owner = Guard(f"NCCL on {device.name}")
-        most_busy = max(1, int(device.processors * BUSY_SHARE) // channels)
+        busy = BusyEnds(max(1, int(device.processors * BUSY_SHARE) // channels))
         self.staging = StagingBudget(staging_bytes)
         pool = DevicePool(device, staging_bytes)
-        self.shared = Shared(nccl, device, pool, self.staging, init_seconds, owner, most_busy)
+        self.shared = Shared(nccl, device, pool, self.staging, init_seconds, owner, busy)
         self._version = nccl.version()
         self.kind = f"nccl {version_name(self._version)}"
         self._links: list[NcclInbound | NcclOutbound] = []
@@ -172,7 +181,7 @@ class NcclLinks(LinkFactory):
         self._check()
         invited = decode_blob(invitation, NcclInvitation)
         check_versions(self._version, invited.nccl)
-        inbound = NcclInbound(self.shared, invited.unique_id, window)
+        inbound = NcclInbound(self.shared, invited.unique_id, window, self.announced)
         self._links.append(inbound)
         return inbound, encode_blob(
             NcclAcceptance(kind="nccl", version=1, answers=invited.tag, nccl=self._version)
@@ -186,7 +195,7 @@ class NcclLinks(LinkFactory):
         if accepted.answers != invited.tag:
             raise LinkError("this acceptance answers another invitation")
         check_versions(self._version, accepted.nccl)
-        outbound = NcclOutbound(self.shared, invited.unique_id)
+        outbound = NcclOutbound(self.shared, invited.unique_id, self.announced)
         self._links.append(outbound)
         return outbound
 
@@ -242,7 +251,7 @@ class Operation:
         event: recorded behind NCCL's kernel; None until NCCL has launched it.
     """
 
-    __slots__ = ("after", "buffer", "event", "finished", "nbytes", "offset", "released", "wanted")
+    __slots__ = ("after", "buffer", "event", "finished", "nbytes", "offset", "released")
 
     def __init__(self, offset: int, buffer: torch.Tensor) -> None:
         self.offset = offset
@@ -250,7 +259,6 @@ class Operation:
         self.nbytes = buffer.numel()
         self.after: StreamEvent | None = None
         self.event: StreamEvent | None = None
-        self.wanted = False
         self.finished = False
         self.released = False
 
@@ -258,13 +266,17 @@ class Operation:
 class End:
     """What both ends have in common. `rank` 0 is P and sends, 1 is D and receives.
 
-    Streams: NCCL's kernels of an end run on a stream of its own, never on one of the engine's. What the
-    owner thread has queued on its *current* stream is done before NCCL reads a send (if it was queued
-    before `commit`) or writes a receive (before `post`). A receive is done only when its bytes are there,
-    so what is queued afterwards, on any stream, reads them.
+    NCCL's kernels of an end run on a stream of its own, never on one of the engine's. An operation is
+    launched only when nothing on the device is before it: what the owner thread had queued on its *current*
+    stream before `commit`, or `post`, is done, and so are the end's earlier operations. So none of them waits
+    at the head of a hardware queue. A receive is done only when its bytes are there, so what is queued
+    afterwards, on any stream, reads them.
+
+    With `announced` an operation is launched only once `launch` was called for it. Only ends with something
+    launched count as busy then; otherwise all that have an operation.
     """
 
-    def __init__(self, shared: Shared, what: str, unique_id: bytes, rank: int) -> None:
+    def __init__(self, shared: Shared, what: str, unique_id: bytes, rank: int, announced: bool) -> None:
         self.guard = Guard(what)
         self.shared = shared
         self.share = StagingShare(shared.staging)
@@ -272,6 +284,9 @@ class End:
         self.operations: set[Operation] = set()
         """The operations that hold a slot."""
         self._rank = rank
+        self._announced = announced
+        self._told = 0
+        """Operations at the front of the queue that `launch` was called for."""
         self.closed = False
         shared.device.enter()
         self._stream = shared.device.stream()
@@ -294,14 +309,14 @@ class End:
         """Launch what can be, and see what the device has finished. Raises LinkError."""
         self.check()
         comm = self._comm()
-        if comm is None or not (self._queue or self._launching or self._flying):
+        if comm is None or not (self._queue or self._on_device):
             return
         try:
             self._advance(comm)
         except NcclError as error:
             raise self.guard.fail(str(error)) from None
-        if not (self._queue or self._launching or self._flying):
-            self.shared.busy.discard(self)
+        if not (self._on_device or self._told or (self._queue and not self._announced)):
+            self.shared.busy.rest(self)
 
     def abort(self) -> None:
         """End the communicator, on a helper thread; nothing of this end completes any more. Idempotent."""
@@ -323,7 +338,8 @@ class End:
         self._queue.clear()
         self._flying.clear()
         self._launching = None
-        self.shared.busy.discard(self)
+        self._told = 0
+        self.shared.busy.leave(self)
         if comm is not None:
             offsets = [operation.offset for operation in under_way]
             name = f"p2pkv-nccl-abort-{'PD'[self._rank]}"
@@ -337,20 +353,37 @@ class End:
     # For the two kinds of ends.
 
     def admitted(self) -> bool:
-        """Whether this end may have operations under way: it has some, or few enough others have."""
-        return self in self.shared.busy or len(self.shared.busy) < self.shared.most_busy
+        """Whether this end may have another operation; how many may be launched is seen to elsewhere if they
+        are announced."""
+        return self._announced or self.shared.busy.admits(self)
 
     def enqueue(self, operation: Operation) -> None:
         """Append an operation; NCCL gets it in this order, once it is wanted."""
         self.sequence += 1
         self.operations.add(operation)
         self._queue.append(operation)
-        self.shared.busy.add(self)
+        if not self._announced:
+            self.shared.busy.enter(self)
 
     def want(self, operation: Operation) -> None:
-        """Let `poll` launch it; it begins when the work now on the current stream is done."""
+        """Let `poll` launch it, when the work now on the current stream is done."""
         operation.after = self.shared.device.here()
-        operation.wanted = True
+
+    def tell(self) -> None:
+        """The next operation may be launched."""
+        assert self._announced and self._told < len(self._queue), "nothing is left to launch"
+        self._told += 1
+
+    def next_may_follow(self) -> bool:
+        """Whether the next operation that is not announced may be: its bytes are ready, and not too many are
+        announced. Only an end that is launched already may announce ahead, and none while others wait."""
+        self.check()
+        if self._told == len(self._queue) or not self._unhindered(self._queue[self._told]):
+            return False
+        pending = self._on_device + self._told
+        if pending == 0:
+            return self.shared.busy.turn_of(self)
+        return pending < ANNOUNCED and not self.shared.busy.contended
 
     def free(self, operation: Operation) -> None:
         """Its slot may be used again."""
@@ -363,6 +396,10 @@ class End:
 
     # Inside.
 
+    @property
+    def _on_device(self) -> int:
+        return len(self._flying) + (self._launching is not None)
+
     def _comm(self) -> int | None:
         try:
             return self._opening.comm()
@@ -370,33 +407,46 @@ class End:
             raise self.guard.fail(str(error)) from None
 
     def _advance(self, comm: int) -> None:
-        state = self.shared.nccl.async_error(comm)
-        if state not in (SUCCESS, IN_PROGRESS):
-            raise self.guard.fail(f"NCCL reports error {state}; NCCL_DEBUG=INFO shows more")
-        if state == SUCCESS:
-            if self._launching is not None:
+        """See what is done, and launch what may follow; again while that is launched at once."""
+        again = True
+        while again:
+            state = self.shared.nccl.async_error(comm)
+            if state not in (SUCCESS, IN_PROGRESS):
+                raise self.guard.fail(f"NCCL reports error {state}; NCCL_DEBUG=INFO shows more")
+            if state == SUCCESS and self._launching is not None:
                 self._record(self._launching)
                 self._launching = None
-            self._launch(comm)
-        while self._flying and self._passed(self._flying[0]):
-            operation = self._flying.popleft()
-            operation.finished = True
-            self.finished(operation)
+            while self._flying and self._passed(self._flying[0]):
+                operation = self._flying.popleft()
+                operation.finished = True
+                self.finished(operation)
+            again = state == SUCCESS and self._launch(comm)
 
-    def _launch(self, comm: int) -> None:
-        """Launch wanted operations in order: all, or one if the binding does not block, since NCCL must be
-        polled in between."""
+    def _launch(self, comm: int) -> bool:
+        """Launch the next operation, if it may be; whether it was."""
+        if self._on_device >= ON_DEVICE or not self._queue or not self._may_launch(self._queue[0]):
+            return False
         nccl = self.shared.nccl
         call, peer = (nccl.send, 1) if self._rank == 0 else (nccl.recv, 0)
-        while self._queue and self._queue[0].wanted and self._launching is None:
-            operation = self._queue.popleft()
-            self._launching = operation  # from here on the device may touch its slot
-            if operation.after is not None:
-                self._stream.follow(operation.after)
-            call(operation.buffer.data_ptr(), operation.nbytes, peer, comm, self._stream.number)
-            if nccl.blocking:
-                self._record(operation)
-                self._launching = None
+        operation = self._queue.popleft()
+        self._told -= self._announced
+        self._launching = operation  # from here on the device may touch its slot
+        call(operation.buffer.data_ptr(), operation.nbytes, peer, comm, self._stream.number)
+        if nccl.blocking:
+            self._record(operation)
+            self._launching = None
+        return True
+
+    def _may_launch(self, operation: Operation) -> bool:
+        if not self._unhindered(operation):
+            return False
+        if not self._announced:
+            return True
+        return self._told > 0 and self.shared.busy.turn_of(self) and self.shared.busy.enter(self)
+
+    def _unhindered(self, operation: Operation) -> bool:
+        """Whether it is wanted, and what was queued before that is done."""
+        return operation.after is not None and self._reached(operation.after)
 
     def _record(self, operation: Operation) -> None:
         # Not earlier: an event recorded before NCCL has launched would lie before its kernel.
@@ -405,8 +455,11 @@ class End:
 
     def _passed(self, operation: Operation) -> bool:
         assert operation.event is not None
+        return self._reached(operation.event)
+
+    def _reached(self, event: StreamEvent) -> bool:
         try:
-            return operation.event.ready()
+            return event.ready()
         except RuntimeError as error:
             raise self.guard.fail(f"the device has failed: {error}") from None
 
@@ -449,11 +502,11 @@ class NcclInbound(End, Inbound):
     wait for ever where launches block (CUDA_LAUNCH_BLOCKING=1, profilers, sanitizers).
     """
 
-    def __init__(self, shared: Shared, unique_id: bytes, window: int) -> None:
+    def __init__(self, shared: Shared, unique_id: bytes, window: int, announced: bool = False) -> None:
         if window < 1:
             raise ValueError(f"window is {window} bytes; it must be positive")
         self._window = aligned(window)
-        super().__init__(shared, "the NCCL link from a peer", unique_id, rank=1)
+        super().__init__(shared, "the NCCL link from a peer", unique_id, 1, announced)
 
     def post(self, nbytes: int) -> NcclReceive | None:
         """Post the next receive, or None while there is no room for it, or too many links are busy."""
@@ -471,6 +524,11 @@ class NcclInbound(End, Inbound):
         self.enqueue(operation)
         self.want(operation)
         return receive
+
+    def launch(self) -> None:
+        """P launches its next send: so may this end its next receive, at a later `poll`."""
+        self.check()
+        self.tell()
 
     def release(self, operation: Operation) -> None:
         """A receive's bytes have been read."""
@@ -511,8 +569,8 @@ class NcclSend:
 class NcclOutbound(End, Outbound):
     """P's end."""
 
-    def __init__(self, shared: Shared, unique_id: bytes) -> None:
-        super().__init__(shared, "the NCCL link to a peer", unique_id, rank=0)
+    def __init__(self, shared: Shared, unique_id: bytes, announced: bool = False) -> None:
+        super().__init__(shared, "the NCCL link to a peer", unique_id, 0, announced)
 
     def reserve(self, nbytes: int, remote_slot: int) -> NcclSend | None:
         """A buffer, or None while the rank's slots are taken. ValueError if it never has room.
@@ -534,6 +592,15 @@ class NcclOutbound(End, Outbound):
         operation = Operation(offset, self.shared.pool.tensor(offset, nbytes))
         self.enqueue(operation)
         return NcclSend(self, operation)
+
+    def due(self) -> bool:
+        """Whether the next committed send may be announced, and then launched, now."""
+        return self.next_may_follow()
+
+    def launch(self) -> None:
+        """D has been told of the next send."""
+        self.tell()
+        self.poll()
 
     def finished(self, operation: Operation) -> None:
         self.free(operation)

@@ -54,10 +54,6 @@ class Stream(Protocol):
         """Record an event at this point of the stream."""
         ...
 
-    def follow(self, event: StreamEvent) -> None:
-        """What is queued here from now on begins when `event`, of another stream, is ready."""
-        ...
-
     def close(self) -> None:
         """Nothing is on it any more, and nothing will be."""
         ...
@@ -119,10 +115,6 @@ class CudaStream:
 
     def record(self) -> CudaEvent:
         return CudaEvent(self._stream)
-
-    def follow(self, event: StreamEvent) -> None:
-        assert isinstance(event, CudaEvent)
-        self._stream.wait_event(event.event)
 
     def close(self) -> None:
         end_stream(self.number)
@@ -247,6 +239,55 @@ class Helpers:
 # What a rank's links share, and one communicator.
 
 
+class BusyEnds:
+    """Ends whose kernels may hold multiprocessors, at most so many at once, in the order in which they asked.
+
+    NCCL's kernels spin on their multiprocessors until the peer has done its part.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._inside: set[object] = set()
+        self._waiting: dict[object, None] = {}
+
+    def admits(self, end: object) -> bool:
+        """Whether this end is one of them, or may be."""
+        return end in self._inside or len(self._inside) < self.most
+
+    def turn_of(self, end: object) -> bool:
+        """The same, but ends that have asked before come first. An end that may not enter yet is remembered:
+        it asks until it may, or leaves."""
+        if end in self._inside:
+            return True
+        free = self.most - len(self._inside)
+        if any(end is first for first, _ in zip(self._waiting, range(free), strict=False)):
+            return True
+        if len(self._waiting) < free:
+            return True
+        self._waiting[end] = None
+        return False
+
+    @property
+    def contended(self) -> bool:
+        """Whether an end waits."""
+        return bool(self._waiting)
+
+    def enter(self, end: object) -> bool:
+        """This end has something on the device from now on. Always True."""
+        self._waiting.pop(end, None)
+        self._inside.add(end)
+        return True
+
+    def rest(self, end: object) -> None:
+        """Nothing of this end is on the device any more."""
+        self._inside.discard(end)
+
+    def leave(self, end: object) -> None:
+        """This end has been closed."""
+        self._waiting.pop(end, None)
+        self._inside.discard(end)
+
+
 @dataclass
 class Shared:
     """What all NCCL links of one rank share. `owner` knows the one thread that may call them."""
@@ -258,12 +299,9 @@ class Shared:
     """Slots of links included whose abort has not come back."""
     init_seconds: float
     owner: Guard
-    most_busy: int
-    """Ends that may have operations under way at once."""
+    busy: BusyEnds
     openings: Helpers = field(default_factory=Helpers)
     aborts: Helpers = field(default_factory=Helpers)
-    busy: set[object] = field(default_factory=set)
-    """Ends that have operations under way."""
 
     @property
     def stuck(self) -> int:

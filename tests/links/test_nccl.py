@@ -12,7 +12,7 @@ import pytest
 import torch
 from links_support import NCCL_KINDS, connect, nccl_links, simulated, wait_until
 from nccl_simulated import SimulatedNccl
-from nccl_simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
+from nccl_simulated_device import SimulatedDevice, SimulatedEvent
 
 from p2pkv.links import nccl, nccl_communicator
 from p2pkv.links.base import LinkError, decode_blob, encode_blob
@@ -250,30 +250,39 @@ def test_only_so_many_links_are_busy_at_once(blocking: bool) -> None:
     pairs[1].until(begun[1][0].done)
 
 
-def test_nccl_follows_what_is_queued_before_a_commit_or_a_post(
+def test_nccl_begins_when_what_was_queued_before_a_commit_or_a_post_is_done(
     blocking: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
+    """The link asks the device, and queues no wait on its stream: that would hold up a hardware queue."""
     pair = connect(both(blocking), WINDOW)
-    true = SimulatedNccl.queue
-    here = SimulatedDevice.here
-    monkeypatch.setattr(SimulatedDevice, "here", lambda self: told.append("here") or here(self))
-    monkeypatch.setattr(SimulatedStream, "follow", lambda self, event: told.append("follow"))
+    before = SimulatedEvent(None, lambda: True)
+    true, launched = SimulatedNccl.queue, list[str]()
+    monkeypatch.setattr(SimulatedDevice, "here", lambda self: before)
     monkeypatch.setattr(
-        SimulatedNccl, "queue", lambda *given: told.append("S" if given[2].send else "R") or true(*given)
+        SimulatedNccl,
+        "queue",
+        lambda *given: launched.append("S" if given[2].send else "R") or true(*given),
     )
+    done = False
+    monkeypatch.setattr(before, "ready", lambda: done)
     receive = pair.inbound.post(10)
     assert receive is not None
     pair.inbound.poll()
-    assert told == ["here", "follow", "R"]
-    told.clear()
+    assert launched == []
+    done = True
+    pair.inbound.poll()
+    assert launched == ["R"]
     send = pair.outbound.reserve(10, receive.remote_slot)
     assert send is not None
     pair.outbound.poll()
-    assert told == [], "nothing is sent before it is committed"
+    assert launched == ["R"], "nothing is sent before it is committed"
+    done = False
     send.commit()
+    pair.outbound.poll()
+    assert launched == ["R"]
+    done = True
     pair.until(receive.done)
-    assert told == ["here", "follow", "S"]
+    assert launched == ["R", "S"]
 
 
 def test_a_full_device_fails_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
