@@ -101,6 +101,11 @@ class SimulatedNccl(Nccl):
         """Communicators that have not been aborted."""
         return len(self._comms)
 
+    @property
+    def launching(self) -> bool:
+        """Whether NCCL has a call that it has not launched yet."""
+        return any(comm.launching is not None for comm in self._comms.values())
+
     def stream_ended(self, stream: int) -> bool:
         """Whether the communicator that this stream served has been aborted."""
         return self._streams.get(stream) not in self._comms

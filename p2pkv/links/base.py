@@ -178,6 +178,14 @@ class LinkFactory(ABC):
         """Calls that were given up and have not come back; each keeps a thread, and perhaps memory."""
         return 0
 
+    def rescue(self, reason: str, wherever: bool) -> None:
+        """The owner hangs in a call to the device: break every link, from a thread that is not the owner's,
+        so that nothing on the device waits for a peer. `wherever`: also the link that the owner is calling.
+
+        Of links that launch nothing there is nothing to break.
+        """
+        return
+
     @abstractmethod
     def invite(self) -> bytes:
         """P's invitation to a new link (NCCL: the unique id; host: who and where this machine is)."""

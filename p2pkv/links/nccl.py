@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 from collections import deque
 from typing import Annotated, Literal
 
@@ -211,6 +212,15 @@ class NcclLinks(LinkFactory):
         if busy := self.shared.aborts.busy:
             logger.warning("%d aborts of NCCL have not returned; the process ends without them", busy)
 
+    def rescue(self, reason: str, wherever: bool) -> None:
+        """Break every link and abort its communicator, from a thread that is not the owner's.
+
+        The communicator that the owner is inside a call to is left alone, unless `wherever`: NCCL does not
+        promise that it may be aborted then.
+        """
+        for link in list(self._links):
+            link.rescue(reason, wherever)
+
     def _check(self) -> None:
         if self._closed:
             raise LinkError("this rank's links are closed")
@@ -288,12 +298,13 @@ class End:
         self._told = 0
         """Operations at the front of the queue that `launch` was called for."""
         self.closed = False
-        shared.device.enter()
-        self._stream = shared.device.stream()
         self._queue: deque[Operation] = deque()  # in order, not launched
         self._launching: Operation | None = None  # NCCL has the call, and has not launched it yet
         self._flying: deque[Operation] = deque()  # launched, and its event is recorded
-        self._opening = Opening(shared, unique_id, rank, self._stream)
+        self._calling = threading.Lock()  # held while the owner is inside a call to the communicator
+        self._ending = threading.Lock()
+        self._ended = False
+        self._opening = Opening(shared, unique_id, rank)
 
     def ready(self) -> bool:
         """Whether the communicator is up and has carried a message. Raises LinkError if it never will be."""
@@ -341,9 +352,21 @@ class End:
         self._told = 0
         self.shared.busy.leave(self)
         if comm is not None:
-            offsets = [operation.offset for operation in under_way]
-            name = f"p2pkv-nccl-abort-{'PD'[self._rank]}"
-            self.shared.aborts.run(name, ABORT_SECONDS, lambda: self._end(comm, offsets))
+            self._abort_communicator(comm, [operation.offset for operation in under_way])
+
+    def rescue(self, reason: str, wherever: bool) -> None:
+        """See NcclLinks.rescue. The owner finds a broken link, and closes it, when it comes back."""
+        free = self._calling.acquire(blocking=False)
+        try:
+            if self.closed or not (free or wherever):
+                return
+            self.guard.fail(reason)
+        finally:
+            if free:
+                self._calling.release()
+        comm = self._opening.give_up()
+        if comm is not None and not self._ended:
+            self._abort_communicator(comm, [])
 
     def check(self) -> None:
         """Raises RuntimeError if a second thread calls, LinkError if this end no longer works."""
@@ -410,7 +433,9 @@ class End:
         """See what is done, and launch what may follow; again while that is launched at once."""
         again = True
         while again:
-            state = self.shared.nccl.async_error(comm)
+            with self._calling:
+                self.guard.check()
+                state = self.shared.nccl.async_error(comm)
             if state not in (SUCCESS, IN_PROGRESS):
                 raise self.guard.fail(f"NCCL reports error {state}; NCCL_DEBUG=INFO shows more")
             if state == SUCCESS and self._launching is not None:
@@ -431,7 +456,11 @@ class End:
         operation = self._queue.popleft()
         self._told -= self._announced
         self._launching = operation  # from here on the device may touch its slot
-        call(operation.buffer.data_ptr(), operation.nbytes, peer, comm, self._stream.number)
+        stream = self._opening.stream
+        assert stream is not None
+        with self._calling:
+            self.guard.check()
+            call(operation.buffer.data_ptr(), operation.nbytes, peer, comm, stream.number)
         if nccl.blocking:
             self._record(operation)
             self._launching = None
@@ -450,7 +479,8 @@ class End:
 
     def _record(self, operation: Operation) -> None:
         # Not earlier: an event recorded before NCCL has launched would lie before its kernel.
-        operation.event = self._stream.record()
+        assert self._opening.stream is not None
+        operation.event = self._opening.stream.record()
         self._flying.append(operation)
 
     def _passed(self, operation: Operation) -> bool:
@@ -463,12 +493,22 @@ class End:
         except RuntimeError as error:
             raise self.guard.fail(f"the device has failed: {error}") from None
 
+    def _abort_communicator(self, comm: int, offsets: list[int]) -> None:
+        """Begin to; `offsets`: of the slots that the device may touch until then."""
+        name = f"p2pkv-nccl-abort-{'PD'[self._rank]}"
+        self.shared.aborts.run(name, ABORT_SECONDS, lambda: self._end(comm, offsets))
+
     def _end(self, comm: int, offsets: list[int]) -> None:
         """On a helper thread: abort, and give the slots back when the device can no longer touch them."""
+        stream = self._opening.stream
+        assert stream is not None
         self.shared.device.enter()
-        self.shared.nccl.abort(comm)
-        wait_out(self._stream.record())
-        self._stream.close()
+        with self._ending:
+            if not self._ended:
+                self.shared.nccl.abort(comm)
+                wait_out(stream.record())
+                stream.close()
+                self._ended = True
         for offset in offsets:
             self.shared.pool.give(offset)
 

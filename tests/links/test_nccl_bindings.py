@@ -17,7 +17,6 @@ from nccl_fakes import UNIQUE_ID, FakeNcclError, fake_cupy, fake_nccl4py, instal
 
 from p2pkv import device
 from p2pkv.links import make_factory, nccl_bindings, nccl_communicator
-from p2pkv.links.base import LinkError
 from p2pkv.links.nccl_bindings import (
     IN_PROGRESS,
     SUCCESS,
@@ -192,16 +191,20 @@ def test_channels_that_come_too_late_are_warned_of_where_somebody_uses_nccl(
 
 
 class FakeDriver:
-    """libcuda's two calls for streams, with the driver's own parameters."""
+    """libcuda's calls for streams, with the driver's own parameters."""
 
     def __init__(self, result: int = 0) -> None:
         self.result = result
-        self.flags: list[int] = []
+        self.made: list[tuple[int, int]] = []
         self.destroyed: list[int | None] = []
 
-    def cuStreamCreate(self, phStream: object, Flags: int) -> int:
-        self.flags.append(Flags)
-        ctypes.cast(phStream, ctypes.POINTER(ctypes.c_void_p))[0] = 0x1230 + len(self.flags)
+    def cuCtxGetStreamPriorityRange(self, leastPriority: object, greatestPriority: object) -> int:
+        ctypes.cast(greatestPriority, ctypes.POINTER(ctypes.c_int))[0] = -5
+        return 0
+
+    def cuStreamCreateWithPriority(self, phStream: object, flags: int, priority: ctypes.c_int) -> int:
+        self.made.append((flags, priority.value))
+        ctypes.cast(phStream, ctypes.POINTER(ctypes.c_void_p))[0] = 0x1230 + len(self.made)
         return self.result
 
     def cuStreamDestroy_v2(self, hStream: ctypes.c_void_p) -> int:
@@ -210,16 +213,18 @@ class FakeDriver:
 
 
 def test_each_stream_is_its_own_and_waits_for_no_default_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link's comes before the model's; the engine's does not."""
     fake = FakeDriver()
     monkeypatch.setattr(device, "driver", lambda: fake)
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda number, device: (number, device))
-    streams = [nccl_communicator.CudaStream(torch.device("cuda", 0)) for _ in range(2)]
-    assert [stream.number for stream in streams] == [0x1231, 0x1232] and fake.flags == [1, 1]
+    streams = [nccl_communicator.CudaStream(0) for _ in range(2)]
+    assert [stream.number for stream in streams] == [0x1231, 0x1232]
+    assert device.make_stream() == 0x1233
+    assert fake.made == [(1, -5), (1, -5), (1, 0)]
     streams[0].close()
     assert fake.destroyed == [0x1231]
     fake.result = 201
-    with pytest.raises(LinkError, match="cuStreamCreate says 201"):
-        nccl_communicator.CudaStream(torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match="cuStreamCreateWithPriority says 201"):
+        nccl_communicator.CudaStream(0)
 
 
 def test_names_of_versions_and_libraries() -> None:
