@@ -66,7 +66,7 @@ def nccl_links(
     """NCCL links of one rank on a simulated device of its own; with `gpu`, one whose streams share it."""
     nccl = SimulatedNccl(version=version, blocking=blocking, gpu=gpu, channels=channels)
     device = SimulatedDevice(nccl, processors=processors)
-    links = NcclLinks(nccl, device, staging, init_seconds, channels)
+    links = NcclLinks(nccl, device, staging, init_seconds)
     links.announced = announced
     _SIMULATIONS[links] = nccl
     return links

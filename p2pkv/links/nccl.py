@@ -36,6 +36,7 @@ from p2pkv.links.nccl_bindings import (
     Nccl,
     NcclError,
     NcclMissing,
+    allow_shared_gpus,
     load_nccl,
     version_name,
 )
@@ -136,7 +137,6 @@ class NcclLinks(LinkFactory):
         device: Device,
         staging_bytes: int,
         init_seconds: float = INIT_SECONDS,
-        channels: int = 8,
     ) -> None:
         """Raises ValueError if there is no staging, MemoryError if the device has no room for it.
 
@@ -145,12 +145,11 @@ class NcclLinks(LinkFactory):
             device: where the KV is.
             staging_bytes: device memory of the slots that all links of this rank share.
             init_seconds: how long a communicator may take to come up.
-            channels: the most channels of a communicator.
         """
         self.build_seconds = init_seconds
         self.poll_seconds = POLL_SECONDS
         owner = Guard(f"NCCL on {device.name}")
-        busy = BusyEnds(max(1, int(device.processors * BUSY_SHARE) // channels))
+        busy = BusyEnds(max(1, int(device.processors * BUSY_SHARE) // nccl.channels))
         self.staging = StagingBudget(staging_bytes)
         pool = DevicePool(device, staging_bytes)
         self.shared = Shared(nccl, device, pool, self.staging, init_seconds, owner, busy)
@@ -158,7 +157,13 @@ class NcclLinks(LinkFactory):
         self.kind = f"nccl {version_name(self._version)}"
         self._links: list[NcclInbound | NcclOutbound] = []
         self._closed = False
-        logger.info("%s on %s", nccl.describe(), device.name)
+        logger.info(
+            "%s on %s: %d links may be busy at once, with %d channels each",
+            nccl.describe(),
+            device.name,
+            busy.most,
+            nccl.channels,
+        )
 
     @property
     def stuck(self) -> int:
@@ -240,7 +245,9 @@ def cuda_links(staging_bytes: int, *, device: torch.device | None = None, channe
     index = torch.cuda.current_device() if device is None or device.index is None else device.index
     try:
         on = CudaDevice(torch.device("cuda", index))
-        return NcclLinks(load_nccl(channels), on, staging_bytes, channels=channels)
+        nccl = load_nccl(channels)
+        allow_shared_gpus(nccl)
+        return NcclLinks(nccl, on, staging_bytes)
     except (NcclMissing, MemoryError) as error:
         raise ValueError(str(error)) from None
 

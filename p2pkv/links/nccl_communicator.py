@@ -17,7 +17,7 @@ import torch
 
 from p2pkv.device import CudaEvent, end_stream, ignore_captures, make_stream, take_memory
 from p2pkv.links.base import Guard, LinkError
-from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, Nccl, NcclError
+from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, Nccl, NcclError, advice
 from p2pkv.links.staging import Slots, StagingBudget, StagingShare
 
 logger = logging.getLogger(__name__)
@@ -367,7 +367,9 @@ class Opening:
             )
         except _GivenUp:
             pass
-        except (NcclError, MemoryError, RuntimeError) as error:  # RuntimeError: the device's own
+        except NcclError as error:
+            self._reason = f"{error}{advice(error, self._shared.nccl.version())}"
+        except (MemoryError, RuntimeError) as error:  # RuntimeError: the device's own
             self._reason = str(error)
         with self._lock:
             if not self._reason and not self._given_up.is_set():

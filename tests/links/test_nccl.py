@@ -322,3 +322,15 @@ def test_a_second_thread_is_refused_even_on_another_link() -> None:
     thread.join(10)
     assert len(caught) == 3 and all("intruder" in text for text in caught)
     second.abort()
+
+
+def test_a_refusal_of_two_ranks_on_one_gpu_says_what_to_set(blocking: bool) -> None:
+    p, d = both(blocking)
+    simulated(d).fails_with = 5
+    invitation = p.invite()
+    inbound, acceptance = d.accept(invitation, WINDOW)
+    outbound = p.complete(invitation, acceptance)
+    reason = error_of(inbound.ready)
+    assert "result 5" in reason and "if P and D share a GPU: set NCCL_HOSTID" in reason
+    inbound.abort()
+    outbound.abort()

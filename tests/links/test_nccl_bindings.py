@@ -35,7 +35,7 @@ NOBODY = {"cupy": None, "nccl": None, "nccl__bindings": None, "nccl__bindings__n
 def patch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """No binding is installed, and no number of channels is set."""
     install(monkeypatch, **NOBODY)
-    for name in nccl_bindings.CHANNEL_VARIABLES:
+    for name in (*nccl_bindings.CHANNEL_VARIABLES, nccl_bindings.MAX_CTAS, nccl_bindings.SHARED_GPU):
         monkeypatch.setenv(name, "8")
         monkeypatch.delenv(name)
     return monkeypatch
@@ -165,10 +165,10 @@ def test_channels_go_through_the_environment_with_cupy(
     patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     give_cupy(patch)
-    nccl_bindings.make_cupy(4)
+    assert nccl_bindings.make_cupy(4).channels == 4
     assert [os.environ[name] for name in nccl_bindings.CHANNEL_VARIABLES] == ["4", "4"]
     assert caplog.messages == []
-    nccl_bindings.make_cupy(5)
+    assert nccl_bindings.make_cupy(5).channels == 4
     assert [os.environ[name] for name in nccl_bindings.CHANNEL_VARIABLES] == ["4", "4"]
     assert "nccl_num_channels is 5, but the environment's" in caplog.messages[0]
 
@@ -182,12 +182,53 @@ def test_channels_that_come_too_late_are_warned_of_where_somebody_uses_nccl(
     patch.setattr(torch.distributed, "is_initialized", lambda: True)
     patch.setattr(torch.distributed, "get_backend", lambda: "nccl")
     patch.setattr(torch.distributed, "get_world_size", lambda: ranks)
-    nccl_bindings.make_cupy(4)
+    found = nccl_bindings.make_cupy(4)
     if ranks == 1:
-        assert caplog.messages == []
+        assert caplog.messages == [] and found.channels == 4
         return
-    assert "nccl_num_channels=4 may come too late" in caplog.messages[0]
+    assert found.channels == nccl_bindings.MOST_CTAS
+    assert "nccl_num_channels=4 comes too late" in caplog.messages[0]
+    assert "Each link counts as 32 channels" in caplog.messages[0]
     assert "set NCCL_MAX_NCHANNELS=4 and NCCL_MIN_NCHANNELS=4 before vLLM starts" in caplog.messages[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "variable", "counted"),
+    [(8, "", 8), (12, "", 16), (64, "", 32), (8, "16", 16), (8, "2", 2), (8, "x", 8)],
+)
+def test_channels_with_nccl4py_count_as_nccl_would_use_them(
+    patch: pytest.MonkeyPatch, asked: int, variable: str, counted: int
+) -> None:
+    """Powers of two for sends and receives; the environment's number comes before the configuration's."""
+    give_nccl4py(patch)
+    if variable:
+        patch.setenv(nccl_bindings.MAX_CTAS, variable)
+    assert load_nccl(asked).channels == counted
+
+
+@pytest.mark.parametrize(("version", "before", "after"), [
+    (23000, None, "1"), (22907, None, None), (23000, "0", "0"),
+])  # fmt: skip
+def test_two_ranks_may_be_on_one_gpu_where_nccl_knows_how(
+    patch: pytest.MonkeyPatch, version: int, before: str | None, after: str | None
+) -> None:
+    give_nccl4py(patch)
+    patch.setattr(nccl_bindings.Nccl4pyNccl, "version", lambda self: version)
+    if before is not None:
+        patch.setenv(nccl_bindings.SHARED_GPU, before)
+    nccl_bindings.allow_shared_gpus(load_nccl())
+    assert os.environ.get(nccl_bindings.SHARED_GPU) == after
+    patch.delenv(nccl_bindings.SHARED_GPU, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("version", "way"),
+    [(23203, "set NCCL_MULTI_RANK_GPU_ENABLE=1"), (22809, "set NCCL_HOSTID to another value")],
+)
+def test_a_refusal_of_two_ranks_says_what_to_do_about_one_gpu(version: int, way: str) -> None:
+    said = nccl_bindings.advice(NcclError("init", nccl_bindings.INVALID_USAGE, "invalid usage"), version)
+    assert "if P and D share a GPU" in said and way in said
+    assert nccl_bindings.advice(NcclError("init", 2, "system error"), version) == ""
 
 
 class FakeDriver:
@@ -287,7 +328,7 @@ def test_the_real_bindings_refuse_politely_without_a_device(
 ) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    for name in nccl_bindings.CHANNEL_VARIABLES:
+    for name in (*nccl_bindings.CHANNEL_VARIABLES, nccl_bindings.MAX_CTAS, nccl_bindings.SHARED_GPU):
         monkeypatch.setenv(name, "8")
     try:
         nccl = make(8)

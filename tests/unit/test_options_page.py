@@ -42,9 +42,14 @@ def written(name: str) -> str:
         return "any" if name == "allowed_peers" else "none"
     if isinstance(value, bool):
         return str(value).lower()
-    if name in ("host", "discovery", "staging_bytes"):
+    if name in ("host", "discovery", "staging_bytes", "chunk_bytes"):
         # They depend on the machine or on another option.
-        return {"host": "what vLLM", "discovery": "`curve` with", "staging_bytes": "1/128 of"}[name]
+        return {
+            "host": "what vLLM",
+            "discovery": "`curve` with",
+            "staging_bytes": "1/128 of",
+            "chunk_bytes": "1/16 of",
+        }[name]
     if value == "":
         return "none"
     if isinstance(value, str):
