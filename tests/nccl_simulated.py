@@ -61,6 +61,10 @@ class SimulatedNccl(Nccl):
         launches_wait: whether `send` and `recv` return only when the device has done them, as with
             CUDA_LAUNCH_BLOCKING=1; blocking bindings only.
         joins: `init` waits until this is set.
+        capturing: whether another thread captures a CUDA graph, in the mode "global" as vLLM does.
+        captures_ended: how often that capture was ended by a call from here: NCCL's init takes memory on
+            threads of its own, and a call that may be unsafe ends captures of that mode (CUDA Runtime API,
+            cudaThreadExchangeStreamCaptureMode).
         gpu: whose queues and multiprocessors the operations take; None: there is room for all of them.
         channels: multiprocessors of an operation.
     """
@@ -74,6 +78,8 @@ class SimulatedNccl(Nccl):
         gpu: SimulatedGpu | None = None,
         channels: int = 8,
     ) -> None:
+        self.capturing = False
+        self.captures_ended = 0
         self.gpu = gpu
         self.channels = channels
         self.binding = "a simulation"
@@ -139,6 +145,7 @@ class SimulatedNccl(Nccl):
     def init(self, ranks: int, unique_id: bytes, rank: int) -> int:
         if ranks != 2:
             raise NcclError("init", 4, "only two ranks are simulated")
+        self.captures_ended += self.capturing
         comm = Comm(threading.get_ident(), rank)
         if self.blocking:
             self._join(comm, unique_id)
