@@ -1,11 +1,11 @@
 """A model, not a measurement: what one link of one rank could move on an H100, by size of its messages.
 
-Time passes as in `p2pkv/links/nccl.py`: P gathers a message, announces it and launches a send, D launches its
+Time passes as in `links/nccl_ends.py`: P gathers a message, announces it and launches a send, D launches its
 receive, the bytes cross the wire, and D scatters them. Copies run beside the wire. One operation of a link is
 on the device at a time (ON_DEVICE), and one more may be announced behind it (ANNOUNCED). So a message costs
 the wire its bytes, and what lies between the end of one operation and the start of the next.
 
-Every input is a field of Inputs, and SOURCES says where it comes from. Run: python benchmarks/link_model.py [--json]
+Every input is a field of Inputs; SOURCES says where each comes from. Run: python benchmarks/link_model.py
 """
 
 from __future__ import annotations

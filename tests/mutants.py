@@ -346,14 +346,14 @@ PRODUCT = (
     ),
     Mutant(
         "a link launches a second operation behind an unfinished one",
-        "p2pkv/links/nccl.py",
+        "p2pkv/links/nccl_ends.py",
         "ON_DEVICE = 1",
         "ON_DEVICE = 2",
         ("tests/links/test_nccl_queues.py",),
     ),
     Mutant(
         "D launches a receive that P has not announced",
-        "p2pkv/links/nccl.py:End._may_launch",
+        "p2pkv/links/nccl_ends.py:End._may_launch",
         "self._told > 0 and",
         "",
         ("tests/links/test_nccl_queues.py",),

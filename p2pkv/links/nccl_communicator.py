@@ -290,6 +290,9 @@ class Shared:
     init_seconds: float
     owner: Guard
     busy: BusyEnds
+    times: list[tuple[float, ...]] | None = None
+    """Of each operation that is done, if a benchmark wants them: when it was wanted, was handed to NCCL,
+    NCCL's call returned, it was launched, and it was done, as seen by the owner's polls."""
     openings: Helpers = field(default_factory=Helpers)
     aborts: Helpers = field(default_factory=Helpers)
 

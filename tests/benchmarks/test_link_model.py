@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.link_model import MIB, SOURCES, US, Inputs, chunk_of, seconds_per_message, share_of_wire
 from p2pkv.config import default_staging
-from p2pkv.links import nccl
+from p2pkv.links import nccl, nccl_ends
 
 
 @pytest.mark.parametrize("memory", [80, 94, 141, 192])
@@ -18,7 +18,7 @@ def test_chunks_by_the_rule_fill_most_of_a_fast_wire(memory: int) -> None:
 
 def test_the_model_has_the_links_own_numbers() -> None:
     assert Inputs().poll == pytest.approx(nccl.POLL_SECONDS)
-    assert (nccl.ON_DEVICE, nccl.ANNOUNCED) == (1, 2)
+    assert (nccl_ends.ON_DEVICE, nccl_ends.ANNOUNCED) == (1, 2)
     assert set(SOURCES) == set(vars(Inputs()))
 
 

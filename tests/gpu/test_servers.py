@@ -34,7 +34,7 @@ LOAD_TOKENS = 1200
 STREAM_TOKENS = 300
 LEASE_SECONDS = 5
 ARGUMENTS = (
-    *("--served-model-name", NAME, "--max-model-len", "2048", "--block-size", "16"),
+    *("--served-model-name", NAME, "--max-model-len", "2048"),
     *("--max-num-batched-tokens", "512", "--enable-prefix-caching"),
 )
 BF16_TIE = 0.25
@@ -63,6 +63,7 @@ class Setting:
 
     def arguments(self) -> tuple[str, ...]:
         given = [*ARGUMENTS, "--dtype", "bfloat16" if self.gpu else "float32"]
+        given += ["--block-size", "16" if self.gpu else "32"]
         given += ["--tensor-parallel-size", str(self.tp)]
         if self.gpu:
             # Not a share of the card: vLLM would take what another server has there for its own.

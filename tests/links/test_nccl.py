@@ -14,7 +14,8 @@ from links_support import NCCL_KINDS, connect, nccl_links, simulated, wait_until
 from nccl_simulated import SimulatedNccl
 from nccl_simulated_device import SimulatedDevice, SimulatedEvent
 
-from p2pkv.links import nccl, nccl_communicator
+from p2pkv.bench.nccl import PARTS, parts_of, parts_table
+from p2pkv.links import nccl_communicator, nccl_ends
 from p2pkv.links.base import LinkError, decode_blob, encode_blob
 from p2pkv.links.nccl import NcclAcceptance, NcclLinks, cuda_links
 
@@ -171,7 +172,7 @@ def test_a_failed_device_breaks_the_link(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_slots_return_when_the_abort_does_and_not_before(
     blocking: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl, "ABORT_SECONDS", 0.05)
+    monkeypatch.setattr(nccl_ends, "ABORT_SECONDS", 0.05)
     p, d = factories = both(blocking)
     pair = connect(factories, WINDOW)
     receive, send = pair.begin(WINDOW)
@@ -334,3 +335,21 @@ def test_a_refusal_of_two_ranks_on_one_gpu_says_what_to_set(blocking: bool) -> N
     assert "result 5" in reason and "if P and D share a GPU: set NCCL_HOSTID" in reason
     inbound.abort()
     outbound.abort()
+
+
+def test_a_benchmark_sees_where_the_time_of_a_message_goes(blocking: bool) -> None:
+    factories = both(blocking)
+    pair = connect(factories, WINDOW)
+    pair.carry(100)
+    sends = factories[0].shared.times = []
+    receives = factories[1].shared.times = []
+    for _ in range(3):
+        pair.carry(100)
+    pair.until(lambda: len(sends) == len(receives) == 3)
+    for times in (*sends, *receives):
+        assert len(times) == 5 and list(times) == sorted(times)
+    parts = parts_of(sends)
+    assert set(parts) == set(PARTS) and parts["wire"] > 0
+    (head, line) = parts_table([{"bytes": 1 << 20, "parts": parts}])
+    assert "µs" in head and line.startswith("  1024 KiB")
+    assert list(parts_table([{"bytes": 1 << 20}])) == []

@@ -17,10 +17,11 @@ import torch
 from links_support import NCCL_KINDS, connect, nccl_links, noise, simulated, wait_until
 from nccl_simulated_gpu import Model, SimulatedGpu
 
-from p2pkv.links import nccl
+from p2pkv.links import nccl_ends
 from p2pkv.links.base import Guard, Inbound, Outbound, Receive, Send
-from p2pkv.links.nccl import End, NcclLinks
+from p2pkv.links.nccl import NcclLinks
 from p2pkv.links.nccl_communicator import BusyEnds
+from p2pkv.links.nccl_ends import End
 
 WINDOW = 1 << 20
 NBYTES = 1000
@@ -173,7 +174,7 @@ def test_the_simulation_shows_a_step_that_waits_for_p(
     blocking: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As before: all receives launched as they are granted. The second one holds its queue."""
-    monkeypatch.setattr(nccl, "ON_DEVICE", 64)
+    monkeypatch.setattr(nccl_ends, "ON_DEVICE", 64)
     mesh = Mesh(blocking, announced=False)
     model = mesh.model("D")
     mesh.grant()
@@ -227,7 +228,7 @@ def test_p_computes_on_when_d_is_killed_before_it_launches(blocking: bool) -> No
         assert model.runs(SECONDS)
         for line in mesh.lines.values():
             line.turn_of_p()
-    assert max(line.said for line in mesh.lines.values()) <= nccl.ANNOUNCED
+    assert max(line.said for line in mesh.lines.values()) <= nccl_ends.ANNOUNCED
     mesh.abort()
     wait_until(lambda: mesh.occupied("P") == 0)
 
@@ -379,10 +380,10 @@ def test_a_link_announces_ahead_only_while_none_waits(blocking: bool) -> None:
         while line.decide():
             pass
     first.turn_of_p()
-    assert first.said == nccl.ANNOUNCED
+    assert first.said == nccl_ends.ANNOUNCED
     second.turn_of_p()
     assert second.said == 0
-    wait_until(lambda: first.turn_of_p() or first.turn_of_d() or first.arrived == nccl.ANNOUNCED)
-    assert first.said == nccl.ANNOUNCED, "the other's turn"
+    wait_until(lambda: first.turn_of_p() or first.turn_of_d() or first.arrived == nccl_ends.ANNOUNCED)
+    assert first.said == nccl_ends.ANNOUNCED, "the other's turn"
     wait_until(lambda: [line.turn_of_p() or line.turn_of_d() for line in (first, second)] and
                first.arrived == second.arrived == AHEAD)  # fmt: skip
