@@ -55,7 +55,7 @@ class _Passed:
 class CudaEvent:
     """A CUDA event, recorded when made: passed when all that its stream then held is done.
 
-    The driver is called without torch, whose `query` keeps the interpreter's lock. Events are kept for the
+    The driver is asked without torch, whose `query` keeps the interpreter's lock. Events are kept for the
     next use, as CUDA may wait for the device when it makes one. Their device is the calling thread's.
     """
 
@@ -70,7 +70,7 @@ class CudaEvent:
             self._handle = self._free[device].popleft()
         except (KeyError, IndexError):
             self._handle = _make_event()
-        _check("cuEventRecord", driver().cuEventRecord(_handle(self._handle), _handle(stream)))
+        _check("cuEventRecord", locked_driver().cuEventRecord(_handle(self._handle), _handle(stream)))
 
     def ready(self) -> bool:
         result = driver().cuEventQuery(_handle(self._handle))
@@ -134,6 +134,13 @@ def make_recorder(device: torch.device) -> Callable[[], Fence]:
 def driver() -> Any:
     """CUDA's driver library, which is wherever a CUDA device is. Its calls release the interpreter's lock."""
     return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
+def locked_driver() -> Any:
+    """The same for calls that only queue something: the forward's thread keeps the interpreter's lock, which
+    another thread might not give back for milliseconds."""
+    return ctypes.PyDLL("libcuda.so.1")
 
 
 def make_stream(first: bool = False) -> int:

@@ -9,6 +9,7 @@ under a new name.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from typing import Annotated, Literal
 
@@ -218,6 +219,11 @@ def cuda_links(staging_bytes: int, *, device: torch.device | None = None, channe
         on = CudaDevice(torch.device("cuda", index))
         nccl = load_nccl(channels)
         allow_shared_gpus(nccl)
+        if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
+            logger.warning(
+                "NCCL_CUMEM_ENABLE is 0, so NCCL shares memory over NVLink by CUDA's older calls: when a peer "
+                "is killed, what this process has open of its memory is undefined. Leave the variable unset"
+            )
         return NcclLinks(nccl, on, staging_bytes)
     except (NcclMissing, MemoryError) as error:
         raise ValueError(str(error)) from None

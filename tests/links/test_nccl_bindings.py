@@ -231,6 +231,24 @@ def test_a_refusal_of_two_ranks_says_what_to_do_about_one_gpu(version: int, way:
     assert nccl_bindings.advice(NcclError("init", 2, "system error"), version) == ""
 
 
+@pytest.mark.parametrize("value", ["0", "1", None])
+def test_memory_that_nccl_shares_by_the_older_calls_is_warned_of(
+    patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, value: str | None
+) -> None:
+    """The device is full behind it: only what comes before is looked at."""
+    give_nccl4py(patch)
+    patch.setattr(nccl_bindings.Nccl4pyNccl, "version", lambda self: 22809)
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "current_device", lambda: 0)
+    patch.setattr(torch.cuda, "get_device_properties", lambda _: Mock(multi_processor_count=132))
+    patch.setattr(nccl_communicator, "take_memory", Mock(side_effect=MemoryError("the device is full")))
+    if value is not None:
+        patch.setenv("NCCL_CUMEM_ENABLE", value)
+    with pytest.raises(ValueError, match="the device is full"):
+        make_factory("nccl", host="127.0.0.1", staging_bytes=1 << 20)
+    assert ["NCCL_CUMEM_ENABLE is 0" in message for message in caplog.messages] == [True] * (value == "0")
+
+
 class FakeDriver:
     """libcuda's calls for streams, with the driver's own parameters."""
 

@@ -96,6 +96,7 @@ class FakeEvents:
 def events(monkeypatch: pytest.MonkeyPatch) -> FakeEvents:
     fake = FakeEvents()
     monkeypatch.setattr(device, "driver", lambda: fake)
+    monkeypatch.setattr(device, "locked_driver", lambda: fake)
     monkeypatch.setattr(device.CudaEvent, "_free", {})
     return fake
 
@@ -126,11 +127,22 @@ def test_an_event_is_passed_when_the_driver_says_so(events: FakeEvents) -> None:
             call()
 
 
-def test_the_driver_is_called_without_the_interpreters_lock() -> None:
-    """ctypes releases it for a CDLL, and would keep it for a PyDLL; `libcuda` may not be here."""
-    import inspect
-
-    assert "ctypes.CDLL(" in inspect.getsource(device.driver.__wrapped__)
+def test_a_fence_is_asked_without_the_interpreters_lock_and_recorded_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ctypes releases the lock for a CDLL, and keeps it for a PyDLL."""
+    for call, kind in ((device.driver, "CDLL"), (device.locked_driver, "PyDLL")):
+        call.cache_clear()
+        monkeypatch.setattr(ctypes, kind, lambda name, kind=kind: (kind, name))
+        assert call() == (kind, "libcuda.so.1")
+        call.cache_clear()
+    asked = FakeEvents()
+    told = FakeEvents()
+    monkeypatch.setattr(device, "driver", lambda: asked)
+    monkeypatch.setattr(device, "locked_driver", lambda: told)
+    monkeypatch.setattr(device.CudaEvent, "_free", {})
+    assert not device.CudaEvent(0, 0x7).ready()
+    assert len(told.recorded) == 1 and asked.recorded == []
 
 
 GIB = 1 << 30
