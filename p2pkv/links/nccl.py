@@ -221,7 +221,7 @@ def cuda_links(staging_bytes: int, *, device: torch.device | None = None, channe
         allow_shared_gpus(nccl)
         if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
             logger.warning(
-                "NCCL_CUMEM_ENABLE is 0, so NCCL shares memory over NVLink by CUDA's older calls: when a peer "
+                "NCCL_CUMEM_ENABLE is 0, so NCCL shares memory over NVLink by CUDA's older calls: if a peer "
                 "is killed, what this process has open of its memory is undefined. Leave the variable unset"
             )
         return NcclLinks(nccl, on, staging_bytes)
