@@ -297,7 +297,7 @@ def test_close_aborts_every_link(kind: str) -> None:
 
 
 def test_ends_whose_owner_announces_each_send(factories: Factories) -> None:
-    """As engines do: P says of each send that it is launched, then launches it, and D launches its receive."""
+    """As engines do: P announces each send and launches it, and D launches its receive."""
     for factory in factories:
         factory.announced = True
     pair = connect(factories, WINDOW)

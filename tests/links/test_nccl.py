@@ -353,3 +353,28 @@ def test_a_benchmark_sees_where_the_time_of_a_message_goes(blocking: bool) -> No
     (head, line) = parts_table([{"bytes": 1 << 20, "parts": parts}])
     assert "µs" in head and line.startswith("  1024 KiB")
     assert list(parts_table([{"bytes": 1 << 20}])) == []
+
+
+def test_the_owner_asks_the_device_for_nothing_once_its_links_are_made(
+    blocking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory, streams and contexts: CUDA may wait for the device, and so for a peer. Helper threads may."""
+    factories, owner = both(blocking), threading.get_ident()
+    asked: list[str] = []
+    for name in ("memory", "stream", "enter", "free_bytes"):
+        call = getattr(SimulatedDevice, name)
+
+        def noted(
+            self: object, *given: object, name: str = name, call: Callable[..., object] = call
+        ) -> object:
+            if threading.get_ident() == owner:
+                asked.append(name)
+            return call(self, *given)
+
+        monkeypatch.setattr(SimulatedDevice, name, noted)
+    pairs = [connect(factories, WINDOW) for _ in range(2)]
+    for pair in pairs:
+        pair.carry(100)
+        pair.abort()
+    wait_until(lambda: all(simulated(links).live == 0 for links in factories))
+    assert asked == []
