@@ -8,7 +8,8 @@
 # make lint    ruff and mypy
 # make pages   write docs/options.md from the code, and weigh code and pages (.ci/budget.py)
 # make gpu-test  the tests in tests/gpu, with a Python that has torch, CuPy and pytest; installs nothing
-# make gpu-first-day  all that one or two GPUs can show, in nine minutes, into one report (ARGS="--minutes 5")
+# make gpu-first-day  all that one or two GPUs can show, what says most first, into one page (ARGS="--minutes 30")
+# make gpu-dry-run  those lines of tests/gpu that need no GPU, with vLLM on the CPU: a few minutes
 # make chaos   engines that are killed, frozen and cut off under load (SECONDS=300 SEED=1; TIER=2 repeats exactly)
 # make bench   the benchmark (ARGS= for its options)
 # make venv    only make .venv
@@ -54,7 +55,7 @@ JOBS ?= 2
 SIDE_BY_SIDE := -n $(JOBS) --no-loadscope-reorder
 NO_GPU := $(if $(filter cpu,$(DEVICE)),and not gpu and not two_gpus)
 
-.PHONY: help venv venv-033 demo test test-long test-033 unit explore mutants gpu-test gpu-first-day chaos lint pages bench clean
+.PHONY: help venv venv-033 demo test test-long test-033 unit explore mutants gpu-test gpu-first-day gpu-dry-run chaos lint pages bench clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -129,10 +130,17 @@ explore: $(STAMP)
 mutants: $(STAMP)
 	@$(PY) tests/mutants.py $(ARGS)
 
-# No .venv, no network, no vLLM and no plugins of pytest.
+# No .venv, no network, no vLLM and no plugins of pytest. Two processes: NCCL reads its environment once, and two
+# ranks on one card need another than two on two cards.
 gpu-test:
 	@$(GPU_PYTHON) tests/gpu/needs.py
-	@PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m pytest -c tests/gpu/bare.ini tests/gpu $(ARGS)
+	@status=0; for cards in "not two_gpus" two_gpus; do \
+	  PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m pytest -c tests/gpu/bare.ini tests/gpu \
+	    -m "$$cards and not long" $(ARGS) || status=1; done; exit $$status
+
+# All of the suite that needs no device, so that its own faults are found where no GPU is.
+gpu-dry-run: $(STAMP)
+	@PYTHONPATH=. $(PY) -m pytest -c tests/gpu/bare.ini tests/gpu -k "cpu or first_day" $(ARGS)
 
 gpu-first-day:
 	@$(GPU_PYTHON) tests/gpu/needs.py

@@ -31,6 +31,13 @@ _ROLES: dict[str, Role] = {"kv_producer": "P", "kv_consumer": "D"}
 GPU_SHARE = 128
 """By default staging takes one part in so many of a GPU's memory, from 64 MiB to 1 GiB."""
 
+SLOTS_OF_A_LINK = 4
+"""Messages of a link that staging should have room for: one on the wire, one announced behind it, one that is
+gathered or scattered, and one granted."""
+
+BUSY_LINKS = 4
+"""Links of a GPU that may be busy at once: 8 channels each are a quarter of 132 multiprocessors."""
+
 RESERVED_CHUNKS = 2
 """Chunks of D's staging that only requests which have blocks may take."""
 
@@ -303,7 +310,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         values: dict[str, Any] = {
             "kv_port": DEFAULT_KV_PORT if kv_port is None else kv_port,
             "host": default_host,
-            "staging_bytes": default_staging(gpu_bytes),
+            "staging_bytes": (staging := default_staging(gpu_bytes)),
+            "chunk_bytes": default_chunk(given.get("staging_bytes", staging), has_gpu),
             "warm_up_api_key": environ.get("VLLM_API_KEY", ""),
             "secret": secret,
             "discovery": "curve" if secret and not former else "plain",
@@ -325,6 +333,18 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 def default_staging(gpu_bytes: int) -> int:
     """Bytes of staging for a device with so much memory, 0 without a GPU: whole chunks of 8 MiB."""
     return max(64 * MIB, min(gpu_bytes // GPU_SHARE // (8 * MIB) * (8 * MIB), 1024 * MIB))
+
+
+def default_chunk(staging: object, has_gpu: bool) -> int:
+    """Bytes of a message, for what is given as `staging_bytes`; docs/design.md derives it ("The NCCL link").
+
+    A message between GPUs costs some 0.15 ms besides its bytes, so it should be large; but staging holds
+    SLOTS_OF_A_LINK messages for each of BUSY_LINKS links.
+    """
+    if not has_gpu or not isinstance(staging, int):
+        return 8 * MIB
+    part = staging // (SLOTS_OF_A_LINK * BUSY_LINKS) // MIB * MIB
+    return max(8 * MIB, min(part, 64 * MIB))
 
 
 _TYPES = get_type_hints(Options, include_extras=True) | {"link": Literal[NAMES]}

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Protocol
+from functools import cache
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no order with the default stream
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+_DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
+
+EVENTS = 256
+"""Made at the start. More are made if so many are waited for at once."""
 
 SCANT_BYTES = 512 << 20
 """Memory of a device that should be left for CUDA graphs and NCCL, which take theirs later."""
@@ -45,18 +52,60 @@ class _Passed:
         pass
 
 
-class _EventFence:
-    """A CUDA event on the stream that was current when it was recorded."""
+class CudaEvent:
+    """A CUDA event, recorded when made: passed when all that its stream then held is done.
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record(stream)
+    The driver is asked without torch, whose `query` keeps the interpreter's lock. Events are kept for the
+    next use, as CUDA may wait for the device when it makes one. Their device is the calling thread's.
+    """
+
+    __slots__ = ("_device", "_handle")
+
+    _free: ClassVar[dict[int, deque[int]]] = {}
+
+    def __init__(self, device: int, stream: int) -> None:
+        """On device number `device`, behind what `stream` (a raw handle) holds now. Raises RuntimeError."""
+        self._device, self._handle = device, 0
+        try:
+            self._handle = self._free[device].popleft()
+        except (KeyError, IndexError):
+            self._handle = _make_event()
+        _check("cuEventRecord", locked_driver().cuEventRecord(_handle(self._handle), _handle(stream)))
 
     def ready(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        result = driver().cuEventQuery(_handle(self._handle))
+        if result != _NOT_READY:
+            _check("cuEventQuery", result)
+        return bool(result == 0)
 
     def wait(self) -> None:
-        self._event.synchronize()
+        _check("cuEventSynchronize", driver().cuEventSynchronize(_handle(self._handle)))
+
+    def __del__(self) -> None:
+        if self._handle:
+            self._free.setdefault(self._device, deque()).append(self._handle)
+
+    @classmethod
+    def prepare(cls, device: int, count: int = EVENTS) -> None:
+        """Make events now, on the calling thread's current device."""
+        free = cls._free.setdefault(device, deque())
+        while len(free) < count:
+            free.append(_make_event())
+
+
+def _make_event() -> int:
+    event = ctypes.c_void_p()
+    _check("cuEventCreate", driver().cuEventCreate(ctypes.byref(event), _DISABLE_TIMING))
+    return int(event.value or 0)
+
+
+def _handle(value: int) -> ctypes.c_void_p:
+    return ctypes.c_void_p(value)
+
+
+def _check(call: str, result: int) -> None:
+    if result != 0:
+        raise RuntimeError(f"CUDA's {call} failed with result {result}")
 
 
 PASSED: Fence = _Passed()
@@ -74,25 +123,43 @@ def make_recorder(device: torch.device) -> Callable[[], Fence]:
     if device.type == "cpu":
         return _record_passed
     if device.type == "cuda":
-        return lambda: _EventFence(torch.cuda.current_stream(device))
+        index = torch.cuda.current_device() if device.index is None else device.index
+        with torch.cuda.device(index):
+            CudaEvent.prepare(index)
+        return lambda: CudaEvent(index, torch.cuda.current_stream(index).cuda_stream)
     raise ValueError(f"KV cache on device {str(device)!r}: only cpu and cuda are supported")
 
 
+@cache
 def driver() -> Any:
-    """CUDA's driver library, which is wherever a CUDA device is."""
+    """CUDA's driver library, which is wherever a CUDA device is. Its calls release the interpreter's lock."""
     return ctypes.CDLL("libcuda.so.1")
 
 
-def make_stream() -> int:
+@cache
+def locked_driver() -> Any:
+    """The same for calls that only queue something: the forward's thread keeps the interpreter's lock, which
+    another thread might not give back for milliseconds."""
+    return ctypes.PyDLL("libcuda.so.1")
+
+
+def make_stream(first: bool = False) -> int:
     """The handle of a new stream of the calling thread's current device, made by the driver itself.
 
     torch hands out 32 streams in turn, to vLLM too. On one of those, work that waits for a peer could stand
-    before a model's work. Raises RuntimeError with a sentence.
+    before a model's work. `first`: with the greatest priority, so that the few blocks of its kernels, for
+    which a peer's kernels wait, do not queue for a place behind the model's. Raises RuntimeError.
     """
-    handle = ctypes.c_void_p()
-    result = driver().cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)
+    handle, priority = ctypes.c_void_p(), ctypes.c_int(0)
+    if first:
+        least = ctypes.c_int(0)
+        # If the driver refuses, the priority is the usual one.
+        driver().cuCtxGetStreamPriorityRange(ctypes.byref(least), ctypes.byref(priority))
+    result = driver().cuStreamCreateWithPriority(ctypes.byref(handle), _NON_BLOCKING, priority)
     if result != 0 or handle.value is None:
-        raise RuntimeError(f"CUDA cannot make a stream for p2pkv: cuStreamCreate returned {result}")
+        raise RuntimeError(
+            f"CUDA makes no stream for p2pkv: cuStreamCreateWithPriority returned {result}"
+        )
     return handle.value
 
 

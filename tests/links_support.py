@@ -19,6 +19,7 @@ from faulty_links import Faults, FaultyLinks
 from memory_links import MemoryNetwork
 from nccl_simulated import SimulatedNccl
 from nccl_simulated_device import SimulatedDevice
+from nccl_simulated_gpu import SimulatedGpu
 
 from p2pkv.links.base import Inbound, LinkFactory, Outbound, Receive, Send, decode_blob
 from p2pkv.links.host import HostAcceptance, HostInbound, HostLinks
@@ -59,11 +60,14 @@ def nccl_links(
     init_seconds: float = DEADLINE,
     processors: int = 512,
     channels: int = 8,
+    gpu: SimulatedGpu | None = None,
+    announced: bool = False,
 ) -> NcclLinks:
-    """NCCL links of one rank on a simulated device of its own."""
-    nccl = SimulatedNccl(version=version, blocking=blocking)
+    """NCCL links of one rank on a simulated device of its own; with `gpu`, one whose streams share it."""
+    nccl = SimulatedNccl(version=version, blocking=blocking, gpu=gpu, channels=channels)
     device = SimulatedDevice(nccl, processors=processors)
-    links = NcclLinks(nccl, device, staging, init_seconds, channels)
+    links = NcclLinks(nccl, device, staging, init_seconds)
+    links.announced = announced
     _SIMULATIONS[links] = nccl
     return links
 

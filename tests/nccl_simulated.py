@@ -16,6 +16,7 @@ import weakref
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
+from nccl_simulated_gpu import SimulatedGpu, Work
 from nccl_simulated_wire import HEADER, Op, accept, dial, exactly, send
 
 from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, UNIQUE_ID_BYTES, Nccl, NcclError
@@ -60,9 +61,27 @@ class SimulatedNccl(Nccl):
         launches_wait: whether `send` and `recv` return only when the device has done them, as with
             CUDA_LAUNCH_BLOCKING=1; blocking bindings only.
         joins: `init` waits until this is set.
+        capturing: whether another thread captures a CUDA graph, in the mode "global" as vLLM does.
+        captures_ended: how often that capture was ended by a call from here: NCCL's init takes memory on
+            threads of its own, and a call that may be unsafe ends captures of that mode (CUDA Runtime API,
+            cudaThreadExchangeStreamCaptureMode).
+        gpu: whose queues and multiprocessors the operations take; None: there is room for all of them.
+        channels: multiprocessors of an operation.
     """
 
-    def __init__(self, *, version: int = 22809, blocking: bool = True, launch_polls: int = 2) -> None:
+    def __init__(
+        self,
+        *,
+        version: int = 22809,
+        blocking: bool = True,
+        launch_polls: int = 2,
+        gpu: SimulatedGpu | None = None,
+        channels: int = 8,
+    ) -> None:
+        self.capturing = False
+        self.captures_ended = 0
+        self.gpu = gpu
+        self.channels = channels
         self.binding = "a simulation"
         self.blocking = blocking
         self.violations: list[str] = []
@@ -88,6 +107,11 @@ class SimulatedNccl(Nccl):
         """Communicators that have not been aborted."""
         return len(self._comms)
 
+    @property
+    def launching(self) -> bool:
+        """Whether NCCL has a call that it has not launched yet."""
+        return any(comm.launching is not None for comm in self._comms.values())
+
     def stream_ended(self, stream: int) -> bool:
         """Whether the communicator that this stream served has been aborted."""
         return self._streams.get(stream) not in self._comms
@@ -99,6 +123,10 @@ class SimulatedNccl(Nccl):
                 self._end(comm)
         for root in list(self._roots.values()):
             root.close()
+
+    def disown(self) -> None:
+        """The next thread that calls is the owner."""
+        self._owner = 0
 
     # The seam.
 
@@ -117,6 +145,7 @@ class SimulatedNccl(Nccl):
     def init(self, ranks: int, unique_id: bytes, rank: int) -> int:
         if ranks != 2:
             raise NcclError("init", 4, "only two ranks are simulated")
+        self.captures_ended += self.capturing
         comm = Comm(threading.get_ident(), rank)
         if self.blocking:
             self._join(comm, unique_id)
@@ -264,7 +293,15 @@ class SimulatedNccl(Nccl):
             worker = threading.Thread(target=self._work, args=(comm,), daemon=True)
             worker.start()
             comm.worker = worker
-        comm.work.put(op)
+        if self.gpu is None:
+            comm.work.put(op)
+            return
+
+        def begin(work: Work) -> None:
+            op.work = work
+            comm.work.put(op)
+
+        self.gpu.submit(op.stream, self.channels, begin)
 
     def _work(self, comm: Comm) -> None:
         """The device: carries out what was launched, in order."""
@@ -278,6 +315,9 @@ class SimulatedNccl(Nccl):
             except OSError:
                 return  # the line is gone, by an abort or a death: silence either way
             op.done = True
+            if self.gpu is not None:
+                assert op.work is not None
+                self.gpu.finish(op.work)
 
     def _recv(self, line: socket.socket, op: Op) -> None:
         kind, nbytes = HEADER.unpack(exactly(line, bytearray(HEADER.size)))
@@ -290,6 +330,10 @@ class SimulatedNccl(Nccl):
     def _end(self, comm: Comm) -> None:
         comm.gone.set()
         comm.work.put(None)
+        if self.gpu is not None:
+            for stream, number in list(self._streams.items()):
+                if number not in self._comms:  # this one's among them: it was taken out before
+                    self.gpu.clear(stream)
         if comm.line is not None:
             with contextlib.suppress(OSError):
                 comm.line.shutdown(socket.SHUT_RDWR)

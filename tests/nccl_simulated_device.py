@@ -20,8 +20,6 @@ class SimulatedEvent:
 
 
 class SimulatedStream:
-    """`follow` has nothing to do: the CPU has done what was asked before."""
-
     _numbers = itertools.count(1000)
 
     def __init__(self, nccl: SimulatedNccl) -> None:
@@ -32,9 +30,6 @@ class SimulatedStream:
         """It covers what NCCL has launched, and not what it is about to."""
         nccl, number = self._nccl, self.number
         return SimulatedEvent(nccl.last.get(number), lambda: nccl.stream_ended(number))
-
-    def follow(self, event: object) -> None:
-        assert isinstance(event, SimulatedEvent)
 
     def close(self) -> None:
         if not self.record().ready():

@@ -7,6 +7,8 @@ import socket
 import struct
 from dataclasses import dataclass
 
+from nccl_simulated_gpu import Work
+
 HEADER = struct.Struct("<cQ")
 
 
@@ -17,6 +19,8 @@ class Op:
     nbytes: int
     stream: int
     done: bool = False
+    work: Work | None = None
+    """The kernel, once it runs; of a simulation with a GPU."""
 
     @property
     def memory(self) -> memoryview:

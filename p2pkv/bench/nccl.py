@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from p2pkv.engine import commands as do
 from p2pkv.engine.thread import Rank
 from p2pkv.links import make_factory
 from p2pkv.links.base import Outbound, Send
+from p2pkv.links.nccl import NcclLinks
 from p2pkv.pairing import Address
 
 SIZES = [64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
@@ -99,6 +101,9 @@ def rows_of(both: Messages, sizes: Sequence[int], repeat: int, *, raw: bool = Tr
                 rate = once(size)
                 if turn:  # the first one only warms up
                     row[kind].append(rate)
+        if both.times:
+            row["parts"] = parts_of(both.times)
+            both.times.clear()
         rows.append(row)
     return rows
 
@@ -107,6 +112,7 @@ def show(about: dict[str, Any], results: dict[str, Any]) -> str:
     """The whole report."""
     parts = [
         table(results["rows"]),
+        parts_table(results["rows"]),
         fanout.table(results["fan_out"]),
         fanout.communicators_table(results["communicators"]),
     ]
@@ -138,6 +144,27 @@ def table(rows: Rows) -> Iterator[str]:
             f"{_rate(row.get('raw', []))} {_rate(row['link'])} {_ratio(row, 'link', 'raw')} "
             f"{_rate(row['push'])} {_ratio(row, 'push', 'link')}"
         )
+
+
+PARTS = ("copy", "call", "NCCL", "wire")
+"""Of a message over the bare link, on P: until its copy is done and it is its turn; Python and NCCL's call;
+until NCCL's thread has launched it; until D has taken it."""
+
+
+def parts_table(rows: Rows) -> Iterator[str]:
+    """Where the time of a message goes: medians, in microseconds. Polls of the engine lie in between."""
+    if not any(row.get("parts") for row in rows):
+        return
+    yield f"{'message':>10} {'copy, queue':>12} {'call':>8} {'NCCL':>8} {'wire':>8}   µs a message, on P"
+    for row in rows:
+        copy, call, nccl, wire = (row["parts"][name] * 1e6 for name in PARTS)
+        yield f"{row['bytes'] >> 10:>6} KiB {copy:>12.0f} {call:>8.0f} {nccl:>8.0f} {wire:>8.0f}"
+
+
+def parts_of(times: Sequence[tuple[float, ...]]) -> dict[str, float]:
+    """Medians, in seconds, of what a message waited for."""
+    steps = [[after - before for before, after in pairwise(each)] for each in times]
+    return {name: statistics.median(step[index] for step in steps) for index, name in enumerate(PARTS)}
 
 
 def _rate(rates: Sequence[float]) -> str:
@@ -176,6 +203,7 @@ class Messages:
     Attributes:
         decoder: D's process.
         total: bytes that each measurement of a link or a push moves.
+        times: of the messages over the bare link, see links.nccl_communicator.Shared; of NCCL only.
     """
 
     def __init__(
@@ -199,6 +227,7 @@ class Messages:
         self._stack = contextlib.ExitStack()
         self._pool = self._stack.enter_context(ThreadPoolExecutor(1))
         self._keys = 0
+        self.times: list[tuple[float, ...]] = []
         os.environ.update(environment("P", self._shared))
         self.memory = Memory(capacity_for(self._tokens), "P", self.device)
         self._ranks: dict[int, tuple[Address, Rank]] = {}
@@ -319,6 +348,8 @@ class Messages:
     def _start_link(self) -> Outbound:
         links = make_factory(self._link, host=HOST, staging_bytes=self._staging)
         self._stack.callback(links.close)
+        if isinstance(links, NcclLinks):
+            links.shared.times = self.times
         return bare_link(links, self.pipe, self._staging // 2)
 
     def _next_message(self, outbound: Outbound, name: str) -> dict[str, Any]:

@@ -35,6 +35,7 @@ class VllmServer(ServerProcess):
         connector_module: `kv_connector_module_path`, for a connector that is not registered.
         kv_transfer_config: used as it is in place of the one made here (another connector, a probe).
         kv_cache_gib: memory for the KV cache, in GiB, on a CPU.
+        eager: whether the model runs without torch.compile and CUDA graphs.
         log_path: where stdout and stderr go; default a file of its own in the working directory's `.demo`.
     """
 
@@ -55,6 +56,7 @@ class VllmServer(ServerProcess):
         connector_module: str | None = None,
         kv_transfer_config: Mapping[str, Any] | None = None,
         kv_cache_gib: int = 1,
+        eager: bool = True,
         name: str | None = None,
         log_path: Path | None = None,
     ) -> None:
@@ -71,7 +73,7 @@ class VllmServer(ServerProcess):
                 transfer["kv_connector_module_path"] = connector_module
         super().__init__(
             name,
-            _vllm_command(str(model), self.http_port, transfer, extra_args),
+            _vllm_command(str(model), self.http_port, transfer, [*["--enforce-eager"] * eager, *extra_args]),
             health_url=f"{self.base_url}/health",
             log_path=log_path or Path(".demo", "logs", f"{name}.log"),
             env={**os.environ, **cpu_environment(kv_cache_gib), **(env or {})},
@@ -168,7 +170,7 @@ def _vllm_command(
 ) -> list[str]:
     # Not the `vllm` command: that of the CPU build looks for a distribution named vllm and fails.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    command += ["--host", LOOPBACK, "--port", str(http_port), "--enforce-eager"]
+    command += ["--host", LOOPBACK, "--port", str(http_port)]
     if transfer is not None:
         command += ["--kv-transfer-config", json.dumps(transfer)]
     return command + list(extra_args)

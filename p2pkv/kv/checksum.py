@@ -51,9 +51,10 @@ class Queued:
 
     known = False
 
-    def __init__(self, total: torch.Tensor) -> None:
-        self._host = torch.empty(1, dtype=torch.int64, pin_memory=total.is_cuda)
-        self._host.copy_(total, non_blocking=True)
+    def __init__(self, total: torch.Tensor, host: torch.Tensor | None = None) -> None:
+        """`host`: int64 [1] to copy it to, pinned; None: memory is taken for it."""
+        made = torch.empty(1, dtype=torch.int64, pin_memory=total.is_cuda) if host is None else host
+        self._host = made.copy_(total, non_blocking=True)
 
     def value(self) -> bytes:
         return (int(self._host) & _MASK).to_bytes(8, "big")

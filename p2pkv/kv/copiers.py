@@ -13,21 +13,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.resources import files
 from itertools import pairwise
 from math import gcd
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from p2pkv.kv.checksum import FOLD, XXH3, Checksum, Queued, digest_by_torch, digest_on_host
+from p2pkv.kv.checksum import FOLD, XXH3, Checksum, digest_by_torch, digest_on_host
 from p2pkv.kv.layouts import Cut, LayerPages, Rows, Span, locate, spans_of
+from p2pkv.kv.uploads import Digests, Recent, Uploads
 
 log = logging.getLogger("p2pkv")
-
-Made = TypeVar("Made")
 
 THREADS = 256
 WIDTHS = (16, 8, 4, 2, 1)
@@ -43,12 +43,6 @@ FULL_LINE = 8
 MOST_ROWS = 1 << 31
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-MOST_RECENT = 8
-"""Arrays of which something is kept: the block tables of a model's KV groups, or rows in as many layouts."""
-
-WARM_UP_POWERS = 13
-"""Block tables of up to 4,096 blocks find pinned memory that was taken before."""
-
 BLOCKS_PER_PROCESSOR = 8
 """Enough to fill a multiprocessor with blocks of 256 threads; a larger grid gains nothing."""
 
@@ -88,55 +82,6 @@ def copier_of(pages: list[LayerPages], tensors: Sequence[torch.Tensor]) -> Copie
     return StorageCopier(pages, storages_of(pages, tensors))
 
 
-class Recent(Generic[Made]):
-    """What was made of the latest few arrays, found again by the array itself and by `kind`.
-
-    The parts of one rectangle follow each other, and most of them share their block table. Safe in threads.
-    """
-
-    def __init__(self) -> None:
-        self._latest: tuple[tuple[NDArray[Any], object, Made], ...] = ()
-
-    def find(self, array: NDArray[Any], kind: object = None) -> Made | None:
-        for known, other, made in self._latest:
-            if known is array and other == kind:
-                return made
-        return None
-
-    def add(self, array: NDArray[Any], made: Made, kind: object = None) -> Made:
-        self._latest = (array, kind, made), *self._latest[: MOST_RECENT - 1]
-        return made
-
-
-class Uploads:
-    """Small arrays that go to the device, each in the order of the current stream's work.
-
-    A copy from ordinary memory would wait for that work, so on CUDA an array passes through pinned memory.
-    torch's allocator of pinned memory gives none of it away before the copy has been made.
-    """
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._device = device
-        self._dtype = dtype
-        self._recent = Recent[torch.Tensor]()
-
-    def __call__(self, array: NDArray[Any]) -> torch.Tensor:
-        """On the device before any kernel that the calling thread queues later.
-
-        The array must not be written later, nor handed in on another stream: it may not be copied again.
-        """
-        if (known := self._recent.find(array)) is not None:
-            return known
-        staged = torch.empty(array.shape, dtype=self._dtype, pin_memory=self._device.type == "cuda")
-        staged.numpy()[...] = array
-        return self._recent.add(array, staged.to(self._device, non_blocking=True))
-
-    def warm_up(self) -> None:
-        """Pinned memory is first taken from CUDA, which may wait for the device; later it is taken again."""
-        for power in range(WARM_UP_POWERS):
-            self(np.zeros(1 << power, np.int64))
-
-
 # Rows listed on the host, and copied by numpy or torch.
 
 
@@ -158,7 +103,13 @@ class Columns:
 
 
 class Storage(Protocol):
-    """One storage of torch's that layers lie in, as flat bytes. Keeps that storage alive."""
+    """One storage of torch's that layers lie in, as flat bytes. Keeps that storage alive.
+
+    Attributes:
+        device: where it lies.
+    """
+
+    device: torch.device
 
     def take(self, rows: Rows, out: torch.Tensor) -> None:
         """Copy the rows, in their order, to `out`: uint8, contiguous, same device, exactly as large."""
@@ -174,6 +125,10 @@ class Storage(Protocol):
 
     def put_columns(self, columns: Columns, src: torch.Tensor) -> None:
         """Copy `src` to one column after the other."""
+        ...
+
+    def warm_up(self) -> None:
+        """Prepare now what the first copy would otherwise wait for."""
         ...
 
 
@@ -206,7 +161,12 @@ class StorageCopier:
         return digest_on_host(buffer) if self.digest_name == XXH3 else digest_by_torch(buffer)
 
     def warm_up(self) -> None:
-        """Nothing: numpy and torch are ready."""
+        """Load torch's kernels, and take the memory that a copy needs."""
+        for storage in self._storages.values():
+            storage.warm_up()
+        if self.digest_name == FOLD:
+            device = next(iter(self._storages.values())).device
+            self.digest(torch.zeros(WIDTHS[0], dtype=torch.uint8, device=device))
 
 
 def storages_of(pages: Sequence[LayerPages], tensors: Sequence[torch.Tensor]) -> dict[int, Storage]:
@@ -226,6 +186,7 @@ class HostStorage:
     """A storage in CPU memory. The copies have ended when the calls return."""
 
     def __init__(self, flat: torch.Tensor) -> None:
+        self.device = flat.device
         self._flat: NDArray[Any] = flat.numpy()
 
     def take(self, rows: Rows, out: torch.Tensor) -> None:
@@ -243,6 +204,9 @@ class HostStorage:
         matrix = self._matrix(columns)
         matrix[...] = src.numpy().view(matrix.dtype).reshape(matrix.shape)
 
+    def warm_up(self) -> None:
+        """Nothing: numpy is ready."""
+
     def _matrix(self, columns: Columns) -> NDArray[Any]:
         """The elements, [column, element], as bits; numpy does not mind where they begin."""
         shape, strides = (columns.count, columns.elements), (columns.element, columns.step)
@@ -257,6 +221,7 @@ class DeviceStorage:
     """A storage on an accelerator. The copies are queued on the current stream when the calls return."""
 
     def __init__(self, flat: torch.Tensor, uploads: Uploads) -> None:
+        self.device = flat.device
         self._flat = flat
         self._uploads = uploads
 
@@ -273,6 +238,21 @@ class DeviceStorage:
     def put_columns(self, columns: Columns, src: torch.Tensor) -> None:
         memory, dense = self._matrices(columns, src)
         memory.copy_(dense)
+
+    def warm_up(self) -> None:
+        """Run each of torch's kernels once, on a scratch storage: a first use loads it."""
+        side = 4
+        self._uploads.warm_up()
+        scratch = DeviceStorage(torch.zeros(256, dtype=torch.uint8, device=self.device), self._uploads)
+        for word in _WORDS:
+            rows = Rows(word, 0, np.arange(side))
+            columns = Columns(0, side, side, word, side * word)
+            dense = torch.zeros(side * word, dtype=torch.uint8, device=self.device)
+            many = torch.zeros(side * side * word, dtype=torch.uint8, device=self.device)
+            scratch.take(rows, dense)
+            scratch.put(rows, dense)
+            scratch.take_columns(columns, many)
+            scratch.put_columns(columns, many)
 
     def _matrices(self, columns: Columns, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The elements in memory and in `dense`, [column, element, word]; all is aligned to a word."""
@@ -376,6 +356,7 @@ class KernelCopier:
         self._launcher = launcher
         self._device = keep[0].device
         self.upload = Uploads(self._device, torch.int32)
+        self._digests = Digests(self._device)
         self._layers = {
             span.first: torch.from_numpy(span.steps + span.pages.offset).to(self._device)
             for span in self.spans
@@ -391,11 +372,9 @@ class KernelCopier:
 
     def digest(self, buffer: torch.Tensor) -> Checksum:
         """The fold of uint8 [n] on the layers' device, in one launch."""
-        total = torch.zeros(1, dtype=torch.int64, device=self._device)
         words = -(-buffer.numel() // 8)
         blocks = max(1, min(-(-words // (THREADS * LOADS)), self._launcher.most_blocks))
-        self._launch_digest(blocks, buffer.data_ptr(), buffer.numel(), total)
-        return Queued(total)
+        return self._digests.compute(partial(self._add_up, blocks, buffer.data_ptr(), buffer.numel()))
 
     def warm_up(self) -> None:
         """Compile and load every kernel, so that the first transfer does not wait for it."""
@@ -404,9 +383,9 @@ class KernelCopier:
             for width in WIDTHS:
                 # No rows: nothing is read or written.
                 self._launcher.launch(f"p2pkv_{way}_{width}", 1, (1, 1), [0, 0, 0, 0] + [1] * 11)
-        self._launch_digest(1, 0, 0, torch.zeros(1, dtype=torch.int64, device=self._device))
+        self._digests.compute(partial(self._add_up, 1, 0, 0))
 
-    def _launch_digest(self, blocks: int, address: int, nbytes: int, total: torch.Tensor) -> None:
+    def _add_up(self, blocks: int, address: int, nbytes: int, total: torch.Tensor) -> None:
         # Whole warps, also for nothing: one of them adds up what its threads have found.
         self._launcher.launch("p2pkv_digest", blocks, (THREADS, 1), (address, nbytes, total.data_ptr()))
 

@@ -9,6 +9,11 @@ On a device, `commit` and `release` put work in order and do not wait: the bytes
 written again, only after the work that the calling thread's current stream holds at the call. Each link has
 a stream of its own for its operations: they wait for the peer, and no copy of blocks may queue behind them.
 
+To *launch* an operation is to give it to the device, where it occupies hardware until the peer launches the
+matching one. With `LinkFactory.announced` its owner says when: P tells D of a send and then calls
+`Outbound.launch`, and D calls `Inbound.launch` when it is told. So no receive waits on D's device for what P
+has not decided yet. Links that need no device launch nothing, and may be called the same way.
+
 A link is set up by two opaque blobs, which the control plane carries:
 
     P: invitation = factory.invite()              -> to D
@@ -104,6 +109,13 @@ class Inbound(ABC):
         """How the bytes come, for people, where the kind of link has several ways; "" where it has one."""
         return ""
 
+    def launch(self) -> None:
+        """P has announced its next send: the next posted receive may be launched, by a `poll` from now on.
+
+        Only with `LinkFactory.announced`.
+        """
+        return
+
     @property
     def used(self) -> int:
         """Bytes of the window that posted receives hold now; 0 at the baseline."""
@@ -128,6 +140,20 @@ class Outbound(ABC):
     @abstractmethod
     def reserve(self, nbytes: int, remote_slot: int) -> Send | None:
         """A buffer for the next send in order, or None while this end has no room for it."""
+
+    def due(self) -> bool:
+        """Whether the next committed send may be announced and launched now. Raises LinkError.
+
+        Only with `LinkFactory.announced`. Of a link that launches nothing, each send is due once committed.
+        """
+        return True
+
+    def launch(self) -> None:
+        """D has been told of the send that is `due`: launch it, or as soon as the one before it is done.
+
+        Only with `LinkFactory.announced`. Raises LinkError.
+        """
+        return
 
     @property
     @abstractmethod
@@ -170,10 +196,13 @@ class LinkFactory(ABC):
     Attributes:
         kind: the name that peers compare.
         staging: the budget of this rank, which all its links share.
+        announced: whether the owner of the ends launches their operations (see above). If not, `poll` does
+            as soon as it may. Set it before the first end is made.
     """
 
     kind: str
     staging: StagingBudget
+    announced: bool = False
     poll_seconds = 0.001
     """Seconds between two polls while a link has something under way; messages come in between."""
     build_seconds = 0.0
@@ -183,6 +212,14 @@ class LinkFactory(ABC):
     def stuck(self) -> int:
         """Calls that were given up and have not come back; each keeps a thread, and perhaps memory."""
         return 0
+
+    def rescue(self, reason: str, wherever: bool) -> None:
+        """The owner hangs in a call to the device: break every link, from a thread that is not the owner's,
+        so that nothing on the device waits for a peer. `wherever`: also the link that the owner is calling.
+
+        Of links that launch nothing there is nothing to break.
+        """
+        return
 
     @abstractmethod
     def invite(self) -> bytes:

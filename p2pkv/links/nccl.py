@@ -9,8 +9,8 @@ under a new name.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
-from collections import deque
 from typing import Annotated, Literal
 
 import torch
@@ -19,36 +19,26 @@ from msgspec import Meta
 from p2pkv.links.base import (
     NONCE_BYTES,
     Guard,
-    Inbound,
     LinkError,
     LinkFactory,
     LinkSettings,
     Nonce,
-    Outbound,
     SetupBlob,
     decode_blob,
     encode_blob,
 )
 from p2pkv.links.nccl_bindings import (
-    IN_PROGRESS,
-    SUCCESS,
     UNIQUE_ID_BYTES,
     Nccl,
     NcclError,
     NcclMissing,
+    allow_shared_gpus,
     load_nccl,
     version_name,
 )
-from p2pkv.links.nccl_communicator import (
-    CudaDevice,
-    Device,
-    DevicePool,
-    Opening,
-    Shared,
-    StreamEvent,
-    wait_out,
-)
-from p2pkv.links.staging import StagingBudget, StagingShare, aligned
+from p2pkv.links.nccl_communicator import BusyEnds, CudaDevice, Device, DevicePool, Shared
+from p2pkv.links.nccl_ends import NcclInbound, NcclOutbound
+from p2pkv.links.staging import StagingBudget
 
 logger = logging.getLogger(__name__)
 
@@ -57,19 +47,12 @@ INIT_SECONDS = 120.0
 looks for the ways between two hosts."""
 
 CLOSE_SECONDS = 2.0
-ABORT_SECONDS = 10.0
-"""An abort that takes longer counts as stuck; the slots that it holds stay lost until it comes back."""
-
 POLL_SECONDS = 0.0001
-"""A binding that does not block launches one message in each poll, and nobody is told that one has arrived.
-8 MiB in each tenth of a millisecond are 80 GB/s."""
+"""No call reports that a message has arrived, so this is added to each."""
 
 BUSY_SHARE = 0.25
 """Part of a device's multiprocessors (SMs) that links may hold: NCCL's kernels spin while they wait for the
 peer, one on each channel of each link that has something under way."""
-
-_SIZE_BITS = 41
-_SEQUENCES = 1 << 21
 
 UniqueId = Annotated[bytes, Meta(min_length=UNIQUE_ID_BYTES, max_length=UNIQUE_ID_BYTES)]
 Version = Annotated[int, Meta(ge=1, lt=1 << 31)]
@@ -127,7 +110,6 @@ class NcclLinks(LinkFactory):
         device: Device,
         staging_bytes: int,
         init_seconds: float = INIT_SECONDS,
-        channels: int = 8,
     ) -> None:
         """Raises ValueError if there is no staging, MemoryError if the device has no room for it.
 
@@ -136,20 +118,25 @@ class NcclLinks(LinkFactory):
             device: where the KV is.
             staging_bytes: device memory of the slots that all links of this rank share.
             init_seconds: how long a communicator may take to come up.
-            channels: the most channels of a communicator.
         """
         self.build_seconds = init_seconds
         self.poll_seconds = POLL_SECONDS
         owner = Guard(f"NCCL on {device.name}")
-        most_busy = max(1, int(device.processors * BUSY_SHARE) // channels)
+        busy = BusyEnds(max(1, int(device.processors * BUSY_SHARE) // nccl.channels))
         self.staging = StagingBudget(staging_bytes)
         pool = DevicePool(device, staging_bytes)
-        self.shared = Shared(nccl, device, pool, self.staging, init_seconds, owner, most_busy)
+        self.shared = Shared(nccl, device, pool, self.staging, init_seconds, owner, busy)
         self._version = nccl.version()
         self.kind = f"nccl {version_name(self._version)}"
         self._links: list[NcclInbound | NcclOutbound] = []
         self._closed = False
-        logger.info("%s on %s", nccl.describe(), device.name)
+        logger.info(
+            "%s on %s: %d links may be busy at once, with %d channels each",
+            nccl.describe(),
+            device.name,
+            busy.most,
+            nccl.channels,
+        )
 
     @property
     def stuck(self) -> int:
@@ -173,7 +160,7 @@ class NcclLinks(LinkFactory):
         self._check()
         invited = decode_blob(invitation, NcclInvitation)
         check_versions(self._version, invited.nccl)
-        inbound = NcclInbound(self.shared, invited.unique_id, window)
+        inbound = NcclInbound(self.shared, invited.unique_id, window, self.announced)
         self._links.append(inbound)
         return inbound, encode_blob(
             NcclAcceptance(kind="nccl", version=1, answers=invited.tag, nccl=self._version)
@@ -187,7 +174,7 @@ class NcclLinks(LinkFactory):
         if accepted.answers != invited.tag:
             raise LinkError("this acceptance answers another invitation")
         check_versions(self._version, accepted.nccl)
-        outbound = NcclOutbound(self.shared, invited.unique_id)
+        outbound = NcclOutbound(self.shared, invited.unique_id, self.announced)
         self._links.append(outbound)
         return outbound
 
@@ -202,6 +189,15 @@ class NcclLinks(LinkFactory):
         self.shared.aborts.join(CLOSE_SECONDS)
         if busy := self.shared.aborts.busy:
             logger.warning("%d aborts of NCCL have not returned; the process ends without them", busy)
+
+    def rescue(self, reason: str, wherever: bool) -> None:
+        """Break every link and abort its communicator, from a thread that is not the owner's.
+
+        The communicator that the owner is inside a call to is left alone, unless `wherever`: NCCL does not
+        promise that it may be aborted then.
+        """
+        for link in list(self._links):
+            link.rescue(reason, wherever)
 
     def _check(self) -> None:
         if self._closed:
@@ -222,7 +218,14 @@ def cuda_links(staging_bytes: int, *, device: torch.device | None = None, channe
     index = torch.cuda.current_device() if device is None or device.index is None else device.index
     try:
         on = CudaDevice(torch.device("cuda", index))
-        return NcclLinks(load_nccl(channels), on, staging_bytes, channels=channels)
+        nccl = load_nccl(channels)
+        allow_shared_gpus(nccl)
+        if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
+            logger.warning(
+                "NCCL_CUMEM_ENABLE is 0, so NCCL shares memory over NVLink by CUDA's older calls: if a peer "
+                "is killed, what this process has open of its memory is undefined. Leave the variable unset"
+            )
+        return NcclLinks(nccl, on, staging_bytes)
     except (NcclMissing, MemoryError) as error:
         raise ValueError(str(error)) from None
 
@@ -230,319 +233,3 @@ def cuda_links(staging_bytes: int, *, device: torch.device | None = None, channe
 def make_links(settings: LinkSettings) -> NcclLinks:
     """As `cuda_links`."""
     return cuda_links(settings.staging_bytes, device=settings.device, channels=settings.nccl_channels)
-
-
-# One end of a link: its operations, from their making until the device has done them.
-
-
-def to_remote_slot(sequence: int, nbytes: int) -> int:
-    """The remote slot of message number `sequence`: which message it is, and its size."""
-    return sequence % _SEQUENCES << _SIZE_BITS | nbytes
-
-
-class Operation:
-    """One send or receive. In this order it is made, wanted, launched by NCCL, and finished.
-
-    Attributes:
-        after: an event of the engine's stream, after which NCCL may begin; None until it is wanted.
-        event: recorded behind NCCL's kernel; None until NCCL has launched it.
-    """
-
-    __slots__ = ("after", "buffer", "event", "finished", "nbytes", "offset", "released", "wanted")
-
-    def __init__(self, offset: int, buffer: torch.Tensor) -> None:
-        self.offset = offset
-        self.buffer = buffer
-        self.nbytes = buffer.numel()
-        self.after: StreamEvent | None = None
-        self.event: StreamEvent | None = None
-        self.wanted = False
-        self.finished = False
-        self.released = False
-
-
-class End:
-    """What both ends have in common. `rank` 0 is P and sends, 1 is D and receives.
-
-    Streams: NCCL's kernels of an end run on a stream of its own, never on one of the engine's. What the
-    owner thread has queued on its *current* stream is done before NCCL reads a send (if it was queued
-    before `commit`) or writes a receive (before `post`). A receive is done only when its bytes are there,
-    so what is queued afterwards, on any stream, reads them.
-    """
-
-    def __init__(self, shared: Shared, what: str, unique_id: bytes, rank: int) -> None:
-        self.guard = Guard(what)
-        self.shared = shared
-        self.share = StagingShare(shared.staging)
-        self.sequence = 0
-        self.operations: set[Operation] = set()
-        """The operations that hold a slot."""
-        self._rank = rank
-        self.closed = False
-        shared.device.enter()
-        self._stream = shared.device.stream()
-        self._queue: deque[Operation] = deque()  # in order, not launched
-        self._launching: Operation | None = None  # NCCL has the call, and has not launched it yet
-        self._flying: deque[Operation] = deque()  # launched, and its event is recorded
-        self._opening = Opening(shared, unique_id, rank, self._stream)
-
-    def ready(self) -> bool:
-        """Whether the communicator is up and has carried a message. Raises LinkError if it never will be."""
-        self.check()
-        return self._comm() is not None
-
-    @property
-    def used(self) -> int:
-        """Bytes that this end's operations hold. What an abort has not given back yet is the rank's."""
-        return 0 if self.closed else self.share.held
-
-    def poll(self) -> None:
-        """Launch what can be, and see what the device has finished. Raises LinkError."""
-        self.check()
-        comm = self._comm()
-        if comm is None or not (self._queue or self._launching or self._flying):
-            return
-        try:
-            self._advance(comm)
-        except NcclError as error:
-            raise self.guard.fail(str(error)) from None
-        if not (self._queue or self._launching or self._flying):
-            self.shared.busy.discard(self)
-
-    def abort(self) -> None:
-        """End the communicator, on a helper thread; nothing of this end completes any more. Idempotent."""
-        self.shared.owner.owned()
-        self.guard.owned()
-        self.close("aborted on this side")
-
-    def close(self, reason: str) -> None:
-        """`abort` for the factory, whose thread may be another one."""
-        if self.closed:
-            return
-        self.closed = True
-        self.guard.fail(reason)
-        comm = self._opening.give_up()
-        under_way = [*self._flying] + ([self._launching] if self._launching else [])
-        for operation in self.operations.difference(under_way):
-            self.shared.pool.give(operation.offset)
-        self.operations.clear()
-        self._queue.clear()
-        self._flying.clear()
-        self._launching = None
-        self.shared.busy.discard(self)
-        if comm is not None:
-            offsets = [operation.offset for operation in under_way]
-            name = f"p2pkv-nccl-abort-{'PD'[self._rank]}"
-            self.shared.aborts.run(name, ABORT_SECONDS, lambda: self._end(comm, offsets))
-
-    def check(self) -> None:
-        """Raises RuntimeError if a second thread calls, LinkError if this end no longer works."""
-        self.shared.owner.owned()
-        self.guard.check()
-
-    # For the two kinds of ends.
-
-    def admitted(self) -> bool:
-        """Whether this end may have operations under way: it has some, or few enough others have."""
-        return self in self.shared.busy or len(self.shared.busy) < self.shared.most_busy
-
-    def enqueue(self, operation: Operation) -> None:
-        """Append an operation; NCCL gets it in this order, once it is wanted."""
-        self.sequence += 1
-        self.operations.add(operation)
-        self._queue.append(operation)
-        self.shared.busy.add(self)
-
-    def want(self, operation: Operation) -> None:
-        """Let `poll` launch it; it begins when the work now on the current stream is done."""
-        operation.after = self.shared.device.here()
-        operation.wanted = True
-
-    def free(self, operation: Operation) -> None:
-        """Its slot may be used again."""
-        self.operations.discard(operation)
-        self.shared.pool.give(operation.offset)
-
-    def finished(self, operation: Operation) -> None:
-        """The device has done it."""
-        raise NotImplementedError
-
-    # Inside.
-
-    def _comm(self) -> int | None:
-        try:
-            return self._opening.comm()
-        except LinkError as error:
-            raise self.guard.fail(str(error)) from None
-
-    def _advance(self, comm: int) -> None:
-        state = self.shared.nccl.async_error(comm)
-        if state not in (SUCCESS, IN_PROGRESS):
-            raise self.guard.fail(f"NCCL reports error {state}; NCCL_DEBUG=INFO shows more")
-        if state == SUCCESS:
-            if self._launching is not None:
-                self._record(self._launching)
-                self._launching = None
-            self._launch(comm)
-        while self._flying and self._passed(self._flying[0]):
-            operation = self._flying.popleft()
-            operation.finished = True
-            self.finished(operation)
-
-    def _launch(self, comm: int) -> None:
-        """Launch wanted operations in order: all, or one if the binding does not block, since NCCL must be
-        polled in between."""
-        nccl = self.shared.nccl
-        call, peer = (nccl.send, 1) if self._rank == 0 else (nccl.recv, 0)
-        while self._queue and self._queue[0].wanted and self._launching is None:
-            operation = self._queue.popleft()
-            self._launching = operation  # from here on the device may touch its slot
-            if operation.after is not None:
-                self._stream.follow(operation.after)
-            call(operation.buffer.data_ptr(), operation.nbytes, peer, comm, self._stream.number)
-            if nccl.blocking:
-                self._record(operation)
-                self._launching = None
-
-    def _record(self, operation: Operation) -> None:
-        # Not earlier: an event recorded before NCCL has launched would lie before its kernel.
-        operation.event = self._stream.record()
-        self._flying.append(operation)
-
-    def _passed(self, operation: Operation) -> bool:
-        assert operation.event is not None
-        try:
-            return operation.event.ready()
-        except RuntimeError as error:
-            raise self.guard.fail(f"the device has failed: {error}") from None
-
-    def _end(self, comm: int, offsets: list[int]) -> None:
-        """On a helper thread: abort, and give the slots back when the device can no longer touch them."""
-        self.shared.device.enter()
-        self.shared.nccl.abort(comm)
-        wait_out(self._stream.record())
-        self._stream.close()
-        for offset in offsets:
-            self.shared.pool.give(offset)
-
-
-# D's end, and P's.
-
-
-class NcclReceive:
-    """One posted receive."""
-
-    def __init__(self, link: NcclInbound, operation: Operation, remote_slot: int) -> None:
-        self.buffer = operation.buffer
-        self.remote_slot = remote_slot
-        self._link = link
-        self._operation = operation
-
-    def done(self) -> bool:
-        """Whether all bytes have arrived, as of the last `poll`."""
-        self._link.check()
-        return self._operation.finished
-
-    def release(self) -> None:
-        """Return the room; if bytes are still on their way, as soon as they have arrived. Idempotent."""
-        self._link.release(self._operation)
-
-
-class NcclInbound(End, Inbound):
-    """D's end. Its window bounds what it may hold of the slots that all links of the rank share.
-
-    `post` launches nothing, `poll` does: a receive that is launched before its grant has gone out would
-    wait for ever where launches block (CUDA_LAUNCH_BLOCKING=1, profilers, sanitizers).
-    """
-
-    def __init__(self, shared: Shared, unique_id: bytes, window: int) -> None:
-        if window < 1:
-            raise ValueError(f"window is {window} bytes; it must be positive")
-        self._window = aligned(window)
-        super().__init__(shared, "the NCCL link from a peer", unique_id, rank=1)
-
-    def post(self, nbytes: int) -> NcclReceive | None:
-        """Post the next receive, or None while there is no room for it, or too many links are busy."""
-        self.check()
-        if nbytes > self._window:
-            raise ValueError(f"a message of {nbytes} bytes can never fit a window of {self._window} bytes")
-        self.shared.pool.check(nbytes)
-        if self.used + aligned(nbytes) > self._window or not self.admitted():
-            return None
-        offset = self.shared.pool.take(nbytes, self.share)
-        if offset is None:
-            return None
-        operation = Operation(offset, self.shared.pool.tensor(offset, nbytes))
-        receive = NcclReceive(self, operation, to_remote_slot(self.sequence, nbytes))
-        self.enqueue(operation)
-        self.want(operation)
-        return receive
-
-    def release(self, operation: Operation) -> None:
-        """A receive's bytes have been read."""
-        self.guard.owned()
-        if not operation.released:
-            operation.released = True
-            if operation.finished and operation in self.operations:
-                self.free(operation)
-
-    def finished(self, operation: Operation) -> None:
-        if operation.released:
-            self.free(operation)
-
-    def __repr__(self) -> str:
-        return f"NcclInbound(posted {self.sequence}, {self.used} bytes held)"
-
-
-class NcclSend:
-    """One send."""
-
-    def __init__(self, link: NcclOutbound, operation: Operation) -> None:
-        self.buffer = operation.buffer
-        self._link = link
-        self._operation = operation
-
-    def commit(self) -> None:
-        """Hand the buffer over; NCCL reads it when the current stream has written it."""
-        self._link.check()
-        self._link.want(self._operation)
-        self._link.poll()
-
-    def done(self) -> bool:
-        """Whether D's receive has taken the bytes, as of the last `poll`."""
-        self._link.check()
-        return self._operation.finished
-
-
-class NcclOutbound(End, Outbound):
-    """P's end."""
-
-    def __init__(self, shared: Shared, unique_id: bytes) -> None:
-        super().__init__(shared, "the NCCL link to a peer", unique_id, rank=0)
-
-    def reserve(self, nbytes: int, remote_slot: int) -> NcclSend | None:
-        """A buffer, or None while the rank's slots are taken. ValueError if it never has room.
-
-        Raises LinkError if the grant is not the next one, or for another size: NCCL would not notice.
-        """
-        self.check()
-        self.shared.pool.check(nbytes)
-        if remote_slot != to_remote_slot(self.sequence, nbytes):
-            raise self.guard.fail(
-                f"remote slot {remote_slot} is not that of message {self.sequence} with {nbytes} bytes; "
-                "grants must be used in order, and filled"
-            )
-        if not self.admitted() or not self.share.grants(nbytes):
-            return None
-        offset = self.shared.pool.take(nbytes, self.share)
-        if offset is None:
-            return None
-        operation = Operation(offset, self.shared.pool.tensor(offset, nbytes))
-        self.enqueue(operation)
-        return NcclSend(self, operation)
-
-    def finished(self, operation: Operation) -> None:
-        self.free(operation)
-
-    def __repr__(self) -> str:
-        return f"NcclOutbound(reserved {self.sequence}, {self.used} bytes held)"

@@ -29,7 +29,16 @@ UINT8 = 1
 CHANNEL_VARIABLES = ("NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS")
 
 MOST_CTAS = 32
-"""NCCL's own bound on a communicator's channels."""
+"""The most channels that p2pkv asks for, and what a communicator counts for whose channels it could not set.
+NCCL's own bound is 64 since 2.30, 32 before; sends and receives between two ranks of a host use less."""
+
+MAX_CTAS = "NCCL_MAX_CTAS"
+"""NCCL's variable that takes the place of the number in a communicator's configuration (init.cc)."""
+
+SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
+SHARED_GPU_VERSION = 23000
+INVALID_USAGE = 5
+"""What NCCL answers to two ranks on one GPU, among others."""
 
 NEEDED = (
     "Config", "NCCLError", "UniqueId", "comm_abort", "comm_destroy", "comm_get_async_error",
@@ -57,10 +66,12 @@ class Nccl(ABC):
         blocking: True if `init` returns a communicator that is complete, and `send` and `recv` return
             when NCCL has launched them. False if they return at once and `async_error` says
             IN_PROGRESS until that is so; until then nothing else may be asked of that communicator.
+        channels: multiprocessors that a kernel of one communicator may hold.
     """
 
     binding: str
     blocking: bool
+    channels: int
 
     @abstractmethod
     def version(self) -> int:
@@ -133,6 +144,40 @@ def load_nccl(channels: int = 8) -> Nccl:
     )
 
 
+def allow_shared_gpus(nccl: Nccl) -> None:
+    """Let two ranks be on one GPU, which NCCL refuses since 2.30 unless this is set before its first init.
+
+    Older versions refuse it always. What the user has set there stays.
+    """
+    if nccl.version() >= SHARED_GPU_VERSION:
+        os.environ.setdefault(SHARED_GPU, "1")
+
+
+def advice(error: NcclError, version: int) -> str:
+    """What to do about NCCL's refusal to join two ranks, after its sentence; "" if nothing is known."""
+    if error.status != INVALID_USAGE:
+        return ""
+    if version >= SHARED_GPU_VERSION:
+        way = f"set {SHARED_GPU}=1 for both servers before they start"
+    else:
+        way = (
+            "set NCCL_HOSTID to another value for each of the two servers before they start (NCCL then goes "
+            "through the network, which is slow), or install NCCL 2.30 or newer"
+        )
+    return f"; if P and D share a GPU: {way} (docs/operations.md)"
+
+
+def _power_of_two(channels: int) -> int:
+    """The channels that NCCL uses for sends and receives if it may use so many (graph/paths.cc)."""
+    return int(1 << (channels - 1).bit_length())
+
+
+def _number(variable: str) -> int | None:
+    """The environment's number of this name; None if there is none that NCCL would take."""
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdecimal() and int(value) > 0 else None
+
+
 # nccl4py, NVIDIA's own binding: non-blocking, so that a communicator can always be aborted.
 # Only its low-level module is used: `nccl.core` would need cuda-bindings and its own buffer objects.
 
@@ -163,6 +208,7 @@ class Nccl4pyNccl(Nccl):
         self.binding = binding
         self._nccl = nccl
         self._channels = min(channels, MOST_CTAS)
+        self.channels = _power_of_two(_number(MAX_CTAS) or self._channels)
         self._numbers = itertools.count(1)
         self._comms: dict[int, Any] = {}
 
@@ -227,8 +273,7 @@ def make_cupy(channels: int) -> CupyNccl:
         raise NcclMissing(f"CuPy cannot be imported ({error})") from None
     if not nccl.available:
         raise NcclMissing(f"CuPy {cupy.__version__} finds no NCCL library; install nvidia-nccl-cu12 or -cu13")
-    _set_channels(channels)
-    return CupyNccl(nccl, f"CuPy {cupy.__version__}")
+    return CupyNccl(nccl, f"CuPy {cupy.__version__}", _set_channels(channels))
 
 
 class CupyNccl(Nccl):
@@ -236,8 +281,9 @@ class CupyNccl(Nccl):
 
     blocking = True
 
-    def __init__(self, nccl: Any, binding: str) -> None:
+    def __init__(self, nccl: Any, binding: str, channels: int) -> None:
         self.binding = binding
+        self.channels = channels
         self._nccl = nccl
         self._numbers = itertools.count(1)
         self._comms: dict[int, Any] = {}
@@ -290,20 +336,26 @@ class CupyNccl(Nccl):
             raise NcclError(name, int(error.args[0]), "a result that CuPy has no name for") from None
 
 
-def _set_channels(channels: int) -> None:
+def _set_channels(channels: int) -> int:
+    """Tell NCCL. Returns what a communicator counts for: all that it may have, where that came too late."""
     wanted = str(channels)
     for variable in CHANNEL_VARIABLES:
         os.environ.setdefault(variable, wanted)
     different = {name: os.environ[name] for name in CHANNEL_VARIABLES if os.environ[name] != wanted}
     if different:
         logger.warning("nccl_num_channels is %s, but the environment's %s stays", wanted, different)
-    elif _nccl_in_use():
+        return _power_of_two(max(_number(name) or MOST_CTAS for name in CHANNEL_VARIABLES))
+    if _nccl_in_use():
         logger.warning(
-            "nccl_num_channels=%s may come too late: this process has used NCCL already, which reads its "
-            "environment once; set %s before vLLM starts, or install nccl4py",
+            "nccl_num_channels=%s comes too late: vLLM has used NCCL already, which reads its environment "
+            "once. Each link counts as %d channels, so fewer links may be busy at once. Install nccl4py, "
+            "or set %s before vLLM starts",
             wanted,
+            MOST_CTAS,
             " and ".join(f"{name}={wanted}" for name in CHANNEL_VARIABLES),
         )
+        return MOST_CTAS
+    return _power_of_two(channels)
 
 
 def _nccl_in_use() -> bool:

@@ -15,9 +15,9 @@ from typing import Protocol
 
 import torch
 
-from p2pkv.device import end_stream, ignore_captures, make_stream, take_memory
+from p2pkv.device import CudaEvent, end_stream, ignore_captures, make_stream, take_memory
 from p2pkv.links.base import Guard, LinkError
-from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, Nccl, NcclError
+from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, Nccl, NcclError, advice
 from p2pkv.links.staging import Slots, StagingBudget, StagingShare
 
 logger = logging.getLogger(__name__)
@@ -54,10 +54,6 @@ class Stream(Protocol):
         """Record an event at this point of the stream."""
         ...
 
-    def follow(self, event: StreamEvent) -> None:
-        """What is queued here from now on begins when `event`, of another stream, is ready."""
-        ...
-
     def close(self) -> None:
         """Nothing is on it any more, and nothing will be."""
         ...
@@ -87,7 +83,7 @@ class Device(Protocol):
         ...
 
     def stream(self) -> Stream:
-        """A new stream, which nothing else of this process ever shares. Raises LinkError."""
+        """A new stream, which nothing else of this process ever shares. Raises RuntimeError."""
         ...
 
     def here(self) -> StreamEvent:
@@ -95,34 +91,16 @@ class Device(Protocol):
         ...
 
 
-class CudaEvent:
-    """A CUDA event, recorded when made."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.event.record(stream)
-
-    def ready(self) -> bool:
-        return bool(self.event.query())  # type: ignore[no-untyped-call]
-
-
 class CudaStream:
     """A stream that nobody else of this process uses; see `device.make_stream`."""
 
-    def __init__(self, device: torch.device) -> None:
-        """On the calling thread's current device. Raises LinkError."""
-        try:
-            self.number = make_stream()
-        except RuntimeError as error:
-            raise LinkError(str(error)) from None
-        self._stream = torch.cuda.ExternalStream(self.number, device)  # type: ignore[no-untyped-call]
+    def __init__(self, device: int) -> None:
+        """On the calling thread's current device, which is this one. Raises RuntimeError."""
+        self._device = device
+        self.number = make_stream(first=True)
 
     def record(self) -> CudaEvent:
-        return CudaEvent(self._stream)
-
-    def follow(self, event: StreamEvent) -> None:
-        assert isinstance(event, CudaEvent)
-        self._stream.wait_event(event.event)
+        return CudaEvent(self._device, self.number)
 
     def close(self) -> None:
         end_stream(self.number)
@@ -134,6 +112,7 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         assert device.type == "cuda" and device.index is not None
         self._device = device
+        self._index = device.index
         self.name = str(device)
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -150,10 +129,10 @@ class CudaDevice:
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def stream(self) -> CudaStream:
-        return CudaStream(self._device)
+        return CudaStream(self._index)
 
     def here(self) -> CudaEvent:
-        return CudaEvent(torch.cuda.current_stream(self._device))
+        return CudaEvent(self._index, torch.cuda.current_stream(self._index).cuda_stream)
 
 
 # Device memory: what is being sent, or received, lies in its slots.
@@ -168,7 +147,10 @@ class DevicePool:
     def __init__(self, device: Device, nbytes: int) -> None:
         """Raises ValueError if `nbytes` is not positive, MemoryError if the device has no room."""
         self._slots = Slots(nbytes)
-        self._bytes = device.memory(self._slots.capacity)
+        capacity = self._slots.capacity
+        self._bytes = device.memory(capacity + FIRST_MESSAGE_BYTES)
+        self.first_message = self._bytes[capacity:]
+        """What new communicators send first: all of them at once, and nobody reads it."""
         self._lock = threading.Lock()
 
     def check(self, nbytes: int) -> None:
@@ -247,6 +229,55 @@ class Helpers:
 # What a rank's links share, and one communicator.
 
 
+class BusyEnds:
+    """Ends whose kernels may hold multiprocessors, at most so many at once, in the order in which they asked.
+
+    NCCL's kernels spin on their multiprocessors until the peer has done its part.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._inside: set[object] = set()
+        self._waiting: dict[object, None] = {}
+
+    def admits(self, end: object) -> bool:
+        """Whether this end is one of them, or may be."""
+        return end in self._inside or len(self._inside) < self.most
+
+    def turn_of(self, end: object) -> bool:
+        """The same, but ends that have asked before come first. An end that may not enter yet is remembered:
+        it asks until it may, or leaves."""
+        if end in self._inside:
+            return True
+        free = self.most - len(self._inside)
+        if any(end is first for first, _ in zip(self._waiting, range(free), strict=False)):
+            return True
+        if len(self._waiting) < free:
+            return True
+        self._waiting[end] = None
+        return False
+
+    @property
+    def contended(self) -> bool:
+        """Whether an end waits."""
+        return bool(self._waiting)
+
+    def enter(self, end: object) -> bool:
+        """This end has something on the device from now on. Always True."""
+        self._waiting.pop(end, None)
+        self._inside.add(end)
+        return True
+
+    def rest(self, end: object) -> None:
+        """Nothing of this end is on the device any more."""
+        self._inside.discard(end)
+
+    def leave(self, end: object) -> None:
+        """This end has been closed."""
+        self._waiting.pop(end, None)
+        self._inside.discard(end)
+
+
 @dataclass
 class Shared:
     """What all NCCL links of one rank share. `owner` knows the one thread that may call them."""
@@ -258,12 +289,12 @@ class Shared:
     """Slots of links included whose abort has not come back."""
     init_seconds: float
     owner: Guard
-    most_busy: int
-    """Ends that may have operations under way at once."""
+    busy: BusyEnds
+    times: list[tuple[float, ...]] | None = None
+    """Of each operation that is done, if a benchmark wants them: when it was wanted, was handed to NCCL,
+    NCCL's call returned, it was launched, and it was done, as seen by the owner's polls."""
     openings: Helpers = field(default_factory=Helpers)
     aborts: Helpers = field(default_factory=Helpers)
-    busy: set[object] = field(default_factory=set)
-    """Ends that have operations under way."""
 
     @property
     def stuck(self) -> int:
@@ -290,11 +321,12 @@ class Opening:
     belongs here, and not in a request.
     """
 
-    def __init__(self, shared: Shared, unique_id: bytes, rank: int, stream: Stream) -> None:
+    def __init__(self, shared: Shared, unique_id: bytes, rank: int) -> None:
         self._shared = shared
         self._unique_id = unique_id
         self._rank = rank
-        self._stream = stream
+        self.stream: Stream | None = None
+        """The communicator's own. There once it is up."""
         self._began = time.monotonic()
         self._lock = threading.Lock()
         self._given_up = threading.Event()
@@ -327,9 +359,10 @@ class Opening:
         try:
             self._shared.device.enter()
             free = self._shared.device.free_bytes()
+            stream = self.stream = self._shared.device.stream()
             comm = self._shared.nccl.init(2, self._unique_id, self._rank)
             self._settle(comm)
-            self._say_something(comm)
+            self._say_something(comm, stream)
             logger.info(
                 "an NCCL communicator came up in %.2f s; the device has %.1f MiB less than before",
                 time.monotonic() - self._began,
@@ -337,7 +370,9 @@ class Opening:
             )
         except _GivenUp:
             pass
-        except (NcclError, MemoryError, RuntimeError) as error:  # RuntimeError: the device's own
+        except NcclError as error:
+            self._reason = f"{error}{advice(error, self._shared.nccl.version())}"
+        except (MemoryError, RuntimeError) as error:  # RuntimeError: the device's own
             self._reason = str(error)
         with self._lock:
             if not self._reason and not self._given_up.is_set():
@@ -345,16 +380,16 @@ class Opening:
                 return
         if comm is not None:
             self._shared.nccl.abort(comm)
-        wait_out(self._stream.record())
-        self._stream.close()
+        if self.stream is not None:
+            wait_out(self.stream.record())
+            self.stream.close()
 
-    def _say_something(self, comm: int) -> None:
-        nccl = self._shared.nccl
-        self._buffer = self._shared.device.memory(FIRST_MESSAGE_BYTES)  # it must outlive an abort
+    def _say_something(self, comm: int, stream: Stream) -> None:
+        nccl, buffer = self._shared.nccl, self._shared.pool.first_message
         call, peer = (nccl.send, 1) if self._rank == 0 else (nccl.recv, 0)
-        call(self._buffer.data_ptr(), FIRST_MESSAGE_BYTES, peer, comm, self._stream.number)
+        call(buffer.data_ptr(), FIRST_MESSAGE_BYTES, peer, comm, stream.number)
         self._settle(comm)
-        event = self._stream.record()
+        event = stream.record()
         while not event.ready():
             self._pause()
             self._settle(comm)

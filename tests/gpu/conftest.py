@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator
+import signal
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,37 @@ def the_environment() -> Iterator[None]:
     for name in {name for name in os.environ if name.startswith("NCCL_")} - set(before):
         del os.environ[name]
     os.environ.update(before)
+
+
+DEADLINE_SECONDS = 120.0
+GRACE_SECONDS = 30.0
+"""A call to CUDA that hangs never returns to Python, which could raise: then the process ends."""
+
+
+class Late(Exception):
+    """A test has outlived its deadline."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A deadline for each test here, its fixtures included, where pytest-timeout is not installed."""
+    if HERE not in item.path.parents or item.config.pluginmanager.hasplugin("timeout"):
+        return (yield)
+    mark = item.get_closest_marker("timeout")
+    seconds = float(mark.args[0]) if mark else DEADLINE_SECONDS
+
+    def late(number: int, frame: object) -> None:
+        raise Late(f"{item.nodeid} did not end in {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    faulthandler.dump_traceback_later(seconds + GRACE_SECONDS, exit=True)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,8 +1,8 @@
-"""`make gpu-first-day`: all that can be tried on one or two GPUs, in under ten minutes, into one report.
+"""`make gpu-first-day`: all that can be tried on one or two GPUs, what says most first, into one page.
 
 For a machine with torch, CuPy and pytest, without network and with nothing prepared. Each step is a process
 with a deadline; what a machine lacks, or what there is no time for, is a line that says so. Writes
-first_day.md and first_day.json, to be attached to an issue. Exit code 1 if a step failed.
+first_day.html, first_day.md and first_day.json, to be attached to an issue. Exit code 1 if a step failed.
 """
 
 from __future__ import annotations
@@ -12,17 +12,23 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests"))  # this is a script
 
+from gpu.figures import VARIABLE, figures  # noqa: E402
 from gpu.needs import lacking  # noqa: E402
+from gpu.page import Block, Boxes, Heading, Output, Table, Text, markdown, page  # noqa: E402
+
+TITLE = "p2pkv on a GPU: the first day"
 
 LAST_LINES = 60
 """Lines of a step's output that the report keeps."""
@@ -53,6 +59,7 @@ class Step:
         seconds: its deadline.
         modules: those of WHEELS that it needs.
         one: what exit status 1 means, if that is not a failure.
+        boxes: what is shown on a card if it passes.
     """
 
     name: str
@@ -62,6 +69,7 @@ class Step:
     seconds: float = 120.0
     modules: tuple[str, ...] = ()
     one: str = ""
+    boxes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -77,12 +85,20 @@ class Result:
 
 
 def steps(out: Path) -> list[Step]:
+    """What says most comes first, should the time be over."""
     python = sys.executable
     tests = (python, "-m", "pytest", "-c", "tests/gpu/bare.ini", "-q", "-rfEs")
     bench = (python, "-m", "p2pkv.cli", "bench", "--link", "nccl", "--repeat", "3", "--fan-out", "1", "2")
+    wheels = ("msgspec", "zmq")
+
+    def servers(name: str, what: str, setting: str, gpus: int, *boxes: str) -> Step:
+        command = (*tests, "tests/gpu/test_servers.py", "-k", setting)
+        return Step(name, what, command, gpus, 400.0, boxes=boxes)
+
     return [
         Step("environment", "Python, packages and devices", (python, "-c", ENVIRONMENT), seconds=60),
         Step("driver", "what the driver says", ("nvidia-smi",), seconds=30),
+        Step("topology", "what lies between the cards", ("nvidia-smi", "topo", "-m"), seconds=30),
         Step(
             "doctor",
             "what p2pkv can use here",
@@ -90,41 +106,94 @@ def steps(out: Path) -> list[Step]:
             seconds=60,
             one="no vLLM server with p2pkv can run here; its lines say why",
         ),
-        Step("kernels", "gather, scatter and checksums", (*tests, "tests/gpu/test_kernels.py"), 1),
+        Step(
+            "kernels",
+            "gather, scatter and checksums",
+            (*tests, "tests/gpu/test_kernels.py"),
+            1,
+            boxes=(
+                "the kernels move the bytes that torch's index kernels move, and compute torch's checksums",
+                "a gather on the engine's stream does not wait for the forward's stream",
+            ),
+        ),
         Step(
             "one card",
             "two ranks on one card: pushes compared, a peer killed, links aborted",
             (*tests, "tests/gpu/test_push.py", "-k", "one_gpu or one-gpu"),
             1,
+            240.0,
+            boxes=(
+                "NCCL joins two ranks on one card, and bytes on D equal bytes on P",
+                "D is killed in mid-transfer: its link is aborted within three leases, and the next D gets "
+                "another",
+            ),
+        ),
+        servers(
+            "servers, one card",
+            "vLLM: P, D and the proxy on one card answer as one server does",
+            "one-gpu and not graphs",
+            1,
+            "a P and a D of vLLM on one card answer as a single server, and all checksums agree",
+            "D decodes on while prompts arrive, and when P is killed (figures below)",
+        ),
+        Step(
+            "two cards",
+            "the same as on one card between two cards",
+            (*tests, "tests/gpu/test_push.py", "tests/gpu/test_bench_gpu.py", "-k", "two-gpus"),
+            2,
+            240.0,
+            boxes=("bytes on D equal bytes on P between two cards, by NVLink or PCIe",),
+        ),
+        servers(
+            "servers, two cards",
+            "vLLM on a card each",
+            "two-gpus and not piecewise and not full and not tp2",
+            2,
+            "a P and a D of vLLM on a card each answer as a single server",
+        ),
+        Step(
+            "bench",
+            "gather, link and push",
+            (*bench, "--json", str(out / BENCH)),
+            1,
+            180.0,
+            wheels,
+            boxes=("gather, link and push beside the limits of the card and of the link (figures below)",),
+        ),
+        servers(
+            "graphs, two cards",
+            "vLLM with CUDA graphs, piecewise and full",
+            "two-gpus-piecewise or two-gpus-full",
+            2,
+            "with CUDA graphs, piecewise and full, the answers are right and no capture is ended",
+        ),
+        servers(
+            "TP 2",
+            "P and D with tensor parallel size 2 on both cards, under load",
+            "two-gpus-tp2",
+            2,
+            "beside the all-reduce of TP 2 nothing hangs, and the pauses between tokens are those of decode",
+        ),
+        servers(
+            "graphs, one card",
+            "vLLM with CUDA graphs on one card",
+            "one-gpu-graphs",
+            1,
+            "with CUDA graphs on one card the answers are right",
         ),
         Step(
             "fan-out",
             "several ranks of D on one card, and what a communicator costs",
             (*tests, "tests/gpu/test_bench_gpu.py", "-k", "one-gpu"),
             1,
-        ),
-        Step(
-            "bench",
-            "gather, link and push",
-            (*bench, "--json", str(out / "bench.json")),
-            1,
-            180.0,
-            ("msgspec", "zmq"),
-        ),
-        Step(
-            "two cards",
-            "the same between two cards",
-            (*tests, "tests/gpu/test_push.py", "tests/gpu/test_bench_gpu.py", "-k", "two-gpus"),
-            2,
-        ),
-        Step(
-            "servers",
-            "vLLM: a P, a D and the proxy answer as one server does",
-            (*tests, "tests/gpu/test_servers.py"),
-            2,
-            400.0,
+            240.0,
+            boxes=("several ranks of D share P's heads, and the memory of a communicator is known",),
         ),
     ]
+
+
+BENCH = "bench.json"
+FIGURES = "figures.jsonl"
 
 
 def run(step: Step, seconds: float) -> Result:
@@ -200,28 +269,126 @@ def run_all(wanted: Sequence[Step], count: int, seconds: float) -> list[Result]:
     return results
 
 
-def report(results: Sequence[Result], when: str) -> str:
-    """The page."""
-    lines = [
-        "# p2pkv on a GPU: the first day",
-        "",
-        f"{when}, `make gpu-first-day`.",
-        "",
-        "| step | what | outcome | seconds | why |",
-        "|---|---|---|---:|---|",
+# The physical limits that the figures are compared with.
+
+
+def limits() -> dict[str, float]:
+    """GB/s of what bytes pass through, as far as this machine tells: by name, one direction."""
+    found: dict[str, float] = {}
+    if (links := _asked("nvidia-smi", "nvlink", "--status", "-i", "0")) and (
+        rates := re.findall(r"Link \d+: ([\d.]+) GB/s", links)
+    ):
+        found["NVLink"] = sum(map(float, rates))
+    pcie = _asked(
+        "nvidia-smi",
+        "--query-gpu=pcie.link.gen.max,pcie.link.width.max",
+        "--format=csv,noheader,nounits",
+        "-i",
+        "0",
+    )
+    if match := re.match(r"(\d+), (\d+)", pcie):
+        found["PCIe"] = PCIE_LANE.get(int(match[1]), 0.0) * int(match[2])
+    for rate in sorted(Path("/sys/class/infiniband").glob("*/ports/*/rate")):
+        if gbits := re.match(r"(\d+)", rate.read_text()):
+            found["network"] = max(found.get("network", 0.0), int(gbits[1]) / 8)
+    return {name: rate for name, rate in found.items() if rate}
+
+
+PCIE_LANE = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+"""GB/s of a lane, by generation, after its encoding."""
+
+
+def _asked(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+# The report.
+
+
+def figures_table(
+    bench: dict[str, Any] | None, kept: Sequence[dict[str, Any]], limit: dict[str, float]
+) -> Table:
+    """Each figure beside what it is measured against, as a ratio."""
+    rows: list[list[str]] = []
+    for row in (bench or {}).get("rows", []):
+        size = f"{row['bytes'] >> 10} KiB"
+        copy = row["copy"] / 1e9
+        for kind in ("gather", "scatter"):
+            rate = row[kind] / 1e9
+            rows.append(
+                [
+                    f"{kind}, {size}",
+                    f"{rate:.1f} GB/s",
+                    f"a plain copy, {copy:.1f} GB/s",
+                    f"{rate / copy:.2f}",
+                ]
+            )
+        between = len(set((bench or {})["devices"])) > 1
+        way, most = next(((name, limit[name]) for name in ("NVLink", "PCIe") if name in limit), ("", 0.0))
+        for kind in ("raw", "link", "push"):
+            if not row.get(kind):
+                continue
+            rate = statistics.median(row[kind]) / 1e9
+            compared = [f"{way}, {most:.0f} GB/s", f"{rate / most:.2f}"] if between and most else ["-", "-"]
+            rows.append([f"{NAMES[kind]}, {size}", f"{rate:.1f} GB/s", *compared])
+    rows += [
+        [f"{each['name']} ({each['where']})", f"{each['value']:.3g} {each['unit']}", "-", "-"]
+        for each in kept
+    ]
+    return Table(["figure", "value", "limit", "ratio"], rows)
+
+
+NAMES = {"raw": "NCCL's own send and receive", "link": "p2pkv's link", "push": "a whole push"}
+
+
+def blocks(
+    wanted: Sequence[Step],
+    results: Sequence[Result],
+    when: str,
+    table: Table | None = None,
+    limit: dict[str, float] | None = None,
+) -> list[Block]:
+    """The page's parts."""
+    outcomes = {each.step: each.outcome for each in results}
+    counts = ", ".join(
+        f"{sum(each.outcome == outcome for each in results)} {outcome}"
+        for outcome in ("passed", "failed", "not run")
+    )
+    found: list[Block] = [
+        Text(f"{when}, `make gpu-first-day`: {counts}. Attach this page to an issue."),
+        Heading("What a card has to show"),
+        Boxes(
+            [
+                (outcomes.get(step.name) == "passed", f"{box} ({step.name})")
+                for step in wanted
+                for box in step.boxes
+            ]
+        ),
+        Heading("Steps"),
+        Table(
+            ["step", "what", "outcome", "seconds", "why"],
+            [[each.step, each.what, each.outcome, f"{each.seconds:.0f}", each.why] for each in results],
+        ),
+        Heading("Figures and their limits"),
+        Text(
+            ", ".join(f"{name} {rate:.0f} GB/s" for name, rate in (limit or {}).items())
+            or "This machine tells of no NVLink, PCIe or InfiniBand."
+        ),
+        table if table is not None and table.rows else Text("Nothing was measured."),
     ]
     for each in results:
-        why = each.why.replace("|", "\\|")
-        lines.append(f"| {each.step} | {each.what} | {each.outcome} | {each.seconds:.0f} | {why} |")
-    for each in results:
         if each.output:
-            lines += ["", f"## {each.step}", "", "```", *each.output, "```"]
-    return "\n".join(lines) + "\n"
+            found += [Heading(each.step), Output(each.output)]
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=9.0, help="it ends by itself within this time")
+    parser.add_argument("--minutes", type=float, default=30.0, help="it ends by itself within this time")
     parser.add_argument("--only", nargs="+", metavar="STEP", help="only these steps, by name")
     parser.add_argument("--out", type=Path, default=ROOT / ".gpu-first-day", help="where the report goes")
     args = parser.parse_args(argv)
@@ -233,12 +400,20 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"no step {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in wanted)}"
             )
         wanted = [step for step in wanted if step.name in args.only]
+    (args.out / FIGURES).unlink(missing_ok=True)
+    (args.out / BENCH).unlink(missing_ok=True)
+    os.environ[VARIABLE] = str((args.out / FIGURES).absolute())
     results = run_all(wanted, devices(), args.minutes * 60)
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    page, data = args.out / "first_day.md", args.out / "first_day.json"
-    page.write_text(report(results, when))
-    data.write_text(json.dumps({"when": when, "steps": [asdict(each) for each in results]}, indent=1) + "\n")
-    print(f"the report: {page} and {data}")
+    bench, limit = args.out / BENCH, limits()
+    kept = figures(args.out / FIGURES)
+    table = figures_table(json.loads(bench.read_text()) if bench.exists() else None, kept, limit)
+    parts = blocks(wanted, results, when, table, limit)
+    (args.out / "first_day.md").write_text(markdown(TITLE, parts), encoding="utf-8")
+    (args.out / "first_day.html").write_text(page(TITLE, parts), encoding="utf-8")
+    data = {"when": when, "steps": [asdict(each) for each in results], "figures": kept, "limits": limit}
+    (args.out / "first_day.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    print(f"the report: first_day.html, first_day.md and first_day.json in {args.out}")
     return 1 if any(each.outcome == "failed" for each in results) else 0
 
 

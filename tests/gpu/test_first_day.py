@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from _pytest.mark.expression import Expression
 from gpu import first_day
-from gpu.first_day import Step, main, report, run_all, verdict
+from gpu.figures import VARIABLE, figure, figures
+from gpu.first_day import Step, blocks, figures_table, limits, main, run_all, verdict
+from gpu.page import Boxes, Output, Table, Text, markdown, page
 
 
 def step(name: str, code: str, **more: object) -> Step:
@@ -36,8 +41,9 @@ def test_each_step_has_its_outcome_and_its_reason() -> None:
     ]
     assert [each.why for each in results[1:3]] == ["exit status 3", "it did not end in 0.5 s"]
     assert results[4].why == "needs 2 CUDA devices, and torch finds 1"
-    page = report(results, "today")
-    assert "| bad | what bad does | failed |" in page and "it broke" in page
+    said = markdown("a day", blocks([], results, "today"))
+    assert "| bad | what bad does | failed |" in said and "it broke" in said
+    assert "today, `make gpu-first-day`: 1 passed, 2 failed, 2 not run." in said
 
 
 def test_when_the_time_is_over_the_rest_is_not_run() -> None:
@@ -66,9 +72,136 @@ def test_the_command_writes_both_reports(tmp_path: Path) -> None:
     (found,) = json.loads((tmp_path / "first_day.json").read_text())["steps"]
     assert found["outcome"] == "passed" and any(line.startswith("torch ") for line in found["output"])
     assert "| environment |" in (tmp_path / "first_day.md").read_text()
+    assert "<td>environment</td>" in (tmp_path / "first_day.html").read_text()
 
 
 def test_every_step_names_tests_that_are_there(tmp_path: Path) -> None:
     named = [word for each in first_day.steps(tmp_path) for word in each.command if word.startswith("tests/")]
     assert len(named) > 5
     assert [word for word in named if not (first_day.ROOT / word).exists()] == []
+
+
+def collected() -> list[str]:
+    """The tests of this folder, by id; all that a GPU would run."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        "tests/gpu/bare.ini",
+        "--collect-only",
+        "-q",
+        "tests/gpu",
+    ]
+    env = {**os.environ, "PYTHONPATH": f"{first_day.ROOT}{os.pathsep}{first_day.ROOT / 'tests'}"}
+    done = subprocess.run(command, cwd=first_day.ROOT, env=env, capture_output=True, text=True, check=False)
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def test_every_test_for_a_gpu_is_in_a_step_and_every_step_has_some(tmp_path: Path) -> None:
+    ids, seen = collected(), set[str]()
+    for each in first_day.steps(tmp_path):
+        named = {
+            word.removeprefix("tests/gpu/") for word in each.command if word.startswith("tests/gpu/test_")
+        }
+        if not named:
+            continue
+        wanted = each.command[each.command.index("-k") + 1] if "-k" in each.command else ""
+        chosen = {
+            test
+            for test in ids
+            if any(name in test for name in named)
+            and (not wanted or Expression.compile(wanted).evaluate(lambda word, test=test, **_: word in test))
+        }
+        assert chosen, each.name
+        assert each.boxes, f"{each.name} shows nothing"
+        seen |= chosen
+    assert {test for test in ids if "gpu" in test.partition("[")[2] and "first_day" not in test} <= seen
+
+
+def test_figures_stand_beside_their_limits() -> None:
+    row = {
+        "bytes": 1 << 20,
+        "copy": 2e12,
+        "gather": 1e12,
+        "scatter": 1.5e12,
+        "link": [150e9],
+        "push": [75e9],
+        "raw": [],
+    }
+    bench = {"rows": [row], "devices": ["cuda:0", "cuda:1"]}
+    kept = [{"name": "longest pause", "value": 0.04, "unit": "s", "where": "two-gpus"}]
+    table = figures_table(bench, kept, {"NVLink": 300.0, "PCIe": 60.0})
+    assert [list(each) for each in table.rows] == [
+        ["gather, 1024 KiB", "1000.0 GB/s", "a plain copy, 2000.0 GB/s", "0.50"],
+        ["scatter, 1024 KiB", "1500.0 GB/s", "a plain copy, 2000.0 GB/s", "0.75"],
+        ["p2pkv's link, 1024 KiB", "150.0 GB/s", "NVLink, 300 GB/s", "0.50"],
+        ["a whole push, 1024 KiB", "75.0 GB/s", "NVLink, 300 GB/s", "0.25"],
+        ["longest pause (two-gpus)", "0.04 s", "-", "-"],
+    ]
+    one_card = figures_table(bench | {"devices": ["cuda:0"] * 2}, [], {"NVLink": 300.0})
+    assert one_card.rows[2][2:] == ["-", "-"], "through sockets: no measure of a link"
+    assert figures_table(None, [], {}).rows == []
+
+
+def test_limits_are_read_from_what_the_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {
+        "nvlink": "GPU 0: NVIDIA H100\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n",
+        "--query-gpu=pcie.link.gen.max,pcie.link.width.max": "5, 16\n",
+    }
+    monkeypatch.setattr(first_day, "_asked", lambda *command: said[command[1]])
+    found = limits()
+    assert found["NVLink"] == pytest.approx(53.124) and found["PCIe"] == pytest.approx(63.0, abs=0.1)
+    monkeypatch.setattr(first_day, "_asked", lambda *command: "")
+    assert not {"NVLink", "PCIe"} & set(limits())
+
+
+def test_figures_are_kept_for_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "figures.jsonl"
+    assert figures(path) == []
+    monkeypatch.delenv(VARIABLE, raising=False)
+    figure("kept by nobody", 1.0, "s", "here")
+    monkeypatch.setenv(VARIABLE, str(path))
+    figure("longest pause", 0.5, "s", "here")
+    assert figures(path) == [{"name": "longest pause", "value": 0.5, "unit": "s", "where": "here"}]
+
+
+def test_a_page_says_the_same_in_both_forms() -> None:
+    parts = [
+        Text("a < b"),
+        Table(["x"], [["a|b"]]),
+        Boxes([(True, "one"), (False, "two")]),
+        Output(["```", "<i>"]),
+    ]
+    said, html = markdown("A & B", parts), page("A & B", parts)
+    assert "| a\\|b |" in said and "- [x] one\n- [ ] two" in said and "````\n```\n<i>\n````" in said
+    assert "<h1>A &amp; B</h1>" in html and "<td>a|b</td>" in html and "&lt;i&gt;" in html
+    assert "☑ one" in html and "☐ two" in html
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("body", "expected"), [("pass", 0), ("time.sleep(60)", 1)])
+def test_each_test_has_a_deadline_without_a_plugin(tmp_path: Path, body: str, expected: int) -> None:
+    """The hook of this folder's conftest, in a folder that looks like it."""
+    here = Path(first_day.__file__).parent
+    code = f"import time, pytest\n@pytest.mark.timeout(0.5)\ndef test_it():\n    {body}\n"
+    (tmp_path / "test_it.py").write_text(code)
+    (tmp_path / "conftest.py").write_text(
+        "import pathlib\nfrom gpu import conftest\nfrom gpu.conftest import pytest_runtest_protocol\n"
+        "conftest.HERE = pathlib.Path(__file__).parent\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        str(here / "bare.ini"),
+        "-p",
+        "no:timeout",
+        "-q",
+        str(tmp_path),
+    ]
+    env = {**os.environ, "PYTHONPATH": f"{first_day.ROOT}{os.pathsep}{first_day.ROOT / 'tests'}"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == expected, done.stdout
+    assert ("did not end in 0.5 s" in done.stdout) == bool(expected)

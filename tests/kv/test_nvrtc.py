@@ -11,7 +11,7 @@ from cupy.cuda import compiler
 
 from p2pkv.kv.copiers import LOADS, WIDTHS, kernel_names, kernel_source
 
-GPUS = {"A100": "80", "H100 and H200": "90", "B200": "100"}
+GPUS = {"A100": "80", "H100 and H200": "90", "B200": "100", "RTX PRO 6000 Blackwell": "120"}
 
 
 class Unloaded(cupy.cuda.function.Module):  # type: ignore[misc]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,57 +15,87 @@ from fake_device import Device
 from kernel_support import NO_GCC, CpuLauncher, compiled
 
 from p2pkv.kv.cache import PagedCache
-from p2pkv.kv.copiers import (
-    MOST_RECENT,
-    WARM_UP_POWERS,
-    Copier,
-    DeviceStorage,
-    KernelCopier,
-    StorageCopier,
-    Uploads,
-)
-from p2pkv.kv.layouts import LayerPages
+from p2pkv.kv.checksum import digest_by_torch
+from p2pkv.kv.copiers import Columns, Copier, DeviceStorage, KernelCopier, StorageCopier
+from p2pkv.kv.layouts import LayerPages, Rows
+from p2pkv.kv.uploads import DIGESTS, MOST_RECENT, SEGMENTS, Digests, Ring, Uploads
 
 CUDA = torch.device("cuda", 0)
 BLOCK, HEADS, CONTENT, LAYERS = 16, 2, 32, 4
 CUT = (0, LAYERS), (3, 61), (0, HEADS)
 POISON = -9
+KEPT: list[torch.Tensor] = []
+"""Memory that was taken: an address must not be taken for another's."""
 
 MakeCopier = Callable[[list[LayerPages], Sequence[torch.Tensor]], Copier]
 
 
 class PretendCuda:
-    """A device that stands still until the test frees it, and torch's copies to it.
+    """A device that stands still until the test frees it, and what torch does with it.
 
     As with CUDA, a copy from memory that is not pinned lets the device do all that is queued before it.
+
+    Attributes:
+        copied: what has been copied to the device.
+        calls: those that CUDA may answer only when all that was queued before is done: each that takes
+            memory, and each first launch of a kernel, which loads it (CUDA Programming Guide, "Implicit
+            Synchronization" and "Lazy Loading").
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.device = Device()
         self.copied: list[torch.Tensor] = []
-        """What is on the device. It is kept, as torch keeps memory that a stream may still use."""
+        self.calls: list[str] = []
         self._pinned: set[int] = set()
-        empty, to = torch.empty, torch.Tensor.to
-
-        def pretend_empty(*args: Any, pin_memory: bool = False, **kind: Any) -> torch.Tensor:
-            made = empty(*args, **kind)
-            if pin_memory:
-                self._pinned.add(made.data_ptr())
-            return made
+        self._on_device: set[int] = set()
+        self._loaded: set[object] = set()
+        self._copy = torch.Tensor.copy_
+        for name in ("empty", "zeros", "full"):
+            patch.setattr(torch, name, self._maker(name, getattr(torch, name)))
+        to = torch.Tensor.to
 
         def pretend_to(tensor: torch.Tensor, *args: Any, **kind: Any) -> torch.Tensor:
-            return self._copied(tensor, **kind) if args == (CUDA,) else to(tensor, *args, **kind)
+            if args != (CUDA,):
+                return to(tensor, *args, **kind)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=CUDA).copy_(tensor, **kind)
 
-        patch.setattr(torch, "empty", pretend_empty)
+        def pretend_copy(target: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
+            return self._copied(target, *args, **how)
+
         patch.setattr(torch.Tensor, "to", pretend_to)
+        patch.setattr(torch.Tensor, "copy_", pretend_copy)
+        patch.setattr("p2pkv.kv.uploads.make_recorder", lambda device: self.device.fence)
 
-    def _copied(self, tensor: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        made = torch.full_like(tensor, POISON)
-        self.copied.append(made)
-        self.device.queue(lambda: made.copy_(tensor))
-        if tensor.data_ptr() not in self._pinned or not non_blocking:
+    def launch(self, kernel: object) -> None:
+        """A kernel of this name, or of torch's, is launched."""
+        if kernel not in self._loaded:
+            self._loaded.add(kernel)
+            self.calls.append(f"load {kernel}")
+
+    def _maker(self, name: str, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def pretend(*args: Any, pin_memory: bool = False, device: Any = None, **kind: Any) -> torch.Tensor:
+            made = make(*args, **kind)
+            if pin_memory or device == CUDA:
+                (self._pinned if pin_memory else self._on_device).add(made.untyped_storage().data_ptr())
+                self.calls.append(f"take {'pinned' if pin_memory else 'device'} memory ({name})")
+                KEPT.append(made)
+            return made
+
+        return pretend
+
+    def _copied(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if target.untyped_storage().data_ptr() not in self._on_device:
+            if source.untyped_storage().data_ptr() in self._on_device:
+                self.device.queue(lambda: self._copy(target, source))
+                return target
+            return self._copy(target, source)
+        self._copy(target, torch.full_like(target, POISON))
+        self.copied.append(target)
+        self.device.queue(lambda: self._copy(target, source))
+        if source.untyped_storage().data_ptr() not in self._pinned or not non_blocking:
+            self.calls.append("wait for the device (a copy from ordinary memory)")
             self.device.free()
-        return made
+        return target
 
     def stands(self) -> bool:
         """Whether nothing of what has been queued is done."""
@@ -75,6 +107,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendCuda]:
     pretend = PretendCuda(monkeypatch)
     yield pretend
     pretend.device.free()
+    KEPT.clear()
 
 
 @pytest.fixture(scope="module")
@@ -87,18 +120,20 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> CpuLauncher:
 class Queued:
     """Launches in the order of the device's work."""
 
-    def __init__(self, inner: CpuLauncher, device: Device) -> None:
+    def __init__(self, inner: CpuLauncher, cuda: PretendCuda) -> None:
         self.most_blocks = inner.most_blocks
-        self._inner, self._device = inner, device
+        self._inner, self._cuda = inner, cuda
 
     def launch(self, name: str, blocks: int, threads: tuple[int, int], args: Sequence[int]) -> None:
-        self._device.queue(lambda: self._inner.launch(name, blocks, threads, args))
+        self._cuda.launch(name)
+        self._cuda.device.queue(lambda: self._inner.launch(name, blocks, threads, args))
 
 
 def with_kernels(cuda: PretendCuda, library: CpuLauncher) -> MakeCopier:
     def make(pages: list[LayerPages], tensors: Sequence[torch.Tensor]) -> Copier:
-        copier = KernelCopier(pages, tensors, Queued(library, cuda.device))
+        copier = KernelCopier(pages, tensors, Queued(library, cuda))
         copier.upload = Uploads(CUDA, torch.int32)
+        copier._digests = Digests(CUDA)
         return copier
 
     return make
@@ -199,10 +234,113 @@ def test_few_arrays_are_kept(cuda: PretendCuda) -> None:
     assert len(cuda.copied) == MOST_RECENT + 2
 
 
-def test_a_warm_up_takes_pinned_memory_before_it_is_needed(
+def test_after_a_warm_up_no_call_takes_memory_loads_a_kernel_or_waits(
     memory_type: Any, library: CpuLauncher, cuda: PretendCuda
 ) -> None:
-    cache = cache_of(memory_of(memory_type), with_kernels(cuda, library))
+    """What may wait for the device may wait for a peer, whose receive runs there."""
+    memory = memory_of(memory_type, (0, 1, 0, 1))
+    cache = cache_of(memory, with_kernels(cuda, library))
     cache.warm_up()
-    assert cuda.stands()
-    assert [made.numel() for made in cuda.copied] == [1 << power for power in range(WARM_UP_POWERS)]
+    assert any("pinned" in call for call in cuda.calls) and any("load" in call for call in cuda.calls)
+    assert cuda.stands(), "the warm-up itself has waited"
+    cuda.calls.clear()
+    outs, tables, digests = [], [memory.tables(64, seed) for seed in range(200)], []
+    for table in tables:
+        outs.append(gathered(cache, table))
+        digests.append(cache.digest(outs[-1]))
+        cache.scatter(outs[-1], *CUT, table)
+    assert cuda.calls == [] and cuda.stands()
+    cuda.device.free()
+    for table, out, digest in zip(tables, outs, digests, strict=True):
+        assert right(memory, table, out)
+        assert digest.value() == digest_by_torch(out).value()
+
+
+def test_a_warm_up_without_cupy_runs_each_of_torchs_kernels(
+    cuda: PretendCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of each width, and columns of each: torch loads a kernel when it is first used."""
+    cuda.device.free()
+
+    def loads(owner: object, name: str) -> None:
+        call = getattr(owner, name)
+
+        def pretend(*args: Any, **how: Any) -> Any:
+            tensor = args[0]
+            if how.get("non_blocking") is None:
+                cuda.launch((name, tensor.dtype, tensor.dim()))
+            return call(*args, **how)
+
+        monkeypatch.setattr(owner, name, pretend)
+
+    loads(torch, "index_select")
+    loads(torch.Tensor, "index_copy_")
+    loads(torch.Tensor, "copy_")
+    uploads = Uploads(CUDA, torch.int64)
+    storage = DeviceStorage(torch.zeros(1 << 12, dtype=torch.uint8), uploads)
+    storage.warm_up()
+    cuda.calls.clear()
+    for word in (1, 2, 4, 8):
+        dense = torch.zeros(64 * word, dtype=torch.uint8)
+        for each in (storage.take, storage.put):
+            each(Rows(word, 0, np.arange(64)), dense)
+        for columns in (storage.take_columns, storage.put_columns):
+            columns(Columns(0, 8, 8, word, 16 * word), dense)
+    assert cuda.calls == []
+
+
+def test_a_ring_is_used_round_and_round(cuda: PretendCuda) -> None:
+    """A part of it is written again only when what was copied out of it has arrived."""
+    uploads = Uploads(CUDA, torch.int32)
+    ring = uploads._ring = Ring(CUDA, torch.int32, nbytes=4 * SEGMENTS * 4)
+    cuda.calls.clear()
+    seen = []
+    for number in range(SEGMENTS):
+        on_device = uploads(np.full(ring.segment, number))
+        cuda.device.queue(lambda on_device=on_device: seen.append(on_device.tolist()))  # a kernel's look
+    waited = threading.Thread(target=uploads, args=(np.full(ring.segment, -1),))
+    waited.start()
+    end = time.monotonic() + 20
+    while not cuda.device.waiting:
+        assert time.monotonic() < end
+    cuda.device.run(2)
+    waited.join(20)
+    assert not waited.is_alive() and cuda.calls == []
+    cuda.device.free()
+    assert seen == [[number] * ring.segment for number in range(SEGMENTS)]
+
+
+def test_what_a_ring_has_overwritten_is_copied_again(cuda: PretendCuda) -> None:
+    cuda.device.free()
+    uploads = Uploads(CUDA, torch.int32)
+    ring = uploads._ring = Ring(CUDA, torch.int32, nbytes=4 * SEGMENTS * 4)
+    first = np.array([7])
+    uploads(first)
+    for number in range(SEGMENTS):
+        uploads(np.full(ring.segment, number))
+        assert uploads(first).tolist() == [7]
+
+
+def test_an_array_larger_than_a_ring_takes_memory_of_its_own(cuda: PretendCuda) -> None:
+    cuda.device.free()
+    uploads = Uploads(CUDA, torch.int32)
+    ring = uploads._ring = Ring(CUDA, torch.int32, nbytes=4 * SEGMENTS * 4)
+    large = np.arange(ring.segment + 1)
+    assert uploads(large).tolist() == large.tolist()
+
+
+def test_places_of_checksums_are_free_again_when_nobody_refers_to_them(cuda: PretendCuda) -> None:
+    cuda.device.free()
+    digests = Digests(CUDA, count=2)
+    cuda.calls.clear()
+
+    def add(number: int) -> Callable[[torch.Tensor], None]:
+        return lambda total: total.add_(number)  # type: ignore[return-value]
+
+    for number in range(20):
+        assert int.from_bytes(digests.compute(add(number)).value(), "big") == number
+    assert cuda.calls == []
+    held = [digests.compute(add(number)) for number in range(3)]
+    assert [int.from_bytes(each.value(), "big") for each in held] == [0, 1, 2]
+    assert len(cuda.calls) == 1, "the third found no place, and took memory for itself"
+    assert DIGESTS > 100

@@ -294,3 +294,36 @@ def test_close_aborts_every_link(kind: str) -> None:
         assert end.used == 0
         with pytest.raises(LinkError, match="closed"):
             end.poll()
+
+
+def test_ends_whose_owner_announces_each_send(factories: Factories) -> None:
+    """As engines do: P announces each send and launches it, and D launches its receive."""
+    for factory in factories:
+        factory.announced = True
+    pair = connect(factories, WINDOW)
+    receives = [pair.inbound.post(100) for _ in range(4)]
+    sends = []
+    for number, receive in enumerate(receives):
+        assert receive is not None
+        send = pair.outbound.reserve(100, receive.remote_slot)
+        assert send is not None
+        send.buffer.fill_(number)
+        send.commit()
+        sends.append(send)
+    said = 0
+
+    def turn() -> bool:
+        nonlocal said
+        pair.poll()
+        while said < len(sends) and pair.outbound.due():
+            said += 1
+            pair.outbound.launch()
+            pair.inbound.launch()
+        return all(receive is not None and receive.done() for receive in receives)
+
+    wait_until(turn)
+    for number, receive in enumerate(receives):
+        assert receive is not None and receive.buffer.unique().tolist() == [number]
+        receive.release()
+    pair.until(lambda: all(send.done() for send in sends))
+    assert pair.inbound.used == pair.outbound.used == 0

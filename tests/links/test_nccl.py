@@ -12,9 +12,10 @@ import pytest
 import torch
 from links_support import NCCL_KINDS, connect, nccl_links, simulated, wait_until
 from nccl_simulated import SimulatedNccl
-from nccl_simulated_device import SimulatedDevice, SimulatedEvent, SimulatedStream
+from nccl_simulated_device import SimulatedDevice, SimulatedEvent
 
-from p2pkv.links import nccl, nccl_communicator
+from p2pkv.bench.nccl import PARTS, parts_of, parts_table
+from p2pkv.links import nccl_communicator, nccl_ends
 from p2pkv.links.base import LinkError, decode_blob, encode_blob
 from p2pkv.links.nccl import NcclAcceptance, NcclLinks, cuda_links
 
@@ -171,7 +172,7 @@ def test_a_failed_device_breaks_the_link(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_slots_return_when_the_abort_does_and_not_before(
     blocking: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl, "ABORT_SECONDS", 0.05)
+    monkeypatch.setattr(nccl_ends, "ABORT_SECONDS", 0.05)
     p, d = factories = both(blocking)
     pair = connect(factories, WINDOW)
     receive, send = pair.begin(WINDOW)
@@ -250,30 +251,39 @@ def test_only_so_many_links_are_busy_at_once(blocking: bool) -> None:
     pairs[1].until(begun[1][0].done)
 
 
-def test_nccl_follows_what_is_queued_before_a_commit_or_a_post(
+def test_nccl_begins_when_what_was_queued_before_a_commit_or_a_post_is_done(
     blocking: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
+    """The link asks the device, and queues no wait on its stream: that would hold up a hardware queue."""
     pair = connect(both(blocking), WINDOW)
-    true = SimulatedNccl.queue
-    here = SimulatedDevice.here
-    monkeypatch.setattr(SimulatedDevice, "here", lambda self: told.append("here") or here(self))
-    monkeypatch.setattr(SimulatedStream, "follow", lambda self, event: told.append("follow"))
+    before = SimulatedEvent(None, lambda: True)
+    true, launched = SimulatedNccl.queue, list[str]()
+    monkeypatch.setattr(SimulatedDevice, "here", lambda self: before)
     monkeypatch.setattr(
-        SimulatedNccl, "queue", lambda *given: told.append("S" if given[2].send else "R") or true(*given)
+        SimulatedNccl,
+        "queue",
+        lambda *given: launched.append("S" if given[2].send else "R") or true(*given),
     )
+    done = False
+    monkeypatch.setattr(before, "ready", lambda: done)
     receive = pair.inbound.post(10)
     assert receive is not None
     pair.inbound.poll()
-    assert told == ["here", "follow", "R"]
-    told.clear()
+    assert launched == []
+    done = True
+    pair.inbound.poll()
+    assert launched == ["R"]
     send = pair.outbound.reserve(10, receive.remote_slot)
     assert send is not None
     pair.outbound.poll()
-    assert told == [], "nothing is sent before it is committed"
+    assert launched == ["R"], "nothing is sent before it is committed"
+    done = False
     send.commit()
+    pair.outbound.poll()
+    assert launched == ["R"]
+    done = True
     pair.until(receive.done)
-    assert told == ["here", "follow", "S"]
+    assert launched == ["R", "S"]
 
 
 def test_a_full_device_fails_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,3 +323,58 @@ def test_a_second_thread_is_refused_even_on_another_link() -> None:
     thread.join(10)
     assert len(caught) == 3 and all("intruder" in text for text in caught)
     second.abort()
+
+
+def test_a_refusal_of_two_ranks_on_one_gpu_says_what_to_set(blocking: bool) -> None:
+    p, d = both(blocking)
+    simulated(d).fails_with = 5
+    invitation = p.invite()
+    inbound, acceptance = d.accept(invitation, WINDOW)
+    outbound = p.complete(invitation, acceptance)
+    reason = error_of(inbound.ready)
+    assert "result 5" in reason and "if P and D share a GPU: set NCCL_HOSTID" in reason
+    inbound.abort()
+    outbound.abort()
+
+
+def test_a_benchmark_sees_where_the_time_of_a_message_goes(blocking: bool) -> None:
+    factories = both(blocking)
+    pair = connect(factories, WINDOW)
+    pair.carry(100)
+    sends = factories[0].shared.times = []
+    receives = factories[1].shared.times = []
+    for _ in range(3):
+        pair.carry(100)
+    pair.until(lambda: len(sends) == len(receives) == 3)
+    for times in (*sends, *receives):
+        assert len(times) == 5 and list(times) == sorted(times)
+    parts = parts_of(sends)
+    assert set(parts) == set(PARTS) and parts["wire"] > 0
+    (head, line) = parts_table([{"bytes": 1 << 20, "parts": parts}])
+    assert "µs" in head and line.startswith("  1024 KiB")
+    assert list(parts_table([{"bytes": 1 << 20}])) == []
+
+
+def test_the_owner_asks_the_device_for_nothing_once_its_links_are_made(
+    blocking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory, streams and contexts: CUDA may wait for the device, and so for a peer. Helper threads may."""
+    factories, owner = both(blocking), threading.get_ident()
+    asked: list[str] = []
+    for name in ("memory", "stream", "enter", "free_bytes"):
+        call = getattr(SimulatedDevice, name)
+
+        def noted(
+            self: object, *given: object, name: str = name, call: Callable[..., object] = call
+        ) -> object:
+            if threading.get_ident() == owner:
+                asked.append(name)
+            return call(self, *given)
+
+        monkeypatch.setattr(SimulatedDevice, name, noted)
+    pairs = [connect(factories, WINDOW) for _ in range(2)]
+    for pair in pairs:
+        pair.carry(100)
+        pair.abort()
+    wait_until(lambda: all(simulated(links).live == 0 for links in factories))
+    assert asked == []

@@ -17,7 +17,6 @@ from nccl_fakes import UNIQUE_ID, FakeNcclError, fake_cupy, fake_nccl4py, instal
 
 from p2pkv import device
 from p2pkv.links import make_factory, nccl_bindings, nccl_communicator
-from p2pkv.links.base import LinkError
 from p2pkv.links.nccl_bindings import (
     IN_PROGRESS,
     SUCCESS,
@@ -36,7 +35,7 @@ NOBODY = {"cupy": None, "nccl": None, "nccl__bindings": None, "nccl__bindings__n
 def patch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """No binding is installed, and no number of channels is set."""
     install(monkeypatch, **NOBODY)
-    for name in nccl_bindings.CHANNEL_VARIABLES:
+    for name in (*nccl_bindings.CHANNEL_VARIABLES, nccl_bindings.MAX_CTAS, nccl_bindings.SHARED_GPU):
         monkeypatch.setenv(name, "8")
         monkeypatch.delenv(name)
     return monkeypatch
@@ -166,10 +165,10 @@ def test_channels_go_through_the_environment_with_cupy(
     patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     give_cupy(patch)
-    nccl_bindings.make_cupy(4)
+    assert nccl_bindings.make_cupy(4).channels == 4
     assert [os.environ[name] for name in nccl_bindings.CHANNEL_VARIABLES] == ["4", "4"]
     assert caplog.messages == []
-    nccl_bindings.make_cupy(5)
+    assert nccl_bindings.make_cupy(5).channels == 4
     assert [os.environ[name] for name in nccl_bindings.CHANNEL_VARIABLES] == ["4", "4"]
     assert "nccl_num_channels is 5, but the environment's" in caplog.messages[0]
 
@@ -183,25 +182,88 @@ def test_channels_that_come_too_late_are_warned_of_where_somebody_uses_nccl(
     patch.setattr(torch.distributed, "is_initialized", lambda: True)
     patch.setattr(torch.distributed, "get_backend", lambda: "nccl")
     patch.setattr(torch.distributed, "get_world_size", lambda: ranks)
-    nccl_bindings.make_cupy(4)
+    found = nccl_bindings.make_cupy(4)
     if ranks == 1:
-        assert caplog.messages == []
+        assert caplog.messages == [] and found.channels == 4
         return
-    assert "nccl_num_channels=4 may come too late" in caplog.messages[0]
+    assert found.channels == nccl_bindings.MOST_CTAS
+    assert "nccl_num_channels=4 comes too late" in caplog.messages[0]
+    assert "Each link counts as 32 channels" in caplog.messages[0]
     assert "set NCCL_MAX_NCHANNELS=4 and NCCL_MIN_NCHANNELS=4 before vLLM starts" in caplog.messages[0]
 
 
+@pytest.mark.parametrize(
+    ("asked", "variable", "counted"),
+    [(8, "", 8), (12, "", 16), (64, "", 32), (8, "16", 16), (8, "2", 2), (8, "x", 8)],
+)
+def test_channels_with_nccl4py_count_as_nccl_would_use_them(
+    patch: pytest.MonkeyPatch, asked: int, variable: str, counted: int
+) -> None:
+    """Powers of two for sends and receives; the environment's number comes before the configuration's."""
+    give_nccl4py(patch)
+    if variable:
+        patch.setenv(nccl_bindings.MAX_CTAS, variable)
+    assert load_nccl(asked).channels == counted
+
+
+@pytest.mark.parametrize(("version", "before", "after"), [
+    (23000, None, "1"), (22907, None, None), (23000, "0", "0"),
+])  # fmt: skip
+def test_two_ranks_may_be_on_one_gpu_where_nccl_knows_how(
+    patch: pytest.MonkeyPatch, version: int, before: str | None, after: str | None
+) -> None:
+    give_nccl4py(patch)
+    patch.setattr(nccl_bindings.Nccl4pyNccl, "version", lambda self: version)
+    if before is not None:
+        patch.setenv(nccl_bindings.SHARED_GPU, before)
+    nccl_bindings.allow_shared_gpus(load_nccl())
+    assert os.environ.get(nccl_bindings.SHARED_GPU) == after
+    patch.delenv(nccl_bindings.SHARED_GPU, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("version", "way"),
+    [(23203, "set NCCL_MULTI_RANK_GPU_ENABLE=1"), (22809, "set NCCL_HOSTID to another value")],
+)
+def test_a_refusal_of_two_ranks_says_what_to_do_about_one_gpu(version: int, way: str) -> None:
+    said = nccl_bindings.advice(NcclError("init", nccl_bindings.INVALID_USAGE, "invalid usage"), version)
+    assert "if P and D share a GPU" in said and way in said
+    assert nccl_bindings.advice(NcclError("init", 2, "system error"), version) == ""
+
+
+@pytest.mark.parametrize("value", ["0", "1", None])
+def test_memory_that_nccl_shares_by_the_older_calls_is_warned_of(
+    patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, value: str | None
+) -> None:
+    """The device is full behind it: only what comes before is looked at."""
+    give_nccl4py(patch)
+    patch.setattr(nccl_bindings.Nccl4pyNccl, "version", lambda self: 22809)
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "current_device", lambda: 0)
+    patch.setattr(torch.cuda, "get_device_properties", lambda _: Mock(multi_processor_count=132))
+    patch.setattr(nccl_communicator, "take_memory", Mock(side_effect=MemoryError("the device is full")))
+    if value is not None:
+        patch.setenv("NCCL_CUMEM_ENABLE", value)
+    with pytest.raises(ValueError, match="the device is full"):
+        make_factory("nccl", host="127.0.0.1", staging_bytes=1 << 20)
+    assert ["NCCL_CUMEM_ENABLE is 0" in message for message in caplog.messages] == [True] * (value == "0")
+
+
 class FakeDriver:
-    """libcuda's two calls for streams, with the driver's own parameters."""
+    """libcuda's calls for streams, with the driver's own parameters."""
 
     def __init__(self, result: int = 0) -> None:
         self.result = result
-        self.flags: list[int] = []
+        self.made: list[tuple[int, int]] = []
         self.destroyed: list[int | None] = []
 
-    def cuStreamCreate(self, phStream: object, Flags: int) -> int:
-        self.flags.append(Flags)
-        ctypes.cast(phStream, ctypes.POINTER(ctypes.c_void_p))[0] = 0x1230 + len(self.flags)
+    def cuCtxGetStreamPriorityRange(self, leastPriority: object, greatestPriority: object) -> int:
+        ctypes.cast(greatestPriority, ctypes.POINTER(ctypes.c_int))[0] = -5
+        return 0
+
+    def cuStreamCreateWithPriority(self, phStream: object, flags: int, priority: ctypes.c_int) -> int:
+        self.made.append((flags, priority.value))
+        ctypes.cast(phStream, ctypes.POINTER(ctypes.c_void_p))[0] = 0x1230 + len(self.made)
         return self.result
 
     def cuStreamDestroy_v2(self, hStream: ctypes.c_void_p) -> int:
@@ -210,16 +272,18 @@ class FakeDriver:
 
 
 def test_each_stream_is_its_own_and_waits_for_no_default_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link's comes before the model's; the engine's does not."""
     fake = FakeDriver()
     monkeypatch.setattr(device, "driver", lambda: fake)
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda number, device: (number, device))
-    streams = [nccl_communicator.CudaStream(torch.device("cuda", 0)) for _ in range(2)]
-    assert [stream.number for stream in streams] == [0x1231, 0x1232] and fake.flags == [1, 1]
+    streams = [nccl_communicator.CudaStream(0) for _ in range(2)]
+    assert [stream.number for stream in streams] == [0x1231, 0x1232]
+    assert device.make_stream() == 0x1233
+    assert fake.made == [(1, -5), (1, -5), (1, 0)]
     streams[0].close()
     assert fake.destroyed == [0x1231]
     fake.result = 201
-    with pytest.raises(LinkError, match="cuStreamCreate says 201"):
-        nccl_communicator.CudaStream(torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match="cuStreamCreateWithPriority says 201"):
+        nccl_communicator.CudaStream(0)
 
 
 def test_names_of_versions_and_libraries() -> None:
@@ -282,7 +346,7 @@ def test_the_real_bindings_refuse_politely_without_a_device(
 ) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    for name in nccl_bindings.CHANNEL_VARIABLES:
+    for name in (*nccl_bindings.CHANNEL_VARIABLES, nccl_bindings.MAX_CTAS, nccl_bindings.SHARED_GPU):
         monkeypatch.setenv(name, "8")
     try:
         nccl = make(8)

@@ -67,6 +67,18 @@ class TestDefaults:
             chosen = options(has_gpu=True, gpu_bytes=total).staging_bytes
             assert 64 * MIB <= chosen <= 1024 * MIB and chosen % options().chunk_bytes == 0
 
+    @pytest.mark.parametrize(
+        ("gpu", "staging", "chunk"),
+        [(16, None, 8), (80, None, 40), (141, None, 64), (80, 2048, 64), (80, 512, 32), (80, 64, 8)],
+    )
+    def test_a_gpu_gets_larger_chunks_where_staging_has_room(
+        self, gpu: int, staging: int | None, chunk: int
+    ) -> None:
+        given = {} if staging is None else {"staging_bytes": staging * MIB}
+        assert options(given, has_gpu=True, gpu_bytes=gpu << 30).chunk_bytes == chunk * MIB
+        assert options(given).chunk_bytes == 8 * MIB
+        assert options(given | {"chunk_bytes": MIB}, has_gpu=True).chunk_bytes == MIB
+
     def test_null_and_empty_mean_not_set(self) -> None:
         assert options({"proxy_ip": "", "proxy_port": "", "http_port": None, "host": None}) == options()
 

@@ -67,6 +67,84 @@ def test_helper_threads_of_nccl_ignore_captures(monkeypatch: pytest.MonkeyPatch)
     assert fake.modes == [1]
 
 
+class FakeEvents:
+    """libcuda's calls for events, with the driver's own parameters: one is done when a test says so."""
+
+    def __init__(self) -> None:
+        self.made: list[int] = []
+        self.recorded: list[tuple[int, int]] = []
+        self.result = 600
+
+    def cuEventCreate(self, phEvent: object, Flags: int) -> int:
+        assert Flags == 2, "CU_EVENT_DISABLE_TIMING"
+        self.made.append(0x100 + len(self.made))
+        ctypes.cast(phEvent, ctypes.POINTER(ctypes.c_void_p))[0] = self.made[-1]
+        return 0
+
+    def cuEventRecord(self, hEvent: ctypes.c_void_p, hStream: ctypes.c_void_p) -> int:
+        self.recorded.append((hEvent.value or 0, hStream.value or 0))
+        return 0
+
+    def cuEventQuery(self, hEvent: ctypes.c_void_p) -> int:
+        return self.result
+
+    def cuEventSynchronize(self, hEvent: ctypes.c_void_p) -> int:
+        return self.result
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> FakeEvents:
+    fake = FakeEvents()
+    monkeypatch.setattr(device, "driver", lambda: fake)
+    monkeypatch.setattr(device, "locked_driver", lambda: fake)
+    monkeypatch.setattr(device.CudaEvent, "_free", {})
+    return fake
+
+
+def test_events_are_made_at_the_start_and_used_again(events: FakeEvents) -> None:
+    device.CudaEvent.prepare(0, 2)
+    assert len(events.made) == 2
+    for _ in range(5):
+        kept = [device.CudaEvent(0, 0x7) for _ in range(2)]
+        assert len({event for event, _ in events.recorded[-2:]}) == 2
+        assert {stream for _, stream in events.recorded} == {0x7}
+        del kept
+    assert len(events.made) == 2
+    other = device.CudaEvent(1, 0x7)
+    assert len(events.made) == 3, "an event belongs to one device"
+    del other
+
+
+def test_an_event_is_passed_when_the_driver_says_so(events: FakeEvents) -> None:
+    event = device.CudaEvent(0, 0)  # 0: the default stream
+    assert not event.ready()
+    events.result = 0
+    event.wait()
+    assert event.ready()
+    events.result = 700
+    for call in (event.ready, event.wait):
+        with pytest.raises(RuntimeError, match=r"CUDA's cuEvent\w+ failed with result 700"):
+            call()
+
+
+def test_a_fence_is_asked_without_the_interpreters_lock_and_recorded_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ctypes releases the lock for a CDLL, and keeps it for a PyDLL."""
+    for call, kind in ((device.driver, "CDLL"), (device.locked_driver, "PyDLL")):
+        call.cache_clear()
+        monkeypatch.setattr(ctypes, kind, lambda name, kind=kind: (kind, name))
+        assert call() == (kind, "libcuda.so.1")
+        call.cache_clear()
+    asked = FakeEvents()
+    told = FakeEvents()
+    monkeypatch.setattr(device, "driver", lambda: asked)
+    monkeypatch.setattr(device, "locked_driver", lambda: told)
+    monkeypatch.setattr(device.CudaEvent, "_free", {})
+    assert not device.CudaEvent(0, 0x7).ready()
+    assert len(told.recorded) == 1 and asked.recorded == []
+
+
 GIB = 1 << 30
 
 
@@ -103,7 +181,7 @@ def test_the_log_says_what_is_taken_of_a_device_and_what_is_left(
         "staging_bytes takes 640 MiB of cuda:0; 7,552 MiB are left",
         "ahead_bytes takes 2,048 MiB of cuda:0; 5,504 MiB are left",
     ]
-    assert memory.taken == 72 * GIB + (640 << 20) + 2 * GIB
+    assert memory.taken == 72 * GIB + (640 << 20) + nccl_communicator.FIRST_MESSAGE_BYTES + 2 * GIB
 
 
 def card(patch: pytest.MonkeyPatch) -> nccl_communicator.CudaDevice:

@@ -1,0 +1,443 @@
+"""The two ends of an NCCL link: the operations of each, from their making until the device has done them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+import torch
+
+from p2pkv.links.base import Guard, Inbound, LinkError, Outbound
+from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, NcclError
+from p2pkv.links.nccl_communicator import Opening, Shared, StreamEvent, wait_out
+from p2pkv.links.staging import StagingShare, aligned
+
+ABORT_SECONDS = 10.0
+"""An abort that takes longer counts as stuck; the slots that it holds stay lost until it comes back."""
+
+ON_DEVICE = 1
+"""Operations of a link that are launched and unfinished. A second one would wait in its stream for the first,
+at the head of a hardware queue that other streams of the process share: the model's work behind it would
+wait too, for as long as the peer takes (docs/design.md, "The NCCL link")."""
+
+ANNOUNCED = 2
+"""Sends of a link that D has been told of and has not taken: D launches the second when the first has
+arrived, without another message. P launches it at the same moment, whatever else it does."""
+
+_SIZE_BITS = 41
+_SEQUENCES = 1 << 21
+
+
+def to_remote_slot(sequence: int, nbytes: int) -> int:
+    """The remote slot of message number `sequence`: which message it is, and its size."""
+    return sequence % _SEQUENCES << _SIZE_BITS | nbytes
+
+
+class Operation:
+    """One send or receive. In this order it is made, wanted, launched by NCCL, and finished.
+
+    Attributes:
+        after: an event of the engine's stream, after which NCCL may begin; None until it is wanted.
+        event: recorded behind NCCL's kernel; None until NCCL has launched it.
+        times: see Shared; empty if nobody wants them.
+    """
+
+    __slots__ = ("after", "buffer", "event", "finished", "nbytes", "offset", "released", "times")
+
+    def __init__(self, offset: int, buffer: torch.Tensor) -> None:
+        self.offset = offset
+        self.buffer = buffer
+        self.nbytes = buffer.numel()
+        self.after: StreamEvent | None = None
+        self.event: StreamEvent | None = None
+        self.finished = False
+        self.released = False
+        self.times: tuple[float, ...] = ()
+
+
+class End:
+    """What both ends have in common. `rank` 0 is P and sends, 1 is D and receives.
+
+    NCCL's kernels of an end run on a stream of its own, never on one of the engine's. An operation is
+    launched only when nothing on the device is before it: what the owner thread had queued on its *current*
+    stream before `commit`, or `post`, is done, and so are the end's earlier operations. So none of them waits
+    at the head of a hardware queue. A receive is done only when its bytes are there, so what is queued
+    afterwards, on any stream, reads them.
+
+    With `announced` an operation is launched only once `launch` was called for it. Only ends with something
+    launched count as busy then; otherwise all that have an operation.
+    """
+
+    def __init__(self, shared: Shared, what: str, unique_id: bytes, rank: int, announced: bool) -> None:
+        self.guard = Guard(what)
+        self.shared = shared
+        self.share = StagingShare(shared.staging)
+        self.sequence = 0
+        self.operations: set[Operation] = set()
+        """The operations that hold a slot."""
+        self._rank = rank
+        self._announced = announced
+        self._told = 0
+        """Operations at the front of the queue that `launch` was called for."""
+        self.closed = False
+        self._queue: deque[Operation] = deque()  # in order, not launched
+        self._launching: Operation | None = None  # NCCL has the call, and has not launched it yet
+        self._flying: deque[Operation] = deque()  # launched, and its event is recorded
+        self._calling = threading.Lock()  # held while the owner is inside a call to the communicator
+        self._ending = threading.Lock()
+        self._ended = False
+        self._opening = Opening(shared, unique_id, rank)
+
+    def ready(self) -> bool:
+        """Whether the communicator is up and has carried a message. Raises LinkError if it never will be."""
+        self.check()
+        return self._comm() is not None
+
+    @property
+    def used(self) -> int:
+        """Bytes that this end's operations hold. What an abort has not given back yet is the rank's."""
+        return 0 if self.closed else self.share.held
+
+    def poll(self) -> None:
+        """Launch what can be, and see what the device has finished. Raises LinkError."""
+        self.check()
+        comm = self._comm()
+        if comm is None or not (self._queue or self._on_device):
+            return
+        try:
+            self._advance(comm)
+        except NcclError as error:
+            raise self.guard.fail(str(error)) from None
+        if not (self._on_device or self._told or (self._queue and not self._announced)):
+            self.shared.busy.rest(self)
+
+    def abort(self) -> None:
+        """End the communicator, on a helper thread; nothing of this end completes any more. Idempotent."""
+        self.shared.owner.owned()
+        self.guard.owned()
+        self.close("aborted on this side")
+
+    def close(self, reason: str) -> None:
+        """`abort` for the factory, whose thread may be another one."""
+        if self.closed:
+            return
+        self.closed = True
+        self.guard.fail(reason)
+        comm = self._opening.give_up()
+        under_way = [*self._flying] + ([self._launching] if self._launching else [])
+        for operation in self.operations.difference(under_way):
+            self.shared.pool.give(operation.offset)
+        self.operations.clear()
+        self._queue.clear()
+        self._flying.clear()
+        self._launching = None
+        self._told = 0
+        self.shared.busy.leave(self)
+        if comm is not None:
+            self._abort_communicator(comm, [operation.offset for operation in under_way])
+
+    def rescue(self, reason: str, wherever: bool) -> None:
+        """See NcclLinks.rescue. The owner finds a broken link, and closes it, when it comes back."""
+        free = self._calling.acquire(blocking=False)
+        try:
+            if self.closed or not (free or wherever):
+                return
+            self.guard.fail(reason)
+        finally:
+            if free:
+                self._calling.release()
+        comm = self._opening.give_up()
+        if comm is not None and not self._ended:
+            self._abort_communicator(comm, [])
+
+    def check(self) -> None:
+        """Raises RuntimeError if a second thread calls, LinkError if this end no longer works."""
+        self.shared.owner.owned()
+        self.guard.check()
+
+    # For the two kinds of ends.
+
+    def admitted(self) -> bool:
+        """Whether this end may have another operation; how many may be launched is seen to elsewhere if they
+        are announced."""
+        return self._announced or self.shared.busy.admits(self)
+
+    def enqueue(self, operation: Operation) -> None:
+        """Append an operation; NCCL gets it in this order, once it is wanted."""
+        self.sequence += 1
+        self.operations.add(operation)
+        self._queue.append(operation)
+        if not self._announced:
+            self.shared.busy.enter(self)
+
+    def want(self, operation: Operation) -> None:
+        """Let `poll` launch it, when the work now on the current stream is done."""
+        operation.after = self.shared.device.here()
+        self._time(operation)
+
+    def tell(self) -> None:
+        """The next operation may be launched."""
+        assert self._announced and self._told < len(self._queue), "nothing is left to launch"
+        self._told += 1
+
+    def next_may_follow(self) -> bool:
+        """Whether the next operation that is not announced may be: its bytes are ready, and not too many are
+        announced. Only an end that is launched already may announce ahead, and none while others wait."""
+        self.check()
+        if self._told == len(self._queue) or not self._unhindered(self._queue[self._told]):
+            return False
+        pending = self._on_device + self._told
+        if pending == 0:
+            return self.shared.busy.turn_of(self)
+        return pending < ANNOUNCED and not self.shared.busy.contended
+
+    def free(self, operation: Operation) -> None:
+        """Its slot may be used again."""
+        self.operations.discard(operation)
+        self.shared.pool.give(operation.offset)
+
+    def finished(self, operation: Operation) -> None:
+        """The device has done it."""
+        raise NotImplementedError
+
+    # Inside.
+
+    @property
+    def _on_device(self) -> int:
+        return len(self._flying) + (self._launching is not None)
+
+    def _comm(self) -> int | None:
+        try:
+            return self._opening.comm()
+        except LinkError as error:
+            raise self.guard.fail(str(error)) from None
+
+    def _advance(self, comm: int) -> None:
+        """See what is done, and launch what may follow; again while that is launched at once."""
+        again = True
+        while again:
+            with self._calling:
+                self.guard.check()
+                state = self.shared.nccl.async_error(comm)
+            if state not in (SUCCESS, IN_PROGRESS):
+                raise self.guard.fail(f"NCCL reports error {state}; NCCL_DEBUG=INFO shows more")
+            if state == SUCCESS and self._launching is not None:
+                self._record(self._launching)
+                self._launching = None
+            while self._flying and self._passed(self._flying[0]):
+                operation = self._flying.popleft()
+                operation.finished = True
+                self._time(operation)
+                if self.shared.times is not None:
+                    self.shared.times.append(operation.times)
+                self.finished(operation)
+            again = state == SUCCESS and self._launch(comm)
+
+    def _launch(self, comm: int) -> bool:
+        """Launch the next operation, if it may be; whether it was."""
+        if self._on_device >= ON_DEVICE or not self._queue or not self._may_launch(self._queue[0]):
+            return False
+        nccl = self.shared.nccl
+        call, peer = (nccl.send, 1) if self._rank == 0 else (nccl.recv, 0)
+        operation = self._queue.popleft()
+        self._told -= self._announced
+        self._launching = operation  # from here on the device may touch its slot
+        stream = self._opening.stream
+        assert stream is not None
+        self._time(operation)
+        with self._calling:
+            self.guard.check()
+            call(operation.buffer.data_ptr(), operation.nbytes, peer, comm, stream.number)
+        self._time(operation)
+        if nccl.blocking:
+            self._record(operation)
+            self._launching = None
+        return True
+
+    def _may_launch(self, operation: Operation) -> bool:
+        if not self._unhindered(operation):
+            return False
+        if not self._announced:
+            return True
+        return self._told > 0 and self.shared.busy.turn_of(self) and self.shared.busy.enter(self)
+
+    def _unhindered(self, operation: Operation) -> bool:
+        """Whether it is wanted, and what was queued before that is done."""
+        return operation.after is not None and self._reached(operation.after)
+
+    def _record(self, operation: Operation) -> None:
+        # Not earlier: an event recorded before NCCL has launched would lie before its kernel.
+        assert self._opening.stream is not None
+        operation.event = self._opening.stream.record()
+        self._time(operation)
+        self._flying.append(operation)
+
+    def _time(self, operation: Operation) -> None:
+        if self.shared.times is not None:
+            operation.times = *operation.times, time.monotonic()
+
+    def _passed(self, operation: Operation) -> bool:
+        assert operation.event is not None
+        return self._reached(operation.event)
+
+    def _reached(self, event: StreamEvent) -> bool:
+        try:
+            return event.ready()
+        except RuntimeError as error:
+            raise self.guard.fail(f"the device has failed: {error}") from None
+
+    def _abort_communicator(self, comm: int, offsets: list[int]) -> None:
+        """Begin to; `offsets`: of the slots that the device may touch until then."""
+        name = f"p2pkv-nccl-abort-{'PD'[self._rank]}"
+        self.shared.aborts.run(name, ABORT_SECONDS, lambda: self._end(comm, offsets))
+
+    def _end(self, comm: int, offsets: list[int]) -> None:
+        """On a helper thread: abort, and give the slots back when the device can no longer touch them."""
+        stream = self._opening.stream
+        assert stream is not None
+        self.shared.device.enter()
+        with self._ending:
+            if not self._ended:
+                self.shared.nccl.abort(comm)
+                wait_out(stream.record())
+                stream.close()
+                self._ended = True
+        for offset in offsets:
+            self.shared.pool.give(offset)
+
+
+# D's end, and P's.
+
+
+class NcclReceive:
+    """One posted receive."""
+
+    def __init__(self, link: NcclInbound, operation: Operation, remote_slot: int) -> None:
+        self.buffer = operation.buffer
+        self.remote_slot = remote_slot
+        self._link = link
+        self._operation = operation
+
+    def done(self) -> bool:
+        """Whether all bytes have arrived, as of the last `poll`."""
+        self._link.check()
+        return self._operation.finished
+
+    def release(self) -> None:
+        """Return the room; if bytes are still on their way, as soon as they have arrived. Idempotent."""
+        self._link.release(self._operation)
+
+
+class NcclInbound(End, Inbound):
+    """D's end. Its window bounds what it may hold of the slots that all links of the rank share.
+
+    `post` launches nothing, `poll` does: a receive that is launched before its grant has gone out would
+    wait for ever where launches block (CUDA_LAUNCH_BLOCKING=1, profilers, sanitizers).
+    """
+
+    def __init__(self, shared: Shared, unique_id: bytes, window: int, announced: bool = False) -> None:
+        if window < 1:
+            raise ValueError(f"window is {window} bytes; it must be positive")
+        self._window = aligned(window)
+        super().__init__(shared, "the NCCL link from a peer", unique_id, 1, announced)
+
+    def post(self, nbytes: int) -> NcclReceive | None:
+        """Post the next receive, or None while there is no room for it, or too many links are busy."""
+        self.check()
+        if nbytes > self._window:
+            raise ValueError(f"a message of {nbytes} bytes can never fit a window of {self._window} bytes")
+        self.shared.pool.check(nbytes)
+        if self.used + aligned(nbytes) > self._window or not self.admitted():
+            return None
+        offset = self.shared.pool.take(nbytes, self.share)
+        if offset is None:
+            return None
+        operation = Operation(offset, self.shared.pool.tensor(offset, nbytes))
+        receive = NcclReceive(self, operation, to_remote_slot(self.sequence, nbytes))
+        self.enqueue(operation)
+        self.want(operation)
+        return receive
+
+    def launch(self) -> None:
+        """P launches its next send: so may this end its next receive, at a later `poll`."""
+        self.check()
+        self.tell()
+
+    def release(self, operation: Operation) -> None:
+        """A receive's bytes have been read."""
+        self.guard.owned()
+        if not operation.released:
+            operation.released = True
+            if operation.finished and operation in self.operations:
+                self.free(operation)
+
+    def finished(self, operation: Operation) -> None:
+        if operation.released:
+            self.free(operation)
+
+    def __repr__(self) -> str:
+        return f"NcclInbound(posted {self.sequence}, {self.used} bytes held)"
+
+
+class NcclSend:
+    """One send."""
+
+    def __init__(self, link: NcclOutbound, operation: Operation) -> None:
+        self.buffer = operation.buffer
+        self._link = link
+        self._operation = operation
+
+    def commit(self) -> None:
+        """Hand the buffer over; NCCL reads it when the current stream has written it."""
+        self._link.check()
+        self._link.want(self._operation)
+        self._link.poll()
+
+    def done(self) -> bool:
+        """Whether D's receive has taken the bytes, as of the last `poll`."""
+        self._link.check()
+        return self._operation.finished
+
+
+class NcclOutbound(End, Outbound):
+    """P's end."""
+
+    def __init__(self, shared: Shared, unique_id: bytes, announced: bool = False) -> None:
+        super().__init__(shared, "the NCCL link to a peer", unique_id, 0, announced)
+
+    def reserve(self, nbytes: int, remote_slot: int) -> NcclSend | None:
+        """A buffer, or None while the rank's slots are taken. ValueError if it never has room.
+
+        Raises LinkError if the grant is not the next one, or for another size: NCCL would not notice.
+        """
+        self.check()
+        self.shared.pool.check(nbytes)
+        if remote_slot != to_remote_slot(self.sequence, nbytes):
+            raise self.guard.fail(
+                f"remote slot {remote_slot} is not that of message {self.sequence} with {nbytes} bytes; "
+                "grants must be used in order, and filled"
+            )
+        if not self.admitted() or not self.share.grants(nbytes):
+            return None
+        offset = self.shared.pool.take(nbytes, self.share)
+        if offset is None:
+            return None
+        operation = Operation(offset, self.shared.pool.tensor(offset, nbytes))
+        self.enqueue(operation)
+        return NcclSend(self, operation)
+
+    def due(self) -> bool:
+        """Whether the next committed send may be announced, and then launched, now."""
+        return self.next_may_follow()
+
+    def launch(self) -> None:
+        """D has been told of the next send."""
+        self.tell()
+        self.poll()
+
+    def finished(self, operation: Operation) -> None:
+        self.free(operation)
+
+    def __repr__(self) -> str:
+        return f"NcclOutbound(reserved {self.sequence}, {self.used} bytes held)"

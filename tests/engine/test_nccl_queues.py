@@ -1,0 +1,175 @@
+"""What engines over NCCL links leave of the device to the model, while P is held up and when it is killed.
+
+Not verified on a GPU: see tests/nccl_simulated_gpu.py for the rules of the simulated one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import nccl_simulated
+import pytest
+from engine_support import (
+    Engine,
+    Geometry,
+    hold_back,
+    make_engine,
+    prefill,
+    push,
+    vanish,
+    wait_for,
+    wrong_cells,
+)
+from links_support import NCCL_KINDS, nccl_links, simulated
+from nccl_simulated_gpu import Model, SimulatedGpu
+
+from p2pkv.engine import commands as do
+
+BLOCKS = list(range(6))
+TOKENS = 96
+SECONDS = 20.0
+TP2 = Geometry(tp=2)
+TP1 = Geometry()
+TO_COME = "the engine does not set LinkFactory.announced yet: D launches a receive as soon as it is granted"
+
+FIRST_STEP = "P invites to a link as soon as D says Hello, and does not wait for its first step"
+
+
+@dataclass
+class Cluster:
+    """Engines on simulated devices of one hardware queue each, so that every stream shares it."""
+
+    blocking: bool
+    processors: int = 132
+    made: list[Engine] = field(default_factory=list)
+    gpus: dict[int, list[SimulatedGpu]] = field(default_factory=dict)
+
+    def engine(self, role: str, geometry: Geometry = TP2, **options: object) -> Engine:
+        gpus = [SimulatedGpu(1, self.processors) for _ in range(geometry.world)]
+        links = [
+            nccl_links(blocking=self.blocking, gpu=gpu, processors=self.processors, staging=1 << 20)
+            for gpu in gpus
+        ]
+        engine = make_engine(role, geometry, links.__getitem__, **{"lease_seconds": 4.0, **options})
+        self.made.append(engine)
+        self.gpus[id(engine)] = gpus
+        return engine
+
+    def of(self, engine: Engine) -> list[SimulatedGpu]:
+        return self.gpus[id(engine)]
+
+    def model(self, engine: Engine) -> Model:
+        return Model(self.of(engine))
+
+    def occupied(self, engine: Engine) -> int:
+        return sum(gpu.occupied for gpu in self.of(engine))
+
+    def close(self) -> None:
+        for engine in self.made:
+            engine.stop()
+        nccl_simulated.let_go()
+
+
+@pytest.fixture(params=NCCL_KINDS)
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    made = Cluster(request.param == "nccl-blocking")
+    yield made
+    made.close()
+
+
+def held(cluster: Cluster, p: Engine, d: Engine, key: str) -> Callable[[], None]:
+    """P has announced a prompt, D has granted what it had room for, and P is held up before it sends."""
+    push(p, d, f"{key}, to build the link", salt=1)
+    releases = [hold_back(Engine(p.address, p.geometry, [rank])) for rank in p.ranks]
+    d.do(do.Expect(key, p.address, TOKENS, b"digest"))
+    prefill(p, key, d.address, TOKENS, BLOCKS, chunk=TOKENS, salt=2)
+    d.wait(do.Begun(key))
+    d.do(do.Load(key, 0, TOKENS - 1, (BLOCKS,)))
+    for rank in d.ranks:
+        wait_for(lambda rank=rank: rank.rank.counters.snapshot()["receives_posted"] > 1, what="grants of D")
+    return lambda: [release() for release in releases]  # type: ignore[func-returns-value,return-value]
+
+
+def test_d_computes_while_p_is_held_up(cluster: Cluster) -> None:
+    """Two Ps and a D, tensor-parallel over two ranks: D's steps, with an all-reduce in each, go on."""
+    ps, d = [cluster.engine("P") for _ in range(2)], cluster.engine("D")
+    model = cluster.model(d)
+    go_on = [held(cluster, p, d, f"k{number}") for number, p in enumerate(ps)]
+    for _ in range(5):
+        assert model.runs(SECONDS)
+    for release in go_on:
+        release()
+    for number in range(2):
+        d.wait(do.Loaded(f"k{number}"))
+    for rank in d.ranks:
+        assert wrong_cells(rank, BLOCKS, 0, TOKENS - 1, salt=2) == []
+    assert model.runs(SECONDS)
+
+
+def test_d_computes_on_when_p_is_killed(cluster: Cluster) -> None:
+    p, d = cluster.engine("P"), cluster.engine("D")
+    model = cluster.model(d)
+    held(cluster, p, d, "k")
+    vanish(p)
+    for _ in range(5):
+        assert model.runs(SECONDS)
+    wait_for(lambda: any(rank.events(do.LoadFailed) for rank in d.ranks), what="the end of the load")
+    wait_for(lambda: cluster.occupied(d) == 0, what="D's devices without p2pkv's kernels")
+    assert model.runs(SECONDS)
+
+
+@pytest.mark.xfail(strict=True, reason=TO_COME)
+def test_a_p_that_is_held_up_holds_no_multiprocessor_of_d(cluster: Cluster) -> None:
+    p, d = cluster.engine("P"), cluster.engine("D")
+    release = held(cluster, p, d, "k")
+    try:
+        with pytest.raises(AssertionError, match="did not come true"):
+            wait_for(lambda: cluster.occupied(d), 1.0, "a receive on D's device")
+    finally:
+        release()
+        d.wait(do.Loaded("k"))
+
+
+@pytest.mark.xfail(strict=True, reason=TO_COME)
+def test_a_p_that_is_held_up_does_not_keep_another_from_sending(cluster: Cluster) -> None:
+    """D's multiprocessors suffice for one link at a time."""
+    cluster.processors = 32
+    first, second = (cluster.engine("P", TP1, lease_seconds=3.0) for _ in range(2))
+    d = cluster.engine("D", TP1, lease_seconds=3.0)
+    push(second, d, "to build the link", salt=1)
+    release = held(cluster, first, d, "k")
+    try:
+        push(second, d, "other", salt=3)
+        assert not d.ranks[0].events(do.LoadFailed)
+    finally:
+        release()
+
+
+@pytest.mark.xfail(strict=True, reason=TO_COME)
+@pytest.mark.parametrize("cluster", ["nccl-blocking"], indirect=True)
+def test_launches_that_block_do_not_join_two_ps(cluster: Cluster) -> None:
+    """CUDA_LAUNCH_BLOCKING=1: what one P has not decided does not hold up what the other sends."""
+    first, second = (cluster.engine("P", TP1, lease_seconds=3.0) for _ in range(2))
+    d = cluster.engine("D", TP1, lease_seconds=3.0)
+    for rank in itertools.chain(first.ranks, second.ranks, d.ranks):
+        simulated(rank.links).launches_wait = True
+    push(second, d, "to build the link", salt=1)
+    release = held(cluster, first, d, "k")
+    try:
+        push(second, d, "other", salt=3)
+        assert not d.ranks[0].events(do.LoadFailed)
+    finally:
+        release()
+
+
+@pytest.mark.xfail(strict=True, reason=FIRST_STEP)
+def test_no_link_is_built_while_p_captures_its_graphs(cluster: Cluster) -> None:
+    p, d = cluster.engine("P", TP1), cluster.engine("D", TP1)
+    nccl = simulated(p.ranks[0].links)
+    nccl.capturing = True
+    d.do(do.Expect("k", p.address, TOKENS, b"digest"))
+    wait_for(lambda: p.ranks[0].rank.half.peers, what="the connection")
+    with pytest.raises(AssertionError, match="did not come true"):
+        wait_for(lambda: nccl.captures_ended, 2.0, "a capture that was ended")

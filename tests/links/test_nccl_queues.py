@@ -1,0 +1,389 @@
+"""What NCCL links take of hardware that they share with the model: queues, multiprocessors, blocked launches.
+
+Not verified on a GPU: `nccl_simulated_gpu` has the rules of real ones, and where each comes from.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+from links_support import NCCL_KINDS, connect, nccl_links, noise, simulated, wait_until
+from nccl_simulated_gpu import Model, SimulatedGpu
+
+from p2pkv.links import nccl_ends
+from p2pkv.links.base import Guard, Inbound, Outbound, Receive, Send
+from p2pkv.links.nccl import NcclLinks
+from p2pkv.links.nccl_communicator import BusyEnds
+from p2pkv.links.nccl_ends import End
+
+WINDOW = 1 << 20
+NBYTES = 1000
+AHEAD = 4
+SECONDS = 20.0
+
+
+@pytest.fixture(params=NCCL_KINDS)
+def blocking(request: pytest.FixtureRequest) -> bool:
+    return request.param == "nccl-blocking"
+
+
+@dataclass
+class Line:
+    """One link, and what the engines say about it: grants, and with `announced` that a send is launched."""
+
+    outbound: Outbound
+    inbound: Inbound
+    announced: bool
+    granted: deque[int] = field(default_factory=deque)
+    committed: int = 0
+    launched: int = 0
+    sends: list[Send] = field(default_factory=list)
+    said: int = 0
+    heard: int = 0
+    receives: deque[tuple[int, Receive]] = field(default_factory=deque)
+    arrived: int = 0
+    wrong: int = 0
+
+    def grant(self, count: int = 1) -> None:
+        """D: post receives, and tell P of them."""
+        for _ in range(count):
+            receive = self.inbound.post(NBYTES)
+            assert receive is not None
+            self.receives.append((self.arrived + len(self.receives), receive))
+            self.granted.append(receive.remote_slot)
+
+    def decide(self) -> bool:
+        """P: fill the send for the oldest grant; False if there is none, or no room."""
+        if not self.granted:
+            return False
+        send = self.outbound.reserve(NBYTES, self.granted[0])
+        if send is None:
+            return False
+        self.granted.popleft()
+        send.buffer.copy_(noise(NBYTES, self.committed))
+        self.committed += 1
+        self.sends.append(send)
+        send.commit()
+        return True
+
+    def turn_of_p(self) -> None:
+        self.outbound.poll()
+        while self.announced and self.launched < self.committed and self.outbound.due():
+            self.said += 1
+            self.launched += 1
+            self.outbound.launch()
+
+    def turn_of_d(self) -> None:
+        while self.heard < self.said:
+            self.heard += 1
+            self.inbound.launch()
+        self.inbound.poll()
+        while self.receives and self.receives[0][1].done():
+            number, receive = self.receives.popleft()
+            self.arrived += 1
+            self.wrong += not torch.equal(receive.buffer, noise(NBYTES, number))
+            receive.release()
+
+
+class Mesh:
+    """Two ranks of P and two of D, each with a device, and a link from each to each."""
+
+    def __init__(
+        self,
+        blocking: bool,
+        *,
+        queues: int = 1,
+        announced: bool = True,
+        processors: int = 132,
+        sides: tuple[int, int] = (2, 2),
+    ) -> None:
+        self.gpus = [[SimulatedGpu(queues, processors) for _ in range(side)] for side in sides]
+        self.ranks: list[list[NcclLinks]] = [
+            [
+                nccl_links(blocking=blocking, gpu=gpu, announced=announced, processors=processors)
+                for gpu in gpus
+            ]
+            for gpus in self.gpus
+        ]
+        self.lines: dict[tuple[int, int], Line] = {}
+        for (i, p), (j, d) in itertools.product(*map(enumerate, self.ranks)):
+            pair = connect((p, d), WINDOW)
+            self.lines[i, j] = Line(pair.outbound, pair.inbound, announced)
+        wait_until(lambda: not self.occupied("P") and not self.occupied("D"))
+
+    def occupied(self, side: str) -> int:
+        return sum(gpu.occupied for gpu in self.gpus["PD".index(side)])
+
+    def model(self, side: str) -> Model:
+        return Model(self.gpus["PD".index(side)])
+
+    def grant(self, count: int = AHEAD) -> None:
+        for line in self.lines.values():
+            line.grant(count)
+        self.turns_of_d()
+
+    def turns_of_d(self, count: int = 10) -> None:
+        for _ in range(count):
+            for line in self.lines.values():
+                line.turn_of_d()
+
+    def deliver(self, count: int) -> None:
+        """P decides, and so many messages of each link arrive."""
+
+        def turn() -> bool:
+            for line in self.lines.values():
+                line.decide()
+                line.turn_of_p()
+                line.turn_of_d()
+            return all(line.arrived == count for line in self.lines.values())
+
+        wait_until(turn)
+        assert not any(line.wrong for line in self.lines.values())
+
+    def abort(self) -> None:
+        for line in self.lines.values():
+            line.inbound.abort()
+            line.outbound.abort()
+
+
+# D waits for what P decides.
+
+
+@pytest.mark.parametrize("queues", [1, 8])
+@pytest.mark.parametrize("announced", [True, False])
+def test_d_computes_while_p_decides(blocking: bool, queues: int, announced: bool) -> None:
+    """D has granted, and P, which is held up, has sent nothing: D's steps go on, over both of its ranks."""
+    mesh = Mesh(blocking, queues=queues, announced=announced)
+    model = mesh.model("D")
+    mesh.grant()
+    for _ in range(3):
+        assert model.runs(SECONDS)
+        mesh.turns_of_d()
+    mesh.deliver(AHEAD)
+    assert model.runs(SECONDS)
+
+
+def test_the_simulation_shows_a_step_that_waits_for_p(
+    blocking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As before: all receives launched as they are granted. The second one holds its queue."""
+    monkeypatch.setattr(nccl_ends, "ON_DEVICE", 64)
+    mesh = Mesh(blocking, announced=False)
+    model = mesh.model("D")
+    mesh.grant()
+    gpus = mesh.gpus[1]
+    wait_until(lambda: mesh.turns_of_d(1) or all(gpu.launched == 2 * AHEAD for gpu in gpus))
+    ends = model.step()
+    assert all(gpu.held_up(end) for gpu, end in zip(gpus, ends, strict=True))
+    mesh.deliver(AHEAD)
+    assert all(gpu.wait(end, SECONDS) for gpu, end in zip(gpus, ends, strict=True))
+
+
+def test_receives_that_p_has_not_announced_hold_no_multiprocessor(blocking: bool) -> None:
+    mesh = Mesh(blocking)
+    mesh.grant()
+    assert mesh.occupied("D") == 0
+    mesh.deliver(AHEAD)
+    assert mesh.occupied("D") == mesh.occupied("P") == 0
+
+
+def test_links_that_are_not_announced_hold_one_operation_each(blocking: bool) -> None:
+    mesh = Mesh(blocking, announced=False)
+    mesh.grant()
+    assert mesh.occupied("D") == len(mesh.lines) * 8
+    mesh.deliver(AHEAD)
+
+
+def test_d_computes_on_when_p_is_killed_after_it_announced(blocking: bool) -> None:
+    mesh = Mesh(blocking)
+    model = mesh.model("D")
+    mesh.grant()
+    for line in mesh.lines.values():
+        line.said += 2  # and P is gone before it launches what it announced
+    mesh.turns_of_d()
+    assert mesh.occupied("D") == len(mesh.lines) * 8
+    for _ in range(3):
+        assert model.runs(SECONDS)
+        mesh.turns_of_d()
+    mesh.abort()
+    wait_until(lambda: mesh.occupied("D") == 0 and all(d.staging.used == 0 for d in mesh.ranks[1]))
+
+
+def test_p_computes_on_when_d_is_killed_before_it_launches(blocking: bool) -> None:
+    mesh = Mesh(blocking)
+    model = mesh.model("P")
+    mesh.grant()
+    for line in mesh.lines.values():
+        while line.decide():
+            line.turn_of_p()
+    assert mesh.occupied("P") > 0
+    for _ in range(3):
+        assert model.runs(SECONDS)
+        for line in mesh.lines.values():
+            line.turn_of_p()
+    assert max(line.said for line in mesh.lines.values()) <= nccl_ends.ANNOUNCED
+    mesh.abort()
+    wait_until(lambda: mesh.occupied("P") == 0)
+
+
+# Everybody at once.
+
+
+class Busy:
+    """Each rank in a thread of its own, as engines are, with the model beside it on both sides."""
+
+    def __init__(self, mesh: Mesh, messages: int) -> None:
+        self._mesh, self._messages = mesh, messages
+        self._over = threading.Event()
+        self._failed: list[BaseException] = []
+        work: list[Callable[[], None]] = []
+        for side, ranks, main in (("P", mesh.ranks[0], self._prefill), ("D", mesh.ranks[1], self._decode)):
+            work += [partial(main, rank) for rank in range(len(ranks))]
+            work.append(partial(self._compute, mesh.model(side)))
+        self._threads = [threading.Thread(target=self._run, args=(each,), daemon=True) for each in work]
+
+    def finish(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+        def arrived() -> bool:
+            assert not self._failed, self._failed
+            return all(line.arrived == self._messages for line in self._mesh.lines.values())
+
+        try:
+            wait_until(arrived)
+        finally:
+            self._over.set()
+        for thread in self._threads:
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+        assert not self._failed
+        assert not any(line.wrong for line in self._mesh.lines.values())
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._failed.append(error)
+
+    def _turns(self) -> Iterator[None]:
+        while not self._over.wait(0.0002):
+            yield
+
+    def _prefill(self, rank: int) -> None:
+        lines = [line for (p, _), line in self._mesh.lines.items() if p == rank]
+        for _ in self._turns():
+            for line in lines:
+                line.decide()
+                line.turn_of_p()
+
+    def _decode(self, rank: int) -> None:
+        # The other way round, so that launches meet in different orders.
+        lines = [line for (_, d), line in reversed(self._mesh.lines.items()) if d == rank]
+        for _ in self._turns():
+            for line in lines:
+                if len(line.receives) < AHEAD and line.arrived + len(line.receives) < self._messages:
+                    line.grant()
+                line.turn_of_d()
+
+    def _compute(self, model: Model) -> None:
+        for _ in self._turns():
+            assert model.runs(SECONDS)
+
+
+@pytest.mark.parametrize("queues", [1, 3])
+@pytest.mark.parametrize("processors", [32, 132])
+def test_ranks_that_compute_and_push_never_wait_in_a_circle(
+    blocking: bool, queues: int, processors: int
+) -> None:
+    """With 32 multiprocessors a rank may have one link on its device at once."""
+    mesh = fresh(Mesh(blocking, queues=queues, processors=processors))
+    Busy(mesh, 12).finish()
+
+
+@pytest.mark.parametrize("processors", [32, 132])
+def test_launches_that_block_never_wait_in_a_circle(processors: int) -> None:
+    """CUDA_LAUNCH_BLOCKING=1: a call returns when the device is done."""
+    mesh = fresh(Mesh(True, processors=processors))
+    for rank in itertools.chain(*mesh.ranks):
+        simulated(rank).launches_wait = True
+    Busy(mesh, 12).finish()
+
+
+def fresh(mesh: Mesh) -> Mesh:
+    """Its ranks have no owner yet: they are about to move to threads of their own."""
+    for rank in itertools.chain(*mesh.ranks):
+        rank.shared.owner = Guard("NCCL in a test")
+        simulated(rank).disown()
+    for line in mesh.lines.values():
+        for end in (line.outbound, line.inbound):
+            assert isinstance(end, End)
+            end.guard = Guard("an end in a test")
+    return mesh
+
+
+def test_the_simulation_shows_launches_that_wait_in_a_circle() -> None:
+    """As before, with launches that block: each rank is inside a launch whose partner is in another one."""
+    mesh = fresh(Mesh(True, announced=False))
+    for line in mesh.lines.values():
+        line.grant()
+    fresh(mesh)
+    for rank in itertools.chain(*mesh.ranks):
+        simulated(rank).launches_wait = True
+    calls = [
+        mesh.lines[0, 0].inbound.poll,  # D 0 waits for P 0,
+        mesh.lines[0, 1].decide,  # which is busy with D 1,
+        mesh.lines[1, 1].inbound.poll,  # which waits for P 1,
+        mesh.lines[1, 0].decide,  # which is busy with D 0
+    ]
+    threads = [threading.Thread(target=call, daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: all(gpu.occupied == 8 for gpus in mesh.gpus for gpu in gpus))
+    assert all(thread.is_alive() for thread in threads)
+    assert not any(line.arrived for line in mesh.lines.values())
+    for rank in itertools.chain(*mesh.ranks):
+        simulated(rank).over.set()
+    for thread in threads:
+        thread.join(SECONDS)
+
+
+# Whose turn it is.
+
+
+def test_ends_get_multiprocessors_in_the_order_in_which_they_asked() -> None:
+    busy = BusyEnds(2)
+    assert busy.turn_of("a") and busy.enter("a")
+    assert busy.turn_of("b") and busy.enter("b")
+    assert not busy.turn_of("c") and not busy.turn_of("d") and busy.contended
+    assert busy.turn_of("a"), "who has some keeps them"
+    busy.rest("b")
+    assert not busy.turn_of("d") and not busy.turn_of("b")
+    assert busy.turn_of("c") and busy.enter("c")
+    busy.leave("d")
+    busy.rest("a")
+    assert busy.turn_of("b") and busy.enter("b") and not busy.contended
+
+
+def test_a_link_announces_ahead_only_while_none_waits(blocking: bool) -> None:
+    mesh = Mesh(blocking, sides=(1, 2), processors=32)
+    first, second = mesh.lines.values()
+    mesh.grant()
+    for line in (first, second):
+        while line.decide():
+            pass
+    first.turn_of_p()
+    assert first.said == nccl_ends.ANNOUNCED
+    second.turn_of_p()
+    assert second.said == 0
+    wait_until(lambda: first.turn_of_p() or first.turn_of_d() or first.arrived == nccl_ends.ANNOUNCED)
+    assert first.said == nccl_ends.ANNOUNCED, "the other's turn"
+    wait_until(lambda: [line.turn_of_p() or line.turn_of_d() for line in (first, second)] and
+               first.arrived == second.arrived == AHEAD)  # fmt: skip

@@ -1,0 +1,111 @@
+"""The engine's thread hangs in a call to the device, and its links are broken from outside."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from links_support import NCCL_KINDS, Pair, connect, nccl_links, simulated, wait_until
+from nccl_simulated_gpu import SimulatedGpu
+
+from p2pkv.links.base import LinkError
+from p2pkv.links.nccl import NcclInbound, NcclLinks
+from p2pkv.links.watchdog import Watchdog
+
+WINDOW = 1 << 16
+SECONDS = 0.2
+
+
+@pytest.fixture(params=NCCL_KINDS)
+def blocking(request: pytest.FixtureRequest) -> bool:
+    return request.param == "nccl-blocking"
+
+
+def hanging(blocking: bool) -> tuple[SimulatedGpu, NcclLinks, Pair]:
+    """D with a receive on its device, whose P sends nothing."""
+    gpu = SimulatedGpu()
+    p, d = nccl_links(blocking=blocking), nccl_links(blocking=blocking, gpu=gpu)
+    pair = connect((p, d), WINDOW)
+    wait_until(lambda: not gpu.launched)
+    assert pair.inbound.post(100) is not None
+    wait_until(lambda: pair.inbound.poll() or bool(gpu.launched))
+    wait_until(lambda: pair.inbound.poll() or not simulated(d).launching)
+    return gpu, d, pair
+
+
+def synchronised(gpu: SimulatedGpu, seconds: float = 20.0) -> None:
+    """What cuMemAlloc may do: wait for all that runs on the device."""
+    end = time.monotonic() + seconds
+    while gpu.launched:
+        assert time.monotonic() < end, "nobody has freed the device"
+        time.sleep(0.001)
+
+
+def test_a_turn_that_hangs_on_the_device_ends_when_its_links_are_broken(blocking: bool) -> None:
+    gpu, links, pair = hanging(blocking)
+    watchdog = Watchdog(links, SECONDS)
+    with watchdog.turn():
+        synchronised(gpu)
+    with pytest.raises(LinkError, match="hangs in a call to the device"):
+        pair.inbound.poll()
+    pair.inbound.abort()
+    wait_until(lambda: links.staging.used == 0 and simulated(links).live == 0)
+    assert simulated(links).aborted == 1
+    watchdog.close()
+
+
+def test_turns_that_are_short_break_nothing(blocking: bool) -> None:
+    _, links, pair = hanging(blocking)
+    watchdog = Watchdog(links, SECONDS)
+    end = time.monotonic() + 3 * SECONDS
+    while time.monotonic() < end:
+        with watchdog.turn():
+            pair.inbound.poll()
+    watchdog.close()
+    pair.abort()
+
+
+@pytest.mark.parametrize("wherever", [False, True])
+def test_the_communicator_that_the_owner_is_calling_comes_last(wherever: bool) -> None:
+    """With launches that block, the owner is inside the call until the peer sends, or the link is aborted."""
+    gpu = SimulatedGpu()
+    p, d = nccl_links(), nccl_links(gpu=gpu)
+    called, other = connect((p, d), WINDOW), connect((p, d), WINDOW)
+    wait_until(lambda: not gpu.launched)
+    other_receive = other.inbound.post(100)
+    assert other_receive is not None
+    other.inbound.poll()
+    simulated(d).launches_wait = True
+    inside = called.inbound
+    assert isinstance(inside, NcclInbound)
+
+    def rescue() -> None:
+        wait_until(lambda: gpu.launched == 2)
+        d.rescue("a test", wherever)
+        wait_until(lambda: simulated(d).live == (0 if wherever else 1))
+        if not wherever:
+            assert inside._calling.locked(), "it has been left alone"
+            d.rescue("a test", True)
+
+    thread = threading.Thread(target=rescue)
+    thread.start()
+    called.inbound.post(100)
+    with pytest.raises(LinkError, match="a test"):
+        called.inbound.poll()
+    thread.join(20)
+    for pair in (called, other):
+        with pytest.raises(LinkError, match="a test"):
+            pair.inbound.poll()
+        pair.abort()
+    wait_until(lambda: d.staging.used == 0)
+    simulated(d).violations.clear()  # an abort during a call, as the last resort
+
+
+def test_a_link_that_is_coming_up_is_given_up(blocking: bool) -> None:
+    links = nccl_links(blocking=blocking)
+    inbound, _ = links.accept(nccl_links(blocking=blocking).invite(), WINDOW)
+    links.rescue("a test", False)
+    with pytest.raises(LinkError, match="a test"):
+        inbound.poll()
+    inbound.abort()

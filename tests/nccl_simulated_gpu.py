@@ -1,0 +1,171 @@
+"""What streams share on a real GPU: hardware queues and multiprocessors (SMs).
+
+The rules, and where each comes from:
+
+- Streams are mapped onto a few hardware queues, `CUDA_DEVICE_MAX_CONNECTIONS` of them, 8 by default (CUDA
+  Programming Guide, "CUDA Environment Variables"). With more streams than queues some share one, and CUDA
+  promises no stream progress beside another (NCCL's maintainers in NVIDIA/nccl issues 522 and 783).
+- A queue is first in, first out. Its head leaves it when all that it depends on is done, which is what its
+  stream holds before it, and there is room for its blocks. Until then everything behind it waits, of whatever
+  stream: the *false dependency* of the Kepler GK110 white paper ("Hyper-Q") and of NVIDIA/nccl issue 1766.
+  What has left the queue runs beside others, and so does the record of an event behind it: with one
+  connection, as Megatron-LM sets it, collectives and computation still overlap.
+- NCCL's kernel for a send or a receive holds an SM for each channel, and spins until the peer's matching call
+  runs (NCCL User Guide, "Point-to-point communication": neither call ends without the other).
+- A collective needs all ranks' kernels on their devices at once ("Using multiple NCCL communicators
+  concurrently" of the same guide).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+QUEUES = 8
+PROCESSORS = 132
+
+
+@dataclass(eq=False)
+class Work:
+    """One kernel. `begin` is called when its blocks run; it is done when `SimulatedGpu.finish` is called."""
+
+    stream: int
+    processors: int
+    begin: Callable[[Work], None]
+    running: bool = False
+    done: bool = False
+
+
+@dataclass
+class SimulatedGpu:
+    """One device: streams are given queues in turn as they appear. Safe in threads."""
+
+    queues: int = QUEUES
+    processors: int = PROCESSORS
+    free: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.free = self.processors
+        self._changed = threading.Condition(threading.RLock())
+        self._lines: list[deque[Work]] = [deque() for _ in range(self.queues)]
+        self._numbers: dict[int, int] = {}
+        self._streams: dict[int, deque[Work]] = {}
+        self._dispatching = False
+
+    @property
+    def occupied(self) -> int:
+        """Multiprocessors that hold a kernel."""
+        return self.processors - self.free
+
+    @property
+    def launched(self) -> int:
+        """Kernels that have been launched and are not done."""
+        with self._changed:
+            return sum(map(len, self._streams.values()))
+
+    def submit(self, stream: int, processors: int, begin: Callable[[Work], None]) -> Work:
+        """Launch a kernel; returns at once."""
+        work = Work(stream, processors, begin)
+        with self._changed:
+            line = self._lines[self._numbers.setdefault(stream, len(self._numbers)) % self.queues]
+            line.append(work)
+            self._streams.setdefault(stream, deque()).append(work)
+            self._dispatch()
+        return work
+
+    def finish(self, work: Work) -> None:
+        """A kernel that runs has ended."""
+        with self._changed:
+            if work.done:
+                return
+            work.done = True
+            self.free += work.processors if work.running else 0
+            self._streams[work.stream].remove(work)
+            for line in self._lines:
+                if work in line:
+                    line.remove(work)
+            self._dispatch()
+            self._changed.notify_all()
+
+    def clear(self, stream: int) -> None:
+        """All of a stream's work ends, as when NCCL's abort flag stops its kernels."""
+        with self._changed:
+            for work in list(self._streams.get(stream, ())):
+                self.finish(work)
+
+    def wait(self, work: Work, seconds: float) -> bool:
+        """Whether the kernel is done within so many seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: work.done, seconds)
+
+    def held_up(self, work: Work) -> bool:
+        """Whether the kernel is behind a head that waits for another kernel of its own stream."""
+        with self._changed:
+            for line in self._lines:
+                if work in line and line[0] is not work:
+                    return self._streams[line[0].stream][0] is not line[0]
+        return False
+
+    def _dispatch(self) -> None:
+        if self._dispatching:  # `begin` may finish what it began
+            return
+        self._dispatching = True
+        try:
+            while any(self._advance(line) for line in self._lines):
+                pass
+        finally:
+            self._dispatching = False
+
+    def _advance(self, line: deque[Work]) -> bool:
+        if not line:
+            return False
+        head = line[0]
+        if self._streams[head.stream][0] is not head or head.processors > self.free:
+            return False
+        line.popleft()
+        head.running = True
+        self.free -= head.processors
+        head.begin(head)
+        return True
+
+
+class Model:
+    """vLLM's work on the devices of one engine: forward kernels, and an all-reduce over its ranks.
+
+    `step` launches one step on each rank, as vLLM does without waiting for the device.
+    """
+
+    STREAM = 7  # one for each device: the numbers of two devices have nothing to do with each other
+    ALL_REDUCE_SMS = 24
+
+    def __init__(self, gpus: list[SimulatedGpu]) -> None:
+        self._gpus = gpus
+        self._lock = threading.Lock()
+        for gpu in gpus:
+            gpu.submit(self.STREAM, 1, gpu.finish)
+
+    def step(self) -> list[Work]:
+        """A kernel, an all-reduce and a kernel on every rank; the last one of each."""
+        met: list[tuple[SimulatedGpu, Work]] = []
+
+        def arrive(gpu: SimulatedGpu, work: Work) -> None:
+            with self._lock:
+                met.append((gpu, work))
+                last = len(met) == len(self._gpus)
+            if last:
+                # From a thread of its own: two devices' locks are never held together.
+                threading.Thread(target=lambda: [each.finish(it) for each, it in met], daemon=True).start()
+
+        ends = []
+        for gpu in self._gpus:
+            gpu.submit(self.STREAM, gpu.processors // 2, gpu.finish)
+            gpu.submit(self.STREAM, self.ALL_REDUCE_SMS, partial(arrive, gpu))
+            ends.append(gpu.submit(self.STREAM, gpu.processors // 2, gpu.finish))
+        return ends
+
+    def runs(self, seconds: float) -> bool:
+        """Whether a step ends within so many seconds."""
+        return all(gpu.wait(end, seconds) for gpu, end in zip(self._gpus, self.step(), strict=True))
