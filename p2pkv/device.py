@@ -157,9 +157,7 @@ def make_stream(first: bool = False) -> int:
         driver().cuCtxGetStreamPriorityRange(ctypes.byref(least), ctypes.byref(priority))
     result = driver().cuStreamCreateWithPriority(ctypes.byref(handle), _NON_BLOCKING, priority)
     if result != 0 or handle.value is None:
-        raise RuntimeError(
-            f"CUDA makes no stream for p2pkv: cuStreamCreateWithPriority returned {result}"
-        )
+        raise RuntimeError(f"CUDA makes no stream for p2pkv: cuStreamCreateWithPriority returned {result}")
     return handle.value
 
 

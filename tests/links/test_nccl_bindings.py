@@ -282,7 +282,7 @@ def test_each_stream_is_its_own_and_waits_for_no_default_stream(monkeypatch: pyt
     streams[0].close()
     assert fake.destroyed == [0x1231]
     fake.result = 201
-    with pytest.raises(RuntimeError, match="cuStreamCreateWithPriority says 201"):
+    with pytest.raises(RuntimeError, match="cuStreamCreateWithPriority returned 201"):
         nccl_communicator.CudaStream(0)
 
 

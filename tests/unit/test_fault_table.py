@@ -54,7 +54,7 @@ FAULTS = {
     ),
     "partition one way, both ways, healed": (
         "by policy; works again about 20 s after its end",
-        "chaos/test_partitions.py protocol/test_conversation.py",
+        "chaos/test_partitions.py virtual/test_walks.py",
     ),
     "loss, latency, slicing": (
         "slower; frozen beyond the lease: by policy",
@@ -127,7 +127,7 @@ FAULTS = {
     ),
     "replay of recorded bytes": (
         "nothing",
-        "protocol/test_conversation.py protocol/test_receiver_faults.py protocol/test_sender_faults.py",
+        "virtual/test_walks.py protocol/test_receiver_faults.py protocol/test_sender_faults.py",
     ),
     "a D names another D's transfer": (
         "nothing",
@@ -253,7 +253,7 @@ FAULTS = {
     "a flipped byte of KV": (
         "with verify by policy before the first token; without a wrong answer",
         "engine/test_verify.py engine/test_device.py engine/test_kv_groups.py kv/test_digest.py "
-        "protocol/test_conversation.py",
+        "virtual/test_walks.py",
     ),
     "NCCL: an absent peer, an abort in a send (on a simulated NCCL; on GPUs: no test yet)": (
         "by policy; links_stuck may grow",
