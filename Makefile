@@ -131,12 +131,12 @@ mutants: $(STAMP)
 	@$(PY) tests/mutants.py $(ARGS)
 
 # No .venv, no network, no vLLM and no plugins of pytest. Two processes: NCCL reads its environment once, and two
-# ranks on one card need another than two on two cards.
+# ranks on one card need another than two on two cards. 5 is pytest's status where there are no such tests.
 gpu-test:
 	@$(GPU_PYTHON) tests/gpu/needs.py
 	@status=0; for cards in "not two_gpus" two_gpus; do \
 	  PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m pytest -c tests/gpu/bare.ini tests/gpu \
-	    -m "$$cards and not long" $(ARGS) || status=1; done; exit $$status
+	    -m "$$cards and not long" $(ARGS) || { [ $$? = 5 ] || status=1; }; done; exit $$status
 
 # All of the suite that needs no device, so that its own faults are found where no GPU is.
 gpu-dry-run: $(STAMP)

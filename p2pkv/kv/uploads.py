@@ -50,6 +50,10 @@ class Recent(Generic[Made]):
                 return made
         return None
 
+    def of(self, array: NDArray[Any], make: Callable[[], Made], kind: object = None) -> Made:
+        known = self.find(array, kind)
+        return known if known is not None else self.add(array, make(), kind)
+
     def add(self, array: NDArray[Any], made: Made, kind: object = None) -> Made:
         self._latest = (array, kind, made), *self._latest[: MOST_RECENT - 1]
         return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from crossings import crossings
 
-MOST = 66
+MOST = 64
 """Calls from one file of p2pkv to another in the engines; three more on either forward thread make 70."""
 
 MOST_FILES = 14
