@@ -153,7 +153,7 @@ class StorageCopier:
         steps = span.steps[cut.layers[0] - span.first : cut.layers[1] - span.first]
         lies = replace(span.pages, storage=0), span.grain, steps.tobytes()
         kind = *lies, cut.units, cut.heads, cut.row_bytes
-        return self._recent.of(cut.table, lambda: locate(span, cut), kind)
+        return self._recent.of(cut.table, partial(locate, span, cut), kind)
 
     def digest(self, buffer: torch.Tensor) -> Checksum:
         return digest_on_host(buffer) if self.digest_name == XXH3 else digest_by_torch(buffer)
