@@ -26,8 +26,11 @@ from p2pkv.protocol import sender
 __all__ = ["quiet"]
 
 FAULTS = {fault.__name__: fault for fault in WEIGHTS}
-LONGEST = 160
-"""Tokens of a prompt: some tens of messages."""
+CHUNKS = (1024, 4096)
+"""Bytes of a message: of the smallest, most hold one KV group."""
+
+LONGEST = 48
+"""Tokens of a prompt."""
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +52,9 @@ class Walk(RuleBasedStateMachine):
     def begin(self, seed: int, hybrid: bool, tps: tuple[int, ...], faults: int) -> None:
         """One P and one D, of one or two pipeline stages each."""
         model = draw_hybrid(random.Random(seed)) if hybrid else ONE_GROUP
-        self.world = World(f"walk {seed}", prefills=1, decodes=1, model=model, tps=tps)
+        self.world = World(
+            f"walk {seed}", prefills=1, decodes=1, model=model, tps=tps, stages=True, chunks=CHUNKS
+        )
         self.faults = faults
 
     @rule(many=st.integers(1, 3), plain=st.booleans(), fresh=st.booleans())
@@ -89,8 +94,8 @@ class Walk(RuleBasedStateMachine):
 
 Walk.TestCase.settings = settings(
     deadline=None,
-    max_examples=int(os.environ.get("P2PKV_EXAMPLES", "60")),
+    max_examples=int(os.environ.get("P2PKV_EXAMPLES", "20")),
     stateful_step_count=30,
     suppress_health_check=list(HealthCheck),
 )
-TestWalk = Walk.TestCase
+TestWalk = pytest.mark.timeout(600)(Walk.TestCase)

@@ -54,8 +54,12 @@ class World:
         say: bool = False,
         model: Model | None = None,
         tps: Sequence[int] = (),
+        stages: bool = False,
+        chunks: Sequence[int] = CHUNKS,
     ) -> None:
-        """`model`, and `tps`, the ranks that an engine may have: by default the seed decides."""
+        """`model`, and `tps`, the ranks that a stage may have: by default the seed decides. `stages`: an
+        engine may have two of them; without `tps`, too."""
+        stages = stages or not tps
         self.draw = random.Random(f"virtual {seed}")
         self.model = model or draw_model(random.Random(f"model {seed}"))
         # One rank in each engine is most of what there is, and the fastest.
@@ -74,9 +78,8 @@ class World:
         self._until = 0.0
         self._suffering: Counter[str] = Counter()
         names = [f"P{index}" for index in range(prefills)] + [f"D{index}" for index in range(decodes)]
-        cuts = [0, 0, *self.model.cuts]
-        builds = [Build(self.model, self.draw.choice(tps), self.draw.choice(cuts)) for _ in names]
-        self.chunk_bytes = self.draw.choice(CHUNKS)
+        builds = [self._draw_build(tps, stages) for _ in names]
+        self.chunk_bytes = self.draw.choice(chunks)
         self.decode_ranks = sum(build.ranks for build in builds[prefills:])
         self.machines = {
             name: Machine(name, build, 7000 + 10 * n, self)
@@ -87,6 +90,12 @@ class World:
             machine.start()
         self._sweep()
         self._watch()
+
+    def _draw_build(self, tps: Sequence[int], stages: bool) -> Build:
+        """Few engines have two stages: twice the ranks take twice the time."""
+        tp = self.draw.choice(tps)
+        cut = self.draw.choice([0, *self.model.cuts]) if stages and self.draw.random() < 0.4 else 0
+        return Build(self.model, tp, cut if tp < 4 else 0)
 
     # The trace.
 
