@@ -41,7 +41,7 @@ from .service import PROXY, Handler, Proxy, errors_as_json, generate, note_begin
 from .siblings import Siblings, answering
 from .tracing import Spans
 from .upstream import Client
-from .worker import Report, Update, Worker
+from .worker import Update, WorkerReport, WorkerState
 
 # A connection on which no request is under way, or not even its head has come, is closed after this.
 IDLE_SECONDS = 75.0
@@ -67,7 +67,7 @@ def make_app(
     log_requests: bool = False,
     tracing: Spans | None = None,
     listed: Sequence[ListedInstance] = (),
-    worker: Worker | None = None,
+    worker: WorkerState | None = None,
 ) -> web.Application:
     """The application, for `make_runner`: without it a client that leaves is not noticed.
 
@@ -151,7 +151,7 @@ def _parts(proxy: Proxy, guard: Access) -> dict[str, Callable[[Any], Any]]:
     }
 
 
-def _update(worker: Worker, proxy: Proxy, update: Any) -> Report:
+def _update(worker: WorkerState, proxy: Proxy, update: Any) -> WorkerReport:
     """One of the supervisor's, as it arrives."""
     return worker.update(msgspec.convert(update, Update), proxy.registry, proxy.membership.take)
 

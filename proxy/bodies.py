@@ -310,7 +310,7 @@ _SALTS = ("model", "cache_salt")
 _LONGEST_SALT = 1024
 
 
-class _Part(NamedTuple):
+class _PromptField(NamedTuple):
     """A field of a prompt.
 
     Attributes:
@@ -322,7 +322,7 @@ class _Part(NamedTuple):
     ids: bool
 
     @classmethod
-    def of(cls, value: Raw) -> _Part:
+    def of(cls, value: Raw) -> _PromptField:
         view = memoryview(value)
         beginning = bytes(view[:_LOOK_BYTES])
         if beginning == b"null":
@@ -383,7 +383,7 @@ class Prompt:
     """
 
     def __init__(self, fields: Mapping[str, Raw]) -> None:
-        self._parts = [_Part.of(fields[name]) for name in _LEADING if name in fields]
+        self._parts = [_PromptField.of(fields[name]) for name in _LEADING if name in fields]
         self._salt = b"\0".join(bytes(memoryview(fields.get(name, b""))[:_LONGEST_SALT]) for name in _SALTS)
         self.tokens = sum(part.tokens for part in self._parts)
 

@@ -43,7 +43,7 @@ from .routing import POLICIES
 from .service import PROXY
 from .supervisor import Supervisor, bound, ignore_signals, reserved, share_of
 from .tracing import NoTracing, Spans
-from .worker import Worker, WorkerConfig
+from .worker import WorkerConfig, WorkerState
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ def _app(
     arguments: argparse.Namespace,
     members: Members | None,
     limits: Limits,
-    worker: Worker | None = None,
+    worker: WorkerState | None = None,
 ) -> web.Application:
     plain: Address | None = arguments.plain_discovery
     return make_app(
@@ -260,7 +260,7 @@ async def _serve_as_worker(
 ) -> None:
     """Serves until the supervisor ends it. Takes no connection before it has the instances and the drains
     that there are: it would turn requests away that another worker would serve."""
-    worker = Worker(config)
+    worker = WorkerState(config)
     app = _app(arguments, members, share_of(_limits(arguments), config.of), worker)
     runner = make_runner(app, _SHUTDOWN_SECONDS)
     _end_without_parent(worker)
@@ -279,7 +279,7 @@ async def _serve_as_worker(
         await runner.cleanup()
 
 
-def _end_without_parent(worker: Worker) -> None:
+def _end_without_parent(worker: WorkerState) -> None:
     """Ends the worker when the process that has started it is gone."""
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -33,7 +33,7 @@ from .limits import Limits
 from .membership.instance import PingSource
 from .membership.registry import MAX_INSTANCES
 from .siblings import NoAnswer, ask
-from .worker import Drains, RepeatedPing, Report, Update, WorkerConfig
+from .worker import Drains, RepeatedPing, Update, WorkerConfig, WorkerReport
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ class Pings:
 
 
 @dataclass(eq=False)
-class _Worker:
+class _Child:
     """One worker, through all the processes that it has been.
 
     Attributes:
@@ -248,7 +248,7 @@ class Supervisor:
     ) -> None:
         addresses = tuple((each.family, each.getsockname()) for each in port)
         configs = [WorkerConfig(number, workers, addresses, folder) for number in range(1, workers + 1)]
-        self.workers = [_Worker(config) for config in configs]
+        self.workers = [_Child(config) for config in configs]
         self._port = port
         self._begin = begin
         self._arguments = arguments
@@ -276,7 +276,7 @@ class Supervisor:
         for each in self.workers:
             await each.served.wait()
 
-    async def _keep(self, worker: _Worker) -> None:
+    async def _keep(self, worker: _Child) -> None:
         """Starts a worker again and again. Raises WorkerFailed if it has never served."""
         pause, number = _FIRST_PAUSE, worker.config.number
         while not self._stopping.is_set():
@@ -296,7 +296,7 @@ class Supervisor:
                     await self._stopping.wait()
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    async def _live(self, worker: _Worker) -> str:
+    async def _live(self, worker: _Child) -> str:
         """One process of a worker, from its start to its end; how it ended."""
         process = multiprocessing.get_context("spawn").Process(
             target=self._begin,
@@ -333,12 +333,12 @@ class Supervisor:
                 async with asyncio.timeout(pause):
                     await self._news.wait()
 
-    async def _update(self, worker: _Worker, update: Update) -> None:
+    async def _update(self, worker: _Child, update: Update) -> None:
         """One update of one worker, which is killed if it is frozen: what connects to it would wait for ever.
         Silence is measured by questions, not by the clock, since this process may have stood still, too."""
         process, number = worker.process, worker.config.number
         try:
-            report = msgspec.convert(await ask(worker.config.socket, "update", update), Report)
+            report = msgspec.convert(await ask(worker.config.socket, "update", update), WorkerReport)
         except NoAnswer:
             worker.silent += worker.serving
             if worker.silent >= _MOST_SILENT and process is not None and process is worker.process:

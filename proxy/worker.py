@@ -82,7 +82,7 @@ class Update(msgspec.Struct, frozen=True):
     hurry: bool = False
 
 
-class Report(msgspec.Struct, frozen=True):
+class WorkerReport(msgspec.Struct, frozen=True):
     """The answer to an update.
 
     Attributes:
@@ -117,7 +117,7 @@ class RepeatedConnection:
         return True
 
 
-class Worker:
+class WorkerState:
     """This process as one of several.
 
     Attributes:
@@ -140,7 +140,9 @@ class Worker:
         """From now on it takes requests."""
         self.serving = True
 
-    def update(self, update: Update, registry: Registry, take: Callable[[Ping, PingSource], None]) -> Report:
+    def update(
+        self, update: Update, registry: Registry, take: Callable[[Ping, PingSource], None]
+    ) -> WorkerReport:
         """Takes in what is new."""
         here = {each.connection for each in update.pings}
         for number in self._connections.keys() - here:
@@ -158,7 +160,7 @@ class Worker:
         if update.hurry:
             self.hurry.set()
         answers, self._answers = self._answers, []
-        return Report(self.serving, registry.drains(), answers)
+        return WorkerReport(self.serving, registry.drains(), answers)
 
     def end(self) -> None:
         """Stops, whether it serves or is still starting."""

@@ -887,7 +887,7 @@ PRODUCT = (
     ),
     Mutant(
         "workers do not learn that a connection is closed",
-        "proxy/worker.py:Worker.update",
+        "proxy/worker.py:WorkerState.update",
         "            self._connections.pop(number).open = False\n",
         "            self._connections.pop(number)\n",
         ("tests/proxy/test_supervisor.py::test_a_closed_connection_takes_its_instance_along",),
@@ -922,7 +922,7 @@ PRODUCT = (
     ),
     Mutant(
         "a worker that begins forgets what is drained",
-        "proxy/worker.py:Worker.update",
+        "proxy/worker.py:WorkerState.update",
         "            registry.adopt_drains(update.drains)\n",
         "            pass\n",
         ("tests/proxy/test_supervisor.py::test_only_a_worker_that_begins_takes_over_drains",),

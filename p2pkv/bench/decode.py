@@ -38,7 +38,7 @@ AHEAD = 64
 """Receives posted at once: many more would fill the socket in both directions with messages about them."""
 
 
-class Decode:
+class DecodeSide:
     """One rank of D for each layout, and its ends of bare links."""
 
     def __init__(self, pipe: Pipe, settings: dict[str, Any]) -> None:
@@ -149,7 +149,7 @@ def main(argv: list[str]) -> int:
     settings = json.loads(argv[1])
     if settings.get("device", "cpu") != "cpu":
         torch.cuda.set_device(settings["device"])
-    decode = Decode(pipe, settings)
+    decode = DecodeSide(pipe, settings)
     try:
         while (order := pipe.receive()) is not None:
             decode.obey(order)

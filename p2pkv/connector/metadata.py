@@ -24,7 +24,7 @@ from p2pkv.engine.context import Counters
 
 
 @dataclass
-class Prefill:
+class PrefillStep:
     """P: what this step does to one prompt.
 
     Attributes:
@@ -68,7 +68,7 @@ class StepMetadata(KVConnectorMetadata):
     # P
     holds: list[Hold] = field(default_factory=list)
     offers: list[OfferPrompt] = field(default_factory=list)
-    prefills: list[Prefill] = field(default_factory=list)
+    prefills: list[PrefillStep] = field(default_factory=list)
     revoked: list[str] = field(default_factory=list)
     stale: list[tuple[str, str]] = field(default_factory=list)
     """Keys of prompts that were computed with former weights, and why they are not sent any more."""

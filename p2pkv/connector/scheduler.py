@@ -19,7 +19,7 @@ from vllm.v1.request import RequestStatus
 
 from p2pkv.connector.generation import other_weights
 from p2pkv.connector.identity import Paired, Pairs, prompt_digest
-from p2pkv.connector.metadata import Ended, Prefill, StepMetadata, WorkerNews
+from p2pkv.connector.metadata import Ended, PrefillStep, StepMetadata, WorkerNews
 from p2pkv.connector.recurrent import state_entry
 from p2pkv.engine.commands import Blocks, Expect, Hold, Invalidate, Load, OfferPrompt, PromptBlocks
 from p2pkv.log import RateLimit
@@ -262,7 +262,7 @@ class ProducerScheduler:
         cached = self._settled(fresh(), blocks, start) if start > prompt.announced else 0
         prompt.announced = stop
         table = PromptBlocks(key, self._tables.of(blocks, stop))
-        meta.prefills.append(Prefill(table, cached, start, stop))
+        meta.prefills.append(PrefillStep(table, cached, start, stop))
 
     def _note_loads(self, output: SchedulerOutput) -> None:
         """Keep in mind which blocks another connector fills during this step."""
@@ -325,7 +325,7 @@ class ProducerScheduler:
             # vLLM has taken the results of the step in which another connector loaded a part of the prompt.
             tokens = prompt.announced = request.num_prompt_tokens
             table = PromptBlocks(key, self._tables.of(prompt.unannounced, tokens))
-            self._next.prefills.append(Prefill(table, tokens, tokens, tokens))
+            self._next.prefills.append(PrefillStep(table, tokens, tokens, tokens))
         taken_over = not prompt.stale and prompt.announced < request.num_prompt_tokens
         if taken_over and (other := self._next_duplicate(prompt)):
             # As after a preemption: the same prompt, with other blocks.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from multi_support import OURS, MultiInstance, StoreMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 
-from p2pkv.connector.metadata import Prefill
+from p2pkv.connector.metadata import PrefillStep
 from p2pkv.engine import commands as do
 
 pytestmark = pytest.mark.vllm
@@ -138,7 +138,7 @@ def test_a_failed_push_is_treated_as_the_outer_configuration_says() -> None:
 # P.
 
 
-def prefills(p: MultiInstance) -> list[Prefill]:
+def prefills(p: MultiInstance) -> list[PrefillStep]:
     return [each for meta in p.metas for each in meta.prefills]
 
 

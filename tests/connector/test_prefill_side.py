@@ -22,7 +22,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from p2pkv.connector.identity import Pairs, prompt_digest
-from p2pkv.connector.metadata import Prefill
+from p2pkv.connector.metadata import PrefillStep
 from p2pkv.connector.scheduler import BlockTables, HeldBlocks, ProducerScheduler
 from p2pkv.engine import commands as do
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.vllm
 each_pace = pytest.mark.parametrize("ahead", [0, 1], ids=["step-by-step", "one-step-ahead"])
 
 
-def prefills(p: Instance, key: str) -> list[Prefill]:
+def prefills(p: Instance, key: str) -> list[PrefillStep]:
     return [each for meta in p.metas for each in meta.prefills if each.blocks.key == key]
 
 

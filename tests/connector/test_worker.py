@@ -26,7 +26,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from p2pkv.config import ConfigError
 from p2pkv.connector import P2pKvConnector
-from p2pkv.connector.metadata import Ended, Prefill, StepMetadata
+from p2pkv.connector.metadata import Ended, PrefillStep, StepMetadata
 from p2pkv.connector.vllm_patches import EARLY_REVOCATION, SPIN_WAIT
 from p2pkv.connector.worker import Worker
 from p2pkv.engine import commands as do
@@ -39,7 +39,7 @@ LAST = list(LAYERS)[-1]
 
 
 def prefill_step(stop: int, *, first: bool) -> StepMetadata:
-    meta = StepMetadata(work=True, prefills=[Prefill(do.PromptBlocks("k", ([1, 2],)), 0, 0, stop)])
+    meta = StepMetadata(work=True, prefills=[PrefillStep(do.PromptBlocks("k", ([1, 2],)), 0, 0, stop)])
     if first:
         meta.holds, meta.offers = [do.Hold("k", D)], [do.OfferPrompt("k", D, 32, b"digest")]
     return meta

@@ -26,7 +26,7 @@ from p2pkv_proxy.exposition import Family
 from p2pkv_proxy.membership.registry import MAX_INSTANCES, Registry
 from p2pkv_proxy.siblings import NoAnswer, Siblings, answering, ask
 from p2pkv_proxy.supervisor import Pings, Supervisor, WorkerFailed
-from p2pkv_proxy.worker import Drains, Report, Update, Worker, WorkerConfig
+from p2pkv_proxy.worker import Drains, Update, WorkerConfig, WorkerReport, WorkerState
 from support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
@@ -62,13 +62,13 @@ class Repeated:
 
     def begin(self) -> None:
         """A worker that begins."""
-        self.worker = Worker(WorkerConfig(1, 2, (), Path()))
+        self.worker = WorkerState(WorkerConfig(1, 2, (), Path()))
         self.registry = Registry(life=10.0, lease=30.0)
 
     def _changed(self) -> None:
         self.news += 1
 
-    def update(self) -> Report:
+    def update(self) -> WorkerReport:
         """As it travels."""
         raw = msgspec.msgpack.encode(Update(self.pings.all(), self.drains))
         return self.worker.update(msgspec.msgpack.decode(raw, type=Update), self.registry, self._take)
@@ -276,12 +276,12 @@ class Process:
 
 async def work(seat: WorkerConfig, siblings: list[Siblings] | None = None, **parts: Any) -> None:
     """As a worker that is in order; `siblings` gets its side of all workers."""
-    worker = Worker(seat)
+    worker = WorkerState(seat)
     worker.serving = True
     if siblings is not None:
         siblings.append(Siblings(parts, seat.others))
 
-    def update(raw: Any) -> Report:
+    def update(raw: Any) -> WorkerReport:
         return worker.update(msgspec.convert(raw, Update), Registry(), lambda *_: None)
 
     async with answering(seat.socket, parts | {"update": update}):
@@ -290,10 +290,10 @@ async def work(seat: WorkerConfig, siblings: list[Siblings] | None = None, **par
 
 async def freeze(seat: WorkerConfig) -> None:
     """It has begun to serve, and answers nothing any more."""
-    worker, serving = Worker(seat), asyncio.Event()
+    worker, serving = WorkerState(seat), asyncio.Event()
     worker.serving = True
 
-    def update(raw: Any) -> Report:
+    def update(raw: Any) -> WorkerReport:
         if serving.is_set():
             raise NoAnswer
         serving.set()
@@ -305,10 +305,10 @@ async def freeze(seat: WorkerConfig) -> None:
 
 async def serve_and_end(seat: WorkerConfig) -> None:
     """It serves, and ends when it has said so."""
-    worker, said = Worker(seat), asyncio.Event()
+    worker, said = WorkerState(seat), asyncio.Event()
     worker.serving = True
 
-    def update(raw: Any) -> Report:
+    def update(raw: Any) -> WorkerReport:
         asyncio.get_running_loop().call_later(0.05, said.set)
         return worker.update(msgspec.convert(raw, Update), Registry(), lambda *_: None)
 
@@ -383,10 +383,10 @@ async def test_four_missed_answers_kill_no_worker(monkeypatch: pytest.MonkeyPatc
     asked = 0
 
     async def misses_some(seat: WorkerConfig) -> None:
-        worker = Worker(seat)
+        worker = WorkerState(seat)
         worker.serving = True
 
-        def update(raw: Any) -> Report:
+        def update(raw: Any) -> WorkerReport:
             nonlocal asked
             asked += 1
             if asked % 5:
@@ -508,10 +508,10 @@ async def test_a_new_instance_reaches_all_workers_without_waiting_for_the_next_r
     taken: list[tuple[int, Ping]] = []
 
     async def follows(seat: WorkerConfig) -> None:
-        worker = Worker(seat)
+        worker = WorkerState(seat)
         worker.serving = True
 
-        def update(raw: Any) -> Report:
+        def update(raw: Any) -> WorkerReport:
             return worker.update(
                 msgspec.convert(raw, Update), Registry(), lambda ping, _: taken.append((seat.number, ping))
             )
