@@ -116,6 +116,7 @@ class Core:
         self.commands: deque[Command] = deque()
         self._events: deque[Event] = deque()
         self._on_event = on_event
+        links.announce_sends()
         self.context = Context(hello, options, cache, links, endpoint, Liveness(options.stall_seconds))
         self.prefill = PrefillRole(self.context) if "P" in roles else None
         self.decode = DecodeRole(self.context) if "D" in roles else None

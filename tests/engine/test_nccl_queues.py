@@ -32,7 +32,6 @@ TOKENS = 96
 SECONDS = 20.0
 TP2 = Geometry(tp=2)
 TP1 = Geometry()
-TO_COME = "the engine does not set LinkFactory.announced yet: D launches a receive as soon as it is granted"
 
 FIRST_STEP = "P invites to a link as soon as D says Hello, and does not wait for its first step"
 
@@ -120,7 +119,6 @@ def test_d_computes_on_when_p_is_killed(cluster: Cluster) -> None:
     assert model.runs(SECONDS)
 
 
-@pytest.mark.xfail(strict=True, reason=TO_COME)
 def test_a_p_that_is_held_up_holds_no_multiprocessor_of_d(cluster: Cluster) -> None:
     p, d = cluster.engine("P"), cluster.engine("D")
     release = held(cluster, p, d, "k")
@@ -132,7 +130,6 @@ def test_a_p_that_is_held_up_holds_no_multiprocessor_of_d(cluster: Cluster) -> N
         d.wait(do.Loaded("k"))
 
 
-@pytest.mark.xfail(strict=True, reason=TO_COME)
 def test_a_p_that_is_held_up_does_not_keep_another_from_sending(cluster: Cluster) -> None:
     """D's multiprocessors suffice for one link at a time."""
     cluster.processors = 32
@@ -147,7 +144,6 @@ def test_a_p_that_is_held_up_does_not_keep_another_from_sending(cluster: Cluster
         release()
 
 
-@pytest.mark.xfail(strict=True, reason=TO_COME)
 @pytest.mark.parametrize("cluster", ["nccl-blocking"], indirect=True)
 def test_launches_that_block_do_not_join_two_ps(cluster: Cluster) -> None:
     """CUDA_LAUNCH_BLOCKING=1: what one P has not decided does not hold up what the other sends."""
