@@ -509,6 +509,8 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
     def invite(self, peer: DecodePeer, now: float) -> None:
         """Begin a link to this rank of D, if there is none and it is time to try again."""
         self.activate(peer)
+        if not self._ctx.steps.serving:
+            return
         try:
             message = peer.link.invite(now) if peer.assignment is not None else None
         except LinkError as error:
