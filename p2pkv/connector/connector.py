@@ -313,7 +313,9 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             hello = hello_of(config, options, cache, shape, number, links.kind)
         else:  # the weights are those of the first start, whatever lies in their files by now
             hello = replace(self._hello, incarnation=new_incarnation())
-        self._hello, rank = hello, Rank(hello, options, cache, links)
+        # At the first start vLLM has yet to capture its graphs.
+        rank = Rank(hello, options, cache, links, serving=self._hello is not None)
+        self._hello = hello
         if not isinstance(self._beats, BeatListener):
             self._beats = BeatListener(hello.address)
         rank.steps.read_beats = self._beats.read

@@ -31,6 +31,9 @@ from p2pkv.protocol.messages import AnyMessage, BadMessage, Hello, Inspect, Repo
 TICK = 0.02
 """Seconds between two looks at what is under way."""
 
+FENCE_SECONDS = 0.001
+"""Seconds between two looks at the forward's fence while nothing else is awaited."""
+
 HELD_SECONDS = 1.0
 """A turn so much later than it was due: something held this rank up, and no message could reach it."""
 
@@ -109,14 +112,18 @@ class Core:
         endpoint: Endpoint,
         on_event: Callable[[], None] | None = None,
         roles: str = "",
+        serving: bool = True,
     ) -> None:
         """`on_event` is called by the owner's thread after each event. `roles`: "P", "D" or "PD"; by default
-        that of its Hello."""
+        that of its Hello. `serving`: see Liveness."""
         roles = roles or hello.role
         self.commands: deque[Command] = deque()
         self._events: deque[Event] = deque()
         self._on_event = on_event
-        self.context = Context(hello, options, cache, links, endpoint, Liveness(options.stall_seconds))
+        links.announce_sends()
+        self.context = Context(
+            hello, options, cache, links, endpoint, Liveness(options.stall_seconds, serving)
+        )
         self.prefill = PrefillRole(self.context) if "P" in roles else None
         self.decode = DecodeRole(self.context) if "D" in roles else None
         self.roles: list[Role] = [role for role in (self.prefill, self.decode) if role is not None]
@@ -220,7 +227,7 @@ class Core:
     def pause(self, now: float) -> float:
         """Seconds after which the next turn is due, unless a message or a command comes first."""
         if self.ordered:
-            pause = self.context.links.poll_seconds if self._blocked() else 0.0
+            pause = self._blocked_pause() if self._blocked() else 0.0
         elif self._soon:
             pause = self.context.links.poll_seconds
         else:
@@ -310,6 +317,11 @@ class Core:
         """Whether the next command waits for the device."""
         head = self.commands[0]
         return isinstance(head, Computed) and not head.fence.ready()
+
+    def _blocked_pause(self) -> float:
+        """Each look at a fence is a call to the driver: look as often as at links only while one is busy."""
+        seconds = self.context.links.poll_seconds
+        return seconds if self._soon else max(seconds, FENCE_SECONDS)
 
     def _apply(self, now: float) -> None:
         """Do what was decided, and what follows from that, until nothing is left to do."""

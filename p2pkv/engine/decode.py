@@ -483,17 +483,13 @@ class Decode:
             self._ctx.copies.then(key, partial(self._written, entry, receiver, arrived), now)
 
     def _scatter(self, entry: RequestEntry, arrived: ArrivedChunk) -> None:
-        extents, offset = entry.extents(arrived.rank), 0
         edges = entry.receiver.sources[arrived.rank].assignment.edges
-        for piece in arrived.chunk.pieces:
-            extent, edge, rows = extents.by_group[piece.group], edges[piece.group], arrived.rows[piece.group]
+        for piece, start, stop in entry.extents(arrived.rank).parts(arrived.chunk.pieces):
+            edge, rows = edges[piece.group], arrived.rows[piece.group]
             shift = edge.target_layer - edge.layers.start
             heads = (edge.target_head, edge.target_head + edge.heads.stop - edge.heads.start)
-            for begin, part in extent.within(piece):
-                layers = (part.layer + shift, part.layer_stop + shift)
-                part_bytes = arrived.buffer[offset + begin :][: extent.size(part)]
-                rows.scatter(part_bytes, layers, (part.start, part.stop), heads, entry.blocks)
-            offset += extent.size(piece)
+            layers = (piece.layer + shift, piece.layer_stop + shift)
+            rows.scatter(arrived.buffer[start:stop], layers, (piece.start, piece.stop), heads, entry.blocks)
 
     def _written(self, entry: RequestEntry, receiver: Receiver, arrived: ArrivedChunk, now: float) -> None:
         """The device has written this chunk to the blocks, and computed its checksum."""

@@ -5,6 +5,7 @@ What happens to them is appended to the rank's effects; what a rank of P sends t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -80,8 +81,8 @@ class Taken(Effect, frozen=True, eq=False):
     nbytes: int
 
 
-class Summed(Effect, frozen=True, eq=False):
-    """The checksum of this send is known, and those of all before it."""
+class SendDue(Effect, frozen=True, eq=False):
+    """The link may launch this send: send D its `Sent` message, after which the link launches it."""
 
     peer: DecodePeer
     sent: PendingSent
@@ -100,13 +101,19 @@ class Order(Effect, frozen=True, eq=False):
 
 
 class Commit(Effect, frozen=True, eq=False):
-    """The send is full. `nbytes`: 0 if it is filler. `pending`: its `Sent` waits for a checksum."""
+    """The send is full. `nbytes`: 0 if it is filler."""
 
     peer: DecodePeer
     send: Send
-    key: str
     nbytes: int
-    pending: PendingSent | None = None
+    pending: PendingSent
+
+
+class Summed(Effect, frozen=True, eq=False):
+    """The checksum of this send is known, and those of all before it."""
+
+    peer: DecodePeer
+    sent: PendingSent
 
 
 class Confirmed(Effect, frozen=True, eq=False):
@@ -130,12 +137,20 @@ class AbortDecodeLink(Effect, frozen=True, eq=False):
 
 @dataclass(eq=False, slots=True)
 class PendingSent:
-    """A `Sent` message that waits for its checksum (`due`: it is known), or for those before it."""
+    """A `Sent` message that D has not been sent: it waits for its checksum, for those before it, and until
+    the link may launch the send.
+
+    Attributes:
+        digest: the checksum of what was gathered; None: none is wanted.
+        summed: the checksum is known, or none is wanted.
+        due: the link may launch the send: the message goes out in this turn.
+    """
 
     key: str
     order: Transmit
     filler: bool
     digest: Checksum | None
+    summed: bool
     due: bool = False
 
 
@@ -158,7 +173,7 @@ class OutboundLink:
         window: bytes that D can take on it at a time.
         parked: it was closed as idle; the next transfer that D names builds it again.
         orders: granted sends that wait for a buffer. flights: sends that D has not taken yet.
-        pending: `Sent` messages in the order of the sends; only where checksums are wanted.
+        pending: the `Sent` messages of committed sends that have not gone out, in the order of the sends.
     """
 
     ctx: Context
@@ -283,15 +298,24 @@ class OutboundLink:
     def commit(self, commit: Commit) -> None:
         """This send is full. Raises LinkError."""
         commit.send.commit()
-        self.flights.append(Flight(commit.send, commit.key, commit.nbytes))
-        if commit.pending is not None:
-            self.pending.append(commit.pending)
+        self.flights.append(Flight(commit.send, commit.pending.key, commit.nbytes))
+        self.pending.append(commit.pending)
 
-    def summed(self, sent: PendingSent) -> Iterator[PendingSent]:
-        """The checksum of `sent` is known. `Sent` messages go out in order: all at the front that may go."""
-        sent.due = True
-        while self.pending and self.pending[0].due:
-            yield self.pending.popleft()
+    def next_due(self) -> PendingSent | None:
+        """The oldest `Sent` message, once, when the link may launch its send. Raises LinkError."""
+        if not self.pending or self._outbound is None:
+            return None
+        first = self.pending[0]
+        if first.due or not first.summed or not self._outbound.due():
+            return None
+        first.due = True
+        return first
+
+    def launch(self) -> None:
+        """The `Sent` message of the oldest send has just gone out: launch that send. Raises LinkError."""
+        if self.pending and self.pending[0].due and self._outbound is not None:
+            self.pending.popleft()
+            self._outbound.launch()
 
 
 # One rank.
@@ -351,7 +375,20 @@ class DecodePeer:
                 del self.unconfirmed[next(iter(self.unconfirmed))]
         elif isinstance(message, m.Failed):
             self.unconfirmed.pop((message.key, message.attempt), None)
-        return self.connection.send(m.encode(message))
+        sent = self.connection.send(m.encode(message))
+        if sent and isinstance(message, m.Sent):
+            self._launch(message)
+        return sent
+
+    def _launch(self, message: m.Sent) -> None:
+        """This message has gone out: launch its send before anything else, since the launch may return only
+        when D has launched its receive (CUDA_LAUNCH_BLOCKING=1)."""
+        if message.link != self.link.number:
+            return
+        with contextlib.suppress(LinkError):  # the next poll raises it
+            self.link.launch()
+            if (due := self.link.next_due()) is not None:
+                self.link.ctx.effects.append(SendDue(self, due))
 
     def alive(self, wants: bool, now: float) -> None:
         """D has sent something. `wants`: it has named a transfer, so a parked link may be built again."""
@@ -472,6 +509,8 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
     def invite(self, peer: DecodePeer, now: float) -> None:
         """Begin a link to this rank of D, if there is none and it is time to try again."""
         self.activate(peer)
+        if not self._ctx.steps.serving:
+            return
         try:
             message = peer.link.invite(now) if peer.assignment is not None else None
         except LinkError as error:
@@ -541,6 +580,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
             try:
                 if link.poll():
                     effects.append(DecodeLinked(peer))
+                self._announce(peer)
                 for flight in link.taken():
                     if flight.nbytes:
                         effects.append(Taken(flight.key, flight.nbytes))
@@ -564,8 +604,21 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
             return
         try:
             peer.link.commit(effect)
+            self._announce(peer)
         except LinkError as error:
             self.lose_link(peer, f"the link to {peer.address} broke: {error}", now)
+
+    def summed(self, effect: Summed, now: float) -> None:
+        effect.sent.summed = True
+        try:
+            self._announce(effect.peer)
+        except LinkError as error:
+            self.lose_link(effect.peer, f"the link to {effect.peer.address} broke: {error}", now)
+
+    def _announce(self, peer: DecodePeer) -> None:
+        """Have D sent the oldest `Sent` message, if the link may launch its send. Raises LinkError."""
+        if (due := peer.link.next_due()) is not None:
+            self._ctx.effects.append(SendDue(peer, due))
 
     def confirmed(self, effect: Confirmed, now: float) -> None:
         effect.peer.unconfirmed.pop((effect.key, effect.attempt), None)

@@ -43,15 +43,19 @@ class Liveness:
 
     Args:
         stall: seconds without progress after which an engine that has work counts as hung.
+        serving: see below.
 
     Attributes:
         held: by how much the engine thread's clock is behind the forward thread's; see Core.turn.
         read_beats: returns the beats that have come since its last call; called by the engine thread.
         paused_since: when the engine core was paused, by the engine thread's clock; None if it is not.
+        serving: False while vLLM still warms up and captures graphs: to build a link meanwhile would end a
+            capture. The first beat or the first step is after that, since vLLM makes its scheduler then.
     """
 
-    def __init__(self, stall: float) -> None:
+    def __init__(self, stall: float, serving: bool = True) -> None:
         self.stall = stall
+        self.serving = serving
         self.held = 0.0
         self.read_beats: Callable[[], Iterable[Beat]] = _no_beats
         self.paused_since: float | None = None
@@ -66,6 +70,7 @@ class Liveness:
     def begin(self, now: float) -> None:
         self._number += 1
         self._since = now
+        self.serving = True
 
     def end(self) -> None:
         self._since = None
@@ -95,6 +100,7 @@ class Liveness:
         elif self.paused_since is None:
             self.paused_since = now
         self._beaten, self._beat = now, beat
+        self.serving = True
 
     @property
     def scheduled(self) -> int:

@@ -154,6 +154,8 @@ class Preconnect:
         self._outdated.clear()
 
     def _begin(self, now: float) -> None:
+        if not self._ctx.steps.serving:
+            return
         links = sum(1 for peer in self._peers if peer.linked)
         tries = [each for each in self._partners.values() if each.since is not None]
         room = self._ctx.options.max_links - links

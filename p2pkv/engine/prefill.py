@@ -6,7 +6,7 @@ It decides only: what is to be done is appended to the rank's effects.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from p2pkv.engine import commands as do
@@ -23,6 +23,7 @@ from p2pkv.engine.decode_peers import (
     Fill,
     Order,
     PendingSent,
+    SendDue,
     Summed,
     Taken,
 )
@@ -297,15 +298,12 @@ class Prefill:
         nbytes = 0 if filler else order.grant.nbytes
         self._count["chunks_filler" if filler else "chunks_sent"] += 1
         self._count["bytes_sent"] += nbytes
-        pending = None
-        if peer.verify:
-            pending = PendingSent(key, order, filler, None if filler else self._digest(key, send))
-        self._ctx.effects.append(Commit(peer, send, key, nbytes, pending))
+        digest = self._digest(key, send) if peer.verify and not filler else None
+        pending = PendingSent(key, order, filler, digest, summed=digest is None)
+        self._ctx.effects.append(Commit(peer, send, nbytes, pending))
         if entry is not None and wrong:
             self._decided(entry, entry.sender.abort(f"P cannot read its blocks: {wrong}"), now)
-        if pending is None:
-            self._sent(peer, key, order, filler, b"", now)
-        else:
+        if digest is not None:
             self._ctx.copies.then(key, lambda _: self._ctx.effects.append(Summed(peer, pending)), now)
 
     def _gather(self, entry: PromptEntry, peer: DecodePeer, order: Transmit, send: Send) -> None:
@@ -328,21 +326,15 @@ class Prefill:
         self._ctx.copies.launched(key)
         return digest
 
-    def sums_known(self, peer: DecodePeer, sent: Sequence[PendingSent], now: float) -> None:
-        """The checksums of these sends are known: send D what they hold."""
-        for each in sent:
-            digest = b"" if each.digest is None else each.digest.value()
-            self._sent(peer, each.key, each.order, each.filler, digest, now)
-
-    def _sent(
-        self, peer: DecodePeer, key: str, order: Transmit, filler: bool, digest: bytes, now: float
-    ) -> None:
-        """Send D what this send holds."""
-        entry, grant = self.entries.get(key), order.grant
-        if entry is not None and entry.decode == peer.hello.addresses[0]:
-            self._decided(entry, entry.sender.sent(order, filler, digest), now)
+    def sent(self, effect: SendDue, now: float) -> None:
+        """The link launches this send after its `Sent` message: send D what it holds."""
+        peer, sent = effect.peer, effect.sent
+        entry, grant = self.entries.get(sent.key), sent.order.grant
+        digest = b"" if sent.digest is None else sent.digest.value()
+        if entry is not None and entry.peers.get(peer.hello.rank) is peer:
+            self._decided(entry, entry.sender.sent(sent.order, sent.filler, digest), now)
         else:
-            message = m.Sent(key, grant.attempt, grant.chunk, grant.link, filler, digest)
+            message = m.Sent(sent.key, grant.attempt, grant.chunk, grant.link, sent.filler, digest)
             self._ctx.effects.append(SendMessage(peer, message))
 
     def taken(self, effect: Taken, now: float) -> None:

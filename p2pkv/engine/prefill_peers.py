@@ -267,7 +267,7 @@ class InboundLink:
             self.waiting = deque(each for each in self.waiting if each.key != key)
 
     def sent(self, message: Sent) -> None:
-        """P has sent a chunk: it belongs to the oldest posted receive without a `Sent`.
+        """P launches a send: it belongs to the oldest posted receive without a `Sent`. Launch that, too.
 
         Raises LinkError if P names another chunk: which receive holds what is then unknown.
         """
@@ -278,6 +278,8 @@ class InboundLink:
         if posted is None or (posted.key, posted.chunk.attempt, posted.chunk.chunk) != name:
             raise LinkError(f"P has sent chunk {message.chunk} of {message.key} out of turn")
         posted.sent = message
+        assert self._inbound is not None
+        self._inbound.launch()
 
     def next_arrived(self) -> Receiving | None:
         """The oldest receive, if it is complete and more may land in this turn. Raises LinkError."""
@@ -441,8 +443,6 @@ class PrefillPeers(Peers[str, PrefillPeer]):
     def __init__(self, context: Context) -> None:
         super().__init__()
         self._ctx = context
-        self._granting: dict[PrefillPeer, None] = {}
-        """Peers for which receives were posted in this turn."""
         self.window = max(1, context.options.staging_bytes // 2)
         context.counters.add_gauges(
             staging_bytes=lambda: context.links.staging.used,
@@ -610,17 +610,9 @@ class PrefillPeers(Peers[str, PrefillPeer]):
             if was_quiet and not link.busy:
                 self.deactivate(peer)
 
-    def launch(self, now: float) -> bool:
-        """The grants of the receives that were posted in this turn are out: launch these.
-
-        Returns whether any receive is posted.
-        """
-        for peer in self._granting:
-            try:
-                peer.link.poll()
-            except LinkError as error:
-                self._broken(peer, error, now)
-        self._granting.clear()
+    @property
+    def moving(self) -> bool:
+        """Whether any receive is posted."""
         return any(peer.link.posted for peer in self._active)
 
     def landed(self, effect: Landed, now: float) -> None:
@@ -637,7 +629,6 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         link, effects = peer.link, self._ctx.effects
         while link.waiting and (new := link.post()) is not None:
             effects.append(Posted(peer, new.key, new.chunk, link.number, new.receive.remote_slot))
-            self._granting[peer] = None
             if link.waiting and any(other.link.waiting for other in self.active if other is not peer):
                 break
 

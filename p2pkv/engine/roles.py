@@ -122,9 +122,10 @@ class PrefillRole:
             to.DecodeGone: transfers.gone,
             to.Fill: transfers.fill,
             to.Taken: transfers.taken,
-            to.Summed: self._summed,
+            to.SendDue: transfers.sent,
             to.Order: peers.order,
             to.Commit: peers.commit,
+            to.Summed: peers.summed,
             to.Confirmed: peers.confirmed,
             to.AbortDecodeLink: peers.abort_link,
         }
@@ -142,9 +143,6 @@ class PrefillRole:
     def _link_lost(self, effect: to.DecodeLinkLost, now: float) -> None:
         self.transfers.unlinked(effect, now)
         self.peers.rebuild(effect.peer, now)
-
-    def _summed(self, effect: to.Summed, now: float) -> None:
-        self.transfers.sums_known(effect.peer, list(effect.peer.link.summed(effect.sent)), now)
 
     def stranger(self, connection: Connection) -> None:
         self._ctx.answer(connection, m.Stranger())
@@ -237,8 +235,7 @@ class DecodeRole:
         """Late messages of a rank of P that is not a peer any more."""
 
     def after(self, now: float) -> bool:
-        moving = self.peers.launch(now)
-        return self.transfers.write_kept(now) or moving
+        return self.transfers.write_kept(now) or self.peers.moving
 
     def check(self, now: float) -> bool:
         self.transfers.connect(now)

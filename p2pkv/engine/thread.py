@@ -16,6 +16,7 @@ from p2pkv.engine.core import TICK, Core
 from p2pkv.engine.liveness import LATE_BEAT_SECONDS, Liveness
 from p2pkv.kv.cache import RankCache
 from p2pkv.links.base import LinkFactory
+from p2pkv.links.watchdog import Watchdog
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import Hello
 
@@ -38,13 +39,16 @@ class Rank:
         failure: a sentence: what ended the thread before `stop`; "" while nothing has.
     """
 
-    def __init__(self, hello: Hello, options: Options, cache: RankCache, links: LinkFactory) -> None:
+    def __init__(
+        self, hello: Hello, options: Options, cache: RankCache, links: LinkFactory, serving: bool = True
+    ) -> None:
+        """`serving`: False: vLLM has yet to warm up; see Liveness."""
         cache.warm_up()
         address = Address.parse(hello.address)
         endpoint = Endpoint(address, members_of(options.secret), options.allowed_peers, options.lease_seconds)
         self._happened = threading.Event()
         self._call: Callable[[], None] = _nothing
-        self.core = Core(hello, options, cache, links, endpoint, self._report)
+        self.core = Core(hello, options, cache, links, endpoint, self._report, serving=serving)
         self._commands = self.core.commands
         self._endpoint = endpoint
         self._asleep = False
@@ -52,6 +56,7 @@ class Rank:
         self.failure = ""
         self._begun = threading.Event()
         self._started = time.monotonic()
+        self._watchdog = Watchdog(links, options.lease_seconds)
         self._thread = threading.Thread(
             target=self._main, name=f"p2pkv-{hello.role}{hello.rank}", daemon=True
         )
@@ -147,13 +152,14 @@ class Rank:
                 while not self._stopping:
                     self._guarded(self._round)
                 self.finish()
-                self.core.close()
+                self._close()
         except BaseException as error:
             # No transfer would ever end, so the next step of the engine fails (`failure`).
             self.failure = f"p2pkv's engine thread has ended: {error!r}; restart this instance"
             log.critical("%s: %s", self.context.hello.address, self.failure, exc_info=True)
-            self.core.close()  # so peers notice at once
+            self._close()  # so peers notice at once
         finally:
+            self._watchdog.close()
             self._begun.set()
 
     def finish(self) -> None:
@@ -183,7 +189,12 @@ class Rank:
         self._asleep = True  # before the look at the commands: who adds one later wakes us
         self._endpoint.wait(min(most, self.core.pause(time.monotonic())))
         self._asleep = False
-        self.core.turn(time.monotonic())
+        with self._watchdog.turn():
+            self.core.turn(time.monotonic())
+
+    def _close(self) -> None:
+        with self._watchdog.turn():
+            self.core.close()
 
 
 def _nothing() -> None: ...

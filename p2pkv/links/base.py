@@ -196,8 +196,8 @@ class LinkFactory(ABC):
     Attributes:
         kind: the name that peers compare.
         staging: the budget of this rank, which all its links share.
-        announced: whether the owner of the ends launches their operations (see above). If not, `poll` does
-            as soon as it may. Set it before the first end is made.
+        announced: whether the owner of the ends launches their operations (see above and `announce_sends`).
+            If not, `poll` does as soon as it may.
     """
 
     kind: str
@@ -207,6 +207,10 @@ class LinkFactory(ABC):
     """Seconds between two polls while a link has something under way; messages come in between."""
     build_seconds = 0.0
     """Seconds that a link may take to come up once both ends are made, however short the lease is."""
+
+    def announce_sends(self) -> None:
+        """The owner of the ends launches their operations from now on; call it before the first is made."""
+        self.announced = True
 
     @property
     def stuck(self) -> int:

@@ -19,6 +19,9 @@ log = logging.getLogger("p2pkv.links")
 LOOKS = 8
 """Looks in the time that a turn may take."""
 
+CLOSE_SECONDS = 1.0
+"""How long `close` waits for the thread."""
+
 
 class Watchdog:
     """Watches how long the turns of the links' owner take. Close it."""
@@ -42,8 +45,9 @@ class Watchdog:
             self._began = None
 
     def close(self) -> None:
-        """The owner does no more turns."""
+        """The owner does no more turns: end the thread, unless it is inside a call that does not return."""
         self._over.set()
+        self._thread.join(CLOSE_SECONDS)
 
     def _main(self) -> None:
         look, rescued = self._seconds / LOOKS, (0.0, 0)

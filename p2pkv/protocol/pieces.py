@@ -108,6 +108,16 @@ class Extents:
         """Bytes of a piece that lies in one of the extents."""
         return self.by_group[piece.group].size(piece)
 
+    def parts(self, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, int, int]]:
+        """What of these pieces of one chunk lies in the extents, each part with the bytes [start, stop) of
+        the chunk that hold it."""
+        offset = 0
+        for piece in pieces:
+            extent = self.by_group[piece.group]
+            for begin, part in extent.within(piece):
+                yield part, offset + begin, offset + begin + extent.size(part)
+            offset += extent.size(piece)
+
     def check(self, pieces: Iterable[Piece]) -> int:
         """Bytes of `pieces`. Raises RemoteProtocolError for one that does not lie in these extents."""
         total = 0

@@ -325,7 +325,7 @@ def test_a_void_chunk_is_not_said_before_the_one_in_front_of_it(start):
     wait_for(lambda: rank.counters.values["chunks_filler"] >= 1)
     (peer,) = rank.core.roles[0].peers
     on_engine_thread(rank, lambda: None)
-    assert [sent.due for sent in tuple(peer.link.pending)][:2] == [False, True]
+    assert [sent.summed for sent in tuple(peer.link.pending)][:2] == [False, True]
     on_engine_thread(pair.d.ranks[0].rank, lambda: None)
     assert said(pair) == []
     pair.on_p.run(2)

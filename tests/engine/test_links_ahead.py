@@ -26,6 +26,7 @@ from nccl_simulated import SimulatedNccl
 
 from p2pkv.engine import commands as do
 from p2pkv.engine import preconnect
+from p2pkv.engine.liveness import Beat
 from p2pkv.protocol.messages import Partners, encode
 
 ONE = Geometry()
@@ -103,6 +104,19 @@ def test_without_the_option_d_waits_for_the_first_request(make_nccl: Make) -> No
     assert begun(d) == 0 and d.ranks[0].rank.counters.snapshot()["peers"] == 0
     push(p, d, "first", salt=1)
     assert begun(d) == 1 and ahead(d) == 0
+
+
+@one_kind
+def test_nothing_is_built_ahead_while_d_captures_its_graphs(make_nccl: Make) -> None:
+    p, d = make_nccl("P"), make_nccl("D")
+    steps = d.ranks[0].rank.steps
+    steps.serving = False
+    name(d, p)
+    looks(d)
+    assert d.ranks[0].rank.counters.snapshot()["peers"] == 0
+    beats = [Beat(steps=0, work=False)]
+    steps.read_beats = lambda: [beats.pop()] if beats else []
+    wait_for(lambda: ahead(d) == 1, what="the link")
 
 
 @one_kind

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
 from engine_support import (
     Engine,
+    Forward,
     Make,
     at_baseline,
     break_link,
@@ -74,6 +76,35 @@ def test_a_rank_looks_often_while_nccl_has_something_under_way(make_nccl: Make) 
 
     on_engine_thread(rank, look)
     assert seen == [engine.ranks[0].links.poll_seconds] == [1e-4]
+
+
+def test_a_fence_alone_is_looked_at_once_in_a_millisecond(make_nccl: Make) -> None:
+    """Each look is a call to the driver, and a prefill may take seconds."""
+    engine = make_nccl("P")
+    rank, forward = engine.ranks[0].rank, Forward()
+    seen: list[float] = []
+
+    def look(moving: bool) -> None:
+        rank.core.roles[0].after = lambda now: moving
+        rank.core.commands.append(do.Computed((), 0, 1, forward))
+        rank.core.turn(time.monotonic())
+        seen.append(rank.core.pause(time.monotonic()))
+
+    on_engine_thread(rank, lambda: look(moving=False))
+    forward.done.set()
+    on_engine_thread(rank, lambda: forward.done.clear() or look(moving=True))
+    forward.done.set()
+    assert seen == [1e-3, 1e-4]
+
+
+def test_a_turn_that_hangs_for_a_lease_has_its_links_broken(
+    make_nccl: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_nccl("P", lease_seconds=1.0)
+    rescued = threading.Event()
+    monkeypatch.setattr(engine.ranks[0].links, "rescue", lambda reason, wherever: rescued.set())
+    on_engine_thread(engine.ranks[0].rank, lambda: rescued.wait(10.0))
+    assert rescued.is_set()
 
 
 def test_a_link_may_take_longer_to_come_up_than_a_lease(make_nccl: Make) -> None:

@@ -6,6 +6,7 @@ Not verified on a GPU: see tests/nccl_simulated_gpu.py for the rules of the simu
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -32,9 +33,6 @@ TOKENS = 96
 SECONDS = 20.0
 TP2 = Geometry(tp=2)
 TP1 = Geometry()
-TO_COME = "the engine does not set LinkFactory.announced yet: D launches a receive as soon as it is granted"
-
-FIRST_STEP = "P invites to a link as soon as D says Hello, and does not wait for its first step"
 
 
 @dataclass
@@ -120,7 +118,6 @@ def test_d_computes_on_when_p_is_killed(cluster: Cluster) -> None:
     assert model.runs(SECONDS)
 
 
-@pytest.mark.xfail(strict=True, reason=TO_COME)
 def test_a_p_that_is_held_up_holds_no_multiprocessor_of_d(cluster: Cluster) -> None:
     p, d = cluster.engine("P"), cluster.engine("D")
     release = held(cluster, p, d, "k")
@@ -132,7 +129,6 @@ def test_a_p_that_is_held_up_holds_no_multiprocessor_of_d(cluster: Cluster) -> N
         d.wait(do.Loaded("k"))
 
 
-@pytest.mark.xfail(strict=True, reason=TO_COME)
 def test_a_p_that_is_held_up_does_not_keep_another_from_sending(cluster: Cluster) -> None:
     """D's multiprocessors suffice for one link at a time."""
     cluster.processors = 32
@@ -147,7 +143,6 @@ def test_a_p_that_is_held_up_does_not_keep_another_from_sending(cluster: Cluster
         release()
 
 
-@pytest.mark.xfail(strict=True, reason=TO_COME)
 @pytest.mark.parametrize("cluster", ["nccl-blocking"], indirect=True)
 def test_launches_that_block_do_not_join_two_ps(cluster: Cluster) -> None:
     """CUDA_LAUNCH_BLOCKING=1: what one P has not decided does not hold up what the other sends."""
@@ -164,12 +159,16 @@ def test_launches_that_block_do_not_join_two_ps(cluster: Cluster) -> None:
         release()
 
 
-@pytest.mark.xfail(strict=True, reason=FIRST_STEP)
 def test_no_link_is_built_while_p_captures_its_graphs(cluster: Cluster) -> None:
     p, d = cluster.engine("P", TP1), cluster.engine("D", TP1)
-    nccl = simulated(p.ranks[0].links)
-    nccl.capturing = True
-    d.do(do.Expect("k", p.address, TOKENS, b"digest"))
-    wait_for(lambda: p.ranks[0].rank.half.peers, what="the connection")
+    rank, nccl = p.ranks[0].rank, simulated(p.ranks[0].links)
+    rank.steps.serving, nccl.capturing = False, True
+    d.do(do.Expect("early", p.address, TOKENS, b"digest"))
+    wait_for(lambda: rank.core.roles[0].peers, what="the connection")
     with pytest.raises(AssertionError, match="did not come true"):
-        wait_for(lambda: nccl.captures_ended, 2.0, "a capture that was ended")
+        wait_for(lambda: nccl.captures_ended, 1.0, "a capture that was ended")
+    nccl.capturing = False
+    rank.steps.begin(time.monotonic())
+    rank.steps.end()
+    d.do(do.Drop("early", "the client has left"))
+    push(p, d, "k", salt=1)

@@ -124,7 +124,7 @@ def test_an_outcome_that_never_comes_is_found(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_link_that_d_gives_up_without_being_able_to_say_so_is_built_anew() -> None:
     """D's queue to P is full just then, and P, which was told nothing, thinks that the link is up."""
-    world = World(6, prefills=1, decodes=1, model=ONE_GROUP, tps=(1,))
+    world = World(2, prefills=1, decodes=1, model=ONE_GROUP, tps=(1,))
     p, d = world.machines.values()
 
     def load() -> None:
