@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from p2pkv.bench import fanout, nccl
-from p2pkv.bench.fanout import FAN_OUTS, FanOut, fan_out, place
+from p2pkv.bench.fanout import FAN_OUTS, FanOut, device_of, fan_out
 from p2pkv.bench.harness import BenchError
 from p2pkv.bench.memory import CELL, HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, Layout, Memory, capacity_for
 from p2pkv.cli import main
@@ -59,8 +59,8 @@ def test_the_table_has_medians_and_ratios_turn_by_turn() -> None:
 
 
 def test_ranks_of_d_take_turns_on_the_devices_that_p_has_not() -> None:
-    assert [place(["cuda:0"], rank) for rank in range(2)] == ["cuda:0", "cuda:0"]
-    assert [place(["a", "b", "c"], rank) for rank in range(4)] == ["b", "c", "b", "c"]
+    assert [device_of(["cuda:0"], rank) for rank in range(2)] == ["cuda:0", "cuda:0"]
+    assert [device_of(["a", "b", "c"], rank) for rank in range(4)] == ["b", "c", "b", "c"]
 
 
 def test_the_fan_outs_can_be_measured() -> None:

@@ -13,7 +13,7 @@ from proxy_behaviours import answer_json, streams
 from proxy_fakes import PING_SECONDS, FakeInstance, called, deployed, error_of, quiet
 from proxy_process import running
 
-from p2pkv.control.announcer import Pinger
+from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import free_ports
 from p2pkv_proxy import cli, settings
 from p2pkv_proxy.access import Access

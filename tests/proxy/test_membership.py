@@ -24,8 +24,8 @@ from proxy_behaviours import (
 )
 from proxy_fakes import PING_SECONDS, Deployment, FakeInstance, deployed
 
-from p2pkv.control.announcer import Pinger
 from p2pkv.control.discovery import encode_ping, goodbye
+from p2pkv.control.pinger import Pinger
 from p2pkv_proxy.limits import Limits
 from p2pkv_proxy.membership import Membership
 from p2pkv_proxy.membership.instance import Instance, Role
