@@ -83,6 +83,7 @@ class Rig:
             hello=SimpleNamespace(addresses=("127.0.0.1:21101",)),
             counters=self.counters,
             effects=self.effects,
+            steps=SimpleNamespace(serving=True),
         )
         peers: Any = self
         self.it = Preconnect(context, peers)
