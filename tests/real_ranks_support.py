@@ -8,6 +8,7 @@ vLLM gives out is poisoned first, and zeroed where vLLM's runners zero it.
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -378,6 +379,18 @@ def _run(engines: Sequence[Engine], until: Callable[[], bool], seconds: float) -
         for engine in engines:
             engine.step()
         time.sleep(0.001)
+
+
+def abort_or_reset(draw: random.Random, p: Engine, d: Engine, live: Sequence[tuple[Engine, Request]]) -> None:
+    """Sometimes abort one of the `live` requests, and sometimes empty an engine's prefix cache."""
+    if draw.random() < 0.3:
+        engine, request = draw.choice(live)
+        if not request.is_finished():
+            engine.abort(request)
+    if draw.random() < 0.2:
+        # vLLM complains if blocks are still held, after it has preempted all that runs.
+        with contextlib.suppress(RuntimeError):
+            draw.choice([p, d]).scheduler.reset_prefix_cache(reset_running_requests=True)
 
 
 def finish(p: Engine, d: Engine) -> None:

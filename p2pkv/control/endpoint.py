@@ -81,7 +81,7 @@ class Connection:
         self._watch: Watch | None = None
 
     def assign(self, owner: object) -> None:
-        """From now on it belongs to `owner`; None: to nobody."""
+        """From now on it belongs to `owner`; None: it has no owner."""
         self.tag = owner
 
     @property

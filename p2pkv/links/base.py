@@ -10,9 +10,9 @@ written again, only after the work that the calling thread's current stream hold
 a stream of its own for its operations: they wait for the peer, and no copy of blocks may queue behind them.
 
 To *launch* an operation is to give it to the device, where it occupies hardware until the peer launches the
-matching one. With `LinkFactory.announced` its owner says when: P tells D of a send and then calls
-`Outbound.launch`, and D calls `Inbound.launch` when it is told. So no receive waits on D's device for what P
-has not decided yet. Links that need no device launch nothing, and may be called the same way.
+matching one. With `LinkFactory.announced` its owner says when: P sends `Sent` to D and then calls
+`Outbound.launch`, and D calls `Inbound.launch` when that has come. So no receive waits on D's device for
+what P has not decided yet. Links that need no device launch nothing, and may be called the same way.
 
 A link is set up by two opaque blobs, which the control plane carries:
 
@@ -149,7 +149,7 @@ class Outbound(ABC):
         return True
 
     def launch(self) -> None:
-        """D has been told of the send that is `due`: launch it, or as soon as the one before it is done.
+        """D has `Sent` for the send that is `due`: launch it, or as soon as the one before it is done.
 
         Only with `LinkFactory.announced`. Raises LinkError.
         """

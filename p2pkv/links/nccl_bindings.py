@@ -361,7 +361,7 @@ def _set_channels(channels: int) -> int:
 def _nccl_in_use() -> bool:
     """Whether torch runs collectives over NCCL in this process: the usual other user.
 
-    vLLM names the backend in each worker; one that is alone has nobody to talk to, and uses none.
+    vLLM names the backend in each worker; one that is alone has no peer, and uses none.
     """
     import torch.distributed as dist
 

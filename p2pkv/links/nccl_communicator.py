@@ -79,7 +79,7 @@ class Device(Protocol):
         ...
 
     def free_bytes(self) -> int:
-        """Device memory that nobody has, to see what a communicator takes."""
+        """Free device memory, to see what a communicator takes."""
         ...
 
     def stream(self) -> Stream:
@@ -92,7 +92,7 @@ class Device(Protocol):
 
 
 class CudaStream:
-    """A stream that nobody else of this process uses; see `device.make_stream`."""
+    """A stream that nothing else in this process uses; see `device.make_stream`."""
 
     def __init__(self, device: int) -> None:
         """On the calling thread's current device, which is this one. Raises RuntimeError."""
@@ -141,7 +141,7 @@ class CudaDevice:
 class DevicePool:
     """Slots in one block of device memory, taken once and for all: a full device fails at the start.
 
-    The owner thread takes slots; whoever has seen the device finish with them gives them back.
+    The owner thread takes slots; the thread that has seen the device finish with them gives them back.
     """
 
     def __init__(self, device: Device, nbytes: int) -> None:
@@ -150,7 +150,7 @@ class DevicePool:
         capacity = self._slots.capacity
         self._bytes = device.memory(capacity + FIRST_MESSAGE_BYTES)
         self.first_message = self._bytes[capacity:]
-        """What new communicators send first: all of them at once, and nobody reads it."""
+        """What new communicators send first: all of them at once, and it is never read."""
         self._lock = threading.Lock()
 
     def check(self, nbytes: int) -> None:

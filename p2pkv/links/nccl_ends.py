@@ -22,7 +22,7 @@ at the head of a hardware queue that other streams of the process share: the mod
 wait too, for as long as the peer takes (docs/design.md, "The NCCL link")."""
 
 ANNOUNCED = 2
-"""Sends of a link that D has been told of and has not taken: D launches the second when the first has
+"""Sends of a link that are announced to D and that D has not taken: D launches the second when the first has
 arrived, without another message. P launches it at the same moment, whatever else it does."""
 
 _SIZE_BITS = 41
@@ -40,7 +40,7 @@ class Operation:
     Attributes:
         after: an event of the engine's stream, after which NCCL may begin; None until it is wanted.
         event: recorded behind NCCL's kernel; None until NCCL has launched it.
-        times: see Shared; empty if nobody wants them.
+        times: see Shared; empty if they are not wanted.
     """
 
     __slots__ = ("after", "buffer", "event", "finished", "nbytes", "offset", "released", "times")
@@ -176,7 +176,7 @@ class End:
         operation.after = self.shared.device.here()
         self._time(operation)
 
-    def tell(self) -> None:
+    def announce(self) -> None:
         """The next operation may be launched."""
         assert self._announced and self._told < len(self._queue), "nothing is left to launch"
         self._told += 1
@@ -362,7 +362,7 @@ class NcclInbound(End, Inbound):
     def launch(self) -> None:
         """P launches its next send: so may this end its next receive, at a later `poll`."""
         self.check()
-        self.tell()
+        self.announce()
 
     def release(self, operation: Operation) -> None:
         """A receive's bytes have been read."""
@@ -432,8 +432,8 @@ class NcclOutbound(End, Outbound):
         return self.next_may_follow()
 
     def launch(self) -> None:
-        """D has been told of the next send."""
-        self.tell()
+        """The next send is announced to D."""
+        self.announce()
         self.poll()
 
     def finished(self, operation: Operation) -> None:

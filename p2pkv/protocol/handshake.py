@@ -54,7 +54,7 @@ class RowFormat(Struct, frozen=True):
         return f"{self.codec} rows of {tokens}, {self.row_bytes} bytes for each layer and head{window}"
 
     def needed(self, start: int, stop: int) -> tuple[int, int]:
-        """The tokens, in whole rows, that whoever has [0, start) needs to compute token `stop`.
+        """The tokens, in whole rows, that a rank with [0, start) needs to compute token `stop`.
 
         Of a window that begins inside a block, all of the block: vLLM caches it, and a prompt that is shorter
         would see what had not come.
@@ -174,7 +174,7 @@ class Refused(Exception):
 
 
 def unfit(mine: str, theirs: str, why: object) -> str:
-    """The verdict on a pair, which only an answer can bring: somebody has looked at both Hellos."""
+    """The verdict on a pair, which only an answer can bring: one side has compared both Hellos."""
     return f"{theirs} and {mine} do not fit: {why}"
 
 
@@ -415,7 +415,7 @@ class Dialing:
 
     @property
     def deadline(self) -> float | None:
-        """When `due` may next be true; None while nobody need ask."""
+        """When `due` may next be true; None while there is nothing to ask for."""
         return self.next_try if self.machine.state is DialPhase.ASKING else None
 
     def welcomed(self) -> None:

@@ -349,7 +349,7 @@ _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 def decode(data: bytes | memoryview) -> AnyMessage:
     """The message in `data`. Raises BadMessage, and nothing else, for whatever is not one.
 
-    Every message has one form only, so that nobody reads two messages out of the same bytes.
+    Every message has one form only, so that the same bytes are never two messages.
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise BadMessage(f"a control message of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")

@@ -315,7 +315,7 @@ class Receiver:
         return other
 
     def waits_for(self, rank: int) -> bool:
-        """Whether this rank of P still owes something, as far as is known. Who has been told Done does not:
+        """Whether this rank of P still owes something, as far as is known. One that was sent Done does not:
         it may have forgotten the transfer, and would take it for a new one."""
         source = self.sources.get(rank)
         return not self.load.ended and (source is None or not source.complete)
@@ -388,7 +388,7 @@ class Receiver:
         return [SendTo(rank, Grant(self.key, message.attempt, message.chunk, message.nbytes, link, slot))]
 
     def pieces(self, rank: int, attempt: int, chunk: int) -> tuple[Piece, ...]:
-        """Where the bytes of this chunk belong; () if nobody wants them now (they are late, or filler).
+        """Where the bytes of this chunk belong; () if they are not wanted now (they are late, or filler).
 
         Bytes may be written only after P's Sent for them: until then they may turn out to be filler.
         """
@@ -490,8 +490,8 @@ class Receiver:
     def _let_go(self) -> list[Effect]:
         """Nothing is wanted: say so, which releases P."""
         self.load.local(LoadEvent.NOTHING)
-        tells = [SendTo(rank, Want(self.key, self.attempt, 0, 0)) for rank in self.sources]
-        return [*tells, Finished(True)]
+        wants = [SendTo(rank, Want(self.key, self.attempt, 0, 0)) for rank in self.sources]
+        return [*wants, Finished(True)]
 
     def _source(self, rank: int, attempt: int) -> Source | None:
         """The source that a message comes from; None if the message is stale."""
@@ -508,8 +508,8 @@ class Receiver:
         # P keeps what was begun ahead for a request that may still come.
         last = Want(self.key, self.attempt, 0, 0, ahead=True) if self.ahead else farewell
         self.load.local(LoadEvent.END)
-        tells = [SendTo(rank, last) for rank in self.sources if rank != but]
-        return [*tells, Finished(False, reason)]
+        ends = [SendTo(rank, last) for rank in self.sources if rank != but]
+        return [*ends, Finished(False, reason)]
 
     def __repr__(self) -> str:
         return f"<{self.load} attempt {self.attempt} sources {sorted(self.sources)}>"

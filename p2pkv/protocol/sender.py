@@ -127,7 +127,7 @@ class SendState:
         layers: by KV group, the numbers on this rank of the layers that it owes.
         limit: the most bytes of one chunk; 0 while it is not known, and nothing is announced.
         last_heard: when D's rank said something last.
-        gone: that rank has restarted or broken the protocol; who comes next is somebody else.
+        gone: that rank has restarted or broken the protocol; the next one is another rank.
         cutter: what of the tokens that it wants has not been announced yet; None before it has said which.
         announced: bytes and pieces of each chunk that has not been sent.
     """

@@ -6,14 +6,13 @@ gives out, and checks what every forward reads and what every prefix cache keeps
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Callable, Iterator
 
 import pytest
 from connector_support import BLOCK, tokens
 from kinds_support import KINDS, Kind
-from real_ranks_support import Engine, ask_both, finish, run_alone, starting
+from real_ranks_support import Engine, abort_or_reset, ask_both, finish, run_alone, starting
 from vllm.v1.request import RequestStatus
 
 pytestmark = pytest.mark.vllm
@@ -125,14 +124,7 @@ def test_any_traffic(kind: Kind, engines: Start) -> None:
         live += [(p, prefill), (d, decode)]
         for _ in range(draw.randrange(6)):
             draw.choice([p, d]).step()
-        if draw.random() < 0.3:
-            engine, request = draw.choice(live)
-            if not request.is_finished():
-                engine.abort(request)
-        if draw.random() < 0.2:
-            # vLLM complains if somebody still holds blocks, after it has preempted all that runs.
-            with contextlib.suppress(RuntimeError):
-                draw.choice([p, d]).scheduler.reset_prefix_cache(reset_running_requests=True)
+        abort_or_reset(draw, p, d, live)
     finish(p, d)
     assert len(p.ended) == len(d.ended) == 20
     assert set(d.ended.values()) <= {"length", "abort"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import pytest
 import zmq
 from connector_support import BLOCK, inner_id, pair_id, tokens
 from engine_support import wait_for
-from real_ranks_support import Engine, ask_both, finish, starting
+from real_ranks_support import Engine, abort_or_reset, ask_both, finish, starting
 
 from p2pkv.connector import connector
 from p2pkv.control.announcer import Announcement, Announcer, Standing
@@ -156,14 +155,7 @@ def test_any_traffic(engines: Any, seed: int) -> None:
         ]
         for _ in range(draw.randrange(6)):
             draw.choice([p, d]).step()
-        if draw.random() < 0.3:
-            engine, request = draw.choice(live)
-            if not request.is_finished():
-                engine.abort(request)
-        if draw.random() < 0.2:
-            # vLLM complains if somebody still holds blocks, after it has preempted all that runs.
-            with contextlib.suppress(RuntimeError):
-                draw.choice([p, d]).scheduler.reset_prefix_cache(reset_running_requests=True)
+        abort_or_reset(draw, p, d, live)
     finish(p, d)
     assert len(p.ended) == len(d.ended) == 25
     assert set(d.ended.values()) <= {"length", "abort"}
