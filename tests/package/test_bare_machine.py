@@ -53,8 +53,9 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """In the root of the repository, with nothing of this process's Python in the environment."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
+    """In the root of the repository, with nothing of this process's Python or make in the environment."""
+    ours = ("PYTHON", "PYTEST", "MAKE", "MFLAGS", "ARGS", "GPU_PYTHON")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return subprocess.run(
         command,
         cwd=ROOT,
