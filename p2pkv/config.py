@@ -41,7 +41,7 @@ BUSY_LINKS = 4
 RESERVED_CHUNKS = 2
 """Chunks of D's staging that only requests which have blocks may take."""
 
-PatchName = Literal["weights", "engine_core", "spin_wait", "early_revocation", "deferral"]
+PatchName = Literal["weights", "engine_core", "spin_wait", "early_revocation", "deferral", "paused_loads"]
 """The patches of `p2pkv.connector.vllm_patches`."""
 
 Port = Annotated[int, Meta(ge=1, le=65535)]

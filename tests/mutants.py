@@ -1117,6 +1117,20 @@ PRODUCT = (
         ("tests/connector/test_deferral.py",),
     ),
     Mutant(
+        "a pause that keeps requests does not take back the blocks that KV has come into",
+        "p2pkv/connector/vllm_patches.py:PausedLoads.replace_reset_prefix_cache.reset",
+        "self._give_back(scheduler)",
+        "pass",
+        ("tests/connector/test_decode_side.py",),
+    ),
+    Mutant(
+        "a pause that keeps requests does not wait for KV that comes in",
+        "p2pkv/connector/connector.py:P2pKvConnector.has_pending_push_work",
+        "self.consuming is not None and self.consuming.loads",
+        "False",
+        ("tests/connector/test_decode_side.py",),
+    ),
+    Mutant(
         "beside another connector D asks that one only once",
         "p2pkv/connector/vllm_patches.py:Deferral._defer",
         "getattr(scheduler.connector,",

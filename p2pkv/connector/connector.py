@@ -42,7 +42,14 @@ from p2pkv.connector.identity import Pairs, adapter_fingerprint
 from p2pkv.connector.idle_steps import FIRST_WAIT, REST, IdlePace
 from p2pkv.connector.metadata import P2pKvMetrics, P2pKvStats, StepMetadata, WorkerNews
 from p2pkv.connector.scheduler import ConsumerScheduler, HeldBlocks, ProducerScheduler
-from p2pkv.connector.vllm_patches import DEFERRAL, EARLY_REVOCATION, ENGINE_CORE, SPIN_WAIT, WEIGHTS
+from p2pkv.connector.vllm_patches import (
+    DEFERRAL,
+    EARLY_REVOCATION,
+    ENGINE_CORE,
+    PAUSED_LOADS,
+    SPIN_WAIT,
+    WEIGHTS,
+)
 from p2pkv.connector.worker import Worker
 from p2pkv.control.announcer import Announcement, Announcer, Standing
 from p2pkv.control.discovery import DISCOVERY_VERSION, Ping
@@ -151,6 +158,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
             self.consuming = ConsumerScheduler(pairs, world, recompute, tables, whole, tail)
             DEFERRAL.install(self.options.skip_patches)
+            PAUSED_LOADS.install(self.options.skip_patches)
         if here:  # elsewhere the beats could not arrive
             ranks = [str(self.options.address.shifted(rank)) for rank in range(world)]
             self._beats = BeatSender(ranks, self._beat)
@@ -175,6 +183,11 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             forget_prefixes(self._manager, self._requests)
             self._hurry()
         return True
+
+    def has_pending_push_work(self) -> bool:
+        """Whether vLLM must go on with its steps although it has nothing to compute: a pause that keeps the
+        requests ends when their KV has come in. (P's held blocks keep vLLM at work without this.)"""
+        return self.consuming is not None and self.consuming.loads
 
     def on_new_request(self, request: Request) -> None:
         self._requests.add(request)

@@ -535,6 +535,11 @@ class ConsumerScheduler:
         return bool(self.asking)
 
     @property
+    def loads(self) -> bool:
+        """Whether KV may still be written into blocks of a request."""
+        return any(asking.state is LoadState.LOADING for asking in self.asking.values())
+
+    @property
     def awaits_news(self) -> bool:
         """Whether a request waits for P, or for its KV."""
         return any(asking.state is not LoadState.SETTLED for asking in self.asking.values())

@@ -465,7 +465,7 @@ class EarlyRevocation(Patch):
                 self.preempt(each)
 
 
-# D's waiting requests.
+# D's requests that wait.
 
 
 class Deferral(Patch):
@@ -501,8 +501,60 @@ class Deferral(Patch):
             half.decided = queue.resume
 
 
+class PausedLoads(Patch):
+    """Blocks of requests whose KV has come in, given back when vLLM empties a D's caches under load.
+
+    `/pause?mode=keep`, and a sleep in that mode, preempt what runs and then empty the prefix cache, which
+    fails while a request holds blocks. vLLM leaves out those that wait for KV. D keeps its engine core at
+    work until that KV has come or failed (`has_pending_push_work`), and then these requests, too, give their
+    blocks back: D computes their prompts itself after `/resume`.
+    """
+
+    name = "paused_loads"
+    replaced = (
+        Function(
+            "vllm.v1.core.sched.scheduler",
+            "Scheduler.reset_prefix_cache",
+            ("self", "reset_running_requests", "reset_connector"),
+        ),
+    )
+    required = (
+        Function(
+            "vllm.v1.core.sched.scheduler",
+            "Scheduler._update_waiting_for_remote_kv",
+            ("self", "request"),
+            mentions=frozenset({"finished_recving_kv_req_ids"}),
+        ),
+        Function("vllm.v1.core.sched.scheduler", "Scheduler._free_request_blocks", ("self", "request")),
+        Function(
+            "vllm.v1.core.sched.scheduler",
+            "Scheduler.has_requests",
+            mentions=frozenset({"has_pending_push_work"}),
+        ),
+    )
+    without = "vLLM's /pause?mode=keep fails on a D while KV comes in"
+
+    def replace_reset_prefix_cache(self, original: Replacement) -> Replacement:
+        def reset(
+            scheduler: Scheduler, reset_running_requests: bool = False, reset_connector: bool = False
+        ) -> Any:
+            if reset_running_requests:
+                self._give_back(scheduler)
+            return original(scheduler, reset_running_requests, reset_connector)
+
+        return reset
+
+    def _give_back(self, scheduler: Scheduler) -> None:
+        for request_id in tuple(scheduler.finished_recving_kv_req_ids):
+            request = scheduler.requests[request_id]
+            scheduler._update_waiting_for_remote_kv(request)
+            scheduler._free_request_blocks(request)
+            request.num_computed_tokens = 0
+            request.status = type(request.status)["PREEMPTED" if request.num_preemptions else "WAITING"]
+
+
 WEIGHTS, ENGINE_CORE, SPIN_WAIT = WeightWatch(), EngineCore(), SpinWait()
-EARLY_REVOCATION, DEFERRAL = EarlyRevocation(), Deferral()
-PATCHES: tuple[Patch, ...] = (WEIGHTS, ENGINE_CORE, SPIN_WAIT, EARLY_REVOCATION, DEFERRAL)
+EARLY_REVOCATION, DEFERRAL, PAUSED_LOADS = EarlyRevocation(), Deferral(), PausedLoads()
+PATCHES: tuple[Patch, ...] = (WEIGHTS, ENGINE_CORE, SPIN_WAIT, EARLY_REVOCATION, DEFERRAL, PAUSED_LOADS)
 """All patches, one of each in a process: engine cores, queues between processes and runners share their
 class."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from connector_support import BLOCK, Instance, inner_id, pair_id, tokens
+from vllm.v1.core.sched.interface import PauseState
 
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
@@ -192,6 +193,32 @@ def test_a_preempted_request_is_computed_here_and_not_asked_for_again() -> None:
     assert set(d.ended.values()) == {"length"}
     assert len(d.rank.said(do.Load)) == len(d.rank.said(do.Expect)) == 1
     assert other.num_output_tokens == 60
+    d.assert_at_rest()
+
+
+@each_pace
+@pytest.mark.parametrize("end", ["load", "fail"])
+def test_a_pause_that_keeps_requests_waits_for_kv_that_comes_in_and_gives_its_blocks_back(
+    end: str, ahead: int
+) -> None:
+    d = Instance("D", policy="recompute", ahead=ahead)
+    paired = d.ask(inner_id(pair_id()), PROMPT)
+    d.step()
+    d.rank.begin(d.key(paired))
+    d.run_until(lambda: d.blocks(paired))
+    d.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    d.drain()
+    assert d.scheduler.has_requests(), "vLLM's pause ends when nothing has to be done"
+    d.step(2)
+    getattr(d.rank, end)(d.key(paired))
+    d.run_until(lambda: not d.scheduler.has_requests())
+    d.drain()
+    assert d.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert d.free == d.all_free
+    d.scheduler.set_pause_state(PauseState.UNPAUSED)
+    d.run_until(lambda: d.ended)
+    assert d.ended == {paired.request_id: "length"}
+    assert d.computed[paired.request_id] - 3 == len(PROMPT), "its caches were emptied: it is computed here"
     d.assert_at_rest()
 
 
