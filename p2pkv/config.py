@@ -164,7 +164,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     skip_patches: tuple[PatchName, ...] = ()
     """names, as `["deferral"]` | no | functions of vLLM that p2pkv does not replace: `weights`,
-    `engine_core`, `spin_wait`, `early_revocation` or `deferral`;
+    `engine_core`, `spin_wait`, `early_revocation`, `deferral` or `paused_loads`;
     [compatibility](compatibility.md#what-p2pkv-replaces-in-vllm) has what each is for"""
 
     warm_up_seconds: SecondsOrOff = 120.0
