@@ -13,6 +13,7 @@ import signal
 import ssl
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -474,28 +475,26 @@ def _add_operation(parser: argparse.ArgumentParser) -> None:
     )
 
 
-_POLICIES = """\
-A request gets a prefill instance by one policy, and a decode instance by another one,
-among those that serve its model, are in good health and fit each other.
-
-  least_loaded     the one with the least to do: the fewest prompt tokens to compute
-                   (prefill), the fewest requests and prompt tokens (decode)
-  round_robin      each in turn
-  power_of_two     two are drawn at random, and of these the one with less to do; for
-                   several proxies side by side
-  prefix_aware     the one that has lately been given a prompt with the same beginning,
-                   and so may have that in its cache, unless another one with less to do
-                   would still be sooner; for long system prompts and for conversations
-  consistent_hash  the same one for all requests with the same value of --session-header
-
-The proxy has no tokenizer: it takes four bytes of a prompt for a token.
-"""
+def _policies() -> str:
+    width = max(map(len, POLICIES)) + 2
+    wrapped = textwrap.TextWrapper(88, subsequent_indent="  " + width * " ")
+    each = (wrapped.fill(f"  {name:{width}}{policy.help}") for name, policy in POLICIES.items())
+    return "\n".join(
+        [
+            "A request gets a prefill instance by one policy, and a decode instance by another one,",
+            "among those that serve its model, are in good health and fit each other.",
+            "",
+            *each,
+            "",
+            "The proxy has no tokenizer: it takes four bytes of a prompt for a token.",
+        ]
+    )
 
 
 def _add_routing(parser: argparse.ArgumentParser) -> None:
     """Which instances serve a request."""
     defaults = Routing()
-    group = parser.add_argument_group("which instances serve a request", _POLICIES)
+    group = parser.add_argument_group("which instances serve a request", _policies())
     for option, role, default in (
         ("--prefill-policy", "prefill", defaults.prefill),
         ("--decode-policy", "decode", defaults.decode),

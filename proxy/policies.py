@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 from .bodies import Prompt
 from .membership.instance import Instance
@@ -59,10 +59,17 @@ class Policy:
     """Picks one of at least one candidate, all P's or all D's.
 
     Attributes:
+        help: which one it picks, for `--help`.
         knows_prompts: `cached` has something to return.
     """
 
-    knows_prompts = False
+    help: ClassVar[str]
+    knows_prompts: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, routing: Routing) -> Self:
+        """One for a proxy with these options."""
+        return cls()
 
     def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
         raise NotImplementedError

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from typing import Self
 
 from .bodies import PIECE_TOKENS, Chain
 from .membership.instance import Instance
-from .policies import Pick, Policy, RoutingRequest
+from .policies import Pick, Policy, Routing, RoutingRequest
 
 MOST_HOLDERS = 32
 """Instances that are remembered for one piece."""
@@ -30,7 +31,16 @@ class PrefixAware(Policy):
         capacity: pieces of prompts that are remembered.
     """
 
+    help = (
+        "the one that has lately been given a prompt with the same beginning, and so may have that in its "
+        "cache, unless another one with less to do would still be sooner; for long system prompts and for "
+        "conversations"
+    )
     knows_prompts = True
+
+    @classmethod
+    def of(cls, routing: Routing) -> Self:
+        return cls(routing.prefix_memory)
 
     def __init__(self, capacity: int) -> None:
         self._index = PrefixIndex(capacity)

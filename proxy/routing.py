@@ -32,12 +32,19 @@ from .sessions import ConsistentHash
 class LeastLoaded(Policy):
     """The one with the least to do; among equals, the one whose turn was longest ago."""
 
+    help = (
+        "the one with the least to do: the fewest prompt tokens to compute (prefill), the fewest requests "
+        "and prompt tokens (decode)"
+    )
+
     def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
         return Pick(least_busy(candidates))
 
 
 class RoundRobin(Policy):
     """The one whose turn was longest ago, however much it has to do."""
+
+    help = "each in turn"
 
     def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
         return Pick(min(candidates, key=lambda instance: instance.turn))
@@ -47,6 +54,8 @@ class PowerOfTwo(Policy):
     """Of two that are drawn at random, the one with less to do. Several proxies that do so do not all send
     their next requests to the same instance."""
 
+    help = "two are drawn at random, and of these the one with less to do; for several proxies side by side"
+
     def __init__(self, dice: random.Random | None = None) -> None:
         self._dice = dice or random.Random()
 
@@ -54,12 +63,12 @@ class PowerOfTwo(Policy):
         return Pick(least_busy(self._dice.sample(candidates, min(2, len(candidates)))))
 
 
-POLICIES: dict[str, Callable[[Routing], Policy]] = {
-    "least_loaded": lambda routing: LeastLoaded(),
-    "round_robin": lambda routing: RoundRobin(),
-    "power_of_two": lambda routing: PowerOfTwo(),
-    "prefix_aware": lambda routing: PrefixAware(routing.prefix_memory),
-    "consistent_hash": lambda routing: ConsistentHash(),
+POLICIES: dict[str, type[Policy]] = {
+    "least_loaded": LeastLoaded,
+    "round_robin": RoundRobin,
+    "power_of_two": PowerOfTwo,
+    "prefix_aware": PrefixAware,
+    "consistent_hash": ConsistentHash,
 }
 """Every policy; see policies.py for how to add one."""
 
@@ -234,8 +243,8 @@ class Router:
         registry.limit_places(float("inf") if room is None else room)
         self._alone = alone
         self.routing = routing or Routing()
-        self._pick_prefill = POLICIES[self.routing.prefill](self.routing)
-        self._pick_decode = POLICIES[self.routing.decode](self.routing)
+        self._pick_prefill = POLICIES[self.routing.prefill].of(self.routing)
+        self._pick_decode = POLICIES[self.routing.decode].of(self.routing)
         self._turns = itertools.count(1)
         self._last: _Kept | None = None
 

@@ -15,6 +15,8 @@ class ConsistentHash(Policy):
     of all instances, and goes to the first that there is. When one comes or goes, only its own sessions move.
     Without a session this is `least_loaded`."""
 
+    help = "the same one for all requests with the same value of --session-header"
+
     def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
         session = request.session
         if not session:

@@ -25,7 +25,7 @@ least_loaded, consistent_hash = LeastLoaded(), ConsistentHash()
 
 
 def make_policy(name: str, memory: int) -> Policy:
-    return POLICIES[name](Routing(prefix_memory=memory))
+    return POLICIES[name].of(Routing(prefix_memory=memory))
 
 
 def work(instance: Instance) -> float:
