@@ -99,6 +99,7 @@ class Choice:
         missed: P would have helped, and none could.
         spared: P could have helped, and the prompt, or what D has to compute of it, is too short for that.
         prefill_tokens: of the prompt, that P has to compute, as far as the proxy knows.
+        whole: one instance of both roles is the best P and the best D: it serves the request by itself.
     """
 
     prefill: Instance | None
@@ -106,6 +107,7 @@ class Choice:
     missed: bool = False
     spared: bool = False
     prefill_tokens: int = 0
+    whole: bool = False
 
     @property
     def in_share(self) -> bool:
@@ -274,6 +276,8 @@ class Router:
         if not fleet.alike:
             decoders = _matching(decoders, [prefill])
         decode = self._pick(self._pick_decode, decoders, request).instance
+        if decode is prefill:
+            return Choice(None, decode, whole=True)
         return Choice(prefill, decode, prefill_tokens=request.prompt.tokens - cached)
 
     def _with_little_left(self, decoders: Sequence[Instance], request: RoutingRequest) -> Sequence[Instance]:

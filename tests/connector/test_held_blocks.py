@@ -9,7 +9,7 @@ import pytest
 from connector_support import BLOCK, Instance, inner_id, pair_id, tokens
 from vllm.v1.request import Request
 
-from p2pkv.connector.scheduler import HeldBlocks
+from p2pkv.connector.block_room import HeldBlocks
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
 
