@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from engine_support import prefill, wrong_cells
-from virtual.moves import BLOCKS, LEASE, TOKENS, half_a_push, nothing_was_lost, value
+from engine_support import prefill, step, wrong_cells
+from virtual.moves import BLOCKS, HALF, LEASE, TOKENS, half_a_push, nothing_was_lost, value
 from virtual.pair import VirtualPair
 
 from p2pkv.engine import commands as do
@@ -73,3 +73,14 @@ def test_a_stranger_is_not_answered_with_a_stranger(pair: VirtualPair) -> None:
     pair.until(lambda: connection.send(m.encode(m.Stranger())), what="a connection")
     pair.until(lambda: taken, what="its arrival")
     pair.lasts(lambda: len(taken) == 1, 1.0)
+
+
+def test_to_forget_a_key_of_one_role_leaves_that_of_the_other(pair: VirtualPair) -> None:
+    """Two transfers, one in each direction, may have one key: a router's `transfer_id`."""
+    half_a_push(pair)
+    pair.p.do(do.Expect("k", pair.d.address, TOKENS, b"digest"))
+    pair.p.do(do.Drop("k", "the request has ended"))
+    pair.p.wait(do.LoadFailed("k", "the request has ended"))
+    pair.p.do(do.Forget("k", "D"))
+    step(pair.p, "k", BLOCKS, HALF, TOKENS)
+    pair.d.wait(do.Loaded("k"))
