@@ -21,12 +21,14 @@ from p2pkv.trust import SECRET_VARIABLE, Networks, TrustError, is_loopback, read
 
 Role = Literal["P", "D"]
 
+InstanceRole = Literal["P", "D", "both"]
+
 MIB = 1 << 20
 DEFAULT_KV_PORT = 14579
 """vLLM's own, which it passes on where none is set."""
 
 
-_ROLES: dict[str, Role] = {"kv_producer": "P", "kv_consumer": "D"}
+_ROLES: dict[str, InstanceRole] = {"kv_producer": "P", "kv_consumer": "D", "kv_both": "both"}
 
 GPU_SHARE = 128
 """By default staging takes one part in so many of a GPU's memory, from 64 MiB to 1 GiB."""
@@ -61,8 +63,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     docs/options.md are these lines, and a test compares them.
     """
 
-    role: Role
-    """Not an option: `P` (kv_role kv_producer: prefills and sends) or `D` (kv_consumer: decodes)."""
+    role: InstanceRole
+    """Not an option: `P` (kv_role kv_producer: prefills and sends), `D` (kv_consumer: decodes) or `both`
+    (kv_both: one or the other, as each request's id says)."""
 
     host: str
     """IP address or name | no | what the instance binds and advertises; its peers must be able to reach it;
@@ -197,6 +200,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                 f"{RESERVED_CHUNKS} chunks of {self.chunk_bytes} bytes, which are kept for requests that D "
                 "has admitted; raise staging_bytes or lower chunk_bytes"
             )
+        if self.role == "both" and self.chunk_bytes > self.staging_bytes // 4:
+            raise ConfigError(
+                f"chunk_bytes is {self.chunk_bytes} and staging_bytes only {self.staging_bytes}: with "
+                "kv_both a chunk may take a quarter of the staging, which is kept for each direction; raise "
+                "staging_bytes or lower chunk_bytes"
+            )
         self._check_proxy()
         self._check_trust()
 
@@ -261,6 +270,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     def links_ahead(self) -> bool:
         """`preconnect`."""
         return self.preconnect
+
+    @property
+    def prefills(self) -> bool:
+        """Whether it prefills prompts for other instances."""
+        return self.role != "D"
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it decodes requests that other instances have prefilled."""
+        return self.role != "P"
 
     @property
     def address(self) -> Address:
@@ -401,15 +420,10 @@ def _expected(kind: msgspec.inspect.Type) -> str:
     return "a text in quotes"
 
 
-def _role(role: str) -> Role:
-    if role == "kv_both":
-        raise ConfigError(
-            "kv_role is 'kv_both': an instance of p2pkv either prefills or decodes; start one instance with "
-            "kv_producer and another one with kv_consumer"
-        )
+def _role(role: str) -> InstanceRole:
     if role not in _ROLES:
         raise ConfigError(
-            f"kv_role is {_short.repr(role)}: expected kv_producer or kv_consumer; choose one of them"
+            f"kv_role is {_short.repr(role)}: expected kv_producer, kv_consumer or kv_both; choose one"
         )
     return _ROLES[role]
 
@@ -454,7 +468,7 @@ def _former_notes(given: Mapping[str, object], options: Options) -> Iterator[str
 def _notes(options: Options, former_way: bool) -> Iterator[str]:
     quarter = options.staging_bytes // 4
     if options.chunk_bytes > quarter:
-        whose = "this instance takes" if options.role == "D" else "a D with the same staging_bytes takes"
+        whose = "this instance takes" if options.decodes else "a D with the same staging_bytes takes"
         yield (
             f"chunk_bytes is {options.chunk_bytes}, and {whose} messages of at most {quarter} bytes, a "
             "quarter of its staging_bytes: P fills messages up to that; raise staging_bytes or lower "

@@ -24,7 +24,7 @@ from p2pkv.pairing import Address
 from .access import Access
 from .errors import ProxyError, error_response, retry_after
 from .exposition import page
-from .membership.instance import WORST_FIRST, Instance, Role
+from .membership.instance import ROLE_NAMES, WORST_FIRST, Instance, Role
 from .metrics import OUTCOMES, SAMPLE_SECONDS, Metrics, quantiles
 from .service import STOPPING, Proxy
 from .siblings import Siblings, Together
@@ -89,7 +89,7 @@ def described(proxy: Proxy, instance: Instance) -> dict[str, Any]:
     now = proxy.clock()
     names = sorted(instance.names)
     return {
-        "role": "prefill" if instance.role == "P" else "decode",
+        "role": "both" if instance.role == "both" else ROLE_NAMES[instance.role],
         "address": instance.ping.http_address,
         "rank": instance.ping.dp_rank,
         "state": proxy.state_of(instance),

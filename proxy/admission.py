@@ -71,7 +71,7 @@ class RequestPlace:
         budget of retries bounds."""
         if self.choice.missed:
             return PrefillMode.MISSED
-        return PrefillMode.NEEDED if culprit.role == "P" else self.mode
+        return PrefillMode.NEEDED if culprit is self.choice.prefill else self.mode
 
 
 Wants = tuple[str | None, PrefillMode]

@@ -170,6 +170,8 @@ class Attempt:
     def __post_init__(self) -> None:
         self.choice = self.place.choice
         prefill, decode = self.choice.prefill, self.choice.decode
+        if self.choice.whole:
+            prefill = decode  # which its engine takes for a plain request
         self.request_id = (
             mint(prefill.zmq_address, decode.zmq_address, self.unique) if prefill else self.unique
         )
@@ -485,7 +487,8 @@ class Attempt:
 
     def _headers(self, instance: Instance) -> Headers:
         headers = to_instance(self.request.headers, instance, self.request_id)
-        self._spans[instance.role] = self.record.span.call(instance, headers)
+        role: Role = "P" if instance is self.choice.prefill else "D"
+        self._spans[role] = self.record.span.call(instance, role, headers)
         return headers
 
     def _end_span(self, role: Role, failed: str) -> None:

@@ -24,7 +24,7 @@ import prometheus_client as prometheus
 from aiohttp import web
 
 from .http import Headers
-from .membership.instance import Instance
+from .membership.instance import Instance, Role
 from .routing import Choice
 
 Ended = Literal["answered", "refused", "shed", "failed", "broken", "left"]
@@ -343,7 +343,7 @@ class CallSpan:
 class RequestSpan:
     """One client's request. This one records nothing."""
 
-    def call(self, instance: Instance, headers: Headers) -> CallSpan:
+    def call(self, instance: Instance, role: Role, headers: Headers) -> CallSpan:
         """A call begins; `headers`, which it will have, then name its parent."""
         return _NO_CALL
 

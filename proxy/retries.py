@@ -40,7 +40,7 @@ class Retries:
             return False
         mode = place.mode_after(instance)
         return self._admission.can_move(place, mode, failed | {instance}) or (
-            instance.role == "P" and self._limits.alone > 0
+            instance is place.choice.prefill and self._limits.alone > 0
         )
 
     async def elsewhere(

@@ -8,7 +8,9 @@ A request that P should help with goes to the first of these that there is:
 2. a D alone, which computes the prompt itself, while it has a place left of the share for that;
 3. a P in doubt, whose pings or whose last answers failed: better than none.
 
-Among D's, too, those in doubt come last. With `skip_below`, a request with a short prompt goes to 2 before 1.
+An instance of both roles is among the P's and among the D's. If it is the best of both, `Router._beside`
+decides. Among D's, too, those in doubt come last. With `skip_below`, a request with a short prompt goes to 2
+before 1.
 """
 
 from __future__ import annotations
@@ -108,6 +110,7 @@ class Choice:
         missed: P would have helped, and none could.
         spared: P could have helped, and the prompt, or what D has to compute of it, is too short for that.
         prefill_tokens: of the prompt, that P has to compute, as far as the proxy knows.
+        whole: an instance of both roles serves the request by itself, as the best P and the best D.
     """
 
     prefill: Instance | None
@@ -115,6 +118,7 @@ class Choice:
     missed: bool = False
     spared: bool = False
     prefill_tokens: int = 0
+    whole: bool = False
 
     @property
     def in_share(self) -> bool:
@@ -283,7 +287,19 @@ class Router:
         if not fleet.alike:
             decoders = _matching(decoders, [prefill])
         decode = self._pick(self._pick_decode, decoders, request).instance
+        if decode is prefill:
+            return self._beside(decode, prefillers, request)
         return Choice(prefill, decode, prefill_tokens=request.prompt.tokens - cached)
+
+    def _beside(self, decode: Instance, prefillers: Sequence[Instance], request: RoutingRequest) -> Choice:
+        """The best D is the best P, too: another P, so that D's other requests need not wait for this prompt;
+        unless each has as much more to do than D as this prompt is."""
+        others = [each for each in prefillers if each is not decode and each.matches(decode)]
+        if others:
+            prefill, cached = self._pick(self._pick_prefill, others, request)
+            if prefill.order[0] - decode.order[0] < request.prompt.tokens / decode.ping.tp_size:
+                return Choice(prefill, decode, prefill_tokens=request.prompt.tokens - cached)
+        return Choice(None, decode, whole=True)
 
     def _with_little_left(self, decoders: Sequence[Instance], request: RoutingRequest) -> Sequence[Instance]:
         """Those that would compute so few tokens of this prompt that P is not needed."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .http import Headers
-from .membership.instance import Instance
+from .membership.instance import ROLE_NAMES, Instance, Role
 from .metrics import TRACEPARENT, CallSpan, RequestSpan
 
 if TYPE_CHECKING:
@@ -64,11 +64,11 @@ class Spans:
         )
         return _Request(self, span)
 
-    def child(self, parent: Any, instance: Instance, headers: Headers) -> CallSpan:
-        """A call below the request `parent`."""
+    def child(self, parent: Any, instance: Instance, role: Role, headers: Headers) -> CallSpan:
+        """A call below the request `parent`; `role`: the instance's in this request."""
         context = self._trace.set_span_in_context(parent)
         span = self._tracer.start_span(
-            "prefill" if instance.role == "P" else "decode",
+            ROLE_NAMES[role],
             context=context,
             kind=self._trace.SpanKind.CLIENT,
             attributes={"server.address": instance.ping.http_address},
@@ -87,8 +87,8 @@ class _Request(RequestSpan):
         self._spans = spans
         self._span = span
 
-    def call(self, instance: Instance, headers: Headers) -> CallSpan:
-        return self._spans.child(self._span, instance, headers)
+    def call(self, instance: Instance, role: Role, headers: Headers) -> CallSpan:
+        return self._spans.child(self._span, instance, role, headers)
 
     def end(self, record: RequestRecord) -> None:
         fields = {**record.ids(), **record.as_fields()}

@@ -19,7 +19,7 @@ import msgspec
 
 from p2pkv.control.discovery import Ping
 
-from .membership.instance import PingSource, Role
+from .membership.instance import InstanceRole, PingSource
 from .membership.registry import Registry
 
 
@@ -64,7 +64,7 @@ class RepeatedPing(msgspec.Struct, frozen=True):
     ping: Ping
 
 
-Drains = list[tuple[Role, str, int, str]]
+Drains = list[tuple[InstanceRole, str, int, str]]
 """As Registry.drains has them."""
 
 

@@ -53,7 +53,7 @@ LONGEST = 512
 """Tokens of a request: vLLM's max_model_len."""
 P_ADDRESS, D_ADDRESS = Address("127.0.0.1", 21001), Address("127.0.0.1", 21101)
 LAYERS = {"model.layers.0.self_attn.attn": 0, "model.layers.1.self_attn.attn": 1}
-_ROLES = {"P": ("kv_producer", P_ADDRESS), "D": ("kv_consumer", D_ADDRESS)}
+_ROLES = {"P": ("kv_producer", P_ADDRESS), "D": ("kv_consumer", D_ADDRESS), "both": ("kv_both", P_ADDRESS)}
 
 
 SMALL = TinyLlama(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=64, vocab=512)
@@ -214,7 +214,7 @@ class FakeRank:
                 self._last_word(do.LoadFailed(key, reason))
             case do.Abort(key):
                 self._last_word(do.BlocksFree(key))
-            case do.Forget(key):
+            case do.Forget(key, _):
                 assert self.facts.pop(key).over, f"{key} is forgotten before the engine's last word"
 
     def layers_per_message(self, tokens: int) -> int:

@@ -183,7 +183,7 @@ def make_hello(
     return Hello(
         version=PROTOCOL_VERSION,
         incarnation=incarnation,
-        role=opts.role,
+        role="D" if opts.decodes else "P",
         rank=rank,
         to="none",
         address=str(place.shifted(rank)),
@@ -194,7 +194,7 @@ def make_hello(
         link=link,
         digest=cache.digest_name,
         verify=opts.verify,
-        ahead=opts.role == "D" and opts.ahead_bytes > 0,
+        ahead=opts.decodes and opts.ahead_bytes > 0,
     )
 
 

@@ -87,7 +87,7 @@ class MemoryLinks(LinkFactory):
         wire = self._network.wire(invitation)
         if acceptance != b"accept " + invitation or not wire.accepted:
             raise LinkError(f"{acceptance!r} does not answer invitation {invitation!r}")
-        outbound = MemoryOutbound(wire, self.staging.limit)
+        outbound = MemoryOutbound(wire, StagingShare(self.staging, sends=True))
         wire.completed = True
         self._ends.append(outbound)
         return outbound
@@ -222,12 +222,12 @@ class MemorySend:
 class MemoryOutbound(Outbound):
     """P's end."""
 
-    def __init__(self, wire: _Wire, staging_bytes: int) -> None:
+    def __init__(self, wire: _Wire, share: StagingShare) -> None:
         self.guard = Guard("the memory link to a peer")
         self.dead = False
         self.taken = 0
         self._wire = wire
-        self._staging_bytes = staging_bytes
+        self.share = share
         self._next = 0
         self._unsent: deque[MemorySend] = deque()
         self._unfinished: deque[MemorySend] = deque()
@@ -238,24 +238,25 @@ class MemoryOutbound(Outbound):
         return not self.dead
 
     def reserve(self, nbytes: int, remote_slot: int) -> MemorySend | None:
-        """A buffer, or None while this link's staging is used up."""
+        """A buffer, or None while the rank's staging has no room."""
         self.guard.check()
-        if not 1 <= aligned(nbytes) <= self._staging_bytes:
-            raise ValueError(f"a message of {nbytes} bytes never fits {self._staging_bytes} bytes of staging")
+        if not 1 <= aligned(nbytes) <= self.share.limit:
+            raise ValueError(f"a message of {nbytes} bytes never fits {self.share.limit} bytes of staging")
         if remote_slot != self._next:
             raise self.guard.fail(f"remote slot {remote_slot} is not that of message {self._next}")
-        if self.dead or self.used + aligned(nbytes) > self._staging_bytes:
+        if self.dead or not self.share.grants(nbytes):
             return None
         send = MemorySend(self, self._next, nbytes)
         self._next += 1
         self._unsent.append(send)
         self._unfinished.append(send)
+        self.share.count(aligned(nbytes))
         return send
 
     @property
     def used(self) -> int:
         """Bytes that unfinished sends hold."""
-        return sum(aligned(send.buffer.numel()) for send in self._unfinished)
+        return self.share.held
 
     def poll(self) -> None:
         """Put on the wire what is committed, in order, and hear what D has taken."""
@@ -267,7 +268,7 @@ class MemoryOutbound(Outbound):
                 self._wire.flying.append(self._unsent.popleft().buffer)
             self.taken = self._wire.taken
         while self._unfinished and self._unfinished[0].sequence < self.taken:
-            self._unfinished.popleft()
+            self.share.count(-aligned(self._unfinished.popleft().buffer.numel()))
 
     def abort(self) -> None:
         """What has not been taken is gone. Idempotent."""
@@ -281,3 +282,4 @@ class MemoryOutbound(Outbound):
             self._wire.flying.clear()
         self._unsent.clear()
         self._unfinished.clear()
+        self.share.count(-self.share.held)

@@ -350,10 +350,12 @@ def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[En
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
 
-        def start(tp_p: int, tp_d: int, blocks: int = 40, **options: Any) -> tuple[Engine, Engine]:
+        def start(
+            tp_p: int, tp_d: int, blocks: int = 40, roles: tuple[str, str] = ("P", "D"), **options: Any
+        ) -> tuple[Engine, Engine]:
             port = free_ports(tp_p + tp_d)
-            p = Engine("P", tp_p, port, blocks, **options)
-            d = Engine("D", tp_d, port + tp_p, blocks, **options)
+            p = Engine(roles[0], tp_p, port, blocks, **options)
+            d = Engine(roles[1], tp_d, port + tp_p, blocks, **options)
             for engine in (p, d):
                 stack.callback(engine.stop)
                 engine.start(be_rank)

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from p2pkv.config import ConfigError
+from p2pkv.connector.block_room import HeldBlocks, Room
 from p2pkv.connector.core_beats import BeatListener, BeatSender, state_of
 from p2pkv.connector.describe import (
     Layers,
@@ -36,12 +37,13 @@ from p2pkv.connector.describe import (
     prompt_tail,
     refuse_what_cannot_move,
     refuse_what_cannot_pair,
+    request_blocks,
 )
 from p2pkv.connector.generation import Generation, forget_prefixes
 from p2pkv.connector.identity import Pairs, adapter_fingerprint
 from p2pkv.connector.idle_steps import FIRST_WAIT, REST, IdlePace
 from p2pkv.connector.metadata import P2pKvMetrics, P2pKvStats, StepMetadata, WorkerNews
-from p2pkv.connector.scheduler import ConsumerScheduler, HeldBlocks, ProducerScheduler
+from p2pkv.connector.scheduler import ConsumerScheduler, ProducerScheduler
 from p2pkv.connector.vllm_patches import (
     DEFERRAL,
     EARLY_REVOCATION,
@@ -83,7 +85,8 @@ WARM_UP_BLOCKS = 3
 
 
 class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
-    """P pushes its KV layer by layer to D. One instance in the scheduler, one in each worker."""
+    """P pushes its KV layer by layer to D; with kv_both an instance is either, as each request's id says. One
+    instance in the scheduler, one in each worker."""
 
     _cache_hit_source = CacheHitSource.P2P
 
@@ -102,6 +105,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         refuse_what_cannot_move(vllm_config, kv_cache_config)
         self.producing: ProducerScheduler | None = None
         self.consuming: ConsumerScheduler | None = None
+        self._halves: list[ProducerScheduler | ConsumerScheduler] = []
         self.worker: Worker | None = None
         self._announcer: Announcer | None = None
         self._beats: BeatListener | BeatSender | None = None
@@ -112,7 +116,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         self._asleep = False
         if self.options.idle_wait_ms:
             SPIN_WAIT.install(self.options.skip_patches)
-        if self.options.role == "P" and vllm_config.use_v2_model_runner:
+        if self.options.prefills and vllm_config.use_v2_model_runner:
             self._revoke_early(kv_cache_config.needs_kv_cache_zeroing)
         if role is KVConnectorRole.SCHEDULER:
             self._schedule()
@@ -150,15 +154,23 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         tables, whole = block_tables(self._kv_cache_config), computes_last_token(self._kv_cache_config)
         tail, parallel = prompt_tail(config), config.parallel_config
         world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        if self.options.role == "P":
-            batches = config.max_concurrent_batches
-            held = HeldBlocks(self._kv_cache_config.num_blocks, self.options.held_share)
-            self.producing = ProducerScheduler(pairs, tables, held, whole, tail, batches)
-        else:
+        for_prompts = for_loads = None
+        held_blocks = self._kv_cache_config.num_blocks
+        if self.options.prefills and self.options.decodes:
+            blocks = request_blocks(config, self._kv_cache_config)
+            held_blocks = (held_blocks - 1) // 3  # vLLM keeps one for itself
+            for_prompts, for_loads = Room(held_blocks, blocks), Room(held_blocks, blocks)
+        if self.options.prefills:
+            held = HeldBlocks(held_blocks, self.options.held_share)
+            self.producing = ProducerScheduler(
+                pairs, tables, held, whole, tail, config.max_concurrent_batches, for_prompts
+            )
+        if self.options.decodes:
             recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
-            self.consuming = ConsumerScheduler(pairs, world, recompute, tables, whole, tail)
+            self.consuming = ConsumerScheduler(pairs, world, recompute, tables, whole, tail, for_loads)
             DEFERRAL.install(self.options.skip_patches)
             PAUSED_LOADS.install(self.options.skip_patches)
+        self._halves = [half for half in (self.producing, self.consuming) if half is not None]
         if here:  # elsewhere the beats could not arrive
             ranks = [str(self.options.address.shifted(rank)) for rank in range(world)]
             self._beats = BeatSender(ranks, self._beat)
@@ -167,8 +179,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _beat(self, orphaned: bool) -> Beat:
         """How the engine core gets on; for the thread that sends it to the ranks."""
-        half = self.producing or self.consuming
-        busy = half is not None and half.busy
+        busy = any(half.busy for half in self._halves)
         return state_of(ENGINE_CORE.core, steps=self._steps, transfers=busy, orphaned=orphaned)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
@@ -177,9 +188,9 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool:
         """vLLM empties its caches, or has changed the weights: KV of before is not valid any more."""
-        half = self.producing or self.consuming
-        if half is not None:
+        for half in self._halves:
             half.invalidate(self.generation.name)
+        if self._halves:
             forget_prefixes(self._manager, self._requests)
             self._hurry()
         return True
@@ -193,10 +204,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         self._requests.add(request)
         if request.lora_request is not None:
             self._look_at_adapter(request.lora_request)
-        if self.producing is not None:
-            self.producing.new(request)
-        elif self.consuming is not None:
-            self.consuming.new(request)
+        for half in self._halves:
+            half.new(request)
 
     def _look_at_adapter(self, adapter: LoRARequest) -> None:
         """vLLM knows an adapter's blocks by its name and path: forget them if others lie there now."""
@@ -209,15 +218,22 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if self.consuming is not None:
-            return self.consuming.matched(request, num_computed_tokens)
         if self.producing is not None and not self.producing.matched(request, num_computed_tokens):
             return None, False
+        if self.consuming is not None:
+            return self.consuming.matched(request, num_computed_tokens)
         return 0, False
+
+    def waits_for_load(self, request: Request) -> bool:
+        """Whether `get_num_new_matched_tokens` answers "ask again" for want of KV, and not of room for a
+        prompt that is computed for a D."""
+        return self.consuming is not None and request.request_id in self.consuming.undecided
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
+        if self.producing is not None:
+            self.producing.allocated(request)
         if self.consuming is not None:
             self.consuming.allocated(request, blocks, num_external_tokens)
 
@@ -228,16 +244,16 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         return ()
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        half = self.producing or self.consuming
-        assert half is not None
         self._steps += 1
-        meta = half.step(scheduler_output)
+        meta, *others = (half.step(scheduler_output) for half in self._halves)
+        for other in others:
+            meta = meta.with_loads(other)
         changed, self._news = self._news or meta.orders, False
         bell = ENGINE_CORE.address if self._rests else ""
         pause = self._pace.step(
             *((REST, REST) if bell else (FIRST_WAIT, self._longest_wait)),
             tokens=meta.work,
-            awaited=half.awaits_news,
+            awaited=any(half.awaits_news for half in self._halves),
             changed=changed,
             rung=ENGINE_CORE.rung(),
         )
@@ -257,7 +273,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             self._hurry()
         if self.producing is not None:
             self.producing.reported(sent)
-        elif self.consuming is not None:
+        if self.consuming is not None:
             withheld = self.consuming.reported(news, received, connector_output.failed_recving)
             connector_output.finished_recving = received - withheld or None
 
@@ -272,11 +288,9 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        if self.producing is not None:
-            return self.producing.finished(request, block_ids), None
         if self.consuming is not None:
             self.consuming.finished(request)
-        return False, None
+        return self.producing is not None and self.producing.finished(request, block_ids), None
 
     # Worker side.
 
@@ -338,7 +352,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker = Worker(rank, layers.indices, cache.device, hooks)
         else:
             self.worker.wake(rank)
-        if options.role == "P":
+        if options.prefills:
             EARLY_REVOCATION.preempt = self.worker.preempt
         log.info(
             "%s rank %d listens at %s; link %s; here: %s",
@@ -366,7 +380,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             model=model,
             protocol=hello.version,
             fit=fit(hello),
-            partners=options.max_links if options.role == "D" and options.preconnect else 0,
+            partners=options.max_links if options.decodes and options.preconnect else 0,
         )
         room = config.model_config.max_model_len - ANSWER_TOKENS
         plan = WarmUp(
@@ -390,7 +404,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
     def _pair(self, partners: tuple[str, ...]) -> None:
         """The proxy has named P's to this D; for the announcer's thread."""
         if self.worker is not None:
-            self.worker.rank.do(do.NamePartners(partners))
+            others = tuple(each for each in partners if each != str(self.options.address))
+            self.worker.rank.do(do.NamePartners(others))
 
     def _standing(self) -> Standing:
         """Whether the proxies may send requests; for the announcer's thread."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from p2pkv.config import ConfigError, Options
+from p2pkv.connector.block_room import RequestBlocks
 from p2pkv.connector.identity import drafter_of, fingerprint
 from p2pkv.connector.recurrent import conv_dim_first, recurrent_layers, refuse_strange_states, state_groups
 from p2pkv.connector.scheduler import BlockTables
@@ -96,6 +97,16 @@ def block_tables(config: KVCacheConfig) -> BlockTables:
     return BlockTables(tuple(sizes), states)
 
 
+def request_blocks(config: VllmConfig, kv_config: KVCacheConfig) -> RequestBlocks:
+    """How many blocks vLLM gives a request."""
+    tables = []
+    for group in kv_config.kv_cache_groups:
+        spec = _spec_of(group, group.layer_names[0]) if group.layer_names else group.kv_cache_spec
+        most = -(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes)
+        tables.append((spec.block_size, max(1, most)))
+    return RequestBlocks(tables, config.num_speculative_tokens)
+
+
 def keeps_state(spec: KVCacheSpec) -> bool:
     """Whether this is a recurrent layer, with one state for a request."""
     from vllm.v1.kv_cache_interface import MambaSpec
@@ -121,7 +132,7 @@ def _kept_together(config: VllmConfig, spec: KVCacheSpec) -> int:
     """See `KvGroup.block`."""
     transfer = config.kv_transfer_config
     assert transfer is not None
-    matters = transfer.kv_role == "kv_producer" or config.cache_config.enable_prefix_caching
+    matters = transfer.kv_role != "kv_consumer" or config.cache_config.enable_prefix_caching
     return spec.block_size if _window(spec) and matters else 1
 
 
@@ -306,7 +317,8 @@ def cache_of(
 def hello_of(
     config: VllmConfig, options: Options, cache: RankCache, shape: Cache, rank: int, link: str
 ) -> Hello:
-    """This rank's Hello, without `to`; `shape`: its entry about the cache."""
+    """This rank's Hello, without `to`; `shape`: its entry about the cache. That of an instance of both roles
+    is D's; `Context.hello_as` has P's."""
     model, parallel = config.model_config, config.parallel_config
     world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     name = options.weights_name
@@ -314,7 +326,7 @@ def hello_of(
     return Hello(
         version=PROTOCOL_VERSION,
         incarnation=new_incarnation(),
-        role=options.role,
+        role="D" if options.decodes else "P",
         rank=rank,
         to="none",
         address=str(options.address.shifted(rank)),
@@ -323,7 +335,7 @@ def hello_of(
         weights=fingerprint(config, name) + (f"{DRAFTER}{drafter}" if drafter else ""),
         cache=shape,
         link=link,
-        ahead=options.role == "D" and options.prefetch_bytes > 0,
+        ahead=options.decodes and options.prefetch_bytes > 0,
         digest=cache.digest_name,
         verify=options.verify,
     )

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import xxhash
 
-from p2pkv.config import ConfigError
+from p2pkv.config import ConfigError, InstanceRole, Role
 from p2pkv.control.warm_up import REQUEST_MARK
 from p2pkv.log import RateLimit
 from p2pkv.pairing import Address, PairingError, find_pair, transfer_key
@@ -293,22 +293,23 @@ def _folder(model: str, revision: str | None, cache: str | None) -> Path | None:
 
 @dataclass(frozen=True)
 class Paired:
-    """A request that names a P and a D."""
+    """A request that names a P and a D. `side`: which of them this instance is."""
 
     key: str
     prefill: Address
     decode: Address
+    side: Role
 
 
 class Pairs:
     """Finds the pair in request ids, and warns once of each way in which there is none.
 
-    `mine` is the address that this instance advertises, `side` which half of a pair it must be.
+    `mine` is the address that this instance advertises, `role` which half of a pair it may be.
     """
 
-    def __init__(self, mine: Address, side: str) -> None:
+    def __init__(self, mine: Address, role: InstanceRole) -> None:
         self._mine = mine
-        self._side = side
+        self._role = role
         self._warned: set[str] = set()
 
     def of(self, request: Request) -> Paired | None:
@@ -318,7 +319,7 @@ class Pairs:
         try:
             pair = find_pair(request.request_id)
             if pair is None:
-                if REQUEST_MARK not in request.request_id:
+                if REQUEST_MARK not in request.request_id and self._role != "both":
                     self._warn(
                         "none", "a request names no pair of P and D in its id; it is served here, alone"
                     )
@@ -327,15 +328,21 @@ class Pairs:
         except PairingError as error:
             self._warn("malformed", f"{error}; the request is served here, alone")
             return None
-        here = pair.prefill if self._side == "P" else pair.decode
-        if here != self._mine:
+        halves: dict[Role, Address] = {"P": pair.prefill, "D": pair.decode}
+        if self._role != "both":
+            halves = {self._role: halves[self._role]}
+        mine: list[Role] = [side for side, address in halves.items() if address == self._mine]
+        if not mine:
+            named = " and ".join(f"{address} as its {side}" for side, address in halves.items())
             self._warn(
-                f"other {here}",
-                f"a request names {here} as its {self._side}, but this instance is {self._mine}: "
+                f"other {named}",
+                f"a request names {named}, but this instance is {self._mine}: "
                 "it is served here, alone; check the router's addresses",
             )
             return None
-        return Paired(key, pair.prefill, pair.decode)
+        if len(mine) == 2:
+            return None  # nothing moves
+        return Paired(key, pair.prefill, pair.decode, mine[0])
 
     def _warn(self, kind: str, text: str) -> None:
         if kind not in self._warned and len(self._warned) < 100:

@@ -6,7 +6,7 @@ they are reported to vLLM, and by the transfer key everywhere else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -81,6 +81,17 @@ class StepMetadata(KVConnectorMetadata):
     expects: list[tuple[str, Expect]] = field(default_factory=list)
     loads: list[tuple[str, Load]] = field(default_factory=list)
     drops: list[Ended] = field(default_factory=list)
+
+    def with_loads(self, other: StepMetadata) -> StepMetadata:
+        """These orders to P, and those of `other` to D, which are of the same step."""
+        return replace(
+            self,
+            invalidate=other.invalidate,
+            withheld=other.withheld,
+            expects=other.expects,
+            loads=other.loads,
+            drops=other.drops,
+        )
 
     @property
     def orders(self) -> bool:

@@ -50,7 +50,7 @@ class MultiConnector(vllms.MultiConnector):
             pushed = isinstance(connector, P2pKvConnector)
             if tokens is None:
                 # On P it is no store's affair whether p2pkv has room for one more prompt of this D.
-                undecided.append(pushed and connector.consuming is not None)
+                undecided.append(pushed and connector.waits_for_load(request))
             elif tokens > 0 and not pushed and self._is_whole(request, num_computed_tokens + tokens):
                 whole.append(number)
         if undecided and not (whole and all(undecided)):

@@ -8,7 +8,7 @@ and how many of their tokens come from it.
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
+from p2pkv.connector.block_room import HeldBlocks, Room
 from p2pkv.connector.generation import other_weights
 from p2pkv.connector.identity import Paired, Pairs, prompt_digest
 from p2pkv.connector.metadata import Ended, PrefillStep, StepMetadata, WorkerNews
 from p2pkv.connector.recurrent import state_entry
 from p2pkv.engine.commands import Blocks, Expect, Hold, Invalidate, Load, OfferPrompt, PromptBlocks
 from p2pkv.log import RateLimit
-from p2pkv.pairing import Address
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -56,6 +56,9 @@ class BlockTables:
 
 # P.
 
+TOO_LONG_SECONDS = 60.0
+"""Between two log lines about prompts that are too long to be moved."""
+
 CHANGED_ON_P = "P's weights have changed, or its caches were reset, since it began to compute this prompt"
 
 COMPLETED = (
@@ -80,66 +83,6 @@ class _Prompt:
     """Why what was computed of it, with former weights, is not sent any more."""
 
 
-FULL_SECONDS = 60.0
-"""Between two log lines about one D that takes too little."""
-
-
-class HeldBlocks:
-    """P's blocks of finished prompts, which wait until D has taken them: how many each D holds.
-
-    A D that takes nothing must not keep P from working for the others. It is full when it holds `share` of
-    the blocks that no other D holds; so with the share 0.5, three Ds that take nothing leave an eighth.
-    """
-
-    def __init__(self, total: int, share: float) -> None:
-        self._total = total
-        self._share = share
-        self._of: dict[Address, Counter[int]] = {}
-        """Of each D: by block, how many prompts hold it."""
-        self._prompts: dict[str, tuple[Address, list[int]]] = {}
-        self._said = RateLimit(seconds=FULL_SECONDS)
-
-    def hold(self, request_id: str, decode: Address, blocks: Iterable[Iterable[int]]) -> None:
-        """The prompt is computed, and its blocks wait for D."""
-        mine = sorted({block for table in blocks for block in table})
-        self._prompts[request_id] = decode, mine
-        if mine:
-            self._of.setdefault(decode, Counter()).update(mine)
-
-    def free(self, request_id: str) -> None:
-        """The workers have reported its blocks as free."""
-        decode, mine = self._prompts.pop(request_id)
-        if not mine:  # it was preempted before it ended
-            return
-        of_this_decode = self._of[decode]
-        of_this_decode.subtract(mine)
-        for block in mine:
-            if not of_this_decode[block]:
-                del of_this_decode[block]
-        if not of_this_decode:
-            del self._of[decode]
-
-    def full(self, decode: Address) -> bool:
-        """Whether this D holds so many blocks that P begins no further prompt for it."""
-        mine = len(self._of.get(decode, ()))
-        if not mine:
-            return False
-        others = sum(len(blocks) for each, blocks in self._of.items() if each != decode)
-        if mine < self._share * (self._total - others):
-            return False
-        if self._said.admits(decode):
-            log.warning(
-                "the D at %s holds %d of P's %d KV blocks, with prompts that it has not taken, and other Ds "
-                "hold %d: its further prompts wait here (held_share is %g; logged once a minute)",
-                decode,
-                mine,
-                self._total,
-                others,
-                self._share,
-            )
-        return True
-
-
 class ProducerScheduler:
     """A key is taken from the arrival of its request until the workers have reported it."""
 
@@ -151,12 +94,15 @@ class ProducerScheduler:
         whole: bool = True,
         tail: int = 1,
         batches: int = 1,
+        room: Room | None = None,
     ) -> None:
         """`whole`: the last tokens of a prompt are computed here, too; see `computes_last_token`. `tail`: how
         many D computes itself; see `prompt_tail`. `batches`: the most steps that vLLM has under way at once.
+        `room`: for the blocks of all prompts that are computed for other instances; None: there is no bound.
         """
         self._pairs = pairs
         self._held = held
+        self._room = room or Room()
         self._tables = tables
         self._left_out = 0 if whole else tail
         self._batches = batches
@@ -188,7 +134,7 @@ class ProducerScheduler:
 
     def new(self, request: Request) -> None:
         paired = self._pairs.of(request)
-        if paired is None:
+        if paired is None or paired.side != "P":
             return
         prompt = _Prompt(request, paired, prompt_digest(request))
         if self._left_out:
@@ -201,6 +147,12 @@ class ProducerScheduler:
         self._taken.add(paired.key)
         self._prompts[request.request_id] = prompt
         self._next.holds.append(Hold(paired.key, paired.decode))
+        if not self._room.ever_admits(request.num_prompt_tokens):
+            prompt.stale = (
+                f"the prompt has {request.num_prompt_tokens} tokens, which take more than the "
+                f"{self._room.limit:g} KV blocks that P, an instance of both roles, has for prompts of others"
+            )
+            self._next.stale.append((paired.key, prompt.stale))
 
     def matched(self, request: Request, local: int) -> bool:
         """vLLM finds `local` tokens in its prefix cache, and would schedule the request; whether it may.
@@ -209,10 +161,23 @@ class ProducerScheduler:
         of a MultiConnector loads during the step.
         """
         prompt = self._prompts.get(request.request_id)
-        if prompt is not None and not prompt.offered and self._held.full(prompt.paired.decode):
+        if prompt is not None and not (prompt.offered or prompt.stale or self._may_begin(prompt)):
             return False
         self._looked_up[request.request_id] = request, local
         return True
+
+    def _may_begin(self, prompt: _Prompt) -> bool:
+        """Whether its blocks may wait here for its D."""
+        request = prompt.request
+        if self._held.full(prompt.paired.decode):
+            self._room.leave(request.request_id)  # others need not wait behind it
+            return False
+        return self._room.admits(request.request_id, request.num_prompt_tokens, besides=self._held.all)
+
+    def allocated(self, request: Request) -> None:
+        """vLLM has given this request blocks."""
+        if request.request_id in self._prompts:
+            self._room.enter(request.request_id, request.num_prompt_tokens)
 
     def step(self, output: SchedulerOutput) -> StepMetadata:
         """This step's orders to the workers. Called before vLLM advances the computed tokens."""
@@ -320,6 +285,7 @@ class ProducerScheduler:
         if prompt is None:
             self._forget_duplicate(request)
             return False
+        self._room.leave(request.request_id)
         key = prompt.paired.key
         if prompt.unannounced is not None and not prompt.stale and request.status in COMPLETED:
             # vLLM has taken the results of the step in which another connector loaded a part of the prompt.
@@ -333,6 +299,8 @@ class ProducerScheduler:
                 self._next.revoked.append(key)
             other.offered = prompt.offered
             self._prompts[other.request.request_id] = other
+            if prompt.offered:
+                self._room.enter(other.request.request_id, other.request.num_prompt_tokens)
             return False
         if prompt.announced and not request.num_computed_tokens:
             # Preempted since the last step, so its blocks are gone already.
@@ -425,14 +393,18 @@ class ConsumerScheduler:
         tables: BlockTables,
         whole: bool = True,
         tail: int = 1,
+        room: Room | None = None,
     ) -> None:
         """Each of `world` ranks must have P's offer. `recompute`: a failed load is computed here instead.
         `whole`: P computes the last tokens of a prompt, too; see `computes_last_token`. `tail`: how many are
-        computed here in any case; see `prompt_tail`."""
+        computed here in any case; see `prompt_tail`. `room`: for the blocks of all requests whose KV is on
+        its way; None: there is no bound."""
         self._pairs = pairs
         self._tables = tables
         self._tail = tail
         self._left_out = 0 if whole else tail
+        self._room = room or Room()
+        self._too_long = RateLimit(seconds=TOO_LONG_SECONDS)
         self._world = world
         self._recompute = recompute
         self.asking: dict[str, Asking] = {}
@@ -455,7 +427,7 @@ class ConsumerScheduler:
 
     def new(self, request: Request) -> None:
         paired = self._pairs.of(request)
-        if paired is None:
+        if paired is None or paired.side != "D":
             return
         if paired.key in self._owners:
             self._siblings[request.request_id] = paired.key
@@ -480,12 +452,28 @@ class ConsumerScheduler:
         if asking is None:
             return self._sibling(request), False
         asking.local, external = local, request.num_prompt_tokens - self._tail - local
-        if asking.state is not LoadState.WAITING or external <= 0:
+        if asking.state is not LoadState.WAITING or external <= 0 or self._is_too_long(request):
             return 0, False
         if self._failure(asking):
             # Under `fail`, vLLM fails a request only for a load that it has seen begin.
             return (0, False) if self._recompute else (external, True)
-        return (external, True) if len(asking.begun) >= self._world else (None, False)
+        begun = len(asking.begun) >= self._world
+        if begun and self._room.admits(request.request_id, request.num_prompt_tokens):
+            return external, True
+        return None, False
+
+    def _is_too_long(self, request: Request) -> bool:
+        """Whether it is computed here, because a load would take more blocks than all loads may."""
+        if self._room.ever_admits(request.num_prompt_tokens):
+            return False
+        if self._too_long.admits():
+            log.warning(
+                "a prompt of %d tokens is computed here and not loaded: it takes more than the %g KV blocks "
+                "that an instance of both roles has for loads; logged once a minute",
+                request.num_prompt_tokens,
+                self._room.limit,
+            )
+        return True
 
     def _failure(self, asking: Asking) -> str:
         """Why nothing can be loaded for this request; "" if nothing is known against it."""
@@ -507,6 +495,7 @@ class ConsumerScheduler:
         failure = self._failure(asking) if asking.local < rest else ""
         if external <= 0:
             asking.state = LoadState.SETTLED
+            self._leave_room(request.request_id)
             self._decide(asking.siblings)
             if failure:
                 self._next.drops.append(Ended(request.request_id, key, failure, report=False))
@@ -514,6 +503,8 @@ class ConsumerScheduler:
                 self._next.loads.append((request.request_id, Load(key, 0, 0, ())))
             return
         asking.state = LoadState.LOADING
+        self._room.enter(request.request_id, request.num_prompt_tokens)
+        self._decide(self._room.first)
         if self._left_out and asking.local + external != rest:
             failure = failure or "vLLM wants a part of what P sends, and a state is all or nothing"
         if failure:
@@ -527,7 +518,15 @@ class ConsumerScheduler:
     def step(self, output: SchedulerOutput) -> StepMetadata:
         meta, self._next = self._next, StepMetadata()
         meta.work = output.total_num_scheduled_tokens > 0
+        # A loaded request keeps its blocks until it runs: from then on vLLM may take them from it.
+        for request_id in self._room.inside:
+            if request_id in output.num_scheduled_tokens:
+                self._leave_room(request_id)
         return meta
+
+    def _leave_room(self, request_id: str) -> None:
+        self._room.leave(request_id)
+        self._decide(self._room.first)
 
     @property
     def busy(self) -> bool:
@@ -593,6 +592,7 @@ class ConsumerScheduler:
         asking = self.asking.pop(request.request_id, None)
         if asking is None:
             return
+        self._leave_room(request.request_id)
         self._decide(asking.siblings)
         self._owners.pop(asking.paired.key, None)
         if asking.state is not LoadState.SETTLED:

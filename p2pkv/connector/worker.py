@@ -142,7 +142,7 @@ class Loads:
             if load.dropped or not load.complete:
                 self._results.failed_recving.add(load.request_id)
         del self._known[key]
-        self.rank.do(do.Forget(key))
+        self.rank.do(do.Forget(key, "D"))
         if later := self._later.pop(key, None):
             self._expect(later.request_id, later.expect)
             if later.order is not None:
@@ -251,13 +251,13 @@ class Worker:
         SPIN_WAIT.idle = meta.idle
         if meta.work:
             self.rank.steps.begin(time.monotonic())
+        for hold in meta.holds:
+            self._held.add(hold.key)
+            self.rank.do(hold)
         for key, reason in meta.stale:
             self.rank.do(do.Abort(key, reason))
         if meta.invalidate is not None:
             self.rank.do(meta.invalidate)
-        for hold in meta.holds:
-            self._held.add(hold.key)
-            self.rank.do(hold)
         for offer in meta.offers:
             self._free.discard(offer.key)  # after a sleep, before which P had not begun it
             self.rank.do(offer)
@@ -310,7 +310,7 @@ class Worker:
             self._free.discard(key)
             self._held.discard(key)
             results.finished_sending.add(self._ended.pop(key))
-            self.rank.do(do.Forget(key))
+            self.rank.do(do.Forget(key, "P"))
         return results
 
     def _take_events(self) -> None:

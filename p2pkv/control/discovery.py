@@ -27,7 +27,7 @@ from msgspec import Meta, Struct
 
 from p2pkv.pairing import Address
 
-DISCOVERY_VERSION = 4
+DISCOVERY_VERSION = 5
 PING_INTERVAL = 3.0
 MAX_PING_BYTES = 4096
 MAX_PARTNERS = 512
@@ -43,7 +43,8 @@ class Ping(Struct, frozen=True, kw_only=True):
     """One instance, as it presents itself every few seconds. Raises ValueError on a malformed address.
 
     Attributes:
-        type: "P" prefills, "D" decodes.
+        type: "P" prefills, "D" decodes, "both" does one or the other, as each request's id says. Version 5
+            has added that; an older proxy ignores such a ping, and logs it.
         http_address: host:port of the instance's OpenAI API.
         zmq_address: host:port of its rank 0, the address that goes into request ids.
         dp_size: data-parallel replicas behind `http_address`.
@@ -62,7 +63,7 @@ class Ping(Struct, frozen=True, kw_only=True):
         paused: vLLM's /pause has been called there, and /resume has not; no requests for now, please.
     """
 
-    type: Literal["P", "D"]
+    type: Literal["P", "D", "both"]
     http_address: _AddressText
     zmq_address: _AddressText
     dp_size: _Size = 1

@@ -13,8 +13,8 @@ from p2pkv.demo.processes import ServerProcess, free_ports
 
 LOOPBACK = "127.0.0.1"
 
-Role = Literal["P", "D"]
-_KV_ROLE = {"P": "kv_producer", "D": "kv_consumer"}
+Role = Literal["P", "D", "both"]
+_KV_ROLE = {"P": "kv_producer", "D": "kv_consumer", "both": "kv_both"}
 
 
 class VllmServer(ServerProcess):

@@ -6,6 +6,7 @@ Commands are small and frozen; handing one over is an append to a deque.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from p2pkv.device import Fence
 from p2pkv.pairing import Address
@@ -135,9 +136,11 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """The forward thread will not speak of this key again."""
+    """The forward thread orders nothing more for this key. `role`: the half of the rank that had it, as two
+    transfers, one in each direction, may have one key; "": whichever had it."""
 
     key: str
+    role: Literal["P", "D", ""] = ""
 
 
 Command = (

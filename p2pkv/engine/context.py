@@ -9,7 +9,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from p2pkv.config import Options
+from msgspec.structs import replace
+
+from p2pkv.config import Options, Role
 from p2pkv.control.endpoint import Connection, Endpoint
 from p2pkv.device import PASSED, Fence
 from p2pkv.engine.effects import Effects, Timers
@@ -195,6 +197,11 @@ class Context:
         works_at_once = self.cache.fence() is PASSED
         self.copies = Copies(None if works_at_once else self.cache.fence)
         self.counters.add_gauges(copies=lambda: len(self.copies), links_stuck=lambda: self.links.stuck)
+
+    def hello_as(self, role: Role) -> Hello:
+        """Our Hello to the other role's ranks. On the wire each connection has one P and one D."""
+        hello = self.hello
+        return hello if hello.role == role else replace(hello, role=role, ahead=hello.ahead and role == "D")
 
     def answer(self, connection: Connection, message: AnyMessage) -> bool:
         """Send this at once; False if the connection is gone or its queue is full."""

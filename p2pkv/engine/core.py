@@ -26,7 +26,7 @@ from p2pkv.links.base import LinkFactory
 from p2pkv.log import RateLimit
 from p2pkv.protocol.handshake import fit
 from p2pkv.protocol.machine import RemoteProtocolError
-from p2pkv.protocol.messages import AnyMessage, BadMessage, Hello, Inspect, Report, decode
+from p2pkv.protocol.messages import AnyMessage, BadMessage, Hello, Inspect, Report, Stranger, decode
 
 TICK = 0.02
 """Seconds between two looks at what is under way."""
@@ -111,21 +111,20 @@ class Core:
         links: LinkFactory,
         endpoint: Endpoint,
         on_event: Callable[[], None] | None = None,
-        roles: str = "",
         serving: bool = True,
     ) -> None:
-        """`on_event` is called by the owner's thread after each event. `roles`: "P", "D" or "PD"; by default
-        that of its Hello. `serving`: see Liveness."""
-        roles = roles or hello.role
+        """`on_event` is called by the owner's thread after each event. `serving`: see Liveness."""
         self.commands: deque[Command] = deque()
         self._events: deque[Event] = deque()
         self._on_event = on_event
         links.announce_sends()
+        if options.prefills and options.decodes:
+            links.carry_both_ways()
         self.context = Context(
             hello, options, cache, links, endpoint, Liveness(options.stall_seconds, serving)
         )
-        self.prefill = PrefillRole(self.context) if "P" in roles else None
-        self.decode = DecodeRole(self.context) if "D" in roles else None
+        self.prefill = PrefillRole(self.context) if options.prefills else None
+        self.decode = DecodeRole(self.context) if options.decodes else None
         self.roles: list[Role] = [role for role in (self.prefill, self.decode) if role is not None]
         self.table = self._make_table()
         self.clock = HeldClock()
@@ -298,8 +297,10 @@ class Core:
         elif (take := self.table.unowned.get(type(message))) is not None:
             take(connection, message, now)
         elif type(connection.tag) in self.table.disconnected:
-            raise RemoteProtocolError(f"{type(message).__name__} is not for a {self.context.hello.role}")
-        else:
+            raise RemoteProtocolError(
+                f"{type(message).__name__} is not for a rank of role {self.context.options.role}"
+            )
+        elif not isinstance(message, Stranger):  # two ranks of both roles would answer each other without end
             for role in self.roles:
                 role.stranger(connection)
 
@@ -309,7 +310,7 @@ class Core:
             command = commands.popleft()
             take = self.table.commands.get(type(command))
             if take is None:
-                raise AssertionError(f"{command} is not for a {self.context.hello.role}")
+                raise AssertionError(f"{command} is not for a rank of role {self.context.options.role}")
             take(command, now)
             self._apply(now)
 
@@ -396,7 +397,7 @@ class Core:
         hello = self.context.hello
         values: dict[str, int | float | str] = {**self.counters.snapshot()}
         values |= {
-            "role": hello.role,
+            "role": self.context.options.role,
             "rank": hello.rank,
             "incarnation": hello.incarnation,
             "model": hello.model,

@@ -422,7 +422,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
     # Their messages.
 
     def hello(self, connection: Connection, hello: m.Hello, now: float) -> None:
-        mine = self._ctx.hello
+        mine = self._ctx.hello_as("P")
         try:
             if self.leaving:
                 raise Refused(self.leaving)

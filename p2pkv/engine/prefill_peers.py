@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-import msgspec
+from msgspec.structs import replace
 
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine.context import BURST, Context, log
@@ -405,11 +405,11 @@ class PrefillPeer:
         """Send Hello, if it is time to."""
         if self.dialing.due(now):
             self.ctx.endpoint.redial(self.connection)
-            self.send(msgspec.structs.replace(self.ctx.hello, to=self.address), now)
+            self.send(replace(self.ctx.hello_as("D"), to=self.address), now)
 
     def welcome(self, message: m.Welcome) -> None:
         """P has accepted our Hello; judge its. Raises Refused."""
-        mine, hello = self.ctx.hello, message.hello
+        mine, hello = self.ctx.hello_as("D"), message.hello
         plan = judge(mine, hello)
         if message.plan != plan.digest or hello.address != self.address:
             raise Refused(
@@ -445,7 +445,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         self._ctx = context
         self.window = max(1, context.options.staging_bytes // 2)
         context.counters.add_gauges(
-            staging_bytes=lambda: context.links.staging.used,
+            staging_bytes=lambda: context.links.staging.receives,
             receives_posted=lambda: sum(len(peer.link.posted) for peer in self),
             receives_asked=lambda: sum(len(peer.link.waiting) for peer in self),
             peers=lambda: len(self),

@@ -104,7 +104,7 @@ class PrefillRole:
             do.Flush: transfers.flush,
             do.Revoked: transfers.revoke,
             do.Abort: transfers.abort,
-            do.Forget: transfers.forget,
+            do.Forget: self._forget,
         }
         self.messages: Mapping[type, Receive] = {
             m.Heartbeat: self._heartbeat,
@@ -135,6 +135,10 @@ class PrefillRole:
         self.look = peers.look
         self.paused = transfers.paused
         self.close = peers.close
+
+    def _forget(self, command: do.Forget, now: float) -> None:
+        if command.role != "D":
+            self.transfers.forget(command, now)
 
     def _heartbeat(self, peer: DecodePeer, message: m.Heartbeat, now: float) -> None:
         self.peers.heartbeat(peer, bool(message.transfers), now)
@@ -184,7 +188,7 @@ class DecodeRole:
             do.Expect: transfers.expect,
             do.Load: transfers.load,
             do.Drop: transfers.drop,
-            do.Forget: transfers.forget,
+            do.Forget: self._forget,
             do.Invalidate: transfers.invalidate,
             do.NamePartners: self.preconnect.name,
         }
@@ -219,6 +223,10 @@ class DecodeRole:
         self.disconnected = peers.disconnected
         self.poll = peers.poll
         self.close = peers.close
+
+    def _forget(self, command: do.Forget, now: float) -> None:
+        if command.role != "P":
+            self.transfers.forget(command, now)
 
     def _acknowledged(self, peer: PrefillPeer, message: m.HeartbeatAck, now: float) -> None:
         self.peers.answered(peer)

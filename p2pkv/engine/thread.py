@@ -58,7 +58,7 @@ class Rank:
         self._started = time.monotonic()
         self._watchdog = Watchdog(links, options.lease_seconds)
         self._thread = threading.Thread(
-            target=self._main, name=f"p2pkv-{hello.role}{hello.rank}", daemon=True
+            target=self._main, name=f"p2pkv-{options.role}{hello.rank}", daemon=True
         )
         self._thread.start()
         self._begun.wait()

@@ -212,6 +212,10 @@ class LinkFactory(ABC):
         """The owner of the ends launches their operations from now on; call it before the first is made."""
         self.announced = True
 
+    def carry_both_ways(self) -> None:
+        """This rank both sends and receives; call it before the first end is made."""
+        self.staging.carry_both_ways()
+
     @property
     def stuck(self) -> int:
         """Calls that were given up and have not come back; each keeps a thread, and perhaps memory."""

@@ -203,7 +203,7 @@ class HostLinks(LinkFactory):
                 "option to an address that this machine can reach"
             )
         address = (accepted.host, accepted.port)
-        return TcpOutbound(address, accepted.nonce, invited.nonce, StagingShare(self.staging))
+        return TcpOutbound(address, accepted.nonce, invited.nonce, StagingShare(self.staging, sends=True))
 
 
 # D's end.

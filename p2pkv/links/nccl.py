@@ -138,6 +138,10 @@ class NcclLinks(LinkFactory):
             nccl.channels,
         )
 
+    def carry_both_ways(self) -> None:
+        super().carry_both_ways()
+        self.shared.carry_both_ways()
+
     @property
     def stuck(self) -> int:
         """Calls to NCCL that were given up and have not come back."""

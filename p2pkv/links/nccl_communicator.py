@@ -290,11 +290,25 @@ class Shared:
     init_seconds: float
     owner: Guard
     busy: BusyEnds
+    """Of the ends that receive, and of those that send unless `busy_sends` is another."""
     times: list[tuple[float, ...]] | None = None
     """Of each operation that is done, if a benchmark wants them: when it was wanted, was handed to NCCL,
     NCCL's call returned, it was launched, and it was done, as seen by the owner's polls."""
+    busy_sends: BusyEnds = field(init=False)
     openings: Helpers = field(default_factory=Helpers)
     aborts: Helpers = field(default_factory=Helpers)
+
+    def __post_init__(self) -> None:
+        self.busy_sends = self.busy
+
+    def carry_both_ways(self) -> None:
+        """This rank sends and receives: half of the busy ends are for each.
+
+        A send that is launched waits for the peer's receive, and a receive is launched only when its send is.
+        So if sends may not take all, two ranks that send to each other do not wait for ever.
+        """
+        half = self.busy.most // 2
+        self.busy_sends, self.busy = BusyEnds(max(1, half)), BusyEnds(max(1, self.busy.most - half))
 
     @property
     def stuck(self) -> int:

@@ -72,7 +72,8 @@ class End:
     def __init__(self, shared: Shared, what: str, unique_id: bytes, rank: int, announced: bool) -> None:
         self.guard = Guard(what)
         self.shared = shared
-        self.share = StagingShare(shared.staging)
+        self.share = StagingShare(shared.staging, sends=rank == 0)
+        self._busy = shared.busy_sends if rank == 0 else shared.busy
         self.sequence = 0
         self.operations: set[Operation] = set()
         """The operations that hold a slot."""
@@ -110,7 +111,7 @@ class End:
         except NcclError as error:
             raise self.guard.fail(str(error)) from None
         if not (self._on_device or self._told or (self._queue and not self._announced)):
-            self.shared.busy.rest(self)
+            self._busy.rest(self)
 
     def abort(self) -> None:
         """End the communicator, on a helper thread; nothing of this end completes any more. Idempotent."""
@@ -133,7 +134,7 @@ class End:
         self._flying.clear()
         self._launching = None
         self._told = 0
-        self.shared.busy.leave(self)
+        self._busy.leave(self)
         if comm is not None:
             self._abort_communicator(comm, [operation.offset for operation in under_way])
 
@@ -161,7 +162,7 @@ class End:
     def admitted(self) -> bool:
         """Whether this end may have another operation; how many may be launched is seen to elsewhere if they
         are announced."""
-        return self._announced or self.shared.busy.admits(self)
+        return self._announced or self._busy.admits(self)
 
     def enqueue(self, operation: Operation) -> None:
         """Append an operation; NCCL gets it in this order, once it is wanted."""
@@ -169,7 +170,7 @@ class End:
         self.operations.add(operation)
         self._queue.append(operation)
         if not self._announced:
-            self.shared.busy.enter(self)
+            self._busy.enter(self)
 
     def want(self, operation: Operation) -> None:
         """Let `poll` launch it, when the work now on the current stream is done."""
@@ -189,8 +190,8 @@ class End:
             return False
         pending = self._on_device + self._told
         if pending == 0:
-            return self.shared.busy.turn_of(self)
-        return pending < ANNOUNCED and not self.shared.busy.contended
+            return self._busy.turn_of(self)
+        return pending < ANNOUNCED and not self._busy.contended
 
     def free(self, operation: Operation) -> None:
         """Its slot may be used again."""
@@ -260,7 +261,7 @@ class End:
             return False
         if not self._announced:
             return True
-        return self._told > 0 and self.shared.busy.turn_of(self) and self.shared.busy.enter(self)
+        return self._told > 0 and self._busy.turn_of(self) and self._busy.enter(self)
 
     def _unhindered(self, operation: Operation) -> bool:
         """Whether it is wanted, and what was queued before that is done."""

@@ -25,23 +25,37 @@ class StagingBudget:
     """How many bytes of staging one rank has, and how many of them slots of its links hold.
 
     Slots are counted where they are taken and given back, in `Slots`. All others only ask.
+
+    Attributes:
+        most: bytes that the slots of one direction, sends or receives, may hold.
     """
 
     def __init__(self, limit: int) -> None:
         """`limit` is rounded up to 64 bytes. Raises ValueError if it is not positive."""
         if limit < 1:
             raise ValueError(f"staging_bytes is {limit}; it must be positive")
-        self.limit = aligned(limit)
-        self.used = 0
+        self.limit = self.most = aligned(limit)
+        self.sends = self.receives = 0
+
+    @property
+    def used(self) -> int:
+        """Bytes of all slots."""
+        return self.sends + self.receives
+
+    def carry_both_ways(self) -> None:
+        """This rank sends and receives: leave a quarter for each direction. Else two ranks that are full of
+        receives, each of which waits for the other's send, could not send."""
+        self.most = self.limit - aligned(self.limit // 4)
 
 
 class StagingShare:
-    """What one link holds of its rank's staging: `held` bytes."""
+    """What one link holds of its rank's staging: `held` bytes. `sends`: it is P's end."""
 
-    __slots__ = ("_budget", "held")
+    __slots__ = ("_budget", "_sends", "held")
 
-    def __init__(self, budget: StagingBudget) -> None:
+    def __init__(self, budget: StagingBudget, sends: bool = False) -> None:
         self._budget = budget
+        self._sends = sends
         self.held = 0
 
     @property
@@ -55,14 +69,19 @@ class StagingShare:
         A link that holds something must leave as much free as it would then hold. So each silent peer takes
         at most half of what is left.
         """
-        need = aligned(nbytes)
-        left = self._budget.limit - self._budget.used - need - reserve
+        need, budget = aligned(nbytes), self._budget
+        if (budget.sends if self._sends else budget.receives) + need > budget.most:
+            return False
+        left = budget.limit - budget.used - need - reserve
         return left >= 0 and (not self.held or self.held + need <= left)
 
     def count(self, nbytes: int) -> None:
         """A slot of so many bytes was taken; negative: given back."""
         self.held += nbytes
-        self._budget.used += nbytes
+        if self._sends:
+            self._budget.sends += nbytes
+        else:
+            self._budget.receives += nbytes
 
 
 class Slots:

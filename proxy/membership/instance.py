@@ -37,8 +37,9 @@ _BREAKER_LONGEST_PAUSE = 30.0
 _BREAKER_FORGET_SECONDS = 120.0
 
 Role = Literal["P", "D"]
-InstanceKey = tuple[Role, Address, int]
-ROLE_NAMES: dict[Role, str] = {"P": "prefill", "D": "decode"}
+InstanceRole = Literal["P", "D", "both"]
+InstanceKey = tuple[InstanceRole, Address, int]
+ROLE_NAMES: dict[InstanceRole, str] = {"P": "prefill", "D": "decode", "both": "prefill and decode"}
 Kind = tuple[frozenset[str], str, int]
 Loss = Literal["gone", "silent", "hung", "stopped", "late"]
 """Why a call to an instance is given up; blame.CallEnd explains each."""
@@ -257,7 +258,7 @@ class Instance:
     _ends: set[Callable[[Loss], None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.role: Role = self.ping.type
+        self.role: InstanceRole = self.ping.type
         self.learn(frozenset())
 
     def learn(self, served: frozenset[str]) -> None:
@@ -265,6 +266,10 @@ class Instance:
         self.names = served | {self.ping.model} if self.ping.model else served
         self.kind = self.names, self.ping.fit, -1 if self.fits_unknown else self.ping.protocol
         self.changed()
+
+    def may_be(self, role: Role) -> bool:
+        """Whether it can be the P, or the D, of a request."""
+        return self.role in (role, "both")
 
     @property
     def vouches(self) -> bool:
@@ -382,10 +387,11 @@ class Instance:
 
     def _weigh(self, more_tokens: int = 0) -> None:
         """What it has to do, in tokens for each of its tensor-parallel ranks: a P has prompts to compute, a D
-        has requests with their prompts."""
+        has requests with their prompts, and an instance of both roles has either."""
         self.tokens += more_tokens
         load = self.load
-        requests = load * REQUEST_TOKENS if self.ping.type == "D" else 0
+        decoding = {"P": 0, "D": load, "both": self.places}[self.role]
+        requests = decoding * REQUEST_TOKENS
         self.order = (requests + self.tokens) / self.ping.tp_size, load, self.turn
 
     def unreachable(self) -> None:

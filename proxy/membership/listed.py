@@ -25,7 +25,7 @@ from p2pkv.control.endpoint import inspect
 from p2pkv.control.security import Members
 from p2pkv.pairing import Address
 
-from .instance import ROLE_NAMES, InstanceKey, ListedSource, PingSource, Role
+from .instance import ROLE_NAMES, InstanceKey, InstanceRole, ListedSource, PingSource, Role
 from .prober import is_ours
 from .registry import Registry
 
@@ -184,7 +184,7 @@ class ListedInstances:
         except (TimeoutError, ValueError, zmq.ZMQError) as error:
             self._log(watched, f"what it fits is not known, so it is paired with any other: {error}")
             return ping
-        if (rank.role, rank.rank) != (listed.role, 0):
+        if rank.role not in (listed.role, "both") or rank.rank:
             self._log(
                 watched,
                 f"it gets no requests: at {listed.zmq} is rank {rank.rank} of a "
@@ -205,7 +205,7 @@ class ListedInstances:
 class _Rank(msgspec.Struct):
     """What is wanted of a rank's report."""
 
-    role: Role
+    role: InstanceRole
     rank: int
     incarnation: str
     ranks: int = 1

@@ -49,7 +49,7 @@ class PartnerLists:
 
     def answer(self, ping: Ping, source: PingSource, now: float) -> None:
         """Send the sender of this ping its partners, unless it knows them or did not ask."""
-        if ping.type != "D" or ping.leaving or not ping.partners:
+        if ping.type == "P" or ping.leaving or not ping.partners:
             return
         instance = self._registry.sender(ping, source)
         if instance is None:
@@ -65,8 +65,10 @@ class PartnerLists:
         """Where the P's listen that this D may be paired with: at most as many as it asks for, those first
         that get requests now. A drained P gets none, so it is left out."""
         most = min(decode.ping.partners, MAX_PARTNERS)
-        found = chain.from_iterable(ring.after(_point(decode), most) for ring in self._around(decode, now))
-        return [address for address, _ in zip(found, range(most), strict=False)]
+        around = self._around(decode, now)
+        found = chain.from_iterable(ring.after(_point(decode), most + 1) for ring in around)
+        others = (address for address in found if address != decode.ping.zmq_address)
+        return [address for address, _ in zip(others, range(most), strict=False)]
 
     def _around(self, decode: Instance, now: float) -> tuple[_Ring, _Ring]:
         """The P's that D's of this kind fit: those that get requests now, and the others."""

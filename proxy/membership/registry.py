@@ -28,6 +28,7 @@ from .instance import (
     Differences,
     Instance,
     InstanceKey,
+    InstanceRole,
     Kind,
     ListedSource,
     PingSource,
@@ -141,8 +142,10 @@ class Registry:
         """Who has one of the newcomer's addresses and lives; the registered `known` or another."""
         others = [
             each
-            for each in self.known(newcomer.role)
-            if each.ping.zmq_address == newcomer.ping.zmq_address and each.url != newcomer.url
+            for each in self._instances.values()
+            if (newcomer.role == "both" or each.may_be(newcomer.role))
+            and each.ping.zmq_address == newcomer.ping.zmq_address
+            and each.url != newcomer.url
         ]
         candidates = others if known is None else [known, *others]
         return next((each for each in candidates if self._holds(each, newcomer, now)), None)
@@ -194,11 +197,11 @@ class Registry:
             self._drained.pop(instance.key, None)
         logger.warning("%s %s", instance, "is drained: it gets no new requests" if drained else "is resumed")
 
-    def drains(self) -> list[tuple[Role, str, int, str]]:
+    def drains(self) -> list[tuple[InstanceRole, str, int, str]]:
         """Which incarnations are drained, as another process can read it."""
         return [(role, str(http), rank, drained) for (role, http, rank), drained in self._drained.items()]
 
-    def adopt_drains(self, drains: Iterable[tuple[Role, str, int, str]]) -> None:
+    def adopt_drains(self, drains: Iterable[tuple[InstanceRole, str, int, str]]) -> None:
         """Takes over those of another process; an instance may not have pinged here yet."""
         for role, http, rank, incarnation in drains:
             known = self._instances.get(key := (role, Address.parse(http), rank))
@@ -240,13 +243,16 @@ class Registry:
     def misfits(self) -> dict[Instance, Differences]:
         """Those that fit no other although the other role has instances of their model; and in what each of
         them differs from the nearest of these."""
-        kinds: dict[tuple[Role, Kind], list[Instance]] = {}
+        kinds: dict[tuple[InstanceRole, Kind], list[Instance]] = {}
         for each in self._instances.values():
             kinds.setdefault((each.role, each.kind), []).append(each)
+        # An instance of both roles fits itself.
         # Of each kind one is looked at: there may be thousands of instances, and this is done every second.
         ones = [alike[0] for alike in kinds.values()]
         found: dict[Instance, Differences] = {}
         for one, alike in zip(ones, kinds.values(), strict=True):
+            if one.role == "both":
+                continue
             partners = [other for other in ones if other.role != one.role and one.shares_model(other)]
             if partners and not any(one.fits(other) for other in partners):
                 found |= dict.fromkeys(alike, fewest([differences(one, other) for other in partners]))
@@ -303,12 +309,13 @@ class Registry:
         return self._instances.get(key)
 
     def known(self, role: Role) -> list[Instance]:
-        return [instance for instance in self._instances.values() if instance.role == role]
+        """Those that can be P, or D, instances of both roles included."""
+        return [instance for instance in self._instances.values() if instance.may_be(role)]
 
     def routable(self, role: Role, now: float) -> list[Instance]:
         """Those that are neither gone nor drained nor paused, and were healthy when they were last asked; of
         these some may be silent."""
-        return [each for each in self.candidates() if each.role == role and self.alive(each, now)]
+        return [each for each in self.candidates() if each.may_be(role) and self.alive(each, now)]
 
     def candidates(self) -> list[Instance]:
         """Those that are neither drained nor paused, and were healthy when they were last asked."""

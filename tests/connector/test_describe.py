@@ -569,13 +569,6 @@ def test_tensor_and_pipeline_parallelism_are_not_refused() -> None:
     refuse_what_cannot_pair(with_parallel(tensor_parallel_size=4, pipeline_parallel_size=2, world_size=8))
 
 
-def test_kv_both_is_refused_with_what_to_do() -> None:
-    config = vllm_config("P")
-    config.kv_transfer_config.kv_role = "kv_both"
-    with pytest.raises(ConfigError, match="start one instance with kv_producer and another"):
-        P2pKvConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config())
-
-
 # What vLLM asks of the class
 
 

@@ -9,7 +9,7 @@ import pytest
 from connector_support import BLOCK, Instance, inner_id, pair_id, tokens
 from vllm.v1.request import Request
 
-from p2pkv.connector.scheduler import HeldBlocks
+from p2pkv.connector.block_room import HeldBlocks, RequestBlocks, Room
 from p2pkv.engine import commands as do
 from p2pkv.pairing import Address
 
@@ -133,3 +133,33 @@ def test_prompts_without_blocks_do_not_count() -> None:
     held.free("other")
     held.free("preempted")
     assert not held.full(STUCK)
+
+
+# The rooms of an instance of both roles.
+
+
+def blocks_of(tokens: int) -> int:
+    return -(-tokens // 16)
+
+
+def test_a_room_admits_up_to_its_limit_and_who_has_waited_longest_first() -> None:
+    room = Room(10, blocks_of)
+    assert room.ever_admits(160) and not room.ever_admits(161)
+    assert room.admits("a", 80)
+    room.enter("a", 80)
+    assert not room.admits("long", 100)
+    assert not room.admits("short", 16), "it would fit, but came later"
+    assert not room.admits("long", 100, besides=5)
+    room.leave("a")
+    assert room.first == ["long"] and room.admits("long", 100)
+    room.enter("long", 100)
+    assert room.first == ["short"] and not room.admits("short", 16, besides=3)
+    assert room.admits("short", 16, besides=2)
+    room.leave("short")
+    room.leave("long")
+    assert (room.taken, room.first, room.inside) == (0, [], [])
+
+
+def test_blocks_of_a_request_are_bounded_by_what_vllm_keeps_of_the_longest() -> None:
+    blocks = RequestBlocks([(16, 128), (16, 5), (2048, 2)], ahead=1)
+    assert [blocks(tokens) for tokens in (1, 15, 16, 79, 160)] == [3, 3, 5, 11, 17]

@@ -21,9 +21,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from p2pkv.connector.block_room import HeldBlocks
 from p2pkv.connector.identity import Pairs, prompt_digest
 from p2pkv.connector.metadata import PrefillStep
-from p2pkv.connector.scheduler import BlockTables, HeldBlocks, ProducerScheduler
+from p2pkv.connector.scheduler import BlockTables, ProducerScheduler
 from p2pkv.engine import commands as do
 
 pytestmark = pytest.mark.vllm

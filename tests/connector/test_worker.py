@@ -303,7 +303,7 @@ def test_a_send_is_reported_once_and_not_before_vllm_waits(make: Make) -> None:
     told = [runner.step(StepMetadata(sent=[Ended("r", "k", "")]))]
     told += [runner.step(StepMetadata()) for _ in range(3)]
     assert [set(each.finished_sending or ()) for each in told] == [{"r"}, set(), set(), set()]
-    assert rank.log[-1] == do.Forget("k")
+    assert rank.log[-1] == do.Forget("k", "P")
 
 
 def test_loads_are_handed_over_before_the_forward_and_reported_once(make: Make) -> None:
@@ -323,7 +323,7 @@ def test_loads_are_handed_over_before_the_forward_and_reported_once(make: Make) 
     told_last = [runner.step(StepMetadata()) for _ in range(3)]
     assert [set(each.finished_recving or ()) for each in told_last] == [{"r"}, set(), set()]
     assert not any(each.failed_recving for each in told_last)
-    assert rank.log[-1] == do.Forget("k")
+    assert rank.log[-1] == do.Forget("k", "D")
 
 
 def test_a_failure_is_both_received_and_failed(make: Make) -> None:

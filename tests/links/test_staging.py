@@ -24,6 +24,23 @@ def test_a_link_that_holds_something_leaves_as_much_free_as_it_would_then_hold()
     assert not other.grants(832)
 
 
+def test_a_rank_that_carries_both_ways_keeps_a_quarter_for_each() -> None:
+    """However many links there are: each that holds nothing may have all that is left."""
+    budget = StagingBudget(1024)
+    budget.carry_both_ways()
+    slots = Slots(1024)
+    receives = [StagingShare(budget) for _ in range(4)]
+    granted = [share for share in receives if share.grants(256) and slots.take(256, share) is not None]
+    assert len(granted) == 3
+    send = StagingShare(budget, sends=True)
+    assert send.grants(256)
+    slots.give_all()
+    for share in (StagingShare(budget, sends=True) for _ in range(3)):
+        slots.take(256, share)
+    assert not StagingShare(budget, sends=True).grants(64)
+    assert receives[0].grants(256)
+
+
 def test_pages_are_given_back_a_minute_after_the_last_use_and_not_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -224,10 +224,15 @@ class TestBadInput:
 
     @pytest.mark.parametrize(
         ("role", "told"),
-        [("kv_both", "either prefills or decodes"), ("", "expected kv_producer"), ("P", "kv_role is 'P'")],
+        [("", "expected kv_producer"), ("P", "kv_role is 'P'")],
     )
     def test_roles(self, role: str, told: str) -> None:
         assert told in refused(role=role)
+
+    def test_an_instance_of_both_roles_keeps_staging_for_each_direction(self) -> None:
+        assert "a quarter of the staging" in refused(
+            {"staging_bytes": 1 << 20, "chunk_bytes": (1 << 18) + 1}, role="kv_both"
+        )
 
     @pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]"])
     def test_a_wildcard_cannot_be_advertised(self, host: str) -> None:

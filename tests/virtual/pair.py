@@ -29,7 +29,8 @@ class VirtualRank:
     """A core whose turns come by the clock, unless its thread stands still until `still_until`."""
 
     def __init__(self, role: str, port: int, pair: VirtualPair, options: dict[str, object]) -> None:
-        opts = Options(role=role, host="127.0.0.1", kv_port=port, **DEFAULTS | options)  # type: ignore[arg-type]
+        own = "both" if pair.both else role
+        opts = Options(role=own, host="127.0.0.1", kv_port=port, **DEFAULTS | options)  # type: ignore[arg-type]
         self.pages, cache = make_pages(pair.geometry, 0, 0.0 if role == "P" else -1.0)
         self.wires = pair.wires.rank()
         name = f"{role} {pair.draw.getrandbits(64):x}"
@@ -47,7 +48,6 @@ class VirtualRank:
             RankCache([cache]),
             self.wires,
             self.endpoint,
-            roles=pair.roles,  # type: ignore[arg-type]
         )
         self.context, self.steps, self.counters = self.core.context, self.core.steps, self.core.counters
         self.revoke, self.events = self.core.revoke, self.core.events
@@ -126,10 +126,10 @@ class VirtualEngine(Engine):
 
 
 class VirtualPair:
-    """`p` and `d`, with these options. `roles`: of the core of each; by default the one of its Hello."""
+    """`p` and `d`, with these options. `both`: each has both roles."""
 
-    def __init__(self, geometry: Geometry | None = None, roles: str = "", **options: object) -> None:
-        self.roles = roles
+    def __init__(self, geometry: Geometry | None = None, both: bool = False, **options: object) -> None:
+        self.both = both
         self.geometry = geometry or Geometry()
         self.draw = random.Random(1)
         self.clock = Clock()

@@ -1,15 +1,19 @@
-"""A core may have both roles. Its Hello still names one: that an instance is both is for later."""
+"""Two ranks of both roles, each P and D of the other at once."""
 
 from __future__ import annotations
 
 import pytest
-from virtual.moves import LEASE, half_a_push, nothing_was_lost, value
+from engine_support import prefill, step, wrong_cells
+from virtual.moves import BLOCKS, HALF, LEASE, TOKENS, half_a_push, nothing_was_lost, value
 from virtual.pair import VirtualPair
+
+from p2pkv.engine import commands as do
+from p2pkv.protocol import messages as m
 
 
 @pytest.fixture
 def pair() -> VirtualPair:
-    return VirtualPair(roles="PD", lease_seconds=LEASE)
+    return VirtualPair(both=True, lease_seconds=LEASE)
 
 
 def test_ranks_with_both_roles_push_and_load(pair: VirtualPair) -> None:
@@ -21,3 +25,62 @@ def test_ranks_with_both_roles_push_and_load(pair: VirtualPair) -> None:
         assert core.prefill is not None and core.decode is not None
         assert len(core.prefill.peers) + len(core.decode.peers) == 1
     nothing_was_lost(pair)
+
+
+def exchange(pair: VirtualPair, keys: list[str], seconds: float = 20.0) -> None:
+    """Prompts with these keys go both ways at once; what arrives is what was sent."""
+    there, back, loaded = BLOCKS, [each + 10 for each in BLOCKS], [each + 20 for each in BLOCKS]
+    ways = [(pair.p, pair.d, "there", there, 0), (pair.d, pair.p, "back", back, 1)]
+    for p, d, name, blocks, salt in ways:
+        for key in keys:
+            d.do(do.Expect(f"{name} {key}", p.address, TOKENS, b"digest"))
+            prefill(p, f"{name} {key}", d.address, TOKENS, blocks, chunk=TOKENS, salt=salt)
+    for _, d, name, _, _ in ways:
+        for key in keys:
+            d.wait(do.Begun(f"{name} {key}"))
+            d.do(do.Load(f"{name} {key}", 0, TOKENS - 1, (loaded,)))
+    for _, d, name, _, salt in ways:
+        for key in keys:
+            d.wait(do.Loaded(f"{name} {key}"), seconds)
+        assert wrong_cells(d.ranks[0], loaded, 0, TOKENS - 1, salt) == []
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_both_ways_at_once_on_two_links(pair: VirtualPair, count: int) -> None:
+    exchange(pair, [str(n) for n in range(count)])
+    assert [value(each, "peers") for each in (pair.p, pair.d)] == [2, 2]
+    assert [value(each, "links") for each in (pair.p, pair.d)] == [2, 2]
+    for engine in (pair.p, pair.d):
+        pair.until(lambda engine=engine: value(engine, "staging_bytes") == 0, what="no staging is held")
+
+
+def test_staging_full_of_receives_leaves_room_to_send() -> None:
+    """Else two ranks full of receives would wait for each other's sends, which find no room."""
+    chunk = 4096
+    pair = VirtualPair(both=True, lease_seconds=LEASE, staging_bytes=4 * chunk, chunk_bytes=chunk)
+    exchange(pair, [str(n) for n in range(8)], seconds=LEASE / 2)
+    assert [value(each, "links_aborted") for each in (pair.p, pair.d)] == [0, 0]
+
+
+def test_a_stranger_is_not_answered_with_a_stranger(pair: VirtualPair) -> None:
+    """Two ranks of both roles would answer each other without end."""
+    taken: list[object] = []
+    for engine in (pair.p, pair.d):
+        core = engine.rank.core
+        take = core._take_unowned
+        core._take_unowned = lambda *args, take=take: (taken.append(args), take(*args))  # type: ignore
+    connection = pair.p.rank.endpoint.dial(pair.d.address)
+    pair.until(lambda: connection.send(m.encode(m.Stranger())), what="a connection")
+    pair.until(lambda: taken, what="its arrival")
+    pair.lasts(lambda: len(taken) == 1, 1.0)
+
+
+def test_to_forget_a_key_of_one_role_leaves_that_of_the_other(pair: VirtualPair) -> None:
+    """Two transfers, one in each direction, may have one key: a router's `transfer_id`."""
+    half_a_push(pair)
+    pair.p.do(do.Expect("k", pair.d.address, TOKENS, b"digest"))
+    pair.p.do(do.Drop("k", "the request has ended"))
+    pair.p.wait(do.LoadFailed("k", "the request has ended"))
+    pair.p.do(do.Forget("k", "D"))
+    step(pair.p, "k", BLOCKS, HALF, TOKENS)
+    pair.d.wait(do.Loaded("k"))

@@ -1,0 +1,118 @@
+"""Instances of kv_both, each P of some requests and D of others at the same time: whole but for the model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from connector_support import Instance, inner_id, make_request, pair_id, tokens
+from real_ranks_support import Engine, ask_both, finish, run, starting
+
+from p2pkv.connector.identity import Pairs
+
+BOTH = ("both", "both")
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Engine, Engine]]]:
+    with starting(monkeypatch) as start:
+        yield start
+
+
+def twice(a: Engine, unique: int | str, prompt: Sequence[int], count: int = 5) -> str:
+    """Ask it for a request whose id names it as P and as D."""
+    request_id = inner_id(pair_id(unique, prefill=a.address, decode=a.address))
+    a.ask(request_id, prompt, max_tokens=count)
+    return request_id
+
+
+@pytest.mark.parametrize("roles", [BOTH, ("both", "D"), ("P", "both")], ids="-".join)
+@pytest.mark.parametrize(("tp_a", "tp_b"), [(1, 1), (2, 1)])
+def test_each_pushes_to_the_other_at_once(engines: Any, roles: Any, tp_a: int, tp_b: int) -> None:
+    a, b = engines(tp_a, tp_b, roles=roles, budget=48)
+    lengths = (1, 16, 17, 100)
+    for index, length in enumerate(lengths):
+        ask_both(a, b, f"there {index}", tokens(length, f"there {index}"))
+        if roles == BOTH:
+            ask_both(b, a, f"back {index}", tokens(length, f"back {index}"))
+    finish(a, b)
+    for p, d in [(a, b), (b, a)] if roles == BOTH else [(a, b)]:
+        at_d = 5 * len(lengths)
+        at_p = sum(lengths) if roles == BOTH else 0
+        assert sum(d.computed.values()) == at_d + at_p, "of each prompt D computes one token"
+        assert p.workers[0].rank.counters.values["transfers_sent"] == len(lengths)
+
+
+def test_a_request_that_names_the_instance_twice_is_a_plain_one(engines: Any) -> None:
+    a, b = engines(1, 1, roles=BOTH)
+    request_id = twice(a, 0, tokens(40))
+    a.ask("a plain one", tokens(40, 1), max_tokens=5)
+    finish(a, b)
+    assert a.ended == {request_id: "length", "a plain one": "length"}
+    assert sum(a.computed.values()) == 88
+    assert not [meta for meta in a.metas if meta.orders], "no transfer"
+
+
+def test_what_one_role_has_loaded_is_a_prefix_for_the_other(engines: Any) -> None:
+    """B loads from A, then answers A with what it has of it, and the other way round."""
+    a, b = engines(1, 1, roles=BOTH, budget=48)
+    begin = tokens(64)
+    ask_both(a, b, "there", begin + tokens(10, 1))
+    finish(a, b)
+    ask_both(b, a, "back", begin + tokens(20, 2))
+    finish(a, b)
+    assert b.workers[0].rank.counters.values["transfers_sent"] == 1
+    computed_by_b = [count for name, count in b.computed.items() if "back" not in name]
+    assert sum(computed_by_b) == 5 + 20, "of the prompt that it sends back only what is new"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_traffic_both_ways_with_prefixes_and_aborts(engines: Any, seed: int) -> None:
+    """Every block that any forward reads holds what it should: `Engine.forward` looks."""
+    draw = random.Random(seed)
+    a, b = engines(*draw.choice([(1, 1), (2, 1)]), roles=BOTH, blocks=40, budget=48, lease_seconds=2)
+    prefixes = [tokens(48, f"prefix {n}") for n in range(3)]
+    for index in range(24):
+        p, d = draw.sample([a, b], 2)
+        prompt = draw.choice(prefixes) + tokens(draw.randrange(1, 60), index)
+        if draw.random() < 0.2:
+            twice(p, index, prompt)
+            continue
+        asked = ask_both(p, d, index, prompt, tokens=draw.randrange(1, 12))
+        for _ in range(draw.randrange(4)):
+            p.step()
+            d.step()
+        if draw.random() < 0.2:
+            at_p = draw.random() < 0.5
+            (p if at_p else d).abort(asked[0] if at_p else asked[1])
+    finish(a, b)
+
+
+def test_a_key_may_go_in_both_directions(engines: Any) -> None:
+    """A router that gives each conversation one transfer_id sends its turns now here and now there."""
+    a, b = engines(1, 1, roles=BOTH)
+    same = {"transfer_id": "a conversation"}
+    for p, d in [(a, b), (b, a)]:
+        outer = pair_id(str(p.address), prefill=p.address, decode=d.address)
+        for engine, count in ((p, 1), (d, 5)):
+            engine.add(make_request(inner_id(outer), tokens(70, str(p.address)), count, params=same))
+    run(a, b, lambda: len(a.ended) + len(b.ended) == 4)
+    finish(a, b)
+    assert sum(a.computed.values()) == sum(b.computed.values()) == 75
+
+
+def test_which_half_of_a_pair_an_instance_is() -> None:
+    instance = Instance("both")
+    connector: Any = instance.scheduler.connector
+    mine = connector.options.address
+    other = mine.shifted(7)
+    pairs = Pairs(mine, "both")
+
+    def side(prefill: Any, decode: Any) -> str | None:
+        paired = pairs.of(make_request(pair_id(prefill=prefill, decode=decode), [1]))
+        return None if paired is None else paired.side
+
+    assert (side(mine, other), side(other, mine)) == ("P", "D")
+    assert (side(mine, mine), side(other, other)) == (None, None)

@@ -1,0 +1,126 @@
+"""Instances of both roles: the proxy makes each of them P or D of a request, or lets it serve it whole."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from typing import Any
+
+import pytest
+from proxy_fakes import deployed, join, ping, prompt_of
+from test_partners import World
+
+from p2pkv.pairing import find_pair
+from p2pkv_proxy.membership.instance import Instance
+from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.policies import RoutingRequest
+from p2pkv_proxy.routing import Choice, Router
+
+ASYNC = pytest.mark.asyncio
+REQUEST = RoutingRequest("m", prompt_of({"prompt": [*range(100)]}), "")
+
+
+def fleet(*roles: Any) -> tuple[Router, list[Instance]]:
+    registry = Registry()
+    return Router(registry), [join(registry, ping(role, 10 + n)) for n, role in enumerate(roles)]
+
+
+def test_of_two_that_are_idle_one_prefills_and_the_other_decodes() -> None:
+    router, pool = fleet("both", "both")
+    choice = router.choose(REQUEST, 0.0)
+    assert {choice.prefill, choice.decode} == set(pool)
+
+
+def test_the_one_that_is_far_less_busy_serves_a_request_whole() -> None:
+    router, (busy, idle) = fleet("both", "both")
+    busy.take_place(alone=False, tokens=10_000)
+    choice = router.choose(REQUEST, 0.0)
+    assert (choice.prefill, choice.decode, choice.whole) == (None, idle, True)
+    assert not (choice.missed or choice.in_share), "it takes no place of a D without P"
+
+
+def test_each_of_a_pool_comes_to_have_either_role() -> None:
+    """Each request ends when eight more have come."""
+    router, pool = fleet("both", "both", "both")
+    draw, under_way = random.Random(1), deque[tuple[Choice, int]]()
+    as_p: Counter[Instance | None] = Counter()
+    as_d: Counter[Instance] = Counter()
+    for _ in range(200):
+        tokens = draw.randrange(1, 5000)
+        request = RoutingRequest("m", prompt_of({"prompt": [*range(tokens)]}), "")
+        choice = router.choose(request, 0.0)
+        as_p[choice.prefill] += 1
+        as_d[choice.decode] += 1
+        choice.decode.take_place(alone=False, tokens=tokens)
+        under_way.append((choice, tokens))
+        if len(under_way) > 8:
+            ended, tokens = under_way.popleft()
+            ended.decode.leave_place(alone=False, tokens=tokens)
+    assert min(as_p[each] for each in pool) > 10 < min(as_d[each] for each in pool)
+
+
+@pytest.mark.parametrize("roles", [("both", "D"), ("P", "both")], ids="-".join)
+def test_beside_a_fixed_role_it_takes_the_other_one(roles: tuple[str, str]) -> None:
+    router, (first, second) = fleet(*roles)
+    choice = router.choose(REQUEST, 0.0)
+    assert (choice.prefill, choice.decode) == (first, second)
+
+
+def test_alone_it_serves_all_whole() -> None:
+    router, (one,) = fleet("both")
+    choice = router.choose(REQUEST, 0.0)
+    assert (choice.decode, choice.whole) == (one, True)
+    assert router.missing(0.0) == []
+
+
+def test_it_is_named_the_others_and_not_itself() -> None:
+    world = World()
+    pool = [world.join("both", 8100 + n, partners=8) for n in range(3)]
+    p = world.join("P", 8200)
+    for each in pool:
+        world.hear(*each)
+        others = {other[0].ping.zmq_address for other in (*pool, p) if other is not each}
+        assert set(each[1].said[-1]) == others
+
+
+def test_no_other_instance_may_take_its_address() -> None:
+    world = World()
+    world.join("both", 8100)
+    thief = ping("D", 8101)
+    same = type(thief)(type="D", http_address=thief.http_address, zmq_address=ping("both", 8100).zmq_address)
+    assert world.registry.observe(same, 0.1, type(world.join("P", 8300)[1])()) is None
+    assert world.registry.claims_refused == 1
+
+
+@ASYNC
+@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
+async def test_requests_through_a_pool(dispatch: Any) -> None:
+    async with deployed(dispatch) as pool:
+        for _ in range(2):
+            await pool.add("both")  # type: ignore[arg-type]
+        await pool.ready(2, 2)
+        for _ in range(6):
+            response = await pool.post()
+            assert response.status == 200, await response.text()
+            await response.read()
+        both = {each.zmq_address for each in pool.decodes}
+        seen = [request for each in pool.decodes for request in each.requests]
+        pairs = Counter(request.headers["X-Request-Id"] for request in seen)
+        assert set(pairs.values()) == {2}
+        for name in pairs:
+            pair = find_pair(name)
+            assert pair is not None and {str(pair.prefill), str(pair.decode)} == both
+        page = await (await pool.client.get(pool.url + "/instances")).json()
+        assert {each["role"] for each in page["instances"]} == {"both"}
+
+
+@ASYNC
+async def test_a_request_served_whole_names_the_instance_twice() -> None:
+    async with deployed("concurrent") as pool:
+        one = await pool.add("both")  # type: ignore[arg-type]
+        await pool.ready(1, 1)
+        response = await pool.post()
+        assert response.status == 200
+        (request,) = one.requests
+        pair = find_pair(request.headers["X-Request-Id"])
+        assert pair is not None and str(pair.prefill) == str(pair.decode) == one.zmq_address
