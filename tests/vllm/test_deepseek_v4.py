@@ -1,14 +1,27 @@
-"""A plain server of a tiny DeepSeek V4, with the plug-in deepseek_v4: pairs are held against it."""
+"""A tiny DeepSeek V4, with the plug-in deepseek_v4: a plain server, and a P and a D held against it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from probes import Compared
 from tiny_deepseek_v4 import TinyDeepseekV4
-from vllm_support import MODEL_NAME, ask_all, assert_same, needs_cpu_build, plugin_environment, tokens
+from vllm_support import (
+    MODEL_NAME,
+    ask_all,
+    assert_same,
+    at_rest,
+    needs_cpu_build,
+    paired_headers,
+    plugin_environment,
+    probing_server,
+    tokens,
+)
 
 from p2pkv.demo import answers, client
 from p2pkv.demo.answers import Answer
@@ -23,13 +36,17 @@ TIE = 0.05
 """Roundings of bfloat16, where a prompt is computed in other steps."""
 
 
+def arguments(chunk: int = CHUNK) -> tuple[str, ...]:
+    return (
+        *("--served-model-name", MODEL_NAME, "--max-model-len", "4096", "--max-num-seqs", "16"),
+        *("--max-num-batched-tokens", str(chunk)),
+    )
+
+
 def server(folder: Path, name: str, *, chunk: int = CHUNK, settings: tuple[str, ...] = ()) -> VllmServer:
     return VllmServer(
         ensure_model(TinyDeepseekV4(), folder),
-        extra_args=(
-            *("--served-model-name", MODEL_NAME, "--max-model-len", "4096", "--max-num-seqs", "16"),
-            *("--max-num-batched-tokens", str(chunk), *settings),
-        ),
+        extra_args=(*arguments(chunk), *settings),
         env=plugin_environment("deepseek_v4"),
         name=name,
         log_path=folder / f"{name}.log",
@@ -86,3 +103,69 @@ def test_answers_are_those_of_a_server_without_chunks_and_prefixes(
     expected = [ask(plain, prompt) for prompt in prompts]
     assert prefix_hits(plain) == 0
     assert_same(expected, ask_all(v4.base_url, prompts, at_once=16), TIE)
+
+
+# P and D.
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A P and a D, and what their blocks held at the end of each transfer."""
+
+    p: VllmServer
+    d: VllmServer
+    probes: Path
+
+    def ask(self, prompt: list[int], *, at_once: bool = True) -> Answer:
+        """D's answer to a prompt that P computes: both asked at once, or D when P has answered."""
+        headers = paired_headers(self.p, self.d)
+
+        def on(server: VllmServer, count: int) -> Answer:
+            url = server.base_url
+            return answers.complete(url, MODEL_NAME, prompt, max_tokens=count, headers=headers)[0]
+
+        with ThreadPoolExecutor(1) as pool:
+            prefill = pool.submit(on, self.p, 1)
+            if not at_once:
+                prefill.result()
+            answer = on(self.d, 16)
+            prefill.result()
+        return answer
+
+
+@pytest.fixture(scope="module")
+def both(folder: Path, v4: VllmServer) -> Iterator[Pair]:
+    probes = folder / "probes"
+    probes.mkdir()
+    model, options = ensure_model(TinyDeepseekV4(), folder), {"plugins": ("deepseek_v4",)}
+    with ExitStack() as stack:
+        p, d = (
+            stack.enter_context(
+                probing_server(
+                    model, role, probes, extra_args=arguments(), log_path=folder / f"{role}.log", **options
+                )
+            )
+            for role in ("P", "D")
+        )
+        for each in (p, d):
+            each.wait_ready()
+        yield Pair(p, d, probes)
+
+
+@pytest.fixture
+def pair(both: Pair, v4: VllmServer, servers_on_failure: Callable[..., None]) -> Iterator[Pair]:
+    servers_on_failure(both.p, both.d, v4)
+    yield both
+    for each in (both.p, both.d):
+        at_rest(each)
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["concurrent", "sequential"])
+@pytest.mark.parametrize("length", [*SHORT, *(pytest.param(each, marks=pytest.mark.long) for each in LONG)])
+def test_d_holds_what_p_has_computed_and_answers_as_one_server(
+    pair: Pair, v4: VllmServer, length: int, at_once: bool
+) -> None:
+    prompt, compared = tokens(length, f"pair {length} {at_once}"), Compared(pair.probes)
+    got = pair.ask(prompt, at_once=at_once)
+    assert compared.spans(1) == [(0, length - 1)]
+    assert_same([answers.complete(v4.base_url, MODEL_NAME, prompt, max_tokens=16)[0]], [got], TIE)
