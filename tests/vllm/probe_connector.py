@@ -10,6 +10,9 @@ Of rows that stand for several tokens each of their tokens has the row's hash.
 `$P2PKV_PROBE_HOLD` names a file: while it exists, P's forward stops at the layer that the file names, in
 a step that works on as many prompts as it names (`<layer> <prompts>`), so that a test can kill a P in
 the middle of a push. The file `<name>.held` appears when it has stopped.
+
+With `$P2PKV_PROBE_POISON` set, D fills every block that a load is given with bytes that are NaN in each type
+of numbers, before the load begins: an answer shows whether D reads what was not sent.
 """
 
 from __future__ import annotations
@@ -40,6 +43,18 @@ class ProbeConnector(P2pKvConnector):
         self._hold = Path(os.environ.get("P2PKV_PROBE_HOLD", "/nonexistent"))
         self._prompts: dict[str, tuple[Blocks, int]] = {}
         self._asked: dict[str, tuple[Blocks, int, int]] = {}
+        self._poisons = bool(os.environ.get("P2PKV_PROBE_POISON"))
+        self._layers: dict[str, torch.Tensor] = {}
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._layers = kv_caches
+        super().register_kv_caches(kv_caches)
+
+    def _poison(self, blocks: Blocks, start: int) -> None:
+        for group, table in zip(self._kv_cache_config.kv_cache_groups, blocks, strict=True):
+            for block in set(table[start // group.kv_cache_spec.block_size :]) - {0}:
+                for name in group.layer_names:
+                    self._layers[name][block].view(torch.uint8).fill_(255)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         assert isinstance(connector_metadata, StepMetadata)
@@ -51,6 +66,8 @@ class ProbeConnector(P2pKvConnector):
                 self._write("P", ended.key, blocks, 0, stop)
             for _, load in connector_metadata.loads:
                 self._asked[load.key] = (load.blocks, load.start, load.stop)
+                if self._poisons:
+                    self._poison(load.blocks, load.start)
         super().bind_connector_metadata(connector_metadata)
 
     def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
