@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -241,12 +241,20 @@ def codec_of(config: VllmConfig, names: list[str]) -> str:
     return cpu_codec(isas.pop()) if isas else DENSE
 
 
-def make_ready(device: torch.device) -> None:
-    """Ask the system for what vLLM's kernels use and vLLM (0.32, 0.33) does not ask for by itself.
+def make_ready(device: torch.device, layers: Iterable[Any]) -> None:
+    """Prepare what vLLM (0.32, 0.33) prepares in its first step only, which on D may come after a load.
 
-    A process may use AMX only once it has asked; in vLLM the first large matrix product happens to. A D
-    whose first step is a decode would end with an illegal instruction.
+    A process may use AMX only once it has asked the system; in vLLM the first large matrix product happens
+    to. A D whose first step is a decode would end with an illegal instruction. And Triton's attention sets
+    all scales of `--kv-cache-dtype *_per_token_head` to 1, those that have been loaded too.
+
+    Args:
+        layers: as in vLLM's static_forward_context.
     """
+    for layer in layers:
+        impl: Any = getattr(layer, "impl", None)
+        if getattr(impl, "_is_per_token_head_quant", False) and hasattr(impl, "_ensure_scale_caches"):
+            impl._ensure_scale_caches(layer.kv_cache)
     if device.type == "cpu" and torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
 

@@ -79,12 +79,14 @@ def _planes(name: str, spec: Any) -> tuple[Plane, ...]:
         if (spec.model_version, width) == ("deepseek_v4", sum(plane.width for plane in LATENT)):
             return LATENT
         raise _unknown(name, spec, f"rows of {width} bytes")
+    from vllm.platforms import current_platform
+
+    if spec.kv_quant_mode.is_turboquant and current_platform.is_rocm():
+        raise _unknown(name, spec, "scales in a region of each block, as ROCm's kernels write them")
     if not _is_quantised_indexer(spec):
         return ()
     if spec.head_size not in INDEXER:
         raise _unknown(name, spec, f"keys of {spec.head_size} bytes")
-    from vllm.platforms import current_platform
-
     if current_platform.is_rocm():
         raise _unknown(name, spec, "keys that ROCm's kernels shuffle")
     return INDEXER[spec.head_size]
