@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -94,6 +95,45 @@ def latent(dtype: torch.dtype) -> MakeSpec:
     return lambda block, tp: MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=48, dtype=dtype)
 
 
+BYTES: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.uint8}
+
+
+def opaque(row: int) -> MakeSpec:
+    """Latents of DeepSeek V3.2, `fp8_ds_mla`: a token's bytes lie together."""
+    return lambda block, tp: MLAAttentionSpec(
+        block_size=block, head_size=576, cache_dtype_str="fp8_ds_mla", state_content_bytes=row, **BYTES
+    )
+
+
+def indexer(tokens: int) -> MakeSpec:
+    return lambda block, tp: MLAAttentionSpec(
+        block_size=block, head_size=132, tokens_per_state=tokens, **BYTES
+    )
+
+
+V4: dict[str, Any] = {
+    "head_size": 512,
+    "cache_dtype_str": "fp8_ds_mla",
+    "state_content_bytes": 584,
+    "model_version": "deepseek_v4",
+    **BYTES,
+}
+
+
+def compressed(tokens: int) -> MakeSpec:
+    return lambda block, tp: MLAAttentionSpec(block_size=block, tokens_per_state=tokens, **V4)
+
+
+def latent_window(tokens: int) -> MakeSpec:
+    return lambda block, tp: SlidingWindowMLASpec(block_size=block, sliding_window=tokens, **V4)
+
+
+def compressor(tokens: int, size: int) -> MakeSpec:
+    return lambda block, tp: SlidingWindowMLASpec(
+        block_size=block, num_kv_heads=1, head_size=size, dtype=F32, sliding_window=tokens
+    )
+
+
 def state(mode: str, **more: Any) -> MakeSpec:
     """A recurrent layer of two precisions. Without prefix caching one block is the whole request's."""
 
@@ -119,6 +159,13 @@ KINDS = (
     Kind("states-uncached", (state("none"), full(BF16), state("none"), full(BF16)), caching=False),
     Kind("states-in-mid-step", (_INSIDE, full(BF16), _INSIDE, full(BF16))),
     Kind("parts-of-blocks", (state("align"), full(BF16), state("align"), full(BF16)), block=2 * BLOCK),
+    Kind("V3.2", (opaque(656), indexer(1), opaque(656), indexer(1)), model=TinyDeepseek()),
+    Kind(
+        "V4",
+        (latent_window(20), compressed(4), indexer(4), compressor(8, 64), compressed(8), compressor(8, 32)),
+        layout="BLHNC",
+        model=TinyDeepseek(),
+    ),
     Kind("all", _ALL),
     Kind("all-packed", _ALL, layout="BLHNC"),
 )
@@ -139,9 +186,10 @@ class Contents:
         self._hashes = torch.tensor(hashes, dtype=torch.int64)
 
     def rows(self, span: range, layer: int, heads: range, view: torch.Tensor) -> torch.Tensor:
-        """[token, head, content] of these tokens, in the type of the layer's blocks."""
+        """[token, head, content] of these tokens, in the type of the layer's blocks; where a row is for
+        several, `span` has the last ones."""
         numbers = torch.tensor(heads)[:, None] * view.shape[-1] + torch.arange(view.shape[-1])
-        return self._values(self._hashes[span.start : span.stop], layer, numbers).to(view.dtype)
+        return self._values(self._hashes[span.start : span.stop : span.step], layer, numbers).to(view.dtype)
 
     def put_state(self, tokens: int, layer: int, page: torch.Tensor, spec: MambaSpec, place: Any) -> None:
         """The state after so many tokens, to the page of a rank; `place`: see `put_state`."""
@@ -156,6 +204,54 @@ class Contents:
         return (((mixed ^ (mixed >> 15)) >> 13) & 127) + 1
 
 
+class Rows:
+    """The rows of a layer's blocks, as vLLM's kernels write them.
+
+    Attributes:
+        tokens: that a row stands for.
+        in_block: rows of a block.
+    """
+
+    def __init__(self, view: torch.Tensor, spec: AttentionSpec) -> None:
+        self._view = view
+        self.tokens = int(spec.tokens_per_state)
+        self.in_block = spec.block_size // self.tokens
+        content = view.shape[-1]
+        widths = [content]
+        if view.dtype == torch.uint8 and content in (584, 132):
+            widths = [content - {584: 8, 132: 4}[content], {584: 8, 132: 4}[content]]
+        self._planes = len(widths) > 1
+        row, first, places = torch.arange(self.in_block)[:, None], 0, []
+        for width in widths:
+            places.append(first * self.in_block + row * width + torch.arange(width))
+            first += width
+        self._places = torch.cat(places, dim=1)
+        """Of each byte of each row, where it lies in a block."""
+
+    def complete(self, span: range) -> range:
+        """The last token of each row that is complete with one of these tokens."""
+        first = -(-(span.start + 1) // self.tokens) * self.tokens - 1
+        return range(first, span.stop, self.tokens)
+
+    def get(self, blocks: Sequence[int]) -> torch.Tensor:
+        """[row, head, content] of whole blocks."""
+        pages = self._view[list(blocks)]
+        if not self._planes:
+            return pages.transpose(1, 2).flatten(0, 1)
+        return pages.flatten(1)[:, self._places].flatten(0, 1)[:, None]
+
+    def put(self, table: Sequence[int], ends: range, rows: torch.Tensor) -> None:
+        """`rows`: [row, head, content], which end with the tokens `ends`."""
+        numbers = torch.tensor(ends, dtype=torch.int64) // self.tokens
+        blocks, slots = torch.tensor(table)[numbers // self.in_block], numbers % self.in_block
+        if not self._planes:
+            # Indices around a slice come first: [row, head, content].
+            self._view[blocks, :, slots] = rows
+            return
+        for block, slot, row in zip(blocks.tolist(), slots.tolist(), rows, strict=True):
+            self._view[block].view(-1)[self._places[slot]] = row[0]
+
+
 def window_of(spec: KVCacheSpec) -> int:
     """Tokens that a layer sees; 0: all."""
     return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
@@ -163,5 +259,6 @@ def window_of(spec: KVCacheSpec) -> int:
 
 def heads_of(spec: AttentionSpec, tp: int, rank: int) -> range:
     """The KV heads of the model that a rank has of this layer."""
-    first = rank * spec.num_kv_heads if not isinstance(spec, MLAAttentionSpec) else 0
+    shared = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
+    first = 0 if shared else rank * spec.num_kv_heads
     return range(first, first + spec.num_kv_heads)

@@ -32,8 +32,9 @@ class Note:
     world: int
     start: int
     hashes: dict[Place, tuple[int, list[str]]]
-    states: frozenset[int]
-    """The KV groups with one row per request."""
+    unlike: dict[int, int]
+    """The KV groups whose rows differ from token to token, and the tokens of a row. Others have one row per
+    request, or scales only."""
 
     @property
     def past(self) -> int:
@@ -62,8 +63,8 @@ def _note(note: dict[str, Any]) -> Note:
         for layer, heads in enumerate(group["layers"], group["first_layer"])
         for head, tokens in zip(group["heads"], heads, strict=True)
     }
-    states = frozenset(number for number, group in enumerate(note["groups"]) if group["once"])
-    return Note(note["rank"], note["world"], note["start"], hashes, states)
+    unlike = {number: group["tokens"] for number, group in enumerate(note["groups"]) if group["unlike"]}
+    return Note(note["rank"], note["world"], note["start"], hashes, unlike)
 
 
 class Compared:
@@ -110,10 +111,10 @@ def _compare(on_p: dict[int, Note], on_d: dict[int, Note]) -> tuple[int, int]:
     assert covered == everything, "no rank of D holds some layers or heads of P"
     # Of tokens: the window of a convolution holds nothing yet after a short prompt.
     rows = [
-        (place, tokens)
+        (place, tokens[:: note.unlike[place[0]]])
         for note in on_d.values()
         for place, (_, tokens) in note.hashes.items()
-        if place[0] not in note.states
+        if place[0] in note.unlike
     ]
     loaded = [one for _, tokens in rows for one in tokens]
     expected = len(loaded) * len({place for place, _ in rows}) / len(rows)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from connector_support import BLOCK, Instance, inner_id, pair_id
-from kinds_support import ATTENTION, Contents, Kind, heads_of, window_of
+from kinds_support import ATTENTION, Contents, Kind, Rows, heads_of, window_of
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
@@ -218,10 +218,9 @@ class Engine(Instance):
 
     def _write(self, rank: int, layer: int, made: Contents, table: list[int], span: range) -> None:
         view, spec = self._layer(rank, layer)
-        slots, size = torch.tensor(span), spec.block_size
-        heads = heads_of(spec, self.tp, rank)
-        # Indices around a slice come first: [token, head, content].
-        view[torch.tensor(table)[slots // size], :, slots % size] = made.rows(span, layer, heads, view)
+        rows, heads = Rows(view, spec), heads_of(spec, self.tp, rank)
+        ends = rows.complete(span)
+        rows.put(table, ends, made.rows(ends, layer, heads, view))
 
     def _read(self, rank: int, layer: int, made: Contents, table: list[int], span: range, about: str) -> None:
         """All blocks that the tokens attend to, whole: what an attention masks it multiplies by 0, and
@@ -232,17 +231,16 @@ class Engine(Instance):
         begin = first // size * size
         blocks = table[begin // size :]
         assert 0 not in blocks, f"{about}: a block that is needed is not there"
-        rows = view[blocks].transpose(1, 2).flatten(0, 1)
+        lie = Rows(view, spec)
+        rows, ends = lie.get(blocks), lie.complete(range(begin, span.stop))
         expected = torch.zeros_like(rows)
-        expected[: span.stop - begin] = made.rows(
-            range(begin, span.stop), layer, heads_of(spec, self.tp, rank), view
-        )
+        expected[: len(ends)] = made.rows(ends, layer, heads_of(spec, self.tp, rank), view)
         right = (rows == expected).flatten(1).all(1)
-        live = slice(first - begin, span.stop - begin)
+        live = slice((first - begin) // lie.tokens, len(ends))
         assert right[live].all(), f"{about}: reads KV that is not its own"
         if self.scheduler.needs_kv_cache_zeroing:
             clean = right | (rows == 0).flatten(1).all(1)
-            wrong = [begin + place for place, fine in enumerate(clean.tolist()) if not fine]
+            wrong = [begin // lie.tokens + place for place, fine in enumerate(clean.tolist()) if not fine]
             assert not wrong, f"{about}: slots {wrong} hold what was in their blocks before"
 
     def _step_state(
@@ -327,9 +325,10 @@ class Engine(Instance):
                 assert self._is_state(rank, layer, made, block, tokens), about
                 continue
             begin = (tokens - 1) // spec.block_size * spec.block_size
-            rows = view[block].transpose(0, 1)[: tokens - begin]
-            heads = heads_of(spec, self.tp, rank)
-            assert torch.equal(rows, made.rows(range(begin, tokens), layer, heads, view)), about
+            rows = Rows(view, spec)
+            heads, ends = heads_of(spec, self.tp, rank), rows.complete(range(begin, tokens))
+            found = rows.get([block])[: len(ends)]
+            assert torch.equal(found, made.rows(ends, layer, heads, view)), about
 
 
 def _spec_of(group: KVCacheGroupSpec, name: str) -> Any:

@@ -327,7 +327,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         layers = Layers(self._kv_caches, self._kv_cache_config)
         number = get_world_group().rank_in_group
         cache, shape = cache_of(config, self._kv_cache_config, layers, number)
-        make_ready(cache.device)
+        make_ready(cache.device, config.compilation_config.static_forward_context.values())
         links = make_factory(
             options.link,
             host=options.host,

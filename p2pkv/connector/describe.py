@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import uuid
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from p2pkv.config import ConfigError, Options
 from p2pkv.connector.block_room import RequestBlocks
 from p2pkv.connector.identity import drafter_of, fingerprint
+from p2pkv.connector.planes import plane_views, row_form
 from p2pkv.connector.recurrent import conv_dim_first, recurrent_layers, refuse_strange_states, state_groups
 from p2pkv.connector.scheduler import BlockTables
 from p2pkv.kv.cache import PagedCache, RankCache
@@ -53,23 +55,27 @@ def layer_order(names: list[str]) -> list[str]:
 
 def refuse_what_cannot_move(vllm_config: VllmConfig, config: KVCacheConfig) -> None:
     """Raises ConfigError for KV that this version does not move."""
-    _refuse_planes(config)
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+    from vllm.v1 import kv_cache_interface as vllm
 
-    known = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
+    known = (
+        vllm.FullAttentionSpec,
+        vllm.MLAAttentionSpec,
+        vllm.SlidingWindowSpec,
+        vllm.SlidingWindowMLASpec,
+    )
     refuse_strange_states(vllm_config, config)
     for group in config.kv_cache_groups:
         for name in group.layer_names:
             spec = _spec_of(group, name)
             if keeps_state(spec):
                 continue
-            if type(spec) not in known or getattr(spec, "tokens_per_state", 1) != 1:
+            if type(spec) not in known:
                 names = ", ".join(kind.__name__ for kind in known)
                 raise ConfigError(
                     f"this model keeps {type(spec).__name__} for {name}: this version of p2pkv moves "
-                    f"recurrent states, and of attention {names}, with one state per token; serve this model "
-                    "without p2pkv"
+                    f"recurrent states, and of attention {names}; serve this model without p2pkv"
                 )
+            row_form(name, spec)
 
 
 def computes_last_token(config: KVCacheConfig) -> bool:
@@ -134,26 +140,6 @@ def _kept_together(config: VllmConfig, spec: KVCacheSpec) -> int:
     assert transfer is not None
     matters = transfer.kv_role != "kv_consumer" or config.cache_config.enable_prefix_caching
     return spec.block_size if _window(spec) and matters else 1
-
-
-def _refuse_planes(config: KVCacheConfig) -> None:
-    """Raises ConfigError for blocks in which a token's bytes do not lie together, though their view looks so.
-
-    The keys of a sparse attention's indexer are written as a block's values and behind them its scales, and
-    DeepSeek V4's latents likewise: a part of such a block is not some of its tokens.
-    """
-    from vllm.v1.kv_cache_interface import SparseCacheRole
-
-    for group in config.kv_cache_groups:
-        for name in group.layer_names:  # none where this stage has no layer of the group
-            spec = _spec_of(group, name)
-            indexer = getattr(spec, "cache_role", None) is SparseCacheRole.INDEXER
-            if indexer or getattr(spec, "model_version", None) is not None:
-                raise ConfigError(
-                    f"this model's layer {name} keeps the values of a block apart from their scales "
-                    f"({type(spec).__name__}): this version of p2pkv moves tokens whose bytes lie together "
-                    "only; serve this model without p2pkv"
-                )
 
 
 def notifies_of_sleep() -> bool:
@@ -243,13 +229,14 @@ class Layers:
         self.indices = {name: index for index, name in enumerate(self.names)}
 
     def alike(self, config: VllmConfig) -> list[list[int]]:
-        """The numbers of the attention layers of each KV group: the same rows, units, window and heads."""
+        """The numbers of attention layers that are alike: the same rows, planes, units, window and heads."""
         groups: dict[tuple[object, ...], list[int]] = {}
         for number, (tensor, spec) in enumerate(zip(self.tensors, self.specs, strict=True)):
             if keeps_state(spec):
                 continue
             heads = _model_heads(config, self.names[number], spec)
-            form = tensor.shape[1:], tensor.dtype, spec.block_size, _window(spec), heads
+            rows = row_form(self.names[number], spec)
+            form = tensor.shape[1:], tensor.dtype, spec.block_size, rows, _window(spec), heads
             groups.setdefault(form, []).append(number)
         return list(groups.values())
 
@@ -265,12 +252,20 @@ def codec_of(config: VllmConfig, names: list[str]) -> str:
     return cpu_codec(isas.pop()) if isas else DENSE
 
 
-def make_ready(device: torch.device) -> None:
-    """Ask the system for what vLLM's kernels use and vLLM (0.32, 0.33) does not ask for by itself.
+def make_ready(device: torch.device, layers: Iterable[Any]) -> None:
+    """Prepare what vLLM (0.32, 0.33) prepares in its first step only, which on D may come after a load.
 
-    A process may use AMX only once it has asked; in vLLM the first large matrix product happens to. A D
-    whose first step is a decode would end with an illegal instruction.
+    A process may use AMX only once it has asked the system; in vLLM the first large matrix product happens
+    to. A D whose first step is a decode would end with an illegal instruction. And Triton's attention sets
+    all scales of `--kv-cache-dtype *_per_token_head` to 1, those that have been loaded too.
+
+    Args:
+        layers: as in vLLM's static_forward_context.
     """
+    for layer in layers:
+        impl: Any = getattr(layer, "impl", None)
+        if getattr(impl, "_is_per_token_head_quant", False) and hasattr(impl, "_ensure_scale_caches"):
+            impl._ensure_scale_caches(layer.kv_cache)
     if device.type == "cpu" and torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
 
@@ -279,19 +274,40 @@ def cache_of(
     config: VllmConfig, kv_config: KVCacheConfig, layers: Layers, rank: int
 ) -> tuple[RankCache, Cache]:
     """This rank's cache, and its entry in the Hello. Raises ConfigError for sizes that do not add up."""
-    groups, shapes = [], []
-    alike = layers.alike(config)
-    for numbers in alike:
-        tensors, names = [layers.tensors[n] for n in numbers], [layers.names[n] for n in numbers]
-        spec = layers.specs[numbers[0]]
+    groups, shapes, numbers_by_group = list[PagedCache](), list[KvGroup](), list[Sequence[int]]()
+    for numbers in layers.alike(config):
+        for group, shape in _groups_of(config, layers, rank, numbers):
+            groups.append(group)
+            shapes.append(shape)
+            numbers_by_group.append(numbers)
+    parallel = config.parallel_config
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    tensors_by_name = dict(zip(layers.names, layers.tensors, strict=True))
+    states = recurrent_layers(config, kv_config, tensors_by_name, layers.names)
+    found = state_groups(states, tp=tp, pp=pp, dim_first=conv_dim_first()) if states else []
+    numbers_by_group += [state.numbers for state in found]
+    groups += [state.cache for state in found]
+    return RankCache(groups, numbers_by_group), Cache(tp, (*shapes, *(state.shape for state in found)))
+
+
+def _groups_of(
+    config: VllmConfig, layers: Layers, rank: int, numbers: list[int]
+) -> Iterator[tuple[PagedCache, KvGroup]]:
+    """The KV groups of layers that are alike: one for each plane of their rows. Raises ConfigError."""
+    names, spec = [layers.names[n] for n in numbers], layers.specs[numbers[0]]
+    rows = row_form(names[0], spec)
+    views = [plane_views(layers.names[n], rows, layers.tensors[n]) for n in numbers]
+    for planes in zip(*views, strict=True):
+        plane, tensors = planes[0][0], [tensor for _, tensor in planes]
         group = PagedCache.from_tensors(
             tensors,
             block_size=spec.block_size,
             codec=codec_of(config, names),
             tables=[layers.tables[n] for n in numbers],
+            tokens_per_row=rows.tokens,
         )
-        groups.append(group)
-        shapes.append(
+        yield (
+            group,
             KvGroup(
                 layers=_stages(config, rank, len(numbers), whole=len(numbers) == len(layers.names)),
                 heads=_heads(config, group, names[0], spec),
@@ -299,19 +315,11 @@ def cache_of(
                 unit_tokens=group.unit_tokens,
                 dtype=_element_type(config, tensors[0]),
                 codec=group.codec,
-                layer_names=_digest(names),
+                layer_names=_digest(names, plane),
                 window=_window(spec),
                 block=_kept_together(config, spec),
-            )
+            ),
         )
-    parallel = config.parallel_config
-    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    tensors_by_name = dict(zip(layers.names, layers.tensors, strict=True))
-    states = recurrent_layers(config, kv_config, tensors_by_name, layers.names)
-    found = state_groups(states, tp=tp, pp=pp, dim_first=conv_dim_first()) if states else []
-    numbers_by_group = [*alike, *(state.numbers for state in found)]
-    groups += [state.cache for state in found]
-    return RankCache(groups, numbers_by_group), Cache(tp, (*shapes, *(state.shape for state in found)))
 
 
 def hello_of(
@@ -372,10 +380,11 @@ def _heads(config: VllmConfig, group: PagedCache, layer: str, spec: KVCacheSpec)
     return heads
 
 
-def _digest(names: list[str]) -> str:
-    """Distinguishes layers, but neither their numbers nor pipeline stages."""
+def _digest(names: list[str], plane: str) -> str:
+    """Distinguishes layers and planes, but neither the layers' numbers nor pipeline stages."""
     patterns = sorted({re.sub(r"\d+", "#", name) for name in names})
-    return hashlib.blake2b(" ".join(patterns).encode(), digest_size=8).hexdigest()
+    words = [*patterns, plane] if plane else patterns
+    return hashlib.blake2b(" ".join(words).encode(), digest_size=8).hexdigest()
 
 
 def _element_type(config: VllmConfig, tensor: torch.Tensor) -> str:

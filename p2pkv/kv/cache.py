@@ -3,9 +3,13 @@
 A cache has one KV group or several; the layers of a group are alike. A group has a row for each unit, or one
 for a whole request: then its only unit is number 0, and its block table names the block that holds it.
 
-A *row* is what moves undivided: the bytes of one (layer, unit, head). A unit is one token or, if a kernel
-packs tokens together (a page codec), all tokens of one kernel block. A *rectangle* is [layer, unit, head,
-row_bytes], dense, uint8, whatever the memory's own layout. `seen_as` shows packed pages token by token.
+A *row* is what moves undivided: the bytes of one (layer, unit, head). A unit is one token; or the tokens
+that one row stands for, where a model keeps fewer rows than tokens; or, if a kernel packs tokens together (a
+page codec), all tokens of one kernel block. A *rectangle* is [layer, unit, head, row_bytes], dense, uint8,
+whatever the memory's own layout. `seen_as` shows packed pages token by token.
+
+A layer whose rows lie in two *planes* of a block (values, then scales) is a layer of two groups with the same
+block table: `plane_of` makes the view of each.
 """
 
 from __future__ import annotations
@@ -49,7 +53,8 @@ class PagedCache:
         heads: KV heads on this rank.
         blocks: logical blocks of each layer.
         block_size: tokens in a logical block.
-        unit_tokens: tokens in a row: 1 if dense, those of a kernel block for a page codec.
+        unit_tokens: tokens in a row: if dense, those that it stands for, mostly 1; those of a kernel block
+            for a page codec.
         row_bytes: bytes of a row.
         element_bytes: bytes of a number in a row.
         codec: how the bytes of a row are arranged.
@@ -96,17 +101,19 @@ class PagedCache:
         block_size: int,
         codec: str = DENSE,
         tables: Sequence[int] | None = None,
+        tokens_per_row: int = 1,
     ) -> PagedCache:
         """The cache whose layer i is `tensors[i]`, of logical shape [B, H, N, C] and any strides.
 
-        B counts kernel blocks of N tokens, H the KV heads of this rank; C is the K and V of one
-        (head, token) and lies together in memory. Layers that share KV register one tensor twice:
-        pass it once, and map the layers onto it outside.
+        B counts kernel blocks of N rows, H the KV heads of this rank; C is one row of one head, mostly the K
+        and V of a token, and lies together in memory. Layers that share KV register one tensor twice: pass it
+        once, and map the layers onto it outside.
 
         Args:
-            block_size: tokens in a logical block, a multiple of N.
+            block_size: tokens in a logical block, a multiple of those of N rows.
             codec: "dense" or "page:<isa>".
             tables: each layer's block table, by number; all 0 by default.
+            tokens_per_row: tokens that a row stands for.
 
         Raises:
             ValueError: with a sentence, for tensors that this class cannot address.
@@ -119,18 +126,24 @@ class PagedCache:
         if min(tables) < 0:
             raise ValueError(f"block table number {min(tables)}: block tables are numbered from 0")
         paged = is_paged(codec)
+        if tokens_per_row < 1 or block_size % tokens_per_row or (paged and tokens_per_row > 1):
+            raise ValueError(
+                f"rows of {tokens_per_row} tokens, blocks of {block_size} and codec {codec}: expected dense "
+                "rows, and whole ones in a block"
+            )
+        block_rows = block_size // tokens_per_row
         for number, tensor in enumerate(tensors):
-            check_layer(number, tensor, tensors[0], block_size, paged)
-        pages = [pages_of(t, table, block_size, paged) for t, table in zip(tensors, tables, strict=True)]
-        _, heads, tokens, content = tensors[0].shape
-        unit_tokens = tokens if paged else 1
+            check_layer(number, tensor, tensors[0], block_rows, paged)
+        pages = [pages_of(t, table, block_rows, paged) for t, table in zip(tensors, tables, strict=True)]
+        _, heads, rows, content = tensors[0].shape
+        unit_tokens = rows if paged else tokens_per_row
         return cls(
             pages,
             copier_of(pages, tensors),
             heads=heads,
             block_size=block_size,
             unit_tokens=unit_tokens,
-            row_bytes=unit_tokens * content * tensors[0].element_size(),
+            row_bytes=(rows if paged else 1) * content * tensors[0].element_size(),
             element_bytes=tensors[0].element_size(),
             codec=codec,
             device=tensors[0].device,
@@ -235,8 +248,8 @@ class PagedCache:
             raise ValueError(f"tokens [{start}, {stop}) are not an interval of a prompt")
         if start % self.unit_tokens:
             raise ValueError(
-                f"tokens [{start}, {stop}) start inside a page: codec {self.codec} packs {self.unit_tokens} "
-                f"tokens together, so the start must be a multiple of {self.unit_tokens}"
+                f"tokens [{start}, {stop}) start inside a row: a {self.codec} row of this cache holds "
+                f"{self.unit_tokens} tokens, so the start must be a multiple of {self.unit_tokens}"
             )
         return start // self.unit_tokens, -(-stop // self.unit_tokens)
 

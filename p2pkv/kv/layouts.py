@@ -111,17 +111,17 @@ class Rows:
 # From a tensor of vLLM.
 
 
-def check_layer(number: int, tensor: torch.Tensor, first: torch.Tensor, block_size: int, paged: bool) -> None:
+def check_layer(number: int, tensor: torch.Tensor, first: torch.Tensor, block_rows: int, paged: bool) -> None:
     """Raises ValueError unless layer `number` can be addressed and is like the first one."""
     if tensor.dim() != 4:
         raise ValueError(
-            f"KV layer {number} has shape {list(tensor.shape)}; expected [blocks, heads, tokens, content]"
+            f"KV layer {number} has shape {list(tensor.shape)}; expected [blocks, heads, rows, content]"
         )
-    blocks, heads, tokens, content = tensor.shape
-    if min(tensor.shape) < 1 or block_size % tokens or blocks % (block_size // tokens):
+    blocks, heads, rows, content = tensor.shape
+    if min(tensor.shape) < 1 or block_rows % rows or blocks % (block_rows // rows):
         raise ValueError(
-            f"KV layer {number} has {blocks} kernel blocks of {tokens} tokens, which do not make up "
-            f"whole blocks of {block_size} tokens"
+            f"KV layer {number} has {blocks} kernel blocks of {rows} rows, which do not make up "
+            f"whole blocks of {block_rows} rows"
         )
     if (heads, content, tensor.dtype) != (first.shape[1], first.shape[3], first.dtype):
         raise ValueError(
@@ -136,32 +136,51 @@ def check_layer(number: int, tensor: torch.Tensor, first: torch.Tensor, block_si
         raise ValueError(
             f"KV layer {number} has strides {list(tensor.stride())}; its content must lie together"
         )
-    if paged and tokens > 1 and tensor.stride(2) != content:
+    if paged and rows > 1 and tensor.stride(2) != content:
         raise ValueError(
             f"KV layer {number} has strides {list(tensor.stride())}; with a page codec the tokens of a "
             f"(block, head) must lie together (a head-major layout)"
         )
-    if paged and tokens != first.shape[2]:
+    if paged and rows != first.shape[2]:
         raise ValueError(
-            f"KV layer {number} packs {tokens} tokens in a page, layer 0 packs {first.shape[2]}; "
+            f"KV layer {number} packs {rows} tokens in a page, layer 0 packs {first.shape[2]}; "
             f"expected layers of one form in a KV group"
         )
 
 
-def pages_of(tensor: torch.Tensor, table: int, block_size: int, paged: bool) -> LayerPages:
+def plane_of(tensor: torch.Tensor, before: int, width: int) -> torch.Tensor:
+    """One plane of a layer, as a layer of its own: the elements [before, before + width) of each row.
+
+    A kernel block of N rows holds that plane of all of them together, behind N x `before` elements of other
+    planes, and `tensor`, [B, 1, N, C], shows only where a block begins and how much it holds.
+
+    Raises ValueError unless the block's N x C elements lie together, and the plane among them.
+    """
+    blocks, heads, rows, content = tensor.shape
+    together = heads == 1 and tensor.stride(3) == 1 and (rows == 1 or tensor.stride(2) == content)
+    if not together or width < 1 or not 0 <= before <= content - width:
+        raise ValueError(
+            f"a KV layer has shape {list(tensor.shape)} and strides {list(tensor.stride())}; expected one "
+            f"head whose rows lie together, and the elements [{before}, {before + width}) in a row"
+        )
+    size, strides = (blocks, 1, rows, width), (tensor.stride(0), rows * width, width, 1)
+    return tensor.as_strided(size, strides, int(tensor.storage_offset()) + rows * before)
+
+
+def pages_of(tensor: torch.Tensor, table: int, block_rows: int, paged: bool) -> LayerPages:
     """Where the rows of a layer lie that `check_layer` has accepted."""
     size = tensor.element_size()
-    blocks, _, tokens, _ = tensor.shape
-    block_stride, head_stride, token_stride, _ = (stride * size for stride in tensor.stride())
-    units, ratio = 1 if paged else tokens, block_size // tokens
+    blocks, _, rows, _ = tensor.shape
+    block_stride, head_stride, row_stride, _ = (stride * size for stride in tensor.stride())
+    units, ratio = 1 if paged else rows, block_rows // rows
     # With one unit in a kernel block, the next unit is the next kernel block.
-    unit_stride = block_stride if units == 1 else token_stride
+    unit_stride = block_stride if units == 1 else row_stride
     if block_stride == units * unit_stride:
         units, block_stride, ratio = units * ratio, block_stride * ratio, 1
     return LayerPages(
         storage=tensor.untyped_storage().data_ptr(),
         table=table,
-        blocks=blocks * tokens // block_size,
+        blocks=blocks * rows // block_rows,
         ratio=ratio,
         units=units,
         block_stride=block_stride,

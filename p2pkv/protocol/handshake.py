@@ -5,7 +5,8 @@ that says Hello, and can make P do nothing at all.
 
 Both compute the form of the KV from the same two Hellos, for each KV group. Where the two caches are alike,
 their rows travel as they lie. Where they are not, a row is the K and V of one (token, head): a dense cache
-has such rows, and a packed one can make them if the packing is known.
+has such rows, and a packed one can make them if the packing is known. A dense row that stands for several
+tokens is alike on both sides, or there is no common form.
 """
 
 from __future__ import annotations
@@ -57,10 +58,13 @@ class RowFormat(Struct, frozen=True):
         """The tokens, in whole rows, that a rank with [0, start) needs to compute token `stop`.
 
         Of a window that begins inside a block, all of the block: vLLM caches it, and a prompt that is shorter
-        would see what had not come.
+        would see what had not come. A dense row of several tokens is computed with the last of them: the row
+        in which token `stop` lies is not needed.
         """
         if self.once:
             return 0, 1
+        if self.codec == DENSE:
+            stop = stop // self.unit * self.unit
         whole = lcm(self.unit, self.block)
         first = max(0, stop - self.window + 1) // whole * whole if self.window else 0
         return max(start, min(first, stop)), stop
@@ -94,8 +98,14 @@ def row_format(one: KvGroup, other: KvGroup) -> RowFormat | None:
 
 
 def token_bytes(group: KvGroup) -> int:
-    """Bytes of the K and V of one (layer, head, token); of a row where there is one for a whole request."""
-    return group.row_bytes // group.unit_tokens
+    """Bytes of the K and V of one (layer, head, token); of a row where it stands for several tokens, or for a
+    whole request."""
+    return group.row_bytes if group.codec == DENSE else group.row_bytes // group.unit_tokens
+
+
+def _row_tokens(group: KvGroup) -> int:
+    """How many tokens one row stands for; packed pages have a row for each token."""
+    return group.unit_tokens if group.codec == DENSE else 1
 
 
 def _as_it_lies(group: KvGroup) -> RowFormat:
@@ -105,7 +115,8 @@ def _as_it_lies(group: KvGroup) -> RowFormat:
 def _can_be_dense(group: KvGroup) -> bool:
     packing = PACKINGS.get(group.codec)
     known = group.codec == DENSE or (packing is not None and group.dtype in packing.dtypes)
-    return known and not group.once and group.row_bytes % group.unit_tokens == 0
+    divisible = group.row_bytes % group.unit_tokens == 0
+    return known and not group.once and _row_tokens(group) == 1 and divisible
 
 
 class Share(Struct, frozen=True):
@@ -261,7 +272,7 @@ def _same_of_groups(mine: KvGroup, theirs: KvGroup) -> list[tuple[str, object, o
         ("attention windows", mine.window, theirs.window, SAME_ALLOCATOR),
         ("cache element types", mine.dtype, theirs.dtype, "set the same --kv-cache-dtype and --dtype"),
         (
-            "bytes per token and head",
+            "bytes per token and head" if _row_tokens(mine) == 1 else "bytes per row and head",
             token_bytes(mine),
             token_bytes(theirs),
             "serve the same model with the same cache type",
@@ -281,7 +292,10 @@ def _drafters(mine: Hello, theirs: Hello) -> str:
 
 
 def _rows(group: KvGroup) -> str:
-    return "one" if group.once else "one for each token"
+    if group.once:
+        return "one"
+    tokens = _row_tokens(group)
+    return "one for each token" if tokens == 1 else f"one for {tokens} tokens"
 
 
 def _of_group(number: int, mine: Hello) -> str:

@@ -56,8 +56,8 @@ class KvGroup(Struct, frozen=True, forbid_unknown_fields=True):
         layers: the group's layers on each pipeline stage, in order; their sum is the model's.
         heads: KV heads of the whole model, before tensor parallelism.
         row_bytes: bytes of one (layer, head, unit) row in memory.
-        unit_tokens: tokens in a row: 1 where the content is dense, those of a (kernel) block where a
-            kernel packs tokens together.
+        unit_tokens: tokens in a row: where the content is dense, those that a row stands for, mostly 1; those
+            of a (kernel) block where a kernel packs tokens together.
         dtype: element type, torch's name without the prefix.
         codec: how the bytes of a row are arranged; handshake.py says what travels between which.
         layer_names: digest of the names of all its layers, in order.

@@ -276,8 +276,9 @@ class Receiver:
         ahead = self.load.state is LoadPhase.AHEAD
         self.load.local(LoadEvent.WANT)
         if ahead:
-            return [SendTo(rank, self._rest(source)) for rank, source in self.sources.items()]
-        return self._ask(start, stop, now)
+            rest = [SendTo(rank, self._rest(source)) for rank, source in self.sources.items()]
+            return rest + self._completed()
+        return self._ask(start, stop, now) + self._completed()
 
     def _rest(self, source: Source) -> Want:
         """Ask for a part of what was taken ahead. A rank of P that has sent all of it is released."""
@@ -287,8 +288,18 @@ class Receiver:
         out: list[Effect] = []
         for rank, source in self.sources.items():
             source.want(start, stop, now)
-            out.append(SendTo(rank, Want(self.key, self.attempt, start, stop, self.ahead)))
+            # Of rows for several tokens a short prompt has none.
+            none = source.complete and not self.ahead
+            wanted = (0, 0) if none else (start, stop)
+            out.append(SendTo(rank, Want(self.key, self.attempt, *wanted, self.ahead)))
         return out
+
+    def _completed(self) -> list[Effect]:
+        """The end of the load, if all that was wanted is in D's blocks."""
+        if not all(each.complete for each in self.sources.values()):
+            return []
+        self.load.local(LoadEvent.COMPLETE)
+        return [Finished(True)]
 
     def cancel(self, reason: str) -> list[Effect]:
         """D does not want the prompt any more. Chunks on their way will be received and dropped."""
@@ -410,11 +421,7 @@ class Receiver:
         self._moved = now
         if not source.complete:
             return []
-        out: list[Effect] = [SendTo(rank, Done(self.key, self.attempt))]
-        if all(each.complete for each in self.sources.values()):
-            self.load.local(LoadEvent.COMPLETE)
-            out.append(Finished(True))
-        return out
+        return [SendTo(rank, Done(self.key, self.attempt)), *self._completed()]
 
     # Time.
 

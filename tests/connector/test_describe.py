@@ -28,9 +28,8 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     MambaSpec,
     MLAAttentionSpec,
+    RSWASpec,
     SlidingWindowSpec,
-    SparseCacheRole,
-    UniformTypeKVCacheSpecs,
 )
 
 from p2pkv.config import ConfigError
@@ -475,7 +474,7 @@ def test_weights_without_files_need_a_name(
 
 FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
 REFUSED = [
-    replace(FULL, tokens_per_state=4),
+    RSWASpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32, rswa_window=64),
     ChunkedLocalAttentionSpec(
         block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32, attention_chunk_size=64
     ),
@@ -537,22 +536,6 @@ def test_memory_that_may_be_taken_away_is_refused_where_vllm_does_not_tell_its_c
     monkeypatch.setattr(KVConnectorBase_V1, "unregister_kv_caches", lambda self: None, raising=False)
     refuse_what_cannot_pair(config)
     assert P2pKvConnector.supports_sleep_mode(config.kv_transfer_config)
-
-
-@pytest.mark.parametrize("kind", [{"cache_role": SparseCacheRole.INDEXER}, {"model_version": "deepseek_v4"}])
-@pytest.mark.parametrize("mixed", [False, True])
-def test_blocks_with_their_scales_apart_are_refused(kind: dict[str, Any], mixed: bool) -> None:
-    """Also where vLLM keeps them in one group with the layers that could be moved."""
-    plain = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
-    apart = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=132, dtype=torch.uint8, **kind)
-    spec = (
-        UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"a": plain, "b": apart}) if mixed else apart
-    )
-    config = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["b"], spec)])
-    with pytest.raises(ConfigError, match="layer b keeps the values of a block apart from their scales"):
-        refuse_what_cannot_move(vllm_config("P"), config)
-    config.kv_cache_groups[0].kv_cache_spec = plain
-    refuse_what_cannot_move(vllm_config("P"), config)
 
 
 def test_a_group_of_which_this_stage_has_no_layer_is_passed_over() -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from connector_support import BLOCK, kv_cache_config, vllm_config
+from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface as interface
 from vllm.v1.kv_cache_interface import SparseCacheRole
 from vllm_sources import LayerKind, Sources
@@ -32,7 +33,13 @@ PAGE = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text()
 
 # What vLLM keeps for a layer.
 
-MOVED_SPECS = {"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "MambaSpec"}
+MOVED_SPECS = {
+    "FullAttentionSpec",
+    "MLAAttentionSpec",
+    "SlidingWindowSpec",
+    "SlidingWindowMLASpec",
+    "MambaSpec",
+}
 REFUSED_SPECS = {
     "AttentionSpec": "a base of others",
     "ChunkedLocalAttentionSpec": "vLLM frees a chunk's blocks when the next begins; p2pkv has no such group",
@@ -44,7 +51,6 @@ REFUSED_SPECS = {
     "HiddenStateCacheSpec": "hidden states for another program to read, not KV",
     "RSWASpec": "a window that is reused with other positions",
     "SinkFullAttentionSpec": "its first blocks are the model's own, not the request's",
-    "SlidingWindowMLASpec": "DeepSeek V4's latents keep values apart from their scales",
 }
 HOLDS_OTHERS = {"UniformTypeKVCacheSpecs"}
 """Not a layer's: each of its layers has a spec of its own."""
@@ -65,9 +71,10 @@ class Kind(NamedTuple):
 
 
 PRIVATE = "has an attention of its own"
+OWN_CACHE = "a cache beside an attention, without a forward of its own"
 RECURRENT = "recurrent layers have no hook"
-APART = "keeps a block's values apart from their scales"
-POOLED = "one entry stands for several tokens"
+SHUFFLED = "ROCm's kernels shuffle an indexer's keys"
+SEVERAL = "keeps several rows for each token"
 RING = REFUSED_SPECS["CircularBufferSpec"]
 BASE = "a base of others"
 
@@ -75,13 +82,13 @@ KINDS: dict[str, Kind] = {
     "Attention": Kind(How.HOOK),
     "MLAAttention": Kind(How.HOOK),
     "PrefillPrefixLMAttention": Kind(How.HOOK),
-    "Dots3NotePaddedMLAAttention": Kind(How.REFUSED, PRIVATE, beside="DeepseekV32IndexerCache"),
+    "Dots3NotePaddedMLAAttention": Kind(How.HOOK),
     "InklingAttention": Kind(How.SWEEP, PRIVATE),
     "InklingConvState": Kind(How.SWEEP, PRIVATE),
     "MultiHeadLatentAttention": Kind(How.SWEEP, PRIVATE),
     "BailingMoELinearAttention": Kind(How.SWEEP, RECURRENT),
     "BailingMoeV3KimiDeltaAttention": Kind(How.SWEEP, RECURRENT),
-    "Glm5NextLinearAttention": Kind(How.REFUSED, RECURRENT, beside="Glm5NextIndexerCache"),
+    "Glm5NextLinearAttention": Kind(How.REFUSED, RECURRENT, beside="Glm5NextTailCache"),
     "KimiGatedDeltaNetAttention": Kind(How.SWEEP, RECURRENT),
     "KimiK3DeltaAttention": Kind(How.SWEEP, RECURRENT),
     "MambaMixer": Kind(How.SWEEP, RECURRENT),
@@ -92,35 +99,35 @@ KINDS: dict[str, Kind] = {
     "ShortConv": Kind(How.SWEEP, RECURRENT),
     "CacheOnlyAttentionLayer": Kind(How.REFUSED, REFUSED_SPECS["HiddenStateCacheSpec"]),
     "ChunkedLocalAttention": Kind(How.REFUSED, REFUSED_SPECS["ChunkedLocalAttentionSpec"]),
-    "CompressorStateCache": Kind(How.REFUSED, RING),
+    "CompressorStateCache": Kind(How.SWEEP, OWN_CACHE),
     "CrossAttention": Kind(How.REFUSED, REFUSED_SPECS["CrossAttentionSpec"]),
-    "DeepseekV32Attention": Kind(How.REFUSED, PRIVATE, beside="DeepseekV32IndexerCache"),
-    "DeepseekV32IndexerCache": Kind(How.REFUSED, APART),
+    "DeepseekV32Attention": Kind(How.SWEEP, PRIVATE),
+    "DeepseekV32IndexerCache": Kind(How.SWEEP, OWN_CACHE),
     "DeepseekV32MLAAttention": Kind(How.REFUSED, PRIVATE, beside="DeepseekV32ROCmIndexerCache"),
-    "DeepseekV32ROCmIndexerCache": Kind(How.REFUSED, APART),
-    "DeepseekV41ROCMAiterMLAAttention": Kind(How.REFUSED, APART),
-    "DeepseekV4Attention": Kind(How.REFUSED, APART),
-    "DeepseekV4CPUAttention": Kind(How.REFUSED, APART),
-    "DeepseekV4CPUIndexerCache": Kind(How.REFUSED, POOLED),
-    "DeepseekV4FlashInferMLAAttention": Kind(How.REFUSED, APART),
-    "DeepseekV4FlashInferSM120Attention": Kind(How.REFUSED, APART),
-    "DeepseekV4FlashMLAAttention": Kind(How.REFUSED, APART),
-    "DeepseekV4IndexerCache": Kind(How.REFUSED, POOLED),
-    "DeepseekV4MegaAttnAttention": Kind(How.REFUSED, APART),
-    "DeepseekV4ROCMAiterMLAAttention": Kind(How.REFUSED, APART),
-    "DeepseekV4SWACache": Kind(How.REFUSED, APART),
-    "DeepseekV4XPUAttention": Kind(How.REFUSED, APART),
-    "Glm5NextIndexerCache": Kind(How.REFUSED, APART),
+    "DeepseekV32ROCmIndexerCache": Kind(How.REFUSED, SHUFFLED),
+    "DeepseekV41ROCMAiterMLAAttention": Kind(How.REFUSED, RING),
+    "DeepseekV4Attention": Kind(How.SWEEP, PRIVATE),
+    "DeepseekV4CPUAttention": Kind(How.SWEEP, PRIVATE),
+    "DeepseekV4CPUIndexerCache": Kind(How.SWEEP, OWN_CACHE),
+    "DeepseekV4FlashInferMLAAttention": Kind(How.SWEEP, PRIVATE),
+    "DeepseekV4FlashInferSM120Attention": Kind(How.SWEEP, PRIVATE),
+    "DeepseekV4FlashMLAAttention": Kind(How.SWEEP, PRIVATE),
+    "DeepseekV4IndexerCache": Kind(How.SWEEP, OWN_CACHE),
+    "DeepseekV4MegaAttnAttention": Kind(How.SWEEP, PRIVATE),
+    "DeepseekV4ROCMAiterMLAAttention": Kind(How.SWEEP, PRIVATE),
+    "DeepseekV4SWACache": Kind(How.SWEEP, OWN_CACHE),
+    "DeepseekV4XPUAttention": Kind(How.SWEEP, PRIVATE),
+    "Glm5NextIndexerCache": Kind(How.REFUSED, OWN_CACHE, beside="Glm5NextTailCache"),
     "Glm5NextTailCache": Kind(How.REFUSED, RING),
-    "MiniMaxM3IndexerCache": Kind(How.REFUSED, APART),
-    "MiniMaxM3SparseAttention": Kind(How.REFUSED, PRIVATE, beside="MiniMaxM3IndexerCache"),
-    "QSACompressedKeyCache": Kind(How.REFUSED, POOLED),
+    "MiniMaxM3IndexerCache": Kind(How.SWEEP, OWN_CACHE),
+    "MiniMaxM3SparseAttention": Kind(How.SWEEP, PRIVATE),
+    "QSACompressedKeyCache": Kind(How.REFUSED, OWN_CACHE, beside="QSAKeyStateCache"),
     "QSAKeyStateCache": Kind(How.REFUSED, RING),
     "Qwen4ExpPLELayer": Kind(How.REFUSED, RECURRENT, beside="QSAKeyStateCache"),
     "Qwen4ExpQSAAttention": Kind(How.REFUSED, PRIVATE, beside="QSAKeyStateCache"),
     "RSWAAttention": Kind(How.REFUSED, REFUSED_SPECS["RSWASpec"]),
     "StaticSinkAttention": Kind(How.REFUSED, REFUSED_SPECS["SinkFullAttentionSpec"]),
-    "WhisperCausalAttentionWithBlockPooling": Kind(How.REFUSED, POOLED),
+    "WhisperCausalAttentionWithBlockPooling": Kind(How.REFUSED, SEVERAL),
     "EncoderOnlyAttention": Kind(How.NOTHING, REFUSED_SPECS["EncoderOnlyAttentionSpec"]),
     "GatedDeltaNetAttention": Kind(How.NOTHING, BASE),
     "LinearAttention": Kind(How.NOTHING, BASE),
@@ -129,14 +136,22 @@ KINDS: dict[str, Kind] = {
 }
 
 SINCE_33: dict[str, Kind] = {
-    "DeepseekV4RocmMxfp4IndexerCache": Kind(How.REFUSED, POOLED),
+    "DeepseekV4RocmMxfp4IndexerCache": Kind(How.REFUSED, SHUFFLED),
     "Step5CSATailRing": Kind(How.REFUSED, RING),
-    "Step5SparseSummaryCacheLayer": Kind(How.REFUSED, POOLED),
+    "Step5SparseSummaryCacheLayer": Kind(How.REFUSED, OWN_CACHE, beside="Step5CSATailRing"),
 }
 """What vLLM 0.33 has besides."""
 
-WHERE_IT_DEPENDS = {"RSWAAttention", "WhisperCausalAttentionWithBlockPooling"}
-"""Refused where they keep what they are for; as plain attention, which they also may be, they are moved."""
+WHERE_IT_DEPENDS = {
+    "RSWAAttention",
+    "WhisperCausalAttentionWithBlockPooling",
+    "DeepseekV32ROCmIndexerCache",
+    "DeepseekV4RocmMxfp4IndexerCache",
+    "DeepseekV41ROCMAiterMLAAttention",
+}
+"""Their spec alone does not decide. The first two are refused where they keep what they are for; as plain
+attention, which they also may be, they are moved. The next two are of ROCm. The last one's compressors, of
+DeepSeek V4.1, have a ring where those of V4, which have the same name, have a window."""
 
 HOOKED_FUNCTIONS = {"unified_attention_with_output", "unified_mla_attention_with_output", "dummy_attention"}
 HOOKED_SINCE_33 = {"step5_dsa_attention_with_output", "step5_swa_attention_with_output"}
@@ -150,13 +165,13 @@ def check_kinds(found: dict[str, LayerKind], listed: dict[str, Kind]) -> None:
         "docs/compatibility.md"
     )
     wrong = {
-        name: sentence for name, kind in listed.items() if (sentence := _wrong(kind, found[name], found))
+        name: sentence for name, kind in listed.items() if (sentence := _wrong(kind, found[name], listed))
     }
     assert not wrong, "\n".join(f"{name}: {sentence}" for name, sentence in wrong.items())
 
 
-def _wrong(kind: Kind, found: LayerKind, others: dict[str, LayerKind]) -> str:
-    can_move = bool(found.specs & MOVED_SPECS)
+def _wrong(kind: Kind, found: LayerKind, listed: dict[str, Kind]) -> str:
+    can_move = any(each.partition(",")[0] in MOVED_SPECS for each in found.specs)
     match kind.how:
         case How.HOOK | How.SWEEP if not can_move:
             return f"it keeps {sorted(found.specs)}, of which p2pkv moves none"
@@ -166,7 +181,7 @@ def _wrong(kind: Kind, found: LayerKind, others: dict[str, LayerKind]) -> str:
             return f"p2pkv does not know what it keeps: {why}"
         case How.REFUSED if can_move and not kind.beside and found.name not in WHERE_IT_DEPENDS:
             return f"it keeps {sorted(found.specs)}, which p2pkv moves"
-        case How.REFUSED if kind.beside and others[kind.beside].specs & MOVED_SPECS:
+        case How.REFUSED if kind.beside and listed[kind.beside].how is not How.REFUSED:
             return f"it is refused for {kind.beside}, which is not"
     return ""
 
@@ -256,18 +271,35 @@ def test_p2pkv_refuses_what_the_list_says_it_refuses(name: str) -> None:
         refuse_what_cannot_move(vllm_config("P"), kv_cache_config(spec=spec))
 
 
-PLANES: list[Callable[[], Any]] = [
-    lambda: interface.MLAAttentionSpec(**ATTENTION | {"num_kv_heads": 1}, cache_role=SparseCacheRole.INDEXER),
-    lambda: interface.MLAAttentionSpec(**ATTENTION | {"num_kv_heads": 1}, model_version="deepseek_v4"),
-    lambda: interface.FullAttentionSpec(**ATTENTION, tokens_per_state=8),
-    lambda: interface.FullAttentionSpec(**ATTENTION, tokens_per_state=Fraction(1, 2)),
-]
+LATENT = ATTENTION | {"num_kv_heads": 1, "dtype": torch.uint8}
+UNKNOWN: dict[str, Callable[[], Any]] = {
+    "keys of 100 bytes": lambda: interface.MLAAttentionSpec(
+        **LATENT | {"head_size": 100}, cache_role=SparseCacheRole.INDEXER
+    ),
+    "rows of 528 bytes": lambda: interface.MLAAttentionSpec(
+        **LATENT, model_version="deepseek_v4", state_content_bytes=528
+    ),
+    "keeps 2 rows for each token": lambda: interface.FullAttentionSpec(
+        **ATTENTION, tokens_per_state=Fraction(1, 2)
+    ),
+    f"a row for each 5 tokens, and blocks of {BLOCK}": lambda: interface.FullAttentionSpec(
+        **ATTENTION, tokens_per_state=5
+    ),
+}
 
 
-@pytest.mark.parametrize("make", PLANES)
-def test_p2pkv_refuses_entries_that_are_not_a_tokens_own(make: Callable[[], Any]) -> None:
-    with pytest.raises(ConfigError):
-        refuse_what_cannot_move(vllm_config("P"), kv_cache_config(spec=make()))
+@pytest.mark.parametrize("sentence", UNKNOWN)
+def test_p2pkv_refuses_rows_of_which_it_does_not_know_how_they_lie(sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        refuse_what_cannot_move(vllm_config("P"), kv_cache_config(spec=UNKNOWN[sentence]()))
+
+
+def test_p2pkv_refuses_keys_that_are_shuffled(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = interface.MLAAttentionSpec(**LATENT | {"head_size": 132}, cache_role=SparseCacheRole.INDEXER)
+    refuse_what_cannot_move(vllm_config("P"), kv_cache_config(spec=spec))
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
+    with pytest.raises(ConfigError, match="keys that ROCm's kernels shuffle"):
+        refuse_what_cannot_move(vllm_config("P"), kv_cache_config(spec=spec))
 
 
 # The page.

@@ -35,6 +35,8 @@ TIGHT = {
     "states-uncached": 19,
     "states-in-mid-step": 22,
     "parts-of-blocks": 12,
+    "V3.2": 17,
+    "V4": 24,
     "all": 16,
     "all-packed": 22,
 }

@@ -23,9 +23,9 @@ def a_layer(**other: int) -> torch.Tensor:
         ([], {}, "0 KV layers"),
         ([a_layer()], {"tables": [0, 1]}, "1 KV layers and 2 block tables"),
         ([a_layer()], {"tables": [-1]}, "block table number -1"),
-        ([a_layer()[0]], {}, r"shape \[2, 4, 8\]; expected \[blocks, heads, tokens, content\]"),
-        ([a_layer()], {"block_size": 6}, "6 kernel blocks of 4 tokens, .* whole blocks of 6 tokens"),
-        ([a_layer()], {"block_size": 16}, "6 kernel blocks of 4 tokens, .* whole blocks of 16 tokens"),
+        ([a_layer()[0]], {}, r"shape \[2, 4, 8\]; expected \[blocks, heads, rows, content\]"),
+        ([a_layer()], {"block_size": 6}, "6 kernel blocks of 4 rows, .* whole blocks of 6 rows"),
+        ([a_layer()], {"block_size": 16}, "6 kernel blocks of 4 rows, .* whole blocks of 16 rows"),
         ([a_layer(), a_layer(heads=3)], {}, "layer 1 has 3 heads .*one form in a KV group"),
         ([a_layer(), a_layer(content=4)], {}, "layer 1 has 2 heads of 4 x .*one form in a KV group"),
         ([a_layer(), a_layer().int()], {}, "layer 1 has .*int32, layer 0 has .*float32"),
@@ -84,9 +84,9 @@ def test_a_page_codec_refuses_half_a_page() -> None:
     cache = PagedCache.from_tensors([a_layer()], block_size=TOKENS, codec=cpu_codec("vec"))
     assert (cache.unit_tokens, cache.row_bytes) == (TOKENS, TOKENS * CONTENT * 4)
     assert cache.nbytes(1, 4, 9, 1) == 2 * cache.row_bytes
-    with pytest.raises(ValueError, match=r"start inside a page.*multiple of 4"):
+    with pytest.raises(ValueError, match=r"start inside a row.*multiple of 4"):
         cache.nbytes(1, 3, 8, 1)
-    with pytest.raises(ValueError, match="start inside a page"):
+    with pytest.raises(ValueError, match="start inside a row"):
         cache.gather(torch.empty(0, dtype=torch.uint8), (0, 1), (3, 8), (0, 1), [[0, 1]])
 
 

@@ -121,6 +121,10 @@ REFUSALS: dict[str, tuple[Hello, list[str]]] = {
         hello("D", cache(once=True)),
         ["rows per request differ: one for each token at p:21000, one at d:22000"],
     ),
+    "tokens of a row": (
+        hello("D", cache(unit_tokens=4)),
+        ["rows per request differ: one for each token at p:21000, one for 4 tokens at d:22000"],
+    ),
     "layers": (hello("D", cache(layers=(3, 2))), ["p:21000 and d:22000", "4 KV layers", "5"]),
     "heads": (hello("D", cache(heads=8)), ["p:21000 and d:22000", "4 KV heads", "8"]),
     "tp": (hello("D", cache(tp=3)), ["p:21000 and d:22000", "4 KV heads", "tensor-parallel size 3"]),

@@ -87,14 +87,15 @@ def test_a_state_travels_once_and_whole_whatever_tokens_are_wanted() -> None:
         (1, 4, 7, 9, (7, 9)),
         (1, 40, 0, 9, (0, 9)),
         (1, 1, 0, 9, (9, 9)),
-        (16, 20, 0, 65, (32, 65)),  # 46 to 64, from the beginning of a row
+        (16, 20, 0, 65, (32, 65)),  # 46 to 64, from the beginning of a page
         (16, 20, 48, 65, (48, 65)),
     ],
 )
 def test_of_a_window_only_the_tokens_that_the_next_one_sees_are_needed(
     unit: int, window: int, start: int, stop: int, tokens: tuple[int, int]
 ) -> None:
-    assert RowFormat(DENSE, unit, 8, window=window).needed(start, stop) == tokens
+    codec = DENSE if unit == 1 else "page:vec"
+    assert RowFormat(codec, unit, 8, window=window).needed(start, stop) == tokens
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,31 @@ def test_of_a_window_only_the_tokens_that_the_next_one_sees_are_needed(
 def test_of_a_window_that_begins_inside_a_block_all_of_the_block_is_needed(
     unit: int, block: int, start: int, tokens: tuple[int, int]
 ) -> None:
-    assert RowFormat(DENSE, unit, 8, window=20, block=block).needed(start, 65) == tokens
+    codec = DENSE if unit == 1 else "page:vec"
+    assert RowFormat(codec, unit, 8, window=20, block=block).needed(start, 65) == tokens
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "tokens"),
+    [
+        (0, 3, (0, 0)),
+        (0, 4, (0, 4)),
+        (0, 702, (0, 700)),  # 700 to 703 are one row, and D computes 702 and what follows
+        (512, 702, (512, 700)),
+        (512, 514, (512, 512)),
+    ],
+)
+def test_a_row_of_several_tokens_is_needed_if_all_of_them_have_been_computed(
+    start: int, stop: int, tokens: tuple[int, int]
+) -> None:
+    assert RowFormat(DENSE, 4, 8).needed(start, stop) == tokens
+
+
+def test_a_prompt_may_have_no_row_of_several_tokens() -> None:
+    shape = Shape((4,), 1, 1)
+    owed = Assignment.of(make_plan((shape,), (shape,)).edges, [RowFormat(DENSE, 128, 584)])
+    assert owed.unit == 128 and owed.extents(0, 127).nbytes == 0
+    assert owed.extents(0, 300).nbytes == 4 * 2 * 584
 
 
 def test_the_blocks_that_count_are_d_s() -> None:
@@ -124,6 +149,14 @@ def test_other_windows_are_nobodys_equal() -> None:
         DENSE, 1, TOKEN, window=64
     )
     assert row_format(narrow, wide) is None
+
+
+def test_rows_of_several_tokens_travel_between_their_like_only() -> None:
+    compressed = KvGroup((4,), 1, 584, 4, "uint8", DENSE, "names")
+    assert row_format(compressed, compressed) == RowFormat(DENSE, 4, 584)
+    for other in (replace(compressed, unit_tokens=2), replace(compressed, unit_tokens=1, row_bytes=146)):
+        assert row_format(compressed, other) is None
+    assert row_format(compressed, replace(compressed, codec="page:vec")) is None
 
 
 def test_a_state_and_a_row_per_token_are_nobodys_equal() -> None:

@@ -5,9 +5,14 @@ line to `$P2PKV_PROBE_DIR/P.<rank's address>.jsonl` when P's request has ended, 
 when D's load has: the key, the rank, the first token, and for each KV group, layer and head of this rank one
 short hash per token, over that token's K and V. tests/probes.py reads them.
 
+Of rows that stand for several tokens each of their tokens has the row's hash.
+
 `$P2PKV_PROBE_HOLD` names a file: while it exists, P's forward stops at the layer that the file names, in
 a step that works on as many prompts as it names (`<layer> <prompts>`), so that a test can kill a P in
 the middle of a push. The file `<name>.held` appears when it has stopped.
+
+With `$P2PKV_PROBE_POISON` set, D fills every block that a load is given with bytes that are NaN in each type
+of numbers, before the load begins: an answer shows whether D reads what was not sent.
 """
 
 from __future__ import annotations
@@ -38,6 +43,18 @@ class ProbeConnector(P2pKvConnector):
         self._hold = Path(os.environ.get("P2PKV_PROBE_HOLD", "/nonexistent"))
         self._prompts: dict[str, tuple[Blocks, int]] = {}
         self._asked: dict[str, tuple[Blocks, int, int]] = {}
+        self._poisons = bool(os.environ.get("P2PKV_PROBE_POISON"))
+        self._layers: dict[str, torch.Tensor] = {}
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._layers = kv_caches
+        super().register_kv_caches(kv_caches)
+
+    def _poison(self, blocks: Blocks, start: int) -> None:
+        for group, table in zip(self._kv_cache_config.kv_cache_groups, blocks, strict=True):
+            for block in set(table[start // group.kv_cache_spec.block_size :]) - {0}:
+                for name in group.layer_names:
+                    self._layers[name][block].view(torch.uint8).fill_(255)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         assert isinstance(connector_metadata, StepMetadata)
@@ -49,6 +66,8 @@ class ProbeConnector(P2pKvConnector):
                 self._write("P", ended.key, blocks, 0, stop)
             for _, load in connector_metadata.loads:
                 self._asked[load.key] = (load.blocks, load.start, load.stop)
+                if self._poisons:
+                    self._poison(load.blocks, load.start)
         super().bind_connector_metadata(connector_metadata)
 
     def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
@@ -96,15 +115,19 @@ class ProbeConnector(P2pKvConnector):
     ) -> dict[str, Any]:
         """What the pages of one KV group hold of tokens [start, stop), or of those that are in its window."""
         assert self.worker is not None
-        start, stop = RowFormat("dense", 1, 1, said.once, said.window, said.block).needed(start, stop)
+        unit = cache.unit_tokens if cache.codec == DENSE else 1
+        start, stop = RowFormat(DENSE, unit, 1, said.once, said.window, said.block).needed(start, stop)
         first = start // cache.unit_tokens * cache.unit_tokens
         buffer = torch.empty(cache.nbytes(cache.layers, first, stop, cache.heads), dtype=torch.uint8)
         cache.gather(buffer, (0, cache.layers), (first, stop), (0, cache.heads), blocks)
-        rows = buffer.view(cache.layers, -1, cache.heads, cache.row_bytes)
+        units = buffer.numel() // (cache.layers * cache.heads * cache.row_bytes)
+        rows = buffer.view(cache.layers, units, cache.heads, cache.row_bytes)
         stage, rank = divmod(self.worker.rank.context.hello.rank, shape.tp)
         return {
             "start": start,
             "once": said.once,
+            "unlike": not said.once and cache.row_bytes > 16,
+            "tokens": unit,
             "heads": list(shape.rank_heads.ranks[rank]),
             "first_layer": shape.stage_layers.ranks[stage].start,
             "layers": [
@@ -120,16 +143,15 @@ class ProbeConnector(P2pKvConnector):
 
         rows: uint8 [unit, head, row_bytes].
         """
-        if cache.unit_tokens > 1:
+        if cache.codec == DENSE:
+            tokens = rows.transpose(0, 1).repeat_interleave(cache.unit_tokens, dim=1)
+        else:
             dtype = getattr(torch, kind)
             units, heads, _ = rows.shape
             bits = torch.int16 if dtype.itemsize == 2 else torch.int32
             pages = rows.view(bits).view(units, heads, -1)
             dense = pages.clone().view(units, heads, cache.unit_tokens, -1)
-            if cache.codec != DENSE:
-                packing_of(cache.codec).unpack(dense.numpy(), pages.numpy())
+            packing_of(cache.codec).unpack(dense.numpy(), pages.numpy())
             tokens = dense.permute(1, 0, 2, 3).reshape(heads, units * cache.unit_tokens, -1)
-        else:
-            tokens = rows.transpose(0, 1)
         data = tokens[:, first:stop].contiguous().view(torch.uint8).numpy()
         return [[hashlib.blake2b(one.tobytes(), digest_size=6).hexdigest() for one in head] for head in data]

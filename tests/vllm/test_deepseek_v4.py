@@ -1,18 +1,32 @@
-"""A plain server of a tiny DeepSeek V4, with the plug-in deepseek_v4: pairs are held against it."""
+"""A tiny DeepSeek V4, with the plug-in deepseek_v4: a plain server, and a P and a D held against it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from probes import Compared
 from tiny_deepseek_v4 import TinyDeepseekV4
-from vllm_support import MODEL_NAME, ask_all, assert_same, needs_cpu_build, plugin_environment, tokens
+from vllm_support import (
+    MODEL_NAME,
+    ask_all,
+    assert_same,
+    at_rest,
+    needs_cpu_build,
+    paired_headers,
+    plugin_environment,
+    probing_server,
+    tokens,
+)
 
 from p2pkv.demo import answers, client
 from p2pkv.demo.answers import Answer
-from p2pkv.demo.servers import VllmServer
+from p2pkv.demo.processes import wait_until
+from p2pkv.demo.servers import Role, VllmServer
 from p2pkv.demo.tiny_model import ensure_model
 
 CHUNK = 512
@@ -23,13 +37,17 @@ TIE = 0.05
 """Roundings of bfloat16, where a prompt is computed in other steps."""
 
 
+def arguments(chunk: int = CHUNK) -> tuple[str, ...]:
+    return (
+        *("--served-model-name", MODEL_NAME, "--max-model-len", "4096", "--max-num-seqs", "16"),
+        *("--max-num-batched-tokens", str(chunk)),
+    )
+
+
 def server(folder: Path, name: str, *, chunk: int = CHUNK, settings: tuple[str, ...] = ()) -> VllmServer:
     return VllmServer(
         ensure_model(TinyDeepseekV4(), folder),
-        extra_args=(
-            *("--served-model-name", MODEL_NAME, "--max-model-len", "4096", "--max-num-seqs", "16"),
-            *("--max-num-batched-tokens", str(chunk), *settings),
-        ),
+        extra_args=(*arguments(chunk), *settings),
         env=plugin_environment("deepseek_v4"),
         name=name,
         log_path=folder / f"{name}.log",
@@ -56,6 +74,12 @@ def ask(server: VllmServer, prompt: list[int]) -> Answer:
 
 def prefix_hits(server: VllmServer) -> float:
     return client.metrics(server.base_url)["vllm:prefix_cache_hits_total"]
+
+
+def hits(server: VllmServer, before: float, count: int) -> None:
+    """Wait until vLLM, which counts after it has answered, has counted so many cached tokens, and no more."""
+    wait_until(lambda: prefix_hits(server) - before >= count, f"{count} tokens of the prefix cache", 5.0)
+    assert prefix_hits(server) - before == count
 
 
 @pytest.mark.parametrize("length", [*SHORT, *(pytest.param(each, marks=pytest.mark.long) for each in LONG)])
@@ -86,3 +110,121 @@ def test_answers_are_those_of_a_server_without_chunks_and_prefixes(
     expected = [ask(plain, prompt) for prompt in prompts]
     assert prefix_hits(plain) == 0
     assert_same(expected, ask_all(v4.base_url, prompts, at_once=16), TIE)
+
+
+# P and D.
+
+SIZES = {"1-to-1": (1, 1), "2-to-1": (2, 1), "1-to-2": (1, 2)}
+"""Tensor-parallel sizes of P and D."""
+LANES = ["1-to-1", *(pytest.param(each, marks=pytest.mark.long) for each in ("2-to-1", "1-to-2"))]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A P and a D, and what their blocks held at the end of each transfer."""
+
+    p: VllmServer
+    d: VllmServer
+    sizes: tuple[int, int]
+    probes: Path
+
+    def ask(self, prompt: list[int], *, at_once: bool = True) -> Answer:
+        """D's answer to a prompt that P computes: both asked at once, or D when P has answered."""
+        headers = paired_headers(self.p, self.d)
+
+        def on(server: VllmServer, count: int) -> Answer:
+            url = server.base_url
+            return answers.complete(url, MODEL_NAME, prompt, max_tokens=count, headers=headers)[0]
+
+        with ThreadPoolExecutor(1) as pool:
+            prefill = pool.submit(on, self.p, 1)
+            if not at_once:
+                prefill.result()
+            answer = on(self.d, 16)
+            prefill.result()
+        return answer
+
+
+@pytest.fixture(scope="module", params=LANES)
+def both(folder: Path, v4: VllmServer, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Of the tensor-parallel sizes that the parameter names. D's blocks hold NaN before each load."""
+    sizes: str = request.param
+    probes = folder / sizes
+    probes.mkdir()
+
+    def started(role: Role, tp: int) -> VllmServer:
+        return probing_server(
+            ensure_model(TinyDeepseekV4(), folder),
+            role,
+            probes,
+            plugins=("deepseek_v4",),
+            ranks=tp,
+            extra_args=(*arguments(), "--tensor-parallel-size", str(tp)),
+            env={"P2PKV_PROBE_POISON": "1"} if role == "D" else {},
+            log_path=probes / f"{role}.log",
+        )
+
+    with ExitStack() as stack:
+        p, d = (stack.enter_context(started(*each)) for each in zip("PD", SIZES[sizes], strict=True))
+        for each in (p, d):
+            each.wait_ready()
+        yield Pair(p, d, SIZES[sizes], probes)
+
+
+@pytest.fixture
+def pair(both: Pair, v4: VllmServer, servers_on_failure: Callable[..., None]) -> Iterator[Pair]:
+    servers_on_failure(both.p, both.d, v4)
+    yield both
+    for each, ranks in zip((both.p, both.d), both.sizes, strict=True):
+        at_rest(each, ranks)
+
+
+def expected(v4: VllmServer, prompt: list[int]) -> Answer:
+    return answers.complete(v4.base_url, MODEL_NAME, prompt, max_tokens=16)[0]
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["concurrent", "sequential"])
+@pytest.mark.parametrize("length", [*SHORT, *(pytest.param(each, marks=pytest.mark.long) for each in LONG)])
+def test_d_holds_what_p_has_computed_and_answers_as_one_server(
+    pair: Pair, v4: VllmServer, length: int, at_once: bool
+) -> None:
+    prompt, compared = tokens(length, f"pair {length} {at_once} {pair.sizes}"), Compared(pair.probes)
+    got = pair.ask(prompt, at_once=at_once)
+    assert compared.spans(1) == [(0, length - 1)]
+    assert_same([expected(v4, prompt)], [got], TIE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("side", ["P", "D"])
+@pytest.mark.parametrize("length", [703, 3000])
+def test_a_prompt_half_cached(pair: Pair, v4: VllmServer, length: int, side: str) -> None:
+    """On P, whose windows before the prefix have gone; on D, where the windows at its end are its own."""
+    prompt, cached = tokens(length, f"cached {length} {side} {pair.sizes}"), length // 512 * 256
+    server = pair.p if side == "P" else pair.d
+    ask(server, [*prompt[:cached], 299])
+    before, compared = prefix_hits(server), Compared(pair.probes)
+    got = pair.ask(prompt)
+    assert compared.spans(1) == [(cached if side == "D" else 0, length - 1)]
+    hits(server, before, cached)
+    assert_same([expected(v4, prompt)], [got], TIE)
+
+
+@pytest.mark.long
+def test_what_has_come_is_a_prefix_for_others(pair: Pair, v4: VllmServer) -> None:
+    """Where it ends with whole blocks, so that the windows at their end have come too."""
+    prompt = tokens(514, f"prefix {pair.sizes}")
+    pair.ask(prompt)
+    other, before = [*prompt[:512], *tokens(9, "other")], prefix_hits(pair.d)
+    got = ask(pair.d, other)
+    hits(pair.d, before, 512)
+    assert_same([ask(v4, other)], [got], TIE)
+
+
+@pytest.mark.long
+def test_sixteen_at_once(pair: Pair, v4: VllmServer) -> None:
+    prompts = [tokens(40 + 61 * number, f"several {number} {pair.sizes}") for number in range(16)]
+    compared = Compared(pair.probes)
+    with ThreadPoolExecutor(16) as pool:
+        got = list(pool.map(pair.ask, prompts))
+    assert compared.spans(16) == sorted((0, len(prompt) - 1) for prompt in prompts)
+    assert_same([expected(v4, prompt) for prompt in prompts], got, TIE)

@@ -1,0 +1,125 @@
+"""How the rows of an attention layer lie in its blocks, as vLLM's kernels write them.
+
+vLLM registers a layer as [blocks, heads, rows, content] and calls a row's content bytes where a kernel gives
+them their meaning. A row mostly lies together, as its view shows it. But some kernels write two *planes*: in
+front the values of all rows of a block, behind them the scales of all rows. Then the view is only right in
+how many bytes a block has.
+
+The planes of a layer become layers of two KV groups with the same block table. What is not certain is
+refused, with the layer's name.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from p2pkv.config import ConfigError
+from p2pkv.kv.layouts import plane_of
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+
+class Plane(NamedTuple):
+    """A part of each row. `name`: "" where it is the whole row; `width`: bytes of it in a row."""
+
+    name: str
+    width: int
+
+
+class RowForm(NamedTuple):
+    """Rows of one layer.
+
+    Attributes:
+        tokens: that a row stands for; it is written when the last of them is computed.
+        planes: in the order of memory; () if a row lies together.
+    """
+
+    tokens: int
+    planes: tuple[Plane, ...]
+
+
+LATENT = Plane("values", 576), Plane("scales", 8)
+"""DeepSeek V4's `fp8_ds_mla`: 448 numbers of fp8 and 64 of bfloat16, behind them 7 scales and a byte of
+padding."""
+
+INDEXER = {
+    132: (Plane("values", 128), Plane("scales", 4)),
+    68: (Plane("values", 64), Plane("scales", 4)),
+}
+"""Keys of the indexers of DeepSeek V3.2 and V4, by bytes of a row: 128 numbers of fp8 and a float32, or 128
+of MXFP4 and a scale for each 32 of them."""
+
+
+def row_form(name: str, spec: KVCacheSpec) -> RowForm:
+    """How the rows of this attention layer lie. Raises ConfigError if that is not known."""
+    tokens: int | Fraction = getattr(spec, "tokens_per_state", 1)
+    if tokens < 1 or int(tokens) != tokens:
+        raise ConfigError(
+            f"this model's layer {name} keeps {1 / tokens} rows for each token: p2pkv moves layers with "
+            "one row for a token, or for several; serve this model without p2pkv"
+        )
+    if spec.block_size % int(tokens):
+        raise ConfigError(
+            f"this model's layer {name} has a row for each {tokens} tokens, and blocks of {spec.block_size}: "
+            "expected whole rows in a block; choose another --block-size"
+        )
+    return RowForm(int(tokens), _planes(name, spec))
+
+
+def _planes(name: str, spec: Any) -> tuple[Plane, ...]:
+    width = getattr(spec, "state_content_bytes", None)
+    if getattr(spec, "model_version", None) is not None:
+        if width is None:  # numbers of the cache's own type, one row after the other
+            return ()
+        if (spec.model_version, width) == ("deepseek_v4", sum(plane.width for plane in LATENT)):
+            return LATENT
+        raise _unknown(name, spec, f"rows of {width} bytes")
+    from vllm.platforms import current_platform
+
+    if spec.kv_quant_mode.is_turboquant and current_platform.is_rocm():
+        raise _unknown(name, spec, "scales in a region of each block, as ROCm's kernels write them")
+    if not _is_quantised_indexer(spec):
+        return ()
+    if spec.head_size not in INDEXER:
+        raise _unknown(name, spec, f"keys of {spec.head_size} bytes")
+    if current_platform.is_rocm():
+        raise _unknown(name, spec, "keys that ROCm's kernels shuffle")
+    return INDEXER[spec.head_size]
+
+
+def _is_quantised_indexer(spec: Any) -> bool:
+    """Whether a layer holds an indexer's keys with scales: bytes, without a name for the type of numbers in
+    them. Not all such layers of vLLM have the role of an indexer."""
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    bare = isinstance(spec, MLAAttentionSpec) and spec.cache_dtype_str is None
+    return bare and spec.dtype == torch.uint8 and spec.state_content_bytes is None
+
+
+def _unknown(name: str, spec: KVCacheSpec, what: str) -> ConfigError:
+    return ConfigError(
+        f"this model's layer {name} ({type(spec).__name__}) has {what}: p2pkv does not know how they lie "
+        "in a block; serve this model without p2pkv"
+    )
+
+
+def plane_views(name: str, form: RowForm, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Each plane's name, and the plane as a layer of its own. Raises ConfigError for views of other sizes."""
+    if not form.planes:
+        return [("", tensor)]
+    widths = [plane.width for plane in form.planes]
+    if tensor.element_size() != 1 or tensor.shape[-1] != sum(widths):
+        raise ConfigError(
+            f"{name} is registered as {tensor.dtype} {list(tensor.shape)}: p2pkv expected rows of "
+            f"{sum(widths)} bytes, as vLLM 0.33 registers this layer"
+        )
+    begins = accumulate([0, *widths[:-1]])
+    return [
+        (plane.name, plane_of(tensor, before, plane.width))
+        for plane, before in zip(form.planes, begins, strict=True)
+    ]

@@ -1,0 +1,189 @@
+"""How a layer's rows lie in its blocks, by vLLM's own descriptions of layers and for each type of cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import torch
+from connector_support import vllm_config
+from vllm.config import set_current_vllm_config
+from vllm.config.cache import CacheDType
+from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
+from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
+from vllm.models.deepseek_v4.attention import DeepseekV4IndexerCache
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype, nvfp4_kv_cache_full_dim
+from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBackend
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SparseCacheRole,
+    get_kv_quant_mode,
+)
+
+from p2pkv.config import ConfigError
+from p2pkv.connector.describe import make_ready
+from p2pkv.connector.planes import INDEXER, LATENT, plane_views, row_form
+
+pytestmark = pytest.mark.vllm
+
+SIZE = 256
+
+
+def spec_of(make: Callable[[Any], Any]) -> KVCacheSpec:
+    config = vllm_config("P")
+    config.cache_config.block_size = SIZE
+    with set_current_vllm_config(config):
+        return make(config.cache_config).get_kv_cache_spec(config)
+
+
+def swa(cache: Any, dtype: torch.dtype) -> DeepseekV4SWACache:
+    return DeepseekV4SWACache(512, 128, dtype, "swa", cache, TritonAttentionBackend, block_size=64)
+
+
+def packed_swa(cache: Any) -> DeepseekV4SWACache:
+    cache.cache_dtype = "fp8_ds_mla"
+    return swa(cache, torch.uint8)
+
+
+LAYERS: dict[str, tuple[Callable[[Any], Any], int, tuple[Any, ...]]] = {
+    "V3.2's indexer": (lambda cache: DeepseekV32IndexerCache(132, torch.uint8, "i", cache), 1, INDEXER[132]),
+    "V4's indexer": (lambda cache: DeepseekV4IndexerCache(132, torch.uint8, "i", cache, 4), 4, INDEXER[132]),
+    "V4's indexer, MXFP4": (
+        lambda cache: DeepseekV4IndexerCache(68, torch.uint8, "i", cache, 4),
+        4,
+        INDEXER[68],
+    ),
+    "V4's window": (packed_swa, 1, LATENT),
+    "V4's window, bfloat16": (lambda cache: swa(cache, torch.bfloat16), 1, ()),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_rows_of_vllm_s_own_layers(layer: str) -> None:
+    make, tokens, planes = LAYERS[layer]
+    spec = spec_of(make)
+    form = row_form("i", spec)
+    assert (form.tokens, form.planes) == (tokens, planes)
+    assert not planes or sum(plane.width for plane in planes) == spec.state_content_size_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_an_indexer_s_keys_without_scales_lie_together(dtype: torch.dtype) -> None:
+    """MiniMax-M3's."""
+    role = SparseCacheRole.INDEXER
+    spec = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=128, dtype=dtype, cache_role=role)
+    assert row_form("i", spec) == (1, ())
+
+
+# Types of caches.
+
+
+class NvFp4:
+    """As FlashInfer's backend, which cannot be imported without a GPU."""
+
+    @staticmethod
+    def customize_spec(spec: FullAttentionSpec) -> FullAttentionSpec:
+        width = nvfp4_kv_cache_full_dim(spec.head_size)
+        return replace(spec, num_head_slots=2 * spec.num_kv_heads, state_content_bytes=width)
+
+
+ROWS, SLOTS = "rows", "K and V in slots of their own"
+TYPES: dict[str, tuple[Any, str]] = {
+    "auto": (TritonAttentionBackend, ROWS),
+    "float16": (TritonAttentionBackend, ROWS),
+    "bfloat16": (TritonAttentionBackend, ROWS),
+    "fp8": (TritonAttentionBackend, ROWS),
+    "fp8_e4m3": (TritonAttentionBackend, ROWS),
+    "fp8_e5m2": (TritonAttentionBackend, ROWS),
+    "fp8_inc": (TritonAttentionBackend, ROWS),
+    "fp8_ds_mla": (MLACommonBackend, ROWS),
+    "nvfp4_ds_mla": (MLACommonBackend, ROWS),
+    "turboquant_k8v4": (TurboQuantAttentionBackend, ROWS),
+    "turboquant_4bit_nc": (TurboQuantAttentionBackend, ROWS),
+    "turboquant_k3v4_nc": (TurboQuantAttentionBackend, ROWS),
+    "turboquant_3bit_nc": (TurboQuantAttentionBackend, ROWS),
+    "ultraquant_4bit": (TurboQuantAttentionBackend, ROWS),  # of which its own, for ROCm, is derived
+    "int4_per_token_head": (TritonAttentionBackend, ROWS),
+    "int8_per_token_head": (TritonAttentionBackend, ROWS),
+    "fp8_per_token_head": (TritonAttentionBackend, ROWS),
+    "nvfp4": (NvFp4, SLOTS),
+    "nvfp4_4over6": (NvFp4, SLOTS),
+}
+"""By --kv-cache-dtype: the backend that divides a block, and how; read in the kernels of vLLM 0.32."""
+CONTENT = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
+
+
+def test_each_type_of_cache_is_listed() -> None:
+    assert set(get_args(CacheDType)) == TYPES.keys()
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_cache_is_moved_as_rows_or_refused(kind: str) -> None:
+    """Scales lie in the row of their token and head; or a head has two slots, which p2pkv refuses by the
+    number of heads."""
+    backend, how = TYPES[kind]
+    latent = kind in CONTENT
+    spec: Any = (MLAAttentionSpec if latent else FullAttentionSpec)(
+        block_size=64,
+        num_kv_heads=1 if latent else 4,
+        head_size=576 if latent else 128,
+        dtype=torch.bfloat16 if kind == "auto" else kv_cache_dtype_str_to_dtype(kind, None),
+        kv_quant_mode=get_kv_quant_mode(kind),
+        state_content_bytes=CONTENT.get(kind),
+        **({"cache_dtype_str": kind} if latent else {}),
+    )
+    spec = backend.customize_spec(spec)
+    assert row_form("layer", spec) == (1, ())
+    assert (spec.num_heads != spec.num_kv_heads) is (how == SLOTS)
+
+
+def test_turboquant_of_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = FullAttentionSpec(
+        block_size=64,
+        num_kv_heads=4,
+        head_size=128,
+        dtype=torch.uint8,
+        kv_quant_mode=get_kv_quant_mode("turboquant_4bit_nc"),
+    )
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
+    with pytest.raises(ConfigError, match="scales in a region of each block"):
+        row_form("layer", spec)
+
+
+def test_scales_that_have_been_loaded_stay() -> None:
+    """vLLM's own first forward sets all of a layer's scales to 1."""
+    impl = TritonAttentionImpl.__new__(TritonAttentionImpl)
+    impl._is_per_token_head_quant = True
+    kv_cache = torch.zeros(3, 2, 16, 2 * (8 + 4), dtype=torch.int8)
+    make_ready(torch.device("meta"), [SimpleNamespace(impl=impl, kv_cache=kv_cache), SimpleNamespace()])
+    kv_cache.fill_(7)
+    impl._ensure_scale_caches(kv_cache)
+    assert bool((kv_cache == 7).all())
+
+
+# Views.
+
+
+def test_a_plane_is_found_in_kernel_blocks_of_any_size() -> None:
+    """vLLM's indexers have kernel blocks of 64 tokens, whatever --block-size is."""
+    spec = MLAAttentionSpec(block_size=SIZE, num_kv_heads=1, head_size=132, dtype=torch.uint8)
+    pages = torch.arange(8 * 64 * 132).to(torch.uint8).view(8, 1, 64, 132)
+    (one, keys), (two, scales) = plane_views("i", row_form("i", spec), pages)
+    assert (one, two) == ("values", "scales")
+    flat = pages[5].flatten()
+    assert torch.equal(keys[5, 0, 63], flat[63 * 128 : 64 * 128])
+    assert torch.equal(scales[5, 0, 63], flat[64 * 128 + 63 * 4 :][:4])
+
+
+def test_a_view_of_another_size_is_refused() -> None:
+    spec = MLAAttentionSpec(block_size=SIZE, num_kv_heads=1, head_size=132, dtype=torch.uint8)
+    with pytest.raises(ConfigError, match=r"expected rows of 132 bytes"):
+        plane_views("i", row_form("i", spec), torch.zeros(8, 1, 64, 130, dtype=torch.uint8))
