@@ -69,8 +69,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     no wildcard"""
 
     kv_port: Port = DEFAULT_KV_PORT
-    """TCP port | no | rank r of the instance listens on `kv_port + r`; every instance of a host needs ports
-    of its own"""
+    """TCP port | no | rank r of data-parallel engine e listens on `kv_port + e * ranks + r`, where `ranks` is
+    TP x PP; every instance of a host needs ports of its own"""
+
+    engine_index: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
+    """Not an option: which engine of its instance this is, vLLM's data-parallel rank."""
+
+    engine_ranks: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
+    """Not an option: how many ranks this engine has, TP x PP."""
 
     proxy_ip: str | None = None
     """IP address or name | no | the proxy to register with; of several side by side, all, with commas between
@@ -186,6 +192,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         for name in OPTIONS:
             msgspec.structs.force_setattr(self, name, _read(name, getattr(self, name), _TYPES[name]))
         self._normalise_hosts()
+        self._check_ports()
         if self.chunk_bytes > self.staging_bytes:
             raise ConfigError(
                 f"chunk_bytes is {self.chunk_bytes} and staging_bytes only {self.staging_bytes}: expected a "
@@ -223,6 +230,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                 f"host is {self.host!r}: expected an address that peers can connect to, since it is "
                 "advertised to them; write this machine's own address"
             )
+
+    def _check_ports(self) -> None:
+        last = self.kv_port + (self.engine_index + 1) * self.engine_ranks - 1
+        if last > 65535:
+            raise ConfigError(f"{self.ports}: expected ports up to 65535; lower kv_port")
 
     def _check_trust(self) -> None:
         if self.discovery == "curve" and self.secret is None:
@@ -264,8 +276,18 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def address(self) -> Address:
-        """Where rank 0 listens."""
-        return Address(self.host, self.kv_port)
+        """Where rank 0 of this engine listens."""
+        return Address(self.host, self.kv_port + self.engine_index * self.engine_ranks)
+
+    @property
+    def ports(self) -> str:
+        """Where the ranks of this engine listen, and why there."""
+        index, ranks = self.engine_index, self.engine_ranks
+        first = self.kv_port + index * ranks
+        return (
+            f"the ranks of this engine listen on ports {first} to {first + ranks - 1} "
+            f"(kv_port {self.kv_port}, data-parallel rank {index}, TP x PP {ranks})"
+        )
 
     @property
     def proxies(self) -> tuple[Address, ...]:
@@ -289,14 +311,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         default_host: str,
         has_gpu: bool,
         gpu_bytes: int = 0,
+        engine: tuple[int, int] = (0, 1),
         former: bool = False,
         environ: Mapping[str, str] = os.environ,
     ) -> Options:
         """The options in `extra` (kv_connector_extra_config), defaults for the rest.
 
         `role` is vLLM's kv_role; `kv_port` may be None for the default; `gpu_bytes` is the memory of one GPU;
-        `former`: the connector goes by its former name. null and "" stand for an option that is not
-        set. Raises ConfigError for whatever cannot be used.
+        `engine` has `engine_index` and `engine_ranks`; `former`: the connector goes by its former name. null
+        and "" stand for an option that is not set. Raises ConfigError for whatever cannot be used.
         """
         _refuse_unknown(extra)
         given = {name: value for name, value in extra.items() if value is not None and value != ""}
@@ -310,6 +333,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         values: dict[str, Any] = {
             "kv_port": DEFAULT_KV_PORT if kv_port is None else kv_port,
             "host": default_host,
+            "engine_index": engine[0],
+            "engine_ranks": engine[1],
             "staging_bytes": (staging := default_staging(gpu_bytes)),
             "chunk_bytes": default_chunk(given.get("staging_bytes", staging), has_gpu),
             "warm_up_api_key": environ.get("VLLM_API_KEY", ""),
@@ -348,7 +373,8 @@ def default_chunk(staging: object, has_gpu: bool) -> int:
 
 
 _TYPES = get_type_hints(Options, include_extras=True) | {"link": Literal[NAMES]}
-OPTIONS = tuple(name for name in Options.__struct_fields__ if name not in ("role", "secret", "notes"))
+NO_OPTIONS = ("role", "engine_index", "engine_ranks", "secret", "notes")
+OPTIONS = tuple(name for name in Options.__struct_fields__ if name not in NO_OPTIONS)
 """The names of the options."""
 
 _FORMER: dict[str, Any] = {"mem_pool_size_gb": float, "send_type": Literal["PUT", "GET", "PUT_ASYNC"]}

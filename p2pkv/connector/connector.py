@@ -141,8 +141,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         self._requests: WeakSet[Request] = WeakSet()
         """All that vLLM knows."""
         tables, whole = block_tables(self._kv_cache_config), computes_last_token(self._kv_cache_config)
-        tail, parallel = prompt_tail(config), config.parallel_config
-        world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        tail, world = prompt_tail(config), self.options.engine_ranks
         if self.options.role == "P":
             batches = config.max_concurrent_batches
             held = HeldBlocks(self._kv_cache_config.num_blocks, self.options.held_share)
@@ -294,11 +293,9 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             self._start()
 
     def _start(self) -> None:
-        from vllm.distributed.parallel_state import get_world_group
-
         config, options = self._vllm_config, self.options
         layers = Layers(self._kv_caches, self._kv_cache_config)
-        number = get_world_group().rank_in_group
+        number = config.parallel_config.rank  # in its engine; torch's world is all engines of a MoE instance
         cache, shape = cache_of(config, self._kv_cache_config, layers, number)
         make_ready(cache.device)
         links = make_factory(

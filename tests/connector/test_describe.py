@@ -502,9 +502,9 @@ def test_attention_of_every_kind_and_states_move() -> None:
 @pytest.mark.parametrize(
     ("sizes", "match"),
     [
-        ({"data_parallel_size": 2}, "--data-parallel-size is 2"),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size is 2"),
         ({"prefill_context_parallel_size": 4}, "--prefill-context-parallel-size is 4"),
+        ({"enable_elastic_ep": True}, "--enable-elastic-ep is set"),
         ({"nnodes": 2}, "--nnodes is 2: .* all ranks at one host"),
         ({"distributed_executor_backend": "external_launcher", "world_size": 2}, "choose mp or ray"),
     ],
@@ -514,12 +514,15 @@ def test_ranks_that_would_be_addressed_wrongly_are_refused(sizes: dict[str, Any]
         P2pKvConnector(with_parallel(**sizes), KVConnectorRole.WORKER, kv_cache_config())
 
 
-def test_a_data_parallel_rank_of_a_dense_model_is_refused() -> None:
-    """vLLM tells it that data_parallel_size is 1."""
-    config = with_parallel(data_parallel_size=2, data_parallel_index=1)
-    config.parallel_config.reconfigure_for_independent_dp_rank()
-    with pytest.raises(ConfigError, match=r"data-parallel rank 1.*each with its own kv_port"):
-        refuse_what_cannot_pair(config)
+@pytest.mark.parametrize("model", ["dense", "experts"])
+def test_the_ranks_of_a_data_parallel_engine_listen_behind_those_of_the_engines_before_it(model: str) -> None:
+    config = with_parallel(tensor_parallel_size=2, data_parallel_size=4, data_parallel_index=3)
+    if model == "dense":
+        config.parallel_config.reconfigure_for_independent_dp_rank()
+    refuse_what_cannot_pair(config)
+    said = hello(config, tensors(list(LAYERS), heads=1), rank=1)
+    assert said.addresses == (str(P_ADDRESS.shifted(6)), str(P_ADDRESS.shifted(7)))
+    assert said.address == said.addresses[1]
 
 
 @pytest.mark.parametrize("option", ["enable_sleep_mode", "enable_cumem_allocator"])
