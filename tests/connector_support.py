@@ -122,6 +122,8 @@ def be_data_parallel(config: VllmConfig, index: int, start: int = 0, size: int =
     parallel = config.parallel_config
     parallel.data_parallel_index, parallel.data_parallel_rank_local = index, index - start
     parallel.data_parallel_size, parallel.data_parallel_rank = size, index if size > 1 else 0
+    assert config.kv_transfer_config is not None
+    config.kv_transfer_config.engine_id = f"{config.kv_transfer_config.engine_id}_dp{index}"
 
 
 def transfer_config(role: str, port: int | None = None, **extra: Any) -> dict[str, Any]:

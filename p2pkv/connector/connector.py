@@ -29,6 +29,7 @@ from p2pkv.connector.describe import (
     cache_of,
     computes_last_token,
     hello_of,
+    http_address,
     make_ready,
     new_incarnation,
     notifies_of_sleep,
@@ -36,6 +37,7 @@ from p2pkv.connector.describe import (
     prompt_tail,
     refuse_what_cannot_move,
     refuse_what_cannot_pair,
+    replica,
 )
 from p2pkv.connector.generation import Generation, forget_prefixes
 from p2pkv.connector.identity import Pairs, adapter_fingerprint
@@ -122,7 +124,10 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
     def _schedule(self) -> None:
         for note in self.options.notes:
             log.warning("%s", note)
-        config, pairs = self._vllm_config, Pairs(self.options.address, self.options.role)
+        config, pairs = (
+            self._vllm_config,
+            Pairs(self.options.address, self.options.role),
+        )
         self._pace = IdlePace(config.max_concurrent_batches)
         # Ranks of other replicas may wait for a batch of this one that computes nothing.
         pausing = self.options.idle_wait_ms > 0 and config.parallel_config.data_parallel_size == 1
@@ -336,29 +341,33 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             self._announce(hello)
 
     def _announce(self, hello: Hello) -> None:
-        """Announce this instance to the proxies once it is warm, from a process of its own."""
+        """Announce this engine to the proxies once it is warm, from a process of its own."""
         config, options = self._vllm_config, self.options
+        http, number = http_address(config, options), replica(config)
         names = config.model_config.served_model_name
         model = names if isinstance(names, str) else names[0]
         ping = Ping(
             type=options.role,
-            http_address=str(options.http_address),
+            http_address=str(http),
             zmq_address=str(options.address),
             tp_size=config.parallel_config.tensor_parallel_size,
             version=DISCOVERY_VERSION,
             incarnation=hello.incarnation,
             model=model,
+            dp_rank=options.engine_index,
+            replica=number,
             protocol=hello.version,
             fit=fit(hello),
             partners=options.max_links if options.role == "D" and options.preconnect else 0,
         )
         room = config.model_config.max_model_len - ANSWER_TOKENS
         plan = WarmUp(
-            url=f"{'https' if options.warm_up_tls else 'http'}://{options.http_address}",
+            url=f"{'https' if options.warm_up_tls else 'http'}://{http}",
             model=model,
             tokens=max(1, min(WARM_UP_BLOCKS * config.cache_config.block_size + 1, room)),
             seconds=options.warm_up_seconds,
             api_key=options.warm_up_api_key,
+            replica=number,
         )
         announcement = Announcement(
             proxies=tuple(map(str, options.proxies)),

@@ -15,6 +15,7 @@ from p2pkv.connector.recurrent import conv_dim_first, recurrent_layers, refuse_s
 from p2pkv.connector.scheduler import BlockTables
 from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.packings import DENSE, cpu_codec
+from p2pkv.pairing import Address
 from p2pkv.protocol.handshake import DRAFTER
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
 
@@ -48,6 +49,34 @@ def engine_ranks(config: VllmConfig) -> int:
     """The ranks of one engine; of a data-parallel instance each engine has so many."""
     parallel = config.parallel_config
     return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
+
+
+def data_parallel(config: VllmConfig) -> bool:
+    """Whether this engine's instance may have others. A dense model's engine finds that in its id only."""
+    transfer, parallel = config.kv_transfer_config, config.parallel_config
+    named = transfer is not None and re.search(r"_dp[0-9]+$", str(transfer.engine_id)) is not None
+    return named or parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0
+
+
+def replica(config: VllmConfig) -> int | None:
+    """The number in X-data-parallel-rank with which this engine's HTTP server sends it a request; None: the
+    server has no other engine."""
+    parallel = config.parallel_config
+    if not data_parallel(config):
+        return None
+    # The server of a node (hybrid) or of one rank (external) counts its own engines only.
+    own_only = parallel.local_engines_only
+    return int(parallel.data_parallel_rank_local if own_only else parallel.data_parallel_index)
+
+
+def http_address(config: VllmConfig, options: Options) -> Address | None:
+    """Where requests for this engine go; None without http_port."""
+    parallel, address = config.parallel_config, options.http_address
+    elsewhere = data_parallel(config) and parallel.data_parallel_rank_local != parallel.data_parallel_index
+    if address is not None and elsewhere and not parallel.local_engines_only:
+        # One HTTP server for all nodes, on the first one.
+        return Address(parallel.data_parallel_master_ip, address.port)
+    return address
 
 
 def layer_order(names: list[str]) -> list[str]:
