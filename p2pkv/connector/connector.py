@@ -124,10 +124,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
     def _schedule(self) -> None:
         for note in self.options.notes:
             log.warning("%s", note)
-        config, pairs = (
-            self._vllm_config,
-            Pairs(self.options.address, self.options.role),
-        )
+        config, options = self._vllm_config, self.options
+        pairs = Pairs(options.address, options.role, options.is_of_instance)
         self._pace = IdlePace(config.max_concurrent_batches)
         # Ranks of other replicas may wait for a batch of this one that computes nothing.
         pausing = self.options.idle_wait_ms > 0 and config.parallel_config.data_parallel_size == 1

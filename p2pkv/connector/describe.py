@@ -40,7 +40,7 @@ def options_of(config: VllmConfig) -> Options:
         has_gpu=has_gpu,
         # It asks NVML, so that a scheduler's process does not become a user of the device.
         gpu_bytes=current_platform.get_device_total_memory() if has_gpu else 0,
-        engine=(parallel.data_parallel_index, engine_ranks(config)),
+        engine=(parallel.data_parallel_index, engine_ranks(config), data_parallel(config)),
         former=transfer.kv_connector == "P2pNcclConnector",
     )
 
@@ -354,7 +354,8 @@ def hello_of(
         weights=fingerprint(config, name) + (f"{DRAFTER}{drafter}" if drafter else ""),
         cache=shape,
         link=link,
-        ahead=options.role == "D" and options.prefetch_bytes > 0,
+        ahead=options.role == "D" and options.prefetch_bytes > 0 and not options.data_parallel,
+        instance=str(options.instance or ""),
         digest=cache.digest_name,
         verify=options.verify,
     )

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -293,7 +293,8 @@ def _folder(model: str, revision: str | None, cache: str | None) -> Path | None:
 
 @dataclass(frozen=True)
 class Paired:
-    """A request that names a P and a D."""
+    """A request that names a P and a D. A router that knows no data-parallel ranks may name another engine of
+    this instance than this one, to which the HTTP server has given the request."""
 
     key: str
     prefill: Address
@@ -303,12 +304,14 @@ class Paired:
 class Pairs:
     """Finds the pair in request ids, and warns once of each way in which there is none.
 
-    `mine` is the address that this instance advertises, `side` which half of a pair it must be.
+    `mine` is the address that this engine advertises, `side` which half of a pair it must be, `ours` whether
+    an address is an engine's of this instance.
     """
 
-    def __init__(self, mine: Address, side: str) -> None:
-        self._mine = mine
+    def __init__(self, mine: Address, side: str, ours: Callable[[Address], bool] | None = None) -> None:
+        self.mine = mine
         self._side = side
+        self._ours = ours or mine.__eq__
         self._warned: set[str] = set()
 
     def of(self, request: Request) -> Paired | None:
@@ -328,10 +331,10 @@ class Pairs:
             self._warn("malformed", f"{error}; the request is served here, alone")
             return None
         here = pair.prefill if self._side == "P" else pair.decode
-        if here != self._mine:
+        if not self._ours(here):
             self._warn(
                 f"other {here}",
-                f"a request names {here} as its {self._side}, but this instance is {self._mine}: "
+                f"a request names {here} as its {self._side}, but this instance is {self.mine}: "
                 "it is served here, alone; check the router's addresses",
             )
             return None

@@ -200,7 +200,8 @@ class ProducerScheduler:
             return
         self._taken.add(paired.key)
         self._prompts[request.request_id] = prompt
-        self._next.holds.append(Hold(paired.key, paired.decode))
+        named = paired.prefill if paired.prefill != self._pairs.mine else None
+        self._next.holds.append(Hold(paired.key, paired.decode, named))
 
     def matched(self, request: Request, local: int) -> bool:
         """vLLM finds `local` tokens in its prefix cache, and would schedule the request; whether it may.

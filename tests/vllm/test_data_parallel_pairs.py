@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ import psutil
 import pytest
 from probes import Compared
 from prometheus_client.parser import text_string_to_metric_families
+from router_support import MODES, original_router, vllm_router
 from tiny_moe import TinyMoe
 from vllm_support import (
     BLOCK,
@@ -30,7 +31,7 @@ from vllm_support import (
 )
 
 from p2pkv.demo import client
-from p2pkv.demo.processes import wait_until
+from p2pkv.demo.processes import ServerProcess, wait_until
 from p2pkv.demo.servers import LOOPBACK, ProxyServer, VllmServer
 from p2pkv.demo.tiny_model import ensure_model
 
@@ -126,6 +127,10 @@ class Group:
     probes: Path
     pings: PingRelay
 
+    @property
+    def servers(self) -> tuple[ServerProcess, ...]:
+        return self.p, self.d, self.single, *self.proxies.values()
+
     def at_rest(self) -> None:
         for server, ranks in zip((self.p, self.d), self.sizes, strict=True):
             at_rest(server, ranks)
@@ -173,31 +178,55 @@ def start(
     env = plugin_environment(*plugins) if plugins else {}
     single = VllmServer(model, extra_args=settings, env=env, name="single", log_path=folder / "single.log")
     group = Group(servers[0], servers[1], single, proxies, (p_size, d_size), probes, pings)
-    everyone = (*servers, single, *proxies.values())
     if note is not None:
-        note(*everyone)
-    for each in everyone:
+        note(*group.servers)
+    for each in group.servers:
         stack.enter_context(each)
-    for each in everyone:
+    for each in group.servers:
         each.wait_ready()
     for proxy in proxies.values():
         known(proxy, p_size, d_size)
     return group
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", SHAPES)
-def test_engines_of_p_and_d_behind_both_dispatches(
-    name: str, tiny_model: Path, tmp_path: Path, servers_on_failure: Callable[..., None]
-) -> None:
+@pytest.fixture(scope="module", params=SHAPES)
+def group(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Group]:
     with ExitStack() as stack:
-        group = start(name, tiny_model, tmp_path, stack, servers_on_failure)
-        for dispatch, proxy in group.proxies.items():
-            serves_as_one(proxy.base_url, group.single.base_url, group.probes, f"{name} {dispatch}")
-            group.at_rest()
-        for server, size in zip((group.p, group.d), group.sizes, strict=True):
-            counts = answered(server)
-            assert len(counts) == size and min(counts.values()) >= 10, counts
+        yield start(request.param, tiny_model, tmp_path_factory.mktemp(request.param), stack)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+def test_engines_of_p_and_d_behind_both_dispatches(
+    group: Group, dispatch: str, servers_on_failure: Callable[..., None]
+) -> None:
+    servers_on_failure(*group.servers)
+    before = [answered(server) for server in (group.p, group.d)]
+    serves_as_one(group.proxies[dispatch].base_url, group.single.base_url, group.probes, dispatch)
+    group.at_rest()
+    for server, size, then in zip((group.p, group.d), group.sizes, before, strict=True):
+        counts = {engine: count - then[engine] for engine, count in answered(server).items()}
+        assert len(counts) == size and min(counts.values()) >= 10, counts
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("router", ["original", *MODES])
+def test_routers_that_know_no_data_parallel_ranks(
+    group: Group,
+    router: str,
+    pytestconfig: pytest.Config,
+    logs: Path,
+    servers_on_failure: Callable[..., None],
+) -> None:
+    """Whichever engines their ids name, vLLM's HTTP servers choose by themselves."""
+    process = original_router(logs) if router == "original" else vllm_router(router, pytestconfig, logs)
+    servers_on_failure(*group.servers, process)
+    with process, group.pings.also(process.discovery):
+        process.wait_ready(60.0)
+        serves_as_one(process.base_url, group.single.base_url, group.probes, router)
+    group.at_rest()
 
 
 def engine_core(server: VllmServer, rank: int) -> psutil.Process:
