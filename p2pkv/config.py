@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from p2pkv.link_kinds import AUTO, NAMES, refuse_other_memory
-from p2pkv.pairing import Address, PairingError, normal_host
+from p2pkv.pairing import Address, PairingError, normal_host, of_one_instance
 from p2pkv.trust import SECRET_VARIABLE, Networks, TrustError, is_loopback, read_secret
 
 Role = Literal["P", "D"]
@@ -72,8 +72,17 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     no wildcard"""
 
     kv_port: Port = DEFAULT_KV_PORT
-    """TCP port | no | rank r of the instance listens on `kv_port + r`; every instance of a host needs ports
-    of its own"""
+    """TCP port | no | rank r of data-parallel engine e listens on `kv_port + e * ranks + r`, where `ranks` is
+    TP x PP; every instance of a host needs ports of its own"""
+
+    engine_index: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
+    """Not an option: which engine of its instance this is, vLLM's data-parallel rank."""
+
+    data_parallel: bool = False
+    """Not an option: whether its instance may have other engines."""
+
+    engine_ranks: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
+    """Not an option: how many ranks this engine has, TP x PP."""
 
     proxy_ip: str | None = None
     """IP address or name | no | the proxy to register with; of several side by side, all, with commas between
@@ -189,6 +198,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         for name in OPTIONS:
             msgspec.structs.force_setattr(self, name, _read(name, getattr(self, name), _TYPES[name]))
         self._normalise_hosts()
+        self._check_ports()
         if self.chunk_bytes > self.staging_bytes:
             raise ConfigError(
                 f"chunk_bytes is {self.chunk_bytes} and staging_bytes only {self.staging_bytes}: expected a "
@@ -232,6 +242,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                 f"host is {self.host!r}: expected an address that peers can connect to, since it is "
                 "advertised to them; write this machine's own address"
             )
+
+    def _check_ports(self) -> None:
+        last = self.kv_port + (self.engine_index + 1) * self.engine_ranks - 1
+        if last > 65535:
+            raise ConfigError(f"{self.ports}: expected ports up to 65535; lower kv_port")
 
     def _check_trust(self) -> None:
         if self.discovery == "curve" and self.secret is None:
@@ -283,8 +298,30 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def address(self) -> Address:
-        """Where rank 0 listens."""
-        return Address(self.host, self.kv_port)
+        """Where rank 0 of this engine listens."""
+        return Address(self.host, self.kv_port + self.engine_index * self.engine_ranks)
+
+    @property
+    def instance(self) -> Address | None:
+        """Where the first engine of a data-parallel instance begins, or would on this host."""
+        return Address(self.host, self.kv_port) if self.data_parallel else None
+
+    def is_of_instance(self, engine: Address) -> bool:
+        """Whether `engine` may be where this engine begins, or another of its instance on this host."""
+        first = self.instance
+        return engine == self.address or (
+            first is not None and of_one_instance(engine, first, self.engine_ranks)
+        )
+
+    @property
+    def ports(self) -> str:
+        """Where the ranks of this engine listen, and why there."""
+        index, ranks = self.engine_index, self.engine_ranks
+        first = self.kv_port + index * ranks
+        return (
+            f"the ranks of this engine listen on ports {first} to {first + ranks - 1} "
+            f"(kv_port {self.kv_port}, data-parallel rank {index}, TP x PP {ranks})"
+        )
 
     @property
     def proxies(self) -> tuple[Address, ...]:
@@ -308,14 +345,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         default_host: str,
         has_gpu: bool,
         gpu_bytes: int = 0,
+        engine: tuple[int, int, bool] = (0, 1, False),
         former: bool = False,
         environ: Mapping[str, str] = os.environ,
     ) -> Options:
         """The options in `extra` (kv_connector_extra_config), defaults for the rest.
 
         `role` is vLLM's kv_role; `kv_port` may be None for the default; `gpu_bytes` is the memory of one GPU;
-        `former`: the connector goes by its former name. null and "" stand for an option that is not
-        set. Raises ConfigError for whatever cannot be used.
+        `engine` has `engine_index`, `engine_ranks` and `data_parallel`; `former`: the connector goes by its
+        former name. null and "" stand for an option that is not set. Raises ConfigError for whatever cannot
+        be used.
         """
         _refuse_unknown(extra)
         given = {name: value for name, value in extra.items() if value is not None and value != ""}
@@ -329,6 +368,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         values: dict[str, Any] = {
             "kv_port": DEFAULT_KV_PORT if kv_port is None else kv_port,
             "host": default_host,
+            "engine_index": engine[0],
+            "engine_ranks": engine[1],
+            "data_parallel": engine[2],
             "staging_bytes": (staging := default_staging(gpu_bytes)),
             "chunk_bytes": default_chunk(given.get("staging_bytes", staging), has_gpu),
             "warm_up_api_key": environ.get("VLLM_API_KEY", ""),
@@ -367,7 +409,8 @@ def default_chunk(staging: object, has_gpu: bool) -> int:
 
 
 _TYPES = get_type_hints(Options, include_extras=True) | {"link": Literal[NAMES]}
-OPTIONS = tuple(name for name in Options.__struct_fields__ if name not in ("role", "secret", "notes"))
+NO_OPTIONS = ("role", "engine_index", "data_parallel", "engine_ranks", "secret", "notes")
+OPTIONS = tuple(name for name in Options.__struct_fields__ if name not in NO_OPTIONS)
 """The names of the options."""
 
 _FORMER: dict[str, Any] = {"mem_pool_size_gb": float, "send_type": Literal["PUT", "GET", "PUT_ASYNC"]}
@@ -474,6 +517,8 @@ def _notes(options: Options, former_way: bool) -> Iterator[str]:
             "quarter of its staging_bytes: P fills messages up to that; raise staging_bytes or lower "
             "chunk_bytes"
         )
+    if options.data_parallel and options.prefetch_bytes:
+        yield "prefetch_bytes has no effect: its instance is data-parallel, so P may not know D's engine yet"
     if options.http_port is not None and not options.proxies:
         yield "http_port has no effect without proxy_ip and proxy_port: this instance registers with no proxy"
     if former_way and options.proxies:

@@ -120,6 +120,12 @@ class Address:
         return Address(self.host, self.port + ranks)
 
 
+def of_one_instance(engine: Address, first: Address, ranks: int) -> bool:
+    """Whether an engine may begin at `engine`, of an instance whose first one on that host begins at `first`
+    and whose engines have so many `ranks`."""
+    return engine.host == first.host and engine.port >= first.port and not (engine.port - first.port) % ranks
+
+
 def _complaint(text: str) -> str:
     host, _, port = text.rpartition(":")
     if "/" in text:

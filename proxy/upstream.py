@@ -447,8 +447,8 @@ def to_instance(client: CIMultiDictProxy[str], instance: Instance, request_id: s
     headers["Content-Type"] = "application/json"
     # Ids are rewritten in the answer, so it must come as it is.
     headers["Accept-Encoding"] = "identity"
-    if instance.ping.dp_size > 1:
-        headers[REPLICA] = str(instance.ping.dp_rank)
+    if instance.replica is not None:
+        headers[REPLICA] = str(instance.replica)
     return headers
 
 

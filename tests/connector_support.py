@@ -116,6 +116,16 @@ def vllm_config(
     return config
 
 
+def be_data_parallel(config: VllmConfig, index: int, start: int = 0, size: int = 1) -> None:
+    """What vLLM leaves in the configuration of a data-parallel engine whose node has those from `start` on.
+    `size`: 1 for dense models, whatever --data-parallel-size is."""
+    parallel = config.parallel_config
+    parallel.data_parallel_index, parallel.data_parallel_rank_local = index, index - start
+    parallel.data_parallel_size, parallel.data_parallel_rank = size, index if size > 1 else 0
+    assert config.kv_transfer_config is not None
+    config.kv_transfer_config.engine_id = f"{config.kv_transfer_config.engine_id}_dp{index}"
+
+
 def transfer_config(role: str, port: int | None = None, **extra: Any) -> dict[str, Any]:
     """What `--kv-transfer-config` says of p2pkv."""
     kv_role, address = _ROLES[role]
@@ -281,13 +291,22 @@ class Instance:
     """One vLLM engine core: the real scheduler, our connector, and a Worker of ours for each rank.
 
     `ahead`: steps that are scheduled before the first one's result is known, as with asynchronous
-    scheduling.
+    scheduling. `index`: its data-parallel rank; None: its instance has one engine.
     """
 
     def __init__(
-        self, role: str, *, ranks: int = 1, blocks: int = 64, ahead: int = 0, **options: Any
+        self,
+        role: str,
+        *,
+        ranks: int = 1,
+        blocks: int = 64,
+        ahead: int = 0,
+        index: int | None = None,
+        **options: Any,
     ) -> None:
         self.config = config = vllm_config(role, **options)
+        if index is not None:
+            be_data_parallel(config, index)
         config.cache_config.num_gpu_blocks = blocks
         config.parallel_config.tensor_parallel_size = ranks
         config.scheduler_config.async_scheduling = bool(ahead)

@@ -11,10 +11,8 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from connector_support import BLOCK, Instance, inner_id, pair_id
 from kinds_support import ATTENTION, Contents, Kind, Rows, heads_of, window_of
@@ -37,7 +35,8 @@ POISON = (b"\xff\xff\xff\xff", bytes.fromhex("a57f833a"))
 
 
 class Engine(Instance):
-    """An instance of `tp` real ranks, which listens from `port` on."""
+    """An engine of `tp` real ranks, which listens from `port` on; as data-parallel rank `index` behind those
+    before it."""
 
     def __init__(
         self, role: str, tp: int, port: int, blocks: int, kind: Kind = ATTENTION, **options: Any
@@ -46,7 +45,7 @@ class Engine(Instance):
         super().__init__(role, ranks=tp, blocks=blocks, port=port, link="host", model=kind.model, **options)
         self.role = role
         self.tp = tp
-        self.address = Address("127.0.0.1", port)
+        self.address = Address("127.0.0.1", port + (options.get("index") or 0) * tp)
         self.connectors: list[P2pKvConnector] = []
         groups = self.kv_config.kv_cache_groups
         self._table = {name: number for number, group in enumerate(groups) for name in group.layer_names}
@@ -59,7 +58,6 @@ class Engine(Instance):
         """What the made-up model's KV depends on, beside the tokens."""
         self._across: set[str] = set()
         """Requests that ran when the weights changed: they go on with the KV that they have, as with vLLM."""
-        self._be_rank: Callable[[int], None] = lambda rank: None
         self.passed = 0
         """States that were written in the middle of a step."""
         self._given: list[int] = []
@@ -81,17 +79,19 @@ class Engine(Instance):
     def make_kv_config(self, blocks: int) -> KVCacheConfig:
         return self.kind.kv_config(self.config, blocks)
 
-    def start(self, be_rank: Callable[[int], None]) -> None:
-        self._be_rank = be_rank
+    def start(self) -> None:
         layout = self.config.cache_config.get_resolved_kv_cache_layout()
         for rank in range(len(self.ranks)):
-            be_rank(rank)
+            self._be_rank(rank)
             views = allocate_kv_cache(self.kv_config, torch.device("cpu"), layout)
             self.memory.append(views)
             connector = P2pKvConnector(self.config, KVConnectorRole.WORKER, self.kv_config)
             connector.register_kv_caches(views)
             self.connectors.append(connector)
         self.workers = [connector.worker for connector in self.connectors]
+
+    def _be_rank(self, rank: int) -> None:
+        self.config.parallel_config.rank = rank
 
     def stop(self) -> None:
         for connector in self.connectors:
@@ -336,14 +336,8 @@ def _spec_of(group: KVCacheGroupSpec, name: str) -> Any:
 
 
 @contextlib.contextmanager
-def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Engine, Engine]]]:
+def starting() -> Iterator[Callable[..., tuple[Engine, Engine]]]:
     """Starts pairs of a P and a D, which are stopped at the end."""
-    from vllm.distributed import parallel_state
-
-    def be_rank(rank: int) -> None:
-        world = SimpleNamespace(rank_in_group=rank)
-        monkeypatch.setattr(parallel_state, "get_world_group", lambda: world)
-
     with contextlib.ExitStack() as stack:
         # Blocks are small: threads of torch's would only wait for each other where processors are few.
         stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -357,23 +351,40 @@ def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[En
             d = Engine(roles[1], tp_d, port + tp_p, blocks, **options)
             for engine in (p, d):
                 stack.callback(engine.stop)
-                engine.start(be_rank)
+                engine.start()
             return p, d
 
         yield start
 
 
+@contextlib.contextmanager
+def data_parallel(p: int, d: int, tp_p: int = 1, tp_d: int = 1, **options: Any) -> Iterator[list[Engine]]:
+    """The engines of a P with `p` data-parallel ranks, and behind them those of a D with `d`."""
+    port, engines = free_ports(p * tp_p + d * tp_d), list[Engine]()
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        for role, first, tp, count in (("P", port, tp_p, p), ("D", port + p * tp_p, tp_d, d)):
+            for index in range(count):
+                engine = Engine(role, tp, first, 40, index=index, **options)
+                stack.callback(engine.stop)
+                engine.start()
+                engines.append(engine)
+        yield engines
+
+
 def run(p: Engine, d: Engine, until: Callable[[], bool], seconds: float = 60.0) -> None:
     """Steps of both, as vLLM's loops make them, until the condition holds."""
-    _run((p, d), until, seconds)
+    run_all((p, d), until, seconds)
 
 
 def run_alone(engine: Engine, until: Callable[[], bool], seconds: float = 60.0) -> None:
     """The same, while the other makes no steps."""
-    _run((engine,), until, seconds)
+    run_all((engine,), until, seconds)
 
 
-def _run(engines: Sequence[Engine], until: Callable[[], bool], seconds: float) -> None:
+def run_all(engines: Sequence[Engine], until: Callable[[], bool], seconds: float = 60.0) -> None:
+    """The same for any engines."""
     end = time.monotonic() + seconds
     while not until():
         assert time.monotonic() < end, [engine.ended for engine in engines]
@@ -394,9 +405,9 @@ def abort_or_reset(draw: random.Random, p: Engine, d: Engine, live: Sequence[tup
             draw.choice([p, d]).scheduler.reset_prefix_cache(reset_running_requests=True)
 
 
-def finish(p: Engine, d: Engine) -> None:
-    run(p, d, lambda: not p.scheduler.requests and not d.scheduler.requests)
-    for engine in (p, d):
+def finish(*engines: Engine) -> None:
+    run_all(engines, lambda: not any(engine.scheduler.requests for engine in engines))
+    for engine in engines:
         assert engine.free == engine.all_free
         engine.check_cached()
 

@@ -30,6 +30,7 @@ from p2pkv.connector.describe import (
     cache_of,
     computes_last_token,
     hello_of,
+    http_address,
     make_ready,
     new_incarnation,
     notifies_of_sleep,
@@ -37,6 +38,7 @@ from p2pkv.connector.describe import (
     prompt_tail,
     refuse_what_cannot_move,
     refuse_what_cannot_pair,
+    replica,
     request_blocks,
 )
 from p2pkv.connector.generation import Generation, forget_prefixes
@@ -133,7 +135,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
     def _schedule(self) -> None:
         for note in self.options.notes:
             log.warning("%s", note)
-        config, pairs = self._vllm_config, Pairs(self.options.address, self.options.role)
+        config, options = self._vllm_config, self.options
+        pairs = Pairs(options.address, options.role, options.is_of_instance)
         self._pace = IdlePace(config.max_concurrent_batches)
         # Ranks of other replicas may wait for a batch of this one that computes nothing.
         pausing = self.options.idle_wait_ms > 0 and config.parallel_config.data_parallel_size == 1
@@ -152,8 +155,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         self._requests: WeakSet[Request] = WeakSet()
         """All that vLLM knows."""
         tables, whole = block_tables(self._kv_cache_config), computes_last_token(self._kv_cache_config)
-        tail, parallel = prompt_tail(config), config.parallel_config
-        world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        tail, world = prompt_tail(config), self.options.engine_ranks
         for_prompts = for_loads = None
         held_blocks = self._kv_cache_config.num_blocks
         if self.options.prefills and self.options.decodes:
@@ -321,11 +323,9 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             self._start()
 
     def _start(self) -> None:
-        from vllm.distributed.parallel_state import get_world_group
-
         config, options = self._vllm_config, self.options
         layers = Layers(self._kv_caches, self._kv_cache_config)
-        number = get_world_group().rank_in_group
+        number = config.parallel_config.rank  # in its engine; torch's world is all engines of a MoE instance
         cache, shape = cache_of(config, self._kv_cache_config, layers, number)
         make_ready(cache.device, config.compilation_config.static_forward_context.values())
         links = make_factory(
@@ -366,29 +366,33 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             self._announce(hello)
 
     def _announce(self, hello: Hello) -> None:
-        """Announce this instance to the proxies once it is warm, from a process of its own."""
+        """Announce this engine to the proxies once it is warm, from a process of its own."""
         config, options = self._vllm_config, self.options
+        http, number = http_address(config, options), replica(config)
         names = config.model_config.served_model_name
         model = names if isinstance(names, str) else names[0]
         ping = Ping(
             type=options.role,
-            http_address=str(options.http_address),
+            http_address=str(http),
             zmq_address=str(options.address),
             tp_size=config.parallel_config.tensor_parallel_size,
             version=DISCOVERY_VERSION,
             incarnation=hello.incarnation,
             model=model,
+            dp_rank=options.engine_index,
+            replica=number,
             protocol=hello.version,
             fit=fit(hello),
             partners=options.max_links if options.decodes and options.preconnect else 0,
         )
         room = config.model_config.max_model_len - ANSWER_TOKENS
         plan = WarmUp(
-            url=f"{'https' if options.warm_up_tls else 'http'}://{options.http_address}",
+            url=f"{'https' if options.warm_up_tls else 'http'}://{http}",
             model=model,
             tokens=max(1, min(WARM_UP_BLOCKS * config.cache_config.block_size + 1, room)),
             seconds=options.warm_up_seconds,
             api_key=options.warm_up_api_key,
+            replica=number,
         )
         announcement = Announcement(
             proxies=tuple(map(str, options.proxies)),

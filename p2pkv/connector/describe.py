@@ -18,6 +18,7 @@ from p2pkv.connector.recurrent import conv_dim_first, recurrent_layers, refuse_s
 from p2pkv.connector.scheduler import BlockTables
 from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.packings import DENSE, cpu_codec
+from p2pkv.pairing import Address
 from p2pkv.protocol.handshake import DRAFTER
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
 
@@ -32,7 +33,7 @@ def options_of(config: VllmConfig) -> Options:
     from vllm.utils.network_utils import get_ip
 
     has_gpu = torch.cuda.is_available()
-    transfer = config.kv_transfer_config
+    transfer, parallel = config.kv_transfer_config, config.parallel_config
     assert transfer is not None
     return Options.from_extra(
         transfer.kv_connector_extra_config,
@@ -42,8 +43,43 @@ def options_of(config: VllmConfig) -> Options:
         has_gpu=has_gpu,
         # It asks NVML, so that a scheduler's process does not become a user of the device.
         gpu_bytes=current_platform.get_device_total_memory() if has_gpu else 0,
+        engine=(parallel.data_parallel_index, engine_ranks(config), data_parallel(config)),
         former=transfer.kv_connector == "P2pNcclConnector",
     )
+
+
+def engine_ranks(config: VllmConfig) -> int:
+    """The ranks of one engine; of a data-parallel instance each engine has so many."""
+    parallel = config.parallel_config
+    return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
+
+
+def data_parallel(config: VllmConfig) -> bool:
+    """Whether this engine's instance may have others. A dense model's engine finds that in its id only."""
+    transfer, parallel = config.kv_transfer_config, config.parallel_config
+    named = transfer is not None and re.search(r"_dp[0-9]+$", str(transfer.engine_id)) is not None
+    return named or parallel.data_parallel_size > 1 or parallel.data_parallel_index > 0
+
+
+def replica(config: VllmConfig) -> int | None:
+    """The number in X-data-parallel-rank with which this engine's HTTP server sends it a request; None: the
+    server has no other engine."""
+    parallel = config.parallel_config
+    if not data_parallel(config):
+        return None
+    # The server of a node (hybrid) or of one rank (external) counts its own engines only.
+    own_only = parallel.local_engines_only
+    return int(parallel.data_parallel_rank_local if own_only else parallel.data_parallel_index)
+
+
+def http_address(config: VllmConfig, options: Options) -> Address | None:
+    """Where requests for this engine go; None without http_port."""
+    parallel, address = config.parallel_config, options.http_address
+    elsewhere = data_parallel(config) and parallel.data_parallel_rank_local != parallel.data_parallel_index
+    if address is not None and elsewhere and not parallel.local_engines_only:
+        # One HTTP server for all nodes, on the first one.
+        return Address(parallel.data_parallel_master_ip, address.port)
+    return address
 
 
 def layer_order(names: list[str]) -> list[str]:
@@ -164,12 +200,10 @@ def refuse_what_cannot_pair(config: VllmConfig) -> None:
                 "read it or write to it; leave the option out, or use vLLM 0.33"
             )
     parallel = config.parallel_config
-    if parallel.data_parallel_index > 0 and parallel.data_parallel_size == 1:
-        # vLLM has made a dense model's rank an engine of its own, but with this one's address.
+    if parallel.enable_elastic_ep:
         raise ConfigError(
-            f"this is data-parallel rank {parallel.data_parallel_index}, so --data-parallel-size is not 1, "
-            "and all ranks would have the same kv_port; set it to 1, and start replicas as instances of "
-            "their own, each with its own kv_port"
+            "--enable-elastic-ep is set: this version of p2pkv does not follow data-parallel ranks that come "
+            "and go; leave the option out"
         )
     if parallel.nnodes > 1:
         raise ConfigError(
@@ -177,15 +211,14 @@ def refuse_what_cannot_pair(config: VllmConfig) -> None:
             "set it to 1, and start an instance on each node"
         )
     sizes = {
-        "--data-parallel-size": parallel.data_parallel_size,
         "--decode-context-parallel-size": parallel.decode_context_parallel_size,
         "--prefill-context-parallel-size": parallel.prefill_context_parallel_size,
     }
     for option, size in sizes.items():
         if size > 1:
             raise ConfigError(
-                f"{option} is {size}: this version of p2pkv knows tensor and pipeline parallelism only; "
-                "set it to 1, and start replicas as instances of their own, each with its own kv_port"
+                f"{option} is {size}: this version of p2pkv knows tensor, pipeline and data parallelism "
+                "only; set it to 1"
             )
     drafting = config.speculative_config
     if parallel.pipeline_parallel_size > 1 and drafting is not None and drafting.uses_draft_kv_cache():
@@ -327,9 +360,7 @@ def hello_of(
 ) -> Hello:
     """This rank's Hello, without `to`; `shape`: its entry about the cache. That of an instance of both roles
     is D's; `Context.hello_as` has P's."""
-    model, parallel = config.model_config, config.parallel_config
-    world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    name = options.weights_name
+    model, name = config.model_config, options.weights_name
     drafter = drafter_of(config, name)
     return Hello(
         version=PROTOCOL_VERSION,
@@ -338,12 +369,13 @@ def hello_of(
         rank=rank,
         to="none",
         address=str(options.address.shifted(rank)),
-        addresses=tuple(str(options.address.shifted(each)) for each in range(world)),
+        addresses=tuple(str(options.address.shifted(each)) for each in range(options.engine_ranks)),
         model=str(model.model),
         weights=fingerprint(config, name) + (f"{DRAFTER}{drafter}" if drafter else ""),
         cache=shape,
         link=link,
-        ahead=options.decodes and options.prefetch_bytes > 0,
+        ahead=options.decodes and options.prefetch_bytes > 0 and not options.data_parallel,
+        instance=str(options.instance or ""),
         digest=cache.digest_name,
         verify=options.verify,
     )

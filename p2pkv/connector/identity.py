@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -293,7 +293,9 @@ def _folder(model: str, revision: str | None, cache: str | None) -> Path | None:
 
 @dataclass(frozen=True)
 class Paired:
-    """A request that names a P and a D. `side`: which of them this instance is."""
+    """A request that names a P and a D. `side`: which of them this instance is. A router that knows no
+    data-parallel ranks may name another engine of this instance than this one, to which the HTTP server has
+    given the request."""
 
     key: str
     prefill: Address
@@ -304,12 +306,16 @@ class Paired:
 class Pairs:
     """Finds the pair in request ids, and warns once of each way in which there is none.
 
-    `mine` is the address that this instance advertises, `role` which half of a pair it may be.
+    `mine` is the address that this engine advertises, `role` which half of a pair it may be, `ours` whether
+    an address is an engine's of this instance.
     """
 
-    def __init__(self, mine: Address, role: InstanceRole) -> None:
-        self._mine = mine
+    def __init__(
+        self, mine: Address, role: InstanceRole, ours: Callable[[Address], bool] | None = None
+    ) -> None:
+        self.mine = mine
         self._role = role
+        self._ours = ours or mine.__eq__
         self._warned: set[str] = set()
 
     def of(self, request: Request) -> Paired | None:
@@ -331,12 +337,13 @@ class Pairs:
         halves: dict[Role, Address] = {"P": pair.prefill, "D": pair.decode}
         if self._role != "both":
             halves = {self._role: halves[self._role]}
-        mine: list[Role] = [side for side, address in halves.items() if address == self._mine]
+        mine: list[Role] = [side for side, address in halves.items() if address == self.mine]
+        mine = mine or [side for side, address in halves.items() if self._ours(address)]
         if not mine:
             named = " and ".join(f"{address} as its {side}" for side, address in halves.items())
             self._warn(
                 f"other {named}",
-                f"a request names {named}, but this instance is {self._mine}: "
+                f"a request names {named}, but this instance is {self.mine}: "
                 "it is served here, alone; check the router's addresses",
             )
             return None

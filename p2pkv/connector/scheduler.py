@@ -146,7 +146,8 @@ class ProducerScheduler:
             return
         self._taken.add(paired.key)
         self._prompts[request.request_id] = prompt
-        self._next.holds.append(Hold(paired.key, paired.decode))
+        named = paired.prefill if paired.prefill != self._pairs.mine else None
+        self._next.holds.append(Hold(paired.key, paired.decode, named))
         if not self._room.ever_admits(request.num_prompt_tokens):
             prompt.stale = (
                 f"the prompt has {request.num_prompt_tokens} tokens, which take more than the "

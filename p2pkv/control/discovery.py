@@ -4,7 +4,8 @@ A ping is one msgpack map in one frame. Its first three fields are the classic o
 proxy of the original connector reads; the next three satisfy vllm-router's MoRIIO mode; the rest is
 ours. Fields that a reader does not know are ignored, and those that are missing have a default, so each side
 may be older than the other. Version 2 has added `protocol` and `fit`, version 3 `partners`, version 4
-`paused`. Since version 4 a ping also means that the instance's engine gets on: none comes while it does not.
+`paused`, version 5 `replica`. Since version 4 a ping also means that the engine gets on: none comes while it
+does not.
 
 A ping carries no authority: it has where to look, and the ranks' handshake proves who is there.
 
@@ -40,20 +41,22 @@ _Size = Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
 class Ping(Struct, frozen=True, kw_only=True):
-    """One instance, as it presents itself every few seconds. Raises ValueError on a malformed address.
+    """One engine, as it presents itself every few seconds; a data-parallel instance has several.
+
+    Raises ValueError on a malformed address.
 
     Attributes:
         type: "P" prefills, "D" decodes, "both" does one or the other, as each request's id says. Version 5
             has added that; an older proxy ignores such a ping, and logs it.
-        http_address: host:port of the instance's OpenAI API.
+        http_address: host:port of the OpenAI API in front of it; engines of one instance may share it.
         zmq_address: host:port of its rank 0, the address that goes into request ids.
-        dp_size: data-parallel replicas behind `http_address`.
+        dp_size: before version 5, data-parallel engines behind `http_address`; p2pkv sends 1.
         tp_size: tensor-parallel size.
         transfer_mode: always "WRITE": P pushes.
         version: of this message; 0 is a classic ping.
         incarnation: random per start of the instance; "" if unknown.
         model: a name under which the instance serves its model; "" if unknown.
-        dp_rank: which of the replicas this is.
+        dp_rank: its data-parallel rank in the whole instance.
         leaving: a clean stop; no more requests, please.
         protocol: PROTOCOL_VERSION of its ranks; 0 if unknown (p2pkv sent none before version 2 of this
             message).
@@ -61,6 +64,9 @@ class Ping(Struct, frozen=True, kw_only=True):
             unknown. A P and a D with different texts refuse each other.
         partners: the most P's that the proxy is to name; 0: it takes no answer.
         paused: vLLM's /pause has been called there, and /resume has not; no requests for now, please.
+        replica: the number in the header X-data-parallel-rank with which `http_address` sends a request to
+            this engine; None: it needs no header. Before version 5 that was `dp_rank` where `dp_size` is
+            above 1.
     """
 
     type: Literal["P", "D", "both"]
@@ -78,6 +84,7 @@ class Ping(Struct, frozen=True, kw_only=True):
     fit: _FitText = ""
     partners: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
     paused: bool = False
+    replica: Annotated[int, Meta(ge=0, lt=1 << 16)] | None = None
 
     def __post_init__(self) -> None:
         for field, text in (("http_address", self.http_address), ("zmq_address", self.zmq_address)):

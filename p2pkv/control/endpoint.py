@@ -173,8 +173,8 @@ class Endpoint:
         except zmq.ZMQError as error:
             self.close()
             raise PortTaken(
-                f"cannot listen at {address} ({error}): another instance uses this port, or the host is "
-                "not this machine's; give each instance its own kv_port, and one port more for each rank"
+                f"cannot listen at {address} ({error}): another process uses this port, or the host is "
+                "not this machine's"
             ) from None
         self._poller.register(self._router, zmq.POLLIN)
 

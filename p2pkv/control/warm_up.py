@@ -45,6 +45,7 @@ class WarmUp(Struct, frozen=True):
         tokens: of a prompt.
         seconds: how long to wait for the health page, and then again for the answers.
         api_key: of the HTTP API; "" for none.
+        replica: see `discovery.Ping`.
     """
 
     url: str
@@ -52,6 +53,7 @@ class WarmUp(Struct, frozen=True):
     tokens: int
     seconds: float
     api_key: str = ""
+    replica: int | None = None
 
 
 def warm_up(plan: WarmUp) -> bool:
@@ -134,6 +136,8 @@ def _call(
         context.verify_mode = ssl.CERT_NONE
         connection = http.client.HTTPSConnection(parts.hostname, parts.port, timeout=seconds, context=context)
     headers = {"Content-Type": "application/json", "X-Request-Id": REQUEST_MARK + secrets.token_hex(8)}
+    if plan.replica is not None:
+        headers["X-data-parallel-rank"] = str(plan.replica)
     if plan.api_key:
         headers["Authorization"] = f"Bearer {plan.api_key}"
     try:

@@ -20,10 +20,12 @@ Blocks = tuple[list[int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """P's scheduler has this request in its queue."""
+    """P's scheduler has this request in its queue. `named`: the other engine of this instance that the
+    request's id names; None: it names this one."""
 
     key: str
     decode: Address
+    named: Address | None = None
 
 
 @dataclass(frozen=True, slots=True)

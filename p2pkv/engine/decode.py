@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 
 from p2pkv.config import RESERVED_CHUNKS
@@ -35,7 +35,7 @@ from p2pkv.engine.prefill_peers import (
 from p2pkv.pairing import Address
 from p2pkv.protocol import machine
 from p2pkv.protocol import messages as m
-from p2pkv.protocol.handshake import unfit
+from p2pkv.protocol.handshake import is_engine_of, unfit
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.pieces import Extents
 from p2pkv.protocol.receiver import LoadPhase, Receiver
@@ -60,6 +60,7 @@ class RequestEntry:
         lost: when the connection to P was first lost, if P had not begun this request; None while P vouches
             for it.
         buffer: the memory of KV that came before the request; None: there is none.
+        farewell: the request has ended; this only sends P's engine that nothing is wanted.
     """
 
     expect: do.Expect
@@ -71,9 +72,10 @@ class RequestEntry:
     tries: int = 0
     lost: float | None = None
     buffer: PrefetchBuffer | None = None
+    farewell: bool = False
     _extents: dict[int, Extents] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def prefill(self) -> str:
         """The address of P's rank 0."""
         return str(self.expect.prefill)
@@ -135,7 +137,9 @@ class Decode:
 
     def expect(self, command: do.Expect, now: float) -> None:
         entry = self.entries.get(command.key)
-        if entry is not None and entry.receiver.ahead:
+        if entry is not None and entry.farewell:
+            self._forget(entry)
+        elif entry is not None and entry.receiver.ahead:
             if entry.expect == command:
                 self._decided(entry, entry.receiver.adopt(now), now)
                 self._look_by(entry)
@@ -167,10 +171,15 @@ class Decode:
             self._decided(entry, entry.receiver.cancel(command.reason), now)
 
     def forget(self, command: do.Forget, now: float) -> None:
-        if entry := self.entries.pop(command.key, None):
+        entry = self.entries.get(command.key)
+        if entry is not None and not entry.farewell:
+            self._forget(entry)
+
+    def _forget(self, entry: RequestEntry) -> None:
+        if self.entries.pop(entry.expect.key, None):
             self._out_of_tables(entry)
             if entry.peers and not entry.receiver.load.ended:
-                self._ctx.effects.append(Unwanted(tuple(entry.peers.values()), command.key))
+                self._ctx.effects.append(Unwanted(tuple(entry.peers.values()), entry.expect.key))
 
     def invalidate(self, command: do.Invalidate, now: float) -> None:
         """D's weights have changed, or its caches were reset: let go of all that came before its request."""
@@ -327,6 +336,38 @@ class Decode:
             if entry is not None and entry.receiver.attempt == attempt and peer.hello is not None:
                 entry.lost = None
                 entry.receiver.held(peer.rank, now)
+
+    def referred(self, peer: PrefillPeer, message: m.Referral, now: float) -> None:
+        """Another engine of this P has the request: ask that one. Raises RemoteProtocolError."""
+        if peer.hello is None:
+            return
+        if not (peer.hello.instance and is_engine_of(message.engine, peer.hello)):
+            raise RemoteProtocolError(f"{message.engine} is no engine of {peer.address}'s instance")
+        entry, engine = self.entries.get(message.key), Address.parse(message.engine)
+        if entry is None or (entry.receiver.load.ended and entry.receiver.attempt == message.attempt):
+            if entry is not None:
+                self._forget(entry)
+            self._say_farewell(message.key, engine, now)
+        elif entry.receiver.attempt == message.attempt and entry.receiver.load.state is LoadPhase.WAITING:
+            entry.tries += 1
+            if entry.tries > MAX_TRIES:
+                reason = f"the engines of P at {entry.prefill} refer this request to one another"
+                self._decided(entry, entry.receiver.lost(reason), now)
+                return
+            self._out_of_tables(entry)
+            entry.expect = replace(entry.expect, prefill=engine)
+            entry.receiver = entry.receiver.again(self._next_attempt(), now)
+            entry.peers = {}
+            self._enter(entry)
+            self._connect(entry, now)
+
+    def _say_farewell(self, key: str, engine: Address, now: float) -> None:
+        """The request ended while D asked another engine of P: this one may free its blocks."""
+        expect = do.Expect(key, engine, 0, b"")
+        entry = RequestEntry(expect, self._receiver(expect, now), farewell=True)
+        entry.receiver.want(0, 0, now)
+        self._enter(entry)
+        self._connect(entry, now)
 
     def message(self, peer: PrefillPeer, message: TransferMessage, now: float) -> None:
         """P has sent a message about one transfer."""
@@ -597,6 +638,9 @@ class Decode:
         if entry.buffer is not None:
             self._buffers.give(entry.buffer)
             entry.buffer = None
+        if entry.farewell:
+            self._forget(entry)
+            return
         if entry.receiver.ahead:
             log.debug("let go of %s, which no request had asked for: %s", key, reason)
             self.forget(do.Forget(key), now)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from p2pkv.control.endpoint import Connection
 from p2pkv.engine import commands as do
 from p2pkv.engine.context import Context, log
 from p2pkv.engine.decode_peers import (
@@ -30,10 +31,12 @@ from p2pkv.engine.decode_peers import (
 from p2pkv.engine.effects import Emit, SendMessage
 from p2pkv.engine.peers import Peers
 from p2pkv.engine.pending_claims import PendingClaims
+from p2pkv.engine.siblings import Siblings
 from p2pkv.kv.checksum import Checksum
 from p2pkv.links.base import Send
 from p2pkv.protocol import machine
 from p2pkv.protocol import messages as m
+from p2pkv.protocol.handshake import is_engine_of
 from p2pkv.protocol.machine import RemoteProtocolError, Transmit
 from p2pkv.protocol.sender import PromptPhase, Sender, Terms
 
@@ -45,7 +48,8 @@ class PromptEntry:
     """One prompt that P's scheduler has announced.
 
     Attributes:
-        decode: the D that it is for, by the address of its rank 0.
+        decode: the D that it is for, by the address of its rank 0: the one in the request's id, or the engine
+            of the same instance that has claimed it.
         peers: the ranks of that D that have claimed it, by their number.
         free: nothing reads its blocks any more.
     """
@@ -66,6 +70,7 @@ class Prefill:
         options = context.options
         self._terms = Terms(options.chunk_bytes, options.lease_seconds, options.wait_seconds)
         self._claims = PendingClaims(options.lease_seconds)
+        self._siblings = Siblings(context)
         self._ended = EndedTransfers(options.lease_seconds)
         self._leaving = ""
         self._count = context.counters.values
@@ -92,6 +97,8 @@ class Prefill:
             entry = self.entries[key] = PromptEntry(Sender(key, self._ctx.cache.layers, self._terms), decode)
             self._of.setdefault(decode, {})[key] = entry
             self._take_claims(key, now)
+            if isinstance(command, do.Hold) and command.named is not None:
+                self._siblings.announce(key, command.named, now)
 
     def offer(self, command: do.OfferPrompt, now: float) -> None:
         self.hold(command, now)
@@ -135,12 +142,16 @@ class Prefill:
             self._decided(entry, entry.sender.abort(command.reason), now)
 
     def forget(self, command: do.Forget, now: float) -> None:
+        self._siblings.forget(command.key)
         entry = self.entries.pop(command.key, None)
         if entry is not None:
-            of_this_decode = self._of[entry.decode]
-            del of_this_decode[command.key]
-            if not of_this_decode:
-                del self._of[entry.decode]
+            self._out_of_table(entry)
+
+    def _out_of_table(self, entry: PromptEntry) -> None:
+        of_this_decode = self._of[entry.decode]
+        del of_this_decode[entry.sender.key]
+        if not of_this_decode:
+            del self._of[entry.decode]
 
     def live(self, *keys: str) -> Iterator[PromptEntry]:
         """The entries of these keys that have not ended."""
@@ -160,7 +171,7 @@ class Prefill:
 
     def heartbeat(self, peer: DecodePeer, transfers: m.Transfers, now: float) -> None:
         """D's rank waits for these; answer which of them P knows."""
-        effects, decode = self._ctx.effects, peer.hello.addresses[0]
+        effects = self._ctx.effects
         self._ended.expire(now)
         held: list[tuple[str, int]] = []
         unknown: list[tuple[str, int]] = []
@@ -169,13 +180,38 @@ class Prefill:
             entry = self.entries.get(key)
             if entry is None and self._leaving:
                 reason = reason or self._leaving
-            if reason is not None or (entry is not None and entry.decode != decode):
+            if entry is None and reason is None and (engine := self._siblings.of(key, now)):
+                effects.append(SendMessage(peer, m.Referral(key, attempt, engine)))
+                continue
+            if reason is not None or (entry is not None and not self._is_for(entry, peer)):
                 another = f"P has this request paired with another D, {entry.decode if entry else ''}"
                 effects.append(SendMessage(peer, m.Failed(key, attempt, reason or another)))
                 continue
             (held if self._claim(peer, key, attempt, now) else unknown).append((key, attempt))
         if not self._ctx.steps.trouble(now):
             effects.append(SendMessage(peer, m.HeartbeatAck(tuple(held), tuple(unknown))))
+
+    def _is_for(self, entry: PromptEntry, peer: DecodePeer) -> bool:
+        """Whether this rank's engine may have this prompt: the id names it, or another engine of its instance
+        and none has claimed the prompt."""
+        decode = peer.hello.addresses[0]
+        if entry.decode != decode:
+            if entry.peers or not is_engine_of(entry.decode, peer.hello):
+                return False
+            self._out_of_table(entry)
+            entry.decode = decode
+            self._of.setdefault(decode, {})[entry.sender.key] = entry
+        return True
+
+    def elsewhere(self, connection: Connection, message: m.Elsewhere, now: float) -> None:
+        """Another engine of this instance has requests whose ids name this one: refer those to it that have
+        asked here."""
+        self._siblings.received(message, now)
+        for key in message.keys:
+            for rank, claim in self._claims.take(key).items() if key not in self.entries else ():
+                if peer := self._ranks.get(rank):
+                    moved = m.Referral(key, claim.attempt, message.engine)
+                    self._ctx.effects.append(SendMessage(peer, moved))
 
     def _claim(self, peer: DecodePeer, key: str, attempt: int, now: float) -> bool:
         """Note that D's rank waits for this prompt; whether P vouches for it."""
@@ -197,9 +233,12 @@ class Prefill:
 
     def _take_claims(self, key: str, now: float) -> None:
         """P's scheduler has announced this prompt: apply what ranks of D have sent about it before."""
+        entry = self.entries[key]
         for rank, claim in self._claims.take(key).items():
             peer = self._ranks.get(rank)
-            if peer is not None and peer.hello.incarnation == claim.incarnation:
+            if peer is None or peer.hello.incarnation != claim.incarnation:
+                continue
+            if self._is_for(entry, peer):  # else its next heartbeat is refused
                 self._claim(peer, key, claim.attempt, now)
                 if claim.last is not None:
                     self.message(peer, claim.last, now)
@@ -210,7 +249,7 @@ class Prefill:
         if isinstance(message, m.Done | m.Cancel) or (isinstance(message, m.Want) and message.empty):
             self._ctx.effects.append(Confirmed(peer, key, message.attempt))
         entry = self.entries.get(key)
-        if entry is None or entry.decode != peer.hello.addresses[0]:
+        if entry is None or not self._is_for(entry, peer):
             self._unknown(peer, message)
             return
         sender, rank = entry.sender, peer.hello.rank

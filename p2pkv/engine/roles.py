@@ -115,7 +115,7 @@ class PrefillRole:
             m.Done: transfers.message,
             m.Cancel: transfers.message,
         }
-        self.unowned: Mapping[type, Unowned] = {m.Hello: peers.hello}
+        self.unowned: Mapping[type, Unowned] = {m.Hello: peers.hello, m.Elsewhere: transfers.elsewhere}
         self.effects: Mapping[type, Handle] = {
             to.DecodeLinked: transfers.linked,
             to.DecodeLinkLost: self._link_lost,
@@ -197,6 +197,7 @@ class DecodeRole:
             m.Refuse: peers.refuse,
             m.Stranger: peers.stranger,
             m.HeartbeatAck: self._acknowledged,
+            m.Referral: transfers.referred,
             m.Ahead: transfers.prefetch,
             m.LinkInvite: peers.invited,
             m.LinkDown: peers.link_down,

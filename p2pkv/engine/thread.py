@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from p2pkv.config import Options
-from p2pkv.control.endpoint import Endpoint
+from p2pkv.control.endpoint import Endpoint, PortTaken
 from p2pkv.control.security import members_of
 from p2pkv.device import own_stream
 from p2pkv.engine.commands import Command, Event
@@ -45,7 +45,14 @@ class Rank:
         """`serving`: False: vLLM has yet to warm up; see Liveness."""
         cache.warm_up()
         address = Address.parse(hello.address)
-        endpoint = Endpoint(address, members_of(options.secret), options.allowed_peers, options.lease_seconds)
+        members, allowed = members_of(options.secret), options.allowed_peers
+        try:
+            endpoint = Endpoint(address, members, allowed, options.lease_seconds)
+        except PortTaken as error:
+            raise PortTaken(
+                f"{error}; {options.ports}: give each instance of a host a kv_port of its own, and leave as "
+                "many ports behind it free as it has ranks in all its engines"
+            ) from None
         self._happened = threading.Event()
         self._call: Callable[[], None] = _nothing
         self.core = Core(hello, options, cache, links, endpoint, self._report, serving=serving)

@@ -20,7 +20,7 @@ from math import lcm
 from msgspec import Struct, structs
 
 from p2pkv.packings import DENSE, PACKINGS
-from p2pkv.pairing import Address, PairingError
+from p2pkv.pairing import Address, PairingError, of_one_instance
 from p2pkv.plan import Edge, Plan, Shapes, make_plan
 from p2pkv.protocol.machine import Machine, Table
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
@@ -192,6 +192,15 @@ def unfit(mine: str, theirs: str, why: object) -> str:
 def shapes(cache: Cache) -> Shapes:
     """What the planner must know of a cache. Raises ShardingError."""
     return tuple(Shape(group.layers, group.heads, cache.tp) for group in cache.groups)
+
+
+def is_engine_of(address: str, hello: Hello) -> bool:
+    """Whether an engine of this Hello's instance may listen at `address`, as its addresses show."""
+    try:
+        engine, first = Address.parse(address), Address.parse(hello.instance or hello.addresses[0])
+    except PairingError:
+        return False
+    return engine == first or (bool(hello.instance) and of_one_instance(engine, first, len(hello.addresses)))
 
 
 def verified(mine: Hello, theirs: Hello) -> bool:

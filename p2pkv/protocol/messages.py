@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_PIECES = 4096
 MAX_GROUPS = 64
@@ -102,7 +102,9 @@ class Hello(Message, frozen=True, tag="Hello"):
     `digest` is the checksum that this rank can compute, and `verify` whether it wants one of each chunk.
     `address` is where this rank listens, `addresses` those of all ranks of its engine in the order
     of their ranks, `to` what the dialer dialed. `incarnation` is random per start of a rank. `ahead`: this
-    rank of D has room for KV whose request has not come yet.
+    rank of D has room for KV whose request has not come yet. `instance`: where the first engine of its
+    data-parallel instance on this host listens, the others behind it with as many ports each; "": it has no
+    other engine.
     """
 
     version: Small
@@ -119,6 +121,7 @@ class Hello(Message, frozen=True, tag="Hello"):
     digest: Name
     verify: bool
     ahead: bool = False
+    instance: Annotated[str, Meta(max_length=300)] = ""
 
 
 class Welcome(Message, frozen=True, tag="Welcome"):
@@ -197,6 +200,22 @@ class Partners(Message, frozen=True, tag="Partners"):
 
     engine: Place
     addresses: Annotated[tuple[Place, ...], Meta(max_length=1024)]
+
+
+class Elsewhere(Message, frozen=True, tag="Elsewhere"):
+    """P to another engine of its instance, every third of a lease: `engine` (the address of its rank 0) has
+    these requests, whose ids name you."""
+
+    engine: Place
+    keys: Annotated[tuple[Key, ...], Meta(max_length=1024)]
+
+
+class Referral(Message, frozen=True, tag="Referral"):
+    """P to D: another engine of this instance has this transfer's request: ask it, as if its id named it."""
+
+    key: Key
+    attempt: Serial
+    engine: Place
 
 
 class Ahead(Message, frozen=True, tag="Ahead"):
@@ -324,6 +343,8 @@ AnyMessage = (
     | Heartbeat
     | HeartbeatAck
     | Partners
+    | Elsewhere
+    | Referral
     | Ahead
     | Offer
     | Want

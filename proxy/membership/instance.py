@@ -1,4 +1,4 @@
-"""One instance as its pings and its answers show it: what it serves, whether it is well, how busy it is.
+"""One engine as its pings and its answers show it: what it serves, whether it is well, how busy it is.
 
 How busy it is (`in_flight`, `places`, `alone`, `coming`, `tokens`) only its own methods write. They keep
 `order` up to date, by which policies compare instances: so choosing the least busy one of a thousand computes
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -45,6 +45,8 @@ Loss = Literal["gone", "silent", "hung", "stopped", "late"]
 """Why a call to an instance is given up; blame.CallEnd explains each."""
 VOUCHING_VERSION = 4
 """From this version of the pings on, an instance sends none while its engine does not get on."""
+REPLICA_VERSION = 5
+"""From this version of the pings on, `replica` has the number for X-data-parallel-rank."""
 Differences = tuple[str, ...]
 
 WORST_FIRST = ("draining", "drained", "starting", "engine_paused", "silent", "paused", "ready")
@@ -208,7 +210,8 @@ class _Candidacy:
 
 @dataclass(eq=False)
 class Instance:
-    """One living instance. A restart makes a new one.
+    """One living engine: an instance, or a data-parallel rank of one, which may share its HTTP server with
+    others. A restart makes a new one.
 
     Attributes:
         ping: its latest ping; all its pings are equal, but for `paused`.
@@ -229,6 +232,7 @@ class Instance:
         room: places of this D at most.
         full: the D's whose places are all taken; it is in there, too, while it is one of them.
         changed: called when it may be given requests and could not before, or the other way round.
+        neighbours: the others behind its HTTP server.
         breaker: whether it is given requests, after what became of the last ones.
         drained: it gets no new requests, because an operator has asked the proxy for it.
         paused: it gets none, because vLLM's /pause has been called there.
@@ -253,6 +257,7 @@ class Instance:
     left: float | None = None
     kind: Kind = field(init=False)
     changed: Callable[[], None] = field(default=lambda: None)
+    neighbours: Callable[[], Iterable[Instance]] = field(default=tuple)
     room: float = float("inf")
     full: set[Instance] = field(default_factory=set)
     _ends: set[Callable[[Loss], None]] = field(default_factory=set)
@@ -297,6 +302,14 @@ class Instance:
     def name(self) -> str:
         """Its address, and which of the replicas there it is: the same after a restart."""
         return f"{self.ping.http_address}/{self.ping.dp_rank}"
+
+    @property
+    def replica(self) -> int | None:
+        """What X-data-parallel-rank has to be for this engine, if its HTTP server has others."""
+        ping = self.ping
+        if ping.version < REPLICA_VERSION:
+            return ping.dp_rank if ping.dp_size > 1 else None
+        return ping.replica
 
     @property
     def load(self) -> int:
@@ -395,8 +408,10 @@ class Instance:
         self.order = (requests + self.tokens) / self.ping.tp_size, load, self.turn
 
     def unreachable(self) -> None:
-        """It gets no more requests until its /health answers again."""
-        self.healthy = False
+        """Its HTTP server cannot be reached: neither it nor the others there get requests until /health
+        answers again."""
+        for each in (self, *self.neighbours()):
+            each.healthy = False
 
     def lost(self, loss: Loss) -> None:
         """It gets no more requests, and the calls in flight end."""
@@ -405,7 +420,8 @@ class Instance:
             end(loss)
 
     def __str__(self) -> str:
-        return f"{ROLE_NAMES[self.role]} instance {self.ping.http_address}"
+        rank = "" if self.replica is None else f" (data-parallel rank {self.ping.dp_rank})"
+        return f"{ROLE_NAMES[self.role]} instance {self.ping.http_address}{rank}"
 
 
 def least_busy(instances: Sequence[Instance]) -> Instance:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -106,12 +107,18 @@ class Registry:
             known.source.pinged = True
         newcomer.breaker = self._breakers.setdefault(newcomer.key, newcomer.breaker)
         newcomer.drained = self._stays_drained(newcomer, known)
+        newcomer.neighbours = partial(self._neighbours, newcomer)
         newcomer.changed = newcomer.breaker.changed = self._change
         newcomer.room, newcomer.full = self._room, self.full
         self._instances[newcomer.key] = newcomer
         self._change()
         logger.info("%s %s", newcomer, "registered" if known is None else "has restarted")
         return newcomer
+
+    def _neighbours(self, instance: Instance) -> list[Instance]:
+        """The other engines behind its HTTP server."""
+        same = (each for each in self._instances.values() if each.url == instance.url)
+        return [each for each in same if each.role == instance.role and each is not instance]
 
     def _stays_drained(self, newcomer: Instance, known: Instance | None) -> bool:
         """Whether this is who has been drained, of whom more may be known now. Whether the incarnation of a

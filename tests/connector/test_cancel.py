@@ -24,8 +24,8 @@ BUDGET = 48
 
 
 @pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Engine, Engine]]]:
-    with starting(monkeypatch) as start:
+def engines() -> Iterator[Callable[..., tuple[Engine, Engine]]]:
+    with starting() as start:
         yield start
 
 

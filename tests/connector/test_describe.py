@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from connector_support import BLOCK, LAYERS, P_ADDRESS, kv_cache_config, model_folder, vllm_config
+from connector_support import (
+    BLOCK,
+    LAYERS,
+    P_ADDRESS,
+    be_data_parallel,
+    kv_cache_config,
+    model_folder,
+    vllm_config,
+)
 from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -40,10 +48,12 @@ from p2pkv.connector.describe import (
     codec_of,
     computes_last_token,
     hello_of,
+    http_address,
     layer_order,
     options_of,
     refuse_what_cannot_move,
     refuse_what_cannot_pair,
+    replica,
 )
 from p2pkv.connector.identity import ENDS_BYTES, fingerprint
 from p2pkv.protocol.messages import Hello
@@ -501,9 +511,9 @@ def test_attention_of_every_kind_and_states_move() -> None:
 @pytest.mark.parametrize(
     ("sizes", "match"),
     [
-        ({"data_parallel_size": 2}, "--data-parallel-size is 2"),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size is 2"),
         ({"prefill_context_parallel_size": 4}, "--prefill-context-parallel-size is 4"),
+        ({"enable_elastic_ep": True}, "--enable-elastic-ep is set"),
         ({"nnodes": 2}, "--nnodes is 2: .* all ranks at one host"),
         ({"distributed_executor_backend": "external_launcher", "world_size": 2}, "choose mp or ray"),
     ],
@@ -513,12 +523,38 @@ def test_ranks_that_would_be_addressed_wrongly_are_refused(sizes: dict[str, Any]
         P2pKvConnector(with_parallel(**sizes), KVConnectorRole.WORKER, kv_cache_config())
 
 
-def test_a_data_parallel_rank_of_a_dense_model_is_refused() -> None:
-    """vLLM tells it that data_parallel_size is 1."""
-    config = with_parallel(data_parallel_size=2, data_parallel_index=1)
-    config.parallel_config.reconfigure_for_independent_dp_rank()
-    with pytest.raises(ConfigError, match=r"data-parallel rank 1.*each with its own kv_port"):
-        refuse_what_cannot_pair(config)
+@pytest.mark.parametrize("model", ["dense", "experts"])
+def test_the_ranks_of_a_data_parallel_engine_listen_behind_those_of_the_engines_before_it(model: str) -> None:
+    config = with_parallel(tensor_parallel_size=2, data_parallel_size=4, data_parallel_index=3)
+    if model == "dense":
+        config.parallel_config.reconfigure_for_independent_dp_rank()
+    refuse_what_cannot_pair(config)
+    said = hello(config, tensors(list(LAYERS), heads=1), rank=1)
+    assert said.addresses == (str(P_ADDRESS.shifted(6)), str(P_ADDRESS.shifted(7)))
+    assert said.address == said.addresses[1]
+
+
+@pytest.mark.parametrize(
+    ("balancing", "index", "start", "number", "host"),
+    [
+        ("internal", 1, 0, 1, "127.0.0.1"),
+        ("internal", 3, 2, 3, "10.0.0.9"),  # on the second node; the HTTP server is on the first
+        ("hybrid", 3, 2, 1, "127.0.0.1"),
+        ("external", 3, 3, 0, "127.0.0.1"),
+    ],
+)
+def test_a_ping_has_the_engines_http_server_and_its_number_there(
+    balancing: str, index: int, start: int, number: int, host: str
+) -> None:
+    config = vllm_config("D", proxy_ip="127.0.0.1", proxy_port=1, http_port=8000)
+    options = options_of(config)
+    assert (replica(config), str(http_address(config, options))) == (None, "127.0.0.1:8000")
+    be_data_parallel(config, index, start)
+    config.parallel_config.data_parallel_hybrid_lb = balancing == "hybrid"
+    config.parallel_config.data_parallel_external_lb = balancing == "external"
+    config.parallel_config.data_parallel_master_ip = "10.0.0.9"
+    assert replica(config) == number
+    assert str(http_address(config, options)) == f"{host}:8000"
 
 
 @pytest.mark.parametrize("option", ["enable_sleep_mode", "enable_cumem_allocator"])

@@ -87,7 +87,8 @@ class TestScheduling:
 
     def idle_steps(self, monkeypatch: pytest.MonkeyPatch, **parallel: Any) -> list[StepMetadata]:
         """What D says to its workers in five steps without tokens, with vLLM configured so."""
-        monkeypatch.setattr(connector, "refuse_what_cannot_pair", lambda config: None)
+        if parallel.get("nnodes"):
+            monkeypatch.setattr(connector, "refuse_what_cannot_pair", lambda config: None)
         config = vllm_config("D")
         for name, value in parallel.items():
             setattr(config.parallel_config, name, value)

@@ -21,8 +21,8 @@ Start = Callable[..., tuple[Engine, Engine]]
 
 
 @pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    with starting(monkeypatch) as start:
+def engines() -> Iterator[Start]:
+    with starting() as start:
         yield start
 
 

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Engine, Engine]]]:
-    with starting(monkeypatch) as start:
+def engines() -> Iterator[Callable[..., tuple[Engine, Engine]]]:
+    with starting() as start:
         yield start
 
 

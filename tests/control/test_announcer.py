@@ -265,6 +265,7 @@ class Api:
         self.sick, self.key, self.status = sick, key, status
         self.asked: list[dict[str, Any]] = []
         self.ids: list[str] = []
+        self.replicas: list[str | None] = []
         self.answer = threading.Event()
         self.answer.set()
         api = self
@@ -276,6 +277,7 @@ class Api:
 
             def do_POST(self) -> None:
                 api.ids.append(self.headers["X-Request-Id"])
+                api.replicas.append(self.headers["X-data-parallel-rank"])
                 api.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
                 allowed = not api.key or self.headers["Authorization"] == f"Bearer {api.key}"
                 api.answer.wait(30.0)
@@ -334,6 +336,14 @@ def test_no_ping_before_the_first_prompt_is_answered(start, proxy, api) -> None:
     assert body["temperature"] == 0.0 and sampled["temperature"] == 1.0 and sampled["n"] > 1
     assert body["logprobs"] and sampled["logprobs"]
     assert there.ids[0].startswith(REQUEST_MARK) and "addr" not in there.ids[0]
+    assert there.replicas == [None, None]
+
+
+def test_a_data_parallel_engine_warms_itself_up_and_not_another(start, proxy, api) -> None:
+    there = api()
+    start(warm_up=plan(there.url, replica=1))
+    assert proxy.hear() == PING
+    assert there.replicas == ["1", "1"]
 
 
 def test_every_first_prompt_is_another(start, proxy, api) -> None:

@@ -315,7 +315,7 @@ def test_a_rank_of_p_that_speaks_of_an_engine_of_before_is_asked_anew(lone):
 
 def test_a_second_instance_on_the_same_port(lone, links):
     p = lone("P")
-    with pytest.raises(PortTaken, match="kv_port"):
+    with pytest.raises(PortTaken, match=r"ports \d+ to \d+ \(kv_port.*kv_port of its own"):
         make_engine("P", ONE, lambda rank: links("P", rank), kv_port=p.address.port)
 
 

@@ -172,6 +172,12 @@ class TestBadInput:
                 assert re.match("(http|kv)_port is .*: expected", said)
                 assert len(said) < 200
 
+    def test_the_ports_of_a_data_parallel_engine_end_behind_the_last(self) -> None:
+        made = options({}, kv_port=65500, engine=(8, 4, True))
+        assert str(made.address) == "127.0.0.1:65532" and "ports 65532 to 65535" in made.ports
+        said = refused(kv_port=65500, engine=(9, 4, True))
+        assert "data-parallel rank 9" in said and "lower kv_port" in said
+
     def test_kv_port_out_of_range(self) -> None:
         assert "kv_port is 65536: expected a whole number from 1 to 65535" in refused(kv_port=65536)
 

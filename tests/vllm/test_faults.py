@@ -78,7 +78,7 @@ def test_servers_that_are_started_wrongly_say_why(fleet: Fleet, tiny_model: Path
     """An option that does not exist, and a port that is taken; tests/connector has the others."""
     wrong = {
         "lease_second": {"extra_config": {"lease_second": 5}},
-        "another instance uses this port": {"kv_port": fleet.p.kv_port},
+        "another process uses this port": {"kv_port": fleet.p.kv_port},
     }
     servers = {
         words: VllmServer(

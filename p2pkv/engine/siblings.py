@@ -1,0 +1,121 @@
+"""The other engines of a data-parallel P, where the router knows no data-parallel ranks.
+
+Then a request's id names one engine of P, and the HTTP server has given the request to another. D asks the
+engine that is named. So whichever engine has the request sends that one `Elsewhere`, and it refers D to the
+engine (`Referral`). What an engine has been sent counts for a lease; it is repeated for as long as P has the
+request.
+"""
+
+from __future__ import annotations
+
+from p2pkv.control.endpoint import Connection
+from p2pkv.engine.context import Context, log
+from p2pkv.pairing import Address
+from p2pkv.protocol import messages as m
+from p2pkv.protocol.handshake import is_engine_of
+from p2pkv.protocol.machine import RemoteProtocolError
+
+RETRY_SECONDS = 0.02
+"""Between two tries to send to an engine whose connection is not up yet."""
+
+AT_ONCE = 1024
+"""Requests that one message names at most."""
+
+MOST_ELSEWHERE = 1 << 16
+"""Requests of others that are remembered."""
+
+MOST_ENGINES = 256
+"""Connections to other engines. An id, which a client may have forged, can make P dial its own host."""
+
+
+class Siblings:
+    """Which requests are at another engine than their ids name. Rank r talks to rank r of the others."""
+
+    def __init__(self, context: Context) -> None:
+        self._ctx = context
+        self._here: dict[str, str] = {}
+        """This engine's requests that name another, which is named by the address of its rank 0."""
+        self._unsent: dict[str, dict[str, None]] = {}
+        """By engine: the requests that it has not been sent."""
+        self._engines: dict[str, Connection] = {}
+        self._elsewhere: dict[str, tuple[str, float]] = {}
+        """Requests that name this engine: which has each, and until when that counts. The next end first."""
+        self._lease = context.options.lease_seconds
+        self._retry = context.timers.new(self._pass_on)
+        self._repeat = context.timers.new(self._renew)
+        self._logged = False
+
+    def announce(self, key: str, named: Address, now: float) -> None:
+        """This engine has a request whose id names another one."""
+        engine = str(named)
+        if engine not in self._engines and len(self._engines) >= MOST_ENGINES:
+            return
+        if not self._logged:
+            self._logged = True
+            log.info(
+                "requests name %s, but the HTTP server gives them to %s: the router knows no data-parallel "
+                "ranks, so D is referred from one engine to the other (logged once)",
+                engine,
+                self._ctx.hello.addresses[0],
+            )
+        if not self._here:
+            self._repeat.at(now + self._lease / 3)
+        self._here[key] = engine
+        self._unsent.setdefault(engine, {})[key] = None
+        self._pass_on(now)
+
+    def forget(self, key: str) -> None:
+        """P does not have this request any more."""
+        if engine := self._here.pop(key, None):
+            self._unsent.get(engine, {}).pop(key, None)
+
+    def received(self, message: m.Elsewhere, now: float) -> None:
+        """Another engine has requests that name this one. Raises RemoteProtocolError."""
+        mine = self._ctx.hello
+        if message.engine == mine.addresses[0] or not (mine.instance and is_engine_of(message.engine, mine)):
+            raise RemoteProtocolError(f"{message.engine} is no other engine of {mine.address}'s instance")
+        for key in message.keys:
+            self._elsewhere.pop(key, None)
+            self._elsewhere[key] = message.engine, now + self._lease
+        self._expire(now)
+
+    def of(self, key: str, now: float) -> str | None:
+        """The engine that has this request; None if none is known to."""
+        engine, until = self._elsewhere.get(key, ("", 0.0))
+        return engine if now < until else None
+
+    def _expire(self, now: float) -> None:
+        while self._elsewhere:
+            key = next(iter(self._elsewhere))
+            if now < self._elsewhere[key][1] and len(self._elsewhere) <= MOST_ELSEWHERE:
+                return
+            del self._elsewhere[key]
+
+    def _pass_on(self, now: float) -> None:
+        """Send each engine what it has not been sent; what cannot be sent yet is tried again."""
+        mine = self._ctx.hello
+        for engine, keys in list(self._unsent.items()):
+            if engine not in self._engines:
+                self._engines[engine] = self._ctx.endpoint.dial(Address.parse(engine).shifted(mine.rank))
+            connection = self._engines[engine]
+            self._ctx.endpoint.redial(connection)
+            while keys:
+                some = tuple(keys)[:AT_ONCE]
+                if not self._ctx.answer(connection, m.Elsewhere(mine.addresses[0], some)):
+                    self._retry.by(now + RETRY_SECONDS)
+                    break
+                for key in some:
+                    del keys[key]
+            if not keys:
+                del self._unsent[engine]
+
+    def _renew(self, now: float) -> None:
+        """Repeat what is still true, and close what is not needed."""
+        self._unsent.clear()
+        for key, engine in self._here.items():
+            self._unsent.setdefault(engine, {})[key] = None
+        for engine in [each for each in self._engines if each not in self._unsent]:
+            self._ctx.endpoint.hang_up(self._engines.pop(engine))
+        self._pass_on(now)
+        if self._here:
+            self._repeat.at(now + self._lease / 3)

@@ -1,0 +1,125 @@
+"""Instances of several data-parallel engines: the proxy chooses engines, and sends each request to those that
+its id names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from msgspec.structs import replace
+from proxy_fakes import PING_SECONDS, Deployment, FakeInstance, deployed, join, ping
+
+from p2pkv.control.discovery import DISCOVERY_VERSION
+from p2pkv.control.pinger import Pinger
+from p2pkv.demo.processes import free_ports
+from p2pkv_proxy.admin import drain
+from p2pkv_proxy.membership.instance import Role
+from p2pkv_proxy.membership.registry import Registry
+
+pytestmark = pytest.mark.asyncio
+
+PAIR = re.compile(r"___prefill_addr_(.*:\d+)___decode_addr_(.*:\d+)_[0-9a-f]{32}")
+
+
+async def add(
+    deployment: Deployment, role: Role, replicas: dict[int, int | None]
+) -> tuple[FakeInstance, dict[int, Pinger]]:
+    """A server with an engine for each data-parallel rank, which has the number `replicas[rank]` there."""
+    instance, pingers, first = FakeInstance(role), dict[int, Pinger](), free_ports(8)
+    await instance.start()
+    deployment.cleanup.push_async_callback(instance.stop)
+    (deployment.prefills if role == "P" else deployment.decodes).append(instance)
+    for rank, replica in replicas.items():
+        said = replace(
+            instance.ping,
+            version=DISCOVERY_VERSION,
+            dp_rank=rank,
+            replica=replica,
+            zmq_address=f"127.0.0.1:{first + rank}",
+        )
+        pingers[rank] = Pinger(deployment.discovery, said, PING_SECONDS, None)
+        pingers[rank].start()
+        deployment.cleanup.callback(pingers[rank].stop)
+    return instance, pingers
+
+
+@pytest_asyncio.fixture(params=["concurrent", "sequential"])
+async def internal(request: pytest.FixtureRequest) -> AsyncIterator[Deployment]:
+    """P and D with two engines each, all engines of one behind one HTTP address."""
+    async with deployed(request.param) as deployment:
+        await add(deployment, "P", {0: 0, 1: 1})
+        await add(deployment, "D", {0: 0, 1: 1})
+        await deployment.ready(prefill=2, decode=2)
+        yield deployment
+
+
+async def test_each_request_goes_to_the_engines_that_its_id_names(internal: Deployment) -> None:
+    for _ in range(8):
+        assert (await internal.post(headers={"X-data-parallel-rank": "7"})).status == 200
+    address = {
+        (each.role, each.ping.dp_rank): each.ping.zmq_address
+        for each in (*internal.registry.known("P"), *internal.registry.known("D"))
+    }
+    assert len(set(address.values())) == 4
+    for role, instance, half in (("P", internal.p, 1), ("D", internal.d, 2)):
+        seen = [(int(each.headers["X-data-parallel-rank"]), each.request_id) for each in instance.requests]
+        assert sorted(rank for rank, _ in seen) == [0] * 4 + [1] * 4
+        for rank, request_id in seen:
+            found = PAIR.search(request_id)
+            assert found is not None and found[half] == address[role, rank]
+
+
+async def test_the_header_counts_the_servers_own_engines() -> None:
+    """Hybrid: rank 2 is the first of its node. An engine that is alone behind its server needs no header."""
+    async with deployed("concurrent") as deployment:
+        p, _ = await add(deployment, "P", {2: 0})
+        d, _ = await add(deployment, "D", {1: None})
+        await deployment.ready(prefill=1, decode=1)
+        assert (await deployment.post()).status == 200
+        assert p.requests[0].headers["X-data-parallel-rank"] == "0"
+        assert "X-data-parallel-rank" not in d.requests[0].headers
+
+
+async def test_an_engine_that_leaves_gets_nothing_and_its_neighbour_all() -> None:
+    async with deployed("concurrent") as deployment:
+        p, pingers = await add(deployment, "P", {0: 0, 1: 1})
+        await deployment.add("D")
+        await deployment.ready(prefill=2, decode=1)
+        pingers[0].stop()
+        await deployment.ready(prefill=1, decode=1)
+        for _ in range(4):
+            assert (await deployment.post()).status == 200
+        assert [each.headers["X-data-parallel-rank"] for each in p.requests] == ["1"] * 4
+
+
+async def test_all_engines_at_an_address_are_drained_together(internal: Deployment) -> None:
+    drained = drain(internal.proxy, internal.d.http_address, drained=True)
+    assert sorted((each["rank"], each["state"]) for each in drained) == [(0, "drained"), (1, "drained")]
+    assert internal.routable("D") == []
+
+
+async def test_a_server_that_cannot_be_reached_is_so_for_all_its_engines() -> None:
+    registry = Registry()
+    engines = [
+        join(registry, ping("P", version=DISCOVERY_VERSION, dp_rank=rank, replica=rank)) for rank in range(3)
+    ]
+    others = [join(registry, ping("D")), join(registry, ping("P", 8200, dp_rank=1))]
+    engines[1].unreachable()
+    assert [each.healthy for each in (*engines, *others)] == [False] * 3 + [True] * 2
+
+
+async def test_one_engine_fails_alone() -> None:
+    """The breaker, goodbyes, silence and vLLM's /pause are the engine's."""
+    registry = Registry(life=10.0)
+    pings = [ping("P", version=DISCOVERY_VERSION, dp_rank=rank, replica=rank) for rank in range(2)]
+    one, other = (join(registry, each, 0.0) for each in pings)
+    for _ in range(5):
+        one.breaker.failed(1.0)
+    assert not one.breaker.closed and other.breaker.closed
+    registry.observe(replace(pings[0], paused=True), 9.0)
+    assert one.paused and not other.paused
+    assert other.silent(11.0) and not one.silent(11.0)
+    registry.observe(replace(pings[0], leaving=True), 11.0)
+    assert registry.known("P") == [other]

@@ -1,0 +1,261 @@
+"""P and D of several data-parallel engines behind p2pkv-proxy: D's blocks are P's, answers one server's."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from probes import Compared
+from prometheus_client.parser import text_string_to_metric_families
+from router_support import MODES, original_router, vllm_router
+from tiny_moe import TinyMoe
+from vllm_support import (
+    BLOCK,
+    CHUNK,
+    SETTINGS,
+    Fleet,
+    PingRelay,
+    ask_all,
+    assert_same,
+    at_rest,
+    needs_cpu_build,
+    plugin_environment,
+    probing_server,
+    tokens,
+)
+
+from p2pkv.demo import client
+from p2pkv.demo.processes import ServerProcess, wait_until
+from p2pkv.demo.servers import LOOPBACK, ProxyServer, VllmServer
+from p2pkv.demo.tiny_model import ensure_model
+
+DISPATCHES = ("concurrent", "sequential")
+LENGTHS = (2, BLOCK, BLOCK + 1, CHUNK + 1, 2 * CHUNK + 7)
+
+
+def engines(size: int) -> tuple[str, ...]:
+    return ("--data-parallel-size", str(size)) if size > 1 else ()
+
+
+def answered(server: VllmServer) -> dict[str, float]:
+    """Requests that each engine has answered."""
+    counts: dict[str, float] = {}
+    for family in text_string_to_metric_families(client.get(f"{server.base_url}/metrics")):
+        for sample in family.samples:
+            if sample.name == "vllm:request_success_total":
+                engine = sample.labels["engine"]
+                counts[engine] = counts.get(engine, 0.0) + sample.value
+    return counts
+
+
+def known(proxy: ProxyServer, prefill: int, decode: int) -> None:
+    """Wait until the proxy has so many engines."""
+
+    def there() -> bool:
+        try:
+            client.get(f"{proxy.base_url}/health?prefill={prefill}&decode={decode}")
+        except client.RequestFailed:
+            return False
+        return True
+
+    wait_until(there, f"{prefill} prefill and {decode} decode engines", 90.0)
+
+
+def silent(proxy: ProxyServer, engines: int) -> None:
+    """Wait until so many engines do not ping."""
+
+    def there() -> bool:
+        return bool(json.loads(client.get(f"{proxy.base_url}/health"))["gauges"]["silent"] == engines)
+
+    wait_until(there, f"{engines} silent engines", 60.0)
+
+
+def serves_as_one(url: str, single: str, probes: Path, seed: str) -> None:
+    """Prompts of each length, 16 at once, of which every other one is half cached: blocks and answers."""
+    prompts = [tokens(length, f"{seed} {length} {count}") for length in LENGTHS for count in range(4)]
+    halves = [prompt[: len(prompt) // 2] for prompt in prompts[::2] if len(prompt) > 2 * BLOCK]
+    compared = Compared(probes)
+    ask_all(url, halves, at_once=16, max_tokens=1)
+    compared.spans(len(halves))
+    expected = ask_all(single, prompts, at_once=16)
+    compared = Compared(probes)
+    got = ask_all(url, prompts, at_once=16)
+    compared.spans(len(prompts))
+    assert_same(expected, got)
+
+
+def test_a_p_of_two_engines_and_a_d_of_one(
+    fleet: Fleet, tiny_model: Path, tmp_path: Path, launch: Callable[..., None]
+) -> None:
+    listed = f"{fleet.d.base_url}={fleet.d.zmq_address}"
+    proxy = ProxyServer(prefill=2, extra_args=("--decode", listed), log_path=tmp_path / "proxy.log")
+    p = probing_server(
+        tiny_model,
+        "P",
+        fleet.probes,
+        name="P-of-two",
+        ranks=2,
+        proxy=proxy.discovery,
+        extra_args=(*SETTINGS, *engines(2)),
+        log_path=tmp_path / "p.log",
+    )
+    launch(p, proxy)
+    serves_as_one(proxy.base_url, fleet.single.base_url, fleet.probes, "two to one")
+    assert len(answered(p)) == 2 and min(answered(p).values()) >= 10, "one engine has answered nearly all"
+    for server, ranks in ((p, 2), (fleet.d, 1)):
+        at_rest(server, ranks)
+
+
+# With servers of their own.
+
+
+@dataclass(frozen=True)
+class Group:
+    """P and D, each with some engines, both kinds of proxy, and a single server that knows the answers."""
+
+    p: VllmServer
+    d: VllmServer
+    single: VllmServer
+    proxies: dict[str, ProxyServer]
+    sizes: tuple[int, int]
+    probes: Path
+    pings: PingRelay
+
+    @property
+    def servers(self) -> tuple[ServerProcess, ...]:
+        return self.p, self.d, self.single, *self.proxies.values()
+
+    def at_rest(self) -> None:
+        for server, ranks in zip((self.p, self.d), self.sizes, strict=True):
+            at_rest(server, ranks)
+
+
+SHAPES = {"dense-1-to-2": (1, 2), "dense-2-to-2": (2, 2), "experts-2-to-2": (2, 2)}
+
+
+def start(
+    name: str,
+    model: Path,
+    folder: Path,
+    stack: ExitStack,
+    note: Callable[..., None] | None = None,
+    **extra: object,
+) -> Group:
+    p_size, d_size = SHAPES[name]
+    plugins: tuple[str, ...] = ()
+    if name.startswith("experts"):
+        needs_cpu_build()
+        model, plugins = ensure_model(TinyMoe(), folder), ("moe_dp",)
+    settings = (*SETTINGS, "--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "16")
+    probes = folder / "probes"
+    probes.mkdir()
+    proxies = {
+        each: ProxyServer(dispatch=each, prefill=p_size, log_path=folder / f"proxy-{each}.log")
+        for each in DISPATCHES
+    }
+    pings = stack.enter_context(PingRelay([each.discovery for each in proxies.values()]))
+    servers = [
+        probing_server(
+            model,
+            role,
+            probes,
+            plugins=plugins,
+            name=f"{role}-{name}",
+            ranks=size,
+            proxy=(LOOPBACK, pings.port),
+            extra_args=(*settings, *engines(size)),
+            extra_config=extra,
+            log_path=folder / f"{role}.log",
+        )
+        for role, size in (("P", p_size), ("D", d_size))
+    ]
+    env = plugin_environment(*plugins) if plugins else {}
+    single = VllmServer(model, extra_args=settings, env=env, name="single", log_path=folder / "single.log")
+    group = Group(servers[0], servers[1], single, proxies, (p_size, d_size), probes, pings)
+    if note is not None:
+        note(*group.servers)
+    for each in group.servers:
+        stack.enter_context(each)
+    for each in group.servers:
+        each.wait_ready()
+    for proxy in proxies.values():
+        known(proxy, p_size, d_size)
+    return group
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def group(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Group]:
+    with ExitStack() as stack:
+        yield start(request.param, tiny_model, tmp_path_factory.mktemp(request.param), stack)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+def test_engines_of_p_and_d_behind_both_dispatches(
+    group: Group, dispatch: str, servers_on_failure: Callable[..., None]
+) -> None:
+    servers_on_failure(*group.servers)
+    before = [answered(server) for server in (group.p, group.d)]
+    serves_as_one(group.proxies[dispatch].base_url, group.single.base_url, group.probes, dispatch)
+    group.at_rest()
+    for server, size, then in zip((group.p, group.d), group.sizes, before, strict=True):
+        counts = {engine: count - then[engine] for engine, count in answered(server).items()}
+        assert len(counts) == size and min(counts.values()) >= 10, counts
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("router", ["original", *MODES])
+def test_routers_that_know_no_data_parallel_ranks(
+    group: Group,
+    router: str,
+    pytestconfig: pytest.Config,
+    logs: Path,
+    servers_on_failure: Callable[..., None],
+) -> None:
+    """Whichever engines their ids name, vLLM's HTTP servers choose by themselves."""
+    process = original_router(logs) if router == "original" else vllm_router(router, pytestconfig, logs)
+    servers_on_failure(*group.servers, process)
+    with process, group.pings.also(process.discovery):
+        process.wait_ready(60.0)
+        serves_as_one(process.base_url, group.single.base_url, group.probes, router)
+    group.at_rest()
+
+
+def engine_core(server: VllmServer, rank: int) -> psutil.Process:
+    """The process of one engine's core."""
+    children = psutil.Process(server.pid).children(recursive=True)
+    (found,) = (each for each in children if f"EngineCore_DP{rank}" in " ".join(each.cmdline()))
+    return found
+
+
+@pytest.mark.long
+def test_a_frozen_engine_of_p_gets_nothing_and_its_neighbour_all(
+    tiny_model: Path, tmp_path: Path, servers_on_failure: Callable[..., None]
+) -> None:
+    with ExitStack() as stack:
+        group = start("dense-2-to-2", tiny_model, tmp_path, stack, servers_on_failure, lease_seconds=5)
+        proxy = group.proxies["concurrent"]
+        frozen = engine_core(group.p, 1)
+        before = answered(group.p)
+        frozen.send_signal(signal.SIGSTOP)
+        try:
+            silent(proxy, 1)
+            prompts = [tokens(length, f"frozen {length}") for length in LENGTHS]
+            compared = Compared(group.probes)
+            got = ask_all(proxy.base_url, prompts, at_once=1)
+            compared.spans(len(prompts))
+            assert_same(ask_all(group.single.base_url, prompts, at_once=1), got)
+            now = answered(group.p)
+            assert now["0"] == before["0"] + len(prompts) and now["1"] == before["1"]
+        finally:
+            frozen.send_signal(signal.SIGCONT)
+        silent(proxy, 0)
+        group.at_rest()
