@@ -3,7 +3,8 @@
 #
 #     examples/serve_pair.sh path-or-name-of-a-model [more arguments for vLLM]
 #
-# Then talk to http://127.0.0.1:10001 as you would to vLLM.
+# Then talk to http://127.0.0.1:10001 as you would to vLLM. With P_ROLE=kv_both and D_ROLE=kv_both both instances prefill
+# for each other, and decode.
 set -euo pipefail
 
 MODEL=${1:?"say which model: examples/serve_pair.sh path-or-name [more arguments for vLLM]"}
@@ -29,8 +30,8 @@ serve() { # in a shell of its own: role http_port kv_port [arguments for vLLM]
 
 trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
 p2pkv-proxy --host "$HOST" --port "$PROXY_PORT" --discovery "$HOST:$DISCOVERY_PORT" &
-serve kv_producer 8100 21001 "$@" &
-serve kv_consumer 8200 22001 "$@" &
+serve "${P_ROLE:-kv_producer}" 8100 21001 "$@" &
+serve "${D_ROLE:-kv_consumer}" 8200 22001 "$@" &
 
 until curl --silent --fail --output /dev/null "http://$HOST:$PROXY_PORT/health?prefill=1&decode=1"; do
     [ "$(jobs -rp | wc -l)" -eq 3 ] || { echo "one of the three has ended, see above"; exit 1; }

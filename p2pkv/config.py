@@ -133,7 +133,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     four methods of vLLM's engine core are replaced for this"""
 
     max_links: Annotated[int, Meta(ge=1, le=1 << 16)] = 64
-    """links of a rank | no | idle links beyond this number are closed, and built again by the next request"""
+    """links of a rank | no | idle links beyond this number are closed, and built again by the next request;
+    with kv_both for each role"""
 
     preconnect: bool = True
     """true or false | no | D connects to the P's that p2pkv-proxy names, and builds links, before a request
@@ -167,7 +168,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     held_share: Share = 0.5
     """a share, more than 0 and at most 1 | no | of P's blocks that no other D holds, the share that finished
-    prompts may hold for one D. While they do, P begins no further prompt for that D"""
+    prompts may hold for one D. While they do, P begins no further prompt for that D. With kv_both it is a
+    share of the third of the blocks that prompts for others may hold"""
 
     idle_wait_ms: Annotated[float, Meta(ge=0, le=100)] = 5.0
     """milliseconds | no | how long a step that computes nothing may wait for KV where vLLM's engine core

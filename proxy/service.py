@@ -182,7 +182,7 @@ class Proxy:
 
     def instances(self) -> list[Instance]:
         """The living ones."""
-        return self.registry.known("P") + self.registry.known("D")
+        return list(dict.fromkeys(self.registry.known("P") + self.registry.known("D")))
 
     def state_of(self, instance: Instance) -> str:
         """One of STATES. A drained P may be stopped only when the D's have all that they need."""

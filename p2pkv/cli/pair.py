@@ -83,7 +83,7 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
             f"{address} is a {first['role']}, from here by {way_to(address.host)}; all {len(ranks)} of its "
         )
         sentence += f"ranks answer; links that are up: {links}"
-        yield Finding(ok=first["role"] == role, about=role, sentence=sentence)
+        yield Finding(ok=first["role"] in (role, "both"), about=role, sentence=sentence)
     if len(firsts) == 2:
         one, two = firsts
         for name, advice in (

@@ -72,7 +72,7 @@ class HeldBlocks:
             return False
         if self._said.admits(decode):
             log.warning(
-                "the D at %s holds %d of P's %d KV blocks, with prompts that it has not taken, and other Ds "
+                "the D at %s holds %d of the %d KV blocks that P has for finished prompts, and other Ds "
                 "hold %d: its further prompts wait here (held_share is %g; logged once a minute)",
                 decode,
                 mine,

@@ -162,6 +162,14 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             blocks = request_blocks(config, self._kv_cache_config)
             held_blocks = (held_blocks - 1) // 3  # vLLM keeps one for itself
             for_prompts, for_loads = Room(held_blocks, blocks), Room(held_blocks, blocks)
+            if (longest := blocks(config.model_config.max_model_len)) > held_blocks:
+                log.warning(
+                    "a request of --max-model-len tokens takes %d KV blocks, and prompts for other instances "
+                    "and loads %d each at most (a third, with kv_both): longer prompts are computed where "
+                    "they are decoded; give the cache more memory, or lower --max-model-len",
+                    longest,
+                    held_blocks,
+                )
         if self.options.prefills:
             held = HeldBlocks(held_blocks, self.options.held_share)
             self.producing = ProducerScheduler(

@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import zmq
 from connector_support import Instance, inner_id, make_request, pair_id, tokens
+from engine_support import wait_for
 from real_ranks_support import Engine, ask_both, finish, run, starting
 
 from p2pkv.connector.identity import Pairs
+from p2pkv.control.discovery import decode_ping, encode_partners
 
 BOTH = ("both", "both")
 
@@ -101,6 +104,31 @@ def test_a_key_may_go_in_both_directions(engines: Any) -> None:
     run(a, b, lambda: len(a.ended) + len(b.ended) == 4)
     finish(a, b)
     assert sum(a.computed.values()) == sum(b.computed.values()) == 75
+
+
+def test_each_preconnects_to_the_other_and_not_to_itself(engines: Any) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as proxy:
+        proxy.setsockopt(zmq.LINGER, 0)
+        port = proxy.bind_to_random_port("tcp://127.0.0.1")
+        place = {"proxy_ip": "127.0.0.1", "proxy_port": port, "http_port": 8100, "warm_up_seconds": 0}
+        a, b = engines(1, 2, roles=BOTH, **place)
+        senders: set[bytes] = set()
+        while len(senders) < 2:
+            assert proxy.poll(10_000)
+            sender, frame = proxy.recv_multipart()
+            ping = decode_ping(frame)
+            assert (ping.type, ping.partners) == ("both", 64)
+            senders.add(sender)
+        for sender in senders:
+            proxy.send_multipart([sender, encode_partners([str(a.address), str(b.address)])])
+        workers = [*a.workers, *b.workers]
+        wait_for(lambda: all(worker.rank.counters.values["links_ahead"] for worker in workers))
+        ask_both(a, b, "there", tokens(40))
+        ask_both(b, a, "back", tokens(40, 1))
+        finish(a, b)
+        mine = {str(a.address): a, str(b.address): b}
+        for address, engine in mine.items():
+            assert all(worker.rank.core.decode.peers.get(address) is None for worker in engine.workers)
 
 
 def test_which_half_of_a_pair_an_instance_is() -> None:

@@ -248,7 +248,7 @@ class Deployment:
         return pinger
 
     def everyone(self) -> list[Instance]:
-        return self.registry.known("P") + self.registry.known("D")
+        return self.proxy.instances()
 
     def routable(self, role: Role) -> list[str]:
         return [i.ping.http_address for i in self.registry.routable(role, time.monotonic())]

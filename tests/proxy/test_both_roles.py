@@ -92,6 +92,11 @@ def test_no_other_instance_may_take_its_address() -> None:
     assert world.registry.claims_refused == 1
 
 
+def both_of(address: str, line: str) -> bool:
+    """Whether this line of /metrics is about an instance of both roles at this address."""
+    return f'"{address}"' in line and 'role="both"' in line
+
+
 @ASYNC
 @pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
 async def test_requests_through_a_pool(dispatch: Any) -> None:
@@ -111,7 +116,10 @@ async def test_requests_through_a_pool(dispatch: Any) -> None:
             pair = find_pair(name)
             assert pair is not None and {str(pair.prefill), str(pair.decode)} == both
         page = await (await pool.client.get(pool.url + "/instances")).json()
-        assert {each["role"] for each in page["instances"]} == {"both"}
+        assert [each["role"] for each in page["instances"]] == ["both", "both"]
+        metrics = await (await pool.client.get(pool.url + "/metrics")).text()
+        served = [line for line in metrics.splitlines() if both_of(pool.decodes[0].http_address, line)]
+        assert len(served) == len(set(served)) > 0
 
 
 @ASYNC

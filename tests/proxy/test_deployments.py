@@ -1,4 +1,4 @@
-"""examples/kubernetes.yaml and compose.yaml: valid, with options that p2pkv takes, and stopped in order.
+"""examples/kubernetes.yaml and those for Compose: valid, with options that p2pkv takes, and stopped in order.
 
 No cluster and no Docker engine has run them. Here their options are read as the programs read them, and the
 script that drains an instance before its pod stops is run against a real proxy. The tests marked `long` hold
@@ -69,10 +69,17 @@ def substituted(text: str, environ: dict[str, str]) -> str:
     return re.sub(r"\$\((\w+)\)", lambda match: environ[match[1]], text)
 
 
-def services() -> dict[str, Any]:
-    """Those of compose.yaml, with IMAGE and MODEL set."""
+COMPOSED = {
+    "compose.yaml": {"prefill": "P", "decode": "D"},
+    "compose_pool.yaml": {"first": "both", "second": "both"},
+}
+"""Each file for Compose: its instances and their roles."""
+
+
+def services(file: str = "compose.yaml") -> dict[str, Any]:
+    """Those of a file for Compose, with IMAGE and MODEL set."""
     values = {"IMAGE": "registry/vllm-p2pkv:0.32.0", "MODEL": "a-model"}
-    text = re.sub(r"\$\{(\w+):\?[^}]*\}", lambda m: values[m[1]], (EXAMPLES / "compose.yaml").read_text())
+    text = re.sub(r"\$\{(\w+):\?[^}]*\}", lambda m: values[m[1]], (EXAMPLES / file).read_text())
     found = yaml.safe_load(text)
     assert isinstance(found, dict)
     return found
@@ -159,8 +166,9 @@ def test_the_proxy_on_kubernetes() -> None:
     assert deployment["strategy"] == {"type": "Recreate"}
 
 
-def test_compose(tmp_path: Path) -> None:
-    found = services()
+@pytest.mark.parametrize("file", COMPOSED)
+def test_compose(tmp_path: Path, file: str) -> None:
+    found = services(file)
     (tmp_path / "secret").write_text(SECRET)
     (tmp_path / "secret").chmod(0o600)
     mounted = "/run/secrets/p2pkv"
@@ -168,7 +176,7 @@ def test_compose(tmp_path: Path) -> None:
     read = settings.parse(cli._parser(), found["services"]["proxy"]["command"], {})
     assert str(read.secret_file) == mounted and found["services"]["proxy"]["secrets"] == ["p2pkv"]
     assert found["services"]["proxy"]["ports"] == [f"127.0.0.1:{read.port}:{read.port}"]
-    for name, role in (("prefill", "P"), ("decode", "D")):
+    for name, role in COMPOSED[file].items():
         service = found["services"][name]
         assert service["secrets"] == ["p2pkv"] and service["hostname"] == name
         command = [*service["entrypoint"], *service["command"]]

@@ -29,9 +29,10 @@ MOST_STEPS = 600
 class Pool:
     """Two instances, A and B, and what the network would do between their ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, ahead: int = 0) -> None:
+        """`ahead`: as of an Instance."""
         self.a, self.b = (
-            Instance("both", blocks=BLOCKS, budget=48, seqs=8, port=port, held_share=1.0)
+            Instance("both", blocks=BLOCKS, budget=48, seqs=8, port=port, held_share=1.0, ahead=ahead)
             for port in (21001, 22001)
         )
         self._number = 0
@@ -107,6 +108,7 @@ class Pool:
         for _ in range(3):
             self.step()
         for each in (self.a, self.b):
+            each.drain()
             assert each.free == each.all_free
             assert not each.rank.facts
 
@@ -149,9 +151,10 @@ def test_filled_in_every_order(pool: Pool, steps: int, reverse: bool) -> None:
         pool.finish()
 
 
-def test_filled_by_single_calls_in_any_order_among_plain_requests(pool: Pool) -> None:
+@pytest.mark.parametrize("ahead", [0, 1], ids=["one step", "asynchronous"])
+def test_filled_by_single_calls_in_any_order_among_plain_requests(ahead: int) -> None:
     """Plain ones, too, grow until vLLM preempts some."""
-    draw = random.Random(1)
+    draw, pool = random.Random(1), Pool(ahead)
     a, b = pool.a, pool.b
     for _ in range(12):
         calls = [

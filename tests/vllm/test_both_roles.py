@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +11,6 @@ import pytest
 from probes import Compared
 from vllm_support import (
     MODEL_NAME,
-    Fleet,
     ask_all,
     assert_same,
     at_rest,
@@ -59,6 +58,16 @@ def pool(launch: Callable[..., None], tiny_model: Path, tmp_path: Path) -> Itera
     yield start
 
 
+def alone(server: VllmServer, asked: Sequence[answers.Prompt]) -> list[answers.Answer]:
+    """What it answers without any other, and without what its prefix cache has of transfers."""
+
+    def ask(prompt: answers.Prompt) -> answers.Answer:
+        return answers.complete(server.base_url, MODEL_NAME, prompt, max_tokens=16, cache_salt="alone")[0]
+
+    with ThreadPoolExecutor(8) as clients:
+        return list(clients.map(ask, asked))
+
+
 def sent(server: VllmServer) -> float:
     return client.metrics(server.base_url).get("p2pkv_bytes_sent_total", 0.0)
 
@@ -72,9 +81,7 @@ def prompts(count: int, name: str) -> list[answers.Prompt]:
     ]
 
 
-def test_a_pool_of_two_pushes_both_ways_and_answers_as_one_server(
-    fleet: Fleet, pool: Start, tmp_path: Path
-) -> None:
+def test_a_pool_of_two_pushes_both_ways_and_answers_as_one_server(pool: Start, tmp_path: Path) -> None:
     a, b, proxy = pool()
     asked = prompts(32, "a pool of two")
     compared = Compared(tmp_path)
@@ -83,12 +90,12 @@ def test_a_pool_of_two_pushes_both_ways_and_answers_as_one_server(
         at_rest(server)
         assert sent(server) > 0, f"{server.name} was never P"
     assert len(compared.spans(at_least=4)) < len(asked), "some were served whole"
-    assert_same(ask_all(fleet.single.base_url, asked, at_once=8), got)
+    assert_same(alone(a, asked), got)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("roles", [("both", "D"), ("P", "both")], ids="-".join)
-def test_beside_a_fixed_p_or_d(fleet: Fleet, pool: Start, tmp_path: Path, roles: tuple[str, str]) -> None:
+def test_beside_a_fixed_p_or_d(pool: Start, tmp_path: Path, roles: tuple[str, str]) -> None:
     a, b, proxy = pool(*roles)
     asked = prompts(24, "-".join(roles))
     compared = Compared(tmp_path)
@@ -97,20 +104,20 @@ def test_beside_a_fixed_p_or_d(fleet: Fleet, pool: Start, tmp_path: Path, roles:
         at_rest(server)
     assert compared.spans(at_least=1), "some were pushed"
     assert sent(a) > 0 == sent(b)
-    assert_same(ask_all(fleet.single.base_url, asked, at_once=6), got)
+    assert_same(alone(a, asked), got)
 
 
 @pytest.mark.long
-def test_named_twice_and_named_not_at_all(fleet: Fleet, pool: Start) -> None:
+def test_named_twice_and_named_not_at_all(pool: Start) -> None:
     a, b, _ = pool()
     prompt = tokens(150, "named twice")
-    (expected,) = answers.complete(fleet.single.base_url, MODEL_NAME, prompt)
+    (expected,) = alone(b, [prompt])
     for headers in (paired_headers(a, a), {}):
         assert_same([expected], answers.complete(a.base_url, MODEL_NAME, prompt, headers=headers))
     assert sent(a) == sent(b) == 0
 
 
-def under_load(fleet: Fleet, proxy: ProxyServer, happen: Callable[[], None], name: str) -> None:
+def under_load(a: VllmServer, proxy: ProxyServer, happen: Callable[[], None], name: str) -> None:
     """60 requests, six at a time; something happens to a server when ten are answered. Those that were under
     way may fail; the others have one server's answer, and none hangs."""
     asked = prompts(60, name)
@@ -130,20 +137,20 @@ def under_load(fleet: Fleet, proxy: ProxyServer, happen: Callable[[], None], nam
         got = [each.result(180) for each in asking]
     assert len(failed) <= 6, failed
     answered = [(prompt, answer) for prompt, answer in zip(asked, got, strict=True) if answer is not None]
-    expected = ask_all(fleet.single.base_url, [prompt for prompt, _ in answered], at_once=6)
+    expected = alone(a, [prompt for prompt, _ in answered])
     assert_same(expected, [answer for _, answer in answered])
 
 
 @pytest.mark.long
-def test_one_of_two_is_killed_under_load(fleet: Fleet, pool: Start) -> None:
+def test_one_of_two_is_killed_under_load(pool: Start) -> None:
     a, b, proxy = pool()
-    under_load(fleet, proxy, b.kill, "killed")
+    under_load(a, proxy, b.kill, "killed")
     at_rest(a, seconds=30.0)
 
 
 @pytest.mark.long
-def test_one_of_two_is_frozen_under_load(fleet: Fleet, pool: Start) -> None:
+def test_one_of_two_is_frozen_under_load(pool: Start) -> None:
     a, b, proxy = pool()
-    under_load(fleet, proxy, b.freeze, "frozen")
+    under_load(a, proxy, b.freeze, "frozen")
     at_rest(a, seconds=30.0)
     b.thaw()
