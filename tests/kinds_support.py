@@ -159,6 +159,7 @@ KINDS = (
     Kind("states-uncached", (state("none"), full(BF16), state("none"), full(BF16)), caching=False),
     Kind("states-in-mid-step", (_INSIDE, full(BF16), _INSIDE, full(BF16))),
     Kind("parts-of-blocks", (state("align"), full(BF16), state("align"), full(BF16)), block=2 * BLOCK),
+    Kind("M3", (full(BF16), latent(BF16), full(BF16), latent(BF16))),
     Kind("V3.2", (opaque(656), indexer(1), opaque(656), indexer(1)), model=TinyDeepseek()),
     Kind(
         "V4",

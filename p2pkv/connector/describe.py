@@ -382,7 +382,12 @@ def hello_of(
 
 
 def _model_heads(config: VllmConfig, layer: str, spec: KVCacheSpec) -> int:
-    """KV heads of a layer, before tensor parallelism: the model's, or the drafter's."""
+    """KV heads of a layer, before tensor parallelism: the model's, or the drafter's; of latents, and of an
+    indexer's keys, the one that all ranks hold."""
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
+
+    if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
+        return 1
     model = config.model_config
     if _is_drafters(config, layer, spec):
         assert config.speculative_config is not None

@@ -35,6 +35,7 @@ TIGHT = {
     "states-uncached": 19,
     "states-in-mid-step": 22,
     "parts-of-blocks": 12,
+    "M3": 17,
     "V3.2": 17,
     "V4": 24,
     "all": 16,
