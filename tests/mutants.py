@@ -79,6 +79,48 @@ DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 PRODUCT = (
     Mutant(
+        "the engines of a data-parallel instance listen on the same ports",
+        "p2pkv/config.py:Options.address",
+        "Address(self.host, self.kv_port + self.engine_index * self.engine_ranks)",
+        "Address(self.host, self.kv_port)",
+        ("tests/connector/test_describe.py::test_the_ports_of_a_data_parallel_engine",),
+    ),
+    Mutant(
+        "a hybrid server gets the number of an engine in the whole instance",
+        "p2pkv/connector/describe.py:replica",
+        "parallel.data_parallel_rank_local if own_only else parallel.data_parallel_index",
+        "parallel.data_parallel_index",
+        ("tests/connector/test_describe.py::test_a_ping_has_the_engines_http_server_and_its_number_there",),
+    ),
+    Mutant(
+        "the engine in the id is not sent which engine has the request",
+        "p2pkv/engine/prefill.py:Prefill.hold",
+        "command.named is not None",
+        "False",
+        ("tests/connector/test_data_parallel.py::test_a_router_that_knows_no_ranks",),
+    ),
+    Mutant(
+        "a prompt is for the engine of D in the id alone",
+        "p2pkv/engine/prefill.py:Prefill._is_for",
+        "if entry.peers or not is_engine_of(entry.decode, peer.hello):",
+        "if True:",
+        ("tests/connector/test_data_parallel.py::test_a_router_that_knows_no_ranks",),
+    ),
+    Mutant(
+        "D has ended its part, and the engine of P that has the request is not sent that",
+        "p2pkv/engine/decode.py:Decode.referred",
+        "self._say_farewell(message.key, engine, now)",
+        "pass",
+        ("tests/connector/test_data_parallel.py::test_p_is_released_whichever_of_its_engines_d_has_asked",),
+    ),
+    Mutant(
+        "the proxy sends no X-data-parallel-rank",
+        "proxy/upstream.py:to_instance",
+        "if instance.replica is not None:",
+        "if False:",
+        ("tests/proxy/test_data_parallel.py",),
+    ),
+    Mutant(
         "vLLM does not zero the blocks of D's loads",
         "p2pkv/connector/connector.py:P2pKvConnector.get_loaded_kv_cache_group_ids",
         "        return ()\n",

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import zmq
-from connector_support import inner_id, pair_id, tokens
+from connector_support import BLOCK, inner_id, pair_id, tokens
 from real_ranks_support import data_parallel, finish, run_all
 
 from p2pkv.pairing import Address
@@ -75,11 +75,11 @@ def test_a_router_that_knows_no_ranks(first: str, tp_p: int, tp_d: int) -> None:
 @pytest.mark.parametrize("why", ["cached", "aborted"])
 def test_p_is_released_whichever_of_its_engines_d_has_asked(why: str) -> None:
     """D ends its part while only the engine that the id names knows of it: the one with the request frees its
-    blocks at once, and not after wait_seconds."""
-    with data_parallel(2, 2, lease_seconds=5.0, wait_seconds=1000.0) as engines:
+    blocks at once, and not after a lease."""
+    with data_parallel(2, 2, lease_seconds=1000.0) as engines:
         p, d = engines[1], engines[3]
         named = {"prefill": engines[0].address, "decode": engines[2].address}
-        prompt = tokens(100, why)
+        prompt = tokens(6 * BLOCK + 1, why)
         if why == "cached":
             d.ask("cmpl-alone-0-12345678", prompt)
             run_all(engines, lambda: not d.scheduler.requests)
@@ -91,6 +91,7 @@ def test_p_is_released_whichever_of_its_engines_d_has_asked(why: str) -> None:
         run_all(engines, lambda: not d.scheduler.requests)
         p.ask(inner_id(outer), prompt, max_tokens=1)
         finish(*engines)
+        assert set(d.ended.values()) <= {"length", "abort"}
 
 
 def test_referrals_to_engines_of_other_instances_are_refused() -> None:

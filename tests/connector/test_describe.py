@@ -524,7 +524,7 @@ def test_ranks_that_would_be_addressed_wrongly_are_refused(sizes: dict[str, Any]
 
 
 @pytest.mark.parametrize("model", ["dense", "experts"])
-def test_the_ranks_of_a_data_parallel_engine_listen_behind_those_of_the_engines_before_it(model: str) -> None:
+def test_the_ports_of_a_data_parallel_engine(model: str) -> None:
     config = with_parallel(tensor_parallel_size=2, data_parallel_size=4, data_parallel_index=3)
     if model == "dense":
         config.parallel_config.reconfigure_for_independent_dp_rank()
