@@ -19,8 +19,8 @@ BOTH = ("both", "both")
 
 
 @pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Engine, Engine]]]:
-    with starting(monkeypatch) as start:
+def engines() -> Iterator[Callable[..., tuple[Engine, Engine]]]:
+    with starting() as start:
         yield start
 
 
