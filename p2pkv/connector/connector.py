@@ -148,20 +148,11 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         tail, parallel = prompt_tail(config), config.parallel_config
         world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         for_prompts = for_loads = None
-        held_blocks = self._kv_cache_config.num_blocks
-        if self.options.prefills and self.options.decodes:
-            blocks = request_blocks(config, self._kv_cache_config)
-            held_blocks = (held_blocks - 1) // 3  # vLLM keeps one for itself
-            for_prompts, for_loads = Room(held_blocks, blocks), Room(held_blocks, blocks)
-            if (longest := blocks(config.model_config.max_model_len)) > held_blocks:
-                log.warning(
-                    "a request of --max-model-len tokens takes %d KV blocks, and prompts for other instances "
-                    "and loads %d each at most (a third, with kv_both): longer prompts are computed where "
-                    "they are decoded; give the cache more memory, or lower --max-model-len",
-                    longest,
-                    held_blocks,
-                )
         if self.options.prefills:
+            held_blocks = self._kv_cache_config.num_blocks
+            if self.options.decodes:
+                held_blocks = (held_blocks - 1) // 3  # vLLM keeps one for itself
+                for_prompts, for_loads = self._thirds(held_blocks)
             held = HeldBlocks(held_blocks, self.options.held_share)
             self.producing = ProducerScheduler(
                 pairs, tables, held, whole, tail, config.max_concurrent_batches, for_prompts
@@ -174,6 +165,20 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         if here:  # elsewhere the beats could not arrive
             ranks = [str(self.options.address.shifted(rank)) for rank in range(world)]
             self._beats = BeatSender(ranks, self._beat)
+
+    def _thirds(self, third: int) -> tuple[Room, Room]:
+        """For the blocks of prompts for other instances, and for those of loads, with kv_both."""
+        config = self._vllm_config
+        blocks = request_blocks(config, self._kv_cache_config)
+        if (longest := blocks(config.model_config.max_model_len)) > third:
+            log.warning(
+                "a request of --max-model-len tokens takes %d KV blocks, and prompts for other instances "
+                "and loads %d each at most (a third, with kv_both): longer prompts are computed where "
+                "they are decoded; give the cache more memory, or lower --max-model-len",
+                longest,
+                third,
+            )
+        return Room(third, blocks), Room(third, blocks)
 
     # Scheduler side.
 
