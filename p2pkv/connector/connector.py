@@ -98,7 +98,6 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         refuse_what_cannot_move(vllm_config, kv_cache_config)
         self.producing: ProducerScheduler | None = None
         self.consuming: ConsumerScheduler | None = None
-        self._halves: list[ProducerScheduler | ConsumerScheduler] = []
         self.worker: Worker | None = None
         self._announcer: Announcer | None = None
         self._beats: BeatListener | BeatSender | None = None
@@ -161,7 +160,6 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
             self.consuming = ConsumerScheduler(pairs, world, recompute, tables, whole, tail, for_loads)
             DEFERRAL.install(self.options.skip_patches)
-        self._halves = [half for half in (self.producing, self.consuming) if half is not None]
         if here:  # elsewhere the beats could not arrive
             ranks = [str(self.options.address.shifted(rank)) for rank in range(world)]
             self._beats = BeatSender(ranks, self._beat)
@@ -181,6 +179,11 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         return Room(third, blocks), Room(third, blocks)
 
     # Scheduler side.
+
+    @property
+    def _halves(self) -> list[ProducerScheduler | ConsumerScheduler]:
+        """One, or P's and D's."""
+        return [half for half in (self.producing, self.consuming) if half is not None]
 
     def _beat(self, orphaned: bool) -> Beat:
         """How the engine core gets on; for the thread that sends it to the ranks."""
