@@ -107,7 +107,6 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         refuse_what_cannot_move(vllm_config, kv_cache_config)
         self.producing: ProducerScheduler | None = None
         self.consuming: ConsumerScheduler | None = None
-        self._halves: list[ProducerScheduler | ConsumerScheduler] = []
         self.worker: Worker | None = None
         self._announcer: Announcer | None = None
         self._beats: BeatListener | BeatSender | None = None
@@ -157,20 +156,11 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         tables, whole = block_tables(self._kv_cache_config), computes_last_token(self._kv_cache_config)
         tail, world = prompt_tail(config), self.options.engine_ranks
         for_prompts = for_loads = None
-        held_blocks = self._kv_cache_config.num_blocks
-        if self.options.prefills and self.options.decodes:
-            blocks = request_blocks(config, self._kv_cache_config)
-            held_blocks = (held_blocks - 1) // 3  # vLLM keeps one for itself
-            for_prompts, for_loads = Room(held_blocks, blocks), Room(held_blocks, blocks)
-            if (longest := blocks(config.model_config.max_model_len)) > held_blocks:
-                log.warning(
-                    "a request of --max-model-len tokens takes %d KV blocks, and prompts for other instances "
-                    "and loads %d each at most (a third, with kv_both): longer prompts are computed where "
-                    "they are decoded; give the cache more memory, or lower --max-model-len",
-                    longest,
-                    held_blocks,
-                )
         if self.options.prefills:
+            held_blocks = self._kv_cache_config.num_blocks
+            if self.options.decodes:
+                held_blocks = (held_blocks - 1) // 3  # vLLM keeps one for itself
+                for_prompts, for_loads = self._thirds(held_blocks)
             held = HeldBlocks(held_blocks, self.options.held_share)
             self.producing = ProducerScheduler(
                 pairs, tables, held, whole, tail, config.max_concurrent_batches, for_prompts
@@ -180,12 +170,30 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             self.consuming = ConsumerScheduler(pairs, world, recompute, tables, whole, tail, for_loads)
             DEFERRAL.install(self.options.skip_patches)
             PAUSED_LOADS.install(self.options.skip_patches)
-        self._halves = [half for half in (self.producing, self.consuming) if half is not None]
         if here:  # elsewhere the beats could not arrive
             ranks = [str(self.options.address.shifted(rank)) for rank in range(world)]
             self._beats = BeatSender(ranks, self._beat)
 
+    def _thirds(self, third: int) -> tuple[Room, Room]:
+        """For the blocks of prompts for other instances, and for those of loads, with kv_both."""
+        config = self._vllm_config
+        blocks = request_blocks(config, self._kv_cache_config)
+        if (longest := blocks(config.model_config.max_model_len)) > third:
+            log.warning(
+                "a request of --max-model-len tokens takes %d KV blocks, and prompts for other instances "
+                "and loads %d each at most (a third, with kv_both): longer prompts are computed where "
+                "they are decoded; give the cache more memory, or lower --max-model-len",
+                longest,
+                third,
+            )
+        return Room(third, blocks), Room(third, blocks)
+
     # Scheduler side.
+
+    @property
+    def _halves(self) -> list[ProducerScheduler | ConsumerScheduler]:
+        """One, or P's and D's."""
+        return [half for half in (self.producing, self.consuming) if half is not None]
 
     def _beat(self, orphaned: bool) -> Beat:
         """How the engine core gets on; for the thread that sends it to the ranks."""
