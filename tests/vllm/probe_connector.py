@@ -143,7 +143,7 @@ class ProbeConnector(P2pKvConnector):
 
         rows: uint8 [unit, head, row_bytes].
         """
-        if cache.codec == DENSE:
+        if cache.codec == DENSE or cache.unit_tokens == 1:
             tokens = rows.transpose(0, 1).repeat_interleave(cache.unit_tokens, dim=1)
         else:
             dtype = getattr(torch, kind)
