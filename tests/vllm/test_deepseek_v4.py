@@ -131,8 +131,9 @@ class Pair:
 
     @property
     def tie(self) -> float:
-        """As TIE. Ranks of another number round bfloat16 otherwise, and so do their answers: then only blocks
-        are compared, and that D's answer has no NaN in it."""
+        """As TIE. Where P and D have different numbers of ranks, only blocks are compared, and that D's
+        answer has no NaN: answers differ from those of one rank by up to 1.8 in log-probability. That two
+        plain servers with different numbers of ranks differ as much is likely, but not measured."""
         return TIE if self.sizes == (1, 1) else inf
 
     def ask(self, prompt: list[int], *, at_once: bool = True) -> Answer:
