@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 from probes import Compared
 from prometheus_client.parser import text_string_to_metric_families
@@ -65,15 +62,6 @@ def known(proxy: ProxyServer, prefill: int, decode: int) -> None:
         return True
 
     wait_until(there, f"{prefill} prefill and {decode} decode engines", 90.0)
-
-
-def silent(proxy: ProxyServer, engines: int) -> None:
-    """Wait until so many engines do not ping."""
-
-    def there() -> bool:
-        return bool(json.loads(client.get(f"{proxy.base_url}/health"))["gauges"]["silent"] == engines)
-
-    wait_until(there, f"{engines} silent engines", 60.0)
 
 
 def serves_as_one(url: str, single: str, probes: Path, seed: str) -> None:
@@ -144,7 +132,6 @@ def start(
     model: Path,
     folder: Path,
     stack: ExitStack,
-    note: Callable[..., None] | None = None,
     **extra: object,
 ) -> Group:
     p_size, d_size = SHAPES[name]
@@ -178,8 +165,6 @@ def start(
     env = plugin_environment(*plugins) if plugins else {}
     single = VllmServer(model, extra_args=settings, env=env, name="single", log_path=folder / "single.log")
     group = Group(servers[0], servers[1], single, proxies, (p_size, d_size), probes, pings)
-    if note is not None:
-        note(*group.servers)
     for each in group.servers:
         stack.enter_context(each)
     for each in group.servers:
@@ -212,6 +197,7 @@ def test_engines_of_p_and_d_behind_both_dispatches(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("group", ["dense-2-to-2"], indirect=True)
 @pytest.mark.parametrize("router", ["original", *MODES])
 def test_routers_that_know_no_data_parallel_ranks(
     group: Group,
@@ -227,35 +213,3 @@ def test_routers_that_know_no_data_parallel_ranks(
         process.wait_ready(60.0)
         serves_as_one(process.base_url, group.single.base_url, group.probes, router)
     group.at_rest()
-
-
-def engine_core(server: VllmServer, rank: int) -> psutil.Process:
-    """The process of one engine's core."""
-    children = psutil.Process(server.pid).children(recursive=True)
-    (found,) = (each for each in children if f"EngineCore_DP{rank}" in " ".join(each.cmdline()))
-    return found
-
-
-@pytest.mark.long
-def test_a_frozen_engine_of_p_gets_nothing_and_its_neighbour_all(
-    tiny_model: Path, tmp_path: Path, servers_on_failure: Callable[..., None]
-) -> None:
-    with ExitStack() as stack:
-        group = start("dense-2-to-2", tiny_model, tmp_path, stack, servers_on_failure, lease_seconds=5)
-        proxy = group.proxies["concurrent"]
-        frozen = engine_core(group.p, 1)
-        before = answered(group.p)
-        frozen.send_signal(signal.SIGSTOP)
-        try:
-            silent(proxy, 1)
-            prompts = [tokens(length, f"frozen {length}") for length in LENGTHS]
-            compared = Compared(group.probes)
-            got = ask_all(proxy.base_url, prompts, at_once=1)
-            compared.spans(len(prompts))
-            assert_same(ask_all(group.single.base_url, prompts, at_once=1), got)
-            now = answered(group.p)
-            assert now["0"] == before["0"] + len(prompts) and now["1"] == before["1"]
-        finally:
-            frozen.send_signal(signal.SIGCONT)
-        silent(proxy, 0)
-        group.at_rest()
