@@ -142,6 +142,7 @@ def examine() -> Iterator[Finding]:
         _proxy,
         _host_link,
         _nccl,
+        _cuda_environment,
     )
     for look in looks:
         yield look()
@@ -250,3 +251,18 @@ def _nccl() -> Finding:
     if not device:
         found = f"not usable: torch finds no CUDA device ({found} is there)"
     return Finding(ok=True, about="NCCL link", sentence=found)
+
+
+def _cuda_environment() -> Finding:
+    """What a GPU's server inherits. docs/design.md, "The NCCL link", has why the first matters."""
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    sentence = f"{queues or 'the default 8'} hardware queues (CUDA_DEVICE_MAX_CONNECTIONS)"
+    if queues == "1":
+        sentence += ": vLLM's kernels wait behind the links'; leave it unset, or take up to 32"
+    if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
+        sentence += (
+            "; NCCL_CUMEM_ENABLE is 0: what a killed peer had open over NVLink is undefined, leave it unset"
+        )
+    else:
+        sentence += "; cuMem as NCCL chooses (NCCL_CUMEM_ENABLE)"
+    return Finding(ok=True, about="CUDA", sentence=sentence)

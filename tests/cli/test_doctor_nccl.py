@@ -1,4 +1,4 @@
-"""What `p2pkv doctor` says about NCCL."""
+"""What `p2pkv doctor` says about NCCL and CUDA."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def nccl() -> Finding:
-    (found,) = [finding for finding in examine() if finding.about == "NCCL link"]
+def about(what: str) -> Finding:
+    (found,) = [finding for finding in examine() if finding.about == what]
     return found
+
+
+def nccl() -> Finding:
+    return about("NCCL link")
 
 
 def test_no_binding_is_no_fault_without_a_device(patch: pytest.MonkeyPatch) -> None:
@@ -46,3 +50,23 @@ def test_version_binding_and_library_are_shown(patch: pytest.MonkeyPatch, device
     found = nccl()
     assert found.ok and "NCCL 2.32.3 through CuPy 14.2.0 (" in found.sentence
     assert ("torch finds no CUDA device" in found.sentence) is not device
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("CUDA_DEVICE_MAX_CONNECTIONS", None, "the default 8 hardware queues"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "32", "32 hardware queues (CUDA_DEVICE_MAX_CONNECTIONS);"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "leave it unset, or take up to 32"),
+        ("NCCL_CUMEM_ENABLE", None, "cuMem as NCCL chooses"),
+        ("NCCL_CUMEM_ENABLE", "0", "NCCL_CUMEM_ENABLE is 0"),
+    ],
+)
+def test_what_a_gpus_server_inherits_is_shown(
+    patch: pytest.MonkeyPatch, name: str, value: str | None, words: str
+) -> None:
+    patch.delenv(name, raising=False)
+    if value is not None:
+        patch.setenv(name, value)
+    found = about("CUDA")
+    assert found.ok and words in found.sentence
