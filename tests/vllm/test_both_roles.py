@@ -81,16 +81,30 @@ def prompts(count: int, name: str) -> list[answers.Prompt]:
     ]
 
 
+def push(p: VllmServer, d: VllmServer, prompt: answers.Prompt) -> answers.Answer:
+    """What D answers to a request that names the two, asked at once."""
+    headers = paired_headers(p, d)
+    with ThreadPoolExecutor(1) as other:
+        asked = other.submit(answers.complete, p.base_url, MODEL_NAME, prompt, max_tokens=1, headers=headers)
+        answer = answers.complete(d.base_url, MODEL_NAME, prompt, max_tokens=16, headers=headers)[0]
+        asked.result(60)
+    return answer
+
+
 def test_a_pool_of_two_pushes_both_ways_and_answers_as_one_server(pool: Start, tmp_path: Path) -> None:
     a, b, proxy = pool()
-    asked = prompts(32, "a pool of two")
+    asked, named = prompts(20, "a pool of two"), [tokens(150, f"named {n}") for n in range(8)]
     compared = Compared(tmp_path)
-    got = ask_all(proxy.base_url, asked, at_once=8)
+    with ThreadPoolExecutor(8) as clients:
+        turns = [(a, b) if n % 2 else (b, a) for n in range(len(named))]
+        pushed = [clients.submit(push, *pair, prompt) for pair, prompt in zip(turns, named, strict=True)]
+        got = ask_all(proxy.base_url, asked, at_once=6)
+        got += [each.result(60) for each in pushed]
     for server in (a, b):
         at_rest(server)
         assert sent(server) > 0, f"{server.name} was never P"
-    assert len(compared.spans(at_least=4)) < len(asked), "some were served whole"
-    assert_same(alone(a, asked), got)
+    assert compared.spans(at_least=len(named))
+    assert_same(alone(a, [*asked, *named]), got)
 
 
 @pytest.mark.long
