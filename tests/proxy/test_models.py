@@ -19,9 +19,9 @@ async def listed(deployment: Deployment, key: str = "") -> tuple[int, Any]:
 
 async def two(deployment: Deployment, **options: Any) -> None:
     """Two D's, each with an adapter of its own, which have been listed once."""
-    for name in ("one", "other"):
+    for number, name in enumerate(("one", "other"), start=1):
         await deployment.add("D", models=("tiny", name), **options)
-    await deployment.ready(prefill=0, decode=2)
+        await deployment.ready(prefill=0, decode=number)  # in this order
     with pytest.MonkeyPatch.context() as patient:
         patient.setattr("p2pkv_proxy.models._OTHERS_SECONDS", 1000.0)
         assert await listed(deployment, options.get("key", "")) == (200, ["tiny", "other", "one"])
