@@ -1,7 +1,7 @@
 """How many of vLLM's KV blocks requests may hold that wait for another instance: P's finished prompts for one
 D, and, in an instance of both roles, all prompts for others and all loads.
 
-docs/design.md, "Two instances that are P and D for each other", argues why these bounds prevent deadlocks.
+docs/design.md, "Instances of both roles", argues why these bounds prevent deadlocks.
 """
 
 from __future__ import annotations
