@@ -109,7 +109,7 @@ PRODUCT = (
     Mutant(
         "D has ended its part, and the engine of P that has the request is not sent that",
         "p2pkv/engine/decode.py:Decode.referred",
-        "self._say_farewell(message.key, engine, now)",
+        "self._release_elsewhere(message.key, engine, now)",
         "pass",
         ("tests/connector/test_data_parallel.py::test_p_is_released_whichever_of_its_engines_d_has_asked",),
     ),

@@ -60,7 +60,7 @@ class RequestEntry:
         lost: when the connection to P was first lost, if P had not begun this request; None while P vouches
             for it.
         buffer: the memory of KV that came before the request; None: there is none.
-        farewell: the request has ended; this only sends P's engine that nothing is wanted.
+        release_only: the request has ended; this only sends P's engine that nothing is wanted.
     """
 
     expect: do.Expect
@@ -72,7 +72,7 @@ class RequestEntry:
     tries: int = 0
     lost: float | None = None
     buffer: PrefetchBuffer | None = None
-    farewell: bool = False
+    release_only: bool = False
     _extents: dict[int, Extents] = field(default_factory=dict)
 
     @property
@@ -137,7 +137,7 @@ class Decode:
 
     def expect(self, command: do.Expect, now: float) -> None:
         entry = self.entries.get(command.key)
-        if entry is not None and entry.farewell:
+        if entry is not None and entry.release_only:
             self._forget(entry)
         elif entry is not None and entry.receiver.ahead:
             if entry.expect == command:
@@ -172,7 +172,7 @@ class Decode:
 
     def forget(self, command: do.Forget, now: float) -> None:
         entry = self.entries.get(command.key)
-        if entry is not None and not entry.farewell:
+        if entry is not None and not entry.release_only:
             self._forget(entry)
 
     def _forget(self, entry: RequestEntry) -> None:
@@ -347,7 +347,7 @@ class Decode:
         if entry is None or (entry.receiver.load.ended and entry.receiver.attempt == message.attempt):
             if entry is not None:
                 self._forget(entry)
-            self._say_farewell(message.key, engine, now)
+            self._release_elsewhere(message.key, engine, now)
         elif entry.receiver.attempt == message.attempt and entry.receiver.load.state is LoadPhase.WAITING:
             entry.tries += 1
             if entry.tries > MAX_TRIES:
@@ -361,10 +361,10 @@ class Decode:
             self._enter(entry)
             self._connect(entry, now)
 
-    def _say_farewell(self, key: str, engine: Address, now: float) -> None:
+    def _release_elsewhere(self, key: str, engine: Address, now: float) -> None:
         """The request ended while D asked another engine of P: this one may free its blocks."""
         expect = do.Expect(key, engine, 0, b"")
-        entry = RequestEntry(expect, self._receiver(expect, now), farewell=True)
+        entry = RequestEntry(expect, self._receiver(expect, now), release_only=True)
         entry.receiver.want(0, 0, now)
         self._enter(entry)
         self._connect(entry, now)
@@ -638,7 +638,7 @@ class Decode:
         if entry.buffer is not None:
             self._buffers.give(entry.buffer)
             entry.buffer = None
-        if entry.farewell:
+        if entry.release_only:
             self._forget(entry)
             return
         if entry.receiver.ahead:

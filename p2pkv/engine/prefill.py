@@ -31,7 +31,7 @@ from p2pkv.engine.decode_peers import (
 from p2pkv.engine.effects import Emit, SendMessage
 from p2pkv.engine.peers import Peers
 from p2pkv.engine.pending_claims import PendingClaims
-from p2pkv.engine.siblings import Siblings
+from p2pkv.engine.referrals import Referrals
 from p2pkv.kv.checksum import Checksum
 from p2pkv.links.base import Send
 from p2pkv.protocol import machine
@@ -70,7 +70,7 @@ class Prefill:
         options = context.options
         self._terms = Terms(options.chunk_bytes, options.lease_seconds, options.wait_seconds)
         self._claims = PendingClaims(options.lease_seconds)
-        self._siblings = Siblings(context)
+        self._referrals = Referrals(context)
         self._ended = EndedTransfers(options.lease_seconds)
         self._leaving = ""
         self._count = context.counters.values
@@ -98,7 +98,7 @@ class Prefill:
             self._of.setdefault(decode, {})[key] = entry
             self._take_claims(key, now)
             if isinstance(command, do.Hold) and command.named is not None:
-                self._siblings.announce(key, command.named, now)
+                self._referrals.announce(key, command.named, now)
 
     def offer(self, command: do.OfferPrompt, now: float) -> None:
         self.hold(command, now)
@@ -142,7 +142,7 @@ class Prefill:
             self._decided(entry, entry.sender.abort(command.reason), now)
 
     def forget(self, command: do.Forget, now: float) -> None:
-        self._siblings.forget(command.key)
+        self._referrals.forget(command.key)
         entry = self.entries.pop(command.key, None)
         if entry is not None:
             self._out_of_table(entry)
@@ -180,7 +180,7 @@ class Prefill:
             entry = self.entries.get(key)
             if entry is None and self._leaving:
                 reason = reason or self._leaving
-            if entry is None and reason is None and (engine := self._siblings.of(key, now)):
+            if entry is None and reason is None and (engine := self._referrals.of(key, now)):
                 effects.append(SendMessage(peer, m.Referral(key, attempt, engine)))
                 continue
             if reason is not None or (entry is not None and not self._is_for(entry, peer)):
@@ -206,7 +206,7 @@ class Prefill:
     def elsewhere(self, connection: Connection, message: m.Elsewhere, now: float) -> None:
         """Another engine of this instance has requests whose ids name this one: refer those to it that have
         asked here."""
-        self._siblings.received(message, now)
+        self._referrals.received(message, now)
         for key in message.keys:
             for rank, claim in self._claims.take(key).items() if key not in self.entries else ():
                 if peer := self._ranks.get(rank):

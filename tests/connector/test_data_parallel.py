@@ -106,7 +106,7 @@ def test_referrals_to_engines_of_other_instances_are_refused() -> None:
                 before = counted["messages_refused"]
                 line.send(encode(Elsewhere(stranger, ("k",))))
                 run_all(engines, lambda before=before: counted["messages_refused"] == before + 1)
-        assert not p.workers[0].rank.core.roles[0].transfers._siblings._elsewhere
+        assert not p.workers[0].rank.core.roles[0].transfers._referrals._elsewhere
         peer = SimpleNamespace(hello=p.workers[0].rank.context.hello, address=str(p.address))
         with pytest.raises(RemoteProtocolError, match="no engine of"):
             d.workers[0].rank.core.roles[0].transfers.referred(peer, Referral("k", 1, "10.0.0.9:21001"), 0.0)

@@ -28,7 +28,7 @@ MOST_ENGINES = 256
 """Connections to other engines. An id, which a client may have forged, can make P dial its own host."""
 
 
-class Siblings:
+class Referrals:
     """Which requests are at another engine than their ids name. Rank r talks to rank r of the others."""
 
     def __init__(self, context: Context) -> None:
