@@ -237,8 +237,8 @@ class Scrubber:
     def _names(self) -> list[tuple[str, str]]:
         names = [(self.request_id, self.unique)]
         for each in self.choice.instances:
-            addresses = {each.ping.http_address, each.ping.zmq_address, str(each.zmq_address)}
-            names += [(address, f"({ROLE_NAMES[each.role]} instance)") for address in addresses]
+            role = f"({ROLE_NAMES[each.role]} instance)"
+            names += [(address, role) for address in each.written_addresses]
         return names
 
     def headers(self, headers: Headers) -> Headers:
