@@ -309,10 +309,10 @@ class RetryBudget:
         """One request has been admitted."""
         self._asked.add(now)
 
-    def spend(self, now: float) -> bool:
-        """Whether one retry is within the budget; if so it is counted."""
+    def spend(self, now: float, *, whatever: bool = False) -> bool:
+        """Whether one retry is within the budget, or allowed `whatever` is left; if so it is counted."""
         allowed = max(_SHARE * self._asked.total(now), _PER_SECOND * _WINDOW_SECONDS)
-        if self._retried.total(now) + 1 > allowed:
+        if not whatever and self._retried.total(now) + 1 > allowed:
             return False
         self._retried.add(now)
         return True

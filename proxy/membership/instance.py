@@ -41,7 +41,7 @@ InstanceRole = Literal["P", "D", "both"]
 InstanceKey = tuple[InstanceRole, Address, int]
 ROLE_NAMES: dict[InstanceRole, str] = {"P": "prefill", "D": "decode", "both": "prefill and decode"}
 Kind = tuple[frozenset[str], str, int]
-Loss = Literal["gone", "silent", "hung", "stopped", "late"]
+Loss = Literal["gone", "silent", "hung", "stopped", "late", "moved"]
 """Why a call to an instance is given up; blame.CallEnd explains each."""
 VOUCHING_VERSION = 4
 """From this version of the pings on, an instance sends none while its engine does not get on."""
