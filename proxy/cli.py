@@ -575,8 +575,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
             "how long a streamed answer may take until its first token; then the request is tried elsewhere, "
             "or ends with a 504. Set it well above what a long prompt takes under load; 0: no deadline"),
         ("--event-seconds", _seconds, limits.event_seconds, "SECONDS",
-            "how long nothing more of a streamed answer may come until it goes on at another instance, or ends "
-            "with an error event; 0: no deadline"),
+            "how long nothing more of a streamed answer may come until it goes on at another instance, or "
+            "ends with an error event; 0: no deadline"),
         ("--drain-seconds", _seconds, 25.0, "SECONDS",
             "after SIGTERM, how long requests under way may go on"),
     ]  # fmt: skip

@@ -208,9 +208,12 @@ class Relay:
         return b"" if self._transcript is None else self._transcript.flush()
 
     async def finish(self, data: bytes) -> None:
-        """Ends a resumable answer with what is missing of it. Raises ClientGone."""
-        await self._send(data, last=True)
-        self.complete = True
+        """Ends a resumable answer with what is missing of it."""
+        try:
+            await self._send(data, last=True)
+            self.complete = True
+        except ClientGone:
+            self.client_left = True
 
     async def give_up(self, why: str = "", status: int = 0) -> None:
         """Ends a resumable answer with an error: no other instance goes on with it."""

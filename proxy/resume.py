@@ -15,7 +15,7 @@ from .blame import Again
 from .continuation import Continuation, ending
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance
-from .relay import ClientGone, Relay
+from .relay import Relay
 from .retries import Retries
 from .upstream import Client
 
@@ -65,46 +65,41 @@ class Resumer:
         """
         relay, transcript = attempt.relay, attempt.transcript
         assert relay is not None and transcript is not None
-        try:
-            for tries in range(self._limits.resumes + 1):
-                if transcript.finished:
-                    await relay.finish(ending(transcript))
+        for tries in range(self._limits.resumes + 1):
+            if transcript.finished:
+                await relay.finish(ending(transcript))
+                return relay
+            failed |= {place.choice.decode}
+            if tries == self._limits.resumes or not await self._retries.resume(place, failed, tries):
+                break
+            decode = place.choice.decode
+            context = await self._context(decode) if transcript.wanted.needs_context else 0
+            if context is None:
+                break
+            goes_on = Continuation(transcript, context, attempt.continuation)
+            logger.info("request %s goes on at %s after %d tokens", attempt.unique, decode, goes_on.before)
+            attempt = dataclasses.replace(
+                attempt,
+                body=goes_on.body,
+                doubted=(),
+                may_leave=_stays,
+                may_resend=False,
+                continuation=goes_on,
+                former=relay,
+            )
+            follow(attempt)
+            outcome = await attempt.run(self._dispatch)
+            if attempt.relay is not None:
+                relay = attempt.relay
+                if not relay.resumable:
+                    self._counters.resumed += relay.complete
                     return relay
-                failed |= {place.choice.decode}
-                if tries == self._limits.resumes or not await self._retries.resume(place, failed, tries):
-                    break
-                decode = place.choice.decode
-                context = await self._context(decode) if transcript.wanted.needs_context else 0
-                if context is None:
-                    break
-                goes_on = Continuation(transcript, context, attempt.continuation)
-                logger.info(
-                    "request %s goes on at %s after %d tokens", attempt.unique, decode, goes_on.before
-                )
-                attempt = dataclasses.replace(
-                    attempt,
-                    body=goes_on.body,
-                    doubted=(),
-                    may_leave=_stays,
-                    may_resend=False,
-                    continuation=goes_on,
-                    former=relay,
-                )
-                follow(attempt)
-                outcome = await attempt.run(self._dispatch)
-                if attempt.relay is not None:
-                    relay = attempt.relay
-                    if not relay.resumable:
-                        self._counters.resumed += relay.complete
-                        return relay
-                elif outcome.culprit is not None and outcome.again is not Again.NO:
-                    failed |= {outcome.culprit}
-                else:
-                    break
-            self._counters.not_resumed += 1
-            await relay.give_up()
-        except ClientGone:
-            relay.client_left = True
+            elif outcome.culprit is not None and outcome.again is not Again.NO:
+                failed |= {outcome.culprit}
+            else:
+                break
+        self._counters.not_resumed += 1
+        await relay.give_up()
         return relay
 
     async def _context(self, decode: Instance) -> int | None:
