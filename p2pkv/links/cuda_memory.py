@@ -12,7 +12,18 @@ import ctypes
 import logging
 import os
 from collections.abc import Callable
-from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_ubyte, c_ulonglong, c_ushort, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    c_char_p,
+    c_int,
+    c_size_t,
+    c_ubyte,
+    c_uint,
+    c_ulonglong,
+    c_ushort,
+    c_void_p,
+)
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -199,6 +210,7 @@ class AccessDesc(Structure):
 
 
 CALLS: dict[str, tuple[Any, ...]] = {
+    "cuInit": (c_uint,),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
     "cuDeviceGetCount": (POINTER(c_int),),
     "cuDeviceGet": (POINTER(c_int), c_int),
@@ -220,10 +232,11 @@ CALLS: dict[str, tuple[Any, ...]] = {
 
 
 class CudaMemory:
-    """The MemoryDriver of a CUDA device, through ctypes. The process has used CUDA before."""
+    """The MemoryDriver of a CUDA device, through ctypes."""
 
     def __init__(self, index: int) -> None:
         """`index`: the device's number in this process. Raises CudaError."""
+        self._call("cuInit", 0)  # once more does no harm
         self._index = index
         self._device = self._number(index)
 

@@ -350,6 +350,7 @@ HEADERS = [
 
 SCALARS = {
     "int": ctypes.c_int,
+    "unsigned int": ctypes.c_uint,
     "size_t": ctypes.c_size_t,
     "CUdevice": ctypes.c_int,
     "CUdeviceptr": ctypes.c_ulonglong,
