@@ -459,7 +459,7 @@ PRODUCT = (
     Mutant(
         "a device that is full is not named",
         "p2pkv/device.py:take_memory",
-        "except torch.OutOfMemoryError:",
+        "except (torch.OutOfMemoryError, MemoryError):",
         "except NotImplementedError:",
         ("tests/unit/test_device.py",),
     ),

@@ -350,6 +350,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             staging_bytes=options.staging_bytes,
             device=cache.device,
             nccl_channels=options.nccl_num_channels,
+            receives=options.decodes,
             allowed=options.allowed_peers,
         )
         if self._hello is None:
