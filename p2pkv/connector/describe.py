@@ -51,7 +51,20 @@ def options_of(config: VllmConfig) -> Options:
 def engine_ranks(config: VllmConfig) -> int:
     """The ranks of one engine; of a data-parallel instance each engine has so many."""
     parallel = config.parallel_config
-    return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
+    return int(parallel.pipeline_parallel_size * stage_ranks(config))
+
+
+def stage_ranks(config: VllmConfig) -> int:
+    """The ranks of one pipeline stage."""
+    parallel = config.parallel_config
+    return int(parallel.prefill_context_parallel_size * parallel.tensor_parallel_size)
+
+
+def token_parts(config: VllmConfig, spec: KVCacheSpec) -> int:
+    """Over how many ranks of a stage decode-context parallelism divides the tokens of these layers. So many
+    times as many tokens as in a rank's block has a block of the scheduler."""
+    divided = getattr(spec, "dcp_sharded", not keeps_state(spec))
+    return int(config.parallel_config.decode_context_parallel_size) if divided else 1
 
 
 def data_parallel(config: VllmConfig) -> bool:
@@ -128,12 +141,12 @@ def prompt_tail(config: VllmConfig) -> int:
     return max(1, int(config.num_prefill_lookahead_tokens))
 
 
-def block_tables(config: KVCacheConfig) -> BlockTables:
+def block_tables(config: VllmConfig, kv_config: KVCacheConfig) -> BlockTables:
     """How the tables of a request's blocks are read."""
     sizes, states = [], {}
-    for number, group in enumerate(config.kv_cache_groups):
+    for number, group in enumerate(kv_config.kv_cache_groups):
         spec = _spec_of(group, group.layer_names[0]) if group.layer_names else group.kv_cache_spec
-        sizes.append(spec.block_size)
+        sizes.append(spec.block_size * token_parts(config, spec))
         if keeps_state(spec):
             states[number] = spec
     return BlockTables(tuple(sizes), states)
@@ -145,7 +158,7 @@ def request_blocks(config: VllmConfig, kv_config: KVCacheConfig) -> RequestBlock
     for group in kv_config.kv_cache_groups:
         spec = _spec_of(group, group.layer_names[0]) if group.layer_names else group.kv_cache_spec
         most = -(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes)
-        tables.append((spec.block_size, max(1, most)))
+        tables.append((spec.block_size * token_parts(config, spec), max(1, most)))
     return RequestBlocks(tables, config.num_speculative_tokens)
 
 
@@ -176,6 +189,11 @@ def _kept_together(config: VllmConfig, spec: KVCacheSpec) -> int:
     assert transfer is not None
     matters = transfer.kv_role != "kv_consumer" or config.cache_config.enable_prefix_caching
     return spec.block_size if _window(spec) and matters else 1
+
+
+def _interleave(config: VllmConfig, spec: KVCacheSpec) -> int:
+    """See `KvGroup.interleave`."""
+    return int(config.parallel_config.cp_kv_cache_interleave_size) if token_parts(config, spec) > 1 else 1
 
 
 def notifies_of_sleep() -> bool:
@@ -210,16 +228,6 @@ def refuse_what_cannot_pair(config: VllmConfig) -> None:
             f"--nnodes is {parallel.nnodes}: this version of p2pkv looks for all ranks at one host; "
             "set it to 1, and start an instance on each node"
         )
-    sizes = {
-        "--decode-context-parallel-size": parallel.decode_context_parallel_size,
-        "--prefill-context-parallel-size": parallel.prefill_context_parallel_size,
-    }
-    for option, size in sizes.items():
-        if size > 1:
-            raise ConfigError(
-                f"{option} is {size}: this version of p2pkv knows tensor, pipeline and data parallelism "
-                "only; set it to 1"
-            )
     drafting = config.speculative_config
     if parallel.pipeline_parallel_size > 1 and drafting is not None and drafting.uses_draft_kv_cache():
         raise ConfigError(
@@ -314,13 +322,17 @@ def cache_of(
             shapes.append(shape)
             numbers_by_group.append(numbers)
     parallel = config.parallel_config
-    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    tp, pp, pcp = (
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        parallel.prefill_context_parallel_size,
+    )
     tensors_by_name = dict(zip(layers.names, layers.tensors, strict=True))
     states = recurrent_layers(config, kv_config, tensors_by_name, layers.names)
     found = state_groups(states, tp=tp, pp=pp, dim_first=conv_dim_first()) if states else []
     numbers_by_group += [state.numbers for state in found]
     groups += [state.cache for state in found]
-    return RankCache(groups, numbers_by_group), Cache(tp, (*shapes, *(state.shape for state in found)))
+    return RankCache(groups, numbers_by_group), Cache(tp, (*shapes, *(state.shape for state in found)), pcp)
 
 
 def _groups_of(
@@ -351,6 +363,8 @@ def _groups_of(
                 layer_names=_digest(names, plane),
                 window=_window(spec),
                 block=_kept_together(config, spec),
+                dcp=token_parts(config, spec),
+                interleave=_interleave(config, spec),
             ),
         )
 
@@ -452,7 +466,7 @@ def _stages(config: VllmConfig, rank: int, mine: int, whole: bool) -> tuple[int,
     total = config.model_config.get_total_num_hidden_layers()
     spans = [get_pp_indices(total, stage, pp) for stage in range(pp)]
     stages = tuple(stop - start for start, stop in spans)
-    stage = rank // parallel.tensor_parallel_size
+    stage = rank // stage_ranks(config)
     if stages[stage] != mine:
         raise ConfigError(
             f"pipeline stage {stage} of {pp} has {mine} KV layers, but {stages[stage]} were expected: p2pkv "

@@ -31,7 +31,9 @@ from p2pkv.kv.layouts import (
     Cut,
     Index,
     LayerPages,
+    Runs,
     Span,
+    Tokens,
     check_layer,
     pages_of,
 )
@@ -163,7 +165,7 @@ class PagedCache:
         return layers * (last - first) * heads * self.row_bytes
 
     def gather(
-        self, out: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
+        self, out: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
     ) -> None:
         """Copy a rectangle from the pages to `out`.
 
@@ -172,7 +174,8 @@ class PagedCache:
 
         Args:
             out: uint8 [nbytes], contiguous, on the cache's device.
-            layers, tokens, heads: half-open intervals, counted on this rank.
+            layers, tokens, heads: half-open intervals, counted on this rank. Where a row is one token,
+                `tokens` may also be the numbers of some tokens, in their order.
             blocks: the request's block tables, logical block ids; token t is in blocks[n][t // block_size].
 
         Raises:
@@ -183,7 +186,7 @@ class PagedCache:
             self.copier.take(span, cut, part)
 
     def scatter(
-        self, src: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
+        self, src: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
     ) -> None:
         """Copy a rectangle from `src` to the pages; the arguments and errors are gather's.
 
@@ -218,18 +221,23 @@ class PagedCache:
                 self._table(span, units, blocks)
 
     def parts(
-        self, buffer: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
+        self, buffer: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
     ) -> list[tuple[Span, Cut, torch.Tensor]]:
         """The rectangle, cut by spans of layers: span, cut, its part of the buffer."""
         _check_interval("layers", layers, self.layers)
         _check_interval("heads", heads, self.heads)
+        positions = None
+        if not isinstance(tokens, tuple):
+            positions, tokens = self._positions(tokens)
         units = self._units(tokens)
-        layer_bytes = (units[1] - units[0]) * (heads[1] - heads[0]) * self.row_bytes
+        count = units[1] - units[0] if positions is None else len(positions)
+        layer_bytes = count * (heads[1] - heads[0]) * self.row_bytes
         check_buffer(buffer, (layers[1] - layers[0]) * layer_bytes, self.device)
         if buffer.numel() == 0:
             return []
         parts: list[tuple[Span, Cut, torch.Tensor]] = []
         tables: dict[tuple[int, int, int], Index] = {}  # layers of separate storages mostly share one
+        runs = Runs(positions) if positions is not None else None
         for span in self._spans:
             some = max(layers[0], span.first), min(layers[1], span.stop)
             if some[0] >= some[1]:
@@ -238,9 +246,22 @@ class PagedCache:
             if (table := tables.get(kind)) is None:
                 table = tables[kind] = self._table(span, units, blocks)
             cut = Cut(some, units, heads, self.row_bytes, table)
+            if runs is not None:
+                span, cut = runs.of(span, cut)
             part = buffer[(some[0] - layers[0]) * layer_bytes : (some[1] - layers[0]) * layer_bytes]
             parts.append((span, cut, part))
         return parts
+
+    def _positions(self, tokens: Index) -> tuple[Index | None, Bounds]:
+        """Tokens that may have gaps, and the interval that their blocks cover; None if they have no gaps."""
+        if self.unit_tokens > 1:
+            raise ValueError(
+                f"rows of {self.unit_tokens} tokens cannot be divided over context-parallel ranks"
+            )
+        if not len(tokens):
+            return None, (0, 0)
+        start, stop = int(tokens[0]), int(tokens[-1]) + 1
+        return (None, (start, stop)) if stop - start == len(tokens) else (tokens, (0, stop))
 
     def _units(self, tokens: Bounds) -> Bounds:
         start, stop = tokens
@@ -305,11 +326,11 @@ class Rectangles(Protocol):
     def nbytes(self, layers: int, start: int, stop: int, heads: int) -> int: ...
 
     def gather(
-        self, out: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
+        self, out: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
     ) -> None: ...
 
     def scatter(
-        self, src: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
+        self, src: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
     ) -> None: ...
 
 
@@ -380,7 +401,7 @@ class DenseView:
         return layers * (stop - start) * heads * self.row_bytes
 
     def gather(
-        self, out: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
+        self, out: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
     ) -> None:
         """Copy a rectangle from the pages to `out`; arguments and errors are PagedCache's."""
         for part in self.parts(out, layers, tokens, heads, blocks):
@@ -391,7 +412,7 @@ class DenseView:
                 part.wire[...] = self._unpacked(part)[:, :, slice(*part.inside)].swapaxes(1, 2)
 
     def scatter(
-        self, src: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
+        self, src: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
     ) -> None:
         """Copy a rectangle from `src` to the pages; tokens beside it keep what they hold.
 
@@ -415,9 +436,11 @@ class DenseView:
         return page
 
     def parts(
-        self, buffer: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
+        self, buffer: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
     ) -> Iterator[_Part]:
         """Everything is checked before the first part comes."""
+        if not isinstance(tokens, tuple):
+            raise ValueError("packed pages cannot be divided over context-parallel ranks")
         if not 0 <= tokens[0] <= tokens[1]:
             raise ValueError(f"tokens [{tokens[0]}, {tokens[1]}) are not an interval of a prompt")
         first = tokens[0] // self._tokens * self._tokens

@@ -44,6 +44,7 @@ from p2pkv.config import ConfigError
 from p2pkv.connector import P2pKvConnector, P2pNcclConnector
 from p2pkv.connector.describe import (
     Layers,
+    block_tables,
     cache_of,
     codec_of,
     computes_last_token,
@@ -511,8 +512,6 @@ def test_attention_of_every_kind_and_states_move() -> None:
 @pytest.mark.parametrize(
     ("sizes", "match"),
     [
-        ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size is 2"),
-        ({"prefill_context_parallel_size": 4}, "--prefill-context-parallel-size is 4"),
         ({"enable_elastic_ep": True}, "--enable-elastic-ep is set"),
         ({"nnodes": 2}, "--nnodes is 2: .* all ranks at one host"),
         ({"distributed_executor_backend": "external_launcher", "world_size": 2}, "choose mp or ray"),
@@ -521,6 +520,27 @@ def test_attention_of_every_kind_and_states_move() -> None:
 def test_ranks_that_would_be_addressed_wrongly_are_refused(sizes: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         P2pKvConnector(with_parallel(**sizes), KVConnectorRole.WORKER, kv_cache_config())
+
+
+def test_context_parallel_ranks() -> None:
+    """DCP divides the tokens of layers that vLLM says are divided; PCP multiplies the ranks."""
+    config = with_parallel(
+        tensor_parallel_size=4,
+        prefill_context_parallel_size=2,
+        decode_context_parallel_size=2,
+        cp_kv_cache_interleave_size=4,
+    )
+    refuse_what_cannot_pair(config)
+    said = hello(config, tensors(list(LAYERS), heads=1), rank=5)
+    (group,) = said.cache.groups
+    assert (said.cache.tp, said.cache.pcp, group.dcp, group.interleave) == (4, 2, 2, 4)
+    assert (len(said.addresses), said.address) == (8, str(P_ADDRESS.shifted(5)))
+    assert said.cache.ranks == 8
+    assert block_tables(config, kv_cache_config()).sizes == (2 * BLOCK,)
+    own = replace(FULL, dcp_sharded=False)
+    assert block_tables(config, kv_cache_config(spec=own)).sizes == (BLOCK,)
+    state = MambaSpec(block_size=BLOCK, shapes=((2, 2),), dtypes=(torch.float32,))
+    assert block_tables(config, kv_cache_config(spec=state)).sizes == (BLOCK,)
 
 
 @pytest.mark.parametrize("model", ["dense", "experts"])
