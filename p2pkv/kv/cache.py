@@ -82,7 +82,7 @@ class PagedCache:
     ) -> None:
         self.layers = len(pages)
         self.heads = heads
-        self.blocks = min(page.blocks for page in pages)
+        self.blocks = min((page.blocks for page in pages), default=0)
         self.block_size = block_size
         self.unit_tokens = unit_tokens
         self.row_bytes = row_bytes
@@ -149,6 +149,23 @@ class PagedCache:
             element_bytes=tensors[0].element_size(),
             codec=codec,
             device=tensors[0].device,
+        )
+
+    @classmethod
+    def without_layers(
+        cls, *, unit_tokens: int, row_bytes: int, codec: str, device: torch.device
+    ) -> PagedCache:
+        """A KV group of which this rank has no layers."""
+        return cls(
+            [],
+            copier_of([], []),
+            heads=1,
+            block_size=unit_tokens,
+            unit_tokens=unit_tokens,
+            row_bytes=row_bytes,
+            element_bytes=1,
+            codec=codec,
+            device=device,
         )
 
     def __str__(self) -> str:
@@ -335,11 +352,11 @@ class Rectangles(Protocol):
 
 
 def seen_as(cache: PagedCache, codec: str) -> Rectangles:
-    """The cache with its rows arranged by `codec`: its own, or "dense".
+    """The cache with its rows arranged by `codec`: its own, or "dense"; as it is if it has no layers.
 
     Raises ValueError, with a sentence, for another codec, or pages that cannot be undone.
     """
-    if codec == cache.codec:
+    if codec == cache.codec or not cache.layers:
         return cache
     if codec != DENSE:
         raise ValueError(f"a cache of codec {cache.codec} can travel as it is or {DENSE}, not as {codec}")
@@ -508,7 +525,9 @@ class RankCache:
         self.groups = tuple(groups)
         self.layers = tuple(layers)
         self.device = groups[0].device
-        self.digest_name = groups[0].digest_name
+        self._some = next((group for group in groups if group.layers), groups[0])
+        """A group that this rank has layers of."""
+        self.digest_name = self._some.digest_name
 
     def seen_as(self, codecs: Sequence[str]) -> tuple[Rectangles, ...]:
         """Each group with its rows arranged by the codec of its number. Raises ValueError; see `seen_as`."""
@@ -516,16 +535,16 @@ class RankCache:
 
     def layer_bytes(self, tokens: int) -> int:
         """Bytes of so many tokens in the smallest layer of this rank, at least 1."""
-        rows = [(group.heads * group.row_bytes, group.unit_tokens) for group in self.groups]
-        return max(1, min(tokens * nbytes // unit for nbytes, unit in rows))
+        rows = [(each.heads * each.row_bytes, each.unit_tokens) for each in self.groups if each.layers]
+        return max(1, min((tokens * nbytes // unit for nbytes, unit in rows), default=1))
 
     def digest(self, buffer: torch.Tensor) -> Checksum:
         """See PagedCache.digest."""
-        return self.groups[0].digest(buffer)
+        return self._some.digest(buffer)
 
     def fence(self) -> Fence:
         """See PagedCache.fence."""
-        return self.groups[0].fence()
+        return self._some.fence()
 
     def warm_up(self) -> None:
         """Compile now what gather and scatter run on the device, so that the first transfer does not wait."""
