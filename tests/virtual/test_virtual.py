@@ -66,6 +66,26 @@ def test_no_invariant_is_broken_in_a_short_run(seed: int) -> None:
     assert world.jobs.outcomes["loaded"] > 10 and world.faults.total() > 0
 
 
+@pytest.mark.parametrize("groups", ["P", "D", "PD"])
+def test_data_parallel_engines_behind_a_router_that_names_any_of_them(
+    groups: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No invariant is broken, and D finds the engine of P to which the request has come."""
+    take, referred = Decode.referred, 0
+
+    def counted(self: Decode, peer: PrefillPeer, message: m.Referral, now: float) -> None:
+        nonlocal referred
+        referred += 1
+        take(self, peer, message, now)
+
+    monkeypatch.setattr(Decode, "referred", counted)
+    for seed in (11, 12):
+        world = World(seed, model=ONE_GROUP, tps=(1, 2), groups=groups)
+        world.run(SHORT)
+        assert world.jobs.outcomes["loaded"] > 10
+    assert bool(referred) == ("P" in groups)
+
+
 def test_a_seed_gives_the_same_run_twice_and_another_seed_another() -> None:
     runs = []
     for seed in (1, 1, 2):
