@@ -1,8 +1,8 @@
 """Starts vLLM instances whose ranks are on two hosts, i.e. network namespaces, and compares what they do.
 
 Runs inside the first namespace; the second is entered by its process:
-`python nodes_driver.py MODEL FOLDER KEEPER P D`, where P and D are sizes such as tp2 or pp2, which are
-spread over both hosts, or tp1.
+`python nodes_driver.py MODEL FOLDER KEEPER P D`, where P and D are tensor-parallel sizes: 1, or 2 of which
+each host has one.
 """
 
 from __future__ import annotations
@@ -61,20 +61,18 @@ def environment(host: str, name: str, probes: Path) -> dict[str, str]:
 
 
 class Instance:
-    """P or D. `size`: tp1, or one that is spread over both hosts. The HTTP server is on the first."""
+    """P or D, of so many ranks. The HTTP server is on the first host."""
 
     def __init__(
-        self, model: Path, folder: Path, keeper: str, role: Any, size: str, proxy: ProxyServer
+        self, model: Path, folder: Path, keeper: str, role: Any, ranks: int, proxy: ProxyServer
     ) -> None:
-        probes, axis, self.ranks = folder / "probes", size[:2], int(size[2:])
-        port, master = free_ports(self.ranks), free_ports()
+        probes, port, master = folder / "probes", free_ports(ranks), free_ports()
         self.addresses = [Address(FIRST, port)]
-        sizes = {"tp": "--tensor-parallel-size", "pp": "--pipeline-parallel-size"}
         spread: list[str] = []
-        if self.ranks > 1:
+        if ranks > 1:
             self.addresses.append(Address(SECOND, port + 1))
             spread = [
-                *(sizes[axis], str(self.ranks), "--nnodes", "2"),
+                *("--tensor-parallel-size", str(ranks), "--nnodes", "2"),
                 *("--master-addr", FIRST, "--master-port", str(master)),
             ]
 
@@ -92,7 +90,7 @@ class Instance:
                 ],
                 extra_config={"host": host},
                 env=environment(host, role, probes),
-                name=f"{role}-{size}-{host}",
+                name=f"{role}-{host}",
                 log_path=folder / f"{role}-{rank}.log",
             )
 
@@ -128,7 +126,7 @@ class Instance:
             raise AssertionError(f"{self.http.name} is not back at its baseline: {held}") from None
 
 
-def main(model: Path, folder: Path, keeper: str, sizes: Sequence[str]) -> None:
+def main(model: Path, folder: Path, keeper: str, sizes: Sequence[int]) -> None:
     probes = folder / "probes"
     probes.mkdir()
     os.environ[SECRET_VARIABLE] = SECRET
@@ -159,9 +157,7 @@ def main(model: Path, folder: Path, keeper: str, sizes: Sequence[str]) -> None:
             assert_same(expected, got)
             for each in (p, d):
                 each.rests()
-            print(
-                f"{sizes[0]} to {sizes[1]} over two hosts: {len(spans)} prompts with equal blocks and answers"
-            )
+            print(f"TP {sizes[0]} to {sizes[1]} on two hosts: {len(spans)} prompts, equal blocks and answers")
         except BaseException:
             for each in servers:
                 print(each.log_tail(60))
@@ -170,4 +166,4 @@ def main(model: Path, folder: Path, keeper: str, sizes: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # stops the servers
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4:6])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], [int(size) for size in sys.argv[4:]])

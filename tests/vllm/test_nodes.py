@@ -31,14 +31,15 @@ def cable() -> Iterator[Cable]:
         made.__exit__()
 
 
-@pytest.mark.parametrize(("p", "d"), [("tp2", "tp1"), ("tp1", "tp2"), ("tp2", "tp2"), ("pp2", "tp1")])
+@pytest.mark.parametrize(("p", "d"), [(2, 1), (1, 2), (2, 2)])
 def test_ranks_on_two_hosts(
-    fleet_keeper: Any, cable: Cable, tiny_model: Path, tmp_path: Path, p: str, d: str
+    fleet_keeper: Any, cable: Cable, tiny_model: Path, tmp_path: Path, p: int, d: int
 ) -> None:
+    """Tensor-parallel sizes. vLLM's CPU build does not run pipeline stages, on one host or on two."""
     needs_cpu_build()
     fleet_keeper.stop()
     script = str(Path(__file__).with_name("nodes_driver.py"))
-    command = [sys.executable, script, str(tiny_model), str(tmp_path), str(cable.keeper("D")), p, d]
+    command = [sys.executable, script, str(tiny_model), str(tmp_path), *map(str, (cable.keeper("D"), p, d))]
     paths = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
     with subprocess.Popen(
         [*cable.inside("P"), *command],
