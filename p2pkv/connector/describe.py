@@ -74,6 +74,31 @@ def token_parts(config: VllmConfig, spec: KVCacheSpec) -> int:
     return int(config.parallel_config.decode_context_parallel_size) if divided else 1
 
 
+def on_one_host(config: VllmConfig) -> bool:
+    """Whether all ranks of this engine run on its engine core's host, by vLLM's configuration."""
+    parallel = config.parallel_config
+    backend = parallel.distributed_executor_backend
+    return parallel.nnodes_within_dp == 1 and backend in (None, "mp", "uni")
+
+
+def rank_addresses(config: VllmConfig, options: Options) -> tuple[str, ...]:
+    """Where each rank of this engine listens, for a worker.
+
+    A worker knows its own host only. Where the ranks may be on several, each waits here for all others.
+    """
+    parallel, ranks = config.parallel_config, options.engine_ranks
+    if on_one_host(config):
+        return tuple(str(options.address.shifted(rank)) for rank in range(ranks))
+    from vllm.distributed.parallel_state import get_world_group
+
+    world = get_world_group()  # of a model with experts: the ranks of all data-parallel engines
+    mine = parallel.data_parallel_index, parallel.rank, str(options.address.shifted(parallel.rank))
+    gathered: list[Any] = [None] * world.world_size
+    torch.distributed.all_gather_object(gathered, mine, group=world.cpu_group)
+    found = {rank: address for index, rank, address in gathered if index == parallel.data_parallel_index}
+    return tuple(found[rank] for rank in range(ranks))
+
+
 def data_parallel(config: VllmConfig) -> bool:
     """Whether this engine's instance may have others. A dense model's engine finds that in its id only."""
     transfer, parallel = config.kv_transfer_config, config.parallel_config
@@ -227,11 +252,6 @@ def refuse_what_cannot_pair(config: VllmConfig) -> None:
             "--enable-elastic-ep is set: this version of p2pkv does not follow data-parallel ranks that come "
             "and go; leave the option out"
         )
-    if parallel.nnodes > 1:
-        raise ConfigError(
-            f"--nnodes is {parallel.nnodes}: this version of p2pkv looks for all ranks at one host; "
-            "set it to 1, and start an instance on each node"
-        )
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise ConfigError(
             "the external_launcher executor runs a scheduler in each rank, and p2pkv needs one for all: "
@@ -377,7 +397,7 @@ def hello_of(
         rank=rank,
         to="none",
         address=str(options.address.shifted(rank)),
-        addresses=tuple(str(options.address.shifted(each)) for each in range(options.engine_ranks)),
+        addresses=rank_addresses(config, options),
         model=str(model.model),
         weights=fingerprint(config, name) + (f"{DRAFTER}{drafter}" if drafter else ""),
         cache=shape,
