@@ -513,6 +513,13 @@ PRODUCT = (
         ("tests/protocol/test_row_format.py",),
     ),
     Mutant(
+        "pieces of narrow rows come first in a chunk",
+        "p2pkv/protocol/pieces.py:Cutter.cut",
+        "key=self._alignment, reverse=True",
+        "key=self._alignment",
+        ("tests/protocol/test_pieces.py",),
+    ),
+    Mutant(
         "vLLM sets scales that have been loaded to 1",
         "p2pkv/connector/describe.py:make_ready",
         "impl._ensure_scale_caches(layer.kv_cache)",
