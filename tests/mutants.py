@@ -513,6 +513,13 @@ PRODUCT = (
         ("tests/protocol/test_row_format.py",),
     ),
     Mutant(
+        "a chunk that attention sees is taken for a sliding window",
+        "p2pkv/protocol/handshake.py:RowFormat.needed",
+        "if self.chunked else",
+        "if False else",
+        ("tests/protocol/test_row_format.py",),
+    ),
+    Mutant(
         "pieces of narrow rows come first in a chunk",
         "p2pkv/protocol/pieces.py:Cutter.cut",
         "key=self._alignment, reverse=True",

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_PIECES = 4096
 MAX_GROUPS = 64
@@ -63,6 +63,7 @@ class KvGroup(Struct, frozen=True, forbid_unknown_fields=True):
         layer_names: digest of the names of all its layers, in order.
         once: a layer has one row per head for a whole request (a recurrent state), and not one per unit.
         window: tokens that attention looks at from each token on, itself counted; 0: all before it.
+        chunked: attention looks at no token before the last multiple of `window`, instead.
         block: where there is a window, tokens that are kept together. P has all of a block or nothing, and D
             wants all or nothing, since its prefix cache keeps blocks; 1: D caches no prefixes.
     """
@@ -77,6 +78,7 @@ class KvGroup(Struct, frozen=True, forbid_unknown_fields=True):
     once: bool = False
     window: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
     block: Positive = 1
+    chunked: bool = False
 
 
 class Cache(Struct, frozen=True, forbid_unknown_fields=True):
