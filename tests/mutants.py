@@ -790,7 +790,7 @@ PRODUCT = (
     Mutant(
         "D wants what has left a window, and P has given back",
         "p2pkv/protocol/handshake.py:RowFormat.needed",
-        "first = max(0, stop - self.window + 1) // whole * whole if self.window else 0",
+        "first = first // whole * whole if self.window else 0",
         "first = 0",
         ("tests/virtual/test_walks.py",),
     ),
@@ -1154,7 +1154,7 @@ PRODUCT = (
     Mutant(
         "P and D may have different attention windows",
         "p2pkv/protocol/handshake.py:_same_of_groups",
-        '        ("attention windows", mine.window, theirs.window, SAME_ALLOCATOR),\n',
+        '        ("attention windows", _seen(mine), _seen(theirs), SAME_ALLOCATOR),\n',
         "",
         ("tests/protocol/test_handshake.py",),
     ),
