@@ -513,6 +513,20 @@ PRODUCT = (
         ("tests/protocol/test_row_format.py",),
     ),
     Mutant(
+        "a chunk that attention sees is taken for a sliding window",
+        "p2pkv/protocol/handshake.py:RowFormat.needed",
+        "if self.chunked else",
+        "if False else",
+        ("tests/protocol/test_row_format.py",),
+    ),
+    Mutant(
+        "pieces of narrow rows come first in a chunk",
+        "p2pkv/protocol/pieces.py:Cutter.cut",
+        "key=self._alignment, reverse=True",
+        "key=self._alignment",
+        ("tests/protocol/test_pieces.py",),
+    ),
+    Mutant(
         "vLLM sets scales that have been loaded to 1",
         "p2pkv/connector/describe.py:make_ready",
         "impl._ensure_scale_caches(layer.kv_cache)",
@@ -776,7 +790,7 @@ PRODUCT = (
     Mutant(
         "D wants what has left a window, and P has given back",
         "p2pkv/protocol/handshake.py:RowFormat.needed",
-        "first = max(0, stop - self.window + 1) // whole * whole if self.window else 0",
+        "first = first // whole * whole if self.window else 0",
         "first = 0",
         ("tests/virtual/test_walks.py",),
     ),
@@ -1175,7 +1189,7 @@ PRODUCT = (
     Mutant(
         "P and D may have different attention windows",
         "p2pkv/protocol/handshake.py:_same_of_groups",
-        '        ("attention windows", mine.window, theirs.window, SAME_ALLOCATOR),\n',
+        '        ("attention windows", _seen(mine), _seen(theirs), SAME_ALLOCATOR),\n',
         "",
         ("tests/protocol/test_handshake.py",),
     ),

@@ -136,6 +136,9 @@ def refuse_what_cannot_move(vllm_config: VllmConfig, config: KVCacheConfig) -> N
         vllm.MLAAttentionSpec,
         vllm.SlidingWindowSpec,
         vllm.SlidingWindowMLASpec,
+        vllm.ChunkedLocalAttentionSpec,
+        # Of the tokens behind a prompt only, vLLM gives blocks back.
+        vllm.RSWASpec,
     )
     refuse_strange_states(vllm_config, config)
     for group in config.kv_cache_groups:
@@ -209,7 +212,16 @@ def _window(spec: KVCacheSpec) -> int:
     allocator."""
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
+    if _chunked(spec):
+        return int(spec.attention_chunk_size)
     return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
+
+
+def _chunked(spec: KVCacheSpec) -> bool:
+    """Whether vLLM keeps the KV of the chunk that is computed, and not of a window that slides."""
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+
+    return isinstance(spec, ChunkedLocalAttentionSpec)
 
 
 def _kept_together(config: VllmConfig, spec: KVCacheSpec) -> int:
@@ -295,7 +307,8 @@ class Layers:
                 continue
             heads = _model_heads(config, self.names[number], spec, tensor.shape[1])
             rows = row_form(self.names[number], spec)
-            form = tuple(tensor.shape[1:]), tensor.dtype, spec.block_size, rows, _window(spec), heads
+            seen = _window(spec), _chunked(spec)
+            form = tuple(tensor.shape[1:]), tensor.dtype, spec.block_size, rows, seen, heads
             groups.setdefault(form, []).append(number)
         return groups
 
@@ -378,6 +391,7 @@ def _groups_of(
             block=_kept_together(config, spec),
             dcp=token_parts(config, spec),
             interleave=_interleave(config, spec),
+            chunked=_chunked(spec),
         )
         described = Described(f"{form} {plane}", plane, shape, tuple(names))
         yield LocalGroup(group, tuple(numbers), described)

@@ -30,13 +30,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
+    HiddenStateCacheSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
     MLAAttentionSpec,
-    RSWASpec,
     SlidingWindowSpec,
 )
 
@@ -504,10 +504,8 @@ def test_weights_without_files_need_a_name(
 
 FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
 REFUSED = [
-    RSWASpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32, rswa_window=64),
-    ChunkedLocalAttentionSpec(
-        block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32, attention_chunk_size=64
-    ),
+    CrossAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32),
+    HiddenStateCacheSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32),
 ]
 
 
