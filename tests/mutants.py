@@ -1182,8 +1182,8 @@ PRODUCT = (
     Mutant(
         "the largest layer says how many layers fill a message",
         "p2pkv/kv/cache.py:RankCache.layer_bytes",
-        "min(tokens",
-        "max(tokens",
+        "min((tokens",
+        "max((tokens",
         ("tests/kv/test_rank_cache.py",),
     ),
     Mutant(
