@@ -38,9 +38,12 @@ class Trio:
         return client.metrics(self.proxy.base_url).get(f"p2pkv_proxy_{name}", 0.0)
 
     def ready(self) -> bool:
-        url = f"{self.proxy.base_url}/instances"
-        listed = client.get(url)
-        return listed.count('"ready"') == 1 + len(self.ds)
+        """Whether the proxy gives all three requests; one that has failed is tried with one."""
+        listed = client.get(f"{self.proxy.base_url}/instances")
+        if listed.count('"ready"') <= len(self.ds):
+            completion(self.proxy.base_url, tokens(40, "a trial"))
+            return False
+        return True
 
 
 @pytest.fixture(scope="module")
