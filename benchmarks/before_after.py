@@ -5,7 +5,8 @@
         and D asked at once and with P first; and D's leg: D's first token after P's answer, P first.
     engine: CPU time of the engine thread per transfer, with 16 and with 1,000 requests that wait, on P and on
         D: one round of each version's own engine_cost.py.
-    proxy: CPU time of the proxy per short request, with stub instances that answer at once.
+    proxy: CPU time of the proxy per short request, with stub instances that answer at once, and per event of
+        a streamed answer, less that of the request.
 
 All servers of both versions are up all the time, and one pair or proxy is asked at a time; the versions take
 turns in going first. Of each figure: both medians, and the geometric mean of after / before over the rounds
@@ -32,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from decode_leg_report import description
-from proxy_side_by_side import HERE, Router, pings, short, stubs, until_ready
+from proxy_side_by_side import HERE, Router, pings, short, streams, stubs, until_ready
 from side_by_side_load import Asker, Taken, asking, paired_ratio
 from side_by_side_systems import MODEL, MODEL_SAID, NAME, pair_headers
 
@@ -40,6 +41,8 @@ from p2pkv.demo.processes import ending_on_signals
 from p2pkv.demo.servers import ProxyServer, VllmServer
 from p2pkv.demo.tiny_model import ensure_model
 
+_PACE, _EVENTS = 0.002, 1000
+"""Seconds between two events of a stream, and how many it has."""
 PARTS = ("servers", "engine", "proxy")
 Found = dict[str, dict[str, list[float]]]
 """Seconds in each round, by figure and by version."""
@@ -141,7 +144,7 @@ class Run:
     def proxy(self, environments: dict[str, dict[str, str]]) -> None:
         with ExitStack() as stack:
             logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            ports = stack.enter_context(stubs(0.0))
+            ports = stack.enter_context(stubs(_PACE))
             routers = {}
             for version, env in environments.items():
                 server = stack.enter_context(ProxyServer(log_path=logs / f"{version}.log", env=env))
@@ -157,10 +160,13 @@ class Run:
                     router = routers[version]
                     before = router.cpu()
                     done = runner.run(short(router.port, 16, self._args.seconds))
+                    request = (router.cpu() - before) / done
+                    before = router.cpu()
+                    events = runner.run(streams(router.port, 16, _EVENTS))
+                    event = (router.cpu() - before - 16 * request) / events
                     if turn:
-                        self._note(
-                            version, "CPU of the proxy, a short request", (router.cpu() - before) / done
-                        )
+                        self._note(version, "CPU of the proxy, a short request", request)
+                        self._note(version, "CPU of the proxy, an event of a stream", event)
 
 
 def page(found: Found, args: argparse.Namespace, about: str) -> Iterator[str]:
@@ -175,7 +181,7 @@ def page(found: Found, args: argparse.Namespace, about: str) -> Iterator[str]:
     yield "|---|---:|---:|---:|"
     for figure, values in found.items():
         before, after = values["before"], values["after"]
-        medians = (f"{1e3 * statistics.median(each):,.2f}" for each in (before, after))
+        medians = (f"{1e3 * statistics.median(each):,.3g}" for each in (before, after))
         yield f"| {figure} | {' | '.join(medians)} | {paired_ratio(after, before)} |"
 
 

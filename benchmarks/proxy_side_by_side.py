@@ -75,7 +75,16 @@ ANSWER = json.dumps(
         "usage": {"prompt_tokens": 8, "total_tokens": 9, "completion_tokens": 1},
     }
 ).encode()
-EVENT = b"data: " + ANSWER + b"\n\n"
+EVENT = (
+    b'data: {"id":"cmpl-stub","object":"text_completion","created":1700000000,"model":"tiny","choices":['
+    b'{"index":0,"text":" hello","logprobs":null,"finish_reason":null,"stop_reason":null,'
+    b'"prompt_token_ids":null,"token_ids":null}]}\n\n'
+)
+"""As vLLM 0.32 writes one."""
+EVENT_WITH_IDS = EVENT.replace(b'"token_ids":null', b'"token_ids":[31999]')
+FIRST_WITH_IDS = EVENT_WITH_IDS.replace(
+    b'"prompt_token_ids":null', b'"prompt_token_ids":[1,603,951,2211,3040]'
+)
 MODELS = b'{"object": "list", "data": [{"id": "tiny", "object": "model", "owned_by": "stub"}]}'
 
 
@@ -108,7 +117,9 @@ class Stub(asyncio.Protocol):
             self._transport.write(
                 b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
             )
-            self._event(asked["max_tokens"])
+            ids = bool(asked.get("return_token_ids"))
+            self._transport.write(_chunk(FIRST_WITH_IDS if ids else EVENT))
+            self._event(asked["max_tokens"] - 1, EVENT_WITH_IDS if ids else EVENT)
         else:
             self._whole(ANSWER)
 
@@ -116,12 +127,12 @@ class Stub(asyncio.Protocol):
         head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         self._transport.write(head.encode() + body)
 
-    def _event(self, left: int) -> None:
+    def _event(self, left: int, event: bytes) -> None:
         if left == 0:
             self._transport.write(_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
         elif not self._transport.is_closing():
-            self._transport.write(_chunk(EVENT))
-            asyncio.get_running_loop().call_later(self._pace, self._event, left - 1)
+            self._transport.write(_chunk(event))
+            asyncio.get_running_loop().call_later(self._pace, self._event, left - 1, event)
 
 
 def _chunk(data: bytes) -> bytes:

@@ -7,6 +7,7 @@ import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
@@ -311,23 +312,27 @@ class _ChatMessage(msgspec.Struct):
 
 
 _messages = msgspec.json.Decoder(list[_ChatMessage])
+_stops = msgspec.json.Decoder(str | list[str] | None)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Wanted:
     """What a client asked for, as far as a continuation needs it.
 
     Attributes:
         chat: at /v1/chat/completions.
-        fields: those that are small, decoded.
         kept_back: characters that vLLM may keep back for stop strings.
         overlap: characters before these that a stop string may begin in, although they were sent.
+        shows_ids: the client gets the token ids, too.
+        shows_tokens: the client sees single tokens, and not only text.
     """
 
     chat: bool
-    fields: Fields
-    kept_back: int = 0
-    overlap: int = 0
+    kept_back: int
+    overlap: int
+    shows_ids: bool
+    shows_tokens: bool
+    _raw: dict[str, bytes]
 
     @classmethod
     def of(cls, body: Body) -> Wanted | None:
@@ -335,33 +340,30 @@ class Wanted:
         views = body.fields
         if body.path not in (CHAT, COMPLETIONS) or not body.one_prompt or not _KNOWN.issuperset(views):
             return None
-        kept = {name: value for name, value in views.items() if name not in _OF_THE_PROMPT}
-        if bytes(kept.get("stream", b"")) != b"true" or sum(map(len, kept.values())) > _MOST_FIELD_BYTES:
+        raw = {name: bytes(value) for name, value in views.items() if name not in _OF_THE_PROMPT}
+        if raw.get("stream") != b"true" or sum(map(len, raw.values())) > _MOST_FIELD_BYTES:
             return None
-        chat = body.path == CHAT
+        chat, longest = body.path == CHAT, 0
         try:
-            fields = {name: msgspec.json.decode(value) for name, value in kept.items()}
-            stops = msgspec.convert(fields.get("stop") or [], str | list[str])
+            if any(msgspec.json.decode(raw[name]) not in _ONLY[name] for name in _ONLY.keys() & raw.keys()):
+                return None
             if chat and not _is_text(views["messages"]):
                 return None
+            if "stop" in raw:
+                stops = _stops.decode(raw["stop"]) or []
+                longest = max(map(len, [stops] if isinstance(stops, str) else stops), default=1) - 1
         except (msgspec.MsgspecError, RecursionError, KeyError, ValueError):
             return None
-        if any(fields[name] not in _ONLY[name] for name in _ONLY.keys() & fields.keys()):
-            return None
-        longest = max(map(len, [stops] if isinstance(stops, str) else stops), default=1) - 1
-        included = fields.get("include_stop_str_in_output") is True
-        return cls(chat, fields, 0 if included else longest, longest if included else 0)
+        included = raw.get("include_stop_str_in_output") == b"true"
+        kept_back, overlap = (0, longest) if included else (longest, 0)
+        shows_ids = raw.get("return_token_ids") == b"true"
+        logprobs = raw.get("logprobs", b"null") not in ((b"null", b"false") if chat else (b"null",))
+        return cls(chat, kept_back, overlap, shows_ids, shows_ids or logprobs, raw)
 
-    @property
-    def shows_ids(self) -> bool:
-        """Whether the client gets the token ids, too."""
-        return self.fields.get("return_token_ids") is True
-
-    @property
-    def shows_tokens(self) -> bool:
-        """Whether the client sees single tokens, and not only text."""
-        logprobs = self.fields.get("logprobs")
-        return self.shows_ids or (bool(logprobs) if self.chat else logprobs is not None)
+    @cached_property
+    def fields(self) -> Fields:
+        """Those that are not the prompt's. Raises ValueError if one is nested too deeply."""
+        return {name: msgspec.json.decode(value) for name, value in self._raw.items()}
 
     @property
     def needs_context(self) -> bool:
@@ -429,28 +431,28 @@ class ResumePoint(NamedTuple):
     """From where an answer can go on.
 
     Attributes:
-        tokens: of the answer, up to here.
+        bytes: of the ids of its tokens, up to here.
         chars: where their text ends, of the text that is counted.
-        bytes: of their ids.
         offset: where their text ends for `text_offset` of log-probabilities.
     """
 
-    tokens: int = 0
-    chars: int = 0
-    bytes: int = 0
-    offset: int = 0
+    bytes: int
+    chars: int
+    offset: int
 
 
 class Beyond(NamedTuple):
     """What has come of an answer after its resume point.
 
     Attributes:
-        point: that.
+        tokens: of the answer, up to the point.
+        offset: see ResumePoint.
         ids: tokens.
         chars: characters of text, without those that are kept back.
     """
 
-    point: ResumePoint
+    tokens: int
+    offset: int
     ids: list[int]
     chars: int
 
@@ -466,7 +468,6 @@ class Transcript:
         failed: the event, an error of the instance's own, that has come in place of the rest.
         finished: the event with the `finish_reason` has been passed on.
         done: all has been passed on.
-        tokens: of the answer.
         prompt_tokens: of the request; 0 before the first event.
     """
 
@@ -477,16 +478,21 @@ class Transcript:
     failed: bytes = b""
     finished: bool = False
     done: bool = False
-    tokens: int = 0
     prompt_tokens: int = 0
     _rest: bytes = b""
     _prompt: bytes = b""
     _ids: bytearray = field(default_factory=bytearray)
     _chars: int = 0
-    _point: ResumePoint = field(default_factory=ResumePoint)
+    """Of text; from the resume point where that is the last text that came."""
+    _safe: int = 0
+    """The resume point, as ResumePoint has it, and the next two."""
+    _safe_chars: int = 0
+    _safe_offset: int = 0
     _coming: deque[ResumePoint] = field(default_factory=deque)
     """Points whose text has not been sent to its end."""
     _counted: int = 0
+    _plain: bool = False
+    """An event with one token and some text is all that need be known of it."""
 
     @classmethod
     def of(cls, body: Body, memory: TranscriptMemory) -> Transcript | None:
@@ -495,23 +501,42 @@ class Transcript:
         return None if wanted is None else cls(wanted, memory)
 
     def __post_init__(self) -> None:
-        self._empty = b'"content":""' if self.wanted.chat else b'"text":""'
+        chat = self.wanted.chat
+        self._text, self._empty = (
+            (b'"delta":{"content":"', b'"content":""') if chat else (b'"text":"', b'"text":""')
+        )
         self._counts_chars = bool(self.wanted.kept_back or self.wanted.overlap)
+
+    @property
+    def tokens(self) -> int:
+        """Of the answer."""
+        return self._ids.count(b",")
 
     @property
     def movable(self) -> bool:
         """Whether another instance would go on with it even if this one is well: nothing would come a second
         time, or it would come the same."""
-        beyond = self.tokens - self._point.tokens or self._chars - self._point.chars
+        beyond = len(self._ids) > self._safe or self._chars > self._safe_chars
         same = self.wanted.fields.get("temperature") == 0
         return self.possible and self.prompt_tokens > 0 and not self.finished and (not beyond or same)
 
     def feed(self, chunk: bytes) -> bytes:
         """The instance's next bytes, as the client gets them: whole events only. After an error of the
         instance nothing more comes."""
-        if not self._rest and 0 <= chunk.find(_EVENT_END) == len(chunk) - len(_EVENT_END):
-            return self._passed(chunk)  # as nearly all are
-        return b"".join(self._passed(event) for event in self.events(chunk))
+        if self._rest or not 0 <= chunk.find(_EVENT_END) == len(chunk) - len(_EVENT_END):
+            return b"".join(self._passed(event) for event in self.events(chunk))
+        # One event, as nearly always. Each token of each answer comes by here.
+        if self._plain and _GOES_ON in chunk and self._text in chunk and self._empty not in chunk:
+            at = chunk.find(_IDS) + len(_IDS)
+            end = chunk.find(b"]", at)
+            ids = chunk[at:end]
+            if ids and b"," not in ids and at > len(_IDS):
+                self._ids += ids + b","
+                self._safe, self._chars = len(self._ids), 0
+                if self._safe > self._counted:
+                    self._count()
+                return chunk[: at - 1] + b"null" + chunk[end + 1 :]
+        return self._passed(chunk)
 
     def events(self, chunk: bytes) -> Iterator[bytes]:
         """The events that are complete now, up to an error of the instance."""
@@ -531,14 +556,14 @@ class Transcript:
 
     def drop(self) -> None:
         """No other instance can go on with it. What it holds is let go. Idempotent."""
-        self.possible = False
-        self.memory.held -= self._counted
+        self.possible = self._plain = False
+        self.memory.held -= self._counted + len(self._prompt)
         self._counted = 0
         self._ids, self._prompt = bytearray(), b""
         self._coming.clear()
 
     def _passed(self, event: bytes) -> bytes:
-        """One event. It is not decoded if it need not be: there is one for each token of each answer."""
+        """One event."""
         at = event.find(_IDS)
         if at < 0:
             return self.without_tokens(event)
@@ -547,7 +572,7 @@ class Transcript:
             self._begin(event)
         end = event.find(b"]", at)
         self.finished = _GOES_ON not in event
-        if self.wanted.chat and b'"delta":{"content":' not in event:
+        if self._text not in event:
             self.drop()  # reasoning, or a call of a tool
         if self.possible:
             self._note(event, event[at + len(_IDS) : end])
@@ -558,46 +583,31 @@ class Transcript:
 
     def _note(self, event: bytes, ids: bytes) -> None:
         """An event with tokens."""
-        count = ids.count(b",") + 1 if ids else 0
-        self._add(count, ids)
-        if self._empty in event:
-            return
-        if count == 1 and not self._counts_chars:
-            # What comes beyond this point is counted from here.
-            self._chars, self._point = 0, ResumePoint(self.tokens, 0, len(self._ids), self._offset(event))
-            return
-        choices = _text_event.decode(event[len(DATA_SPACE) :]).choices
-        text = choices[0].text or choices[0].delta.content or "" if choices else ""
-        self._has_text(count, len(text), self._offset(event))
+        choice = _text_event.decode(event[len(DATA_SPACE) :]).choices[0]
+        offset = 0
+        if self.wanted.shows_tokens and not self.wanted.chat:
+            offset = end_of_offsets(_decoder.decode(event[len(DATA_SPACE) :])["choices"][0])
+        self._add(ids, choice.text or choice.delta.content or "", offset)
 
     def note_decoded(self, ids: Sequence[int], text: str, offset: int, finished: bool) -> None:
-        """The same for an event that is decoded; `offset`: where its text ends for `text_offset`."""
+        """An event that is decoded; `offset`: where its text ends for `text_offset`."""
         self.finished |= finished
         if self.possible:
-            self._add(len(ids), b",".join(b"%d" % each for each in ids))
-            if text:
-                self._has_text(len(ids), len(text), offset)
+            self._add(b",".join(b"%d" % each for each in ids), text, offset)
 
-    def _add(self, count: int, ids: bytes) -> None:
-        if count:
+    def _add(self, ids: bytes, text: str, offset: int) -> None:
+        if ids:
             self._ids += ids + b","
-            self.tokens += count
-            if len(self._ids) + len(self._prompt) > self._counted:
+            if len(self._ids) > self._counted:
                 self._count()
-
-    def _has_text(self, count: int, chars: int, offset: int) -> None:
-        """Some text has come, the last of it with so many tokens."""
-        self._chars += chars
-        if count == 1:
+        self._chars += len(text)
+        if text and ids and b"," not in ids:
             end = self._chars + self.wanted.kept_back
-            self._coming.append(ResumePoint(self.tokens, end, len(self._ids), offset))
+            self._coming.append(ResumePoint(len(self._ids), end, offset))
         while self._coming and self._coming[0].chars <= self._chars - self.wanted.overlap:
-            self._point = self._coming.popleft()
-
-    def _offset(self, event: bytes) -> int:
-        if self.wanted.chat or self.wanted.fields.get("logprobs") is None:
-            return 0
-        return end_of_offsets(_decoder.decode(event[len(DATA_SPACE) :])["choices"][0])
+            self._safe, self._safe_chars, self._safe_offset = self._coming.popleft()
+        if not self._counts_chars and self._safe_chars == self._chars:
+            self._chars = self._safe_chars = 0
 
     def without_tokens(self, event: bytes) -> bytes:
         """An event that has no tokens: a chat's first, an error, the usage, or the end."""
@@ -623,28 +633,28 @@ class Transcript:
         if at < 0:
             self.drop()
             return
+        self._plain = not (self.wanted.shows_tokens or self._counts_chars)
         self._prompt = event[at + len(_PROMPT_IDS) : event.find(b"]", at)]
         self.prompt_tokens = self._prompt.count(b",") + 1
+        self.memory.held += len(self._prompt)
         self._count()
 
     def _count(self) -> None:
-        """More is held."""
-        short = len(self._ids) + len(self._prompt) - self._counted
-        more = _MEMORY_STEP * -(-short // _MEMORY_STEP)
-        self.memory.held += more
-        self._counted += more
-        if self._counted > self.memory.most_each or self.memory.held > self.memory.most:
+        """More is held: `_counted` is what the ids may take until this is called again."""
+        step = max(_MEMORY_STEP, len(self._ids) - self._counted)
+        self.memory.held += step
+        self._counted += step
+        if len(self._prompt) + self._counted > self.memory.most_each or self.memory.held > self.memory.most:
             self.drop()
 
     def rewind(self) -> Beyond:
-        """Goes back to the resume point, where another instance goes on."""
-        point = self._point
-        ids = [int(each) for each in bytes(self._ids[point.bytes : -1]).split(b",") if each]
-        beyond = Beyond(point, ids, self._chars - point.chars)
-        del self._ids[point.bytes :]
-        self.tokens, self._chars, self._rest, self.failed = point.tokens, point.chars, b"", b""
+        """Goes back to the resume point, where another instance goes on; all its events are decoded."""
+        ids = [int(each) for each in bytes(self._ids[self._safe : -1]).split(b",") if each]
+        chars = self._chars - self._safe_chars
+        del self._ids[self._safe :]
+        self._chars, self._rest, self.failed, self._plain = self._safe_chars, b"", b"", False
         self._coming.clear()
-        return beyond
+        return Beyond(self.tokens, self._safe_offset, ids, chars)
 
     @property
     def all_ids(self) -> bytes:

@@ -35,14 +35,14 @@ class Continuation:
     """
 
     def __init__(self, transcript: Transcript, context: int, former: Continuation | None) -> None:
-        point, ids, chars = transcript.rewind()
+        before, offset, ids, chars = transcript.rewind()
         self._transcript = transcript
         self._wanted = transcript.wanted
         self._head = head_of(transcript)
-        self._offset = point.offset
+        self._offset = offset
         self._ids: list[int] = ids + (former._ids if former else [])
         self._chars: int = chars + (former._chars if former else 0)
-        self.before = point.tokens
+        self.before = before
         self.body = self._body(context)
 
     def _body(self, context: int) -> Body:
