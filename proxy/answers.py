@@ -614,7 +614,7 @@ class Transcript:
         if event.startswith(DONE):
             self.done = True
         elif event.startswith(_ERROR):
-            if is_servers_error(_decoder.decode(event[len(DATA_SPACE) :])):
+            if self.possible and is_servers_error(_decoder.decode(event[len(DATA_SPACE) :])):
                 self.failed = event
                 return b""
         elif not self.head and _PROMPT_IDS in event:

@@ -140,7 +140,8 @@ def test_half_a_character_is_generated_anew() -> None:
     half = ids.index(FIRST_HALF, 1) + 1
     transcript = transcript_of(COMPLETIONS, body)
     assert transcript is not None
-    transcript.feed(data[: lost_after(data, half)])
+    for event in data[: lost_after(data, half)].split(b"\n\n")[:-1]:
+        transcript.feed(event + b"\n\n")
     asked = json.loads(bytes(Continuation(transcript, 0, None).body.for_decode("x")))
     assert asked["prompt"][-1] == ids[half - 2]
     assert asked["max_tokens"] == 60 - (half - 1)
