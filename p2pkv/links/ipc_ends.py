@@ -64,7 +64,10 @@ class Shared:
     _reading: threading.Lock = field(default_factory=threading.Lock)
 
     def give_when_read(self, offset: int) -> None:
-        """The slot is free when what the current stream holds now is done."""
+        """The slot is free when what the current stream holds now is done. It counts as staging no more, as
+        the link to which it belonged may be idle until then, and not be polled."""
+        assert self.pool is not None
+        self.pool.leave(offset)
         with self._reading:
             self._read.append((self.device.here(), offset))
         self.reap()
@@ -141,13 +144,6 @@ class IpcInbound(Inbound):
             self.poll()
         self.guard.check()
         return self._mapped
-
-    def take(self, nbytes: int, reserve: int = 0) -> IpcReceive | None:
-        """See Inbound.take. Slots of other links that have been read count as free."""
-        self._shared.reap()
-        if not self.ready() or not self.share.grants(nbytes, reserve):
-            return None
-        return self.post(nbytes)
 
     def post(self, nbytes: int) -> IpcReceive | None:
         """Post the next receive, or None while there is no room for it."""
