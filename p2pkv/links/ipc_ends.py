@@ -1,7 +1,7 @@
 """The two ends of a CUDA IPC link: P gathers straight into D's slot, and announces it over a unix socket.
 
-No kernel waits for the other process. P asks its own event whether the gather is done, and tells D then; D's
-later work on any stream reads what was written.
+No kernel waits for the other process. P asks its own event whether the gather is done, and then notifies
+D, whose later work on any stream reads what was written.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class IpcReceive:
         self._link = link
 
     def done(self) -> bool:
-        """Whether P has said that all bytes are there, as of the last `poll`."""
+        """Whether P has announced that all bytes are there, as of the last `poll`."""
         self._link.guard.check()
         return self.arrived
 
