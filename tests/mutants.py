@@ -79,6 +79,34 @@ DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 PRODUCT = (
     Mutant(
+        "over CUDA IPC D learns of a message before the gather is done",
+        "p2pkv/links/ipc_ends.py:IpcOutbound._announce",
+        "if send.written is None or not send.written.ready():",
+        "if send.written is None:",
+        ("tests/links/test_ipc.py",),
+    ),
+    Mutant(
+        "over CUDA IPC a slot is granted again while the scatter reads it",
+        "p2pkv/links/ipc_ends.py:Shared.reap",
+        "while self._read and self._read[0][0].ready():",
+        "while self._read:",
+        ("tests/links/test_ipc.py",),
+    ),
+    Mutant(
+        "over CUDA IPC slots come back while a P that D has aborted may write there",
+        "p2pkv/links/ipc_ends.py:IpcInbound.close",
+        "awaited = self._line if self._posted and not self._left else None",
+        "awaited = None",
+        ("tests/links/test_ipc.py", "tests/links/test_ipc_processes.py"),
+    ),
+    Mutant(
+        "P unmaps D's memory while its copies run",
+        "p2pkv/links/ipc_ends.py:_Leaving.run",
+        "wait_out(self.written)",
+        "pass",
+        ("tests/links/test_ipc.py",),
+    ),
+    Mutant(
         "the engines of a data-parallel instance listen on the same ports",
         "p2pkv/config.py:Options.address",
         "Address(self.host, self.kv_port + self.engine_index * self.engine_ranks)",

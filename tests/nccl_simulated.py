@@ -1,8 +1,20 @@
 """NCCL on a CPU, for tests: between threads and between processes, over unix sockets.
 
-It keeps NCCL's rules as strictly as NCCL may apply them: `init` and the first message wait for the peer;
-a send ends only when its receive has taken it; first in, first out; nothing tells one end that the other
-has died; an abort frees this end. What NCCL leaves undefined is a violation, which `let_go` reports.
+It keeps NCCL's rules as strictly as NCCL may apply them. What NCCL leaves undefined is a violation, which
+`let_go` reports. The rules, and where each comes from (NCCL's User Guide, unless named otherwise):
+
+- `init` waits for the peer ("ncclCommInitRank": it implicitly synchronizes with other ranks), and so does
+  the first message, which connects the two (NCCL's source, `ncclTransportP2pSetup` in group.cc).
+- A send ends only when its receive has taken it ("ncclSend", "ncclRecv": blocking for the GPU). Messages of
+  two ranks match in the order of the calls (NCCL's source, a peer's queues in enqueue.cc), and by their sizes
+  ("ncclRecv": the peer calls ncclSend with the same count).
+- Nothing tells one end that the other has died; an abort frees this end ("Fault Tolerance",
+  "ncclCommAbort").
+- With `blocking=0` a call may return before its kernel is launched, and no other may come until
+  ncclCommGetAsyncError is not ncclInProgress any more ("Asynchronous errors and error handling").
+- One thread at a time calls a communicator, and one the communicators of a device ("Thread Safety").
+- `launches_wait`: launches return when the device is done (CUDA Programming Guide, "CUDA Environment
+  Variables": CUDA_LAUNCH_BLOCKING).
 """
 
 from __future__ import annotations

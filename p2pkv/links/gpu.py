@@ -165,6 +165,11 @@ class DevicePool:
         with self._lock:
             return self._slots.take(nbytes, share)
 
+    def leave(self, offset: int) -> None:
+        """See Slots.leave."""
+        with self._lock:
+            self._slots.leave(offset)
+
     def give(self, offset: int) -> None:
         """Return the slot at `offset`."""
         with self._lock:

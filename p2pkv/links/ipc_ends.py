@@ -1,7 +1,7 @@
 """The two ends of a CUDA IPC link: P gathers straight into D's slot, and announces it over a unix socket.
 
-No kernel waits for the other process. P asks its own event whether the gather is done, and tells D then; D's
-later work on any stream reads what was written.
+No kernel waits for the other process. P asks its own event whether the gather is done, and then notifies
+D, whose later work on any stream reads what was written.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class Shared:
     _reading: threading.Lock = field(default_factory=threading.Lock)
 
     def give_when_read(self, offset: int) -> None:
-        """The slot is free when what the current stream holds now is done."""
+        """The slot is free when what the current stream holds now is done. It counts as staging no more, as
+        the link to which it belonged may be idle until then, and not be polled."""
+        assert self.pool is not None
+        self.pool.leave(offset)
         with self._reading:
             self._read.append((self.device.here(), offset))
         self.reap()
@@ -96,7 +99,7 @@ class IpcReceive:
         self._link = link
 
     def done(self) -> bool:
-        """Whether P has said that all bytes are there, as of the last `poll`."""
+        """Whether P has announced that all bytes are there, as of the last `poll`."""
         self._link.guard.check()
         return self.arrived
 
@@ -141,13 +144,6 @@ class IpcInbound(Inbound):
             self.poll()
         self.guard.check()
         return self._mapped
-
-    def take(self, nbytes: int, reserve: int = 0) -> IpcReceive | None:
-        """See Inbound.take. Slots of other links that have been read count as free."""
-        self._shared.reap()
-        if not self.ready() or not self.share.grants(nbytes, reserve):
-            return None
-        return self.post(nbytes)
 
     def post(self, nbytes: int) -> IpcReceive | None:
         """Post the next receive, or None while there is no room for it."""

@@ -131,6 +131,14 @@ class Slots:
         if nbytes > self.capacity:
             raise ValueError(f"a message of {nbytes} bytes can never fit a window of {self.capacity} bytes")
 
+    def leave(self, offset: int) -> None:
+        """The slot at `offset` stays taken, and is no part of a rank's staging any more: it is about to be
+        given back."""
+        size, share = self._taken[offset]
+        if share is not None:
+            share.count(-size)
+        self._taken[offset] = size, None
+
     def give(self, offset: int) -> None:
         """Return the slot that `take` gave at `offset`."""
         size, share = self._taken.pop(offset)

@@ -66,16 +66,19 @@ def test_d_learns_of_a_message_when_the_gather_is_done(p: IpcLinks, d: IpcLinks)
     assert bool((receive.buffer == 7).all())
 
 
-def test_a_slot_is_granted_again_when_the_scatter_is_done(p: IpcLinks, d: IpcLinks) -> None:
+def test_a_slot_is_granted_again_when_the_scatter_is_done(p: IpcLinks) -> None:
+    d = ipc_links(WINDOW)
     pair, other = connect((p, d), WINDOW), connect((p, d), WINDOW)
     receive, send = pair.begin(WINDOW)
     send.commit()
     pair.until(receive.done)
     gpu(d).held = True
     receive.release()
-    assert pair.inbound.post(WINDOW) is None and pair.inbound.used == WINDOW
+    assert other.inbound.take(WINDOW) is None and pair.inbound.post(1) is None
+    assert d.staging.used == 0, "an idle link is not polled, and must not count as one that holds staging"
     gpu(d).held = False
     assert other.inbound.take(WINDOW) is not None, "another link may have it, though this one is not polled"
+    d.close()
 
 
 def test_a_device_that_has_failed_breaks_the_link(p: IpcLinks, d: IpcLinks) -> None:

@@ -233,6 +233,36 @@ def test_p_computes_on_when_d_is_killed_before_it_launches(blocking: bool) -> No
     wait_until(lambda: mesh.occupied("P") == 0)
 
 
+def test_steps_of_tensor_parallel_ranks_close_no_cycle(blocking: bool) -> None:
+    """P sends two messages to each rank of D, whose steps meet in an all-reduce.
+
+    A cycle, if two receives or sends of a link are launched at once: D 0's step waits behind its second
+    receive, that for P's first send to it, that stands behind P's second send to D 1, that waits for the
+    first, that for D 1's receive, that stands behind D 1's step, and that waits in the all-reduce for D 0.
+    """
+    mesh = Mesh(blocking, sides=(1, 2))
+    first, second = mesh.lines[0, 0], mesh.lines[0, 1]
+    for line in (first, second):
+        line.grant(2)
+    for _ in range(10):
+        first.turn_of_d()
+    for line in (second, first):
+        for _ in range(10):
+            line.decide()
+            line.turn_of_p()
+    ends = mesh.model("D").step()
+
+    def turn() -> bool:
+        for line in (first, second):
+            line.turn_of_p()
+            line.turn_of_d()
+        return first.arrived == second.arrived == 2
+
+    wait_until(turn)
+    assert all(gpu.wait(end, SECONDS) for gpu, end in zip(mesh.gpus[1], ends, strict=True))
+    assert not first.wrong and not second.wrong
+
+
 # Everybody at once.
 
 
