@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,13 +170,17 @@ def make_rank(
     fill: float = 0.0,
     device: Callable[[PagedCache], PagedCache] = lambda cache: cache,
     host: str = "127.0.0.1",
+    addresses: Sequence[Address] = (),
     **options: object,
 ) -> TestRank:
-    """`device`: what stands between the engine and its pages."""
+    """`device`: what stands between the engine and its pages. `addresses`: where each rank of its engine
+    listens; by default at `host`, one port behind the other."""
     opts = Options(role=role, host=host, kv_port=port, **DEFAULTS | options)  # type: ignore[arg-type]
     pages, cache = make_pages(geometry, rank, fill)
     cache = device(cache)
     hello = make_hello(opts, geometry, rank, cache, links.kind, uuid.uuid4().hex)
+    if addresses:
+        hello = replace(hello, address=str(addresses[rank]), addresses=tuple(map(str, addresses)))
     return TestRank(geometry, Rank(hello, opts, RankCache([cache]), links), pages, hello, links)
 
 

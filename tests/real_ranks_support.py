@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 from connector_support import BLOCK, Instance, inner_id, pair_id
-from kinds_support import ATTENTION, Contents, Kind, Rows, heads_of, window_of
+from kinds_support import ATTENTION, Contents, Kind, Rows, heads_of, seen_by
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 from vllm.v1.core.kv_cache_utils import (
@@ -258,7 +258,9 @@ class Engine(Instance):
                     elif write:
                         self._write(rank, layer, made, table, span)
                     else:
-                        self._read(rank, layer, made, table, span, about)
+                        prompt = self.scheduler.requests[request_id].num_prompt_tokens
+                        for seen in seen_by(spec, span, prompt):
+                            self._read(rank, layer, made, table, seen, about)
             if isinstance(spec, AttentionSpec):
                 worker.layer(name)
 
@@ -291,13 +293,12 @@ class Engine(Instance):
         return here, [tokens[each] // (run * ranks) * run + tokens[each] % run for each in here]
 
     def _read(self, rank: int, layer: int, made: Contents, table: list[int], span: range, about: str) -> None:
-        """All blocks that the tokens attend to, whole: what an attention masks it multiplies by 0, and
-        0 * NaN is NaN."""
+        """All blocks of the tokens that are attended to, whole: what an attention masks it multiplies by 0,
+        and 0 * NaN is NaN."""
         view, spec = self._layer(rank, layer)
-        size, seen = spec.block_size * self._dcp, window_of(spec)
-        first = max(0, span.start - seen + 1) if seen else 0
+        size, first = spec.block_size * self._dcp, span.start
         begin = first // size * size
-        blocks = table[begin // size :]
+        blocks = table[begin // size : -(-span.stop // size)]
         assert 0 not in blocks, f"{about}: a block that is needed is not there"
         lie = Rows(view, spec)
         rows, ends = lie.get(blocks), lie.complete(range(begin, span.stop))

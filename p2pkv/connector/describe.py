@@ -74,6 +74,31 @@ def token_parts(config: VllmConfig, spec: KVCacheSpec) -> int:
     return int(config.parallel_config.decode_context_parallel_size) if divided else 1
 
 
+def on_one_host(config: VllmConfig) -> bool:
+    """Whether all ranks of this engine run on its engine core's host, by vLLM's configuration."""
+    parallel = config.parallel_config
+    backend = parallel.distributed_executor_backend
+    return parallel.nnodes_within_dp == 1 and backend in (None, "mp", "uni")
+
+
+def rank_addresses(config: VllmConfig, options: Options) -> tuple[str, ...]:
+    """Where each rank of this engine listens, for a worker.
+
+    A worker knows its own host only. Where the ranks may be on several, each waits here for all others.
+    """
+    parallel, ranks = config.parallel_config, options.engine_ranks
+    if on_one_host(config):
+        return tuple(str(options.address.shifted(rank)) for rank in range(ranks))
+    from vllm.distributed.parallel_state import get_world_group
+
+    world = get_world_group()  # of a model with experts: the ranks of all data-parallel engines
+    mine = parallel.data_parallel_index, parallel.rank, str(options.address.shifted(parallel.rank))
+    gathered: list[Any] = [None] * world.world_size
+    torch.distributed.all_gather_object(gathered, mine, group=world.cpu_group)
+    found = {rank: address for index, rank, address in gathered if index == parallel.data_parallel_index}
+    return tuple(found[rank] for rank in range(ranks))
+
+
 def data_parallel(config: VllmConfig) -> bool:
     """Whether this engine's instance may have others. A dense model's engine finds that in its id only."""
     transfer, parallel = config.kv_transfer_config, config.parallel_config
@@ -111,6 +136,9 @@ def refuse_what_cannot_move(vllm_config: VllmConfig, config: KVCacheConfig) -> N
         vllm.MLAAttentionSpec,
         vllm.SlidingWindowSpec,
         vllm.SlidingWindowMLASpec,
+        vllm.ChunkedLocalAttentionSpec,
+        # Of the tokens behind a prompt only, vLLM gives blocks back.
+        vllm.RSWASpec,
     )
     refuse_strange_states(vllm_config, config)
     for group in config.kv_cache_groups:
@@ -184,7 +212,16 @@ def _window(spec: KVCacheSpec) -> int:
     allocator."""
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
+    if _chunked(spec):
+        return int(spec.attention_chunk_size)
     return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
+
+
+def _chunked(spec: KVCacheSpec) -> bool:
+    """Whether vLLM keeps the KV of the chunk that is computed, and not of a window that slides."""
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+
+    return isinstance(spec, ChunkedLocalAttentionSpec)
 
 
 def _kept_together(config: VllmConfig, spec: KVCacheSpec) -> int:
@@ -226,11 +263,6 @@ def refuse_what_cannot_pair(config: VllmConfig) -> None:
         raise ConfigError(
             "--enable-elastic-ep is set: this version of p2pkv does not follow data-parallel ranks that come "
             "and go; leave the option out"
-        )
-    if parallel.nnodes > 1:
-        raise ConfigError(
-            f"--nnodes is {parallel.nnodes}: this version of p2pkv looks for all ranks at one host; "
-            "set it to 1, and start an instance on each node"
         )
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise ConfigError(
@@ -275,7 +307,8 @@ class Layers:
                 continue
             heads = _model_heads(config, self.names[number], spec, tensor.shape[1])
             rows = row_form(self.names[number], spec)
-            form = tuple(tensor.shape[1:]), tensor.dtype, spec.block_size, rows, _window(spec), heads
+            seen = _window(spec), _chunked(spec)
+            form = tuple(tensor.shape[1:]), tensor.dtype, spec.block_size, rows, seen, heads
             groups.setdefault(form, []).append(number)
         return groups
 
@@ -358,6 +391,7 @@ def _groups_of(
             block=_kept_together(config, spec),
             dcp=token_parts(config, spec),
             interleave=_interleave(config, spec),
+            chunked=_chunked(spec),
         )
         described = Described(f"{form} {plane}", plane, shape, tuple(names))
         yield LocalGroup(group, tuple(numbers), described)
@@ -377,7 +411,7 @@ def hello_of(
         rank=rank,
         to="none",
         address=str(options.address.shifted(rank)),
-        addresses=tuple(str(options.address.shifted(each)) for each in range(options.engine_ranks)),
+        addresses=rank_addresses(config, options),
         model=str(model.model),
         weights=fingerprint(config, name) + (f"{DRAFTER}{drafter}" if drafter else ""),
         cache=shape,

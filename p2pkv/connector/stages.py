@@ -52,7 +52,7 @@ def exchange_with_stages(mine: Sequence[Described]) -> list[list[Described]]:
     """What each stage's rank with this rank's place in its stage describes, in the order of the stages. All
     of them call this at the same time, when vLLM registers their KV caches."""
     import torch
-    from vllm.distributed import get_pp_group
+    from vllm.distributed.parallel_state import get_pp_group
 
     group = get_pp_group()
     found: list[list[Described]] = [[] for _ in range(group.world_size)]

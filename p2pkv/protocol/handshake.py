@@ -40,6 +40,7 @@ class RowFormat(Struct, frozen=True):
         once: there is one row per (layer, head) for a whole request.
         window: tokens that attention looks at from each token on, itself counted; 0: all before it.
         block: where there is a window, D wants tokens from a multiple of this on.
+        chunked: attention looks at no token before the last multiple of `window`, instead.
     """
 
     codec: str
@@ -48,10 +49,12 @@ class RowFormat(Struct, frozen=True):
     once: bool = False
     window: int = 0
     block: int = 1
+    chunked: bool = False
 
     def __str__(self) -> str:
         tokens = "the whole request" if self.once else f"{self.unit} tokens"
-        window = f", of the last {self.window} tokens" if self.window else ""
+        seen = f"chunk of {self.window}" if self.chunked else f"last {self.window} tokens"
+        window = f", of the {seen}" if self.window else ""
         return f"{self.codec} rows of {tokens}, {self.row_bytes} bytes for each layer and head{window}"
 
     def needed(self, start: int, stop: int) -> tuple[int, int]:
@@ -66,7 +69,8 @@ class RowFormat(Struct, frozen=True):
         if self.codec == DENSE:
             stop = stop // self.unit * self.unit
         whole = lcm(self.unit, self.block)
-        first = max(0, stop - self.window + 1) // whole * whole if self.window else 0
+        first = stop // self.window * self.window if self.chunked else max(0, stop - self.window + 1)
+        first = first // whole * whole if self.window else 0
         return max(start, min(first, stop)), stop
 
 
@@ -85,7 +89,7 @@ def row_formats(one: Cache, other: Cache) -> tuple[RowFormat, ...]:
 def row_format(one: KvGroup, other: KvGroup) -> RowFormat | None:
     """The form in which rows of a group travel; None if there is none. The order does not matter."""
     mine, theirs = _as_it_lies(one), _as_it_lies(other)
-    if (one.dtype, one.window) != (other.dtype, other.window):
+    if (one.dtype, _seen(one)) != (other.dtype, _seen(other)):
         return None
     # P's blocks are as large as D's, or larger; see `judge`.
     block = min(one.block, other.block)
@@ -93,7 +97,7 @@ def row_format(one: KvGroup, other: KvGroup) -> RowFormat | None:
         return structs.replace(mine, block=block)
     if not (_can_be_dense(one) and _can_be_dense(other)):
         return None
-    dense = RowFormat(DENSE, 1, token_bytes(one), window=one.window, block=block)
+    dense = RowFormat(DENSE, 1, token_bytes(one), window=one.window, block=block, chunked=one.chunked)
     return dense if dense.row_bytes == token_bytes(other) else None
 
 
@@ -109,7 +113,14 @@ def _row_tokens(group: KvGroup) -> int:
 
 
 def _as_it_lies(group: KvGroup) -> RowFormat:
-    return RowFormat(group.codec, group.unit_tokens, group.row_bytes, group.once, group.window)
+    return RowFormat(
+        group.codec, group.unit_tokens, group.row_bytes, group.once, group.window, chunked=group.chunked
+    )
+
+
+def _seen(group: KvGroup) -> int | str:
+    """The tokens that attention looks at."""
+    return f"in chunks of {group.window}" if group.chunked else group.window
 
 
 def _can_be_dense(group: KvGroup) -> bool:
@@ -301,7 +312,7 @@ def _same_of_groups(mine: KvGroup, theirs: KvGroup) -> list[tuple[str, object, o
     """What must be equal of a KV group: what it is, here, there, what to do if it is not."""
     return [
         ("rows per request", _rows(mine), _rows(theirs), "serve the same model"),
-        ("attention windows", mine.window, theirs.window, SAME_ALLOCATOR),
+        ("attention windows", _seen(mine), _seen(theirs), SAME_ALLOCATOR),
         ("cache element types", mine.dtype, theirs.dtype, "set the same --kv-cache-dtype and --dtype"),
         (
             "bytes per token and head" if _row_tokens(mine) == 1 else "bytes per row and head",

@@ -63,6 +63,7 @@ class KvGroup(Struct, frozen=True, forbid_unknown_fields=True):
         layer_names: digest of the names of all its layers, in order.
         once: a layer has one row per head for a whole request (a recurrent state), and not one per unit.
         window: tokens that attention looks at from each token on, itself counted; 0: all before it.
+        chunked: attention looks at no token before the last multiple of `window`, instead.
         block: where there is a window, tokens that are kept together. P has all of a block or nothing, and D
             wants all or nothing, since its prefix cache keeps blocks; 1: D caches no prefixes.
         dcp: over how many ranks of a stage the tokens are divided (decode-context parallelism); 1: every rank
@@ -82,6 +83,7 @@ class KvGroup(Struct, frozen=True, forbid_unknown_fields=True):
     block: Positive = 1
     dcp: Positive = 1
     interleave: Positive = 1
+    chunked: bool = False
 
 
 class Cache(Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,10 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
 from p2pkv.interleave import Common
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.messages import MAX_PIECES, Piece
+
+WIDEST = 16
+"""Bytes that a thread of a GPU reads or writes at once, at the most."""
 
 Computed = Mapping[int, Sequence[int]]
 """By KV group: for each layer of an extent, how many of the prompt's first tokens have been computed."""
@@ -176,7 +180,11 @@ class Cutter:
             ready, most = ready - nbytes, most - 1
 
     def cut(self, computed: Computed, limit: int) -> tuple[Piece, ...]:
-        """The next chunk: ready pieces of up to `limit` bytes (one row at the least); () if none is ready."""
+        """The next chunk: ready pieces of up to `limit` bytes (one row at the least); () if none is ready.
+
+        Pieces whose rows are aligned best come first, so that each begins in the chunk where its rows may be
+        read and written as widely as they allow: a GPU's kernels do so.
+        """
         taken: list[Piece] = []
         room = limit
         for piece in list(self._pending(computed)):
@@ -189,7 +197,11 @@ class Cutter:
             if part != piece:
                 break
         self.left -= limit - room
-        return tuple(taken)
+        return tuple(sorted(taken, key=self._alignment, reverse=True))
+
+    def _alignment(self, piece: Piece) -> int:
+        """The largest power of two that divides a row, up to a GPU's widest access."""
+        return gcd(self.extents.by_group[piece.group].row, WIDEST)
 
     def put_back(self, pieces: tuple[Piece, ...]) -> None:
         """In place of these filler went out: announce them again when they are ready again."""

@@ -30,13 +30,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
+    HiddenStateCacheSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
     MLAAttentionSpec,
-    RSWASpec,
     SlidingWindowSpec,
 )
 
@@ -504,10 +504,8 @@ def test_weights_without_files_need_a_name(
 
 FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32)
 REFUSED = [
-    RSWASpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32, rswa_window=64),
-    ChunkedLocalAttentionSpec(
-        block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32, attention_chunk_size=64
-    ),
+    CrossAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32),
+    HiddenStateCacheSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32),
 ]
 
 
@@ -532,7 +530,6 @@ def test_attention_of_every_kind_and_states_move() -> None:
     ("sizes", "match"),
     [
         ({"enable_elastic_ep": True}, "--enable-elastic-ep is set"),
-        ({"nnodes": 2}, "--nnodes is 2: .* all ranks at one host"),
         ({"distributed_executor_backend": "external_launcher", "world_size": 2}, "choose mp or ray"),
     ],
 )
@@ -560,6 +557,34 @@ def test_context_parallel_ranks() -> None:
     assert block_tables(config, kv_cache_config(spec=own)).sizes == (BLOCK,)
     state = MambaSpec(block_size=BLOCK, shapes=((2, 2),), dtypes=(torch.float32,))
     assert block_tables(config, kv_cache_config(spec=state)).sizes == (BLOCK,)
+
+
+@pytest.mark.parametrize("parallel", [{"nnodes": 2}, {"distributed_executor_backend": "ray"}])
+@pytest.mark.parametrize("engines", [1, 2])
+def test_ranks_on_several_hosts_learn_each_others_addresses(
+    monkeypatch: pytest.MonkeyPatch, parallel: dict[str, Any], engines: int
+) -> None:
+    """Also where the ranks of other data-parallel engines are in the same torch world, as with experts."""
+    hosts = {rank: f"10.0.0.{1 + rank}" for rank in (0, 1)}
+    others = [
+        (index, rank, f"{hosts[rank]}:{1000 * index + rank}") for index in range(engines) for rank in hosts
+    ]
+    asked: list[object] = []
+
+    def gather(into: list[Any], mine: object, group: str) -> None:
+        asked.append((mine, group))
+        into[:] = [mine if each[:2] == mine[:2] else each for each in reversed(others)]  # type: ignore[index]
+
+    world = SimpleNamespace(world_size=len(others), cpu_group="all ranks")
+    monkeypatch.setattr("vllm.distributed.parallel_state.get_world_group", lambda: world)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    index = engines - 1
+    config = with_parallel(tensor_parallel_size=2, rank=1, data_parallel_index=index, **parallel)
+    refuse_what_cannot_pair(config)
+    said = hello(config, tensors(list(LAYERS), heads=1), rank=1)
+    mine = str(P_ADDRESS.shifted(2 * index + 1))
+    assert asked == [((index, 1, mine), "all ranks")]
+    assert said.addresses == (f"10.0.0.1:{1000 * index}", mine) and said.address == mine
 
 
 @pytest.mark.parametrize("model", ["dense", "experts"])

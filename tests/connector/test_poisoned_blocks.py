@@ -30,6 +30,8 @@ TIGHT = {
     "attention": 17,
     "MLA": 17,
     "windows": 24,
+    "chunks": 18,
+    "reference-windows": 13,
     "two-precisions": 15,
     "states": 22,
     "states-uncached": 19,
