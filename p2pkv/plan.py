@@ -218,15 +218,17 @@ def _needs(prefill: Shape, decode: Shape) -> dict[tuple[int, int, int], list[_Ne
             "--cp-kv-cache-interleave-size on both sides"
         )
     parts = [Part(rank, prefill.dcp, prefill.part(0).run) for rank in range(prefill.dcp)]
+    shared: list[list[tuple[int, Common | None, int]]] = []
+    """By D's rank of a stage: P's part of the tokens, what both keep of them, how many in a cycle."""
+    for rank in range(decode.width):
+        found = [(part.rank, common(part, decode.part(rank))) for part in parts]
+        counted = ((part, both, 1 if both is None else len(both.pattern)) for part, both in found)
+        shared.append([each for each in counted if each[2]])
     needs: dict[tuple[int, int, int], list[_Need]] = defaultdict(list)
     for layer in layers:
         for head in heads:
-            theirs = decode.part(head.target)
-            for part in parts:
-                tokens = common(part, theirs)
-                density = 1 if tokens is None else len(tokens.pattern)
-                if density:
-                    needs[layer.part, head.part, part.rank].append(_Need(layer, head, tokens, density))
+            for part_rank, both, density in shared[head.target]:
+                needs[layer.part, head.part, part_rank].append(_Need(layer, head, both, density))
     return needs
 
 
@@ -244,10 +246,11 @@ def _dealt(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need]
     rank r of D to rank r of P when both are divided alike.
     """
     loads = [(0, holder) for holder in holders]
-    for need in sorted(needs, key=lambda need: need.weight, reverse=True):
+    weights = [need.weight for need in needs]
+    for number in sorted(range(len(needs)), key=weights.__getitem__, reverse=True):
         load, holder = loads[0]
-        heapreplace(loads, (load + need.weight, holder))
-        yield holder, need
+        heapreplace(loads, (load + weights[number], holder))
+        yield holder, needs[number]
 
 
 def _shared(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need]]:

@@ -160,7 +160,12 @@ def tokens(count: int, seed: int | str = 0) -> list[int]:
 
 
 def make_request(
-    request_id: str, prompt: Sequence[int], max_tokens: int = 4, params: Any = None, **more: Any
+    request_id: str,
+    prompt: Sequence[int],
+    max_tokens: int = 4,
+    params: Any = None,
+    hash_block: int = BLOCK,
+    **more: Any,
 ) -> Request:
     init_none_hash(sha256)
     extra = None if params is None else {"kv_transfer_params": params}
@@ -170,7 +175,7 @@ def make_request(
         prompt_token_ids=list(prompt),
         sampling_params=sampling,
         pooling_params=None,
-        block_hasher=get_request_block_hasher(BLOCK, sha256),
+        block_hasher=get_request_block_hasher(hash_block, sha256),
         **more,
     )
 
@@ -300,6 +305,8 @@ class Instance:
         *,
         ranks: int = 1,
         pp: int = 1,
+        dcp: int = 1,
+        interleave: int = 1,
         blocks: int = 64,
         ahead: int = 0,
         index: int | None = None,
@@ -311,10 +318,13 @@ class Instance:
         config.cache_config.num_gpu_blocks = blocks
         config.parallel_config.tensor_parallel_size = ranks // pp
         config.parallel_config.pipeline_parallel_size = pp
+        config.parallel_config.decode_context_parallel_size = dcp
+        config.parallel_config.cp_kv_cache_interleave_size = interleave
         config.scheduler_config.async_scheduling = bool(ahead)
         kind = AsyncScheduler if ahead else Scheduler
         self.kv_config = self.make_kv_config(blocks)
         block_size, hash_block_size = resolve_kv_cache_block_sizes(self.kv_config, config)
+        self.hash_block = hash_block_size
         self.scheduler = kind(
             vllm_config=config,
             kv_cache_config=generate_scheduler_kv_cache_config([self.kv_config_of(0)]),
@@ -355,7 +365,7 @@ class Instance:
         return request
 
     def ask(self, request_id: str, prompt: Sequence[int], **more: Any) -> Request:
-        return self.add(make_request(request_id, prompt, **more))
+        return self.add(make_request(request_id, prompt, hash_block=self.hash_block, **more))
 
     @property
     def computing(self) -> bool:

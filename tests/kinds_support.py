@@ -259,7 +259,7 @@ class Rows:
             return pages.transpose(1, 2).flatten(0, 1)
         return pages.flatten(1)[:, self._places].flatten(0, 1)[:, None]
 
-    def put(self, table: Sequence[int], ends: range, rows: torch.Tensor) -> None:
+    def put(self, table: Sequence[int], ends: Sequence[int], rows: torch.Tensor) -> None:
         """`rows`: [row, head, content], which end with the tokens `ends`."""
         numbers = torch.tensor(ends, dtype=torch.int64) // self.tokens
         blocks, slots = torch.tensor(table)[numbers // self.in_block], numbers % self.in_block

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from p2pkv.kv import PagedCache
+from p2pkv.kv.layouts import Index, Tokens
 
 # The layouts vLLM knows, as orders of the logical axes [L, B, H, N, C], outermost first.
 LAYOUTS = {
@@ -114,14 +116,15 @@ class Memory:
         self,
         flat: torch.Tensor,
         layers: tuple[int, int],
-        tokens: tuple[int, int],
+        tokens: Tokens,
         heads: tuple[int, int],
         tables: list[list[int]],
     ) -> Iterator[torch.Tensor]:
         """The bytes of each row of a rectangle, in the wire's order, as views of `flat`."""
+        numbers = range(*tokens, self.unit_tokens) if isinstance(tokens, tuple) else tokens.tolist()
         for layer in range(*layers):
             pages = self.view(flat)[layer]
-            for token in range(*tokens, self.unit_tokens):
+            for token in numbers:
                 block = tables[self.groups[layer]][token // self.block_size]
                 kernel = block * self.ratio + token % self.block_size // self.kernel_tokens
                 for head in range(*heads):
@@ -169,6 +172,13 @@ def a_token_interval(draw: Draws, unit: int, most: int) -> Interval:
     return start * unit, stop * unit - draw.integer(0, unit - 1)
 
 
+def some_tokens(draw: Draws, most: int) -> Index:
+    """Some of the first tokens: runs of one length with gaps of one length, or without."""
+    run, gap, first = draw.integer(1, 6), draw.integer(0, 6), draw.one_of([0, draw.integer(0, most - 1)])
+    tokens = np.arange(first, most, dtype=np.int64)
+    return tokens[(tokens - first) % (run + gap) < run]
+
+
 def check_exchange(draw: Draws, device: str) -> None:
     """One rectangle goes from P's random memory to D's, to another place in another layout."""
     p = a_memory(draw)
@@ -176,9 +186,16 @@ def check_exchange(draw: Draws, device: str) -> None:
     tokens = a_token_interval(draw, p.unit_tokens, 8 * min(p.block_size, d.block_size))
     layers = draw.integer(1, min(p.layers, d.layers))
     heads = draw.integer(1, min(p.heads, d.heads))
-    p_cut = an_interval(draw, p.layers, layers), tokens, an_interval(draw, p.heads, heads)
-    d_cut = an_interval(draw, d.layers, layers), tokens, an_interval(draw, d.heads, heads)
-    p_tables, d_tables = p.tables(tokens[1], seed=1), d.tables(tokens[1], seed=2)
+    on_p: Tokens = tokens
+    on_d: Tokens = tokens
+    if p.codec == d.codec == "dense" and p.unit_tokens == d.unit_tokens == 1 and draw.one_of([True, False]):
+        on_p, on_d = some_tokens(draw, tokens[1]), some_tokens(draw, tokens[1])
+        on_p, on_d = (each[: min(len(on_p), len(on_d))] for each in (on_p, on_d))
+        tokens = 0, len(on_p)
+    p_cut = an_interval(draw, p.layers, layers), on_p, an_interval(draw, p.heads, heads)
+    d_cut = an_interval(draw, d.layers, layers), on_d, an_interval(draw, d.heads, heads)
+    most = 8 * min(p.block_size, d.block_size)
+    p_tables, d_tables = p.tables(most, seed=1), d.tables(most, seed=2)
 
     sent = torch.cat([row.reshape(-1) for row in p.rows(p.flat, *p_cut, p_tables)])
     expected = d.flat.clone()

@@ -44,7 +44,11 @@ POISON = (b"\xff\xff\xff\xff", bytes.fromhex("a57f833a"))
 
 class Engine(Instance):
     """An engine of `tp` real ranks for each pipeline stage, which listens from `port` on; as data-parallel
-    rank `index` behind those before it. `stages`: how many layers each stage has; None: there is one."""
+    rank `index` behind those before it.
+
+    `stages`: how many layers each stage has; None: there is one. `dcp`: over how many ranks of a stage the
+    tokens are divided, `interleave` of them in turn.
+    """
 
     def __init__(
         self,
@@ -54,9 +58,12 @@ class Engine(Instance):
         blocks: int,
         kind: Kind = ATTENTION,
         stages: Sequence[int] | None = None,
+        dcp: int = 1,
+        interleave: int = 1,
         **options: Any,
     ) -> None:
         self.kind = kind
+        self._dcp, self._interleave = dcp, interleave
         stages, names = stages or [len(kind.layers)], list(kind.specs(tp))
         assert sum(stages) == len(names)
         starts = [0, *accumulate(stages)]
@@ -68,6 +75,8 @@ class Engine(Instance):
             role,
             ranks=ranks,
             pp=len(stages),
+            dcp=dcp,
+            interleave=interleave,
             blocks=blocks,
             port=port,
             link="host",
@@ -274,22 +283,30 @@ class Engine(Instance):
         view, spec = self._layer(rank, layer)
         rows, heads = Rows(view, spec), heads_of(spec, *self._place(rank))
         ends = rows.complete(span)
-        rows.put(table, ends, made.rows(ends, layer, heads, view))
+        here, slots = self._slots(rank, ends)
+        rows.put(table, slots, made.rows(ends, layer, heads, view)[here])
+
+    def _slots(self, rank: int, tokens: range) -> tuple[list[int], list[int]]:
+        """Which of these tokens a rank keeps, counted from the first, and where among its own."""
+        run, ranks, turn = self._interleave, self._dcp, rank % self._dcp
+        here = [number for number, token in enumerate(tokens) if token // run % ranks == turn]
+        return here, [tokens[each] // (run * ranks) * run + tokens[each] % run for each in here]
 
     def _read(self, rank: int, layer: int, made: Contents, table: list[int], span: range, about: str) -> None:
         """All blocks of the tokens that are attended to, whole: what an attention masks it multiplies by 0,
         and 0 * NaN is NaN."""
         view, spec = self._layer(rank, layer)
-        size, first = spec.block_size, span.start
+        size, first = spec.block_size * self._dcp, span.start
         begin = first // size * size
         blocks = table[begin // size : -(-span.stop // size)]
         assert 0 not in blocks, f"{about}: a block that is needed is not there"
         lie = Rows(view, spec)
         rows, ends = lie.get(blocks), lie.complete(range(begin, span.stop))
         expected = torch.zeros_like(rows)
-        expected[: len(ends)] = made.rows(ends, layer, heads_of(spec, *self._place(rank)), view)
+        here, _ = self._slots(rank, ends)
+        expected[: len(here)] = made.rows(ends, layer, heads_of(spec, *self._place(rank)), view)[here]
         right = (rows == expected).flatten(1).all(1)
-        live = slice((first - begin) // lie.tokens, len(ends))
+        live = slice((first - begin) // lie.tokens, len(here))
         assert right[live].all(), f"{about}: reads KV that is not its own"
         if self.scheduler.needs_kv_cache_zeroing:
             clean = right | (rows == 0).flatten(1).all(1)
@@ -347,7 +364,7 @@ class Engine(Instance):
                 continue
             across = request.request_id in self._across
             for number, each in enumerate(found, start=1):
-                tokens = None if across else list(request.all_token_ids[: number * BLOCK])
+                tokens = None if across else list(request.all_token_ids[: number * self.hash_block])
                 self._known[bytes(each)] = tokens
             self._hashed[request.request_id] = list(found)
 
@@ -379,11 +396,13 @@ class Engine(Instance):
             if isinstance(spec, MambaSpec):
                 assert self._is_state(rank, layer, made, block, tokens), about
                 continue
-            begin = (tokens - 1) // spec.block_size * spec.block_size
+            size = spec.block_size * self._dcp
+            begin = (tokens - 1) // size * size
             rows = Rows(view, spec)
             heads, ends = heads_of(spec, *self._place(rank)), rows.complete(range(begin, tokens))
-            found = rows.get([block])[: len(ends)]
-            assert torch.equal(found, made.rows(ends, layer, heads, view)), about
+            here, _ = self._slots(rank, ends)
+            found = rows.get([block])[: len(here)]
+            assert torch.equal(found, made.rows(ends, layer, heads, view)[here]), about
 
 
 def _spec_of(group: KVCacheGroupSpec, name: str) -> Any:
@@ -404,12 +423,13 @@ def starting() -> Iterator[Callable[..., tuple[Engine, Engine]]]:
             blocks: int = 40,
             roles: tuple[str, str] = ("P", "D"),
             stages: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
+            context: tuple[dict[str, int], dict[str, int]] = ({}, {}),
             **options: Any,
         ) -> tuple[Engine, Engine]:
             on_p, on_d = (tp * len(each or [0]) for tp, each in zip((tp_p, tp_d), stages, strict=True))
             port = free_ports(on_p + on_d)
-            p = Engine(roles[0], tp_p, port, blocks, stages=stages[0], **options)
-            d = Engine(roles[1], tp_d, port + on_p, blocks, stages=stages[1], **options)
+            p = Engine(roles[0], tp_p, port, blocks, stages=stages[0], **context[0], **options)
+            d = Engine(roles[1], tp_d, port + on_p, blocks, stages=stages[1], **context[1], **options)
             for engine in (p, d):
                 stack.callback(engine.stop)
                 engine.start()

@@ -52,10 +52,19 @@ class Side:
         unit = 1 if self.codec == DENSE else self.kernel
         row = unit * self.content * self.dtype.itemsize
         kind = str(self.dtype).removeprefix("torch.")
-        return KvGroup(self.shape.layers, self.shape.heads, row, unit, kind, self.codec, "n")
+        context = {"dcp": self.shape.dcp, "interleave": self.shape.run}
+        return KvGroup(self.shape.layers, self.shape.heads, row, unit, kind, self.codec, "n", **context)
+
+    def slots_of(self, rank: int, start: int, stop: int) -> tuple[Elements, Elements]:
+        """Which of the tokens [start, stop) a rank keeps, counted from `start`, and where among its own."""
+        shape, tokens = self.shape, np.arange(start, stop)
+        pcp_rank, tp_rank = divmod(rank % (shape.pcp * shape.tp), shape.tp)
+        turn = tokens // shape.run
+        mine = turn % shape.dcp == (tp_rank * shape.pcp + pcp_rank) % shape.dcp
+        return np.flatnonzero(mine), (turn // shape.dcp * shape.run + tokens % shape.run)[mine]
 
     def layers_of(self, rank: int) -> slice:
-        stage = rank // self.shape.tp
+        stage = rank // (self.shape.pcp * self.shape.tp)
         first = sum(self.shape.layers[:stage])
         return slice(first, first + self.shape.layers[stage])
 
@@ -79,7 +88,7 @@ class Held:
 
     def __post_init__(self) -> None:
         side, chance = self.side, random.Random(self.seed)
-        blocks = -(-self.tokens // side.block) + 1
+        blocks = -(-self.tokens // (side.block * side.shape.dcp)) + 1
         self.table = chance.sample(range(blocks), blocks - 1)
         layers, heads = side.layers_of(self.rank), side.heads_of(self.rank)
         sizes = (
@@ -96,7 +105,8 @@ class Held:
         tensors = torch.from_numpy(self._pages).view(side.dtype).unbind(0)
         self.paged = PagedCache.from_tensors(tensors, block_size=side.block, codec=side.codec)
         # Kernel blocks of the prompt, in its order.
-        self._kernels = [block * side.ratio + part for block in self.table for part in range(side.ratio)]
+        kernels = [block * side.ratio + part for block in self.table for part in range(side.ratio)]
+        self._kernels = np.array(kernels)
 
     def dense(self) -> Elements:
         """All of the memory, [L, B, H, N, C], each token's K and V together."""
@@ -109,11 +119,10 @@ class Held:
 
     def put(self, dense: Elements, layers: slice, start: int, stop: int, cells: Elements) -> None:
         """Write tokens [start, stop) of some layers, [L, T, H, C], to an array as `dense` gives it."""
-        kernel = self.side.kernel
-        for first in range(start - start % kernel, stop, kernel):
-            one, two = max(start, first), min(stop, first + kernel)
-            page = dense[layers, self._kernels[first // kernel]]
-            page[:, :, one - first : two - first] = cells[:, one - start : two - start].swapaxes(1, 2)
+        mine, slots = self.side.slots_of(self.rank, start, stop)
+        pages, kernel = dense[layers], self.side.kernel
+        # Indices around a slice come first: [T, L, H, C].
+        pages[:, self._kernels[slots // kernel], :, slots % kernel] = cells[:, mine].swapaxes(0, 1)
 
     def compute(self, layers: slice, start: int, stop: int, cells: Elements) -> None:
         """What a forward does: as `put`, into the memory itself."""

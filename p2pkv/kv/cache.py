@@ -536,7 +536,7 @@ class RankCache:
     def layer_bytes(self, tokens: int) -> int:
         """Bytes of so many tokens in the smallest layer of this rank, at least 1."""
         rows = [(each.heads * each.row_bytes, each.unit_tokens) for each in self.groups if each.layers]
-        return max(1, min((tokens * nbytes // unit for nbytes, unit in rows), default=1))
+        return max(1, min(tokens * nbytes // unit for nbytes, unit in rows)) if rows else 1
 
     def digest(self, buffer: torch.Tensor) -> Checksum:
         """See PagedCache.digest."""

@@ -86,6 +86,38 @@ def test_stages_of_layers_that_differ(kind: Kind, on_p: bool, engines: Start) ->
     assert computed(d) == 20 * (len(prompts) + 2), "D computed one token of each prompt"
 
 
+CONTEXT = {
+    "DCP 2 to 1": ((2, 1), ({"dcp": 2}, {})),
+    "DCP 1 to 2": ((1, 2), ({}, {"dcp": 2, "interleave": 4})),
+    "DCP 4 to 2": ((4, 2), ({"dcp": 4, "interleave": BLOCK}, {"dcp": 2})),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXT)
+def test_tokens_divided_over_ranks(name: str, engines: Start) -> None:
+    """With vLLM's scheduler, whose blocks are larger than those of a rank: chunks, and prefixes on P, on D or
+    on both."""
+    (kind,) = (each for each in KINDS if each.name == "MLA")
+    tp, context = CONTEXT[name]
+    p, d = engines(*tp, blocks=100, kind=kind, budget=48, context=context)
+    start = tokens(129, "start")
+    prompts = [tokens(length, length) for length in (1, 2, BLOCK, BLOCK + 1, 65, 100)]
+    for number, prompt in enumerate([start, *prompts]):
+        ask_both(p, d, number, prompt, tokens=20)
+    finish(p, d)
+    p.ask("cmpl-of-p-0-12345678", tokens(100, "of P"), max_tokens=1)
+    d.ask("cmpl-of-d-0-12345678", tokens(100, "of D"), max_tokens=1)
+    finish(p, d)
+    before = computed(d)
+    more = [[*start, 7, 8], [*start[:50], *tokens(5, "few")]]
+    more += [[*tokens(100, whose)[:cut], 7] for whose in ("of P", "of D") for cut in (33, 64, 100)]
+    for number, prompt in enumerate(more):
+        ask_both(p, d, f"more {number}", prompt)
+    finish(p, d)
+    assert computed(d) - before == 5 * len(more), "D computed one token of each prompt"
+    assert set(d.ended.values()) == {"length"}
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.caching], ids=str)
 def test_prefixes_that_p_or_d_or_both_have_already(kind: Kind, engines: Start) -> None:
     """What D has loaded for one prompt is the beginning of others, also of one that it computes alone."""

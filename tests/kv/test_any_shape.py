@@ -52,8 +52,10 @@ def cases(draw: st.DrawFn) -> Case:
     if codecs == ("dense", "dense"):
         kinds.append(torch.float8_e4m3fn)
     dtype = torch.bfloat16 if amx else draw(st.sampled_from(kinds))
-    prefill, decode = (draw(sides(kv_heads, layers, codec, content, dtype)) for codec in codecs)
-    tokens = draw(st.integers(1, 2 * max(prefill.block, decode.block) + 3))
+    # Tokens are divided over ranks only where rows are tokens.
+    most = 4 if codecs == ("dense", "dense") else 1
+    prefill, decode = (draw(sides(kv_heads, layers, codec, content, dtype, most)) for codec in codecs)
+    tokens = draw(st.integers(1, 2 * max(side.block * side.shape.dcp for side in (prefill, decode)) + 3))
     start = draw(st.integers(0, (tokens - 1) // decode.block)) * decode.block
     stop = max(start + 1, tokens - draw(st.sampled_from([0, 1, 1, 2])))
     ends = sorted(draw(st.lists(st.integers(1, tokens), max_size=2)))
@@ -66,14 +68,23 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @st.composite
-def sides(draw: st.DrawFn, kv_heads: int, layers: int, codec: str, content: int, dtype: torch.dtype) -> Side:
+def sides(
+    draw: st.DrawFn, kv_heads: int, layers: int, codec: str, content: int, dtype: torch.dtype, most: int
+) -> Side:
+    """`most`: of the ranks over which tokens are divided."""
     fits = [tp for tp in range(1, 9) if kv_heads % tp == 0 or tp % kv_heads == 0]
     cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=2))) if layers > 1 else []
     stages = tuple(stop - start for start, stop in zip([0, *cuts], [*cuts, layers], strict=True))
     ratio = draw(st.sampled_from([1, 1, 2, 3]))
     kernel = draw(st.sampled_from([32, 32, 64]) if codec == "page:amx" else st.integers(1, 9))
     layout = draw(st.sampled_from(sorted(LAYOUTS) if codec == DENSE else TOKENS_TOGETHER))
-    shape = Shape(stages, kv_heads, draw(st.sampled_from(fits)))
+    tp, pcp = draw(st.sampled_from(fits)), draw(st.sampled_from([1, 1, 2]))
+    copies = max(1, tp // kv_heads)
+    dcps = [size for size in range(1, copies + 1) if copies % size == 0]
+    dcps = [1, pcp, *([tp * pcp] if copies == tp else [])] if pcp > 1 else dcps
+    dcp = draw(st.sampled_from([size for size in dcps if size <= most]))
+    run = draw(st.sampled_from([size for size in range(1, kernel + 1) if kernel % size == 0]))
+    shape = Shape(stages, kv_heads, tp, pcp, dcp, run if dcp > 1 else 1)
     return Side(shape, kernel * ratio, ratio, layout, codec, content, dtype)
 
 
@@ -122,10 +133,11 @@ def gathered(ranks: list[Held], debt: Share, piece: Piece, extents: Extents) -> 
     shift = edge.source_layer - edge.layers.start
     data = torch.empty(extents.size(piece), dtype=torch.uint8)
     heads = (edge.source_head, edge.source_head + len(edge.heads))
+    span = piece.start, piece.stop
     pages.gather(
         data,
         (piece.layer + shift, piece.layer_stop + shift),
-        (piece.start, piece.stop),
+        span if edge.tokens is None else edge.tokens.on_source(*span),
         heads,
         [held.table],
     )
@@ -134,11 +146,11 @@ def gathered(ranks: list[Held], debt: Share, piece: Piece, extents: Extents) -> 
 
 def scatter(held: Held, sent: Sent) -> None:
     edge, piece = sent.debt.edge, sent.piece
-    shift = edge.target_layer - edge.layers.start
+    shift, span = edge.target_layer - edge.layers.start, (piece.start, piece.stop)
     seen_as(held.paged, sent.debt.wire.codec).scatter(
         sent.data,
         (piece.layer + shift, piece.layer_stop + shift),
-        (piece.start, piece.stop),
+        span if edge.tokens is None else edge.tokens.on_target(*span),
         (edge.target_head, edge.target_head + len(edge.heads)),
         [held.table],
     )
@@ -162,7 +174,7 @@ def test_every_rank_of_d_holds_its_slice_of_what_p_computed(case: Case) -> None:
     for one in sent:
         scatter(targets[one.debt.edge.target], one)
 
-    whole = sent[0].debt.wire.unit
+    whole = sent[0].debt.wire.unit if sent else 1
     for held, expected in zip(targets, before, strict=True):
         found, mine = held.dense(), truth[d.layers_of(held.rank), :, d.heads_of(held.rank)]
         held.put(expected, slice(None), case.start, case.stop, mine[:, case.start : case.stop])
@@ -178,15 +190,20 @@ def test_every_rank_of_d_holds_its_slice_of_what_p_computed(case: Case) -> None:
 
 def each_byte_once(case: Case, unit: int, sent: list[Sent], nbytes: dict[Edge, int]) -> None:
     d = case.decode
-    tokens = -(-case.stop // unit) * unit - case.start
-    layers = sum(d.shape.layers) * tokens * d.content * d.dtype.itemsize
-    # Every head once, or once for each rank where there are more ranks than heads.
+    stop, cells = -(-case.stop // unit) * unit, 0
+    for rank in range(d.shape.world):
+        layers, heads = d.layers_of(rank), d.heads_of(rank)
+        tokens = len(d.slots_of(rank, case.start, stop)[0])
+        cells += (layers.stop - layers.start) * (heads.stop - heads.start) * tokens
     assert sum(one.data.numel() for one in sent) == sum(nbytes.values())
-    assert sum(nbytes.values()) == layers * max(d.shape.heads, d.shape.tp)
+    assert sum(nbytes.values()) == cells * d.content * d.dtype.itemsize
 
 
 def evenly_spread(case: Case, plan: Plan, nbytes: dict[Edge, int]) -> None:
-    """The busiest of the ranks that hold the same has at most one need, or one share's layer, too much."""
+    """The busiest of the ranks that hold the same has at most one need, or one share's layer, too much. Needs
+    that differ in their tokens are weighed by whole cycles, which no short prompt has."""
+    if max(case.prefill.shape.dcp, case.decode.shape.dcp) > 1:
+        return
     replicas: dict[tuple[int, ...], list[int]] = {}
     for rank in range(case.prefill.shape.world):
         layers, heads = case.prefill.layers_of(rank), case.prefill.heads_of(rank)

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from copy import copy
+from itertools import product
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pkv.plan import Plan, PlanError, Shapes, make_plan
+from p2pkv.plan import Edge, Plan, PlanError, Shapes, make_plan
 from p2pkv.sharding import Shape
 
-Cells = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+Cells = np.ndarray[tuple[int, int, int], np.dtype[np.int64]]
+TOKENS = 96
+"""A multiple of all cycles that are drawn."""
 budget = settings(deadline=None, max_examples=200)
 
 
 @st.composite
 def two_engines(draw: st.DrawFn) -> tuple[Shapes, Shapes]:
-    """Two ways to divide one model: TP 1 to 16, PP 1 to 4, 1 to 3 KV groups of 1 to 64 heads and 1 to 48
-    layers."""
-    sizes = st.tuples(st.integers(1, 64), st.integers(1, 48))
+    """Two ways to divide one model: TP 1 to 16, PP 1 to 4, PCP 1 to 4, DCP 1 to 8, 1 to 3 KV groups of 1 to
+    64 heads and 1 to 48 layers; of some groups every rank has all tokens."""
+    heads = st.one_of(st.sampled_from([1, 1, 2, 4]), st.integers(1, 64))
+    sizes = st.tuples(heads, st.integers(1, 48))
     groups = draw(st.lists(sizes, min_size=1, max_size=3))
     return draw(_engine(groups)), draw(_engine(groups))
 
@@ -30,26 +35,52 @@ def two_engines(draw: st.DrawFn) -> tuple[Shapes, Shapes]:
 def _engine(draw: st.DrawFn, groups: list[tuple[int, int]]) -> Shapes:
     fits = [tp for tp in range(1, 17) if all(heads % tp == 0 or tp % heads == 0 for heads, _ in groups)]
     tp, stages = draw(st.sampled_from(fits)), draw(st.integers(1, 4))
+    pcp, run = draw(st.sampled_from([1, 1, 2, 3, 4])), draw(st.sampled_from([1, 2, 4]))
+    dcp = draw(st.sampled_from(dcp_sizes(tp, pcp)))
     shapes = []
     for heads, layers in groups:
+        copies = max(1, tp // heads)
+        fits_heads = copies % dcp == 0 if pcp == 1 else dcp in (1, pcp) or copies == tp
+        divided = fits_heads and draw(st.integers(0, 3)) > 0
         cuts = sorted(draw(st.lists(st.integers(0, layers), min_size=stages - 1, max_size=stages - 1)))
         counts = (stop - start for start, stop in zip([0, *cuts], [*cuts, layers], strict=True))
-        shapes.append(Shape(tuple(counts), heads, tp))
+        shapes.append(Shape(tuple(counts), heads, tp, pcp, dcp if divided else 1, run))
     return tuple(shapes)
 
 
+def dcp_sizes(tp: int, pcp: int) -> list[int]:
+    """What vLLM allows, as far as it divides TOKENS."""
+    sizes = [size for size in range(1, tp + 1) if tp % size == 0] if pcp == 1 else [1, pcp, tp * pcp]
+    return [size for size in sizes if size in (1, 2, 3, 4, 6, 8)]
+
+
 def local_caches(shape: Shape) -> list[Cells]:
-    """[layers, heads] of every rank, each cell holding its own global number; nothing of p2pkv used."""
-    total, held = np.arange(sum(shape.layers) * shape.heads).reshape(-1, shape.heads), []
-    bounds = np.cumsum([0, *shape.layers])
-    for stage in range(len(shape.layers)):
-        for rank in range(shape.tp):
-            if shape.tp <= shape.heads:
-                heads = [head for head in range(shape.heads) if head * shape.tp // shape.heads == rank]
-            else:
-                heads = [rank // (shape.tp // shape.heads)]
-            held.append(total[bounds[stage] : bounds[stage + 1]][:, heads])
+    """[layers, heads, tokens] of every rank, each cell holding its own global number; nothing of p2pkv is
+    used."""
+    total = np.arange(sum(shape.layers) * shape.heads * TOKENS).reshape(-1, shape.heads, TOKENS)
+    bounds, held = np.cumsum([0, *shape.layers]), []
+    for stage, pcp_rank, rank in product(*map(range, (len(shape.layers), shape.pcp, shape.tp))):
+        if shape.tp <= shape.heads:
+            heads = [head for head in range(shape.heads) if head * shape.tp // shape.heads == rank]
+        else:
+            heads = [rank // (shape.tp // shape.heads)]
+        turn = (rank * shape.pcp + pcp_rank) % shape.dcp
+        tokens = [token for token in range(TOKENS) if token // shape.run % shape.dcp == turn]
+        held.append(total[bounds[stage] : bounds[stage + 1]][:, heads][:, :, tokens])
     return held
+
+
+def places(edge: Edge) -> tuple[list[int], list[int]]:
+    """Where the edge's tokens are among the source's and among the target's."""
+    if edge.tokens is None:
+        return list(range(TOKENS)), list(range(TOKENS))
+    span = 0, edge.tokens.count(TOKENS)
+    return edge.tokens.on_source(*span).tolist(), edge.tokens.on_target(*span).tolist()
+
+
+def weight(edge: Edge) -> int:
+    """(layer, head, token) cells."""
+    return edge.cells * len(places(edge)[0])
 
 
 def carry_out(plan: Plan, group: int) -> tuple[list[Cells], list[Cells]]:
@@ -62,11 +93,13 @@ def carry_out(plan: Plan, group: int) -> tuple[list[Cells], list[Cells]]:
         if edge.group != group:
             continue
         layers, heads = len(edge.layers), len(edge.heads)
-        sent = source[edge.source][edge.source_layer :, edge.source_head :][:layers, :heads]
-        assert sent.shape == (layers, heads)
-        place = (
-            slice(edge.target_layer, edge.target_layer + layers),
-            slice(edge.target_head, edge.target_head + heads),
+        taken, put = places(edge)
+        sent = source[edge.source][edge.source_layer :, edge.source_head :][:layers, :heads][:, :, taken]
+        assert sent.shape == (layers, heads, len(taken)) and sent.size
+        place = np.ix_(
+            range(edge.target_layer, edge.target_layer + layers),
+            range(edge.target_head, edge.target_head + heads),
+            put,
         )
         arrived[edge.target][place] = sent
         written[edge.target][place] += 1
@@ -91,7 +124,8 @@ def test_edges_say_globally_what_they_do_locally(shapes: tuple[Shapes, Shapes]) 
     held = [local_caches(shape) for shape in plan.prefill]
     for edge in plan.edges:
         corner = edge.layers.start * plan.prefill[edge.group].heads + edge.heads.start
-        assert held[edge.group][edge.source][edge.source_layer, edge.source_head] == corner
+        first = held[edge.group][edge.source][edge.source_layer, edge.source_head, places(edge)[0][0]]
+        assert first // TOKENS == corner
         assert edge.cells == len(edge.layers) * len(edge.heads) > 0
 
 
@@ -107,9 +141,9 @@ def test_load_is_spread_over_those_who_hold_the_same(shapes: tuple[Shapes, Shape
     for (group, _), ranks in replicas.items():
         of_ranks = [[edge for edge in plan.from_source(rank) if edge.group == group] for rank in ranks]
         sent = [edge for edges in of_ranks for edge in edges]
-        loads = [sum(edge.cells for edge in edges) for edges in of_ranks]
+        loads = [sum(map(weight, edges)) for edges in of_ranks]
         shared = len({edge.target for edge in sent}) < len(ranks)
-        most = max((len(edge.heads) if shared else edge.cells for edge in sent), default=0)
+        most = max((weight(edge) // (len(edge.layers) if shared else 1) for edge in sent), default=0)
         assert max(loads) <= sum(loads) / len(ranks) + most
 
 
@@ -130,9 +164,7 @@ def test_one_edge_of_a_group_for_a_pair_of_ranks_and_both_sides_see_it(shapes: t
 def test_both_sides_compute_the_same_plan(shapes: tuple[Shapes, Shapes]) -> None:
     ours = make_plan(*shapes)
     assert make_plan(*shapes) is ours
-    theirs = make_plan.__wrapped__(
-        *(tuple(Shape(each.layers, each.heads, each.tp) for each in engine) for engine in shapes)
-    )
+    theirs = make_plan.__wrapped__(*(tuple(copy(each) for each in engine) for engine in shapes))
     assert theirs is not ours
     assert (theirs.edges, theirs.digest) == (ours.edges, ours.digest)
 
