@@ -15,11 +15,13 @@ from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    RSWASpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
@@ -91,6 +93,20 @@ def window(dtype: torch.dtype, tokens: int) -> MakeSpec:
     )
 
 
+def chunked(dtype: torch.dtype, tokens: int) -> MakeSpec:
+    """Llama 4: a layer sees the tokens from the last multiple of `tokens` on."""
+    return lambda block, tp: ChunkedLocalAttentionSpec(
+        block_size=block, num_kv_heads=HEADS // tp, head_size=32, dtype=dtype, attention_chunk_size=tokens
+    )
+
+
+def reference(dtype: torch.dtype, tokens: int) -> MakeSpec:
+    """Generated tokens see the prompt, and a window of their own."""
+    return lambda block, tp: RSWASpec(
+        block_size=block, num_kv_heads=HEADS // tp, head_size=32, dtype=dtype, rswa_window=tokens
+    )
+
+
 def latent(dtype: torch.dtype) -> MakeSpec:
     return lambda block, tp: MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=48, dtype=dtype)
 
@@ -154,6 +170,8 @@ KINDS = (
     ATTENTION,
     Kind("MLA", (latent(BF16), latent(BF16)), model=TinyDeepseek()),
     Kind("windows", (window(F32, 20), full(F32), window(F32, 20), full(F32)), layout="BLHNC"),
+    Kind("chunks", (chunked(F32, 32), full(F32), chunked(F32, 32), full(F32)), layout="BLHNC"),
+    Kind("reference-windows", (reference(F32, 20), reference(F32, 20))),
     Kind("two-precisions", (full(BF16), window(F32, 20), full(BF16), window(F32, 20))),
     Kind("states", (state("align"), full(BF16), state("align"), full(BF16))),
     Kind("states-uncached", (state("none"), full(BF16), state("none"), full(BF16)), caching=False),
@@ -170,7 +188,7 @@ KINDS = (
     Kind("all", _ALL),
     Kind("all-packed", _ALL, layout="BLHNC"),
 )
-"""All but the first three have blocks that vLLM zeroes."""
+"""All but the first five have blocks that vLLM zeroes."""
 
 
 class Contents:
@@ -253,9 +271,16 @@ class Rows:
             self._view[block].view(-1)[self._places[slot]] = row[0]
 
 
-def window_of(spec: KVCacheSpec) -> int:
-    """Tokens that a layer sees; 0: all."""
-    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
+def seen_by(spec: KVCacheSpec, span: range, prompt: int) -> list[range]:
+    """The tokens whose KV a layer reads to compute those of `span`, of a prompt of `prompt` tokens."""
+    first, token = 0, span.start
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        first = token // spec.attention_chunk_size * spec.attention_chunk_size
+    elif isinstance(spec, SlidingWindowSpec):
+        first = max(0, token - spec.sliding_window + 1)
+    elif isinstance(spec, RSWASpec) and token > prompt:
+        return [range(prompt), range(max(prompt, token - spec.rswa_window + 1), span.stop)]
+    return [range(first, span.stop)]
 
 
 def heads_of(spec: AttentionSpec, tp: int, rank: int) -> range:

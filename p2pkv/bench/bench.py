@@ -19,7 +19,7 @@ import torch
 
 import p2pkv
 from p2pkv.bench import fanout, nccl
-from p2pkv.bench.harness import WINDOW_BYTES, BenchError
+from p2pkv.bench.harness import FORMS, WINDOW_BYTES, BenchError
 from p2pkv.bench.memory import HEAD_DIM, HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, capacity_for
 from p2pkv.bench.prefill import PrefillSide, prefill
 from p2pkv.demo.processes import ending_on_signals
@@ -62,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--link",
         choices=list(KINDS),
         default="host",
-        help="nccl measures something else: gather, scatter, link and push by size of message, fan-out "
-        "and the memory of communicators, on CUDA devices (default: %(default)s)",
+        help="nccl and ipc measure something else: gather, scatter, link and push by size of message, "
+        "fan-out and the memory of communicators, on CUDA devices (default: %(default)s)",
     )
     parser.add_argument(
         "--fan-out",
@@ -72,9 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[1, 2, 4, 8],
         metavar="RANKS",
         help="push to so many ranks of D that share the heads, each a process of its own (1, 2, 4 or 8; "
-        "default: 1 2 4 with --link nccl, else none)",
+        "default: 1 2 4 with --link nccl or ipc, else none)",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="with --link nccl: draw the curves there")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="with --link nccl or ipc: draw the curves there"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every single measurement there")
 
 
@@ -82,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print; 0 unless something went wrong."""
     try:
         _check_output(args)
-        if args.link == "nccl":
-            return _run_nccl(args)
+        if KINDS[args.link].memory == "cuda":
+            return _run_on_gpus(args)
         _check_tokens(args)
         with ending_on_signals():
             print(f"p2pkv {p2pkv.__version__} bench: starting P and D ...", flush=True)
@@ -102,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_nccl(args: argparse.Namespace) -> int:
+def _run_on_gpus(args: argparse.Namespace) -> int:
     _check_chunk_bytes(args)
     with ending_on_signals():
         print(f"p2pkv {p2pkv.__version__} bench: starting P and D on CUDA ...", flush=True)
@@ -146,16 +148,22 @@ def _measure_ready(both: PrefillSide, tokens: int, repeat: int) -> dict[str, Any
         "raw": lambda: both.raw(nbytes),
         "page_raw": lambda: both.raw(pages),
     }
-    row |= {kind: [] for kind in (*kinds, *LAYOUTS, "verified", "claim")}
+    row |= {kind: [] for kind in (*kinds, *FORMS, "as_many", "verified", "claim")}
+    row["planes_bytes"] = FORMS["planes"].nbytes(tokens)
+    as_many = 1 + max(1, round(row["planes_bytes"] / TOKEN_BYTES))
+    row["as_many_bytes"] = LAYOUTS["dense"].nbytes(as_many)
     for measured in _rounds(tokens, repeat):
         for kind, once in kinds.items():
             seconds = once()
             if measured:
                 row[kind].append(seconds)
-        for layout in LAYOUTS:
-            push = both.push_ready(layout, tokens)
+        for name, layout, many in (
+            *((form, form, tokens) for form in FORMS),
+            ("as_many", "dense", as_many),
+        ):
+            push = both.push_ready(layout, many)
             if measured:
-                row[layout].append(push.total)
+                row[name].append(push.total)
                 row["claim"].append(push.claim)
         verified = both.push_ready("dense", tokens, verify=True)
         if measured:
@@ -327,8 +335,23 @@ def _ready(results: Results) -> Iterator[str]:
             )
     parts = (f"{_ratio(row['dense'], row['verified']):.2f} ({row['tokens']})" for row in results["ready"])
     yield f"  dense with checksums (verify), GB/s against those without, by tokens: {', '.join(parts)}"
+    yield from _planes(results)
     claims = [claim for row in results["ready"] for claim in row["claim"]]
     yield f"  before it, from D's scheduler hearing of the request until P has offered it: {_ms(claims)}"
+
+
+def _planes(results: Results) -> Iterator[str]:
+    yield "  Caches like DeepSeek V4's (planes, rows for 4 and 128 tokens, windows): time of a byte against"
+    yield "  that of a dense prompt with as many bytes"
+    for row in results["ready"]:
+        scale = row["as_many_bytes"] / row["planes_bytes"]
+        ratios = [this / that * scale for this, that in zip(row["planes"], row["as_many"], strict=True)]
+        rate = row["planes_bytes"] / statistics.median(row["planes"]) / 1e9
+        yield (
+            f"  {row['tokens']:>6} planes {row['planes_bytes'] / (1 << 20):>6.0f}  {_ms(row['planes']):>22} "
+            f"{rate:>5.1f} GB/s, / dense {statistics.median(ratios):.2f} "
+            f"[{min(ratios):.2f} - {max(ratios):.2f}]"
+        )
 
 
 def _layers(results: Results) -> Iterator[str]:

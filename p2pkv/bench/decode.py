@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from p2pkv.bench.harness import (
+    FORMS,
     HOST,
     STAGING_BYTES,
     BenchError,
@@ -26,7 +27,7 @@ from p2pkv.bench.harness import (
     poll_until,
     wait_for,
 )
-from p2pkv.bench.memory import LAYOUTS, Memory
+from p2pkv.bench.memory import Memory
 from p2pkv.device import make_recorder
 from p2pkv.engine import commands as do
 from p2pkv.engine.thread import Rank
@@ -55,7 +56,7 @@ class DecodeSide:
         addresses = {}
         for name, port in settings["ports"].items():
             address, self._ranks[name] = make_rank(
-                "D", LAYOUTS[name], self._memory, port, link=settings["link"], **share, **options
+                "D", FORMS[name], self._memory, port, link=settings["link"], **share, **options
             )
             addresses[name] = str(address)
         pipe.send(addresses=addresses)
@@ -79,10 +80,10 @@ class DecodeSide:
 
         At once, or with `together` when P lets all ranks go.
         """
-        rank, form = self._ranks[layout], LAYOUTS[layout]
-        self._memory.clear(form, tokens)
+        rank, form = self._ranks[layout], FORMS[layout]
+        form.clear(self._memory, tokens)
         cleared = self._record()
-        table = form.table(tokens, self._memory.capacity, "D")
+        tables = form.tables(tokens, self._memory.capacity, "D")
         before = rank.counters.values["bytes_scattered"]
         expected = time.monotonic()
         rank.do(do.Expect(key, Address.parse(prefill), tokens, b"bench"))
@@ -92,14 +93,12 @@ class DecodeSide:
             self._pipe.send(begun=begun)
             self._pipe.expect("go")
         asked = time.monotonic()
-        rank.do(do.Load(key, 0, tokens - 1, (table,), cleared))
+        rank.do(do.Load(key, 0, tokens - 1, tables, cleared))
         loaded = wait_for(rank, do.Loaded(key))
         rank.do(do.Forget(key))
         scattered = rank.counters.values["bytes_scattered"] - before
-        if wrong := self._memory.wrong(form, tokens):
-            raise BenchError(
-                f"{layout}, {tokens} tokens: D does not hold P's KV at (layer, token, head) {wrong}"
-            )
+        if wrong := form.wrong(self._memory, tokens):
+            raise BenchError(f"{layout}, {tokens} tokens: D does not hold P's KV at {wrong}")
         self._pipe.send(expected=expected, begun=begun, asked=asked, loaded=loaded, scattered=scattered)
 
     def _link(self, invitation: str, window: int) -> None:

@@ -16,19 +16,23 @@ from typing import Any, Literal
 
 import torch
 
-from p2pkv.bench.memory import DTYPE, HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, Layout, Memory
+from p2pkv.bench.latents import LATENTS, Latents
+from p2pkv.bench.memory import HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, Layout, Memory
 from p2pkv.config import Options
 from p2pkv.engine.commands import Event, LoadFailed
 from p2pkv.engine.thread import Rank
-from p2pkv.kv import PagedCache, RankCache
+from p2pkv.kv import PagedCache
 from p2pkv.links import make_factory
 from p2pkv.links.base import LinkFactory, Outbound
 from p2pkv.pairing import Address
-from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
+from p2pkv.protocol.messages import PROTOCOL_VERSION, Hello
 
 HOST = "127.0.0.1"
 STAGING_BYTES = 64 << 20
 """The default on a CPU; the other end's window is half of it."""
+
+FORMS: dict[str, Layout | Latents] = {**LAYOUTS, LATENTS.name: LATENTS}
+"""Caches that a prompt is pushed from and to, by name."""
 
 WINDOW_BYTES = STAGING_BYTES // 2
 DEADLINE_SECONDS = 60.0
@@ -45,20 +49,6 @@ logging.getLogger("p2pkv").setLevel(logging.ERROR)
 
 class BenchError(Exception):
     """The benchmark cannot go on: a sentence."""
-
-
-def described(layout: Layout, cache: PagedCache, tp: int = 1) -> Cache:
-    """How a Hello describes this cache, on each of `tp` ranks."""
-    group = KvGroup(
-        layers=(LAYERS,),
-        heads=HEADS,
-        row_bytes=cache.row_bytes,
-        unit_tokens=cache.unit_tokens,
-        dtype=str(DTYPE).removeprefix("torch."),
-        codec=cache.codec,
-        layer_names=layout.name,
-    )
-    return Cache(tp, (group,))
 
 
 # The processes.
@@ -142,7 +132,7 @@ def one_torch_thread() -> Iterator[None]:
 
 def make_rank(
     role: Literal["P", "D"],
-    layout: Layout,
+    layout: Layout | Latents,
     memory: Memory,
     port: int,
     *,
@@ -153,9 +143,9 @@ def make_rank(
     **options: Any,
 ) -> tuple[Address, Rank]:
     """A running rank of `tp` over this memory, and where its engine's rank 0 listens: on `port`."""
-    cache = memory.cache(layout)
+    cache = layout.rank_cache(memory)
     settings = Options(role=role, host=HOST, kv_port=port, staging_bytes=staging_bytes, **options)
-    links = make_factory(link, host=HOST, staging_bytes=staging_bytes)
+    links = make_factory(link, host=HOST, staging_bytes=staging_bytes, receives=role != "P")
     hello = Hello(
         version=PROTOCOL_VERSION,
         incarnation=uuid.uuid4().hex,
@@ -166,12 +156,12 @@ def make_rank(
         addresses=tuple(str(settings.address.shifted(each)) for each in range(tp)),
         model="bench",
         weights="none",
-        cache=described(layout, cache, tp),
+        cache=layout.described(cache, tp),
         link=links.kind,
         digest=cache.digest_name,
         verify=settings.verify,
     )
-    return settings.address, Rank(hello, settings, RankCache([cache]), links)
+    return settings.address, Rank(hello, settings, cache, links)
 
 
 def poll_until(poll: Callable[[], None], done: Callable[[], bool], what: str) -> None:
@@ -221,11 +211,11 @@ LEAST_SECONDS = 0.02
 """How long each measurement on a device lasts at least, so that its start does not count."""
 
 
-def devices() -> tuple[str, str]:
+def devices(link: str) -> tuple[str, str]:
     """P's and D's CUDA device, the same one if there is only one. Raises BenchError with a sentence."""
     if not torch.cuda.is_available():
         raise BenchError(
-            "--link nccl moves KV between GPUs, and torch finds no CUDA device here: run it on a "
+            f"--link {link} moves KV between GPUs, and torch finds no CUDA device here: run it on a "
             "machine that has one, or measure the link of this machine with --link host"
         )
     return "cuda:0", "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from p2pkv.kv import DENSE, PagedCache, cpu_codec
+from p2pkv.kv import DENSE, PagedCache, RankCache, cpu_codec
+from p2pkv.protocol.messages import Cache, KvGroup
 
 LAYERS, HEADS, HEAD_DIM = 32, 8, 128
 DTYPE = torch.bfloat16
@@ -45,6 +46,36 @@ class Layout:
         if self.codec == DENSE:
             return (block * self.block + inside) * heads + head
         return (block * heads + head) * self.block + inside
+
+    def rank_cache(self, memory: Memory) -> RankCache:
+        """The cache, of one KV group."""
+        return RankCache([memory.cache(self)])
+
+    def described(self, cache: RankCache, tp: int = 1) -> Cache:
+        """How a Hello describes it, on each of `tp` ranks."""
+        (only,) = cache.groups
+        group = KvGroup(
+            layers=(LAYERS,),
+            heads=HEADS,
+            row_bytes=only.row_bytes,
+            unit_tokens=only.unit_tokens,
+            dtype=str(DTYPE).removeprefix("torch."),
+            codec=only.codec,
+            layer_names=self.name,
+        )
+        return Cache(tp, (group,))
+
+    def clear(self, memory: Memory, tokens: int) -> None:
+        """D: forget the rows that `wrong` looks at."""
+        memory.clear(self, tokens)
+
+    def wrong(self, memory: Memory, tokens: int) -> list[tuple[int, int, int]]:
+        """D: sampled (layer, token, own head) that do not hold what P computed."""
+        return memory.wrong(self, tokens)
+
+    def tables(self, tokens: int, capacity: int, side: str) -> tuple[list[int], ...]:
+        """The only block table."""
+        return (self.table(tokens, capacity, side),)
 
     def table(self, tokens: int, capacity: int, side: str) -> list[int]:
         """The blocks of a prompt, scattered over a cache of `capacity` tokens; other ones on each side."""
@@ -94,6 +125,10 @@ class Memory:
     def flat(self) -> torch.Tensor:
         """uint8, all of it."""
         return self.cells.view(torch.uint8).view(-1)
+
+    def numbers(self, first: int, nbytes: int) -> torch.Tensor:
+        """int16: what lies in these bytes."""
+        return self.cells.view(-1)[first // 2 : (first + nbytes) // 2]
 
     def cache(self, layout: Layout) -> PagedCache:
         """The cache of this layout, [B, H, N, C] for each layer."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from p2pkv.bench.harness import (
+    FORMS,
     HOST,
     WINDOW_BYTES,
     BenchError,
@@ -25,7 +26,7 @@ from p2pkv.bench.harness import (
     start_decode,
     wait_for,
 )
-from p2pkv.bench.memory import LAYERS, LAYOUTS, Memory, capacity_for
+from p2pkv.bench.memory import LAYERS, Memory, capacity_for
 from p2pkv.demo.processes import free_ports
 from p2pkv.device import make_recorder
 from p2pkv.engine import commands as do
@@ -107,7 +108,7 @@ class PrefillSide:
             self._decode = {
                 name: Address.parse(at) for name, at in self.pipe.expect("addresses")["addresses"].items()
             }
-            self._ranks = {layout: self._start_rank(layout, link) for layout in LAYOUTS}
+            self._ranks = {layout: self._start_rank(layout, link) for layout in FORMS}
             self._verified = self._start_rank("dense", link, verify=True)
             self._outbound = self._start_link(link)
         except BaseException:
@@ -213,7 +214,7 @@ class PrefillSide:
         key = key or next(self._keys)
         decode = self._decode[layout]
         if blocks is None:
-            blocks = (LAYOUTS[layout].table(tokens, self.memory.capacity, "P"),)
+            blocks = FORMS[layout].tables(tokens, self.memory.capacity, "P")
         rank.do(do.Hold(key, decode))
         rank.do(do.OfferPrompt(key, decode, tokens, b"bench"))
         rank.do(do.PromptBlocks(key, blocks))
@@ -225,7 +226,7 @@ class PrefillSide:
 
     def _loaded(self, layout: str, rank: Rank, key: str, tokens: int) -> dict[str, float]:
         times = self.pipe.expect("loaded")
-        expected = LAYOUTS[layout].nbytes(tokens)
+        expected = FORMS[layout].nbytes(tokens)
         if times["scattered"] != expected:
             raise BenchError(
                 f"{layout}, {tokens} tokens: D wrote {times['scattered']} bytes instead of {expected}"
@@ -241,7 +242,7 @@ class PrefillSide:
         settings = {
             "capacity": self.memory.capacity,
             "link": link,
-            "ports": {name: free_ports() for name in LAYOUTS},
+            "ports": {name: free_ports() for name in FORMS},
         }
         process, pipe = start_decode(settings)
         self._stack.callback(end_decode, process)
@@ -251,7 +252,7 @@ class PrefillSide:
     def _start_rank(self, layout: str, link: str, **options: bool) -> tuple[Address, Rank]:
         memory, chunk_bytes = self.memory, self.chunk_bytes
         address, rank = make_rank(
-            "P", LAYOUTS[layout], memory, free_ports(), link=link, chunk_bytes=chunk_bytes, **options
+            "P", FORMS[layout], memory, free_ports(), link=link, chunk_bytes=chunk_bytes, **options
         )
         self._stack.callback(rank.stop)
         return address, rank

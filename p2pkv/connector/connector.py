@@ -153,7 +153,10 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         """By name and path: the number and the files of the adapter of the last request."""
         self._requests: WeakSet[Request] = WeakSet()
         """All that vLLM knows."""
-        tables, whole = block_tables(self._kv_cache_config), computes_last_token(self._kv_cache_config)
+        tables, whole = (
+            block_tables(config, self._kv_cache_config),
+            computes_last_token(self._kv_cache_config),
+        )
         tail, world = prompt_tail(config), self.options.engine_ranks
         for_prompts = for_loads = None
         if self.options.prefills:
@@ -343,7 +346,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         config, options = self._vllm_config, self.options
         layers = Layers(self._kv_caches, self._kv_cache_config)
         number = config.parallel_config.rank  # in its engine; torch's world is all engines of a MoE instance
-        cache, shape = cache_of(config, self._kv_cache_config, layers, number)
+        cache, shape = cache_of(config, self._kv_cache_config, layers)
         make_ready(cache.device, config.compilation_config.static_forward_context.values())
         links = make_factory(
             options.link,
@@ -351,6 +354,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             staging_bytes=options.staging_bytes,
             device=cache.device,
             nccl_channels=options.nccl_num_channels,
+            receives=options.decodes,
             allowed=options.allowed_peers,
         )
         if self._hello is None:

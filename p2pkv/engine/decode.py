@@ -537,7 +537,9 @@ class Decode:
             shift = edge.target_layer - edge.layers.start
             heads = (edge.target_head, edge.target_head + edge.heads.stop - edge.heads.start)
             layers = (piece.layer + shift, piece.layer_stop + shift)
-            rows.scatter(arrived.buffer[start:stop], layers, (piece.start, piece.stop), heads, entry.blocks)
+            span = piece.start, piece.stop
+            tokens = span if edge.tokens is None else edge.tokens.on_target(*span)
+            rows.scatter(arrived.buffer[start:stop], layers, tokens, heads, entry.blocks)
 
     def _written(self, entry: RequestEntry, receiver: Receiver, arrived: ArrivedChunk, now: float) -> None:
         """The device has written this chunk to the blocks, and computed its checksum."""

@@ -40,6 +40,7 @@ class RowFormat(Struct, frozen=True):
         once: there is one row per (layer, head) for a whole request.
         window: tokens that attention looks at from each token on, itself counted; 0: all before it.
         block: where there is a window, D wants tokens from a multiple of this on.
+        chunked: attention looks at no token before the last multiple of `window`, instead.
     """
 
     codec: str
@@ -48,10 +49,12 @@ class RowFormat(Struct, frozen=True):
     once: bool = False
     window: int = 0
     block: int = 1
+    chunked: bool = False
 
     def __str__(self) -> str:
         tokens = "the whole request" if self.once else f"{self.unit} tokens"
-        window = f", of the last {self.window} tokens" if self.window else ""
+        seen = f"chunk of {self.window}" if self.chunked else f"last {self.window} tokens"
+        window = f", of the {seen}" if self.window else ""
         return f"{self.codec} rows of {tokens}, {self.row_bytes} bytes for each layer and head{window}"
 
     def needed(self, start: int, stop: int) -> tuple[int, int]:
@@ -66,7 +69,8 @@ class RowFormat(Struct, frozen=True):
         if self.codec == DENSE:
             stop = stop // self.unit * self.unit
         whole = lcm(self.unit, self.block)
-        first = max(0, stop - self.window + 1) // whole * whole if self.window else 0
+        first = stop // self.window * self.window if self.chunked else max(0, stop - self.window + 1)
+        first = first // whole * whole if self.window else 0
         return max(start, min(first, stop)), stop
 
 
@@ -85,7 +89,7 @@ def row_formats(one: Cache, other: Cache) -> tuple[RowFormat, ...]:
 def row_format(one: KvGroup, other: KvGroup) -> RowFormat | None:
     """The form in which rows of a group travel; None if there is none. The order does not matter."""
     mine, theirs = _as_it_lies(one), _as_it_lies(other)
-    if (one.dtype, one.window) != (other.dtype, other.window):
+    if (one.dtype, _seen(one)) != (other.dtype, _seen(other)):
         return None
     # P's blocks are as large as D's, or larger; see `judge`.
     block = min(one.block, other.block)
@@ -93,7 +97,7 @@ def row_format(one: KvGroup, other: KvGroup) -> RowFormat | None:
         return structs.replace(mine, block=block)
     if not (_can_be_dense(one) and _can_be_dense(other)):
         return None
-    dense = RowFormat(DENSE, 1, token_bytes(one), window=one.window, block=block)
+    dense = RowFormat(DENSE, 1, token_bytes(one), window=one.window, block=block, chunked=one.chunked)
     return dense if dense.row_bytes == token_bytes(other) else None
 
 
@@ -109,7 +113,14 @@ def _row_tokens(group: KvGroup) -> int:
 
 
 def _as_it_lies(group: KvGroup) -> RowFormat:
-    return RowFormat(group.codec, group.unit_tokens, group.row_bytes, group.once, group.window)
+    return RowFormat(
+        group.codec, group.unit_tokens, group.row_bytes, group.once, group.window, chunked=group.chunked
+    )
+
+
+def _seen(group: KvGroup) -> int | str:
+    """The tokens that attention looks at."""
+    return f"in chunks of {group.window}" if group.chunked else group.window
 
 
 def _can_be_dense(group: KvGroup) -> bool:
@@ -130,8 +141,11 @@ class Share(Struct, frozen=True):
         edge, wire = self.edge, self.wire
         row = len(edge.heads) * wire.row_bytes
         ready = stop if wire.once else None
-        tokens = wire.needed(start, stop)
-        return Extent(edge.group, edge.layers.start, edge.layers.stop, *tokens, wire.unit, row, ready)
+        first, last = wire.needed(start, stop)
+        if edge.tokens is not None:
+            first, last = edge.tokens.count(first), edge.tokens.count(last)
+        layers = edge.layers
+        return Extent(edge.group, layers.start, layers.stop, first, last, wire.unit, row, ready, edge.tokens)
 
 
 class Assignment(Struct, frozen=True, dict=True):
@@ -191,7 +205,10 @@ def unfit(mine: str, theirs: str, why: object) -> str:
 
 def shapes(cache: Cache) -> Shapes:
     """What the planner must know of a cache. Raises ShardingError."""
-    return tuple(Shape(group.layers, group.heads, cache.tp) for group in cache.groups)
+    return tuple(
+        Shape(group.layers, group.heads, cache.tp, cache.pcp, group.dcp, group.interleave)
+        for group in cache.groups
+    )
 
 
 def is_engine_of(address: str, hello: Hello) -> bool:
@@ -222,7 +239,7 @@ def judge(mine: Hello, theirs: Hello) -> Plan:
         )
     if theirs.rank >= len(theirs.addresses):
         raise Refused(f"{theirs.address} says it is rank {theirs.rank} of {len(theirs.addresses)}")
-    ranks = theirs.cache.stages * theirs.cache.tp
+    ranks = theirs.cache.ranks
     if ranks != len(theirs.addresses):
         raise Refused(f"{theirs.address} names {len(theirs.addresses)} ranks, but its cache lies on {ranks}")
     if theirs.role == "P":
@@ -254,12 +271,29 @@ def judge(mine: Hello, theirs: Hello) -> Plan:
             what = f"memory layouts{_of_group(number, mine)}"
             layouts = _differ(what, mine, theirs, _layout(ours), _layout(others))
             raise Refused(f"{layouts}; {_advice(ours, others)}")
+        _check_divided_tokens(number, mine, theirs)
     prefill, decode = (mine, theirs) if mine.role == "P" else (theirs, mine)
     _check_windows(prefill, decode)
     try:
         return make_plan(shapes(prefill.cache), shapes(decode.cache))
     except ShardingError as error:
         raise Refused(f"{mine.address} and {theirs.address}: {error}") from None
+
+
+def _check_divided_tokens(number: int, mine: Hello, theirs: Hello) -> None:
+    """Raises Refused for a KV group whose tokens one of the two divides, although its rows are not tokens."""
+    groups = [hello.cache.groups[number] for hello in (mine, theirs)]
+    if max(group.dcp for group in groups) == 1:
+        return
+    for hello, group in zip((mine, theirs), groups, strict=True):
+        if group.once or group.window or group.codec != DENSE or group.unit_tokens > 1:
+            raise Refused(
+                f"decode-context-parallel sizes{_of_group(number, mine)} are {groups[0].dcp} at "
+                f"{mine.address} and {groups[1].dcp} at {theirs.address}, and {hello.address} keeps "
+                f"{_layout(group)}, rows per request: {_rows(group)}, window: {group.window}; tokens are "
+                "divided only where a dense row is one token and there is no window, so set "
+                "--decode-context-parallel-size to 1 on both sides"
+            )
 
 
 def _check_windows(prefill: Hello, decode: Hello) -> None:
@@ -278,7 +312,7 @@ def _same_of_groups(mine: KvGroup, theirs: KvGroup) -> list[tuple[str, object, o
     """What must be equal of a KV group: what it is, here, there, what to do if it is not."""
     return [
         ("rows per request", _rows(mine), _rows(theirs), "serve the same model"),
-        ("attention windows", mine.window, theirs.window, SAME_ALLOCATOR),
+        ("attention windows", _seen(mine), _seen(theirs), SAME_ALLOCATOR),
         ("cache element types", mine.dtype, theirs.dtype, "set the same --kv-cache-dtype and --dtype"),
         (
             "bytes per token and head" if _row_tokens(mine) == 1 else "bytes per row and head",

@@ -3,6 +3,7 @@
 Tokens are counted in units: one token where the wire is dense, a whole block where packed pages travel
 as they lie. A unit can travel once all the tokens in it that D wants have been computed. A KV group with one
 row per request has the one unit [0, 1), which can travel once all tokens that D wants have been computed.
+Where context parallelism divides the tokens, those that both ranks keep are counted (see `interleave.py`).
 """
 
 from __future__ import annotations
@@ -10,9 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
+from p2pkv.interleave import Common
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.messages import MAX_PIECES, Piece
+
+WIDEST = 16
+"""Bytes that a thread of a GPU reads or writes at once, at the most."""
 
 Computed = Mapping[int, Sequence[int]]
 """By KV group: for each layer of an extent, how many of the prompt's first tokens have been computed."""
@@ -30,6 +36,7 @@ class Extent:
         row: bytes of one (layer, unit) over all heads of the edge.
         ready: where there is one row per request: it can travel once so many tokens are computed. None: there
             is one row per unit.
+        tokens: which tokens are counted; None: all.
     """
 
     group: int
@@ -40,6 +47,7 @@ class Extent:
     unit: int
     row: int
     ready: int | None = None
+    tokens: Common | None = None
 
     def __post_init__(self) -> None:
         assert self.layer < self.layer_stop and self.unit > 0 and self.row > 0
@@ -62,6 +70,8 @@ class Extent:
 
     def sendable(self, computed: int) -> int:
         """How far whole units reach when tokens [0, computed) are computed."""
+        if self.tokens is not None:
+            computed = self.tokens.count(computed)
         if computed >= (self.stop if self.ready is None else self.ready):
             return self.ceiling
         if self.ready is not None:
@@ -170,7 +180,11 @@ class Cutter:
             ready, most = ready - nbytes, most - 1
 
     def cut(self, computed: Computed, limit: int) -> tuple[Piece, ...]:
-        """The next chunk: ready pieces of up to `limit` bytes (one row at the least); () if none is ready."""
+        """The next chunk: ready pieces of up to `limit` bytes (one row at the least); () if none is ready.
+
+        Pieces whose rows are aligned best come first, so that each begins in the chunk where its rows may be
+        read and written as widely as they allow: a GPU's kernels do so.
+        """
         taken: list[Piece] = []
         room = limit
         for piece in list(self._pending(computed)):
@@ -183,7 +197,11 @@ class Cutter:
             if part != piece:
                 break
         self.left -= limit - room
-        return tuple(taken)
+        return tuple(sorted(taken, key=self._alignment, reverse=True))
+
+    def _alignment(self, piece: Piece) -> int:
+        """The largest power of two that divides a row, up to a GPU's widest access."""
+        return gcd(self.extents.by_group[piece.group].row, WIDEST)
 
     def put_back(self, pieces: tuple[Piece, ...]) -> None:
         """In place of these filler went out: announce them again when they are ready again."""

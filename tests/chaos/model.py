@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from math import lcm
 
@@ -17,6 +17,7 @@ import torch
 
 from p2pkv.config import Options
 from p2pkv.kv.cache import PagedCache, RankCache
+from p2pkv.kv.layouts import plane_of
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
 from p2pkv.sharding import Shape
 
@@ -43,6 +44,9 @@ class Group:
         window: tokens that attention looks at from each token on, itself counted; 0: all before it.
         once: a row is a state, after all tokens that were computed.
         moves: with each chunk the state is written to another block, as in vLLM's `align` mode.
+        tokens: that a row stands for; it is computed with the last of them.
+        plane: where each row is in several planes: the int32s of a row in planes before this one, and in
+            all. The groups of one row's planes follow one another, and differ in nothing else but `content`.
     """
 
     layers: tuple[int, ...]
@@ -53,6 +57,17 @@ class Group:
     window: int = 0
     once: bool = False
     moves: bool = False
+    tokens: int = 1
+    plane: tuple[int, int] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Of a block."""
+        return 1 if self.once else self.block // self.tokens
+
+    def numbers(self, start: int, stop: int) -> range:
+        """The rows that are complete with one of these tokens."""
+        return range(start // self.tokens, stop // self.tokens)
 
     def on_rank(self, rank: int, tp: int) -> range:
         """Its heads there."""
@@ -104,7 +119,7 @@ class Model:
         """Of a D's pages that a load of these tokens fills, each head counted once."""
         return sum(
             len(group.layers)
-            * (1 if group.once else stop - max(start, group.first(stop)))
+            * (1 if group.once else len(group.numbers(max(start, group.first(stop)), stop)))
             * group.heads
             * group.content
             * 4
@@ -115,6 +130,8 @@ class Model:
         return " and ".join(
             f"{len(group.layers)} layers of {group.heads} heads of {4 * group.content} bytes"
             + (f", window {group.window}" if group.window else "")
+            + (f", a row for {group.tokens} tokens" if group.tokens > 1 else "")
+            + (" in a plane" if group.plane else "")
             + (", a state" if group.once else "")
             + (" in a block that moves" if group.moves else "")
             for group in self.groups
@@ -131,7 +148,10 @@ def draw_model(draw: random.Random, hybrid: float = 0.7) -> Model:
 
 
 def draw_hybrid(draw: random.Random) -> Model:
-    """Attention, and beside it a sliding window, a recurrent layer's states, or both; their layers mixed."""
+    """Attention, and beside it a sliding window, a recurrent layer's states, or both; their layers mixed.
+
+    The attention's rows may be for several tokens, and in two planes.
+    """
     window, state = draw.choice([(True, False), (False, True), (True, True)])
     numbers = [0, 1, 2, 3, 4]
     draw.shuffle(numbers)
@@ -141,15 +161,13 @@ def draw_hybrid(draw: random.Random) -> Model:
         return tuple(sorted(next(some) for _ in range(many)))
 
     alone = 5 - 2 * window - (1 + (not window)) * state
-    groups = [
-        Group(
-            layers(alone),
-            draw.choice([2, 4]),
-            draw.choice([8, 32]),
-            next(table),
-            draw.choice([16, 32]),
-        )
-    ]
+    attention = Group(
+        layers(alone), draw.choice([2, 4]), draw.choice([8, 32]), next(table), draw.choice([16, 32])
+    )
+    groups = [attention]
+    if draw.random() < 0.4:
+        row = replace(attention, heads=1, tokens=draw.choice([1, 4, 16]))
+        groups = [replace(row, content=6, plane=(0, 7)), replace(row, content=1, plane=(6, 7))]
     if window:
         groups.append(
             Group(
@@ -210,12 +228,19 @@ def make_rank_pages(model: Model, rank: int, tp: int, cut: int = 0) -> RankPages
     caches: list[PagedCache] = []
     numbers: list[list[int]] = []
     for group in model.groups:
-        tokens = 1 if group.once else group.block
         numbers.append([layer - layers.start for layer in group.layers if layer in layers])
-        shape = (model.blocks, len(group.on_rank(rank % tp, tp)), tokens, group.content)
-        pages.append([torch.zeros(shape) for _ in numbers[-1]])
+        before, content = group.plane or (0, group.content)
+        if not before:
+            shape = (model.blocks, len(group.on_rank(rank % tp, tp)), group.rows, content)
+            whole = [torch.zeros(shape) for _ in numbers[-1]]
+        pages.append([plane_of(each, before, group.content) if group.plane else each for each in whole])
         caches.append(
-            PagedCache.from_tensors(pages[-1], block_size=tokens, tables=[group.table] * len(numbers[-1]))
+            PagedCache.from_tensors(
+                pages[-1],
+                block_size=group.rows * group.tokens,
+                tables=[group.table] * len(numbers[-1]),
+                tokens_per_row=group.tokens,
+            )
         )
     return RankPages(rank, tp, cut, layers, pages, RankCache(caches, numbers))
 
@@ -230,7 +255,7 @@ def hello_of(options: Options, model: Model, pages: RankPages, link: str, incarn
 
     groups = tuple(
         KvGroup(
-            stages(group), group.heads, cache.row_bytes, 1, "float32", cache.codec, "x",
+            stages(group), group.heads, cache.row_bytes, group.tokens, "float32", cache.codec, "x",
             once=group.once, window=group.window,
         )
         for group, cache in zip(model.groups, pages.cache.groups, strict=True)
@@ -308,9 +333,9 @@ class Memory:
                 )[0]
                 continue
             first = max(start, group.block * _leading_nulls(tables[group.table]))
-            if first < stop:
-                block, place = _slots(tables[group.table], group.block, first, stop)
-                page[block, :, place] = kv(prompt, number, layer, first, stop, heads, group.content)
+            if rows := group.numbers(first, stop):
+                block, place = _slots(tables[group.table], group.rows, rows)
+                page[block, :, place] = kv(prompt, number, layer, rows.start, rows.stop, heads, group.content)
 
     def wrong(self, prompt: int, tables: Tables, stop: int) -> int:
         """How many values that are needed to compute token `stop` are not those of this prompt."""
@@ -321,9 +346,9 @@ class Memory:
                     right = kv(prompt, number, layer, stop, stop + 1, heads, group.content)
                     wrong += int((page[tables[group.table][0], :, 0] != right[0]).sum())
                     continue
-                first = group.first(stop)
-                block, place = _slots(tables[group.table], group.block, first, stop)
-                right = kv(prompt, number, layer, first, stop, heads, group.content)
+                rows = group.numbers(group.first(stop), stop)
+                block, place = _slots(tables[group.table], group.rows, rows)
+                right = kv(prompt, number, layer, rows.start, rows.stop, heads, group.content)
                 wrong += int((page[block, :, place] != right).sum())
         return wrong
 
@@ -353,6 +378,7 @@ def _leading_nulls(table: list[int]) -> int:
     return next((index for index, block in enumerate(table) if block != NULL), len(table))
 
 
-def _slots(table: list[int], size: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    token = torch.arange(start, stop)
-    return torch.tensor(table, dtype=torch.int64)[token // size], token % size
+def _slots(table: list[int], size: int, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block and place of each row; `size`: rows of a block."""
+    row = torch.arange(rows.start, rows.stop)
+    return torch.tensor(table, dtype=torch.int64)[row // size], row % size

@@ -82,9 +82,16 @@ HYBRID = Model(
         Group((2,), heads=4, content=22, table=2, once=True),
     )
 )
+PLANES = Model(
+    (
+        Group((0, 2), heads=1, content=6, tokens=4, plane=(0, 10)),
+        Group((0, 2), heads=1, content=4, tokens=4, plane=(6, 10)),
+        Group((1,), heads=2, content=10, table=1, block=8, window=17),
+    )
+)
 
 
-@pytest.mark.parametrize("model", [ONE_GROUP, HYBRID], ids=["one group", "hybrid"])
+@pytest.mark.parametrize("model", [ONE_GROUP, HYBRID, PLANES], ids=["one group", "hybrid", "planes"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_memory_finds_a_wrong_byte_of_any_group_and_a_late_write(model: Model, tp: int) -> None:
     ranks = [make_rank_pages(model, each, tp) for each in range(tp)]
@@ -101,7 +108,7 @@ def test_the_memory_finds_a_wrong_byte_of_any_group_and_a_late_write(model: Mode
     assert memory.wrong(6, tables, 40) > 0
     for rank in ranks:
         for group, pages in zip(model.groups, rank.groups, strict=True):
-            place = 0 if group.once else 39 % group.block
+            place = 0 if group.once else (39 // group.tokens) % group.rows
             page = pages[-1].view(torch.int32)
             page[tables[group.table][-1], 0, place, 3] ^= 1
             assert memory.wrong(5, tables, 40) == 1
@@ -139,7 +146,12 @@ def test_of_the_parts_of_a_run_most_have_a_hybrid_model_and_some_one_group() -> 
     drawn = [draw_hybrid(random.Random(seed)) for seed in range(30)]
     for each in drawn:
         assert each.hybrid and {layer for group in each.groups for layer in group.layers} == set(range(5))
-    for has in (lambda group: group.once, lambda group: group.window):
+    for has in (
+        lambda group: group.once,
+        lambda group: group.window,
+        lambda group: group.plane,
+        lambda group: group.tokens > 1,
+    ):
         assert 5 < sum(any(map(has, each.groups)) for each in drawn) < 30
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from p2pkv.bench.harness import BenchError
+from p2pkv.bench.latents import LATENTS, PARTS
 from p2pkv.bench.memory import CELL, HEADS, LAYERS, LAYOUTS, TOKEN_BYTES, Layout, Memory, capacity_for
 from p2pkv.bench.prefill import prefill
 from p2pkv.cli import main
@@ -26,7 +27,7 @@ def test_it_measures_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (ready,), (layers,) = results["ready"], results["layers"]
     assert ready["bytes"] == (TOKENS - 1) * TOKEN_BYTES and ready["page_bytes"] == 128 * TOKEN_BYTES
     # Short prompts are measured three times for each --repeat.
-    for kind in ("copy", "raw", "page_copy", "page_raw", "dense", "pages", "verified"):
+    for kind in ("copy", "raw", "page_copy", "page_raw", "dense", "pages", "planes", "as_many", "verified"):
         assert len(ready[kind]) == 3 and min(ready[kind]) > 0
     for mode, called in (("layers", LAYERS), ("whole", 0)):
         measured = layers["modes"][mode]
@@ -35,7 +36,7 @@ def test_it_measures_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert min(measured["forward"]) >= LAYERS * 0.1e-3
     printed = capsys.readouterr().out
     rows = [line.split() for line in printed.splitlines() if line.split()[:1] == [str(TOKENS)]]
-    assert len(rows) == 3, printed
+    assert len(rows) == 4, printed
     assert "with checksums (verify)" in printed
 
 
@@ -77,6 +78,30 @@ def test_kv_of_another_place_is_noticed(layout: Layout) -> None:
     d.clear(layout, TOKENS)
     d.cache(layout).scatter(buffer.roll(2 * CELL), *rectangle, [layout.table(TOKENS, capacity, "D")])
     assert d.wrong(layout, TOKENS) != []
+
+
+@pytest.mark.parametrize("tokens", [2, 40, 300])
+def test_kv_of_another_place_is_noticed_in_planes(tokens: int) -> None:
+    capacity = capacity_for(tokens)
+    p, d = Memory(capacity, "P"), Memory(capacity, "D")
+    caches, tables = (
+        [make(side) for side in (p, d)]
+        for make in (LATENTS.rank_cache, lambda side: LATENTS.tables(tokens, capacity, side.side))
+    )
+    pairs = list(zip(*(cache.groups for cache in caches), strict=True))
+    for (source, target), (number, *_) in zip(pairs, LATENTS._planes, strict=True):
+        span = PARTS[number].needed(tokens)
+        buffer = torch.empty(source.nbytes(source.layers, *span, 1), dtype=torch.uint8)
+        source.gather(buffer, (0, source.layers), span, (0, 1), tables[0])
+        assert not buffer.numel() or LATENTS.wrong(d, tokens)
+        target.scatter(buffer, (0, target.layers), span, (0, 1), tables[1])
+    assert LATENTS.wrong(d, tokens) == []
+    assert LATENTS.nbytes(tokens) == sum(
+        one.nbytes(one.layers, *PARTS[number].needed(tokens), 1)
+        for (one, _), (number, *_) in zip(pairs, LATENTS._planes, strict=True)
+    )
+    LATENTS.clear(d, tokens)
+    assert LATENTS.wrong(d, tokens)
 
 
 def test_a_decode_process_that_ends_is_an_error() -> None:

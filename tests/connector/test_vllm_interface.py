@@ -253,6 +253,9 @@ FIELDS = {
         *("alignment", "cache_dtype_str", "cache_role", "head_size_v", "is_index_group_leader"),
         *("model_version", "non_causal_multi_token_decode"),
     },
+    "ChunkedLocalAttentionSpec": {"attention_chunk_size"},
+    "RSWASpec": {"rswa_window"},
+    "SinkFullAttentionSpec": {"sink_len"},
     "SlidingWindowSpec": {"extra_retained_tokens", "sliding_window"},
     "MambaSpec": {
         *("dtypes", "mamba_cache_mode", "mamba_type", "num_heads", "num_prefill_checkpoint_blocks"),

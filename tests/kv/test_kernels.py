@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from kv_support import check_exchange
 
 from p2pkv.kv import PagedCache
 from p2pkv.kv.copiers import LOADS, MOST_LANES, WIDTHS, lanes_for
+from p2pkv.kv.layouts import plane_of
 
 pytestmark = pytest.mark.skipif(bool(NO_GCC), reason=NO_GCC)
 
@@ -89,3 +91,38 @@ def test_a_warm_up_loads_every_kernel_and_moves_nothing(memory_type: Any, launch
 def test_lanes_fill_whole_lines_and_then_load_several_times(elements: int, lanes: int) -> None:
     assert lanes_for(elements) == lanes
     assert lanes == MOST_LANES or lanes <= 8 or lanes * LOADS >= elements
+
+
+@pytest.mark.parametrize("tokens", [255 * 4, 256 * 4])
+def test_planes_are_moved_by_accesses_as_wide_as_their_rows(tokens: int, launcher: CpuLauncher) -> None:
+    """As vLLM packs DeepSeek V4's layers into a block's bytes: latents (values, scales) behind the indexer's
+    keys of two layers. `tokens`: rows end inside a block, or with one."""
+    page, keys, latents = 95_616, 64 * 132, 64 * 584
+    memory = torch.randint(0, 256, (12, page), dtype=torch.uint8)
+    tables = [torch.randperm(12)[:4].tolist()]
+
+    def planes(row: int, first: int, apart: int, widths: tuple[int, ...]) -> list[PagedCache]:
+        views = [
+            memory.as_strided((12, 1, 64, row), (page, row, row, 1), at) for at in (first, first + apart)
+        ]
+        starts = accumulate([0, *widths[:-1]])
+        return [
+            PagedCache.from_tensors(
+                [plane_of(view, *plane) for view in views], block_size=256, tokens_per_row=4
+            )
+            for plane in zip(starts, widths, strict=True)
+        ]
+
+    with launcher.moving():
+        caches = [*planes(132, 0, keys, (128, 4)), *planes(584, 2 * keys, latents, (576, 8))]
+    for cache, width in zip(caches, (16, 4, 16, 8), strict=True):
+        cut, nbytes = ((0, 2), (0, tokens), (0, 1)), cache.nbytes(2, 0, tokens, 1)
+        buffer = torch.zeros(nbytes + 16, dtype=torch.uint8)
+        buffer = buffer[-buffer.data_ptr() % 16 :][:nbytes]
+        launcher.launched.clear()
+        before, accesses = memory.clone(), launcher.accesses
+        cache.gather(buffer, *cut, tables)
+        cache.scatter(buffer, *cut, tables)
+        assert launcher.launched == [f"p2pkv_gather_{width}", f"p2pkv_scatter_{width}"]
+        assert launcher.accesses - accesses == 4 * nbytes // width
+        assert torch.equal(memory, before)

@@ -121,7 +121,7 @@ def test_a_message_begins_with_its_tag_and_comes_back(kind: type[Any]) -> None:
 def test_tags_are_those_that_peers_know_whatever_the_classes_are_called() -> None:
     """Another tag is another protocol: PROTOCOL_VERSION has to move with it. (`Partners` passes only between
     the ranks of one engine.)"""
-    assert messages.PROTOCOL_VERSION == 4
+    assert messages.PROTOCOL_VERSION == 5
     assert " ".join(sorted(kind.__struct_config__.tag for kind in KINDS)) == (
         "Ahead Cancel Chunk Done Elsewhere Failed Grant Heartbeat HeartbeatAck Hello Inspect LinkAccept "
         "LinkDown LinkInvite Offer Partners Referral Refuse Report Sent Stranger Want Welcome"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from math import gcd
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from p2pkv.kv.copiers import WIDTHS
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.messages import MAX_PIECES, Piece
-from p2pkv.protocol.pieces import Coverage, Cutter, Extent, Extents
+from p2pkv.protocol.pieces import WIDEST, Coverage, Cutter, Extent, Extents
 
 Row = tuple[int, int, int]
 """A (group, layer, first token) of the wire."""
@@ -244,3 +246,14 @@ def test_a_chunk_never_has_more_pieces_than_a_message_takes() -> None:
     first = cutter.cut(ready, 1 << 20)
     assert len(first) == MAX_PIECES and len(cutter.cut(ready, 1 << 20)) == MAX_PIECES
     assert cutter.cut(ready, 1 << 20) == (Piece(0, layers - 1, layers, 0, 1),)
+
+
+def test_pieces_begin_where_their_rows_can_be_moved_by_the_widest_accesses() -> None:
+    """Of scales of 4 and 8 bytes and an odd number of rows, in front of what has wider ones."""
+    assert WIDTHS[0] == WIDEST
+    rows = {0: 4, 1: 576, 2: 8, 3: 128, 4: 2, 5: 1, 6: 24}
+    owed = Extents({group: Extent(group, 0, 3, 0, 511, 1, row) for group, row in rows.items()})
+    (pieces,) = (pieces for _, pieces in Cutter(owed).chunks({g: [511] * 3 for g in rows}, 1 << 24, True, 9))
+    assert [piece.group for piece in pieces] == [1, 3, 2, 6, 0, 4, 5]
+    for piece, start, _ in owed.parts(pieces):
+        assert start % gcd(rows[piece.group], WIDEST) == 0

@@ -163,3 +163,31 @@ def test_a_state_and_a_row_per_token_are_nobodys_equal() -> None:
     state = KvGroup((4,), 2, TOKEN, 1, "bfloat16", "dense", "names", once=True)
     assert row_format(state, state) == RowFormat(DENSE, 1, TOKEN, once=True)
     assert row_format(state, group("dense")) is None and row_format(group("page:vec", 32), state) is None
+
+
+@pytest.mark.parametrize(
+    ("block", "start", "stop", "tokens"),
+    [
+        (1, 0, 63, (0, 63)),
+        (1, 0, 64, (64, 64)),
+        (1, 0, 65, (64, 65)),
+        (1, 70, 100, (70, 100)),
+        (1, 70, 128, (128, 128)),
+        (48, 0, 100, (48, 100)),  # all of the block in which the chunk begins
+    ],
+)
+def test_of_a_chunk_only_what_was_computed_of_it_is_needed(
+    block: int, start: int, stop: int, tokens: tuple[int, int]
+) -> None:
+    row = RowFormat(DENSE, 1, 8, window=64, block=block, chunked=True)
+    assert row.needed(start, stop) == tokens
+    assert "of the chunk of 64" in str(row)
+
+
+def test_a_chunk_is_no_sliding_window() -> None:
+    sliding = replace(group("dense"), window=64)
+    chunk = replace(sliding, chunked=True)
+    assert row_format(sliding, chunk) is None
+    assert row_format(chunk, chunk) == RowFormat(DENSE, 1, TOKEN, window=64, chunked=True)
+    packed = replace(group("page:vec", 32), window=64, chunked=True)
+    assert row_format(chunk, packed) == RowFormat(DENSE, 1, TOKEN, window=64, chunked=True)

@@ -66,7 +66,7 @@ class ProbeConnector(P2pKvConnector):
                 self._write("P", ended.key, blocks, 0, stop)
             for _, load in connector_metadata.loads:
                 self._asked[load.key] = (load.blocks, load.start, load.stop)
-                if self._poisons:
+                if self._poisons and load.blocks:  # none where D has all of the prompt
                     self._poison(load.blocks, load.start)
         super().bind_connector_metadata(connector_metadata)
 
@@ -116,7 +116,9 @@ class ProbeConnector(P2pKvConnector):
         """What the pages of one KV group hold of tokens [start, stop), or of those that are in its window."""
         assert self.worker is not None
         unit = cache.unit_tokens if cache.codec == DENSE else 1
-        start, stop = RowFormat(DENSE, unit, 1, said.once, said.window, said.block).needed(start, stop)
+        start, stop = RowFormat(DENSE, unit, 1, said.once, said.window, said.block, said.chunked).needed(
+            start, stop
+        )
         first = start // cache.unit_tokens * cache.unit_tokens
         buffer = torch.empty(cache.nbytes(cache.layers, first, stop, cache.heads), dtype=torch.uint8)
         cache.gather(buffer, (0, cache.layers), (first, stop), (0, cache.heads), blocks)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import isfinite
 from pathlib import Path
 
 import pytest
@@ -126,18 +126,25 @@ class Pair:
 
     p: VllmServer
     d: VllmServer
+    plain: VllmServer
     sizes: tuple[int, int]
     probes: Path
 
-    @property
-    def tie(self) -> float:
-        """As TIE. Where P and D have different numbers of ranks, only blocks are compared, and that D's
-        answer has no NaN: answers differ from those of one rank by up to 1.8 in log-probability. That two
-        plain servers with different numbers of ranks differ as much is likely, but not measured."""
-        return TIE if self.sizes == (1, 1) else inf
+    def expected(self, prompt: list[int]) -> Answer:
+        """What a plain server answers. Where P and D have different numbers of ranks: what D answers to the
+        KV that it has been sent already, or is sent again when P has all of it.
 
-    def ask(self, prompt: list[int], *, at_once: bool = True) -> Answer:
-        """D's answer to a prompt that P computes: both asked at once, or D when P has answered."""
+        A plain server is no measure there, for its KV is another. Of 32 prompts, two plain servers with one
+        rank and with two answer 5 alike, and the first token's log-probabilities differ by up to 2.8: sums
+        of bfloat16 in another order, and their differences are rounded to steps of fp8 in the cache.
+        """
+        return self.ask(prompt, at_once=False) if self.sizes != (1, 1) else self.alone(prompt)
+
+    def alone(self, prompt: list[int], count: int = 16) -> Answer:
+        return answers.complete(self.plain.base_url, MODEL_NAME, prompt, max_tokens=count)[0]
+
+    def ask(self, prompt: list[int], *, at_once: bool = True, count: int = 16) -> Answer:
+        """D's `count` tokens after a prompt that P computes: both asked at once, or D when P has answered."""
         headers = paired_headers(self.p, self.d)
 
         def on(server: VllmServer, count: int) -> Answer:
@@ -148,7 +155,7 @@ class Pair:
             prefill = pool.submit(on, self.p, 1)
             if not at_once:
                 prefill.result()
-            answer = on(self.d, 16)
+            answer = on(self.d, count)
             prefill.result()
         assert all(map(isfinite, answer.margins)), "D has read what was not sent"
         return answer
@@ -157,27 +164,36 @@ class Pair:
 @pytest.fixture(scope="module", params=LANES)
 def both(folder: Path, v4: VllmServer, request: pytest.FixtureRequest) -> Iterator[Pair]:
     """Of the tensor-parallel sizes that the parameter names. D's blocks hold NaN before each load."""
-    sizes: str = request.param
-    probes = folder / sizes
+    with started(folder, v4, request.param, SIZES[request.param]) as pair:
+        yield pair
+
+
+@contextmanager
+def started(
+    folder: Path, v4: VllmServer, name: str, sizes: tuple[int, int], on_d: tuple[str, ...] = ()
+) -> Iterator[Pair]:
+    """`on_d`: more of D's arguments."""
+    probes = folder / name
     probes.mkdir()
 
-    def started(role: Role, tp: int) -> VllmServer:
+    def server(role: Role, tp: int) -> VllmServer:
+        more = on_d if role == "D" else ()
         return probing_server(
             ensure_model(TinyDeepseekV4(), folder),
             role,
             probes,
             plugins=("deepseek_v4",),
             ranks=tp,
-            extra_args=(*arguments(), "--tensor-parallel-size", str(tp)),
+            extra_args=(*arguments(), "--tensor-parallel-size", str(tp), *more),
             env={"P2PKV_PROBE_POISON": "1"} if role == "D" else {},
             log_path=probes / f"{role}.log",
         )
 
     with ExitStack() as stack:
-        p, d = (stack.enter_context(started(*each)) for each in zip("PD", SIZES[sizes], strict=True))
+        p, d = (stack.enter_context(server(*each)) for each in zip("PD", sizes, strict=True))
         for each in (p, d):
             each.wait_ready()
-        yield Pair(p, d, SIZES[sizes], probes)
+        yield Pair(p, d, v4, sizes, probes)
 
 
 @pytest.fixture
@@ -188,25 +204,21 @@ def pair(both: Pair, v4: VllmServer, servers_on_failure: Callable[..., None]) ->
         at_rest(each, ranks)
 
 
-def expected(v4: VllmServer, prompt: list[int]) -> Answer:
-    return answers.complete(v4.base_url, MODEL_NAME, prompt, max_tokens=16)[0]
-
-
 @pytest.mark.parametrize("at_once", [True, False], ids=["concurrent", "sequential"])
 @pytest.mark.parametrize("length", [*SHORT, *(pytest.param(each, marks=pytest.mark.long) for each in LONG)])
 def test_d_holds_what_p_has_computed_and_answers_as_one_server(
-    pair: Pair, v4: VllmServer, length: int, at_once: bool
+    pair: Pair, length: int, at_once: bool
 ) -> None:
     prompt, compared = tokens(length, f"pair {length} {at_once} {pair.sizes}"), Compared(pair.probes)
     got = pair.ask(prompt, at_once=at_once)
     assert compared.spans(1) == [(0, length - 1)]
-    assert_same([expected(v4, prompt)], [got], pair.tie)
+    assert_same([pair.expected(prompt)], [got], TIE)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("side", ["P", "D"])
 @pytest.mark.parametrize("length", [703, 3000])
-def test_a_prompt_half_cached(pair: Pair, v4: VllmServer, length: int, side: str) -> None:
+def test_a_prompt_half_cached(pair: Pair, length: int, side: str) -> None:
     """On P, whose windows before the prefix have gone; on D, where the windows at its end are its own."""
     prompt, cached = tokens(length, f"cached {length} {side} {pair.sizes}"), length // 512 * 256
     server = pair.p if side == "P" else pair.d
@@ -215,7 +227,7 @@ def test_a_prompt_half_cached(pair: Pair, v4: VllmServer, length: int, side: str
     got = pair.ask(prompt)
     assert compared.spans(1) == [(cached if side == "D" else 0, length - 1)]
     hits(server, before, cached)
-    assert_same([expected(v4, prompt)], [got], pair.tie)
+    assert_same([pair.expected(prompt)], [got], TIE)
 
 
 @pytest.mark.long
@@ -226,14 +238,15 @@ def test_what_has_come_is_a_prefix_for_others(pair: Pair, v4: VllmServer) -> Non
     other, before = [*prompt[:512], *tokens(9, "other")], prefix_hits(pair.d)
     got = ask(pair.d, other)
     hits(pair.d, before, 512)
-    assert_same([ask(v4, other)], [got], pair.tie)
+    if pair.sizes == (1, 1):  # else D's KV of the first 512 tokens is another: see `expected`
+        assert_same([ask(v4, other)], [got], TIE)
 
 
 @pytest.mark.long
-def test_sixteen_at_once(pair: Pair, v4: VllmServer) -> None:
+def test_sixteen_at_once(pair: Pair) -> None:
     prompts = [tokens(40 + 61 * number, f"several {number} {pair.sizes}") for number in range(16)]
     compared = Compared(pair.probes)
     with ThreadPoolExecutor(16) as pool:
         got = list(pool.map(pair.ask, prompts))
     assert compared.spans(16) == sorted((0, len(prompt) - 1) for prompt in prompts)
-    assert_same([expected(v4, prompt) for prompt in prompts], got, pair.tie)
+    assert_same([pair.expected(prompt) for prompt in prompts], got, TIE)

@@ -17,9 +17,10 @@ from urllib.parse import urlsplit
 
 import pytest
 from probes import Compared
+from tiny_deepseek_v4 import TinyDeepseekV4
 from tiny_gemma import TinyGemma
 from tiny_qwen import TinyQwen
-from vllm_support import assert_same, at_rest, probing_server, tokens
+from vllm_support import assert_same, at_rest, needs_cpu_build, probing_server, tokens
 
 from p2pkv.demo import answers, client
 from p2pkv.demo.answers import Answer
@@ -39,16 +40,19 @@ SETTLE_SECONDS = 10 * LEASE + 20.0
 
 @dataclass(frozen=True)
 class Kind:
-    """`tie`: two tokens closer than this in log-probability may swap places, for roundings."""
+    """`tie`: two tokens closer than this in log-probability may swap places, for roundings. `plugins`: those
+    of the tests that vLLM needs for this model."""
 
     model: TinyFiles
     dtype: str
     tie: float
+    plugins: tuple[str, ...] = ()
 
 
 KINDS = {
     "window": Kind(TinyGemma(), "float32", answers.TIE),
     "recurrent": Kind(TinyQwen(), "bfloat16", 1.0),
+    "DeepSeek-V4": Kind(TinyDeepseekV4(), "bfloat16", 0.05, ("deepseek_v4",)),
 }
 
 
@@ -115,6 +119,8 @@ def pair(
 ) -> Iterator[Pair]:
     fleet_keeper.stop()
     kind, folder = KINDS[request.param], tmp_path_factory.mktemp("hybrid-faults")
+    if kind.plugins:
+        needs_cpu_build()
     model = ensure_model(kind.model, folder)
     proxy = ProxyServer(log_path=folder / "proxy.log", extra_args=["--lease-seconds", str(PROXYS_LEASE)])
     settings = [
@@ -128,6 +134,7 @@ def pair(
             model,
             role,
             folder,
+            plugins=kind.plugins,
             proxy=proxy.discovery,
             extra_args=settings,
             extra_config={"lease_seconds": LEASE, "chunk_bytes": 16384},
