@@ -73,7 +73,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     kv_port: Port = DEFAULT_KV_PORT
     """TCP port | no | rank r of data-parallel engine e listens on `kv_port + e * ranks + r`, where `ranks` is
-    TP x PP; every instance of a host needs ports of its own"""
+    TP x PP x PCP; every instance of a host needs ports of its own"""
 
     engine_index: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
     """Not an option: which engine of its instance this is, vLLM's data-parallel rank."""
@@ -82,7 +82,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Not an option: whether its instance may have other engines."""
 
     engine_ranks: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
-    """Not an option: how many ranks this engine has, TP x PP."""
+    """Not an option: how many ranks this engine has, TP x PP x PCP."""
 
     proxy_ip: str | None = None
     """IP address or name | no | the proxy to register with; of several side by side, all, with commas between
@@ -112,9 +112,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """networks, as `["10.0.0.0/8"]` | no | the instance neither dials nor admits ranks outside of them"""
 
     link: str = AUTO
-    """`auto`, `host` or `nccl` | the resulting kind | what carries the KV: `nccl` between GPUs, `host`
-    (shared memory or TCP) where the KV cache is in CPU memory; `auto` is `nccl` where there is a CUDA device,
-    else `host`"""
+    """`auto`, `host`, `nccl` or `ipc` | the resulting kind | what carries the KV: `nccl` between GPUs, `ipc`
+    between two processes on one GPU, or on GPUs of one host that reach each other's memory, `host` (shared
+    memory or TCP) where the KV cache is in CPU memory; `auto` is `nccl` where there is a CUDA device, else
+    `host`"""
 
     staging_bytes: Annotated[int, Meta(ge=1024, le=1 << 40)] = 64 * MIB
     """bytes of a rank | no | send and receive slots of a rank, shared by all its peers: what is in flight at

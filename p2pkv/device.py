@@ -201,8 +201,15 @@ def own_stream(device: torch.device) -> AbstractContextManager[object]:
     return stack
 
 
-def take_memory(nbytes: int, device: torch.device, option: str) -> torch.Tensor:
+def take_memory(
+    nbytes: int,
+    device: torch.device,
+    option: str,
+    allocate: Callable[[int], torch.Tensor] | None = None,
+) -> torch.Tensor:
     """uint8 [nbytes] for what `option` sizes. On CUDA the log has how much it is and what is left.
+
+    On CUDA `allocate` makes it, or torch, if it is None.
 
     vLLM has filled its share of the device before (--gpu-memory-utilization), so this comes out of the rest.
     Raises MemoryError with a sentence.
@@ -210,8 +217,11 @@ def take_memory(nbytes: int, device: torch.device, option: str) -> torch.Tensor:
     if device.type != "cuda" or not nbytes:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     try:
-        block = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    except torch.OutOfMemoryError:
+        if allocate is None:
+            block = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        else:
+            block = allocate(nbytes)
+    except (torch.OutOfMemoryError, MemoryError):
         free, total = torch.cuda.mem_get_info(device)
         raise MemoryError(
             f"{option} is {_mib(nbytes)}, and of the {_mib(total)} of {device} only {_mib(free)} are free: "

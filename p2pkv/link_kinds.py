@@ -33,6 +33,7 @@ KINDS = {
     for kind in (
         LinkKind("host", "cpu", "p2pkv.links.host"),
         LinkKind("nccl", "cuda", "p2pkv.links.nccl"),
+        LinkKind("ipc", "cuda", "p2pkv.links.ipc"),
     )
 }
 """By name. `auto` is the first whose memory is that of the machine's KV cache."""

@@ -11,22 +11,41 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from heapq import heapreplace
+from math import lcm
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
 
+from p2pkv.interleave import MAX_CYCLE, Common, Part, common
 from p2pkv.sharding import Interval, Overlap, Shape, ShardingError, overlaps
 
 MAX_EDGES = 1 << 20
 """An edge is a link between two processes; a plan with more is an error in a configuration."""
 
-_FORMAT = 3
+_FORMAT = 4
 """Part of every digest. Raise it whenever the same shapes begin to give other edges."""
 
 Shapes = tuple[Shape, ...]
 """How one engine divides its KV groups, in their order; all of them over the same stages and ranks."""
 
-_Need = tuple[Overlap, Overlap]
+
+class _Need(NamedTuple):
+    """What one rank of D needs. `density`: how many tokens of a cycle; 1 where it needs all tokens."""
+
+    layer: Overlap
+    head: Overlap
+    tokens: Common | None
+    density: int
+
+    @property
+    def width(self) -> int:
+        """The weight of one layer."""
+        return len(self.head.cells) * self.density
+
+    @property
+    def weight(self) -> int:
+        return len(self.layer.cells) * self.width
 
 
 class PlanError(ShardingError):
@@ -34,10 +53,11 @@ class PlanError(ShardingError):
 
 
 class Edge(Struct, frozen=True, array_like=True):
-    """What one P rank sends to one D rank of one KV group: a rectangle of layers and heads, for all tokens.
+    """What one P rank sends to one D rank of one KV group: a rectangle of layers and heads, of the
+    tokens that both keep.
 
-    A plan has at most one edge for each (source, target, group). Which tokens travel is not an edge's
-    business.
+    A plan has at most one edge for each (source, target, group). Which of these tokens D wants is not an
+    edge's business.
 
     Attributes:
         source, target: world rank on P and on D.
@@ -45,6 +65,7 @@ class Edge(Struct, frozen=True, array_like=True):
         layers, heads: global intervals of the group, never empty.
         source_layer, source_head: where the rectangle starts in what the source holds of the group.
         target_layer, target_head: where it starts in what the target holds of it.
+        tokens: which tokens both keep, where context parallelism divides them; None: all.
     """
 
     source: int
@@ -56,15 +77,17 @@ class Edge(Struct, frozen=True, array_like=True):
     target_layer: int
     source_head: int
     target_head: int
+    tokens: Common | None = None
 
     @property
     def cells(self) -> int:
-        """(layer, head) pairs in the rectangle: what an edge weighs."""
+        """(layer, head) pairs in the rectangle."""
         return len(self.layers) * len(self.heads)
 
 
 class Plan(Struct, frozen=True, dict=True):
-    """Everything that a D engine needs from a P engine: each (group, layer, head) cell of each D rank once.
+    """Everything that a D engine needs from a P engine: each (group, layer, head, token) cell of each D rank
+    once.
 
     `edges` are ordered by source, then target, then group.
     """
@@ -128,7 +151,7 @@ def make_plan(prefill: Shapes, decode: Shapes) -> Plan:
     """
     _check_same("KV groups", len(prefill), len(decode))
     for shapes in (prefill, decode):
-        if not shapes or len({(len(shape.layers), shape.tp) for shape in shapes}) > 1:
+        if not shapes or len({(len(shape.layers), shape.tp, shape.pcp) for shape in shapes}) > 1:
             raise PlanError(f"the KV groups {_listed(shapes)} are not divided over the same stages and ranks")
     edges: list[Edge] = []
     for group, (ours, theirs) in enumerate(zip(prefill, decode, strict=True)):
@@ -157,14 +180,16 @@ def _order(edge: Edge) -> tuple[int, int, int]:
 
 def _edges(group: int, prefill: Shape, decode: Shape) -> Iterator[Edge]:
     """Every rectangle of a group that a D rank needs, from one of the P ranks that hold it."""
-    for (layer_part, head_part), needs in _needs(prefill, decode).items():
+    for (layer_part, head_part, token_part), needs in _needs(prefill, decode).items():
         stages = prefill.stage_layers.holders[layer_part]
         ranks = prefill.rank_heads.holders[head_part]
-        holders = [stage * prefill.tp + rank for stage in stages for rank in ranks]
-        for source, (layer, head) in _spread(holders, needs):
+        if prefill.dcp > 1:
+            ranks = tuple(rank for rank in ranks if prefill.part(rank).rank == token_part)
+        holders = [stage * prefill.width + rank for stage in stages for rank in ranks]
+        for source, (layer, head, tokens, _) in _spread(holders, needs):
             yield Edge(
                 source=source,
-                target=layer.target * decode.tp + head.target,
+                target=layer.target * decode.width + head.target,
                 group=group,
                 layers=layer.cells,
                 heads=head.cells,
@@ -172,22 +197,36 @@ def _edges(group: int, prefill: Shape, decode: Shape) -> Iterator[Edge]:
                 target_layer=layer.in_target,
                 source_head=head.in_source,
                 target_head=head.in_target,
+                tokens=tokens,
             )
 
 
-def _needs(prefill: Shape, decode: Shape) -> dict[tuple[int, int], list[_Need]]:
-    """What D's ranks need, in order of rank, by P's rectangle: (part of the layers, part of the heads)."""
+def _needs(prefill: Shape, decode: Shape) -> dict[tuple[int, int, int], list[_Need]]:
+    """What D's ranks need, in order of rank, by P's rectangle: (part of the layers, of the heads, of the
+    tokens)."""
     layers = tuple(overlaps(prefill.stage_layers, decode.stage_layers))
     heads = tuple(overlaps(prefill.rank_heads, decode.rank_heads))
-    if len(layers) * len(heads) > MAX_EDGES:
+    if len(layers) * len(heads) * prefill.dcp > MAX_EDGES:
         raise PlanError(
-            f"{prefill} and {decode} would need {len(layers) * len(heads)} links between their ranks, more "
-            f"than {MAX_EDGES}: divide the layers or the heads of the two more alike"
+            f"{prefill} and {decode} would need {len(layers) * len(heads) * prefill.dcp} links between their "
+            f"ranks, more than {MAX_EDGES}: divide the layers, the heads or the tokens of the two more alike"
         )
-    needs: dict[tuple[int, int], list[_Need]] = defaultdict(list)
+    if lcm(prefill.part(0).cycle, decode.part(0).cycle) > MAX_CYCLE:
+        raise PlanError(
+            f"{prefill} keeps {prefill.run} tokens in turn on each of its ranks, {decode} {decode.run}: "
+            f"these would repeat after more than {MAX_CYCLE} tokens; set the same "
+            "--cp-kv-cache-interleave-size on both sides"
+        )
+    parts = [Part(rank, prefill.dcp, prefill.part(0).run) for rank in range(prefill.dcp)]
+    needs: dict[tuple[int, int, int], list[_Need]] = defaultdict(list)
     for layer in layers:
         for head in heads:
-            needs[layer.part, head.part].append((layer, head))
+            theirs = decode.part(head.target)
+            for part in parts:
+                tokens = common(part, theirs)
+                density = 1 if tokens is None else len(tokens.pattern)
+                if density:
+                    needs[layer.part, head.part, part.rank].append(_Need(layer, head, tokens, density))
     return needs
 
 
@@ -205,9 +244,9 @@ def _dealt(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need]
     rank r of D to rank r of P when both are divided alike.
     """
     loads = [(0, holder) for holder in holders]
-    for need in sorted(needs, key=_weight, reverse=True):
+    for need in sorted(needs, key=lambda need: need.weight, reverse=True):
         load, holder = loads[0]
-        heapreplace(loads, (load + _weight(need), holder))
+        heapreplace(loads, (load + need.weight, holder))
         yield holder, need
 
 
@@ -217,16 +256,16 @@ def _shared(holders: list[int], needs: list[_Need]) -> Iterator[tuple[int, _Need
     So the busiest holder has at most one layer of a need more than the mean, and what one holder sends to
     one target is one run of layers.
     """
-    total, before = sum(map(_weight, needs)), 0
-    for layer, head in needs:
-        width, layers = len(head.cells), len(layer.cells)
+    total, before = sum(need.weight for need in needs), 0
+    for need in needs:
+        width, layers = need.width, len(need.layer.cells)
         first = 0
         for number, holder in enumerate(holders, start=1):
             # Cells up to the end of this holder's stretch, times the holders; half a layer rounds up.
             end = number * total - before * len(holders)
             last = min(layers, max(0, (2 * end + width * len(holders)) // (2 * width * len(holders))))
             if last > first:
-                yield holder, (_some(layer, first, last), head)
+                yield holder, need._replace(layer=_some(need.layer, first, last))
                 first = last
         before += width * layers
 
@@ -235,8 +274,3 @@ def _some(layer: Overlap, first: int, last: int) -> Overlap:
     """The layers [first, last) of an overlap, counted from its start."""
     cells = Interval(layer.cells.start + first, layer.cells.start + last)
     return Overlap(layer.part, layer.target, cells, layer.in_source + first, layer.in_target + first)
-
-
-def _weight(need: _Need) -> int:
-    layer, head = need
-    return len(layer.cells) * len(head.cells)

@@ -1,6 +1,7 @@
 """Who owns which interval of an axis, and where two ownerships meet.
 
-A tensor that moves is a product of axes; in a KV group a layer axis and a head axis. The ranks of a group own
+A tensor that moves is a product of axes; in a KV group a layer axis, a head axis and a token axis, of which
+`interleave.py` is about the last. The ranks of a group own
 intervals of a global axis: disjoint ones that cover it (the axis is split), equal ones (it is
 replicated), or equal ones in groups (split, and every part replicated). Sizes need not divide each
 other, and two ownerships of the same axis need have nothing in common.
@@ -15,6 +16,8 @@ from itertools import accumulate
 from typing import Self
 
 from msgspec import Struct
+
+from p2pkv.interleave import Part
 
 MAX_RANKS = 16384
 
@@ -137,12 +140,17 @@ def overlaps(source: Ownership, target: Ownership) -> Iterator[Overlap]:
 
 
 class Shape(Struct, frozen=True, array_like=True, dict=True):
-    """How one engine divides one KV group over its ranks: world rank = stage * tp + tp rank.
+    """How one engine divides one KV group over its ranks. As in vLLM,
+    world rank = (stage * pcp + pcp rank) * tp + tp rank.
 
     Attributes:
         layers: the group's layers, per pipeline stage, in order; their sum is the model's.
         heads: KV heads of the whole model (1 for MLA, whose cache every rank holds).
         tp: tensor-parallel size; with more ranks than KV heads, groups of ranks hold the same head.
+        pcp: prefill-context-parallel size: so many times as many ranks. It divides no KV by itself.
+        dcp: decode-context-parallel size: over how many of a stage's ranks the tokens are divided. 1 also
+            for a group whose tokens every rank has.
+        run: with dcp above 1, tokens that follow each other on one rank.
 
     Raises ShardingError for sizes that vLLM itself would refuse.
     """
@@ -150,12 +158,19 @@ class Shape(Struct, frozen=True, array_like=True, dict=True):
     layers: tuple[int, ...]
     heads: int
     tp: int
+    pcp: int = 1
+    dcp: int = 1
+    run: int = 1
 
     def __post_init__(self) -> None:
         if not self.layers or min(self.layers) < 0 or sum(self.layers) < 1:
             raise ShardingError(f"layers per stage are {self.layers}: expected at least one KV layer in all")
-        if self.heads < 1 or self.tp < 1:
-            raise ShardingError(f"{self.heads} KV heads, tensor-parallel size {self.tp}: expected 1 or more")
+        if min(self.heads, self.tp, self.pcp, self.dcp, self.run) < 1:
+            raise ShardingError(
+                f"{self.heads} KV heads, tensor-parallel size {self.tp}, prefill-context-parallel size "
+                f"{self.pcp}, decode-context-parallel size {self.dcp}, interleave size {self.run}: expected "
+                "1 or more"
+            )
         if self.world > MAX_RANKS:
             raise ShardingError(f"{self} has {self.world} ranks: p2pkv handles up to {MAX_RANKS}")
         if self.heads % self.tp and self.tp % self.heads:
@@ -163,11 +178,23 @@ class Shape(Struct, frozen=True, array_like=True, dict=True):
                 f"{self.heads} KV heads cannot be divided over tensor-parallel size {self.tp}: expected "
                 "one to be a multiple of the other; choose another --tensor-parallel-size"
             )
+        if self.dcp > 1 and any(
+            len({self.part(rank).rank for rank in ranks}) < self.dcp for ranks in self.rank_heads.holders
+        ):
+            raise ShardingError(
+                f"{self} cannot divide the tokens of a KV head over {self.dcp} ranks: expected as many ranks "
+                "that hold the same head; choose another --decode-context-parallel-size"
+            )
+
+    @property
+    def width(self) -> int:
+        """The number of ranks of a stage."""
+        return self.pcp * self.tp
 
     @property
     def world(self) -> int:
         """The number of ranks."""
-        return len(self.layers) * self.tp
+        return len(self.layers) * self.width
 
     @cached_property
     def stage_layers(self) -> Ownership:
@@ -177,7 +204,19 @@ class Shape(Struct, frozen=True, array_like=True, dict=True):
     @cached_property
     def rank_heads(self) -> Ownership:
         """Global KV heads that each rank of a stage holds."""
-        return Ownership.evenly(self.heads, self.tp)
+        return Ownership(Ownership.evenly(self.heads, self.tp).ranks * self.pcp)
+
+    def part(self, rank: int) -> Part:
+        """The tokens that a rank of a stage keeps. As in vLLM, ranks that differ in their prefill-context
+        rank follow each other in a decode-context-parallel group."""
+        if self.dcp == 1:
+            return Part(0, 1, 1)
+        pcp_rank, tp_rank = divmod(rank, self.tp)
+        return Part((tp_rank * self.pcp + pcp_rank) % self.dcp, self.dcp, self.run)
 
     def __str__(self) -> str:
-        return f"PP {len(self.layers)} x TP {self.tp} ({sum(self.layers)} KV layers, {self.heads} KV heads)"
+        context = "".join(
+            f" x {name} {size}" for name, size in (("PCP", self.pcp), ("DCP", self.dcp)) if size > 1
+        )
+        sizes = f"PP {len(self.layers)} x TP {self.tp}{context}"
+        return f"{sizes} ({sum(self.layers)} KV layers, {self.heads} KV heads)"

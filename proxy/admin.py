@@ -29,6 +29,7 @@ from .metrics import OUTCOMES, SAMPLE_SECONDS, Metrics, quantiles
 from .service import STOPPING, Proxy
 from .siblings import Siblings, Together
 
+_LONGEST_DRAIN = 86400.0
 _ROLES: dict[str, Role] = {"prefill": "P", "decode": "D"}
 UNAVAILABLE = "unavailable"
 
@@ -103,12 +104,15 @@ def described(proxy: Proxy, instance: Instance) -> dict[str, Any]:
     }
 
 
-def drain(proxy: Proxy, address: str, *, drained: bool) -> list[dict[str, Any]]:
-    """Drains or resumes all ranks at this HTTP address, for this worker; returns them."""
+def drain(proxy: Proxy, address: str, *, drained: bool, seconds: float | None = None) -> list[dict[str, Any]]:
+    """Drains or resumes all ranks at this HTTP address, for this worker; returns them. After `seconds` what
+    still runs there goes on elsewhere, if it can; None: never."""
     meant = at(proxy, address)
     for instance in meant:
         proxy.registry.drain(instance, drained)
     proxy.admission.advance()
+    if seconds is not None:
+        asyncio.get_running_loop().call_later(seconds, proxy.move_away, meant)
     return [described(proxy, each) for each in meant]
 
 
@@ -125,19 +129,33 @@ async def listed(siblings: Siblings, guard: Access, request: web.Request) -> web
 
 
 async def changed(siblings: Siblings, guard: Access, request: web.Request, what: str) -> web.Response:
-    """POST /instances/{address}/drain and .../resume: all ranks at this HTTP address."""
+    """POST /instances/{address}/drain and .../resume: all ranks at this HTTP address. With `move_after` what
+    still runs there after so many seconds goes on elsewhere."""
     guard.change(request)
     address = request.match_info["address"]
     try:
         Address.parse(address)
+        seconds = None
+        if what == "drain" and "move_after" in request.query:
+            seconds = _seconds(request.query["move_after"])
     except ValueError as error:
         raise ProxyError(400, f"{error}.") from None
-    meant = _together(await siblings.ask(what, address))
+    meant = _together(await siblings.ask(what, (address, seconds)))
     if not meant:
         return error_response(
             404, "No instance with this HTTP address is registered; GET /instances lists those that are."
         )
     return web.json_response({"instances": meant})
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= _LONGEST_DRAIN:
+        raise ValueError(f"move_after is {text!r}: give seconds from 0 to {_LONGEST_DRAIN:g}, such as 30")
+    return seconds
 
 
 # Instances as all workers have them, as if these were one.

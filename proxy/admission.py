@@ -11,7 +11,7 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from .errors import ProxyError
@@ -183,7 +183,7 @@ class Admission:
         while firsts and self._router.has_room(self._clock()):
             _, waiter = heapq.heappop(firsts)
             try:
-                choice = self._choose(waiter.request, waiter.mode)
+                place = self._new_place(waiter.request, waiter.mode)
             except (Full, NoInstance, UnknownModel):
                 # An instance may come, or come back, before the wait is over.
                 continue
@@ -191,9 +191,6 @@ class Admission:
                 self._remove(waiter)
                 waiter.placed.set_exception(error)
             else:
-                place = RequestPlace(waiter.request, waiter.mode, choice)
-                self._take(place)
-                self._count(choice)
                 self._remove(waiter)
                 waiter.placed.set_result(place)
             if following := _first(self._queues.get(waiter.wants, {})):
@@ -206,10 +203,11 @@ class Admission:
                 waiter.placed.set_exception(failure)
 
     async def _wait(self, request: RoutingRequest, paired: bool) -> RequestPlace:
-        mode, placed = (
-            self._router.first_mode(request, paired=paired),
-            asyncio.get_running_loop().create_future(),
-        )
+        mode = self._router.first_mode(request, paired=paired)
+        if not self._queues:
+            with suppress(Full, NoInstance, UnknownModel):
+                return self._new_place(request, mode)
+        placed = asyncio.get_running_loop().create_future()
         waiter = _Waiter(next(self._numbers), request, mode, placed)
         self._queues.setdefault(waiter.wants, {})[waiter] = None
         try:
@@ -231,6 +229,14 @@ class Admission:
             raise
         finally:
             self._remove(waiter)
+
+    def _new_place(self, request: RoutingRequest, mode: PrefillMode) -> RequestPlace:
+        """Raises as `Router.choose`."""
+        choice = self._choose(request, mode)
+        place = RequestPlace(request, mode, choice)
+        self._take(place)
+        self._count(choice)
+        return place
 
     def _remove(self, waiter: _Waiter) -> None:
         queue = self._queues.get(waiter.wants, {})
@@ -303,10 +309,10 @@ class RetryBudget:
         """One request has been admitted."""
         self._asked.add(now)
 
-    def spend(self, now: float) -> bool:
-        """Whether one retry is within the budget; if so it is counted."""
+    def spend(self, now: float, *, whatever: bool = False) -> bool:
+        """Whether one retry is within the budget, or allowed `whatever` is left; if so it is counted."""
         allowed = max(_SHARE * self._asked.total(now), _PER_SECOND * _WINDOW_SECONDS)
-        if self._retried.total(now) + 1 > allowed:
+        if not whatever and self._retried.total(now) + 1 > allowed:
             return False
         self._retried.add(now)
         return True

@@ -3,13 +3,25 @@ instance has given up. No IO."""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import Raw
 
-from .bodies import Fields
+from .bodies import Body, Fields
 
 _decoder = msgspec.json.Decoder(Fields)
+
+
+def is_servers_error(event: Any) -> bool:
+    """Whether a stream's event is an error that is not the client's."""
+    error = event.get("error") if isinstance(event, dict) else None
+    code = error.get("code") if isinstance(error, dict) else None
+    return isinstance(error, dict) and not (isinstance(code, int) and 400 <= code < 500)
 
 
 def message_of(raw: bytes) -> str:
@@ -233,76 +245,420 @@ class GivenUpFilter:
         return text[passed:at] if self.given_up else chunk
 
 
-# The first event of a stream: vLLM has sent the head of its answer, a success, before it knows whether it can
-# generate anything.
+# Streams that another decode instance can go on with. D is asked for the token ids beside the text
+# (`return_token_ids`), which are taken out again where the client did not ask for them. If D is lost, another
+# one gets the prompt's ids and those of the answer as one prompt (continuation.py), from a *resume point*: a
+# number of tokens whose text the client has, whole. vLLM keeps back text of the tokens that it has sent: the
+# first bytes of a character, and what may be the beginning of a stop string (up to the length of the longest
+# one). So an event is a resume point if it has one token and some text: then nothing of a character is kept
+# back. With stop strings, its text ends so many characters later than the event shows.
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
-def first_event_came(head: bytes) -> bool:
-    """Whether there is a whole event with more than the role of the speaker."""
-    return _first_event(head) is not None
-
-
-def first_event_failed(head: bytes) -> bool:
-    """Whether that event is an error, and the server's own."""
-    event = _first_event(head)
-    error = event.get("error") if isinstance(event, dict) else None
-    if not isinstance(error, dict):
-        return False
-    code = error.get("code")
-    return not (isinstance(code, int) and 400 <= code < 500)
-
-
-def first_event_message(head: bytes) -> str:
-    """The message of the error that it is; "" if it has none."""
-    event = _first_event(head)
-    error = event.get("error") if isinstance(event, dict) else None
-    message = error.get("message") if isinstance(error, dict) else None
-    return message if isinstance(message, str) else ""
-
-
-def _first_event(head: bytes) -> Any:
-    """The first event with content, decoded; None while there is none."""
-    *lines, _ = head.split(b"\n")
-    for line in lines:
-        if line.startswith(b"data:"):
-            event = _decoded(line.removeprefix(b"data:"))
-            if not _announces(event):
-                return event
-    return None
-
-
-def _decoded(data: bytes) -> Any:
-    """What is no JSON, such as [DONE], or is empty, stands for itself."""
-    try:
-        return msgspec.json.decode(data) or data
-    except (msgspec.MsgspecError, RecursionError, ValueError):
-        return data
-
-
-# What /v1/responses and /v1/messages send before anything is generated, or together with it.
-_ANNOUNCEMENTS = frozenset(
+# Fields of a request that the continuation repeats.
+SAME = frozenset(
     {
-        "response.created",
-        "response.queued",
-        "response.in_progress",
-        "message_start",
-        "content_block_start",
-        "ping",
+        "allowed_token_ids", "cache_salt", "ignore_eos", "include_stop_str_in_output", "logit_bias",
+        "min_p", "model", "priority", "repetition_penalty", "return_tokens_as_token_ids", "seed",
+        "session_id", "skip_special_tokens", "spaces_between_special_tokens", "stop", "stop_token_ids",
+        "stream_interval", "stream_options", "temperature", "top_k", "top_p", "user",
     }
-)
+)  # fmt: skip
+# Those that count tokens, or that the two endpoints name otherwise.
+_TRANSLATED = frozenset(
+    {
+        "logprobs", "max_completion_tokens", "max_tokens", "min_tokens", "return_token_ids", "stream",
+        "top_logprobs",
+    }
+)  # fmt: skip
+# Those that make the prompt's tokens, or change nothing of the answer.
+_OF_THE_PROMPT = frozenset(
+    {
+        "add_generation_prompt", "add_special_tokens", "chat_template", "chat_template_kwargs",
+        "continue_final_message", "messages", "metadata", "prompt", "reasoning_effort", "store",
+        "truncate_prompt_tokens", "truncation_side",
+    }
+)  # fmt: skip
+# Those with which an answer can go on elsewhere only if they have one of these values.
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "bad_words": (None, []),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "frequency_penalty": (None, 0),
+    "include_reasoning": (None, True),
+    "n": (None, 1),
+    "presence_penalty": (None, 0),
+    "prompt_logprobs": (None,),
+    "response_format": (None, {"type": "text"}),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none"),
+    "tools": (None, []),
+    "use_beam_search": (None, False),
+}
+_KNOWN = SAME | _TRANSLATED | _OF_THE_PROMPT | _ONLY.keys()
+_MOST_FIELD_BYTES = 16384
+"""Of all fields that are kept, besides the prompt."""
+_DEFAULT_MAX_TOKENS = 16
+"""Of /v1/completions in vLLM."""
 
 
-def _announces(event: Any) -> bool:
-    """Whether all that it has is the role of the speaker, as a chat's first event, or it only opens the
-    answer."""
-    if isinstance(event, dict) and event.get("type") in _ANNOUNCEMENTS:
+class _Part(msgspec.Struct):
+    type: str = "text"
+
+
+class _ChatMessage(msgspec.Struct):
+    content: str | list[_Part | str] | None = None
+
+
+_messages = msgspec.json.Decoder(list[_ChatMessage])
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a client asked for, as far as a continuation needs it.
+
+    Attributes:
+        chat: at /v1/chat/completions.
+        fields: those that are small, decoded.
+        kept_back: characters that vLLM may keep back for stop strings.
+        overlap: characters before these that a stop string may begin in, although they were sent.
+    """
+
+    chat: bool
+    fields: Fields
+    kept_back: int = 0
+    overlap: int = 0
+
+    @classmethod
+    def of(cls, body: Body) -> Wanted | None:
+        """None if another instance could not go on with the answer exactly, or there is no stream."""
+        views = body.fields
+        if body.path not in (CHAT, COMPLETIONS) or not body.one_prompt or not _KNOWN.issuperset(views):
+            return None
+        kept = {name: value for name, value in views.items() if name not in _OF_THE_PROMPT}
+        if bytes(kept.get("stream", b"")) != b"true" or sum(map(len, kept.values())) > _MOST_FIELD_BYTES:
+            return None
+        chat = body.path == CHAT
+        try:
+            fields = {name: msgspec.json.decode(value) for name, value in kept.items()}
+            stops = msgspec.convert(fields.get("stop") or [], str | list[str])
+            if chat and not _is_text(views["messages"]):
+                return None
+        except (msgspec.MsgspecError, RecursionError, KeyError, ValueError):
+            return None
+        if any(fields[name] not in _ONLY[name] for name in _ONLY.keys() & fields.keys()):
+            return None
+        longest = max(map(len, [stops] if isinstance(stops, str) else stops), default=1) - 1
+        included = fields.get("include_stop_str_in_output") is True
+        return cls(chat, fields, 0 if included else longest, longest if included else 0)
+
+    @property
+    def shows_ids(self) -> bool:
+        """Whether the client gets the token ids, too."""
+        return self.fields.get("return_token_ids") is True
+
+    @property
+    def shows_tokens(self) -> bool:
+        """Whether the client sees single tokens, and not only text."""
+        logprobs = self.fields.get("logprobs")
+        return self.shows_ids or (bool(logprobs) if self.chat else logprobs is not None)
+
+    @property
+    def needs_context(self) -> bool:
+        """Whether only the model's context bounds the answer."""
+        return self.chat and self.most_tokens(0) == 0
+
+    def most_tokens(self, context: int) -> int:
+        """Tokens of the whole answer, at most; `context`: those of the model that the prompt leaves."""
+        names = ("max_completion_tokens", "max_tokens") if self.chat else ("max_tokens",)
+        for name in names:
+            if self.fields.get(name) is not None:
+                return int(self.fields[name])
+        return context if self.chat else _DEFAULT_MAX_TOKENS
+
+
+def _is_text(messages: Raw) -> bool:
+    """Whether nothing but text is in these messages: no picture has its tokens in the prompt's ids alone."""
+    if re.search(rb'"type"', messages) is None:
         return True
-    choices = event.get("choices") if isinstance(event, dict) else None
-    return isinstance(choices, list) and bool(choices) and all(_is_empty(each) for each in choices)
+    contents = [each.content for each in _messages.decode(messages) if isinstance(each.content, list)]
+    return all(isinstance(part, str) or part.type == "text" for parts in contents for part in parts)
 
 
-def _is_empty(choice: Any) -> bool:
-    delta = choice.get("delta") if isinstance(choice, dict) else None
-    if not isinstance(delta, dict) or "role" not in delta or choice.get("finish_reason") is not None:
-        return False
-    return not any(value for name, value in delta.items() if name != "role")
+_IDS, _PROMPT_IDS = b'"token_ids":[', b'"prompt_token_ids":['
+_NO_IDS, _NO_PROMPT_IDS = b'"token_ids":null', b'"prompt_token_ids":null'
+"""Neither can begin within a JSON string, where quotes are escaped."""
+DATA_SPACE, DONE = b"data: ", b"data: [DONE]"
+_ERROR = b'data: {"error"'
+_GOES_ON = b'"finish_reason":null'
+_MEMORY_STEP = 4096
+
+
+class _Text(msgspec.Struct):
+    content: str | None = None
+
+
+class _TextChoice(msgspec.Struct):
+    text: str = ""
+    delta: _Text = msgspec.field(default_factory=_Text)
+
+
+class _TextEvent(msgspec.Struct):
+    choices: list[_TextChoice] = []
+
+
+_text_event = msgspec.json.Decoder(_TextEvent)
+
+
+@dataclass
+class TranscriptMemory:
+    """What all transcripts hold.
+
+    Attributes:
+        most: bytes, together.
+        most_each: bytes of one.
+        held: bytes now.
+    """
+
+    most: int
+    most_each: int
+    held: int = 0
+
+
+class ResumePoint(NamedTuple):
+    """From where an answer can go on.
+
+    Attributes:
+        tokens: of the answer, up to here.
+        chars: where their text ends, of the text that is counted.
+        bytes: of their ids.
+        offset: where their text ends for `text_offset` of log-probabilities.
+    """
+
+    tokens: int = 0
+    chars: int = 0
+    bytes: int = 0
+    offset: int = 0
+
+
+class Beyond(NamedTuple):
+    """What has come of an answer after its resume point.
+
+    Attributes:
+        point: that.
+        ids: tokens.
+        chars: characters of text, without those that are kept back.
+    """
+
+    point: ResumePoint
+    ids: list[int]
+    chars: int
+
+
+@dataclass(eq=False)
+class Transcript:
+    """What the client has of one streamed answer, over all instances that have sent parts of it.
+
+    Attributes:
+        wanted: by the client.
+        possible: another instance could go on with it.
+        head: the first event, without ids.
+        failed: the event, an error of the instance's own, that has come in place of the rest.
+        finished: the event with the `finish_reason` has been passed on.
+        done: all has been passed on.
+        tokens: of the answer.
+        prompt_tokens: of the request; 0 before the first event.
+    """
+
+    wanted: Wanted
+    memory: TranscriptMemory
+    possible: bool = True
+    head: bytes = b""
+    failed: bytes = b""
+    finished: bool = False
+    done: bool = False
+    tokens: int = 0
+    prompt_tokens: int = 0
+    _rest: bytes = b""
+    _prompt: bytes = b""
+    _ids: bytearray = field(default_factory=bytearray)
+    _chars: int = 0
+    _point: ResumePoint = field(default_factory=ResumePoint)
+    _coming: deque[ResumePoint] = field(default_factory=deque)
+    """Points whose text has not been sent to its end."""
+    _counted: int = 0
+
+    @classmethod
+    def of(cls, body: Body, memory: TranscriptMemory) -> Transcript | None:
+        """For the answer to this request; None if it is no stream, or none that others could go on with."""
+        wanted = Wanted.of(body)
+        return None if wanted is None else cls(wanted, memory)
+
+    def __post_init__(self) -> None:
+        self._empty = b'"content":""' if self.wanted.chat else b'"text":""'
+        self._counts_chars = bool(self.wanted.kept_back or self.wanted.overlap)
+
+    @property
+    def movable(self) -> bool:
+        """Whether another instance would go on with it even if this one is well: nothing would come a second
+        time, or it would come the same."""
+        beyond = self.tokens - self._point.tokens or self._chars - self._point.chars
+        same = self.wanted.fields.get("temperature") == 0
+        return self.possible and self.prompt_tokens > 0 and not self.finished and (not beyond or same)
+
+    def feed(self, chunk: bytes) -> bytes:
+        """The instance's next bytes, as the client gets them: whole events only. After an error of the
+        instance nothing more comes."""
+        if not self._rest and 0 <= chunk.find(_EVENT_END) == len(chunk) - len(_EVENT_END):
+            return self._passed(chunk)  # as nearly all are
+        return b"".join(self._passed(event) for event in self.events(chunk))
+
+    def events(self, chunk: bytes) -> Iterator[bytes]:
+        """The events that are complete now, up to an error of the instance."""
+        *events, self._rest = (self._rest + chunk).split(_EVENT_END)
+        for event in events:
+            yield event + _EVENT_END
+            if self.failed:
+                return
+        if len(self._rest) > self.memory.most_each:
+            self.drop()
+            yield self.flush()
+
+    def flush(self) -> bytes:
+        """What is left at the end of a stream that is complete."""
+        rest, self._rest = self._rest, b""
+        return rest
+
+    def drop(self) -> None:
+        """No other instance can go on with it. What it holds is let go. Idempotent."""
+        self.possible = False
+        self.memory.held -= self._counted
+        self._counted = 0
+        self._ids, self._prompt = bytearray(), b""
+        self._coming.clear()
+
+    def _passed(self, event: bytes) -> bytes:
+        """One event. It is not decoded if it need not be: there is one for each token of each answer."""
+        at = event.find(_IDS)
+        if at < 0:
+            return self.without_tokens(event)
+        first = not self.head
+        if first:
+            self._begin(event)
+        end = event.find(b"]", at)
+        self.finished = _GOES_ON not in event
+        if self.wanted.chat and b'"delta":{"content":' not in event:
+            self.drop()  # reasoning, or a call of a tool
+        if self.possible:
+            self._note(event, event[at + len(_IDS) : end])
+        if self.wanted.shows_ids:
+            return event
+        event = event[:at] + _NO_IDS + event[end + 1 :]
+        return _without_prompt(event) if first else event
+
+    def _note(self, event: bytes, ids: bytes) -> None:
+        """An event with tokens."""
+        count = ids.count(b",") + 1 if ids else 0
+        self._add(count, ids)
+        if self._empty in event:
+            return
+        if count == 1 and not self._counts_chars:
+            # What comes beyond this point is counted from here.
+            self._chars, self._point = 0, ResumePoint(self.tokens, 0, len(self._ids), self._offset(event))
+            return
+        choices = _text_event.decode(event[len(DATA_SPACE) :]).choices
+        text = choices[0].text or choices[0].delta.content or "" if choices else ""
+        self._has_text(count, len(text), self._offset(event))
+
+    def note_decoded(self, ids: Sequence[int], text: str, offset: int, finished: bool) -> None:
+        """The same for an event that is decoded; `offset`: where its text ends for `text_offset`."""
+        self.finished |= finished
+        if self.possible:
+            self._add(len(ids), b",".join(b"%d" % each for each in ids))
+            if text:
+                self._has_text(len(ids), len(text), offset)
+
+    def _add(self, count: int, ids: bytes) -> None:
+        if count:
+            self._ids += ids + b","
+            self.tokens += count
+            if len(self._ids) + len(self._prompt) > self._counted:
+                self._count()
+
+    def _has_text(self, count: int, chars: int, offset: int) -> None:
+        """Some text has come, the last of it with so many tokens."""
+        self._chars += chars
+        if count == 1:
+            end = self._chars + self.wanted.kept_back
+            self._coming.append(ResumePoint(self.tokens, end, len(self._ids), offset))
+        while self._coming and self._coming[0].chars <= self._chars - self.wanted.overlap:
+            self._point = self._coming.popleft()
+
+    def _offset(self, event: bytes) -> int:
+        if self.wanted.chat or self.wanted.fields.get("logprobs") is None:
+            return 0
+        return end_of_offsets(_decoder.decode(event[len(DATA_SPACE) :])["choices"][0])
+
+    def without_tokens(self, event: bytes) -> bytes:
+        """An event that has no tokens: a chat's first, an error, the usage, or the end."""
+        if event.startswith(DONE):
+            self.done = True
+        elif event.startswith(_ERROR):
+            if is_servers_error(_decoder.decode(event[len(DATA_SPACE) :])):
+                self.failed = event
+                return b""
+        elif not self.head and _PROMPT_IDS in event:
+            self._begin(event)
+            return event if self.wanted.shows_ids else _without_prompt(event)
+        elif not self.finished and event.startswith(_DATA):
+            if b'"delta":{}' in event and _GOES_ON in event and not self.wanted.shows_tokens:
+                return b""  # which vLLM sends only because the ids were asked for
+            self.drop()
+        return event
+
+    def _begin(self, event: bytes) -> None:
+        """The first event, with the prompt's tokens."""
+        self.head = _without_prompt(event)
+        at = event.find(_PROMPT_IDS)
+        if at < 0:
+            self.drop()
+            return
+        self._prompt = event[at + len(_PROMPT_IDS) : event.find(b"]", at)]
+        self.prompt_tokens = self._prompt.count(b",") + 1
+        self._count()
+
+    def _count(self) -> None:
+        """More is held."""
+        short = len(self._ids) + len(self._prompt) - self._counted
+        more = _MEMORY_STEP * -(-short // _MEMORY_STEP)
+        self.memory.held += more
+        self._counted += more
+        if self._counted > self.memory.most_each or self.memory.held > self.memory.most:
+            self.drop()
+
+    def rewind(self) -> Beyond:
+        """Goes back to the resume point, where another instance goes on."""
+        point = self._point
+        ids = [int(each) for each in bytes(self._ids[point.bytes : -1]).split(b",") if each]
+        beyond = Beyond(point, ids, self._chars - point.chars)
+        del self._ids[point.bytes :]
+        self.tokens, self._chars, self._rest, self.failed = point.tokens, point.chars, b"", b""
+        self._coming.clear()
+        return beyond
+
+    @property
+    def all_ids(self) -> bytes:
+        """Of the prompt and the answer, with commas."""
+        return b",".join(filter(None, (self._prompt, bytes(self._ids[:-1]))))
+
+
+def _without_prompt(event: bytes) -> bytes:
+    at = event.find(_PROMPT_IDS)
+    return event if at < 0 else event[:at] + _NO_PROMPT_IDS + event[event.find(b"]", at) + 1 :]
+
+
+def end_of_offsets(choice: Fields) -> int:
+    """Where the text of a completion's last token ends, by its `text_offset`; 0 if it has none."""
+    found = choice.get("logprobs") or {}
+    offsets, tokens = found.get("text_offset"), found.get("tokens")
+    return offsets[-1] + len(tokens[-1]) if offsets and tokens else 0

@@ -146,8 +146,8 @@ def _parts(proxy: Proxy, guard: Access) -> dict[str, Callable[[Any], Any]]:
         "metrics": lambda _: proxy.exposition.families(),
         "status": lambda _: status_of(proxy, guard),
         "instances": lambda _: [described(proxy, each) for each in proxy.instances()],
-        "drain": partial(drain, proxy, drained=True),
-        "resume": partial(drain, proxy, drained=False),
+        "drain": lambda about: drain(proxy, about[0], drained=True, seconds=about[1]),
+        "resume": lambda about: drain(proxy, about[0], drained=False),
     }
 
 

@@ -26,9 +26,10 @@ from aiohttp import web
 from p2pkv.pairing import mint
 
 from .admission import RequestPlace
-from .answers import STOPPED, gave_up, message_of, returned_params
+from .answers import STOPPED, Transcript, gave_up, message_of, returned_params
 from .blame import REFUSALS, Again, Blame, CallEnd, Charge, Verdict, assign_blame
 from .bodies import Body
+from .continuation import Continuation
 from .errors import error_response
 from .http import REQUEST_ID, Headers
 from .limits import RequestCounters
@@ -146,6 +147,9 @@ class Attempt:
         may_leave: whether the request has anywhere else to go, should this instance hang.
         may_resend: whether it may be sent to the same instances again, under a new id.
         doubted: P's that have refused this request at earlier attempts, and what would prove them wrong.
+        transcript: what the client has of a stream that others could go on with; None if none could.
+        continuation: how this attempt goes on with it, by `body`; None if it is at the answer's beginning.
+        former: what relayed what was sent before that.
         unique: 32 hex digits, made here.
         request_id: under which the instances know it.
         relay: D's answer on its way to the client; None before it begins.
@@ -159,8 +163,12 @@ class Attempt:
     may_leave: Callable[[Instance], bool]
     may_resend: bool = True
     doubted: tuple[tuple[Instance, Charge], ...] = ()
+    transcript: Transcript | None = None
+    continuation: Continuation | None = None
+    former: Relay | None = None
     unique: str = field(init=False, default_factory=lambda: uuid4().hex)
     relay: Relay | None = field(init=False, default=None)
+    _decoding: Call | None = field(init=False, default=None)
     _sent_twice: bool = field(init=False, default=False)
     _spans: dict[Role, CallSpan] = field(init=False, default_factory=dict)
     _prefill_end: CallEnd = field(init=False, default=CallEnd.NOT_MADE)
@@ -186,6 +194,14 @@ class Attempt:
         if self.choice.prefill is None:
             return await self._alone()
         return await (self._concurrent() if dispatch == "concurrent" else self._sequential())
+
+    def move(self) -> None:
+        """D is to be free: its stream goes on elsewhere, if it can, and an answer that has not begun is tried
+        there."""
+        if self.relay is not None:
+            self.relay.move()
+        elif self._decoding is not None:
+            self._decoding.lose("moved")
 
     def needs(self, prefill: Instance) -> bool:
         """Whether D may still wait for KV of this P: until its first token, or to the end where one token
@@ -256,7 +272,7 @@ class Attempt:
         call = Call(
             means.session,
             instance,
-            self.request.path,
+            self.body.path,
             self.choice.prefill_tokens,
             may_repeat=self._may_repeat,
             may_leave=may_leave,
@@ -265,7 +281,7 @@ class Attempt:
         self._prefill_end, asked, why = CallEnd.PENDING, means.clock(), self._prefill_why
         try:
             reply = await call.whole(self.body.for_prefill(self.request_id), self._headers(instance))
-            if gave_up(self.request.path, reply.body):
+            if gave_up(self.body.path, reply.body):
                 raise CallFailed(CallEnd.ABORTED, STOPPED)
             self._prefill_end, why = CallEnd.ANSWERED, ""
             self.record.prefilled(instance, means.clock() - asked)
@@ -327,20 +343,23 @@ class Attempt:
         call = Call(
             self.means.session,
             self.choice.decode,
-            self.request.path,
+            self.body.path,
             may_repeat=self._may_repeat,
             may_leave=lambda: self.may_leave(self.choice.decode),
         )
+        self._decoding = call
         try:
             yield call
         finally:
+            self._decoding = None
             call.close()
             complete = self.relay is not None and self.relay.complete
             self._end_span("D", "" if complete else "the answer is not complete")
 
     async def _decode(self, call: Call, kv_transfer_params: dict[str, Any] | None = None) -> _DecodeAnswer:
         """D's answer from its first token on. Raises CallFailed."""
-        body = self.body.for_decode(self.request_id, kv_transfer_params)
+        token_ids = self.transcript is not None
+        body = self.body.for_decode(self.request_id, kv_transfer_params, token_ids=token_ids)
         seconds, self._decode_end = self.means.first_token_seconds, CallEnd.PENDING
         late: asyncio.TimerHandle | None = None
         try:
@@ -437,8 +456,12 @@ class Attempt:
             answer.response,
             answer.head,
             self._scrubber,
-            self.record.streams(answer.head) if streamed else None,
+            self.body.path,
+            self.record.streams(answer.head, again=self.continuation is not None) if streamed else None,
             self.means.event_seconds if streamed else 0.0,
+            self.transcript if streamed else None,
+            self.continuation,
+            self.former,
         )
         if prefilling is not None and not self.body.one_prompt:
             prefilling.add_done_callback(partial(_interrupt, relay))

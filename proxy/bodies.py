@@ -50,6 +50,7 @@ _SMALL_BODY = 1 << 16
 _LONGEST_NAME = 1024
 """Bytes of the longest name of a model, in JSON."""
 
+_WITH_TOKEN_IDS = b',"return_token_ids":true}'
 _OFF = (None, False, 0)
 _ABSENT = Raw(b"null")
 
@@ -83,7 +84,7 @@ class Content:
         size: of all pieces.
     """
 
-    def __init__(self, pieces: tuple[bytes | bytearray | Raw, ...]) -> None:
+    def __init__(self, pieces: tuple[bytes | bytearray | memoryview | Raw, ...]) -> None:
         self.pieces = pieces
         self.size = sum(map(len, pieces))
 
@@ -107,6 +108,7 @@ class Body:
             answer is about the prompt's own tokens, whose logits only the prefill itself yields.
         one_prompt: whether one token of the answer proves that the KV of all prompts has been used.
         prompt: what routing may know of its prompt.
+        fields: all that it has; none once its bytes are let go.
     """
 
     def __init__(
@@ -115,8 +117,8 @@ class Body:
         self.path = path
         self._size = len(raw)
         self._held = True
-        self._fields = _without_the_forbidden(fields)
-        self._raw: bytes | bytearray | None = raw if self._fields is fields else None
+        self.fields = _without_the_forbidden(fields)
+        self._raw: bytes | bytearray | None = raw if self.fields is fields else None
         self.model = _model(fields)
         self.wants_pair = self._wants_pair()
         self.one_prompt = _one_prompt(fields.get("prompt"))
@@ -127,13 +129,13 @@ class Body:
     def messages(self, most: int) -> int:
         """How many messages it has, or items of its input; they are not counted if there cannot be more than
         `most`."""
-        entries = self._fields.get("input" if self.path == "/v1/responses" else "messages")
+        entries = self.fields.get("input" if self.path == "/v1/responses" else "messages")
         if entries is None or len(entries) <= 2 * most or bytes(memoryview(entries)[:1]) != b"[":
             return 0
         return len(_entries.decode(entries))
 
     def _wants_pair(self) -> bool:
-        fields = self._fields
+        fields = self.fields
         if self.path not in PAIRED:
             return False
         if self.path == "/v1/responses":
@@ -149,25 +151,33 @@ class Body:
             one = {"max_output_tokens": 1, "stream": False, "store": False}
             return self._changed(one | self._id(request_id), _NOT_FOR_PREFILL_OF_RESPONSES)
         changes: Fields = {"max_tokens": 1, "n": 1, "stream": False}
-        if "max_completion_tokens" in self._fields:
+        if "max_completion_tokens" in self.fields:
             changes["max_completion_tokens"] = 1
-        minimum = _small(self._fields, "min_tokens")
+        minimum = _small(self.fields, "min_tokens")
         if isinstance(minimum, int | float) and minimum > 1:
             changes["min_tokens"] = 1
         return self._changed(changes, _NOT_FOR_PREFILL)
 
-    def for_decode(self, request_id: str, kv_transfer_params: Fields | None = None) -> Content:
-        """D's body: the client's own bytes, or its fields and what P has returned for D."""
+    def for_decode(
+        self, request_id: str, kv_transfer_params: Fields | None = None, *, token_ids: bool = False
+    ) -> Content:
+        """D's body: the client's own bytes, or its fields and what P has returned for D; `token_ids`: D shall
+        return the tokens' ids, too."""
         more = self._id(request_id)
         if kv_transfer_params is not None:
             more["kv_transfer_params"] = kv_transfer_params
+        if token_ids:
+            if not more and self._raw is not None and "return_token_ids" not in self.fields:
+                made = Content((memoryview(self._raw)[: self._raw.rindex(b"}")], _WITH_TOKEN_IDS))
+                return self._kept(made if self._size > _SMALL_BODY else Content((bytes(made),)))
+            more["return_token_ids"] = True
         if more or self._raw is None:
             return self._changed(more)
         return self._kept(Content((self._raw,)))
 
     def let_go(self) -> None:
         """Drops the bytes, once no instance will be sent this request any more. Idempotent."""
-        self._raw, self._fields, self._held = None, {}, False
+        self._raw, self.fields, self._held = None, {}, False
         self.prompt.let_go()
         # Tracebacks of tries that failed may keep these until Python's garbage collector comes by.
         for content in self._made:
@@ -182,7 +192,7 @@ class Body:
     def _changed(self, changes: Fields, left_out: Iterable[str] = ()) -> Content:
         """The client's fields, without some, and with others or other values."""
         assert self._held, "a body that was let go cannot be sent"
-        kept = {name: value for name, value in self._fields.items() if name not in left_out}
+        kept = {name: value for name, value in self.fields.items() if name not in left_out}
         made = _object(kept | {name: msgspec.json.encode(value) for name, value in changes.items()})
         # A small one is joined here, once, for all that follows.
         return self._kept(made if self._size > _SMALL_BODY else Content((bytes(made),)))

@@ -319,6 +319,8 @@ def _limits(arguments: argparse.Namespace) -> Limits:
         body_seconds=arguments.body_seconds,
         max_connections=min(arguments.max_connections, arguments.workers * _most_requests()),
         retries=arguments.retries,
+        resumes=arguments.resume_limit,
+        resume_bytes=arguments.resume_mib << 20,
         lease=arguments.lease_seconds,
         first_token_seconds=arguments.first_token_seconds,
         event_seconds=arguments.event_seconds,
@@ -558,6 +560,11 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
             "MiB of the bodies of all requests that have not begun to be answered; others get a 503"),
         ("--retries", _at_least(0), limits.retries, "N",
             "tries at other instances if one fails before the first byte"),
+        ("--resume-limit", _at_least(0), limits.resumes, "N",
+            "how often a streamed answer whose decode instance is lost goes on at another one; 0: it ends "
+            "with an error event"),
+        ("--resume-mib", _at_least(1), limits.resume_bytes >> 20, "MIB",
+            "MiB of token ids that are held for that, of all answers together; further ones do not go on"),
         ("--alone-share", _share, limits.alone_share, "SHARE",
             "of each decode instance's --max-requests, for prompts that it computes because no prefill "
             "instance can, or because they are short (--skip-prefill-below); others get a 503, or a prefill "
@@ -568,8 +575,8 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
             "how long a streamed answer may take until its first token; then the request is tried elsewhere, "
             "or ends with a 504. Set it well above what a long prompt takes under load; 0: no deadline"),
         ("--event-seconds", _seconds, limits.event_seconds, "SECONDS",
-            "how long nothing more of a streamed answer may come until it ends with an error event; 0: no "
-            "deadline"),
+            "how long nothing more of a streamed answer may come until it goes on at another instance, or "
+            "ends with an error event; 0: no deadline"),
         ("--drain-seconds", _seconds, 25.0, "SECONDS",
             "after SIGTERM, how long requests under way may go on"),
     ]  # fmt: skip

@@ -191,6 +191,8 @@ _COUNTERS = (
     ("prefill_skipped", "spared", "Requests given to a decode instance alone: their prompts are short."),
     ("retries", "retried", "Second tries at another instance."),
     ("retries_refused", "retries_refused", "Failures not tried again: the budget of retries was spent."),
+    ("resumed", "resumed", "Streamed answers that went on at another decode instance, to their end."),
+    ("not_resumed", "not_resumed", "Streamed answers that could have gone on, and ended with an error."),
     ("reconnected", "reconnected", "Requests sent once more because an idle connection had been closed."),
     ("breaker_opened", "breakers_opened", "Pauses given to instances whose requests failed."),
     ("claims_refused", "claims_refused", "Pings under an address that another live instance has."),
@@ -202,5 +204,6 @@ _GAUGES = (
     ("requests_waiting", "waiting", "Requests that wait for a place."),
     ("decode_alone_running", "alone", "Of those running, prompts that a decode instance computes alone."),
     ("body_bytes", "held_bytes", "Bytes of the bodies of all requests together."),
+    ("resume_bytes", "resume_bytes", "Bytes held of streamed answers, so that others could go on with them."),
     ("calls", "calls", "Calls to instances that are open."),
 )  # fmt: skip

@@ -23,6 +23,9 @@ class Limits:
         body_seconds: how long a body may take to come, from its head to its last byte.
         max_connections: of clients, at a time.
         retries: how often one request is tried again elsewhere, before its first byte.
+        resumes: how often the answer of one request goes on at another decode instance; 0: never.
+        resume_bytes: what is held for that, of all answers together.
+        resume_bytes_each: of one.
         lease: seconds for which an instance may be silent while its connection stands, before it is gone.
         first_token_seconds: for the first token of a streamed answer; 0: no deadline.
         event_seconds: from one event of a streamed answer to the next; 0: no deadline.
@@ -40,6 +43,9 @@ class Limits:
     body_seconds: float = 60.0
     max_connections: int = 16384
     retries: int = 1
+    resumes: int = 2
+    resume_bytes: int = 256 << 20
+    resume_bytes_each: int = 2 << 20
     lease: float = LEASE
     first_token_seconds: float = 0.0
     event_seconds: float = 0.0
@@ -65,6 +71,8 @@ class RequestCounters:
         spared: requests that a decode instance was given because their prompts are short.
         retried: tries at another instance.
         retries_refused: failures that were not tried again because the budget of retries was spent.
+        resumed: streamed answers that went on at another decode instance, to their end.
+        not_resumed: streamed answers that could have, and ended with an error.
         breakers_opened: how often an instance was given a pause.
         cut_off: requests that were ended because the proxy stopped.
     """
@@ -78,5 +86,7 @@ class RequestCounters:
     spared: int = 0
     retried: int = 0
     retries_refused: int = 0
+    resumed: int = 0
+    not_resumed: int = 0
     breakers_opened: int = 0
     cut_off: int = 0

@@ -406,10 +406,12 @@ class RequestRecord:
         self.way = "pair" if choice.prefill else "alone" if choice.missed else "unpaired"
         self.metrics.paired(choice)
 
-    def streams(self, head: bytes) -> Pace:
-        """Its answer is a stream, and this is the start of it."""
-        self.first_token_after = self.seconds
-        self.metrics.first_token(self.decode, self.way, self.first_token_after)
+    def streams(self, head: bytes, *, again: bool = False) -> Pace:
+        """Its answer is a stream, and this is the start of it, or of its next part from `again` another
+        instance."""
+        if not again:
+            self.first_token_after = self.seconds
+            self.metrics.first_token(self.decode, self.way, self.first_token_after)
         return self.metrics.pace(self.decode, head)
 
     def prefilled(self, instance: Instance, seconds: float) -> None:

@@ -12,8 +12,9 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from .answers import STOPPED, GivenUpFilter
+from .answers import STOPPED, GivenUpFilter, Transcript
 from .blame import CallEnd
+from .continuation import Continuation, Diverged
 from .errors import error_event
 from .http import NAMED_EVENTS, REQUEST_ID, Headers
 from .membership.instance import ROLE_NAMES
@@ -36,11 +37,18 @@ class Relay:
 
     Args:
         head: the part of the answer's body that has been read already.
+        path: the endpoint that answers.
         pace: measures a stream.
         most_silence: seconds from one piece of the answer to the next, at most; 0: no deadline.
+        transcript: what the client has of a stream that others could go on with; None if none could.
+        continuation: how this instance goes on with it; None if it is the first.
+        former: what relayed what was sent before that.
 
     Attributes:
+        response: to the client.
         complete: the client has got all of it.
+        resumable: the instance ended it too early, and another one can go on. The client has got no error,
+            and the response is still open.
         broken: how the instance ended it too early, by itself; None if it did not.
         why: what the error is that ends an answer too early.
         client_left: the client has not got all of it, because its connection broke.
@@ -52,17 +60,27 @@ class Relay:
         answer: aiohttp.ClientResponse,
         head: bytes,
         scrubber: Scrubber,
+        path: str,
         pace: Pace | None = None,
         most_silence: float = 0.0,
+        transcript: Transcript | None = None,
+        continuation: Continuation | None = None,
+        former: Relay | None = None,
     ) -> None:
         self._request = request
         self._answer = answer
         self._head = head
         self._pace = pace
-        self._filter = GivenUpFilter(request.path, streamed=pace is not None)
+        self._filter = GivenUpFilter(path, streamed=pace is not None)
         self._rewriter = scrubber.rewriter()
-        self._headers = scrubber.headers(to_client(answer.headers))
-        self._response = web.StreamResponse(status=answer.status, headers=self._headers)
+        self._transcript = transcript
+        self._stream = continuation or transcript
+        self.response: web.StreamResponse
+        if former is None:
+            headers = scrubber.headers(to_client(answer.headers))
+            self.response = web.StreamResponse(status=answer.status, headers=headers)
+        else:
+            self.response = former.response
         self._loop = asyncio.get_running_loop()
         self._writing: float | None = None
         """Since when a piece waits for the client to take it; None if none does."""
@@ -70,12 +88,14 @@ class Relay:
         self._waiting_since = self._loop.time()
         """For the instance's next piece, unless one waits for the client."""
         self._timers: list[asyncio.TimerHandle] = []
-        self._last_bytes = b""
+        self._last_bytes: bytes = b"" if former is None else former._last_bytes
         self._status = 502
         self._end = CallEnd.BROKEN
+        self._error = b""
+        """The instance's own, as an event; b"" if it sent none."""
         self._interrupted = False
         self.why = "The decode instance died in the middle of its answer."
-        self.complete = False
+        self.complete = self.resumable = False
         self.broken: CallEnd | None = None
         self.client_left = False
 
@@ -84,6 +104,15 @@ class Relay:
         self._interrupted = True
         self._status, self.why = status, why
         self._answer.close()
+
+    def move(self) -> None:
+        """Ends the instance's part, so that another one goes on, if one can: the instance is to be free."""
+        if self._transcript is not None and self._transcript.movable:
+            self._end, self.why = (
+                CallEnd.STOPPED,
+                "The decode instance was drained, and no other could go on.",
+            )
+            self._answer.close()
 
     async def run(self) -> web.StreamResponse:
         """Relays the answer to its end, or until either side breaks."""
@@ -94,12 +123,13 @@ class Relay:
             if self._pace is None and self._answer.content.at_eof():
                 await self._send_whole()
                 self.complete = True
-                return self._response
-            await self._pass_on(self._head)
-            if await self._relay_rest():
+                return self.response
+            if await self._relay_stream():
                 rest = self._rewriter.feed(self._filter.flush()) + self._rewriter.flush()
-                await self._send(rest, last=True)
+                await self._send(self._noted(rest) + self._flushed(), last=True)
                 self.complete = True
+            elif self.broken is not None and self._transcript is not None and self._transcript.possible:
+                self.resumable = True
             else:
                 await self._break_off()
         except ClientGone:
@@ -108,7 +138,7 @@ class Relay:
         finally:
             for timer in self._timers:
                 timer.cancel()
-        return self._response
+        return self.response
 
     def _watch_client(self) -> None:
         """Hangs up on a client that has taken nothing for long: it would keep its place, and D's answer, for
@@ -136,12 +166,13 @@ class Relay:
     async def _send_whole(self) -> None:
         """All of an answer that is here already, with its head, in one piece. Raises ClientGone."""
         body = self._rewriter.feed(self._head) + self._rewriter.flush()
-        self._response = web.Response(status=self._answer.status, headers=self._headers, body=body)
+        self.response = web.Response(status=self._answer.status, headers=self.response.headers, body=body)
         await self._send(b"")
 
-    async def _relay_rest(self) -> bool:
+    async def _relay_stream(self) -> bool:
         """Whether D's answer came to its end. Raises ClientGone."""
         try:
+            await self._pass_on(self._head)
             async for chunk in self._answer.content.iter_any():
                 if self._pace is not None:
                     self._pace.beat(chunk)
@@ -149,9 +180,16 @@ class Relay:
                 if self._filter.given_up:
                     self._end, self.why = CallEnd.ABORTED, f"The decode instance {STOPPED}."
                     return self._broke_off(None)
+                if self._transcript is not None and self._transcript.failed:
+                    self._end, self._error = CallEnd.ERROR, self._transcript.failed
+                    return self._broke_off(None)
                 self._waiting_since = self._loop.time()
-        except (aiohttp.ClientError, OSError) as error:
+        except Diverged as error:
+            self.interrupt("The decode instance was lost, and another one has begun to answer otherwise.")
             return self._broke_off(error)
+        except (aiohttp.ClientError, OSError) as error:
+            done = self._transcript is not None and self._transcript.done
+            return done or self._broke_off(error)
         return True
 
     def _broke_off(self, error: Exception | None) -> bool:
@@ -160,21 +198,46 @@ class Relay:
         return False
 
     async def _pass_on(self, chunk: bytes) -> None:
-        await self._send(self._rewriter.feed(self._filter.feed(chunk)))
+        await self._send(self._noted(self._rewriter.feed(self._filter.feed(chunk))))
+
+    def _noted(self, data: bytes) -> bytes:
+        """As the client gets it. Raises Diverged."""
+        return data if self._stream is None else self._stream.feed(data)
+
+    def _flushed(self) -> bytes:
+        return b"" if self._transcript is None else self._transcript.flush()
+
+    async def finish(self, data: bytes) -> None:
+        """Ends a resumable answer with what is missing of it."""
+        try:
+            await self._send(data, last=True)
+            self.complete = True
+        except ClientGone:
+            self.client_left = True
+
+    async def give_up(self, why: str = "", status: int = 0) -> None:
+        """Ends a resumable answer with an error: no other instance goes on with it."""
+        if why:
+            self.why, self._error = why, b""
+        self._status = status or self._status
+        try:
+            await self._break_off()
+        except ClientGone:
+            self.client_left = True
 
     async def _send(self, data: bytes, *, last: bool = False) -> None:
         """The next bytes; with the `last` ones the answer ends here, where a client that does not read is
         watched for. Raises ClientGone."""
         self._writing = self._loop.time()
         try:
-            if not self._response.prepared:
-                await self._response.prepare(self._request)
-            if isinstance(self._response, web.Response):
-                await self._response.write_eof()
+            if not self.response.prepared:
+                await self.response.prepare(self._request)
+            if isinstance(self.response, web.Response):
+                await self.response.write_eof()
             elif data:
-                await self._response.write(data)
+                await self.response.write(data)
             if last:
-                await self._response.write_eof()
+                await self.response.write_eof()
         except (aiohttp.ClientError, OSError) as error:
             raise ClientGone from error
         finally:
@@ -190,9 +253,10 @@ class Relay:
         if self._answer.content_type != EVENT_STREAM:
             self._abort()
             return
-        await self._send(self._rewriter.flush())
+        if self._transcript is None:
+            await self._send(self._rewriter.flush())
         between_events = self._last_bytes.endswith((b"\n\n", b"\r\n\r\n"))
-        error = error_event(self._status, self.why, named=self._request.path in NAMED_EVENTS)
+        error = self._error or error_event(self._status, self.why, named=self._request.path in NAMED_EVENTS)
         await self._send((b"" if between_events else b"\n\n") + error, last=True)
 
 
@@ -237,8 +301,8 @@ class Scrubber:
     def _names(self) -> list[tuple[str, str]]:
         names = [(self.request_id, self.unique)]
         for each in self.choice.instances:
-            addresses = {each.ping.http_address, each.ping.zmq_address, str(each.zmq_address)}
-            names += [(address, f"({ROLE_NAMES[each.role]} instance)") for address in addresses]
+            role = f"({ROLE_NAMES[each.role]} instance)"
+            names += [(address, role) for address in each.written_addresses]
         return names
 
     def headers(self, headers: Headers) -> Headers:

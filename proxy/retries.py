@@ -71,6 +71,28 @@ class Retries:
         self._counters.retried += 1
         return True
 
+    async def resume(self, place: RequestPlace, failed: frozenset[Instance], tries: int) -> bool:
+        """Moves a request whose answer has begun away from the decode instance that it lost. False if no
+        other has room. The budget counts each time, and refuses only the second and later ones: the first
+        are no more than the answers that were under way.
+
+        Args:
+            failed: those that it must not go to; the lost one is among them.
+            tries: how often it has been moved so.
+        """
+        if not self._admission.budget.spend(self._clock(), whatever=tries == 0):
+            self._counters.retries_refused += 1
+            return False
+        if tries:
+            await asyncio.sleep(pause(tries))
+        mode, alone = place.mode_after(place.choice.decode), self._limits.alone > 0
+        if not (
+            self._admission.move(place, mode, failed) or (alone and self._admission.stay_alone(place, failed))
+        ):
+            return False
+        self._counters.retried += 1
+        return True
+
 
 def pause(tries: int, uniform: Callable[[float, float], float] = random.uniform) -> float:
     """Seconds before the next try, after `tries` (at least 1) have failed: random, so that what failed

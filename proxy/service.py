@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
@@ -18,6 +18,7 @@ from aiohttp.typedefs import Middleware
 
 from .access import Access
 from .admission import Admission, RequestPlace
+from .answers import Transcript, TranscriptMemory
 from .attempt import Attempt, Dispatch, Means, Outcome
 from .blame import Again, CallEnd, Charge
 from .bodies import BadBody, Body, Intake, parse
@@ -31,12 +32,16 @@ from .metrics import CURRENT, RECORD, Metrics, RequestRecord, RequestSpan, trace
 from .models import ModelLists
 from .policies import Routing, RoutingRequest
 from .relay import STALL_SECONDS
+from .resume import Resumer
 from .retries import Retries
 from .routing import NoInstance, Router, UnknownModel
 from .tracing import Spans
 from .upstream import Client
 
 logger = logging.getLogger(__name__)
+
+_MOVE_SECONDS = 1.0
+"""From one look at what an instance should be rid of to the next."""
 
 
 @dataclass
@@ -69,6 +74,8 @@ class Proxy:
         self.membership.on_change(self.admission.advance)
         self.model_lists = ModelLists(self.session)
         self._retries = Retries(self.admission, self.limits, self.counters, self.clock)
+        self.transcripts = TranscriptMemory(self.limits.resume_bytes, self.limits.resume_bytes_each)
+        self._resumer = Resumer(self.session, self._retries, self.limits, self.counters, self.dispatch)
         self._means = Means(
             session=self.session,
             clock=self.clock,
@@ -108,6 +115,8 @@ class Proxy:
                 raise ProxyError(404, str(error)) from None
             finally:
                 body.let_go()
+                if active.transcript is not None:
+                    active.transcript.drop()
 
     async def _serve(
         self, request: web.Request, body: Body, place: RequestPlace, active: ActiveRequest
@@ -117,12 +126,16 @@ class Proxy:
         failed: frozenset[Instance] = frozenset()
         doubted: tuple[tuple[Instance, Charge], ...] = ()
         tries, may_resend = 1, True
+        if self.limits.resumes:
+            active.transcript = Transcript.of(body, self.transcripts)
         while True:
             may_leave = partial(self._retries.may_leave, place, failed=failed, tries=tries)
             active.attempt = attempt = Attempt(
-                self._means, request, body, place, record, may_leave, may_resend, doubted
+                self._means, request, body, place, record, may_leave, may_resend, doubted, active.transcript
             )
             outcome = await attempt.run(self.dispatch)
+            if attempt.relay is not None and attempt.relay.resumable:
+                return await self._resume(attempt, place, failed, active)
             if outcome.ended is not None:
                 record.end(outcome.ended)
             if outcome.again is Again.NO or self.active.stopping:
@@ -139,7 +152,7 @@ class Proxy:
             if decides and self.limits.alone and self.admission.stay_alone(place, failed):
                 logger.info("request %s: %s decides alone", attempt.unique, place.choice.decode)
                 continue
-            free = culprit.left is not None or outcome.end is CallEnd.HUNG
+            free = culprit.left is not None or culprit.drained or outcome.end is CallEnd.HUNG
             if await self._retries.elsewhere(place, culprit, failed, tries, free=free):
                 tries += 1
                 logger.info("request %s is tried again elsewhere", attempt.unique)
@@ -149,6 +162,25 @@ class Proxy:
             if not self.admission.stay_alone(place, failed):
                 return self._shed(attempt, outcome, record)
             logger.info("request %s is left to %s alone", attempt.unique, place.choice.decode)
+
+    async def _resume(
+        self, attempt: Attempt, place: RequestPlace, failed: frozenset[Instance], active: ActiveRequest
+    ) -> web.StreamResponse:
+        """The rest of a streamed answer that lost its decode instance."""
+        relay, record = attempt.relay, attempt.record
+        assert relay is not None
+        try:
+            relay = await self._resumer.finish(attempt, place, failed, partial(setattr, active, "attempt"))
+        except asyncio.CancelledError:
+            if not active.cut:
+                raise
+            active.task.uncancel()
+            await relay.give_up(_CUT_OFF, 503)
+        if relay.client_left:
+            record.end("left")
+        elif not relay.complete:
+            record.end("broken")
+        return relay.response
 
     def _shed(self, attempt: Attempt, outcome: Outcome, record: RequestRecord) -> web.StreamResponse:
         """P has failed, and D may not take the request alone: because of its share, or it is gone, too."""
@@ -171,6 +203,19 @@ class Proxy:
             if not decoders:
                 raise ProxyError(503, " ".join(self.router.missing(self.clock())))
             return await self.model_lists.merged(request, decoders, uuid.uuid4().hex)
+
+    def move_away(self, drained: Sequence[Instance]) -> None:
+        """What still runs at these D's goes on at others, as soon as it can, as long as they are drained."""
+        leaving = frozenset(each for each in drained if each.drained and each.load)
+        if leaving:
+            asyncio.get_running_loop().call_later(_MOVE_SECONDS, self.move_away, [*leaving])
+        for active in self.active:
+            attempt = active.attempt
+            if attempt is None or attempt.choice.decode not in leaving:
+                continue
+            place = attempt.place
+            if self.admission.can_move(place, place.mode_after(place.choice.decode), leaving):
+                attempt.move()
 
     def counted(self) -> dict[str, int]:
         """What has been counted since the start, wherever it is counted."""
@@ -198,6 +243,7 @@ class Proxy:
             "held_bytes": self.intake.held,
             "calls": sum(instance.in_flight for instance in everyone),
             "alone": sum(instance.alone for instance in everyone),
+            "resume_bytes": self.transcripts.held,
             "silent": sum(instance.silent(self.clock()) for instance in everyone),
             "engines_paused": sum(instance.paused for instance in everyone),
             "breakers_open": sum(not instance.breaker.closed for instance in everyone),
@@ -232,19 +278,22 @@ class ActiveRequest:
 
     Attributes:
         attempt: its present try at instances, if it has got so far.
+        transcript: what the client has of its answer, if another instance could go on with it.
         cut: it was ended because the proxy stops.
     """
 
     task: asyncio.Task[Any]
     request: web.Request
     attempt: Attempt | None = None
+    transcript: Transcript | None = None
     cut: bool = False
 
     def cut_off(self) -> None:
         """Ends it with an error, whatever it is at."""
         self.cut = True
-        if self.attempt is not None and self.attempt.relay is not None:
-            self.attempt.relay.interrupt(_CUT_OFF, 503)
+        relay = self.attempt.relay if self.attempt is not None else None
+        if relay is not None and not relay.resumable:
+            relay.interrupt(_CUT_OFF, 503)
         else:
             self.task.cancel()
 
@@ -270,6 +319,9 @@ class ActiveRequests:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def __iter__(self) -> Iterator[ActiveRequest]:
+        return iter(list(self._open))
 
     def needs(self, prefill: Instance) -> bool:
         """Whether a request waits for KV of this P."""

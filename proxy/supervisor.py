@@ -59,6 +59,7 @@ def share_of(limits: Limits, workers: int) -> Limits:
         max_requests=max(1, limits.max_requests // workers),
         max_waiting=limits.max_waiting // workers,
         max_held=max(1, limits.max_held // workers),
+        resume_bytes=limits.resume_bytes // workers,
         max_connections=max(1, limits.max_connections // workers),
     )
 

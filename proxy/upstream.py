@@ -12,18 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import aiohttp
+import msgspec
 from aiohttp import AddrInfoType
 from aiohttp.abc import AbstractStreamWriter
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from .answers import (
-    STOPPED,
-    first_event_came,
-    first_event_failed,
-    first_event_message,
-    gave_up,
-    gave_up_early,
-)
+from .answers import STOPPED, gave_up, gave_up_early, is_servers_error
 from .blame import CallEnd
 from .bodies import Content
 from .http import CLIENT_ID, REPLICA, REQUEST_ID, Headers
@@ -228,6 +222,7 @@ _LOST: dict[Loss, tuple[CallEnd, str]] = {
     "silent": (CallEnd.SILENT, "has stopped answering"),
     "hung": (CallEnd.HUNG, "has stopped pinging"),
     "stopped": (CallEnd.STOPPED, "has stopped"),
+    "moved": (CallEnd.STOPPED, "was drained"),
     "late": (CallEnd.LATE, "has sent no token in time"),
 }
 
@@ -456,3 +451,73 @@ def end_to_end(headers: CIMultiDictProxy[str], others: set[str]) -> Headers:
     named = {name.strip().lower() for value in headers.getall("Connection", []) for name in value.split(",")}
     dropped = _HOP_BY_HOP | others | named
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)
+
+
+# The first event of a stream: vLLM has sent the head of its answer, a success, before it knows whether it can
+# generate anything.
+
+
+def first_event_came(head: bytes) -> bool:
+    """Whether there is a whole event with more than the role of the speaker."""
+    return _first_event(head) is not None
+
+
+def first_event_failed(head: bytes) -> bool:
+    """Whether that event is an error, and the server's own."""
+    return is_servers_error(_first_event(head))
+
+
+def first_event_message(head: bytes) -> str:
+    """The message of the error that it is; "" if it has none."""
+    event = _first_event(head)
+    error = event.get("error") if isinstance(event, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return message if isinstance(message, str) else ""
+
+
+def _first_event(head: bytes) -> Any:
+    """The first event with content, decoded; None while there is none."""
+    *lines, _ = head.split(b"\n")
+    for line in lines:
+        if line.startswith(b"data:"):
+            event = _decoded(line.removeprefix(b"data:"))
+            if not _announces(event):
+                return event
+    return None
+
+
+def _decoded(data: bytes) -> Any:
+    """What is no JSON, such as [DONE], or is empty, stands for itself."""
+    try:
+        return msgspec.json.decode(data) or data
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return data
+
+
+# What /v1/responses and /v1/messages send before anything is generated, or together with it.
+_ANNOUNCEMENTS = frozenset(
+    {
+        "response.created",
+        "response.queued",
+        "response.in_progress",
+        "message_start",
+        "content_block_start",
+        "ping",
+    }
+)
+
+
+def _announces(event: Any) -> bool:
+    """Whether all that it has is the role of the speaker, as a chat's first event, or it only opens the
+    answer."""
+    if isinstance(event, dict) and event.get("type") in _ANNOUNCEMENTS:
+        return True
+    choices = event.get("choices") if isinstance(event, dict) else None
+    return isinstance(choices, list) and bool(choices) and all(_is_empty(each) for each in choices)
+
+
+def _is_empty(choice: Any) -> bool:
+    delta = choice.get("delta") if isinstance(choice, dict) else None
+    if not isinstance(delta, dict) or "role" not in delta or choice.get("finish_reason") is not None:
+        return False
+    return not any(value for name, value in delta.items() if name != "role")

@@ -299,6 +299,7 @@ class Instance:
         role: str,
         *,
         ranks: int = 1,
+        pp: int = 1,
         blocks: int = 64,
         ahead: int = 0,
         index: int | None = None,
@@ -308,14 +309,15 @@ class Instance:
         if index is not None:
             be_data_parallel(config, index)
         config.cache_config.num_gpu_blocks = blocks
-        config.parallel_config.tensor_parallel_size = ranks
+        config.parallel_config.tensor_parallel_size = ranks // pp
+        config.parallel_config.pipeline_parallel_size = pp
         config.scheduler_config.async_scheduling = bool(ahead)
         kind = AsyncScheduler if ahead else Scheduler
         self.kv_config = self.make_kv_config(blocks)
         block_size, hash_block_size = resolve_kv_cache_block_sizes(self.kv_config, config)
         self.scheduler = kind(
             vllm_config=config,
-            kv_cache_config=generate_scheduler_kv_cache_config([self.kv_config]),
+            kv_cache_config=generate_scheduler_kv_cache_config([self.kv_config_of(0)]),
             structured_output_manager=StructuredOutputManager(config),
             block_size=block_size,
             hash_block_size=hash_block_size,
@@ -335,6 +337,10 @@ class Instance:
 
     def make_kv_config(self, blocks: int) -> KVCacheConfig:
         return kv_cache_config(blocks)
+
+    def kv_config_of(self, rank: int) -> KVCacheConfig:
+        """A rank's. vLLM's scheduler has that of rank 0."""
+        return self.kv_config
 
     @property
     def rank(self) -> FakeRank:

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from p2pkv.links.base import LinkFactory
 from p2pkv.packings import DENSE
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
+from p2pkv.sharding import Shape
 
 READY = make_recorder(torch.device("cpu"))()
 
@@ -102,10 +103,27 @@ class Geometry:
     blocks: int = 64
     codec: str = DENSE
     dtype: torch.dtype = torch.float32
+    pcp: int = 1
+    dcp: int = 1
+    interleave: int = 1
 
     @property
     def world(self) -> int:
-        return self.tp * len(self.layers)
+        return self.tp * self.pcp * len(self.layers)
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.layers, self.kv_heads, self.tp, self.pcp, self.dcp, self.interleave)
+
+    def slots(self, rank: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """By the rule of vLLM's slot mapping: which of the tokens are on a rank, and each one's entry of the
+        block table and slot of the block there. vLLM's groups of ranks are transposed: PCP ranks first."""
+        pcp_rank, tp_rank = divmod(rank % (self.pcp * self.tp), self.tp)
+        dcp_rank = (tp_rank * self.pcp + pcp_rank) % self.dcp
+        entry, offset = tokens // (self.block * self.dcp), tokens % (self.block * self.dcp)
+        here = offset // self.interleave % self.dcp == dcp_rank
+        slot = offset // (self.dcp * self.interleave) * self.interleave + offset % self.interleave
+        return here, entry[here], slot[here]
 
     def heads(self, rank: int) -> range:
         """The global KV heads on a rank, as vLLM spreads or replicates them."""
@@ -117,7 +135,7 @@ class Geometry:
         return range(place * each, (place + 1) * each)
 
     def layer_span(self, rank: int) -> range:
-        stage = rank // self.tp
+        stage = rank // (self.tp * self.pcp)
         first = sum(self.layers[:stage])
         return range(first, first + self.layers[stage])
 
@@ -152,13 +170,17 @@ def make_rank(
     fill: float = 0.0,
     device: Callable[[PagedCache], PagedCache] = lambda cache: cache,
     host: str = "127.0.0.1",
+    addresses: Sequence[Address] = (),
     **options: object,
 ) -> TestRank:
-    """`device`: what stands between the engine and its pages."""
+    """`device`: what stands between the engine and its pages. `addresses`: where each rank of its engine
+    listens; by default at `host`, one port behind the other."""
     opts = Options(role=role, host=host, kv_port=port, **DEFAULTS | options)  # type: ignore[arg-type]
     pages, cache = make_pages(geometry, rank, fill)
     cache = device(cache)
     hello = make_hello(opts, geometry, rank, cache, links.kind, uuid.uuid4().hex)
+    if addresses:
+        hello = replace(hello, address=str(addresses[rank]), addresses=tuple(map(str, addresses)))
     return TestRank(geometry, Rank(hello, opts, RankCache([cache]), links), pages, hello, links)
 
 
@@ -178,8 +200,16 @@ def make_hello(
     """What a rank says of itself."""
     place, kind = opts.address, str(geometry.dtype).removeprefix("torch.")
     group = KvGroup(
-        geometry.layers, geometry.kv_heads, cache.row_bytes, cache.unit_tokens, kind, cache.codec, "x"
-    )  # fmt: skip
+        geometry.layers,
+        geometry.kv_heads,
+        cache.row_bytes,
+        cache.unit_tokens,
+        kind,
+        cache.codec,
+        "x",
+        dcp=geometry.dcp,
+        interleave=geometry.interleave,
+    )
     return Hello(
         version=PROTOCOL_VERSION,
         incarnation=incarnation,
@@ -190,7 +220,7 @@ def make_hello(
         addresses=tuple(str(place.shifted(each)) for each in range(geometry.world)),
         model="made-up",
         weights="made-up",
-        cache=Cache(geometry.tp, (group,)),
+        cache=Cache(geometry.tp, (group,), geometry.pcp),
         link=link,
         digest=cache.digest_name,
         verify=opts.verify,

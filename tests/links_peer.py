@@ -1,6 +1,6 @@
 """The other end of a link, in a process of its own.
 
-`python links_peer.py P|D shared|tcp|nccl-blocking|nccl-polled`; JSON lines both ways.
+`python links_peer.py P|D shared|tcp|ipc|nccl-blocking|nccl-polled`; JSON lines both ways.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from links_support import NCCL_KINDS, nccl_links, send_sizes, wait_until
+from links_support import NCCL_KINDS, ipc_links, nccl_links, send_sizes, wait_until
 
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
@@ -67,6 +67,8 @@ def be_p(links: LinkFactory) -> None:
 def make(mode: str) -> LinkFactory:
     if mode in NCCL_KINDS:
         return nccl_links(blocking=mode == "nccl-blocking", staging=STAGING)
+    if mode == "ipc":
+        return ipc_links(STAGING)
     return HostLinks("127.0.0.1", STAGING, mode == "shared")
 
 

@@ -16,6 +16,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from faulty_links import Faults, FaultyLinks
+from ipc_simulated import CARD, SimulatedMemory
+from ipc_simulated import SimulatedGpu as SimulatedCard
 from memory_links import MemoryNetwork
 from nccl_simulated import SimulatedNccl
 from nccl_simulated_device import SimulatedDevice
@@ -23,10 +25,11 @@ from nccl_simulated_gpu import SimulatedGpu
 
 from p2pkv.links.base import Inbound, LinkFactory, Outbound, Receive, Send, decode_blob
 from p2pkv.links.host import HostAcceptance, HostInbound, HostLinks
+from p2pkv.links.ipc import IpcLinks
 from p2pkv.links.nccl import NcclLinks
 
 NCCL_KINDS = ("nccl-blocking", "nccl-polled")
-KINDS = ("memory", "shared-memory", "tcp", "faulty", *NCCL_KINDS)
+KINDS = ("memory", "shared-memory", "tcp", "faulty", "ipc", *NCCL_KINDS)
 STAGING = 1 << 22
 DEADLINE = 10.0
 HOST_WINDOW = 1 << 20
@@ -45,8 +48,16 @@ def make_factories(kind: str) -> tuple[LinkFactory, LinkFactory]:
     if kind in NCCL_KINDS:
         blocking = kind == "nccl-blocking"
         return nccl_links(blocking=blocking), nccl_links(blocking=blocking)
+    if kind == "ipc":
+        return ipc_links(), ipc_links()
     shared = kind == "shared-memory"
     return HostLinks("127.0.0.1", STAGING, shared), HostLinks("127.0.0.1", STAGING, shared)
+
+
+def ipc_links(staging: int = STAGING, *, card: bytes = CARD, receives: bool = True) -> IpcLinks:
+    """CUDA IPC links of one rank on a simulated device."""
+    gpu = SimulatedCard()
+    return IpcLinks(gpu, SimulatedMemory(gpu, card), staging, receives)
 
 
 _SIMULATIONS: WeakKeyDictionary[LinkFactory, SimulatedNccl] = WeakKeyDictionary()
@@ -195,6 +206,7 @@ def starting() -> Iterator[Callable[..., Peer]]:
 
 def send_sizes(outbound: Outbound, sizes: list[int], remote_slots: list[int]) -> None:
     """One message of noise of each size, seeded by its number; returns when all have gone out."""
+    wait_until(outbound.ready)
     sends = []
     for seed, (nbytes, remote_slot) in enumerate(zip(sizes, remote_slots, strict=True)):
         send = outbound.reserve(nbytes, remote_slot)

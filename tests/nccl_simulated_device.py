@@ -9,6 +9,8 @@ import torch
 from nccl_simulated import SimulatedNccl
 from nccl_simulated_wire import Op
 
+from p2pkv.links.gpu import Allocate
+
 
 class SimulatedEvent:
     def __init__(self, op: Op | None, ended: Callable[[], bool]) -> None:
@@ -47,8 +49,8 @@ class SimulatedDevice:
     def enter(self) -> None:
         pass
 
-    def memory(self, nbytes: int) -> torch.Tensor:
-        return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
+    def memory(self, nbytes: int, allocate: Allocate | None = None) -> torch.Tensor:
+        return torch.full((nbytes,), 0xEE, dtype=torch.uint8) if allocate is None else allocate(nbytes)
 
     def free_bytes(self) -> int:
         return 0

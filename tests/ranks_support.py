@@ -15,8 +15,7 @@ from engine_support import BUSY, READY, Geometry, make_rank, wait_for
 from p2pkv.engine import commands as do
 from p2pkv.links.base import LinkFactory
 from p2pkv.pairing import Address
-from p2pkv.plan import Plan, make_plan
-from p2pkv.sharding import Shape
+from p2pkv.plan import Edge, Plan, make_plan
 
 DEADLINE = 30.0
 NOTHING = -1.0
@@ -25,14 +24,17 @@ NOTHING = -1.0
 OPTIONS = {"lease_seconds": 20.0, "staging_bytes": 1 << 20, "chunk_bytes": 32 << 10}
 
 
-def shape(layers: tuple[int, ...], kv_heads: int, tp: int, block: int = 16, tokens: int = 4096) -> Geometry:
-    """An engine with room for two prompts of so many tokens; 16 bytes of KV for each token and head."""
-    return Geometry(layers, kv_heads, tp, block, content=4, blocks=2 * -(-tokens // block) + 5)
+def shape(
+    layers: tuple[int, ...], kv_heads: int, tp: int, block: int = 16, tokens: int = 4096, **context: int
+) -> Geometry:
+    """An engine with room for two prompts of so many tokens; 16 bytes of KV for each token and head.
+    `context`: pcp, dcp, interleave."""
+    return Geometry(layers, kv_heads, tp, block, content=4, blocks=2 * -(-tokens // block) + 5, **context)
 
 
 def plan_of(p: Geometry, d: Geometry) -> Plan:
     """The plan between two engines."""
-    return make_plan(*((Shape(each.layers, each.kv_heads, each.tp),) for each in (p, d)))
+    return make_plan(*((each.shape,) for each in (p, d)))
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Prompt:
         """Its block table on one side: in no order, and no block of another prompt's."""
         order = list(range(geometry.blocks))
         random.Random(role).shuffle(order)
-        count = -(-self.tokens // geometry.block)
+        count = -(-self.tokens // (geometry.block * geometry.dcp))
         return order[self.number * count :][:count]
 
     def kv(self, geometry: Geometry) -> torch.Tensor:
@@ -143,11 +145,11 @@ class Player:
 
     def _write(self, pages: list[torch.Tensor], prompt: Prompt, layer: int, start: int, stop: int) -> None:
         heads = self.geometry.heads(self.number)
-        tokens = torch.arange(start, stop)
-        blocks = torch.tensor(prompt.blocks(self.role, self.geometry))[tokens // self.geometry.block]
+        here, entries, slots = self.geometry.slots(self.number, torch.arange(start, stop))
+        blocks = torch.tensor(prompt.blocks(self.role, self.geometry))[entries]
         model_layer = self.geometry.layer_span(self.number)[layer]
         rows = prompt.kv(self.geometry)[model_layer, start:stop, heads.start : heads.stop]
-        pages[layer][blocks, :, tokens % self.geometry.block] = rows
+        pages[layer][blocks, :, slots] = rows[here]
 
     def __str__(self) -> str:
         return f"rank {self.number} of {self.role}"
@@ -189,15 +191,26 @@ def check(p: Crew, d: Crew, prompts: Sequence[Prompt]) -> None:
     """Every byte is where it belongs and was sent once; every rank has said its word once."""
     assert d.each("wrong", prompts) == [[]] * d.geometry.world
     plan = plan_of(p.geometry, d.geometry)
-    cell_bytes = sum(prompt.tokens - 1 - prompt.cached for prompt in prompts) * p.geometry.content * 4
+
+    def nbytes(edge: Edge) -> int:
+        """Of the tokens that both ranks keep."""
+        count = 0
+        for prompt in prompts:
+            tokens = torch.arange(prompt.cached, prompt.tokens - 1)
+            on_p, on_d = (
+                crew.geometry.slots(rank, tokens)[0] for crew, rank in ((p, edge.source), (d, edge.target))
+            )
+            count += int((on_p & on_d).sum())
+        return count * edge.cells * p.geometry.content * 4
+
     for rank, account in enumerate(p.each("account")):
         edges = plan.from_source(rank)
         assert sorted(account.heard, key=str) == [do.BlocksFree(prompt.key) for prompt in prompts]
-        assert (account.sent, account.filler) == (cell_bytes * sum(edge.cells for edge in edges), 0)
+        assert (account.sent, account.filler) == (sum(map(nbytes, edges)), 0)
         assert account.links == len(edges)
     for rank, account in enumerate(d.each("account")):
         edges = plan.to_target(rank)
         said = [kind(prompt.key) for kind in (do.Begun, do.Loaded) for prompt in prompts]
         assert sorted(account.heard, key=str) == said
-        assert account.scattered == cell_bytes * sum(edge.cells for edge in edges)
+        assert account.scattered == sum(map(nbytes, edges))
         assert account.links == len(edges)

@@ -11,21 +11,29 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from connector_support import BLOCK, Instance, inner_id, pair_id
 from kinds_support import ATTENTION, Contents, Kind, Rows, heads_of, seen_by
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
-from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
+from vllm.v1.core.kv_cache_utils import (
+    _project_kv_cache_groups_to_worker,
+    get_block_hash,
+    get_group_id,
+    get_kv_cache_config_from_groups,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache, copy_kv_cache_blocks_inplace
 
-from p2pkv.connector import P2pKvConnector
+from p2pkv.connector import P2pKvConnector, describe
+from p2pkv.connector.describe import Layers, local_groups
 from p2pkv.connector.worker import Worker
 from p2pkv.demo.processes import free_ports
 from p2pkv.pairing import Address
@@ -35,17 +43,39 @@ POISON = (b"\xff\xff\xff\xff", bytes.fromhex("a57f833a"))
 
 
 class Engine(Instance):
-    """An engine of `tp` real ranks, which listens from `port` on; as data-parallel rank `index` behind those
-    before it."""
+    """An engine of `tp` real ranks for each pipeline stage, which listens from `port` on; as data-parallel
+    rank `index` behind those before it. `stages`: how many layers each stage has; None: there is one."""
 
     def __init__(
-        self, role: str, tp: int, port: int, blocks: int, kind: Kind = ATTENTION, **options: Any
+        self,
+        role: str,
+        tp: int,
+        port: int,
+        blocks: int,
+        kind: Kind = ATTENTION,
+        stages: Sequence[int] | None = None,
+        **options: Any,
     ) -> None:
         self.kind = kind
-        super().__init__(role, ranks=tp, blocks=blocks, port=port, link="host", model=kind.model, **options)
-        self.role = role
+        stages, names = stages or [len(kind.layers)], list(kind.specs(tp))
+        assert sum(stages) == len(names)
+        starts = [0, *accumulate(stages)]
+        self.stages = [names[start:stop] for start, stop in pairwise(starts)]
+        """The layers of each."""
         self.tp = tp
-        self.address = Address("127.0.0.1", port + (options.get("index") or 0) * tp)
+        ranks = tp * len(stages)
+        super().__init__(
+            role,
+            ranks=ranks,
+            pp=len(stages),
+            blocks=blocks,
+            port=port,
+            link="host",
+            model=kind.model,
+            **options,
+        )
+        self.role = role
+        self.address = Address("127.0.0.1", port + (options.get("index") or 0) * ranks)
         self.connectors: list[P2pKvConnector] = []
         groups = self.kv_config.kv_cache_groups
         self._table = {name: number for number, group in enumerate(groups) for name in group.layer_names}
@@ -79,14 +109,30 @@ class Engine(Instance):
     def make_kv_config(self, blocks: int) -> KVCacheConfig:
         return self.kind.kv_config(self.config, blocks)
 
+    def kv_config_of(self, rank: int) -> KVCacheConfig:
+        """As vLLM projects the groups of all layers onto the layers of a stage."""
+        if len(self.stages) == 1:
+            return self.kv_config
+        specs = self.kind.specs(self.tp)
+        mine = {name: specs[name] for name in self.stages[rank // self.tp]}
+        groups = _project_kv_cache_groups_to_worker(self.kv_config.kv_cache_groups, mine)
+        return get_kv_cache_config_from_groups(self.config, groups, 1 << 30)
+
     def start(self) -> None:
         layout = self.config.cache_config.get_resolved_kv_cache_layout()
-        for rank in range(len(self.ranks)):
+        configs = [self.kv_config_of(rank) for rank in range(len(self.ranks))]
+        self.memory = [allocate_kv_cache(config, torch.device("cpu"), layout) for config in configs]
+        described = [
+            [group.described for group in local_groups(self.config, config, Layers(views, config))]
+            for config, views in zip(configs, self.memory, strict=True)
+        ]
+        for rank, (config, views) in enumerate(zip(configs, self.memory, strict=True)):
             self._be_rank(rank)
-            views = allocate_kv_cache(self.kv_config, torch.device("cpu"), layout)
-            self.memory.append(views)
-            connector = P2pKvConnector(self.config, KVConnectorRole.WORKER, self.kv_config)
-            connector.register_kv_caches(views)
+            connector = P2pKvConnector(self.config, KVConnectorRole.WORKER, config)
+            # What vLLM's processes would exchange.
+            of_stages = described[rank % self.tp :: self.tp]
+            with patch.object(describe, "exchange_with_stages", lambda mine, them=of_stages: them):
+                connector.register_kv_caches(views)
             self.connectors.append(connector)
         self.workers = [connector.worker for connector in self.connectors]
 
@@ -150,7 +196,7 @@ class Engine(Instance):
         views = self.memory[self.workers.index(worker)]
         self._poison(views, self._poisoned)
         for name, spec in self.specs.items():
-            if isinstance(spec, AttentionSpec):
+            if name in views and isinstance(spec, AttentionSpec):
                 views[name][scheduled.new_block_ids_to_zero or []] = 0
         # Of views at one address vLLM 0.32 copies the first, so the largest has to be that.
         largest = sorted(views.values(), key=lambda view: -view[0].nbytes)
@@ -187,6 +233,8 @@ class Engine(Instance):
             # The scheduler has advanced num_computed_tokens already.
             contents[request_id] = self._contents(request.all_token_ids[: request.num_computed_tokens])
         for layer, (name, spec) in enumerate(self.specs.items()):
+            if name not in self.memory[rank]:
+                continue
             self.meanwhile()
             for write in (True, False):
                 for request_id, count in scheduled.num_scheduled_tokens.items():
@@ -207,6 +255,10 @@ class Engine(Instance):
             if isinstance(spec, AttentionSpec):
                 worker.layer(name)
 
+    def _place(self, rank: int) -> tuple[int, int]:
+        """The tensor-parallel size, and the rank within its stage."""
+        return self.tp, rank % self.tp
+
     def _contents(self, tokens: Sequence[int]) -> Contents:
         return Contents(tokens, self.weights)
 
@@ -220,7 +272,7 @@ class Engine(Instance):
 
     def _write(self, rank: int, layer: int, made: Contents, table: list[int], span: range) -> None:
         view, spec = self._layer(rank, layer)
-        rows, heads = Rows(view, spec), heads_of(spec, self.tp, rank)
+        rows, heads = Rows(view, spec), heads_of(spec, *self._place(rank))
         ends = rows.complete(span)
         rows.put(table, ends, made.rows(ends, layer, heads, view))
 
@@ -235,7 +287,7 @@ class Engine(Instance):
         lie = Rows(view, spec)
         rows, ends = lie.get(blocks), lie.complete(range(begin, span.stop))
         expected = torch.zeros_like(rows)
-        expected[: len(ends)] = made.rows(ends, layer, heads_of(spec, self.tp, rank), view)
+        expected[: len(ends)] = made.rows(ends, layer, heads_of(spec, *self._place(rank)), view)
         right = (rows == expected).flatten(1).all(1)
         live = slice((first - begin) // lie.tokens, len(ends))
         assert right[live].all(), f"{about}: reads KV that is not its own"
@@ -258,7 +310,7 @@ class Engine(Instance):
         block = table[(span.stop - 1) // size]
         assert block, f"{about}: its state has no block"
         if write:
-            made.put_state(span.stop, layer, view[block, 0, 0], spec, (self.tp, rank))
+            made.put_state(span.stop, layer, view[block, 0, 0], spec, self._place(rank))
             if spec.num_prefill_checkpoint_blocks:
                 self._write_passed(rank, layer, made, table, span)
 
@@ -275,13 +327,13 @@ class Engine(Instance):
             cache_hit_alignment_tokens=BLOCK,
         )
         if offset and table[entry]:
-            made.put_state(span.start + offset, layer, view[table[entry], 0, 0], spec, (self.tp, rank))
+            made.put_state(span.start + offset, layer, view[table[entry], 0, 0], spec, self._place(rank))
             self.passed += 1
 
     def _is_state(self, rank: int, layer: int, made: Contents, block: int, tokens: int) -> bool:
         view, spec = self._layer(rank, layer)
         expected = view[block, 0, 0].clone()
-        made.put_state(tokens, layer, expected, spec, (self.tp, rank))
+        made.put_state(tokens, layer, expected, spec, self._place(rank))
         return torch.equal(expected, view[block, 0, 0])
 
     # Prefix caches.
@@ -319,7 +371,9 @@ class Engine(Instance):
 
     def _check_cached(self, name: str, made: Contents, block: int, tokens: int) -> None:
         layer = list(self.specs).index(name)
-        for rank in range(self.tp):
+        for rank in range(len(self.memory)):
+            if name not in self.memory[rank]:
+                continue
             view, spec = self._layer(rank, layer)
             about = f"{self.role}: block {block} is cached as that behind {tokens} tokens, but holds others"
             if isinstance(spec, MambaSpec):
@@ -327,7 +381,7 @@ class Engine(Instance):
                 continue
             begin = (tokens - 1) // spec.block_size * spec.block_size
             rows = Rows(view, spec)
-            heads, ends = heads_of(spec, self.tp, rank), rows.complete(range(begin, tokens))
+            heads, ends = heads_of(spec, *self._place(rank)), rows.complete(range(begin, tokens))
             found = rows.get([block])[: len(ends)]
             assert torch.equal(found, made.rows(ends, layer, heads, view)), about
 
@@ -345,11 +399,17 @@ def starting() -> Iterator[Callable[..., tuple[Engine, Engine]]]:
         torch.set_num_threads(1)
 
         def start(
-            tp_p: int, tp_d: int, blocks: int = 40, roles: tuple[str, str] = ("P", "D"), **options: Any
+            tp_p: int,
+            tp_d: int,
+            blocks: int = 40,
+            roles: tuple[str, str] = ("P", "D"),
+            stages: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
+            **options: Any,
         ) -> tuple[Engine, Engine]:
-            port = free_ports(tp_p + tp_d)
-            p = Engine(roles[0], tp_p, port, blocks, **options)
-            d = Engine(roles[1], tp_d, port + tp_p, blocks, **options)
+            on_p, on_d = (tp * len(each or [0]) for tp, each in zip((tp_p, tp_d), stages, strict=True))
+            port = free_ports(on_p + on_d)
+            p = Engine(roles[0], tp_p, port, blocks, stages=stages[0], **options)
+            d = Engine(roles[1], tp_d, port + on_p, blocks, stages=stages[1], **options)
             for engine in (p, d):
                 stack.callback(engine.stop)
                 engine.start()

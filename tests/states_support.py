@@ -22,8 +22,8 @@ from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculat
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from p2pkv.connector.recurrent import RecurrentLayer, StateGroup, state_groups
-from p2pkv.kv.cache import RankCache
+from p2pkv.connector.recurrent import RecurrentLayer, state_groups
+from p2pkv.connector.stages import over_stages
 from p2pkv.protocol.messages import Cache
 
 WIDTH = 4
@@ -362,12 +362,13 @@ class Held:
             )
             for number in range(LAYERS)
         ]
-        self.groups: list[StateGroup] = state_groups(self.layers, tp=side.tp, dim_first=side.layout == "DS")
-        self.cache = RankCache([one.cache for one in self.groups], [one.numbers for one in self.groups])
+        groups = state_groups(self.layers, tp=side.tp, dim_first=side.layout == "DS")
+        stage = [group.described for group in groups]
+        self.cache, self.shapes = over_stages(groups, [stage], self.memory.device)
 
     @property
     def said(self) -> Cache:
-        return Cache(self.side.tp, tuple(one.shape for one in self.groups))
+        return Cache(self.side.tp, self.shapes)
 
     def page(self, layer: int) -> torch.Tensor:
         """The bytes of this request's page."""

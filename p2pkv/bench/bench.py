@@ -62,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--link",
         choices=list(KINDS),
         default="host",
-        help="nccl measures something else: gather, scatter, link and push by size of message, fan-out "
-        "and the memory of communicators, on CUDA devices (default: %(default)s)",
+        help="nccl and ipc measure something else: gather, scatter, link and push by size of message, "
+        "fan-out and the memory of communicators, on CUDA devices (default: %(default)s)",
     )
     parser.add_argument(
         "--fan-out",
@@ -72,9 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[1, 2, 4, 8],
         metavar="RANKS",
         help="push to so many ranks of D that share the heads, each a process of its own (1, 2, 4 or 8; "
-        "default: 1 2 4 with --link nccl, else none)",
+        "default: 1 2 4 with --link nccl or ipc, else none)",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="with --link nccl: draw the curves there")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="with --link nccl or ipc: draw the curves there"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every single measurement there")
 
 
@@ -82,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print; 0 unless something went wrong."""
     try:
         _check_output(args)
-        if args.link == "nccl":
-            return _run_nccl(args)
+        if KINDS[args.link].memory == "cuda":
+            return _run_on_gpus(args)
         _check_tokens(args)
         with ending_on_signals():
             print(f"p2pkv {p2pkv.__version__} bench: starting P and D ...", flush=True)
@@ -102,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_nccl(args: argparse.Namespace) -> int:
+def _run_on_gpus(args: argparse.Namespace) -> int:
     _check_chunk_bytes(args)
     with ending_on_signals():
         print(f"p2pkv {p2pkv.__version__} bench: starting P and D on CUDA ...", flush=True)

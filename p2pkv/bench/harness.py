@@ -145,7 +145,7 @@ def make_rank(
     """A running rank of `tp` over this memory, and where its engine's rank 0 listens: on `port`."""
     cache = layout.rank_cache(memory)
     settings = Options(role=role, host=HOST, kv_port=port, staging_bytes=staging_bytes, **options)
-    links = make_factory(link, host=HOST, staging_bytes=staging_bytes)
+    links = make_factory(link, host=HOST, staging_bytes=staging_bytes, receives=role != "P")
     hello = Hello(
         version=PROTOCOL_VERSION,
         incarnation=uuid.uuid4().hex,
@@ -211,11 +211,11 @@ LEAST_SECONDS = 0.02
 """How long each measurement on a device lasts at least, so that its start does not count."""
 
 
-def devices() -> tuple[str, str]:
+def devices(link: str) -> tuple[str, str]:
     """P's and D's CUDA device, the same one if there is only one. Raises BenchError with a sentence."""
     if not torch.cuda.is_available():
         raise BenchError(
-            "--link nccl moves KV between GPUs, and torch finds no CUDA device here: run it on a "
+            f"--link {link} moves KV between GPUs, and torch finds no CUDA device here: run it on a "
             "machine that has one, or measure the link of this machine with --link host"
         )
     return "cuda:0", "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"

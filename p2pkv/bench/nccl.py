@@ -1,4 +1,4 @@
-"""`p2pkv bench --link nccl`: the same bytes in messages of several sizes, at every level.
+"""`p2pkv bench --link nccl`, or ipc: the same bytes in messages of several sizes, at every level.
 
 Gather and scatter beside a plain copy on the device; p2pkv's bare link beside NCCL's own send and receive; a
 whole push beside the bare link. Prints a table, writes JSON and, with matplotlib, a plot.
@@ -60,15 +60,16 @@ Rows = list[dict[str, Any]]
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All rates in bytes per second, by size of message and by fan-out; bytes of each communicator.
+    """All rates in bytes per second, by size of message and by fan-out; with NCCL bytes of each communicator.
 
-    Raises BenchError without a device or CuPy.
+    Raises BenchError without a device, or, with NCCL, without CuPy.
     """
-    chosen = devices()
-    communicators = fanout.measure_communicators("nccl", chosen)  # first: see there
+    chosen, by_nccl = devices(args.link), args.link == "nccl"
+    # First: see there.
+    communicators = fanout.measure_communicators("nccl", chosen) if by_nccl else None
     try:
-        with messages("nccl", chosen, SIZES, TOTAL) as both:
-            rows = rows_of(both, SIZES, args.repeat)
+        with messages(args.link, chosen, SIZES, TOTAL) as both:
+            rows = rows_of(both, SIZES, args.repeat, raw=by_nccl)
     except ImportError as error:
         raise BenchError(
             f"--link nccl compares with NCCL's own calls, made through CuPy ({error}): install cupy-cuda12x "
@@ -78,11 +79,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     fan_outs = args.fan_out or fanout.FAN_OUTS
     names = sorted({torch.cuda.get_device_name(device) for device in chosen})
     return {
+        "link": args.link,
         "devices": list(chosen),
         "cards": names,
         "total": TOTAL,
         "rows": rows,
-        "fan_out": fanout.measure("nccl", every, fan_outs, args.chunk_bytes, args.repeat),
+        "fan_out": fanout.measure(args.link, every, fan_outs, args.chunk_bytes, args.repeat),
         "communicators": communicators,
     }
 
@@ -114,20 +116,22 @@ def show(about: dict[str, Any], results: dict[str, Any]) -> str:
         table(results["rows"]),
         parts_table(results["rows"]),
         fanout.table(results["fan_out"]),
-        fanout.communicators_table(results["communicators"]),
     ]
+    if results["communicators"]:
+        parts.append(fanout.communicators_table(results["communicators"]))
     return "\n".join([*_head(about, results), *(line for part in parts for line in ("", *part))])
 
 
 def _head(about: dict[str, Any], results: dict[str, Any]) -> Iterator[str]:
     yield f"{', '.join(results['cards'])}; torch {about['torch']}, CUDA {torch.version.cuda}"
-    if len(set(results["devices"])) == 1:
+    if len(set(results["devices"])) == 1 and results["link"] == "nccl":
         yield (
             "P and D share one device, and NCCL goes through sockets: the rates of NCCL, link and push are "
             "no measure of a link, only their ratios are"
         )
     moved = results["total"] >> 20
-    yield f"Llama-8B's KV, blocks of 16 tokens; NCCL, link and push move {moved} MiB in such messages"
+    compared = "NCCL, link and push" if results["link"] == "nccl" else "link and push"
+    yield f"Llama-8B's KV, blocks of 16 tokens; {compared} move {moved} MiB in such messages"
 
 
 def table(rows: Rows) -> Iterator[str]:
@@ -187,6 +191,8 @@ def plot(rows: Rows, path: Path) -> None:
     figure = Figure(figsize=(8, 5))
     axes = figure.subplots()
     for kind in (*DEVICE_KINDS, *LINK_KINDS):
+        if kind not in rows[0]:
+            continue
         values = [row[kind] if kind in DEVICE_KINDS else statistics.median(row[kind]) for row in rows]
         axes.plot([row["bytes"] / (1 << 20) for row in rows], [v / 1e9 for v in values], "o-", label=kind)
     axes.set(xscale="log", yscale="log", xlabel="MiB a message", ylabel="GB/s")
@@ -346,7 +352,7 @@ class Messages:
         return address, rank
 
     def _start_link(self) -> Outbound:
-        links = make_factory(self._link, host=HOST, staging_bytes=self._staging)
+        links = make_factory(self._link, host=HOST, staging_bytes=self._staging, receives=False)
         self._stack.callback(links.close)
         if isinstance(links, NcclLinks):
             links.shared.times = self.times

@@ -8,14 +8,18 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import p2pkv
 from p2pkv import plugin
 from p2pkv.link_kinds import AUTO, NAMES
 from p2pkv.pairing import Address
 from p2pkv.trust import SECRET_VARIABLE, is_loopback, read_secret
+
+if TYPE_CHECKING:
+    from p2pkv.links.cuda_memory import MemoryDriver
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +146,7 @@ def examine() -> Iterator[Finding]:
         _proxy,
         _host_link,
         _nccl,
+        _ipc,
         _cuda_environment,
     )
     for look in looks:
@@ -251,6 +256,38 @@ def _nccl() -> Finding:
     if not device:
         found = f"not usable: torch finds no CUDA device ({found} is there)"
     return Finding(ok=True, about="NCCL link", sentence=found)
+
+
+def _ipc() -> Finding:
+    """What `link: ipc` finds: memory that can be exported, and which devices reach which."""
+    try:
+        import torch
+
+        from p2pkv.links.cuda_memory import CudaError, CudaMemory
+    except ImportError as error:
+        return Finding(ok=True, about="IPC link", sentence=f"not usable ({error})")
+    if not torch.cuda.is_available():
+        return Finding(ok=True, about="IPC link", sentence="not usable: torch finds no CUDA device")
+    try:
+        drivers = [CudaMemory(index) for index in range(torch.cuda.device_count())]
+        return Finding(ok=True, about="IPC link", sentence=ipc_sentence(drivers))
+    except (CudaError, OSError) as error:
+        return Finding(ok=True, about="IPC link", sentence=f"not usable: {error}")
+
+
+def ipc_sentence(drivers: Sequence[MemoryDriver]) -> str:
+    """What the devices of these drivers, numbered as they come, can do."""
+    if mute := [str(number) for number, each in enumerate(drivers) if not each.exportable()]:
+        return f"not usable on device {', '.join(mute)}, whose memory cannot be exported as a file descriptor"
+    uuids = [each.uuid() for each in drivers]
+    pairs = [
+        f"{number} and {other}"
+        for number, each in enumerate(drivers)
+        for other in range(number + 1, len(uuids))
+        if each.reaches(uuids[other])
+    ]
+    between = f", and between devices {'; '.join(pairs)}" if pairs else ""
+    return f"usable between processes of one user on one GPU{between}, within one network namespace"
 
 
 def _cuda_environment() -> Finding:

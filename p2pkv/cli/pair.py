@@ -72,8 +72,9 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
         ranks: list[dict[str, int | float | str]] = []
         try:
             ranks.append(inspect(address, members=members))
-            for rank in range(1, int(ranks[0].get("ranks", 1))):
-                ranks.append(inspect(address.shifted(rank), members=members))
+            # D dials those that P advertises, which may be on several hosts.
+            for other in str(ranks[0].get("addresses", "")).split()[1:]:
+                ranks.append(inspect(Address.parse(other), members=members))
         except (TimeoutError, BadMessage) as error:
             yield Finding(ok=False, about=f"{role} rank {len(ranks)}", sentence=str(error))
             continue

@@ -34,6 +34,7 @@ from p2pkv.connector.describe import (
     make_ready,
     new_incarnation,
     notifies_of_sleep,
+    on_one_host,
     options_of,
     prompt_tail,
     refuse_what_cannot_move,
@@ -140,8 +141,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         # Ranks of other replicas may wait for a batch of this one that computes nothing.
         pausing = self.options.idle_wait_ms > 0 and config.parallel_config.data_parallel_size == 1
         self._longest_wait = pausing * self.options.idle_wait_ms / 1000 / config.max_concurrent_batches
-        here = _on_this_host(config.parallel_config)
-        self._rests = pausing and here
+        self._rests = pausing and on_one_host(config)
         ENGINE_CORE.rests |= self._rests
         ENGINE_CORE.install(self.options.skip_patches)
         self._news = False
@@ -153,7 +153,10 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         """By name and path: the number and the files of the adapter of the last request."""
         self._requests: WeakSet[Request] = WeakSet()
         """All that vLLM knows."""
-        tables, whole = block_tables(self._kv_cache_config), computes_last_token(self._kv_cache_config)
+        tables, whole = (
+            block_tables(config, self._kv_cache_config),
+            computes_last_token(self._kv_cache_config),
+        )
         tail, world = prompt_tail(config), self.options.engine_ranks
         for_prompts = for_loads = None
         if self.options.prefills:
@@ -170,9 +173,10 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             self.consuming = ConsumerScheduler(pairs, world, recompute, tables, whole, tail, for_loads)
             DEFERRAL.install(self.options.skip_patches)
             PAUSED_LOADS.install(self.options.skip_patches)
-        if here:  # elsewhere the beats could not arrive
-            ranks = [str(self.options.address.shifted(rank)) for rank in range(world)]
-            self._beats = BeatSender(ranks, self._beat)
+        if config.parallel_config.distributed_executor_backend in (None, "mp", "uni"):
+            # To the ranks on this host, vLLM's first: beats arrive nowhere else. Ray may put them anywhere.
+            local = range(world // config.parallel_config.nnodes_within_dp)
+            self._beats = BeatSender([str(self.options.address.shifted(rank)) for rank in local], self._beat)
 
     def _thirds(self, third: int) -> tuple[Room, Room]:
         """For the blocks of prompts for other instances, and for those of loads, with kv_both."""
@@ -342,7 +346,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         config, options = self._vllm_config, self.options
         layers = Layers(self._kv_caches, self._kv_cache_config)
         number = config.parallel_config.rank  # in its engine; torch's world is all engines of a MoE instance
-        cache, shape = cache_of(config, self._kv_cache_config, layers, number)
+        cache, shape = cache_of(config, self._kv_cache_config, layers)
         make_ready(cache.device, config.compilation_config.static_forward_context.values())
         links = make_factory(
             options.link,
@@ -350,6 +354,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             staging_bytes=options.staging_bytes,
             device=cache.device,
             nccl_channels=options.nccl_num_channels,
+            receives=options.decodes,
             allowed=options.allowed_peers,
         )
         if self._hello is None:
@@ -498,11 +503,6 @@ class P2pNcclConnector(P2pKvConnector):
 def _files_of(adapter: LoRARequest) -> tuple[int, str]:
     """The number under which vLLM has loaded it, and what its files hold."""
     return adapter.lora_int_id, adapter_fingerprint(adapter)
-
-
-def _on_this_host(parallel: Any) -> bool:
-    """Whether all workers run on the engine core's host, as far as vLLM's configuration shows."""
-    return parallel.nnodes == 1 and parallel.distributed_executor_backend in (None, "mp", "uni")
 
 
 def _log_as_vllm_does() -> None:

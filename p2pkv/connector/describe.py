@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,14 @@ from p2pkv.connector.identity import drafter_of, fingerprint
 from p2pkv.connector.planes import plane_views, row_form
 from p2pkv.connector.recurrent import conv_dim_first, recurrent_layers, refuse_strange_states, state_groups
 from p2pkv.connector.scheduler import BlockTables
+from p2pkv.connector.stages import (
+    DRAFTERS,
+    Described,
+    LocalGroup,
+    exchange_with_stages,
+    layer_order,
+    over_stages,
+)
 from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.packings import DENSE, cpu_codec
 from p2pkv.pairing import Address
@@ -51,7 +58,45 @@ def options_of(config: VllmConfig) -> Options:
 def engine_ranks(config: VllmConfig) -> int:
     """The ranks of one engine; of a data-parallel instance each engine has so many."""
     parallel = config.parallel_config
-    return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
+    return int(parallel.pipeline_parallel_size * stage_ranks(config))
+
+
+def stage_ranks(config: VllmConfig) -> int:
+    """The ranks of one pipeline stage."""
+    parallel = config.parallel_config
+    return int(parallel.prefill_context_parallel_size * parallel.tensor_parallel_size)
+
+
+def token_parts(config: VllmConfig, spec: KVCacheSpec) -> int:
+    """Over how many ranks of a stage decode-context parallelism divides the tokens of these layers. So many
+    times as many tokens as in a rank's block has a block of the scheduler."""
+    divided = getattr(spec, "dcp_sharded", not keeps_state(spec))
+    return int(config.parallel_config.decode_context_parallel_size) if divided else 1
+
+
+def on_one_host(config: VllmConfig) -> bool:
+    """Whether all ranks of this engine run on its engine core's host, by vLLM's configuration."""
+    parallel = config.parallel_config
+    backend = parallel.distributed_executor_backend
+    return parallel.nnodes_within_dp == 1 and backend in (None, "mp", "uni")
+
+
+def rank_addresses(config: VllmConfig, options: Options) -> tuple[str, ...]:
+    """Where each rank of this engine listens, for a worker.
+
+    A worker knows its own host only. Where the ranks may be on several, each waits here for all others.
+    """
+    parallel, ranks = config.parallel_config, options.engine_ranks
+    if on_one_host(config):
+        return tuple(str(options.address.shifted(rank)) for rank in range(ranks))
+    from vllm.distributed.parallel_state import get_world_group
+
+    world = get_world_group()  # of a model with experts: the ranks of all data-parallel engines
+    mine = parallel.data_parallel_index, parallel.rank, str(options.address.shifted(parallel.rank))
+    gathered: list[Any] = [None] * world.world_size
+    torch.distributed.all_gather_object(gathered, mine, group=world.cpu_group)
+    found = {rank: address for index, rank, address in gathered if index == parallel.data_parallel_index}
+    return tuple(found[rank] for rank in range(ranks))
 
 
 def data_parallel(config: VllmConfig) -> bool:
@@ -80,13 +125,6 @@ def http_address(config: VllmConfig, options: Options) -> Address | None:
         # One HTTP server for all nodes, on the first one.
         return Address(parallel.data_parallel_master_ip, address.port)
     return address
-
-
-def layer_order(names: list[str]) -> list[str]:
-    """Layer names by the numbers in them: layer 10 after layer 9."""
-    return sorted(
-        names, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
-    )
 
 
 def refuse_what_cannot_move(vllm_config: VllmConfig, config: KVCacheConfig) -> None:
@@ -120,7 +158,11 @@ def refuse_what_cannot_move(vllm_config: VllmConfig, config: KVCacheConfig) -> N
 def computes_last_token(config: KVCacheConfig) -> bool:
     """Whether P computes the whole prompt. Where layers see a window or keep a state, P leaves the last token
     to D: once P has computed it, vLLM frees what D needs to compute it, and a state is that after it."""
-    specs = [_spec_of(group, name) for group in config.kv_cache_groups for name in group.layer_names]
+    specs = [
+        _spec_of(group, name)
+        for group in config.kv_cache_groups
+        for name in group.layer_names or ("",)  # all of its layers may lie on other stages
+    ]
     return not any(_window(spec) or keeps_state(spec) for spec in specs)
 
 
@@ -131,12 +173,12 @@ def prompt_tail(config: VllmConfig) -> int:
     return max(1, int(config.num_prefill_lookahead_tokens))
 
 
-def block_tables(config: KVCacheConfig) -> BlockTables:
+def block_tables(config: VllmConfig, kv_config: KVCacheConfig) -> BlockTables:
     """How the tables of a request's blocks are read."""
     sizes, states = [], {}
-    for number, group in enumerate(config.kv_cache_groups):
+    for number, group in enumerate(kv_config.kv_cache_groups):
         spec = _spec_of(group, group.layer_names[0]) if group.layer_names else group.kv_cache_spec
-        sizes.append(spec.block_size)
+        sizes.append(spec.block_size * token_parts(config, spec))
         if keeps_state(spec):
             states[number] = spec
     return BlockTables(tuple(sizes), states)
@@ -148,7 +190,7 @@ def request_blocks(config: VllmConfig, kv_config: KVCacheConfig) -> RequestBlock
     for group in kv_config.kv_cache_groups:
         spec = _spec_of(group, group.layer_names[0]) if group.layer_names else group.kv_cache_spec
         most = -(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes)
-        tables.append((spec.block_size, max(1, most)))
+        tables.append((spec.block_size * token_parts(config, spec), max(1, most)))
     return RequestBlocks(tables, config.num_speculative_tokens)
 
 
@@ -190,6 +232,11 @@ def _kept_together(config: VllmConfig, spec: KVCacheSpec) -> int:
     return spec.block_size if _window(spec) and matters else 1
 
 
+def _interleave(config: VllmConfig, spec: KVCacheSpec) -> int:
+    """See `KvGroup.interleave`."""
+    return int(config.parallel_config.cp_kv_cache_interleave_size) if token_parts(config, spec) > 1 else 1
+
+
 def notifies_of_sleep() -> bool:
     """Whether vLLM notifies a connector before it takes the memory of the KV cache away, as 0.33 does."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -216,28 +263,6 @@ def refuse_what_cannot_pair(config: VllmConfig) -> None:
         raise ConfigError(
             "--enable-elastic-ep is set: this version of p2pkv does not follow data-parallel ranks that come "
             "and go; leave the option out"
-        )
-    if parallel.nnodes > 1:
-        raise ConfigError(
-            f"--nnodes is {parallel.nnodes}: this version of p2pkv looks for all ranks at one host; "
-            "set it to 1, and start an instance on each node"
-        )
-    sizes = {
-        "--decode-context-parallel-size": parallel.decode_context_parallel_size,
-        "--prefill-context-parallel-size": parallel.prefill_context_parallel_size,
-    }
-    for option, size in sizes.items():
-        if size > 1:
-            raise ConfigError(
-                f"{option} is {size}: this version of p2pkv knows tensor, pipeline and data parallelism "
-                "only; set it to 1"
-            )
-    drafting = config.speculative_config
-    if parallel.pipeline_parallel_size > 1 and drafting is not None and drafting.uses_draft_kv_cache():
-        raise ConfigError(
-            f"--pipeline-parallel-size is {parallel.pipeline_parallel_size}, and the drafter of "
-            "--speculative-config has KV of its own, on the last stage only: this version of p2pkv does not "
-            "know how the stages share such layers; set the size to 1, or leave the drafter out"
         )
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         raise ConfigError(
@@ -272,19 +297,20 @@ class Layers:
             _spec_of(groups[table], name) for name, table in zip(self.names, self.tables, strict=True)
         ]
         self.indices = {name: index for index, name in enumerate(self.names)}
+        self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
 
-    def alike(self, config: VllmConfig) -> list[list[int]]:
+    def alike(self, config: VllmConfig) -> dict[tuple[object, ...], list[int]]:
         """The numbers of attention layers that are alike: the same rows, planes, units, window and heads."""
         groups: dict[tuple[object, ...], list[int]] = {}
         for number, (tensor, spec) in enumerate(zip(self.tensors, self.specs, strict=True)):
             if keeps_state(spec):
                 continue
-            heads = _model_heads(config, self.names[number], spec)
+            heads = _model_heads(config, self.names[number], spec, tensor.shape[1])
             rows = row_form(self.names[number], spec)
             seen = _window(spec), _chunked(spec)
-            form = tensor.shape[1:], tensor.dtype, spec.block_size, rows, seen, heads
+            form = tuple(tensor.shape[1:]), tensor.dtype, spec.block_size, rows, seen, heads
             groups.setdefault(form, []).append(number)
-        return list(groups.values())
+        return groups
 
 
 def codec_of(config: VllmConfig, names: list[str]) -> str:
@@ -316,29 +342,30 @@ def make_ready(device: torch.device, layers: Iterable[Any]) -> None:
         torch.cpu._init_amx()
 
 
-def cache_of(
-    config: VllmConfig, kv_config: KVCacheConfig, layers: Layers, rank: int
-) -> tuple[RankCache, Cache]:
+def cache_of(config: VllmConfig, kv_config: KVCacheConfig, layers: Layers) -> tuple[RankCache, Cache]:
     """This rank's cache, and its entry in the Hello. Raises ConfigError for sizes that do not add up."""
-    groups, shapes, numbers_by_group = list[PagedCache](), list[KvGroup](), list[Sequence[int]]()
-    for numbers in layers.alike(config):
-        for group, shape in _groups_of(config, layers, rank, numbers):
-            groups.append(group)
-            shapes.append(shape)
-            numbers_by_group.append(numbers)
     parallel = config.parallel_config
-    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    groups = local_groups(config, kv_config, layers)
+    mine = [group.described for group in groups]
+    stages = exchange_with_stages(mine) if parallel.pipeline_parallel_size > 1 else [mine]
+    cache, shapes = over_stages(groups, stages, layers.device)
+    return cache, Cache(parallel.tensor_parallel_size, shapes, parallel.prefill_context_parallel_size)
+
+
+def local_groups(config: VllmConfig, kv_config: KVCacheConfig, layers: Layers) -> list[LocalGroup]:
+    """The KV groups of the layers on this rank."""
+    groups: list[LocalGroup] = []
+    for form, numbers in layers.alike(config).items():
+        groups += _groups_of(config, layers, form, numbers)
     tensors_by_name = dict(zip(layers.names, layers.tensors, strict=True))
     states = recurrent_layers(config, kv_config, tensors_by_name, layers.names)
-    found = state_groups(states, tp=tp, pp=pp, dim_first=conv_dim_first()) if states else []
-    numbers_by_group += [state.numbers for state in found]
-    groups += [state.cache for state in found]
-    return RankCache(groups, numbers_by_group), Cache(tp, (*shapes, *(state.shape for state in found)))
+    tp = config.parallel_config.tensor_parallel_size
+    return [*groups, *(state_groups(states, tp=tp, dim_first=conv_dim_first()) if states else [])]
 
 
 def _groups_of(
-    config: VllmConfig, layers: Layers, rank: int, numbers: list[int]
-) -> Iterator[tuple[PagedCache, KvGroup]]:
+    config: VllmConfig, layers: Layers, form: tuple[object, ...], numbers: list[int]
+) -> Iterator[LocalGroup]:
     """The KV groups of layers that are alike: one for each plane of their rows. Raises ConfigError."""
     names, spec = [layers.names[n] for n in numbers], layers.specs[numbers[0]]
     rows = row_form(names[0], spec)
@@ -352,21 +379,22 @@ def _groups_of(
             tables=[layers.tables[n] for n in numbers],
             tokens_per_row=rows.tokens,
         )
-        yield (
-            group,
-            KvGroup(
-                layers=_stages(config, rank, len(numbers), whole=len(numbers) == len(layers.names)),
-                heads=_heads(config, group, names[0], spec),
-                row_bytes=group.row_bytes,
-                unit_tokens=group.unit_tokens,
-                dtype=_element_type(config, tensors[0]),
-                codec=group.codec,
-                layer_names=_digest(names, plane),
-                window=_window(spec),
-                block=_kept_together(config, spec),
-                chunked=_chunked(spec),
-            ),
+        shape = KvGroup(
+            layers=(len(numbers),),
+            heads=_model_heads(config, names[0], spec, group.heads),
+            row_bytes=group.row_bytes,
+            unit_tokens=group.unit_tokens,
+            dtype=_element_type(config, tensors[0]),
+            codec=group.codec,
+            layer_names="",
+            window=_window(spec),
+            block=_kept_together(config, spec),
+            dcp=token_parts(config, spec),
+            interleave=_interleave(config, spec),
+            chunked=_chunked(spec),
         )
+        described = Described(f"{form} {plane}", plane, shape, tuple(names))
+        yield LocalGroup(group, tuple(numbers), described)
 
 
 def hello_of(
@@ -383,7 +411,7 @@ def hello_of(
         rank=rank,
         to="none",
         address=str(options.address.shifted(rank)),
-        addresses=tuple(str(options.address.shifted(each)) for each in range(options.engine_ranks)),
+        addresses=rank_addresses(config, options),
         model=str(model.model),
         weights=fingerprint(config, name) + (f"{DRAFTER}{drafter}" if drafter else ""),
         cache=shape,
@@ -395,18 +423,31 @@ def hello_of(
     )
 
 
-def _model_heads(config: VllmConfig, layer: str, spec: KVCacheSpec) -> int:
-    """KV heads of a layer, before tensor parallelism: the model's, or the drafter's; of latents, and of an
-    indexer's keys, the one that all ranks hold."""
+def _model_heads(config: VllmConfig, layer: str, spec: KVCacheSpec, held: int) -> int:
+    """KV heads of a layer, before tensor parallelism, of which a rank holds `held`: those of the model or of
+    the drafter, or the layer's own; of latents, and of an indexer's keys, the one that all ranks hold.
+
+    Raises ConfigError where the numbers do not add up.
+    """
     from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
     if isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec):
         return 1
-    model = config.model_config
+    tp, model = config.parallel_config.tensor_parallel_size, config.model_config
     if _is_drafters(config, layer, spec):
         assert config.speculative_config is not None
         model = config.speculative_config.draft_model_config or model
-    return 1 if model.use_mla else model.get_total_num_kv_heads()
+    heads = 1 if model.use_mla else model.get_total_num_kv_heads()
+    if held == max(1, heads // tp):
+        return int(heads)
+    # A layer with heads of its own: a rank that holds several has no copies. Slots are not heads (nvfp4).
+    if held == getattr(spec, "num_kv_heads", 0) and (held > 1 or tp == 1):
+        return int(held * tp)
+    raise ConfigError(
+        f"a rank of {tp} holds {held} KV heads of {layer}, but {max(1, heads // tp)} of {heads} were "
+        "expected: p2pkv does not know how this model spreads its heads; choose another "
+        "--tensor-parallel-size"
+    )
 
 
 def _is_drafters(config: VllmConfig, layer: str, spec: KVCacheSpec) -> bool:
@@ -417,25 +458,7 @@ def _is_drafters(config: VllmConfig, layer: str, spec: KVCacheSpec) -> bool:
         return False
     numbers = [int(part) for part in layer.split(".") if part.isdigit()]
     behind = bool(numbers) and numbers[0] >= config.model_config.get_total_num_hidden_layers()
-    return bool(getattr(spec, "is_draft", False)) or layer.startswith(("draft_model.", "mtp.")) or behind
-
-
-def _heads(config: VllmConfig, group: PagedCache, layer: str, spec: KVCacheSpec) -> int:
-    """KV heads of the whole model in this group. Raises ConfigError."""
-    tp, heads = config.parallel_config.tensor_parallel_size, _model_heads(config, layer, spec)
-    if group.heads != max(1, heads // tp):
-        raise ConfigError(
-            f"a rank of {tp} holds {group.heads} KV heads, but {max(1, heads // tp)} of {heads} were "
-            f"expected ({layer}): p2pkv does not know how this model spreads its heads"
-        )
-    return heads
-
-
-def _digest(names: list[str], plane: str) -> str:
-    """Distinguishes layers and planes, but neither the layers' numbers nor pipeline stages."""
-    patterns = sorted({re.sub(r"\d+", "#", name) for name in names})
-    words = [*patterns, plane] if plane else patterns
-    return hashlib.blake2b(" ".join(words).encode(), digest_size=8).hexdigest()
+    return bool(getattr(spec, "is_draft", False)) or layer.startswith(DRAFTERS) or behind
 
 
 def _element_type(config: VllmConfig, tensor: torch.Tensor) -> str:
@@ -445,31 +468,3 @@ def _element_type(config: VllmConfig, tensor: torch.Tensor) -> str:
         return name
     kind = str(config.cache_config.cache_dtype)
     return f"{name} ({'fp8_e4m3' if kind == 'fp8' else kind})"
-
-
-def _stages(config: VllmConfig, rank: int, mine: int, whole: bool) -> tuple[int, ...]:
-    """A group's layers on each pipeline stage; `mine` are on this rank's. `whole`: it has all KV layers.
-
-    Raises ConfigError.
-    """
-    parallel = config.parallel_config
-    pp = parallel.pipeline_parallel_size
-    if pp == 1:
-        return (mine,)
-    if not whole:
-        raise ConfigError(
-            f"this model's KV layers differ, and p2pkv does not know which of them lie on each of the {pp} "
-            "pipeline stages; serve it without --pipeline-parallel-size"
-        )
-    from vllm.distributed.utils import get_pp_indices
-
-    total = config.model_config.get_total_num_hidden_layers()
-    spans = [get_pp_indices(total, stage, pp) for stage in range(pp)]
-    stages = tuple(stop - start for start, stop in spans)
-    stage = rank // parallel.tensor_parallel_size
-    if stages[stage] != mine:
-        raise ConfigError(
-            f"pipeline stage {stage} of {pp} has {mine} KV layers, but {stages[stage]} were expected: p2pkv "
-            "does not know how this model spreads its layers; serve it without --pipeline-parallel-size"
-        )
-    return stages

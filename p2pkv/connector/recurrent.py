@@ -19,17 +19,16 @@ What is not certain is refused, with the layer's name.
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import gcd, lcm, prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from p2pkv.config import ConfigError
+from p2pkv.connector.stages import Described, LocalGroup
 from p2pkv.kv.cache import PagedCache
 from p2pkv.kv.copiers import ColumnCopier, copier_of
 from p2pkv.kv.layouts import LayerPages
@@ -69,14 +68,6 @@ class RecurrentLayer:
     number: int
 
 
-class StateGroup(NamedTuple):
-    """One KV group: its memory on this rank, its entry in a Hello, and the numbers of its layers."""
-
-    cache: PagedCache
-    shape: KvGroup
-    numbers: tuple[int, ...]
-
-
 def recurrent_layers(
     config: VllmConfig, kv_config: KVCacheConfig, tensors: Mapping[str, torch.Tensor], order: Sequence[str]
 ) -> list[RecurrentLayer]:
@@ -97,9 +88,8 @@ def refuse_strange_states(config: VllmConfig, kv_config: KVCacheConfig) -> None:
     looks at the specs alone.
     """
     modules: Mapping[str, Any] = config.compilation_config.static_forward_context
-    tp, pp = config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size
+    tp = config.parallel_config.tensor_parallel_size
     for name, (_, spec) in _specs_of(kv_config).items():
-        _check_engine(name, pp)
         _check_kind(name, spec)
         if name in modules:
             form_of(name, spec, modules[name], tp=tp, dim_first=conv_dim_first())
@@ -112,9 +102,7 @@ def conv_dim_first() -> bool:
     return bool(is_conv_state_dim_first())
 
 
-def state_groups(
-    layers: Sequence[RecurrentLayer], *, tp: int, pp: int = 1, dim_first: bool
-) -> list[StateGroup]:
+def state_groups(layers: Sequence[RecurrentLayer], *, tp: int, dim_first: bool) -> list[LocalGroup]:
     """The KV groups of these layers: of equal layers one for each segment, then one for the state.
 
     P and D make the same groups in the same order from the same model, whatever their tensor-parallel sizes
@@ -129,7 +117,6 @@ def state_groups(
     """
     parts: dict[_StatePart, list[tuple[RecurrentLayer, int]]] = {}
     for layer in layers:
-        _check_engine(layer.name, pp)
         form = form_of(layer.name, layer.spec, layer.module, tp=tp, dim_first=dim_first)
         _check_pages(layer)
         for part, offset in _parts(form, layer.spec, layer.pages.device.type == "cpu", tp, dim_first):
@@ -352,14 +339,6 @@ def _check_kind(name: str, spec: Any) -> Callable[[Sizes], Form]:
     return STATE_KINDS[kind]
 
 
-def _check_engine(name: str, pp: int) -> None:
-    if pp > 1:
-        raise ConfigError(
-            f"{name} is a recurrent layer, and --pipeline-parallel-size is {pp}: this version of p2pkv does "
-            "not know how the stages share such layers; set it to 1"
-        )
-
-
 # Where it lies.
 
 
@@ -434,7 +413,7 @@ def _check_pages(layer: RecurrentLayer) -> None:
         )
 
 
-def _group(part: _StatePart, parts_of_layers: Sequence[tuple[RecurrentLayer, int]], tp: int) -> StateGroup:
+def _group(part: _StatePart, parts_of_layers: Sequence[tuple[RecurrentLayer, int]], tp: int) -> LocalGroup:
     """The KV group of a part; `parts_of_layers`: its layers, and where it begins in their pages."""
     pages, tensors, numbers = [], [], []
     for layer, offset in parts_of_layers:
@@ -469,7 +448,6 @@ def _group(part: _StatePart, parts_of_layers: Sequence[tuple[RecurrentLayer, int
         codec=part.codec,
         device=tensors[0].device,
     )
-    patterns = sorted({re.sub(r"\d+", "#", layer.name) for layer, _ in parts_of_layers})
     shape = KvGroup(
         layers=(len(pages),),
         heads=part.axis.heads,
@@ -477,7 +455,8 @@ def _group(part: _StatePart, parts_of_layers: Sequence[tuple[RecurrentLayer, int
         unit_tokens=1,
         dtype=str(part.dtype).removeprefix("torch."),
         codec=part.codec,
-        layer_names=hashlib.blake2b(" ".join([*patterns, part.name]).encode(), digest_size=8).hexdigest(),
+        layer_names="",
         once=True,
     )
-    return StateGroup(cache, shape, tuple(numbers))
+    names = tuple(layer.name for layer, _ in parts_of_layers)
+    return LocalGroup(cache, tuple(numbers), Described(repr(part), part.name, shape, names))

@@ -402,6 +402,7 @@ class Core:
             "incarnation": hello.incarnation,
             "model": hello.model,
             "ranks": len(hello.addresses),
+            "addresses": " ".join(hello.addresses),
             "link": hello.link,
             "protocol": hello.version,
             "fit": fit(hello),

@@ -61,6 +61,8 @@ class RequestEntry:
             for it.
         buffer: the memory of KV that came before the request; None: there is none.
         release_only: the request has ended; this only sends P's engine that nothing is wanted.
+        release_at: the engine of P that has the request, and is to be released once the forward thread has
+            forgotten it here.
     """
 
     expect: do.Expect
@@ -73,6 +75,7 @@ class RequestEntry:
     lost: float | None = None
     buffer: PrefetchBuffer | None = None
     release_only: bool = False
+    release_at: Address | None = None
     _extents: dict[int, Extents] = field(default_factory=dict)
 
     @property
@@ -174,6 +177,8 @@ class Decode:
         entry = self.entries.get(command.key)
         if entry is not None and not entry.release_only:
             self._forget(entry)
+            if entry.release_at is not None:
+                self._release_elsewhere(command.key, entry.release_at, now)
 
     def _forget(self, entry: RequestEntry) -> None:
         if self.entries.pop(entry.expect.key, None):
@@ -344,11 +349,13 @@ class Decode:
         if not (peer.hello.instance and is_engine_of(message.engine, peer.hello)):
             raise RemoteProtocolError(f"{message.engine} is no engine of {peer.address}'s instance")
         entry, engine = self.entries.get(message.key), Address.parse(message.engine)
-        if entry is None or (entry.receiver.load.ended and entry.receiver.attempt == message.attempt):
-            if entry is not None:
-                self._forget(entry)
+        if entry is None:
             self._release_elsewhere(message.key, engine, now)
-        elif entry.receiver.attempt == message.attempt and entry.receiver.load.state is LoadPhase.WAITING:
+        elif entry.receiver.attempt != message.attempt:
+            return
+        elif entry.receiver.load.ended:
+            entry.release_at = engine
+        elif entry.receiver.load.state is LoadPhase.WAITING:
             entry.tries += 1
             if entry.tries > MAX_TRIES:
                 reason = f"the engines of P at {entry.prefill} refer this request to one another"
@@ -530,7 +537,9 @@ class Decode:
             shift = edge.target_layer - edge.layers.start
             heads = (edge.target_head, edge.target_head + edge.heads.stop - edge.heads.start)
             layers = (piece.layer + shift, piece.layer_stop + shift)
-            rows.scatter(arrived.buffer[start:stop], layers, (piece.start, piece.stop), heads, entry.blocks)
+            span = piece.start, piece.stop
+            tokens = span if edge.tokens is None else edge.tokens.on_target(*span)
+            rows.scatter(arrived.buffer[start:stop], layers, tokens, heads, entry.blocks)
 
     def _written(self, entry: RequestEntry, receiver: Receiver, arrived: ArrivedChunk, now: float) -> None:
         """The device has written this chunk to the blocks, and computed its checksum."""

@@ -356,7 +356,9 @@ class Prefill:
             heads = (edge.source_head, edge.source_head + count)
             size = ours.nbytes(layers[1] - layers[0], piece.start, piece.stop, count)
             part = send.buffer[offset : offset + size]
-            ours.gather(part, layers, (piece.start, piece.stop), heads, entry.blocks)
+            span = piece.start, piece.stop
+            tokens = span if edge.tokens is None else edge.tokens.on_source(*span)
+            ours.gather(part, layers, tokens, heads, entry.blocks)
             offset += size
 
     def _digest(self, key: str, send: Send) -> Checksum:

@@ -31,7 +31,9 @@ from p2pkv.kv.layouts import (
     Cut,
     Index,
     LayerPages,
+    Runs,
     Span,
+    Tokens,
     check_layer,
     pages_of,
 )
@@ -80,7 +82,7 @@ class PagedCache:
     ) -> None:
         self.layers = len(pages)
         self.heads = heads
-        self.blocks = min(page.blocks for page in pages)
+        self.blocks = min((page.blocks for page in pages), default=0)
         self.block_size = block_size
         self.unit_tokens = unit_tokens
         self.row_bytes = row_bytes
@@ -149,6 +151,23 @@ class PagedCache:
             device=tensors[0].device,
         )
 
+    @classmethod
+    def without_layers(
+        cls, *, unit_tokens: int, row_bytes: int, codec: str, device: torch.device
+    ) -> PagedCache:
+        """A KV group of which this rank has no layers."""
+        return cls(
+            [],
+            copier_of([], []),
+            heads=1,
+            block_size=unit_tokens,
+            unit_tokens=unit_tokens,
+            row_bytes=row_bytes,
+            element_bytes=1,
+            codec=codec,
+            device=device,
+        )
+
     def __str__(self) -> str:
         return (
             f"{self.layers} layers, {self.heads} KV heads, rows of {self.row_bytes} bytes, codec {self.codec}"
@@ -163,7 +182,7 @@ class PagedCache:
         return layers * (last - first) * heads * self.row_bytes
 
     def gather(
-        self, out: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
+        self, out: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
     ) -> None:
         """Copy a rectangle from the pages to `out`.
 
@@ -172,7 +191,8 @@ class PagedCache:
 
         Args:
             out: uint8 [nbytes], contiguous, on the cache's device.
-            layers, tokens, heads: half-open intervals, counted on this rank.
+            layers, tokens, heads: half-open intervals, counted on this rank. Where a row is one token,
+                `tokens` may also be the numbers of some tokens, in their order.
             blocks: the request's block tables, logical block ids; token t is in blocks[n][t // block_size].
 
         Raises:
@@ -183,7 +203,7 @@ class PagedCache:
             self.copier.take(span, cut, part)
 
     def scatter(
-        self, src: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
+        self, src: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
     ) -> None:
         """Copy a rectangle from `src` to the pages; the arguments and errors are gather's.
 
@@ -218,18 +238,23 @@ class PagedCache:
                 self._table(span, units, blocks)
 
     def parts(
-        self, buffer: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
+        self, buffer: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
     ) -> list[tuple[Span, Cut, torch.Tensor]]:
         """The rectangle, cut by spans of layers: span, cut, its part of the buffer."""
         _check_interval("layers", layers, self.layers)
         _check_interval("heads", heads, self.heads)
+        positions = None
+        if not isinstance(tokens, tuple):
+            positions, tokens = self._positions(tokens)
         units = self._units(tokens)
-        layer_bytes = (units[1] - units[0]) * (heads[1] - heads[0]) * self.row_bytes
+        count = units[1] - units[0] if positions is None else len(positions)
+        layer_bytes = count * (heads[1] - heads[0]) * self.row_bytes
         check_buffer(buffer, (layers[1] - layers[0]) * layer_bytes, self.device)
         if buffer.numel() == 0:
             return []
         parts: list[tuple[Span, Cut, torch.Tensor]] = []
         tables: dict[tuple[int, int, int], Index] = {}  # layers of separate storages mostly share one
+        runs = Runs(positions) if positions is not None else None
         for span in self._spans:
             some = max(layers[0], span.first), min(layers[1], span.stop)
             if some[0] >= some[1]:
@@ -238,9 +263,22 @@ class PagedCache:
             if (table := tables.get(kind)) is None:
                 table = tables[kind] = self._table(span, units, blocks)
             cut = Cut(some, units, heads, self.row_bytes, table)
+            if runs is not None:
+                span, cut = runs.of(span, cut)
             part = buffer[(some[0] - layers[0]) * layer_bytes : (some[1] - layers[0]) * layer_bytes]
             parts.append((span, cut, part))
         return parts
+
+    def _positions(self, tokens: Index) -> tuple[Index | None, Bounds]:
+        """Tokens that may have gaps, and the interval that their blocks cover; None if they have no gaps."""
+        if self.unit_tokens > 1:
+            raise ValueError(
+                f"rows of {self.unit_tokens} tokens cannot be divided over context-parallel ranks"
+            )
+        if not len(tokens):
+            return None, (0, 0)
+        start, stop = int(tokens[0]), int(tokens[-1]) + 1
+        return (None, (start, stop)) if stop - start == len(tokens) else (tokens, (0, stop))
 
     def _units(self, tokens: Bounds) -> Bounds:
         start, stop = tokens
@@ -305,20 +343,20 @@ class Rectangles(Protocol):
     def nbytes(self, layers: int, start: int, stop: int, heads: int) -> int: ...
 
     def gather(
-        self, out: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
+        self, out: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
     ) -> None: ...
 
     def scatter(
-        self, src: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
+        self, src: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
     ) -> None: ...
 
 
 def seen_as(cache: PagedCache, codec: str) -> Rectangles:
-    """The cache with its rows arranged by `codec`: its own, or "dense".
+    """The cache with its rows arranged by `codec`: its own, or "dense"; as it is if it has no layers.
 
     Raises ValueError, with a sentence, for another codec, or pages that cannot be undone.
     """
-    if codec == cache.codec:
+    if codec == cache.codec or not cache.layers:
         return cache
     if codec != DENSE:
         raise ValueError(f"a cache of codec {cache.codec} can travel as it is or {DENSE}, not as {codec}")
@@ -380,7 +418,7 @@ class DenseView:
         return layers * (stop - start) * heads * self.row_bytes
 
     def gather(
-        self, out: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
+        self, out: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
     ) -> None:
         """Copy a rectangle from the pages to `out`; arguments and errors are PagedCache's."""
         for part in self.parts(out, layers, tokens, heads, blocks):
@@ -391,7 +429,7 @@ class DenseView:
                 part.wire[...] = self._unpacked(part)[:, :, slice(*part.inside)].swapaxes(1, 2)
 
     def scatter(
-        self, src: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
+        self, src: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
     ) -> None:
         """Copy a rectangle from `src` to the pages; tokens beside it keep what they hold.
 
@@ -415,9 +453,11 @@ class DenseView:
         return page
 
     def parts(
-        self, buffer: torch.Tensor, layers: Bounds, tokens: Bounds, heads: Bounds, blocks: BlockTables
+        self, buffer: torch.Tensor, layers: Bounds, tokens: Tokens, heads: Bounds, blocks: BlockTables
     ) -> Iterator[_Part]:
         """Everything is checked before the first part comes."""
+        if not isinstance(tokens, tuple):
+            raise ValueError("packed pages cannot be divided over context-parallel ranks")
         if not 0 <= tokens[0] <= tokens[1]:
             raise ValueError(f"tokens [{tokens[0]}, {tokens[1]}) are not an interval of a prompt")
         first = tokens[0] // self._tokens * self._tokens
@@ -485,7 +525,9 @@ class RankCache:
         self.groups = tuple(groups)
         self.layers = tuple(layers)
         self.device = groups[0].device
-        self.digest_name = groups[0].digest_name
+        self._some = next((group for group in groups if group.layers), groups[0])
+        """A group that this rank has layers of."""
+        self.digest_name = self._some.digest_name
 
     def seen_as(self, codecs: Sequence[str]) -> tuple[Rectangles, ...]:
         """Each group with its rows arranged by the codec of its number. Raises ValueError; see `seen_as`."""
@@ -493,16 +535,16 @@ class RankCache:
 
     def layer_bytes(self, tokens: int) -> int:
         """Bytes of so many tokens in the smallest layer of this rank, at least 1."""
-        rows = [(group.heads * group.row_bytes, group.unit_tokens) for group in self.groups]
-        return max(1, min(tokens * nbytes // unit for nbytes, unit in rows))
+        rows = [(each.heads * each.row_bytes, each.unit_tokens) for each in self.groups if each.layers]
+        return max(1, min((tokens * nbytes // unit for nbytes, unit in rows), default=1))
 
     def digest(self, buffer: torch.Tensor) -> Checksum:
         """See PagedCache.digest."""
-        return self.groups[0].digest(buffer)
+        return self._some.digest(buffer)
 
     def fence(self) -> Fence:
         """See PagedCache.fence."""
-        return self.groups[0].fence()
+        return self._some.fence()
 
     def warm_up(self) -> None:
         """Compile now what gather and scatter run on the device, so that the first transfer does not wait."""

@@ -82,6 +82,8 @@ class Copier(Protocol):
 
 def copier_of(pages: list[LayerPages], tensors: Sequence[torch.Tensor]) -> Copier:
     """Numpy's on a CPU; on CUDA the kernels', if CuPy is there to launch them, else torch's."""
+    if not tensors:
+        return StorageCopier(pages, {})
     device = tensors[0].device
     if device.type == "cuda" and (launcher := cupy_launcher(device)) is not None:
         return KernelCopier(pages, tensors, launcher)

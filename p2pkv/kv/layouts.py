@@ -24,6 +24,12 @@ Index = NDArray[np.int64]
 Bounds = tuple[int, int]
 """Start and stop, half-open."""
 
+Tokens = Bounds | Index
+"""An interval of a prompt's tokens; or some of them, in their order."""
+
+MOST_PLACES = 1 << 31
+"""The kernels' block tables are int32."""
+
 
 @dataclass(frozen=True)
 class LayerPages:
@@ -192,6 +198,48 @@ def pages_of(tensor: torch.Tensor, table: int, block_rows: int, paged: bool) -> 
 
 
 # From a rectangle to rows.
+
+
+class Runs:
+    """Some units of a prompt as runs of one length, each of which is a block of its own, so that what copies
+    blocks copies them.
+
+    `positions`: the units, in their order, not empty.
+    """
+
+    def __init__(self, positions: Index) -> None:
+        self._positions = positions
+        breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+        self._longest = int(np.gcd.reduce([len(positions), positions[0], *breaks, *positions[breaks]]))
+        self._tables: dict[LayerPages, Index] = {}
+
+    def of(self, span: Span, cut: Cut) -> tuple[Span, Cut]:
+        """The span whose blocks are the places where a run may lie, and the cut by such blocks; that of `cut`
+        begins with the prompt's first block.
+
+        Raises ValueError for more than `MOST_PLACES` places.
+        """
+        pages = span.pages
+        run = gcd(pages.units, self._longest)  # no run lies in two kernel blocks
+        step = gcd(pages.block_stride, run * pages.unit_stride)
+        kind = replace(pages, storage=0, offset=0)
+        if kind not in self._tables:
+            self._tables[kind] = self._places(pages, cut.table, run, step)
+        runs = replace(span, pages=replace(pages, ratio=1, units=run, block_stride=step))
+        return runs, replace(cut, units=(0, len(self._positions)), table=self._tables[kind])
+
+    def _places(self, pages: LayerPages, table: Index, run: int, step: int) -> Index:
+        if pages.blocks * pages.ratio * (pages.block_stride // step) >= MOST_PLACES:
+            raise ValueError(
+                f"{pages.blocks} blocks of {pages.block_stride * pages.ratio} bytes have too many places "
+                f"where {run} tokens of {pages.unit_stride} bytes may lie: set a larger "
+                "--cp-kv-cache-interleave-size, or give vLLM a smaller KV cache"
+            )
+        block, inside = np.divmod(self._positions[::run], pages.block_units)
+        kernel, unit = np.divmod(inside, pages.units)
+        places: Index = (table[block] * pages.ratio + kernel) * (pages.block_stride // step)
+        places += unit * pages.unit_stride // step
+        return places
 
 
 def spans_of(layers: Sequence[LayerPages]) -> list[Span]:

@@ -179,6 +179,7 @@ class LinkSettings:
         shared_memory: whether ranks of one machine may share memory.
         device: where the KV is; None: the current CUDA device, for a kind that needs one.
         nccl_channels: the most channels of an NCCL communicator.
+        receives: whether this rank is ever D's end; if not, it needs no memory for what comes in.
         allowed: networks outside of which no rank is dialed; None: any may be.
     """
 
@@ -187,6 +188,7 @@ class LinkSettings:
     shared_memory: bool = True
     device: torch.device | None = None
     nccl_channels: int = 8
+    receives: bool = True
     allowed: Networks | None = None
 
 

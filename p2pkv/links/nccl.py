@@ -27,6 +27,7 @@ from p2pkv.links.base import (
     decode_blob,
     encode_blob,
 )
+from p2pkv.links.gpu import CudaDevice, Device, DevicePool
 from p2pkv.links.nccl_bindings import (
     UNIQUE_ID_BYTES,
     Nccl,
@@ -36,7 +37,7 @@ from p2pkv.links.nccl_bindings import (
     load_nccl,
     version_name,
 )
-from p2pkv.links.nccl_communicator import BusyEnds, CudaDevice, Device, DevicePool, Shared
+from p2pkv.links.nccl_communicator import FIRST_MESSAGE_BYTES, BusyEnds, Shared
 from p2pkv.links.nccl_ends import NcclInbound, NcclOutbound
 from p2pkv.links.staging import StagingBudget
 
@@ -124,7 +125,8 @@ class NcclLinks(LinkFactory):
         owner = Guard(f"NCCL on {device.name}")
         busy = BusyEnds(max(1, int(device.processors * BUSY_SHARE) // nccl.channels))
         self.staging = StagingBudget(staging_bytes)
-        pool = DevicePool(device, staging_bytes)
+        # All new communicators send what is beside the slots first, and it is never read.
+        pool = DevicePool(device.memory, staging_bytes, FIRST_MESSAGE_BYTES)
         self.shared = Shared(nccl, device, pool, self.staging, init_seconds, owner, busy)
         self._version = nccl.version()
         self.kind = f"nccl {version_name(self._version)}"

@@ -1,4 +1,4 @@
-"""What NCCL links stand on: a device's memory and streams, and NCCL's communicators as they come up.
+"""What a rank's NCCL links share, and NCCL's communicators as they come up.
 
 NCCL may wait for an absent peer in the calls that bring a communicator up, and in those that end one. The
 engine's thread must not wait with it, so these calls are made on helper threads.
@@ -9,221 +9,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
-import torch
-
-from p2pkv.device import CudaEvent, end_stream, ignore_captures, make_stream, take_memory
 from p2pkv.links.base import Guard, LinkError
+from p2pkv.links.gpu import Device, DevicePool, Helpers, Stream, wait_out
 from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, Nccl, NcclError, advice
-from p2pkv.links.staging import Slots, StagingBudget, StagingShare
+from p2pkv.links.staging import StagingBudget
 
 logger = logging.getLogger(__name__)
 
 MOST_STUCK = 16
 FIRST_MESSAGE_BYTES = 64
 _PAUSE = 0.001
-
-
-# The device.
-
-
-class StreamEvent(Protocol):
-    """A point in the order of a stream's work."""
-
-    def ready(self) -> bool:
-        """Whether everything queued on the stream before this point is done. Never waits.
-
-        Raises RuntimeError if the device has failed.
-        """
-        ...
-
-
-class Stream(Protocol):
-    """One link end's own stream.
-
-    Attributes:
-        number: the raw handle that NCCL takes.
-    """
-
-    number: int
-
-    def record(self) -> StreamEvent:
-        """Record an event at this point of the stream."""
-        ...
-
-    def close(self) -> None:
-        """Nothing is on it any more, and nothing will be."""
-        ...
-
-
-class Device(Protocol):
-    """Where a factory's links live.
-
-    Attributes:
-        name: for people.
-        processors: its multiprocessors (SMs).
-    """
-
-    name: str
-    processors: int
-
-    def enter(self) -> None:
-        """Make this the current device of the calling thread; helper threads begin with it."""
-        ...
-
-    def memory(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] for staging, whatever it holds. Raises MemoryError with a sentence."""
-        ...
-
-    def free_bytes(self) -> int:
-        """Free device memory, to see what a communicator takes."""
-        ...
-
-    def stream(self) -> Stream:
-        """A new stream, which nothing else of this process ever shares. Raises RuntimeError."""
-        ...
-
-    def here(self) -> StreamEvent:
-        """Record an event at this point of the calling thread's current stream."""
-        ...
-
-
-class CudaStream:
-    """A stream that nothing else in this process uses; see `device.make_stream`."""
-
-    def __init__(self, device: int) -> None:
-        """On the calling thread's current device, which is this one. Raises RuntimeError."""
-        self._device = device
-        self.number = make_stream(first=True)
-
-    def record(self) -> CudaEvent:
-        return CudaEvent(self._device, self.number)
-
-    def close(self) -> None:
-        end_stream(self.number)
-
-
-class CudaDevice:
-    """One CUDA device of this process."""
-
-    def __init__(self, device: torch.device) -> None:
-        assert device.type == "cuda" and device.index is not None
-        self._device = device
-        self._index = device.index
-        self.name = str(device)
-        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-
-    def enter(self) -> None:
-        torch.cuda.set_device(self._device)
-        # A thread has no context until its first call to the runtime, and `set_device` may make none.
-        torch.cuda.mem_get_info(self._device)
-        ignore_captures()
-
-    def memory(self, nbytes: int) -> torch.Tensor:
-        return take_memory(nbytes, self._device, "staging_bytes")
-
-    def free_bytes(self) -> int:
-        return int(torch.cuda.mem_get_info(self._device)[0])
-
-    def stream(self) -> CudaStream:
-        return CudaStream(self._index)
-
-    def here(self) -> CudaEvent:
-        return CudaEvent(self._index, torch.cuda.current_stream(self._index).cuda_stream)
-
-
-# Device memory: what is being sent, or received, lies in its slots.
-
-
-class DevicePool:
-    """Slots in one block of device memory, taken once and for all: a full device fails at the start.
-
-    The owner thread takes slots; the thread that has seen the device finish with them gives them back.
-    """
-
-    def __init__(self, device: Device, nbytes: int) -> None:
-        """Raises ValueError if `nbytes` is not positive, MemoryError if the device has no room."""
-        self._slots = Slots(nbytes)
-        capacity = self._slots.capacity
-        self._bytes = device.memory(capacity + FIRST_MESSAGE_BYTES)
-        self.first_message = self._bytes[capacity:]
-        """What new communicators send first: all of them at once, and it is never read."""
-        self._lock = threading.Lock()
-
-    def check(self, nbytes: int) -> None:
-        """Raises ValueError if `nbytes` is not positive or could never fit."""
-        self._slots.check(nbytes)
-
-    def take(self, nbytes: int, share: StagingShare) -> int | None:
-        """The offset of a new slot, or None while there is no room; ValueError if it could never fit."""
-        with self._lock:
-            return self._slots.take(nbytes, share)
-
-    def give(self, offset: int) -> None:
-        """Return the slot at `offset`."""
-        with self._lock:
-            self._slots.give(offset)
-
-    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] over the slot."""
-        return self._bytes[offset : offset + nbytes]
-
-
-# Threads for the calls that may never return.
-
-
-class Helpers:
-    """Runs work on threads of its own. One that outlives its time is left behind, counted, never joined.
-
-    Threads are daemons: a process ends with stuck ones in it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._running: dict[threading.Thread, float] = {}
-
-    def run(self, name: str, seconds: float, work: Callable[[], None]) -> None:
-        """Begin `work`; it counts as stuck once it has taken longer than `seconds`."""
-
-        def main() -> None:
-            try:
-                work()
-            except Exception:
-                logger.exception("an error in the helper thread %s", name)
-            finally:
-                with self._lock:
-                    late = time.monotonic() > self._running.pop(thread)
-                if late:
-                    logger.info("%s, which had been given up, has returned", name)
-
-        thread = threading.Thread(target=main, name=name, daemon=True)
-        with self._lock:
-            self._running[thread] = time.monotonic() + seconds
-        thread.start()
-
-    @property
-    def busy(self) -> int:
-        """Threads that have not returned."""
-        with self._lock:
-            return len(self._running)
-
-    @property
-    def stuck(self) -> int:
-        """Threads among them whose time is over."""
-        now = time.monotonic()
-        with self._lock:
-            return sum(1 for end in self._running.values() if now > end)
-
-    def join(self, seconds: float) -> None:
-        """Wait for all threads, `seconds` at most."""
-        end = time.monotonic() + seconds
-        with self._lock:
-            threads = list(self._running)
-        for thread in threads:
-            thread.join(max(0.0, end - time.monotonic()))
 
 
 # What a rank's links share, and one communicator.
@@ -399,7 +196,7 @@ class Opening:
             self.stream.close()
 
     def _say_something(self, comm: int, stream: Stream) -> None:
-        nccl, buffer = self._shared.nccl, self._shared.pool.first_message
+        nccl, buffer = self._shared.nccl, self._shared.pool.beside
         call, peer = (nccl.send, 1) if self._rank == 0 else (nccl.recv, 0)
         call(buffer.data_ptr(), FIRST_MESSAGE_BYTES, peer, comm, stream.number)
         self._settle(comm)
@@ -417,9 +214,3 @@ class Opening:
     def _pause(self) -> None:
         if self._given_up.wait(_PAUSE):
             raise _GivenUp
-
-
-def wait_out(event: StreamEvent) -> None:
-    """Wait, on a helper thread, until the device has passed `event`; for ever if it never does."""
-    while not event.ready():
-        time.sleep(_PAUSE)

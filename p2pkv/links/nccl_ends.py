@@ -9,8 +9,9 @@ from collections import deque
 import torch
 
 from p2pkv.links.base import Guard, Inbound, LinkError, Outbound
+from p2pkv.links.gpu import StreamEvent, wait_out
 from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, NcclError
-from p2pkv.links.nccl_communicator import Opening, Shared, StreamEvent, wait_out
+from p2pkv.links.nccl_communicator import Opening, Shared
 from p2pkv.links.staging import StagingShare, aligned
 
 ABORT_SECONDS = 10.0

@@ -141,8 +141,11 @@ class Share(Struct, frozen=True):
         edge, wire = self.edge, self.wire
         row = len(edge.heads) * wire.row_bytes
         ready = stop if wire.once else None
-        tokens = wire.needed(start, stop)
-        return Extent(edge.group, edge.layers.start, edge.layers.stop, *tokens, wire.unit, row, ready)
+        first, last = wire.needed(start, stop)
+        if edge.tokens is not None:
+            first, last = edge.tokens.count(first), edge.tokens.count(last)
+        layers = edge.layers
+        return Extent(edge.group, layers.start, layers.stop, first, last, wire.unit, row, ready, edge.tokens)
 
 
 class Assignment(Struct, frozen=True, dict=True):
@@ -202,7 +205,10 @@ def unfit(mine: str, theirs: str, why: object) -> str:
 
 def shapes(cache: Cache) -> Shapes:
     """What the planner must know of a cache. Raises ShardingError."""
-    return tuple(Shape(group.layers, group.heads, cache.tp) for group in cache.groups)
+    return tuple(
+        Shape(group.layers, group.heads, cache.tp, cache.pcp, group.dcp, group.interleave)
+        for group in cache.groups
+    )
 
 
 def is_engine_of(address: str, hello: Hello) -> bool:
@@ -233,7 +239,7 @@ def judge(mine: Hello, theirs: Hello) -> Plan:
         )
     if theirs.rank >= len(theirs.addresses):
         raise Refused(f"{theirs.address} says it is rank {theirs.rank} of {len(theirs.addresses)}")
-    ranks = theirs.cache.stages * theirs.cache.tp
+    ranks = theirs.cache.ranks
     if ranks != len(theirs.addresses):
         raise Refused(f"{theirs.address} names {len(theirs.addresses)} ranks, but its cache lies on {ranks}")
     if theirs.role == "P":
@@ -265,12 +271,29 @@ def judge(mine: Hello, theirs: Hello) -> Plan:
             what = f"memory layouts{_of_group(number, mine)}"
             layouts = _differ(what, mine, theirs, _layout(ours), _layout(others))
             raise Refused(f"{layouts}; {_advice(ours, others)}")
+        _check_divided_tokens(number, mine, theirs)
     prefill, decode = (mine, theirs) if mine.role == "P" else (theirs, mine)
     _check_windows(prefill, decode)
     try:
         return make_plan(shapes(prefill.cache), shapes(decode.cache))
     except ShardingError as error:
         raise Refused(f"{mine.address} and {theirs.address}: {error}") from None
+
+
+def _check_divided_tokens(number: int, mine: Hello, theirs: Hello) -> None:
+    """Raises Refused for a KV group whose tokens one of the two divides, although its rows are not tokens."""
+    groups = [hello.cache.groups[number] for hello in (mine, theirs)]
+    if max(group.dcp for group in groups) == 1:
+        return
+    for hello, group in zip((mine, theirs), groups, strict=True):
+        if group.once or group.window or group.codec != DENSE or group.unit_tokens > 1:
+            raise Refused(
+                f"decode-context-parallel sizes{_of_group(number, mine)} are {groups[0].dcp} at "
+                f"{mine.address} and {groups[1].dcp} at {theirs.address}, and {hello.address} keeps "
+                f"{_layout(group)}, rows per request: {_rows(group)}, window: {group.window}; tokens are "
+                "divided only where a dense row is one token and there is no window, so set "
+                "--decode-context-parallel-size to 1 on both sides"
+            )
 
 
 def _check_windows(prefill: Hello, decode: Hello) -> None:

@@ -66,6 +66,9 @@ class KvGroup(Struct, frozen=True, forbid_unknown_fields=True):
         chunked: attention looks at no token before the last multiple of `window`, instead.
         block: where there is a window, tokens that are kept together. P has all of a block or nothing, and D
             wants all or nothing, since its prefix cache keeps blocks; 1: D caches no prefixes.
+        dcp: over how many ranks of a stage the tokens are divided (decode-context parallelism); 1: every rank
+            has all tokens.
+        interleave: where they are divided, tokens that follow each other on one rank.
     """
 
     layers: Annotated[tuple[Small, ...], Meta(min_length=1, max_length=1024)]
@@ -78,6 +81,8 @@ class KvGroup(Struct, frozen=True, forbid_unknown_fields=True):
     once: bool = False
     window: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
     block: Positive = 1
+    dcp: Positive = 1
+    interleave: Positive = 1
     chunked: bool = False
 
 
@@ -85,17 +90,24 @@ class Cache(Struct, frozen=True, forbid_unknown_fields=True):
     """One engine's KV cache, as far as a peer must know it.
 
     Attributes:
-        tp: tensor-parallel size; world rank = stage * tp + tp rank, as in vLLM.
+        tp: tensor-parallel size.
         groups: its KV groups; messages name them by their number here.
+        pcp: prefill-context-parallel size; world rank = (stage * pcp + pcp rank) * tp + tp rank, as in vLLM.
     """
 
     tp: Positive
     groups: Annotated[tuple[KvGroup, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
+    pcp: Positive = 1
 
     @property
     def stages(self) -> int:
         """Pipeline stages."""
         return len(self.groups[0].layers)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the engine."""
+        return self.stages * self.pcp * self.tp
 
 
 class Hello(Message, frozen=True, tag="Hello"):
@@ -258,7 +270,8 @@ class Want(Message, frozen=True, tag="Want"):
 
 class Piece(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """A rectangle of a KV group: global layers [layer, layer_stop) x tokens [start, stop), all heads of the
-    edge. In a group with one row per request `tokens` are [0, 1)."""
+    edge. In a group with one row per request `tokens` are [0, 1). Where context parallelism divides the
+    tokens, `start` and `stop` count those that both ranks keep."""
 
     group: Annotated[int, Meta(ge=0, le=MAX_GROUPS - 1)]
     layer: Small

@@ -3,6 +3,7 @@
 Tokens are counted in units: one token where the wire is dense, a whole block where packed pages travel
 as they lie. A unit can travel once all the tokens in it that D wants have been computed. A KV group with one
 row per request has the one unit [0, 1), which can travel once all tokens that D wants have been computed.
+Where context parallelism divides the tokens, those that both ranks keep are counted (see `interleave.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
+from p2pkv.interleave import Common
 from p2pkv.protocol.machine import RemoteProtocolError
 from p2pkv.protocol.messages import MAX_PIECES, Piece
 
@@ -34,6 +36,7 @@ class Extent:
         row: bytes of one (layer, unit) over all heads of the edge.
         ready: where there is one row per request: it can travel once so many tokens are computed. None: there
             is one row per unit.
+        tokens: which tokens are counted; None: all.
     """
 
     group: int
@@ -44,6 +47,7 @@ class Extent:
     unit: int
     row: int
     ready: int | None = None
+    tokens: Common | None = None
 
     def __post_init__(self) -> None:
         assert self.layer < self.layer_stop and self.unit > 0 and self.row > 0
@@ -66,6 +70,8 @@ class Extent:
 
     def sendable(self, computed: int) -> int:
         """How far whole units reach when tokens [0, computed) are computed."""
+        if self.tokens is not None:
+            computed = self.tokens.count(computed)
         if computed >= (self.stop if self.ready is None else self.ready):
             return self.ceiling
         if self.ready is not None:

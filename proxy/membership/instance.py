@@ -41,7 +41,7 @@ InstanceRole = Literal["P", "D", "both"]
 InstanceKey = tuple[InstanceRole, Address, int]
 ROLE_NAMES: dict[InstanceRole, str] = {"P": "prefill", "D": "decode", "both": "prefill and decode"}
 Kind = tuple[frozenset[str], str, int]
-Loss = Literal["gone", "silent", "hung", "stopped", "late"]
+Loss = Literal["gone", "silent", "hung", "stopped", "late", "moved"]
 """Why a call to an instance is given up; blame.CallEnd explains each."""
 VOUCHING_VERSION = 4
 """From this version of the pings on, an instance sends none while its engine does not get on."""
@@ -298,6 +298,11 @@ class Instance:
     def zmq_address(self) -> Address:
         return Address.parse(self.ping.zmq_address)
 
+    @cached_property
+    def written_addresses(self) -> tuple[str, ...]:
+        """As they may stand in its answers."""
+        return tuple({self.ping.http_address, self.ping.zmq_address, str(self.zmq_address)})
+
     @property
     def name(self) -> str:
         """Its address, and which of the replicas there it is: the same after a restart."""
@@ -314,7 +319,8 @@ class Instance:
     @property
     def load(self) -> int:
         """Requests that are here or on their way."""
-        return max(self.in_flight + self.coming, self.places)
+        expected = self.in_flight + self.coming
+        return expected if expected > self.places else self.places
 
     def state(self, now: float, *, needed: bool) -> str:
         """What keeps it from new requests, if anything does; `needed`: requests depend on it."""
@@ -401,11 +407,11 @@ class Instance:
     def _weigh(self, more_tokens: int = 0) -> None:
         """What it has to do, in tokens for each of its tensor-parallel ranks: a P has prompts to compute, a D
         has requests with their prompts, and an instance of both roles has either."""
-        self.tokens += more_tokens
+        self.tokens = tokens = self.tokens + more_tokens
         load = self.load
-        decoding = {"P": 0, "D": load, "both": self.places}[self.role]
-        requests = decoding * REQUEST_TOKENS
-        self.order = (requests + self.tokens) / self.ping.tp_size, load, self.turn
+        if self.role != "P":
+            tokens += (load if self.role == "D" else self.places) * REQUEST_TOKENS
+        self.order = tokens / self.ping.tp_size, load, self.turn
 
     def unreachable(self) -> None:
         """Its HTTP server cannot be reached: neither it nor the others there get requests until /health

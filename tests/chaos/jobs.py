@@ -30,10 +30,12 @@ PROMPTS, LONGEST = 12, 700
 
 
 class Engine(Protocol):
-    """An engine as its requests see it. `continued`: when it last began to run."""
+    """An engine as its requests see it. `continued`: when it last began to run. `named`: the addresses by
+    which an id may name it, those of all engines of its data-parallel instance."""
 
     name: str
     outside: Address
+    named: tuple[Address, ...]
     frozen: bool
     continued: float
 
@@ -96,14 +98,18 @@ class Jobs:
         chunk = draw.choice([48, 100, 256, LONGEST])
         abort, preempt, leaves = (not (plain or must) and draw.random() < 0.1 for _ in range(3))
         late = draw.random() < 0.3
+        # A router that knows no data-parallel ranks names any engine of P and of D.
+        on_p, on_d = (
+            draw.choice(each.named) if len(each.named) > 1 else each.outside for each in (prefill, decode)
+        )
         job = self.open[key] = Job(key, prefill, decode, self._now(), must=must)
         job.in_prefill = prefill.order(
-            "prefill", key=key, decode=str(decode.outside), prompt=prompt, tokens=tokens, chunk=chunk,
+            "prefill", key=key, decode=str(on_d), named=str(on_p), prompt=prompt, tokens=tokens, chunk=chunk,
             abort_at=draw.randrange(tokens) if abort else -1,
             preempt_at=draw.randrange(tokens) if preempt else -1,
         )  # fmt: skip
         job.in_decode = decode.order(
-            "load", key=key, prefill=str(prefill.outside), prompt=prompt, tokens=tokens,
+            "load", key=key, prefill=str(on_p), prompt=prompt, tokens=tokens,
             after=draw.uniform(0.0, 0.5) if late else 0.0, leave=draw.uniform(0.0, 0.5) if leaves else -1,
             recompute=draw.random() < 0.5,
         )  # fmt: skip

@@ -29,6 +29,7 @@ class Machine:
 
     Attributes:
         build: its model and its ranks.
+        named: the addresses by which an id may name it.
         outside, inside: what it advertises, and where it listens; a P has a door between the two.
         up: whether it has said that it is ready, and was not told to end.
         frozen: since a SIGSTOP.
@@ -45,6 +46,7 @@ class Machine:
         if name.startswith("P") and place is None:
             self.outside = Address("127.0.0.1", free_ports(build.tp))
             self.door = Door(self.outside, self.inside, ports=build.tp)
+        self.named = (self.outside,)
         self.up = self.frozen = self.ended = False
         self.continued = time.monotonic()
         self._process: Any = None

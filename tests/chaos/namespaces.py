@@ -87,6 +87,10 @@ class Cable:
         target = str(self._keepers[side].pid)
         return ["nsenter", "--target", target, *kinds, "--preserve-credentials", "--"]
 
+    def keeper(self, side: str) -> int:
+        """The process that has this side's namespaces."""
+        return self._keepers[side].pid
+
     def inside(self, side: str) -> list[str]:
         """What to put before a command that is to run there."""
         return self._enter(side, "--user", "--net")

@@ -17,10 +17,12 @@ from p2pkv.pairing import Address
 
 @dataclass
 class Prompt:
-    """One prompt. `abort_at`, `preempt_at`: after so many tokens; -1 is never."""
+    """One prompt. `abort_at`, `preempt_at`: after so many tokens; -1 is never. `decode`, `named`: the engines
+    in its id."""
 
     key: str
     decode: Address
+    named: Address
     prompt: int
     tokens: int
     chunk: int
@@ -39,10 +41,11 @@ class PrefillSide(Forward):
 
     def order(self, order: dict[str, Any], now: float) -> None:
         """A prompt to prefill."""
-        prompt = Prompt(**order | {"decode": Address.parse(order["decode"])})
+        prompt = Prompt(**order | {name: Address.parse(order[name]) for name in ("decode", "named")})
         self._prompts[prompt.key] = prompt
         self._queue.append(prompt)
-        self.crew.do(do.Hold(prompt.key, prompt.decode))
+        here = self.crew.ranks[0].context.hello.addresses[0]
+        self.crew.do(do.Hold(prompt.key, prompt.decode, None if here == str(prompt.named) else prompt.named))
 
     def empty(self) -> bool:
         """A P keeps nothing."""

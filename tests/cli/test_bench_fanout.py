@@ -105,6 +105,7 @@ def test_each_link_costs_what_the_device_has_less_when_it_is_up() -> None:
 def test_the_report_has_all_three_tables() -> None:
     row = {"bytes": 1 << 20, "copy": 3e9, "gather": 2e9, "scatter": 2e9, "raw": [1e9], "link": [1e9]}
     results = {
+        "link": "nccl",
         "devices": ["cuda:0", "cuda:0"],
         "cards": ["a card"],
         "total": 64 << 20,

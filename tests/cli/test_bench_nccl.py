@@ -18,9 +18,11 @@ SMALL = [64 << 10, 1 << 20]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, so nothing is refused")
-def test_without_a_device_it_refuses_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--link", "nccl"]) == 1
-    assert "torch finds no CUDA device here: run it on a machine that has one" in capsys.readouterr().out
+@pytest.mark.parametrize("link", ["nccl", "ipc"])
+def test_without_a_device_it_refuses_with_a_sentence(link: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--link", link]) == 1
+    why = "and torch finds no CUDA device here: run it on a machine that has one"
+    assert f"--link {link} moves KV between GPUs, {why}" in capsys.readouterr().out
 
 
 def test_messages_of_every_size_at_every_level() -> None:
@@ -35,6 +37,16 @@ def test_messages_of_every_size_at_every_level() -> None:
     lines = list(nccl.table(rows))
     assert [line.split()[:2] for line in lines[1:]] == [["64", "KiB"], ["1024", "KiB"]]
     assert all(len(line.split()) == 12 for line in lines[1:])
+
+
+def test_the_page_of_a_link_without_communicators() -> None:
+    row = {"bytes": 1 << 20, "copy": 3e9, "gather": 2e9, "scatter": 2e9, "link": [1e9], "push": [1e9]}
+    fans = {"devices": ["cuda:0"], "total": 1 << 20, "rows": [{"fan_out": 1, "push": [1e9]}]}
+    about = {"torch": "2.13.0"}
+    results = {"link": "ipc", "devices": ["cuda:0"] * 2, "cards": ["H100"], "total": 1 << 20, "rows": [row],
+               "fan_out": fans, "communicators": None}  # fmt: skip
+    page = nccl.show(about, results)
+    assert "link and push move 1 MiB" in page and "communicator" not in page and "sockets" not in page
 
 
 def test_the_sizes_can_be_measured() -> None:

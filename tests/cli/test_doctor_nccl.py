@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ipc_simulated import SimulatedGpu, SimulatedMemory
 from nccl_fakes import fake_cupy, install
 
-from p2pkv.cli.doctor import Finding, examine
+from p2pkv.cli.doctor import Finding, examine, ipc_sentence
 
 
 @pytest.fixture
@@ -70,3 +71,20 @@ def test_what_a_gpus_server_inherits_is_shown(
         patch.setenv(name, value)
     found = about("CUDA")
     assert found.ok and words in found.sentence
+
+
+def test_the_ipc_link_without_a_device(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch.cuda, "is_available", lambda: False)
+    assert about("IPC link").sentence == "not usable: torch finds no CUDA device"
+
+
+def test_which_devices_the_ipc_link_joins() -> None:
+    first, second, third = (SimulatedMemory(SimulatedGpu(), b"GPU %d..........." % n) for n in range(3))
+    first.unreachable.add(third.card)
+    second.unreachable.add(third.card)
+    assert ipc_sentence([first]) == (
+        "usable between processes of one user on one GPU, within one network namespace"
+    )
+    assert "on one GPU, and between devices 0 and 1, within" in ipc_sentence([first, second, third])
+    second.can_export = False
+    assert ipc_sentence([first, second]).startswith("not usable on device 1, whose memory")

@@ -41,9 +41,10 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from p2pkv.config import ConfigError
-from p2pkv.connector import P2pKvConnector, P2pNcclConnector
+from p2pkv.connector import P2pKvConnector, P2pNcclConnector, describe
 from p2pkv.connector.describe import (
     Layers,
+    block_tables,
     cache_of,
     codec_of,
     computes_last_token,
@@ -68,7 +69,7 @@ def tensors(names: list[str], heads: int = 2, dtype: torch.dtype = torch.float32
 def hello(config: VllmConfig, caches: dict[str, torch.Tensor], rank: int = 0) -> Hello:
     kv = kv_cache_config(layers=list(caches))
     layers = Layers(caches, kv)
-    cache, said = cache_of(config, kv, layers, rank)
+    cache, said = cache_of(config, kv, layers)
     return hello_of(config, options_of(config), cache, said, rank, "host")
 
 
@@ -94,19 +95,40 @@ def test_hello_says_who_this_rank_is_and_what_its_cache_looks_like() -> None:
     assert hello(vllm_config("P"), tensors(list(LAYERS))).incarnation != said.incarnation
 
 
-def test_a_rank_of_several_says_its_own_address_and_all_of_them() -> None:
+def test_a_rank_of_several_says_its_own_address_and_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_parallel(tensor_parallel_size=2, pipeline_parallel_size=2)
+    monkeypatch.setattr(describe, "exchange_with_stages", lambda mine: [list(mine), list(mine)])
     said = hello(config, tensors([next(iter(LAYERS))], heads=1), rank=3)
     assert said.addresses == tuple(str(P_ADDRESS.shifted(rank)) for rank in range(4))
     assert said.address == said.addresses[3]
     assert (said.cache.groups[0].layers, said.cache.tp) == ((1, 1), 2)
 
 
-def test_a_model_that_spreads_heads_or_layers_otherwise_is_refused() -> None:
-    with pytest.raises(ConfigError, match="holds 2 KV heads, but 1 of 2 were expected"):
-        hello(with_parallel(tensor_parallel_size=2), tensors(list(LAYERS)))
-    with pytest.raises(ConfigError, match="stage 1 of 2 has 2 KV layers, but 1 were expected"):
-        hello(with_parallel(pipeline_parallel_size=2), tensors(list(LAYERS)), rank=1)
+def test_layers_with_kv_heads_of_their_own() -> None:
+    """As many as their ranks hold in all; a single one on each of several ranks might be a copy."""
+    for held, tp, heads in ((2, 1, 2), (2, 2, 4), (2, 4, 8)):
+        said = hello(with_parallel(tensor_parallel_size=tp), tensors(list(LAYERS), heads=held))
+        assert said.cache.groups[0].heads == heads
+    four = replace(FULL, num_kv_heads=4)
+    kv = KVCacheConfig(
+        num_blocks=4,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["l.0"], FULL), KVCacheGroupSpec(["l.1"], four)],
+    )
+    caches = {"l.0": torch.zeros(4, 2, BLOCK, 32), "l.1": torch.zeros(4, 4, BLOCK, 16)}
+    said_of_both = cache_of(vllm_config("P"), kv, Layers(caches, kv))[1]
+    assert [(group.heads, group.row_bytes) for group in said_of_both.groups] == [(2, 128), (4, 64)]
+
+
+def test_a_model_that_spreads_heads_otherwise_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"holds 4 KV heads of .*, but 2 of 2 were expected"):
+        hello(vllm_config("P"), tensors(list(LAYERS), heads=4))  # slots, as nvfp4 has for K and for V
+    config = with_parallel(tensor_parallel_size=2)
+    config.model_config.model_arch_config.total_num_kv_heads = 8
+    one = replace(FULL, num_kv_heads=1)
+    kv = kv_cache_config(spec=one)
+    with pytest.raises(ConfigError, match=r"rank of 2 holds 1 KV heads of .*, but 4 of 8 were expected"):
+        cache_of(config, kv, Layers(tensors(list(LAYERS), heads=1), kv))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +172,7 @@ def test_layers_with_a_window_are_a_group_of_their_own() -> None:
     memory = {name: one if number < 3 else other for number, name in enumerate(names)}
     layers = Layers(memory, config)
     assert layers.names == names
-    cache, said = cache_of(vllm_config("P"), config, layers, 0)
+    cache, said = cache_of(vllm_config("P"), config, layers)
     assert [(group.layers, group.window, group.block) for group in said.groups] == [
         ((4,), 20, BLOCK),
         ((2,), 0, 1),
@@ -158,12 +180,10 @@ def test_layers_with_a_window_are_a_group_of_their_own() -> None:
     for role, cached, block in (("P", False, BLOCK), ("D", True, BLOCK), ("D", False, 1)):
         other = vllm_config(role)
         other.cache_config.enable_prefix_caching = cached
-        assert cache_of(other, config, layers, 0)[1].groups[0].block == block
+        assert cache_of(other, config, layers)[1].groups[0].block == block
     assert [group.tables for group in cache.groups] == [(1, 2, 1, 2), (0, 0)]
     assert [list(numbers) for numbers in cache.layers] == [[0, 1, 3, 4], [2, 5]]
     assert not computes_last_token(config) and computes_last_token(kv_cache_config())
-    with pytest.raises(ConfigError, match=r"KV layers differ.*serve it without --pipeline-parallel-size"):
-        cache_of(with_parallel(pipeline_parallel_size=2), config, layers, 0)
 
 
 # Layers
@@ -509,16 +529,62 @@ def test_attention_of_every_kind_and_states_move() -> None:
 @pytest.mark.parametrize(
     ("sizes", "match"),
     [
-        ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size is 2"),
-        ({"prefill_context_parallel_size": 4}, "--prefill-context-parallel-size is 4"),
         ({"enable_elastic_ep": True}, "--enable-elastic-ep is set"),
-        ({"nnodes": 2}, "--nnodes is 2: .* all ranks at one host"),
         ({"distributed_executor_backend": "external_launcher", "world_size": 2}, "choose mp or ray"),
     ],
 )
 def test_ranks_that_would_be_addressed_wrongly_are_refused(sizes: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         P2pKvConnector(with_parallel(**sizes), KVConnectorRole.WORKER, kv_cache_config())
+
+
+def test_context_parallel_ranks() -> None:
+    """DCP divides the tokens of layers that vLLM says are divided; PCP multiplies the ranks."""
+    config = with_parallel(
+        tensor_parallel_size=4,
+        prefill_context_parallel_size=2,
+        decode_context_parallel_size=2,
+        cp_kv_cache_interleave_size=4,
+    )
+    refuse_what_cannot_pair(config)
+    said = hello(config, tensors(list(LAYERS), heads=1), rank=5)
+    (group,) = said.cache.groups
+    assert (said.cache.tp, said.cache.pcp, group.dcp, group.interleave) == (4, 2, 2, 4)
+    assert (len(said.addresses), said.address) == (8, str(P_ADDRESS.shifted(5)))
+    assert said.cache.ranks == 8
+    assert block_tables(config, kv_cache_config()).sizes == (2 * BLOCK,)
+    own = replace(FULL, dcp_sharded=False)
+    assert block_tables(config, kv_cache_config(spec=own)).sizes == (BLOCK,)
+    state = MambaSpec(block_size=BLOCK, shapes=((2, 2),), dtypes=(torch.float32,))
+    assert block_tables(config, kv_cache_config(spec=state)).sizes == (BLOCK,)
+
+
+@pytest.mark.parametrize("parallel", [{"nnodes": 2}, {"distributed_executor_backend": "ray"}])
+@pytest.mark.parametrize("engines", [1, 2])
+def test_ranks_on_several_hosts_learn_each_others_addresses(
+    monkeypatch: pytest.MonkeyPatch, parallel: dict[str, Any], engines: int
+) -> None:
+    """Also where the ranks of other data-parallel engines are in the same torch world, as with experts."""
+    hosts = {rank: f"10.0.0.{1 + rank}" for rank in (0, 1)}
+    others = [
+        (index, rank, f"{hosts[rank]}:{1000 * index + rank}") for index in range(engines) for rank in hosts
+    ]
+    asked: list[object] = []
+
+    def gather(into: list[Any], mine: object, group: str) -> None:
+        asked.append((mine, group))
+        into[:] = [mine if each[:2] == mine[:2] else each for each in reversed(others)]  # type: ignore[index]
+
+    world = SimpleNamespace(world_size=len(others), cpu_group="all ranks")
+    monkeypatch.setattr("vllm.distributed.parallel_state.get_world_group", lambda: world)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    index = engines - 1
+    config = with_parallel(tensor_parallel_size=2, rank=1, data_parallel_index=index, **parallel)
+    refuse_what_cannot_pair(config)
+    said = hello(config, tensors(list(LAYERS), heads=1), rank=1)
+    mine = str(P_ADDRESS.shifted(2 * index + 1))
+    assert asked == [((index, 1, mine), "all ranks")]
+    assert said.addresses == (f"10.0.0.1:{1000 * index}", mine) and said.address == mine
 
 
 @pytest.mark.parametrize("model", ["dense", "experts"])
@@ -580,6 +646,11 @@ def test_a_group_of_which_this_stage_has_no_layer_is_passed_over() -> None:
         kv_cache_groups=[KVCacheGroupSpec(["a"], FULL), KVCacheGroupSpec([], FULL)],
     )
     refuse_what_cannot_move(vllm_config("P"), config)
+    window = SlidingWindowSpec(
+        block_size=BLOCK, num_kv_heads=2, head_size=16, dtype=torch.float32, sliding_window=20
+    )
+    config.kv_cache_groups[1].kv_cache_spec = window
+    assert not computes_last_token(config), "the scheduler of such an engine has stage 0's groups"
 
 
 def test_tensor_and_pipeline_parallelism_are_not_refused() -> None:

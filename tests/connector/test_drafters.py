@@ -24,16 +24,19 @@ from connector_support import (
     vllm_config,
     write,
 )
+from msgspec import structs
 from tiny_eagle import TinyEagle
 from vllm.config import LoadConfig, VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from p2pkv.config import ConfigError
+from p2pkv.connector import describe
 from p2pkv.connector.describe import (
     Layers,
     cache_of,
     hello_of,
+    local_groups,
     options_of,
     prompt_tail,
     refuse_what_cannot_pair,
@@ -77,7 +80,7 @@ def hello(role: str, drafter: Mapping[str, Any] | None = None, layers: list[str]
     names = layers or list(LAYERS)
     kv = kv_cache_config(layers=names)
     caches = {name: torch.zeros(4, 2, BLOCK, 32) for name in names}
-    cache, said = cache_of(config, kv, Layers(caches, kv), 0)
+    cache, said = cache_of(config, kv, Layers(caches, kv))
     return hello_of(config, options_of(config), cache, said, 0, "host")
 
 
@@ -104,7 +107,7 @@ def test_a_draft_model_has_its_own_number_of_heads(tp: int) -> None:
     ]
     kv = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
     caches = {name: torch.zeros(4, held, BLOCK, 32) for name, held in zip(DRAFT_LAYERS, heads, strict=True)}
-    cache, said = cache_of(config, kv, Layers(caches, kv), 0)
+    cache, said = cache_of(config, kv, Layers(caches, kv))
     assert sorted((group.heads, group.layers) for group in said.groups) == [(1, (1,)), (2, (2,))]
     assert sorted(cache.groups[number].heads for number in range(2)) == sorted([1, 2 // tp])
 
@@ -175,15 +178,26 @@ def test_of_several_mtp_modules_as_many_must_run_on_both() -> None:
     assert said(2, 4) != said(3, 4)
 
 
-def test_with_stages_a_drafter_with_kv_is_refused() -> None:
-    for drafter, refused in ((eagle(), True), (NGRAM, False)):
-        config = vllm_config("P", drafter=drafter)
-        config.parallel_config.pipeline_parallel_size = 2
-        if refused:
-            with pytest.raises(ConfigError, match=r"drafter .* has KV of its own.*leave the drafter out"):
-                refuse_what_cannot_pair(config)
-        else:
-            refuse_what_cannot_pair(config)
+def test_stages_of_a_model_with_a_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM keeps a drafter on the last stage; its layers come last also where their names come first."""
+    names = ["model.layers.0.attn", "model.layers.1.attn", "draft_model.layers.0.attn"]
+    kv = kv_cache_config(layers=names)
+    caches = {name: torch.zeros(4, 2, BLOCK, 32) for name in names}
+    config = vllm_config("P", drafter=eagle())
+    refuse_what_cannot_pair(config)
+    whole = cache_of(config, kv, Layers(caches, kv))[1]
+    stages = [Layers({name: caches[name] for name in some}, kv) for some in (names[:1], names[1:])]
+    described = [[group.described for group in local_groups(config, kv, layers)] for layers in stages]
+    config.parallel_config.pipeline_parallel_size = 2
+    monkeypatch.setattr(describe, "exchange_with_stages", lambda mine: described)
+    for layers in stages:
+        cache, said = cache_of(config, kv, layers)
+        assert said.groups[0].layers == (1, 2) and cache.groups[0].layers == len(layers.names)
+        assert structs.replace(said.groups[0], layers=(3,)) == whole.groups[0]
+    assert Layers(caches, kv).names == names
+    monkeypatch.setattr(describe, "exchange_with_stages", lambda mine: described[::-1])
+    with pytest.raises(ConfigError, match=r"out of the order .* serve it without --pipeline-parallel-size"):
+        cache_of(config, kv, stages[0])
 
 
 # The prompt's tail.

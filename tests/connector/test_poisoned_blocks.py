@@ -64,6 +64,28 @@ def test_prompts_that_end_anywhere_in_a_block(kind: Kind, tp: tuple[int, int], e
         assert engine.holds_poison or engine.scheduler.needs_kv_cache_zeroing, "no block was poisoned"
 
 
+STAGES = {"windows": (1, 3), "states": (1, 3), "two-precisions": (2, 2), "M3": (3, 1), "all": (1, 2)}
+"""Layers of two stages, of which one mostly has no layer of some KV group."""
+
+
+@pytest.mark.parametrize("on_p", [True, False], ids=["P", "D"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if str(kind) in STAGES], ids=str)
+def test_stages_of_layers_that_differ(kind: Kind, on_p: bool, engines: Start) -> None:
+    """PP 2 x TP 2 on one side, TP 1 on the other: chunks, and prefixes that D has already."""
+    stages = STAGES[str(kind)]
+    tp, cut = ((2, 1), (stages, None)) if on_p else ((1, 2), (None, stages))
+    p, d = engines(*tp, blocks=160, kind=kind, budget=48, stages=cut)
+    start = tokens(129, "start")
+    prompts = [tokens(length, length) for length in (1, BLOCK, BLOCK + 1, 65, 100)]
+    for number, prompt in enumerate([start, *prompts]):
+        ask_both(p, d, number, prompt, tokens=20)
+    finish(p, d)
+    ask_both(p, d, "again", [*start, 7, 8], tokens=20)
+    finish(p, d)
+    assert set(d.ended.values()) == {"length"}
+    assert computed(d) == 20 * (len(prompts) + 2), "D computed one token of each prompt"
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.caching], ids=str)
 def test_prefixes_that_p_or_d_or_both_have_already(kind: Kind, engines: Start) -> None:
     """What D has loaded for one prompt is the beginning of others, also of one that it computes alone."""

@@ -268,24 +268,25 @@ def test_the_groups_of_a_gated_delta_net() -> None:
     held = Held(
         DeltaNet(8, 16, 4, 6), Side(2, "SD", 0, 0, False, (0, 0, 0), 0), (torch.bfloat16, torch.float32), 1
     )
-    q, k, v, state = (one.shape for one in held.groups)
-    assert all(one.shape.once for one in held.groups)
+    q, k, v, state = held.shapes
+    assert all(one.once for one in held.shapes)
     assert [(one.layers, one.heads, one.row_bytes) for one in (q, k, v)] == [
         ((9,), 8, 8),
         ((9,), 8, 8),
         ((9,), 16, 12),
     ]
     assert (state.layers, state.heads, state.row_bytes, state.dtype) == ((3,), 16, 4 * 6 * 4, "float32")
-    assert len({one.shape.layer_names for one in held.groups}) == 4
-    assert held.groups[0].numbers == (0, 0, 0, 2, 2, 2, 4, 4, 4) and held.groups[3].numbers == (0, 2, 4)
+    assert len({one.layer_names for one in held.shapes}) == 4
+    numbers = held.cache.layers
+    assert numbers[0] == (0, 0, 0, 2, 2, 2, 4, 4, 4) and numbers[3] == (0, 2, 4)
 
 
 def test_a_cpu_s_delta_net_meets_only_another_one() -> None:
     """vLLM's CPU kernels keep its state transposed."""
     found = state_groups([one_layer(DeltaNet(8, 16, 4, 4))], tp=1, dim_first=False)
-    assert [one.shape.codec for one in found] == ["dense", "dense", "dense", "state:kv"]
+    assert [one.described.shape.codec for one in found] == ["dense", "dense", "dense", "state:kv"]
     found = state_groups([one_layer(Mamba2(4, 4, 1, 4))], tp=1, dim_first=False)
-    assert {one.shape.codec for one in found} == {"dense"}
+    assert {one.described.shape.codec for one in found} == {"dense"}
 
 
 def test_layers_of_two_kinds_make_groups_of_their_own() -> None:
@@ -376,12 +377,6 @@ def test_what_cannot_be_described_is_refused_with_the_layer_s_name(
             continue
         with pytest.raises(ConfigError, match=f"^model.layers.0.mixer .*{said}"):
             refuse()
-
-
-def test_stages_are_refused() -> None:
-    layer = one_layer(ShortConv(8))
-    with pytest.raises(ConfigError, match=r"^model.layers.0.mixer .*--pipeline-parallel-size is 2"):
-        state_groups([layer], tp=1, pp=2, dim_first=False)
 
 
 def test_pages_that_are_not_registered_as_vllm_does_are_refused() -> None:

@@ -28,6 +28,33 @@ SHAPES = {
     "MLA, TP 2 to TP 4": (shape((8,), 1, 2), shape((8,), 1, 4)),
 }
 
+CONTEXT = {
+    "DCP 2 to 1": (shape((4,), 1, 2, dcp=2), shape((4,), 1, 1)),
+    "DCP 1 to 2, blocks of 32": (shape((4,), 1, 1), shape((4,), 1, 2, 32, dcp=2, interleave=16)),
+    "DCP 4 to 2, other interleave sizes": (
+        shape((4,), 1, 4, dcp=4, interleave=16),
+        shape((4,), 1, 2, dcp=2, interleave=4),
+    ),
+    "DCP 2 to 4, other interleave sizes": (
+        shape((4,), 1, 2, dcp=2, interleave=8),
+        shape((4,), 1, 4, 32, dcp=4),
+    ),
+    "DCP 2 to 3": (shape((4,), 1, 2, dcp=2), shape((4,), 1, 3, dcp=3, interleave=2)),
+    "DCP 2 to 2, all alike": (shape((4,), 1, 2, dcp=2), shape((4,), 1, 2, dcp=2)),
+    "2 KV heads, TP 4 x DCP 2 to TP 2": (shape((4,), 2, 4, dcp=2, interleave=16), shape((4,), 2, 2)),
+    "2 KV heads, PP 2 to TP 4 x DCP 2": (shape((2, 2), 2, 1), shape((4,), 2, 4, dcp=2)),
+    "MLA, TP 4 x DCP 2, of which two each hold the same, to TP 1": (
+        shape((4,), 1, 4, dcp=2),
+        shape((4,), 1, 1),
+    ),
+    "PCP 2, not divided, to TP 2": (shape((4,), 2, 2, pcp=2), shape((4,), 2, 2)),
+    "PCP 2 x DCP 2 to TP 2": (shape((4,), 2, 2, pcp=2, dcp=2), shape((4,), 2, 2)),
+    "PP 2 x PCP 2 x TP 2 x DCP 4 to DCP 2": (
+        shape((3, 1), 1, 2, pcp=2, dcp=4, interleave=8),
+        shape((4,), 1, 2, dcp=2),
+    ),
+}
+
 
 @pytest.fixture(params=["memory", "host"])
 def links(request):
@@ -51,6 +78,19 @@ def test_many_ranks(links, shapes):
     with threads(links, *shapes) as (p, d):
         push(p, d, ONE)
         check(p, d, ONE)
+
+
+@pytest.mark.parametrize("shapes", CONTEXT.values(), ids=CONTEXT)
+def test_context_parallel_ranks(links, shapes):
+    """Tokens divided over the ranks of P, of D or of both: chunks and prefixes end anywhere, and a prompt may
+    have no token on some rank."""
+    prompts = (
+        Prompt("a", tokens=1003, chunk=333, cached=37),
+        Prompt("b", 1, tokens=1003, chunk=1003, cached=1000),
+    )
+    with threads(links, *shapes) as (p, d):
+        push(p, d, prompts)
+        check(p, d, prompts)
 
 
 @pytest.mark.parametrize("name", ["TP 8 to TP 2", "PP 2 x TP 4 to TP 8", "MLA, TP 4 to TP 2"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import ipc_simulated
 import nccl_simulated
 import pytest
 from engine_support import (
@@ -17,7 +18,7 @@ from engine_support import (
     wait_for,
     wrong_cells,
 )
-from links_support import NCCL_KINDS, nccl_links
+from links_support import NCCL_KINDS, ipc_links, nccl_links
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.prefill_peers import Receiving
@@ -25,12 +26,15 @@ from p2pkv.engine.prefill_peers import Receiving
 ONE = Geometry()
 
 
-@pytest.fixture(params=["memory", "host", *NCCL_KINDS])
+@pytest.fixture(params=["memory", "host", "ipc", *NCCL_KINDS])
 def links(request):
     if request.param in NCCL_KINDS:
         yield lambda side, rank: nccl_links(blocking=request.param == "nccl-blocking", staging=1 << 20)
+    elif request.param == "ipc":
+        yield lambda side, rank: ipc_links(1 << 20, receives=side == "D")
     else:
         yield plain_links(request.param)
+    ipc_simulated.let_go()
     nccl_simulated.let_go()
 
 

@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ def steps(out: Path) -> list[Step]:
     """What says most comes first, should the time be over."""
     python = sys.executable
     tests = (python, "-m", "pytest", "-c", "tests/gpu/bare.ini", "-q", "-rfEs")
-    bench = (python, "-m", "p2pkv.cli", "bench", "--link", "nccl", "--repeat", "3", "--fan-out", "1", "2")
+    bench = (python, "-m", "p2pkv.cli", "bench", "--repeat", "3", "--fan-out", "1", "2", "--link")
     wheels = ("msgspec", "zmq")
 
     def servers(name: str, what: str, setting: str, gpus: int, *boxes: str) -> Step:
@@ -119,7 +119,7 @@ def steps(out: Path) -> list[Step]:
         Step(
             "one card",
             "two ranks on one card: pushes compared, a peer killed, links aborted",
-            (*tests, "tests/gpu/test_push.py", "-k", "one_gpu or one-gpu"),
+            (*tests, "tests/gpu/test_push.py", "-k", "(one_gpu or one-gpu) and not ipc"),
             1,
             240.0,
             boxes=(
@@ -131,15 +131,34 @@ def steps(out: Path) -> list[Step]:
         servers(
             "servers, one card",
             "vLLM: P, D and the proxy on one card answer as one server does",
-            "one-gpu and not graphs",
+            "one-gpu and not graphs and not ipc",
             1,
             "a P and a D of vLLM on one card answer as a single server, and all checksums agree",
             "D decodes on while prompts arrive, and when P is killed (figures below)",
         ),
         Step(
+            "CUDA IPC, one card",
+            "link: ipc between two processes on one card: pushes compared, a peer killed",
+            (*tests, "tests/gpu/test_push.py", "-k", "ipc-on-one-gpu"),
+            1,
+            180.0,
+            wheels,
+            boxes=(
+                "memory that one process exports (cuMem) is mapped by another: bytes on D equal bytes on P",
+                "D is killed in mid-transfer: P's writes fault nothing, and the next D gets a link",
+            ),
+        ),
+        servers(
+            "servers, one card, CUDA IPC",
+            "vLLM: P and D on one card over link: ipc",
+            "one-gpu-ipc",
+            1,
+            "a P and a D of vLLM on one card answer as a single server over link: ipc",
+        ),
+        Step(
             "two cards",
             "the same as on one card between two cards",
-            (*tests, "tests/gpu/test_push.py", "tests/gpu/test_bench_gpu.py", "-k", "two-gpus"),
+            (*tests, "tests/gpu/test_push.py", "tests/gpu/test_bench_gpu.py", "-k", "two-gpus and not ipc"),
             2,
             240.0,
             boxes=("bytes on D equal bytes on P between two cards, by NVLink or PCIe",),
@@ -147,14 +166,41 @@ def steps(out: Path) -> list[Step]:
         servers(
             "servers, two cards",
             "vLLM on a card each",
-            "two-gpus and not piecewise and not full and not tp2",
+            "two-gpus and not piecewise and not full and not tp2 and not ipc",
             2,
             "a P and a D of vLLM on a card each answer as a single server",
         ),
         Step(
+            "CUDA IPC, two cards",
+            "link: ipc between two cards that reach each other's memory",
+            (*tests, "tests/gpu/test_push.py", "-k", "ipc-on-two-gpus"),
+            2,
+            180.0,
+            wheels,
+            boxes=(
+                "a gather over NVLink or PCIe into another process's memory: bytes on D equal bytes on P",
+            ),
+        ),
+        servers(
+            "servers, two cards, CUDA IPC",
+            "vLLM on a card each, which the other server does not see, over link: ipc",
+            "two-gpus-ipc",
+            2,
+            "memory of a card that CUDA_VISIBLE_DEVICES hides is mapped, and the answers are right",
+        ),
+        Step(
+            "bench, CUDA IPC",
+            "link and push over link: ipc",
+            (*bench, "ipc", "--json", str(out / BENCH_IPC)),
+            1,
+            180.0,
+            wheels,
+            boxes=("link: ipc beside a plain copy on one card, or the limit of NVLink (figures below)",),
+        ),
+        Step(
             "bench",
             "gather, link and push",
-            (*bench, "--json", str(out / BENCH)),
+            (*bench, "nccl", "--json", str(out / BENCH)),
             1,
             180.0,
             wheels,
@@ -193,6 +239,7 @@ def steps(out: Path) -> list[Step]:
 
 
 BENCH = "bench.json"
+BENCH_IPC = "bench_ipc.json"
 FIGURES = "figures.jsonl"
 
 
@@ -310,9 +357,12 @@ def _asked(*command: str) -> str:
 
 
 def figures_table(
-    bench: dict[str, Any] | None, kept: Sequence[dict[str, Any]], limit: dict[str, float]
+    bench: dict[str, Any] | None,
+    kept: Sequence[dict[str, Any]],
+    limit: dict[str, float],
+    ipc: dict[str, Any] | None = None,
 ) -> Table:
-    """Each figure beside what it is measured against, as a ratio."""
+    """Each figure beside what it is measured against, as a ratio. `ipc`: of `bench --link ipc`."""
     rows: list[list[str]] = []
     for row in (bench or {}).get("rows", []):
         size = f"{row['bytes'] >> 10} KiB"
@@ -335,11 +385,25 @@ def figures_table(
             rate = statistics.median(row[kind]) / 1e9
             compared = [f"{way}, {most:.0f} GB/s", f"{rate / most:.2f}"] if between and most else ["-", "-"]
             rows.append([f"{NAMES[kind]}, {size}", f"{rate:.1f} GB/s", *compared])
+    rows += _ipc_rows(ipc, limit)
     rows += [
         [f"{each['name']} ({each['where']})", f"{each['value']:.3g} {each['unit']}", "-", "-"]
         for each in kept
     ]
     return Table(["figure", "value", "limit", "ratio"], rows)
+
+
+def _ipc_rows(bench: dict[str, Any] | None, limit: dict[str, float]) -> Iterator[list[str]]:
+    """On one card a message is one copy on the device; between two it goes over NVLink or PCIe."""
+    for row in (bench or {}).get("rows", []):
+        name, most = "a plain copy", row["copy"] / 1e9
+        if len(set((bench or {})["devices"])) > 1:
+            name, most = next(((way, limit[way]) for way in ("NVLink", "PCIe") if way in limit), ("-", 0.0))
+        for kind in ("link", "push"):
+            rate = statistics.median(row[kind]) / 1e9
+            compared = [f"{name}, {most:.0f} GB/s", f"{rate / most:.2f}"] if most else ["-", "-"]
+            what = f"{NAMES[kind]}, link: ipc, {row['bytes'] >> 10} KiB"
+            yield [what, f"{rate:.1f} GB/s", *compared]
 
 
 NAMES = {"raw": "NCCL's own send and receive", "link": "p2pkv's link", "push": "a whole push"}
@@ -401,13 +465,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         wanted = [step for step in wanted if step.name in args.only]
     (args.out / FIGURES).unlink(missing_ok=True)
-    (args.out / BENCH).unlink(missing_ok=True)
+    for name in (BENCH, BENCH_IPC):
+        (args.out / name).unlink(missing_ok=True)
     os.environ[VARIABLE] = str((args.out / FIGURES).absolute())
     results = run_all(wanted, devices(), args.minutes * 60)
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    bench, limit = args.out / BENCH, limits()
-    kept = figures(args.out / FIGURES)
-    table = figures_table(json.loads(bench.read_text()) if bench.exists() else None, kept, limit)
+    limit, kept = limits(), figures(args.out / FIGURES)
+    bench, ipc = (
+        json.loads(path.read_text()) if path.exists() else None
+        for path in (args.out / BENCH, args.out / BENCH_IPC)
+    )
+    table = figures_table(bench, kept, limit, ipc)
     parts = blocks(wanted, results, when, table, limit)
     (args.out / "first_day.md").write_text(markdown(TITLE, parts), encoding="utf-8")
     (args.out / "first_day.html").write_text(page(TITLE, parts), encoding="utf-8")

@@ -144,6 +144,12 @@ def test_figures_stand_beside_their_limits() -> None:
     one_card = figures_table(bench | {"devices": ["cuda:0"] * 2}, [], {"NVLink": 300.0})
     assert one_card.rows[2][2:] == ["-", "-"], "through sockets: no measure of a link"
     assert figures_table(None, [], {}).rows == []
+    ipc = {"rows": [row], "devices": ["cuda:0"] * 2}
+    rows = [list(each) for each in figures_table(None, [], {"NVLink": 300.0}, ipc).rows]
+    assert rows[0] == ["p2pkv's link, link: ipc, 1024 KiB", "150.0 GB/s", "a plain copy, 2000 GB/s", "0.07"]
+    ipc["devices"] = ["cuda:0", "cuda:1"]
+    rows = [list(each) for each in figures_table(None, [], {"NVLink": 300.0}, ipc).rows]
+    assert rows[1] == ["a whole push, link: ipc, 1024 KiB", "75.0 GB/s", "NVLink, 300 GB/s", "0.25"]
 
 
 def test_limits_are_read_from_what_the_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,8 @@ PLACES = [
     pytest.param(("host", ("cpu", "cpu")), id="host-on-a-cpu"),
     pytest.param(("nccl", ("cuda:0", "cuda:0")), id="nccl-on-one-gpu", marks=pytest.mark.gpu),
     pytest.param(("nccl", ("cuda:0", "cuda:1")), id="nccl-on-two-gpus", marks=pytest.mark.two_gpus),
+    pytest.param(("ipc", ("cuda:0", "cuda:0")), id="ipc-on-one-gpu", marks=pytest.mark.gpu),
+    pytest.param(("ipc", ("cuda:0", "cuda:1")), id="ipc-on-two-gpus", marks=pytest.mark.two_gpus),
 ]
 
 
@@ -68,7 +70,7 @@ def test_the_bare_link_carries_every_size(both: Messages) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("both", PLACES[1:], indirect=True)
+@pytest.mark.parametrize("both", PLACES[1:3], indirect=True)
 def test_nccl_by_itself(both: Messages) -> None:
     assert all(both.raw(size) > 0 for size in SIZES)
 

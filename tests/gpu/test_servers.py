@@ -49,6 +49,7 @@ class Setting:
     Attributes:
         p, d: CUDA_VISIBLE_DEVICES of each; "" on a CPU.
         graphs: vLLM's cudagraph_mode; "" means --enforce-eager.
+        link: what carries KV between GPUs.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Setting:
     d: str
     tp: int = 1
     graphs: str = ""
+    link: str = "nccl"
 
     @property
     def gpu(self) -> bool:
@@ -81,6 +83,8 @@ SETTINGS = [
     setting("cpu", pytest.mark.long, p="", d=""),
     setting("one-gpu", pytest.mark.gpu, p="0", d="0"),
     setting("one-gpu-graphs", pytest.mark.gpu, p="0", d="0", graphs="FULL_AND_PIECEWISE"),
+    setting("one-gpu-ipc", pytest.mark.gpu, p="0", d="0", link="ipc"),
+    setting("two-gpus-ipc", pytest.mark.two_gpus, p="0", d="1", link="ipc"),
     setting("two-gpus", pytest.mark.two_gpus, p="0", d="1"),
     setting("two-gpus-piecewise", pytest.mark.two_gpus, p="0", d="1", graphs="PIECEWISE"),
     setting("two-gpus-full", pytest.mark.two_gpus, p="0", d="1", graphs="FULL_AND_PIECEWISE"),
@@ -120,7 +124,7 @@ def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     logs = tmp_path_factory.mktemp("logs")
     proxy = ProxyServer(log_path=logs / "proxy.log")
     settings = {
-        "link": "nccl" if chosen.gpu else "host",
+        "link": chosen.link if chosen.gpu else "host",
         "staging_bytes": 64 << 20,
         "lease_seconds": LEASE_SECONDS,
         "verify": True,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import ipc_simulated
 import nccl_simulated
 import pytest
 from links_support import HOST_WINDOW, KINDS, make_factories
@@ -36,7 +37,8 @@ def _host_links(shared: bool) -> Iterator[HostLinks]:
 
 
 @pytest.fixture(autouse=True)
-def nccl_rules() -> Iterator[None]:
-    """No test may break a rule of NCCL's, whatever else it shows."""
+def rules() -> Iterator[None]:
+    """No test may break a rule of NCCL's or CUDA's, whatever else it shows."""
     yield
+    ipc_simulated.let_go()
     nccl_simulated.let_go()

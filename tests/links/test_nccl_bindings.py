@@ -16,7 +16,7 @@ import torch
 from nccl_fakes import UNIQUE_ID, FakeNcclError, fake_cupy, fake_nccl4py, install
 
 from p2pkv import device
-from p2pkv.links import make_factory, nccl_bindings, nccl_communicator
+from p2pkv.links import gpu, make_factory, nccl_bindings
 from p2pkv.links.nccl_bindings import (
     IN_PROGRESS,
     SUCCESS,
@@ -241,7 +241,7 @@ def test_memory_that_nccl_shares_by_the_older_calls_is_warned_of(
     patch.setattr(torch.cuda, "is_available", lambda: True)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
     patch.setattr(torch.cuda, "get_device_properties", lambda _: Mock(multi_processor_count=132))
-    patch.setattr(nccl_communicator, "take_memory", Mock(side_effect=MemoryError("the device is full")))
+    patch.setattr(gpu, "take_memory", Mock(side_effect=MemoryError("the device is full")))
     if value is not None:
         patch.setenv("NCCL_CUMEM_ENABLE", value)
     with pytest.raises(ValueError, match="the device is full"):
@@ -275,7 +275,7 @@ def test_each_stream_is_its_own_and_waits_for_no_default_stream(monkeypatch: pyt
     """A link's comes before the model's; the engine's does not."""
     fake = FakeDriver()
     monkeypatch.setattr(device, "driver", lambda: fake)
-    streams = [nccl_communicator.CudaStream(0) for _ in range(2)]
+    streams = [gpu.CudaStream(0) for _ in range(2)]
     assert [stream.number for stream in streams] == [0x1231, 0x1232]
     assert device.make_stream() == 0x1233
     assert fake.made == [(1, -5), (1, -5), (1, 0)]
@@ -283,7 +283,7 @@ def test_each_stream_is_its_own_and_waits_for_no_default_stream(monkeypatch: pyt
     assert fake.destroyed == [0x1231]
     fake.result = 201
     with pytest.raises(RuntimeError, match="cuStreamCreateWithPriority returned 201"):
-        nccl_communicator.CudaStream(0)
+        gpu.CudaStream(0)
 
 
 def test_names_of_versions_and_libraries() -> None:

@@ -211,6 +211,28 @@ def test_an_opaque_codec_with_another_block_size_is_refused_with_both_values() -
     assert judge(hello("P", packed[0]), hello("D", packed[0])).edges
 
 
+@pytest.mark.parametrize(
+    ("form", "keeps"),
+    [
+        ({"window": 128}, "window: 128"),
+        ({"codec": "page:vec", "unit_tokens": 16, "row_bytes": 16 * 64}, "codec page:vec"),
+        ({"unit_tokens": 4}, "rows per request: one for 4 tokens"),
+        ({"once": True}, "rows per request: one,"),
+    ],
+)
+def test_only_plain_rows_of_tokens_are_divided_over_ranks(form: dict[str, Any], keeps: str) -> None:
+    p, d = hello("P", cache(heads=1, tp=2, **form, dcp=2)), hello("D", cache(heads=1, tp=2, **form))
+    with pytest.raises(Refused, match=f"sizes are 1 at d:22000 and 2 at p:21000, and .*{keeps}"):
+        judge(d, p)
+    assert judge(hello("P", cache(heads=1, tp=2, dcp=2)), hello("D", cache(heads=1, tp=2))).edges
+
+
+def test_a_head_needs_as_many_ranks_as_its_tokens_are_divided_over() -> None:
+    p, d = hello("P", cache(heads=2, tp=2, dcp=2)), hello("D", cache(heads=2, tp=2))
+    with pytest.raises(Refused, match="cannot divide the tokens of a KV head over 2 ranks"):
+        judge(d, p)
+
+
 def test_packings_that_can_be_undone_fit_each_other_and_dense() -> None:
     caches = [
         cache(),

@@ -11,10 +11,10 @@ from proxy_behaviours import Seen, answer_error, answer_json, die, dies, event_s
 from proxy_fakes import Deployment, deployed, error_of, quiet
 
 from p2pkv.pairing import find_pair
-from p2pkv_proxy.answers import first_event_came, first_event_failed
 from p2pkv_proxy.bodies import parse
 from p2pkv_proxy.http import PAIRED, SINGLE
 from p2pkv_proxy.limits import Limits
+from p2pkv_proxy.upstream import first_event_came, first_event_failed
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hi", "max_tokens": 5},

@@ -11,7 +11,7 @@ from aiohttp import web
 from proxy_behaviours import Behaviour, Seen, answer_json, event_stream
 from proxy_fakes import Deployment, deployed, quiet
 
-from p2pkv_proxy.answers import first_event_came, first_event_failed
+from p2pkv_proxy.upstream import first_event_came, first_event_failed
 
 CHAT = "/v1/chat/completions"
 STREAM = {"messages": [], "prompt": "x", "stream": True}

@@ -222,7 +222,7 @@ class TestBadInput:
         assert options(sizes | {"prefetch_bytes": MIB, "staging_bytes": 4 * MIB + 1}).prefetch_bytes == MIB
 
     def test_links(self) -> None:
-        assert "expected one of auto, host, nccl" in refused({"link": "rdma"})
+        assert "expected one of auto, host, ipc, nccl" in refused({"link": "rdma"})
         assert "needs a CUDA device" in refused({"link": "nccl"})
         assert options({"link": "nccl"}, has_gpu=True).link == "nccl"
         with pytest.raises(ConfigError, match="moves KV that is in CPU memory"):

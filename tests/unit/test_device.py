@@ -11,7 +11,7 @@ import torch
 from p2pkv import device
 from p2pkv.device import make_recorder, own_stream
 from p2pkv.engine.prefetch import PrefetchBuffers
-from p2pkv.links import nccl_communicator
+from p2pkv.links import gpu
 
 
 def test_a_cpu_fence_is_one_shared_object_and_ready() -> None:
@@ -63,7 +63,7 @@ def test_helper_threads_of_nccl_ignore_captures(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)
     )
-    nccl_communicator.CudaDevice(torch.device("cuda", 0)).enter()
+    gpu.CudaDevice(torch.device("cuda", 0)).enter()
     assert fake.modes == [1]
 
 
@@ -175,18 +175,18 @@ def test_the_log_says_what_is_taken_of_a_device_and_what_is_left(
 ) -> None:
     caplog.set_level("INFO")
     memory = FakeMemory(monkeypatch, 80 * GIB, 72 * GIB)
-    nccl_communicator.DevicePool(card(monkeypatch), 640 << 20)
+    gpu.DevicePool(card(monkeypatch).memory, 640 << 20)
     PrefetchBuffers(2 * GIB, CARD)
     assert caplog.messages == [
         "staging_bytes takes 640 MiB of cuda:0; 7,552 MiB are left",
         "ahead_bytes takes 2,048 MiB of cuda:0; 5,504 MiB are left",
     ]
-    assert memory.taken == 72 * GIB + (640 << 20) + nccl_communicator.FIRST_MESSAGE_BYTES + 2 * GIB
+    assert memory.taken == 72 * GIB + (640 << 20) + 2 * GIB
 
 
-def card(patch: pytest.MonkeyPatch) -> nccl_communicator.CudaDevice:
+def card(patch: pytest.MonkeyPatch) -> gpu.CudaDevice:
     patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
-    return nccl_communicator.CudaDevice(CARD)
+    return gpu.CudaDevice(CARD)
 
 
 def test_what_does_not_fit_a_device_fails_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ def test_what_does_not_fit_a_device_fails_with_what_to_set(monkeypatch: pytest.M
     with pytest.raises(
         MemoryError, match=r"^staging_bytes is 2,048 MiB, .* of cuda:0 only 1,024 MiB are free"
     ):
-        nccl_communicator.DevicePool(card(monkeypatch), 2 * GIB)
+        gpu.DevicePool(card(monkeypatch).memory, 2 * GIB)
     with pytest.raises(MemoryError, match=r"^ahead_bytes is 2,048 MiB.*only 1,024 MiB") as raised:
         PrefetchBuffers(2 * GIB, CARD)
     for what in ("staging_bytes", "prefetch_bytes", "--gpu-memory-utilization"):

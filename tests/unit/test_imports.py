@@ -16,7 +16,7 @@ import p2pkv
 ROOT = Path(p2pkv.__file__).parents[1]
 
 # Each part, and the parts below it that it may import, as docs/design.md has them. A part may import itself.
-CORE = {"protocol", "protocol.messages", "plan", "sharding", "packings"}
+CORE = {"protocol", "protocol.messages", "plan", "sharding", "interleave", "packings"}
 CORE |= {"pairing", "trust", "config", "log", "link_kinds"}
 SEAMS = {"links", "kv", "control", "device"}
 BELOW = {
@@ -27,10 +27,11 @@ BELOW = {
     "config": {"pairing", "trust", "link_kinds"},
     "log": set(),
     "protocol.messages": set(),
-    "sharding": set(),
-    "plan": {"sharding"},
+    "interleave": set(),
+    "sharding": {"interleave"},
+    "plan": {"sharding", "interleave"},
     "packings": set(),
-    "protocol": {"protocol.messages", "plan", "sharding", "pairing", "packings"},
+    "protocol": {"protocol.messages", "plan", "sharding", "interleave", "pairing", "packings"},
     "device": set(),
     "links": {"trust", "device", "link_kinds"},
     "kv": {"device", "packings"},
@@ -44,7 +45,7 @@ BELOW = {
 }
 CLOCKS = {"time", "datetime", "asyncio", "sched"}
 HEAVY = {"torch", "zmq", "vllm", "cupy"}
-PURE = ("sharding", "plan", "packings", "protocol", "protocol.messages", "pairing", "trust")
+PURE = ("interleave", "sharding", "plan", "packings", "protocol", "protocol.messages", "pairing", "trust")
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 

@@ -47,7 +47,9 @@ class Worker:
         self.links = FaultyLinks(self.wires, Faults(delay_polls=3), machine.draw.randrange(1 << 30))
         self.endpoint = Endpoint(machine.name, place.shifted(pages.rank), machine.network, self.ring)
         options = Options(
-            role=role, host=place.host, kv_port=place.port, lease_seconds=LEASE, staging_bytes=STAGING,
+            role=role, host=place.host, kv_port=machine.kv_port, lease_seconds=LEASE, staging_bytes=STAGING,
+            engine_index=machine.index, engine_ranks=machine.build.ranks,
+            data_parallel=len(machine.named) > 1,
             chunk_bytes=machine.chunk_bytes, stall_seconds=STALL, prefetch_bytes=STAGING,
             verify=role == "P",  # it is enough that one side asks
         )  # fmt: skip
@@ -168,11 +170,16 @@ class Machine:
     Attributes as of `chaos.machines.Machine`, on the virtual clock.
     """
 
-    def __init__(self, name: str, build: Build, port: int, world: Any) -> None:
+    def __init__(
+        self, name: str, build: Build, port: int, world: Any, index: int = 0, engines: int = 1
+    ) -> None:
+        """`index`: which one of the `engines` of a data-parallel instance, whose ports begin at `port`."""
         self.name = name
         self.build = build
         self.chunk_bytes: int = world.chunk_bytes
-        self.outside = Address("127.0.0.1", port)
+        self.kv_port, self.index = port, index
+        self.named = tuple(Address("127.0.0.1", port + each * build.ranks) for each in range(engines))
+        self.outside = self.named[index]
         self.clock: Clock = world.clock
         self.network: Network = world.network
         self.wires = world.wires

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from chaos.jobs import Job
 from chaos.model import ONE_GROUP, draw_hybrid
 from chaos.schedule import LEASE
 from virtual.clock import Clock
@@ -21,6 +22,7 @@ from virtual.faults import WEIGHTS
 from virtual.network import Endpoint, Network
 from virtual.world import Broken, World
 
+from p2pkv.engine import commands as do
 from p2pkv.engine.decode import Decode, TransferMessage
 from p2pkv.engine.prefill_peers import PrefillPeer
 from p2pkv.pairing import Address
@@ -64,6 +66,52 @@ def test_no_invariant_is_broken_in_a_short_run(seed: int) -> None:
     world = World(seed, model=ONE_GROUP if seed < 3 else draw_hybrid(random.Random(seed)))
     world.run(SHORT)
     assert world.jobs.outcomes["loaded"] > 10 and world.faults.total() > 0
+
+
+@pytest.mark.parametrize("groups", ["P", "D", "PD"])
+def test_data_parallel_engines_behind_a_router_that_names_any_of_them(
+    groups: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No invariant is broken, and D finds the engine of P to which the request has come."""
+    take, referred = Decode.referred, 0
+
+    def counted(self: Decode, peer: PrefillPeer, message: m.Referral, now: float) -> None:
+        nonlocal referred
+        referred += 1
+        take(self, peer, message, now)
+
+    monkeypatch.setattr(Decode, "referred", counted)
+    for seed in (11, 12):
+        world = World(seed, model=ONE_GROUP, tps=(1, 2), groups=groups)
+        world.run(SHORT)
+        assert world.jobs.outcomes["loaded"] > 10
+    assert bool(referred) == ("P" in groups)
+
+
+def test_a_referral_for_a_request_that_has_ended_waits_until_d_has_forgotten_it() -> None:
+    """Its failure is reported once, and the engine of P that has it is released at once, not by a lease."""
+    world = World(3, decodes=1, model=ONE_GROUP, tps=(1,), groups="P")
+    p, named, d = world.machines.values()
+    assert d.life is not None and p.life is not None
+    (worker,) = d.life.workers
+    d.life.step_in = lambda seconds: None  # type: ignore[method-assign]  # the forward thread is this test
+
+    def do_on_d(command: do.Command) -> None:
+        worker.core.do(command)
+        worker.ring()
+
+    do_on_d(do.Expect("k", named.outside, 100, b"1"))
+    world.wait(0.1)
+    do_on_d(do.Drop("k", "the client has left"))
+    world.jobs.open["k"] = Job("k", p, d, world.clock.now, in_prefill=True)  # type: ignore[arg-type]
+    on_p = {"decode": str(d.outside), "named": str(named.outside), "chunk": 100, "tokens": 100}
+    p.order("prefill", key="k", prompt=1, abort_at=-1, preempt_at=-1, **on_p)
+    world.wait(0.1)
+    do_on_d(do.Load("k", 0, 0, ()))
+    world.wait(0.1)
+    assert worker.core.events() == [do.LoadFailed("k", "the client has left")]
+    do_on_d(do.Forget("k"))
+    world.turn_until(lambda: not world.jobs.open, 0.2 * LEASE)
 
 
 def test_a_seed_gives_the_same_run_twice_and_another_seed_another() -> None:

@@ -56,9 +56,12 @@ class World:
         tps: Sequence[int] = (),
         stages: bool = False,
         chunks: Sequence[int] = CHUNKS,
+        groups: str | None = None,
     ) -> None:
         """`model`, and `tps`, the ranks that a stage may have: by default the seed decides. `stages`: an
-        engine may have two of them; without `tps`, too."""
+        engine may have two of them; without `tps`, too. `groups`: the roles of which all engines are one
+        data-parallel instance, behind a router that does not know that: "P", "D", "PD" or "", by default the
+        seed decides."""
         stages = stages or not tps
         self.draw = random.Random(f"virtual {seed}")
         self.model = model or draw_model(random.Random(f"model {seed}"))
@@ -79,12 +82,20 @@ class World:
         self._suffering: Counter[str] = Counter()
         names = [f"P{index}" for index in range(prefills)] + [f"D{index}" for index in range(decodes)]
         builds = [self._draw_build(tps, stages) for _ in names]
+        if groups is None:
+            groups = random.Random(f"groups {seed}").choice(["", "P", "D", "PD"])
+        self.groups = groups
         self.chunk_bytes = self.draw.choice(chunks)
-        self.decode_ranks = sum(build.ranks for build in builds[prefills:])
-        self.machines = {
-            name: Machine(name, build, 7000 + 10 * n, self)
-            for n, (name, build) in enumerate(zip(names, builds, strict=True))
-        }
+        self.machines: dict[str, Machine] = {}
+        for n, (name, build) in enumerate(zip(names, builds, strict=True)):
+            role, index = name[0], int(name[1:])
+            port, where = 7000 + 10 * n, {}
+            if role in groups:
+                first = n - index
+                build, port = builds[first], 7000 + 10 * first
+                where = {"index": index, "engines": prefills if role == "P" else decodes}
+            self.machines[name] = Machine(name, build, port, self, **where)
+        self.decode_ranks = sum(each.build.ranks for each in self._of("D"))
         self.stranger = Stranger(self.network)
         for machine in self.machines.values():
             machine.start()

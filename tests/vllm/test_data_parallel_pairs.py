@@ -8,74 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from probes import Compared
-from prometheus_client.parser import text_string_to_metric_families
+from data_parallel_support import DISPATCHES, answered, engines, known, serves_as_one
 from router_support import MODES, original_router, vllm_router
 from tiny_moe import TinyMoe
 from vllm_support import (
-    BLOCK,
-    CHUNK,
     SETTINGS,
     Fleet,
     PingRelay,
-    ask_all,
-    assert_same,
     at_rest,
     needs_cpu_build,
     plugin_environment,
     probing_server,
-    tokens,
 )
 
-from p2pkv.demo import client
-from p2pkv.demo.processes import ServerProcess, wait_until
+from p2pkv.demo.processes import ServerProcess
 from p2pkv.demo.servers import LOOPBACK, ProxyServer, VllmServer
 from p2pkv.demo.tiny_model import ensure_model
-
-DISPATCHES = ("concurrent", "sequential")
-LENGTHS = (2, BLOCK, BLOCK + 1, CHUNK + 1, 2 * CHUNK + 7)
-
-
-def engines(size: int) -> tuple[str, ...]:
-    return ("--data-parallel-size", str(size)) if size > 1 else ()
-
-
-def answered(server: VllmServer) -> dict[str, float]:
-    """Requests that each engine has answered."""
-    counts: dict[str, float] = {}
-    for family in text_string_to_metric_families(client.get(f"{server.base_url}/metrics")):
-        for sample in family.samples:
-            if sample.name == "vllm:request_success_total":
-                engine = sample.labels["engine"]
-                counts[engine] = counts.get(engine, 0.0) + sample.value
-    return counts
-
-
-def known(proxy: ProxyServer, prefill: int, decode: int) -> None:
-    """Wait until the proxy has so many engines."""
-
-    def there() -> bool:
-        try:
-            client.get(f"{proxy.base_url}/health?prefill={prefill}&decode={decode}")
-        except client.RequestFailed:
-            return False
-        return True
-
-    wait_until(there, f"{prefill} prefill and {decode} decode engines", 90.0)
-
-
-def serves_as_one(url: str, single: str, probes: Path, seed: str) -> None:
-    """Prompts of each length, 16 at once, of which every other one is half cached: blocks and answers."""
-    prompts = [tokens(length, f"{seed} {length} {count}") for length in LENGTHS for count in range(4)]
-    halves = [prompt[: len(prompt) // 2] for prompt in prompts[::2] if len(prompt) > 2 * BLOCK]
-    compared = Compared(probes)
-    ask_all(url, halves, at_once=16, max_tokens=1)
-    compared.spans(len(halves))
-    expected = ask_all(single, prompts, at_once=16)
-    compared = Compared(probes)
-    got = ask_all(url, prompts, at_once=16)
-    compared.spans(len(prompts))
-    assert_same(expected, got)
 
 
 def test_a_p_of_two_engines_and_a_d_of_one(

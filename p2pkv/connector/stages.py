@@ -1,0 +1,128 @@
+"""The KV groups of all pipeline stages: each rank describes its own layers, and the stages exchange that.
+
+A rank of vLLM knows the layers of its stage only. P and D number their KV groups alike whatever their stages
+are, so each rank has to know all groups of the model, and how many of their layers lie on which stage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec.structs import replace
+
+from p2pkv.config import ConfigError
+from p2pkv.kv.cache import PagedCache, RankCache
+from p2pkv.protocol.messages import KvGroup
+
+if TYPE_CHECKING:
+    import torch
+
+DRAFTERS = ("draft_model.", "mtp.")
+"""What the names of some drafters' layers begin with; others have numbers behind the model's."""
+
+
+class Described(NamedTuple):
+    """A KV group as far as it lies on one rank.
+
+    Attributes:
+        kind: equal for layers that are one KV group, on whatever stage they lie.
+        word: what distinguishes groups of the same layers: a plane, or a part of a state.
+        shape: its entry in a Hello, without the names, as if there were no other stage.
+        names: its layers, in order.
+    """
+
+    kind: str
+    word: str
+    shape: KvGroup
+    names: tuple[str, ...]
+
+
+class LocalGroup(NamedTuple):
+    """A KV group of this rank: its memory, the numbers of its layers, and what other stages must know."""
+
+    cache: PagedCache
+    numbers: tuple[int, ...]
+    described: Described
+
+
+def exchange_with_stages(mine: Sequence[Described]) -> list[list[Described]]:
+    """What each stage's rank with this rank's place in its stage describes, in the order of the stages. All
+    of them call this at the same time, when vLLM registers their KV caches."""
+    import torch
+    from vllm.distributed.parallel_state import get_pp_group
+
+    group = get_pp_group()
+    found: list[list[Described]] = [[] for _ in range(group.world_size)]
+    torch.distributed.all_gather_object(found, list(mine), group=group.cpu_group)
+    return found
+
+
+def layer_order(names: list[str]) -> list[str]:
+    """Layer names in the order in which they are computed: by the numbers in them, layer 10 after layer 9,
+    and drafters' last."""
+
+    def place(name: str) -> tuple[bool, list[int | str]]:
+        parts = re.split(r"(\d+)", name)
+        return name.startswith(DRAFTERS), [int(part) if part.isdigit() else part for part in parts]
+
+    return sorted(names, key=place)
+
+
+def over_stages(
+    groups: Sequence[LocalGroup], stages: Sequence[Sequence[Described]], device: torch.device
+) -> tuple[RankCache, tuple[KvGroup, ...]]:
+    """This rank's cache, with all KV groups of the model, and their entries in the Hello: attention first,
+    then states, both in the order of their first layers.
+
+    Raises ConfigError if a model's layers do not follow each other from stage to stage.
+    """
+    of_kind: dict[str, list[Described | None]] = {}
+    for once in (False, True):
+        for number, stage in enumerate(stages):
+            for described in stage:
+                if described.shape.once is once:
+                    of_kind.setdefault(described.kind, [None] * len(stages))[number] = described
+    here = {group.described.kind: group for group in groups}
+    caches, numbers, shapes = list[PagedCache](), list[Sequence[int]](), list[KvGroup]()
+    for kind, parts in of_kind.items():
+        shape = _whole(parts)
+        local = here.get(kind)
+        caches.append(local.cache if local is not None else _absent(shape, device))
+        numbers.append(local.numbers if local is not None else ())
+        shapes.append(shape)
+    return RankCache(caches, numbers), tuple(shapes)
+
+
+def _whole(parts: Sequence[Described | None]) -> KvGroup:
+    """The entry of a KV group of which each stage has a part, or None."""
+    there = [part for part in parts if part is not None]
+    names = [name for part in there for name in part.names]
+    ordered = layer_order(names)
+    if names != ordered:
+        first = next(name for name, other in zip(names, ordered, strict=True) if name != other)
+        raise ConfigError(
+            f"{first} lies on a pipeline stage that computes it out of the order of the layers' names: p2pkv "
+            "does not know how this model spreads its layers; serve it without --pipeline-parallel-size"
+        )
+    if len({replace(part.shape, layers=(1,)) for part in there}) > 1:
+        raise ConfigError(
+            f"pipeline stages describe the KV of {names[0]} and {names[-1]} differently: start all ranks "
+            "with the same options"
+        )
+    patterns = sorted({re.sub(r"\d+", "#", name) for name in names})
+    words = [*patterns, there[0].word] if there[0].word else patterns
+    return replace(
+        there[0].shape,
+        layers=tuple(0 if part is None else part.shape.layers[0] for part in parts),
+        layer_names=hashlib.blake2b(" ".join(words).encode(), digest_size=8).hexdigest(),
+    )
+
+
+def _absent(shape: KvGroup, device: torch.device) -> PagedCache:
+    """A KV group of which this stage has no layers: nothing is ever read from it or written to it."""
+    return PagedCache.without_layers(
+        unit_tokens=shape.unit_tokens, row_bytes=shape.row_bytes, codec=shape.codec, device=device
+    )

@@ -1,0 +1,250 @@
+"""CUDA IPC links: P writes into D's device memory, within one host. No communicator, no kernel that waits.
+
+For two servers on one GPU, and for GPUs of one host that reach each other's memory (NVLink). D's staging is
+one block, which P maps once for all its links to that rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from msgspec import Meta
+
+from p2pkv.links.base import (
+    NONCE_BYTES,
+    LinkError,
+    LinkFactory,
+    LinkSettings,
+    Nonce,
+    SetupBlob,
+    decode_blob,
+    encode_blob,
+)
+from p2pkv.links.cuda_memory import UUID_BYTES, CudaError, CudaMemory, ExportedBlock, MemoryDriver, allocate
+from p2pkv.links.gpu import CudaDevice, Device, DevicePool
+from p2pkv.links.ipc_ends import IpcInbound, IpcOutbound, Shared
+from p2pkv.links.ipc_socket import dial
+from p2pkv.links.staging import StagingBudget
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.0001
+"""P polls its events, and D the socket: this is added to each message."""
+
+BUILD_SECONDS = 30.0
+CLOSE_SECONDS = 2.0
+MOST_STUCK = 16
+
+Uuid = Annotated[bytes, Meta(min_length=UUID_BYTES, max_length=UUID_BYTES)]
+Text = Annotated[str, Meta(max_length=64)]
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class IpcInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True):
+    """P's invitation: a random number, and where P runs.
+
+    Attributes:
+        boot: the kernel's boot id, which names the host.
+        network: inode of the network namespace.
+    """
+
+    link = "ipc"
+    name = "invitation"
+
+    kind: Literal["ipc"]
+    version: Literal[1]
+    nonce: Nonce
+    boot: Text
+    network: Number
+
+
+class IpcAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True):
+    """D's answer.
+
+    Attributes:
+        answers: the invitation's nonce.
+        door: the name of D's unix socket.
+        memory, nbytes: the random name of D's memory, and its size.
+        device: the UUID of D's GPU.
+    """
+
+    link = "ipc"
+    name = "acceptance"
+
+    kind: Literal["ipc"]
+    version: Literal[1]
+    answers: Nonce
+    door: Nonce
+    memory: Nonce
+    nbytes: Annotated[int, Meta(ge=1, le=1 << 44)]
+    device: Uuid
+
+
+def this_host() -> tuple[str, int]:
+    """The boot id, and the inode of this process's network namespace. Raises ValueError."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return boot[:64], os.stat("/proc/self/ns/net").st_ino
+    except OSError as error:
+        raise ValueError(f"the link ipc needs Linux's /proc: {error}") from None
+
+
+class IpcLinks(LinkFactory):
+    """Makes CUDA IPC links for one rank."""
+
+    kind = "ipc"
+    poll_seconds = POLL_SECONDS
+    build_seconds = BUILD_SECONDS
+
+    def __init__(
+        self, device: Device, driver: MemoryDriver, staging_bytes: int, receives: bool = True
+    ) -> None:
+        """Raises ValueError with a sentence, MemoryError if the device has no room.
+
+        Args:
+            device: where the KV is.
+            driver: of that device.
+            staging_bytes: device memory of the slots into which peers write.
+            receives: False: this rank only sends, and takes no memory.
+        """
+        self._host = this_host()
+        self.staging = StagingBudget(staging_bytes)
+        self._name = secrets.token_bytes(NONCE_BYTES)
+        self._links: list[IpcInbound | IpcOutbound] = []
+        self._closed = False
+        blocks: list[ExportedBlock] = []
+
+        def exported(nbytes: int) -> torch.Tensor:
+            blocks.append(allocate(driver, nbytes))
+            return blocks[0].tensor
+
+        try:
+            self._uuid = driver.uuid()
+            if not driver.exportable():
+                raise ValueError(
+                    "the link ipc needs device memory that can be shared as a file descriptor, and "
+                    f"{device.name} has none "
+                    "(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED is 0); use link=nccl"
+                )
+            pool = None
+            if receives:
+                pool = DevicePool(lambda nbytes: device.memory(nbytes, exported), staging_bytes)
+        except CudaError as error:
+            raise ValueError(f"the link ipc cannot share memory of {device.name}: {error}") from None
+        self.shared = Shared(device, driver, self.staging, pool, blocks[0] if blocks else None)
+
+    @property
+    def stuck(self) -> int:
+        """Calls to the driver, and aborts, that have outlived their time: a peer is frozen."""
+        return self.shared.openings.stuck + self.shared.aborts.stuck
+
+    def invite(self) -> bytes:
+        """A random number, and where this process runs."""
+        self._check()
+        boot, network = self._host
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        return encode_blob(IpcInvitation(kind="ipc", version=1, nonce=nonce, boot=boot, network=network))
+
+    def accept(self, invitation: bytes, window: int) -> tuple[IpcInbound, bytes]:
+        """D's end, which waits for P at a unix socket."""
+        self._check()
+        invited = decode_blob(invitation, IpcInvitation)
+        self._refuse_elsewhere(invited)
+        if self.shared.block is None:
+            raise LinkError("this rank only sends, so it has no memory for a peer to write to")
+        inbound = IpcInbound(self.shared, invited.nonce, window)
+        self._links.append(inbound)
+        return inbound, encode_blob(
+            IpcAcceptance(
+                kind="ipc",
+                version=1,
+                answers=invited.nonce,
+                door=inbound.name,
+                memory=self._name,
+                nbytes=self.shared.block.nbytes,
+                device=self._uuid,
+            )
+        )
+
+    def complete(self, invitation: bytes, acceptance: bytes) -> IpcOutbound:
+        """P's end, which connects to D's socket."""
+        self._check()
+        invited = decode_blob(invitation, IpcInvitation)
+        accepted = decode_blob(acceptance, IpcAcceptance)
+        if accepted.answers != invited.nonce:
+            raise LinkError("this acceptance answers another invitation")
+        try:
+            reached = self.shared.driver.reaches(accepted.device)
+        except CudaError as error:
+            raise LinkError(f"whether this GPU reaches D's cannot be found out: {error}") from None
+        if reached is False:
+            raise LinkError(
+                f"{self.shared.device.name} cannot access the memory of D's GPU (cuDeviceCanAccessPeer is 0; "
+                "see `nvidia-smi topo -p2p r`): the link ipc needs one GPU, NVLink or PCIe peer access. Use "
+                "link=nccl on both sides"
+            )
+        try:
+            line = dial(accepted.door, invited.nonce)
+        except OSError as error:
+            raise LinkError(f"D's unix socket cannot be reached: {error}; D may have ended") from None
+        outbound = IpcOutbound(self.shared, line, accepted.memory, accepted.nbytes)
+        self._links.append(outbound)
+        return outbound
+
+    def close(self) -> None:
+        """Abort every link of this rank, and wait a moment until its writes have ended. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        sends = [link for link in self._links if isinstance(link, IpcOutbound)]
+        for link in self._links:
+            link.close("its rank has closed")
+        self._links.clear()
+        if self.shared.block is not None:
+            os.close(self.shared.block.fd)
+        if sends:
+            self.shared.aborts.join(CLOSE_SECONDS)
+
+    def _refuse_elsewhere(self, invited: IpcInvitation) -> None:
+        boot, network = self._host
+        if invited.boot != boot:
+            raise LinkError(
+                "P runs on another host, and the link ipc works within one; use link=nccl on both sides"
+            )
+        if invited.network != network:
+            raise LinkError(
+                "P runs in another network namespace of this host, where D's unix socket cannot be reached: "
+                "give both containers the host's network, put them into one pod, or use link=nccl on both "
+                "sides"
+            )
+
+    def _check(self) -> None:
+        if self._closed:
+            raise LinkError("this rank's links are closed")
+        self._links = [link for link in self._links if not link.closed]
+        if self.stuck >= MOST_STUCK:
+            raise LinkError(
+                f"{self.stuck} links to peers that neither answer nor end still hold memory of this rank; "
+                "end those processes, or restart this one"
+            )
+
+
+def make_links(settings: LinkSettings) -> IpcLinks:
+    """On a CUDA device, the current one by default. Raises ValueError with a sentence."""
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "the link ipc needs a CUDA device, and torch finds none; set the option `link` to `host`"
+        )
+    device = settings.device
+    index = torch.cuda.current_device() if device is None or device.index is None else device.index
+    try:
+        on = CudaDevice(torch.device("cuda", index))
+        on.enter()
+        return IpcLinks(on, CudaMemory(index), settings.staging_bytes, settings.receives)
+    except (CudaError, MemoryError) as error:
+        raise ValueError(str(error)) from None

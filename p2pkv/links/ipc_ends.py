@@ -1,0 +1,459 @@
+"""The two ends of a CUDA IPC link: P gathers straight into D's slot, and announces it over a unix socket.
+
+No kernel waits for the other process. P asks its own event whether the gather is done, and tells D then; D's
+later work on any stream reads what was written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
+
+import torch
+
+from p2pkv.links.base import Guard, Inbound, LinkError, Outbound
+from p2pkv.links.cuda_memory import ExportedBlock, MemoryDriver, open_block
+from p2pkv.links.gpu import Device, DevicePool, Helpers, StreamEvent, wait_out
+from p2pkv.links.ipc_socket import COMMITTED, GOODBYE, MAPPED, TAKEN, Closed, Door, Line, Record
+from p2pkv.links.shared_memory import from_remote_slot, to_remote_slot
+from p2pkv.links.staging import StagingBudget, StagingShare, aligned
+
+OPEN_SECONDS = 10.0
+"""Mapping a peer's memory takes milliseconds; a call that takes longer counts as stuck."""
+
+ABORT_SECONDS = 10.0
+"""After an abort the slots into which P may still write stay taken until P has answered, or has ended. If
+that takes longer, the abort counts as stuck."""
+
+ORPHAN_SECONDS = 5.0
+"""How long the slots stay taken into which a P was writing that has ended without GOODBYE: when a process is
+killed, its sockets may be closed a moment before the driver stops its kernels."""
+
+
+class MappedBlock:
+    """All of a peer's memory, as this process sees it. Tensors of it keep it mapped."""
+
+    def __init__(self, bytes_: torch.Tensor) -> None:
+        self.bytes = bytes_
+
+
+@dataclass
+class Shared:
+    """What all CUDA IPC links of one rank share.
+
+    Attributes:
+        pool, block: this rank's memory, into which its peers write; None if it does not receive.
+        mapped: of peers, by the random name of their memory, while a link uses it.
+        openings, aborts: threads that map a peer's memory, and that wait for the end of a link's writes.
+    """
+
+    device: Device
+    driver: MemoryDriver
+    staging: StagingBudget
+    pool: DevicePool | None
+    block: ExportedBlock | None
+    mapped: WeakValueDictionary[bytes, MappedBlock] = field(default_factory=WeakValueDictionary)
+    openings: Helpers = field(default_factory=Helpers)
+    aborts: Helpers = field(default_factory=Helpers)
+    _read: deque[tuple[StreamEvent, int]] = field(default_factory=deque)
+    _reading: threading.Lock = field(default_factory=threading.Lock)
+
+    def give_when_read(self, offset: int) -> None:
+        """The slot is free when what the current stream holds now is done."""
+        with self._reading:
+            self._read.append((self.device.here(), offset))
+        self.reap()
+
+    def reap(self) -> None:
+        """Give back the slots that have been read. Raises LinkError if the device has failed."""
+        with self._reading:
+            try:
+                while self._read and self._read[0][0].ready():
+                    assert self.pool is not None
+                    self.pool.give(self._read.popleft()[1])
+            except RuntimeError as error:
+                raise LinkError(f"the device has failed: {error}") from None
+
+
+# D's end.
+
+
+class IpcReceive:
+    """One posted receive: a slot that P fills."""
+
+    __slots__ = ("_link", "arrived", "buffer", "offset", "released", "remote_slot")
+
+    def __init__(self, link: IpcInbound, offset: int, sequence: int, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self.remote_slot = to_remote_slot(offset, sequence)
+        self.offset = offset
+        self.arrived = self.released = False
+        self._link = link
+
+    def done(self) -> bool:
+        """Whether P has said that all bytes are there, as of the last `poll`."""
+        self._link.guard.check()
+        return self.arrived
+
+    def release(self) -> None:
+        """Return the room; if bytes are still on their way, as soon as they have arrived. Idempotent."""
+        self._link.release(self)
+
+
+class IpcInbound(Inbound):
+    """D's end. Its window bounds what it may hold of the memory that all links of the rank share."""
+
+    def __init__(self, shared: Shared, nonce: bytes, window: int) -> None:
+        """`nonce`: of P's invitation. Raises ValueError, LinkError."""
+        if window < 1:
+            raise ValueError(f"window is {window} bytes; it must be positive")
+        assert shared.pool is not None
+        self.guard = Guard("the CUDA IPC link from a peer")
+        self.share = StagingShare(shared.staging)
+        self.closed = False
+        self._shared = shared
+        self._pool = shared.pool
+        self._window = aligned(window)
+        self._sequence = 0
+        self._arrived = 0
+        self._posted: deque[IpcReceive] = deque()  # P has not filled them yet
+        self._held: set[IpcReceive] = set()  # filled, and not released
+        self._line: Line | None = None
+        self._mapped = self._left = False
+        try:
+            self._door = Door(nonce)
+        except OSError as error:
+            raise LinkError(f"no unix socket for a CUDA IPC link: {error}") from None
+
+    @property
+    def name(self) -> bytes:
+        """Where P finds this end."""
+        return self._door.name
+
+    def ready(self) -> bool:
+        """Whether P has mapped this rank's memory."""
+        if not self._mapped:
+            self.poll()
+        self.guard.check()
+        return self._mapped
+
+    def take(self, nbytes: int, reserve: int = 0) -> IpcReceive | None:
+        """See Inbound.take. Slots of other links that have been read count as free."""
+        self._shared.reap()
+        if not self.ready() or not self.share.grants(nbytes, reserve):
+            return None
+        return self.post(nbytes)
+
+    def post(self, nbytes: int) -> IpcReceive | None:
+        """Post the next receive, or None while there is no room for it."""
+        self.guard.check()
+        if nbytes > self._window:
+            raise ValueError(f"a message of {nbytes} bytes can never fit a window of {self._window} bytes")
+        self._pool.check(nbytes)
+        self._shared.reap()
+        if self.used + aligned(nbytes) > self._window:
+            return None
+        offset = self._pool.take(nbytes, self.share)
+        if offset is None:
+            return None
+        receive = IpcReceive(self, offset, self._sequence, self._pool.tensor(offset, nbytes))
+        self._sequence += 1
+        self._posted.append(receive)
+        return receive
+
+    @property
+    def used(self) -> int:
+        """Bytes that this end's receives hold. What an abort has not given back yet is the rank's."""
+        return 0 if self.closed else self.share.held
+
+    def poll(self) -> None:
+        """Let P in, and see which receives it has filled. Raises LinkError."""
+        self.guard.check()
+        self._shared.reap()
+        try:
+            if self._line is None:
+                self._let_in()
+                return
+            self._line.flush()
+            for record in self._line.records():
+                self._read(record)
+        except Closed as end:
+            raise self.guard.fail(str(end)) from None
+
+    def release(self, receive: IpcReceive) -> None:
+        """A receive's bytes have been read, by what the current stream holds now."""
+        self.guard.owned()
+        if receive.released:
+            return
+        receive.released = True
+        if receive in self._held:
+            self._held.discard(receive)
+            self._shared.give_when_read(receive.offset)
+
+    def abort(self) -> None:
+        self.guard.owned()
+        self.close("aborted on this side")
+
+    def close(self, reason: str) -> None:
+        """`abort` for the factory, whose thread may be another one."""
+        self.guard.fail(reason)
+        if self.closed:
+            return
+        self.closed = True
+        self._door.close()
+        offsets = [receive.offset for receive in (*self._posted, *self._held)]
+        awaited = self._line if self._posted and not self._left else None
+        self._posted.clear()
+        self._held.clear()
+        read = self._shared.device.here()
+        if self._line is not None:
+            self._line.hang_up()
+            if awaited is None:
+                self._line.close()
+        if awaited is not None or offsets:
+            self._shared.aborts.run(
+                "p2pkv-ipc-abort-D", ABORT_SECONDS, lambda: self._give_back(read, offsets, awaited)
+            )
+
+    def _let_in(self) -> None:
+        self._line = self._door.line()
+        if self._line is not None:
+            assert self._shared.block is not None
+            self._line.send_fd(self._shared.block.fd)
+
+    def _read(self, record: Record) -> None:
+        if record.what == MAPPED:
+            self._mapped = True
+        elif record.what == COMMITTED:
+            self._fill(record)
+        elif record.what == GOODBYE:
+            self._left = True
+            raise Closed("closed by the peer")
+        else:
+            raise self.guard.fail(f"the peer sent a record of kind {record.what}, which P does not send")
+
+    def _fill(self, record: Record) -> None:
+        if not self._posted or record.sequence != self._arrived:
+            raise self.guard.fail(
+                f"the peer has sent message {record.sequence} where message {self._arrived} was next"
+            )
+        receive = self._posted[0]
+        if record.nbytes != receive.buffer.numel():
+            raise self.guard.fail(
+                f"the peer sent {record.nbytes} bytes where {receive.buffer.numel()} were granted"
+            )
+        self._posted.popleft()
+        self._arrived += 1
+        receive.arrived = True
+        assert self._line is not None
+        if receive.released:
+            self._shared.give_when_read(receive.offset)
+        else:
+            self._held.add(receive)
+        self._line.send(TAKEN, record.sequence)
+
+    def _give_back(self, read: StreamEvent, offsets: list[int], line: Line | None) -> None:
+        """On a helper thread: the slots are free when nobody reads or writes them any more."""
+        self._shared.device.enter()
+        if line is not None:
+            if not line.wait_for_end():
+                time.sleep(ORPHAN_SECONDS)
+            line.close()
+        wait_out(read)
+        for offset in offsets:
+            self._pool.give(offset)
+
+    def __repr__(self) -> str:
+        return f"IpcInbound(posted {self._sequence}, {self.used} bytes held)"
+
+
+# P's end.
+
+
+class IpcSend:
+    """One send; its buffer is D's slot."""
+
+    __slots__ = ("_link", "buffer", "finished", "sequence", "written")
+
+    def __init__(self, link: IpcOutbound, sequence: int, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self.sequence = sequence
+        self.written: StreamEvent | None = None
+        self.finished = False
+        self._link = link
+
+    def commit(self) -> None:
+        """The buffer is full when what the current stream holds now is done; then D is notified."""
+        self._link.commit(self)
+
+    def done(self) -> bool:
+        """Whether D has seen that the bytes are there, as of the last `poll`."""
+        self._link.guard.check()
+        return self.finished
+
+
+class IpcOutbound(Outbound):
+    """P's end. It needs no memory of this rank."""
+
+    def __init__(self, shared: Shared, line: Line, name: bytes, nbytes: int) -> None:
+        """`name`, `nbytes`: of D's memory."""
+        self.guard = Guard("the CUDA IPC link to a peer")
+        self.closed = False
+        self._shared = shared
+        self._line = line
+        self._name = name
+        self._nbytes = nbytes
+        self._asked = False
+        self._failure = ""
+        self._opened: MappedBlock | None = None
+        self._block: MappedBlock | None = None
+        self._next = 0
+        self._used = 0
+        self._unannounced: deque[IpcSend] = deque()
+        self._unfinished: deque[IpcSend] = deque()
+
+    def ready(self) -> bool:
+        """Whether D's memory is mapped here."""
+        if self._block is None:
+            self.poll()
+        self.guard.check()
+        return self._block is not None
+
+    def reserve(self, nbytes: int, remote_slot: int) -> IpcSend | None:
+        """D's slot, or None while its memory is not mapped. Raises LinkError for a slot of another grant."""
+        if not self.ready() or self._block is None:
+            return None
+        if nbytes < 1:
+            raise ValueError(f"a message of {nbytes} bytes cannot be sent; it needs at least 1 byte")
+        try:
+            offset = from_remote_slot(remote_slot, self._next)
+        except LinkError as error:
+            raise self.guard.fail(str(error)) from None
+        if offset + nbytes > self._nbytes:
+            raise self.guard.fail(f"remote slot {remote_slot} lies outside D's {self._nbytes} bytes")
+        send = IpcSend(self, self._next, self._block.bytes[offset : offset + nbytes])
+        self._next += 1
+        self._used += nbytes
+        self._unannounced.append(send)
+        return send
+
+    def commit(self, send: IpcSend) -> None:
+        """This send's buffer is full."""
+        self.guard.check()
+        send.written = self._shared.device.here()
+        self.poll()
+
+    @property
+    def used(self) -> int:
+        """Bytes of D's memory that this end's unfinished sends take."""
+        return self._used
+
+    def poll(self) -> None:
+        """Map D's memory, announce what is written, and see what D has taken. Raises LinkError."""
+        self.guard.check()
+        try:
+            if self._block is None:
+                self._map()
+                return
+            for record in self._line.records():
+                self._read(record)
+            self._announce()
+            self._line.flush()
+        except Closed as end:
+            raise self.guard.fail(str(end)) from None
+        except RuntimeError as error:
+            raise self.guard.fail(f"the device has failed: {error}") from None
+
+    def abort(self) -> None:
+        """Leave D's memory, once no work of this process writes there. Idempotent."""
+        self.guard.owned()
+        self.close("aborted on this side")
+
+    def close(self, reason: str) -> None:
+        """`abort` for the factory, whose thread may be another one."""
+        self.guard.fail(reason)
+        if self.closed:
+            return
+        self.closed = True
+        leaving = _Leaving(self._shared.device, self._shared.device.here(), self._block, self._line)
+        self._block = None
+        self._unannounced.clear()
+        self._unfinished.clear()
+        self._used = 0
+        self._shared.aborts.run("p2pkv-ipc-abort-P", ABORT_SECONDS, leaving.run)
+
+    def _map(self) -> None:
+        """Begin to, or see whether it is done."""
+        if not self._asked:
+            fd = self._line.receive_fd()
+            if fd is None:
+                return
+            self._asked = True
+            self._shared.openings.run("p2pkv-ipc-open", OPEN_SECONDS, lambda: self._open(fd))
+        if self._failure:
+            raise self.guard.fail(self._failure)
+        if self._opened is not None:
+            self._block, self._opened = self._opened, None
+            self._line.send(MAPPED)
+
+    def _open(self, fd: int) -> None:
+        """On a helper thread: map D's memory, unless another link to it has."""
+        try:
+            self._shared.device.enter()
+            block = self._shared.mapped.get(self._name)
+            if block is None:
+                block = MappedBlock(open_block(self._shared.driver, fd, self._nbytes))
+                self._shared.mapped[self._name] = block
+            self._opened = block
+        except RuntimeError as error:
+            self._failure = (
+                f"D's device memory cannot be mapped here ({error}): both ranks must have one GPU, or GPUs "
+                "that reach each other by NVLink or PCIe peer access, and no MIG instances. Use link=nccl on "
+                "both sides"
+            )
+        finally:
+            os.close(fd)
+
+    def _read(self, record: Record) -> None:
+        if record.what != TAKEN or not self._unfinished or record.sequence != self._unfinished[0].sequence:
+            raise self.guard.fail(
+                f"the peer sent a record of kind {record.what} about message {record.sequence}, which is "
+                "not what D has to send next"
+            )
+        send = self._unfinished.popleft()
+        send.finished = True
+        self._used -= send.buffer.numel()
+
+    def _announce(self) -> None:
+        while self._unannounced:
+            send = self._unannounced[0]
+            if send.written is None or not send.written.ready():
+                return
+            self._unfinished.append(self._unannounced.popleft())
+            self._line.send(COMMITTED, send.sequence, send.buffer.numel())
+
+    def __repr__(self) -> str:
+        return f"IpcOutbound({len(self._unannounced)} of {self._next} sends unannounced, {self._used} bytes)"
+
+
+@dataclass
+class _Leaving:
+    """What P still has to do after an abort, on a helper thread, as it may wait for the device."""
+
+    device: Device
+    written: StreamEvent
+    block: MappedBlock | None
+    line: Line
+
+    def run(self) -> None:
+        self.device.enter()
+        wait_out(self.written)
+        self.block = None  # unmaps it, if no other link and no tensor of the engine holds it
+        with contextlib.suppress(Closed):
+            self.line.send(GOODBYE)
+        self.line.close()

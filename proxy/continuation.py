@@ -1,0 +1,156 @@
+"""The rest of a streamed answer, from another instance than its beginning. No IO.
+
+That instance is asked for a completion of the prompt and the answer's tokens up to the resume point (see
+answers.py). Its events become those of the first one. What the client has beyond that point comes again, and
+is not sent a second time; if it comes otherwise, as it may with sampling, the answer cannot go on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from .answers import COMPLETIONS, DATA_SPACE, DONE, SAME, Transcript, Wanted, end_of_offsets
+from .bodies import Body, Fields, parse
+
+_END = b"\n\n"
+_event = msgspec.json.Decoder(dict[str, Any])
+
+
+class Diverged(Exception):
+    """The instance has generated other tokens than those that the client has."""
+
+
+class Continuation:
+    """What the next instance is asked for, and its answer.
+
+    Args:
+        context: tokens of the model's context; not needed unless `wanted.needs_context`.
+        former: what went on with the answer before.
+
+    Attributes:
+        before: tokens of the answer that are part of this instance's prompt.
+        body: the request.
+    """
+
+    def __init__(self, transcript: Transcript, context: int, former: Continuation | None) -> None:
+        point, ids, chars = transcript.rewind()
+        self._transcript = transcript
+        self._wanted = transcript.wanted
+        self._head = head_of(transcript)
+        self._offset = point.offset
+        self._ids: list[int] = ids + (former._ids if former else [])
+        self._chars: int = chars + (former._chars if former else 0)
+        self.before = point.tokens
+        self.body = self._body(context)
+
+    def _body(self, context: int) -> Body:
+        wanted, fields = self._wanted, self._wanted.fields
+        asked = {name: value for name, value in fields.items() if name in SAME}
+        left = wanted.most_tokens(context - self._transcript.prompt_tokens) - self.before
+        asked |= {"max_tokens": left, "stream": True, "return_token_ids": True}
+        asked["min_tokens"] = max(0, int(fields.get("min_tokens") or 0) - self.before)
+        if not wanted.chat:
+            asked["logprobs"] = fields.get("logprobs")
+        elif fields.get("logprobs"):
+            asked["logprobs"] = fields.get("top_logprobs") or 0
+        prompt = b'{"prompt":[' + self._transcript.all_ids + b"],"
+        return parse(prompt + msgspec.json.encode(asked)[1:], COMPLETIONS)
+
+    def feed(self, chunk: bytes) -> bytes:
+        """As `Transcript.feed`. Raises Diverged."""
+        return b"".join(self._passed(event) for event in self._transcript.events(chunk))
+
+    def _passed(self, event: bytes) -> bytes:
+        if not event.startswith(DATA_SPACE + b'{"id"'):
+            return self._transcript.without_tokens(event)
+        fields = _event.decode(event[len(DATA_SPACE) :])
+        fields |= self._head
+        if fields.get("usage"):
+            fields["usage"] = usage_of(self._transcript, fields["usage"], self.before)
+        choices = [made for each in fields["choices"] if (made := self._choice(each)) is not None]
+        if fields["choices"] and not choices:
+            return b""
+        return written(fields | {"choices": choices})
+
+    def _choice(self, choice: Fields) -> Fields | None:
+        """The choice as the client gets it; None if the client has all of it."""
+        wanted = self._wanted
+        ids, text, logprobs = choice.get("token_ids") or [], choice["text"], choice.get("logprobs")
+        finish = choice.get("finish_reason")
+        again = self._ids[: len(ids)]
+        if ids[: len(again)] != again:
+            if self._chars or wanted.shows_tokens:
+                raise Diverged
+            again, self._ids = [], []
+        self._transcript.note_decoded(ids, text, end_of_offsets(choice) + self._offset, finish is not None)
+        self._ids = self._ids[len(again) :]
+        shown, ids = text[self._chars :], ids[len(again) :]
+        self._chars = max(0, self._chars - len(text))
+        if not shown and finish is None and not (ids and wanted.shows_tokens):
+            return None
+        logprobs = _later(logprobs, len(again), self._offset)
+        shown_ids = ids if wanted.shows_ids else None
+        if not wanted.chat:
+            made = {**choice, "text": shown, "logprobs": logprobs, "prompt_token_ids": None}
+            return {**made, "token_ids": shown_ids}
+        made = {"index": 0, "delta": {"content": shown}, "logprobs": _of_chat(logprobs, wanted)}
+        made["finish_reason"] = finish
+        if finish is not None:
+            made["stop_reason"] = choice.get("stop_reason")
+        return {**made, "token_ids": shown_ids}
+
+
+def ending(transcript: Transcript) -> bytes:
+    """What is missing of an answer whose last token has been sent."""
+    options = transcript.wanted.fields.get("stream_options") or {}
+    usage = b""
+    if options.get("include_usage"):
+        counted = usage_of(transcript, {}, transcript.tokens)
+        usage = written({**head_of(transcript), "choices": [], "usage": counted})
+    return usage + DONE + _END
+
+
+def head_of(transcript: Transcript) -> Fields:
+    """What is the same in all events of an answer."""
+    head = _event.decode(transcript.head[len(DATA_SPACE) :])
+    return {name: head[name] for name in ("id", "object", "created", "model") if name in head}
+
+
+def usage_of(transcript: Transcript, usage: Fields, before: int) -> Fields:
+    """The whole answer's; `before`: tokens of it that an instance takes for a part of its prompt."""
+    prompt, answer = transcript.prompt_tokens, usage.get("completion_tokens", 0) + before
+    counts = {"prompt_tokens": prompt, "total_tokens": prompt + answer, "completion_tokens": answer}
+    return {**usage, **counts}
+
+
+def written(fields: Fields) -> bytes:
+    """As an event."""
+    return DATA_SPACE + msgspec.json.encode(fields) + _END
+
+
+def _later(logprobs: Fields | None, skipped: int, offset: int) -> Fields | None:
+    """The log-probabilities of a completion without those of the first tokens."""
+    if logprobs is None:
+        return None
+    made = {name: each[skipped:] if isinstance(each, list) else each for name, each in logprobs.items()}
+    made["text_offset"] = [each + offset for each in made.get("text_offset") or ()]
+    return made
+
+
+def _of_chat(logprobs: Fields | None, wanted: Wanted) -> Fields | None:
+    """The same as /v1/chat/completions writes them."""
+    if logprobs is None:
+        return None
+    most = wanted.fields.get("top_logprobs") or 0
+    tops = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
+    content = []
+    for token, value, top in zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=True):
+        listed = [_of_token(*each) for each in list((top or {}).items())[:most]]
+        content.append({**_of_token(token, value), "top_logprobs": listed})
+    return {"content": content}
+
+
+def _of_token(token: str, value: float | None) -> Fields:
+    return {"token": token, "logprob": value, "bytes": list(token.encode("utf-8", "replace"))}

@@ -1,0 +1,117 @@
+"""Lets a streamed answer outlive its decode instance: another one goes on with it, see continuation.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+
+import aiohttp
+import msgspec
+
+from .admission import RequestPlace
+from .attempt import Attempt, Dispatch
+from .blame import Again
+from .continuation import Continuation, ending
+from .limits import Limits, RequestCounters
+from .membership.instance import Instance
+from .relay import Relay
+from .retries import Retries
+from .upstream import Client
+
+logger = logging.getLogger(__name__)
+
+_CONTEXT_SECONDS = 5.0
+
+
+class _Model(msgspec.Struct):
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model] = []
+
+
+_models = msgspec.json.Decoder(_Models)
+
+
+class Resumer:
+    """Goes on with the streamed answers that lost their decode instance."""
+
+    def __init__(
+        self, session: Client, retries: Retries, limits: Limits, counters: RequestCounters, dispatch: Dispatch
+    ) -> None:
+        self._session = session
+        self._retries = retries
+        self._limits = limits
+        self._counters = counters
+        self._dispatch = dispatch
+
+    async def finish(
+        self,
+        attempt: Attempt,
+        place: RequestPlace,
+        failed: frozenset[Instance],
+        follow: Callable[[Attempt], None],
+    ) -> Relay:
+        """Brings an answer to its end whose relay is resumable, by other instances or with an error.
+
+        Args:
+            failed: those that are not asked.
+            follow: called with each new attempt.
+
+        Returns:
+            What relayed the last of it.
+        """
+        relay, transcript = attempt.relay, attempt.transcript
+        assert relay is not None and transcript is not None
+        for tries in range(self._limits.resumes + 1):
+            if transcript.finished:
+                await relay.finish(ending(transcript))
+                return relay
+            failed |= {place.choice.decode}
+            if tries == self._limits.resumes or not await self._retries.resume(place, failed, tries):
+                break
+            decode = place.choice.decode
+            context = await self._context(decode) if transcript.wanted.needs_context else 0
+            if context is None:
+                break
+            goes_on = Continuation(transcript, context, attempt.continuation)
+            logger.info("request %s goes on at %s after %d tokens", attempt.unique, decode, goes_on.before)
+            attempt = dataclasses.replace(
+                attempt,
+                body=goes_on.body,
+                doubted=(),
+                may_leave=_stays,
+                may_resend=False,
+                continuation=goes_on,
+                former=relay,
+            )
+            follow(attempt)
+            outcome = await attempt.run(self._dispatch)
+            if attempt.relay is not None:
+                relay = attempt.relay
+                if not relay.resumable:
+                    self._counters.resumed += relay.complete
+                    return relay
+            elif outcome.culprit is not None and outcome.again is not Again.NO:
+                failed |= {outcome.culprit}
+            else:
+                break
+        self._counters.not_resumed += 1
+        await relay.give_up()
+        return relay
+
+    async def _context(self, decode: Instance) -> int | None:
+        """Tokens of its model's context; None if it does not say."""
+        timeout = aiohttp.ClientTimeout(total=_CONTEXT_SECONDS)
+        try:
+            async with self._session.get(f"{decode.url}/v1/models", timeout=timeout) as response:
+                listed = _models.decode(await response.read()).data
+        except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError):
+            return None
+        return max((each.max_model_len or 0 for each in listed), default=0) or None
+
+
+def _stays(_: Instance) -> bool:
+    return False

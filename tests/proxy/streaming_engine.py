@@ -1,0 +1,253 @@
+"""A stand-in for vLLM's streamed completions and chats: what it generates depends on all tokens before, as a
+model's does, and its events have the form of vLLM 0.32's.
+
+Some characters take two tokens, and the text of a token that may begin a stop string is kept back, as vLLM's
+incremental detokenizer does it. Ids of a prompt are taken as they are; a text has an id for each character.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+WORDS = (" a", " be", " see", "d", "e", "fg", ".", " END", "EN", "D", " ü", "\n")
+HALVES = (b"\xf0\x9f", b"\x98\x80")
+FIRST_HALF, SECOND_HALF, END_OF_TEXT = 30, 31, 32
+_PIECES = {2 + at: word.encode() for at, word in enumerate(WORDS)} | dict(
+    zip((FIRST_HALF, SECOND_HALF), HALVES, strict=True)
+)
+_CHOSEN = (*range(2, 2 + len(WORDS)), FIRST_HALF)
+DEFAULT_TOKENS = 40
+
+
+@dataclass
+class Model:
+    """Chooses the next token.
+
+    Attributes:
+        salt: models with another one generate something else; so does a sampler with another seed.
+        ends: whether it may end an answer by itself.
+    """
+
+    salt: int = 0
+    ends: bool = True
+
+    def next(self, ids: Sequence[int]) -> int:
+        if ids[-1] == FIRST_HALF:
+            return SECOND_HALF
+        chosen = zlib.crc32(repr((self.salt, list(ids))).encode())
+        if self.ends and chosen % 61 == 0:
+            return END_OF_TEXT
+        return _CHOSEN[chosen % len(_CHOSEN)]
+
+
+@dataclass
+class Detokenizer:
+    """Text as vLLM sends it."""
+
+    stops: list[str]
+    included: bool
+    text: str = ""
+    sent: int = 0
+    _bytes: bytes = b""
+
+    def add(self, token: int) -> str | None:
+        """Returns the stop string that is complete now."""
+        self._bytes += _PIECES.get(token, b"")
+        before = len(self.text)
+        try:
+            self.text += self._bytes.decode()
+            self._bytes = b""
+        except UnicodeDecodeError:
+            return None
+        for stop in self.stops:
+            at = self.text.find(stop, max(0, before + 1 - len(stop)))
+            if at >= 0:
+                self.text = self.text[: at + len(stop) if self.included else at]
+                return stop
+        return None
+
+    def delta(self, *, finished: bool) -> str:
+        kept = 0 if finished or self.included else max(map(len, self.stops), default=1) - 1
+        end = len(self.text) - kept
+        if end <= self.sent:
+            return ""
+        delta, self.sent = self.text[self.sent : end], end
+        return delta
+
+
+@dataclass
+class Engine:
+    """Answers requests; each chunk has as many tokens as `sizes` says, over and over."""
+
+    model: Model = field(default_factory=Model)
+    sizes: Sequence[int] = (1,)
+
+    def events(self, path: str, body: dict[str, Any], request_id: str) -> Iterator[bytes]:
+        chat = path == "/v1/chat/completions"
+        prompt = _prompt_ids(body["messages"] if chat else body["prompt"])
+        head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
+            "object": "chat.completion.chunk" if chat else "text_completion",
+            "created": 1_700_000_000 + zlib.crc32(request_id.encode()) % 1000,
+            "model": body.get("model", "tiny"),
+        }
+        shows, usage = bool(body.get("return_token_ids")), (body.get("stream_options") or {})
+        if chat:
+            role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
+            choices = [role | {"finish_reason": None}]
+            yield _event(head | {"choices": choices, "prompt_token_ids": prompt if shows else None})
+        count = offset = 0
+        first = True
+        for ids, text, finish, why in self._chunks(prompt, body, chat):
+            count += len(ids)
+            logprobs: dict[str, Any] | None = None
+            if body.get("logprobs") if chat else body.get("logprobs") is not None:
+                top = int(body.get("top_logprobs") or 0) if chat else int(body["logprobs"])
+                logprobs, offset = _logprobs(ids, top, offset, chat=chat)
+            if chat:
+                choice = {
+                    "index": 0,
+                    "delta": {"content": text},
+                    "logprobs": logprobs,
+                    "finish_reason": finish,
+                }
+                if finish:
+                    choice["stop_reason"] = why
+            else:
+                choice = {
+                    "index": 0,
+                    "text": text,
+                    "logprobs": logprobs,
+                    "finish_reason": finish,
+                    "stop_reason": why,
+                }
+                choice["prompt_token_ids"] = prompt if shows and first else None
+            first = False
+            made = head | {"choices": [choice | {"token_ids": ids if shows else None}]}
+            if usage.get("continuous_usage_stats"):
+                made["usage"] = _usage(len(prompt), count)
+            yield _event(made)
+        if usage.get("include_usage"):
+            yield _event(head | {"choices": [], "usage": _usage(len(prompt), count)})
+        yield b"data: [DONE]\n\n"
+
+    def _chunks(
+        self, prompt: list[int], body: dict[str, Any], chat: bool
+    ) -> Iterator[tuple[list[int], str, str | None, Any]]:
+        """Tokens, text, why it has ended, and the stop string."""
+        stops = body.get("stop") or []
+        made = Detokenizer(
+            [stops] if isinstance(stops, str) else stops, bool(body.get("include_stop_str_in_output"))
+        )
+        most = body.get("max_tokens", DEFAULT_TOKENS if chat else 16)
+        ids, chunk, number = list(prompt), [], 0
+        while True:
+            token = self.model.next(ids)
+            ids.append(token)
+            chunk.append(token)
+            count = len(ids) - len(prompt)
+            stop = made.add(token) if token != END_OF_TEXT else None
+            finish = (
+                "stop" if stop is not None or token == END_OF_TEXT else "length" if count >= most else None
+            )
+            if finish or len(chunk) >= self.sizes[number % len(self.sizes)]:
+                yield chunk, made.delta(finished=finish is not None), finish, stop
+                chunk, number = [], number + 1
+            if finish:
+                return
+
+
+def _prompt_ids(prompt: Any) -> list[int]:
+    if isinstance(prompt, list) and isinstance(prompt[0], int):
+        return list(prompt)
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt)
+    return [1, *(100 + ord(each) for each in text)]
+
+
+def _logprobs(ids: list[int], top: int, offset: int, *, chat: bool) -> tuple[dict[str, Any], int]:
+    tokens = [_PIECES.get(each, b"").decode("utf-8", "replace") for each in ids]
+    values = [-each / 64 for each in ids]
+    tops = [
+        {f"{token}~{at}" if at else token: value - at for at in range(top)}
+        for token, value in zip(tokens, values, strict=True)
+    ]
+    if chat:
+        rows = []
+        for token, value, others in zip(tokens, values, tops, strict=True):
+            listed = [_chat_token(*each) for each in others.items()]
+            rows.append(_chat_token(token, value) | {"top_logprobs": listed})
+        return {"content": rows}, offset
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    listed = [others or {token: value} for token, value, others in zip(tokens, values, tops, strict=True)]
+    return {
+        "text_offset": offsets,
+        "token_logprobs": values,
+        "tokens": tokens,
+        "top_logprobs": listed,
+    }, offset
+
+
+def _chat_token(token: str, value: float) -> dict[str, Any]:
+    return {"token": token, "logprob": value, "bytes": list(token.encode())}
+
+
+def _usage(prompt: int, answer: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "total_tokens": prompt + answer, "completion_tokens": answer}
+
+
+def _event(fields: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+
+
+@dataclass
+class Answer:
+    """What a client makes of the events of a stream."""
+
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    finish: list[Any] = field(default_factory=list)
+    usage: dict[str, int] | None = None
+    prompt_ids: list[int] | None = None
+    heads: set[tuple[Any, ...]] = field(default_factory=set)
+    done: bool = False
+    error: Any = None
+
+    @classmethod
+    def of(cls, data: bytes) -> Answer:
+        made = cls()
+        for event in data.decode().split("\n\n"):
+            if event == "data: [DONE]":
+                made.done = True
+            elif event:
+                made._add(json.loads(event.removeprefix("data: ")))
+        return made
+
+    def _add(self, fields: dict[str, Any]) -> None:
+        if "error" in fields:
+            self.error = fields["error"]
+            return
+        self.heads.add(tuple(fields[name] for name in ("id", "object", "created", "model")))
+        self.usage = fields.get("usage") or self.usage
+        self.prompt_ids = fields.get("prompt_token_ids") or self.prompt_ids
+        for choice in fields["choices"]:
+            self.text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+            self.ids += choice.get("token_ids") or []
+            self.prompt_ids = choice.get("prompt_token_ids") or self.prompt_ids
+            logprobs = choice["logprobs"]
+            if logprobs is not None:
+                rows = (
+                    logprobs["content"]
+                    if "content" in logprobs
+                    else list(zip(*logprobs.values(), strict=True))
+                )
+                self.logprobs += rows
+            if choice["finish_reason"] is not None:
+                self.finish.append((choice["finish_reason"], choice.get("stop_reason")))

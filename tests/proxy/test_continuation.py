@@ -1,0 +1,251 @@
+"""A streamed answer that loses its instance goes on at another one as if nothing had happened.
+
+A stand-in generates; the answer is cut anywhere, twice, and compared with the same answer without a cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from streaming_engine import FIRST_HALF, Answer, Engine, Model
+
+from p2pkv_proxy.answers import Transcript, TranscriptMemory
+from p2pkv_proxy.bodies import parse
+from p2pkv_proxy.continuation import Continuation, Diverged, ending
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CONTEXT = 512
+
+
+def memory() -> TranscriptMemory:
+    return TranscriptMemory(1 << 20, 1 << 16)
+
+
+def transcript_of(path: str, body: dict[str, Any], held: TranscriptMemory | None = None) -> Transcript | None:
+    return Transcript.of(parse(json.dumps(body).encode(), path), held or memory())
+
+
+def asked_of_d(body: dict[str, Any]) -> dict[str, Any]:
+    return body | {"return_token_ids": True}
+
+
+def pieces(data: bytes, sizes: list[int]) -> Iterator[bytes]:
+    """As a connection may cut them."""
+    at, number = 0, 0
+    while at < len(data):
+        size = sizes[number % len(sizes)]
+        yield data[at : at + size]
+        at, number = at + size, number + 1
+
+
+def cut_answer(
+    path: str, body: dict[str, Any], engines: list[Engine], cuts: list[int], sizes: list[int]
+) -> bytes:
+    """What the client gets if each engine but the last is lost after so many bytes."""
+    transcript = transcript_of(path, body)
+    assert transcript is not None
+    stream: Transcript | Continuation = transcript
+    asked, at_path, got = asked_of_d(body), path, b""
+    for number, engine in enumerate(engines):
+        data = b"".join(engine.events(at_path, asked, f"id-{number}"))
+        last = number == len(engines) - 1
+        # One event at least: before that, the request is tried again as a whole.
+        begun = data.index(b'"token_ids":[')
+        begun = data.index(b"\n\n", begun) + 2
+        data = data if last else data[: max(begun, cuts[number])]
+        for piece in pieces(data, sizes):
+            got += stream.feed(piece)
+        if transcript.done:
+            break
+        if transcript.finished:
+            return got + ending(transcript)
+        assert transcript.possible and not last
+        former = stream if isinstance(stream, Continuation) else None
+        stream = Continuation(transcript, CONTEXT, former)
+        asked, at_path = json.loads(bytes(stream.body.for_decode("x"))), COMPLETIONS
+    return got + transcript.flush()
+
+
+def whole_answer(path: str, body: dict[str, Any], engine: Engine) -> Answer:
+    """The same without a proxy."""
+    return Answer.of(b"".join(engine.events(path, body, "id-0")))
+
+
+def body_of(path: str, **more: Any) -> dict[str, Any]:
+    prompt = {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"prompt": "hi"}
+    return {"model": "tiny", "stream": True, "max_tokens": 30, **prompt, **more}
+
+
+STOPS = st.sampled_from([None, "END", [" END", "ENDING"], ["ü\n", "😀"], "never"])
+BODIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "stop": STOPS,
+        "include_stop_str_in_output": st.booleans(),
+        "max_tokens": st.integers(2, 40),
+        "return_token_ids": st.booleans(),
+        "stream_options": st.sampled_from(
+            [{"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}, None]
+        ),
+        "min_tokens": st.integers(0, 3),
+        "temperature": st.just(0),
+    },
+)
+
+
+@given(
+    path=st.sampled_from([CHAT, COMPLETIONS]),
+    more=BODIES,
+    logprobs=st.none() | st.integers(0, 3),
+    salt=st.integers(0, 1000),
+    chunks=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), min_size=3, max_size=3),
+    cuts=st.tuples(st.integers(1, 6000), st.integers(1, 4000)),
+    sizes=st.lists(st.integers(1, 700), min_size=1, max_size=5),
+)
+def test_a_cut_answer_is_the_whole_one(
+    path: str,
+    more: dict[str, Any],
+    logprobs: int | None,
+    salt: int,
+    chunks: list[list[int]],
+    cuts: tuple[int, int],
+    sizes: list[int],
+) -> None:
+    if logprobs is not None:
+        more |= {"logprobs": True, "top_logprobs": logprobs} if path == CHAT else {"logprobs": logprobs}
+    body = body_of(path, **more)
+    engines = [Engine(Model(salt), each) for each in chunks]
+    got = Answer.of(cut_answer(path, body, engines, list(cuts), sizes))
+    wanted = whole_answer(path, body, engines[0])
+    assert got == wanted
+
+
+def lost_after(answer: bytes, events: int) -> int:
+    """Bytes of so many events."""
+    at = 0
+    for _ in range(events):
+        at = answer.index(b"\n\n", at) + 2
+    return at
+
+
+def test_half_a_character_is_generated_anew() -> None:
+    engine = Engine(Model(salt=4, ends=False))
+    body = body_of(COMPLETIONS, max_tokens=60)
+    data = b"".join(engine.events(COMPLETIONS, asked_of_d(body), "id-0"))
+    ids = Answer.of(data).ids
+    half = ids.index(FIRST_HALF, 1) + 1
+    transcript = transcript_of(COMPLETIONS, body)
+    assert transcript is not None
+    transcript.feed(data[: lost_after(data, half)])
+    asked = json.loads(bytes(Continuation(transcript, 0, None).body.for_decode("x")))
+    assert asked["prompt"][-1] == ids[half - 2]
+    assert asked["max_tokens"] == 60 - (half - 1)
+
+
+def test_a_sampler_that_chooses_otherwise_goes_on_if_the_client_has_nothing_of_it() -> None:
+    engines = [Engine(Model(salt, ends=False)) for salt in (4, 5)]
+    body = body_of(COMPLETIONS, max_tokens=50, temperature=1)
+    data = b"".join(engines[0].events(COMPLETIONS, asked_of_d(body), "id-0"))
+    got = Answer.of(cut_answer(COMPLETIONS, body, engines, [lost_after(data, 20)], [100]))
+    assert got.done and got.text.startswith(Answer.of(data[: lost_after(data, 19)]).text)
+    assert got.text != Answer.of(data).text
+
+
+def test_a_sampler_that_chooses_otherwise_within_what_the_client_has_ends_it() -> None:
+    engines = [Engine(Model(4, ends=False), [1, 2]), Engine(Model(5, ends=False))]
+    body = body_of(COMPLETIONS, max_tokens=50, logprobs=0)
+    with pytest.raises(Diverged):
+        cut_answer(COMPLETIONS, body, engines, [lost_after(_answer(engines[0], body), 6)], [100])
+
+
+def _answer(engine: Engine, body: dict[str, Any]) -> bytes:
+    return b"".join(engine.events(COMPLETIONS, asked_of_d(body), "id-0"))
+
+
+def test_a_chat_without_a_bound_goes_on_to_the_end_of_the_context() -> None:
+    body = body_of(CHAT)
+    del body["max_tokens"]
+    transcript = transcript_of(CHAT, body)
+    assert transcript is not None and transcript.wanted.needs_context
+    data = b"".join(Engine(Model(4, ends=False)).events(CHAT, asked_of_d(body), "id-0"))
+    transcript.feed(data[: lost_after(data, 11)])
+    asked = json.loads(bytes(Continuation(transcript, CONTEXT, None).body.for_decode("x")))
+    assert len(asked["prompt"]) + asked["max_tokens"] == CONTEXT
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"stream": False},
+        {"n": 2},
+        {"echo": True},
+        {"prompt": ["a", "b"]},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -1},
+        {"bad_words": ["x"]},
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a*"}},
+        {"use_beam_search": True},
+        {"stop": 7},
+        {"logit_bias": {str(each): 1 for each in range(5000)}},
+        {"a_field_of_tomorrow": 1},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_what_cannot_be_exact_does_not_go_on(more: dict[str, Any]) -> None:
+    assert transcript_of(COMPLETIONS, body_of(COMPLETIONS)) is not None
+    assert transcript_of(COMPLETIONS, body_of(COMPLETIONS, **more)) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "goes_on"),
+    [
+        ("text", True),
+        ([{"type": "text", "text": "a"}], True),
+        ([{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "data:"}}], False),
+    ],
+    ids=["text", "parts", "picture"],
+)
+def test_a_chat_with_a_picture_does_not_go_on(content: Any, goes_on: bool) -> None:
+    body = body_of(CHAT, messages=[{"role": "user", "content": content}])
+    assert (transcript_of(CHAT, body) is not None) == goes_on
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'data: {"id":"x","choices":[{"index":0,"delta":{"reasoning":"so"},"logprobs":null,'
+        b'"finish_reason":null,"token_ids":[5]}]}\n\n',
+        b'data: {"id":"x","choices":[{"index":0,"delta":{"content":"so"},"logprobs":null,'
+        b'"finish_reason":null,"token_ids":null}]}\n\n',
+    ],
+    ids=["reasoning", "without-ids"],
+)
+def test_an_answer_with_parts_that_cannot_come_again_does_not_go_on(event: bytes) -> None:
+    transcript = transcript_of(CHAT, body_of(CHAT))
+    assert transcript is not None
+    data = b"".join(Engine().events(CHAT, asked_of_d(body_of(CHAT)), "id-0"))
+    transcript.feed(data[: lost_after(data, 3)])
+    assert transcript.possible
+    passed = transcript.feed(event)
+    assert not transcript.possible and b'"so"' in passed and b"[5]" not in passed
+
+
+def test_what_a_transcript_holds_is_bounded_and_let_go() -> None:
+    held = TranscriptMemory(most=12000, most_each=8192)
+    body = body_of(COMPLETIONS, max_tokens=4000)
+    data = _answer(Engine(Model(4, ends=False)), body)
+    one, other = (transcript_of(COMPLETIONS, body, held) for _ in range(2))
+    assert one is not None and other is not None
+    one.feed(data[: lost_after(data, 20)])
+    assert 0 < held.held <= 4096
+    other.feed(data[: lost_after(data, 3990)])
+    assert not other.possible and held.held <= 4096
+    one.drop()
+    one.drop()
+    assert held.held == 0
+    assert Answer.of(one.feed(data[lost_after(data, 20) :])).finish == [("length", None)]

@@ -1,0 +1,328 @@
+"""A stream outlives its decode instance: proxy, stand-ins for vLLM over real HTTP, and a client."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from proxy_behaviours import Behaviour, Seen, answer_json, die, event_stream, never_a_token
+from proxy_fakes import Deployment, FakeInstance, deployed, quiet
+from streaming_engine import Answer, Engine, Model
+
+from p2pkv_proxy.access import Access
+from p2pkv_proxy.attempt import Dispatch
+from p2pkv_proxy.limits import Limits
+from support.waiting import eventually
+
+pytestmark = pytest.mark.asyncio
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+ENGINE = Engine(Model(salt=4, ends=False))
+COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "hi", "stream": True, "max_tokens": 24}
+CHATTED: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "hi"}],
+    "stream": True,
+    "max_tokens": 24,
+    "stream_options": {"include_usage": True},
+}
+
+Loss = Callable[[web.Request, web.StreamResponse], Any]
+
+
+async def dies(request: web.Request, response: web.StreamResponse) -> None:
+    die(request)
+
+
+async def fails(request: web.Request, response: web.StreamResponse) -> None:
+    """As an API server whose engine core has died."""
+    await response.write(b'data: {"error":{"message":"EngineCore died","type":"x","code":500}}\n\n')
+    await response.write(b"data: [DONE]\n\n")
+
+
+async def gives_up(request: web.Request, response: web.StreamResponse) -> None:
+    """As a vLLM that is stopped."""
+    choice = b'{"index":0,"text":"","logprobs":null,"finish_reason":"abort","token_ids":[]}'
+    await response.write(b'data: {"id":"x","choices":[' + choice + b"]}\n\ndata: [DONE]\n\n")
+
+
+async def hangs(request: web.Request, response: web.StreamResponse) -> None:
+    await asyncio.Event().wait()
+
+
+def generates(engine: Engine = ENGINE, lost_after: int = 0, loss: Loss = dies) -> Behaviour:
+    """Streams the engine's answer; `lost_after`: events after which it is lost, 0 for never."""
+
+    async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+        if not seen.body["stream"]:
+            return await answer_json(request, seen)
+        response = await event_stream(request)
+        events = engine.events(seen.path, seen.body, seen.request_id)
+        for event in itertools.islice(events, lost_after or None):
+            await response.write(event)
+            await asyncio.sleep(0)
+        if lost_after:
+            await loss(request, response)
+        return response
+
+    return behaviour
+
+
+def the_first_is_lost(instances: list[FakeInstance], lost_after: int = 9, loss: Loss = dies) -> None:
+    """Of these the first that is asked loses its answer; the others do not."""
+    for each in instances:
+
+        async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+            first = sum(len(each.requests) for each in instances) == 1
+            return await generates(lost_after=lost_after if first else 0, loss=loss)(request, seen)
+
+        each.behaviour = behaviour
+
+
+async def ask(deployment: Deployment, body: dict[str, Any], path: str = COMPLETIONS) -> Answer:
+    async with await deployment.post(body, path) as response:
+        assert response.status == 200
+        return Answer.of(await response.read())
+
+
+def whole(body: dict[str, Any], path: str = COMPLETIONS) -> Answer:
+    return Answer.of(b"".join(ENGINE.events(path, body, "undisturbed")))
+
+
+def same(got: Answer, wanted: Answer) -> bool:
+    """But for the id and the time."""
+    assert got.error is None and len(got.heads) == 1
+    return vars(got) | {"heads": None} == vars(wanted) | {"heads": None}
+
+
+def by_instance(deployment: Deployment) -> list[int]:
+    return sorted(len(each.requests) for each in deployment.decodes)
+
+
+@pytest.mark.parametrize("dispatch", ["concurrent", "sequential"])
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, COMPLETION), (CHAT, CHATTED)], ids=["text", "chat"])
+async def test_a_stream_outlives_its_d(dispatch: Dispatch, path: str, body: dict[str, Any]) -> None:
+    async with deployed(dispatch, 1, 2) as deployment:
+        the_first_is_lost(deployment.decodes)
+        assert same(await ask(deployment, body, path), whole(body, path))
+        assert by_instance(deployment) == [1, 1]
+        first, second = deployment.p.requests
+        assert first.path == path and second.path == COMPLETIONS
+        assert second.body["max_tokens"] == 1 and len(second.body["prompt"]) > 8
+        assert deployment.proxy.counters.resumed == 1
+        await quiet(deployment)
+
+
+@pytest.mark.parametrize("loss", [dies, fails, gives_up, hangs], ids=lambda loss: loss.__name__)
+async def test_each_way_to_lose_a_d(loss: Loss) -> None:
+    async with deployed("concurrent", 1, 2, limits=Limits(event_seconds=0.5)) as deployment:
+        the_first_is_lost(deployment.decodes, loss=loss)
+        assert same(await ask(deployment, COMPLETION), whole(COMPLETION))
+        await quiet(deployment)
+
+
+async def test_two_ds_are_lost_one_after_the_other() -> None:
+    async with deployed("concurrent", 1, 3) as deployment:
+
+        async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+            number = sum(len(each.requests) for each in deployment.decodes)
+            return await generates(lost_after=0 if number == 3 else 5)(request, seen)
+
+        for each in deployment.decodes:
+            each.behaviour = behaviour
+        assert same(await ask(deployment, COMPLETION), whole(COMPLETION))
+        assert by_instance(deployment) == [1, 1, 1]
+        await quiet(deployment)
+
+
+async def test_without_another_d_the_stream_ends_with_an_error() -> None:
+    async with deployed("concurrent", 1, 1) as deployment:
+        the_first_is_lost(deployment.decodes)
+        got = await ask(deployment, COMPLETION)
+        assert got.error["code"] == 502 and "died" in got.error["message"]
+        assert whole(COMPLETION).text.startswith(got.text) and got.text
+        assert deployment.proxy.counters.not_resumed == 1
+        await quiet(deployment)
+
+
+async def test_the_error_of_a_failed_d_is_passed_on_if_none_goes_on() -> None:
+    async with deployed("concurrent", 1, 1) as deployment:
+        the_first_is_lost(deployment.decodes, loss=fails)
+        got = await ask(deployment, COMPLETION)
+        assert got.error["message"] == "EngineCore died"
+
+
+async def test_with_a_limit_of_zero_d_gets_the_clients_own_bytes() -> None:
+    async with deployed("concurrent", 1, 2, limits=Limits(resumes=0)) as deployment:
+        the_first_is_lost(deployment.decodes)
+        got = await ask(deployment, COMPLETION)
+        assert got.error["code"] == 502
+        (asked,) = [seen for each in deployment.decodes for seen in each.requests]
+        assert asked.body == COMPLETION
+
+
+async def test_no_more_than_the_limit() -> None:
+    async with deployed("concurrent", 1, 4, limits=Limits(resumes=2)) as deployment:
+        for each in deployment.decodes:
+            each.behaviour = generates(lost_after=3)
+        got = await ask(deployment, COMPLETION)
+        assert got.error["code"] == 502
+        assert by_instance(deployment) == [0, 1, 1, 1]
+        await quiet(deployment)
+
+
+async def test_without_a_p_another_d_goes_on_alone() -> None:
+    async with deployed("concurrent", 0, 2) as deployment:
+        the_first_is_lost(deployment.decodes)
+        assert same(await ask(deployment, COMPLETION), whole(COMPLETION))
+
+
+async def test_an_answer_that_has_its_last_token_is_ended_by_the_proxy() -> None:
+    body = COMPLETION | {"stream_options": {"include_usage": True}}
+    events = len(list(ENGINE.events(COMPLETIONS, body, "x")))
+    async with deployed("concurrent", 1, 2) as deployment:
+        the_first_is_lost(deployment.decodes, lost_after=events - 2)
+        assert same(await ask(deployment, body), whole(body))
+        assert by_instance(deployment) == [0, 1]
+
+
+async def test_a_client_that_leaves_meanwhile_is_not_served_on() -> None:
+    async with deployed("concurrent", 1, 2) as deployment:
+        the_first_is_lost(deployment.decodes)
+        second = never_a_token
+
+        async def then_silent(request: web.Request, seen: Seen) -> web.StreamResponse:
+            first = sum(len(each.requests) for each in deployment.decodes) == 1
+            return await (generates(lost_after=4) if first else second)(request, seen)
+
+        for each in deployment.decodes:
+            each.behaviour = then_silent
+        response = await deployment.post(COMPLETION)
+        await eventually(lambda: by_instance(deployment) == [1, 1])
+        response.close()
+        await eventually(lambda: any(seen.aborted for each in deployment.decodes for seen in each.requests))
+        await quiet(deployment)
+
+
+async def test_a_proxy_that_stops_meanwhile_says_so() -> None:
+    async with deployed("concurrent", 1, 2) as deployment:
+
+        async def then_silent(request: web.Request, seen: Seen) -> web.StreamResponse:
+            first = sum(len(each.requests) for each in deployment.decodes) == 1
+            return await (generates(lost_after=4) if first else never_a_token)(request, seen)
+
+        for each in deployment.decodes:
+            each.behaviour = then_silent
+        async with await deployment.post(COMPLETION) as response:
+            await eventually(lambda: by_instance(deployment) == [1, 1])
+            assert await deployment.proxy.stop(0.0, asyncio.Event()) == 1
+            got = Answer.of(await response.read())
+        assert got.error["code"] == 503 and "stop" in got.error["message"]
+        await quiet(deployment)
+
+
+async def test_beyond_the_bound_of_memory_answers_do_not_go_on() -> None:
+    async with deployed("concurrent", 1, 2, limits=Limits(resume_bytes=0)) as deployment:
+        the_first_is_lost(deployment.decodes)
+        got = await ask(deployment, COMPLETION)
+        assert got.error["code"] == 502 and not got.ids
+        await quiet(deployment)
+
+
+async def test_all_streams_of_a_lost_d_go_on() -> None:
+    """More than the budget of retries would allow."""
+    async with deployed("concurrent", 1, 2) as deployment:
+        lost = deployment.d
+        lost.behaviour = generates(lost_after=6, loss=hangs)
+        deployment.decodes[1].behaviour = generates()
+        asked = [asyncio.create_task(ask(deployment, COMPLETION)) for _ in range(40)]
+        await eventually(lambda: by_instance(deployment) == [20, 20])
+        lost.kill()
+        for answer in await asyncio.gather(*asked):
+            assert same(answer, whole(COMPLETION))
+        assert deployment.proxy.counters.resumed == len(lost.requests) >= 20
+        await quiet(deployment)
+
+
+async def test_a_client_that_reads_slowly_loses_nothing() -> None:
+    body = COMPLETION | {"max_tokens": 4000}
+    async with deployed("concurrent", 1, 2) as deployment:
+        the_first_is_lost(deployment.decodes, lost_after=2500)
+        async with (
+            aiohttp.ClientSession(read_bufsize=1024) as client,
+            client.post(deployment.url + COMPLETIONS, json=body) as response,
+        ):
+            data = b""
+            async for piece in response.content.iter_chunked(4096):
+                data += piece
+                await asyncio.sleep(0.001)
+        assert same(Answer.of(data), whole(body))
+
+
+async def drain(deployment: Deployment, instance: FakeInstance, move_after: str) -> tuple[int, str]:
+    headers = {"Authorization": "Bearer admin"}
+    url = f"{deployment.url}/instances/{instance.http_address}/drain?move_after={move_after}"
+    async with deployment.client.post(url, headers=headers) as response:
+        return response.status, await response.text()
+
+
+async def test_a_drain_with_a_deadline_moves_what_runs_and_no_client_notices() -> None:
+    endless = generates(lost_after=20, loss=hangs)
+    whole_json = asyncio.Event()
+    async with deployed("concurrent", 1, 2, guard=Access(token="admin")) as deployment:
+        leaving, other = deployment.decodes
+
+        async def slow(request: web.Request, seen: Seen) -> web.StreamResponse:
+            if seen.body["stream"]:
+                return await endless(request, seen)
+            await whole_json.wait()
+            return await answer_json(request, seen)
+
+        leaving.behaviour, other.behaviour = slow, generates()
+        streams = [asyncio.create_task(ask(deployment, COMPLETION)) for _ in range(16)]
+        await eventually(lambda: by_instance(deployment) == [8, 8])
+        plain = asyncio.create_task(deployment.post({"model": "tiny", "prompt": "hi", "stream": False}))
+        other_one = asyncio.create_task(deployment.post({"model": "tiny", "prompt": "hi", "stream": False}))
+        await eventually(lambda: by_instance(deployment) == [9, 9])
+        assert (await drain(deployment, leaving, "0.2"))[0] == 200
+        for answer in await asyncio.gather(*streams):
+            assert same(answer, whole(COMPLETION))
+        for response in await asyncio.gather(plain, other_one):
+            assert response.status == 200
+            response.close()
+        (left,) = [each for each in deployment.everyone() if each.drained]
+        assert left.load == 0 and left.breaker.closed
+        assert deployment.proxy.counters.breakers_opened == 0
+        await quiet(deployment)
+
+
+async def test_a_drain_with_a_deadline_leaves_what_no_other_can_take() -> None:
+    async with deployed("concurrent", 1, 1, guard=Access(token="admin")) as deployment:
+        release = asyncio.Event()
+
+        async def behaviour(request: web.Request, seen: Seen) -> web.StreamResponse:
+            response = await event_stream(request)
+            for number, event in enumerate(ENGINE.events(seen.path, seen.body, seen.request_id)):
+                if number == 5:
+                    await release.wait()
+                await response.write(event)
+            return response
+
+        deployment.d.behaviour = behaviour
+        asked = asyncio.create_task(ask(deployment, COMPLETION))
+        await eventually(lambda: by_instance(deployment) == [1])
+        assert (await drain(deployment, deployment.d, "0"))[0] == 200
+        await eventually(lambda: any(each.drained for each in deployment.everyone()))
+        release.set()
+        assert same(await asked, whole(COMPLETION))
+
+
+async def test_a_drain_with_a_wrong_deadline_is_refused() -> None:
+    async with deployed("concurrent", 0, 1, guard=Access(token="admin")) as deployment:
+        status, text = await drain(deployment, deployment.d, "soon")
+        assert status == 400 and "move_after is 'soon'" in text and not deployment.everyone()[0].drained

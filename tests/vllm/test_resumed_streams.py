@@ -1,0 +1,180 @@
+"""Streams of real servers whose D is lost in mid answer: another one goes on, and no client notices."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from vllm_support import MODEL_NAME, SETTINGS, assert_same, at_rest, tokens
+
+from p2pkv.demo import answers, client
+from p2pkv.demo.answers import GREEDY, Answer
+from p2pkv.demo.processes import wait_until
+from p2pkv.demo.servers import ProxyServer, VllmServer
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(700)]
+
+STREAMS = 12
+TOKENS = 80
+LOST_AFTER = 10 * STREAMS
+"""Tokens of all streams together, at least, when D is lost."""
+LEASE = 10.0
+
+
+@dataclass
+class Trio:
+    p: VllmServer
+    ds: list[VllmServer]
+    proxy: ProxyServer
+
+    def counted(self, name: str) -> float:
+        return client.metrics(self.proxy.base_url).get(f"p2pkv_proxy_{name}", 0.0)
+
+    def ready(self) -> bool:
+        url = f"{self.proxy.base_url}/instances"
+        listed = client.get(url)
+        return listed.count('"ready"') == 1 + len(self.ds)
+
+
+@pytest.fixture(scope="module")
+def trio(fleet_keeper: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
+    fleet_keeper.stop()
+    logs = tmp_path_factory.mktemp("resumed")
+    proxy = ProxyServer(log_path=logs / "proxy.log", extra_args=["--lease-seconds", f"{LEASE:g}"])
+
+    def server(role: str, name: str) -> VllmServer:
+        return VllmServer(
+            tiny_model,
+            role=role,  # type: ignore[arg-type]
+            proxy=proxy.discovery,
+            extra_args=SETTINGS,
+            extra_config={"lease_seconds": 5, "chunk_bytes": 16384},
+            log_path=logs / f"{name}.log",
+            name=name,
+        )
+
+    with proxy, server("P", "P") as p, server("D", "D1") as first, server("D", "D2") as second:
+        for each in (p, first, second, proxy):
+            each.wait_ready()
+        yield Trio(p, [first, second], proxy)
+
+
+def core_of(server: VllmServer) -> psutil.Process:
+    (core,) = (
+        each
+        for each in psutil.Process(server.pid).children(recursive=True)
+        if "EngineCore" in " ".join(each.cmdline()) + each.name()
+    )
+    return core
+
+
+def killed(server: VllmServer) -> None:
+    server.kill()
+
+
+def stopped(server: VllmServer) -> None:
+    os.kill(server.pid, signal.SIGTERM)
+
+
+def frozen(server: VllmServer) -> None:
+    server.freeze()
+
+
+def core_killed(server: VllmServer) -> None:
+    core_of(server).kill()
+
+
+def completion(base_url: str, prompt: list[int], **more: Any) -> Answer:
+    """A streamed one."""
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": TOKENS, "logprobs": 2, **GREEDY, **more}
+    return joined(client.stream(f"{base_url}/v1/completions", body), TOKENS)
+
+
+def chat(base_url: str, text: str, **more: Any) -> Answer:
+    body = {"model": MODEL_NAME, "messages": [{"role": "user", "content": text}], "max_tokens": TOKENS}
+    body |= {"logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True}, **GREEDY, **more}
+    return joined(client.stream(f"{base_url}/v1/chat/completions", body), TOKENS)
+
+
+def joined(events: Iterator[dict[str, Any]], most: int) -> Answer:
+    """One answer of all events, whose usage and finish reason are right."""
+    parts: list[Answer] = []
+    finish: list[str] = []
+    ids = set()
+    for event in events:
+        assert "error" not in event, event
+        ids.add((event["id"], event["created"]))
+        for choice in event["choices"]:
+            if "delta" in choice:
+                if choice["logprobs"] is None:
+                    continue
+                choice["message"] = {"content": choice["delta"].get("content")}
+            parts.append(answers.answer_of(choice))
+            if choice["finish_reason"]:
+                finish.append(choice["finish_reason"])
+        if event.get("usage"):
+            assert event["usage"]["completion_tokens"] == sum(len(part.tokens) for part in parts)
+    assert len(ids) == 1 and len(finish) == 1
+    made = Answer(
+        text="".join(part.text for part in parts),
+        tokens=tuple(token for part in parts for token in part.tokens),
+        margins=tuple(margin for part in parts for margin in part.margins),
+    )
+    assert finish == ["length" if len(made.tokens) == most else "stop"]
+    return made
+
+
+def requests(name: str) -> list[Callable[[str], Answer]]:
+    """Half of them completions, half chats; each gets the address of who answers."""
+
+    def one(number: int) -> Callable[[str], Answer]:
+        if number % 2:
+            return lambda url: chat(url, f"Tell me about {name} and the number {number}.", ignore_eos=True)
+        prompt = tokens(120, f"{name} {number}")
+        return lambda url: completion(url, prompt, ignore_eos=number % 4 == 0)
+
+    return [one(number) for number in range(STREAMS)]
+
+
+def with_d_lost(
+    trio: Trio, asked: list[Callable[[str], Answer]], lose: Callable[[VllmServer], None]
+) -> list[Answer]:
+    """The answers, with one D lost while it works on some of them."""
+    victim = trio.ds[0]
+    name = "vllm:generation_tokens_total"
+    before = {each.name: client.metrics(each.base_url).get(name, 0.0) for each in trio.ds}
+
+    def generated(server: VllmServer) -> float:
+        return client.metrics(server.base_url).get(name, 0.0) - before[server.name]
+
+    with ThreadPoolExecutor(STREAMS) as pool:
+        got = [pool.submit(each, trio.proxy.base_url) for each in asked]
+        wait_until(lambda: generated(victim) >= LOST_AFTER / 2, "the first tokens", 60.0)
+        lose(victim)
+        return [each.result() for each in got]
+
+
+@pytest.mark.parametrize("lose", [killed, core_killed, stopped, frozen], ids=lambda lose: lose.__name__)
+def test_streams_outlive_their_d(
+    trio: Trio, servers_on_failure: Callable[..., None], lose: Callable[[VllmServer], None]
+) -> None:
+    servers_on_failure(trio.p, *trio.ds, trio.proxy)
+    wait_until(trio.ready, "all three", 60.0)
+    asked = requests(lose.__name__)
+    expected = [each(trio.ds[1].base_url) for each in asked]
+    resumed = trio.counted("resumed_total")
+    got = with_d_lost(trio, asked, lose)
+    assert_same(expected, got)
+    assert trio.counted("resumed_total") > resumed and trio.counted("not_resumed_total") == 0
+    for server in (trio.p, trio.ds[1]):
+        at_rest(server, seconds=70.0)
+    trio.ds[0].kill()
+    trio.ds[0].start()
+    trio.ds[0].wait_ready()
