@@ -3,10 +3,11 @@
 vLLM registers a layer as [blocks, heads, rows, content] and calls a row's content bytes where a kernel gives
 them their meaning. A row mostly lies together, as its view shows it. But some kernels write two *planes*: in
 front the values of all rows of a block, behind them the scales of all rows. Then the view is only right in
-how many bytes a block has.
+how many bytes a block has. And some have two *slots* in place of heads, one for K and one for V, in which a
+row has all heads.
 
-The planes of a layer become layers of two KV groups with the same block table. What is not certain is
-refused, with the layer's name.
+The planes or slots of a layer become layers of two KV groups with the same block table. What is not certain
+is refused, with the layer's name.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ class RowForm(NamedTuple):
     Attributes:
         tokens: that a row stands for; it is written when the last of them is computed.
         planes: in the order of memory; () if a row lies together.
+        slot_heads: KV heads in each of two slots; 0: heads are the view's own.
     """
 
     tokens: int
     planes: tuple[Plane, ...]
+    slot_heads: int = 0
 
 
 LATENT = Plane("values", 576), Plane("scales", 8)
@@ -68,7 +71,28 @@ def row_form(name: str, spec: KVCacheSpec) -> RowForm:
             f"this model's layer {name} has a row for each {tokens} tokens, and blocks of {spec.block_size}: "
             "expected whole rows in a block; choose another --block-size"
         )
-    return RowForm(int(tokens), _planes(name, spec))
+    return RowForm(int(tokens), _planes(name, spec), _slot_heads(name, spec))
+
+
+def _slot_heads(name: str, spec: Any) -> int:
+    """See RowForm. Raises ConfigError."""
+    from vllm.platforms import current_platform
+
+    slots, heads = getattr(spec, "num_head_slots", None), spec.num_kv_heads
+    if slots is None:
+        return 0
+    if current_platform.is_rocm():
+        raise _unknown(name, spec, "slots for K and V, which ROCm's kernels shuffle")
+    if (
+        spec.kv_quant_mode.is_nvfp4
+        or slots != 2
+        or 2 * spec.state_content_size_bytes
+        != (heads * (spec.head_size + spec.head_size_v) * spec.dtype.itemsize)
+    ):
+        raise _unknown(
+            name, spec, f"{slots} slots of {spec.state_content_size_bytes} bytes for {heads} heads"
+        )
+    return int(heads)
 
 
 def _planes(name: str, spec: Any) -> tuple[Plane, ...]:
@@ -110,6 +134,10 @@ def _unknown(name: str, spec: KVCacheSpec, what: str) -> ConfigError:
 
 def plane_views(name: str, form: RowForm, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Each plane's name, and the plane as a layer of its own. Raises ConfigError for views of other sizes."""
+    if form.slot_heads:
+        blocks, _, rows, _ = tensor.shape
+        halves = (each.view(blocks, rows, form.slot_heads, -1).transpose(1, 2) for each in tensor.unbind(1))
+        return list(zip(("keys", "values"), halves, strict=True))
     if not form.planes:
         return [("", tensor)]
     widths = [plane.width for plane in form.planes]

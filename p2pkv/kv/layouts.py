@@ -104,14 +104,15 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of a flat storage: number i is bytes [base + i * atom, base + (i + 1) * atom).
+    """Rows of a flat storage: number i is the `atom` bytes from base + i * step on.
 
-    `index` is int64 [rows], in the wire's order.
+    `index` is int64 [rows], in the wire's order. `step`: at most `atom`; 0 stands for it.
     """
 
     atom: int
     base: int
     index: Index
+    step: int = 0
 
 
 # From a tensor of vLLM.
@@ -253,8 +254,8 @@ def spans_of(layers: Sequence[LayerPages]) -> list[Span]:
     return spans
 
 
-def locate(span: Span, cut: Cut) -> Rows:
-    """The rows of a cut that is not empty."""
+def locate(span: Span, cut: Cut, widest: int = 0) -> Rows:
+    """The rows of a cut that is not empty; of up to `widest` bytes, `step` may be less than `atom`."""
     layers, units, heads, row_bytes, table = cut.layers, cut.units, cut.heads, cut.row_bytes, cut.table
     pages = span.pages
     beside = heads[1] - heads[0]
@@ -273,6 +274,8 @@ def locate(span: Span, cut: Cut) -> Rows:
     index = (lift // atom + first // atom)[:, None] + _unit_rows(pages, units, stride, atom, table)
     if not joined:
         index = index[..., None] + np.arange(beside) * (pages.head_stride // atom)
+    if atom < run <= widest:
+        return Rows(run, first % atom, index.reshape(-1), atom)
     if run > atom:
         index = index[..., None] + np.arange(run // atom)
     return Rows(atom, first % atom, index.reshape(-1))

@@ -31,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
 from p2pkv.config import ConfigError
 from p2pkv.connector.describe import make_ready
 from p2pkv.connector.planes import INDEXER, LATENT, plane_views, row_form
+from p2pkv.kv import PagedCache
 
 pytestmark = pytest.mark.vllm
 
@@ -80,7 +81,7 @@ def test_an_indexer_s_keys_without_scales_lie_together(dtype: torch.dtype) -> No
     """MiniMax-M3's."""
     role = SparseCacheRole.INDEXER
     spec = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=128, dtype=dtype, cache_role=role)
-    assert row_form("i", spec) == (1, ())
+    assert row_form("i", spec) == (1, (), 0)
 
 
 # Types of caches.
@@ -127,8 +128,8 @@ def test_each_type_of_cache_is_listed() -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_cache_is_moved_as_rows_or_refused(kind: str) -> None:
-    """Scales lie in the row of their token and head; or a head has two slots, which p2pkv refuses by the
-    number of heads."""
+    """Scales lie in the row of their token and head; or a head has two slots, of which p2pkv does not know
+    whether a token's scales lie together."""
     backend, how = TYPES[kind]
     latent = kind in CONTENT
     spec: Any = (MLAAttentionSpec if latent else FullAttentionSpec)(
@@ -141,8 +142,11 @@ def test_a_cache_is_moved_as_rows_or_refused(kind: str) -> None:
         **({"cache_dtype_str": kind} if latent else {}),
     )
     spec = backend.customize_spec(spec)
-    assert row_form("layer", spec) == (1, ())
-    assert (spec.num_heads != spec.num_kv_heads) is (how == SLOTS)
+    if how == SLOTS:
+        with pytest.raises(ConfigError, match="has 8 slots of 72 bytes for 4 heads"):
+            row_form("layer", spec)
+    else:
+        assert row_form("layer", spec) == (1, (), 0)
 
 
 def test_turboquant_of_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +171,31 @@ def test_scales_that_have_been_loaded_stay() -> None:
     kv_cache.fill_(7)
     impl._ensure_scale_caches(kv_cache)
     assert bool((kv_cache == 7).all())
+
+
+SLOTTED: Any = {"block_size": 16, "num_kv_heads": 4, "head_size": 32, "dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])
+def test_a_slot_for_k_and_one_for_v_are_layers_of_all_heads(layout: str) -> None:
+    """As b12x's `_kv_cache_views` reads them, which cannot be imported without its kernels."""
+    spec = FullAttentionSpec(**SLOTTED, num_head_slots=2, state_content_bytes=4 * 32 * 2)
+    apart = 2 * 16 * 128 * (3 if layout == "BLHNC" else 1)
+    memory = torch.arange(5 * apart).to(torch.bfloat16)
+    view = memory.as_strided((5, 2, 16, 128), (apart, 16 * 128, 128, 1))
+    views = dict(plane_views("layer", row_form("layer", spec), view))
+    for name, expected in zip(("keys", "values"), view.unbind(1), strict=True):
+        assert torch.equal(views[name], expected.unflatten(-1, (4, 32)).transpose(1, 2))
+        assert views[name].untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+        cache = PagedCache.from_tensors([views[name]], block_size=16)
+        assert (cache.heads, cache.row_bytes, cache.blocks) == (4, 64, 5)
+
+
+def test_slots_that_rocm_shuffles_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = FullAttentionSpec(**SLOTTED, num_head_slots=2, state_content_bytes=4 * 32 * 2)
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
+    with pytest.raises(ConfigError, match="slots for K and V, which ROCm's kernels shuffle"):
+        row_form("layer", spec)
 
 
 # Views.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from gil_support import lets_others_run
 
-from p2pkv.kv.copiers import Columns, DeviceStorage, HostStorage, Uploads
+from p2pkv.kv.copiers import BATCH_ITEMS, Columns, DeviceStorage, HostStorage, Uploads
 from p2pkv.kv.layouts import Rows
 
 
@@ -29,6 +29,23 @@ def test_numpy_and_torch_take_and_put_the_same_rows(atom: int, base: int) -> Non
     assert torch.equal(taken[0], taken[1])
     assert torch.equal(left[0], left[1])
     assert not torch.equal(left[0], memory)
+
+
+def test_rows_on_a_grid_that_is_finer_than_they_are_wide() -> None:
+    """More of them than numpy is given at once."""
+    count = BATCH_ITEMS + 5
+    rows = Rows(9, 2, 4 * torch.randperm(count).numpy(), 3)
+    memory = torch.randint(0, 256, (2 + 12 * count - 3,), dtype=torch.uint8)
+    expected = torch.stack([memory[2 + 3 * each :][:9] for each in rows.index.tolist()])
+    flat, out = memory.clone(), torch.zeros(9 * count, dtype=torch.uint8)
+    HostStorage(flat).take(rows, out)
+    assert torch.equal(out.view(count, 9), expected)
+    HostStorage(flat).put(rows, 255 - out)
+    between = torch.ones(2 + 12 * count - 3, dtype=torch.bool)
+    for each in rows.index.tolist():
+        between[2 + 3 * each :][:9] = False
+    assert torch.equal(flat[between], memory[between])
+    assert torch.equal(flat[~between], 255 - memory[~between])
 
 
 @pytest.mark.parametrize("what", ["take", "put"])

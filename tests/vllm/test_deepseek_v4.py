@@ -140,11 +140,11 @@ class Pair:
         """
         return self.ask(prompt, at_once=False) if self.sizes != (1, 1) else self.alone(prompt)
 
-    def alone(self, prompt: list[int], count: int = 16) -> Answer:
-        return answers.complete(self.plain.base_url, MODEL_NAME, prompt, max_tokens=count)[0]
+    def alone(self, prompt: list[int]) -> Answer:
+        return answers.complete(self.plain.base_url, MODEL_NAME, prompt, max_tokens=16)[0]
 
-    def ask(self, prompt: list[int], *, at_once: bool = True, count: int = 16) -> Answer:
-        """D's `count` tokens after a prompt that P computes: both asked at once, or D when P has answered."""
+    def ask(self, prompt: list[int], *, at_once: bool = True) -> Answer:
+        """D's answer to a prompt that P computes: both asked at once, or D when P has answered."""
         headers = paired_headers(self.p, self.d)
 
         def on(server: VllmServer, count: int) -> Answer:
@@ -155,7 +155,7 @@ class Pair:
             prefill = pool.submit(on, self.p, 1)
             if not at_once:
                 prefill.result()
-            answer = on(self.d, count)
+            answer = on(self.d, 16)
             prefill.result()
         assert all(map(isfinite, answer.margins)), "D has read what was not sent"
         return answer
@@ -169,22 +169,18 @@ def both(folder: Path, v4: VllmServer, request: pytest.FixtureRequest) -> Iterat
 
 
 @contextmanager
-def started(
-    folder: Path, v4: VllmServer, name: str, sizes: tuple[int, int], on_d: tuple[str, ...] = ()
-) -> Iterator[Pair]:
-    """`on_d`: more of D's arguments."""
+def started(folder: Path, v4: VllmServer, name: str, sizes: tuple[int, int]) -> Iterator[Pair]:
     probes = folder / name
     probes.mkdir()
 
     def server(role: Role, tp: int) -> VllmServer:
-        more = on_d if role == "D" else ()
         return probing_server(
             ensure_model(TinyDeepseekV4(), folder),
             role,
             probes,
             plugins=("deepseek_v4",),
             ranks=tp,
-            extra_args=(*arguments(), "--tensor-parallel-size", str(tp), *more),
+            extra_args=(*arguments(), "--tensor-parallel-size", str(tp)),
             env={"P2PKV_PROBE_POISON": "1"} if role == "D" else {},
             log_path=probes / f"{role}.log",
         )
