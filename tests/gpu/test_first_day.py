@@ -213,3 +213,15 @@ def test_each_test_has_a_deadline_without_a_plugin(tmp_path: Path, body: str, ex
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == expected, done.stdout
     assert ("did not end in 0.5 s" in done.stdout) == bool(expected)
+
+
+def test_a_step_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        first_day.main(["--only", "no such step", "--out", str(tmp_path)])
+    assert "no step no such step; there are environment, driver" in capsys.readouterr().err
+
+
+def test_programs_that_tell_of_limits_are_asked() -> None:
+    assert first_day._asked(sys.executable, "-c", "print('Link 0: 25 GB/s')") == "Link 0: 25 GB/s\n"
+    assert first_day._asked(sys.executable, "-c", "raise SystemExit(9)") == ""
+    assert first_day._asked("a program that is not installed") == ""
