@@ -27,10 +27,10 @@ def words() -> int:
 def weighed() -> list[tuple[str, int, int]]:
     """What is weighed, its weight, its limit."""
     return [
-        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 18_600),
+        ("lines of p2pkv, without bench and demo", lines("p2pkv"), 19_000),
         ("lines of proxy", lines("proxy"), 7_000),
-        ("lines of tests", lines("tests"), 55_000),
-        ("words of README.md and docs/", words(), 22_200),
+        ("lines of tests", lines("tests"), 55_720),
+        ("words of README.md and docs/", words(), 22_900),
     ]
 
 
