@@ -323,7 +323,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         first = self.kv_port + index * ranks
         return (
             f"the ranks of this engine listen on ports {first} to {first + ranks - 1} "
-            f"(kv_port {self.kv_port}, data-parallel rank {index}, TP x PP {ranks})"
+            f"(kv_port {self.kv_port}, data-parallel rank {index}, TP x PP x PCP {ranks})"
         )
 
     @property

@@ -28,6 +28,7 @@ print([(part.kind, part.shape.layers, part.names) for stage in found for part in
 """
 
 
+@pytest.mark.timeout(300)
 def test_each_stage_learns_of_the_other() -> None:
     port = str(free_ports(1))
     ranks = [
@@ -40,7 +41,7 @@ def test_each_stage_learns_of_the_other() -> None:
         for rank in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=120) for rank in ranks]
+        said = [rank.communicate(timeout=240) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
