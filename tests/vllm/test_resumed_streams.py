@@ -26,6 +26,9 @@ TOKENS = 80
 LOST_AFTER = 10 * STREAMS
 """Tokens of all streams together, at least, when D is lost."""
 LEASE = 10.0
+ADMIN = "admin"
+LONG, MOVE_AFTER = 1000, 5
+"""Tokens of a stream that a drain moves, and after how many seconds it does."""
 
 
 @dataclass
@@ -50,7 +53,9 @@ class Trio:
 def trio(fleet_keeper: Any, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
     fleet_keeper.stop()
     logs = tmp_path_factory.mktemp("resumed")
-    proxy = ProxyServer(log_path=logs / "proxy.log", extra_args=["--lease-seconds", f"{LEASE:g}"])
+    proxy = ProxyServer(
+        log_path=logs / "proxy.log", extra_args=["--lease-seconds", f"{LEASE:g}", "--admin-token", ADMIN]
+    )
 
     def server(role: str, name: str) -> VllmServer:
         return VllmServer(
@@ -94,10 +99,10 @@ def core_killed(server: VllmServer) -> None:
     core_of(server).kill()
 
 
-def completion(base_url: str, prompt: list[int], **more: Any) -> Answer:
+def completion(base_url: str, prompt: list[int], most: int = TOKENS, **more: Any) -> Answer:
     """A streamed one."""
-    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": TOKENS, "logprobs": 2, **GREEDY, **more}
-    return joined(client.stream(f"{base_url}/v1/completions", body), TOKENS)
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": most, "logprobs": 2, **GREEDY, **more}
+    return joined(client.stream(f"{base_url}/v1/completions", body, timeout_seconds=300.0), most)
 
 
 def chat(base_url: str, text: str, **more: Any) -> Answer:
@@ -181,3 +186,40 @@ def test_streams_outlive_their_d(
     trio.ds[0].kill()
     trio.ds[0].start()
     trio.ds[0].wait_ready()
+
+
+def test_a_drain_with_a_deadline_frees_a_d_while_its_streams_go_on(
+    trio: Trio, servers_on_failure: Callable[..., None]
+) -> None:
+    servers_on_failure(trio.p, *trio.ds, trio.proxy)
+    wait_until(trio.ready, "all three", 60.0)
+    leaving, other = trio.ds
+    prompts = [tokens(120, f"drain {number}") for number in range(16)]
+
+    def answers_of(base_url: str) -> list[Answer]:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(lambda each: completion(base_url, each, LONG, ignore_eos=True), prompts))
+
+    address = leaving.base_url.removeprefix("http://")
+    resumed = trio.counted("resumed_total")
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(answers_of, trio.proxy.base_url)
+        wait_until(lambda: running(leaving) > 0 and running(other) > 0, "streams on both", 60.0)
+        drain(trio, f"{address}/drain?move_after={MOVE_AFTER}")
+        wait_until(lambda: running(leaving) == 0, "a free D", MOVE_AFTER + 20.0)
+        assert not got.done()
+        moved = got.result()
+    assert_same(answers_of(other.base_url), moved)
+    assert trio.counted("resumed_total") > resumed and trio.counted("not_resumed_total") == 0
+    drain(trio, f"{address}/resume")
+    for server in (trio.p, *trio.ds):
+        at_rest(server, seconds=70.0)
+
+
+def running(server: VllmServer) -> float:
+    return client.metrics(server.base_url)["vllm:num_requests_running"]
+
+
+def drain(trio: Trio, what: str) -> None:
+    headers = {"Authorization": f"Bearer {ADMIN}"}
+    client.post(f"{trio.proxy.base_url}/instances/{what}", {}, headers=headers)
