@@ -481,7 +481,7 @@ class Attempt:
         return Outcome(response, verdict, error.end, str(error), culprits.get(verdict.blame), ended)
 
     def _charge(self, instance: Instance, verdict: Verdict) -> None:
-        if verdict.charge is Charge.NOW:
+        if verdict.charge is Charge.NOW and not instance.drained:  # whose streams are moved, perhaps
             self._count(instance, success=False)
 
     def _charge_doubted(self, proof: Charge) -> None:

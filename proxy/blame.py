@@ -156,7 +156,7 @@ def _of_p(end: CallEnd, decode: CallEnd, begun: bool, one_prompt: bool) -> Verdi
 
 def _of_d(end: CallEnd, prefill: CallEnd, begun: bool, sent_twice: bool) -> Verdict:
     if begun:
-        return Verdict(Blame.D, Again.NO, Charge.NONE if end is CallEnd.STOPPED else Charge.NOW)
+        return Verdict(Blame.D, Again.NO, Charge.NOW)
     if end in REFUSALS:
         return Verdict(Blame.CLIENT, Again.NO)
     if end is CallEnd.ERROR and sent_twice:

@@ -253,8 +253,8 @@ class Relay:
         if self._answer.content_type != EVENT_STREAM:
             self._abort()
             return
-        if self._transcript is None:
-            await self._send(self._rewriter.flush())
+        if self._transcript is None or not self._transcript.possible:
+            await self._send(self._noted(self._rewriter.flush()) + self._flushed())
         between_events = self._last_bytes.endswith((b"\n\n", b"\r\n\r\n"))
         error = self._error or error_event(self._status, self.why, named=self._request.path in NAMED_EVENTS)
         await self._send((b"" if between_events else b"\n\n") + error, last=True)

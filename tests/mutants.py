@@ -1154,8 +1154,8 @@ PRODUCT = (
     Mutant(
         "bytes that were held back are lost when D dies",
         "proxy/relay.py:Relay._break_off",
-        "            await self._send(self._rewriter.flush())\n        between",
-        "            pass\n        between",
+        "            await self._send(self._noted(self._rewriter.flush()) + self._flushed())\n",
+        "            pass\n",
         ("tests/proxy/test_failures.py::test_what_was_held_back_when_d_dies_reaches_the_client",),
     ),
     Mutant(
