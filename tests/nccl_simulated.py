@@ -19,7 +19,8 @@ functions are NVIDIA/nccl's and have been read in v2.28.9 and v2.30.7.
   Operation". No other may come until the state is not ncclInProgress any more: api/comms,
   "ncclCommGetAsyncError".
 - One thread at a time calls a communicator, and one the communicators of a device: Guide, usage/threadsafety.
-  That it is always the same one is p2pkv's own rule.
+  That it is always the same one is p2pkv's own rule. Milder than the Guide, as p2pkv needs it: another thread
+  may bring a communicator up, first message included, while the owner uses others.
 - `launches_wait`: launches return when the device is done: CUDA Programming Guide 13, 5.2.3.1,
   "CUDA_LAUNCH_BLOCKING".
 """
