@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from p2pkv.kv import DENSE, PagedCache, RankCache, cpu_codec
-from p2pkv.protocol.messages import Cache, KvGroup
+
+if TYPE_CHECKING:
+    from p2pkv.protocol.messages import Cache
 
 LAYERS, HEADS, HEAD_DIM = 32, 8, 128
 DTYPE = torch.bfloat16
@@ -54,6 +57,9 @@ class Layout:
     def described(self, cache: RankCache, tp: int = 1) -> Cache:
         """How a Hello describes it, on each of `tp` ranks."""
         (only,) = cache.groups
+        # Not above: the kernels' tests import this module where msgspec is not installed.
+        from p2pkv.protocol.messages import Cache, KvGroup
+
         group = KvGroup(
             layers=(LAYERS,),
             heads=HEADS,
