@@ -1,7 +1,8 @@
 """A device whose copies are made only when a test says so, and a link that is ordered behind them.
 
-As on CUDA: a call queues work and returns, the work is done later in the order of the calls, and a
-fence is a place in that order.
+As on CUDA: a call queues work and returns, a stream's work is done later in the order of the calls (CUDA
+Programming Guide 13, "Asynchronous Execution"), and a fence is a place in that order (CUDA Driver API,
+cuEventRecord and cuEventQuery). All threads share one order here, where CUDA has one for each stream.
 """
 
 from __future__ import annotations

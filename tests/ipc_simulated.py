@@ -2,7 +2,15 @@
 
 It stands in for `links.cuda_memory.CudaMemory` call by call, between processes too. An address that is not
 mapped, or not yet allowed, faults as it does on a device. What CUDA leaves undefined is a violation, which
-`let_go` reports. The rules are those of cuda.h (CUDA 12.9), "Virtual Memory Management".
+`let_go` reports. The rules, and the function of cuda.h (CUDA 12.9) whose comment has each:
+
+- Sizes are whole granules: cuMemCreate, cuMemMap. Of a reservation cuda.h asks less: cuMemAddressReserve.
+- Only a reserved range that is not mapped can be mapped, and only a mapped one be allowed: cuMemMap,
+  cuMemSetAccess. It is unmapped as a whole, and is a reservation again: cuMemUnmap. It is freed with the size
+  that it was reserved with: cuMemAddressFree.
+- Each handle, also an imported one, is released once, and memory lives until its last mapping and handle are
+  gone: cuMemRelease.
+- A range is not unmapped while a copy may still touch it: cuda.h does not say whether cuMemUnmap waits.
 """
 
 from __future__ import annotations

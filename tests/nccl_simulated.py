@@ -1,20 +1,28 @@
 """NCCL on a CPU, for tests: between threads and between processes, over unix sockets.
 
-It keeps NCCL's rules as strictly as NCCL may apply them. What NCCL leaves undefined is a violation, which
-`let_go` reports. The rules, and where each comes from (NCCL's User Guide, unless named otherwise):
+It applies NCCL's rules as strictly as NCCL may. What NCCL leaves undefined is a violation, which `let_go`
+reports. "Guide" is NCCL's User Guide 2.30 (docs/userguide/source in NVIDIA/nccl), by page and section; the
+functions are NVIDIA/nccl's and have been read in v2.28.9 and v2.30.7.
 
-- `init` waits for the peer ("ncclCommInitRank": it implicitly synchronizes with other ranks), and so does
-  the first message, which connects the two (NCCL's source, `ncclTransportP2pSetup` in group.cc).
-- A send ends only when its receive has taken it ("ncclSend", "ncclRecv": blocking for the GPU). Messages of
-  two ranks match in the order of the calls (NCCL's source, a peer's queues in enqueue.cc), and by their sizes
-  ("ncclRecv": the peer calls ncclSend with the same count).
-- Nothing tells one end that the other has died; an abort frees this end ("Fault Tolerance",
-  "ncclCommAbort").
-- With `blocking=0` a call may return before its kernel is launched, and no other may come until
-  ncclCommGetAsyncError is not ncclInProgress any more ("Asynchronous errors and error handling").
-- One thread at a time calls a communicator, and one the communicators of a device ("Thread Safety").
-- `launches_wait`: launches return when the device is done (CUDA Programming Guide, "CUDA Environment
-  Variables": CUDA_LAUNCH_BLOCKING).
+- `init` waits for the peer: Guide, api/comms, "ncclCommInitRank". So does the first message, which connects
+  the two: `ncclP2PPreconnectFunc` in group.cc calls `ncclTransportP2pSetup` of transport.cc.
+- A send ends only when its receive has taken it: Guide, api/p2p, "ncclSend" and "ncclRecv" ("blocking for the
+  GPU"), and a maintainer in NVIDIA/nccl issue 783. NCCL may buffer a small message, the simulation never.
+- Messages of two ranks match in the order of the calls: `p2pTaskAppend` and `scheduleP2pTasksToPlan` in
+  enqueue.cc, a queue for each peer. The Guide promises it within a group only (usage/p2p, "Two-sided
+  communication"). Both calls have the same size: Guide, api/p2p; NCCL does not compare them.
+- Nothing reports that the other end has died. The Guide promises no such report: some errors, "in particular
+  network errors", are reported (usage/communicators, "Asynchronous errors and error handling"), and the
+  application decides when to abort ("Fault Tolerance"). An abort frees this end; no other thread may be
+  inside a call then, and the abort of a blocking communicator may hang ("Fault Tolerance").
+- With `blocking=0` a call may return before its kernel is launched: Guide, usage/groups, "Nonblocking Group
+  Operation". No other may come until the state is not ncclInProgress any more: api/comms,
+  "ncclCommGetAsyncError".
+- One thread at a time calls a communicator, and one the communicators of a device: Guide, usage/threadsafety.
+  That it is always the same one is p2pkv's own rule. Milder than the Guide, as p2pkv needs it: another thread
+  may bring a communicator up, first message included, while the owner uses others.
+- `launches_wait`: launches return when the device is done: CUDA Programming Guide 13, 5.2.3.1,
+  "CUDA_LAUNCH_BLOCKING".
 """
 
 from __future__ import annotations
@@ -74,9 +82,13 @@ class SimulatedNccl(Nccl):
             CUDA_LAUNCH_BLOCKING=1; blocking bindings only.
         joins: `init` waits until this is set.
         capturing: whether another thread captures a CUDA graph, in the mode "global" as vLLM does.
-        captures_ended: how often that capture was ended by a call from here: NCCL's init takes memory on
-            threads of its own, and a call that may be unsafe ends captures of that mode (CUDA Runtime API,
-            cudaThreadExchangeStreamCaptureMode).
+        captures_ended: how often that capture was ended by a call from here. While a thread captures in the
+            mode "global", threads of that mode may make no call that may be unsafe (CUDA Runtime API,
+            cudaThreadExchangeStreamCaptureMode; its example is cudaMalloc), and one that does invalidates the
+            capture (CUDA Programming Guide, "Creating a Graph Using Stream Capture", "Invalidation"). NCCL's
+            own threads have that mode. It relaxes it where it takes memory (`ncclCudaMallocDebug` and others
+            in alloc.h), but not in `ncclStrongStreamConstruct`, which makes streams and events. No source
+            says that those calls end a capture: this assumes the worst.
         gpu: whose queues and multiprocessors the operations take; None: there is room for all of them.
         channels: multiprocessors of an operation.
     """

@@ -1,19 +1,27 @@
 """What streams share on a real GPU: hardware queues and multiprocessors (SMs).
 
-The rules, and where each comes from:
+The rules, and where each comes from ("CUDA": CUDA Programming Guide 13; "Guide": NCCL's User Guide 2.30, in
+docs/userguide/source of NVIDIA/nccl):
 
-- Streams are mapped onto a few hardware queues, `CUDA_DEVICE_MAX_CONNECTIONS` of them, 8 by default (CUDA
-  Programming Guide, "CUDA Environment Variables"). With more streams than queues some share one, and CUDA
-  promises no stream progress beside another (NCCL's maintainers in NVIDIA/nccl issues 522 and 783).
-- A queue is first in, first out. Its head leaves it when all that it depends on is done, which is what its
-  stream holds before it, and there is room for its blocks. Until then everything behind it waits, of whatever
-  stream: the *false dependency* of the Kepler GK110 white paper ("Hyper-Q") and of NVIDIA/nccl issue 1766.
-  What has left the queue runs beside others, and so does the record of an event behind it: with one
-  connection, as Megatron-LM sets it, collectives and computation still overlap.
-- NCCL's kernel for a send or a receive holds an SM for each channel, and spins until the peer's matching call
-  runs (NCCL User Guide, "Point-to-point communication": neither call ends without the other).
-- A collective needs all ranks' kernels on their devices at once ("Using multiple NCCL communicators
-  concurrently" of the same guide).
+- Streams are mapped onto a few hardware queues, `CUDA_DEVICE_MAX_CONNECTIONS` of them, 8 by default. Work of
+  different streams that maps to one queue gets a *false dependency* (CUDA, 5.2.3.2). So no stream is sure to
+  progress beside another (NCCL's maintainers in NVIDIA/nccl issues 522 and 783). How CUDA chooses a stream's
+  queue is not documented: here it is in turn.
+- A queue is first in, first out. Its head leaves it when what its stream holds before it is done, what was
+  before it in the queue has left, and there is room for its blocks. Until then everything behind it waits, of
+  whatever stream: NVIDIA's webinar "CUDA C/C++ Streams and Concurrency", "Stream Scheduling", of Fermi's
+  single queue. Since Kepler there are several (the sample simpleHyperQ in NVIDIA/cuda-samples); that each of
+  them works as the single one did is an assumption.
+- What has left the queue runs beside others, and so does the record of an event behind it: with one queue
+  kernels are scheduled in the order of the calls, and overlap all the same (Megatron-LM,
+  core/tensor_parallel/layers.py, `linear_with_grad_accumulation_and_async_allreduce`).
+- NCCL's kernel has a CUDA block for each channel (Guide, env, "NCCL_MAX_NCHANNELS"), and spins until the peer
+  runs its part (`waitPeer` in device/prims_simple.h, until `checkAbort` sees an abort). That such a block has
+  an SM for itself is an assumption: blocks of other kernels may fit beside it.
+- A collective needs all ranks' kernels on their devices at once: communicators whose order differs between
+  devices may deadlock (Guide, usage/communicators, "Using multiple NCCL communicators concurrently").
+
+Not simulated: a launch queue that is full, in which the host waits, too (NVIDIA/nccl issue 1766).
 """
 
 from __future__ import annotations
@@ -26,6 +34,7 @@ from functools import partial
 
 QUEUES = 8
 PROCESSORS = 132
+"""Of an H100 SXM5."""
 
 
 @dataclass(eq=False)
@@ -91,7 +100,7 @@ class SimulatedGpu:
             self._changed.notify_all()
 
     def clear(self, stream: int) -> None:
-        """All of a stream's work ends, as when NCCL's abort flag stops its kernels."""
+        """All of a stream's work ends, as when NCCL's abort flag stops its kernels (`checkAbort`)."""
         with self._changed:
             for work in list(self._streams.get(stream, ())):
                 self.finish(work)
@@ -135,7 +144,8 @@ class SimulatedGpu:
 class Model:
     """vLLM's work on the devices of one engine: forward kernels, and an all-reduce over its ranks.
 
-    `step` launches one step on each rank, as vLLM does without waiting for the device.
+    `step` launches one step on each rank, as vLLM does without waiting for the device. How many
+    multiprocessors a kernel takes is an assumption.
     """
 
     STREAM = 7  # one for each device: the numbers of two devices have nothing to do with each other

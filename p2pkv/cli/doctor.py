@@ -302,4 +302,6 @@ def _cuda_environment() -> Finding:
         )
     else:
         sentence += "; cuMem as NCCL chooses (NCCL_CUMEM_ENABLE)"
+    if os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1":
+        sentence += "; NCCL_LAUNCH_ORDER_IMPLICIT is 1: NCCL fails where two threads launch, leave it unset"
     return Finding(ok=True, about="CUDA", sentence=sentence)

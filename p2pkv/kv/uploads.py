@@ -1,8 +1,8 @@
 """Small arrays on their way to the device, and checksums on their way back, through memory taken beforehand.
 
 CUDA may wait for the whole device when it is asked for memory, pinned or its own, and so for a peer that an
-operation of a link waits for (CUDA C++ Programming Guide, "Implicit Synchronization"). So `warm_up` takes all
-of it, and a copy takes none.
+operation of a link waits for: CUDA C++ Programming Guide of CUDA 12, "Implicit Synchronization". So `warm_up`
+takes all of it, and a copy takes none.
 """
 
 from __future__ import annotations

@@ -231,6 +231,12 @@ def cuda_links(staging_bytes: int, *, device: torch.device | None = None, channe
                 "NCCL_CUMEM_ENABLE is 0, so NCCL shares memory over NVLink by CUDA's older calls: if a peer "
                 "is killed, what this process has open of its memory is undefined. Leave the variable unset"
             )
+        if os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1":
+            logger.warning(
+                "NCCL_LAUNCH_ORDER_IMPLICIT is 1, so links and vLLM's collectives may wait for each other, "
+                "and NCCL fails where two threads launch at once, as p2pkv's and vLLM's do. Leave the "
+                "variable unset"
+            )
         return NcclLinks(nccl, on, staging_bytes)
     except (NcclMissing, MemoryError) as error:
         raise ValueError(str(error)) from None

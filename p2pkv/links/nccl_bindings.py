@@ -30,10 +30,12 @@ CHANNEL_VARIABLES = ("NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS")
 
 MOST_CTAS = 32
 """The most channels that p2pkv asks for, and what a communicator counts for whose channels it could not set.
-NCCL's own bound is 64 since 2.30, 32 before; sends and receives between two ranks of a host use less."""
+NCCL's own bound (MAXCHANNELS) is 64 since 2.25, 32 before; that sends and receives between two ranks use no
+more than 32 is an assumption."""
 
 MAX_CTAS = "NCCL_MAX_CTAS"
-"""NCCL's variable that takes the place of the number in a communicator's configuration (init.cc)."""
+"""NCCL's variable that takes the place of the number in a communicator's configuration: envConfigOverride in
+init.cc."""
 
 SHARED_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
 SHARED_GPU_VERSION = 23000
@@ -168,7 +170,8 @@ def advice(error: NcclError, version: int) -> str:
 
 
 def _power_of_two(channels: int) -> int:
-    """The channels that NCCL uses for sends and receives if it may use so many (graph/paths.cc)."""
+    """The channels that NCCL uses for sends and receives if it may use so many: ncclTopoComputeP2pChannels in
+    graph/paths.cc."""
     return int(1 << (channels - 1).bit_length())
 
 

@@ -61,6 +61,7 @@ def test_version_binding_and_library_are_shown(patch: pytest.MonkeyPatch, device
         ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "leave it unset, or take up to 32"),
         ("NCCL_CUMEM_ENABLE", None, "cuMem as NCCL chooses"),
         ("NCCL_CUMEM_ENABLE", "0", "NCCL_CUMEM_ENABLE is 0"),
+        ("NCCL_LAUNCH_ORDER_IMPLICIT", "1", "NCCL_LAUNCH_ORDER_IMPLICIT is 1: NCCL fails"),
     ],
 )
 def test_what_a_gpus_server_inherits_is_shown(

@@ -335,11 +335,13 @@ def limits() -> dict[str, float]:
     )
     if match := re.match(r"(\d+), (\d+)", pcie):
         found["PCIe"] = PCIE_LANE.get(int(match[1]), 0.0) * int(match[2])
-    for rate in sorted(Path("/sys/class/infiniband").glob("*/ports/*/rate")):
+    for rate in sorted(INFINIBAND.glob("*/ports/*/rate")):
         if gbits := re.match(r"(\d+)", rate.read_text()):
             found["network"] = max(found.get("network", 0.0), int(gbits[1]) / 8)
     return {name: rate for name, rate in found.items() if rate}
 
+
+INFINIBAND = Path("/sys/class/infiniband")
 
 PCIE_LANE = {3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """GB/s of a lane, by generation, after its encoding."""

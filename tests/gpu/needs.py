@@ -16,6 +16,7 @@ WHEELS = {"msgspec": "msgspec", "zmq": "pyzmq"}
 """By module, the wheels that some files need besides. vLLM is not one of them: it is too large to carry."""
 
 FILES = {
+    "test_needs.py": (),
     "test_kernels.py": (),
     "test_first_day.py": (),
     "test_push.py": ("msgspec", "zmq"),

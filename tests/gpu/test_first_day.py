@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ def test_each_step_has_its_outcome_and_its_reason() -> None:
             step("slow", "import time; time.sleep(60)", seconds=0.5),
             Step("absent", "a program that is not there", ("/no/such/program",)),
             step("large", "", gpus=2),
+            step("refused", "raise SystemExit(1)", one="its lines have the reason"),
         ],
         count=1,
         seconds=60.0,
@@ -38,17 +40,27 @@ def test_each_step_has_its_outcome_and_its_reason() -> None:
         ("slow", "failed"),
         ("absent", "not run"),
         ("large", "not run"),
+        ("refused", "not run"),
     ]
     assert [each.why for each in results[1:3]] == ["exit status 3", "it did not end in 0.5 s"]
     assert results[4].why == "needs 2 CUDA devices, and torch finds 1"
-    said = markdown("a day", blocks([], results, "today"))
+    assert results[5].why == "its lines have the reason"
+    shown = [step("good", "", boxes=("bytes are equal",)), step("bad", "", boxes=("nothing hangs",))]
+    said = markdown("a day", blocks(shown, results, "today"))
+    assert "- [x] bytes are equal (good)\n- [ ] nothing hangs (bad)" in said
     assert "| bad | what bad does | failed |" in said and "it broke" in said
-    assert "today, `make gpu-first-day`: 1 passed, 2 failed, 2 not run." in said
+    assert "today, `make gpu-first-day`: 1 passed, 2 failed, 3 not run." in said
 
 
 def test_when_the_time_is_over_the_rest_is_not_run() -> None:
     (result,) = run_all([step("late", "")], count=0, seconds=0.0)
     assert (result.outcome, result.why) == ("not run", "the time was over (--minutes)")
+
+
+def test_a_step_whose_packages_are_missing_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_day, "lacking", lambda modules: f"needs {' and '.join(modules)}")
+    (result,) = run_all([step("carried", "", modules=("msgspec",))], count=0, seconds=60.0)
+    assert (result.outcome, result.why) == ("not run", "needs msgspec")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +164,7 @@ def test_figures_stand_beside_their_limits() -> None:
     assert rows[1] == ["a whole push, link: ipc, 1024 KiB", "75.0 GB/s", "NVLink, 300 GB/s", "0.25"]
 
 
-def test_limits_are_read_from_what_the_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_are_read_from_what_the_driver_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     said = {
         "nvlink": "GPU 0: NVIDIA H100\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n",
         "--query-gpu=pcie.link.gen.max,pcie.link.width.max": "5, 16\n",
@@ -161,7 +173,11 @@ def test_limits_are_read_from_what_the_driver_says(monkeypatch: pytest.MonkeyPat
     found = limits()
     assert found["NVLink"] == pytest.approx(53.124) and found["PCIe"] == pytest.approx(63.0, abs=0.1)
     monkeypatch.setattr(first_day, "_asked", lambda *command: "")
-    assert not {"NVLink", "PCIe"} & set(limits())
+    for port, rate in (("1", "400 Gb/sec (4X NDR)"), ("2", "down")):
+        (tmp_path / "mlx5_0" / "ports" / port).mkdir(parents=True)
+        (tmp_path / "mlx5_0" / "ports" / port / "rate").write_text(rate)
+    monkeypatch.setattr(first_day, "INFINIBAND", tmp_path)
+    assert limits() == {"network": 50.0}
 
 
 def test_figures_are_kept_for_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,3 +241,11 @@ def test_programs_that_tell_of_limits_are_asked() -> None:
     assert first_day._asked(sys.executable, "-c", "print('Link 0: 25 GB/s')") == "Link 0: 25 GB/s\n"
     assert first_day._asked(sys.executable, "-c", "raise SystemExit(9)") == ""
     assert first_day._asked("a program that is not installed") == ""
+
+
+def test_first_day_is_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "")  # so that what the script sets ends with this test
+    monkeypatch.setattr(sys, "argv", ["first_day.py", "--only", "environment", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(first_day.__file__, run_name="__main__")
+    assert ended.value.code == 0 and (tmp_path / "first_day.html").exists()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,9 +70,9 @@ class Setting:
         given += ["--tensor-parallel-size", str(self.tp)]
         if self.gpu:
             # Not a share of the card: vLLM would take what another server has there for its own.
-            given += ["--kv-cache-memory-bytes", str(512 << 20)]
+            given += ["--kv-cache-memory-bytes", str(512 << 20)]  # needs a GPU
         if self.graphs:
-            given += ["--compilation-config", f'{{"cudagraph_mode": "{self.graphs}"}}']
+            given += ["--compilation-config", f'{{"cudagraph_mode": "{self.graphs}"}}']  # needs a GPU
         return tuple(given)
 
 
@@ -191,6 +192,14 @@ class Stream(threading.Thread):
         assert not self.is_alive() and self.error is None, f"the stream broke: {self.error}"
         assert len(self.times) > STREAM_TOKENS // 2
         return max(after - before for before, after in zip(self.times, self.times[1:], strict=False))
+
+
+def test_a_stream_that_breaks_is_reported_on_a_cpu() -> None:
+    nowhere = SimpleNamespace(
+        proxy=SimpleNamespace(base_url="http://127.0.0.1:1"), prompt=lambda seed, length: [1]
+    )
+    with pytest.raises(AssertionError, match="the stream broke: "):
+        Stream(nowhere).longest_pause()  # type: ignore[arg-type]
 
 
 class Load:

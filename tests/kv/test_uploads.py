@@ -33,13 +33,16 @@ MakeCopier = Callable[[list[LayerPages], Sequence[torch.Tensor]], Copier]
 class PretendCuda:
     """A device that stands still until the test frees it, and what torch does with it.
 
-    As with CUDA, a copy from memory that is not pinned lets the device do all that is queued before it.
+    A copy from memory that is not pinned waits for all that its stream holds (CUDA Runtime API, "API
+    synchronization behavior").
 
     Attributes:
         copied: what has been copied to the device.
-        calls: those that CUDA may answer only when all that was queued before is done: each that takes
-            memory, and each first launch of a kernel, which loads it (CUDA Programming Guide, "Implicit
-            Synchronization" and "Lazy Loading").
+        calls: those that CUDA may answer only when all that was queued before is done. Each that takes
+            memory: CUDA C++ Programming Guide of CUDA 12, 3.2.8.5.4, "Implicit Synchronization" (the edition
+            of CUDA 13 has only the NULL stream there), and NCCL's User Guide before 2.26, "Using multiple
+            NCCL communicators concurrently" ("any CUDA operation"). Each first launch of a kernel, which
+            loads it: CUDA 12's 25.5.1, "Concurrent Execution", and CUDA 13's 4.7.5.1.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:

@@ -231,9 +231,17 @@ def test_a_refusal_of_two_ranks_says_what_to_do_about_one_gpu(version: int, way:
     assert nccl_bindings.advice(NcclError("init", 2, "system error"), version) == ""
 
 
-@pytest.mark.parametrize("value", ["0", "1", None])
-def test_memory_that_nccl_shares_by_the_older_calls_is_warned_of(
-    patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, value: str | None
+@pytest.mark.parametrize(
+    ("name", "value", "warning"),
+    [
+        ("NCCL_CUMEM_ENABLE", "0", "NCCL_CUMEM_ENABLE is 0"),
+        ("NCCL_CUMEM_ENABLE", "1", ""),
+        ("NCCL_LAUNCH_ORDER_IMPLICIT", "1", "NCCL_LAUNCH_ORDER_IMPLICIT is 1"),
+        ("NCCL_LAUNCH_ORDER_IMPLICIT", "0", ""),
+    ],
+)
+def test_settings_of_nccl_that_harm_links_are_warned_of(
+    patch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, value: str, warning: str
 ) -> None:
     """The device is full behind it: only what comes before is looked at."""
     give_nccl4py(patch)
@@ -242,11 +250,11 @@ def test_memory_that_nccl_shares_by_the_older_calls_is_warned_of(
     patch.setattr(torch.cuda, "current_device", lambda: 0)
     patch.setattr(torch.cuda, "get_device_properties", lambda _: Mock(multi_processor_count=132))
     patch.setattr(gpu, "take_memory", Mock(side_effect=MemoryError("the device is full")))
-    if value is not None:
-        patch.setenv("NCCL_CUMEM_ENABLE", value)
+    patch.setenv(name, value)
     with pytest.raises(ValueError, match="the device is full"):
         make_factory("nccl", host="127.0.0.1", staging_bytes=1 << 20)
-    assert ["NCCL_CUMEM_ENABLE is 0" in message for message in caplog.messages] == [True] * (value == "0")
+    warned = [message.partition(",")[0] for message in caplog.messages if message.startswith("NCCL_")]
+    assert warned == [warning] * bool(warning)
 
 
 class FakeDriver:

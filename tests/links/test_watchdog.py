@@ -35,7 +35,7 @@ def hanging(blocking: bool) -> tuple[SimulatedGpu, NcclLinks, Pair]:
 
 
 def synchronised(gpu: SimulatedGpu, seconds: float = 20.0) -> None:
-    """What cuMemAlloc may do: wait for all that runs on the device."""
+    """What a call that takes memory may do: wait for all that runs on the device (kv/test_uploads.py)."""
     end = time.monotonic() + seconds
     while gpu.launched:
         assert time.monotonic() < end, "nobody has freed the device"
