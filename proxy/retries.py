@@ -9,6 +9,7 @@ from collections.abc import Callable
 from .admission import Admission, RequestPlace
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance
+from .routing import PrefillMode
 
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 1.0
@@ -66,10 +67,20 @@ class Retries:
         if not free and not self.spend():
             return False
         await asyncio.sleep(pause(tries))
-        if not self._admission.move(place, mode, failed):
+        if not self._move(place, mode, failed, culprit):
             return False
         self._counters.retried += 1
         return True
+
+    def _move(
+        self, place: RequestPlace, mode: PrefillMode, failed: frozenset[Instance], culprit: Instance
+    ) -> bool:
+        """To another server if any has room: the engines behind one HTTP server may stop together, with
+        experts in lockstep and when the server ends."""
+        elsewhere = failed.union(culprit.neighbours())
+        return self._admission.move(place, mode, elsewhere) or (
+            elsewhere != failed and self._admission.move(place, mode, failed)
+        )
 
     async def resume(self, place: RequestPlace, failed: frozenset[Instance], tries: int) -> bool:
         """Moves a request whose answer has begun away from the decode instance that it lost. False if no
@@ -85,9 +96,10 @@ class Retries:
             return False
         if tries:
             await asyncio.sleep(pause(tries))
-        mode, alone = place.mode_after(place.choice.decode), self._limits.alone > 0
+        lost, alone = place.choice.decode, self._limits.alone > 0
         if not (
-            self._admission.move(place, mode, failed) or (alone and self._admission.stay_alone(place, failed))
+            self._move(place, place.mode_after(lost), failed, lost)
+            or (alone and self._admission.stay_alone(place, failed))
         ):
             return False
         self._counters.retried += 1

@@ -1,17 +1,31 @@
-"""Kinds of KV groups, as vLLM describes them, and a made-up model that says what their blocks hold."""
+"""Kinds of KV groups, as vLLM describes them, also of whole models, and what a made-up model writes."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
-from connector_support import BLOCK, LONGEST, SMALL
-from states_support import Mamba2, put_state, spec_of
+from connector_support import BLOCK, LONGEST, SMALL, vllm_config
+from states_support import DeltaNet, Mamba2, put_state, spec_of
 from tiny_deepseek import TinyDeepseek
-from vllm.config import VllmConfig
+from tiny_gemma import TinyGemma
+from tiny_qwen import TinyQwen
+from vllm.config import (
+    CompilationMode,
+    VllmConfig,
+    get_layers_from_vllm_config,
+    set_current_vllm_config,
+)
+from vllm.distributed import parallel_state
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -44,6 +58,7 @@ class Kind:
         layout: vLLM's name of the memory layout.
         block: tokens of a block, vLLM's --block-size; prefixes are found in units of BLOCK.
         model: whose configuration the instances have.
+        recurrent: what its recurrent layers are.
     """
 
     name: str
@@ -52,6 +67,7 @@ class Kind:
     layout: str = "LBNHC"
     block: int = BLOCK
     model: TinyFiles = SMALL
+    recurrent: Mamba2 | DeltaNet = RECURRENT
 
     def specs(self, tp: int) -> dict[str, KVCacheSpec]:
         """By the layers' names."""
@@ -73,12 +89,58 @@ class Kind:
         for name, spec in specs.items():
             if isinstance(spec, MambaSpec):
                 cache.mamba_cache_mode, cache.mamba_block_size = spec.mamba_cache_mode, spec.block_size
-                config.compilation_config.static_forward_context[name] = RECURRENT.module(tp)
+                config.compilation_config.static_forward_context[name] = self.recurrent.module(tp)
         cache.num_gpu_blocks_override = blocks
         return get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, specs), 1 << 30)
 
     def __str__(self) -> str:
         return self.name
+
+
+@dataclass(frozen=True)
+class WholeModel(Kind):
+    """The layers of vLLM's own model, and the sizes of blocks that vLLM chooses for them."""
+
+    layers: tuple[MakeSpec, ...] = ()
+
+    def specs(self, tp: int) -> dict[str, KVCacheSpec]:
+        config = built(self.model, self.block, tp)
+        layers = get_layers_from_vllm_config(config, AttentionLayerBase)
+        with set_current_vllm_config(config):
+            return {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
+
+    def kv_config(self, config: VllmConfig, blocks: int) -> KVCacheConfig:
+        tp, cache = config.parallel_config.tensor_parallel_size, config.cache_config
+        made = built(self.model, self.block, tp)
+        for name in ("block_size", "mamba_block_size", "mamba_cache_mode", "mamba_page_size_padded"):
+            setattr(cache, name, getattr(made.cache_config, name))
+        cache.kv_cache_layout, cache.num_gpu_blocks_override = self.layout, blocks
+        config.scheduler_config.enable_chunked_prefill = True
+        config.compilation_config.static_forward_context.update(
+            made.compilation_config.static_forward_context
+        )
+        return get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, self.specs(tp)), 1 << 30)
+
+
+@cache
+def built(model: TinyFiles, block: int, tp: int) -> VllmConfig:
+    """A configuration with vLLM's own layers of this model, as the first of `tp` ranks has them.
+
+    `block`: --block-size, which vLLM raises for some models.
+    """
+    config = vllm_config("P", model=model)
+    config.cache_config.block_size = block
+    config.parallel_config.tensor_parallel_size = tp
+    config.compilation_config.mode = CompilationMode.NONE
+    alone: dict[str, Any] = {"world_size": 1, "rank_in_group": 0, "is_first_rank": True, "is_last_rank": True}
+    alone["device_group"] = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_PP", "_DP", "_EP", "_PCP", "_DCP"):
+            patch.setattr(parallel_state, name, SimpleNamespace(**alone))
+        patch.setattr(parallel_state, "_TP", SimpleNamespace(**{**alone, "world_size": tp}))
+        initialize_model(config)
+        current_platform.update_block_size_for_backend(config)
+    return config
 
 
 def full(dtype: torch.dtype) -> MakeSpec:
@@ -190,6 +252,9 @@ KINDS = (
 )
 """All but the first five have blocks that vLLM zeroes."""
 
+GEMMA = WholeModel("Gemma-3", layout="LBHNC", block=2 * BLOCK, model=TinyGemma())
+QWEN = WholeModel("Qwen3-Next", layout="LBHNC", model=TinyQwen(), recurrent=DeltaNet(2, 4, 128, 128))
+
 
 class Contents:
     """What a made-up model writes: each number is a hash of all tokens up to its own, and of its place.
@@ -210,13 +275,21 @@ class Contents:
         numbers = torch.tensor(heads)[:, None] * view.shape[-1] + torch.arange(view.shape[-1])
         return self._values(self._hashes[span.start : span.stop : span.step], layer, numbers).to(view.dtype)
 
-    def put_state(self, tokens: int, layer: int, page: torch.Tensor, spec: MambaSpec, place: Any) -> None:
+    def put_state(
+        self,
+        tokens: int,
+        layer: int,
+        page: torch.Tensor,
+        spec: MambaSpec,
+        place: Any,
+        recurrent: Mamba2 | DeltaNet = RECURRENT,
+    ) -> None:
         """The state after so many tokens, to the page of a rank; `place`: see `put_state`."""
-        channels, elements = RECURRENT.sizes
-        numbers = torch.arange(RECURRENT.steps * channels + elements)
+        channels, elements = recurrent.sizes
+        numbers = torch.arange(recurrent.steps * channels + elements)
         found = self._values(self._hashes[tokens - 1 : tokens], layer, numbers)[0]
-        windows, states = found.split([RECURRENT.steps * channels, elements])
-        put_state(page, RECURRENT, spec, place, "SD", windows.view(RECURRENT.steps, channels), states)
+        windows, states = found.split([recurrent.steps * channels, elements])
+        put_state(page, recurrent, spec, place, "SD", windows.view(recurrent.steps, channels), states)
 
     def _values(self, hashes: torch.Tensor, layer: int, numbers: torch.Tensor) -> torch.Tensor:
         mixed = hashes.view(-1, *[1] * numbers.dim()) * (2 * numbers + 1) * 2654435761 + layer * 40503

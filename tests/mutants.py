@@ -1145,6 +1145,16 @@ PRODUCT = (
         ("tests/proxy/test_continuation.py::test_a_cut_answer_is_the_whole_one",),
     ),
     Mutant(
+        "a retry may go to the neighbour of the engine that failed",
+        "proxy/retries.py:Retries._move",
+        "failed.union(culprit.neighbours())",
+        "failed",
+        (
+            "tests/proxy/test_data_parallel.py"
+            "::test_what_a_hung_engine_has_not_begun_goes_to_another_server",
+        ),
+    ),
+    Mutant(
         "the budget of retries refuses the first resume",
         "proxy/retries.py:Retries.resume",
         "whatever=tries == 0",

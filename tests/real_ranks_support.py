@@ -64,7 +64,8 @@ class Engine(Instance):
     ) -> None:
         self.kind = kind
         self._dcp, self._interleave = dcp, interleave
-        stages, names = stages or [len(kind.layers)], list(kind.specs(tp))
+        names = list(kind.specs(tp))
+        stages = stages or [len(names)]
         assert sum(stages) == len(names)
         starts = [0, *accumulate(stages)]
         self.stages = [names[start:stop] for start, stop in pairwise(starts)]
@@ -327,7 +328,7 @@ class Engine(Instance):
         block = table[(span.stop - 1) // size]
         assert block, f"{about}: its state has no block"
         if write:
-            made.put_state(span.stop, layer, view[block, 0, 0], spec, self._place(rank))
+            self._put_state(rank, made, span.stop, layer, view[block, 0, 0])
             if spec.num_prefill_checkpoint_blocks:
                 self._write_passed(rank, layer, made, table, span)
 
@@ -344,14 +345,18 @@ class Engine(Instance):
             cache_hit_alignment_tokens=BLOCK,
         )
         if offset and table[entry]:
-            made.put_state(span.start + offset, layer, view[table[entry], 0, 0], spec, self._place(rank))
+            self._put_state(rank, made, span.start + offset, layer, view[table[entry], 0, 0])
             self.passed += 1
 
     def _is_state(self, rank: int, layer: int, made: Contents, block: int, tokens: int) -> bool:
-        view, spec = self._layer(rank, layer)
+        view, _ = self._layer(rank, layer)
         expected = view[block, 0, 0].clone()
-        made.put_state(tokens, layer, expected, spec, self._place(rank))
+        self._put_state(rank, made, tokens, layer, expected)
         return torch.equal(expected, view[block, 0, 0])
+
+    def _put_state(self, rank: int, made: Contents, tokens: int, layer: int, page: torch.Tensor) -> None:
+        spec = self._layer(rank, layer)[1]
+        made.put_state(tokens, layer, page, spec, self._place(rank), self.kind.recurrent)
 
     # Prefix caches.
 

@@ -71,6 +71,8 @@ def report(part: Part, world: World) -> None:
     print(f"seed {part.seed}: {world.faults.total()} faults in {world.now:.0f} s")
     print(f"the model has {part.model}")
     print("ranks: " + ", ".join(f"{name} {each.build.tp}" for name, each in world.machines.items()))
+    groups = sorted({name[0] for name, each in world.machines.items() if each.build.engines > 1})
+    print(f"one data-parallel instance: {' and '.join(groups) or 'none'}")
     for kind in KINDS:
         print(f"  {world.faults[kind]:5} of {due[kind]:4} planned  {kind}")
     world.jobs.report()

@@ -64,11 +64,18 @@ class _Errors(logging.Handler):
 
 @dataclass(frozen=True)
 class Build:
-    """What an engine is: its model, and over how many ranks it spreads it. `cut`: see `RankPages`."""
+    """What an engine is: its model, and over how many ranks it spreads it.
+
+    Attributes:
+        cut: see `RankPages`.
+        index: which one of the `engines` of a data-parallel instance it is.
+    """
 
     model: Model = ONE_GROUP
     tp: int = 1
     cut: int = 0
+    index: int = 0
+    engines: int = 1
 
     @property
     def ranks(self) -> int:
@@ -103,7 +110,8 @@ class Side:
         # What a P sends in shared memory lies in the windows of the D's ranks, each within its own staging.
         self._staging = STAGING * (MOST_TP * len(DECODES) if role == "P" else 1)
         options = Options(
-            role=role, host=outside.host, kv_port=outside.port,
+            role=role, host=outside.host, kv_port=outside.port - build.index * build.ranks,
+            engine_index=build.index, engine_ranks=build.ranks, data_parallel=build.engines > 1,
             lease_seconds=LEASE, staging_bytes=STAGING, chunk_bytes=16384, secret=SECRET,
             verify=role == "P",  # it is enough that one side asks
             prefetch_bytes=STAGING,

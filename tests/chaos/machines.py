@@ -37,16 +37,20 @@ class Machine:
         ended: whether it has said that its rank's thread ended, when it was told to.
     """
 
-    def __init__(self, name: str, build: Build, place: Address | None = None) -> None:
-        """`place`: where it listens, and no door before it."""
+    def __init__(
+        self, name: str, build: Build, place: Address | None = None, instance: Address | None = None
+    ) -> None:
+        """`place`: where it listens, and no door before it. `instance`: where the first engine of its
+        data-parallel instance is."""
         self.name = name
         self.build = build
-        self.inside = self.outside = place or Address("127.0.0.1", free_ports(build.tp))
+        first = place or instance or Address("127.0.0.1", free_ports(build.tp))
+        self.named = tuple(first.shifted(each * build.tp) for each in range(build.engines))
+        self.inside = self.outside = self.named[build.index]
         self.door: Door | None = None
         if name.startswith("P") and place is None:
-            self.outside = Address("127.0.0.1", free_ports(build.tp))
+            self.inside = Address("127.0.0.1", free_ports(build.tp))
             self.door = Door(self.outside, self.inside, ports=build.tp)
-        self.named = (self.outside,)
         self.up = self.frozen = self.ended = False
         self.continued = time.monotonic()
         self._process: Any = None

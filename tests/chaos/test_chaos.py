@@ -30,6 +30,7 @@ from chaos.model import (
 )
 from chaos.relay import Door, Doors
 from chaos.schedule import KINDS, LEASE, SETTLE, schedule
+from chaos.world import draw_machines
 
 from p2pkv.demo.processes import free_ports
 from p2pkv.engine import commands as do
@@ -218,11 +219,29 @@ def connect(address: Address) -> socket.socket:
             assert time.monotonic() < end, "the door did not open in 10 s"
 
 
+def test_the_engines_of_a_data_parallel_instance_are_alike_and_lie_side_by_side() -> None:
+    drawn = set()
+    for seed in range(20):
+        machines = draw_machines(seed, ONE_GROUP)
+        for role in "PD":
+            mine = [each for each in machines if each.name.startswith(role)]
+            if mine[0].build.engines == 1:
+                assert len({each.outside for each in mine}) == len(mine)
+                continue
+            drawn.add(role)
+            assert [each.build.index for each in mine] == [0, 1, 2]
+            assert len({each.build.tp for each in mine}) == len({each.named for each in mine}) == 1
+            assert tuple(each.outside for each in mine) == mine[0].named
+            ports = [each.outside.port for each in mine]
+            assert ports[2] - ports[1] == ports[1] - ports[0] == mine[0].build.tp
+    assert drawn == set("PD")
+
+
 @pytest.mark.slow
-def test_a_short_run_of_a_hybrid_model() -> None:
+def test_a_short_run_of_a_hybrid_model_with_data_parallel_engines() -> None:
     """tests/chaos/test_rough.py has engines of one KV group."""
     run = subprocess.Popen(
-        command("--seconds", "6", "--seed", "3"),
+        command("--seconds", "6", "--seed", "10"),
         env=environment(),
         stdout=subprocess.PIPE,
         text=True,
@@ -237,3 +256,4 @@ def test_a_short_run_of_a_hybrid_model() -> None:
     assert run.returncode == 0, said
     assert said.endswith("PASS\n") and " loaded" in said
     assert "window" in said or "a state" in said, "the model is another than was meant"
+    assert "one data-parallel instance: D and P" in said

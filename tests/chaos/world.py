@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from chaos.engine import MOST_TP, Build
@@ -19,14 +20,29 @@ from chaos.model import Model
 from chaos.relay import Doors
 from chaos.schedule import DECODES, LEASE, PREFILLS, Fault
 
+from p2pkv.demo.processes import free_ports
+from p2pkv.pairing import Address
+
 START_SECONDS = 60.0
 """For the first import of torch."""
 
+GROUPS = ("", "P", "D", "PD")
+"""The roles of which all engines are one data-parallel instance."""
+
 
 def draw_machines(seed: int | str, model: Model) -> list[Machine]:
-    """Those of the schedule, each spread over some ranks."""
-    draw = random.Random(f"ranks {seed}")
-    return [Machine(name, Build(model, draw.randint(1, MOST_TP))) for name in (*PREFILLS, *DECODES)]
+    """Those of the schedule, each spread over some ranks. In some runs all P, all D or both are the engines
+    of one data-parallel instance, behind a router that does not know that."""
+    draw, groups = random.Random(f"ranks {seed}"), random.Random(f"groups {seed}").choice(GROUPS)
+    machines = []
+    for names in (PREFILLS, DECODES):
+        builds = [Build(model, draw.randint(1, MOST_TP)) for _ in names]
+        first = None
+        if names[0][0] in groups:
+            builds = [replace(builds[0], index=each, engines=len(names)) for each in range(len(names))]
+            first = Address("127.0.0.1", free_ports(len(names) * builds[0].tp))
+        machines += [Machine(name, build, instance=first) for name, build in zip(names, builds, strict=True)]
+    return machines
 
 
 class World:

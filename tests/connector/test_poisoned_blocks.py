@@ -7,12 +7,13 @@ gives out, and checks what every forward reads and what every prefix cache keeps
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from connector_support import BLOCK, tokens
-from kinds_support import KINDS, Kind
+from kinds_support import GEMMA, KINDS, QWEN, Kind
 from real_ranks_support import Engine, abort_or_reset, ask_both, finish, run_alone, starting
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 pytestmark = pytest.mark.vllm
@@ -75,15 +76,32 @@ def test_stages_of_layers_that_differ(kind: Kind, on_p: bool, engines: Start) ->
     stages = STAGES[str(kind)]
     tp, cut = ((2, 1), (stages, None)) if on_p else ((1, 2), (None, stages))
     p, d = engines(*tp, blocks=160, kind=kind, budget=48, stages=cut)
-    start = tokens(129, "start")
-    prompts = [tokens(length, length) for length in (1, BLOCK, BLOCK + 1, 65, 100)]
-    for number, prompt in enumerate([start, *prompts]):
+    prompts_come(p, d, 129, (1, BLOCK, BLOCK + 1, 65, 100))
+
+
+def prompts_come(p: Engine, d: Engine, longest: int, lengths: Sequence[int]) -> None:
+    """All at once, and then the longest one again, with two more tokens."""
+    start = tokens(longest, "start")
+    for number, prompt in enumerate([start, *(tokens(length, length) for length in lengths)]):
         ask_both(p, d, number, prompt, tokens=20)
     finish(p, d)
     ask_both(p, d, "again", [*start, 7, 8], tokens=20)
     finish(p, d)
     assert set(d.ended.values()) == {"length"}
-    assert computed(d) == 20 * (len(prompts) + 2), "D computed one token of each prompt"
+    assert computed(d) == 20 * (len(lengths) + 2), "D computed one token of each prompt"
+
+
+@pytest.mark.parametrize(("kind", "stages", "budget"), [(GEMMA, (3, 5), 48), (QWEN, (3, 1), 200)], ids=str)
+def test_stages_of_whole_models(kind: Kind, stages: tuple[int, int], budget: int, engines: Start) -> None:
+    """P with PP 2 x TP 2, whose first stage has no layer that sees all; D with TP 1.
+
+    The layers of vLLM's own models, and the blocks that it gives them.
+    """
+    p, d = engines(2, 1, blocks=160, kind=kind, budget=budget, stages=(stages, None))
+    whole = {name for name, spec in d.specs.items() if type(spec) is FullAttentionSpec}
+    assert whole and whole.isdisjoint(p.stages[0]) and len(d.kv_config.kv_cache_groups) > 1
+    block = d.hash_block
+    prompts_come(p, d, 2 * block + 1, (1, block, block + 1, 2 * block - 3))
 
 
 CONTEXT = {

@@ -324,3 +324,17 @@ def test_every_name_that_p2pkv_imports_is_there(sources: Sources) -> None:
 def _is_module(sources: Sources, dotted: str) -> bool:
     path = sources.root.joinpath(*dotted.split(".")[1:])
     return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def test_vllm_s_parallel_configuration_has_what_p2pkv_reads(sources: Sources) -> None:
+    config = sources.one("ParallelConfig", "config/parallel.py")
+    trees = [ast.parse(file.read_text()) for file in Path(p2pkv.__file__).parent.glob("connector/*.py")]
+    read = {
+        each.attr
+        for tree in trees
+        for each in ast.walk(tree)
+        if isinstance(each, ast.Attribute)
+        and ast.unparse(each.value).split(".")[-1] in ("parallel", "parallel_config")
+    }
+    assert "nnodes_within_dp" in read
+    assert read - config.fields - config.methods.keys() == set()

@@ -3,12 +3,14 @@ its id names."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 from msgspec.structs import replace
+from proxy_behaviours import answer_json, never
 from proxy_fakes import PING_SECONDS, Deployment, FakeInstance, deployed, join, ping
 
 from p2pkv.control.discovery import DISCOVERY_VERSION
@@ -17,6 +19,8 @@ from p2pkv.demo.processes import free_ports
 from p2pkv_proxy.admin import drain
 from p2pkv_proxy.membership.instance import Role
 from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.policies import Routing
+from support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 
@@ -123,3 +127,38 @@ async def test_one_engine_fails_alone() -> None:
     assert other.silent(11.0) and not one.silent(11.0)
     registry.observe(replace(pings[0], leaving=True), 11.0)
     assert registry.known("P") == [other]
+
+
+async def test_what_a_hung_engine_has_not_begun_goes_to_another_server() -> None:
+    """Not to its neighbour: with experts, in lockstep, that one hangs too, and a request has one retry."""
+    routing = Routing(decode="round_robin")
+    async with deployed(
+        "concurrent", prefill=1, decode=1, life=0.5, lease=1.0, routing=routing
+    ) as deployment:
+        other = deployment.d
+        server, pingers = await add(deployment, "D", {0: 0, 1: 1})
+        await deployment.ready(prefill=1, decode=3)
+        server.behaviour = never
+        asking = [asyncio.create_task(deployment.post()) for _ in range(24)]
+        await eventually(lambda: len(other.requests) + len(server.requests) == 24)
+        ranks = [each.headers["X-data-parallel-rank"] for each in server.requests]
+        assert min(ranks.count(rank) for rank in "01") >= 4
+        pingers[1]._interval = 1000.0
+        await eventually(lambda: sum(each.done() for each in asking) == 24 - ranks.count("0"))
+        pingers[0]._interval = 1000.0
+        assert {(await each).status for each in asking} == {200}
+        assert len(server.requests) == len(ranks), "a second try went to the hung engine's neighbour"
+
+
+async def test_a_neighbour_is_better_than_no_other_engine() -> None:
+    async with deployed("concurrent", prefill=1, life=0.5, lease=1.0) as deployment:
+        server, pingers = await add(deployment, "D", {0: 0, 1: 1})
+        await deployment.ready(prefill=1, decode=2)
+        server.behaviour = never
+        asking = asyncio.create_task(deployment.post())
+        await eventually(lambda: len(server.requests) == 1)
+        (hung,) = server.requests
+        server.behaviour = answer_json
+        pingers[int(hung.headers["X-data-parallel-rank"])]._interval = 1000.0
+        assert (await asking).status == 200
+        assert len(server.requests) == 2

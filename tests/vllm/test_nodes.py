@@ -35,7 +35,7 @@ def cable() -> Iterator[Cable]:
 def test_ranks_on_two_hosts(
     fleet_keeper: Any, cable: Cable, tiny_model: Path, tmp_path: Path, p: int, d: int
 ) -> None:
-    """Tensor-parallel sizes. vLLM's CPU build does not run pipeline stages, on one host or on two."""
+    """Tensor-parallel sizes. With a stage on each host vLLM's CPU build fails at the first prompt."""
     needs_cpu_build()
     fleet_keeper.stop()
     script = str(Path(__file__).with_name("nodes_driver.py"))
