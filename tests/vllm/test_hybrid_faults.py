@@ -176,6 +176,7 @@ def test_half_of_the_clients_leave_while_p_pushes(
     pair.works_again()
 
 
+@pytest.mark.parametrize("pair", ["DeepSeek-V4"], indirect=True)
 def test_preemption_on_d(pair: Pair, servers_on_failure: Callable[..., None]) -> None:
     """What D preempts after its load it computes again by itself.
 
