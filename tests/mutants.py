@@ -632,8 +632,15 @@ PRODUCT = (
         ("tests/protocol/test_row_format.py",),
     ),
     Mutant(
+        "large rows that begin between those of a grid are put in small ones",
+        "p2pkv/kv/layouts.py:locate",
+        "if atom < min(small, run):",
+        "if False:",
+        ("tests/kv/test_copy.py",),
+    ),
+    Mutant(
         "pieces of narrow rows come first in a chunk",
-        "p2pkv/protocol/pieces.py:Cutter.cut",
+        "p2pkv/protocol/pieces.py:Cutter._cut",
         "key=self._alignment, reverse=True",
         "key=self._alignment",
         ("tests/protocol/test_pieces.py",),

@@ -20,6 +20,9 @@ from p2pkv.kv.layouts import plane_of
 from p2pkv.protocol.handshake import RowFormat
 from p2pkv.protocol.messages import Cache, KvGroup
 
+ALIGNMENT = 576
+"""What vLLM rounds a page of this model up to, in bytes."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -46,8 +49,8 @@ class Part:
 
     @property
     def page(self) -> int:
-        """Bytes of one layer in a block."""
-        return self.rows * sum(self.widths)
+        """Bytes of one layer in a block: vLLM pads them."""
+        return -(-self.rows * sum(self.widths) // ALIGNMENT) * ALIGNMENT
 
     def blocks(self, capacity: int) -> int:
         """In a cache for a prompt of `capacity` tokens; number 0 stands for what has left the window."""

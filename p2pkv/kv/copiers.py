@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from p2pkv.kv.checksum import FOLD, XXH3, Checksum, digest_by_torch, digest_on_host
-from p2pkv.kv.layouts import Cut, LayerPages, Rows, Span, locate, spans_of
+from p2pkv.kv.layouts import ITEM_BYTES, Cut, LayerPages, Rows, Span, locate, spans_of
 from p2pkv.kv.uploads import Digests, Recent, Uploads
 
 log = logging.getLogger("p2pkv")
@@ -33,9 +33,9 @@ THREADS = 256
 WIDTHS = (16, 8, 4, 2, 1)
 """Bytes of one access; a copy takes the widest that everything in it is aligned to."""
 
-ITEM_BYTES = 1024
-"""Rows up to this size are opaque items for numpy, which it puts up to 15 times as fast as rows of bytes. It
-keeps the GIL while it puts fewer than 500 items."""
+SMALL_TAKEN, SMALL_PUT = 64, 512
+"""Bytes of a row from which on numpy copies it as one of a grid sooner than a part of a larger item: it takes
+such items twice, by way of memory of its own."""
 
 BATCH_ITEMS = 1024
 
@@ -148,21 +148,23 @@ class StorageCopier:
         self._storages = storages
         on_host = all(isinstance(storage, HostStorage) for storage in storages.values())
         self.digest_name = XXH3 if on_host else FOLD
-        self._widest = ITEM_BYTES if on_host else 0
+        self._small = (SMALL_TAKEN, SMALL_PUT) if on_host else (0, 0)
         self._recent = Recent[Rows]()
 
     def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
-        self._storages[span.pages.storage].take(self._rows(span, cut), out)
+        self._storages[span.pages.storage].take(self._rows(span, cut, self._small[0]), out)
 
     def put(self, span: Span, cut: Cut, src: torch.Tensor) -> None:
-        self._storages[span.pages.storage].put(self._rows(span, cut), src)
+        self._storages[span.pages.storage].put(self._rows(span, cut, self._small[1]), src)
 
-    def _rows(self, span: Span, cut: Cut) -> Rows:
+    def _rows(self, span: Span, cut: Cut, small: int) -> Rows:
         """`locate`, once for parts that lie alike, as layers in separate storages mostly do."""
+        if len(self.spans) == 1:
+            return locate(span, cut, small)
         steps = span.steps[cut.layers[0] - span.first : cut.layers[1] - span.first]
         lies = replace(span.pages, storage=0), span.grain, steps.tobytes()
-        kind = *lies, cut.units, cut.heads, cut.row_bytes
-        return self._recent.of(cut.table, partial(locate, span, cut, self._widest), kind)
+        kind = *lies, cut.units, cut.heads, cut.row_bytes, small
+        return self._recent.of(cut.table, partial(locate, span, cut, small), kind)
 
     def digest(self, buffer: torch.Tensor) -> Checksum:
         return digest_on_host(buffer) if self.digest_name == XXH3 else digest_by_torch(buffer)

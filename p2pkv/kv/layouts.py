@@ -27,6 +27,10 @@ Bounds = tuple[int, int]
 Tokens = Bounds | Index
 """An interval of a prompt's tokens; or some of them, in their order."""
 
+ITEM_BYTES = 1024
+"""Rows up to this size are opaque items for numpy, which it puts up to 15 times as fast as rows of bytes. It
+keeps the GIL while it puts fewer than 500 items."""
+
 MOST_PLACES = 1 << 31
 """The kernels' block tables are int32."""
 
@@ -254,8 +258,9 @@ def spans_of(layers: Sequence[LayerPages]) -> list[Span]:
     return spans
 
 
-def locate(span: Span, cut: Cut, widest: int = 0) -> Rows:
-    """The rows of a cut that is not empty; of up to `widest` bytes, `step` may be less than `atom`."""
+def locate(span: Span, cut: Cut, small: int = 0) -> Rows:
+    """The rows of a cut that is not empty. Where those of a grid would have less than `small` bytes, they are
+    larger, up to `ITEM_BYTES`, and `step` is less than `atom`."""
     layers, units, heads, row_bytes, table = cut.layers, cut.units, cut.heads, cut.row_bytes, cut.table
     pages = span.pages
     beside = heads[1] - heads[0]
@@ -274,11 +279,13 @@ def locate(span: Span, cut: Cut, widest: int = 0) -> Rows:
     index = (lift // atom + first // atom)[:, None] + _unit_rows(pages, units, stride, atom, table)
     if not joined:
         index = index[..., None] + np.arange(beside) * (pages.head_stride // atom)
-    if atom < run <= widest:
-        return Rows(run, first % atom, index.reshape(-1), atom)
+    step = atom
+    if atom < min(small, run):
+        atoms = run // atom
+        atom *= next(some for some in range(min(atoms, ITEM_BYTES // atom), 0, -1) if atoms % some == 0)
     if run > atom:
-        index = index[..., None] + np.arange(run // atom)
-    return Rows(atom, first % atom, index.reshape(-1))
+        index = index[..., None] + np.arange(0, run // step, atom // step)
+    return Rows(atom, first % step, index.reshape(-1), step if step < atom else 0)
 
 
 def _unit_rows(pages: LayerPages, units: Bounds, stride: int, atom: int, table: Index) -> Index:

@@ -8,9 +8,11 @@ Where context parallelism divides the tokens, those that both ranks keep are cou
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from math import gcd
 
 from p2pkv.interleave import Common
@@ -172,32 +174,41 @@ class Cutter:
     ) -> Iterator[tuple[int, tuple[Piece, ...]]]:
         """At most so many chunks of `limit` bytes, and with `flush` the rest: the bytes and pieces of
         each."""
-        ready = self.pending(computed)
-        while ready and most and (flush or ready >= limit):
-            pieces = self.cut(computed, limit)
-            nbytes = sum(map(self.extents.size, pieces))
+        if not self.left:
+            return
+        ready = deque(self._pending(computed))
+        left = sum(map(self.extents.size, ready))
+        while left and most and (flush or left >= limit):
+            nbytes, pieces = self._cut(ready, limit)
             yield nbytes, pieces
-            ready, most = ready - nbytes, most - 1
+            left, most = left - nbytes, most - 1
 
     def cut(self, computed: Computed, limit: int) -> tuple[Piece, ...]:
-        """The next chunk: ready pieces of up to `limit` bytes (one row at the least); () if none is ready.
+        """The next chunk: ready pieces of up to `limit` bytes (one row at the least); () if none is ready."""
+        return self._cut(deque(self._pending(computed)), limit)[1]
+
+    def _cut(self, ready: deque[Piece], limit: int) -> tuple[int, tuple[Piece, ...]]:
+        """`cut`, from the front of these pieces.
 
         Pieces whose rows are aligned best come first, so that each begins in the chunk where its rows may be
         read and written as widely as they allow: a GPU's kernels do so.
         """
         taken: list[Piece] = []
         room = limit
-        for piece in list(self._pending(computed)):
+        while ready and len(taken) < MAX_PIECES:
+            piece = ready[0]
             part = self._fit(piece, room, first=not taken)
-            if part is None or len(taken) == MAX_PIECES:
+            if part is None:
                 break
+            ready.popleft()
             self._take(piece, part)
             taken.append(part)
             room -= self.extents.size(part)
             if part != piece:
+                ready.extendleft(reversed([*_rest(piece, part)]))
                 break
         self.left -= limit - room
-        return tuple(sorted(taken, key=self._alignment, reverse=True))
+        return limit - room, tuple(sorted(taken, key=self._alignment, reverse=True))
 
     def _alignment(self, piece: Piece) -> int:
         """The largest power of two that divides a row, up to a GPU's widest access."""
@@ -217,18 +228,13 @@ class Cutter:
 
     def _runs(self, extent: Extent, computed: Sequence[int]) -> Iterator[Piece]:
         """What of an extent is ready and was never announced; equal neighbours are one piece."""
-        run: Piece | None = None
-        for index, start in enumerate(self._announced[extent.group]):
-            stop = extent.sendable(computed[index])
-            layer = extent.layer + index
-            if run is not None and (run.start, run.stop) == (start, stop):
-                run = Piece(extent.group, run.layer, layer + 1, start, stop)
-                continue
-            if run is not None:
-                yield run
-            run = Piece(extent.group, layer, layer + 1, start, stop) if stop > start else None
-        if run is not None:
-            yield run
+        stops = {tokens: extent.sendable(tokens) for tokens in set(computed)}
+        layer = extent.layer
+        spans = zip(self._announced[extent.group], map(stops.__getitem__, computed), strict=True)
+        for (start, stop), alike in groupby(spans):
+            first, layer = layer, layer + sum(1 for _ in alike)
+            if stop > start:
+                yield Piece(extent.group, first, layer, start, stop)
 
     def _fit(self, piece: Piece, room: int, first: bool) -> Piece | None:
         """The largest part of `piece` that fits: whole layers, or else some units of one layer."""

@@ -6,8 +6,9 @@ import pytest
 import torch
 from gil_support import lets_others_run
 
-from p2pkv.kv.copiers import BATCH_ITEMS, Columns, DeviceStorage, HostStorage, Uploads
-from p2pkv.kv.layouts import Rows
+from p2pkv.kv import PagedCache
+from p2pkv.kv.copiers import BATCH_ITEMS, SMALL_PUT, Columns, DeviceStorage, HostStorage, Uploads
+from p2pkv.kv.layouts import ITEM_BYTES, Rows, locate
 
 
 @pytest.mark.parametrize(("atom", "base"), [(1, 0), (6, 5), (8, 8), (64, 0)])
@@ -46,6 +47,30 @@ def test_rows_on_a_grid_that_is_finer_than_they_are_wide() -> None:
         between[2 + 3 * each :][:9] = False
     assert torch.equal(flat[between], memory[between])
     assert torch.equal(flat[~between], 255 - memory[~between])
+
+
+@pytest.mark.parametrize("tokens", [(0, 8 * 6), (8, 8 * 6 - 3)])
+def test_large_rows_in_padded_pages_are_put_as_large_items(tokens: tuple[int, int]) -> None:
+    """States of DeepSeek V4's compressors: rows of 4,096 bytes in pages of a multiple of 576."""
+    rows, row, page, layers, blocks = 8, 4096, 57 * 576, 2, 7
+    flat = torch.randint(0, 256, (blocks * layers * page,), dtype=torch.uint8)
+    views = [
+        flat.as_strided((blocks, 1, rows, row), (layers * page, row, row, 1), layer * page)
+        for layer in range(layers)
+    ]
+    cache, tables = PagedCache.from_tensors(views, block_size=rows), ([3, 6, 1, 5, 2, 4],)
+    out = torch.zeros(cache.nbytes(layers, *tokens, 1), dtype=torch.uint8)
+    cache.gather(out, (0, layers), tokens, (0, 1), tables)
+    ((span, cut, _),) = cache.parts(out, (0, layers), tokens, (0, 1), tables)
+    assert len(locate(span, cut, SMALL_PUT).index) == len(out) // ITEM_BYTES
+    expected = torch.stack([view[tables[0], 0].reshape(-1, row)[slice(*tokens)] for view in views])
+    assert torch.equal(out.view(layers, -1, row), expected)
+    before = flat.clone()
+    cache.scatter(~out, (0, layers), tokens, (0, 1), tables)
+    after = torch.stack([view[tables[0], 0].reshape(-1, row)[slice(*tokens)] for view in views])
+    assert torch.equal(after, ~expected)
+    cache.scatter(out, (0, layers), tokens, (0, 1), tables)
+    assert torch.equal(flat, before)
 
 
 @pytest.mark.parametrize("what", ["take", "put"])

@@ -233,6 +233,13 @@ def test_whole_layers_share_a_chunk_and_a_limit_below_a_row_still_moves() -> Non
     assert cutter.left == 0
 
 
+def test_one_look_at_what_is_computed_fills_all_chunks_as_one_for_each_would() -> None:
+    extents = Extents({0: Extent(0, 0, 5, 0, 9, 1, 3), 1: Extent(1, 0, 2, 0, 8, 4, 5)})
+    ready, other = {0: [9, 9, 4, 4, 0], 1: [7, 8]}, Cutter(extents)
+    chunks = [pieces for _, pieces in Cutter(extents).chunks(ready, 20, True, 99)]
+    assert chunks == [other.cut(ready, 20) for _ in chunks] and not other.cut(ready, 20)
+
+
 def test_a_row_larger_than_the_limit_fills_a_chunk_alone() -> None:
     cutter = Cutter(Extents({0: Extent(0, 0, 3, 0, 1, 1, 10)}))
     cuts = [cutter.cut({0: [1, 0, 1]}, 4) for _ in range(3)]

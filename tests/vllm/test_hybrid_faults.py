@@ -71,12 +71,12 @@ class Pair:
         """New ones."""
         return [tokens(LENGTH, f"hybrid {next(self._numbers)}") for _ in range(count)]
 
-    def alone(self, prompt: list[int]) -> Answer:
+    def alone(self, prompt: list[int], count: int = ANSWER) -> Answer:
         """What D answers without P."""
-        return answers.complete(self.d.base_url, NAME, prompt, max_tokens=ANSWER)[0]
+        return answers.complete(self.d.base_url, NAME, prompt, max_tokens=count)[0]
 
-    def ask(self, prompt: list[int]) -> Answer:
-        return answers.complete(self.proxy.base_url, NAME, prompt, max_tokens=ANSWER)[0]
+    def ask(self, prompt: list[int], count: int = ANSWER) -> Answer:
+        return answers.complete(self.proxy.base_url, NAME, prompt, max_tokens=count)[0]
 
     def check(self, expected: list[Answer], got: list[Answer]) -> None:
         """Each is answered, and rightly."""
@@ -139,6 +139,7 @@ def pair(
             extra_args=settings,
             extra_config={"lease_seconds": LEASE, "chunk_bytes": 16384},
             load_failure_policy="recompute" if role == "D" else None,
+            env={"VLLM_SERVER_DEV_MODE": "1"} if role == "D" else {},
             log_path=folder / f"{role}.log",
         )
         for role in ("P", "D")
@@ -171,6 +172,41 @@ def test_half_of_the_clients_leave_while_p_pushes(
         for connection in leaving:
             connection.close()
         got = [each.result(120.0) for each in asked]
+    pair.check(expected, got)
+    pair.works_again()
+
+
+@pytest.mark.parametrize("pair", ["DeepSeek-V4"], indirect=True)
+def test_preemption_on_d(pair: Pair, servers_on_failure: Callable[..., None]) -> None:
+    """What D preempts after its load it computes again by itself.
+
+    vLLM is told to preempt all that runs: windows give blocks back as requests grow, so that few blocks make
+    requests wait, and preempt none.
+    """
+    servers_on_failure(pair.p, pair.d)
+    prompts, many = pair.prompts(4), 100
+    expected = [pair.alone(prompt, many) for prompt in prompts]
+    preempted, before = (
+        metric(pair.d, f"vllm:{name}_total") for name in ("num_preemptions", "generation_tokens")
+    )
+    compared = Compared(pair.probes)
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(pair.ask, prompt, many) for prompt in prompts]
+        wait_until(
+            lambda: (
+                metric(pair.d, "vllm:num_requests_running") == 4
+                and metric(pair.d, "vllm:generation_tokens_total") - before >= 16
+            ),
+            "four requests that D decodes",
+            60.0,
+        )
+        answer = client.post(f"{pair.d.base_url}/reset_prefix_cache?reset_running_requests=true", {})
+        assert answer == {"success": True}
+        got = [each.result(120.0) for each in asked]
+    wait_until(
+        lambda: metric(pair.d, "vllm:num_preemptions_total") - preempted == 4, "four preemptions", 10.0
+    )
+    assert compared.spans(4) == [(0, LENGTH - 1)] * 4
     pair.check(expected, got)
     pair.works_again()
 
