@@ -241,6 +241,11 @@ class OutboundLink:
             self._outbound = self.ctx.links.complete(self._invitation, message.blob)
             self.window = message.window
 
+    def carries(self, number: int) -> bool:
+        """Whether what is granted on the link of this number is still to be sent. D may have granted it
+        before it learned that the link was given up; the number changes with the next invitation only."""
+        return number == self.number and self.accepted
+
     def abort(self, now: float) -> None:
         """Give the link up, and all that it carried. Each new try waits longer."""
         if self._outbound is not None:
@@ -564,7 +569,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
 
     def order(self, effect: Order, now: float) -> None:
         peer = effect.peer
-        if effect.order.grant.link != peer.link.number:
+        if not peer.link.carries(effect.order.grant.link):
             return
         if not effect.known and len(peer.link.orders) >= MAX_ORDERS:
             self.lose_link(peer, f"{peer.address} grants without end", now)

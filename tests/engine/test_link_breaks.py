@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from engine_support import (
     Geometry,
@@ -18,6 +20,8 @@ from faulty_links import Faults, FaultyLinks
 from memory_links import MemoryNetwork
 
 from p2pkv.engine import commands as do
+from p2pkv.engine.decode_peers import OutboundLink
+from p2pkv.protocol import messages as m
 
 ONE = Geometry()
 BLOCKS = list(range(6))
@@ -59,6 +63,19 @@ def test_only_what_it_carried_fails(links, side, begun):
             d.do(do.Forget(key))
             p.do(do.Forget(key))
         wait_for(lambda: at_baseline(p) and at_baseline(d), what="the baseline")
+
+
+def test_what_d_granted_on_a_link_that_p_has_given_up_is_not_sent_on_the_next():
+    """D's grant may be on its way while P gives the link up."""
+    outbound = SimpleNamespace(abort=lambda: None)
+    links = SimpleNamespace(invite=lambda: b"name", complete=lambda mine, theirs: outbound)
+    link = OutboundLink(SimpleNamespace(links=links, counters=SimpleNamespace(add=lambda name: None)))
+    for number in (1, 2):
+        assert link.invite(0.0) == m.LinkInvite(number, b"name") and not link.carries(number)
+        link.accept(m.LinkAccept(number, b"theirs", 4096))
+        assert link.carries(number) and not link.carries(number - 1)
+        link.abort(-10.0)
+        assert not link.carries(number)
 
 
 def test_a_p_that_can_make_no_link_says_why_and_tries_again(caplog):
