@@ -59,9 +59,6 @@ class Layout:
         from p2pkv.protocol.messages import Cache, KvGroup
 
         (only,) = cache.groups
-        # Not above: the kernels' tests import this module where msgspec is not installed.
-        from p2pkv.protocol.messages import Cache, KvGroup
-
         group = KvGroup(
             layers=(LAYERS,),
             heads=HEADS,
