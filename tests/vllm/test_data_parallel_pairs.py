@@ -72,7 +72,14 @@ class Group:
             at_rest(server, ranks)
 
 
-SHAPES = {"dense-1-to-2": (1, 2), "dense-2-to-2": (2, 2), "experts-2-to-2": (2, 2)}
+SHAPES = {
+    "dense-1-to-2": (1, 2),
+    "dense-2-to-2": (2, 2),
+    "experts-1-to-2": (1, 2),
+    "experts-2-to-1": (2, 1),
+    "experts-2-to-2": (2, 2),
+    "experts-2-to-2-expert-parallel": (2, 2),
+}
 
 
 def start(
@@ -88,6 +95,7 @@ def start(
         needs_cpu_build()
         model, plugins = ensure_model(TinyMoe(), folder), ("moe_dp",)
     settings = (*SETTINGS, "--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "16")
+    parallel = ("--enable-expert-parallel",) if name.endswith("expert-parallel") else ()
     probes = folder / "probes"
     probes.mkdir()
     proxies = {
@@ -104,7 +112,7 @@ def start(
             name=f"{role}-{name}",
             ranks=size,
             proxy=(LOOPBACK, pings.port),
-            extra_args=(*settings, *engines(size)),
+            extra_args=(*settings, *engines(size), *parallel),
             extra_config=extra,
             log_path=folder / f"{role}.log",
         )
