@@ -303,12 +303,12 @@ _DEFAULT_MAX_TOKENS = 16
 """Of /v1/completions in vLLM."""
 
 
-class _Part(msgspec.Struct):
+class _ContentPart(msgspec.Struct):
     type: str = "text"
 
 
 class _ChatMessage(msgspec.Struct):
-    content: str | list[_Part | str] | None = None
+    content: str | list[_ContentPart | str] | None = None
 
 
 _messages = msgspec.json.Decoder(list[_ChatMessage])

@@ -24,15 +24,15 @@ logger = logging.getLogger(__name__)
 _CONTEXT_SECONDS = 5.0
 
 
-class _Model(msgspec.Struct):
+class _ContextLength(msgspec.Struct):
     max_model_len: int | None = None
 
 
-class _Models(msgspec.Struct):
-    data: list[_Model] = []
+class _ContextLengths(msgspec.Struct):
+    data: list[_ContextLength] = []
 
 
-_models = msgspec.json.Decoder(_Models)
+_context_lengths = msgspec.json.Decoder(_ContextLengths)
 
 
 class Resumer:
@@ -107,7 +107,7 @@ class Resumer:
         timeout = aiohttp.ClientTimeout(total=_CONTEXT_SECONDS)
         try:
             async with self._session.get(f"{decode.url}/v1/models", timeout=timeout) as response:
-                listed = _models.decode(await response.read()).data
+                listed = _context_lengths.decode(await response.read()).data
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError):
             return None
         return max((each.max_model_len or 0 for each in listed), default=0) or None

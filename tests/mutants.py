@@ -87,7 +87,7 @@ PRODUCT = (
     ),
     Mutant(
         "over CUDA IPC a slot is granted again while the scatter reads it",
-        "p2pkv/links/ipc_ends.py:Shared.reap",
+        "p2pkv/links/ipc_ends.py:IpcContext.reap",
         "while self._read and self._read[0][0].ready():",
         "while self._read:",
         ("tests/links/test_ipc.py",),

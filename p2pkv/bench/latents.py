@@ -25,7 +25,7 @@ ALIGNMENT = 576
 
 
 @dataclass(frozen=True)
-class Part:
+class LatentGroup:
     """The caches of one kind, which have one block table.
 
     Attributes:
@@ -66,13 +66,13 @@ class Part:
 _QUARTER, _RARE, _ALL = range(0, LAYERS, 2), range(1, LAYERS, 2), range(LAYERS)
 _LATENT = (576, 8)
 PARTS = (
-    Part(_QUARTER, _LATENT, tokens=4, block=256),
-    Part(_RARE, _LATENT, tokens=128, block=256),
-    Part(_QUARTER, (128, 4), tokens=4, block=256),  # keys of the indexer
-    Part(_ALL, _LATENT, tokens=1, block=64, window=128),
-    Part(_QUARTER, (8192,), tokens=1, block=4, window=8),  # states of compressors and indexers
-    Part(_QUARTER, (2048,), tokens=1, block=4, window=8),
-    Part(_RARE, (4096,), tokens=1, block=8, window=128),
+    LatentGroup(_QUARTER, _LATENT, tokens=4, block=256),
+    LatentGroup(_RARE, _LATENT, tokens=128, block=256),
+    LatentGroup(_QUARTER, (128, 4), tokens=4, block=256),  # keys of the indexer
+    LatentGroup(_ALL, _LATENT, tokens=1, block=64, window=128),
+    LatentGroup(_QUARTER, (8192,), tokens=1, block=4, window=8),  # states of compressors and indexers
+    LatentGroup(_QUARTER, (2048,), tokens=1, block=4, window=8),
+    LatentGroup(_RARE, (4096,), tokens=1, block=8, window=128),
 )
 
 

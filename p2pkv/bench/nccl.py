@@ -209,7 +209,7 @@ class Messages:
     Attributes:
         decoder: D's process.
         total: bytes that each measurement of a link or a push moves.
-        times: of the messages over the bare link, see links.nccl_communicator.Shared; of NCCL only.
+        times: of the messages over the bare link, see links.nccl_communicator.NcclContext; of NCCL only.
     """
 
     def __init__(

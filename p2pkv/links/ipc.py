@@ -27,7 +27,7 @@ from p2pkv.links.base import (
 )
 from p2pkv.links.cuda_memory import UUID_BYTES, CudaError, CudaMemory, ExportedBlock, MemoryDriver, allocate
 from p2pkv.links.gpu import CudaDevice, Device, DevicePool
-from p2pkv.links.ipc_ends import IpcInbound, IpcOutbound, Shared
+from p2pkv.links.ipc_ends import IpcContext, IpcInbound, IpcOutbound
 from p2pkv.links.ipc_socket import dial
 from p2pkv.links.staging import StagingBudget
 
@@ -136,7 +136,7 @@ class IpcLinks(LinkFactory):
                 pool = DevicePool(lambda nbytes: device.memory(nbytes, exported), staging_bytes)
         except CudaError as error:
             raise ValueError(f"the link ipc cannot share memory of {device.name}: {error}") from None
-        self.shared = Shared(device, driver, self.staging, pool, blocks[0] if blocks else None)
+        self.shared = IpcContext(device, driver, self.staging, pool, blocks[0] if blocks else None)
 
     @property
     def stuck(self) -> int:

@@ -43,7 +43,7 @@ class MappedBlock:
 
 
 @dataclass
-class Shared:
+class IpcContext:
     """What all CUDA IPC links of one rank share.
 
     Attributes:
@@ -111,7 +111,7 @@ class IpcReceive:
 class IpcInbound(Inbound):
     """D's end. Its window bounds what it may hold of the memory that all links of the rank share."""
 
-    def __init__(self, shared: Shared, nonce: bytes, window: int) -> None:
+    def __init__(self, shared: IpcContext, nonce: bytes, window: int) -> None:
         """`nonce`: of P's invitation. Raises ValueError, LinkError."""
         if window < 1:
             raise ValueError(f"window is {window} bytes; it must be positive")
@@ -296,7 +296,7 @@ class IpcSend:
 class IpcOutbound(Outbound):
     """P's end. It needs no memory of this rank."""
 
-    def __init__(self, shared: Shared, line: Line, name: bytes, nbytes: int) -> None:
+    def __init__(self, shared: IpcContext, line: Line, name: bytes, nbytes: int) -> None:
         """`name`, `nbytes`: of D's memory."""
         self.guard = Guard("the CUDA IPC link to a peer")
         self.closed = False

@@ -37,7 +37,7 @@ from p2pkv.links.nccl_bindings import (
     load_nccl,
     version_name,
 )
-from p2pkv.links.nccl_communicator import FIRST_MESSAGE_BYTES, BusyEnds, Shared
+from p2pkv.links.nccl_communicator import FIRST_MESSAGE_BYTES, BusyEnds, NcclContext
 from p2pkv.links.nccl_ends import NcclInbound, NcclOutbound
 from p2pkv.links.staging import StagingBudget
 
@@ -127,7 +127,7 @@ class NcclLinks(LinkFactory):
         self.staging = StagingBudget(staging_bytes)
         # All new communicators send what is beside the slots first, and it is never read.
         pool = DevicePool(device.memory, staging_bytes, FIRST_MESSAGE_BYTES)
-        self.shared = Shared(nccl, device, pool, self.staging, init_seconds, owner, busy)
+        self.shared = NcclContext(nccl, device, pool, self.staging, init_seconds, owner, busy)
         self._version = nccl.version()
         self.kind = f"nccl {version_name(self._version)}"
         self._links: list[NcclInbound | NcclOutbound] = []

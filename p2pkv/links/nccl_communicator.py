@@ -76,7 +76,7 @@ class BusyEnds:
 
 
 @dataclass
-class Shared:
+class NcclContext:
     """What all NCCL links of one rank share. `owner` knows the one thread that may call them."""
 
     nccl: Nccl
@@ -132,7 +132,7 @@ class Opening:
     belongs here, and not in a request.
     """
 
-    def __init__(self, shared: Shared, unique_id: bytes, rank: int) -> None:
+    def __init__(self, shared: NcclContext, unique_id: bytes, rank: int) -> None:
         self._shared = shared
         self._unique_id = unique_id
         self._rank = rank

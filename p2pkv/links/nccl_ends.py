@@ -11,7 +11,7 @@ import torch
 from p2pkv.links.base import Guard, Inbound, LinkError, Outbound
 from p2pkv.links.gpu import StreamEvent, wait_out
 from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, NcclError
-from p2pkv.links.nccl_communicator import Opening, Shared
+from p2pkv.links.nccl_communicator import NcclContext, Opening
 from p2pkv.links.staging import StagingShare, aligned
 
 ABORT_SECONDS = 10.0
@@ -41,7 +41,7 @@ class Operation:
     Attributes:
         after: an event of the engine's stream, after which NCCL may begin; None until it is wanted.
         event: recorded behind NCCL's kernel; None until NCCL has launched it.
-        times: see Shared; empty if they are not wanted.
+        times: see NcclContext; empty if they are not wanted.
     """
 
     __slots__ = ("after", "buffer", "event", "finished", "nbytes", "offset", "released", "times")
@@ -70,7 +70,7 @@ class End:
     launched count as busy then; otherwise all that have an operation.
     """
 
-    def __init__(self, shared: Shared, what: str, unique_id: bytes, rank: int, announced: bool) -> None:
+    def __init__(self, shared: NcclContext, what: str, unique_id: bytes, rank: int, announced: bool) -> None:
         self.guard = Guard(what)
         self.shared = shared
         self.share = StagingShare(shared.staging, sends=rank == 0)
@@ -338,7 +338,7 @@ class NcclInbound(End, Inbound):
     wait for ever where launches block (CUDA_LAUNCH_BLOCKING=1, profilers, sanitizers).
     """
 
-    def __init__(self, shared: Shared, unique_id: bytes, window: int, announced: bool = False) -> None:
+    def __init__(self, shared: NcclContext, unique_id: bytes, window: int, announced: bool = False) -> None:
         if window < 1:
             raise ValueError(f"window is {window} bytes; it must be positive")
         self._window = aligned(window)
@@ -405,7 +405,7 @@ class NcclSend:
 class NcclOutbound(End, Outbound):
     """P's end."""
 
-    def __init__(self, shared: Shared, unique_id: bytes, announced: bool = False) -> None:
+    def __init__(self, shared: NcclContext, unique_id: bytes, announced: bool = False) -> None:
         super().__init__(shared, "the NCCL link to a peer", unique_id, 0, announced)
 
     def reserve(self, nbytes: int, remote_slot: int) -> NcclSend | None:
