@@ -25,7 +25,7 @@
 #   TORCH=cuda            without a GPU: torch's CUDA build, where pip finds no CPU build (7 GB)
 #   VLLM_SOURCES=folder   of another vLLM: the interface tests read it too
 #   GPU_PYTHON=python3    the Python of gpu-test; .venv's by default, if there is one
-#   JOBS=2                processes of the tests that start no vLLM server
+#   JOBS=4                processes of the tests that start no vLLM server: most of their time they wait
 #   DEVICE=cpu|cuda       what to install for; found out by itself
 #   ARGS=...              more arguments for pytest, the demo or the benchmark
 
@@ -54,7 +54,7 @@ SERVERS_033 := pair bytes idle shapes speculative faults hybrid_faults
 TORCH ?= cpu
 
 GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
-JOBS ?= 2
+JOBS ?= 4
 SIDE_BY_SIDE := -n $(JOBS) --no-loadscope-reorder
 NO_GPU := $(if $(filter cpu,$(DEVICE)),and not gpu and not two_gpus)
 
