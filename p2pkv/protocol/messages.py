@@ -30,6 +30,7 @@ MAX_MESSAGE_BYTES = 1 << 20
 MAX_PIECES = 4096
 MAX_GROUPS = 64
 _LONGEST_REASON = 2048
+_DEEPEST = 32
 
 Key = Annotated[str, Meta(min_length=1, max_length=512)]
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
@@ -420,16 +421,19 @@ def without_optional(data: bytes | memoryview, known: Set[str]) -> bytes:
     fields = msgspec.msgpack.decode(data)
     if msgspec.msgpack.encode(fields) != data:
         raise ValueError("fields are in another form than p2pkv writes: is one there twice?")
-    return msgspec.msgpack.encode(_kept(fields, known))
+    return msgspec.msgpack.encode(_kept(fields, known, _DEEPEST))
 
 
-def _kept(value: object, known: Set[str]) -> object:
+def _kept(value: object, known: Set[str], depth: int) -> object:
+    if depth == 0:  # what Python itself bears depends on its version
+        raise ValueError(f"fields nested more than {_DEEPEST} deep")
     if isinstance(value, list):
-        return [_kept(each, known) for each in value]
+        return [_kept(each, known, depth - 1) for each in value]
     if isinstance(value, dict):
+        kept = {name: _kept(each, known, depth - 1) for name, each in value.items()}
         return {
-            name: _kept(each, known)
-            for name, each in value.items()
+            name: each
+            for name, each in kept.items()
             if name in known or not (isinstance(name, str) and name.startswith(OPTIONAL))
         }
     return value
