@@ -310,6 +310,27 @@ PRODUCT = (
         ("tests/proxy/test_both_roles.py",),
     ),
     Mutant(
+        "a prompt's cost forgets the answers that it stops",
+        "proxy/placement.py:PlacementCosts._prompt_part",
+        "+ self.pause_weight * engine.answers * prompt",
+        "",
+        ("tests/proxy/test_placement.py",),
+    ),
+    Mutant(
+        "what an answer lasted teaches nothing",
+        "proxy/placement.py:EngineCosts.answer_ended",
+        "if steps >= _LEAST_STEPS and lasted > 0.0:",
+        "if False:",
+        ("tests/proxy/test_placement.py",),
+    ),
+    Mutant(
+        "a request that has left still counts as queued",
+        "proxy/placement.py:PlacedRequest.leave",
+        "self._prefill.prompt_left(self._tokens)",
+        "pass",
+        ("tests/proxy/test_placement.py",),
+    ),
+    Mutant(
         "a stopped engine core is vouched for (K4)",
         "p2pkv/engine/liveness.py:Liveness.trouble",
         "if now - self._beaten > silence:",

@@ -520,6 +520,7 @@ def test_status_of_two_workers_is_added_and_the_worst_counts() -> None:
             "gauges": {"waiting": 1, "silent": 1}, "counters": {"admitted": 4}, "outcomes": {"left": 1},
             "stream_events": 7, "first_token_seconds": [0.1], "instances": [instance],
             "pairs": [{"prefill": "p:1", "decode": "d:1", "total": 3, "running": 1}],
+            "placement": {"by": "auto", "ways": {"pair": 1}, "errors": [0.1], "latest": []},
             "history": [(-3.0, 1, 0, 5, 1, 0, 0.2), (-1.0, 2, 0, 7, 1, 0, None)], **more,
         }  # fmt: skip
 
@@ -537,6 +538,7 @@ def test_status_of_two_workers_is_added_and_the_worst_counts() -> None:
     assert page["gauges"] == {"waiting": 2, "silent": 1}
     assert page["counters"] == {"admitted": 8}
     assert page["first_token_seconds"] == {"p50": 0.1, "p95": 0.1}
+    assert page["placement"] == {"by": "auto", "ways": {"pair": 2}, "median_error": 0.1, "latest": []}
     assert page["pairs"] == [{"prefill": "p:1", "decode": "d:1", "total": 6, "running": 2}]
     (instance,) = page["instances"]
     assert (instance["state"], instance["load"], instance["alone"]) == ("draining", 4, 1)
