@@ -549,7 +549,7 @@ PRODUCT = (
     ),
     Mutant(
         "D launches a receive that P has not announced",
-        "p2pkv/links/nccl_ends.py:End._may_launch",
+        "p2pkv/links/nccl_ends.py:NcclEnd._may_launch",
         "self._told > 0 and",
         "",
         ("tests/links/test_nccl_queues.py",),

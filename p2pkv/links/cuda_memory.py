@@ -60,60 +60,46 @@ class MemoryDriver(Protocol):
 
     def uuid(self) -> bytes:
         """The device's UUID, the same in each process: 16 bytes."""
-        ...
 
     def exportable(self) -> bool:
         """Whether memory of this device can be exported as a file descriptor."""
-        ...
 
     def reaches(self, uuid: bytes) -> bool | None:
         """Whether this device can access the memory of the one with this UUID. None: this process does not
         see that device (CUDA_VISIBLE_DEVICES), so only an attempt shows it."""
-        ...
 
     def granularity(self) -> int:
         """Bytes in whose multiples memory is created and mapped."""
-        ...
 
     def create(self, nbytes: int) -> int:
         """The handle of new memory on the device. It holds the memory until `drop`."""
-        ...
 
     def export_fd(self, handle: int) -> int:
         """A file descriptor that stands for the memory; the caller closes it."""
-        ...
 
     def import_fd(self, fd: int) -> int:
         """The handle of the memory that a descriptor of another process stands for."""
-        ...
 
     def drop(self, handle: int) -> None:
         """The handle is not needed any more. Mappings of its memory stay."""
-        ...
 
     def reserve(self, nbytes: int) -> int:
         """A range of addresses with nothing behind it."""
-        ...
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
         """Put the memory behind the addresses."""
-        ...
 
     def allow(self, address: int, nbytes: int) -> None:
         """Let the device read and write there."""
-        ...
 
     def unmap(self, address: int, nbytes: int) -> None:
         """Take the memory away from the addresses. May wait for the device."""
-        ...
 
     def free(self, address: int, nbytes: int) -> None:
         """Give the addresses back; nothing is mapped there."""
-        ...
 
     def tensor(self, address: int, nbytes: int, gone: Callable[[], None]) -> torch.Tensor:
         """uint8 [nbytes] at an address. `gone` is called when neither it nor a view of it exists any more."""
-        ...
 
 
 # Memory of this process, and of another one.

@@ -36,7 +36,6 @@ class StreamEvent(Protocol):
 
         Raises RuntimeError if the device has failed.
         """
-        ...
 
 
 class Stream(Protocol):
@@ -50,11 +49,9 @@ class Stream(Protocol):
 
     def record(self) -> StreamEvent:
         """Record an event at this point of the stream."""
-        ...
 
     def close(self) -> None:
         """Nothing is on it any more, and nothing will be."""
-        ...
 
 
 class Device(Protocol):
@@ -70,26 +67,21 @@ class Device(Protocol):
 
     def enter(self) -> None:
         """Make this the current device of the calling thread; helper threads begin with it."""
-        ...
 
     def memory(self, nbytes: int, allocate: Allocate | None = None) -> torch.Tensor:
         """uint8 [nbytes] for staging, whatever it holds: torch's, or what `allocate` returns.
 
         Raises MemoryError with a sentence.
         """
-        ...
 
     def free_bytes(self) -> int:
         """Free device memory, to see what a communicator takes."""
-        ...
 
     def stream(self) -> Stream:
         """A new stream, which nothing else of this process ever shares. Raises RuntimeError."""
-        ...
 
     def here(self) -> StreamEvent:
         """Record an event at this point of the calling thread's current stream."""
-        ...
 
 
 class CudaStream:

@@ -17,9 +17,10 @@ from msgspec import Meta
 from p2pkv.links.base import (
     NONCE_BYTES,
     Guard,
+    GuardedEnd,
+    GuardedLinks,
     Inbound,
     LinkError,
-    LinkFactory,
     LinkSettings,
     Nonce,
     SetupBlob,
@@ -99,7 +100,7 @@ def make_links(settings: LinkSettings) -> HostLinks:
     return HostLinks(settings.host, settings.staging_bytes, settings.shared_memory, settings.allowed)
 
 
-class HostLinks(LinkFactory):
+class HostLinks(GuardedLinks):
     """Makes host links for one rank."""
 
     kind = "host"
@@ -107,24 +108,17 @@ class HostLinks(LinkFactory):
     def __init__(
         self, host: str, staging_bytes: int, shared_memory: bool = True, allowed: Networks | None = None
     ) -> None:
-        """Raises ValueError for a host that peers cannot dial or no staging.
+        """See LinkSettings. Raises ValueError for a host that peers cannot dial or no staging.
 
-        Args:
-            host: address or name of this machine that peers can dial; D's ends listen there.
-            staging_bytes: what the links of this rank may hold together: on D posted receives, on P TCP's
-                sends. Sends through shared memory need none.
-            shared_memory: False makes every link use TCP.
-            allowed: networks outside of which no D is dialed; None for any.
+        On D posted receives take staging, on P sends over TCP. Sends through shared memory take none.
         """
+        super().__init__(weakref.WeakSet())
         self.host = numeric(host)
         self.shared_memory = shared_memory and can_share()
         self._allowed = allowed
         self.staging = StagingBudget(staging_bytes)
-        self._links: weakref.WeakSet[HostInbound | SharedOutbound | TcpOutbound] = weakref.WeakSet()
-        self._closed = False
 
     def invite(self) -> bytes:
-        """A nonce, and where this process runs."""
         self._check()
         namespace = this_namespace() if self.shared_memory else None
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -142,7 +136,7 @@ class HostLinks(LinkFactory):
         )
         nonces = invited.nonce, nonce
         inbound = HostInbound(window, nonces, self.host, StagingShare(self.staging), shared=shared)
-        self._links.add(inbound)
+        self._ends.add(inbound)
         acceptance = HostAcceptance(
             kind="host",
             version=1,
@@ -164,20 +158,9 @@ class HostLinks(LinkFactory):
         if accepted.answers != invited.nonce:
             raise LinkError("this acceptance answers another invitation")
         outbound = self._share(invited, accepted) or self._dial(invited, accepted)
-        self._links.add(outbound)
+        self._ends.add(outbound)
         logger.info("link to %s:%d: %r", accepted.host, accepted.port, outbound)
         return outbound
-
-    def close(self) -> None:
-        """Abort every link of this rank that is still there. Idempotent."""
-        self._closed = True
-        for link in list(self._links):
-            link.close("its rank has closed")
-        self._links.clear()
-
-    def _check(self) -> None:
-        if self._closed:
-            raise LinkError("this rank's links are closed")
 
     def _share(self, invited: HostInvitation, accepted: HostAcceptance) -> SharedOutbound | None:
         if not self.shared_memory or accepted.shared is None:
@@ -274,7 +257,7 @@ class HostReceive:
         self._words[self._entry + TAKEN] = self.stamp
 
 
-class HostInbound(Inbound):
+class HostInbound(GuardedEnd, Inbound):
     """D's end. The first thing that P does shows whether P shares the arena or connects by TCP.
 
     Invariant: a slot that P may still write is never posted again. `abort` gives up the whole arena,
@@ -312,7 +295,6 @@ class HostInbound(Inbound):
         return self._ready
 
     def post(self, nbytes: int) -> HostReceive | None:
-        """Post the next receive, or None while the window has no room for it."""
         self.guard.check()
         if self.lost is not None:
             raise LinkError(self.lost)
@@ -341,13 +323,8 @@ class HostInbound(Inbound):
         assert self._arena is not None
         self._arena.pool.tidy()
 
-    def abort(self) -> None:
-        """Give up the arena and the connection. Idempotent."""
-        self.guard.owned()
-        self.close("aborted on this side")
-
     def close(self, reason: str) -> None:
-        """`abort` for the factory, whose thread may be another one."""
+        self.closed = True
         self.guard.fail(reason)
         self._close_listener()
         if self._reader is not None:
@@ -375,7 +352,6 @@ class HostInbound(Inbound):
 
     @property
     def way(self) -> str:
-        """How it is connected, for people."""
         return "tcp" if self._reader is not None else "shared memory" if self._ready else "not ready"
 
     def __repr__(self) -> str:

@@ -15,10 +15,11 @@ from typing import Annotated, Literal
 import torch
 from msgspec import Meta
 
+from p2pkv.device import cuda_index
 from p2pkv.links.base import (
     NONCE_BYTES,
+    GuardedLinks,
     LinkError,
-    LinkFactory,
     LinkSettings,
     Nonce,
     SetupBlob,
@@ -94,7 +95,7 @@ def this_host() -> tuple[str, int]:
         raise ValueError(f"the link ipc needs Linux's /proc: {error}") from None
 
 
-class IpcLinks(LinkFactory):
+class IpcLinks(GuardedLinks):
     """Makes CUDA IPC links for one rank."""
 
     kind = "ipc"
@@ -112,11 +113,10 @@ class IpcLinks(LinkFactory):
             staging_bytes: device memory of the slots into which peers write.
             receives: False: this rank only sends, and takes no memory.
         """
+        super().__init__()
         self._host = this_host()
         self.staging = StagingBudget(staging_bytes)
         self._name = secrets.token_bytes(NONCE_BYTES)
-        self._links: list[IpcInbound | IpcOutbound] = []
-        self._closed = False
         blocks: list[ExportedBlock] = []
 
         def exported(nbytes: int) -> torch.Tensor:
@@ -144,7 +144,6 @@ class IpcLinks(LinkFactory):
         return self.shared.openings.stuck + self.shared.aborts.stuck
 
     def invite(self) -> bytes:
-        """A random number, and where this process runs."""
         self._check()
         boot, network = self._host
         nonce = secrets.token_bytes(NONCE_BYTES)
@@ -158,7 +157,7 @@ class IpcLinks(LinkFactory):
         if self.shared.block is None:
             raise LinkError("this rank only sends, so it has no memory for a peer to write to")
         inbound = IpcInbound(self.shared, invited.nonce, window)
-        self._links.append(inbound)
+        self._ends.add(inbound)
         return inbound, encode_blob(
             IpcAcceptance(
                 kind="ipc",
@@ -193,18 +192,15 @@ class IpcLinks(LinkFactory):
         except OSError as error:
             raise LinkError(f"D's unix socket cannot be reached: {error}; D may have ended") from None
         outbound = IpcOutbound(self.shared, line, accepted.memory, accepted.nbytes)
-        self._links.append(outbound)
+        self._ends.add(outbound)
         return outbound
 
     def close(self) -> None:
         """Abort every link of this rank, and wait a moment until its writes have ended. Idempotent."""
         if self._closed:
             return
-        self._closed = True
-        sends = [link for link in self._links if isinstance(link, IpcOutbound)]
-        for link in self._links:
-            link.close("its rank has closed")
-        self._links.clear()
+        sends = [end for end in self._ends if isinstance(end, IpcOutbound)]
+        super().close()
         if self.shared.block is not None:
             os.close(self.shared.block.fd)
         if sends:
@@ -224,9 +220,7 @@ class IpcLinks(LinkFactory):
             )
 
     def _check(self) -> None:
-        if self._closed:
-            raise LinkError("this rank's links are closed")
-        self._links = [link for link in self._links if not link.closed]
+        super()._check()
         if self.stuck >= MOST_STUCK:
             raise LinkError(
                 f"{self.stuck} links to peers that neither answer nor end still hold memory of this rank; "
@@ -240,8 +234,7 @@ def make_links(settings: LinkSettings) -> IpcLinks:
         raise ValueError(
             "the link ipc needs a CUDA device, and torch finds none; set the option `link` to `host`"
         )
-    device = settings.device
-    index = torch.cuda.current_device() if device is None or device.index is None else device.index
+    index = cuda_index(settings.device)
     try:
         on = CudaDevice(torch.device("cuda", index))
         on.enter()

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from p2pkv.links.base import Guard, Inbound, LinkError, Outbound
+from p2pkv.links.base import Guard, GuardedEnd, Inbound, LinkError, Outbound
 from p2pkv.links.cuda_memory import ExportedBlock, MemoryDriver, open_block
 from p2pkv.links.gpu import Device, DevicePool, Helpers, StreamEvent, wait_out
 from p2pkv.links.ipc_socket import COMMITTED, GOODBYE, MAPPED, TAKEN, Closed, Door, Line, Record
@@ -108,7 +108,7 @@ class IpcReceive:
         self._link.release(self)
 
 
-class IpcInbound(Inbound):
+class IpcInbound(GuardedEnd, Inbound):
     """D's end. Its window bounds what it may hold of the memory that all links of the rank share."""
 
     def __init__(self, shared: IpcContext, nonce: bytes, window: int) -> None:
@@ -118,7 +118,6 @@ class IpcInbound(Inbound):
         assert shared.pool is not None
         self.guard = Guard("the CUDA IPC link from a peer")
         self.share = StagingShare(shared.staging)
-        self.closed = False
         self._shared = shared
         self._pool = shared.pool
         self._window = aligned(window)
@@ -191,16 +190,11 @@ class IpcInbound(Inbound):
             self._held.discard(receive)
             self._shared.give_when_read(receive.offset)
 
-    def abort(self) -> None:
-        self.guard.owned()
-        self.close("aborted on this side")
-
     def close(self, reason: str) -> None:
-        """`abort` for the factory, whose thread may be another one."""
-        self.guard.fail(reason)
         if self.closed:
             return
         self.closed = True
+        self.guard.fail(reason)
         self._door.close()
         offsets = [receive.offset for receive in (*self._posted, *self._held)]
         awaited = self._line if self._posted and not self._left else None
@@ -293,13 +287,12 @@ class IpcSend:
         return self.finished
 
 
-class IpcOutbound(Outbound):
+class IpcOutbound(GuardedEnd, Outbound):
     """P's end. It needs no memory of this rank."""
 
     def __init__(self, shared: IpcContext, line: Line, name: bytes, nbytes: int) -> None:
         """`name`, `nbytes`: of D's memory."""
         self.guard = Guard("the CUDA IPC link to a peer")
-        self.closed = False
         self._shared = shared
         self._line = line
         self._name = name
@@ -326,10 +319,7 @@ class IpcOutbound(Outbound):
             return None
         if nbytes < 1:
             raise ValueError(f"a message of {nbytes} bytes cannot be sent; it needs at least 1 byte")
-        try:
-            offset = from_remote_slot(remote_slot, self._next)
-        except LinkError as error:
-            raise self.guard.fail(str(error)) from None
+        offset = from_remote_slot(remote_slot, self._next, self.guard)
         if offset + nbytes > self._nbytes:
             raise self.guard.fail(f"remote slot {remote_slot} lies outside D's {self._nbytes} bytes")
         send = IpcSend(self, self._next, self._block.bytes[offset : offset + nbytes])
@@ -346,7 +336,6 @@ class IpcOutbound(Outbound):
 
     @property
     def used(self) -> int:
-        """Bytes of D's memory that this end's unfinished sends take."""
         return self._used
 
     def poll(self) -> None:
@@ -365,17 +354,12 @@ class IpcOutbound(Outbound):
         except RuntimeError as error:
             raise self.guard.fail(f"the device has failed: {error}") from None
 
-    def abort(self) -> None:
-        """Leave D's memory, once no work of this process writes there. Idempotent."""
-        self.guard.owned()
-        self.close("aborted on this side")
-
     def close(self, reason: str) -> None:
-        """`abort` for the factory, whose thread may be another one."""
-        self.guard.fail(reason)
+        """Leave D's memory, once no work of this process writes there."""
         if self.closed:
             return
         self.closed = True
+        self.guard.fail(reason)
         leaving = _Leaving(self._shared.device, self._shared.device.here(), self._block, self._line)
         self._block = None
         self._unannounced.clear()

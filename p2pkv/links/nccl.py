@@ -16,11 +16,12 @@ from typing import Annotated, Literal
 import torch
 from msgspec import Meta
 
+from p2pkv.device import cuda_index
 from p2pkv.links.base import (
     NONCE_BYTES,
     Guard,
+    GuardedLinks,
     LinkError,
-    LinkFactory,
     LinkSettings,
     Nonce,
     SetupBlob,
@@ -38,7 +39,7 @@ from p2pkv.links.nccl_bindings import (
     version_name,
 )
 from p2pkv.links.nccl_communicator import FIRST_MESSAGE_BYTES, BusyEnds, NcclContext
-from p2pkv.links.nccl_ends import NcclInbound, NcclOutbound
+from p2pkv.links.nccl_ends import NcclEnd, NcclInbound, NcclOutbound
 from p2pkv.links.staging import StagingBudget
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ def check_versions(mine: int, theirs: int) -> None:
 # A rank's links.
 
 
-class NcclLinks(LinkFactory):
+class NcclLinks(GuardedLinks):
     """Makes NCCL links for one rank. One thread owns all of them (the engine's): a second one is refused.
 
     `kind` names NCCL's exact version, so that peers with another one are refused at the handshake.
@@ -120,6 +121,7 @@ class NcclLinks(LinkFactory):
             staging_bytes: device memory of the slots that all links of this rank share.
             init_seconds: how long a communicator may take to come up.
         """
+        super().__init__()
         self.build_seconds = init_seconds
         self.poll_seconds = POLL_SECONDS
         owner = Guard(f"NCCL on {device.name}")
@@ -130,8 +132,6 @@ class NcclLinks(LinkFactory):
         self.shared = NcclContext(nccl, device, pool, self.staging, init_seconds, owner, busy)
         self._version = nccl.version()
         self.kind = f"nccl {version_name(self._version)}"
-        self._links: list[NcclInbound | NcclOutbound] = []
-        self._closed = False
         logger.info(
             "%s on %s: %d links may be busy at once, with %d channels each",
             nccl.describe(),
@@ -146,11 +146,9 @@ class NcclLinks(LinkFactory):
 
     @property
     def stuck(self) -> int:
-        """Calls to NCCL that were given up and have not come back."""
         return self.shared.stuck
 
     def invite(self) -> bytes:
-        """The name of a new communicator, and this rank's NCCL version."""
         self._check()
         try:
             name = self.shared.nccl.unique_id()
@@ -167,7 +165,7 @@ class NcclLinks(LinkFactory):
         invited = decode_blob(invitation, NcclInvitation)
         check_versions(self._version, invited.nccl)
         inbound = NcclInbound(self.shared, invited.unique_id, window, self.announced)
-        self._links.append(inbound)
+        self._ends.add(inbound)
         return inbound, encode_blob(
             NcclAcceptance(kind="nccl", version=1, answers=invited.tag, nccl=self._version)
         )
@@ -181,34 +179,26 @@ class NcclLinks(LinkFactory):
             raise LinkError("this acceptance answers another invitation")
         check_versions(self._version, accepted.nccl)
         outbound = NcclOutbound(self.shared, invited.unique_id, self.announced)
-        self._links.append(outbound)
+        self._ends.add(outbound)
         return outbound
 
     def close(self) -> None:
         """Abort every link of this rank, and wait a moment for the aborts. Idempotent."""
         if self._closed:
             return
-        self._closed = True
-        for link in self._links:
-            link.close("its rank has closed")
-        self._links.clear()
+        super().close()
         self.shared.aborts.join(CLOSE_SECONDS)
         if busy := self.shared.aborts.busy:
             logger.warning("%d aborts of NCCL have not returned; the process ends without them", busy)
 
     def rescue(self, reason: str, wherever: bool) -> None:
-        """Break every link and abort its communicator, from a thread that is not the owner's.
-
-        The communicator that the owner is inside a call to is left alone, unless `wherever`: NCCL does not
-        promise that it may be aborted then.
-        """
-        for link in list(self._links):
-            link.rescue(reason, wherever)
+        """NCCL does not promise that a communicator may be aborted while its owner is inside a call to it."""
+        for end in list(self._ends):
+            assert isinstance(end, NcclEnd)
+            end.rescue(reason, wherever)
 
     def _check(self) -> None:
-        if self._closed:
-            raise LinkError("this rank's links are closed")
-        self._links = [link for link in self._links if not link.closed]
+        super()._check()
         self.shared.check()
 
 
@@ -221,9 +211,8 @@ def cuda_links(staging_bytes: int, *, device: torch.device | None = None, channe
         raise ValueError(
             "the NCCL link needs a CUDA device, and torch finds none; set the option `link` to `host`"
         )
-    index = torch.cuda.current_device() if device is None or device.index is None else device.index
     try:
-        on = CudaDevice(torch.device("cuda", index))
+        on = CudaDevice(torch.device("cuda", cuda_index(device)))
         nccl = load_nccl(channels)
         allow_shared_gpus(nccl)
         if os.environ.get("NCCL_CUMEM_ENABLE") == "0":

@@ -8,7 +8,7 @@ from collections import deque
 
 import torch
 
-from p2pkv.links.base import Guard, Inbound, LinkError, Outbound
+from p2pkv.links.base import Guard, GuardedEnd, Inbound, LinkError, Outbound
 from p2pkv.links.gpu import StreamEvent, wait_out
 from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, NcclError
 from p2pkv.links.nccl_communicator import NcclContext, Opening
@@ -57,7 +57,7 @@ class Operation:
         self.times: tuple[float, ...] = ()
 
 
-class End:
+class NcclEnd(GuardedEnd):
     """What both ends have in common. `rank` 0 is P and sends, 1 is D and receives.
 
     NCCL's kernels of an end run on a stream of its own, never on one of the engine's. An operation is
@@ -82,7 +82,6 @@ class End:
         self._announced = announced
         self._told = 0
         """Operations at the front of the queue that `launch` was called for."""
-        self.closed = False
         self._queue: deque[Operation] = deque()  # in order, not launched
         self._launching: Operation | None = None  # NCCL has the call, and has not launched it yet
         self._flying: deque[Operation] = deque()  # launched, and its event is recorded
@@ -115,13 +114,11 @@ class End:
             self._busy.rest(self)
 
     def abort(self) -> None:
-        """End the communicator, on a helper thread; nothing of this end completes any more. Idempotent."""
         self.shared.owner.owned()
-        self.guard.owned()
-        self.close("aborted on this side")
+        super().abort()
 
     def close(self, reason: str) -> None:
-        """`abort` for the factory, whose thread may be another one."""
+        """End the communicator, on a helper thread; nothing of this end completes any more."""
         if self.closed:
             return
         self.closed = True
@@ -331,7 +328,7 @@ class NcclReceive:
         self._link.release(self._operation)
 
 
-class NcclInbound(End, Inbound):
+class NcclInbound(NcclEnd, Inbound):
     """D's end. Its window bounds what it may hold of the slots that all links of the rank share.
 
     `post` launches nothing, `poll` does: a receive that is launched before its grant has gone out would
@@ -362,7 +359,6 @@ class NcclInbound(End, Inbound):
         return receive
 
     def launch(self) -> None:
-        """P launches its next send: so may this end its next receive, at a later `poll`."""
         self.check()
         self.announce()
 
@@ -402,7 +398,7 @@ class NcclSend:
         return self._operation.finished
 
 
-class NcclOutbound(End, Outbound):
+class NcclOutbound(NcclEnd, Outbound):
     """P's end."""
 
     def __init__(self, shared: NcclContext, unique_id: bytes, announced: bool = False) -> None:
@@ -430,11 +426,9 @@ class NcclOutbound(End, Outbound):
         return NcclSend(self, operation)
 
     def due(self) -> bool:
-        """Whether the next committed send may be announced, and then launched, now."""
         return self.next_may_follow()
 
     def launch(self) -> None:
-        """The next send is announced to D."""
         self.announce()
         self.poll()
 

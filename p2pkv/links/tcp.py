@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 
-from p2pkv.links.base import NONCE_BYTES, Guard, LinkError, Outbound
+from p2pkv.links.base import NONCE_BYTES, Guard, GuardedEnd, LinkError, Outbound
 from p2pkv.links.shared_memory import from_remote_slot
 from p2pkv.links.staging import MappedPool, StagingShare, aligned
 
@@ -212,7 +212,7 @@ class TcpSend:
         return False
 
 
-class TcpOutbound(Outbound):
+class TcpOutbound(GuardedEnd, Outbound):
     """P's end. Connects without blocking; `ready` once D has answered the hello."""
 
     def __init__(self, address: tuple[str, int], hello: bytes, answer: bytes, share: StagingShare) -> None:
@@ -243,16 +243,12 @@ class TcpOutbound(Outbound):
         return self._greeted
 
     def reserve(self, nbytes: int, remote_slot: int) -> TcpSend | None:
-        """A staging buffer, or None while the rank's staging has no room. ValueError if it never has."""
         self.guard.check()
         if self.lost is not None:
             raise LinkError(self.lost)
         assert self._pool is not None
         self._pool.check(nbytes)
-        try:
-            from_remote_slot(remote_slot, self._next)
-        except LinkError as error:
-            raise self.guard.fail(str(error)) from None
+        from_remote_slot(remote_slot, self._next, self.guard)
         if not self._share.grants(nbytes):
             return None
         offset = self._pool.take(nbytes, self._share)
@@ -266,7 +262,6 @@ class TcpOutbound(Outbound):
 
     @property
     def used(self) -> int:
-        """Bytes of staging that D has not taken yet."""
         return self._share.held
 
     def poll(self) -> None:
@@ -283,13 +278,8 @@ class TcpOutbound(Outbound):
         assert self._pool is not None
         self._pool.tidy()
 
-    def abort(self) -> None:
-        """Close the connection and free the staging. Idempotent."""
-        self.guard.owned()
-        self.close("aborted on this side")
-
     def close(self, reason: str) -> None:
-        """`abort` for the factory, whose thread may be another one."""
+        self.closed = True
         self.guard.fail(reason)
         self._socket.close()
         if self._pool is not None:
