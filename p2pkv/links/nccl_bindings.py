@@ -76,7 +76,6 @@ class Nccl(ABC):
     channels: int
 
     def __init__(self, library: Any) -> None:
-        """`library`: the binding's module."""
         self._nccl = library
         self._numbers = itertools.count(1)
         self._comms: dict[int, Any] = {}
