@@ -76,7 +76,7 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
             for other in str(ranks[0].get("addresses", "")).split()[1:]:
                 ranks.append(inspect(Address.parse(other), members=members))
         except (TimeoutError, BadMessage) as error:
-            yield Finding(ok=False, about=f"{role} rank {len(ranks)}", sentence=str(error))
+            yield Finding(f"{role} rank {len(ranks)}", str(error), ok=False)
             continue
         first, links = ranks[0], sum(int(rank.get("links", 0)) for rank in ranks)
         firsts.append(first)
@@ -84,7 +84,7 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
             f"{address} is a {first['role']}, from here by {way_to(address.host)}; all {len(ranks)} of its "
         )
         sentence += f"ranks answer; links that are up: {links}"
-        yield Finding(ok=first["role"] in (role, "both"), about=role, sentence=sentence)
+        yield Finding(role, sentence, ok=first["role"] in (role, "both"))
     if len(firsts) == 2:
         one, two = firsts
         for name, advice in (
@@ -97,9 +97,9 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
 
 def same(what: str, one: str, two: str, sides: tuple[str, str], advice: str) -> Finding:
     if one == two:
-        return Finding(ok=True, about=what, sentence=f"{one} on both")
+        return Finding(what, f"{one} on both")
     sentence = f"{one} on {sides[0]} and {two} on {sides[1]}: {advice}"
-    return Finding(ok=False, about=what, sentence=sentence)
+    return Finding(what, sentence, ok=False)
 
 
 # The network's way.
@@ -221,10 +221,10 @@ def compare(mine: About, theirs: About) -> Iterator[Finding]:
         ("link", mine.link, theirs.link, SAME_NCCL),
     ):
         yield same(what, one, two, sides, advice)
-    yield Finding(ok=True, about="network", sentence=f"this side by {mine.way}, the other by {theirs.way}")
+    yield Finding("network", f"this side by {mine.way}, the other by {theirs.way}")
     for name in sorted({*mine.network, *theirs.network}):
         one, two = (each.network.get(name, "not set") for each in (mine, theirs))
-        yield Finding(ok=True, about=name, sentence=f"{one} on this side, {two} on the other")
+        yield Finding(name, f"{one} on this side, {two} on the other")
 
 
 class Conversation:
@@ -341,7 +341,7 @@ def listen(address: Address, members: Members | None, link: str) -> Iterator[Fin
             rate = _send(other, outbound, ANSWER_SECONDS + factory.build_seconds)
         except (LinkError, CheckFailed) as error:
             raise other.over(error) from None
-        yield Finding(ok=True, about="data", sentence=f"the other side got it at {rate / 1e9:.2f} GB/s")
+        yield Finding("data", f"the other side got it at {rate / 1e9:.2f} GB/s")
 
 
 def connect(address: Address, members: Members | None, link: str) -> Iterator[Finding]:
@@ -374,7 +374,7 @@ def connect(address: Address, members: Members | None, link: str) -> Iterator[Fi
             f"{COMPARED} messages of {MESSAGE_BYTES >> 20} MiB came over {way} as they were sent, and "
             f"{TIMED} more at {rate / 1e9:.2f} GB/s"
         )
-        yield Finding(ok=True, about="data", sentence=sentence)
+        yield Finding("data", sentence)
 
 
 def _factory(stack: ExitStack, link: str, host: str) -> LinkFactory:

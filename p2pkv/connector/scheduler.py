@@ -176,7 +176,6 @@ class ProducerScheduler:
         return self._room.admits(request.request_id, request.num_prompt_tokens, besides=self._held.all)
 
     def allocated(self, request: Request) -> None:
-        """vLLM has given this request blocks."""
         if request.request_id in self._prompts:
             self._room.enter(request.request_id, request.num_prompt_tokens)
 
