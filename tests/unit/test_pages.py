@@ -13,7 +13,12 @@ from p2pkv import config
 from p2pkv_proxy.cli import _parser
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "SECURITY.md",
+    ROOT / "THIRD_PARTY.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 PICTURES = {"docs/dashboard.png"}
 

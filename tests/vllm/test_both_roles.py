@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from probes import Compared
 from vllm_support import (
+    FORKED,
     MODEL_NAME,
     ask_all,
     assert_same,
@@ -40,6 +41,7 @@ def pool(launch: Callable[..., None], tiny_model: Path, tmp_path: Path) -> Itera
                 role,  # type: ignore[arg-type]
                 tmp_path,
                 name=name,
+                plugins=FORKED,
                 proxy=proxy.discovery,
                 extra_config=SHORT,
                 load_failure_policy="recompute",

@@ -13,6 +13,7 @@ import pytest
 from probes import Compared
 from tiny_deepseek_v4 import TinyDeepseekV4
 from vllm_support import (
+    FORKED,
     MODEL_NAME,
     ask_all,
     assert_same,
@@ -49,7 +50,7 @@ def server(folder: Path, name: str, *, chunk: int = CHUNK, settings: tuple[str, 
     return VllmServer(
         ensure_model(TinyDeepseekV4(), folder),
         extra_args=(*arguments(chunk), *settings),
-        env=plugin_environment("deepseek_v4"),
+        env=plugin_environment("deepseek_v4", *FORKED),
         name=name,
         log_path=folder / f"{name}.log",
     )
@@ -178,7 +179,7 @@ def started(folder: Path, v4: VllmServer, name: str, sizes: tuple[int, int]) -> 
             ensure_model(TinyDeepseekV4(), folder),
             role,
             probes,
-            plugins=("deepseek_v4",),
+            plugins=("deepseek_v4", *FORKED),
             ranks=tp,
             extra_args=(*arguments(), "--tensor-parallel-size", str(tp)),
             env={"P2PKV_PROBE_POISON": "1"} if role == "D" else {},
