@@ -1518,6 +1518,20 @@ PRODUCT = (
         "pass",
         ("tests/connector/test_weights_real_ranks.py",),
     ),
+    Mutant(
+        "fields that are not marked as optional are dropped too",
+        "p2pkv/protocol/messages.py:_kept",
+        "name.startswith(OPTIONAL)",
+        "True",
+        ("tests/protocol/test_messages.py",),
+    ),
+    Mutant(
+        "an optional field may stand twice in a message, or in another form",
+        "p2pkv/protocol/messages.py:without_optional",
+        "if msgspec.msgpack.encode(fields) != data:",
+        "if False:",
+        ("tests/protocol/test_messages.py",),
+    ),
 )  # fmt: skip
 
 FAULTS = (
