@@ -30,8 +30,12 @@ MODEL = TinyLlama()
 BLOCK = 32
 PROBE_FOLDER = str(Path(__file__).parent / "vllm")
 PLUGIN_FOLDER = str(Path(__file__).parent / "vllm_plugins")
-PLUGINS: dict[str, dict[str, str]] = {"deepseek_v4": {"TRITON_INTERPRET": "1"}, "moe_dp": {}}
+PLUGINS: dict[str, dict[str, str]] = {"deepseek_v4": {"TRITON_INTERPRET": "1"}, "forked": {}, "moe_dp": {}}
 """The modules in `vllm_plugins`, and what else their processes need in the environment."""
+FORKED = ("forked",)
+"""The plug-ins of servers of which no test stops or watches a single process: they start in half the time."""
+LEASE = 10.0
+"""`lease_seconds` of the fleet: some tests wait for its end."""
 CHUNK = 128
 """Prompt tokens that an instance computes in one step."""
 
@@ -164,6 +168,13 @@ def probing_server(
     )
 
 
+def by_vllm_serve(server: VllmServer, *options: str) -> VllmServer:
+    """The same server, started with `vllm serve` and these options, too."""
+    module = server.command.index("vllm.entrypoints.openai.api_server")
+    server.command[module - 1 : module + 1] = [str(Path(PROBE_FOLDER, "vllm_serve.py")), *options]
+    return server
+
+
 def start_fleet(model: Path, logs: Path, stack: ExitStack) -> Fleet:
     """Start all five side by side and wait until each serves; `stack` stops them."""
     concurrent = ProxyServer(dispatch="concurrent", log_path=logs / "proxy-concurrent.log")
@@ -173,10 +184,12 @@ def start_fleet(model: Path, logs: Path, stack: ExitStack) -> Fleet:
     probes = logs / "probes"
     probes.mkdir(exist_ok=True)
     settings = (*SETTINGS, *TOOLS)
+    forked = plugin_environment(*FORKED)
+    options = {"plugins": FORKED, "extra_args": settings, "extra_config": {"lease_seconds": LEASE}}
     fleet = Fleet(
-        probing_server(model, "P", probes, proxy=discovery, extra_args=settings, log_path=logs / "P.log"),
-        probing_server(model, "D", probes, proxy=discovery, extra_args=settings, log_path=logs / "D.log"),
-        VllmServer(model, extra_args=settings, name="single", log_path=logs / "single.log"),
+        probing_server(model, "P", probes, proxy=discovery, log_path=logs / "P.log", **options),
+        probing_server(model, "D", probes, proxy=discovery, log_path=logs / "D.log", **options),
+        VllmServer(model, extra_args=settings, env=forked, name="single", log_path=logs / "single.log"),
         concurrent,
         sequential,
         relay,

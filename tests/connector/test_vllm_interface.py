@@ -108,16 +108,6 @@ def test_the_page_says_of_every_memory_option_what_p2pkv_does(sources: Sources) 
         assert answer in ("handled", "refused", "of no concern") and how, option
 
 
-@pytest.mark.parametrize("beginning", ["hooks of", "memory options"])
-def test_the_tests_that_the_page_names_exist(beginning: str) -> None:
-    """And each thing that p2pkv handles or refuses has one."""
-    for name, (answer, _, *last) in table(beginning).items():
-        named = re.findall(r"`([^`]+)`", "".join(last))
-        assert named or answer == "of no concern", name
-        folder = PAGE.parents[1] / ("tests/connector" if beginning == "hooks of" else "")
-        assert all((folder / test).is_file() for test in named), (name, named)
-
-
 def test_both_runners_zero_blocks_before_they_bind_a_steps_metadata(sources: Sources) -> None:
     """A load that was ordered by that metadata would be zeroed else."""
     for file, update, later in (

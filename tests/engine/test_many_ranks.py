@@ -69,10 +69,14 @@ def links(request):
         yield make
 
 
+one_kind = pytest.mark.parametrize("links", ["memory"], indirect=True)
+
+
 def threads(links, p: Geometry, d: Geometry):
     return both(lambda: Threads("P", p, links), lambda: Threads("D", d, links))
 
 
+@one_kind
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 def test_many_ranks(links, shapes):
     with threads(links, *shapes) as (p, d):
@@ -80,6 +84,7 @@ def test_many_ranks(links, shapes):
         check(p, d, ONE)
 
 
+@one_kind
 @pytest.mark.parametrize("shapes", CONTEXT.values(), ids=CONTEXT)
 def test_context_parallel_ranks(links, shapes):
     """Tokens divided over the ranks of P, of D or of both: chunks and prefixes end anywhere, and a prompt may
@@ -93,6 +98,7 @@ def test_context_parallel_ranks(links, shapes):
         check(p, d, prompts)
 
 
+@one_kind
 @pytest.mark.parametrize("name", ["TP 8 to TP 2", "PP 2 x TP 4 to TP 8", "MLA, TP 4 to TP 2"])
 def test_many_ranks_where_d_has_a_prefix(links, name):
     prompts = (Prompt(cached=96),)
@@ -111,6 +117,7 @@ def test_64_links(links):
         check(p, d, prompts)
 
 
+@one_kind
 def test_ranks_that_have_nothing_to_send_report_too(links):
     """One layer of MLA on 4 ranks of P, 2 of which are enough to serve D's 2."""
     shapes = shape((1,), 1, 4), shape((1,), 1, 2)
@@ -150,6 +157,7 @@ def test_a_process_that_ends_is_named_and_none_stays_behind():
     assert not any(os.path.exists(f"/proc/{pid}") for pid in (first, second))
 
 
+@one_kind
 def test_what_is_wrong_is_noticed(links):
     """A row of another value where KV belongs, and one where nothing does, are found by their places."""
     prompt = Prompt(tokens=100, cached=16)

@@ -49,6 +49,9 @@ def make(request) -> Iterator[Make]:
         yield make
 
 
+one_kind = pytest.mark.parametrize("make", ["memory"], indirect=True)
+
+
 def reasons(engine: Engine) -> dict[str, str]:
     """Why loads have failed, by key."""
     return {event.key: event.reason for event in engine.ranks[0].events(do.LoadFailed)}
@@ -88,6 +91,7 @@ def test_a_p_that_stops_finishes_what_it_has_computed_and_d_loads(make: Make, fo
     wait_for(lambda: at_baseline(d))
 
 
+@one_kind
 def test_a_p_that_stops_waits_a_moment_for_a_d_that_is_about_to_admit(make: Make) -> None:
     p, d = make("P"), make("D")
     d.do(do.Expect("k", p.address, 96, b"digest"))
@@ -100,6 +104,7 @@ def test_a_p_that_stops_waits_a_moment_for_a_d_that_is_about_to_admit(make: Make
     assert wrong_cells(d.ranks[0], BLOCKS, 0, 95) == []
 
 
+@one_kind
 def test_a_p_that_stops_ends_at_once_what_it_has_not_computed(make: Make) -> None:
     """Half a push, a prompt in its queue, and one that it has not heard of; with the reason."""
     p, d = make("P"), make("D")
@@ -121,6 +126,7 @@ def test_a_p_that_stops_ends_at_once_what_it_has_not_computed(make: Make) -> Non
     wait_for(lambda: at_baseline(d))
 
 
+@one_kind
 def test_a_p_that_stops_takes_on_nothing_new(make: Make) -> None:
     p, d, other = make("P"), make("D"), make("D")
     d.do(do.Expect("k", p.address, 96, b"digest"))
@@ -135,6 +141,7 @@ def test_a_p_that_stops_takes_on_nothing_new(make: Make) -> None:
     wait_for(lambda: "is shutting down" in reasons(d).get("k", ""), what="the end of what D never admitted")
 
 
+@one_kind
 def test_a_d_that_stops_lets_ps_pages_go_at_once(make: Make) -> None:
     """Of what it loads, and of what waits for it; P needs no lease to find out."""
     p, d = make("P"), make("D")
@@ -156,6 +163,7 @@ def test_a_d_that_stops_lets_ps_pages_go_at_once(make: Make) -> None:
     wait_for(lambda: at_baseline(p))
 
 
+@one_kind
 def test_a_stop_waits_for_no_peer_that_is_dead(make: Make) -> None:
     """P has computed what D wants, and D says nothing any more."""
     p, d = make("P"), make("D")

@@ -254,18 +254,6 @@ async def serve_both(deployment: Deployment, *instances: FakeInstance) -> None:
 
 
 @pytest.mark.asyncio
-async def test_the_last_p_may_fail_and_fail_and_is_asked_and_asked() -> None:
-    limits = Limits(alone_share=0)
-    async with deployed("sequential", prefill=1, decode=1, limits=limits) as deployment:
-        deployment.p.behaviour = answer_error(500)
-        for _ in range(12):
-            assert (await deployment.post()).status == 502
-        assert len(deployment.p.requests) == 12
-        deployment.p.behaviour = answer_json
-        assert (await deployment.post()).status == 200
-
-
-@pytest.mark.asyncio
 async def test_a_d_that_dies_in_every_stream_gets_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "p2pkv_proxy.membership.instance._BREAKER_FIRST_PAUSE", 30.0

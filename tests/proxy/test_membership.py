@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Iterator
 
 import aiohttp
-import msgspec
 import pytest
 import zmq
 from aiohttp import web
@@ -85,22 +84,6 @@ async def test_an_instance_that_pings_but_is_not_healthy_is_not_routable() -> No
         assert (await lonely.post()).status == 200
 
 
-async def test_goodbye_ends_membership_at_once(concurrent: Deployment) -> None:
-    concurrent.pingers[concurrent.p.http_address].stop()
-    await concurrent.ready(prefill=0, decode=1)
-    assert concurrent.registry.known("P") == []
-
-
-async def test_silence_ends_membership() -> None:
-    async with deployed("concurrent", life=0.5) as deployment:
-        d = await deployment.add("D", incarnation="survivor")
-        with dealer(deployment) as socket:
-            socket.send(encode_ping(msgspec.structs.replace(d.ping, dp_rank=1)))  # once, then never again
-            await deployment.ready(prefill=0, decode=2)
-        await deployment.ready(prefill=0, decode=1)
-        await eventually(lambda: [instance.ping for instance in deployment.registry.known("D")] == [d.ping])
-
-
 async def test_a_restart_under_the_same_address(concurrent: Deployment) -> None:
     p, first = concurrent.p, concurrent.p.ping
     concurrent.pingers[p.http_address].stop()
@@ -121,69 +104,6 @@ async def test_a_restart_under_the_same_address(concurrent: Deployment) -> None:
     p.health = 200
     await concurrent.ready(prefill=1, decode=1)
     assert concurrent.registry.known("P")[0].ping.incarnation == "second"
-
-
-async def test_a_classic_ping_is_enough(lonely: Deployment) -> None:
-    d = await lonely.add("D")
-    await lonely.ready(prefill=0, decode=1)
-    lonely.pingers[d.http_address].stop()
-    await eventually(lambda: lonely.registry.known("D") == [])
-    classic = {"type": "D", "http_address": d.http_address, "zmq_address": d.zmq_address}
-    with dealer(lonely) as socket:
-        socket.setsockopt_string(zmq.IDENTITY, d.zmq_address)
-        socket.send(msgspec.msgpack.encode(classic))
-        await lonely.ready(prefill=0, decode=1)
-
-
-async def test_replicas_behind_one_address_are_told_apart(lonely: Deployment) -> None:
-    await lonely.add("P")
-    d = await lonely.add("D")
-    await lonely.ready(prefill=1, decode=1)
-    lonely.pingers[d.http_address].stop()
-    await eventually(lambda: lonely.registry.known("D") == [])
-    with dealer(lonely) as socket:
-        for rank in (0, 1):
-            ping = msgspec.structs.replace(
-                d.ping, dp_size=2, dp_rank=rank, zmq_address=f"127.0.0.1:{30000 + rank}"
-            )
-            socket.send(encode_ping(ping))
-        await lonely.ready(prefill=1, decode=2)
-    for _ in range(2):
-        await lonely.post()
-    ranks = [(seen.headers["X-data-parallel-rank"], seen.request_id) for seen in d.requests]
-    assert sorted(rank for rank, _ in ranks) == ["0", "1"]
-    assert all(f"___decode_addr_127.0.0.1:3000{rank}_" in request_id for rank, request_id in ranks)
-
-
-async def test_garbage_on_the_discovery_port_is_survived(lonely: Deployment) -> None:
-    host, _, port = lonely.discovery.rpartition(":")
-    _, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"GET / HTTP/1.1\r\n\r\n" * 100)
-    await writer.drain()
-    with dealer(lonely) as socket:
-        frames = [b"", b"\xff" * 100, b"\x91" * 3000, msgspec.msgpack.encode({"type": "X"}), b"{}"]
-        for frame in frames:
-            socket.send(frame)
-        socket.send_multipart([b"", b"x"])
-        socket.send_multipart([b"x"] * 1000)
-        await eventually(lambda: lonely.refused == len(frames) + 2)
-        with dealer(lonely) as other:
-            other.send(b"\x81" * 100_000)  # ZMQ itself closes this connection
-        assert lonely.refused == len(frames) + 2
-    await lonely.add("P")
-    await lonely.add("D")
-    await lonely.ready(prefill=1, decode=1)
-    assert (await lonely.post()).status == 200
-    writer.close()
-
-
-async def test_a_forged_goodbye_of_another_incarnation_changes_nothing(concurrent: Deployment) -> None:
-    forged = msgspec.structs.replace(goodbye(concurrent.p.ping), incarnation="forged")
-    with dealer(concurrent) as socket:
-        socket.send(encode_ping(forged))
-        socket.send(b"mark")
-        await eventually(lambda: concurrent.refused == 1)
-    assert len(concurrent.routable("P")) == 1
 
 
 async def test_two_models_are_kept_apart(lonely: Deployment) -> None:

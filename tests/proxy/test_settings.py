@@ -154,3 +154,24 @@ def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith("p2pkv-proxy ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "places"),
+    [
+        ([], 256),
+        (["--alone-share", "1"], 1024),
+        (["--max-requests", "8"], 2),
+        (["--max-requests", "1"], 1),
+        (["--no-decode-alone"], 0),
+    ],
+)
+def test_the_share_of_d_alone_in_places(arguments: list[str], places: int) -> None:
+    assert cli._limits(cli._parser().parse_args(arguments)).alone == places
+
+
+@pytest.mark.parametrize("share", ["0", "1.5", "-1", "nan", "much"])
+def test_what_is_no_share(share: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli._parser().parse_args(["--alone-share", share])
+    assert f"{share!r} is no share: expected more than 0 and at most 1" in capsys.readouterr().err

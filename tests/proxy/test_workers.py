@@ -168,36 +168,6 @@ async def test_two_workers_share_the_discovery_and_answer_as_one() -> None:
         assert deployment.command.clean(), deployment.command.log
 
 
-@pytest.mark.long
-@pytest.mark.asyncio
-async def test_a_drain_reaches_all_workers_and_those_that_begin_later() -> None:
-    async with two(decode=2) as deployment:
-        leaving, staying = [each for each in deployment.instances.values() if each.role == "D"]
-        assert [each["state"] for each in (await deployment.tell(leaving, "drain"))["instances"]] == [
-            "drained"
-        ]
-        before = len(leaving.requests)
-        await deployment.both_have_worked()
-        assert len(leaving.requests) == before < len(staying.requests)
-        deployment.workers()[1].kill()
-        await deployment.says(r"worker 1 was ended by SIGKILL: (.|\n)*worker 1 serves")
-        await deployment.ready(1, 1)
-        for process in deployment.workers().values():
-            process.kill()  # all at once: only the supervisor knows
-        await deployment.says(r"worker 2 was ended by SIGKILL: (.|\n)*worker 2 serves")
-        await deployment.says(r"(worker 1 was ended by SIGKILL: (.|\n)*){2}worker 1 serves")
-        await deployment.ready(1, 1)
-        assert set(await deployment.answers(10)) == {200}
-        assert len(leaving.requests) == before
-        await deployment.tell(leaving, "resume")
-        await deployment.ready(1, 2)
-
-        async def used() -> bool:
-            return await deployment.answers(1) == [200] and len(leaving.requests) > before
-
-        await eventually(used, "a request for the instance that was resumed", DEADLINE)
-
-
 @pytest.mark.asyncio
 async def test_a_worker_that_dies_is_started_again_and_the_other_goes_on() -> None:
     async with two() as deployment:
@@ -248,36 +218,6 @@ async def test_a_worker_that_begins_turns_no_request_away_for_want_of_instances(
                 with contextlib.suppress(aiohttp.ClientConnectionError):  # what the dead one had
                     statuses += await deployment.answers(1)
         assert set(statuses) == {200} and len(statuses) > 20
-
-
-@pytest.mark.long
-@pytest.mark.asyncio
-async def test_what_is_lost_is_lost_to_all_workers() -> None:
-    """An instance whose pings end without a goodbye, as their process was killed."""
-    async with two(decode=2) as deployment:
-        gone, staying = [each for each in deployment.instances.values() if each.role == "D"]
-        await gone.stop()
-        pinger = deployment.pingers[gone.http_address]
-        pinger._say_goodbye = lambda dealer: None
-        await asyncio.to_thread(pinger.stop)
-
-        async def lost() -> bool:
-            page = await deployment.page("/status")
-            found = {each["address"] for each in page["instances"] if each["role"] == "decode"}
-            return page["workers"] == 2 and found == {staying.http_address}
-
-        await eventually(lost, "the loss, by both workers", DEADLINE)
-
-
-@pytest.mark.long
-@pytest.mark.asyncio
-async def test_a_frozen_worker_is_killed_and_started_again() -> None:
-    async with two() as deployment:
-        deployment.workers()[1].suspend()
-        await deployment.says(r"worker 1 has not answered 5 times: it is killed")
-        await deployment.says(r"worker 1 was ended by SIGKILL: (.|\n)*worker 1 serves")
-        await deployment.ready(1, 1)
-        assert set(await deployment.answers(10)) == {200}
 
 
 @pytest.mark.long

@@ -60,10 +60,10 @@ def trace(seed: int, hashes: str) -> str:
     return connection
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [3, 4, 5])
 def test_no_invariant_is_broken_in_a_short_run(seed: int) -> None:
-    """The first three with one KV group, the others with several."""
-    world = World(seed, model=ONE_GROUP if seed < 3 else draw_hybrid(random.Random(seed)))
+    """With several KV groups; with one, `test_every_kind_of_fault_happens` runs."""
+    world = World(seed, model=draw_hybrid(random.Random(seed)))
     world.run(SHORT)
     assert world.jobs.outcomes["loaded"] > 10 and world.faults.total() > 0
 
@@ -81,10 +81,9 @@ def test_data_parallel_engines_behind_a_router_that_names_any_of_them(
         take(self, peer, message, now)
 
     monkeypatch.setattr(Decode, "referred", counted)
-    for seed in (11, 12):
-        world = World(seed, model=ONE_GROUP, tps=(1, 2), groups=groups)
-        world.run(SHORT)
-        assert world.jobs.outcomes["loaded"] > 10
+    world = World(11, model=ONE_GROUP, tps=(1, 2), groups=groups)
+    world.run(SHORT)
+    assert world.jobs.outcomes["loaded"] > 10
     assert bool(referred) == ("P" in groups)
 
 
@@ -114,22 +113,14 @@ def test_a_referral_for_a_request_that_has_ended_waits_until_d_has_forgotten_it(
     world.turn_until(lambda: not world.jobs.open, 0.2 * LEASE)
 
 
-def test_a_seed_gives_the_same_run_twice_and_another_seed_another() -> None:
-    runs = []
-    for seed in (1, 1, 2):
-        world = World(seed)
-        world.run(SHORT)
-        runs.append((world.trace, world.lines, world.jobs.nbytes))
-    assert runs[0] == runs[1] != runs[2]
-
-
-def test_a_seed_gives_the_same_run_in_every_process() -> None:
+def test_a_seed_gives_the_same_run_in_every_process_and_another_seed_another() -> None:
     """Whatever its hashes are, and where its objects lie."""
-    world = World("3/0")
+    world, other = World("3/0"), World("4/0")
     world.run(SHORT)
     whole = hashlib.blake2b(world.trace.encode(), digest_size=16).hexdigest()
-    for hashes in ("1", "2"):
-        assert trace(3, hashes) == f"trace {whole} of {world.lines} lines"
+    assert trace(3, hashes="1") == f"trace {whole} of {world.lines} lines"
+    other.run(SHORT)
+    assert other.trace != world.trace
 
 
 def test_every_kind_of_fault_happens() -> None:
@@ -186,7 +177,7 @@ def test_a_link_that_d_gives_up_without_being_able_to_say_so_is_built_anew() -> 
     inlet.connection.refuses = 1  # type: ignore[attr-defined]
     worker.links.change(break_at=-1)
     world.wait(1.0)
-    assert not inlet.linked and inlet.connection.refuses == 0  # type: ignore[attr-defined]
+    assert not inlet.link.linked and inlet.connection.refuses == 0  # type: ignore[attr-defined]
     load()
     world.wait(1.0)
     load()

@@ -11,6 +11,7 @@ from probes import Compared
 from vllm_support import (
     BLOCK,
     CHUNK,
+    FORKED,
     MODEL_NAME,
     Fleet,
     assert_same,
@@ -37,6 +38,7 @@ def taker(fleet_keeper, tiny_model: Path, logs: Path) -> Iterator[VllmServer]:
         "D",
         probes,
         name="taker",
+        plugins=FORKED,
         extra_config={"prefetch_bytes": ROOM, "verify": True},
         load_failure_policy="fail",
         log_path=logs / "taker.log",

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from probes import Compared
 from vllm_support import (
+    FORKED,
     MODEL_NAME,
     ask_all,
     assert_same,
@@ -44,6 +45,7 @@ def pool(launch: Callable[..., None], tiny_model: Path, tmp_path: Path) -> Itera
                 role,  # type: ignore[arg-type]
                 tmp_path,
                 name=name,
+                plugins=FORKED,
                 proxy=(f"{host},{BESIDE}", port),
                 extra_config=SHORT,
                 load_failure_policy="recompute",

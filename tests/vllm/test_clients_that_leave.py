@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 from vllm_support import (
     CHUNK,
+    LEASE,
     MODEL_NAME,
     Fleet,
     assert_at_rest,
@@ -27,9 +28,6 @@ from p2pkv.demo import answers, client
 from p2pkv.demo.processes import wait_until
 from p2pkv.demo.servers import VllmServer
 from p2pkv.pairing import Address
-
-LEASE = 30.0
-"""`lease_seconds` of the fleet: the default."""
 
 LONG = 600
 """Tokens of an answer that takes seconds."""

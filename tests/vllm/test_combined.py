@@ -26,6 +26,7 @@ from tiny_llava import TinyLlava
 from vllm_support import (
     BLOCK,
     CHUNK,
+    FORKED,
     MODEL,
     MODEL_NAME,
     SETTINGS,
@@ -36,6 +37,7 @@ from vllm_support import (
     at_rest,
     kv_bytes,
     paired_headers,
+    plugin_environment,
     probing_server,
     tokens,
 )
@@ -234,7 +236,13 @@ def start(stack: ExitStack, *servers: ServerProcess) -> None:
 def single(tiny_model: Path, adapters: dict[str, Path], logs: Path, own: ExitStack) -> Iterator[VllmServer]:
     """Knows the answers of all pairs that serve the tiny Llama; started here, waited for with the pairs."""
     extra = adapted(style=adapters["style"], mixed=adapters["other"])
-    server = VllmServer(tiny_model, extra_args=extra, name="combined-single", log_path=logs / "combined.log")
+    server = VllmServer(
+        tiny_model,
+        extra_args=extra,
+        env=plugin_environment(*FORKED),
+        name="combined-single",
+        log_path=logs / "combined.log",
+    )
     with server:
         yield server
 
@@ -269,6 +277,7 @@ def adapted_pair(
             role,
             probes,
             name=f"adapted-{role}",
+            plugins=FORKED,
             extra_args=extra,
             proxy=proxy.discovery,
             load_failure_policy="recompute",
@@ -384,12 +393,16 @@ def seeing(own: ExitStack, tmp_path_factory: pytest.TempPathFactory, logs: Path)
             role,
             probes,
             name=f"seeing-{role}",
+            plugins=FORKED,
             proxy=proxy.discovery,
             log_path=logs / f"seeing-{role}.log",
         )
 
     p, d = server("P"), server("D")
-    single = VllmServer(model, extra_args=SETTINGS, name="seeing-single", log_path=logs / "seeing.log")
+    env = plugin_environment(*FORKED)
+    single = VllmServer(
+        model, extra_args=SETTINGS, env=env, name="seeing-single", log_path=logs / "seeing.log"
+    )
     start(own, proxy, p, d, single)
     return Seeing(p, d, single, proxy, probes)
 
@@ -468,6 +481,7 @@ def small_pair(own: ExitStack, tiny_model: Path, single: VllmServer, logs: Path)
             role,
             probes,
             name=f"small-{role}",
+            plugins=FORKED,
             extra_args=(*SETTINGS, *FEW, *more),
             load_failure_policy="recompute",
             log_path=logs / f"small-{role}.log",
@@ -568,6 +582,7 @@ def storing_pair(own: ExitStack, tiny_model: Path, single: VllmServer, logs: Pat
             kv_transfer_config=transfer,
             extra_args=[*extra, "--no-enable-prefix-caching"],
             name=f"storing-{role}",
+            env=plugin_environment(*FORKED),
             log_path=logs / f"storing-{role}.log",
         )
 

@@ -20,7 +20,7 @@ from tiny_gemma import TinyGemma
 from tiny_gpt_oss import TinyGptOss
 from tiny_hybrids import TinyFalconH1, TinyLfm2
 from tiny_qwen import TinyQwen
-from vllm_support import MODEL, assert_same, at_rest, paired_headers, probing_server, tokens
+from vllm_support import FORKED, MODEL, assert_same, at_rest, paired_headers, probing_server, tokens
 
 from p2pkv.demo import answers, client
 from p2pkv.demo.answers import Answer
@@ -72,22 +72,22 @@ def _pairs(*sizes: tuple[int, int], block: int = 32) -> tuple[tuple[Instance, In
     return tuple((Instance(p, block), Instance(d, block)) for p, d in sizes)
 
 
-SMALL, LARGE = Instance(), Instance(block=128)
+SMALL, LARGE, SPLIT = Instance(), Instance(block=128), Instance(2)
 ROUNDINGS = 1.0
 """A tie of kernels in bfloat16."""
 MTP = '{"method": "mtp", "num_speculative_tokens": 2}'
 FAMILIES = {
-    "4 heads": Family(MODEL, (*_pairs((2, 1), (1, 2), (2, 2)), (SMALL, LARGE), (LARGE, SMALL))),
+    "4 heads": Family(MODEL, ((SPLIT, SPLIT), (SPLIT, LARGE), (LARGE, SPLIT))),
     "1 head": Family(TinyLlama(kv_heads=1, heads=4), _pairs((2, 1), (1, 2), (2, 2))),
     # Layers with a window shorter than the longer prompts, in blocks that leave it while P computes.
     # Where D caches prefixes, P's blocks have to be as large as D's, or larger.
     "window": Family(TinyGemma(), ((LARGE, SMALL), (Instance(2, block=128), SMALL))),
-    "window at TP 2": Family(TinyGemma(), ((SMALL, Instance(2)),)),
+    "window at TP 2": Family(TinyGemma(), ((SMALL, SPLIT),)),
     "window with larger blocks on D": Family(
         TinyGemma(), ((SMALL, LARGE),), ("--no-enable-prefix-caching",), prefix_cache=False
     ),
     # Every other layer has a window, all have sinks.
-    "gpt-oss": Family(TinyGptOss(), ((LARGE, SMALL), (Instance(2), SMALL), (SMALL, Instance(2)))),
+    "gpt-oss": Family(TinyGptOss(), ((LARGE, SMALL), (SPLIT, SMALL), (SMALL, SPLIT))),
     # vLLM's CPU kernels for a gated delta net want bfloat16. P alone computes a prompt in other steps than
     # the pair, so that likelihoods differ by roundings.
     "recurrent": Family(
@@ -222,7 +222,15 @@ class Running:
         log = self.probes / f"{name}.log"
         env = {"VLLM_SSM_CONV_STATE_LAYOUT": instance.layout}
         return probing_server(
-            model, role, self.probes, name=name, ranks=instance.tp, extra_args=settings, log_path=log, env=env
+            model,
+            role,
+            self.probes,
+            plugins=FORKED,
+            name=name,
+            ranks=instance.tp,
+            extra_args=settings,
+            log_path=log,
+            env=env,
         )
 
     def stop(self) -> None:
