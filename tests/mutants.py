@@ -101,8 +101,8 @@ PRODUCT = (
     ),
     Mutant(
         "P unmaps D's memory while its copies run",
-        "p2pkv/links/ipc_ends.py:_Leaving.run",
-        "wait_out(self.written)",
+        "p2pkv/links/ipc_ends.py:IpcOutbound._leave",
+        "wait_out(written)",
         "pass",
         ("tests/links/test_ipc.py",),
     ),
@@ -713,7 +713,7 @@ PRODUCT = (
     Mutant(
         "the engine core rests although it has just heard news",
         "p2pkv/connector/connector.py:P2pKvConnector._hurry",
-        "        ENGINE_CORE.seconds = 0.0\n",
+        "        patches.ENGINE_CORE.seconds = 0.0\n",
         "",
         ("tests/connector/test_idle_steps.py",),
     ),
@@ -1262,8 +1262,8 @@ PRODUCT = (
     Mutant(
         "one link of several makes a P count as linked",
         "p2pkv/engine/preconnect.py:Preconnect._all_up",
-        "return all(peer.up",
-        "return any(peer.up",
+        "return all(peer.link.up",
+        "return any(peer.link.up",
         ("tests/engine/test_partners.py",),
     ),
     Mutant(
@@ -1517,6 +1517,20 @@ PRODUCT = (
         "self._free |= self._held",
         "pass",
         ("tests/connector/test_weights_real_ranks.py",),
+    ),
+    Mutant(
+        "fields that are not marked as optional are dropped too",
+        "p2pkv/protocol/messages.py:_kept",
+        "name.startswith(OPTIONAL)",
+        "True",
+        ("tests/protocol/test_messages.py",),
+    ),
+    Mutant(
+        "an optional field may stand twice in a message, or in another form",
+        "p2pkv/protocol/messages.py:without_optional",
+        "if msgspec.msgpack.encode(fields) != data:",
+        "if False:",
+        ("tests/protocol/test_messages.py",),
     ),
 )  # fmt: skip
 
