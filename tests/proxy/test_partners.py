@@ -15,8 +15,10 @@ from proxy_fakes import Deployment, ping
 from p2pkv.control.discovery import Ping, decode_partners, encode_ping, goodbye
 from p2pkv.control.pinger import Pinger
 from p2pkv_proxy.membership.instance import Instance
-from p2pkv_proxy.membership.partners import REPEAT_SECONDS, RING_SECONDS, PartnerLists
+from p2pkv_proxy.membership.partners import REPEAT_SECONDS, RING_SECONDS, Nearby, PartnerLists
 from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.policies import RoutingRequest
+from p2pkv_proxy.routing import Router
 from support.waiting import eventually
 
 
@@ -153,6 +155,47 @@ def test_many_ps_are_spread_over_the_ds_and_one_more_changes_few_lists() -> None
     world.join("P", 30_000)
     after = lists()
     assert sum(set(one) != set(other) for one, other in zip(before, after, strict=True)) < 60
+
+
+@pytest.mark.parametrize(("p_count", "d_count"), [(100, 40), (30, 200), (40, 5)])
+def test_in_a_large_fleet_requests_go_to_pairs_that_have_links(p_count: int, d_count: int) -> None:
+    world = World()
+    ds = [world.join("D", 10_000 + each, partners=16)[0] for each in range(d_count)]
+    for each in range(p_count):
+        world.join("P", 20_000 + each)
+    router, pairs, loads = Router(world.registry), set(), Counter[Instance]()
+    connected = {d: set(world.partners.of(d, world.now)) for d in ds}
+    for _ in range(40 * p_count):
+        choice = router.choose(RoutingRequest(), world.now)
+        assert choice.prefill is not None
+        choice.decode.take_place(alone=False)
+        loads[choice.decode] += 1
+        pairs.add((choice.prefill, choice.decode))
+    of_p, of_d = (Counter(pair[side] for pair in pairs) for side in (0, 1))
+    assert max(of_d.values()) <= 2 * 16 and max(of_p.values()) <= 2 * 16
+    assert max(loads.values()) <= 2 * 40 * p_count / d_count + 10
+    linked = sum(p.ping.zmq_address in connected[d] for p, d in pairs)
+    assert linked > 0.7 * len(pairs)
+    print(max(of_d.values()), max(of_p.values()), max(loads.values()), linked / len(pairs))
+
+
+def test_where_all_pairs_keep_their_links_any_d_is_chosen() -> None:
+    world = World()
+    ps = [world.join("P", 8100 + each)[0] for each in range(16)]
+    ds = [world.join("D", 8200 + each, partners=16)[0] for each in range(16)]
+    assert Nearby.of(ps, ds) is None
+    assert Nearby.of([*ps, world.join("P", 8300)[0]], ds) is not None
+
+
+def test_if_all_that_have_links_are_full_another_d_is_chosen() -> None:
+    world = World()
+    ds = [world.join("D", 10_000 + each, partners=1)[0] for each in range(20)]
+    for each in range(2):
+        world.join("P", 20_000 + each)
+    router = Router(world.registry, room=1)
+    for _ in ds:
+        router.choose(RoutingRequest(), world.now).decode.take_place(alone=False)
+    assert [d.places for d in ds] == [1] * 20
 
 
 @pytest.mark.asyncio
