@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_support import DEFAULTS, READY, Engine, at_baseline, break_link, plain_links, truth, wait_for
+from engine_support import DEFAULTS, READY, Engine, at_baseline, break_link, plain_links, truth
 from faulty_links import Faults, FaultyLinks
 from links_support import nccl_links
 from memory_links import MemoryNetwork
@@ -27,6 +27,7 @@ from p2pkv.kv.cache import PagedCache, RankCache
 from p2pkv.links.base import LinkFactory
 from p2pkv.pairing import Address
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
+from support.waiting import wait_for
 
 TOKENS, BLOCK = 80, 16
 BLOCKS = 24

@@ -7,21 +7,12 @@ import threading
 import ipc_simulated
 import nccl_simulated
 import pytest
-from engine_support import (
-    Engine,
-    Geometry,
-    at_baseline,
-    engines,
-    plain_links,
-    prefill,
-    step,
-    wait_for,
-    wrong_cells,
-)
+from engine_support import Engine, Geometry, at_baseline, engines, plain_links, prefill, step, wrong_cells
 from links_support import NCCL_KINDS, ipc_links, nccl_links
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.prefill_peers import Receiving
+from support.waiting import wait_for
 
 ONE = Geometry()
 

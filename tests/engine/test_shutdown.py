@@ -11,24 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_support import (
-    Engine,
-    Geometry,
-    Make,
-    at_baseline,
-    engine_maker,
-    prefill,
-    push,
-    step,
-    wait_for,
-    wrong_cells,
-)
+from engine_support import Engine, Geometry, Make, at_baseline, engine_maker, prefill, push, step, wrong_cells
 from memory_links import MemoryNetwork
 
 from p2pkv.engine import commands as do
 from p2pkv.engine.thread import FINISH_SECONDS
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.host import HostLinks
+from support.waiting import wait_for
 
 ONE = Geometry()
 BLOCKS = list(range(6))
