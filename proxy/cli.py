@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import multiprocessing
 import os
@@ -89,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up_logging(arguments.log_level, arguments.log_format)
     logging.getLogger("aiohttp.server").addFilter(Garbage())
     _take_descriptors()
+    _freeze()
     try:
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             runner.run((_serve if arguments.workers == 1 else _oversee)(arguments, members))
@@ -105,6 +107,12 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     except ImportError:
         return asyncio.new_event_loop()
     return new_event_loop()
+
+
+def _freeze() -> None:
+    """Modules and options live as long as the process: the garbage collector need not look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _addresses(arguments: argparse.Namespace) -> list[Address]:
@@ -248,6 +256,7 @@ def _work(arguments: argparse.Namespace, members: Members | None, config: Worker
     if config.number > 1:  # the first one logs which instances come and go
         logging.getLogger(f"{__package__}.membership.registry").setLevel(logging.ERROR)
         logging.getLogger(f"{__package__}.membership.prober").setLevel(logging.WARNING)
+    _freeze()
     try:
         with asyncio.Runner(loop_factory=_new_loop) as runner:
             runner.run(_serve_as_worker(arguments, members, config))

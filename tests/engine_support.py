@@ -217,7 +217,7 @@ def make_hello(
         link=link,
         digest=cache.digest_name,
         verify=opts.verify,
-        ahead=opts.decodes and opts.ahead_bytes > 0,
+        ahead=opts.decodes and opts.prefetch_bytes > 0,
     )
 
 

@@ -55,9 +55,6 @@ def fake_cupy(version: str, *, available: bool = True) -> tuple[types.ModuleType
         def abort(self) -> None:
             asked.note("abort")
 
-        def destroy(self) -> None:
-            asked.note("destroy")
-
     def get_unique_id() -> Any:
         asked.note("get_unique_id")
         signed = tuple(part - 256 if part > 127 else part for part in UNIQUE_ID)
@@ -120,14 +117,11 @@ def fake_nccl4py() -> tuple[types.ModuleType, Asked]:
     def comm_abort(comm: object) -> None:
         asked.note("comm_abort", comm)
 
-    def comm_destroy(comm: object) -> None:
-        asked.note("comm_destroy", comm)
-
     module = types.ModuleType("nccl.bindings.nccl")
     module.NCCLError = FakeNcclError  # type: ignore[attr-defined]
     for each in (
         Config, UniqueId, get_version, get_unique_id, comm_init_rank_config, send, recv,
-        comm_get_async_error, comm_abort, comm_destroy,
+        comm_get_async_error, comm_abort,
     ):  # fmt: skip
         setattr(module, each.__name__, each)
     return module, asked

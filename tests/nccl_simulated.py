@@ -215,9 +215,6 @@ class SimulatedNccl(Nccl):
         self._end(inside)
         self.aborted += 1
 
-    def destroy(self, comm: int) -> None:
-        self.abort(comm)
-
     # Discipline.
 
     @contextlib.contextmanager

@@ -174,7 +174,6 @@ def prompt_tail(config: VllmConfig) -> int:
 
 
 def block_tables(config: VllmConfig, kv_config: KVCacheConfig) -> BlockTables:
-    """How the tables of a request's blocks are read."""
     sizes, states = [], {}
     for number, group in enumerate(kv_config.kv_cache_groups):
         spec = _spec_of(group, group.layer_names[0]) if group.layer_names else group.kv_cache_spec
@@ -185,7 +184,6 @@ def block_tables(config: VllmConfig, kv_config: KVCacheConfig) -> BlockTables:
 
 
 def request_blocks(config: VllmConfig, kv_config: KVCacheConfig) -> RequestBlocks:
-    """How many blocks vLLM gives a request."""
     tables = []
     for group in kv_config.kv_cache_groups:
         spec = _spec_of(group, group.layer_names[0]) if group.layer_names else group.kv_cache_spec
@@ -208,8 +206,7 @@ def _spec_of(group: KVCacheGroupSpec, name: str) -> KVCacheSpec:
 
 
 def _window(spec: KVCacheSpec) -> int:
-    """Tokens whose KV vLLM keeps for this layer; 0: of all, as it does for windows without its hybrid
-    allocator."""
+    """Tokens whose KV vLLM keeps for this layer; 0: all, as for windows without its hybrid allocator."""
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
     if _chunked(spec):
@@ -353,7 +350,6 @@ def cache_of(config: VllmConfig, kv_config: KVCacheConfig, layers: Layers) -> tu
 
 
 def local_groups(config: VllmConfig, kv_config: KVCacheConfig, layers: Layers) -> list[LocalGroup]:
-    """The KV groups of the layers on this rank."""
     groups: list[LocalGroup] = []
     for form, numbers in layers.alike(config).items():
         groups += _groups_of(config, layers, form, numbers)

@@ -32,7 +32,6 @@ class Peer(Protocol):
 
     def send(self, message: AnyMessage, now: float) -> bool:
         """Hand over one message; False if the connection has ended or its queue is full."""
-        ...
 
 
 class SendMessage(Effect, frozen=True, eq=False):

@@ -29,9 +29,10 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import MutableSet
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Annotated, Any, ClassVar, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -59,11 +60,9 @@ class Receive(Protocol):
     def remote_slot(self) -> int: ...
     def done(self) -> bool:
         """Whether all bytes have arrived. Raises LinkError if they never will."""
-        ...
 
     def release(self) -> None:
         """The bytes have been read: room returns to the window, and the peer's send may end. Idempotent."""
-        ...
 
 
 class Send(Protocol):
@@ -73,21 +72,36 @@ class Send(Protocol):
     def buffer(self) -> torch.Tensor: ...
     def commit(self) -> None:
         """The buffer is full: hand it over. It must not be written again."""
-        ...
 
     def done(self) -> bool:
         """Whether the peer's receive has taken the bytes. Raises LinkError if it never will."""
-        ...
 
 
-class Inbound(ABC):
-    """D's end of a link. `share`: what its posted receives hold of the rank's staging."""
-
-    share: StagingShare
+class End(ABC):
+    """What both ends of a link have in common."""
 
     @abstractmethod
     def ready(self) -> bool:
         """Whether both ends are up. Raises LinkError if they never will be."""
+
+    @property
+    @abstractmethod
+    def used(self) -> int:
+        """Bytes that this end's unfinished operations hold now; 0 at the baseline."""
+
+    @abstractmethod
+    def poll(self) -> None:
+        """Move what can be moved now; never blocks. Raises LinkError when the link is broken."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Free every call of this end at once; what the peer still sends is dropped. Idempotent."""
+
+
+class Inbound(End):
+    """D's end of a link. `share`: what its posted receives hold of the rank's staging."""
+
+    share: StagingShare
 
     @abstractmethod
     def post(self, nbytes: int) -> Receive | None:
@@ -98,8 +112,7 @@ class Inbound(ABC):
         """
 
     def take(self, nbytes: int, reserve: int = 0) -> Receive | None:
-        """`post`, if both ends are up, and the rank's staging has room beside other links and `reserve`
-        bytes."""
+        """`post`, if both ends are up, and staging has room beside other links and `reserve` bytes."""
         if not self.ready() or not self.share.grants(nbytes, reserve):
             return None
         return self.post(nbytes)
@@ -118,24 +131,11 @@ class Inbound(ABC):
 
     @property
     def used(self) -> int:
-        """Bytes of the window that posted receives hold now; 0 at the baseline."""
         return self.share.held
 
-    @abstractmethod
-    def poll(self) -> None:
-        """Move what can be moved now; never blocks. Raises LinkError when the link is broken."""
 
-    @abstractmethod
-    def abort(self) -> None:
-        """Free every call of this end at once; what the peer still sends is dropped. Idempotent."""
-
-
-class Outbound(ABC):
+class Outbound(End):
     """P's end of a link."""
-
-    @abstractmethod
-    def ready(self) -> bool:
-        """Whether both ends are up. Raises LinkError if they never will be."""
 
     @abstractmethod
     def reserve(self, nbytes: int, remote_slot: int) -> Send | None:
@@ -154,19 +154,6 @@ class Outbound(ABC):
         Only with `LinkFactory.announced`. Raises LinkError.
         """
         return
-
-    @property
-    @abstractmethod
-    def used(self) -> int:
-        """Bytes that this end's unfinished sends hold now; 0 at the baseline."""
-
-    @abstractmethod
-    def poll(self) -> None:
-        """Move what can be moved now; never blocks. Raises LinkError when the link is broken."""
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Free every call of this end at once. Idempotent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,16 +246,13 @@ NONCE_BYTES = 16
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
-class SetupBlob(Struct, frozen=True, forbid_unknown_fields=True):
-    """An invitation or an acceptance of one kind of link.
+class SetupBlob(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
+    """An invitation or an acceptance of one kind of link, which is its tag. `name`: which of the two it is,
+    for people."""
 
-    Attributes:
-        link: the kind of link, for people.
-        name: which of the two it is, for people.
-    """
-
-    link: ClassVar[str]
     name: ClassVar[str]
+
+    version: Literal[1]
 
 
 _AnyBlob = TypeVar("_AnyBlob", bound=SetupBlob)
@@ -290,7 +274,6 @@ def _decoder(kind: type[_AnyBlob]) -> msgspec.msgpack.Decoder[_AnyBlob]:
 
 
 def encode_blob(blob: SetupBlob) -> bytes:
-    """The blob's bytes (msgpack)."""
     return msgspec.msgpack.encode(blob)
 
 
@@ -301,9 +284,10 @@ def decode_blob(blob: bytes, kind: type[_AnyBlob]) -> _AnyBlob:
     try:
         return _decoder(kind).decode(blob)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
+        link = kind.__struct_config__.tag
         raise LinkError(
-            f"not a link {kind.name} of kind {kind.link} ({error}); both sides need the same `link` setting "
-            "and p2pkv version"
+            f"not a link {kind.name} of kind {link} ({error}); both sides need the same `link` setting and "
+            "p2pkv version"
         ) from None
 
 
@@ -327,12 +311,12 @@ class Guard:
     def owned(self) -> None:
         """Raises RuntimeError if a second thread calls."""
         if get_ident() != self._ident:
-            self._meet()
+            self._check_thread()
 
     def check(self) -> None:
         """Raises RuntimeError if a second thread calls, LinkError if this end no longer works."""
         if get_ident() != self._ident:
-            self._meet()
+            self._check_thread()
         if self.reason is not None:
             raise LinkError(self.reason)
 
@@ -342,7 +326,7 @@ class Guard:
             self.reason = f"{self._what}: {reason}"
         return LinkError(self.reason)
 
-    def _meet(self) -> None:
+    def _check_thread(self) -> None:
         thread = threading.current_thread()
         if self._ident == 0:
             self._ident, self._name = get_ident(), thread.name
@@ -351,3 +335,44 @@ class Guard:
             f"{self._what} belongs to thread {self._name!r} ({self._ident}) but was called by thread "
             f"{thread.name!r} ({get_ident()}); all calls to one link must come from one thread"
         )
+
+
+class GuardedEnd(End):
+    """An end that its factory may close, too.
+
+    Attributes:
+        closed: it was aborted, or closed.
+    """
+
+    guard: Guard
+    closed = False
+
+    def abort(self) -> None:
+        self.guard.owned()
+        self.close("aborted on this side")
+
+    @abstractmethod
+    def close(self, reason: str) -> None:
+        """`abort` for the factory, whose thread may be another one."""
+
+
+class GuardedLinks(LinkFactory):
+    """A factory that closes its ends when it is closed."""
+
+    def __init__(self, ends: MutableSet[GuardedEnd] | None = None) -> None:
+        """`ends`: an empty set that will hold the ends; a WeakSet lets go of those that were dropped."""
+        self._ends = set() if ends is None else ends
+        self._closed = False
+
+    def close(self) -> None:
+        self._closed = True
+        for end in list(self._ends):
+            end.close("its rank has closed")
+        self._ends.clear()
+
+    def _check(self) -> None:
+        """Raises LinkError if no end can be made any more."""
+        if self._closed:
+            raise LinkError("this rank's links are closed")
+        for end in [end for end in self._ends if end.closed]:
+            self._ends.discard(end)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import weakref
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from msgspec import Meta
@@ -17,9 +17,10 @@ from msgspec import Meta
 from p2pkv.links.base import (
     NONCE_BYTES,
     Guard,
+    GuardedEnd,
+    GuardedLinks,
     Inbound,
     LinkError,
-    LinkFactory,
     LinkSettings,
     Nonce,
     SetupBlob,
@@ -56,19 +57,16 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 _ON_THE_WIRE = {"namespace": "place"}
 
 
-class HostInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True, rename=_ON_THE_WIRE):
+class HostInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True, tag="host", rename=_ON_THE_WIRE):
     """P's invitation: `nonce` is random; `namespace` is P's, or None if P does not want to share memory."""
 
-    link = "host"
     name = "invitation"
 
-    kind: Literal["host"]
-    version: Literal[1]
     nonce: Nonce
     namespace: PidNamespace | None
 
 
-class HostAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True, rename=_ON_THE_WIRE):
+class HostAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True, tag="host", rename=_ON_THE_WIRE):
     """D's answer.
 
     Attributes:
@@ -80,11 +78,8 @@ class HostAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True, rename=
         host, port: where D listens for TCP; `host` is numeric.
     """
 
-    link = "host"
     name = "acceptance"
 
-    kind: Literal["host"]
-    version: Literal[1]
     answers: Nonce
     nonce: Nonce
     window: Annotated[int, Meta(ge=1, le=1 << 44)]
@@ -99,7 +94,7 @@ def make_links(settings: LinkSettings) -> HostLinks:
     return HostLinks(settings.host, settings.staging_bytes, settings.shared_memory, settings.allowed)
 
 
-class HostLinks(LinkFactory):
+class HostLinks(GuardedLinks):
     """Makes host links for one rank."""
 
     kind = "host"
@@ -107,28 +102,21 @@ class HostLinks(LinkFactory):
     def __init__(
         self, host: str, staging_bytes: int, shared_memory: bool = True, allowed: Networks | None = None
     ) -> None:
-        """Raises ValueError for a host that peers cannot dial or no staging.
+        """See LinkSettings. Raises ValueError for a host that peers cannot dial or no staging.
 
-        Args:
-            host: address or name of this machine that peers can dial; D's ends listen there.
-            staging_bytes: what the links of this rank may hold together: on D posted receives, on P TCP's
-                sends. Sends through shared memory need none.
-            shared_memory: False makes every link use TCP.
-            allowed: networks outside of which no D is dialed; None for any.
+        On D posted receives take staging, on P sends over TCP. Sends through shared memory take none.
         """
+        super().__init__(weakref.WeakSet())
         self.host = numeric(host)
         self.shared_memory = shared_memory and can_share()
         self._allowed = allowed
         self.staging = StagingBudget(staging_bytes)
-        self._links: weakref.WeakSet[HostInbound | SharedOutbound | TcpOutbound] = weakref.WeakSet()
-        self._closed = False
 
     def invite(self) -> bytes:
-        """A nonce, and where this process runs."""
         self._check()
         namespace = this_namespace() if self.shared_memory else None
         nonce = secrets.token_bytes(NONCE_BYTES)
-        return encode_blob(HostInvitation(kind="host", version=1, nonce=nonce, namespace=namespace))
+        return encode_blob(HostInvitation(version=1, nonce=nonce, namespace=namespace))
 
     def accept(self, invitation: bytes, window: int) -> tuple[HostInbound, bytes]:
         """D's end, listening, with its arena made. ValueError if `window` is not positive."""
@@ -142,9 +130,8 @@ class HostLinks(LinkFactory):
         )
         nonces = invited.nonce, nonce
         inbound = HostInbound(window, nonces, self.host, StagingShare(self.staging), shared=shared)
-        self._links.add(inbound)
+        self._ends.add(inbound)
         acceptance = HostAcceptance(
-            kind="host",
             version=1,
             answers=invited.nonce,
             nonce=nonce,
@@ -164,20 +151,9 @@ class HostLinks(LinkFactory):
         if accepted.answers != invited.nonce:
             raise LinkError("this acceptance answers another invitation")
         outbound = self._share(invited, accepted) or self._dial(invited, accepted)
-        self._links.add(outbound)
+        self._ends.add(outbound)
         logger.info("link to %s:%d: %r", accepted.host, accepted.port, outbound)
         return outbound
-
-    def close(self) -> None:
-        """Abort every link of this rank that is still there. Idempotent."""
-        self._closed = True
-        for link in list(self._links):
-            link.close("its rank has closed")
-        self._links.clear()
-
-    def _check(self) -> None:
-        if self._closed:
-            raise LinkError("this rank's links are closed")
 
     def _share(self, invited: HostInvitation, accepted: HostAcceptance) -> SharedOutbound | None:
         if not self.shared_memory or accepted.shared is None:
@@ -238,7 +214,6 @@ class HostReceive:
         self._entry = entry(sequence)
 
     def done(self) -> bool:
-        """Whether all bytes have arrived. Raises LinkError if they never will."""
         self._link.guard.check()
         if self._arrived or self.arrived():
             return True
@@ -262,7 +237,6 @@ class HostReceive:
         self._arrived = True
 
     def release(self) -> None:
-        """Return the room; if bytes are still on their way, as soon as they have arrived. Idempotent."""
         self._link.guard.owned()
         if not self.released:
             self.released = True
@@ -274,7 +248,7 @@ class HostReceive:
         self._words[self._entry + TAKEN] = self.stamp
 
 
-class HostInbound(Inbound):
+class HostInbound(GuardedEnd, Inbound):
     """D's end. The first thing that P does shows whether P shares the arena or connects by TCP.
 
     Invariant: a slot that P may still write is never posted again. `abort` gives up the whole arena,
@@ -296,7 +270,7 @@ class HostInbound(Inbound):
         self._ready = False
         self._next = 0
         self._live: dict[int, HostReceive] = {}
-        self._early: list[HostReceive] = []
+        self._released: list[HostReceive] = []  # before their bytes had arrived
 
     def offer(self) -> SharedArena | None:
         """What a P on this host needs to open the arena; None if it cannot."""
@@ -312,7 +286,6 @@ class HostInbound(Inbound):
         return self._ready
 
     def post(self, nbytes: int) -> HostReceive | None:
-        """Post the next receive, or None while the window has no room for it."""
         self.guard.check()
         if self.lost is not None:
             raise LinkError(self.lost)
@@ -336,18 +309,13 @@ class HostInbound(Inbound):
             self._meet()
         if self._reader is not None:
             self._pump(self._reader)
-        if self._early:
+        if self._released:
             self._settle()
         assert self._arena is not None
         self._arena.pool.tidy()
 
-    def abort(self) -> None:
-        """Give up the arena and the connection. Idempotent."""
-        self.guard.owned()
-        self.close("aborted on this side")
-
     def close(self, reason: str) -> None:
-        """`abort` for the factory, whose thread may be another one."""
+        self.closed = True
         self.guard.fail(reason)
         self._close_listener()
         if self._reader is not None:
@@ -358,7 +326,7 @@ class HostInbound(Inbound):
             self._arena.pool.give_all()
             self._arena = None
         self._live.clear()
-        self._early.clear()
+        self._released.clear()
 
     def give(self, receive: HostReceive) -> None:
         """A receive has been released: its room returns now, or when its bytes have arrived."""
@@ -367,7 +335,7 @@ class HostInbound(Inbound):
         if self.guard.reason is not None:
             return  # P may still write there; the arena goes as a whole
         if not receive.arrived():
-            self._early.append(receive)
+            self._released.append(receive)
             return
         receive.take()
         del self._live[receive.stamp - 1]
@@ -375,15 +343,14 @@ class HostInbound(Inbound):
 
     @property
     def way(self) -> str:
-        """How it is connected, for people."""
         return "tcp" if self._reader is not None else "shared memory" if self._ready else "not ready"
 
     def __repr__(self) -> str:
         return f"HostInbound({self.way}, {len(self._live)} receives posted, {self.used} bytes used)"
 
     def _settle(self) -> None:
-        early, self._early = self._early, []
-        for receive in early:
+        released, self._released = self._released, []
+        for receive in released:
             self.give(receive)
 
     def _meet(self) -> None:

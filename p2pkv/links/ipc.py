@@ -10,23 +10,24 @@ import logging
 import os
 import secrets
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from msgspec import Meta
 
+from p2pkv.device import cuda_index
 from p2pkv.links.base import (
     NONCE_BYTES,
+    GuardedLinks,
     LinkError,
-    LinkFactory,
     LinkSettings,
     Nonce,
     SetupBlob,
     decode_blob,
     encode_blob,
 )
-from p2pkv.links.cuda_memory import UUID_BYTES, CudaError, CudaMemory, ExportedBlock, MemoryDriver, allocate
-from p2pkv.links.gpu import CudaDevice, Device, DevicePool
+from p2pkv.links.cuda_memory import UUID_BYTES, CudaError, CudaMemory, ExportedBlock, allocate
+from p2pkv.links.gpu import CudaDevice, DevicePool
 from p2pkv.links.ipc_ends import IpcContext, IpcInbound, IpcOutbound
 from p2pkv.links.ipc_socket import dial
 from p2pkv.links.staging import StagingBudget
@@ -45,7 +46,7 @@ Text = Annotated[str, Meta(max_length=64)]
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class IpcInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True):
+class IpcInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True, tag="ipc"):
     """P's invitation: a random number, and where P runs.
 
     Attributes:
@@ -53,17 +54,14 @@ class IpcInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True):
         network: inode of the network namespace.
     """
 
-    link = "ipc"
     name = "invitation"
 
-    kind: Literal["ipc"]
-    version: Literal[1]
     nonce: Nonce
     boot: Text
     network: Number
 
 
-class IpcAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True):
+class IpcAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True, tag="ipc"):
     """D's answer.
 
     Attributes:
@@ -73,11 +71,8 @@ class IpcAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True):
         device: the UUID of D's GPU.
     """
 
-    link = "ipc"
     name = "acceptance"
 
-    kind: Literal["ipc"]
-    version: Literal[1]
     answers: Nonce
     door: Nonce
     memory: Nonce
@@ -94,7 +89,7 @@ def this_host() -> tuple[str, int]:
         raise ValueError(f"the link ipc needs Linux's /proc: {error}") from None
 
 
-class IpcLinks(LinkFactory):
+class IpcLinks(GuardedLinks):
     """Makes CUDA IPC links for one rank."""
 
     kind = "ipc"
@@ -102,7 +97,7 @@ class IpcLinks(LinkFactory):
     build_seconds = BUILD_SECONDS
 
     def __init__(
-        self, device: Device, driver: MemoryDriver, staging_bytes: int, receives: bool = True
+        self, device: CudaDevice, driver: CudaMemory, staging_bytes: int, receives: bool = True
     ) -> None:
         """Raises ValueError with a sentence, MemoryError if the device has no room.
 
@@ -112,11 +107,10 @@ class IpcLinks(LinkFactory):
             staging_bytes: device memory of the slots into which peers write.
             receives: False: this rank only sends, and takes no memory.
         """
+        super().__init__()
         self._host = this_host()
         self.staging = StagingBudget(staging_bytes)
         self._name = secrets.token_bytes(NONCE_BYTES)
-        self._links: list[IpcInbound | IpcOutbound] = []
-        self._closed = False
         blocks: list[ExportedBlock] = []
 
         def exported(nbytes: int) -> torch.Tensor:
@@ -144,11 +138,10 @@ class IpcLinks(LinkFactory):
         return self.shared.openings.stuck + self.shared.aborts.stuck
 
     def invite(self) -> bytes:
-        """A random number, and where this process runs."""
         self._check()
         boot, network = self._host
         nonce = secrets.token_bytes(NONCE_BYTES)
-        return encode_blob(IpcInvitation(kind="ipc", version=1, nonce=nonce, boot=boot, network=network))
+        return encode_blob(IpcInvitation(version=1, nonce=nonce, boot=boot, network=network))
 
     def accept(self, invitation: bytes, window: int) -> tuple[IpcInbound, bytes]:
         """D's end, which waits for P at a unix socket."""
@@ -158,10 +151,9 @@ class IpcLinks(LinkFactory):
         if self.shared.block is None:
             raise LinkError("this rank only sends, so it has no memory for a peer to write to")
         inbound = IpcInbound(self.shared, invited.nonce, window)
-        self._links.append(inbound)
+        self._ends.add(inbound)
         return inbound, encode_blob(
             IpcAcceptance(
-                kind="ipc",
                 version=1,
                 answers=invited.nonce,
                 door=inbound.name,
@@ -193,18 +185,15 @@ class IpcLinks(LinkFactory):
         except OSError as error:
             raise LinkError(f"D's unix socket cannot be reached: {error}; D may have ended") from None
         outbound = IpcOutbound(self.shared, line, accepted.memory, accepted.nbytes)
-        self._links.append(outbound)
+        self._ends.add(outbound)
         return outbound
 
     def close(self) -> None:
         """Abort every link of this rank, and wait a moment until its writes have ended. Idempotent."""
         if self._closed:
             return
-        self._closed = True
-        sends = [link for link in self._links if isinstance(link, IpcOutbound)]
-        for link in self._links:
-            link.close("its rank has closed")
-        self._links.clear()
+        sends = [end for end in self._ends if isinstance(end, IpcOutbound)]
+        super().close()
         if self.shared.block is not None:
             os.close(self.shared.block.fd)
         if sends:
@@ -224,9 +213,7 @@ class IpcLinks(LinkFactory):
             )
 
     def _check(self) -> None:
-        if self._closed:
-            raise LinkError("this rank's links are closed")
-        self._links = [link for link in self._links if not link.closed]
+        super()._check()
         if self.stuck >= MOST_STUCK:
             raise LinkError(
                 f"{self.stuck} links to peers that neither answer nor end still hold memory of this rank; "
@@ -240,8 +227,7 @@ def make_links(settings: LinkSettings) -> IpcLinks:
         raise ValueError(
             "the link ipc needs a CUDA device, and torch finds none; set the option `link` to `host`"
         )
-    device = settings.device
-    index = torch.cuda.current_device() if device is None or device.index is None else device.index
+    index = cuda_index(settings.device)
     try:
         on = CudaDevice(torch.device("cuda", index))
         on.enter()

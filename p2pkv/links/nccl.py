@@ -11,23 +11,24 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from msgspec import Meta
 
+from p2pkv.device import cuda_index
 from p2pkv.links.base import (
     NONCE_BYTES,
     Guard,
+    GuardedLinks,
     LinkError,
-    LinkFactory,
     LinkSettings,
     Nonce,
     SetupBlob,
     decode_blob,
     encode_blob,
 )
-from p2pkv.links.gpu import CudaDevice, Device, DevicePool
+from p2pkv.links.gpu import CudaDevice, DevicePool
 from p2pkv.links.nccl_bindings import (
     UNIQUE_ID_BYTES,
     Nccl,
@@ -38,7 +39,7 @@ from p2pkv.links.nccl_bindings import (
     version_name,
 )
 from p2pkv.links.nccl_communicator import FIRST_MESSAGE_BYTES, BusyEnds, NcclContext
-from p2pkv.links.nccl_ends import NcclInbound, NcclOutbound
+from p2pkv.links.nccl_ends import NcclEnd, NcclInbound, NcclOutbound
 from p2pkv.links.staging import StagingBudget
 
 logger = logging.getLogger(__name__)
@@ -62,27 +63,21 @@ Version = Annotated[int, Meta(ge=1, lt=1 << 31)]
 # What the two ends send each other over the control plane.
 
 
-class NcclInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True):
+class NcclInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True, tag="nccl"):
     """P's invitation: the communicator's name, P's NCCL, and a random tag that the answer repeats."""
 
-    link = "nccl"
     name = "invitation"
 
-    kind: Literal["nccl"]
-    version: Literal[1]
     tag: Nonce
     nccl: Version
     unique_id: UniqueId
 
 
-class NcclAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True):
+class NcclAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True, tag="nccl"):
     """D's answer: `answers` is the invitation's tag."""
 
-    link = "nccl"
     name = "acceptance"
 
-    kind: Literal["nccl"]
-    version: Literal[1]
     answers: Nonce
     nccl: Version
 
@@ -99,7 +94,7 @@ def check_versions(mine: int, theirs: int) -> None:
 # A rank's links.
 
 
-class NcclLinks(LinkFactory):
+class NcclLinks(GuardedLinks):
     """Makes NCCL links for one rank. One thread owns all of them (the engine's): a second one is refused.
 
     `kind` names NCCL's exact version, so that peers with another one are refused at the handshake.
@@ -108,7 +103,7 @@ class NcclLinks(LinkFactory):
     def __init__(
         self,
         nccl: Nccl,
-        device: Device,
+        device: CudaDevice,
         staging_bytes: int,
         init_seconds: float = INIT_SECONDS,
     ) -> None:
@@ -120,6 +115,7 @@ class NcclLinks(LinkFactory):
             staging_bytes: device memory of the slots that all links of this rank share.
             init_seconds: how long a communicator may take to come up.
         """
+        super().__init__()
         self.build_seconds = init_seconds
         self.poll_seconds = POLL_SECONDS
         owner = Guard(f"NCCL on {device.name}")
@@ -130,8 +126,6 @@ class NcclLinks(LinkFactory):
         self.shared = NcclContext(nccl, device, pool, self.staging, init_seconds, owner, busy)
         self._version = nccl.version()
         self.kind = f"nccl {version_name(self._version)}"
-        self._links: list[NcclInbound | NcclOutbound] = []
-        self._closed = False
         logger.info(
             "%s on %s: %d links may be busy at once, with %d channels each",
             nccl.describe(),
@@ -146,34 +140,26 @@ class NcclLinks(LinkFactory):
 
     @property
     def stuck(self) -> int:
-        """Calls to NCCL that were given up and have not come back."""
         return self.shared.stuck
 
     def invite(self) -> bytes:
-        """The name of a new communicator, and this rank's NCCL version."""
         self._check()
         try:
             name = self.shared.nccl.unique_id()
         except NcclError as error:
             raise LinkError(str(error)) from None
         tag = secrets.token_bytes(NONCE_BYTES)
-        return encode_blob(
-            NcclInvitation(kind="nccl", version=1, tag=tag, nccl=self._version, unique_id=name)
-        )
+        return encode_blob(NcclInvitation(version=1, tag=tag, nccl=self._version, unique_id=name))
 
     def accept(self, invitation: bytes, window: int) -> tuple[NcclInbound, bytes]:
-        """D's end, which begins to join. ValueError if `window` is not positive."""
         self._check()
         invited = decode_blob(invitation, NcclInvitation)
         check_versions(self._version, invited.nccl)
         inbound = NcclInbound(self.shared, invited.unique_id, window, self.announced)
-        self._links.append(inbound)
-        return inbound, encode_blob(
-            NcclAcceptance(kind="nccl", version=1, answers=invited.tag, nccl=self._version)
-        )
+        self._ends.add(inbound)
+        return inbound, encode_blob(NcclAcceptance(version=1, answers=invited.tag, nccl=self._version))
 
     def complete(self, invitation: bytes, acceptance: bytes) -> NcclOutbound:
-        """P's end, which begins to join."""
         self._check()
         invited = decode_blob(invitation, NcclInvitation)
         accepted = decode_blob(acceptance, NcclAcceptance)
@@ -181,38 +167,30 @@ class NcclLinks(LinkFactory):
             raise LinkError("this acceptance answers another invitation")
         check_versions(self._version, accepted.nccl)
         outbound = NcclOutbound(self.shared, invited.unique_id, self.announced)
-        self._links.append(outbound)
+        self._ends.add(outbound)
         return outbound
 
     def close(self) -> None:
         """Abort every link of this rank, and wait a moment for the aborts. Idempotent."""
         if self._closed:
             return
-        self._closed = True
-        for link in self._links:
-            link.close("its rank has closed")
-        self._links.clear()
+        super().close()
         self.shared.aborts.join(CLOSE_SECONDS)
         if busy := self.shared.aborts.busy:
             logger.warning("%d aborts of NCCL have not returned; the process ends without them", busy)
 
     def rescue(self, reason: str, wherever: bool) -> None:
-        """Break every link and abort its communicator, from a thread that is not the owner's.
-
-        The communicator that the owner is inside a call to is left alone, unless `wherever`: NCCL does not
-        promise that it may be aborted then.
-        """
-        for link in list(self._links):
-            link.rescue(reason, wherever)
+        """NCCL does not promise that a communicator may be aborted while its owner is inside a call to it."""
+        for end in list(self._ends):
+            assert isinstance(end, NcclEnd)
+            end.rescue(reason, wherever)
 
     def _check(self) -> None:
-        if self._closed:
-            raise LinkError("this rank's links are closed")
-        self._links = [link for link in self._links if not link.closed]
+        super()._check()
         self.shared.check()
 
 
-def cuda_links(staging_bytes: int, *, device: torch.device | None = None, channels: int = 8) -> NcclLinks:
+def make_links(settings: LinkSettings) -> NcclLinks:
     """NCCL links on a CUDA device, the current one by default.
 
     Raises ValueError with a sentence if there is no device, no binding, or no memory.
@@ -221,10 +199,9 @@ def cuda_links(staging_bytes: int, *, device: torch.device | None = None, channe
         raise ValueError(
             "the NCCL link needs a CUDA device, and torch finds none; set the option `link` to `host`"
         )
-    index = torch.cuda.current_device() if device is None or device.index is None else device.index
     try:
-        on = CudaDevice(torch.device("cuda", index))
-        nccl = load_nccl(channels)
+        on = CudaDevice(torch.device("cuda", cuda_index(settings.device)))
+        nccl = load_nccl(settings.nccl_channels)
         allow_shared_gpus(nccl)
         if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
             logger.warning(
@@ -237,11 +214,6 @@ def cuda_links(staging_bytes: int, *, device: torch.device | None = None, channe
                 "and NCCL fails where two threads launch at once, as p2pkv's and vLLM's do. Leave the "
                 "variable unset"
             )
-        return NcclLinks(nccl, on, staging_bytes)
+        return NcclLinks(nccl, on, settings.staging_bytes)
     except (NcclMissing, MemoryError) as error:
         raise ValueError(str(error)) from None
-
-
-def make_links(settings: LinkSettings) -> NcclLinks:
-    """As `cuda_links`."""
-    return cuda_links(settings.staging_bytes, device=settings.device, channels=settings.nccl_channels)

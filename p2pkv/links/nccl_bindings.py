@@ -43,8 +43,8 @@ INVALID_USAGE = 5
 """What NCCL answers to two ranks on one GPU, among others."""
 
 NEEDED = (
-    "Config", "NCCLError", "UniqueId", "comm_abort", "comm_destroy", "comm_get_async_error",
-    "comm_init_rank_config", "get_unique_id", "get_version", "recv", "send",
+    "Config", "NCCLError", "UniqueId", "comm_abort", "comm_get_async_error", "comm_init_rank_config",
+    "get_unique_id", "get_version", "recv", "send",
 )  # fmt: skip
 
 
@@ -75,9 +75,20 @@ class Nccl(ABC):
     blocking: bool
     channels: int
 
-    @abstractmethod
+    def __init__(self, library: Any) -> None:
+        self._nccl = library
+        self._numbers = itertools.count(1)
+        self._comms: dict[int, Any] = {}
+
+    def _number(self, comm: Any) -> int:
+        """The number of a new communicator."""
+        number = next(self._numbers)
+        self._comms[number] = comm
+        return number
+
     def version(self) -> int:
         """The loaded library's number, 23203 for 2.32.3."""
+        return int(self._nccl.get_version())
 
     @abstractmethod
     def unique_id(self) -> bytes:
@@ -102,10 +113,6 @@ class Nccl(ABC):
     @abstractmethod
     def abort(self, comm: int) -> None:
         """End the communicator and all that it has queued; its number means nothing afterwards."""
-
-    @abstractmethod
-    def destroy(self, comm: int) -> None:
-        """End a communicator of which nothing is under way. It may wait for the peer, so links abort."""
 
     def describe(self) -> str:
         """Version, binding and library in one phrase."""
@@ -170,12 +177,11 @@ def advice(error: NcclError, version: int) -> str:
 
 
 def _power_of_two(channels: int) -> int:
-    """The channels that NCCL uses for sends and receives if it may use so many: ncclTopoComputeP2pChannels in
-    graph/paths.cc."""
+    """What NCCL makes of so many channels, for sends and receives (ncclTopoComputeP2pChannels, paths.cc)."""
     return int(1 << (channels - 1).bit_length())
 
 
-def _number(variable: str) -> int | None:
+def _variable(variable: str) -> int | None:
     """The environment's number of this name; None if there is none that NCCL would take."""
     value = os.environ.get(variable, "")
     return int(value) if value.isdecimal() and int(value) > 0 else None
@@ -208,15 +214,10 @@ class Nccl4pyNccl(Nccl):
     blocking = False
 
     def __init__(self, nccl: Any, binding: str, channels: int) -> None:
+        super().__init__(nccl)
         self.binding = binding
-        self._nccl = nccl
         self._channels = min(channels, MOST_CTAS)
-        self.channels = _power_of_two(_number(MAX_CTAS) or self._channels)
-        self._numbers = itertools.count(1)
-        self._comms: dict[int, Any] = {}
-
-    def version(self) -> int:
-        return int(self._nccl.get_version())
+        self.channels = _power_of_two(_variable(MAX_CTAS) or self._channels)
 
     def unique_id(self) -> bytes:
         return bytes(self._call("get_unique_id"))
@@ -228,10 +229,7 @@ class Nccl4pyNccl(Nccl):
         config.blocking = 0
         config.max_ctas = self._channels
         name = self._nccl.UniqueId.from_buffer(unique_id)
-        comm = self._call("comm_init_rank_config", ranks, name, rank, config)
-        number = next(self._numbers)
-        self._comms[number] = comm
-        return number
+        return self._number(self._call("comm_init_rank_config", ranks, name, rank, config))
 
     def send(self, ptr: int, nbytes: int, peer: int, comm: int, stream: int) -> None:
         self._call("send", ptr, nbytes, UINT8, peer, self._comms[comm], stream)
@@ -244,10 +242,6 @@ class Nccl4pyNccl(Nccl):
 
     def abort(self, comm: int) -> None:
         self._call("comm_abort", self._comms[comm])
-        del self._comms[comm]
-
-    def destroy(self, comm: int) -> None:
-        self._call("comm_destroy", self._comms[comm])
         del self._comms[comm]
 
     def _call(self, name: str, *arguments: object) -> Any:
@@ -285,14 +279,9 @@ class CupyNccl(Nccl):
     blocking = True
 
     def __init__(self, nccl: Any, binding: str, channels: int) -> None:
+        super().__init__(nccl)
         self.binding = binding
         self.channels = channels
-        self._nccl = nccl
-        self._numbers = itertools.count(1)
-        self._comms: dict[int, Any] = {}
-
-    def version(self) -> int:
-        return int(self._nccl.get_version())
 
     def unique_id(self) -> bytes:
         """CuPy 14 gives bytes, CuPy 13 a tuple of signed numbers."""
@@ -304,10 +293,7 @@ class CupyNccl(Nccl):
         name: object = unique_id
         if int(self.binding.split()[1].split(".")[0]) < 14:
             name = tuple(part - 256 if part > 127 else part for part in unique_id)
-        comm = self._call("init", self._nccl.NcclCommunicator, ranks, name, rank)
-        number = next(self._numbers)
-        self._comms[number] = comm
-        return number
+        return self._number(self._call("init", self._nccl.NcclCommunicator, ranks, name, rank))
 
     def send(self, ptr: int, nbytes: int, peer: int, comm: int, stream: int) -> None:
         self._call("send", self._comms[comm].send, ptr, nbytes, UINT8, peer, stream)
@@ -324,10 +310,6 @@ class CupyNccl(Nccl):
 
     def abort(self, comm: int) -> None:
         self._call("abort", self._comms[comm].abort)
-        del self._comms[comm]
-
-    def destroy(self, comm: int) -> None:
-        self._call("destroy", self._comms[comm].destroy)
         del self._comms[comm]
 
     def _call(self, name: str, call: Callable[..., Any], *arguments: object) -> Any:
@@ -347,7 +329,7 @@ def _set_channels(channels: int) -> int:
     different = {name: os.environ[name] for name in CHANNEL_VARIABLES if os.environ[name] != wanted}
     if different:
         logger.warning("nccl_num_channels is %s, but the environment's %s stays", wanted, different)
-        return _power_of_two(max(_number(name) or MOST_CTAS for name in CHANNEL_VARIABLES))
+        return _power_of_two(max(_variable(name) or MOST_CTAS for name in CHANNEL_VARIABLES))
     if _nccl_in_use():
         logger.warning(
             "nccl_num_channels=%s comes too late: vLLM has used NCCL already, which reads its environment "

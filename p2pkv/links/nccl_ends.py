@@ -8,8 +8,9 @@ from collections import deque
 
 import torch
 
-from p2pkv.links.base import Guard, Inbound, LinkError, Outbound
-from p2pkv.links.gpu import StreamEvent, wait_out
+from p2pkv.device import CudaEvent
+from p2pkv.links.base import Guard, GuardedEnd, Inbound, LinkError, Outbound
+from p2pkv.links.gpu import wait_out
 from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, NcclError
 from p2pkv.links.nccl_communicator import NcclContext, Opening
 from p2pkv.links.staging import StagingShare, aligned
@@ -50,14 +51,14 @@ class Operation:
         self.offset = offset
         self.buffer = buffer
         self.nbytes = buffer.numel()
-        self.after: StreamEvent | None = None
-        self.event: StreamEvent | None = None
+        self.after: CudaEvent | None = None
+        self.event: CudaEvent | None = None
         self.finished = False
         self.released = False
         self.times: tuple[float, ...] = ()
 
 
-class End:
+class NcclEnd(GuardedEnd):
     """What both ends have in common. `rank` 0 is P and sends, 1 is D and receives.
 
     NCCL's kernels of an end run on a stream of its own, never on one of the engine's. An operation is
@@ -82,7 +83,6 @@ class End:
         self._announced = announced
         self._told = 0
         """Operations at the front of the queue that `launch` was called for."""
-        self.closed = False
         self._queue: deque[Operation] = deque()  # in order, not launched
         self._launching: Operation | None = None  # NCCL has the call, and has not launched it yet
         self._flying: deque[Operation] = deque()  # launched, and its event is recorded
@@ -115,13 +115,11 @@ class End:
             self._busy.rest(self)
 
     def abort(self) -> None:
-        """End the communicator, on a helper thread; nothing of this end completes any more. Idempotent."""
         self.shared.owner.owned()
-        self.guard.owned()
-        self.close("aborted on this side")
+        super().abort()
 
     def close(self, reason: str) -> None:
-        """`abort` for the factory, whose thread may be another one."""
+        """End the communicator, on a helper thread; nothing of this end completes any more."""
         if self.closed:
             return
         self.closed = True
@@ -154,7 +152,6 @@ class End:
             self._abort_communicator(comm, [])
 
     def check(self) -> None:
-        """Raises RuntimeError if a second thread calls, LinkError if this end no longer works."""
         self.shared.owner.owned()
         self.guard.check()
 
@@ -195,7 +192,6 @@ class End:
         return pending < ANNOUNCED and not self._busy.contended
 
     def free(self, operation: Operation) -> None:
-        """Its slot may be used again."""
         self.operations.discard(operation)
         self.shared.pool.give(operation.offset)
 
@@ -283,7 +279,7 @@ class End:
         assert operation.event is not None
         return self._reached(operation.event)
 
-    def _reached(self, event: StreamEvent) -> bool:
+    def _reached(self, event: CudaEvent) -> bool:
         try:
             return event.ready()
         except RuntimeError as error:
@@ -327,11 +323,10 @@ class NcclReceive:
         return self._operation.finished
 
     def release(self) -> None:
-        """Return the room; if bytes are still on their way, as soon as they have arrived. Idempotent."""
         self._link.release(self._operation)
 
 
-class NcclInbound(End, Inbound):
+class NcclInbound(NcclEnd, Inbound):
     """D's end. Its window bounds what it may hold of the slots that all links of the rank share.
 
     `post` launches nothing, `poll` does: a receive that is launched before its grant has gone out would
@@ -362,12 +357,10 @@ class NcclInbound(End, Inbound):
         return receive
 
     def launch(self) -> None:
-        """P launches its next send: so may this end its next receive, at a later `poll`."""
         self.check()
         self.announce()
 
     def release(self, operation: Operation) -> None:
-        """A receive's bytes have been read."""
         self.guard.owned()
         if not operation.released:
             operation.released = True
@@ -402,7 +395,7 @@ class NcclSend:
         return self._operation.finished
 
 
-class NcclOutbound(End, Outbound):
+class NcclOutbound(NcclEnd, Outbound):
     """P's end."""
 
     def __init__(self, shared: NcclContext, unique_id: bytes, announced: bool = False) -> None:
@@ -430,11 +423,9 @@ class NcclOutbound(End, Outbound):
         return NcclSend(self, operation)
 
     def due(self) -> bool:
-        """Whether the next committed send may be announced, and then launched, now."""
         return self.next_may_follow()
 
     def launch(self) -> None:
-        """The next send is announced to D."""
         self.announce()
         self.poll()
 

@@ -23,7 +23,7 @@ from typing import Annotated
 import torch
 from msgspec import Meta, Struct
 
-from p2pkv.links.base import NONCE_BYTES, Guard, LinkError, Outbound
+from p2pkv.links.base import NONCE_BYTES, Guard, GuardedEnd, LinkError, Outbound
 from p2pkv.links.staging import ALIGNMENT, MappedPool, aligned
 
 ENTRIES = 1024
@@ -202,11 +202,12 @@ def to_remote_slot(offset: int, sequence: int) -> int:
     return offset // ALIGNMENT << _SEQUENCE_BITS | sequence & (1 << _SEQUENCE_BITS) - 1
 
 
-def from_remote_slot(remote_slot: int, sequence: int) -> int:
-    """The offset in a remote slot. Raises LinkError if it is not that of message number `sequence`."""
+def from_remote_slot(remote_slot: int, sequence: int, guard: Guard) -> int:
+    """The offset in a remote slot. Breaks the link, and raises LinkError, if that is not the slot of message
+    number `sequence`."""
     mask = (1 << _SEQUENCE_BITS) - 1
     if remote_slot < 0 or remote_slot & mask != sequence & mask:
-        raise LinkError(
+        raise guard.fail(
             f"remote slot {remote_slot} is not that of message {sequence}; grants must be used in order"
         )
     return (remote_slot >> _SEQUENCE_BITS) * ALIGNMENT
@@ -260,14 +261,12 @@ class SharedSend:
         self._entry = entry(sequence)
 
     def commit(self) -> None:
-        """Publish the buffer to D."""
         self._link.guard.check()
         self._words[self._entry + NBYTES] = self.buffer.numel()
         fence()
         self._words[self._entry + COMMITTED] = self.sequence + 1
 
     def done(self) -> bool:
-        """Whether D has read the bytes."""
         self._link.guard.check()
         if not self._finished and self.taken():
             self._finished = True
@@ -279,7 +278,7 @@ class SharedSend:
         return self._words[self._entry + TAKEN] > self.sequence
 
 
-class SharedOutbound(Outbound):
+class SharedOutbound(GuardedEnd, Outbound):
     """P's end. Nothing here makes a system call; a peer that dies is never noticed."""
 
     def __init__(self, arena: Arena, nonce: bytes) -> None:
@@ -302,10 +301,7 @@ class SharedOutbound(Outbound):
         assert self._arena is not None
         pool = self._arena.pool
         pool.check(nbytes)
-        try:
-            offset = from_remote_slot(remote_slot, self._next)
-        except LinkError as error:
-            raise self.guard.fail(str(error)) from None
+        offset = from_remote_slot(remote_slot, self._next, self.guard)
         if offset + nbytes > pool.capacity:
             raise self.guard.fail(
                 f"remote slot {remote_slot} lies outside the window of {pool.capacity} bytes"
@@ -318,11 +314,9 @@ class SharedOutbound(Outbound):
 
     @property
     def used(self) -> int:
-        """Bytes of D's window that this end's unfinished sends take."""
         return self._used
 
     def finish(self, send: SharedSend) -> None:
-        """A send has ended."""
         if self._unfinished.pop(send.sequence, None) is not None:
             self._used -= send.buffer.numel()
 
@@ -335,15 +329,10 @@ class SharedOutbound(Outbound):
                 return
             self.finish(send)
 
-    def abort(self) -> None:
-        """Unmap D's memory, as soon as no tensor of it is held any more. Idempotent."""
-        self.guard.owned()
-        self.close("aborted on this side")
-
     def close(self, reason: str) -> None:
-        """`abort` for the factory, whose thread may be another one."""
+        self.closed = True
         self.guard.fail(reason)
-        self._arena = None
+        self._arena = None  # unmapped when no tensor of it is held any more
         self._unfinished.clear()
         self._used = 0
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 
-from p2pkv.links.base import NONCE_BYTES, Guard, LinkError, Outbound
+from p2pkv.links.base import NONCE_BYTES, Guard, GuardedEnd, LinkError, Outbound
 from p2pkv.links.shared_memory import from_remote_slot
 from p2pkv.links.staging import MappedPool, StagingShare, aligned
 
@@ -202,7 +202,6 @@ class TcpSend:
         self.committed = True
 
     def done(self) -> bool:
-        """Whether D has taken all bytes. Raises LinkError if it never will."""
         link = self._link
         link.guard.check()
         if self.sequence < link.taken:
@@ -212,7 +211,7 @@ class TcpSend:
         return False
 
 
-class TcpOutbound(Outbound):
+class TcpOutbound(GuardedEnd, Outbound):
     """P's end. Connects without blocking; `ready` once D has answered the hello."""
 
     def __init__(self, address: tuple[str, int], hello: bytes, answer: bytes, share: StagingShare) -> None:
@@ -236,23 +235,18 @@ class TcpOutbound(Outbound):
         self._socket = _connect(address)
 
     def ready(self) -> bool:
-        """Whether D has answered. Raises LinkError if the connection has ended."""
         if not self._greeted:
             self.poll()
         self.guard.check()
         return self._greeted
 
     def reserve(self, nbytes: int, remote_slot: int) -> TcpSend | None:
-        """A staging buffer, or None while the rank's staging has no room. ValueError if it never has."""
         self.guard.check()
         if self.lost is not None:
             raise LinkError(self.lost)
         assert self._pool is not None
         self._pool.check(nbytes)
-        try:
-            from_remote_slot(remote_slot, self._next)
-        except LinkError as error:
-            raise self.guard.fail(str(error)) from None
+        from_remote_slot(remote_slot, self._next, self.guard)
         if not self._share.grants(nbytes):
             return None
         offset = self._pool.take(nbytes, self._share)
@@ -266,11 +260,9 @@ class TcpOutbound(Outbound):
 
     @property
     def used(self) -> int:
-        """Bytes of staging that D has not taken yet."""
         return self._share.held
 
     def poll(self) -> None:
-        """Send and receive what can be now. Raises LinkError if a send of ours can never end."""
         self.guard.check()
         if self.lost is None:
             try:
@@ -283,13 +275,8 @@ class TcpOutbound(Outbound):
         assert self._pool is not None
         self._pool.tidy()
 
-    def abort(self) -> None:
-        """Close the connection and free the staging. Idempotent."""
-        self.guard.owned()
-        self.close("aborted on this side")
-
     def close(self, reason: str) -> None:
-        """`abort` for the factory, whose thread may be another one."""
+        self.closed = True
         self.guard.fail(reason)
         self._socket.close()
         if self._pool is not None:

@@ -104,7 +104,7 @@ class HybridRank:
             link=links.kind,
             digest=groups[0].digest_name,
             verify=opts.verify,
-            ahead=role == "D" and opts.ahead_bytes > 0,
+            ahead=role == "D" and opts.prefetch_bytes > 0,
         )
         self.rank = Rank(hello, opts, RankCache(groups, [kind.numbers for kind in KINDS]), links)
         self._seen: list[do.Event] = []

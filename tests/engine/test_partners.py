@@ -34,8 +34,7 @@ class PlayedRank:
     rank: int
     dialing: Any = field(default_factory=lambda: SimpleNamespace(open=False, refused=False, reason=""))
     hello: object = None
-    linked: bool = False
-    up: bool = False
+    link: Any = field(default_factory=lambda: SimpleNamespace(linked=False, up=False))
     needed: bool = False
     used: float = 0.0
     engine: tuple[str, ...] = ()
@@ -56,7 +55,7 @@ class PlayedRank:
 
     def welcomes(self, link: bool = True) -> None:
         self.dialing.open, self.hello = True, object()
-        self.linked = self.up = link
+        self.link = SimpleNamespace(linked=link, up=link)
 
     def refuses(self, reason: str) -> None:
         self.dialing.refused, self.dialing.reason = True, reason
@@ -154,7 +153,7 @@ def test_a_rank_that_a_request_needs_is_not_hung_up_on() -> None:
     d.name()
     d.look(LEFT_SECONDS + 1)
     assert d.hung_up == [SECOND], "its P is named no more, and no request has needed this rank"
-    assert d.ranks[FIRST].linked
+    assert d.ranks[FIRST].link.linked
     assert not d.it.keeps(d.ranks[FIRST]), "how long it lasts is its requests' affair"  # type: ignore[arg-type]
 
 
@@ -249,7 +248,7 @@ def test_once_a_link_was_up_the_pause_is_short_again() -> None:
     d.ranks[FIRST].welcomes()
     d.look()
     assert d.links_ahead == 1
-    d.ranks[FIRST].up = False
+    d.ranks[FIRST].link.up = False
     ended = d.now
     d.look(0.25)
     assert d.hung_up[-1] == FIRST

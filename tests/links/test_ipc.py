@@ -270,9 +270,9 @@ def test_memory_that_cannot_be_exported_is_a_sentence() -> None:
 
 
 def test_another_link_kind_is_refused(d: IpcLinks) -> None:
-    other = base.encode_blob(
-        IpcInvitation(kind="ipc", version=1, nonce=b"x" * 16, boot="b", network=1)
-    ).replace(b"\xa3ipc", b"\xa3tcp")
+    other = base.encode_blob(IpcInvitation(version=1, nonce=b"x" * 16, boot="b", network=1)).replace(
+        b"\xa3ipc", b"\xa3tcp"
+    )
     with pytest.raises(LinkError, match="same `link` setting"):
         d.accept(other, WINDOW)
 

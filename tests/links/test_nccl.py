@@ -16,8 +16,8 @@ from nccl_simulated_device import SimulatedDevice, SimulatedEvent
 
 from p2pkv.bench.nccl import PARTS, parts_of, parts_table
 from p2pkv.links import nccl_communicator, nccl_ends
-from p2pkv.links.base import LinkError, decode_blob, encode_blob
-from p2pkv.links.nccl import NcclAcceptance, NcclLinks, cuda_links
+from p2pkv.links.base import LinkError, LinkSettings, decode_blob, encode_blob
+from p2pkv.links.nccl import NcclAcceptance, NcclLinks, make_links
 from support.waiting import wait_for
 
 WINDOW = 1 << 16
@@ -300,7 +300,7 @@ def test_a_full_device_fails_at_the_start(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(
         ValueError, match=r"staging_bytes is 0 MiB, and of the 81,920 MiB of cuda:3 only 1 MiB"
     ):
-        cuda_links(4096, device=torch.device("cuda", 3))
+        make_links(LinkSettings(host="", staging_bytes=4096, device=torch.device("cuda", 3)))
 
 
 # One owner.

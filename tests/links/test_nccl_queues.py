@@ -21,7 +21,7 @@ from p2pkv.links import nccl_ends
 from p2pkv.links.base import Guard, Inbound, Outbound, Receive, Send
 from p2pkv.links.nccl import NcclLinks
 from p2pkv.links.nccl_communicator import BusyEnds
-from p2pkv.links.nccl_ends import End
+from p2pkv.links.nccl_ends import NcclEnd
 from support.waiting import wait_for
 
 WINDOW = 1 << 20
@@ -355,7 +355,7 @@ def fresh(mesh: Mesh) -> Mesh:
         simulated(rank).disown()
     for line in mesh.lines.values():
         for end in (line.outbound, line.inbound):
-            assert isinstance(end, End)
+            assert isinstance(end, NcclEnd)
             end.guard = Guard("an end in a test")
     return mesh
 

@@ -13,43 +13,18 @@ from pathlib import Path
 
 import pytest
 from gpu.needs import FILES, WHEELS
-from packaging.requirements import Requirement
+
+from support.bare import with_only
 
 ROOT = Path(__file__).parents[2]
 
 BARE = ("torch", "numpy", "pytest")
 
 
-def closure(names: tuple[str, ...]) -> set[str]:
-    """These packages and all that they need, as far as they are installed."""
-    found: set[str] = set()
-    left = list(names)
-    while left:
-        name = re.sub(r"[-_.]+", "-", left.pop()).lower()
-        try:
-            needed = [Requirement(line) for line in importlib.metadata.requires(name) or []]
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if name not in found:
-            found.add(name)
-            left += [
-                each.name for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})
-            ]
-    return found
-
-
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with links to what these packages have installed."""
-    folder = tmp_path_factory.mktemp("bare")
-    venv.create(folder, symlinks=True)
-    (site,) = folder.glob("lib/python*/site-packages")
-    packages = [importlib.metadata.distribution(name) for name in closure(BARE)]
-    # Several packages may share a folder, as NVIDIA's do.
-    tops = {file.parts[0]: package for package in packages for file in package.files or []}
-    for top in tops.keys() - {"..", "__pycache__"}:
-        (site / top).symlink_to(tops[top].locate_file(top))
-    return folder / "bin" / "python"
+    """A virtual environment with nothing else."""
+    return with_only(tmp_path_factory.mktemp("bare"), *BARE)
 
 
 def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
