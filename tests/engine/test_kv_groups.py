@@ -249,21 +249,6 @@ def test_a_preempted_prompt_comes_again_with_both_groups(links):
         expect_all(d, D_TABLES, 0)
 
 
-def test_a_broken_link_fails_the_load_and_the_next_one_brings_both_groups(links):
-    with pair((1, 1), links) as (p, d):
-        begin(p, d)
-        d.do(do.Load("k", 0, TOKENS - 1, D_TABLES))
-        step(p, P_TABLES, 0, 40)
-        wait_for(lambda: d.ranks[0].rank.counters.values["bytes_scattered"])
-        break_link(d)
-        wait_for(lambda: failures(d))
-        begin(p, d, "again")
-        d.do(do.Load("again", 0, TOKENS - 1, D_TABLES))
-        step(p, OTHER_P_TABLES, 0, TOKENS, "again")
-        d.wait(do.Loaded("again"))
-        expect_all(d, D_TABLES, 0)
-
-
 def compute_attention(p: Engine, d: Engine) -> None:
     """All that D waits for but the state, which P has not computed yet; until D has written it."""
     p.do(do.PromptBlocks("k", P_TABLES))

@@ -106,30 +106,6 @@ def test_nothing_wanted_releases_p(links):
         wait_for(lambda: at_baseline(p) and at_baseline(d))
 
 
-def test_nothing_wanted_is_said_before_p_knows_the_request(links):
-    with engines(ONE, ONE, links) as (p, d):
-        for key in ("unlinked", "linked"):
-            d.do(do.Expect(key, p.address, 1, b"digest"))
-            d.do(do.Load(key, 0, 0, ()))
-            d.wait(do.Loaded(key))
-            d.do(do.Forget(key))
-            prefill(p, key, d.address, 1, [3], chunk=16)
-            p.ranks[0].seen += p.ranks[0].rank.events()
-            finish(p, key)
-        wait_for(lambda: at_baseline(p) and at_baseline(d))
-
-
-def test_d_cancels_before_p_knows_the_request(links):
-    with engines(ONE, ONE, links) as (p, d):
-        d.do(do.Expect("k", p.address, 20, b"digest"))
-        wait_for(lambda: p.ranks[0].rank.counters.snapshot()["early_claims"])
-        d.do(do.Drop("k", "the client has left"))
-        d.do(do.Forget("k"))
-        prefill(p, "k", d.address, 20, [3, 4], chunk=20)
-        finish(p, "k")
-        wait_for(lambda: at_baseline(p) and at_baseline(d))
-
-
 def test_a_claim_that_outlives_its_prompt_ends_with_the_transfer(links, monkeypatch):
     gate, arrived = threading.Event(), Receiving.arrived.fget
     monkeypatch.setattr(Receiving, "arrived", property(lambda posted: gate.is_set() and arrived(posted)))

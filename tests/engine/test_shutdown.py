@@ -132,28 +132,6 @@ def test_a_p_that_stops_takes_on_nothing_new(make: Make) -> None:
 
 
 @one_kind
-def test_a_d_that_stops_lets_ps_pages_go_at_once(make: Make) -> None:
-    """Of what it loads, and of what waits for it; P needs no lease to find out."""
-    p, d = make("P"), make("D")
-    for key in ("half", "waiting", "queued"):
-        d.do(do.Expect(key, p.address, 96, b"digest"))
-    p.do(do.OfferPrompt("half", d.address, 96, b"digest"))
-    d.wait(do.Begun("half"))
-    d.do(do.Load("half", 0, 95, (BLOCKS,)))
-    step(p, "half", BLOCKS, 0, 48)
-    prefill(p, "waiting", d.address, 96, BLOCKS, chunk=96)
-    d.wait(do.Begun("waiting"))
-    d.stop()
-    for key in ("half", "waiting"):
-        p.wait(do.BlocksFree(key))
-    prefill(p, "queued", d.address, 96, BLOCKS, chunk=96)
-    p.wait(do.BlocksFree("queued"))
-    for key in ("half", "waiting", "queued"):
-        p.do(do.Forget(key))
-    wait_for(lambda: at_baseline(p))
-
-
-@one_kind
 def test_a_stop_waits_for_no_peer_that_is_dead(make: Make) -> None:
     """P has computed what D wants, and D says nothing any more."""
     p, d = make("P"), make("D")
