@@ -124,8 +124,7 @@ def address_towards(host: str) -> str:
 
 
 def interface_of(own: str) -> str | None:
-    """The interface that has this address, which is one of this machine's; None if that cannot be found
-    out."""
+    """The interface that has this address of this machine; None if that cannot be found out."""
     if ":" in own:
         wanted = socket.inet_pton(socket.AF_INET6, own.partition("%")[0]).hex()
         try:
@@ -271,8 +270,7 @@ class Conversation:
             yield message
 
     def over(self, error: LinkError | CheckFailed) -> CheckFailed:
-        """Send the failure to the other side. Where a link broke, the other side may know the cause and send
-        that."""
+        """Send the failure to the other side, unless that knows the cause of a broken link and sends it."""
         reason = str(error)
         end = time.monotonic() + LAST_MESSAGE_SECONDS
         while isinstance(error, LinkError) and time.monotonic() < end:
@@ -416,8 +414,7 @@ def contents_of(number: int, device: torch.device) -> torch.Tensor:
 
 
 def _send(other: Conversation, outbound: Outbound, seconds: float) -> float:
-    """Send what is granted until the other side reports that it has all; returns the rate that it has
-    measured."""
+    """Send what is granted until the other side has all; returns the rate that it has measured."""
     granted: deque[Granted] = deque()
     sends: deque[Send] = deque()
     contents: torch.Tensor | None = None

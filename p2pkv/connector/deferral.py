@@ -42,8 +42,7 @@ class DeferringQueue(RequestQueue):
         self._queue.prepend_requests(again)
 
     def resume(self, request_ids: Iterable[str]) -> None:
-        """These are decided: those that were deferred come back into the queue, each where its age puts
-        it."""
+        """These are decided: those that were deferred come back into the queue, by age."""
         found = [request for each in request_ids if (request := self._deferred.pop(each, None))]
         queue = self._queue
         if not isinstance(queue, deque):

@@ -206,8 +206,7 @@ def _spec_of(group: KVCacheGroupSpec, name: str) -> KVCacheSpec:
 
 
 def _window(spec: KVCacheSpec) -> int:
-    """Tokens whose KV vLLM keeps for this layer; 0: of all, as it does for windows without its hybrid
-    allocator."""
+    """Tokens whose KV vLLM keeps for this layer; 0: all, as for windows without its hybrid allocator."""
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
     if _chunked(spec):

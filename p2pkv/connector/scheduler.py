@@ -572,8 +572,7 @@ class ConsumerScheduler:
         return withheld
 
     def fail(self, request_id: str, reason: str) -> None:
-        """Nothing comes from P for this request, if it is known; vLLM gets that answer from the next pass
-        on."""
+        """Nothing comes from P for this request, if it is known; vLLM learns that in its next pass."""
         if asking := self.asking.get(request_id):
             asking.failure = reason
             self._decide([request_id])

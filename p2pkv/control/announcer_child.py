@@ -108,8 +108,7 @@ class _Worker:
 
 
 class _Partners:
-    """Passes on to the worker the partners that any proxy names. Does not wait for a worker that reads
-    nothing."""
+    """Passes on to the worker the partners that any proxy names. Never waits for the worker."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=os.dup(descriptor))

@@ -97,8 +97,7 @@ class Pinger:
             self._waker.send(b"!")
 
     def stop(self, timeout: float = 2.0) -> None:
-        """Sends a goodbye to a proxy that is connected, and ends the thread within `timeout` seconds.
-        Idempotent."""
+        """Sends a goodbye to a connected proxy, and ends the thread within `timeout` seconds. Idempotent."""
         if self._stopping.is_set():
             return
         self._stopping.set()

@@ -96,8 +96,7 @@ class Copies:
         self._last: dict[str, _Launch] = {}
 
     def launched(self, key: str) -> bool:
-        """A copy for this transfer has just been queued on the current stream; whether all of them are
-        done."""
+        """A copy for this transfer was queued on the current stream; whether all of them are done."""
         if self._record is not None:
             fence = self._record()
             if self._launches or not fence.ready():

@@ -83,8 +83,7 @@ class RequestEntry:
         return self.receiver.load.state is LoadPhase.AHEAD
 
     def rank_of(self, peer: PrefillPeer) -> int | None:
-        """The rank of P that `peer` is for this request; None if it is none, or the request is not
-        connected yet."""
+        """The rank of P that `peer` is for this request; None if it is none, or none is connected yet."""
         return next((rank for rank, each in self.peers.items() if each is peer), None)
 
     def extents(self, rank: int) -> Extents:
@@ -270,8 +269,7 @@ class Decode:
             waiting.pop(key, None)
 
     def _connect(self, entry: RequestEntry, now: float) -> None:
-        """Connect the request to all ranks that hold a part of its KV, if all are there; then send
-        them that it waits."""
+        """Connect the request to all ranks that hold a part of its KV, if all are there; ask them for it."""
         if entry.peers or entry.receiver.load.ended:
             return
         first = self._ranks.reached(entry.expect.prefill, now)
@@ -295,8 +293,7 @@ class Decode:
         self._decided(entry, entry.receiver.attach(assignments, now), now)
 
     def _stray(self, entry: RequestEntry, stray: PrefillPeer, first: PrefillPeer, now: float) -> None:
-        """Two ranks of P contradict each other. One may not know yet that its engine has restarted: ask it
-        anew."""
+        """Two ranks of P contradict each other. One may not know of a restart of its engine: ask it anew."""
         reason = unfit(first.address, stray.address, "their Hellos describe their common engine differently")
         entry.tries += 1
         if entry.tries > MAX_TRIES:
@@ -305,8 +302,7 @@ class Decode:
         self._ranks.lose(stray, reason, now)
 
     def prefetch(self, peer: PrefillPeer, message: m.Ahead, now: float) -> None:
-        """P has begun a prompt for which no request has come: take it if all ranks that hold a part are
-        connected."""
+        """P has begun a prompt for which no request has come: take it if all its ranks are connected."""
         if message.key in self.entries or not peer.welcomed or peer.hello is None:
             return
         edges, addresses = peer.ranks()
@@ -412,8 +408,7 @@ class Decode:
     # What has happened to ranks of P.
 
     def lost(self, effect: prefill_peers.PrefillLost, now: float) -> None:
-        """This incarnation of a rank of P is gone. Requests that P had not begun ask the next one; all
-        others fail."""
+        """This incarnation is gone. Requests that P had not begun ask the next one; all others fail."""
         peer, reason = effect.peer, effect.reason
         for entry in self.of(peer):
             receiver = entry.receiver
@@ -539,8 +534,7 @@ class Decode:
         self._decided(entry, receiver.scattered(arrived.rank, arrived.chunk.chunk, now), now)
 
     def _corrupt(self, entry: RequestEntry, receiver: Receiver, arrived: ArrivedChunk, now: float) -> None:
-        """The bytes differ from what P gathered: end the transfer, and the link, since it may spoil
-        others."""
+        """The bytes are not what P gathered: end the transfer, and the link, which may spoil others."""
         peer, check = arrived.peer, arrived.check
         assert check is not None
         self._ctx.counters.add("chunks_corrupt")
@@ -556,8 +550,7 @@ class Decode:
     # Time.
 
     def _expire(self, now: float) -> None:
-        """End what has outlived its lease, and note when the next lease may end; messages from P may put it
-        off."""
+        """End what has outlived its lease, and note when the next lease may end, without news from P."""
         lease = self._ctx.options.lease_seconds
         # The earliest end of a lease or of a wait that begins later.
         first = now + min(lease, self._ctx.options.wait_seconds)
@@ -582,8 +575,7 @@ class Decode:
         self._leases.by(entry.receiver.deadline or inf)
 
     def _send_heartbeats(self, now: float) -> None:
-        """Name to each rank of P the transfers that wait for it, to renew its leases, unless this engine is
-        in trouble."""
+        """Renew the leases of transfers that wait for P, unless this engine is in trouble."""
         if self._ctx.steps.trouble(now):
             self._beat.at(now + LOOK_SECONDS)
             return

@@ -363,8 +363,7 @@ class DecodePeer:
 
     @property
     def settled(self) -> bool:
-        """Whether there is nothing to wait for: the link is up, or none is needed now, and nothing is on
-        it."""
+        """Whether nothing is awaited: the link is up, or none is needed now, and nothing is on it."""
         link = self.link
         return (self.assignment is None or link.linked or link.parked) and not link.busy
 
@@ -640,15 +639,13 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         return any(not peer.settled for peer in self.active)
 
     def _patience_with(self, peer: DecodePeer, now: float) -> float:
-        """Seconds that a link may take to come up: twice as many while D's heartbeats come, since it may
-        just be busy."""
+        """Seconds a link may take to come up: twice as many while D's heartbeats come, as it may be busy."""
         lease = self._ctx.options.lease_seconds
         patience = 2 * lease if now - peer.last_alive < lease else lease
         return max(patience, self._ctx.links.build_seconds) if peer.link.accepted else patience
 
     def look(self, now: float) -> None:
-        """Close links that are idle; let the next turn look at all ranks. Call it several times a
-        second."""
+        """Close idle links; let the next turn look at all ranks. Call it several times a second."""
         linked = [peer for peer in self if peer.link.linked]
         most = self._ctx.options.max_links
         for peer in surplus(

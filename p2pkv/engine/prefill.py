@@ -94,8 +94,7 @@ class Prefill:
             self._offer_unasked(entry)
 
     def _offer_unasked(self, entry: PromptEntry) -> None:
-        """Offer this prompt to the ranks of D that may take it before the request for it comes
-        (`prefetch_bytes`)."""
+        """Offer this prompt to ranks of D that take it before its request comes (`prefetch_bytes`)."""
         sender = entry.sender
         message = m.Ahead(sender.key, sender.tokens, sender.digest)
         for peer in self._ranks:
@@ -189,8 +188,7 @@ class Prefill:
         return True
 
     def elsewhere(self, connection: Connection, message: m.Elsewhere, now: float) -> None:
-        """Another engine of this instance has requests whose ids name this one: refer those to it that have
-        asked here."""
+        """Another engine of this instance has requests that name this one: refer D to it."""
         self._referrals.received(message, now)
         for key in message.keys:
             for rank, claim in self._claims.take(key).items() if key not in self.entries else ():

@@ -112,8 +112,7 @@ class Inbound(End):
         """
 
     def take(self, nbytes: int, reserve: int = 0) -> Receive | None:
-        """`post`, if both ends are up, and the rank's staging has room beside other links and `reserve`
-        bytes."""
+        """`post`, if both ends are up, and staging has room beside other links and `reserve` bytes."""
         if not self.ready() or not self.share.grants(nbytes, reserve):
             return None
         return self.post(nbytes)
