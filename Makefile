@@ -12,6 +12,7 @@
 # make gpu-dry-run  those lines of tests/gpu that need no GPU, with vLLM on the CPU: a few minutes
 # make chaos   engines that are killed, frozen and cut off under load (SECONDS=300 SEED=1; TIER=2 repeats exactly)
 # make dist    the sdist and the wheel, checked: in dist/, the same bytes each time (the date is SOURCE_DATE_EPOCH)
+# make site    the pages as a site, in site/ (MkDocs); dead links fail it
 # make bench   the benchmark (ARGS= for its options)
 # make venv    only make .venv
 # make venv-033    only make .venv-0.33, for test-033
@@ -57,7 +58,7 @@ JOBS ?= 4
 SIDE_BY_SIDE := -n $(JOBS) --no-loadscope-reorder
 NO_GPU := $(if $(filter cpu,$(DEVICE)),and not gpu and not two_gpus)
 
-.PHONY: help venv venv-033 demo test test-long test-033 unit explore mutants gpu-test gpu-first-day gpu-dry-run chaos lint pages dist bench clean
+.PHONY: help venv venv-033 demo test test-long test-033 unit explore mutants gpu-test gpu-first-day gpu-dry-run chaos lint pages dist site bench clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -178,6 +179,12 @@ dist: $(STAMP)
 	    cat ../log; exit 1; }
 	@$(PY) -m twine --no-color check --strict $(DIST)/*
 	@$(PY) -m check_wheel_contents $(DIST)/*.whl
+
+# The pages lie in several folders of the repository, and MkDocs wants one.
+site: $(STAMP)
+	@rm -rf build/pages; mkdir -p build/pages
+	@cp --parents -r *.md LICENSE docs examples benchmarks/results build/pages
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(if $(SITE),--site-dir $(abspath $(SITE)))
 
 bench: $(STAMP)
 	@$(PY) -m p2pkv.cli bench $(ARGS)

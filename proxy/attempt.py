@@ -26,7 +26,7 @@ from aiohttp import web
 from p2pkv.pairing import mint
 
 from .admission import RequestPlace
-from .answers import STOPPED, Transcript, gave_up, message_of, returned_params
+from .answers import STOPPED, gave_up, message_of, returned_params
 from .blame import REFUSALS, Again, Blame, CallEnd, Charge, Verdict, assign_blame
 from .bodies import Body
 from .continuation import Continuation
@@ -36,6 +36,7 @@ from .limits import RequestCounters
 from .membership.instance import Instance, Role
 from .metrics import CallSpan, Ended, RequestRecord
 from .relay import Relay, Scrubber, refusal
+from .transcript import Transcript
 from .upstream import EVENT_STREAM, Call, CallFailed, Client, Reply, refused, to_instance
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,6 @@ from aiohttp.typedefs import Middleware
 
 from .access import Access
 from .admission import Admission, RequestPlace
-from .answers import Transcript, TranscriptMemory
 from .attempt import Attempt, Dispatch, Means, Outcome
 from .blame import Again, CallEnd, Charge
 from .bodies import BadBody, Body, Intake, parse
@@ -36,6 +35,7 @@ from .resume import Resumer
 from .retries import Retries
 from .routing import NoInstance, Router, UnknownModel
 from .tracing import Spans
+from .transcript import Transcript, TranscriptMemory
 from .upstream import Client
 
 logger = logging.getLogger(__name__)

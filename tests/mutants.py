@@ -1125,21 +1125,21 @@ PRODUCT = (
     ),
     Mutant(
         "a stream goes on with a token too many",
-        "proxy/answers.py:Transcript.rewind",
+        "proxy/transcript.py:Transcript.rewind",
         "del self._ids[self._safe :]",
         "del self._ids[self._safe + 3 :]",
         ("tests/proxy/test_continuation.py::test_a_cut_answer_is_the_whole_one",),
     ),
     Mutant(
         "half a character counts as sent",
-        "proxy/answers.py:Transcript.feed",
-        " and self._empty not in chunk",
-        "",
+        "proxy/transcript.py:Transcript.feed_alike",
+        "start < at < end",
+        "start <= at < end",
         ("tests/proxy/test_continuation.py::test_half_a_character_is_generated_anew",),
     ),
     Mutant(
         "text that a stop string may begin in counts as sent",
-        "proxy/answers.py:Transcript._add",
+        "proxy/transcript.py:Transcript._add",
         "self._chars + self.wanted.kept_back",
         "self._chars",
         ("tests/proxy/test_continuation.py::test_a_cut_answer_is_the_whole_one",),
@@ -1517,6 +1517,20 @@ PRODUCT = (
         "self._free |= self._held",
         "pass",
         ("tests/connector/test_weights_real_ranks.py",),
+    ),
+    Mutant(
+        "fields that are not marked as optional are dropped too",
+        "p2pkv/protocol/messages.py:_kept",
+        "name.startswith(OPTIONAL)",
+        "True",
+        ("tests/protocol/test_messages.py",),
+    ),
+    Mutant(
+        "an optional field may stand twice in a message, or in another form",
+        "p2pkv/protocol/messages.py:without_optional",
+        "if msgspec.msgpack.encode(fields) != data:",
+        "if False:",
+        ("tests/protocol/test_messages.py",),
     ),
 )  # fmt: skip
 

@@ -168,6 +168,13 @@ def probing_server(
     )
 
 
+def by_vllm_serve(server: VllmServer, *options: str) -> VllmServer:
+    """The same server, started with `vllm serve` and these options, too."""
+    module = server.command.index("vllm.entrypoints.openai.api_server")
+    server.command[module - 1 : module + 1] = [str(Path(PROBE_FOLDER, "vllm_serve.py")), *options]
+    return server
+
+
 def start_fleet(model: Path, logs: Path, stack: ExitStack) -> Fleet:
     """Start all five side by side and wait until each serves; `stack` stops them."""
     concurrent = ProxyServer(dispatch="concurrent", log_path=logs / "proxy-concurrent.log")

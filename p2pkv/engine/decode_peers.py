@@ -639,7 +639,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         return any(not peer.settled for peer in self.active)
 
     def _patience_with(self, peer: DecodePeer, now: float) -> float:
-        """Seconds a link may take to come up: twice as many while D's heartbeats come, as it may be busy."""
+        """Seconds that a link may take to come up; twice as many for a D that is alive and may be busy."""
         lease = self._ctx.options.lease_seconds
         patience = 2 * lease if now - peer.last_alive < lease else lease
         return max(patience, self._ctx.links.build_seconds) if peer.link.accepted else patience

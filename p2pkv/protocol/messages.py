@@ -1,4 +1,4 @@
-"""What two ranks say to each other: typed messages, one tagged union, unknown fields refused.
+"""What two ranks say to each other: typed messages, one tagged union, unknown fields refused unless optional.
 
 P is a rank that prefills and sends, D a rank that decodes and receives. D dials and P answers, so
 that no request id can make a P connect anywhere. A transfer is named by (key, attempt), where the
@@ -6,18 +6,26 @@ attempt is D's own serial number of this asking; every message is bound to the i
 connection that carried it, which the handshake proves, so it need not be repeated here.
 
 A new field is at most three files: declared here, set in the file that makes the message, and read in the
-file that handles it. Messages have one form only (see `decode`), so a new field is a new PROTOCOL_VERSION.
+file that handles it. Messages have one form only (see `decode`), so it is a new PROTOCOL_VERSION, unless
+peers may ignore it. Such a field is optional: its name on the wire begins with OPTIONAL, no other field ever
+had that name, and UNSET leaves it out:
+
+    note: Name | UnsetType = msgspec.field(default=UNSET, name="?note")
+
+Versions that do not know it drop it. A rank that must know whether its peer does looks for it in the
+peer's messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 PROTOCOL_VERSION = 5
+OPTIONAL = "?"
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_PIECES = 4096
 MAX_GROUPS = 64
@@ -380,21 +388,48 @@ encode: Callable[[AnyMessage], bytes] = msgspec.msgpack.Encoder().encode
 """The bytes of one message (msgpack)."""
 
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_STRUCTS: tuple[type[Struct], ...] = (*Message.__subclasses__(), KvGroup, Cache)
+_KNOWN = frozenset(field.encode_name for kind in _STRUCTS for field in msgspec.structs.fields(kind))
 
 
 def decode(data: bytes | memoryview) -> AnyMessage:
-    """The message in `data`. Raises BadMessage, and nothing else, for whatever is not one.
+    """The message in `data`, without optional fields that this version does not know. Raises BadMessage, and
+    nothing else, for whatever is not one.
 
     Every message has one form only, so that the same bytes are never two messages.
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise BadMessage(f"a control message of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")
     try:
-        message = _decoder.decode(data)
-    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
+        try:
+            message = _decoder.decode(data)
+        except msgspec.ValidationError:
+            data = without_optional(data, _KNOWN)
+            message = _decoder.decode(data)
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError, TypeError) as error:
         raise BadMessage(f"not a p2pkv message: {str(error)[:200]}") from None
     if encode(message) != data:
         raise BadMessage(
             f"a {type(message).__name__} in another form than p2pkv writes: is a field there twice?"
         )
     return message
+
+
+def without_optional(data: bytes | memoryview, known: Set[str]) -> bytes:
+    """A message without its optional fields but those of these names. Raises what `decode` catches."""
+    fields = msgspec.msgpack.decode(data)
+    if msgspec.msgpack.encode(fields) != data:
+        raise ValueError("fields are in another form than p2pkv writes: is one there twice?")
+    return msgspec.msgpack.encode(_kept(fields, known))
+
+
+def _kept(value: object, known: Set[str]) -> object:
+    if isinstance(value, list):
+        return [_kept(each, known) for each in value]
+    if isinstance(value, dict):
+        return {
+            name: _kept(each, known)
+            for name, each in value.items()
+            if name in known or not (isinstance(name, str) and name.startswith(OPTIONAL))
+        }
+    return value

@@ -139,6 +139,73 @@ def test_every_field_is_needed_once_and_no_other_is_known(kind: type[Any]) -> No
     assert parse(join([("t", msgspec.msgpack.encode("Shutdown")), *fields[1:]])) is None
 
 
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.text()
+    | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(any_message, st.lists(st.tuples(st.text(max_size=20), anything), min_size=1, max_size=3), st.data())
+@budget
+def test_optional_fields_of_a_later_version_are_dropped_wherever_they_stand(
+    message: AnyMessage, extra: list[tuple[str, Any]], data: st.DataObject
+) -> None:
+    """The first, last and between the others, in the message and in what it carries (a Hello's cache)."""
+    fields = msgspec.msgpack.decode(encode(message))
+    for name, value in extra:
+        inside = data.draw(st.sampled_from(_maps(fields, isinstance(message, Report))))
+        items = list(inside.items())
+        items.insert(data.draw(st.integers(inside is fields, len(items))), (f"?{name}", value))
+        inside.clear()
+        inside.update(items)
+    again = parse_optional(msgspec.msgpack.encode(fields))
+    assert again is not None and encode(again) == encode(message)
+
+
+def _maps(value: Any, only: bool) -> list[dict[str, Any]]:
+    """This map and, unless `only` it, those in it: they are structs on the wire but for a Report's values."""
+    if isinstance(value, list):
+        return [each for item in value for each in _maps(item, only)]
+    if not isinstance(value, dict):
+        return []
+    return [value, *([] if only else [each for item in value.values() for each in _maps(item, only)])]
+
+
+def parse_optional(data: bytes) -> AnyMessage | None:
+    try:
+        return decode(data)
+    except BadMessage:
+        return None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_optional_fields_excuse_nothing_else(kind: type[Any]) -> None:
+    fields = list(raw(example(kind)).items())
+    optional = ("?later", b"\x01")
+    assert parse_optional(join([*fields, optional])) == example(kind)
+    assert parse_optional(join([*fields, optional, optional])) is None, "twice"
+    assert parse_optional(join([*fields, optional, ("another", b"\x01")])) is None
+    assert parse_optional(join([*fields, ("later?", b"\x01")])) is None
+    assert parse_optional(join([*fields, ("?later", b"\xd0\x01")])) is None, "1 in two bytes"
+    for index in range(1, len(fields)):
+        assert parse_optional(join([*fields[:index], *fields[index + 1 :], optional])) is None
+    for what, value in HUGE.items():
+        kept = parse_optional(join([*fields, ("?later", value)]))
+        assert kept == example(kind) if what in ("int", "negative") else kept is None, what
+
+
+def test_an_optional_field_that_is_known_stays_beside_one_that_is_not() -> None:
+    data = msgspec.msgpack.encode({"t": "Done", "?a": 1, "?b": {"?a": 2, "?c": 3}, "key": "k"})
+    kept = msgspec.msgpack.decode(messages.without_optional(data, {"?a"}))
+    assert kept == {"t": "Done", "?a": 1, "key": "k"}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", HUGE)
 def test_huge_and_deep_values_are_refused_wherever_they_stand(kind: type[Any], what: str) -> None:

@@ -13,12 +13,7 @@ from p2pkv import config
 from p2pkv_proxy.cli import _parser
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "SECURITY.md",
-    ROOT / "THIRD_PARTY.md",
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 PICTURES = {"docs/dashboard.png"}
 

@@ -1,8 +1,9 @@
-"""A rolling upgrade of real servers across a change of the protocol, as docs/operations.md describes it.
+"""A rolling upgrade of real servers, as docs/operations.md and docs/promises.md describe it.
 
-Two wheels are built: one of this tree, and one of a copy whose protocol is a version later. Each is installed
-into an environment of its own. Two P and two D of the old one are replaced by turns, under sixteen streams
-that never cease, and no request notices.
+Two wheels are built: one of this tree, and one of a copy that is a release later: its protocol is another, or
+each message has optional fields more. Each is installed into an environment of its own. Two P and two D of
+the one are replaced by turns by those of the other, under sixteen streams that never cease, and no request
+notices.
 """
 
 from __future__ import annotations
@@ -93,15 +94,35 @@ ALONE = {"PYTHONSAFEPATH": "1", "PYTHONPATH": ""}
 """The working directory is the tree, whose p2pkv would come before the wheel's."""
 
 
-def later(tree: Path) -> str:
-    """Make this copy of the tree the next release, with another protocol; its version."""
-    number = "99.0.0"
-    edit(tree / "pyproject.toml", rf'^version = "{re.escape(p2pkv.__version__)}"$', f'version = "{number}"')
+def another_protocol(tree: Path) -> str:
+    """Make this copy of the tree a release of another protocol; its version."""
     messages = tree / "p2pkv" / "protocol" / "messages.py"
     edit(messages, r"^PROTOCOL_VERSION = \d+$", f"PROTOCOL_VERSION = {PROTOCOL_VERSION + 1}")
     # What a version is for: an old rank could not read this one's messages.
     edit(messages, r'tag="Want"', 'tag="LaterWant"')
-    return number
+    return number(tree, "99.0.0")
+
+
+def optional_fields(tree: Path) -> str:
+    """Make this copy of the tree a later minor release, whose messages all have an optional field more."""
+    messages = tree / "p2pkv" / "protocol" / "messages.py"
+    edit(messages, r'(?<=array_like=False, )tag_field="t"\):', 'tag_field="t", kw_only=True):')
+    field = 'note: Name | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="?note")'
+    edit(messages, r"(?<=so it stays when the class is renamed\.\"\"\"\n)", f"\n    {field}\n")
+    edit(messages, r"^encode: .* = (?=msgspec.msgpack.Encoder)", "_again = ")
+    # What it reads must come back as it was, and what it sends has the field.
+    edit(messages, r"if encode\(message\) != data:", "if _again(message) != data:")
+    with messages.open("a") as file:
+        file.write(
+            "\n\ndef encode(message):\n    return _again(msgspec.structs.replace(message, note='later'))\n"
+        )
+    return number(tree, f"{p2pkv.__version__.rpartition('.')[0]}.99")
+
+
+def number(tree: Path, version: str) -> str:
+    pattern = rf'^version = "{re.escape(p2pkv.__version__)}"$'
+    edit(tree / "pyproject.toml", pattern, f'version = "{version}"')
+    return version
 
 
 def edit(path: Path, pattern: str, text: str) -> None:
@@ -133,7 +154,7 @@ def release(folder: Path, change: Callable[[Path], str] | None = None) -> Releas
     (wheel,) = folder.glob("p2pkv-*.whl")
     # The p2pkv beneath may have the same version, and pip would leave it at that.
     home = environment(folder / "home", *offline, "--ignore-installed", str(wheel), ours=True)
-    made = Release(home, version, PROTOCOL_VERSION + bool(change))
+    made = Release(home, version, PROTOCOL_VERSION + (change is another_protocol))
     made.assert_installed()
     return made
 
@@ -258,7 +279,7 @@ class Rolling:
         return Counter({(each["prefill"], each["decode"]): each["total"] for each in self.status()["pairs"]})
 
     def _fit(self, p: str, d: str) -> bool:
-        return self.releases[p] == self.releases[d]
+        return self.releases[p].protocol == self.releases[d].protocol
 
 
 def address(server: VllmServer) -> str:
@@ -273,9 +294,11 @@ def loaded(server: VllmServer) -> int:
     return int(report["transfers_loaded"])
 
 
-@pytest.fixture
-def old_and_new(tmp_path: Path) -> tuple[Release, Release]:
-    return release(tmp_path / "old"), release(tmp_path / "new", later)
+@pytest.fixture(params=["another protocol", "optional fields", "back from optional fields"])
+def old_and_new(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Release, Release]:
+    change = another_protocol if request.param == "another protocol" else optional_fields
+    ours, later = release(tmp_path / "ours"), release(tmp_path / "later", change)
+    return (later, ours) if request.param.startswith("back") else (ours, later)
 
 
 @pytest.fixture
@@ -337,15 +360,17 @@ def rolling(
 def test_sixteen_streams_do_not_notice_a_rolling_upgrade(
     rolling: tuple[Rolling, list[tuple[VllmServer, VllmServer]]], old_and_new: tuple[Release, Release]
 ) -> None:
-    """A P, a D, a P, a D: drained, stopped, and replaced by one that fits only others of its release."""
+    """A P, a D, a P, a D: drained, stopped, and replaced by one that fits only others of its protocol."""
     fleet, changes = rolling
     # Of the fleet after each step: how many pairs fit, and what /health says of an instance that fits nobody.
-    steps = (
+    steps: tuple[tuple[int, list[str]], ...] = (
         (2, ["1 prefill instance fits no decode instance: they differ in protocol."]),
         (2, []),
         (2, ["1 decode instance fits no prefill instance: they differ in protocol."]),
         (4, []),
     )
+    if old_and_new[0].protocol == old_and_new[1].protocol:
+        steps = ((4, []),) * 4
     with fleet.streams.flowing():
         fleet.flow(pairs=4)
         for (old, new), (pairs, missing) in zip(changes, steps, strict=True):

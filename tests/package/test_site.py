@@ -1,0 +1,58 @@
+"""The pages as a site: built without a warning, so without a dead link, and with short ways."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ANSWERS = {
+    "P is on another host and D cannot reach it": (
+        "docs/operations.html#two-hosts",
+        "p2pkv doctor --connect",
+    ),
+    "which GPUs were tried": ("docs/compatibility.html#gpus", "None of it has run on a GPU yet"),
+}
+"""What a new reader looks for, where it stands, and words of it."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    stamps = [argument for kind in ("cpu", "cuda") for argument in ("-o", f".venv/.installed-{kind}")]
+    done = subprocess.run(
+        ["make", "site", *stamps, f"PY={sys.executable}", f"SITE={folder}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def links(page: Path) -> set[Path]:
+    """The site's own pages that this one leads to."""
+    targets = re.findall(r'href="([^"#:]+\.html)(?:#[^"]*)?"', page.read_text())
+    return {(page.parent / target).resolve() for target in targets}
+
+
+def test_two_clicks_lead_to_every_page(site: Path) -> None:
+    first = links(site / "index.html")
+    second = {page for each in first for page in links(each)}
+    pages = {path for path in site.rglob("*.html") if path.name not in ("404.html", "search.html")}
+    assert pages <= first | second, "give the page a line of `nav` in mkdocs.yml, or a link"
+
+
+@pytest.mark.parametrize("question", ANSWERS)
+def test_one_click_leads_to_the_answer(site: Path, question: str) -> None:
+    target, words = ANSWERS[question]
+    assert f'<a href="{target}">{question}</a>' in (site / "index.html").read_text()
+    file, _, anchor = target.partition("#")
+    text = (site / file).read_text()
+    assert words in re.sub("<[^>]+>", "", text[text.index(f'id="{anchor}"') :])
