@@ -159,14 +159,14 @@ def test_many_ps_are_spread_over_the_ds_and_one_more_changes_few_lists() -> None
 
 @pytest.mark.parametrize(("p_count", "d_count"), [(100, 40), (30, 200), (40, 5)])
 def test_in_a_large_fleet_requests_go_to_pairs_that_have_links(p_count: int, d_count: int) -> None:
-    world = World()
-    ds = [world.join("D", 10_000 + each, partners=16)[0] for each in range(d_count)]
+    rig = PartnerRig()
+    ds = [rig.join("D", 10_000 + each, partners=16)[0] for each in range(d_count)]
     for each in range(p_count):
-        world.join("P", 20_000 + each)
-    router, pairs, loads = Router(world.registry), set(), Counter[Instance]()
-    connected = {d: set(world.partners.of(d, world.now)) for d in ds}
+        rig.join("P", 20_000 + each)
+    router, pairs, loads = Router(rig.registry), set(), Counter[Instance]()
+    connected = {d: set(rig.partners.of(d, rig.now)) for d in ds}
     for _ in range(40 * p_count):
-        choice = router.choose(RoutingRequest(), world.now)
+        choice = router.choose(RoutingRequest(), rig.now)
         assert choice.prefill is not None
         choice.decode.take_place(alone=False)
         loads[choice.decode] += 1
@@ -180,21 +180,21 @@ def test_in_a_large_fleet_requests_go_to_pairs_that_have_links(p_count: int, d_c
 
 
 def test_where_all_pairs_keep_their_links_any_d_is_chosen() -> None:
-    world = World()
-    ps = [world.join("P", 8100 + each)[0] for each in range(16)]
-    ds = [world.join("D", 8200 + each, partners=16)[0] for each in range(16)]
+    rig = PartnerRig()
+    ps = [rig.join("P", 8100 + each)[0] for each in range(16)]
+    ds = [rig.join("D", 8200 + each, partners=16)[0] for each in range(16)]
     assert Nearby.of(ps, ds) is None
-    assert Nearby.of([*ps, world.join("P", 8300)[0]], ds) is not None
+    assert Nearby.of([*ps, rig.join("P", 8300)[0]], ds) is not None
 
 
 def test_if_all_that_have_links_are_full_another_d_is_chosen() -> None:
-    world = World()
-    ds = [world.join("D", 10_000 + each, partners=1)[0] for each in range(20)]
+    rig = PartnerRig()
+    ds = [rig.join("D", 10_000 + each, partners=1)[0] for each in range(20)]
     for each in range(2):
-        world.join("P", 20_000 + each)
-    router = Router(world.registry, room=1)
+        rig.join("P", 20_000 + each)
+    router = Router(rig.registry, room=1)
     for _ in ds:
-        router.choose(RoutingRequest(), world.now).decode.take_place(alone=False)
+        router.choose(RoutingRequest(), rig.now).decode.take_place(alone=False)
     assert [d.places for d in ds] == [1] * 20
 
 
