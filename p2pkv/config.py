@@ -280,16 +280,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     @property
-    def ahead_bytes(self) -> int:
-        """`prefetch_bytes`."""
-        return self.prefetch_bytes
-
-    @property
-    def links_ahead(self) -> bool:
-        """`preconnect`."""
-        return self.preconnect
-
-    @property
     def prefills(self) -> bool:
         """Whether it prefills prompts for other instances."""
         return self.role != "D"

@@ -44,7 +44,6 @@ class RateLimit:
         return count < self._burst, left_out
 
     def forget(self) -> None:
-        """Begin anew."""
         self._windows.clear()
 
 
@@ -66,5 +65,4 @@ class Throttle(logging.Filter):
         return admitted
 
     def forget(self) -> None:
-        """Begin anew."""
         self._limit.forget()

@@ -111,7 +111,6 @@ class Plan(Struct, frozen=True, dict=True):
 
     @property
     def decode_ranks(self) -> int:
-        """The number of D's ranks."""
         return self.decode[0].world
 
     @cached_property

@@ -242,6 +242,7 @@ def status_of(proxy: Proxy, guard: Access) -> dict[str, Any]:
         "can_drain": bool(guard.token),
         **report(proxy),
         "outcomes": {name: metrics.totals[name] for name in OUTCOMES},
+        "placement": {"by": proxy.routing.placement, **proxy.router.costs.status()},
         "stream_events": metrics.events,
         "first_token_seconds": metrics.recent(),
         "instances": [described(proxy, each) for each in instances[:_MOST_INSTANCES]],
@@ -277,6 +278,7 @@ def merged(parts: Sequence[dict[str, Any]], *, complete: bool = True) -> dict[st
         **{name: _summed([part[name] for part in parts]) for name in ("gauges", "counters", "outcomes")},
         "stream_events": sum(part["stream_events"] for part in parts),
         "first_token_seconds": dict(zip(("p50", "p95"), quantiles(first_tokens, 0.5, 0.95), strict=True)),
+        "placement": _merged_placement([part["placement"] for part in parts]),
         "instances": merged_instances([part["instances"] for part in parts], complete=complete),
         "pairs": sorted(pairs, key=lambda pair: -pair["total"])[:_MOST_PAIRS],
         "history": _merged_history([part["history"] for part in parts]),
@@ -285,6 +287,14 @@ def merged(parts: Sequence[dict[str, Any]], *, complete: bool = True) -> dict[st
 
 def _summed(parts: Sequence[dict[str, int]]) -> dict[str, int]:
     return {name: (max if name in _SEEN_BY_ALL else sum)(part[name] for part in parts) for name in parts[0]}
+
+
+def _merged_placement(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The decisions shown are those of one worker."""
+    ways: Counter[str] = sum((Counter(part["ways"]) for part in parts), Counter())
+    errors = [error for part in parts for error in part["errors"]]
+    shown = {name: parts[0][name] for name in ("by", "latest")}
+    return {**shown, "ways": dict(ways), "median_error": quantiles(errors, 0.5)[0]}
 
 
 def _merged_history(parts: Sequence[Sequence[Sequence[Any]]]) -> list[list[Any]]:

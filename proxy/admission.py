@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from .errors import ProxyError
 from .limits import Limits, RequestCounters
 from .membership.instance import Instance
+from .placement import PlacedRequest
 from .policies import RoutingRequest
 from .routing import AloneFull, Choice, Full, NoInstance, PrefillMode, Router, UnknownModel
 
@@ -40,12 +41,14 @@ class RequestPlace:
         mode: what P was to do for it when it came.
         choice: who serves it.
         key: by which breakers know it.
+        progress: what placement by cost learns from it; None without it.
     """
 
     request: RoutingRequest
     mode: PrefillMode
     choice: Choice
     key: object = field(default_factory=object)
+    progress: PlacedRequest | None = None
     _expecting: Instance | None = None
 
     def take(self) -> None:
@@ -284,12 +287,15 @@ class Admission:
     def _take(self, place: RequestPlace) -> None:
         self._places.add(place)
         place.take()
+        place.progress = self._router.track(place.choice, self._clock())
         for instance in place.choice.instances:
             instance.breaker.sent(place.key, self._clock())
 
     def _give_up(self, place: RequestPlace) -> None:
         self._places.discard(place)
         place.give_up()
+        if place.progress is not None:
+            place.progress.leave(self._clock())
         for instance in place.choice.instances:
             instance.breaker.given_up(place.key)
 

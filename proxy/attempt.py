@@ -26,7 +26,7 @@ from aiohttp import web
 from p2pkv.pairing import mint
 
 from .admission import RequestPlace
-from .answers import STOPPED, Transcript, gave_up, message_of, returned_params
+from .answers import STOPPED, gave_up, message_of, returned_params
 from .blame import REFUSALS, Again, Blame, CallEnd, Charge, Verdict, assign_blame
 from .bodies import Body
 from .continuation import Continuation
@@ -36,6 +36,7 @@ from .limits import RequestCounters
 from .membership.instance import Instance, Role
 from .metrics import CallSpan, Ended, RequestRecord
 from .relay import Relay, Scrubber, refusal
+from .transcript import Transcript
 from .upstream import EVENT_STREAM, Call, CallFailed, Client, Reply, refused, to_instance
 
 logger = logging.getLogger(__name__)
@@ -210,12 +211,27 @@ class Attempt:
 
     async def _alone(self) -> Outcome:
         """D serves the request as if it were an ordinary instance."""
-        with self._decode_call() as call:
+        with self._decode_call() as call, self._computed_as_predicted():
             try:
                 answer = await self._decode(call)
             except CallFailed as error:
                 return self._decode_failed(error)
             return await self._pass_on(answer)
+
+    @contextmanager
+    def _computed_as_predicted(self) -> Iterator[None]:
+        """Of an answer that is no stream nothing shows when its prompt has been computed."""
+        prediction, progress = self.choice.prediction, self.place.progress
+        if prediction is None or progress is None or self.body.streams:
+            yield
+            return
+        timer = asyncio.get_running_loop().call_later(
+            prediction.first_token, lambda: progress.seems_computed(self.means.clock())
+        )
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     async def _sequential(self) -> Outcome:
         """P to its end, then D, which gets the kv_transfer_params that P has returned, if any."""
@@ -284,6 +300,8 @@ class Attempt:
             if gave_up(self.body.path, reply.body):
                 raise CallFailed(CallEnd.ABORTED, STOPPED)
             self._prefill_end, why = CallEnd.ANSWERED, ""
+            if self.place.progress is not None:
+                self.place.progress.computed(means.clock())
             self.record.prefilled(instance, means.clock() - asked)
             self._count(instance, success=True)
             self._charge_doubted(Charge.IF_P_ACCEPTS)
@@ -451,13 +469,17 @@ class Attempt:
         """D's answer goes to the client."""
         self.body.let_go()  # from here on nothing is tried again
         streamed = answer.response.content_type == EVENT_STREAM
+        pace = self.record.streams(answer.head, again=self.continuation is not None) if streamed else None
+        progress = self.place.progress
+        if progress is not None and streamed:
+            progress.first_token(self.means.clock())
         relay = self.relay = Relay(
             self.request,
             answer.response,
             answer.head,
             self._scrubber,
             self.body.path,
-            self.record.streams(answer.head, again=self.continuation is not None) if streamed else None,
+            pace,
             self.means.event_seconds if streamed else 0.0,
             self.transcript if streamed else None,
             self.continuation,
@@ -470,6 +492,8 @@ class Attempt:
             verdict = assign_blame("D", relay.broken, self._state_of_prefill(), begun=True)
             self._charge(self.choice.decode, verdict)
             return Outcome(response, verdict, relay.broken, relay.why, self.choice.decode, "broken")
+        if progress is not None and pace is not None and relay.complete:
+            progress.ended(pace.events - 1, self.means.clock())
         ended: Ended | None = None if relay.complete else "left" if relay.client_left else "broken"
         return Outcome(response, _ANSWERED, CallEnd.ANSWERED, ended=ended)
 

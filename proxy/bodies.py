@@ -108,6 +108,7 @@ class Body:
             answer is about the prompt's own tokens, whose logits only the prefill itself yields.
         one_prompt: whether one token of the answer proves that the KV of all prompts has been used.
         prompt: what routing may know of its prompt.
+        streams: whether it asks for its answer as a stream.
         fields: all that it has; none once its bytes are let go.
     """
 
@@ -123,6 +124,7 @@ class Body:
         self.wants_pair = self._wants_pair()
         self.one_prompt = _one_prompt(fields.get("prompt"))
         self.prompt = Prompt(fields)
+        self.streams = bytes(memoryview(fields.get("stream", b""))[:4]) == b"true"
         self._released = released
         self._made: list[Content] = []
 

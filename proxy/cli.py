@@ -350,6 +350,8 @@ def _routing(arguments: argparse.Namespace) -> Routing:
         session_header=arguments.session_header,
         prefix_memory=arguments.prefix_memory,
         skip_below=arguments.skip_prefill_below,
+        placement=arguments.placement,
+        pause_weight=arguments.pause_weight,
     )
 
 
@@ -518,6 +520,22 @@ def _add_routing(parser: argparse.ArgumentParser) -> None:
             help=f"how the {role} instance is chosen, see above (default: %(default)s)",
         )
     group.add_argument(
+        "--placement",
+        choices=("pair", "auto"),
+        default=defaults.placement,
+        help="pair: a prefill instance computes each prompt and a decode instance the answer, chosen by the "
+        "policies; auto: where predicted cost is least, and an instance of both roles may serve a request "
+        "whole; the policies count only for what is cached (default: %(default)s)",
+    )
+    group.add_argument(
+        "--pause-weight",
+        type=_not_negative,
+        default=defaults.pause_weight,
+        metavar="N",
+        help="for --placement auto: what a second counts for which a prompt stops an answer, beside one of "
+        "waiting; the larger, the more prompts and answers are kept apart (default: %(default)s)",
+    )
+    group.add_argument(
         "--session-header",
         type=_header,
         default=defaults.session_header,
@@ -634,13 +652,17 @@ def _header(text: str) -> str:
 
 
 def _seconds(text: str) -> float:
+    return _not_negative(text, "number of seconds")
+
+
+def _not_negative(text: str, what: str = "number") -> float:
     try:
-        seconds = float(text)
+        number = float(text)
     except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds of at least 0")
-    return seconds
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what} of at least 0")
+    return number
 
 
 def _share(text: str) -> float:

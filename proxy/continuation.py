@@ -1,8 +1,8 @@
 """The rest of a streamed answer, from another instance than its beginning. No IO.
 
-That instance is asked for a completion of the prompt and the answer's tokens up to the resume point (see
-answers.py). Its events become those of the first one. What the client has beyond that point comes again, and
-is not sent a second time; if it comes otherwise, as it may with sampling, the answer cannot go on.
+That instance is asked for a completion of the prompt and the answer's tokens up to the resume point, see
+transcript.py. Its events become those of the first one. What the client has beyond that point comes again,
+and is not sent a second time; if it comes otherwise, as it may with sampling, the answer cannot go on.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from .answers import COMPLETIONS, DATA_SPACE, DONE, SAME, Transcript, Wanted, end_of_offsets
 from .bodies import Body, Fields, parse
+from .transcript import COMPLETIONS, DATA_SPACE, DONE, SAME, Transcript, Wanted, end_of_offsets
 
 _END = b"\n\n"
 _event = msgspec.json.Decoder(dict[str, Any])

@@ -103,14 +103,29 @@ class _Collected:
             "1 while an instance has a pause because its requests failed, else 0.",
             labels=["address", "role", "rank"],
         )
+        queued = GaugeMetricFamily(
+            "p2pkv_proxy_instance_queued_prefill_seconds",
+            "Of --placement auto: seconds until the prompts given to an instance are computed, as predicted.",
+            labels=["address", "role", "rank"],
+        )
+        share = GaugeMetricFamily(
+            "p2pkv_proxy_instance_prefill_share",
+            "Of --placement auto: the share of an instance's time that prompts take, now and lately.",
+            labels=["address", "role", "rank"],
+        )
         for each in instances:
             labels = [each.ping.http_address, each.role, str(each.ping.dp_rank)]
             state.add_metric(labels, WORST_FIRST.index(self._held.state_of(each)))
             load.add_metric(labels, each.load)
             paused.add_metric(labels, not each.breaker.closed)
+            if work := self._held.prefill_work(each):
+                queued.add_metric(labels, work[0])
+                share.add_metric(labels, work[1])
         yield state
         yield load
         yield paused
+        yield queued
+        yield share
 
     def _streams(self) -> Iterator[Metric]:
         between = HistogramMetricFamily(

@@ -25,6 +25,7 @@ from aiohttp import web
 
 from .http import Headers
 from .membership.instance import Instance, Role
+from .placement import Prediction
 from .routing import Choice
 
 Ended = Literal["answered", "refused", "shed", "failed", "broken", "left"]
@@ -48,6 +49,7 @@ _FIRST_TOKEN_BUCKETS = (
 _GAP_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
+_ERROR_BUCKETS = (0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.0, 4.0)
 _DURATION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 
 # Of these many first tokens, the latest, the dashboard's quantiles are made.
@@ -75,6 +77,10 @@ class Held(Protocol):
     def state_of(self, instance: Instance) -> str:
         """One of STATES."""
 
+    def prefill_work(self, instance: Instance) -> tuple[float, float] | None:
+        """Seconds of prompts that are queued there, and the share of its time that prompts take; None
+        without --placement auto, which learns them."""
+
 
 class Gaps:
     """The time between the pieces of one instance's streamed answers. Its hot path runs once for each piece
@@ -99,20 +105,23 @@ class Gaps:
 
 
 class Pace:
-    """Measures one streamed answer while it is relayed."""
+    """Measures one streamed answer while it is relayed; `events`: of it, so far."""
 
     def __init__(self, gaps: Gaps, clock: Callable[[], float], head: bytes) -> None:
         self._gaps = gaps
         self._clock = clock
         self._last = clock()
-        gaps.events += head.count(b"data:")
+        self.events = head.count(b"data:")
+        gaps.events += self.events
 
     def beat(self, chunk: bytes) -> None:
         """These bytes have come from the instance."""
         now = self._clock()
         gaps = self._gaps
         gaps.add(now - self._last)
-        gaps.events += chunk.count(b"data:")
+        events = chunk.count(b"data:")
+        gaps.events += events
+        self.events += events
         self._last = now
 
 
@@ -176,6 +185,14 @@ class Metrics:
             ["address", "role", "outcome"],
             registry=self.registry,
         )
+        self._errors = prometheus.Histogram(
+            "p2pkv_proxy_first_token_prediction_error",
+            "Of --placement auto: how far the predicted time to the first token was from the time that came, "
+            "as a share of that; `way` is whole or pair.",
+            ["way"],
+            buckets=_ERROR_BUCKETS,
+            registry=self.registry,
+        )
         self._series: dict[tuple[Any, tuple[str, ...]], Any] = {}
         self._gaps: dict[str, Gaps] = {}
         self._models: set[str] = set()
@@ -228,6 +245,10 @@ class Metrics:
 
     def prefilled(self, instance: str, seconds: float) -> None:
         self._one(self._prefill, instance).observe(seconds)
+
+    def predicted(self, prediction: Prediction, seen: float) -> None:
+        """A first token for which this was predicted has come after `seen` seconds."""
+        self._one(self._errors, prediction.way).observe(prediction.error(seen))
 
     def record_outcome(self, instance: Instance, success: bool) -> None:
         outcome = "ok" if success else "failed"

@@ -12,6 +12,7 @@ from typing import ClassVar, NamedTuple, Self
 
 from .bodies import Prompt
 from .membership.instance import Instance
+from .placement import Placement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,9 @@ class Routing:
         prefix_memory: for prefix_aware: pieces of prompts that are remembered for P's, and as many for D's.
         skip_below: a prompt of fewer tokens goes to D alone, within the share for that; 0: none does. With
             `prefix_aware` for D, tokens that D has been given before do not count.
+        placement: who decides whether one instance serves a request whole or two do: `auto`, predicted cost
+            (placement.py); `pair`, always two where there are two, each chosen by its policy.
+        pause_weight: for `auto`: what a second counts for which a prompt stops an answer.
     """
 
     prefill: str = "least_loaded"
@@ -31,6 +35,8 @@ class Routing:
     session_header: str = "X-Session-Id"
     prefix_memory: int = 1 << 16
     skip_below: int = 0
+    placement: Placement = "pair"
+    pause_weight: float = 0.1
 
 
 @dataclass(frozen=True, eq=False)

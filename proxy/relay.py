@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from .answers import STOPPED, GivenUpFilter, Transcript
+from .answers import STOPPED, GivenUpFilter
 from .blame import CallEnd
 from .continuation import Continuation, Diverged
 from .errors import error_event
@@ -20,6 +20,7 @@ from .http import NAMED_EVENTS, REQUEST_ID, Headers
 from .membership.instance import ROLE_NAMES
 from .metrics import Pace
 from .routing import Choice
+from .transcript import Transcript
 from .upstream import EVENT_STREAM, Reply, end_to_end
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,9 @@ class Relay:
         self._rewriter = scrubber.rewriter()
         self._transcript = transcript
         self._stream = continuation or transcript
+        self._alike = transcript if continuation is None else None
+        """What has a shorter way for events like those before."""
+        self._request_id = scrubber.request_id.encode()
         self.response: web.StreamResponse
         if former is None:
             headers = scrubber.headers(to_client(answer.headers))
@@ -173,7 +177,7 @@ class Relay:
         """Whether D's answer came to its end. Raises ClientGone."""
         try:
             await self._pass_on(self._head)
-            async for chunk in self._answer.content.iter_any():
+            while chunk := await self._answer.content.readany():
                 if self._pace is not None:
                     self._pace.beat(chunk)
                 await self._pass_on(chunk)
@@ -198,7 +202,12 @@ class Relay:
         return False
 
     async def _pass_on(self, chunk: bytes) -> None:
-        await self._send(self._noted(self._rewriter.feed(self._filter.feed(chunk))))
+        data = None if self._alike is None else self._alike.feed_alike(chunk)
+        if data is None:
+            data = self._noted(self._rewriter.feed(self._filter.feed(chunk)))
+            if self._alike is not None:
+                self._alike.learn(chunk, data, self._request_id)
+        await self._send(data)
 
     def _noted(self, data: bytes) -> bytes:
         """As the client gets it. Raises Diverged."""
@@ -242,7 +251,7 @@ class Relay:
             raise ClientGone from error
         finally:
             self._writing = None
-        self._last_bytes = (self._last_bytes + data)[-4:]
+        self._last_bytes = data[-4:] if len(data) >= 4 else (self._last_bytes + data)[-4:]
 
     def _abort(self) -> None:
         if self._request.transport is not None:

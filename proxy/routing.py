@@ -25,7 +25,9 @@ from enum import Enum, auto
 from functools import cached_property
 
 from .membership.instance import ROLE_NAMES, Instance, Kind, Role, differences, fewest, least_busy
+from .membership.partners import Nearby
 from .membership.registry import Registry
+from .placement import OnError, PlacedRequest, PlacementCosts, Prediction, ignore_error
 from .policies import Pick, Policy, Routing, RoutingRequest
 from .prefixes import PrefixAware
 from .sessions import ConsistentHash
@@ -64,6 +66,9 @@ class PowerOfTwo(Policy):
     def __call__(self, candidates: Sequence[Instance], request: RoutingRequest) -> Pick:
         return Pick(least_busy(self._dice.sample(candidates, min(2, len(candidates)))))
 
+
+_BUSIER = 8
+"""Requests."""
 
 POLICIES: dict[str, type[Policy]] = {
     "least_loaded": LeastLoaded,
@@ -111,6 +116,7 @@ class Choice:
         spared: P could have helped, and the prompt, or what D has to compute of it, is too short for that.
         prefill_tokens: of the prompt, that P has to compute, as far as the proxy knows.
         whole: an instance of both roles serves the request by itself, as the best P and the best D.
+        prediction: why `auto` has chosen this; None if it has not.
     """
 
     prefill: Instance | None
@@ -119,6 +125,7 @@ class Choice:
     spared: bool = False
     prefill_tokens: int = 0
     whole: bool = False
+    prediction: Prediction | None = None
 
     @property
     def in_share(self) -> bool:
@@ -171,6 +178,11 @@ class _Fleet:
         """The best P's, and the best D's that match one of them. Raises as `sound`."""
         prefillers = _best(self._matching_prefillers, self._now)
         return prefillers, _best(_without(_matching(self._decoders, prefillers), self._avoid), self._now)
+
+    @cached_property
+    def nearby(self) -> Nearby | None:
+        """Which pairs of `pair` have links; None if that is no matter."""
+        return Nearby.of(*self.pair) if self.alike else None
 
     @cached_property
     def alike(self) -> bool:
@@ -234,6 +246,10 @@ class Router:
         routing: which policies.
         room: requests that one D takes at a time.
         alone: of those, how many whose prompts it computes in a P's place; 0: none.
+        on_error: see PlacementCosts.
+
+    Attributes:
+        costs: what placement by cost has learned.
     """
 
     def __init__(
@@ -242,6 +258,7 @@ class Router:
         routing: Routing | None = None,
         room: int | None = None,
         alone: int = 0,
+        on_error: OnError = ignore_error,
     ) -> None:
         self._registry = registry
         registry.limit_places(float("inf") if room is None else room)
@@ -251,11 +268,25 @@ class Router:
         self._pick_decode = POLICIES[self.routing.decode].of(self.routing)
         self._turns = itertools.count(1)
         self._last: _Kept | None = None
+        self.costs = PlacementCosts(self.routing.pause_weight, on_error)
+
+    @property
+    def _by_cost(self) -> bool:
+        return self.routing.placement == "auto"
+
+    def track(self, choice: Choice, now: float) -> PlacedRequest | None:
+        """What placement by cost learns from a request that has been given to these; None without it."""
+        if not self._by_cost:
+            return None
+        prefill, tokens = choice.prefill or choice.decode, choice.prefill_tokens
+        return PlacedRequest(self.costs, prefill, choice.decode, tokens, choice.prediction, now)
 
     def first_mode(self, request: RoutingRequest, *, paired: bool) -> PrefillMode:
         """What P shall do for a new request; `paired`: it can do something."""
         if not paired:
             return PrefillMode.NONE
+        if self._by_cost:
+            return PrefillMode.WANTED  # which covers short prompts, too
         most = self.routing.skip_below
         maybe = most > 0 and (request.prompt.tokens < most or self._pick_decode.knows_prompts)
         return PrefillMode.SPARED if maybe else PrefillMode.WANTED
@@ -283,9 +314,17 @@ class Router:
             return Choice(None, decode, missed=mode is not PrefillMode.NONE)
         if not fleet.alike:
             prefillers = _matching(prefillers, decoders)
+        if (
+            self._by_cost
+            and mode is PrefillMode.WANTED
+            and (cheapest := self._cheapest(prefillers, decoders, request, now))
+        ):
+            return cheapest
         prefill, cached = self._pick(self._pick_prefill, prefillers, request)
         if not fleet.alike:
             decoders = _matching(decoders, [prefill])
+        elif fleet.nearby is not None:
+            decoders = self._linked(fleet.nearby.decoders(prefill), decoders)
         decode = self._pick(self._pick_decode, decoders, request).instance
         if decode is prefill:
             return self._beside(decode, prefillers, request)
@@ -300,6 +339,42 @@ class Router:
             if prefill.order[0] - decode.order[0] < request.prompt.tokens / decode.ping.tp_size:
                 return Choice(prefill, decode, prefill_tokens=request.prompt.tokens - cached)
         return Choice(None, decode, whole=True)
+
+    def _cheapest(
+        self,
+        prefillers: Sequence[Instance],
+        decoders: Sequence[Instance],
+        request: RoutingRequest,
+        now: float,
+    ) -> Choice | None:
+        policy, tokens = self._pick_prefill, request.prompt.tokens
+        cached = policy.cached([*prefillers, *decoders], request) if policy.knows_prompts else {}
+        found = self.costs.cheapest(prefillers, decoders, self._may_be_whole, tokens, cached, now)
+        if found is None:
+            return None
+        prefill, decode, prediction = found
+        for each in {prefill, decode}:
+            each.take_turn(next(self._turns))
+            if policy.knows_prompts:
+                policy([each], request)  # which remembers that this one has the prompt now
+        return Choice(
+            None if prefill is decode else prefill,
+            decode,
+            spared=prefill is decode and decode.role == "D",
+            prefill_tokens=tokens - cached.get(prefill, 0),
+            whole=prefill is decode and decode.role == "both",
+            prediction=prediction,
+        )
+
+    def _may_be_whole(self, decode: Instance) -> bool:
+        return decode.role == "both" or decode.alone < self._alone
+
+    def _linked(self, nearby: Sequence[Instance], decoders: Sequence[Instance]) -> Sequence[Instance]:
+        """Those of the D's that are near a P, unless they are much busier than others."""
+        linked = [each for each in nearby if each not in self._registry.full]
+        if linked and least_busy(linked).load <= 2 * least_busy(decoders).load + _BUSIER:
+            return linked
+        return decoders
 
     def _with_little_left(self, decoders: Sequence[Instance], request: RoutingRequest) -> Sequence[Instance]:
         """Those that would compute so few tokens of this prompt that P is not needed."""

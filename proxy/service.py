@@ -18,7 +18,6 @@ from aiohttp.typedefs import Middleware
 
 from .access import Access
 from .admission import Admission, RequestPlace
-from .answers import Transcript, TranscriptMemory
 from .attempt import Attempt, Dispatch, Means, Outcome
 from .blame import Again, CallEnd, Charge
 from .bodies import BadBody, Body, Intake, parse
@@ -36,6 +35,7 @@ from .resume import Resumer
 from .retries import Retries
 from .routing import NoInstance, Router, UnknownModel
 from .tracing import Spans
+from .transcript import Transcript, TranscriptMemory
 from .upstream import Client
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,9 @@ class Proxy:
     def __post_init__(self) -> None:
         self.registry, self.clock = self.membership.registry, self.membership.clock
         room, alone = self.limits.max_requests, self.limits.alone
-        self.router = Router(self.registry, self.routing, room=room, alone=alone)
+        self.router = Router(
+            self.registry, self.routing, room=room, alone=alone, on_error=self.metrics.predicted
+        )
         self.admission = Admission(self.router, self.limits, self.counters, self.clock)
         self.intake = Intake(self.limits, self.counters)
         self.active = ActiveRequests(self.counters)
@@ -233,6 +235,14 @@ class Proxy:
         """One of STATES. A drained P may be stopped only when the D's have all that they need."""
         needed = instance.load > 0 or (instance.drained and self.active.needs(instance))
         return instance.state(self.clock(), needed=needed)
+
+    def prefill_work(self, instance: Instance) -> tuple[float, float] | None:
+        """Seconds of prompts that are queued there, and the share of its time that prompts take; None
+        without --placement auto, which learns them."""
+        if self.routing.placement != "auto":
+            return None
+        engine, now = self.router.costs.of(instance), self.clock()
+        return engine.queued_seconds(now), engine.prefill_share(now)
 
     def gauges(self) -> dict[str, int]:
         """What is held now; all 0 when nothing is under way."""

@@ -10,7 +10,7 @@ from vllm_support import BLOCK, CHUNK, ask_all, assert_same, tokens
 
 from p2pkv.demo import client
 from p2pkv.demo.processes import wait_until
-from p2pkv.demo.servers import ProxyServer, VllmServer
+from p2pkv.demo.servers import ProxyServer
 
 DISPATCHES = ("concurrent", "sequential")
 LENGTHS = (2, BLOCK, BLOCK + 1, CHUNK + 1, 2 * CHUNK + 7)
@@ -20,10 +20,10 @@ def engines(size: int) -> tuple[str, ...]:
     return ("--data-parallel-size", str(size)) if size > 1 else ()
 
 
-def answered(server: VllmServer) -> dict[str, float]:
-    """Requests that each engine has answered."""
+def answered(base_url: str) -> dict[str, float]:
+    """Requests that each engine behind this HTTP server has answered."""
     counts: dict[str, float] = {}
-    for family in text_string_to_metric_families(client.get(f"{server.base_url}/metrics")):
+    for family in text_string_to_metric_families(client.get(f"{base_url}/metrics")):
         for sample in family.samples:
             if sample.name == "vllm:request_success_total":
                 engine = sample.labels["engine"]

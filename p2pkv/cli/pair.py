@@ -76,7 +76,7 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
             for other in str(ranks[0].get("addresses", "")).split()[1:]:
                 ranks.append(inspect(Address.parse(other), members=members))
         except (TimeoutError, BadMessage) as error:
-            yield Finding(ok=False, about=f"{role} rank {len(ranks)}", sentence=str(error))
+            yield Finding(f"{role} rank {len(ranks)}", str(error), ok=False)
             continue
         first, links = ranks[0], sum(int(rank.get("links", 0)) for rank in ranks)
         firsts.append(first)
@@ -84,7 +84,7 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
             f"{address} is a {first['role']}, from here by {way_to(address.host)}; all {len(ranks)} of its "
         )
         sentence += f"ranks answer; links that are up: {links}"
-        yield Finding(ok=first["role"] in (role, "both"), about=role, sentence=sentence)
+        yield Finding(role, sentence, ok=first["role"] in (role, "both"))
     if len(firsts) == 2:
         one, two = firsts
         for name, advice in (
@@ -97,9 +97,9 @@ def ask_instances(p: Address, d: Address, members: Members | None) -> Iterator[F
 
 def same(what: str, one: str, two: str, sides: tuple[str, str], advice: str) -> Finding:
     if one == two:
-        return Finding(ok=True, about=what, sentence=f"{one} on both")
+        return Finding(what, f"{one} on both")
     sentence = f"{one} on {sides[0]} and {two} on {sides[1]}: {advice}"
-    return Finding(ok=False, about=what, sentence=sentence)
+    return Finding(what, sentence, ok=False)
 
 
 # The network's way.
@@ -124,8 +124,7 @@ def address_towards(host: str) -> str:
 
 
 def interface_of(own: str) -> str | None:
-    """The interface that has this address, which is one of this machine's; None if that cannot be found
-    out."""
+    """The interface that has this address of this machine; None if that cannot be found out."""
     if ":" in own:
         wanted = socket.inet_pton(socket.AF_INET6, own.partition("%")[0]).hex()
         try:
@@ -221,10 +220,10 @@ def compare(mine: About, theirs: About) -> Iterator[Finding]:
         ("link", mine.link, theirs.link, SAME_NCCL),
     ):
         yield same(what, one, two, sides, advice)
-    yield Finding(ok=True, about="network", sentence=f"this side by {mine.way}, the other by {theirs.way}")
+    yield Finding("network", f"this side by {mine.way}, the other by {theirs.way}")
     for name in sorted({*mine.network, *theirs.network}):
         one, two = (each.network.get(name, "not set") for each in (mine, theirs))
-        yield Finding(ok=True, about=name, sentence=f"{one} on this side, {two} on the other")
+        yield Finding(name, f"{one} on this side, {two} on the other")
 
 
 class Conversation:
@@ -271,8 +270,7 @@ class Conversation:
             yield message
 
     def over(self, error: LinkError | CheckFailed) -> CheckFailed:
-        """Send the failure to the other side. Where a link broke, the other side may know the cause and send
-        that."""
+        """Send the failure to the other side, unless that knows the cause of a broken link and sends it."""
         reason = str(error)
         end = time.monotonic() + LAST_MESSAGE_SECONDS
         while isinstance(error, LinkError) and time.monotonic() < end:
@@ -341,7 +339,7 @@ def listen(address: Address, members: Members | None, link: str) -> Iterator[Fin
             rate = _send(other, outbound, ANSWER_SECONDS + factory.build_seconds)
         except (LinkError, CheckFailed) as error:
             raise other.over(error) from None
-        yield Finding(ok=True, about="data", sentence=f"the other side got it at {rate / 1e9:.2f} GB/s")
+        yield Finding("data", f"the other side got it at {rate / 1e9:.2f} GB/s")
 
 
 def connect(address: Address, members: Members | None, link: str) -> Iterator[Finding]:
@@ -374,7 +372,7 @@ def connect(address: Address, members: Members | None, link: str) -> Iterator[Fi
             f"{COMPARED} messages of {MESSAGE_BYTES >> 20} MiB came over {way} as they were sent, and "
             f"{TIMED} more at {rate / 1e9:.2f} GB/s"
         )
-        yield Finding(ok=True, about="data", sentence=sentence)
+        yield Finding("data", sentence)
 
 
 def _factory(stack: ExitStack, link: str, host: str) -> LinkFactory:
@@ -416,8 +414,7 @@ def contents_of(number: int, device: torch.device) -> torch.Tensor:
 
 
 def _send(other: Conversation, outbound: Outbound, seconds: float) -> float:
-    """Send what is granted until the other side reports that it has all; returns the rate that it has
-    measured."""
+    """Send what is granted until the other side has all; returns the rate that it has measured."""
     granted: deque[Granted] = deque()
     sends: deque[Send] = deque()
     contents: torch.Tensor | None = None

@@ -88,15 +88,15 @@ class RequestBlocks:
 
     Attributes:
         tables: of each of its block tables, tokens in a block, and blocks for the longest context.
-        ahead: tokens beyond a request's own for which vLLM gives it blocks, too.
+        lookahead: tokens beyond a request's own for which vLLM gives it blocks, too.
     """
 
-    def __init__(self, tables: Iterable[tuple[int, int]], ahead: int = 0) -> None:
+    def __init__(self, tables: Iterable[tuple[int, int]], lookahead: int = 0) -> None:
         self._tables = tuple(tables)
-        self._ahead = ahead
+        self._lookahead = lookahead
 
     def __call__(self, tokens: int) -> int:
-        return sum(min(-(-(tokens + self._ahead) // size), most) for size, most in self._tables)
+        return sum(min(-(-(tokens + self._lookahead) // size), most) for size, most in self._tables)
 
 
 class Room:

@@ -22,39 +22,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from p2pkv.config import ConfigError
+from p2pkv.connector import describe
+from p2pkv.connector import vllm_patches as patches
 from p2pkv.connector.block_room import HeldBlocks, Room
 from p2pkv.connector.core_beats import BeatListener, BeatSender, state_of
-from p2pkv.connector.describe import (
-    Layers,
-    block_tables,
-    cache_of,
-    computes_last_token,
-    hello_of,
-    http_address,
-    make_ready,
-    new_incarnation,
-    notifies_of_sleep,
-    on_one_host,
-    options_of,
-    prompt_tail,
-    refuse_what_cannot_move,
-    refuse_what_cannot_pair,
-    replica,
-    request_blocks,
-)
+from p2pkv.connector.describe import Layers
 from p2pkv.connector.generation import Generation, forget_prefixes
 from p2pkv.connector.identity import Pairs, adapter_fingerprint
 from p2pkv.connector.idle_steps import FIRST_WAIT, REST, IdlePace
 from p2pkv.connector.metadata import P2pKvMetrics, P2pKvStats, StepMetadata, WorkerNews
 from p2pkv.connector.scheduler import ConsumerScheduler, ProducerScheduler
-from p2pkv.connector.vllm_patches import (
-    DEFERRAL,
-    EARLY_REVOCATION,
-    ENGINE_CORE,
-    PAUSED_LOADS,
-    SPIN_WAIT,
-    WEIGHTS,
-)
 from p2pkv.connector.worker import Worker
 from p2pkv.control.announcer import Announcement, Announcer, Standing
 from p2pkv.control.discovery import DISCOVERY_VERSION, Ping
@@ -96,16 +73,16 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
         """Whether this vLLM notifies the connector before its workers lose the memory of the KV cache."""
-        return notifies_of_sleep()
+        return describe.notifies_of_sleep()
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _log_as_vllm_does()
-        self.options = options_of(vllm_config)
-        refuse_what_cannot_pair(vllm_config)
-        refuse_what_cannot_move(vllm_config, kv_cache_config)
+        self.options = describe.options_of(vllm_config)
+        describe.refuse_what_cannot_pair(vllm_config)
+        describe.refuse_what_cannot_move(vllm_config, kv_cache_config)
         self.producing: ProducerScheduler | None = None
         self.consuming: ConsumerScheduler | None = None
         self.worker: Worker | None = None
@@ -117,7 +94,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         """Of the rank, also while it sleeps."""
         self._asleep = False
         if self.options.idle_wait_ms:
-            SPIN_WAIT.install(self.options.skip_patches)
+            patches.SPIN_WAIT.install(self.options.skip_patches)
         if self.options.prefills and vllm_config.use_v2_model_runner:
             self._revoke_early(kv_cache_config.needs_kv_cache_zeroing)
         if role is KVConnectorRole.SCHEDULER:
@@ -125,7 +102,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _revoke_early(self, overwrites: bool) -> None:
         """Raises ConfigError where vLLM's runner `overwrites` blocks that P may still send."""
-        reason = EARLY_REVOCATION.install(self.options.skip_patches)
+        reason = patches.EARLY_REVOCATION.install(self.options.skip_patches)
         if reason and overwrites:
             raise ConfigError(
                 "vLLM's V2 model runner may overwrite blocks of this model while a P sends them "
@@ -141,23 +118,23 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         # Ranks of other replicas may wait for a batch of this one that computes nothing.
         pausing = self.options.idle_wait_ms > 0 and config.parallel_config.data_parallel_size == 1
         self._longest_wait = pausing * self.options.idle_wait_ms / 1000 / config.max_concurrent_batches
-        self._rests = pausing and on_one_host(config)
-        ENGINE_CORE.rests |= self._rests
-        ENGINE_CORE.install(self.options.skip_patches)
+        self._rests = pausing and describe.on_one_host(config)
+        patches.ENGINE_CORE.rests |= self._rests
+        patches.ENGINE_CORE.install(self.options.skip_patches)
         self._news = False
         self.generation = Generation(config)
         self.watches = self.options.watch_weights
         if self.watches:
-            WEIGHTS.install(self.options.skip_patches)
+            patches.WEIGHTS.install(self.options.skip_patches)
         self._adapters: dict[tuple[str, str], tuple[int, str]] = {}
         """By name and path: the number and the files of the adapter of the last request."""
         self._requests: WeakSet[Request] = WeakSet()
         """All that vLLM knows."""
         tables, whole = (
-            block_tables(config, self._kv_cache_config),
-            computes_last_token(self._kv_cache_config),
+            describe.block_tables(config, self._kv_cache_config),
+            describe.computes_last_token(self._kv_cache_config),
         )
-        tail, world = prompt_tail(config), self.options.engine_ranks
+        tail, world = describe.prompt_tail(config), self.options.engine_ranks
         for_prompts = for_loads = None
         if self.options.prefills:
             held_blocks = self._kv_cache_config.num_blocks
@@ -171,8 +148,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         if self.options.decodes:
             recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
             self.consuming = ConsumerScheduler(pairs, world, recompute, tables, whole, tail, for_loads)
-            DEFERRAL.install(self.options.skip_patches)
-            PAUSED_LOADS.install(self.options.skip_patches)
+            patches.DEFERRAL.install(self.options.skip_patches)
+            patches.PAUSED_LOADS.install(self.options.skip_patches)
         if config.parallel_config.distributed_executor_backend in (None, "mp", "uni"):
             # To the ranks on this host, vLLM's first: beats arrive nowhere else. Ray may put them anywhere.
             local = range(world // config.parallel_config.nnodes_within_dp)
@@ -181,7 +158,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
     def _thirds(self, third: int) -> tuple[Room, Room]:
         """For the blocks of prompts for other instances, and for those of loads, with kv_both."""
         config = self._vllm_config
-        blocks = request_blocks(config, self._kv_cache_config)
+        blocks = describe.request_blocks(config, self._kv_cache_config)
         if (longest := blocks(config.model_config.max_model_len)) > third:
             log.warning(
                 "a request of --max-model-len tokens takes %d KV blocks, and prompts for other instances "
@@ -202,7 +179,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
     def _beat(self, orphaned: bool) -> Beat:
         """How the engine core gets on; for the thread that sends it to the ranks."""
         busy = any(half.busy for half in self._halves)
-        return state_of(ENGINE_CORE.core, steps=self._steps, transfers=busy, orphaned=orphaned)
+        return state_of(patches.ENGINE_CORE.core, steps=self._steps, transfers=busy, orphaned=orphaned)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -271,17 +248,17 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         for other in others:
             meta = meta.with_loads(other)
         changed, self._news = self._news or meta.orders, False
-        bell = ENGINE_CORE.address if self._rests else ""
+        bell = patches.ENGINE_CORE.address if self._rests else ""
         pause = self._pace.step(
             *((REST, REST) if bell else (FIRST_WAIT, self._longest_wait)),
             tokens=meta.work,
             awaited=any(half.awaits_news for half in self._halves),
             changed=changed,
-            rung=ENGINE_CORE.rung(),
+            rung=patches.ENGINE_CORE.rung(),
         )
-        SPIN_WAIT.idle = meta.idle = pause > 0
+        patches.SPIN_WAIT.idle = meta.idle = pause > 0
         if bell:
-            ENGINE_CORE.seconds = pause
+            patches.ENGINE_CORE.seconds = pause
             meta.bell = bell if meta.idle else ""
         else:
             meta.idle_wait = pause
@@ -302,7 +279,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
     def _hurry(self) -> None:
         """Something has changed: the next step comes without a pause."""
         self._news = True
-        ENGINE_CORE.seconds = 0.0
+        patches.ENGINE_CORE.seconds = 0.0
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -322,7 +299,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         # vLLM's worker spins in Python while it waits for work and so wins the interpreter's lock back each
         # time; the engine thread would wait for the whole interval, several times a message.
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
-        SPIN_WAIT.worker = self._vllm_config.parallel_config.data_parallel_size == 1
+        patches.SPIN_WAIT.worker = self._vllm_config.parallel_config.data_parallel_size == 1
         self._start()
 
     def unregister_kv_caches(self) -> None:
@@ -346,8 +323,8 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         config, options = self._vllm_config, self.options
         layers = Layers(self._kv_caches, self._kv_cache_config)
         number = config.parallel_config.rank  # in its engine; torch's world is all engines of a MoE instance
-        cache, shape = cache_of(config, self._kv_cache_config, layers)
-        make_ready(cache.device, config.compilation_config.static_forward_context.values())
+        cache, shape = describe.cache_of(config, self._kv_cache_config, layers)
+        describe.make_ready(cache.device, config.compilation_config.static_forward_context.values())
         links = make_factory(
             options.link,
             host=options.host,
@@ -358,9 +335,9 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
             allowed=options.allowed_peers,
         )
         if self._hello is None:
-            hello = hello_of(config, options, cache, shape, number, links.kind)
+            hello = describe.hello_of(config, options, cache, shape, number, links.kind)
         else:  # the weights are those of the first start, whatever lies in their files by now
-            hello = replace(self._hello, incarnation=new_incarnation())
+            hello = replace(self._hello, incarnation=describe.new_incarnation())
         # At the first start vLLM has yet to capture its graphs.
         rank = Rank(hello, options, cache, links, serving=self._hello is not None)
         self._hello = hello
@@ -374,7 +351,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self.worker.wake(rank)
         if options.prefills:
-            EARLY_REVOCATION.preempt = self.worker.preempt
+            patches.EARLY_REVOCATION.preempt = self.worker.preempt
         log.info(
             "%s rank %d listens at %s; link %s; here: %s",
             options.role,
@@ -389,7 +366,7 @@ class P2pKvConnector(KVConnectorBase_V1, SupportsHMA):
     def _announce(self, hello: Hello) -> None:
         """Announce this engine to the proxies once it is warm, from a process of its own."""
         config, options = self._vllm_config, self.options
-        http, number = http_address(config, options), replica(config)
+        http, number = describe.http_address(config, options), describe.replica(config)
         names = config.model_config.served_model_name
         model = names if isinstance(names, str) else names[0]
         ping = Ping(

@@ -1,11 +1,8 @@
 """The engine core's beats: how the ranks of an instance learn whether its scheduler gets on.
 
-vLLM's engine core is a process of its own as a rule. A worker sees its steps and nothing else: an engine core
-that is stopped, hung or paused between two steps looks like one that has nothing to do. So a thread in the
-engine core's process sends each rank on this host a `Beat` several times in a second, as a datagram to a Unix
-socket whose name is made of that rank's address. A rank takes beats only from its own or its parent process.
-
-docs/design.md, "Who vouches for an engine", has what follows from beats, and from their absence.
+A thread in the engine core's process sends each rank on this host a `Beat` several times in a second, as a
+datagram to a Unix socket whose name is made of that rank's address. docs/design.md, "Who vouches for an
+engine", has why, and what follows from beats and from their absence.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """vLLM's queue of waiting requests on D, without a walk over those that wait for P in every scheduling pass.
 
-A request for which the connector answers "ask again" comes back in each pass of vLLM's scheduler, and vLLM
-looks up its prompt in the prefix cache before it asks: with 1,000 such requests that took 6 to 180 ms of each
-step. Here such a request is deferred: it stays one of the waiting requests, and may be counted and removed
-like them, but passes do not come to it until the connector has another answer.
-
-`vllm_patches.Deferral` puts the queue into vLLM's scheduler. docs/design.md, "Requests that wait for P", has
-the reasons and what else was considered.
+A request for which the connector answers "ask again" is deferred: it stays one of the waiting requests, and
+may be counted and removed like them, but passes do not come to it until the connector has another answer.
+docs/design.md, "Requests that wait for P", has the reasons.
 """
 
 from __future__ import annotations
@@ -46,8 +42,7 @@ class DeferringQueue(RequestQueue):
         self._queue.prepend_requests(again)
 
     def resume(self, request_ids: Iterable[str]) -> None:
-        """These are decided: those that were deferred come back into the queue, each where its age puts
-        it."""
+        """These are decided: those that were deferred come back into the queue, by age."""
         found = [request for each in request_ids if (request := self._deferred.pop(each, None))]
         queue = self._queue
         if not isinstance(queue, deque):

@@ -174,7 +174,6 @@ def prompt_tail(config: VllmConfig) -> int:
 
 
 def block_tables(config: VllmConfig, kv_config: KVCacheConfig) -> BlockTables:
-    """How the tables of a request's blocks are read."""
     sizes, states = [], {}
     for number, group in enumerate(kv_config.kv_cache_groups):
         spec = _spec_of(group, group.layer_names[0]) if group.layer_names else group.kv_cache_spec
@@ -185,7 +184,6 @@ def block_tables(config: VllmConfig, kv_config: KVCacheConfig) -> BlockTables:
 
 
 def request_blocks(config: VllmConfig, kv_config: KVCacheConfig) -> RequestBlocks:
-    """How many blocks vLLM gives a request."""
     tables = []
     for group in kv_config.kv_cache_groups:
         spec = _spec_of(group, group.layer_names[0]) if group.layer_names else group.kv_cache_spec
@@ -208,8 +206,7 @@ def _spec_of(group: KVCacheGroupSpec, name: str) -> KVCacheSpec:
 
 
 def _window(spec: KVCacheSpec) -> int:
-    """Tokens whose KV vLLM keeps for this layer; 0: of all, as it does for windows without its hybrid
-    allocator."""
+    """Tokens whose KV vLLM keeps for this layer; 0: all, as for windows without its hybrid allocator."""
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
     if _chunked(spec):
@@ -222,19 +219,6 @@ def _chunked(spec: KVCacheSpec) -> bool:
     from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
     return isinstance(spec, ChunkedLocalAttentionSpec)
-
-
-def _kept_together(config: VllmConfig, spec: KVCacheSpec) -> int:
-    """See `KvGroup.block`."""
-    transfer = config.kv_transfer_config
-    assert transfer is not None
-    matters = transfer.kv_role != "kv_consumer" or config.cache_config.enable_prefix_caching
-    return spec.block_size if _window(spec) and matters else 1
-
-
-def _interleave(config: VllmConfig, spec: KVCacheSpec) -> int:
-    """See `KvGroup.interleave`."""
-    return int(config.parallel_config.cp_kv_cache_interleave_size) if token_parts(config, spec) > 1 else 1
 
 
 def notifies_of_sleep() -> bool:
@@ -353,7 +337,6 @@ def cache_of(config: VllmConfig, kv_config: KVCacheConfig, layers: Layers) -> tu
 
 
 def local_groups(config: VllmConfig, kv_config: KVCacheConfig, layers: Layers) -> list[LocalGroup]:
-    """The KV groups of the layers on this rank."""
     groups: list[LocalGroup] = []
     for form, numbers in layers.alike(config).items():
         groups += _groups_of(config, layers, form, numbers)
@@ -368,7 +351,9 @@ def _groups_of(
 ) -> Iterator[LocalGroup]:
     """The KV groups of layers that are alike: one for each plane of their rows. Raises ConfigError."""
     names, spec = [layers.names[n] for n in numbers], layers.specs[numbers[0]]
-    rows = row_form(names[0], spec)
+    rows, parts, transfer = row_form(names[0], spec), token_parts(config, spec), config.kv_transfer_config
+    assert transfer is not None
+    keeps_windows = transfer.kv_role != "kv_consumer" or config.cache_config.enable_prefix_caching
     views = [plane_views(layers.names[n], rows, layers.tensors[n]) for n in numbers]
     for planes in zip(*views, strict=True):
         plane, tensors = planes[0][0], [tensor for _, tensor in planes]
@@ -388,9 +373,9 @@ def _groups_of(
             codec=group.codec,
             layer_names="",
             window=_window(spec),
-            block=_kept_together(config, spec),
-            dcp=token_parts(config, spec),
-            interleave=_interleave(config, spec),
+            block=spec.block_size if _window(spec) and keeps_windows else 1,
+            dcp=parts,
+            interleave=int(config.parallel_config.cp_kv_cache_interleave_size) if parts > 1 else 1,
             chunked=_chunked(spec),
         )
         described = Described(f"{form} {plane}", plane, shape, tuple(names))

@@ -1,19 +1,9 @@
 """Steps in which vLLM computes nothing: how long they wait for news, and how vLLM's processes wait meanwhile.
 
-While requests wait for KV, or blocks wait for D, vLLM steps an engine that has nothing to compute over and
-over: the engine core schedules nothing, the workers run nothing, and between two messages each of them spins.
-Four things end that:
-
-- `IdlePace`, in the engine core, decides how long it may be until the next such step.
-- `vllm_patches.ENGINE_CORE`, in the engine core's process, lets it rest so long. A request ends the rest, and
-  so does a worker that has news: it rings a `Bell`.
-- Where the engine core cannot rest, the workers wait so long for news in the step itself, with the
-  interpreter's lock released (`Worker.results`). A request that comes meanwhile waits for them.
-- `vllm_patches.SPIN_WAIT`, one in each process, makes the wait for the next message of vLLM's other process a
-  nap while steps are idle, and in a worker also once no step has come for a while. It is as vLLM made it as
-  soon as there is something to compute.
-
-docs/design.md, "Idle steps", has the figures, and what we propose to vLLM.
+`IdlePace` decides how long it may be until the next such step. `vllm_patches.ENGINE_CORE` lets the engine
+core rest so long, unless a worker that has news rings a `Bell`; where it cannot rest, the workers wait in the
+step itself (`Worker.results`). `vllm_patches.SPIN_WAIT` lets vLLM's processes nap instead of spinning.
+docs/design.md, "Idle steps", has the whole.
 """
 
 from __future__ import annotations

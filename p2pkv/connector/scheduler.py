@@ -176,7 +176,6 @@ class ProducerScheduler:
         return self._room.admits(request.request_id, request.num_prompt_tokens, besides=self._held.all)
 
     def allocated(self, request: Request) -> None:
-        """vLLM has given this request blocks."""
         if request.request_id in self._prompts:
             self._room.enter(request.request_id, request.num_prompt_tokens)
 
@@ -573,8 +572,7 @@ class ConsumerScheduler:
         return withheld
 
     def fail(self, request_id: str, reason: str) -> None:
-        """Nothing comes from P for this request, if it is known; vLLM gets that answer from the next pass
-        on."""
+        """Nothing comes from P for this request, if it is known; vLLM learns that in its next pass."""
         if asking := self.asking.get(request_id):
             asking.failure = reason
             self._decide([request_id])

@@ -211,31 +211,25 @@ class WeightWatch(Patch):
         return collective_rpc
 
     def replace_set_weight_version(self, original: Replacement) -> Replacement:
-        def set_weight_version(core: Any, weight_version: str) -> Any:
-            with _watching(core) as generation:
-                if generation is not None:
-                    generation.version(str(weight_version))
-                return original(core, weight_version)
-
-        return set_weight_version
+        return _noted(original, lambda generation, weight_version: generation.version(str(weight_version)))
 
     def replace_sleep(self, original: Replacement) -> Replacement:
-        def sleep(core: Any, level: int = 1, mode: Any = "abort") -> Any:
-            with _watching(core) as generation:
-                if generation is not None:
-                    generation.sleeps(level)
-                return original(core, level, mode)
-
-        return sleep
+        return _noted(original, lambda generation, level=1, mode="abort": generation.sleeps(level))
 
     def replace_wake_up(self, original: Replacement) -> Replacement:
-        def wake_up(core: Any, tags: list[str] | None = None) -> Any:
-            with _watching(core) as generation:
-                if generation is not None:
-                    generation.wakes(tags)
-                return original(core, tags)
+        return _noted(original, lambda generation, tags=None: generation.wakes(tags))
 
-        return wake_up
+
+def _noted(original: Replacement, note: Callable[..., None]) -> Replacement:
+    """A method of the engine core that first calls `note` with the generation and the arguments."""
+
+    def noted(core: Any, *args: Any, **kwargs: Any) -> Any:
+        with _watching(core) as generation:
+            if generation is not None:
+                note(generation, *args, **kwargs)
+            return original(core, *args, **kwargs)
+
+    return noted
 
 
 @contextmanager

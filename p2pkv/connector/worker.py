@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+from msgspec.structs import replace
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from p2pkv.connector.idle_steps import Bell
@@ -270,15 +271,12 @@ class Worker:
         tokens = sum(each.stop - each.start for each in meta.prefills)
         self._computed.begin(prompts, self.rank.layers_per_message(tokens))
         for ended in meta.sent:
-            self._prompt_ended(ended)
+            if ended.reason:
+                self.rank.do(do.Abort(ended.key, ended.reason))
+            self._ended[ended.key] = ended.request_id
         # The blocks may have been another request's until now, and the step before may still run.
         fence = self.record() if meta.loads else None
         self.loads.begin(meta, None if fence is None or fence.ready() else fence)
-
-    def _prompt_ended(self, ended: Ended) -> None:
-        if ended.reason:
-            self.rank.do(do.Abort(ended.key, ended.reason))
-        self._ended[ended.key] = ended.request_id
 
     # During and after the forward.
 
@@ -340,7 +338,6 @@ class Worker:
         self._growth = Growth(self.rank.counters)
 
     def wake(self, rank: Rank) -> None:
-        """Go on with a new rank."""
         self._free |= self._held
         self.rank = rank
         self._growth = Growth(rank.counters)

@@ -4,12 +4,11 @@ While a worker compiles or collects garbage, one thread may hold the interpreter
 no other thread of the worker runs. Pings from a thread would stop, and the proxy would forget an instance in
 good health. So they come from a process of its own, which imports neither torch nor vLLM.
 
-The worker is the child's parent and holds the other end of its stdin: it writes one line with what to
-announce, a beat every second, and `STOP` at a clean end. A beat has whether the instance is to be announced,
-and whether it is paused; while it is not to be announced, the child sends no ping. When the worker is silent,
-the child goes on as before for `stall_seconds`, and then sends none until the worker beats again. When the
-worker dies, the pipe ends, so does the child, and with it the connection to the proxy. Both are in one
-process group: a signal that freezes or kills the whole instance reaches the child, too.
+The worker writes to the child's stdin one line with what to announce, a beat every second, and `STOP` at a
+clean end. A beat has whether the instance is to be announced, and whether it is paused. When the worker is
+silent, the child goes on as before for `stall_seconds`, and then sends no ping until the worker beats again.
+When the worker dies, the pipe ends, and so does the child. Both are in one process group: a signal that
+freezes or kills the whole instance reaches the child, too.
 
 What the proxies answer to a D, its partners, the child passes on through its stdout, a socket that keeps
 messages apart; the worker looks there at each beat.
@@ -30,7 +29,7 @@ import msgspec
 from msgspec import Struct
 
 from p2pkv.control.discovery import MAX_PARTNERS_BYTES, PING_INTERVAL, BadPartners, Ping, decode_partners
-from p2pkv.control.pinger import Addresses, OnPartners, ignore
+from p2pkv.control.pinger import Addresses, OnPartners
 from p2pkv.control.warm_up import WarmUp
 from p2pkv.pairing import Address
 
@@ -56,10 +55,6 @@ class Standing(Struct, frozen=True):
 
     trouble: str = ""
     paused: bool = False
-
-
-def _runs() -> Standing:
-    return Standing()
 
 
 class Announcement(Struct, frozen=True, kw_only=True):
@@ -104,8 +99,8 @@ class Announcer:
     def __init__(
         self,
         announcement: Announcement,
-        on_partners: OnPartners = ignore,
-        standing: Callable[[], Standing] = _runs,
+        on_partners: OnPartners = lambda addresses: None,
+        standing: Callable[[], Standing] = Standing,
     ) -> None:
         for proxy in announcement.proxies:
             Address.parse(proxy)
@@ -122,7 +117,6 @@ class Announcer:
 
     @property
     def pid(self) -> int:
-        """The child's process id."""
         assert self._child is not None, "it has not been started"
         return self._child.pid
 

@@ -22,7 +22,7 @@ import msgspec
 
 from p2pkv.control.announcer import BEAT_SECONDS, FAILS, PAUSED, RUNS, STOP, Orders
 from p2pkv.control.discovery import PING_INTERVAL, encode_partners
-from p2pkv.control.pinger import Addresses, OnPartners, Pinger, ping_at_once
+from p2pkv.control.pinger import Addresses, OnPartners, Pinger
 from p2pkv.control.security import members_of
 from p2pkv.control.warm_up import warm_up
 
@@ -46,7 +46,7 @@ class _Worker:
         self._beaten = time.monotonic()
         self._silent = False
         self._last = RUNS
-        self.changed: Callable[[], None] = _nothing
+        self.changed: Callable[[], None] = lambda: None
         """Called when a beat differs from the one before."""
         self.announced = False
         self.stopping = threading.Event()
@@ -107,12 +107,8 @@ class _Worker:
         return not silent and self._last != FAILS
 
 
-def _nothing() -> None: ...
-
-
 class _Partners:
-    """Passes on to the worker the partners that any proxy names. Does not wait for a worker that reads
-    nothing."""
+    """Passes on to the worker the partners that any proxy names. Never waits for the worker."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=os.dup(descriptor))
@@ -163,8 +159,13 @@ def main() -> None:
         )
         for proxy in announcement.proxies
     ]
+
+    def ping_at_once() -> None:
+        for pinger in pingers:
+            pinger.hurry()
+
     worker.announced = True
-    worker.changed = lambda: ping_at_once(pingers)
+    worker.changed = ping_at_once
     for pinger in pingers:
         pinger.start()
     worker.stopping.wait()

@@ -125,7 +125,6 @@ _partners_decoder = msgspec.msgpack.Decoder(PartnersAnswer)
 
 
 def encode_ping(ping: Ping) -> bytes:
-    """The frame of one ping."""
     return _encoder.encode(ping)
 
 

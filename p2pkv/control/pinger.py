@@ -7,7 +7,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -31,9 +31,6 @@ log = logging.getLogger("p2pkv.control.announcer")
 Addresses = tuple[str, ...]
 OnPartners = Callable[[Addresses], None]
 """Takes the partners that a proxy has named."""
-
-
-def ignore(addresses: Addresses) -> None: ...
 
 
 _GOODBYE_LINGER_MS = 500
@@ -71,7 +68,7 @@ class Pinger:
         members: Members | None = None,
         vouched_for: Callable[[], bool] = lambda: True,
         paused: Callable[[], bool] = lambda: False,
-        on_partners: OnPartners = ignore,
+        on_partners: OnPartners = lambda addresses: None,
     ) -> None:
         if not interval > 0:
             raise ValueError(f"the ping interval must be more than 0 seconds, not {interval}")
@@ -92,7 +89,6 @@ class Pinger:
         self._thread = threading.Thread(target=self._run, name="p2pkv-pinger", daemon=True)
 
     def start(self) -> None:
-        """Begins to ping."""
         self._thread.start()
 
     def hurry(self) -> None:
@@ -101,8 +97,7 @@ class Pinger:
             self._waker.send(b"!")
 
     def stop(self, timeout: float = 2.0) -> None:
-        """Sends a goodbye to a proxy that is connected, and ends the thread within `timeout` seconds.
-        Idempotent."""
+        """Sends a goodbye to a connected proxy, and ends the thread within `timeout` seconds. Idempotent."""
         if self._stopping.is_set():
             return
         self._stopping.set()
@@ -213,8 +208,3 @@ def _configure(dealer: zmq.Socket[bytes], proxy: Address, asks: bool) -> None:
     # For names this stays off: "localhost" would mean ::1 only, and proxies bind 127.0.0.1.
     dealer.setsockopt(zmq.IPV6, ":" in proxy.host)
     dealer.connect(f"tcp://{proxy}")
-
-
-def ping_at_once(pingers: Iterable[Pinger]) -> None:
-    for pinger in pingers:
-        pinger.hurry()

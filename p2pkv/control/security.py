@@ -241,7 +241,6 @@ def event_of(frames: list[bytes]) -> tuple[int, int]:
 
 
 def failure_of(event: int, value: int) -> Failure:
-    """Why a handshake failed."""
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return Failure("not admitted", refused=True)
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:

@@ -5,8 +5,9 @@ Commands are small and frozen; handing one over is an append to a deque.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from p2pkv.device import Fence
 from p2pkv.pairing import Address
@@ -15,11 +16,18 @@ Blocks = tuple[list[int], ...]
 """A request's block table, for each KV cache group."""
 
 
+class Command(Struct, frozen=True):
+    """What the forward thread orders."""
+
+
+class Event(Struct, frozen=True):
+    """What the forward thread gets back."""
+
+
 # To P's engine.
 
 
-@dataclass(frozen=True, slots=True)
-class Hold:
+class Hold(Command, frozen=True):
     """P's scheduler has this request in its queue. `named`: the other engine of this instance that the
     request's id names; None: it names this one."""
 
@@ -28,8 +36,7 @@ class Hold:
     named: Address | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class OfferPrompt:
+class OfferPrompt(Command, frozen=True):
     """Its prefill begins; `generation`: of the weights, "": those of P's start."""
 
     key: str
@@ -39,16 +46,14 @@ class OfferPrompt:
     generation: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptBlocks:
+class PromptBlocks(Command, frozen=True):
     """Where the prompt's tokens lie, from this step on."""
 
     key: str
     blocks: Blocks
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
+class Computed(Command, frozen=True):
     """Local layers [layer, layer_stop) hold the prompts' tokens [0, stop) once `fence` is ready."""
 
     prompts: tuple[tuple[str, int], ...]
@@ -57,22 +62,19 @@ class Computed:
     fence: Fence
 
 
-@dataclass(frozen=True, slots=True)
-class Flush:
+class Flush(Command, frozen=True):
     """The step is over for these prompts."""
 
     keys: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Revoked:
+class Revoked(Command, frozen=True):
     """The blocks of this prompt were taken back; see Rank.revoke."""
 
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(Command, frozen=True):
     """P's request has ended before its prefill has: give up the transfer."""
 
     key: str
@@ -82,8 +84,7 @@ class Abort:
 # To D's engine.
 
 
-@dataclass(frozen=True, slots=True)
-class Expect:
+class Expect(Command, frozen=True):
     """D's scheduler has this request in its queue; P, which has rank 0 at `prefill`, computes its KV."""
 
     key: str
@@ -92,8 +93,7 @@ class Expect:
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(Command, frozen=True):
     """The request has blocks: load tokens [start, stop); an empty range releases P.
 
     `fence`: until it is passed the step before may still write to these blocks, which were another
@@ -107,16 +107,14 @@ class Load:
     fence: Fence | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Invalidate:
+class Invalidate(Command, frozen=True):
     """KV that waits for its request is not valid any more. `generation`: of D's weights from now on."""
 
     generation: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class NamePartners:
+class NamePartners(Command, frozen=True):
     """The proxy has named these P's, by the addresses of their rank 0, the likeliest first.
 
     It comes from the announcer's thread, to rank 0 of D only.
@@ -125,8 +123,7 @@ class NamePartners:
     addresses: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(Command, frozen=True):
     """D's request has ended: load nothing more into its blocks."""
 
     key: str
@@ -136,8 +133,7 @@ class Drop:
 # To either.
 
 
-@dataclass(frozen=True, slots=True)
-class Forget:
+class Forget(Command, frozen=True):
     """The forward thread orders nothing more for this key. `role`: the half of the rank that had it, as two
     transfers, one in each direction, may have one key; "": whichever had it."""
 
@@ -145,54 +141,30 @@ class Forget:
     role: Literal["P", "D", ""] = ""
 
 
-Command = (
-    Hold
-    | OfferPrompt
-    | PromptBlocks
-    | Computed
-    | Flush
-    | Revoked
-    | Abort
-    | Expect
-    | Load
-    | Invalidate
-    | NamePartners
-    | Drop
-    | Forget
-)
-
-
 # What the forward thread gets back.
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksFree:
+class BlocksFree(Event, frozen=True):
     """P: nothing reads this prompt's blocks any more."""
 
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
+class Begun(Event, frozen=True):
     """D: P has begun to compute this prompt. `generation`: of P's weights; None: no part is for this rank."""
 
     key: str
     generation: str | None = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(Event, frozen=True):
     """D: all that was asked for is in the blocks."""
 
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class LoadFailed:
+class LoadFailed(Event, frozen=True):
     """D: it will not come; nothing is written to the blocks any more."""
 
     key: str
     reason: str
-
-
-Event = BlocksFree | Begun | Loaded | LoadFailed

@@ -63,7 +63,6 @@ class Counters:
             self.gauges[name] = _sum(self.gauges[name], read) if name in self.gauges else read
 
     def snapshot(self) -> dict[str, int]:
-        """All counters and gauges now."""
         return self.values | {name: read() for name, read in self.gauges.items()}
 
 
@@ -97,8 +96,7 @@ class Copies:
         self._last: dict[str, _Launch] = {}
 
     def launched(self, key: str) -> bool:
-        """A copy for this transfer has just been queued on the current stream; whether all of them are
-        done."""
+        """A copy for this transfer was queued on the current stream; whether all of them are done."""
         if self._record is not None:
             fence = self._record()
             if self._launches or not fence.ready():
@@ -208,8 +206,8 @@ class Context:
         return connection.send(encode(message))
 
     def form(self, theirs: Hello) -> tuple[tuple[RowFormat, ...], tuple[Rectangles, ...]]:
-        """How rows of each KV group travel between this rank and a peer that `judge` has accepted, and our
-        cache in that form.
+        """How rows of each KV group travel between this rank and a peer that `negotiate` has accepted, and
+        our cache in that form.
 
         Raises Refused if our blocks cannot be brought into it.
         """

@@ -245,7 +245,6 @@ class Core:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is under way."""
         return all(role.over for role in self.roles)
 
     @property

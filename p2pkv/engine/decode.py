@@ -7,31 +7,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
+
+from msgspec.structs import replace
 
 from p2pkv.config import RESERVED_CHUNKS
 from p2pkv.device import Fence
 from p2pkv.engine import commands as do
+from p2pkv.engine import prefill_peers
 from p2pkv.engine.context import BURST, LOOK_SECONDS, Context, log
 from p2pkv.engine.effects import Emit, SendMessage
 from p2pkv.engine.prefetch import ArrivedChunk, Check, PrefetchBuffer, PrefetchBuffers
-from p2pkv.engine.prefill_peers import (
-    AbortPrefillLink,
-    Admitted,
-    Announced,
-    Arrived,
-    ChunkSent,
-    Landed,
-    Posted,
-    PrefillFailed,
-    PrefillLost,
-    PrefillPeer,
-    PrefillPeers,
-    Receiving,
-    Unwanted,
-)
+from p2pkv.engine.prefill_peers import PrefillPeer, PrefillPeers, Receiving
 from p2pkv.pairing import Address
 from p2pkv.protocol import machine
 from p2pkv.protocol import messages as m
@@ -94,8 +83,7 @@ class RequestEntry:
         return self.receiver.load.state is LoadPhase.AHEAD
 
     def rank_of(self, peer: PrefillPeer) -> int | None:
-        """The rank of P that `peer` is for this request; None if it is none, or the request is not
-        connected yet."""
+        """The rank of P that `peer` is for this request; None if it is none, or none is connected yet."""
         return next((rank for rank, each in self.peers.items() if each is peer), None)
 
     def extents(self, rank: int) -> Extents:
@@ -111,7 +99,7 @@ class Decode:
     def __init__(self, context: Context, ranks: PrefillPeers) -> None:
         self._ctx = context
         self._ranks = ranks
-        self._buffers = PrefetchBuffers(context.options.ahead_bytes, context.cache.device)
+        self._buffers = PrefetchBuffers(context.options.prefetch_bytes, context.cache.device)
         self._attempt = 0
         self._generation = ""
         """Of D's weights; a prompt of others is not taken before its request comes."""
@@ -166,7 +154,7 @@ class Decode:
             self._guard(entry, lambda: entry.receiver.want(start, stop, now), now)
             self._look_by(entry)  # a load may stall sooner
             if entry.buffer is not None:
-                self._ctx.effects.append(Admitted(tuple(entry.peers.values()), command.key))
+                self._ctx.effects.append(prefill_peers.Admitted(tuple(entry.peers.values()), command.key))
                 self._kept.append(entry)
 
     def drop(self, command: do.Drop, now: float) -> None:
@@ -184,7 +172,9 @@ class Decode:
         if self.entries.pop(entry.expect.key, None):
             self._out_of_tables(entry)
             if entry.peers and not entry.receiver.load.ended:
-                self._ctx.effects.append(Unwanted(tuple(entry.peers.values()), entry.expect.key))
+                self._ctx.effects.append(
+                    prefill_peers.Unwanted(tuple(entry.peers.values()), entry.expect.key)
+                )
 
     def invalidate(self, command: do.Invalidate, now: float) -> None:
         """D's weights have changed, or its caches were reset: let go of all that came before its request."""
@@ -279,8 +269,7 @@ class Decode:
             waiting.pop(key, None)
 
     def _connect(self, entry: RequestEntry, now: float) -> None:
-        """Connect the request to all ranks that hold a part of its KV, if all are there; then send
-        them that it waits."""
+        """Connect the request to all ranks that hold a part of its KV, if all are there; ask them for it."""
         if entry.peers or entry.receiver.load.ended:
             return
         first = self._ranks.reached(entry.expect.prefill, now)
@@ -304,8 +293,7 @@ class Decode:
         self._decided(entry, entry.receiver.attach(assignments, now), now)
 
     def _stray(self, entry: RequestEntry, stray: PrefillPeer, first: PrefillPeer, now: float) -> None:
-        """Two ranks of P contradict each other. One may not know yet that its engine has restarted: ask it
-        anew."""
+        """Two ranks of P contradict each other. One may not know of a restart of its engine: ask it anew."""
         reason = unfit(first.address, stray.address, "their Hellos describe their common engine differently")
         entry.tries += 1
         if entry.tries > MAX_TRIES:
@@ -314,8 +302,7 @@ class Decode:
         self._ranks.lose(stray, reason, now)
 
     def prefetch(self, peer: PrefillPeer, message: m.Ahead, now: float) -> None:
-        """P has begun a prompt for which no request has come: take it if all ranks that hold a part are
-        connected."""
+        """P has begun a prompt for which no request has come: take it if all its ranks are connected."""
         if message.key in self.entries or not peer.welcomed or peer.hello is None:
             return
         edges, addresses = peer.ranks()
@@ -377,7 +364,6 @@ class Decode:
         self._connect(entry, now)
 
     def message(self, peer: PrefillPeer, message: TransferMessage, now: float) -> None:
-        """P has sent a message about one transfer."""
         entry = self.entries.get(message.key)
         if entry is None or peer.hello is None:
             return
@@ -396,8 +382,7 @@ class Decode:
 
         self._guard(entry, step, now)
 
-    def sent(self, effect: ChunkSent, now: float) -> None:
-        """P has sent a chunk."""
+    def sent(self, effect: prefill_peers.ChunkSent, now: float) -> None:
         peer, message = effect.peer, effect.message
         entry = self.entries.get(message.key)
         if entry is None or peer.hello is None:
@@ -422,9 +407,8 @@ class Decode:
 
     # What has happened to ranks of P.
 
-    def lost(self, effect: PrefillLost, now: float) -> None:
-        """This incarnation of a rank of P is gone. Requests that P had not begun ask the next one; all
-        others fail."""
+    def lost(self, effect: prefill_peers.PrefillLost, now: float) -> None:
+        """This incarnation is gone. Requests that P had not begun ask the next one; all others fail."""
         peer, reason = effect.peer, effect.reason
         for entry in self.of(peer):
             receiver = entry.receiver
@@ -437,7 +421,7 @@ class Decode:
             else:
                 self._decided(entry, receiver.lost(reason, entry.rank_of(peer)), now)
 
-    def fail(self, effect: PrefillFailed, now: float) -> None:
+    def fail(self, effect: prefill_peers.PrefillFailed, now: float) -> None:
         """End the requests of this rank of P; with `only_loading` those of them that load."""
         for entry in self.of(effect.peer):
             receiver = entry.receiver
@@ -446,7 +430,7 @@ class Decode:
 
     # The data.
 
-    def posted(self, effect: Posted, now: float) -> None:
+    def posted(self, effect: prefill_peers.Posted, now: float) -> None:
         """A receive is posted: grant it, whatever has become of the transfer."""
         peer, chunk = effect.peer, effect.chunk
         entry = self.entries.get(effect.key)
@@ -457,7 +441,7 @@ class Decode:
             grant = m.Grant(effect.key, chunk.attempt, chunk.chunk, chunk.nbytes, effect.link, effect.slot)
             self._ctx.effects.append(SendMessage(peer, grant))
 
-    def land(self, effect: Arrived, now: float) -> None:
+    def land(self, effect: prefill_peers.Arrived, now: float) -> None:
         """A receive is complete: write its bytes where they belong, unless the transfer has ended.
 
         While the step before may still write to those blocks, it is left for the next turn.
@@ -483,7 +467,7 @@ class Decode:
             else:
                 self._write(entry, arrived, now)
         finally:
-            self._ctx.effects.append(Landed(peer, receiving))
+            self._ctx.effects.append(prefill_peers.Landed(peer, receiving))
 
     def check(self, peer: PrefillPeer, receiving: Receiving) -> Check | None:
         """The checksum of the bytes that arrived, computed before the scatter."""
@@ -517,7 +501,6 @@ class Decode:
         return True
 
     def _write(self, entry: RequestEntry, arrived: ArrivedChunk, now: float) -> None:
-        """Write a chunk to the blocks."""
         receiver, key = entry.receiver, entry.expect.key
         try:
             self._scatter(entry, arrived)
@@ -551,8 +534,7 @@ class Decode:
         self._decided(entry, receiver.scattered(arrived.rank, arrived.chunk.chunk, now), now)
 
     def _corrupt(self, entry: RequestEntry, receiver: Receiver, arrived: ArrivedChunk, now: float) -> None:
-        """The bytes differ from what P gathered: end the transfer, and the link, since it may spoil
-        others."""
+        """The bytes are not what P gathered: end the transfer, and the link, which may spoil others."""
         peer, check = arrived.peer, arrived.check
         assert check is not None
         self._ctx.counters.add("chunks_corrupt")
@@ -563,13 +545,12 @@ class Decode:
         )
         self._decided(entry, receiver.cancel(reason), now)
         given_up = f"the link is given up: {reason}"
-        self._ctx.effects.append(AbortPrefillLink(peer, check.sent.link, given_up))
+        self._ctx.effects.append(prefill_peers.AbortPrefillLink(peer, check.sent.link, given_up))
 
     # Time.
 
     def _expire(self, now: float) -> None:
-        """End what has outlived its lease, and note when the next lease may end; messages from P may put it
-        off."""
+        """End what has outlived its lease, and note when the next lease may end, without news from P."""
         lease = self._ctx.options.lease_seconds
         # The earliest end of a lease or of a wait that begins later.
         first = now + min(lease, self._ctx.options.wait_seconds)
@@ -594,8 +575,7 @@ class Decode:
         self._leases.by(entry.receiver.deadline or inf)
 
     def _send_heartbeats(self, now: float) -> None:
-        """Name to each rank of P the transfers that wait for it, to renew its leases, unless this engine is
-        in trouble."""
+        """Renew the leases of transfers that wait for P, unless this engine is in trouble."""
         if self._ctx.steps.trouble(now):
             self._beat.at(now + LOOK_SECONDS)
             return
@@ -618,7 +598,6 @@ class Decode:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is under way."""
         return all(entry.receiver.load.ended for entry in self.entries.values())
 
     # What a receiver has decided.
@@ -633,7 +612,7 @@ class Decode:
                 case machine.Post(rank, chunk):
                     if (peer := entry.peers.get(rank)) is not None:
                         reserve = RESERVED_CHUNKS * self._ctx.options.chunk_bytes if entry.ahead else 0
-                        effects.append(Announced(peer, key, chunk, reserve))
+                        effects.append(prefill_peers.Announced(peer, key, chunk, reserve))
                 case machine.Offered(generation):
                     effects.append(Emit(do.Begun(key, generation)))
                 case machine.Finished(ok, reason):
@@ -643,7 +622,7 @@ class Decode:
         """Emit the outcome once nothing writes to the request's blocks any more."""
         key = entry.expect.key
         if entry.peers:
-            self._ctx.effects.append(Unwanted(tuple(entry.peers.values()), key))
+            self._ctx.effects.append(prefill_peers.Unwanted(tuple(entry.peers.values()), key))
         if entry.buffer is not None:
             self._buffers.give(entry.buffer)
             entry.buffer = None

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine.context import BURST, Context, log
 from p2pkv.engine.effects import Effect
-from p2pkv.engine.peers import IDLE_BEATS, IDLE_REASON, Overdue, Peers, surplus
+from p2pkv.engine.peers import IDLE_BEATS, IDLE_REASON, Overdue, Peers, log_connected, surplus
 from p2pkv.kv.cache import Rectangles
 from p2pkv.kv.checksum import Checksum
 from p2pkv.links.base import LinkError, Outbound, Send
 from p2pkv.protocol import messages as m
-from p2pkv.protocol.handshake import Assignment, Refused, judge, listed, unfit, verified
+from p2pkv.protocol.handshake import Assignment, Refused, negotiate, unfit, verified
 from p2pkv.protocol.machine import Transmit
 
 DecodeRank = tuple[str, int]
@@ -363,8 +363,7 @@ class DecodePeer:
 
     @property
     def settled(self) -> bool:
-        """Whether there is nothing to wait for: the link is up, or none is needed now, and nothing is on
-        it."""
+        """Whether nothing is awaited: the link is up, or none is needed now, and nothing is on it."""
         link = self.link
         return (self.assignment is None or link.linked or link.parked) and not link.busy
 
@@ -436,7 +435,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
                     f"{hello.address} dialed {hello.to}, but this rank is {mine.address}: "
                     "use the address that the instance advertises"
                 )
-            plan = judge(mine, hello)
+            plan = negotiate(mine, hello)
             formats, rows = self._ctx.form(hello)
         except Refused as refused:
             reason = self.leaving or unfit(mine.address, hello.address, refused)
@@ -467,14 +466,7 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         )
         connection.assign(peer)
         self.add(peer)
-        sums = ", with checksums" if peer.verify else ""
-        log.info(
-            "D rank %d at %s is connected; what travels: %s%s",
-            hello.rank,
-            hello.address,
-            listed(formats),
-            sums,
-        )
+        log_connected(hello, formats, peer.verify)
         self.invite(peer, now)
 
     def _make_room(self, connection: Connection, now: float) -> None:
@@ -487,7 +479,6 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
             self._drop(idle, f"{idle.address} makes room for another", now)
 
     def heartbeat(self, peer: DecodePeer, wants: bool, now: float) -> None:
-        """A heartbeat has come. `wants`: it names transfers."""
         peer.alive(wants, now)
         if wants:
             self.invite(peer, now)
@@ -500,7 +491,6 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
             self.lose_link(peer, f"no link to {peer.address}: {error}", now)
 
     def link_down(self, peer: DecodePeer, message: m.LinkDown, now: float) -> None:
-        """D has given up the link."""
         peer.alive(False, now)
         if message.link != peer.link.number or not peer.link.invited:
             return
@@ -578,7 +568,6 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         self._active[peer] = None
 
     def poll(self, now: float) -> None:
-        """Move what can be moved now."""
         effects = self._ctx.effects
         for peer in self.active:
             was_settled, link = peer.settled, peer.link
@@ -647,19 +636,16 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
 
     @property
     def busy(self) -> bool:
-        """Whether something is under way that has to be looked at often."""
         return any(not peer.settled for peer in self.active)
 
     def _patience_with(self, peer: DecodePeer, now: float) -> float:
-        """Seconds that a link may take to come up: twice as many while D's heartbeats come, since it may
-        just be busy."""
+        """Seconds that a link may take to come up; twice as many for a D that is alive and may be busy."""
         lease = self._ctx.options.lease_seconds
         patience = 2 * lease if now - peer.last_alive < lease else lease
         return max(patience, self._ctx.links.build_seconds) if peer.link.accepted else patience
 
     def look(self, now: float) -> None:
-        """Close links that are idle; let the next turn look at all ranks. Call it several times a
-        second."""
+        """Close idle links; let the next turn look at all ranks. Call it several times a second."""
         linked = [peer for peer in self if peer.link.linked]
         most = self._ctx.options.max_links
         for peer in surplus(
@@ -682,7 +668,6 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
         self.leaving = reason
 
     def disconnected(self, peer: DecodePeer, now: float) -> None:
-        """A message could not be sent."""
         if peer in self:
             self._drop(peer, f"{peer.address} is gone: the connection to it has ended", now)
 
@@ -696,7 +681,6 @@ class DecodePeers(Peers[DecodeRank, DecodePeer]):
 
     @property
     def unfinished(self) -> bool:
-        """Whether something is on its way to a rank of D, or may still be."""
         return any(peer.unfinished for peer in self)
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
 """Whether this instance's engine gets on: what its worker's steps and its engine core's beats show.
 
-A worker may be in good health while the engine core, a process of its own, is stopped, hung or paused; then
-no request gets on, and no peer may be made to wait for one.
+docs/design.md, "Who vouches for an engine", has what follows.
 """
 
 from __future__ import annotations
@@ -31,10 +30,6 @@ class Beat(Struct, frozen=True, kw_only=True):
     orphaned: bool = False
 
 
-def _no_beats() -> Iterable[Beat]:
-    return ()
-
-
 class Liveness:
     """Steps are written by the forward thread, all else by the engine thread; any thread may read. Single
     attributes, so no lock.
@@ -57,7 +52,7 @@ class Liveness:
         self.stall = stall
         self.serving = serving
         self.held = 0.0
-        self.read_beats: Callable[[], Iterable[Beat]] = _no_beats
+        self.read_beats: Callable[[], Iterable[Beat]] = lambda: ()
         self.paused_since: float | None = None
         self._number = 0
         self._since: float | None = None
@@ -88,7 +83,6 @@ class Liveness:
     # The engine core's beats.
 
     def look(self, now: float) -> None:
-        """Take in the beats that have come."""
         for beat in self.read_beats():
             self.note(beat, now)
 
@@ -113,7 +107,6 @@ class Liveness:
 
     @property
     def orphaned(self) -> bool:
-        """Whether the process that started the engine core is gone."""
         return self._beat is not None and self._beat.orphaned
 
     # Both.

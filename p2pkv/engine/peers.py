@@ -7,8 +7,12 @@ rank of D has dialed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
+
+from p2pkv.engine.context import log
+from p2pkv.protocol.handshake import RowFormat
+from p2pkv.protocol.messages import Hello
 
 _Key = TypeVar("_Key")
 
@@ -76,6 +80,14 @@ class Peers(Generic[_Key, _Keyed]):
         for peer in [peer for peer in self._active if peer not in self]:
             del self._active[peer]
         return list(self._active)
+
+
+def log_connected(hello: Hello, formats: Sequence[RowFormat], verify: bool) -> None:
+    """Log that this rank is connected, and the form in which rows travel to it or from it."""
+    sums = ", with checksums" if verify else ""
+    travels = "; ".join(dict.fromkeys(map(str, formats)))
+    rank = f"{hello.role} rank {hello.rank} at {hello.address}"
+    log.info("%s is connected; what travels: %s%s", rank, travels, sums)
 
 
 class Overdue:

@@ -69,7 +69,6 @@ class PendingClaims:
         return self._claims.pop(key, {})
 
     def known(self) -> list[str]:
-        """The prompts that have claims."""
         return list(self._claims)
 
     @property

@@ -1,5 +1,5 @@
 """The P's that the proxy has named to this D: their ranks are dialed, and the links to them built, before a
-request needs them (`links_ahead`).
+request needs them (`preconnect`).
 
 Nothing depends on it. A try that comes to nothing is given up without failing any request, and made again
 after a pause that grows. A link that was built ahead goes first when there are too many, and none is begun
@@ -85,13 +85,12 @@ class Preconnect:
         """Rank 0: the connections to the other ranks of this engine."""
         self._outdated: list[str] = []
         """Those of them that do not know yet what rank 0 was sent last."""
-        self._on = context.options.links_ahead
+        self._on = context.options.preconnect
         context.counters.add_gauges(partners=lambda: len(self._partners))
 
     # What the proxy names.
 
     def name(self, command: NamePartners, now: float) -> None:
-        """The proxy has named these P's to rank 0."""
         if not self._on:
             return
         self._named = command.addresses
@@ -156,7 +155,7 @@ class Preconnect:
     def _begin(self, now: float) -> None:
         if not self._ctx.steps.serving:
             return
-        links = sum(1 for peer in self._peers if peer.linked)
+        links = sum(1 for peer in self._peers if peer.link.linked)
         tries = [each for each in self._partners.values() if each.since is not None]
         room = self._ctx.options.max_links - links
         room -= sum(max(0, each.sources - self._linked(each)) for each in tries)
@@ -172,7 +171,7 @@ class Preconnect:
             room, fresh = room - partner.sources, fresh + 1
 
     def _linked(self, partner: Partner) -> int:
-        return sum(1 for peer in self._dialed(partner) if peer.linked)
+        return sum(1 for peer in self._dialed(partner) if peer.link.linked)
 
     def _dialed(self, partner: Partner) -> list[PrefillPeer]:
         found = (self._peers.get(place) for place in partner.places or (partner.address,))
@@ -226,7 +225,7 @@ class Preconnect:
         if not all(peer.welcomed for peer in peers):
             return False
         edges, _ = first.ranks()
-        return all(peer.up for peer in peers if peer.rank in edges)
+        return all(peer.link.up for peer in peers if peer.rank in edges)
 
     def _too_long(self, partner: Partner, peers: list[PrefillPeer], now: float) -> bool:
         """Whether the ranks have had their time. A link that has begun has a deadline of its own."""
@@ -236,9 +235,9 @@ class Preconnect:
 
     def _came_up(self, partner: Partner, peers: list[PrefillPeer]) -> None:
         partner.next, partner.pause, partner.logged = 0.0, FIRST_PAUSE, False
-        ahead = [peer for peer in peers if peer.linked and not peer.needed]
-        if ahead:
-            self._ctx.counters.add("links_ahead", len(ahead))
+        unused = [peer for peer in peers if peer.link.linked and not peer.needed]
+        if unused:
+            self._ctx.counters.add("links_ahead", len(unused))
             log.info("the link to P at %s is up, ahead of requests", partner.address)
 
     def _beat(self, partner: Partner, peers: list[PrefillPeer], now: float) -> None:

@@ -1,4 +1,4 @@
-"""KV that has come to D: a chunk, and the memory in which chunks wait for their request (`ahead_bytes`)."""
+"""KV that has come to D: a chunk, and the memory where chunks wait for their request (`prefetch_bytes`)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,6 @@ class PrefetchBuffer:
     kept: deque[ArrivedChunk] = field(default_factory=deque)
 
     def next(self) -> ArrivedChunk:
-        """The oldest chunk, which is taken out."""
         return self.kept.popleft()
 
 
@@ -73,12 +72,11 @@ class PrefetchBuffers:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         """Raises MemoryError with a sentence if the device has no room."""
         whole = nbytes // ALIGNMENT * ALIGNMENT
-        self._block = take_memory(whole, device, "ahead_bytes")
+        self._block = take_memory(whole, device, "prefetch_bytes")
         self._slots = Slots(whole) if whole else None
 
     @property
     def used(self) -> int:
-        """Bytes that buffers hold."""
         return self._slots.used if self._slots is not None else 0
 
     def take(self, nbytes: int, now: float) -> PrefetchBuffer | None:
@@ -101,7 +99,6 @@ class PrefetchBuffers:
         buffer.touched = now
 
     def give(self, buffer: PrefetchBuffer) -> None:
-        """Free a buffer."""
         assert self._slots is not None
         buffer.kept.clear()
         self._slots.give(buffer.offset)

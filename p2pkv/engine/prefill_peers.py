@@ -18,13 +18,21 @@ from msgspec.structs import replace
 from p2pkv.control.endpoint import Connection
 from p2pkv.engine.context import BURST, Context, log
 from p2pkv.engine.effects import Effect
-from p2pkv.engine.peers import IDLE_BEATS, IDLE_REASON, Overdue, Peers, surplus
+from p2pkv.engine.peers import IDLE_BEATS, IDLE_REASON, Overdue, Peers, log_connected, surplus
 from p2pkv.kv.cache import Rectangles
 from p2pkv.links.base import Inbound, LinkError, Receive
 from p2pkv.pairing import Address
 from p2pkv.plan import Edge, Plan
 from p2pkv.protocol import messages as m
-from p2pkv.protocol.handshake import Assignment, Dialing, Refused, RowFormat, judge, listed, unfit, verified
+from p2pkv.protocol.handshake import (
+    Assignment,
+    Dialing,
+    Refused,
+    RowFormat,
+    negotiate,
+    unfit,
+    verified,
+)
 from p2pkv.protocol.messages import Chunk, Sent
 
 IDLE_SECONDS = 60.0
@@ -352,14 +360,6 @@ class PrefillPeer:
         return self.dialing.reason if self.dialing.refused else None
 
     @property
-    def linked(self) -> bool:
-        return self.link.linked
-
-    @property
-    def up(self) -> bool:
-        return self.link.up
-
-    @property
     def needed(self) -> bool:
         """Whether a request has needed it. If none has, it was dialed ahead, and nothing depends on it."""
         return self.used > -inf
@@ -398,19 +398,17 @@ class PrefillPeer:
         return sent
 
     def complain(self, reason: str) -> None:
-        """Log what is wrong with this peer."""
         log.log(logging.WARNING if self.needed else logging.DEBUG, "%s", reason)
 
     def greet(self, now: float) -> None:
-        """Send Hello, if it is time to."""
         if self.dialing.due(now):
             self.ctx.endpoint.redial(self.connection)
             self.send(replace(self.ctx.hello_as("D"), to=self.address), now)
 
     def welcome(self, message: m.Welcome) -> None:
-        """P has accepted our Hello; judge its. Raises Refused."""
+        """P has accepted our Hello; look at its. Raises Refused."""
         mine, hello = self.ctx.hello_as("D"), message.hello
-        plan = judge(mine, hello)
+        plan = negotiate(mine, hello)
         if message.plan != plan.digest or hello.address != self.address:
             raise Refused(
                 f"{self.address} answers as {hello.address} with plan {message.plan}, not {plan.digest}: "
@@ -431,7 +429,7 @@ class PrefillPeer:
 
     def abort(self, reason: str) -> None:
         """Give up the link; `reason`: for P."""
-        if self.linked and not self.ctx.answer(self.connection, m.LinkDown(self.link.number, reason)):
+        if self.link.linked and not self.ctx.answer(self.connection, m.LinkDown(self.link.number, reason)):
             # A P that does not know would announce chunks for a link that it has alone.
             self.ctx.endpoint.hang_up(self.connection)
         self.link.abort()
@@ -449,7 +447,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
             receives_posted=lambda: sum(len(peer.link.posted) for peer in self),
             receives_asked=lambda: sum(len(peer.link.waiting) for peer in self),
             peers=lambda: len(self),
-            links=lambda: sum(1 for peer in self if peer.linked),
+            links=lambda: sum(1 for peer in self if peer.link.linked),
         )
 
     # Dialing.
@@ -492,14 +490,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         except Refused as refused:
             self.refused(peer, unfit(self._ctx.hello.address, peer.address, refused), now)
             return
-        sums = ", with checksums" if peer.verify else ""
-        log.info(
-            "P rank %d at %s is connected; what travels: %s%s",
-            peer.rank,
-            peer.address,
-            listed(peer.formats),
-            sums,
-        )
+        log_connected(message.hello, peer.formats, peer.verify)
         self._ctx.effects.append(PrefillWelcomed(peer))
 
     def refuse(self, peer: PrefillPeer, message: m.Refuse, now: float) -> None:
@@ -520,12 +511,10 @@ class PrefillPeers(Peers[str, PrefillPeer]):
             self.lose(peer, reason, now)
 
     def answered(self, peer: PrefillPeer) -> None:
-        """It has answered a heartbeat."""
         peer.unanswered_since = None
 
     def invited(self, peer: PrefillPeer, message: m.LinkInvite, now: float) -> None:
-        """P begins a link."""
-        if peer.linked:
+        if peer.link.linked:
             self.lose_link(peer, f"{peer.address} builds its link anew", now, notify=False)
         try:
             blob = peer.link.accept(message, self.window)
@@ -541,7 +530,6 @@ class PrefillPeers(Peers[str, PrefillPeer]):
             self.lose_link(peer, f"{peer.address} aborted the link: {message.reason}", now, notify=False)
 
     def sent(self, peer: PrefillPeer, message: Sent, now: float) -> None:
-        """P has sent a chunk on the link."""
         try:
             peer.link.sent(message)
         except LinkError as error:
@@ -570,7 +558,6 @@ class PrefillPeers(Peers[str, PrefillPeer]):
         self._ctx.effects.append(PrefillLost(peer, reason))
 
     def disconnected(self, peer: PrefillPeer, now: float) -> None:
-        """A message could not be sent."""
         if peer.hello is not None:
             self.lose(peer, f"{peer.address} is gone: the connection to it has ended", now)
 
@@ -597,7 +584,6 @@ class PrefillPeers(Peers[str, PrefillPeer]):
             peer.link.unwanted(effect.key)
 
     def poll(self, now: float) -> None:
-        """Move what can be moved now."""
         for peer in self.active:
             was_quiet, link = not peer.link.busy, peer.link
             try:
@@ -643,7 +629,6 @@ class PrefillPeers(Peers[str, PrefillPeer]):
 
     @property
     def busy(self) -> bool:
-        """Whether something is under way that has to be looked at often."""
         return any(peer.link.busy for peer in self.active)
 
     def check(self, now: float) -> bool:
@@ -670,7 +655,7 @@ class PrefillPeers(Peers[str, PrefillPeer]):
 
     def close_idle_links(self, used: set[str], now: float) -> None:
         """Close links that are too many. `used`: the addresses of ranks that requests need."""
-        linked = [peer for peer in self if peer.linked]
+        linked = [peer for peer in self if peer.link.linked]
         quiet = (IDLE_BEATS + 1) * self._ctx.beat
 
         def idle(peer: PrefillPeer) -> bool:

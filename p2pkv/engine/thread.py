@@ -11,9 +11,9 @@ from p2pkv.control.endpoint import Endpoint, PortTaken
 from p2pkv.control.security import members_of
 from p2pkv.device import own_stream
 from p2pkv.engine.commands import Command, Event
-from p2pkv.engine.context import Context, Counters, log
+from p2pkv.engine.context import log
 from p2pkv.engine.core import TICK, Core
-from p2pkv.engine.liveness import LATE_BEAT_SECONDS, Liveness
+from p2pkv.engine.liveness import LATE_BEAT_SECONDS
 from p2pkv.kv.cache import RankCache
 from p2pkv.links.base import LinkFactory
 from p2pkv.links.watchdog import Watchdog
@@ -54,8 +54,9 @@ class Rank:
                 "many ports behind it free as it has ranks in all its engines"
             ) from None
         self._happened = threading.Event()
-        self._call: Callable[[], None] = _nothing
-        self.core = Core(hello, options, cache, links, endpoint, self._report, serving=serving)
+        self._call: Callable[[], None] = lambda: None
+        self.core = core = Core(hello, options, cache, links, endpoint, self._report, serving=serving)
+        self.context, self.steps, self.counters = core.context, core.steps, core.counters
         self._commands = self.core.commands
         self._endpoint = endpoint
         self._asleep = False
@@ -74,40 +75,20 @@ class Rank:
 
     # The forward thread.
 
-    @property
-    def context(self) -> Context:
-        return self.core.context
-
-    @property
-    def steps(self) -> Liveness:
-        return self.core.steps
-
-    @property
-    def counters(self) -> Counters:
-        return self.core.counters
-
-    @property
-    def news(self) -> int:
-        return self.core.news
-
     def do(self, command: Command) -> None:
-        """Hand over one command; commands are carried out in order."""
         self._commands.append(command)
         if self._asleep:
             self._endpoint.wake()
 
     def layers_per_message(self, tokens: int) -> int:
-        """How many layers of so many tokens fill a message."""
         return self.core.layers_per_message(tokens)
 
     def revoke(self, keys: Iterable[str]) -> None:
-        """These prompts' blocks will be overwritten: on return nothing reads them, and nothing will."""
         self.core.revoke(keys)
         if self._asleep:
             self._endpoint.wake()
 
     def events(self) -> list[Event]:
-        """What has happened since the last call."""
         self._happened.clear()  # before the look: what happens later ends the next wait
         return self.core.events()
 
@@ -147,7 +128,6 @@ class Rank:
     # The engine thread.
 
     def _report(self) -> None:
-        """An event has been added."""
         if not self._happened.is_set():  # else the next `events` is still to come, and will find this one
             self._happened.set()
             self._call()
@@ -202,6 +182,3 @@ class Rank:
     def _close(self) -> None:
         with self._watchdog.turn():
             self.core.close()
-
-
-def _nothing() -> None: ...

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from p2pkv.link_kinds import kind_of
-from p2pkv.links.base import Inbound, LinkError, LinkFactory, LinkSettings, Outbound, Receive, Send
+from p2pkv.links.base import LinkFactory, LinkSettings
 
 
 def make_factory(kind: str, **settings: Any) -> LinkFactory:
@@ -19,15 +19,3 @@ def make_factory(kind: str, **settings: Any) -> LinkFactory:
     chosen = kind_of(kind, torch.cuda.is_available())
     factory: LinkFactory = import_module(chosen.module).make_links(LinkSettings(**settings))
     return factory
-
-
-__all__ = [
-    "Inbound",
-    "LinkError",
-    "LinkFactory",
-    "LinkSettings",
-    "Outbound",
-    "Receive",
-    "Send",
-    "make_factory",
-]

@@ -32,7 +32,7 @@ from abc import ABC, abstractmethod
 from collections.abc import MutableSet
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Annotated, Any, ClassVar, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -112,8 +112,7 @@ class Inbound(End):
         """
 
     def take(self, nbytes: int, reserve: int = 0) -> Receive | None:
-        """`post`, if both ends are up, and the rank's staging has room beside other links and `reserve`
-        bytes."""
+        """`post`, if both ends are up, and staging has room beside other links and `reserve` bytes."""
         if not self.ready() or not self.share.grants(nbytes, reserve):
             return None
         return self.post(nbytes)
@@ -247,16 +246,13 @@ NONCE_BYTES = 16
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
-class SetupBlob(Struct, frozen=True, forbid_unknown_fields=True):
-    """An invitation or an acceptance of one kind of link.
+class SetupBlob(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
+    """An invitation or an acceptance of one kind of link, which is its tag. `name`: which of the two it is,
+    for people."""
 
-    Attributes:
-        link: the kind of link, for people.
-        name: which of the two it is, for people.
-    """
-
-    link: ClassVar[str]
     name: ClassVar[str]
+
+    version: Literal[1]
 
 
 _AnyBlob = TypeVar("_AnyBlob", bound=SetupBlob)
@@ -278,7 +274,6 @@ def _decoder(kind: type[_AnyBlob]) -> msgspec.msgpack.Decoder[_AnyBlob]:
 
 
 def encode_blob(blob: SetupBlob) -> bytes:
-    """The blob's bytes (msgpack)."""
     return msgspec.msgpack.encode(blob)
 
 
@@ -289,9 +284,10 @@ def decode_blob(blob: bytes, kind: type[_AnyBlob]) -> _AnyBlob:
     try:
         return _decoder(kind).decode(blob)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
+        link = kind.__struct_config__.tag
         raise LinkError(
-            f"not a link {kind.name} of kind {kind.link} ({error}); both sides need the same `link` setting "
-            "and p2pkv version"
+            f"not a link {kind.name} of kind {link} ({error}); both sides need the same `link` setting and "
+            "p2pkv version"
         ) from None
 
 

@@ -25,7 +25,7 @@ from ctypes import (
     c_void_p,
 )
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -52,56 +52,6 @@ class CudaError(RuntimeError):
         self.result = result
 
 
-class MemoryDriver(Protocol):
-    """The calls to CUDA's driver that shared memory needs, for one device. Each may raise CudaError.
-
-    Sizes are multiples of `granularity`.
-    """
-
-    def uuid(self) -> bytes:
-        """The device's UUID, the same in each process: 16 bytes."""
-
-    def exportable(self) -> bool:
-        """Whether memory of this device can be exported as a file descriptor."""
-
-    def reaches(self, uuid: bytes) -> bool | None:
-        """Whether this device can access the memory of the one with this UUID. None: this process does not
-        see that device (CUDA_VISIBLE_DEVICES), so only an attempt shows it."""
-
-    def granularity(self) -> int:
-        """Bytes in whose multiples memory is created and mapped."""
-
-    def create(self, nbytes: int) -> int:
-        """The handle of new memory on the device. It holds the memory until `drop`."""
-
-    def export_fd(self, handle: int) -> int:
-        """A file descriptor that stands for the memory; the caller closes it."""
-
-    def import_fd(self, fd: int) -> int:
-        """The handle of the memory that a descriptor of another process stands for."""
-
-    def drop(self, handle: int) -> None:
-        """The handle is not needed any more. Mappings of its memory stay."""
-
-    def reserve(self, nbytes: int) -> int:
-        """A range of addresses with nothing behind it."""
-
-    def map(self, address: int, nbytes: int, handle: int) -> None:
-        """Put the memory behind the addresses."""
-
-    def allow(self, address: int, nbytes: int) -> None:
-        """Let the device read and write there."""
-
-    def unmap(self, address: int, nbytes: int) -> None:
-        """Take the memory away from the addresses. May wait for the device."""
-
-    def free(self, address: int, nbytes: int) -> None:
-        """Give the addresses back; nothing is mapped there."""
-
-    def tensor(self, address: int, nbytes: int, gone: Callable[[], None]) -> torch.Tensor:
-        """uint8 [nbytes] at an address. `gone` is called when neither it nor a view of it exists any more."""
-
-
 # Memory of this process, and of another one.
 
 
@@ -114,7 +64,7 @@ class ExportedBlock:
     nbytes: int
 
 
-def allocate(driver: MemoryDriver, nbytes: int) -> ExportedBlock:
+def allocate(driver: CudaMemory, nbytes: int) -> ExportedBlock:
     """New memory of the device. Raises MemoryError if the device is full, CudaError."""
     step = driver.granularity()
     whole = -(-nbytes // step) * step
@@ -134,7 +84,7 @@ def allocate(driver: MemoryDriver, nbytes: int) -> ExportedBlock:
     return ExportedBlock(tensor[:nbytes], fd, whole)
 
 
-def open_block(driver: MemoryDriver, fd: int, nbytes: int) -> torch.Tensor:
+def open_block(driver: CudaMemory, fd: int, nbytes: int) -> torch.Tensor:
     """uint8 [nbytes]: the memory of another process, all of it, unmapped when no tensor of it exists.
 
     Raises CudaError.
@@ -146,7 +96,7 @@ def open_block(driver: MemoryDriver, fd: int, nbytes: int) -> torch.Tensor:
         driver.drop(handle)
 
 
-def _mapped(driver: MemoryDriver, handle: int, nbytes: int) -> torch.Tensor:
+def _mapped(driver: CudaMemory, handle: int, nbytes: int) -> torch.Tensor:
     with contextlib.ExitStack() as undo:
         address = driver.reserve(nbytes)
         undo.callback(driver.free, address, nbytes)
@@ -218,7 +168,8 @@ CALLS: dict[str, tuple[Any, ...]] = {
 
 
 class CudaMemory:
-    """The MemoryDriver of a CUDA device, through ctypes."""
+    """The calls to CUDA's driver that shared memory needs, for one device, through ctypes. Each may raise
+    CudaError. Sizes are multiples of `granularity`."""
 
     def __init__(self, index: int) -> None:
         """`index`: the device's number in this process. Raises CudaError."""
@@ -227,14 +178,18 @@ class CudaMemory:
         self._device = self._number(index)
 
     def uuid(self) -> bytes:
+        """The device's UUID, the same in each process: 16 bytes."""
         return self._uuid(self._device)
 
     def exportable(self) -> bool:
+        """Whether memory of this device can be exported as a file descriptor."""
         value = c_int()
         self._call("cuDeviceGetAttribute", ctypes.byref(value), _EXPORTABLE, self._device)
         return bool(value.value)
 
     def reaches(self, uuid: bytes) -> bool | None:
+        """Whether this device can access the memory of the one with this UUID. None: this process does not
+        see that device (CUDA_VISIBLE_DEVICES), so only an attempt shows it."""
         count, access = c_int(), c_int()
         self._call("cuDeviceGetCount", ctypes.byref(count))
         for device in map(self._number, range(count.value)):
@@ -246,49 +201,62 @@ class CudaMemory:
         return None
 
     def granularity(self) -> int:
+        """Bytes in whose multiples memory is created and mapped."""
         size = c_size_t()
         prop = self._prop()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(prop), _MINIMUM)
         return size.value
 
     def create(self, nbytes: int) -> int:
+        """The handle of new memory on the device. It holds the memory until `drop`."""
         handle, prop = c_ulonglong(), self._prop()
         self._call("cuMemCreate", ctypes.byref(handle), nbytes, ctypes.byref(prop), 0)
         return handle.value
 
     def export_fd(self, handle: int) -> int:
+        """A file descriptor that stands for the memory; the caller closes it."""
         fd = c_int(-1)
         self._call("cuMemExportToShareableHandle", ctypes.byref(fd), handle, _FILE_DESCRIPTOR, 0)
         return fd.value
 
     def import_fd(self, fd: int) -> int:
+        """The handle of the memory that a descriptor of another process stands for."""
         handle = c_ulonglong()
         self._call("cuMemImportFromShareableHandle", ctypes.byref(handle), c_void_p(fd), _FILE_DESCRIPTOR)
         return handle.value
 
     def drop(self, handle: int) -> None:
+        """The handle is not needed any more. Mappings of its memory stay."""
         self._call("cuMemRelease", handle)
 
     def reserve(self, nbytes: int) -> int:
+        """A range of addresses with nothing behind it."""
         address = c_ulonglong()
         self._call("cuMemAddressReserve", ctypes.byref(address), nbytes, 0, 0, 0)
         return address.value
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
+        """Put the memory behind the addresses."""
         self._call("cuMemMap", address, nbytes, 0, handle, 0)
 
     def allow(self, address: int, nbytes: int) -> None:
+        """Let the device read and write there."""
         access = AccessDesc(Location(_ON_DEVICE, self._device), _READ_WRITE)
         self._call("cuMemSetAccess", address, nbytes, ctypes.byref(access), 1)
 
     def unmap(self, address: int, nbytes: int) -> None:
+        """Take the memory away from the addresses. May wait for the device."""
         self._call("cuMemUnmap", address, nbytes)
 
     def free(self, address: int, nbytes: int) -> None:
+        """Give the addresses back; nothing is mapped there."""
         self._call("cuMemAddressFree", address, nbytes)
 
     def tensor(self, address: int, nbytes: int, gone: Callable[[], None]) -> torch.Tensor:
-        """On this process's device, even if the memory is another device's, which it may not even see."""
+        """uint8 [nbytes] at an address. `gone` is called when neither it nor a view of it exists any more.
+
+        It is on this process's device, even if the memory is another device's, which it may not even see.
+        """
         return tensor_at(address, nbytes, _CUDA, self._index, gone)
 
     def _prop(self) -> AllocationProp:
@@ -362,7 +330,7 @@ _deleter = ctypes.CFUNCTYPE(None, c_void_p)(_delete)
 def tensor_at(
     address: int, nbytes: int, device_type: int, device: int, gone: Callable[[], None]
 ) -> torch.Tensor:
-    """See MemoryDriver.tensor. `device_type`: DLPack's."""
+    """See CudaMemory.tensor. `device_type`: DLPack's."""
     shape = (ctypes.c_int64 * 1)(nbytes)
     managed = _DLManagedTensor(
         _DLTensor(address, device_type, device, 1, _UNSIGNED, 8, 1, shape, None, 0),

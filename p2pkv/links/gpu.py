@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -28,64 +27,12 @@ Allocate = Callable[[int], torch.Tensor]
 # The device.
 
 
-class StreamEvent(Protocol):
-    """A point in the order of a stream's work."""
-
-    def ready(self) -> bool:
-        """Whether everything queued on the stream before this point is done. Never waits.
-
-        Raises RuntimeError if the device has failed.
-        """
-
-
-class Stream(Protocol):
-    """One link end's own stream.
+class CudaStream:
+    """One link end's own stream, which nothing else in this process uses; see `device.make_stream`.
 
     Attributes:
         number: the raw handle that NCCL takes.
     """
-
-    number: int
-
-    def record(self) -> StreamEvent:
-        """Record an event at this point of the stream."""
-
-    def close(self) -> None:
-        """Nothing is on it any more, and nothing will be."""
-
-
-class Device(Protocol):
-    """Where a factory's links live.
-
-    Attributes:
-        name: for people.
-        processors: its multiprocessors (SMs).
-    """
-
-    name: str
-    processors: int
-
-    def enter(self) -> None:
-        """Make this the current device of the calling thread; helper threads begin with it."""
-
-    def memory(self, nbytes: int, allocate: Allocate | None = None) -> torch.Tensor:
-        """uint8 [nbytes] for staging, whatever it holds: torch's, or what `allocate` returns.
-
-        Raises MemoryError with a sentence.
-        """
-
-    def free_bytes(self) -> int:
-        """Free device memory, to see what a communicator takes."""
-
-    def stream(self) -> Stream:
-        """A new stream, which nothing else of this process ever shares. Raises RuntimeError."""
-
-    def here(self) -> StreamEvent:
-        """Record an event at this point of the calling thread's current stream."""
-
-
-class CudaStream:
-    """A stream that nothing else in this process uses; see `device.make_stream`."""
 
     def __init__(self, device: int) -> None:
         """On the calling thread's current device, which is this one. Raises RuntimeError."""
@@ -96,11 +43,17 @@ class CudaStream:
         return CudaEvent(self._device, self.number)
 
     def close(self) -> None:
+        """Nothing is on it any more, and nothing will be."""
         end_stream(self.number)
 
 
 class CudaDevice:
-    """One CUDA device of this process."""
+    """One CUDA device of this process, where a factory's links live.
+
+    Attributes:
+        name: for people.
+        processors: its multiprocessors (SMs).
+    """
 
     def __init__(self, device: torch.device) -> None:
         assert device.type == "cuda" and device.index is not None
@@ -110,28 +63,35 @@ class CudaDevice:
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def enter(self) -> None:
+        """Make this the current device of the calling thread; helper threads begin with it."""
         torch.cuda.set_device(self._device)
         # A thread has no context until its first call to the runtime, and `set_device` may make none.
         torch.cuda.mem_get_info(self._device)
         ignore_captures()
 
     def memory(self, nbytes: int, allocate: Allocate | None = None) -> torch.Tensor:
+        """uint8 [nbytes] for staging, whatever it holds: torch's, or what `allocate` returns.
+
+        Raises MemoryError with a sentence.
+        """
         return take_memory(nbytes, self._device, "staging_bytes", allocate)
 
     def free_bytes(self) -> int:
+        """Free device memory, to see what a communicator takes."""
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def stream(self) -> CudaStream:
         return CudaStream(self._index)
 
     def here(self) -> CudaEvent:
+        """Record an event at this point of the calling thread's current stream."""
         return CudaEvent(self._index, torch.cuda.current_stream(self._index).cuda_stream)
 
 
 # Device memory: what is being sent, or received, lies in its slots.
 
 
-class DevicePool:
+class DevicePool(Slots):
     """Slots in one block of device memory, taken once and for all: a full device fails at the start.
 
     The owner thread takes slots; the thread that has seen the device finish with them gives them back.
@@ -142,30 +102,22 @@ class DevicePool:
 
     def __init__(self, allocate: Allocate, nbytes: int, beside: int = 0) -> None:
         """`allocate`: makes uint8 [nbytes], or raises. Raises ValueError if `nbytes` is not positive."""
-        self._slots = Slots(nbytes)
-        capacity = self._slots.capacity
-        self._bytes = allocate(capacity + beside)
-        self.beside = self._bytes[capacity:]
+        super().__init__(nbytes)
+        self._bytes = allocate(self.capacity + beside)
+        self.beside = self._bytes[self.capacity :]
         self._lock = threading.Lock()
 
-    def check(self, nbytes: int) -> None:
-        """Raises ValueError if `nbytes` is not positive or could never fit."""
-        self._slots.check(nbytes)
-
-    def take(self, nbytes: int, share: StagingShare) -> int | None:
-        """The offset of a new slot, or None while there is no room; ValueError if it could never fit."""
+    def take(self, nbytes: int, share: StagingShare | None = None) -> int | None:
         with self._lock:
-            return self._slots.take(nbytes, share)
+            return super().take(nbytes, share)
 
     def leave(self, offset: int) -> None:
-        """See Slots.leave."""
         with self._lock:
-            self._slots.leave(offset)
+            super().leave(offset)
 
     def give(self, offset: int) -> None:
-        """Return the slot at `offset`."""
         with self._lock:
-            self._slots.give(offset)
+            super().give(offset)
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes] over the slot."""
@@ -226,7 +178,7 @@ class Helpers:
             thread.join(max(0.0, end - time.monotonic()))
 
 
-def wait_out(event: StreamEvent) -> None:
+def wait_out(event: CudaEvent) -> None:
     """Wait, on a helper thread, until the device has passed `event`; for ever if it never does."""
     while not event.ready():
         time.sleep(_PAUSE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import weakref
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from msgspec import Meta
@@ -57,19 +57,16 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 _ON_THE_WIRE = {"namespace": "place"}
 
 
-class HostInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True, rename=_ON_THE_WIRE):
+class HostInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True, tag="host", rename=_ON_THE_WIRE):
     """P's invitation: `nonce` is random; `namespace` is P's, or None if P does not want to share memory."""
 
-    link = "host"
     name = "invitation"
 
-    kind: Literal["host"]
-    version: Literal[1]
     nonce: Nonce
     namespace: PidNamespace | None
 
 
-class HostAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True, rename=_ON_THE_WIRE):
+class HostAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True, tag="host", rename=_ON_THE_WIRE):
     """D's answer.
 
     Attributes:
@@ -81,11 +78,8 @@ class HostAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True, rename=
         host, port: where D listens for TCP; `host` is numeric.
     """
 
-    link = "host"
     name = "acceptance"
 
-    kind: Literal["host"]
-    version: Literal[1]
     answers: Nonce
     nonce: Nonce
     window: Annotated[int, Meta(ge=1, le=1 << 44)]
@@ -122,7 +116,7 @@ class HostLinks(GuardedLinks):
         self._check()
         namespace = this_namespace() if self.shared_memory else None
         nonce = secrets.token_bytes(NONCE_BYTES)
-        return encode_blob(HostInvitation(kind="host", version=1, nonce=nonce, namespace=namespace))
+        return encode_blob(HostInvitation(version=1, nonce=nonce, namespace=namespace))
 
     def accept(self, invitation: bytes, window: int) -> tuple[HostInbound, bytes]:
         """D's end, listening, with its arena made. ValueError if `window` is not positive."""
@@ -138,7 +132,6 @@ class HostLinks(GuardedLinks):
         inbound = HostInbound(window, nonces, self.host, StagingShare(self.staging), shared=shared)
         self._ends.add(inbound)
         acceptance = HostAcceptance(
-            kind="host",
             version=1,
             answers=invited.nonce,
             nonce=nonce,
@@ -221,7 +214,6 @@ class HostReceive:
         self._entry = entry(sequence)
 
     def done(self) -> bool:
-        """Whether all bytes have arrived. Raises LinkError if they never will."""
         self._link.guard.check()
         if self._arrived or self.arrived():
             return True
@@ -245,7 +237,6 @@ class HostReceive:
         self._arrived = True
 
     def release(self) -> None:
-        """Return the room; if bytes are still on their way, as soon as they have arrived. Idempotent."""
         self._link.guard.owned()
         if not self.released:
             self.released = True
@@ -279,7 +270,7 @@ class HostInbound(GuardedEnd, Inbound):
         self._ready = False
         self._next = 0
         self._live: dict[int, HostReceive] = {}
-        self._early: list[HostReceive] = []
+        self._released: list[HostReceive] = []  # before their bytes had arrived
 
     def offer(self) -> SharedArena | None:
         """What a P on this host needs to open the arena; None if it cannot."""
@@ -318,7 +309,7 @@ class HostInbound(GuardedEnd, Inbound):
             self._meet()
         if self._reader is not None:
             self._pump(self._reader)
-        if self._early:
+        if self._released:
             self._settle()
         assert self._arena is not None
         self._arena.pool.tidy()
@@ -335,7 +326,7 @@ class HostInbound(GuardedEnd, Inbound):
             self._arena.pool.give_all()
             self._arena = None
         self._live.clear()
-        self._early.clear()
+        self._released.clear()
 
     def give(self, receive: HostReceive) -> None:
         """A receive has been released: its room returns now, or when its bytes have arrived."""
@@ -344,7 +335,7 @@ class HostInbound(GuardedEnd, Inbound):
         if self.guard.reason is not None:
             return  # P may still write there; the arena goes as a whole
         if not receive.arrived():
-            self._early.append(receive)
+            self._released.append(receive)
             return
         receive.take()
         del self._live[receive.stamp - 1]
@@ -358,8 +349,8 @@ class HostInbound(GuardedEnd, Inbound):
         return f"HostInbound({self.way}, {len(self._live)} receives posted, {self.used} bytes used)"
 
     def _settle(self) -> None:
-        early, self._early = self._early, []
-        for receive in early:
+        released, self._released = self._released, []
+        for receive in released:
             self.give(receive)
 
     def _meet(self) -> None:

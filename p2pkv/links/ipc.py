@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from msgspec import Meta
@@ -26,8 +26,8 @@ from p2pkv.links.base import (
     decode_blob,
     encode_blob,
 )
-from p2pkv.links.cuda_memory import UUID_BYTES, CudaError, CudaMemory, ExportedBlock, MemoryDriver, allocate
-from p2pkv.links.gpu import CudaDevice, Device, DevicePool
+from p2pkv.links.cuda_memory import UUID_BYTES, CudaError, CudaMemory, ExportedBlock, allocate
+from p2pkv.links.gpu import CudaDevice, DevicePool
 from p2pkv.links.ipc_ends import IpcContext, IpcInbound, IpcOutbound
 from p2pkv.links.ipc_socket import dial
 from p2pkv.links.staging import StagingBudget
@@ -46,7 +46,7 @@ Text = Annotated[str, Meta(max_length=64)]
 Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class IpcInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True):
+class IpcInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True, tag="ipc"):
     """P's invitation: a random number, and where P runs.
 
     Attributes:
@@ -54,17 +54,14 @@ class IpcInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True):
         network: inode of the network namespace.
     """
 
-    link = "ipc"
     name = "invitation"
 
-    kind: Literal["ipc"]
-    version: Literal[1]
     nonce: Nonce
     boot: Text
     network: Number
 
 
-class IpcAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True):
+class IpcAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True, tag="ipc"):
     """D's answer.
 
     Attributes:
@@ -74,11 +71,8 @@ class IpcAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True):
         device: the UUID of D's GPU.
     """
 
-    link = "ipc"
     name = "acceptance"
 
-    kind: Literal["ipc"]
-    version: Literal[1]
     answers: Nonce
     door: Nonce
     memory: Nonce
@@ -103,7 +97,7 @@ class IpcLinks(GuardedLinks):
     build_seconds = BUILD_SECONDS
 
     def __init__(
-        self, device: Device, driver: MemoryDriver, staging_bytes: int, receives: bool = True
+        self, device: CudaDevice, driver: CudaMemory, staging_bytes: int, receives: bool = True
     ) -> None:
         """Raises ValueError with a sentence, MemoryError if the device has no room.
 
@@ -147,7 +141,7 @@ class IpcLinks(GuardedLinks):
         self._check()
         boot, network = self._host
         nonce = secrets.token_bytes(NONCE_BYTES)
-        return encode_blob(IpcInvitation(kind="ipc", version=1, nonce=nonce, boot=boot, network=network))
+        return encode_blob(IpcInvitation(version=1, nonce=nonce, boot=boot, network=network))
 
     def accept(self, invitation: bytes, window: int) -> tuple[IpcInbound, bytes]:
         """D's end, which waits for P at a unix socket."""
@@ -160,7 +154,6 @@ class IpcLinks(GuardedLinks):
         self._ends.add(inbound)
         return inbound, encode_blob(
             IpcAcceptance(
-                kind="ipc",
                 version=1,
                 answers=invited.nonce,
                 door=inbound.name,

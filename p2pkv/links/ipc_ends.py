@@ -16,9 +16,10 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from p2pkv.device import CudaEvent
 from p2pkv.links.base import Guard, GuardedEnd, Inbound, LinkError, Outbound
-from p2pkv.links.cuda_memory import ExportedBlock, MemoryDriver, open_block
-from p2pkv.links.gpu import Device, DevicePool, Helpers, StreamEvent, wait_out
+from p2pkv.links.cuda_memory import CudaMemory, ExportedBlock, open_block
+from p2pkv.links.gpu import CudaDevice, DevicePool, Helpers, wait_out
 from p2pkv.links.ipc_socket import COMMITTED, GOODBYE, MAPPED, TAKEN, Closed, Door, Line, Record
 from p2pkv.links.shared_memory import from_remote_slot, to_remote_slot
 from p2pkv.links.staging import StagingBudget, StagingShare, aligned
@@ -52,15 +53,15 @@ class IpcContext:
         openings, aborts: threads that map a peer's memory, and that wait for the end of a link's writes.
     """
 
-    device: Device
-    driver: MemoryDriver
+    device: CudaDevice
+    driver: CudaMemory
     staging: StagingBudget
     pool: DevicePool | None
     block: ExportedBlock | None
     mapped: WeakValueDictionary[bytes, MappedBlock] = field(default_factory=WeakValueDictionary)
     openings: Helpers = field(default_factory=Helpers)
     aborts: Helpers = field(default_factory=Helpers)
-    _read: deque[tuple[StreamEvent, int]] = field(default_factory=deque)
+    _read: deque[tuple[CudaEvent, int]] = field(default_factory=deque)
     _reading: threading.Lock = field(default_factory=threading.Lock)
 
     def give_when_read(self, offset: int) -> None:
@@ -104,7 +105,6 @@ class IpcReceive:
         return self.arrived
 
     def release(self) -> None:
-        """Return the room; if bytes are still on their way, as soon as they have arrived. Idempotent."""
         self._link.release(self)
 
 
@@ -145,7 +145,6 @@ class IpcInbound(GuardedEnd, Inbound):
         return self._mapped
 
     def post(self, nbytes: int) -> IpcReceive | None:
-        """Post the next receive, or None while there is no room for it."""
         self.guard.check()
         if nbytes > self._window:
             raise ValueError(f"a message of {nbytes} bytes can never fit a window of {self._window} bytes")
@@ -247,7 +246,7 @@ class IpcInbound(GuardedEnd, Inbound):
             self._held.add(receive)
         self._line.send(TAKEN, record.sequence)
 
-    def _give_back(self, read: StreamEvent, offsets: list[int], line: Line | None) -> None:
+    def _give_back(self, read: CudaEvent, offsets: list[int], line: Line | None) -> None:
         """On a helper thread: the slots are free when nobody reads or writes them any more."""
         self._shared.device.enter()
         if line is not None:
@@ -273,7 +272,7 @@ class IpcSend:
     def __init__(self, link: IpcOutbound, sequence: int, buffer: torch.Tensor) -> None:
         self.buffer = buffer
         self.sequence = sequence
-        self.written: StreamEvent | None = None
+        self.written: CudaEvent | None = None
         self.finished = False
         self._link = link
 
@@ -329,7 +328,6 @@ class IpcOutbound(GuardedEnd, Outbound):
         return send
 
     def commit(self, send: IpcSend) -> None:
-        """This send's buffer is full."""
         self.guard.check()
         send.written = self._shared.device.here()
         self.poll()
@@ -360,12 +358,20 @@ class IpcOutbound(GuardedEnd, Outbound):
             return
         self.closed = True
         self.guard.fail(reason)
-        leaving = _Leaving(self._shared.device, self._shared.device.here(), self._block, self._line)
-        self._block = None
+        written, mapped, self._block = self._shared.device.here(), [self._block], None
         self._unannounced.clear()
         self._unfinished.clear()
         self._used = 0
-        self._shared.aborts.run("p2pkv-ipc-abort-P", ABORT_SECONDS, leaving.run)
+        self._shared.aborts.run("p2pkv-ipc-abort-P", ABORT_SECONDS, lambda: self._leave(written, mapped))
+
+    def _leave(self, written: CudaEvent, mapped: list[MappedBlock | None]) -> None:
+        """On a helper thread, as it may wait for the device."""
+        self._shared.device.enter()
+        wait_out(written)
+        mapped.clear()  # unmaps it, if no other link and no tensor of the engine holds it
+        with contextlib.suppress(Closed):
+            self._line.send(GOODBYE)
+        self._line.close()
 
     def _map(self) -> None:
         """Begin to, or see whether it is done."""
@@ -419,21 +425,3 @@ class IpcOutbound(GuardedEnd, Outbound):
 
     def __repr__(self) -> str:
         return f"IpcOutbound({len(self._unannounced)} of {self._next} sends unannounced, {self._used} bytes)"
-
-
-@dataclass
-class _Leaving:
-    """What P still has to do after an abort, on a helper thread, as it may wait for the device."""
-
-    device: Device
-    written: StreamEvent
-    block: MappedBlock | None
-    line: Line
-
-    def run(self) -> None:
-        self.device.enter()
-        wait_out(self.written)
-        self.block = None  # unmaps it, if no other link and no tensor of the engine holds it
-        with contextlib.suppress(Closed):
-            self.line.send(GOODBYE)
-        self.line.close()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from msgspec import Meta
@@ -28,7 +28,7 @@ from p2pkv.links.base import (
     decode_blob,
     encode_blob,
 )
-from p2pkv.links.gpu import CudaDevice, Device, DevicePool
+from p2pkv.links.gpu import CudaDevice, DevicePool
 from p2pkv.links.nccl_bindings import (
     UNIQUE_ID_BYTES,
     Nccl,
@@ -63,27 +63,21 @@ Version = Annotated[int, Meta(ge=1, lt=1 << 31)]
 # What the two ends send each other over the control plane.
 
 
-class NcclInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True):
+class NcclInvitation(SetupBlob, frozen=True, forbid_unknown_fields=True, tag="nccl"):
     """P's invitation: the communicator's name, P's NCCL, and a random tag that the answer repeats."""
 
-    link = "nccl"
     name = "invitation"
 
-    kind: Literal["nccl"]
-    version: Literal[1]
     tag: Nonce
     nccl: Version
     unique_id: UniqueId
 
 
-class NcclAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True):
+class NcclAcceptance(SetupBlob, frozen=True, forbid_unknown_fields=True, tag="nccl"):
     """D's answer: `answers` is the invitation's tag."""
 
-    link = "nccl"
     name = "acceptance"
 
-    kind: Literal["nccl"]
-    version: Literal[1]
     answers: Nonce
     nccl: Version
 
@@ -109,7 +103,7 @@ class NcclLinks(GuardedLinks):
     def __init__(
         self,
         nccl: Nccl,
-        device: Device,
+        device: CudaDevice,
         staging_bytes: int,
         init_seconds: float = INIT_SECONDS,
     ) -> None:
@@ -155,23 +149,17 @@ class NcclLinks(GuardedLinks):
         except NcclError as error:
             raise LinkError(str(error)) from None
         tag = secrets.token_bytes(NONCE_BYTES)
-        return encode_blob(
-            NcclInvitation(kind="nccl", version=1, tag=tag, nccl=self._version, unique_id=name)
-        )
+        return encode_blob(NcclInvitation(version=1, tag=tag, nccl=self._version, unique_id=name))
 
     def accept(self, invitation: bytes, window: int) -> tuple[NcclInbound, bytes]:
-        """D's end, which begins to join. ValueError if `window` is not positive."""
         self._check()
         invited = decode_blob(invitation, NcclInvitation)
         check_versions(self._version, invited.nccl)
         inbound = NcclInbound(self.shared, invited.unique_id, window, self.announced)
         self._ends.add(inbound)
-        return inbound, encode_blob(
-            NcclAcceptance(kind="nccl", version=1, answers=invited.tag, nccl=self._version)
-        )
+        return inbound, encode_blob(NcclAcceptance(version=1, answers=invited.tag, nccl=self._version))
 
     def complete(self, invitation: bytes, acceptance: bytes) -> NcclOutbound:
-        """P's end, which begins to join."""
         self._check()
         invited = decode_blob(invitation, NcclInvitation)
         accepted = decode_blob(acceptance, NcclAcceptance)
@@ -202,7 +190,7 @@ class NcclLinks(GuardedLinks):
         self.shared.check()
 
 
-def cuda_links(staging_bytes: int, *, device: torch.device | None = None, channels: int = 8) -> NcclLinks:
+def make_links(settings: LinkSettings) -> NcclLinks:
     """NCCL links on a CUDA device, the current one by default.
 
     Raises ValueError with a sentence if there is no device, no binding, or no memory.
@@ -212,8 +200,8 @@ def cuda_links(staging_bytes: int, *, device: torch.device | None = None, channe
             "the NCCL link needs a CUDA device, and torch finds none; set the option `link` to `host`"
         )
     try:
-        on = CudaDevice(torch.device("cuda", cuda_index(device)))
-        nccl = load_nccl(channels)
+        on = CudaDevice(torch.device("cuda", cuda_index(settings.device)))
+        nccl = load_nccl(settings.nccl_channels)
         allow_shared_gpus(nccl)
         if os.environ.get("NCCL_CUMEM_ENABLE") == "0":
             logger.warning(
@@ -226,11 +214,6 @@ def cuda_links(staging_bytes: int, *, device: torch.device | None = None, channe
                 "and NCCL fails where two threads launch at once, as p2pkv's and vLLM's do. Leave the "
                 "variable unset"
             )
-        return NcclLinks(nccl, on, staging_bytes)
+        return NcclLinks(nccl, on, settings.staging_bytes)
     except (NcclMissing, MemoryError) as error:
         raise ValueError(str(error)) from None
-
-
-def make_links(settings: LinkSettings) -> NcclLinks:
-    """As `cuda_links`."""
-    return cuda_links(settings.staging_bytes, device=settings.device, channels=settings.nccl_channels)

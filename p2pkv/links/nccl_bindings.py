@@ -76,7 +76,6 @@ class Nccl(ABC):
     channels: int
 
     def __init__(self, library: Any) -> None:
-        """`library`: the binding's module."""
         self._nccl = library
         self._numbers = itertools.count(1)
         self._comms: dict[int, Any] = {}
@@ -178,8 +177,7 @@ def advice(error: NcclError, version: int) -> str:
 
 
 def _power_of_two(channels: int) -> int:
-    """The channels that NCCL uses for sends and receives if it may use so many: ncclTopoComputeP2pChannels in
-    graph/paths.cc."""
+    """What NCCL makes of so many channels, for sends and receives (ncclTopoComputeP2pChannels, paths.cc)."""
     return int(1 << (channels - 1).bit_length())
 
 

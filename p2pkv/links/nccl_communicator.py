@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 
 from p2pkv.links.base import Guard, LinkError
-from p2pkv.links.gpu import Device, DevicePool, Helpers, Stream, wait_out
+from p2pkv.links.gpu import CudaDevice, CudaStream, DevicePool, Helpers, wait_out
 from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, Nccl, NcclError, advice
 from p2pkv.links.staging import StagingBudget
 
@@ -56,7 +56,6 @@ class BusyEnds:
 
     @property
     def contended(self) -> bool:
-        """Whether an end waits."""
         return bool(self._waiting)
 
     def enter(self, end: object) -> bool:
@@ -80,7 +79,7 @@ class NcclContext:
     """What all NCCL links of one rank share. `owner` knows the one thread that may call them."""
 
     nccl: Nccl
-    device: Device
+    device: CudaDevice
     pool: DevicePool
     staging: StagingBudget
     """Slots of links included whose abort has not come back."""
@@ -109,7 +108,6 @@ class NcclContext:
 
     @property
     def stuck(self) -> int:
-        """Calls to NCCL that have outlived their time, and their threads with them."""
         return self.openings.stuck + self.aborts.stuck
 
     def check(self) -> None:
@@ -136,7 +134,7 @@ class Opening:
         self._shared = shared
         self._unique_id = unique_id
         self._rank = rank
-        self.stream: Stream | None = None
+        self.stream: CudaStream | None = None
         """The communicator's own. There once it is up."""
         self._began = time.monotonic()
         self._lock = threading.Lock()
@@ -195,7 +193,7 @@ class Opening:
             wait_out(self.stream.record())
             self.stream.close()
 
-    def _say_something(self, comm: int, stream: Stream) -> None:
+    def _say_something(self, comm: int, stream: CudaStream) -> None:
         nccl, buffer = self._shared.nccl, self._shared.pool.beside
         call, peer = (nccl.send, 1) if self._rank == 0 else (nccl.recv, 0)
         call(buffer.data_ptr(), FIRST_MESSAGE_BYTES, peer, comm, stream.number)

@@ -8,8 +8,9 @@ from collections import deque
 
 import torch
 
+from p2pkv.device import CudaEvent
 from p2pkv.links.base import Guard, GuardedEnd, Inbound, LinkError, Outbound
-from p2pkv.links.gpu import StreamEvent, wait_out
+from p2pkv.links.gpu import wait_out
 from p2pkv.links.nccl_bindings import IN_PROGRESS, SUCCESS, NcclError
 from p2pkv.links.nccl_communicator import NcclContext, Opening
 from p2pkv.links.staging import StagingShare, aligned
@@ -50,8 +51,8 @@ class Operation:
         self.offset = offset
         self.buffer = buffer
         self.nbytes = buffer.numel()
-        self.after: StreamEvent | None = None
-        self.event: StreamEvent | None = None
+        self.after: CudaEvent | None = None
+        self.event: CudaEvent | None = None
         self.finished = False
         self.released = False
         self.times: tuple[float, ...] = ()
@@ -151,7 +152,6 @@ class NcclEnd(GuardedEnd):
             self._abort_communicator(comm, [])
 
     def check(self) -> None:
-        """Raises RuntimeError if a second thread calls, LinkError if this end no longer works."""
         self.shared.owner.owned()
         self.guard.check()
 
@@ -192,7 +192,6 @@ class NcclEnd(GuardedEnd):
         return pending < ANNOUNCED and not self._busy.contended
 
     def free(self, operation: Operation) -> None:
-        """Its slot may be used again."""
         self.operations.discard(operation)
         self.shared.pool.give(operation.offset)
 
@@ -280,7 +279,7 @@ class NcclEnd(GuardedEnd):
         assert operation.event is not None
         return self._reached(operation.event)
 
-    def _reached(self, event: StreamEvent) -> bool:
+    def _reached(self, event: CudaEvent) -> bool:
         try:
             return event.ready()
         except RuntimeError as error:
@@ -324,7 +323,6 @@ class NcclReceive:
         return self._operation.finished
 
     def release(self) -> None:
-        """Return the room; if bytes are still on their way, as soon as they have arrived. Idempotent."""
         self._link.release(self._operation)
 
 
@@ -363,7 +361,6 @@ class NcclInbound(NcclEnd, Inbound):
         self.announce()
 
     def release(self, operation: Operation) -> None:
-        """A receive's bytes have been read."""
         self.guard.owned()
         if not operation.released:
             operation.released = True

@@ -261,14 +261,12 @@ class SharedSend:
         self._entry = entry(sequence)
 
     def commit(self) -> None:
-        """Publish the buffer to D."""
         self._link.guard.check()
         self._words[self._entry + NBYTES] = self.buffer.numel()
         fence()
         self._words[self._entry + COMMITTED] = self.sequence + 1
 
     def done(self) -> bool:
-        """Whether D has read the bytes."""
         self._link.guard.check()
         if not self._finished and self.taken():
             self._finished = True
@@ -319,7 +317,6 @@ class SharedOutbound(GuardedEnd, Outbound):
         return self._used
 
     def finish(self, send: SharedSend) -> None:
-        """A send has ended."""
         if self._unfinished.pop(send.sequence, None) is not None:
             self._used -= send.buffer.numel()
 

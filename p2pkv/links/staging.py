@@ -39,7 +39,6 @@ class StagingBudget:
 
     @property
     def used(self) -> int:
-        """Bytes of all slots."""
         return self.sends + self.receives
 
     def carry_both_ways(self) -> None:
@@ -99,7 +98,6 @@ class Slots:
 
     @property
     def used(self) -> int:
-        """Bytes that are taken."""
         return sum(size for size, _ in tuple(self._taken.values()))
 
     @property
@@ -154,12 +152,11 @@ class Slots:
         self._free.insert(index, (start, stop))
 
     def give_all(self) -> None:
-        """Return all slots."""
         for offset in list(self._taken):
             self.give(offset)
 
 
-class MappedPool:
+class MappedPool(Slots):
     """Slots of one mapping: allocation, views, and the return of pages that have not been used for a while.
 
     Tensors and views keep the mapping alive: dropping this object and them unmaps it. Nothing closes the
@@ -169,40 +166,22 @@ class MappedPool:
     def __init__(self, memory: mmap.mmap, start: int, capacity: int, advice: int) -> None:
         """`start`: where slots begin, a multiple of a page. `advice`: madvise's advice that frees pages."""
         assert start % mmap.PAGESIZE == 0
+        super().__init__(capacity)
         self.idle_seconds = IDLE_SECONDS
-        self._slots = Slots(capacity)
         self._memory = memory
         self._start = start
         self._advice = advice
-        self._view = memoryview(memory)[start : start + self._slots.capacity]
+        self._view = memoryview(memory)[start : start + self.capacity]
         self._bytes = torch.frombuffer(self._view, dtype=torch.uint8)
         self._touched = 0
         self._idle_since: float | None = None
 
-    @property
-    def capacity(self) -> int:
-        """Bytes of the whole pool."""
-        return self._slots.capacity
-
-    def check(self, nbytes: int) -> None:
-        """Raises ValueError if `nbytes` is not positive or could never fit."""
-        self._slots.check(nbytes)
-
-    def take(self, nbytes: int, share: StagingShare) -> int | None:
-        """The offset of a new slot, or None while there is no room; ValueError if it could never fit."""
-        offset = self._slots.take(nbytes, share)
+    def take(self, nbytes: int, share: StagingShare | None = None) -> int | None:
+        offset = super().take(nbytes, share)
         if offset is not None:
             self._touched = max(self._touched, offset + aligned(nbytes))
             self._idle_since = None
         return offset
-
-    def give(self, offset: int) -> None:
-        """Return the slot at `offset`."""
-        self._slots.give(offset)
-
-    def give_all(self) -> None:
-        """The pool is given up: its slots hold no staging any more."""
-        self._slots.give_all()
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes] over the slot."""
@@ -214,7 +193,7 @@ class MappedPool:
 
     def tidy(self) -> None:
         """Give pages back, a step per call, once the pool has been empty for `idle_seconds`."""
-        if not self._slots.empty or not self._touched:
+        if not self.empty or not self._touched:
             return
         now = time.monotonic()
         if self._idle_since is None:

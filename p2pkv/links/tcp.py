@@ -202,7 +202,6 @@ class TcpSend:
         self.committed = True
 
     def done(self) -> bool:
-        """Whether D has taken all bytes. Raises LinkError if it never will."""
         link = self._link
         link.guard.check()
         if self.sequence < link.taken:
@@ -236,7 +235,6 @@ class TcpOutbound(GuardedEnd, Outbound):
         self._socket = _connect(address)
 
     def ready(self) -> bool:
-        """Whether D has answered. Raises LinkError if the connection has ended."""
         if not self._greeted:
             self.poll()
         self.guard.check()
@@ -265,7 +263,6 @@ class TcpOutbound(GuardedEnd, Outbound):
         return self._share.held
 
     def poll(self) -> None:
-        """Send and receive what can be now. Raises LinkError if a send of ours can never end."""
         self.guard.check()
         if self.lost is None:
             try:

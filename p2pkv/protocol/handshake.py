@@ -1,4 +1,4 @@
-"""What two ranks agree on before KV travels: D dials and says Hello until P answers; each judges the other.
+"""What two ranks agree on before KV travels: D dials and says Hello until P answers; each compares the two.
 
 P never dials. A request id, which a client may have forged, can therefore make D open one connection
 that says Hello, and can make P do nothing at all.
@@ -22,7 +22,6 @@ from msgspec import Struct, structs
 from p2pkv.packings import DENSE, PACKINGS
 from p2pkv.pairing import Address, PairingError, of_one_instance
 from p2pkv.plan import Edge, Plan, Shapes, make_plan
-from p2pkv.protocol.machine import Machine, Table
 from p2pkv.protocol.messages import PROTOCOL_VERSION, Cache, Hello, KvGroup
 from p2pkv.protocol.pieces import Extent, Extents
 from p2pkv.sharding import Shape, ShardingError
@@ -74,13 +73,8 @@ class RowFormat(Struct, frozen=True):
         return max(start, min(first, stop)), stop
 
 
-def listed(wires: Sequence[RowFormat]) -> str:
-    """What travels, for a person: each form once."""
-    return "; ".join(dict.fromkeys(map(str, wires)))
-
-
 def row_formats(one: Cache, other: Cache) -> tuple[RowFormat, ...]:
-    """The form in which each KV group travels between two caches that `judge` has accepted."""
+    """The form in which each KV group travels between two caches that `negotiate` has accepted."""
     wires = [row_format(mine, theirs) for mine, theirs in zip(one.groups, other.groups, strict=True)]
     assert None not in wires
     return tuple(wire for wire in wires if wire is not None)
@@ -91,7 +85,7 @@ def row_format(one: KvGroup, other: KvGroup) -> RowFormat | None:
     mine, theirs = _as_it_lies(one), _as_it_lies(other)
     if (one.dtype, _seen(one)) != (other.dtype, _seen(other)):
         return None
-    # P's blocks are as large as D's, or larger; see `judge`.
+    # P's blocks are as large as D's, or larger; see `negotiate`.
     block = min(one.block, other.block)
     if mine == theirs:
         return structs.replace(mine, block=block)
@@ -130,7 +124,7 @@ def _can_be_dense(group: KvGroup) -> bool:
     return known and not group.once and _row_tokens(group) == 1 and divisible
 
 
-class Share(Struct, frozen=True):
+class GroupAssignment(Struct, frozen=True):
     """What one rank of P owes one rank of D of one KV group: a rectangle, in the form agreed on."""
 
     edge: Edge
@@ -149,32 +143,32 @@ class Share(Struct, frozen=True):
 
 
 class Assignment(Struct, frozen=True, dict=True):
-    """What one rank of P owes one rank of D: its share of each KV group, in order; some groups have none."""
+    """What one rank of P owes one rank of D of all KV groups, in order; of some groups nothing."""
 
-    shares: tuple[Share, ...]
+    groups: tuple[GroupAssignment, ...]
 
     @classmethod
     def of(cls, edges: Sequence[Edge], wires: Sequence[RowFormat]) -> Assignment:
         """`wires`: the form of each KV group."""
-        return cls(tuple(Share(edge, wires[edge.group]) for edge in edges))
+        return cls(tuple(GroupAssignment(edge, wires[edge.group]) for edge in edges))
 
     def extents(self, start: int, stop: int) -> Extents:
-        """What of the shares a D needs that has tokens [0, start) and will compute token `stop`: all of a
-        state, of a sliding window its last tokens.
+        """What of it a D needs that has tokens [0, start) and will compute token `stop`: all of a state, of a
+        sliding window its last tokens.
 
         Raises RemoteProtocolError if `start` is inside a row of the wire.
         """
-        return Extents({share.edge.group: share.extent(start, stop) for share in self.shares})
+        return Extents({each.edge.group: each.extent(start, stop) for each in self.groups})
 
     @cached_property
     def edges(self) -> dict[int, Edge]:
-        """The rectangle of each share, by KV group."""
-        return {share.edge.group: share.edge for share in self.shares}
+        """The rectangle of each KV group."""
+        return {each.edge.group: each.edge for each in self.groups}
 
     @cached_property
     def unit(self) -> int:
         """Tokens may be wanted from a multiple of this on."""
-        return lcm(*(share.wire.unit for share in self.shares if not share.wire.once))
+        return lcm(*(each.wire.unit for each in self.groups if not each.wire.once))
 
 
 # The verdict on a pair, and D's dialing.
@@ -225,7 +219,7 @@ def verified(mine: Hello, theirs: Hello) -> bool:
     return mine.verify or theirs.verify
 
 
-def judge(mine: Hello, theirs: Hello) -> Plan:
+def negotiate(mine: Hello, theirs: Hello) -> Plan:
     """The common plan of a P and a D. Raises Refused with a sentence that names both values."""
     if theirs.version != PROTOCOL_VERSION or mine.version != PROTOCOL_VERSION:
         raise Refused(
@@ -374,11 +368,11 @@ def _differ(what: str, mine: Hello, theirs: Hello, here: object, there: object) 
 
 
 def fit(hello: Hello) -> str:
-    """What `judge` demands equal of a P and a D, as text for the discovery ping: "name=value, name=value".
+    """What `negotiate` demands equal of a P and a D, as text for the ping: "name=value, name=value".
 
-    Two that `judge` accepts have the same text, so a proxy pairs no instances whose texts differ. The same
-    text is no promise: sizes that cannot be divided over each other, blocks of windows, and checksums are
-    judged of pairs only. All ranks of an engine have the same text. Whoever changes its form raises
+    Two that `negotiate` accepts have the same text, so a proxy pairs no instances whose texts differ. The
+    same text is no promise: sizes that cannot be divided over each other, blocks of windows, and checksums
+    are compared for pairs only. All ranks of an engine have the same text. A change of its form needs a new
     PROTOCOL_VERSION.
     """
     demanded: dict[str, object] = {
@@ -414,77 +408,42 @@ class DialPhase(Enum):
     REFUSED = auto()
 
 
-class DialEvent(Enum):
-    WELCOME = auto()
-    REFUSE = auto()
-    LOST = auto()
-    RETRY = auto()
-
-
-DIAL: Table[DialPhase, DialEvent] = {
-    DialPhase.ASKING: {
-        DialEvent.WELCOME: DialPhase.OPEN,
-        DialEvent.REFUSE: DialPhase.REFUSED,
-        DialEvent.LOST: DialPhase.ASKING,
-    },
-    DialPhase.OPEN: {
-        DialEvent.WELCOME: DialPhase.OPEN,
-        DialEvent.REFUSE: DialPhase.REFUSED,
-        DialEvent.LOST: DialPhase.ASKING,
-    },
-    # A Welcome after a refusal answers a later Hello, or comes from a P that has restarted.
-    DialPhase.REFUSED: {
-        DialEvent.WELCOME: DialPhase.OPEN,
-        DialEvent.REFUSE: DialPhase.REFUSED,
-        DialEvent.LOST: DialPhase.REFUSED,
-        DialEvent.RETRY: DialPhase.ASKING,
-    },
-}
-
-
 class Dialing:
     """D's view of one P rank: when to say Hello, and what came of it."""
 
     def __init__(self, address: str, now: float) -> None:
         self.address = address
-        self.machine = Machine(f"dial {address}", DIAL, DialPhase.ASKING)
+        self.phase = DialPhase.ASKING
         self.reason = ""
         self.next_try = now
         self._pause = FIRST_RETRY
 
     @property
     def open(self) -> bool:
-        return self.machine.state is DialPhase.OPEN
+        return self.phase is DialPhase.OPEN
 
     @property
     def refused(self) -> bool:
-        return self.machine.state is DialPhase.REFUSED
+        return self.phase is DialPhase.REFUSED
 
     def due(self, now: float) -> bool:
         """Whether to say Hello now; the next time is then set, with a growing pause."""
         if self.open or now < self.next_try:
             return False
         if self.refused:
-            self.machine.local(DialEvent.RETRY)
+            self.phase = DialPhase.ASKING
         self.next_try = now + self._pause
         self._pause = min(2 * self._pause, LAST_RETRY)
         return True
 
-    @property
-    def deadline(self) -> float | None:
-        """When `due` may next be true; None while there is nothing to ask for."""
-        return self.next_try if self.machine.state is DialPhase.ASKING else None
-
     def welcomed(self) -> None:
-        """P has accepted us, and `judge` has accepted P."""
-        self.machine.remote(DialEvent.WELCOME)
-        self.reason = ""
+        """P has accepted us, and `negotiate` has accepted P."""
+        self.phase, self.reason = DialPhase.OPEN, ""
         self._pause = FIRST_RETRY
 
     def refuse(self, reason: str, now: float) -> None:
-        """P has refused us, or `judge` has refused P."""
-        self.machine.remote(DialEvent.REFUSE)
-        self.reason = reason
+        """P has refused us, or `negotiate` has refused P."""
+        self.phase, self.reason = DialPhase.REFUSED, reason
         self.next_try = now + REFUSED_FOR
         self._pause = FIRST_RETRY
 
@@ -495,5 +454,4 @@ class Dialing:
         asked without end.
         """
         if self.open:
-            self.next_try = now
-        self.machine.local(DialEvent.LOST)
+            self.phase, self.next_try = DialPhase.ASKING, now

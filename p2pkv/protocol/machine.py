@@ -7,9 +7,10 @@ RemoteProtocolError ends the peer's transfer and nothing else.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
+
+from msgspec import Struct
 
 from p2pkv.protocol.messages import AnyMessage, Chunk, Grant, Piece
 
@@ -64,19 +65,19 @@ class Machine(Generic[State, Event]):
         return f"{self.name}:{self.state.name}"
 
 
-# What a machine wants done. The machines only decide; an engine does. Ranks are those of the peer's engine.
+class Effect(Struct, frozen=True):
+    """What a machine wants done. The machines only decide; an engine does. Ranks are those of the peer's
+    engine."""
 
 
-@dataclass(frozen=True, slots=True)
-class SendTo:
+class SendTo(Effect, frozen=True):
     """Send this message to a rank of the peer."""
 
     rank: int
     message: AnyMessage
 
 
-@dataclass(frozen=True, slots=True)
-class Transmit:
+class Transmit(Effect, frozen=True):
     """P: this chunk has been granted. Gather it into the link's next send and commit, in this order.
 
     Without pieces it is filler: the grant must be obeyed, but its bytes will be dropped.
@@ -91,33 +92,26 @@ class Transmit:
         return not self.pieces
 
 
-@dataclass(frozen=True, slots=True)
-class Post:
+class Post(Effect, frozen=True):
     """D: post a receive for this chunk as soon as its link has room, then call `posted`."""
 
     rank: int
     chunk: Chunk
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(Effect, frozen=True):
     """P: no gather will read this prompt's blocks any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Offered:
+class Offered(Effect, frozen=True):
     """D: every rank that holds a part of this prompt has begun its prefill. `generation`: of P's weights;
     None: no rank holds a part."""
 
     generation: str | None = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Effect, frozen=True):
     """The one outcome of a transfer; `reason` is empty when it succeeded."""
 
     ok: bool
     reason: str = ""
-
-
-Effect = SendTo | Transmit | Post | Released | Offered | Finished

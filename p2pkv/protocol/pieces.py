@@ -165,10 +165,6 @@ class Cutter:
         }
         self._again: list[Piece] = []
 
-    def pending(self, computed: Computed) -> int:
-        """Bytes that are ready and not announced."""
-        return sum(map(self.extents.size, self._pending(computed)))
-
     def chunks(
         self, computed: Computed, limit: int, flush: bool, most: int
     ) -> Iterator[tuple[int, tuple[Piece, ...]]]:

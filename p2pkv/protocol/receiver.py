@@ -142,7 +142,6 @@ class Source:
         return True
 
     def posted(self, chunk: int) -> None:
-        """A receive is posted for it."""
         self.chunks[chunk].posted = True
 
     def sent(self, message: Sent, now: float) -> None:
@@ -351,12 +350,11 @@ class Receiver:
         if self.load.state is LoadPhase.WAITING and all(each.offered for each in self.sources.values()):
             self.load.remote(LoadEvent.OFFERED)
             self.waits_since = now
-            return self._go_ahead(now) if self.ahead else [Offered(self.generation)]
+            if not self.ahead:
+                return [Offered(self.generation)]
+            self.load.local(LoadEvent.AHEAD)
+            return self._ask(0, self.tokens, now)
         return []
-
-    def _go_ahead(self, now: float) -> list[Effect]:
-        self.load.local(LoadEvent.AHEAD)
-        return self._ask(0, self.tokens, now)
 
     def held(self, rank: int, now: float) -> None:
         """P's rank vouches that it knows this transfer."""

@@ -274,7 +274,7 @@ def hello_of(options: Options, model: Model, pages: RankPages, link: str, incarn
         link=link,
         digest=pages.cache.digest_name,
         verify=options.verify,
-        ahead=options.role == "D" and options.ahead_bytes > 0 and not options.data_parallel,
+        ahead=options.role == "D" and options.prefetch_bytes > 0 and not options.data_parallel,
         instance=str(options.instance or ""),
     )
 

@@ -52,7 +52,7 @@ from p2pkv.connector.scheduler import (
 )
 from p2pkv.demo.tiny_model import TinyLlama
 from p2pkv.engine import commands as do
-from p2pkv.protocol.handshake import Refused, fit, judge
+from p2pkv.protocol.handshake import Refused, fit, negotiate
 from p2pkv.protocol.messages import Hello
 
 pytestmark = pytest.mark.vllm
@@ -91,7 +91,7 @@ def test_an_eagle_heads_layer_travels_with_the_models() -> None:
     said = hello("P", eagle(), EAGLE_LAYERS)
     assert [group.layers for group in said.cache.groups] == [(3,)]
     assert "with drafter eagle" in said.weights
-    judge(said, hello("D", eagle(), EAGLE_LAYERS))
+    negotiate(said, hello("D", eagle(), EAGLE_LAYERS))
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -127,15 +127,15 @@ def test_other_drafters_with_kv_are_refused(on_p: str, on_d: str) -> None:
     p, d = SIDES[on_p]("P"), SIDES[on_d]("D")
     for mine, theirs in ((p, d), (d, p)):
         with pytest.raises(Refused, match=r"weights differ.*the same --speculative-config on both sides"):
-            judge(mine, theirs)
+            negotiate(mine, theirs)
     assert fit(p) != fit(d), "or a proxy would pair them"
 
 
 def test_drafters_without_kv_and_numbers_of_guesses_may_differ() -> None:
     plain = hello("P")
-    judge(plain, hello("D", NGRAM))
+    negotiate(plain, hello("D", NGRAM))
     assert fit(plain) == fit(hello("D", NGRAM))
-    judge(hello("P", eagle(guesses=2), EAGLE_LAYERS), hello("D", eagle(guesses=5), EAGLE_LAYERS))
+    negotiate(hello("P", eagle(guesses=2), EAGLE_LAYERS), hello("D", eagle(guesses=5), EAGLE_LAYERS))
 
 
 def test_a_drafters_configuration_counts_but_for_what_vllm_derives_from_its_own_options() -> None:

@@ -161,5 +161,5 @@ def test_a_room_admits_up_to_its_limit_and_who_has_waited_longest_first() -> Non
 
 
 def test_blocks_of_a_request_are_bounded_by_what_vllm_keeps_of_the_longest() -> None:
-    blocks = RequestBlocks([(16, 128), (16, 5), (2048, 2)], ahead=1)
+    blocks = RequestBlocks([(16, 128), (16, 5), (2048, 2)], lookahead=1)
     assert [blocks(tokens) for tokens in (1, 15, 16, 79, 160)] == [3, 3, 5, 11, 17]

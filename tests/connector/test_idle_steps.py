@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine import core as engine_core
 
-from p2pkv.connector import P2pKvConnector, connector
+from p2pkv.connector import P2pKvConnector, describe
 from p2pkv.connector.idle_steps import (
     FIRST_WAIT,
     LONGEST_NAP_MS,
@@ -88,7 +88,7 @@ class TestScheduling:
     def idle_steps(self, monkeypatch: pytest.MonkeyPatch, **parallel: Any) -> list[StepMetadata]:
         """What D says to its workers in five steps without tokens, with vLLM configured so."""
         if parallel.get("nnodes"):
-            monkeypatch.setattr(connector, "refuse_what_cannot_pair", lambda config: None)
+            monkeypatch.setattr(describe, "refuse_what_cannot_pair", lambda config: None)
         config = vllm_config("D")
         for name, value in parallel.items():
             setattr(config.parallel_config, name, value)

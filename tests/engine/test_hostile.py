@@ -17,7 +17,6 @@ from engine_support import (
     on_engine_thread,
     prefill,
     step,
-    wait_for,
     wrong_cells,
 )
 from hostile_support import DEEP, RAW, dealer, nearly_right, shout
@@ -30,7 +29,8 @@ from p2pkv.engine import commands as do
 from p2pkv.engine import decode_peers
 from p2pkv.pairing import Address
 from p2pkv.protocol import messages as m
-from p2pkv.protocol.handshake import judge
+from p2pkv.protocol.handshake import negotiate
+from support.waiting import wait_for
 
 ONE = Geometry()
 BLOCKS = list(range(6))
@@ -144,7 +144,9 @@ def test_every_truncation_and_wrong_value_from_a_p_that_was_welcomed(pair):
         line, data = false.recv_multipart()
         hello = m.decode(data)
         mine = msgspec.structs.replace(pair.hello("P"), address=str(place), addresses=(str(place),))
-        false.send_multipart([line, m.encode(m.Welcome(hello.incarnation, mine, judge(hello, mine).digest))])
+        false.send_multipart(
+            [line, m.encode(m.Welcome(hello.incarnation, mine, negotiate(hello, mine).digest))]
+        )
         wait_for(lambda: pair.d.ranks[0].rank.core.roles[0].peers.get(str(place)).dialing.open)
         bad = pair.counters("D")["messages_bad"]
         everything = list(nonsense())

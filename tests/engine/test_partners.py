@@ -34,8 +34,7 @@ class PlayedRank:
     rank: int
     dialing: Any = field(default_factory=lambda: SimpleNamespace(open=False, refused=False, reason=""))
     hello: object = None
-    linked: bool = False
-    up: bool = False
+    link: Any = field(default_factory=lambda: SimpleNamespace(linked=False, up=False))
     needed: bool = False
     used: float = 0.0
     engine: tuple[str, ...] = ()
@@ -56,7 +55,7 @@ class PlayedRank:
 
     def welcomes(self, link: bool = True) -> None:
         self.dialing.open, self.hello = True, object()
-        self.linked = self.up = link
+        self.link = SimpleNamespace(linked=link, up=link)
 
     def refuses(self, reason: str) -> None:
         self.dialing.refused, self.dialing.reason = True, reason
@@ -126,6 +125,16 @@ class Rig:
         return self.counters.values["links_ahead"]
 
 
+def linked(p_ranks: int = 1) -> Rig:
+    """The proxy has named FIRST, and D has a link to it."""
+    d = Rig(p_ranks)
+    d.name(FIRST)
+    d.look()
+    d.ranks[FIRST].welcomes()
+    d.look()
+    return d
+
+
 def test_a_link_comes_up_and_is_kept() -> None:
     d = Rig()
     d.name(FIRST)
@@ -137,27 +146,19 @@ def test_a_link_comes_up_and_is_kept() -> None:
 
 
 def test_a_rank_that_a_request_needs_is_not_hung_up_on() -> None:
-    d = Rig(p_ranks=2)
-    d.name(FIRST)
-    d.look()
-    d.ranks[FIRST].welcomes()
-    d.look()
+    d = linked(p_ranks=2)
     d.ranks[SECOND].welcomes()
     d.look()
     d.ranks[FIRST].needed = True
     d.name()
     d.look(LEFT_SECONDS + 1)
     assert d.hung_up == [SECOND], "its P is named no more, and no request has needed this rank"
-    assert d.ranks[FIRST].linked
+    assert d.ranks[FIRST].link.linked
     assert not d.it.keeps(d.ranks[FIRST]), "how long it lasts is its requests' affair"  # type: ignore[arg-type]
 
 
 def test_a_partner_is_forgotten_a_while_after_it_was_named_last_however_often_others_are() -> None:
-    d = Rig()
-    d.name(FIRST)
-    d.look()
-    d.ranks[FIRST].welcomes()
-    d.look()
+    d = linked()
     for _ in range(6):
         d.name(SECOND)
         assert FIRST not in d.hung_up
@@ -167,11 +168,7 @@ def test_a_partner_is_forgotten_a_while_after_it_was_named_last_however_often_ot
 
 
 def test_a_partner_that_is_named_again_in_time_stays() -> None:
-    d = Rig()
-    d.name(FIRST)
-    d.look()
-    d.ranks[FIRST].welcomes()
-    d.look()
+    d = linked()
     d.name()
     d.look(LEFT_SECONDS - 1)
     d.name(FIRST)
@@ -195,11 +192,7 @@ def test_one_that_is_named_no_more_is_not_dialed() -> None:
 
 
 def test_a_p_is_up_only_with_all_of_its_links() -> None:
-    d = Rig(p_ranks=2)
-    d.name(FIRST)
-    d.look()
-    d.ranks[FIRST].welcomes()
-    d.look()
+    d = linked(p_ranks=2)
     d.ranks[SECOND].welcomes(link=False)
     d.look(PATIENCE_SECONDS + 1)
     assert d.links_ahead == 0
@@ -255,7 +248,7 @@ def test_once_a_link_was_up_the_pause_is_short_again() -> None:
     d.ranks[FIRST].welcomes()
     d.look()
     assert d.links_ahead == 1
-    d.ranks[FIRST].up = False
+    d.ranks[FIRST].link.up = False
     ended = d.now
     d.look(0.25)
     assert d.hung_up[-1] == FIRST

@@ -20,7 +20,7 @@ from shapes_support import BITS, Elements, Held, Side
 from p2pkv.kv import DENSE
 from p2pkv.kv.cache import seen_as
 from p2pkv.plan import Edge, Plan, make_plan
-from p2pkv.protocol.handshake import Share, row_format
+from p2pkv.protocol.handshake import GroupAssignment, row_format
 from p2pkv.protocol.messages import Piece
 from p2pkv.protocol.pieces import Coverage, Cutter, Extents
 from p2pkv.sharding import Shape
@@ -92,7 +92,7 @@ def sides(
 class Sent:
     """One piece on its way."""
 
-    debt: Share
+    debt: GroupAssignment
     piece: Piece
     data: torch.Tensor
 
@@ -101,7 +101,7 @@ def push(case: Case, plan: Plan, ranks: list[Held], truth: Elements) -> tuple[li
     """P computes step by step, and cuts and gathers what is ready; also the bytes of each edge."""
     wire = row_format(case.prefill.group, case.decode.group)
     assert wire is not None
-    debts = [Share(edge, wire) for edge in plan.edges]
+    debts = [GroupAssignment(edge, wire) for edge in plan.edges]
     extents = [Extents({0: debt.extent(case.start, case.stop)}) for debt in debts]
     cutters, coverages = [Cutter(owed) for owed in extents], [Coverage(owed) for owed in extents]
     done = [0] * sum(case.prefill.shape.layers)
@@ -127,7 +127,7 @@ def forward(held: Held, done: list[int], stop: int, layers: int, truth: Elements
             held.compute(slice(layer - mine.start, layer - mine.start + 1), done[layer], stop, cells)
 
 
-def gathered(ranks: list[Held], debt: Share, piece: Piece, extents: Extents) -> torch.Tensor:
+def gathered(ranks: list[Held], debt: GroupAssignment, piece: Piece, extents: Extents) -> torch.Tensor:
     edge, held = debt.edge, ranks[debt.edge.source]
     pages = seen_as(held.paged, debt.wire.codec)
     shift = edge.source_layer - edge.layers.start

@@ -51,7 +51,7 @@ class Inner(Struct, frozen=True):
     number: slow()
 
 
-class Blob(SetupBlob, frozen=True):
+class Blob(SetupBlob, frozen=True, tag="blob"):
     inner: Inner
     name_of_it: str
 
@@ -60,7 +60,7 @@ def decode():
     assert decode_blob(blob, Blob).inner.number == 5
 
 
-blob = encode_blob(Blob(Inner(5), "x"))
+blob = encode_blob(Blob(1, Inner(5), "x"))
 threads = [threading.Thread(target=decode) for _ in range(2)]
 threads[0].start()
 assert first_looks.wait(10.0)

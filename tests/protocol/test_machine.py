@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from p2pkv.protocol import handshake, receiver, sender
+from p2pkv.protocol import receiver, sender
 from p2pkv.protocol.machine import LocalProtocolError, Machine, ProtocolError, RemoteProtocolError
 
 TABLES: list[tuple[dict[Any, dict[Any, Any]], type[Enum], type[Enum]]] = [
     (dict(sender.PROMPT), sender.PromptPhase, sender.PromptEvent),
     (dict(sender.SEND), sender.SendPhase, sender.SendEvent),
     (dict(receiver.LOAD), receiver.LoadPhase, receiver.LoadEvent),
-    (dict(handshake.DIAL), handshake.DialPhase, handshake.DialEvent),
 ]
 MOVES = [
     (table, state, event) for table, states, events in TABLES for state, event in product(states, events)

@@ -83,7 +83,8 @@ class Pair:
 
     def cut(self, limit: int) -> tuple[Piece, ...]:
         free = {row for row in self.ready() if not self.announced[row]}
-        assert self.cutter.pending(self.computed) == self.nbytes(free)
+        pending = sum(map(self.cutter.extents.size, self.cutter._pending(self.computed)))
+        assert pending == self.nbytes(free)
         pieces = self.cutter.cut(self.computed, limit)
         rows = self.rows(pieces)
         assert set(rows) <= free and len(set(rows)) == len(rows)

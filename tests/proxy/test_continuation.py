@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from streaming_engine import FIRST_HALF, Answer, Engine, Model
 
-from p2pkv_proxy.answers import Transcript, TranscriptMemory
 from p2pkv_proxy.bodies import parse
 from p2pkv_proxy.continuation import Continuation, Diverged, ending
+from p2pkv_proxy.transcript import Transcript, TranscriptMemory
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CONTEXT = 512
+REQUEST_ID = b"as-long-as-the-ids-of-real-requests-are"
 
 
 def memory() -> TranscriptMemory:
@@ -34,12 +35,25 @@ def asked_of_d(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def pieces(data: bytes, sizes: list[int]) -> Iterator[bytes]:
-    """As a connection may cut them."""
+    """As a connection may cut them; without sizes by events."""
+    if not sizes:
+        yield from (event + b"\n\n" for event in data.split(b"\n\n")[:-1])
+        return
     at, number = 0, 0
     while at < len(data):
         size = sizes[number % len(sizes)]
         yield data[at : at + size]
         at, number = at + size, number + 1
+
+
+def relayed(stream: Transcript | Continuation, piece: bytes) -> bytes:
+    """As the relay does it."""
+    passed = stream.feed_alike(piece) if isinstance(stream, Transcript) else None
+    if passed is None:
+        passed = stream.feed(piece)
+        if isinstance(stream, Transcript):
+            stream.learn(piece, passed, REQUEST_ID)
+    return passed
 
 
 def cut_answer(
@@ -58,7 +72,7 @@ def cut_answer(
         begun = data.index(b"\n\n", begun) + 2
         data = data if last else data[: max(begun, cuts[number])]
         for piece in pieces(data, sizes):
-            got += stream.feed(piece)
+            got += relayed(stream, piece)
         if transcript.done:
             break
         if transcript.finished:
@@ -104,7 +118,7 @@ BODIES = st.fixed_dictionaries(
     salt=st.integers(0, 1000),
     chunks=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), min_size=3, max_size=3),
     cuts=st.tuples(st.integers(1, 6000), st.integers(1, 4000)),
-    sizes=st.lists(st.integers(1, 700), min_size=1, max_size=5),
+    sizes=st.lists(st.integers(1, 700), max_size=5),
 )
 def test_a_cut_answer_is_the_whole_one(
     path: str,
@@ -141,10 +155,40 @@ def test_half_a_character_is_generated_anew() -> None:
     transcript = transcript_of(COMPLETIONS, body)
     assert transcript is not None
     for event in data[: lost_after(data, half)].split(b"\n\n")[:-1]:
-        transcript.feed(event + b"\n\n")
+        relayed(transcript, event + b"\n\n")
     asked = json.loads(bytes(Continuation(transcript, 0, None).body.for_decode("x")))
     assert asked["prompt"][-1] == ids[half - 2]
     assert asked["max_tokens"] == 60 - (half - 1)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_nearly_all_events_take_the_short_way(path: str) -> None:
+    body = body_of(path, max_tokens=100)
+    data = b"".join(Engine(Model(salt=4, ends=False)).events(path, asked_of_d(body), "id-0"))
+    short, transcript = transcript_of(path, body), transcript_of(path, body)
+    assert short is not None and transcript is not None
+    took = 0
+    for event in pieces(data, []):
+        alike = short.feed_alike(event)
+        passed = transcript.feed(event)
+        if alike is None:
+            short.learn(event, short.feed(event), REQUEST_ID)
+        took += alike == passed
+        assert alike in (None, passed) and short.all_ids == transcript.all_ids
+    assert took > 50
+
+
+def test_a_text_that_may_hold_the_requests_id_takes_the_long_way() -> None:
+    body = body_of(COMPLETIONS)
+    transcript = transcript_of(COMPLETIONS, body)
+    assert transcript is not None
+    event = next(iter(pieces(_answer(Engine(Model(salt=4, ends=False)), body), [])))
+    for text, alike in ((b"short", True), (REQUEST_ID, False), (b"short", True)):
+        start = event.index(b'"text":"') + 8
+        event = event[:start] + text + event[event.index(b'"', start) :]
+        assert (transcript.feed_alike(event) is not None) is alike or text == b"short"
+        transcript.learn(event, transcript.feed(event), REQUEST_ID)
+    assert transcript.feed_alike(event) is not None
 
 
 def test_a_sampler_that_chooses_otherwise_goes_on_if_the_client_has_nothing_of_it() -> None:

@@ -218,6 +218,9 @@ class Fleet:
     def state_of(self, instance: Instance) -> str:
         return "ready"
 
+    def prefill_work(self, instance: Instance) -> None:
+        return None
+
 
 def test_an_instances_series_end_when_it_has_been_gone_for_long() -> None:
     now, fleet = 0.0, Fleet()

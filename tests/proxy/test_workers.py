@@ -23,10 +23,9 @@ import pytest
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 from proxy_behaviours import Seen, event, event_stream
-from proxy_fakes import PING_SECONDS, FakeInstance
+from proxy_fakes import FakeInstance, serve_and_ping
 from proxy_process import Command, running
 
-from p2pkv.control.pinger import Pinger
 from p2pkv.demo.processes import free_ports
 from p2pkv_proxy.admin import merged
 from p2pkv_proxy.cli import main
@@ -51,17 +50,11 @@ class Running:
     client: aiohttp.ClientSession
     cleanup: AsyncExitStack
     instances: dict[str, FakeInstance] = field(default_factory=dict)
-    pingers: dict[str, Pinger] = field(default_factory=dict)
 
     async def add(self, role: Role) -> FakeInstance:
         instance = FakeInstance(role)
-        await instance.start()
-        self.cleanup.push_async_callback(instance.stop)
-        pinger = Pinger(self.discovery, instance.ping, PING_SECONDS)
-        pinger.start()
-        self.cleanup.callback(pinger.stop)
+        await serve_and_ping(self.cleanup, self.discovery, instance)
         self.instances[instance.http_address] = instance
-        self.pingers[instance.http_address] = pinger
         return instance
 
     async def post(self, **body: Any) -> aiohttp.ClientResponse:
@@ -460,6 +453,7 @@ def test_status_of_two_workers_is_added_and_the_worst_counts() -> None:
             "gauges": {"waiting": 1, "silent": 1}, "counters": {"admitted": 4}, "outcomes": {"left": 1},
             "stream_events": 7, "first_token_seconds": [0.1], "instances": [instance],
             "pairs": [{"prefill": "p:1", "decode": "d:1", "total": 3, "running": 1}],
+            "placement": {"by": "auto", "ways": {"pair": 1}, "errors": [0.1], "latest": []},
             "history": [(-3.0, 1, 0, 5, 1, 0, 0.2), (-1.0, 2, 0, 7, 1, 0, None)], **more,
         }  # fmt: skip
 
@@ -477,6 +471,7 @@ def test_status_of_two_workers_is_added_and_the_worst_counts() -> None:
     assert page["gauges"] == {"waiting": 2, "silent": 1}
     assert page["counters"] == {"admitted": 8}
     assert page["first_token_seconds"] == {"p50": 0.1, "p95": 0.1}
+    assert page["placement"] == {"by": "auto", "ways": {"pair": 2}, "median_error": 0.1, "latest": []}
     assert page["pairs"] == [{"prefill": "p:1", "decode": "d:1", "total": 6, "running": 2}]
     (instance,) = page["instances"]
     assert (instance["state"], instance["load"], instance["alone"]) == ("draining", 4, 1)

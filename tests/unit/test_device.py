@@ -179,7 +179,7 @@ def test_the_log_says_what_is_taken_of_a_device_and_what_is_left(
     PrefetchBuffers(2 * GIB, CARD)
     assert caplog.messages == [
         "staging_bytes takes 640 MiB of cuda:0; 7,552 MiB are left",
-        "ahead_bytes takes 2,048 MiB of cuda:0; 5,504 MiB are left",
+        "prefetch_bytes takes 2,048 MiB of cuda:0; 5,504 MiB are left",
     ]
     assert memory.taken == 72 * GIB + (640 << 20) + 2 * GIB
 
@@ -195,7 +195,7 @@ def test_what_does_not_fit_a_device_fails_with_what_to_set(monkeypatch: pytest.M
         MemoryError, match=r"^staging_bytes is 2,048 MiB, .* of cuda:0 only 1,024 MiB are free"
     ):
         gpu.DevicePool(card(monkeypatch).memory, 2 * GIB)
-    with pytest.raises(MemoryError, match=r"^ahead_bytes is 2,048 MiB.*only 1,024 MiB") as raised:
+    with pytest.raises(MemoryError, match=r"^prefetch_bytes is 2,048 MiB.*only 1,024 MiB") as raised:
         PrefetchBuffers(2 * GIB, CARD)
     for what in ("staging_bytes", "prefetch_bytes", "--gpu-memory-utilization"):
         assert what in str(raised.value)

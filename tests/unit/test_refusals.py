@@ -16,7 +16,7 @@ FILES = [
     "plan.py",
 ]
 ERRORS = {"ConfigError", "Refused", "PlanError"}
-OTHER = {"judge", "_check_places", "_known", "make_plan", "_check_same"}
+OTHER = {"negotiate", "_check_places", "_known", "make_plan", "_check_same"}
 """Two instances that are not of one model, are configured differently, or describe themselves wrongly."""
 
 

@@ -177,7 +177,7 @@ def test_a_link_that_d_gives_up_without_being_able_to_say_so_is_built_anew() -> 
     inlet.connection.refuses = 1  # type: ignore[attr-defined]
     worker.links.change(break_at=-1)
     world.wait(1.0)
-    assert not inlet.linked and inlet.connection.refuses == 0  # type: ignore[attr-defined]
+    assert not inlet.link.linked and inlet.connection.refuses == 0  # type: ignore[attr-defined]
     load()
     world.wait(1.0)
     load()

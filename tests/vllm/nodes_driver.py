@@ -25,6 +25,7 @@ from vllm_support import (
     SETTINGS,
     ask_all,
     assert_same,
+    by_vllm_serve,
     python_path,
     tokens,
 )
@@ -98,10 +99,7 @@ class Instance:
         self.http.command = [*inside(None), *self.http.command]
         self.processes: list[ServerProcess] = [self.http]
         if spread:
-            second = server(1, SECOND)
-            headless = str(Path(__file__).with_name("headless_node.py"))
-            where = second.command.index("vllm.entrypoints.openai.api_server")
-            second.command[where - 1 : where + 1] = [headless]
+            second = by_vllm_serve(server(1, SECOND), "--headless")
             second.command = [*inside(keeper), *second.command]
             self.processes.append(second)
 

@@ -114,11 +114,13 @@ class Deployment:
         wait_until(self.trusted, "all engines", 120.0)
         prompts = [tokens(LENGTH, f"as before {seed} {number}") for number in range(REQUESTS)]
         expected = self.expected(prompts)
-        before, loaded = [answered(each) for each in (self.p, self.d)], self.loaded()
+        before, loaded = [answered(each.base_url) for each in (self.p, self.d)], self.loaded()
         self.are_answered(prompts, expected, lambda: None)
         assert self.loaded() - loaded == len(prompts)
         for server, then in zip((self.p, self.d), before, strict=True):
-            grown = {engine: count - then.get(engine, 0.0) for engine, count in answered(server).items()}
+            grown = {
+                engine: count - then.get(engine, 0.0) for engine, count in answered(server.base_url).items()
+            }
             assert len(grown) == ENGINES and min(grown.values()) > 0, grown
         for each in self.servers:
             self.rests(each)
@@ -230,9 +232,11 @@ def test_one_engine_is_frozen(
         deployment.are_answered(prompts, expected, freeze)
         if deployment.lockstep:
             wait_until(lambda: "ready" not in deployment.states(victim), "a group that is silent", 30.0)
-        then, more = answered(victim), prompts_of(f"without {who} {rank}")
+        then, more = answered(victim.base_url), prompts_of(f"without {who} {rank}")
         deployment.are_answered(more, deployment.expected(more), lambda: None)
-        served = {engine for engine, count in answered(victim).items() if count > then.get(engine, 0.0)}
+        served = {
+            engine for engine, count in answered(victim.base_url).items() if count > then.get(engine, 0.0)
+        }
         assert served == (set() if deployment.lockstep else {str(1 - rank)})
         deployment.rests(survivor)
     finally:
@@ -259,9 +263,9 @@ def test_a_server_of_two_engines_is_drained_and_resumed(
     deployment.are_answered(prompts, expected, drain)
     wait_until(lambda: deployment.states(victim) == ["drained"] * ENGINES, "both drained", 60.0)
     deployment.rests(victim)
-    then, more = answered(victim), prompts_of(f"while {who} is drained")
+    then, more = answered(victim.base_url), prompts_of(f"while {who} is drained")
     deployment.are_answered(more, deployment.expected(more), lambda: None)
-    assert answered(victim) == then, "a drained engine got a request"
+    assert answered(victim.base_url) == then, "a drained engine got a request"
     deployment.order(victim, "resume")
     deployment.is_as_before(f"drained {who}")
 

@@ -43,7 +43,9 @@ def test_a_p_of_two_engines_and_a_d_of_one(
     )
     launch(p, proxy)
     serves_as_one(proxy.base_url, fleet.single.base_url, fleet.probes, "two to one")
-    assert len(answered(p)) == 2 and min(answered(p).values()) >= 10, "one engine has answered nearly all"
+    assert len(answered(p.base_url)) == 2 and min(answered(p.base_url).values()) >= 10, (
+        "one engine has answered nearly all"
+    )
     for server, ranks in ((p, 2), (fleet.d, 1)):
         at_rest(server, ranks)
 
@@ -144,11 +146,11 @@ def test_engines_of_p_and_d_behind_both_dispatches(
     group: Group, dispatch: str, servers_on_failure: Callable[..., None]
 ) -> None:
     servers_on_failure(*group.servers)
-    before = [answered(server) for server in (group.p, group.d)]
+    before = [answered(server.base_url) for server in (group.p, group.d)]
     serves_as_one(group.proxies[dispatch].base_url, group.single.base_url, group.probes, dispatch)
     group.at_rest()
     for server, size, then in zip((group.p, group.d), group.sizes, before, strict=True):
-        counts = {engine: count - then[engine] for engine, count in answered(server).items()}
+        counts = {engine: count - then[engine] for engine, count in answered(server.base_url).items()}
         assert len(counts) == size and min(counts.values()) >= 10, counts
 
 

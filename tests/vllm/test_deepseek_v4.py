@@ -10,11 +10,13 @@ from math import isfinite
 from pathlib import Path
 
 import pytest
+from data_parallel_support import DISPATCHES, answered, engines, known
 from probes import Compared
 from tiny_deepseek_v4 import TinyDeepseekV4
 from vllm_support import (
     FORKED,
     MODEL_NAME,
+    PingRelay,
     ask_all,
     assert_same,
     at_rest,
@@ -28,7 +30,7 @@ from vllm_support import (
 from p2pkv.demo import answers, client
 from p2pkv.demo.answers import Answer
 from p2pkv.demo.processes import wait_until
-from p2pkv.demo.servers import Role, VllmServer
+from p2pkv.demo.servers import LOOPBACK, ProxyServer, Role, VllmServer
 from p2pkv.demo.tiny_model import ensure_model
 
 CHUNK = 512
@@ -46,11 +48,18 @@ def arguments(chunk: int = CHUNK) -> tuple[str, ...]:
     )
 
 
-def server(folder: Path, name: str, *, chunk: int = CHUNK, settings: tuple[str, ...] = ()) -> VllmServer:
+def server(
+    folder: Path,
+    name: str,
+    *,
+    chunk: int = CHUNK,
+    settings: tuple[str, ...] = (),
+    plugins: tuple[str, ...] = ("deepseek_v4",),
+) -> VllmServer:
     return VllmServer(
         ensure_model(TinyDeepseekV4(), folder),
         extra_args=(*arguments(chunk), *settings),
-        env=plugin_environment("deepseek_v4", *FORKED),
+        env=plugin_environment(*plugins, *FORKED),
         name=name,
         log_path=folder / f"{name}.log",
     )
@@ -247,3 +256,48 @@ def test_sixteen_at_once(pair: Pair) -> None:
         got = list(pool.map(pair.ask, prompts))
     assert compared.spans(16) == sorted((0, len(prompt) - 1) for prompt in prompts)
     assert_same([pair.expected(prompt) for prompt in prompts], got, TIE)
+
+
+ENGINES = 2
+PER_LENGTH = 4
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_engines_that_compute_in_lockstep(folder: Path, tmp_path: Path, launch: Callable[..., None]) -> None:
+    """P and D of two data-parallel engines each answer as a plain server of two: experts are divided over
+    the engines, and their sums in bfloat16 are others than those of one engine."""
+    plugins, settings = ("deepseek_v4", "moe_dp"), engines(ENGINES)
+    proxies = [
+        ProxyServer(dispatch=each, prefill=ENGINES, log_path=tmp_path / f"proxy-{each}.log")
+        for each in DISPATCHES
+    ]
+    with PingRelay([each.discovery for each in proxies]) as pings:
+        pair = [
+            probing_server(
+                ensure_model(TinyDeepseekV4(), folder),
+                role,
+                tmp_path,
+                plugins=plugins,
+                ranks=ENGINES,
+                proxy=(LOOPBACK, pings.port),
+                extra_args=(*arguments(), *settings),
+                env={"P2PKV_PROBE_POISON": "1"} if role == "D" else {},
+                log_path=tmp_path / f"{role}.log",
+            )
+            for role in ("P", "D")
+        ]
+        plain = server(folder, "plain-engines", settings=settings, plugins=plugins)
+        launch(*pair, plain, *proxies)
+        for proxy in proxies:
+            known(proxy, ENGINES, ENGINES)
+            lengths = [length for length in (20, 300, 703) for _ in range(PER_LENGTH)]
+            prompts = [tokens(each, f"{proxy.base_url} {number}") for number, each in enumerate(lengths)]
+            compared = Compared(tmp_path)
+            got = ask_all(proxy.base_url, prompts, at_once=len(prompts))
+            assert compared.spans(len(prompts)) == sorted((0, length - 1) for length in lengths)
+            assert_same(ask_all(plain.base_url, prompts, at_once=1), got, TIE)
+        for each in pair:
+            at_rest(each, ENGINES)
+            counts = answered(each.base_url)
+            assert len(counts) == ENGINES and min(counts.values()) >= PER_LENGTH, counts

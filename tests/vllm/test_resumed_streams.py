@@ -27,7 +27,7 @@ LOST_AFTER = 10 * STREAMS
 """Tokens of all streams together, at least, when D is lost."""
 LEASE = 10.0
 ADMIN = "admin"
-LONG, MOVE_AFTER = 1000, 5
+LONG, MOVE_AFTER = 2000, 5
 """Tokens of a stream that a drain moves, and after how many seconds it does."""
 
 
@@ -194,7 +194,7 @@ def test_a_drain_with_a_deadline_frees_a_d_while_its_streams_go_on(
     servers_on_failure(trio.p, *trio.ds, trio.proxy)
     wait_until(trio.ready, "all three", 60.0)
     leaving, other = trio.ds
-    prompts = [tokens(120, f"drain {number}") for number in range(16)]
+    prompts = [tokens(40, f"drain {number}") for number in range(16)]
 
     def answers_of(base_url: str) -> list[Answer]:
         with ThreadPoolExecutor(len(prompts)) as pool:

@@ -1,0 +1,400 @@
+"""Where a prompt is computed and where its answer is decoded, by predicted cost (`--placement auto`).
+
+A request goes one of two ways. `whole`: one instance computes the prompt and decodes the answer. `pair`: one
+computes the prompt and pushes its KV to another, which decodes. The cost of a way is the sum of
+
+- the seconds until this request's answer ends: what is queued where its prompt is computed, the prompt and
+  the hand-over, which count twice, and the decode steps, which prompts at the same instance interrupt;
+- the seconds for which its prompt stops other answers that are decoded where it is computed, and those for
+  which prompts will stop its own, times `pause_weight`;
+- the seconds by which one more answer in the batch makes the steps of the others longer.
+
+The cheapest way is taken. What the costs are made of is learned for each instance from what the proxy sees
+anyway: when P has answered, when the first token came, and how long an answer of so many tokens took. A cost
+is the sum of one part that depends on where the prompt is computed and one that depends on where the answer
+is decoded, so choosing among n instances takes n steps and not n * n. No IO, no clock: `now` is in seconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
+
+from .membership.instance import Instance
+
+Placement = Literal["pair", "auto"]
+Way = Literal["pair", "whole"]
+
+MOST_COMPARED = 8
+"""Of more instances so many are drawn, and compared."""
+# Features are of the order of 1, so that all weights are learned equally fast.
+_TOKENS, _STREAMS, _ANSWER = 256.0, 16.0, 64.0
+_FORGET, _RIDGE = 0.98, 0.05
+_FIRST_TOKEN = 2.0
+"""What a second before the first token counts, beside one between others."""
+_SHARE_SECONDS = 5.0
+"""Over this time the share of an instance's time that prompts take is averaged."""
+_RECENT, _SHOWN = 256, 16
+_LEAST_STEPS = 4
+"""Of an answer, before it is learned from."""
+
+
+class LeastSquares:
+    """A linear prediction, by least squares: each observation counts 2% less than the next one. No weight is
+    below zero, since nothing here gets faster by having more to do; and what the observations do not decide
+    stays near the first weights.
+
+    Args:
+        weights: before the first observation.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self.weights = list(weights)
+        self._columns = range(len(self.weights))
+        self._products = [[_RIDGE * (row == column) for column in self._columns] for row in self._columns]
+        """Of the features with each other, and in `_seen` with the observations, summed."""
+        self._seen = [_RIDGE * weight for weight in weights]
+        self._first = list(self._seen)
+
+    def predict(self, *features: float) -> float:
+        return sum(map(float.__mul__, self.weights, features))
+
+    def learn(self, seen: float, *features: float) -> None:
+        # One stall of the machine must not decide what is predicted for a minute.
+        seen = min(seen, 4.0 * self.predict(*features) + 0.1)
+        for row, feature in enumerate(features):
+            products = self._products[row]
+            for column in self._columns:
+                products[column] = _FORGET * products[column] + feature * features[column]
+            products[row] += (1.0 - _FORGET) * _RIDGE
+            self._seen[row] = _FORGET * self._seen[row] + feature * seen + (1.0 - _FORGET) * self._first[row]
+        self.weights = self._solved(list(self._columns))
+
+    def _solved(self, used: list[int]) -> list[float]:
+        """The best weights, if those of all columns but these are zero; by Cholesky's elimination."""
+        rows = [[*(self._products[row][column] for column in used), self._seen[row]] for row in used]
+        for at, pivot in enumerate(rows):
+            for row in rows[at + 1 :]:
+                factor = row[at] / pivot[at]
+                for column in range(at, len(pivot)):
+                    row[column] -= factor * pivot[column]
+        found: dict[int, float] = {}
+        for at in reversed(range(len(used))):
+            known = sum(rows[at][later] * found[used[later]] for later in range(at + 1, len(used)))
+            found[used[at]] = (rows[at][-1] - known) / rows[at][at]
+        least = min(found, key=found.__getitem__)
+        if found[least] < 0.0:
+            return (
+                self._solved([column for column in used if column != least])
+                if used[1:]
+                else [0.0] * len(self._seen)
+            )
+        return [found.get(column, 0.0) for column in self._columns]
+
+
+class EngineCosts:
+    """What is placed at one instance, and what its work has cost.
+
+    Attributes:
+        answers: placed here to be decoded, begun or not.
+        prompts, tokens: placed here to be computed, and not done.
+    """
+
+    def __init__(self) -> None:
+        self.prompt = LeastSquares([0.01, 0.05, 0.02])
+        """Seconds of a prompt: of any, for each 256 tokens, and for these with 16 answers beside them."""
+        self.step = LeastSquares([0.02, 0.01, 0.05])
+        """Seconds between two tokens of an answer: of any, for each 16 answers, and by the share of its time
+        that prompts took."""
+        self.hand_over = LeastSquares([0.02, 0.005])
+        """Seconds from P's answer to D's first token: of any, and for each 256 tokens."""
+        self.answers = self.prompts = self.tokens = 0
+        self._since = 0.0
+        """When it began with the prompt that it computes now."""
+        self._computed = 0.0
+        """Seconds that all prompts so far took."""
+        self._share, self._shared = 0.0, 0.0
+        self._area, self._counted = 0.0, 0.0
+        """Answers under way, summed over time; and up to when."""
+
+    def prompt_seconds(self, tokens: int, prompts: int = 1) -> float:
+        """Of computing `prompts` with so many tokens together."""
+        size = tokens / _TOKENS
+        return self.prompt.predict(float(prompts), size, size * self.answers / _STREAMS)
+
+    def queued_seconds(self, now: float) -> float:
+        """Until all prompts that are placed here now are computed."""
+        if not self.prompts:
+            return 0.0
+        return max(0.0, self.prompt_seconds(self.tokens, self.prompts) - (now - self._since))
+
+    def prefill_share(self, now: float) -> float:
+        """Of its time that prompts take, lately and next."""
+        past = self._share * math.exp((self._shared - now) / _SHARE_SECONDS)
+        return min(1.0, past + self.queued_seconds(now) / _SHARE_SECONDS)
+
+    def prompt_placed(self, tokens: int, now: float) -> None:
+        if not self.prompts:
+            self._since = now
+        self.prompts += 1
+        self.tokens += tokens
+
+    def prompt_left(self, tokens: int) -> None:
+        self.prompts -= 1
+        self.tokens -= tokens
+
+    def prompt_computed(self, tokens: int, now: float, *, learn: bool = True) -> None:
+        """Prompts are computed in the order in which they came, so this one took the time since the last."""
+        seconds, size = now - self._since, tokens / _TOKENS
+        self.prompt_left(tokens)
+        if learn:
+            self.prompt.learn(seconds, 1.0, size, size * self.answers / _STREAMS)
+        past = self._share * math.exp((self._shared - now) / _SHARE_SECONDS)
+        self._share, self._shared = past + seconds / _SHARE_SECONDS, now
+        self._computed += seconds
+        self._since = now
+
+    def marks(self, now: float) -> tuple[float, float, float]:
+        """What `answer_ended` compares: now, and the sums so far."""
+        return now, self._computed, self._area + self.answers * (now - self._counted)
+
+    def count_answers(self, more: int, now: float) -> None:
+        self._area += self.answers * (now - self._counted)
+        self._counted = now
+        self.answers += more
+
+    def answer_ended(self, steps: int, begun: tuple[float, float, float], now: float) -> None:
+        """An answer that began at these marks took so many steps."""
+        ended = self.marks(now)
+        lasted, prompts, area = (late - early for early, late in zip(begun, ended, strict=True))
+        if steps >= _LEAST_STEPS and lasted > 0.0:
+            share = min(1.0, prompts / lasted)
+            self.step.learn(lasted / steps, 1.0, area / lasted / _STREAMS, share)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Why a request goes its way.
+
+    Attributes:
+        first_token: seconds until its first token.
+        cost: of this way; other: of the cheapest of the other kind, None if there is none.
+    """
+
+    way: Way
+    first_token: float
+    cost: float
+    other: float | None = None
+
+    def error(self, seen: float) -> float:
+        """How far off the first token was, as a share of the seconds that it took."""
+        return abs(self.first_token - seen) / max(seen, 1e-3)
+
+
+OnError = Callable[[Prediction, float], None]
+
+
+def ignore_error(prediction: Prediction, seen: float) -> None:
+    """The default: nothing is measured."""
+
+
+class PlacedRequest:
+    """One request, from its placement to its end, whose instances learn from it. Without a prediction only
+    its answer counts, since nothing is known of its prompt.
+
+    Each method may be called at any time; what has been reported counts once.
+    """
+
+    def __init__(
+        self,
+        costs: PlacementCosts,
+        prefill: Instance,
+        decode: Instance,
+        tokens: int,
+        prediction: Prediction | None,
+        now: float,
+    ) -> None:
+        self._costs, self._prediction = costs, prediction
+        self._prefill, self._decode = costs.of(prefill), costs.of(decode)
+        self._tokens, self._at, self._computed = tokens, now, now
+        self._begun: tuple[float, float, float] | None = None
+        self._left, self._queued = False, prediction is not None
+        if self._queued:
+            self._prefill.prompt_placed(tokens, now)
+        self._decode.count_answers(1, now)
+
+    def computed(self, now: float) -> None:
+        """P has answered."""
+        self._leave_queue(now, learn=True)
+
+    def seems_computed(self, now: float) -> None:
+        """Its prompt should be computed, by the prediction: nothing shows when it is."""
+        self._leave_queue(now, learn=False)
+
+    def _leave_queue(self, now: float, *, learn: bool) -> None:
+        if self._queued:
+            self._queued, self._computed = False, now
+            self._prefill.prompt_computed(self._tokens, now, learn=learn)
+
+    def first_token(self, now: float) -> None:
+        """The answer has begun."""
+        if self._begun is not None or self._left:
+            return
+        self._begun = self._decode.marks(now)
+        if self._prediction is None:
+            return
+        self.computed(now)  # P's answer may come later
+        if self._prefill is not self._decode:
+            self._decode.hand_over.learn(now - self._computed, 1.0, self._tokens / _TOKENS)
+        self._costs.compare(self._prediction, now - self._at)
+
+    def ended(self, steps: int, now: float) -> None:
+        """The answer is complete, with so many tokens after the first one."""
+        if self._begun is not None and not self._left:
+            self._decode.answer_ended(steps, self._begun, now)
+            self._costs.answer_steps += 0.05 * (steps - self._costs.answer_steps)
+
+    def leave(self, now: float) -> None:
+        """It has nothing more at these instances."""
+        if self._left:
+            return
+        self._left = True
+        if self._queued:
+            self._queued = False
+            self._prefill.prompt_left(self._tokens)
+        self._decode.count_answers(-1, now)
+
+
+class PlacementCosts:
+    """What all instances have cost, and the cheapest way for a request.
+
+    Args:
+        pause_weight: what a second for which answers stop counts, beside one of waiting for one.
+        on_error: called with each prediction and the seconds that came.
+
+    Attributes:
+        answer_steps: tokens of an answer after its first, on average.
+        latest: the last predictions, each with the seconds that came.
+        ways: how often each was taken.
+    """
+
+    def __init__(
+        self,
+        pause_weight: float = 0.1,
+        on_error: OnError = ignore_error,
+        dice: random.Random | None = None,
+    ) -> None:
+        self.pause_weight = pause_weight
+        self._on_error = on_error
+        self.answer_steps = _ANSWER
+        self.latest: deque[tuple[Prediction, float]] = deque(maxlen=_RECENT)
+        self.ways: Counter[Way] = Counter()
+        self._dice = dice or random.Random()
+        self._engines: WeakKeyDictionary[Instance, EngineCosts] = WeakKeyDictionary()
+
+    def of(self, instance: Instance) -> EngineCosts:
+        found = self._engines.get(instance)
+        if found is None:
+            found = self._engines[instance] = EngineCosts()
+        return found
+
+    def compare(self, prediction: Prediction, seen: float) -> None:
+        """The first token that was predicted has come after so many seconds."""
+        self.latest.append((prediction, seen))
+        self._on_error(prediction, seen)
+
+    def status(self) -> dict[str, Any]:
+        """For /status: how often each way was taken, how far off the latest predictions were, and why the
+        last ones were taken."""
+        return {
+            "ways": dict(self.ways),
+            "errors": [round(prediction.error(seen), 4) for prediction, seen in self.latest],
+            "latest": [
+                {**asdict(prediction), "first_token_seen": seen}
+                for prediction, seen in list(self.latest)[-_SHOWN:]
+            ],
+        }
+
+    def cheapest(
+        self,
+        prefillers: Sequence[Instance],
+        decoders: Sequence[Instance],
+        may_be_whole: Callable[[Instance], bool],
+        tokens: int,
+        cached: Mapping[Instance, int],
+        now: float,
+    ) -> tuple[Instance, Instance, Prediction] | None:
+        """Where the prompt is computed and where the answer is decoded, the same instance for `whole`; None
+        if no two match and none may serve it whole."""
+        prompts = {each: self._prompt_part(each, tokens - cached.get(each, 0), now)
+                   for each in self._some(prefillers)}  # fmt: skip
+        answers = [(each, *self._answer_part(each, tokens, now)) for each in self._some(decoders)]
+        pairs = [
+            _Way(prompt.cost + _FIRST_TOKEN * late + cost, each.turn, prompt.seconds + late, prefill, each)
+            for prefill, prompt in heapq.nsmallest(2, prompts.items(), key=itemgetter(1))
+            for each, cost, late in answers
+            if each is not prefill and each.matches(prefill)
+        ]
+        whole = []
+        for each, cost, _ in answers:
+            if may_be_whole(each):
+                prompt = prompts.get(each) or self._prompt_part(each, tokens - cached.get(each, 0), now)
+                whole.append(_Way(prompt.cost + cost, each.turn, prompt.seconds, each, each))
+        best = sorted((min(ways, key=_ORDER) for ways in (pairs, whole) if ways), key=_ORDER)
+        if not best:
+            return None
+        way = best[0]
+        prediction = Prediction(
+            "whole" if way.prefill is way.decode else "pair",
+            way.first_token,
+            way.cost,
+            best[1].cost if best[1:] else None,
+        )
+        self.ways[prediction.way] += 1
+        return way.prefill, way.decode, prediction
+
+    def _prompt_part(self, instance: Instance, new: int, now: float) -> PromptPart:
+        """The part of the cost that depends on where the prompt is computed."""
+        engine = self.of(instance)
+        prompt = engine.prompt_seconds(new)
+        seconds = engine.queued_seconds(now) + prompt
+        return PromptPart(_FIRST_TOKEN * seconds + self.pause_weight * engine.answers * prompt, seconds)
+
+    def _answer_part(self, instance: Instance, tokens: int, now: float) -> tuple[float, float]:
+        """The part of the cost that depends on where the answer is decoded, and the seconds of a hand-over
+        to there."""
+        engine = self.of(instance)
+        step, longer, stopped = engine.step.weights
+        step += longer * (2 * engine.answers + 1) / _STREAMS  # of this answer, and more of the others
+        stopped *= engine.prefill_share(now) * (1.0 + self.pause_weight)
+        return self.answer_steps * (step + stopped), engine.hand_over.predict(1.0, tokens / _TOKENS)
+
+    def _some(self, instances: Sequence[Instance]) -> Sequence[Instance]:
+        if len(instances) <= MOST_COMPARED:
+            return instances
+        return self._dice.sample(instances, MOST_COMPARED)
+
+
+class PromptPart(NamedTuple):
+    """What it costs to compute a prompt at an instance, and the seconds until it is computed."""
+
+    cost: float
+    seconds: float
+
+
+class _Way(NamedTuple):
+    cost: float
+    turn: int
+    first_token: float
+    prefill: Instance
+    decode: Instance
+
+
+_ORDER = itemgetter(0, 1)

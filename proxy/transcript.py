@@ -1,0 +1,497 @@
+"""What the client has of a streamed answer, so that another decode instance can go on with it. No IO."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Raw
+
+from .answers import is_servers_error
+from .bodies import Body, Fields
+
+_decoder = msgspec.json.Decoder(Fields)
+_DATA = b"data:"
+_EVENT_END = b"\n\n"
+
+# Streams that another decode instance can go on with. D is asked for the token ids beside the text
+# (`return_token_ids`), which are taken out again where the client did not ask for them. If D is lost, another
+# one gets the prompt's ids and those of the answer as one prompt (continuation.py), from a *resume point*: a
+# number of tokens whose text the client has, whole. vLLM keeps back text of the tokens that it has sent: the
+# first bytes of a character, and what may be the beginning of a stop string (up to the length of the longest
+# one). So an event is a resume point if it has one token and some text: then nothing of a character is kept
+# back. With stop strings, its text ends so many characters later than the event shows.
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+# Fields of a request that the continuation repeats.
+SAME = frozenset(
+    {
+        "allowed_token_ids", "cache_salt", "ignore_eos", "include_stop_str_in_output", "logit_bias",
+        "min_p", "model", "priority", "repetition_penalty", "return_tokens_as_token_ids", "seed",
+        "session_id", "skip_special_tokens", "spaces_between_special_tokens", "stop", "stop_token_ids",
+        "stream_interval", "stream_options", "temperature", "top_k", "top_p", "user",
+    }
+)  # fmt: skip
+# Those that count tokens, or that the two endpoints name otherwise.
+_TRANSLATED = frozenset(
+    {
+        "logprobs", "max_completion_tokens", "max_tokens", "min_tokens", "return_token_ids", "stream",
+        "top_logprobs",
+    }
+)  # fmt: skip
+# Those that make the prompt's tokens, or change nothing of the answer.
+_OF_THE_PROMPT = frozenset(
+    {
+        "add_generation_prompt", "add_special_tokens", "chat_template", "chat_template_kwargs",
+        "continue_final_message", "messages", "metadata", "prompt", "reasoning_effort", "store",
+        "truncate_prompt_tokens", "truncation_side",
+    }
+)  # fmt: skip
+# Those with which an answer can go on elsewhere only if they have one of these values.
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "bad_words": (None, []),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "frequency_penalty": (None, 0),
+    "include_reasoning": (None, True),
+    "n": (None, 1),
+    "presence_penalty": (None, 0),
+    "prompt_logprobs": (None,),
+    "response_format": (None, {"type": "text"}),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none"),
+    "tools": (None, []),
+    "use_beam_search": (None, False),
+}
+_KNOWN = SAME | _TRANSLATED | _OF_THE_PROMPT | _ONLY.keys()
+_MOST_FIELD_BYTES = 16384
+"""Of all fields that are kept, besides the prompt."""
+_DEFAULT_MAX_TOKENS = 16
+"""Of /v1/completions in vLLM."""
+
+
+class _ContentPart(msgspec.Struct):
+    type: str = "text"
+
+
+class _ChatMessage(msgspec.Struct):
+    content: str | list[_ContentPart | str] | None = None
+
+
+_messages = msgspec.json.Decoder(list[_ChatMessage])
+_stops = msgspec.json.Decoder(str | list[str] | None)
+
+
+@dataclass
+class Wanted:
+    """What a client asked for, as far as a continuation needs it.
+
+    Attributes:
+        chat: at /v1/chat/completions.
+        kept_back: characters that vLLM may keep back for stop strings.
+        overlap: characters before these that a stop string may begin in, although they were sent.
+        shows_ids: the client gets the token ids, too.
+        shows_tokens: the client sees single tokens, and not only text.
+    """
+
+    chat: bool
+    kept_back: int
+    overlap: int
+    shows_ids: bool
+    shows_tokens: bool
+    _raw: dict[str, bytes]
+
+    @classmethod
+    def of(cls, body: Body) -> Wanted | None:
+        """None if another instance could not go on with the answer exactly, or there is no stream."""
+        views = body.fields
+        if body.path not in (CHAT, COMPLETIONS) or not body.one_prompt or not _KNOWN.issuperset(views):
+            return None
+        raw = {name: bytes(value) for name, value in views.items() if name not in _OF_THE_PROMPT}
+        if raw.get("stream") != b"true" or sum(map(len, raw.values())) > _MOST_FIELD_BYTES:
+            return None
+        chat, longest = body.path == CHAT, 0
+        try:
+            if any(msgspec.json.decode(raw[name]) not in _ONLY[name] for name in _ONLY.keys() & raw.keys()):
+                return None
+            if chat and not _is_text(views["messages"]):
+                return None
+            if "stop" in raw:
+                stops = _stops.decode(raw["stop"]) or []
+                longest = max(map(len, [stops] if isinstance(stops, str) else stops), default=1) - 1
+        except (msgspec.MsgspecError, RecursionError, KeyError, ValueError):
+            return None
+        included = raw.get("include_stop_str_in_output") == b"true"
+        kept_back, overlap = (0, longest) if included else (longest, 0)
+        shows_ids = raw.get("return_token_ids") == b"true"
+        logprobs = raw.get("logprobs", b"null") not in ((b"null", b"false") if chat else (b"null",))
+        return cls(chat, kept_back, overlap, shows_ids, shows_ids or logprobs, raw)
+
+    @cached_property
+    def fields(self) -> Fields:
+        """Those that are not the prompt's. Raises ValueError if one is nested too deeply."""
+        return {name: msgspec.json.decode(value) for name, value in self._raw.items()}
+
+    @property
+    def needs_context(self) -> bool:
+        """Whether only the model's context bounds the answer."""
+        return self.chat and self.most_tokens(0) == 0
+
+    def most_tokens(self, context: int) -> int:
+        """Tokens of the whole answer, at most; `context`: those of the model that the prompt leaves."""
+        names = ("max_completion_tokens", "max_tokens") if self.chat else ("max_tokens",)
+        for name in names:
+            if self.fields.get(name) is not None:
+                return int(self.fields[name])
+        return context if self.chat else _DEFAULT_MAX_TOKENS
+
+
+def _is_text(messages: Raw) -> bool:
+    """Whether nothing but text is in these messages: no picture has its tokens in the prompt's ids alone."""
+    if re.search(rb'"type"', messages) is None:
+        return True
+    contents = [each.content for each in _messages.decode(messages) if isinstance(each.content, list)]
+    return all(isinstance(part, str) or part.type == "text" for parts in contents for part in parts)
+
+
+_IDS, _PROMPT_IDS = b'"token_ids":[', b'"prompt_token_ids":['
+_NO_IDS, _NO_PROMPT_IDS = b'"token_ids":null', b'"prompt_token_ids":null'
+"""Neither can begin within a JSON string, where quotes are escaped."""
+DATA_SPACE, DONE = b"data: ", b"data: [DONE]"
+_ERROR = b'data: {"error"'
+_GOES_ON = b'"finish_reason":null'
+_STRING = re.compile(rb'(?:[^"\\]|\\.)*+')
+_MEMORY_STEP = 4096
+
+
+class _Text(msgspec.Struct):
+    content: str | None = None
+
+
+class _TextChoice(msgspec.Struct):
+    text: str = ""
+    delta: _Text = msgspec.field(default_factory=_Text)
+
+
+class _TextEvent(msgspec.Struct):
+    choices: list[_TextChoice] = []
+
+
+_text_event = msgspec.json.Decoder(_TextEvent)
+
+
+@dataclass
+class TranscriptMemory:
+    """What all transcripts hold.
+
+    Attributes:
+        most: bytes, together.
+        most_each: bytes of one.
+        held: bytes now.
+    """
+
+    most: int
+    most_each: int
+    held: int = 0
+
+
+class ResumePoint(NamedTuple):
+    """From where an answer can go on.
+
+    Attributes:
+        bytes: of the ids of its tokens, up to here.
+        chars: where their text ends, of the text that is counted.
+        offset: where their text ends for `text_offset` of log-probabilities.
+    """
+
+    bytes: int
+    chars: int
+    offset: int
+
+
+class Beyond(NamedTuple):
+    """What has come of an answer after its resume point.
+
+    Attributes:
+        tokens: of the answer, up to the point.
+        offset: see ResumePoint.
+        ids: tokens.
+        chars: characters of text, without those that are kept back.
+    """
+
+    tokens: int
+    offset: int
+    ids: list[int]
+    chars: int
+
+
+class EventPattern(NamedTuple):
+    """What is around the text and the token id in nearly all events of one answer.
+
+    Attributes:
+        before, between, after: both, as the instance sends it.
+        client_before, client_after: the text, as the client gets it.
+        start: of the text.
+        end: before which the text ends: a longer one could hold the request's id, which is to be replaced.
+    """
+
+    before: bytes
+    between: bytes
+    after: bytes
+    client_before: bytes
+    client_after: bytes
+    start: int
+    end: int
+
+
+@dataclass(eq=False)
+class Transcript:
+    """What the client has of one streamed answer, over all instances that have sent parts of it.
+
+    Attributes:
+        wanted: by the client.
+        possible: another instance could go on with it.
+        head: the first event, without ids.
+        failed: the event, an error of the instance's own, that has come in place of the rest.
+        finished: the event with the `finish_reason` has been passed on.
+        done: all has been passed on.
+        prompt_tokens: of the request; 0 before the first event.
+    """
+
+    wanted: Wanted
+    memory: TranscriptMemory
+    possible: bool = True
+    head: bytes = b""
+    failed: bytes = b""
+    finished: bool = False
+    done: bool = False
+    prompt_tokens: int = 0
+    _rest: bytes = b""
+    _prompt: bytes = b""
+    _ids: bytearray = field(default_factory=bytearray)
+    _chars: int = 0
+    """Of text; from the resume point where that is the last text that came."""
+    _safe: int = 0
+    """The resume point, as ResumePoint has it, and the next two."""
+    _safe_chars: int = 0
+    _safe_offset: int = 0
+    _coming: deque[ResumePoint] = field(default_factory=deque)
+    """Points whose text has not been sent to its end."""
+    _counted: int = 0
+    _plain: bool = False
+    """An event with one token and some text is all that need be known of it."""
+    _pattern: EventPattern | None = None
+
+    @classmethod
+    def of(cls, body: Body, memory: TranscriptMemory) -> Transcript | None:
+        """For the answer to this request; None if it is no stream, or none that others could go on with."""
+        wanted = Wanted.of(body)
+        return None if wanted is None else cls(wanted, memory)
+
+    def __post_init__(self) -> None:
+        chat = self.wanted.chat
+        self._text = b'"delta":{"content":"' if chat else b'"text":"'
+        self._counts_chars = bool(self.wanted.kept_back or self.wanted.overlap)
+
+    @property
+    def tokens(self) -> int:
+        """Of the answer."""
+        return self._ids.count(b",")
+
+    @property
+    def movable(self) -> bool:
+        """Whether another instance would go on with it even if this one is well: nothing would come a second
+        time, or it would come the same."""
+        beyond = len(self._ids) > self._safe or self._chars > self._safe_chars
+        same = self.wanted.fields.get("temperature") == 0
+        return self.possible and self.prompt_tokens > 0 and not self.finished and (not beyond or same)
+
+    def feed(self, chunk: bytes) -> bytes:
+        """The instance's next bytes, as the client gets them: whole events only. After an error of the
+        instance nothing more comes."""
+        return b"".join(self._passed(event) for event in self.events(chunk))
+
+    def learn(self, chunk: bytes, passed: bytes, request_id: bytes) -> None:
+        """`passed` is what the client got for these bytes. If they are one event with a token and text,
+        `feed_alike` takes those like it. Instances know the request by this id, and clients do not."""
+        self._pattern = None
+        text, at = chunk.find(self._text), chunk.find(_IDS)
+        if not self._plain or not 0 <= text < at or chunk.find(_EVENT_END) != len(chunk) - len(_EVENT_END):
+            return
+        start, ids = text + len(self._text), at + len(_IDS)
+        last, end = chunk.find(b"]", ids), _text_end(chunk, start)
+        between, shown = chunk[end:ids], chunk[start:end]
+        if not (shown and chunk[ids:last].isdigit() and _GOES_ON in between):
+            return
+        client_after = between[:-1] + b"null" + chunk[last + 1 :]
+        client_before = passed[: len(passed) - len(shown + client_after)]
+        if client_before.endswith(self._text) and passed == client_before + shown + client_after:
+            longest = start + len(request_id)
+            self._pattern = EventPattern(
+                chunk[:start], between, chunk[last:], client_before, client_after, start, longest
+            )
+
+    def feed_alike(self, chunk: bytes) -> bytes | None:
+        """The instance's next bytes, as the client gets them, if they are one event like the last one; else
+        None, and `feed` has to take them. Each token of each answer comes by here."""
+        if self._pattern is None:
+            return None
+        before, between, after, client_before, client_after, start, end = self._pattern
+        at = chunk.find(between, start)
+        ids = chunk[at + len(between) : -len(after)]
+        if not (start < at < end and ids.isdigit() and chunk.startswith(before) and chunk.endswith(after)):
+            return None
+        self._ids += ids + b","
+        self._safe, self._chars = len(self._ids), 0
+        if self._safe > self._counted:
+            self._count()
+        return client_before + chunk[start:at] + client_after
+
+    def events(self, chunk: bytes) -> Iterator[bytes]:
+        """The events that are complete now, up to an error of the instance."""
+        *events, self._rest = (self._rest + chunk).split(_EVENT_END)
+        for event in events:
+            yield event + _EVENT_END
+            if self.failed:
+                return
+        if len(self._rest) > self.memory.most_each:
+            self.drop()
+            yield self.flush()
+
+    def flush(self) -> bytes:
+        """What is left at the end of a stream that is complete."""
+        rest, self._rest = self._rest, b""
+        return rest
+
+    def drop(self) -> None:
+        """No other instance can go on with it. What it holds is let go. Idempotent."""
+        self.possible = self._plain = False
+        self._pattern = None
+        self.memory.held -= self._counted + len(self._prompt)
+        self._counted = 0
+        self._ids, self._prompt = bytearray(), b""
+        self._coming.clear()
+
+    def _passed(self, event: bytes) -> bytes:
+        """One event."""
+        at = event.find(_IDS)
+        if at < 0:
+            return self.without_tokens(event)
+        first = not self.head
+        if first:
+            self._begin(event)
+        end = event.find(b"]", at)
+        self.finished = _GOES_ON not in event
+        if self._text not in event:
+            self.drop()  # reasoning, or a call of a tool
+        if self.possible:
+            self._note(event, event[at + len(_IDS) : end])
+        if self.wanted.shows_ids:
+            return event
+        event = event[:at] + _NO_IDS + event[end + 1 :]
+        return _without_prompt(event) if first else event
+
+    def _note(self, event: bytes, ids: bytes) -> None:
+        """An event with tokens."""
+        choice = _text_event.decode(event[len(DATA_SPACE) :]).choices[0]
+        offset = 0
+        if self.wanted.shows_tokens and not self.wanted.chat:
+            offset = end_of_offsets(_decoder.decode(event[len(DATA_SPACE) :])["choices"][0])
+        self._add(ids, choice.text or choice.delta.content or "", offset)
+
+    def note_decoded(self, ids: Sequence[int], text: str, offset: int, finished: bool) -> None:
+        """An event that is decoded; `offset`: where its text ends for `text_offset`."""
+        self.finished |= finished
+        if self.possible:
+            self._add(b",".join(b"%d" % each for each in ids), text, offset)
+
+    def _add(self, ids: bytes, text: str, offset: int) -> None:
+        if ids:
+            self._ids += ids + b","
+            if len(self._ids) > self._counted:
+                self._count()
+        self._chars += len(text)
+        if text and ids and b"," not in ids:
+            end = self._chars + self.wanted.kept_back
+            self._coming.append(ResumePoint(len(self._ids), end, offset))
+        while self._coming and self._coming[0].chars <= self._chars - self.wanted.overlap:
+            self._safe, self._safe_chars, self._safe_offset = self._coming.popleft()
+        if not self._counts_chars and self._safe_chars == self._chars:
+            self._chars = self._safe_chars = 0
+
+    def without_tokens(self, event: bytes) -> bytes:
+        """An event that has no tokens: a chat's first, an error, the usage, or the end."""
+        if event.startswith(DONE):
+            self.done = True
+        elif event.startswith(_ERROR):
+            if self.possible and is_servers_error(_decoder.decode(event[len(DATA_SPACE) :])):
+                self.failed = event
+                return b""
+        elif not self.head and _PROMPT_IDS in event:
+            self._begin(event)
+            return event if self.wanted.shows_ids else _without_prompt(event)
+        elif not self.finished and event.startswith(_DATA):
+            if b'"delta":{}' in event and _GOES_ON in event and not self.wanted.shows_tokens:
+                return b""  # which vLLM sends only because the ids were asked for
+            self.drop()
+        return event
+
+    def _begin(self, event: bytes) -> None:
+        """The first event, with the prompt's tokens."""
+        self.head = _without_prompt(event)
+        at = event.find(_PROMPT_IDS)
+        if at < 0:
+            self.drop()
+            return
+        self._plain = not (self.wanted.shows_tokens or self._counts_chars)
+        self._prompt = event[at + len(_PROMPT_IDS) : event.find(b"]", at)]
+        self.prompt_tokens = self._prompt.count(b",") + 1
+        self.memory.held += len(self._prompt)
+        self._count()
+
+    def _count(self) -> None:
+        """More is held: `_counted` is what the ids may take until this is called again."""
+        step = max(_MEMORY_STEP, len(self._ids) - self._counted)
+        self.memory.held += step
+        self._counted += step
+        if len(self._prompt) + self._counted > self.memory.most_each or self.memory.held > self.memory.most:
+            self.drop()
+
+    def rewind(self) -> Beyond:
+        """Goes back to the resume point, where another instance goes on; all its events are decoded."""
+        ids = [int(each) for each in bytes(self._ids[self._safe : -1]).split(b",") if each]
+        chars = self._chars - self._safe_chars
+        del self._ids[self._safe :]
+        self._chars, self._rest, self.failed, self._plain = self._safe_chars, b"", b"", False
+        self._pattern = None
+        self._coming.clear()
+        return Beyond(self.tokens, self._safe_offset, ids, chars)
+
+    @property
+    def all_ids(self) -> bytes:
+        """Of the prompt and the answer, with commas."""
+        return b",".join(filter(None, (self._prompt, bytes(self._ids[:-1]))))
+
+
+def _text_end(event: bytes, start: int) -> int:
+    """Where the JSON string ends that begins before `start`."""
+    matched = _STRING.match(event, start)
+    return matched.end() if matched else start
+
+
+def _without_prompt(event: bytes) -> bytes:
+    at = event.find(_PROMPT_IDS)
+    return event if at < 0 else event[:at] + _NO_PROMPT_IDS + event[event.find(b"]", at) + 1 :]
+
+
+def end_of_offsets(choice: Fields) -> int:
+    """Where the text of a completion's last token ends, by its `text_offset`; 0 if it has none."""
+    found = choice.get("logprobs") or {}
+    offsets, tokens = found.get("text_offset"), found.get("tokens")
+    return offsets[-1] + len(tokens[-1]) if offsets and tokens else 0

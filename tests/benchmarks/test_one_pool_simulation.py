@@ -1,0 +1,43 @@
+"""The proxy's placement in front of modelled engines, in virtual time: what `auto` is for."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from one_pool_simulation import MIXES, simulated
+
+
+@cache
+def figures(system: str, mix: str, weight: float = 0.1, noise: bool = False) -> dict[str, float]:
+    return simulated(system, mix, seconds=80.0, weight=weight, noise=noise)[0]
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_pool_serves_as_many_requests_as_plain_servers_and_more_than_fixed_roles(mix: str) -> None:
+    auto, plain, fixed = (figures(system, mix) for system in ("auto", "plain", "fixed"))
+    assert auto["rps"] >= 0.97 * plain["rps"] and auto["rps"] > 1.1 * fixed["rps"]
+    assert auto["ttft50"] <= 1.25 * plain["ttft50"] and auto["ttft99"] <= 1.1 * plain["ttft99"]
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_first_tokens_are_predicted(mix: str) -> None:
+    assert figures("auto", mix)["error"] < 0.25
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_with_predictions_replaced_by_noise_figures_get_worse(mix: str) -> None:
+    auto, noise = figures("auto", mix), figures("auto", mix, noise=True)
+    assert noise["rps"] < 0.99 * auto["rps"]
+    assert noise["ttft99"] > auto["ttft99"]
+
+
+def test_a_large_weight_of_pauses_keeps_prompts_and_answers_apart() -> None:
+    apart, plain = figures("auto", "mixed", weight=10.0), figures("plain", "mixed")
+    assert apart["gap99"] < 0.5 * plain["gap99"]
+    assert apart["rps"] >= 0.98 * figures("fixed", "mixed")["rps"]
+
+
+def test_runs_repeat() -> None:
+    first, again = (simulated("auto", "mixed", seconds=20.0)[0] for _ in range(2))
+    assert first == again

@@ -1,0 +1,260 @@
+"""Placement by predicted cost: what is learned, what is chosen from it, and what the pages show."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from proxy_behaviours import after, answer_json, streams, telling
+from proxy_fakes import deployed, join, ping, prompt_of
+
+from p2pkv_proxy.admission import Admission
+from p2pkv_proxy.limits import Limits, RequestCounters
+from p2pkv_proxy.membership.instance import Instance
+from p2pkv_proxy.membership.registry import Registry
+from p2pkv_proxy.placement import MOST_COMPARED, EngineCosts, LeastSquares, PlacedRequest, PlacementCosts
+from p2pkv_proxy.policies import Routing, RoutingRequest
+from p2pkv_proxy.routing import PrefillMode, Router
+from support.waiting import eventually
+
+ASYNC = pytest.mark.asyncio
+AUTO = Routing(placement="auto")
+
+
+def request(tokens: int) -> RoutingRequest:
+    return RoutingRequest("m", prompt_of({"prompt": [*range(tokens)]}), "")
+
+
+def fleet(*roles: Any, alone: int = 0, routing: Routing = AUTO) -> tuple[Router, list[Instance]]:
+    registry = Registry(1e9)
+    router = Router(registry, routing, alone=alone)
+    return router, [join(registry, ping(role, 10 + n)) for n, role in enumerate(roles)]
+
+
+# What is learned.
+
+
+@given(
+    st.tuples(*[st.floats(0.001, 0.5)] * 3),
+    st.integers(0, 1 << 32),
+)
+def test_least_squares_finds_the_weights_of_a_linear_cost(weights: tuple[float, ...], seed: int) -> None:
+    learner, dice = LeastSquares([0.1, 0.1, 0.1]), random.Random(seed)
+    for _ in range(300):
+        features = 1.0, dice.uniform(0.1, 4.0), dice.uniform(0.0, 4.0)
+        learner.learn(sum(w * f for w, f in zip(weights, features, strict=True)), *features)
+    for features in ((1.0, 0.2, 0.0), (1.0, 4.0, 1.0), (1.0, 2.0, 4.0)):
+        expected = sum(w * f for w, f in zip(weights, features, strict=True))
+        assert learner.predict(*features) == pytest.approx(expected, rel=0.05, abs=0.005)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 60.0), st.floats(0.0, 40.0), st.floats(0.0, 40.0)), max_size=400))
+def test_no_observation_makes_a_prediction_negative_or_infinite(
+    seen: list[tuple[float, float, float]],
+) -> None:
+    learner = LeastSquares([0.01, 0.05, 0.02])
+    for seconds, one, other in seen:
+        learner.learn(seconds, 1.0, one, other)
+        assert 0.0 <= learner.predict(1.0, one, other) < 1e6
+
+
+def test_an_instance_that_becomes_slower_is_learned_anew() -> None:
+    learner = LeastSquares([0.1, 0.1])
+    for factor in (1.0, 5.0):
+        for at in range(150):
+            learner.learn(factor * 0.1 * (at % 7), 1.0, at % 7)
+        assert learner.predict(1.0, 3.0) == pytest.approx(factor * 0.3, rel=0.1)
+
+
+def test_the_queue_of_an_engine_passes_with_time() -> None:
+    engine = EngineCosts()
+    engine.prompt.weights = [0.0, 0.256, 0.0]
+    engine.prompt_placed(1000, 0.0)
+    engine.prompt_placed(500, 0.0)
+    assert engine.queued_seconds(0.0) == pytest.approx(1.5)
+    assert engine.queued_seconds(0.5) == pytest.approx(1.0)
+    engine.prompt_computed(1000, 1.0)
+    assert engine.queued_seconds(1.0) == pytest.approx(0.5, rel=0.1)
+    engine.prompt_left(500)
+    assert engine.queued_seconds(1.0) == 0.0
+
+
+def test_steps_are_learned_without_the_time_that_prompts_took() -> None:
+    """Answers of 20 steps of 10 ms, each stopped for 0.3 s by a prompt."""
+    engine = EngineCosts()
+    for at in range(0, 100, 1):
+        now = float(at)
+        engine.count_answers(1, now)
+        begun = engine.marks(now)
+        engine.prompt_placed(100, now)
+        engine.prompt_computed(100, now + 0.3)
+        engine.answer_ended(20, begun, now + 0.5)
+        engine.count_answers(-1, now + 0.5)
+    assert engine.step.predict(1.0, 1 / 16, 0.6) == pytest.approx(0.025, rel=0.1)
+    assert 0.0 < engine.prefill_share(100.0) < 0.4
+
+
+# What is chosen.
+
+
+def learned(router: Router, instance: Instance, prompt: float, step: float) -> EngineCosts:
+    """This instance computes 256 tokens in `prompt` seconds, and decodes steps of `step` seconds."""
+    engine = router.costs.of(instance)
+    engine.prompt.weights, engine.step.weights = [0.0, prompt, 0.0], [step, 0.001, 0.05]
+    engine.hand_over.weights = [0.02, 0.0]
+    return engine
+
+
+def test_an_idle_pool_serves_a_request_whole() -> None:
+    router, pool = fleet("both", "both")
+    for each in pool:
+        learned(router, each, 0.1, 0.02)
+    choice = router.choose(request(64), 0.0)
+    assert choice.whole and choice.prefill is None
+    assert choice.prediction is not None and choice.prediction.way == "whole"
+    assert choice.prediction.other is not None and choice.prediction.other > choice.prediction.cost
+
+
+def test_a_long_prompt_is_kept_from_many_answers_by_the_weight_of_pauses() -> None:
+    """The first decodes 16 answers. The second has prompts queued."""
+    for weight, computed_at in ((0.0, 0), (4.0, 1)):
+        router, pool = fleet("both", "both", routing=Routing(placement="auto", pause_weight=weight))
+        busy, queued = (learned(router, each, 0.1, 0.02) for each in pool)
+        busy.count_answers(16, 0.0)
+        queued.prompt_placed(2000, 0.0)
+        choice = router.choose(request(800), 0.0)
+        assert (choice.prefill or choice.decode) is pool[computed_at]
+
+
+def test_what_is_cached_costs_nothing() -> None:
+    router, pool = fleet("both", "both", routing=Routing(placement="auto", prefill="prefix_aware"))
+    for each in pool:
+        learned(router, each, 0.2, 0.02)
+    one = request(2000)
+    first = router.choose(one, 0.0)
+    again = router.choose(one, 0.0)
+    assert again.decode is first.decode
+    assert again.prefill_tokens < first.prefill_tokens == one.prompt.tokens
+
+
+@pytest.mark.parametrize("alone", [0, 4])
+def test_fixed_roles_stay(alone: int) -> None:
+    """A D computes a prompt by itself only within its share."""
+    router, (p, d) = fleet("P", "D", alone=alone)
+    learned(router, p, 10.0, 0.02)
+    learned(router, d, 0.01, 0.02)
+    choice = router.choose(request(64), 0.0)
+    assert (choice.prefill, choice.decode, choice.spared) == ((None, d, True) if alone else (p, d, False))
+
+
+def test_after_a_failed_prefill_another_one_is_needed() -> None:
+    router, pool = fleet("both", "both", "both")
+    choice = router.choose(request(64), 0.0, mode=PrefillMode.NEEDED, avoid=frozenset(pool[:1]))
+    assert {choice.prefill, choice.decode} == set(pool[1:])
+
+
+def test_two_that_do_not_match_are_no_pair() -> None:
+    costs = PlacementCosts()
+    one, other = fleet("P", "D")[1]
+    one.names, other.names = frozenset({"a model"}), frozenset({"another model"})
+    assert costs.cheapest([one], [other], lambda _: False, 100, {}, 0.0) is None
+
+
+def test_of_many_instances_few_are_compared() -> None:
+    router, pool = fleet(*["both"] * 100)
+    for _ in range(20):
+        choice = router.choose(request(100), 0.0)
+        assert choice.decode in pool
+    assert len(router.costs._engines) <= 100
+    assert len(router.costs._some(pool)) == MOST_COMPARED
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 2000), st.floats(0.0, 3.0)), max_size=80))
+def test_nothing_is_left_of_requests_that_have_ended(events: list[tuple[int, int, float]]) -> None:
+    """Whatever order the ends of their parts come in, and whichever of these are missing."""
+    router, pool = fleet("both", "both", "P", "D", alone=2)
+    admission = Admission(router, Limits(), RequestCounters(), lambda: now)
+    now, places = 0.0, []
+
+    def progress_of(number: int) -> PlacedRequest:
+        progress = places[number % len(places)].progress
+        assert progress is not None
+        return progress
+
+    for kind, tokens, later in events:
+        now += later
+        if kind == 0 or not places:
+            places.append(admission._new_place(request(tokens), PrefillMode.WANTED))
+        elif kind == 1:
+            progress_of(tokens).computed(now)
+        elif kind == 2:
+            progress_of(tokens).first_token(now)
+        elif kind == 3:
+            progress_of(tokens).ended(tokens, now)
+        else:
+            admission._leave(places.pop(tokens % len(places)))
+        for each in pool:
+            engine = router.costs.of(each)
+            assert engine.tokens >= 0 <= engine.answers and engine.queued_seconds(now) >= 0
+    for place in places:
+        admission._leave(place)
+    for each in pool:
+        engine = router.costs.of(each)
+        assert (engine.answers, engine.prompts, engine.tokens) == (0, 0, 0)
+
+
+# The whole proxy.
+
+
+@ASYNC
+async def test_the_pages_show_what_was_predicted_and_what_came() -> None:
+    async with deployed("concurrent", routing=AUTO) as pool:
+        release = asyncio.Event()
+        release.set()
+        for _ in range(2):
+            instance = await pool.add("both")  # type: ignore[arg-type]
+            instance.behaviour = streams(release)
+        await pool.ready(2, 2)
+        for _ in range(8):
+            response = await pool.post({"model": "tiny", "prompt": "hi", "max_tokens": 5, "stream": True})
+            assert response.status == 200, await response.text()
+            await response.read()
+        page = (await (await pool.client.get(pool.url + "/status")).json())["placement"]
+        assert page["by"] == "auto" and sum(page["ways"].values()) == 8
+        assert page["median_error"] >= 0.0 and len(page["latest"]) == 8
+        assert all(each["first_token_seen"] > 0 < each["first_token"] for each in page["latest"])
+        metrics = await (await pool.client.get(pool.url + "/metrics")).text()
+        counted = [
+            line
+            for line in metrics.splitlines()
+            if line.startswith("p2pkv_proxy_first_token_prediction_error_count")
+        ]
+        assert sum(float(line.split()[-1]) for line in counted) == 8
+        for name in ("queued_prefill_seconds", "prefill_share"):
+            assert metrics.count(f"p2pkv_proxy_instance_{name}{{") == 2
+
+
+@ASYNC
+async def test_a_prompt_leaves_the_queue_when_predicted_where_nothing_shows_that_it_is_computed() -> None:
+    """Of an answer that is no stream; only a stream teaches anything."""
+    async with deployed("concurrent", routing=AUTO) as pool:
+        called, release = asyncio.Event(), asyncio.Event()
+        one = await pool.add("both")  # type: ignore[arg-type]
+        one.behaviour = telling(called, after(release, answer_json))
+        await pool.ready(1, 1)
+        (instance,) = pool.registry.known("D")
+        engine = pool.proxy.router.costs.of(instance)
+        before = engine.prompt.weights = [1.0, 0.0, 0.0]
+        asking = asyncio.create_task(pool.post())
+        await called.wait()
+        assert (engine.answers, engine.prompts) == (1, 1)
+        await eventually(lambda: engine.prompts == 0)
+        assert not asking.done() and engine.answers == 1
+        release.set()
+        assert (await asking).status == 200
+        await eventually(lambda: engine.answers == 0)
+        assert engine.prompt.weights == before
