@@ -653,10 +653,10 @@ PRODUCT = (
         ("tests/protocol/test_row_format.py",),
     ),
     Mutant(
-        "large rows that begin between those of a grid are put in small ones",
-        "p2pkv/kv/layouts.py:locate",
-        "if atom < min(small, run):",
-        "if False:",
+        "layers that lie unevenly are copied as if they were evenly spaced",
+        "p2pkv/kv/host.py:_evenly_spaced",
+        "if not len(apart) or (apart == apart[0]).all():",
+        "if True:",
         ("tests/kv/test_copy.py",),
     ),
     Mutant(

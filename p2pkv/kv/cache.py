@@ -36,6 +36,7 @@ from p2pkv.kv.layouts import (
     Tokens,
     check_layer,
     pages_of,
+    split_at_pages,
 )
 from p2pkv.packings import DENSE, is_paged, packing_of
 
@@ -468,7 +469,7 @@ class DenseView:
             return
         # Rows lie one after the other, but not always at a multiple of an element's size: numpy minds not.
         wire = buffer.numpy().view(self._bits).reshape(count, -1, beside, self._content)
-        for start, stop in _cut(tokens, self._tokens):
+        for start, stop in split_at_pages(tokens, self._tokens):
             pages = start // self._tokens * self._tokens, -(-stop // self._tokens) * self._tokens
             units = (pages[1] - pages[0]) // self._tokens
             step = max(1, BATCH_BYTES // (units * beside * self._cache.row_bytes))
@@ -483,14 +484,6 @@ class DenseView:
                     raw.view(self._bits).reshape(some, units, beside, -1),
                     wire[layer : layer + some, start - tokens[0] : stop - tokens[0]],
                 )
-
-
-def _cut(tokens: Bounds, page: int) -> list[Bounds]:
-    """An interval as the end of a page, whole pages, and the beginning of a page; empty ones left out."""
-    start, stop = tokens
-    first, last = -(-start // page) * page, stop // page * page
-    cuts = [start, first, last, stop] if first <= last else [start, stop]
-    return [(one, two) for one, two in pairwise(cuts) if one < two]
 
 
 # All KV groups of a rank.

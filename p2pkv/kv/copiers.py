@@ -1,18 +1,14 @@
 """Moving the rows of a rectangle between paged memory and a dense buffer.
 
-On a CPU numpy does it, on CUDA a kernel that CuPy launches, and without CuPy torch's index kernels, which
-are the kernels' reference too.
-
-Why numpy on a CPU: this runs in a thread beside vLLM's forward. numpy's take and put copy in the
-calling thread and let go of the GIL meanwhile, whereas torch's would start a second OpenMP team on
-cores that the forward owns, and the number of its threads cannot be set for one thread alone.
+On a CPU numpy does it (`host.py`), on CUDA a kernel that CuPy launches, and without CuPy torch's index
+kernels, which are the kernels' reference too.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.resources import files
 from itertools import pairwise
@@ -21,23 +17,17 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from p2pkv.kv.checksum import FOLD, XXH3, Checksum, digest_by_torch, digest_on_host
-from p2pkv.kv.layouts import ITEM_BYTES, Cut, LayerPages, Rows, Span, locate, spans_of
-from p2pkv.kv.uploads import Digests, Recent, Uploads
+from p2pkv.kv.checksum import FOLD, Checksum, digest_by_torch
+from p2pkv.kv.host import HostColumns, HostCopier, RowLists, flat_bytes
+from p2pkv.kv.layouts import Columns, Cut, LayerPages, Rows, Span, spans_of
+from p2pkv.kv.uploads import Digests, Uploads
 
 log = logging.getLogger("p2pkv")
 
 THREADS = 256
 WIDTHS = (16, 8, 4, 2, 1)
 """Bytes of one access; a copy takes the widest that everything in it is aligned to."""
-
-SMALL_TAKEN, SMALL_PUT = 64, 512
-"""Bytes of a row from which on numpy copies it as one of a grid sooner than a part of a larger item: it takes
-such items twice, by way of memory of its own."""
-
-BATCH_ITEMS = 1024
 
 MOST_LANES = 32
 LOADS = 4
@@ -82,168 +72,52 @@ class Copier(Protocol):
 
 def copier_of(pages: list[LayerPages], tensors: Sequence[torch.Tensor]) -> Copier:
     """Numpy's on a CPU; on CUDA the kernels', if CuPy is there to launch them, else torch's."""
-    if not tensors:
-        return StorageCopier(pages, {})
-    device = tensors[0].device
+    if not tensors or (device := tensors[0].device).type == "cpu":
+        return HostCopier(pages, tensors)
     if device.type == "cuda" and (launcher := cupy_launcher(device)) is not None:
         return KernelCopier(pages, tensors, launcher)
     return StorageCopier(pages, storages_of(pages, tensors))
 
 
-# Rows listed on the host, and copied by numpy or torch.
+# Rows listed on the host, and copied by torch.
 
 
-@dataclass(frozen=True)
-class Columns:
-    """Columns of a matrix in memory, `count` side by side, whose elements are `step` bytes apart.
-
-    Attributes:
-        offset: of the first element of the first column, in bytes of a storage.
-        elements: in a column.
-        element: bytes of one.
-    """
-
-    offset: int
-    count: int
-    elements: int
-    element: int
-    step: int
-
-
-class Storage(Protocol):
-    """One storage of torch's that layers lie in, as flat bytes. Keeps that storage alive.
-
-    Attributes:
-        device: where it lies.
-    """
-
-    device: torch.device
-
-    def take(self, rows: Rows, out: torch.Tensor) -> None:
-        """Copy the rows, in their order, to `out`: uint8, contiguous, same device, exactly as large."""
-        ...
-
-    def put(self, rows: Rows, src: torch.Tensor) -> None:
-        """Copy `src` (as `out` in take) to the rows, in their order."""
-        ...
-
-    def take_columns(self, columns: Columns, out: torch.Tensor) -> None:
-        """Copy one column after the other to `out`, as in take."""
-        ...
-
-    def put_columns(self, columns: Columns, src: torch.Tensor) -> None:
-        """Copy `src` to one column after the other."""
-        ...
-
-    def warm_up(self) -> None:
-        """Prepare now what the first copy would otherwise wait for."""
-        ...
-
-
-class StorageCopier:
+class StorageCopier(RowLists):
     """Lists the rows of a cut on the host, and lets its storage copy them."""
 
-    def __init__(self, pages: Sequence[LayerPages], storages: Mapping[int, Storage]) -> None:
-        self.spans: Sequence[Span] = spans_of(pages)
+    digest_name = FOLD
+
+    def __init__(self, pages: Sequence[LayerPages], storages: Mapping[int, DeviceStorage]) -> None:
+        super().__init__(pages)
         self._storages = storages
-        on_host = all(isinstance(storage, HostStorage) for storage in storages.values())
-        self.digest_name = XXH3 if on_host else FOLD
-        self._small = (SMALL_TAKEN, SMALL_PUT) if on_host else (0, 0)
-        self._recent = Recent[Rows]()
 
     def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
-        self._storages[span.pages.storage].take(self._rows(span, cut, self._small[0]), out)
+        self._storages[span.pages.storage].take(self.rows(span, cut), out)
 
     def put(self, span: Span, cut: Cut, src: torch.Tensor) -> None:
-        self._storages[span.pages.storage].put(self._rows(span, cut, self._small[1]), src)
-
-    def _rows(self, span: Span, cut: Cut, small: int) -> Rows:
-        """`locate`, once for parts that lie alike, as layers in separate storages mostly do."""
-        if len(self.spans) == 1:
-            return locate(span, cut, small)
-        steps = span.steps[cut.layers[0] - span.first : cut.layers[1] - span.first]
-        lies = replace(span.pages, storage=0), span.grain, steps.tobytes()
-        kind = *lies, cut.units, cut.heads, cut.row_bytes, small
-        return self._recent.of(cut.table, partial(locate, span, cut, small), kind)
+        self._storages[span.pages.storage].put(self.rows(span, cut), src)
 
     def digest(self, buffer: torch.Tensor) -> Checksum:
-        return digest_on_host(buffer) if self.digest_name == XXH3 else digest_by_torch(buffer)
+        return digest_by_torch(buffer)
 
     def warm_up(self) -> None:
         """Load torch's kernels, and take the memory that a copy needs."""
         for storage in self._storages.values():
             storage.warm_up()
-        if self.digest_name == FOLD:
-            device = next(iter(self._storages.values())).device
-            self.digest(torch.zeros(WIDTHS[0], dtype=torch.uint8, device=device))
+        device = next(iter(self._storages.values())).device
+        self.digest(torch.zeros(WIDTHS[0], dtype=torch.uint8, device=device))
 
 
-def storages_of(pages: Sequence[LayerPages], tensors: Sequence[torch.Tensor]) -> dict[int, Storage]:
-    """The storages that these layers lie in, by address."""
+def storages_of(pages: Sequence[LayerPages], tensors: Sequence[torch.Tensor]) -> dict[int, DeviceStorage]:
+    """The storages on an accelerator that these layers lie in, by address. They share their uploads."""
     uploads = Uploads(tensors[0].device, torch.int64)
     each = zip(pages, tensors, strict=True)
-    return {page.storage: storage_of(tensor, uploads) for page, tensor in each}
-
-
-def storage_of(tensor: torch.Tensor, uploads: Uploads) -> Storage:
-    """The storage that `tensor` is a view of. Storages of one device share their `uploads`."""
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    return HostStorage(flat) if tensor.device.type == "cpu" else DeviceStorage(flat, uploads)
-
-
-class HostStorage:
-    """A storage in CPU memory. The copies have ended when the calls return."""
-
-    def __init__(self, flat: torch.Tensor) -> None:
-        self.device = flat.device
-        self._flat: NDArray[Any] = flat.numpy()
-
-    def take(self, rows: Rows, out: torch.Tensor) -> None:
-        if rows.step:
-            items, target = self._items(rows), out.numpy().view(f"V{rows.atom}")
-            for first in range(0, len(target), BATCH_ITEMS):  # numpy copies them twice: within a cache
-                part = slice(first, first + BATCH_ITEMS)
-                target[part] = items[rows.index[part]]
-            return
-        # "raise" would copy through a buffer; the index comes from checked block ids.
-        np.take(self._grid(rows), rows.index, axis=0, out=out.numpy().reshape(-1, rows.atom), mode="clip")
-
-    def put(self, rows: Rows, src: torch.Tensor) -> None:
-        if rows.atom <= ITEM_BYTES:
-            self._items(rows)[rows.index] = src.numpy().view(f"V{rows.atom}")
-        else:
-            self._grid(rows)[rows.index] = src.numpy().reshape(-1, rows.atom)
-
-    def take_columns(self, columns: Columns, out: torch.Tensor) -> None:
-        matrix = self._matrix(columns)
-        out.numpy().view(matrix.dtype).reshape(matrix.shape)[...] = matrix
-
-    def put_columns(self, columns: Columns, src: torch.Tensor) -> None:
-        matrix = self._matrix(columns)
-        matrix[...] = src.numpy().view(matrix.dtype).reshape(matrix.shape)
-
-    def warm_up(self) -> None:
-        """Nothing: numpy is ready."""
-
-    def _matrix(self, columns: Columns) -> NDArray[Any]:
-        """The elements, [column, element], as bits; numpy does not mind where they begin."""
-        shape, strides = (columns.count, columns.elements), (columns.element, columns.step)
-        return np.ndarray(shape, f"u{columns.element}", self._flat, columns.offset, strides)
-
-    def _items(self, rows: Rows) -> NDArray[Any]:
-        """[row], each an opaque item."""
-        step = rows.step or rows.atom
-        count = (self._flat.size - rows.base - rows.atom) // step + 1
-        return np.ndarray((count,), f"V{rows.atom}", self._flat, rows.base, (step,))
-
-    def _grid(self, rows: Rows) -> NDArray[Any]:
-        """[row, byte]; rows lie side by side."""
-        count = (self._flat.size - rows.base) // rows.atom
-        return self._flat[rows.base : rows.base + count * rows.atom].reshape(count, rows.atom)
+    return {page.storage: DeviceStorage(flat_bytes(tensor), uploads) for page, tensor in each}
 
 
 class DeviceStorage:
-    """A storage on an accelerator. The copies are queued on the current stream when the calls return."""
+    """A storage on an accelerator, as flat bytes. Keeps it alive. The copies are queued on the current stream
+    when the calls return."""
 
     def __init__(self, flat: torch.Tensor, uploads: Uploads) -> None:
         self.device = flat.device
@@ -251,16 +125,20 @@ class DeviceStorage:
         self._uploads = uploads
 
     def take(self, rows: Rows, out: torch.Tensor) -> None:
+        """Copy the rows, in their order, to `out`: uint8, contiguous, same device, exactly as large."""
         torch.index_select(self._grid(rows), 0, self._uploads(rows.index), out=out.view(-1, rows.atom))
 
     def put(self, rows: Rows, src: torch.Tensor) -> None:
+        """Copy `src` (as `out` in take) to the rows, in their order."""
         self._grid(rows).index_copy_(0, self._uploads(rows.index), src.view(-1, rows.atom))
 
     def take_columns(self, columns: Columns, out: torch.Tensor) -> None:
+        """See ColumnStorage."""
         memory, dense = self._matrices(columns, out)
         dense.copy_(memory)
 
     def put_columns(self, columns: Columns, src: torch.Tensor) -> None:
+        """See ColumnStorage."""
         memory, dense = self._matrices(columns, src)
         memory.copy_(dense)
 
@@ -298,7 +176,19 @@ class DeviceStorage:
 # Rows whose elements do not lie together: as columns of a matrix whose rows are the elements.
 
 
-class ColumnCopier(StorageCopier):
+class ColumnStorage(Protocol):
+    """One storage of torch's that layers lie in, for copies of columns."""
+
+    def take_columns(self, columns: Columns, out: torch.Tensor) -> None:
+        """Copy one column after the other to `out`: uint8, contiguous, same device, exactly as large."""
+        ...
+
+    def put_columns(self, columns: Columns, src: torch.Tensor) -> None:
+        """Copy `src` to one column after the other."""
+        ...
+
+
+class ColumnCopier:
     """Copies rows whose elements lie `step` bytes apart; heads follow each other at the same step.
 
     So the heads of a unit are one long column, whatever rows it is cut into. Layers that begin an element
@@ -310,8 +200,22 @@ class ColumnCopier(StorageCopier):
         self, pages: Sequence[LayerPages], tensors: Sequence[torch.Tensor], element: int, step: int
     ) -> None:
         """`element`: bytes of an element."""
-        super().__init__(pages, storages_of(pages, tensors))
+        self._storages: Mapping[int, ColumnStorage]
+        self._rows: Copier
+        if tensors[0].device.type == "cpu":
+            self._rows = host = HostCopier(pages, tensors)
+            self._storages = {address: HostColumns(flat) for address, flat in host.flat.items()}
+        else:
+            self._storages = storages = storages_of(pages, tensors)
+            self._rows = StorageCopier(pages, storages)
+        self.spans, self.digest_name = self._rows.spans, self._rows.digest_name
         self._element, self._step = element, step
+
+    def digest(self, buffer: torch.Tensor) -> Checksum:
+        return self._rows.digest(buffer)
+
+    def warm_up(self) -> None:
+        self._rows.warm_up()
 
     def take(self, span: Span, cut: Cut, out: torch.Tensor) -> None:
         for columns, rows in self._matrices(span, cut, out):

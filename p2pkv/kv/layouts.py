@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from math import gcd
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,10 +28,6 @@ Bounds = tuple[int, int]
 
 Tokens = Bounds | Index
 """An interval of a prompt's tokens; or some of them, in their order."""
-
-ITEM_BYTES = 1024
-"""Rows up to this size are opaque items for numpy, which it puts up to 15 times as fast as rows of bytes. It
-keeps the GIL while it puts fewer than 500 items."""
 
 MOST_PLACES = 1 << 31
 """The kernels' block tables are int32."""
@@ -108,15 +106,31 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of a flat storage: number i is the `atom` bytes from base + i * step on.
+    """Rows of a flat storage: number i is the `atom` bytes from base + i * atom on.
 
-    `index` is int64 [rows], in the wire's order. `step`: at most `atom`; 0 stands for it.
+    `index` is int64 [rows], in the wire's order.
     """
 
     atom: int
     base: int
     index: Index
-    step: int = 0
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of a matrix in memory, `count` side by side, whose elements are `step` bytes apart.
+
+    Attributes:
+        offset: of the first element of the first column, in bytes of a storage.
+        elements: in a column.
+        element: bytes of one.
+    """
+
+    offset: int
+    count: int
+    elements: int
+    element: int
+    step: int
 
 
 # From a tensor of vLLM.
@@ -246,6 +260,14 @@ class Runs:
         return places
 
 
+def split_at_pages(units: Bounds, page: int) -> list[Bounds]:
+    """An interval as the end of a page, whole pages, and the beginning of a page; empty ones left out."""
+    start, stop = units
+    first, last = -(-start // page) * page, stop // page * page
+    cuts = [start, first, last, stop] if first <= last else [start, stop]
+    return [(one, two) for one, two in pairwise(cuts) if one < two]
+
+
 def spans_of(layers: Sequence[LayerPages]) -> list[Span]:
     """Cut layers into the longest spans, in order."""
     spans: list[Span] = []
@@ -258,34 +280,48 @@ def spans_of(layers: Sequence[LayerPages]) -> list[Span]:
     return spans
 
 
-def locate(span: Span, cut: Cut, small: int = 0) -> Rows:
-    """The rows of a cut that is not empty. Where those of a grid would have less than `small` bytes, they are
-    larger, up to `ITEM_BYTES`, and `step` is less than `atom`."""
-    layers, units, heads, row_bytes, table = cut.layers, cut.units, cut.heads, cut.row_bytes, cut.table
-    pages = span.pages
-    beside = heads[1] - heads[0]
-    joined = beside == 1 or pages.head_stride == row_bytes
-    run = beside * row_bytes if joined else row_bytes
+class Grid(NamedTuple):
+    """How the rows of a cut lie on a regular grid.
+
+    Attributes:
+        atom: bytes between the places of the grid, and of each row on it.
+        run: bytes that lie together in memory and on the wire, a multiple of `atom`.
+        stride: units in a run.
+        joined: whether the heads of a unit are one run.
+    """
+
+    atom: int
+    run: int
+    stride: int
+    joined: bool
+
+
+def grid_of(span: Span, cut: Cut) -> Grid:
+    """The coarsest grid for a cut that is not empty."""
+    pages, beside = span.pages, cut.heads[1] - cut.heads[0]
+    joined = beside == 1 or pages.head_stride == cut.row_bytes
+    run = beside * cut.row_bytes if joined else cut.row_bytes
     stride = 1
     if joined and run == pages.unit_stride:
-        stride = gcd(units[0], units[1], pages.units)
+        stride = gcd(cut.units[0], cut.units[1], pages.units)
         run *= stride
     atom = gcd(run, pages.block_stride, stride * pages.unit_stride, span.grain)
-    if not joined:
-        atom = gcd(atom, pages.head_stride)
+    return Grid(atom if joined else gcd(atom, pages.head_stride), run, stride, joined)
 
+
+def locate(span: Span, cut: Cut) -> Rows:
+    """The rows of a cut that is not empty."""
+    layers, units, heads, table = cut.layers, cut.units, cut.heads, cut.table
+    pages = span.pages
+    atom, run, stride, joined = grid_of(span, cut)
     first = pages.offset + int(span.steps[layers[0] - span.first]) + heads[0] * pages.head_stride
     lift = span.steps[layers[0] - span.first : layers[1] - span.first] - span.steps[layers[0] - span.first]
     index = (lift // atom + first // atom)[:, None] + _unit_rows(pages, units, stride, atom, table)
     if not joined:
-        index = index[..., None] + np.arange(beside) * (pages.head_stride // atom)
-    step = atom
-    if atom < min(small, run):
-        atoms = run // atom
-        atom *= next(some for some in range(min(atoms, ITEM_BYTES // atom), 0, -1) if atoms % some == 0)
+        index = index[..., None] + np.arange(heads[1] - heads[0]) * (pages.head_stride // atom)
     if run > atom:
-        index = index[..., None] + np.arange(0, run // step, atom // step)
-    return Rows(atom, first % step, index.reshape(-1), step if step < atom else 0)
+        index = index[..., None] + np.arange(run // atom)
+    return Rows(atom, first % atom, index.reshape(-1))
 
 
 def _unit_rows(pages: LayerPages, units: Bounds, stride: int, atom: int, table: Index) -> Index:

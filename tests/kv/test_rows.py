@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from p2pkv.kv import PagedCache, copiers
-from p2pkv.kv.copiers import HostStorage
-from p2pkv.kv.layouts import Rows
+from p2pkv.kv import PagedCache
+from p2pkv.kv.copiers import Copier, DeviceStorage, StorageCopier
+from p2pkv.kv.layouts import LayerPages, Rows
+from p2pkv.kv.uploads import Uploads
 
 BLOCK, HEADS, CONTENT = 16, 8, 256
 ROW = CONTENT * 2
 
 
-class CountingStorage(HostStorage):
+class CountingStorage(DeviceStorage):
     """Remembers what it was asked for."""
 
     asked: list[Rows] = []  # noqa: RUF012
@@ -55,8 +56,13 @@ def test_one_copy_of_rows_as_large_as_layout_and_rectangle_allow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(CountingStorage, "asked", [])
-    counting = CountingStorage(torch.empty(0, dtype=torch.uint8))
-    monkeypatch.setattr(copiers, "storage_of", lambda tensor, uploads: counting)
+    uploads = Uploads(torch.device("cpu"), torch.int64)
+    counting = CountingStorage(torch.empty(0, dtype=torch.uint8), uploads)
+
+    def by_torch(pages: list[LayerPages], tensors: list[torch.Tensor]) -> Copier:
+        return StorageCopier(pages, {page.storage: counting for page in pages})
+
+    monkeypatch.setattr("p2pkv.kv.cache.copier_of", by_torch)
     kind = torch.bfloat16
     memory = memory_type(layout, 3, 8, BLOCK, ratio, HEADS, CONTENT, kind, codec, 0, 0, (0, 0, 0), 1)
     cache: PagedCache = memory.cache(memory.flat)
